@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 import sys
 import tempfile
 import time
@@ -35,6 +34,7 @@ from composer.loggers import Logger
 from composer.utils import dist, reproducibility
 from torch.profiler import ProfilerActivity, profile, schedule
 
+from benchmarks.kernel_kinds import kind_of
 from benchmarks.micro import gemm_floor, linear_products
 from benchmarks.rows import RESULTS, Row, append_row, call_time
 from benchmarks.tables import table
@@ -56,21 +56,6 @@ from composer_speedups.train.trainer import build_trainer, context_of, join_rank
 _PREFIX = "profile."
 _MULTIPLE = 64  # the number of tokens in the floor is rounded up to a multiple of this, as in unpadding
 _KEPT = 40  # number of kernels in a row
-# The first matching pattern decides. Inductor's names list what was fused, so several may match.
-_PATTERNS = {
-    "communication": r"nccl|gloo|c10d::",
-    "attention": r"flash|fmha|attention|sdpa|^(?!.*log_?softmax).*softmax",
-    "optimizer": r"adam|multi_tensor_apply|optimizer",
-    "scaling to float8": r"triton.*_scaled_mm",  # operations that inductor fuses before a float8 product
-    "GEMM": r"gemm|nvjet|xmma|cublas|splitk|cutlass|::(addmm|mm|bmm|baddbmm|linear|matmul)$|mkldnn_linear|_scaled_mm",
-    "activation": r"gelu|erf|tanh|relu",
-    "LayerNorm, dropout, residual": r"layer_?norm|dropout|GammaBeta|masked_scale|bernoulli|seed|LayerNorm",
-    "embeddings": r"embedding",
-    "reductions": r"column_sums|reduce|_red_|::sum$|::mean$|_per_fused_sum|foreach_norm|LpNorm",
-    "copies and casts": r"memcpy|memset|copy|catarray|::cat$|::to$|fill|zero_|contiguous",
-}
-KINDS = (*_PATTERNS, "other")
-_COMPILED = {kind: re.compile(pattern, re.IGNORECASE) for kind, pattern in _PATTERNS.items()}
 _ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")  # categories in a Chrome trace
 
 
@@ -80,11 +65,6 @@ class Kernel(NamedTuple):
     name: str
     start: float
     seconds: float
-
-
-def kind_of(name: str) -> str:
-    """The kind, one of :data:`KINDS`, of a CUDA kernel's or, in a CPU profile, an aten operator's name."""
-    return next((kind for kind, pattern in _COMPILED.items() if pattern.search(name)), "other")
 
 
 def kernels_of_trace(trace: dict[str, Any]) -> list[Kernel]:

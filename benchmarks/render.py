@@ -1,23 +1,14 @@
-"""python -m benchmarks.render [--check]: write the figures of README.md, docs and the cards from the committed rows,
-and the stub of the package from its public names.
+"""python -m benchmarks.render [--check]: write the tables and charts of README.md, docs and the cards, and the stub of
+the package.
 
-A figure stands between ``<!-- rows: KIND ARGUMENTS -->`` and ``<!-- end rows -->``. Its kind is a function of
-:mod:`benchmarks.tables`, and its arguments are that one's:
-
-- from the code and the cards: ``techniques``, ``order``, ``ranks``, ``conflicts NAME``;
-- from tests/helpers/refusals.py, which the tests hold to what happens: ``families``, ``families_short``, ``heads``,
-  ``refusals``;
-- from tests/helpers/support.py: ``tasks``, ``support_legend``, and with tests/supported.json, what marked tests
-  recorded, ``support``;
-- from the rows: ``ladder``, ``summary TABLE``, ``effect TABLE CONFIGURATION | BEFORE``,
-  ``steps TABLE``, ``best TABLE [KEY=VALUE …] | …``, ``call TABLE [N]``, ``jobs TABLE``,
-  ``starts TABLE``, ``kernels TABLE``, ``kinds OVERRIDE``, ``accuracy TABLE [CONFIGURATION | CONFIGURATION …]``,
-  ``across TABLE KEY=VALUE; CONFIGURATION | …``, ``suite``, ``mutants``; ``GPU/TABLE`` names the rows of another GPU.
-
-``<!-- value: EXPRESSION -->…<!-- end -->`` in a sentence is a single value of the rows: :mod:`benchmarks.values`.
+A table stands between ``<!-- rows: KIND ARGUMENTS -->`` and ``<!-- end rows -->``. Its kind is a function of
+:mod:`benchmarks.declared` (what the code declares) or :mod:`benchmarks.tables` (measured rows), and its arguments are
+that function's, separated by spaces or, if there are ``|``, by these. ``GPU/TABLE`` names the rows of another GPU.
 
 ``<!-- chart: KIND TABLE FILE.png [CONFIGURATION | …] -->`` stands before an image, which :mod:`benchmarks.charts` draws
 anew when its rows are others than it shows.
+
+Sentences hold no measured figures, so that no marker is needed in them.
 """
 
 from __future__ import annotations
@@ -27,18 +18,18 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import tables
+from benchmarks import declared, tables
 from benchmarks.charts import Chart
 from benchmarks.stub import package_stub
-from benchmarks.values import render_values
 
 ROOT = Path(__file__).parent.parent
 STUB = ROOT / "composer_speedups" / "__init__.pyi"
 _FIGURE = re.compile(r"(<!-- rows: (.*?) -->\n).*?(<!-- end rows -->)", re.DOTALL)
 _CHART = re.compile(r"<!-- chart: (.*?) -->")
-_OF_CODE = "techniques order ranks conflicts families families_short heads refusals tasks support support_legend"
-_OF_ROWS = "ladder summary effect steps best call jobs starts kernels kinds accuracy across suite mutants"
-_KINDS = f"{_OF_CODE} {_OF_ROWS}".split()
+_KINDS = {
+    declared: "conflicts families families_short heads order ranks refusals support support_legend tasks techniques",
+    tables: "accuracy across best call effect jobs kernels kinds mutants starts steps suite",
+}
 
 
 def documents() -> list[Path]:
@@ -51,12 +42,12 @@ def documents() -> list[Path]:
 
 
 def render(text: str) -> str:
-    """The text with every figure and every value rewritten from the rows.
+    """The text with every table written anew.
 
     Raises:
-        ValueError: No row has a figure or value.
+        ValueError: A table is of an unknown kind, or there are no rows for it.
     """
-    return render_values(_FIGURE.sub(lambda m: f"{m[1]}{_figure(m[2])}\n{m[3]}", text))
+    return _FIGURE.sub(lambda m: f"{m[1]}{_figure(m[2])}\n{m[3]}", text)
 
 
 def charts_of(text: str) -> list[Chart]:
@@ -67,14 +58,15 @@ def charts_of(text: str) -> list[Chart]:
 
 def _figure(request: str) -> str:
     kind, _, rest = request.partition(" ")
-    if kind not in _KINDS:
-        raise ValueError(f"no figure of kind {kind!r}")
+    module = next((module for module, kinds in _KINDS.items() if kind in kinds.split()), None)
+    if module is None:
+        raise ValueError(f"no table of kind {kind!r}")
     name, _, more = rest.partition(" ")
     if kind in ("across", "best"):
         arguments = [part.strip() for part in rest.split("|")]
     else:
         arguments = [name, *(part.strip() for part in more.split("|"))] if more else rest.split()
-    return "\n".join(getattr(tables, kind)(*arguments))
+    return "\n".join(getattr(module, kind)(*arguments))
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -53,12 +53,23 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 from tqdm import tqdm
 
-from benchmarks.rows import RESULTS, Call, Row, call_time, describe_error, empty_row, error_report, folder_of, spell
+from benchmarks.rows import (
+    RESULTS,
+    Call,
+    Configuration,
+    Row,
+    call_time,
+    describe_error,
+    empty_row,
+    error_report,
+    folder_of,
+    spell,
+)
 from benchmarks.tables import markdown, page
 from benchmarks.worker import TRAIN, Workers
 from composer_speedups.core.files import write_atomically
@@ -84,15 +95,6 @@ _CONFIGURATION_KEYS = {"peer", "ranks", "set", "warm"}
 # A run that does not fit is a result; smaller micro-batches would be another configuration.
 _QUIET = ["trainer.progress_bar=false", "baseline=null", "export=false", "plot=false", "trainer.on_out_of_memory=stop"]
 _LOSS = re.compile(r"^\[metric\]\[batch=\d+\]: loss/train/total: (\S+)", re.MULTILINE)
-
-
-class Configuration(NamedTuple):
-    name: str
-    point: dict[str, Any]  # point of the matrix
-    overrides: list[str]
-    peer: str | None = None  # a module of benchmarks.peers to run instead of train.py
-    warm: bool = False  # its runs use a filled compile cache
-    ranks: int = 1  # number of processes, with one GPU each
 
 
 def configurations_of(table: Row) -> list[Configuration]:

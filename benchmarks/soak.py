@@ -1,12 +1,12 @@
 """python -m benchmarks.soak [-f FILE] [steps=5000] [key=value ...]: a long run that is checked for leaks.
 
 By default a tiny BERT trains on built-in reviews, with two DataLoader workers that restart each epoch, and an
-evaluation and a checkpoint every 500 steps. Host memory (of this process and its children), memory allocated on the
-GPU, open files, threads, child processes and the loader's waiting workers are read every 1% of the steps. In the first
-fifth of the run caches fill and compilers end. Afterwards nothing may grow; see :func:`grown`. The rate of the last
-fifth relative to that of the second is printed too, but is meaningful only on an otherwise idle machine.
+evaluation and a checkpoint every tenth of the run. Host memory (of this process and its children), memory allocated on
+the GPU, open files, threads and child processes are read every 1% of the steps. In the first fifth of the run caches
+fill and compilers end; afterwards nothing may grow (see :func:`grown`). The rate of the last fifth relative to that of
+the second is meaningful only on an otherwise idle machine.
 
-Needs Linux. Writes runs/soak/soak.json. Exit status: 0 nothing grew, 1 something did.
+Needs Linux. Writes soak.json to the run's folder. Exit status: 0 nothing grew, 1 something did.
 """
 
 from __future__ import annotations
@@ -31,16 +31,15 @@ from composer_speedups.train import application
 from composer_speedups.train.cli import exit_codes, read_command_line
 from composer_speedups.train.startup import StartupClock, without_gc
 
-ROOT = Path(__file__).parent.parent
+QUICKSTART = Path(__file__).parent.parent / "yamls" / "quickstart.yaml"
 MIB = 2**20
-_READINGS = 100
 # Allowed growth in bytes: pages that allocators touch late, records of batches (about 0.5 KB each).
 _SLACK = {"host_bytes": 32 * MIB, "gpu_bytes": 1 * MIB}
 _SETTINGS = "run_name=soak data.workers=2 trainer.progress_bar=false baseline=null plot=false checkpoint.keep=2".split()
 
 
 class Reading(NamedTuple):
-    """The resources of the process after ``batch`` batches, ``seconds`` after the first reading."""
+    """The resources of the process and its children after ``batch`` batches, ``seconds`` of training."""
 
     batch: int
     seconds: float
@@ -52,55 +51,45 @@ class Reading(NamedTuple):
 
 
 class Watch(Callback):
-    """Reads the process's resources every ``every`` batches, outside evaluations and checkpoints."""
+    """Reads the resources every ``every`` batches; evaluations do not count as time of training."""
 
     def __init__(self, every: int) -> None:
         self.every = every
         self.readings: list[Reading] = []
         self._process = psutil.Process()
-        self._away = self._since = 0.0  # seconds of evaluations and checkpoints
+        self._evaluating = 0.0  # seconds
 
     def eval_before_all(self, state: State, logger: Logger) -> None:
-        self._since = time.perf_counter()
+        self._evaluating -= time.perf_counter()
 
     def eval_after_all(self, state: State, logger: Logger) -> None:
-        self._away += time.perf_counter() - self._since
+        self._evaluating += time.perf_counter()
 
     def batch_start(self, state: State, logger: Logger) -> None:
-        if state.timestamp.batch.value % self.every == 0 and state.timestamp.batch.value > 0:
-            self.readings.append(self._read(state.timestamp.batch.value))
-
-    def _read(self, batch: int) -> Reading:
+        batch = state.timestamp.batch.value
+        if batch == 0 or batch % self.every:
+            return
         gc.collect()
         # of glibc; otherwise its free memory varies by 100 MiB and more
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).malloc_trim(0)
         children = self._process.children(recursive=True)
-        memory = 0
-        for process in (self._process, *children):
-            try:
-                memory += host_bytes(process.pid)
-            except (FileNotFoundError, ProcessLookupError):  # a worker that has ended meanwhile
-                continue
-        return Reading(
-            batch,
-            time.perf_counter() - self._away,
-            memory,
-            torch.cuda.memory_allocated() if torch.cuda.is_available() else 0,
-            self._process.num_fds(),
-            self._process.num_threads(),
-            len(children),
-        )
+        gpu_bytes = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+        counts = (self._process.num_fds(), self._process.num_threads(), len(children))
+        memory = sum(host_bytes(process.pid) for process in (self._process, *children))
+        self.readings.append(Reading(batch, time.perf_counter() - self._evaluating, memory, gpu_bytes, *counts))
 
 
 def host_bytes(pid: int) -> int:
     """A process's own memory: anonymous and shared-memory pages, each divided by the number of processes that share it.
 
-    File pages are not counted, because libraries are shared with other processes on the machine.
-
-    Source: the kernel's documentation of /proc/PID/smaps_rollup.
+    File pages are not counted, because libraries are shared with other processes on the machine. 0 for a process that
+    has ended. Source: the kernel's documentation of /proc/PID/smaps_rollup.
     """
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
     return sum(1024 * int(line.split()[1]) for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:")))
 
 
@@ -111,60 +100,57 @@ def grown(readings: Sequence[Reading]) -> dict[str, tuple[float, float]]:
     at all, bytes by the slack that allocators need.
     """
     fifth = max(1, len(readings) // 5)
-    early, late = readings[fifth : 2 * fifth], readings[-fifth:]
-    found = {}
-    for name in Reading._fields[2:]:
-        before, after = (statistics.median(getattr(r, name) for r in part) for part in (early, late))
-        if after > before + _SLACK.get(name, 0):
-            found[name] = (before, after)
-    return found
+    medians = {
+        name: tuple(statistics.median(getattr(reading, name) for reading in part) for part in (early, late))
+        for name in Reading._fields[2:]
+        for early, late in [(readings[fifth : 2 * fifth], readings[-fifth:])]
+    }
+    return {name: (old, new) for name, (old, new) in medians.items() if new > old + _SLACK.get(name, 0)}
 
 
 def rate_ratio(readings: Sequence[Reading]) -> float:
     """Batches per second of the last fifth divided by those of the second, without evaluations and with checkpoints."""
     fifth = max(2, len(readings) // 5)
-    early, late = readings[fifth - 1 : 2 * fifth], readings[-fifth:]
-    rates = [(part[-1].batch - part[0].batch) / (part[-1].seconds - part[0].seconds) for part in (early, late)]
-    return rates[1] / rates[0]
+    parts = (readings[fifth - 1 : 2 * fifth], readings[-fifth:])
+    early, late = ((part[-1].batch - part[0].batch) / (part[-1].seconds - part[0].seconds) for part in parts)
+    return late / early
 
 
 def soak(arguments: Sequence[str]) -> dict[str, Any]:
     """Train and read; return the contents of soak.json."""
     steps = next((int(a.partition("=")[2]) for a in arguments if a.startswith("steps=")), 5000)
     overrides = [a for a in arguments if not a.startswith("steps=")]
-    given = [] if {"-f", "--file"} & set(overrides) else ["-f", str(ROOT / "yamls" / "quickstart.yaml")]
+    file = [] if {"-f", "--file"} & set(overrides) else ["-f", str(QUICKSTART)]
     every = f"{max(1, steps // 10)}ba"
     length = [f"trainer.max_duration={steps}ba", f"trainer.eval_interval={every}", f"checkpoint.interval={every}"]
-    config, origins = read_command_line([*given, *_SETTINGS, *length, *overrides])
-    watch = Watch(max(1, steps // _READINGS))
+    config, origins = read_command_line([*file, *_SETTINGS, *length, *overrides])
+    watch = Watch(max(1, steps // 100))
     with without_gc():
         clock = StartupClock()
     application.train(config, origins, clock, callbacks=[watch])
-    found = {
+    results = {
         "steps": steps,
         "grown": grown(watch.readings),
         "rate_ratio": rate_ratio(watch.readings),
-        "readings": [r._asdict() for r in watch.readings],
+        "readings": [reading._asdict() for reading in watch.readings],
     }
     path = Path(config.runs_folder) / config.run_name / "soak.json"
-    path.write_text(json.dumps(found, indent=2) + "\n")
-    return found
+    path.write_text(json.dumps(results, indent=2) + "\n")
+    return results
 
 
 def main(arguments: Sequence[str]) -> None:
     if set(arguments) & {"-h", "--help"}:
         print(__doc__)
         return
-    found = soak(arguments)
-    first, last = found["readings"][len(found["readings"]) // 5], found["readings"][-1]
+    results = soak(arguments)
+    first, last = results["readings"][len(results["readings"]) // 5], results["readings"][-1]
     for name in Reading._fields[2:]:
         unit = MIB if name.endswith("bytes") else 1
         print(f"  {name:<12} {first[name] / unit:10,.1f} after a fifth, {last[name] / unit:10,.1f} at the end")
-    print(f"  rate of the last fifth over the second: {found['rate_ratio']:.3f}")
-    if found["grown"]:
-        print(f"grew: {', '.join(found['grown'])}")
-        raise SystemExit(1)
-    print("nothing grew")
+    print(f"  rate of the last fifth over the second: {results['rate_ratio']:.3f}")
+    print(f"grew: {', '.join(results['grown'])}" if results["grown"] else "nothing grew")
+    raise SystemExit(1 if results["grown"] else 0)
 
 
 if __name__ == "__main__":

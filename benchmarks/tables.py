@@ -1,26 +1,21 @@
-"""Markdown tables: the figures of README.md, docs and the cards, and the rows of a call as the runner prints them.
+"""Markdown tables of rows: the figures of README.md, docs and the cards, and the table that the runner prints.
 
-Figures are made of the committed rows, or of what the code declares of its techniques. Ratios hold within a call: rows
-of two calls are never set beside each other.
+A ratio is always of two rows of the same call: the speed of the host differs between calls.
 """
 
 from __future__ import annotations
 
-import re
+import operator
 import shlex
 import statistics
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import combinations
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from omegaconf import OmegaConf
+import yaml
 
+from benchmarks.kernel_kinds import kind_of
 from benchmarks.rows import RESULTS, Row, describe_errors, median_step, point_of, read_rows, spell
-
-if TYPE_CHECKING:
-    from composer_speedups.core.technique import Technique
 
 ROOT = Path(__file__).parent.parent
 COMMITTED = RESULTS / "nvidia-h200"  # the rows of this repository's GPU
@@ -37,15 +32,6 @@ _FORMATS = {
     "warmup_seconds": ".0f",
     "process_seconds": ".1f",
     "eval_seconds": ".1f",
-}
-_STAGES = {
-    "FLAGS": "process-wide flags and precision",
-    "SURGERY": "modules and weights changed",
-    "KERNELS": "layers computed by kernels that build on surgery",
-    "ADAPTERS": "parameters frozen or added",
-    "OPTIMIZER": "over the final parameters",
-    "COMPILE": "of the final modules",
-    "GRAPHS": "of the final step",
 }
 
 
@@ -78,15 +64,15 @@ def every_gpus_rows(name: str) -> list[Row]:
     return [row for path in sorted(RESULTS.glob(f"*/{name}.jsonl")) for row in read_rows(path)]
 
 
-def where_of(rows: Sequence[Row]) -> str:
-    """How often the rows ran, on which hardware and versions, on which days and at which commits.
+def where_of(rows: Sequence[Row], *, counted: bool = True) -> str:
+    """How often the rows ran (if ``counted``), on which hardware and versions, on which days and at which commits.
 
     More than one of each where rows differ, and nothing of what none of them knows. A commit whose files were changed
     when it ran is named so.
     """
     days = ", ".join(sorted({row["call"][:10] for row in rows}))
     commits = ", ".join(sorted({commit_of(row) for row in rows}))
-    return f"{_repeats(rows)}{_machine(rows)}; {days}; commit {commits}."
+    return f"{_repeats(rows) if counted else ''}{_machine(rows)}; {days}; commit {commits}."
 
 
 def commit_of(row: Row) -> str:
@@ -99,6 +85,39 @@ def override_of(row: Row, key: str) -> str | None:
     """The last value that a row's command line gave a key; None where it gave none."""
     pairs = (item.partition("=") for item in [*row.get("overrides", []), *row.get("arguments", [])])
     return {name: given for name, _, given in pairs}.get(key)
+
+
+_ALIASES = {"batch": "data.batch_size"}
+
+
+def select(selection: str) -> list[Row]:
+    """The timed rows of ``TABLE [KEY=VALUE …] [; CONFIGURATION]``.
+
+    ``KEY`` is a key of the row or of an override on its command line; ``batch`` is ``data.batch_size``. ``KEY!=VALUE``
+    excludes rows.
+
+    Raises:
+        ValueError: There are none.
+    """
+    where, _, name = (part.strip() for part in selection.partition(";"))
+    table, *conditions = where.split()
+
+    def meets(row: Row, condition: str) -> bool:
+        key, _, wanted = condition.partition("=")
+        key, negated = _ALIASES.get(key, key).removesuffix("!"), key.endswith("!")
+        value = str(row[key]) if key in row else override_of(row, key)
+        return (value == wanted) is not negated
+
+    rows = [
+        row
+        for row in rows_of(table)
+        if row["samples_per_sec"]
+        and name in ("", row["configuration"])
+        and all(meets(row, condition) for condition in conditions)
+    ]
+    if not rows:
+        raise ValueError(f"no timed row of '{selection}'")
+    return rows
 
 
 def _repeats(rows: Sequence[Row]) -> str:
@@ -118,8 +137,8 @@ def _repeats(rows: Sequence[Row]) -> str:
 
 
 def _range(counts: Iterable[int]) -> str:
-    found = sorted(counts)
-    return "–".join(map(str, dict.fromkeys((found[0], found[-1]))))
+    ordered = sorted(counts)
+    return "–".join(map(str, dict.fromkeys((ordered[0], ordered[-1]))))
 
 
 def _machine(rows: Sequence[Row]) -> str:
@@ -172,15 +191,10 @@ def _by_call(rows: Sequence[Row]) -> Iterator[tuple[Row, Row | None]]:
     By batch size, then by call, then in the order of the table.
     """
     first = rows[0]["configuration"]
-    for row in sorted(rows, key=lambda row: (row["data.batch_size"], row["call"])):
-        same = (
-            other
-            for other in rows
-            if (other["configuration"], other["call"], other["data.batch_size"])
-            == (first, row["call"], row["data.batch_size"])
-            and other["samples_per_sec"]
-        )
-        yield row, next(same, None)
+    point = operator.itemgetter("data.batch_size", "call")
+    bases = {point(row): row for row in rows if row["configuration"] == first and row["samples_per_sec"]}
+    for row in sorted(rows, key=point):
+        yield row, bases.get(point(row))
 
 
 def _median(row: Row, name: str) -> str:
@@ -199,58 +213,25 @@ def _ratio(row: Row, other: Row | None, measure: Callable[[Row], float] = _rate)
 def _spread(row: Row) -> str:
     """A row's samples/s: of one run, or their median with the least and the most."""
     rate = row["samples_per_sec"]
-    text = _spell_rate(rate["median"])
-    if len(rate["runs"]) > 1:
-        text += f" ({_spell_rate(min(rate['runs']))}–{_spell_rate(max(rate['runs']))})"
-    return text
+    spread = f" ({_range_of_rates(rate['runs'])})" if len(rate["runs"]) > 1 else ""
+    return _spell_rate(rate["median"]) + spread
+
+
+def _range_of_rates(rates: Sequence[float]) -> str:
+    return "–".join(map(_spell_rate, (min(rates), max(rates)) if len(rates) > 1 else rates))
 
 
 # Figures of techniques
 
 
-def ladder() -> list[str]:
-    """The whole first table: a configuration is compared with the first one, fp32."""
-    rows = rows_of("ladder")
-    lines = []
-    for row, base in _by_call(rows):
-        cells = [_ratio(row, base), _median(row, "peak_memory_gib"), _median(row, "warmup_seconds")]
-        lines.append((row["call"], [row["configuration"], str(row["data.batch_size"]), _spread(row), *cells]))
-    columns = ["configuration", "batch", "samples/s (least–most)", "ratio to fp32", "peak GiB", "warm-up, s"]
-    return _figure_by_call(columns, lines, rows)
-
-
-def summary(name: str) -> list[str]:
-    """Every configuration of a table compared with the first one, at each batch size of a call."""
-    rows = rows_of(name)
-    batches = sorted({row["data.batch_size"] for row in rows})
-    found = {(row["call"], row["configuration"], row["data.batch_size"]): row for row in rows if row["samples_per_sec"]}
-    first = rows[0]["configuration"]
-    lines = []
-    for call, configuration in sorted(
-        dict.fromkeys((row["call"], row["configuration"]) for row in rows), key=lambda pair: pair[0]
-    ):
-        cells, warmups = [configuration], [0.0]
-        for batch in batches:
-            row = found.get((call, configuration, batch))
-            if row is None:
-                cells += "–––"
-                continue
-            cells += [_spread(row), _ratio(row, found.get((call, first, batch))), _median(row, "peak_memory_gib")]
-            warmups.append(row["warmup_seconds"]["median"])
-        lines.append((call, [*cells, f"{max(warmups):.0f}"]))
-    columns = [cell for batch in batches for cell in (f"batch {batch}: samples/s", "ratio", "peak GiB")]
-    return _figure_by_call(["configuration", *columns, "warm-up, s"], lines, rows)
-
-
 def effect(name: str, configuration: str, before: str) -> list[str]:
     """One configuration of a table compared with another, in the calls that ran both."""
-    rows = rows_of(name)
-    found = {(row["data.batch_size"], row["call"], row["configuration"]): row for row in rows}
+    rows = {(row["data.batch_size"], row["call"], row["configuration"]): row for row in rows_of(name)}
     lines, compared = [], []
-    for batch, call, which in sorted(found):
-        if which != configuration or (old := found.get((batch, call, before))) is None:
+    for batch, call, which in sorted(rows):
+        old, new = rows.get((batch, call, before)), rows[batch, call, which]
+        if which != configuration or old is None:
             continue
-        new = found[batch, call, configuration]
         compared += [old, new]
         changes = [f"{_median(old, name)} → {_median(new, name)}" for name in ("peak_memory_gib", "warmup_seconds")]
         lines.append((call, [str(batch), _spread(old), _spread(new), _ratio(new, old), *changes]))
@@ -261,182 +242,35 @@ def effect(name: str, configuration: str, before: str) -> list[str]:
 
 
 def accuracy(name: str, *only: str) -> list[str]:
-    """Accuracy by configuration and seed; samples/s where each run had the machine to itself."""
+    """Accuracy by configuration and seed, with the standard deviation of all runs."""
     rows = [row for row in rows_of(name) if (not only or row["configuration"] in only) and row["accuracy"]]
     seeds = sorted({row["seed"] for row in rows})
-    timed = all(row["samples_per_sec"] for row in rows)
     lines = []
     for configuration in dict.fromkeys(row["configuration"] for row in rows):
         own = [row for row in rows if row["configuration"] == configuration]
-        runs = [_runs([row for row in own if row["seed"] == seed], "accuracy") for seed in seeds]
-        means = [statistics.fmean(values) if values else None for values in runs]
+        by_seed = [[run for row in own if row["seed"] == seed for run in row["accuracy"]["runs"]] for seed in seeds]
+        means = [statistics.fmean(values) if values else None for values in by_seed]
         mean = None if None in means else statistics.fmean(filter(None, means))  # means of the same seeds compare
-        each = [value for values in runs for value in values]
-        rates = _runs(own, "samples_per_sec") if timed else []
-        speed = [f"{min(rates):,.0f}–{max(rates):,.0f}"] if timed else []
-        cells = ["–" if m is None else f"{m:.4f}" for m in [*means, mean]]
-        lines.append([configuration, *cells, f"{min(each):.4f}–{max(each):.4f}", str(len(each)), *speed])
-    head = ["configuration", *(f"seed {seed}" for seed in seeds), "mean", "least–most", "runs"]
-    counted = [{key: value for key, value in row.items() if key != "repeats"} for row in rows]  # the last column has it
-    return _figure([*head, *(["samples/s"] if timed else [])], lines, counted)
-
-
-def _runs(rows: Sequence[Row], name: str) -> list[float]:
-    return [value for row in rows for value in row[name]["runs"]]
+        values = [value for of_seed in by_seed for value in of_seed]
+        deviation = statistics.stdev(values) if len(values) > 1 else None
+        cells = ["–" if number is None else f"{number:.4f}" for number in (*means, mean, deviation)]
+        lines.append([configuration, *cells, f"{min(values):.4f}–{max(values):.4f}", str(len(values))])
+    columns = ["configuration", *(f"seed {seed}" for seed in seeds), "mean", "std", "least–most", "runs"]
+    return [*table(columns, lines), "", where_of(rows, counted=False)]
 
 
 def across(*selections: str) -> list[str]:
     """One configuration as several tables measured it, each ``TABLE KEY=VALUE …; CONFIGURATION``."""
-    from benchmarks.values import select  # which reads rows by this module
 
-    lines, every = [], []
-    for selection in selections:
-        rows = select(selection)
-        runs = _runs(rows, "samples_per_sec")
-        every += rows
-        spread = f"{min(runs):,.0f}–{max(runs):,.0f}" if len(runs) > 1 else f"{runs[0]:,.0f}"
-        commits = ", ".join(sorted({commit_of(row) for row in rows}))
-        name = f"`{rows[0]['table']}`, {rows[0]['configuration']}"
-        lines.append([name, str(len({row["call"] for row in rows})), str(len(runs)), spread, commits])
-    runs = _runs(every, "samples_per_sec")
-    calls = len({row["call"] for row in every})
-    lines.append(["**all**", str(calls), str(len(runs)), f"{min(runs):,.0f}–{max(runs):,.0f}", ""])
-    columns = ("table, configuration", "calls", "runs", "samples/s (least–most)", "commits")
-    return [*table(columns, lines), "", f"{_machine(every)}."]
+    def line(name: str, rows: Sequence[Row]) -> list[str]:
+        runs = [rate for row in rows for rate in row["samples_per_sec"]["runs"]]
+        return [name, str(len({row["call"] for row in rows})), str(len(runs)), _range_of_rates(runs)]
 
-
-# What goes together, as tests/families/test_family_techniques.py has seen it
-
-
-def families() -> list[str]:
-    """Families × techniques: a number for what is refused, of the line of :func:`refusals` that says why."""
-    from composer_speedups.families.family import families as known
-    from tests.helpers.refusals import TECHNIQUES
-
-    lines = [
-        [each.title, *(_works(technique, each.name, "mlm") for technique in TECHNIQUES)]
-        for each in sorted(known(), key=lambda each: each.title.lower())
-    ]
-    return table(["family", *(f"`{technique}`" for technique in TECHNIQUES)], lines)
-
-
-def heads() -> list[str]:
-    """Heads × techniques, for every family that the technique serves."""
-    from tests.helpers.refusals import HEADS, TECHNIQUES
-
-    lines = [[title, *(_works(technique, "bert", head) for technique in TECHNIQUES)] for head, title in HEADS.items()]
-    return table(["head", *(f"`{technique}`" for technique in TECHNIQUES)], lines)
-
-
-def refusals() -> list[str]:
-    """What is refused, by number, and where the untouched model's own values mean nothing."""
-    from composer_speedups.families.family import family_named
-    from tests.helpers.refusals import FAILING, HEADS, INPUTS, REFUSALS, UNDEFINED
-
-    def title(name: str) -> str:
-        family = family_named(name)
-        assert family is not None
-        return family.title
-
-    lines = []
-    for number, line in enumerate(REFUSALS, 1):
-        names = ", ".join(f"`{technique}`" for technique in line.techniques)
-        among = [*(title(name) for name in line.families), HEADS.get(line.head, ""), line.input and f"a {line.input}"]
-        lines.append(f"{number}. {names} with {', '.join(filter(None, among))}: {line.why}.")
-    lines += ["", f"- Inputs tried with each: {', '.join(INPUTS)}."]
-    for (family, given), why in FAILING.items():
-        lines.append(f"- Not compared: {title(family)} with a {given}, on which the untouched model fails: {why}.")
-    for (technique, family, head, given), what in UNDEFINED.items():
-        lines.append(
-            f"- Not compared: `{technique}` on {title(family)} for {HEADS[head]} with {given}. The head {what}, and a "
-            "padding slot whose local window contains no token attends to nothing: eager attention and SDPA differ."
-        )
-    return lines
-
-
-def _works(technique: str, family: str, head: str) -> str:
-    from tests.helpers.refusals import REFUSALS, refusal_of
-
-    line = refusal_of(technique, family, head)
-    return "yes" if line is None else f"no ({REFUSALS.index(line) + 1})"
-
-
-def techniques() -> list[str]:
-    """The techniques, each with a link to its card and the card's first sentence."""
-    from composer_speedups.core.catalogue import describe
-
-    lines = []
-    for name in (each.name for each in describe()):
-        card = f"composer_speedups/algorithms/{name}/README.md"
-        _, summary, *_ = (ROOT / card).read_text().split("\n\n")
-        sentence = re.split(r"(?<=\.)\s", summary.replace("\n", " "))[0].rstrip(".")
-        lines.append([f"[`{name}`](../{card})", sentence])
-    return table(["technique, with its card", "what it does"], lines)
-
-
-def families_short() -> list[str]:
-    """The families, grouped by the techniques that they do not support, of those that depend on the model's code."""
-    from composer_speedups.families.family import families as known
-    from tests.helpers.refusals import TECHNIQUES, refusal_of
-
-    groups: dict[str, list[str]] = defaultdict(list)
-    for each in sorted(known(), key=lambda each: each.title.lower()):
-        refused = [f"`{name}`" for name in TECHNIQUES if refusal_of(name, each.name, "mlm")]
-        groups[f"all except {', '.join(refused)}" if refused else "all"].append(each.title)
-    lines = [[", ".join(titles), techniques] for techniques, titles in sorted(groups.items())]
-    names = ", ".join(f"`{name}`" for name in TECHNIQUES)
-    return [*table(["families", "techniques"], lines), "", f"These techniques depend on the family: {names}."]
-
-
-# What each task reads, reports and supports, as the tests that ran recorded it
-
-
-def tasks() -> list[str]:
-    """The tasks: columns, loss, metrics of an evaluation, and the YAMLs that train them."""
-    from tests.helpers.support import TASKS
-
-    yamls = _yamls_by_task()
-    lines = []
-    for name, row in TASKS.items():
-        metrics = ", ".join(filter(None, [*row.metrics.values(), row.more]))
-        lines.append([f"`{name}`", row.data, row.loss, metrics, ", ".join(f"`{each}`" for each in yamls[name])])
-    return table(["`model.task`", "columns it reads", "loss", "metrics", "YAML (`-f`)"], lines)
-
-
-def support() -> list[str]:
-    """Tasks × ways to use them: what the marked tests that passed claim, and a dash where none has."""
-    from tests.helpers.support import TASKS, WAYS, read_record
-
-    found = {
-        (task, way): {"supports": "yes", "refuses": "refused"}[mark]
-        for entry in read_record().values()
-        for task, way, mark in entry["claims"]
-    }
-    lines = [[f"`{task}`", *(found.get((task, way), "–") for way in WAYS)] for task in TASKS]
-    return table(["task", *WAYS], lines)
-
-
-def support_legend() -> list[str]:
-    """The columns of :func:`support`."""
-    from tests.helpers.support import WAYS
-
-    return [f"- {way}: {what}." for way, what in WAYS.items()]
-
-
-def _yamls_by_task() -> dict[str, list[str]]:
-    """The YAMLs of the repository, those of a folder as one; the quickstart trains every task."""
-    import yaml
-
-    from composer_speedups.tasks.config import ModelConfig
-
-    found: dict[str, list[str]] = defaultdict(lambda: ["quickstart"])
-    for path in sorted((ROOT / "yamls").rglob("*.yaml")):
-        name = path.relative_to(ROOT / "yamls").with_suffix("")
-        task = (yaml.safe_load(path.read_text()).get("model") or {}).get("task", ModelConfig.task)
-        shown = f"{name.parent}/…" if name.parent.name else str(name)
-        if shown not in found[task]:
-            found[task].append(shown)
-    return found
+    selected = [select(selection) for selection in selections]
+    every = [row for rows in selected for row in rows]
+    lines = [line(f"`{rows[0]['table']}`, {rows[0]['configuration']}", rows) for rows in selected]
+    columns = ("table, configuration", "calls", "runs", "samples/s (least–most)")
+    return [*table(columns, [*lines, line("**all**", every)]), "", where_of(every, counted=False)]
 
 
 # Figures that set the suite beside its peers
@@ -473,27 +307,57 @@ def steps(name: str) -> list[str]:
 def best(*selections: str) -> list[str]:
     """The fast set, also with 8-bit matmuls, compared with the fastest configuration of HF Trainer in the same call.
 
-    Each selection of rows, ``TABLE [KEY=VALUE …]``, is a line. The GPU has a column if the lines are of several.
+    Each selection, ``TABLE [KEY=VALUE …]``, is a line. The GPU has a column if the lines are of several. A ratio with a
+    range is the one of the last call, and its range is over all calls with these two configurations.
     """
-    from benchmarks.values import BEST_PEER, last_call  # which reads rows by this module
-
-    base = OmegaConf.load(ROOT / "yamls" / "bert_imdb_fast.yaml")
+    base = yaml.safe_load((ROOT / "yamls" / "bert_imdb_fast.yaml").read_text())
     lines, rows = [], []
     for selection in selections:
-        peer, fast, float8 = call = last_call(selection, BEST_PEER, "fast set", "fast set, fp8")
+        calls = _calls_with_best_peer(selection)
+        peer, fast, float8 = call = calls[-1]
         rows += call
-        length = override_of(peer, "data.max_length") or base.data.max_length
-        points = f"{peer['data.batch_size']} × {length}"
-        rates = [cell for row in (fast, float8) for cell in (_spread(row), _ratio(row, peer))]
-        memory = f"{fast['peak_memory_gib']['median'] / peer['peak_memory_gib']['median']:.0%}"
-        size = str(override_of(peer, "model.size"))
         gpu = (peer["environment"]["gpu"] or "CPU").removeprefix("NVIDIA ")
-        lines.append([gpu, size, points, peer["configuration"], _spread(peer), *rates, memory])
-    peer_columns = ["BERT", "batch × tokens", "fastest HF Trainer", "samples/s"]
-    head = [*peer_columns, "fast set", "ratio", "with fp8", "ratio", "memory"]
-    if len({gpu for gpu, *_ in lines}) > 1:
-        return _figure(["GPU", *head], lines, rows)
-    return _figure(head, [cells for _, *cells in lines], rows)
+        length = override_of(peer, "data.max_length") or base["data"]["max_length"]
+        point = [str(override_of(peer, "model.size")), f"{peer['data.batch_size']} × {length}"]
+        ratios = [_range_of([_rate(of_call[ours]) / _rate(of_call[0]) for of_call in calls]) for ours in (1, 2)]
+        ours = [_spread(fast), ratios[0], _spread(float8), ratios[1]]
+        memory = f"{fast['peak_memory_gib']['median'] / peer['peak_memory_gib']['median']:.0%}"
+        padding = fast["algorithms"]["unpadding"]["evidence"]["padding_of_the_run"]
+        lines.append(
+            [gpu, *point, f"{padding:.0%}", peer["configuration"], _spread(peer), *ours, memory, str(len(calls))]
+        )
+    columns = ["GPU", "BERT", "batch × tokens", "padding", "fastest HF Trainer", "samples/s"]
+    columns += ["fast set", "ratio", "with fp8", "ratio", "memory", "calls"]
+    if len({gpu for gpu, *_ in lines}) == 1:
+        return _figure(columns[1:], [cells for _, *cells in lines], rows)
+    return _figure(columns, lines, rows)
+
+
+def _calls_with_best_peer(selection: str) -> list[list[Row]]:
+    """The rows of HF Trainer's fastest configuration, the fast set and the fast set with fp8, for each call with them.
+
+    The fastest configuration is the one of the last call with the most configurations of HF Trainer, since a call with
+    fewer may lack it. Another call counts if this configuration was the fastest one there, too.
+    """
+    rows = select(selection)
+    calls = []
+    for call in sorted({row["call"] for row in rows}):
+        of_call = {row["configuration"]: row for row in rows if row["call"] == call}
+        peers = [row for row in of_call.values() if row["peer"] == "hf_trainer"]
+        if peers and {"fast set", "fast set, fp8"} <= set(of_call):
+            chosen = [max(peers, key=_rate), of_call["fast set"], of_call["fast set, fp8"]]
+            calls.append((len(peers), chosen))
+    if not calls:
+        raise ValueError(f"no call of {selection} has HF Trainer and the fast set, with and without fp8")
+    most = max(peers for peers, _ in calls)
+    fastest = [chosen[0]["configuration"] for peers, chosen in calls if peers == most][-1]
+    return [chosen for _, chosen in calls if chosen[0]["configuration"] == fastest]
+
+
+def _range_of(ratios: Sequence[float]) -> str:
+    """The last ratio, with the smallest and the largest if they differ."""
+    least, most, last = (f"{ratio:.2f}" for ratio in (min(ratios), max(ratios), ratios[-1]))
+    return last if least == most else f"{last} ({least}–{most})"
 
 
 def jobs(name: str) -> list[str]:
@@ -570,7 +434,7 @@ def suite() -> list[str]:
                 *(str(row[kind]) for kind in ("passed", "failed", "skipped")),
                 f"{row['seconds'] / 60:.1f}",
                 _ran_on(row["environment"]),
-                f"{row['call'][:10]}, {(row['environment'].get('commit') or 'unknown')[:7]}",
+                f"{row['call'][:10]}, {commit_of(row)}",
             ]
             for row in last.values()
         ),
@@ -591,7 +455,7 @@ def mutants() -> list[str]:
             f"`{row['package']}`",
             "those left, again" if row["again"] else f"seed {row['seed']}",
             *(str(row[kind]) for kind in ("mutants", "killed", "timed_out", "survived", "not_run")),
-            f"{row['call'][:10]}, {(row['environment'].get('commit') or 'unknown')[:7]}",
+            f"{row['call'][:10]}, {commit_of(row)}",
         ]
         for row in every_gpus_rows("mutants")
     ]
@@ -631,92 +495,13 @@ def profiled(row: Row) -> str:
 
 
 def ms_by_kind(row: Row) -> dict[str, float]:
-    """Milliseconds per step of a profile's kernels by their kind; kernels that the row does not have are "not in the
-    row".
-    """
-    from benchmarks.profile import kind_of  # Composer, which the other figures of rows do without
-
-    found: dict[str, float] = {}
+    """Milliseconds per step of a profile's kernels by their kind."""
+    sums: dict[str, float] = {}
     for kernel in row["kernels"]:
         kind = kind_of(kernel["name"])
-        found[kind] = found.get(kind, 0.0) + kernel["ms"]
-    rest = row["busy_ms"] - sum(found.values())
-    return {**found, "kernels outside the slowest": rest} if rest > 0.05 else found
-
-
-# What the techniques declare; classes are looked up in the functions, since figures of rows need no Composer
-
-
-def order() -> list[str]:
-    """Two tables: the stages in the order of techniques, and the conflicts with their reasons."""
-    from composer_speedups.core.technique import Stage
-
-    techniques = _techniques()
-    lines = ["| | stage | techniques, in the order they engage |", "|---|---|---|"]
-    for stage in Stage:
-        names = [f"`{t.name}`" for t in techniques if t.stage == stage]
-        lines.append(f"| {stage + 1} | {stage.name.lower()}: {_STAGES[stage.name]} | {', '.join(names)} |")
-    conflicting = []
-    for slot in sorted({c.slot for t in techniques for c in t.conflicts if c.slot}):
-        names = [f"`{t.name}`" for t in techniques if any(c.slot == slot for c in t.conflicts)]
-        if len(names) > 1:
-            conflicting.append([f"any two of {', '.join(names)}", f"both set the {slot}"])
-    for one, other in combinations(techniques, 2):
-        if reason := _reason(one, other):
-            conflicting.append([f"`{one.name}`, `{other.name}`", reason])
-    head = ["techniques that conflict", "reason, and its condition if they do not always conflict"]
-    return [*lines, "", *table(head, conflicting)]
-
-
-def ranks() -> list[str]:
-    """Which techniques go with DDP and with FSDP, and why the others do not."""
-    from composer_speedups.core.technique import FSDP
-
-    def sharded(technique: type[Technique]) -> str:
-        return next((c.why for c in technique.conflicts if c.other == FSDP), "yes")
-
-    return table(
-        ["technique", "DDP", "FSDP"],
-        [[f"`{t.name}`", _needs_one_rank(t) or "yes", sharded(t)] for t in _techniques()],
-    )
-
-
-def conflicts(name: str) -> list[str]:
-    """The lines of a card's section: every technique that this one cannot go with, and why."""
-    one = next(technique for technique in _techniques() if technique.name == name)
-    others = [technique for technique in _techniques() if technique.name != name]
-    lines = [f"- `{other.name}`: {reason}" for other in others if (reason := _reason(one, other))]
-    for slot in (conflict.slot for conflict in one.conflicts if conflict.slot):
-        same = [f"`{other.name}`" for other in others if any(c.slot == slot for c in other.conflicts)]
-        lines += [f"- {', '.join(same)}: each sets the {slot}"] if same else []
-    return lines or ["None."]
-
-
-def _techniques() -> list[type[Technique]]:
-    from composer_speedups.core.catalogue import technique_names
-    from composer_speedups.core.registry import technique_class
-
-    return [technique_class(name) for name in technique_names()]
-
-
-def _needs_one_rank(technique: type[Technique]) -> str | None:
-    """Why it trains on one rank only: what two ranks leave unmet that one does not."""
-    import torch
-
-    from composer_speedups.core.requirements import Context
-
-    unmet = [
-        [need.reason for need in technique().requirements(Context(torch.device("cpu"), ranks=ranks)) if not need.met]
-        for ranks in (1, 2)
-    ]
-    return next((reason for reason in unmet[1] if reason not in unmet[0]), None)
-
-
-def _reason(one: type[Technique], other: type[Technique]) -> str | None:
-    """Why the two cannot go together, with some settings or with any; a slot that both fill aside."""
-    from composer_speedups.core.technique import conflicts_between
-
-    return next((c.why for _, _, c in conflicts_between(one, other) if c.slot is None), None)
+        sums[kind] = sums.get(kind, 0.0) + kernel["ms"]
+    rest = row["busy_ms"] - sum(sums.values())
+    return {**sums, "kernels outside the slowest": rest} if rest > 0.05 else sums
 
 
 # A call, whole

@@ -17,6 +17,7 @@ DOCS = ROOT / "docs"
 PAGES = sorted(path for path in DOCS.rglob("*.md") if blocks_of(path.read_text()))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(DOCS)))
@@ -62,6 +63,7 @@ def test_every_page_is_in_the_navigation() -> None:
     assert set(leaves(nav)) - {"api/algorithms.md"} == pages, "docs/hooks.py makes that one"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.exhaustive
 def test_the_notebook_trains() -> None:

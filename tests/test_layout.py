@@ -1,4 +1,4 @@
-"""The package's layout: few modules at the top, tests in the same folders, and no cycle of imports."""
+"""The layout that docs/design.md asks for: few modules at the top, no cycle of imports, and no long chain of them."""
 
 from __future__ import annotations
 

@@ -25,38 +25,22 @@ def build_workspace(sections: Sequence[Section], request: Request, entity: str, 
         entity: User or team.
         project: Name of the project.
     """
-    return workspaces.Workspace(
-        entity=entity,
-        project=project,
-        name=request.name,
-        sections=[
-            workspaces.Section(name=section.name, panels=[*map(_panel, section.charts)], is_open=True)
-            for section in sections
-        ],
-        runset_settings=workspaces.RunsetSettings(
-            filters=_only(request.runs),
-            groupby=[expr.Config(key) for key in request.group_by],
-            pinned_columns=_columns(request),
-        ),
-    )
+    shown = [workspaces.Section(name=name, panels=[*map(_panel, charts)], is_open=True) for name, charts in sections]
+    grouped = [expr.Config(key) for key in request.group_by]
+    runs = workspaces.RunsetSettings(groupby=grouped, **_runs(request))
+    return workspaces.Workspace(entity=entity, project=project, name=request.name, sections=shown, runset_settings=runs)
 
 
 def build_report(sections: Sequence[Section], request: Request, entity: str, project: str) -> reports.Report:
     """A report with a heading and a grid of panels per section; arguments as in :func:`build_workspace`."""
+    grouped = [f"config.{key}" for key in request.group_by]
     blocks: list[Any] = []
-    for section in sections:
-        runset = reports.Runset(
-            entity=entity,
-            project=project,
-            name="runs",
-            filters=_only(request.runs),
-            groupby=[f"config.{key}" for key in request.group_by],
-            pinned_columns=_columns(request),
-        )
-        panels: list[Any] = [_panel(chart) for chart in section.charts]
+    for name, charts in sections:
+        runset = reports.Runset(entity=entity, project=project, name="runs", groupby=grouped, **_runs(request))
+        panels: list[Any] = [*map(_panel, charts)]
         for i, panel in enumerate(panels):
             panel.layout = reports.Layout(x=i % 3 * _WIDTH, y=i // 3 * _HEIGHT, w=_WIDTH, h=_HEIGHT)
-        blocks += [reports.H2(section.name), reports.PanelGrid(runsets=[runset], panels=panels)]
+        blocks += [reports.H2(name), reports.PanelGrid(runsets=[runset], panels=panels)]
     return reports.Report(entity=entity, project=project, title=request.name, blocks=blocks, width="fluid")
 
 
@@ -67,19 +51,10 @@ def _panel(chart: Chart) -> reports.LinePlot | reports.BarPlot:
     return reports.LinePlot(title=chart.title, x=chart.over, y=list(chart.metrics), title_x=title_x)
 
 
-def _only(runs: Sequence[str] | None) -> list[expr.FilterExpr]:
-    return [expr.Metric("Name").isin(list(runs))] if runs else []
-
-
-def _columns(request: Request) -> list[str]:
-    return [
-        "run:displayName",
-        *(f"config:{_stored(key)}" for key in request.group_by),
-        *(f"summary:{c}" for c in columns(request.task)),
-    ]
-
-
-def _stored(key: str) -> str:
-    """The name of a config key in W&B: the value of ``data`` contains ``batch_size``."""
-    first, *rest = key.split(".")
-    return ".".join([first, "value", *rest])
+def _runs(request: Request) -> dict[str, Any]:
+    """The runs that are shown, and the columns of their table."""
+    filters = [expr.Metric("Name").isin(list(request.runs))] if request.runs else []
+    keys = [key.partition(".") for key in request.group_by]  # in W&B, the value of `data` contains `batch_size`
+    configured = [f"config:{section}.value{dot}{rest}" for section, dot, rest in keys]
+    summaries = [f"summary:{column}" for column in columns(request.task)]
+    return {"filters": filters, "pinned_columns": ["run:displayName", *configured, *summaries]}

@@ -1,66 +1,18 @@
-"""The content of a dashboard: its runs, and sections of charts, independent of Weights & Biases' libraries."""
+"""The content of a dashboard: its runs, and the sections of charts of ``layout.yaml``; without W&B's libraries."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import yaml
 
 __all__ = ["Chart", "Request", "Section", "as_text", "columns", "layout"]
 
 Task = Literal["classification", "multilabel", "regression", "token_classification", "reranking", "embedding", "mlm"]
-
-BATCHES, SAMPLES, SECONDS = "time/batch", "time/sample", "_runtime"
-_AXES = {BATCHES: "batches trained", SAMPLES: "samples trained on", SECONDS: "seconds since the start of the run"}
-
-# Task → its evaluation metrics: title in charts, name in the log, and name in the summary. Runs are compared by the
-# first one.
-_METRICS: dict[Task, tuple[tuple[str, str, str], ...]] = {
-    "classification": (
-        ("accuracy", "MulticlassAccuracy", "accuracy"),
-        ("loss", "CrossEntropy", "loss"),
-        ("macro F1", "MacroF1", "macro_f1"),
-        ("Matthews correlation", "MatthewsCorrelation", "matthews"),
-        ("F1 of the second of two classes", "BinaryF1", "binary_f1"),
-    ),
-    "multilabel": (
-        ("micro F1", "MicroF1", "micro_f1"),
-        ("loss", "BinaryCrossEntropy", "loss"),
-        ("macro F1", "MacroF1", "macro_f1"),
-        ("mean average precision", "MeanAveragePrecision", "map"),
-    ),
-    "regression": (
-        ("Spearman correlation", "SpearmanCorrCoef", "spearman"),
-        ("loss", "MeanSquaredError", "loss"),
-        ("Pearson correlation", "PearsonCorrCoef", "pearson"),
-    ),
-    "token_classification": (
-        ("entity F1", "EntityF1", "entity_f1"),
-        ("loss", "LanguageCrossEntropy", "loss"),
-        ("accuracy", "MaskedAccuracy", "accuracy"),
-    ),
-    "reranking": (
-        ("NDCG@10", "NDCG@10", "ndcg@10"),
-        ("loss", "BinaryCrossEntropy", "loss"),
-        ("MRR@10", "MRR@10", "mrr@10"),
-    ),
-    "embedding": (
-        ("recall@10", "Recall@10", "recall@10"),
-        ("recall@1", "Recall@1", "recall@1"),
-        ("Spearman correlation", "SpearmanCorrCoef", "spearman"),
-    ),
-    "mlm": (
-        ("accuracy", "MaskedAccuracy", "accuracy"),
-        ("loss", "LanguageCrossEntropy", "loss"),
-        ("perplexity", "LanguagePerplexity", "perplexity"),
-    ),
-}
-
-
-def columns(task: Task = "classification") -> tuple[str, ...]:
-    """Columns of the table of runs: summary values, in this order."""
-    measured = ("samples_per_sec", "peak_gib", "warmup_seconds", _METRICS[task][0][2], "train_loss")
-    return tuple(f"summary/{name}" for name in measured)
+_LAYOUT: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("layout.yaml").read_text())
 
 
 @dataclass
@@ -83,8 +35,7 @@ class Request:
     """Print the layout without sending it; needs no account."""
 
 
-@dataclass(frozen=True)
-class Chart:
+class Chart(NamedTuple):
     """Lines over the run, or with ``over: None`` a bar per group or run.
 
     Attributes:
@@ -100,11 +51,10 @@ class Chart:
     @property
     def axis(self) -> str:
         """A description of the x-axis."""
-        return "bars" if self.over is None else f"over {_AXES[self.over]}"
+        return "bars" if self.over is None else f"over {_LAYOUT['axes'][self.over]}"
 
 
-@dataclass(frozen=True)
-class Section:
+class Section(NamedTuple):
     name: str
     charts: tuple[Chart, ...]
 
@@ -115,50 +65,26 @@ def layout(task: Task = "classification") -> tuple[Section, ...]:
     Args:
         task: Task of the runs (``model.task``), which determines their metrics. Default: classification.
     """
-    scores = _METRICS[task]
-    title, score, final = scores[0]
-    return (
-        Section(
-            "Speed",
-            (
-                Chart("samples/s", ("throughput/samples_per_sec",), BATCHES),
-                Chart("real tokens/s", ("throughput/tokens_per_sec",), BATCHES),
-                Chart("waiting for data, fraction of the time", ("throughput/data_wait_fraction",), BATCHES),
-                Chart("samples/s, steady state", ("summary/samples_per_sec",)),
-            ),
-        ),
-        Section(
-            "Loss and scores",
-            (
-                Chart("training loss", ("loss/train/total",), SAMPLES),
-                *(Chart(f"evaluation {name}", (f"metrics/eval/{logged}",), SAMPLES) for name, logged, _ in scores),
-                Chart(f"evaluation {title} over time", (f"metrics/eval/{score}",), SECONDS),
-                Chart(f"final evaluation {title}", (f"summary/{final}",)),
-            ),
-        ),
-        Section(
-            "Memory",
-            (
-                Chart("peak, GiB", ("memory/peak_gib",), BATCHES),
-                Chart("activations, GiB", ("memory/activations_gib",), BATCHES),
-                Chart("peak of the whole run, GiB", ("summary/peak_gib",)),
-                Chart("weights, gradients and optimizer, GiB", tuple(f"memory/{p}_gib" for p in _PARTS)),
-            ),
-        ),
-        Section(
-            "Start-up time of each run",
-            (
-                Chart("warm-up and compilation, s", ("summary/warmup_seconds",)),
-                Chart("start of the process to the first trained step, s", ("startup/to_first_step_seconds",)),
-                Chart("parts of the start, s", tuple(f"startup/{phase}_seconds" for phase in _PHASES)),
-                Chart("evaluations, s in all", ("summary/eval_seconds",)),
-            ),
-        ),
+    scores = _scores(task)
+    return tuple(
+        Section(name, tuple(_chart(c, s) for c in charts for s in (scores if c.get("each_score") else scores[:1])))
+        for name, charts in _LAYOUT["sections"].items()
     )
 
 
-_PARTS = ("weights", "gradients", "optimizer")
-_PHASES = ("imports", "data", "model", "trainer", "first_step")
+def columns(task: Task = "classification") -> tuple[str, ...]:
+    """Columns of the table of runs: summary values, in this order."""
+    return tuple(column.format(**_scores(task)[0]) for column in _LAYOUT["columns"])
+
+
+def _scores(task: Task) -> list[dict[str, str]]:
+    """The evaluation metrics of a task; runs are compared by the first one."""
+    return [dict(zip(("title", "logged", "summary"), score, strict=True)) for score in _LAYOUT["scores"][task]]
+
+
+def _chart(chart: dict[str, Any], score: dict[str, str]) -> Chart:
+    metrics = tuple(metric.format(**score) for metric in chart["metrics"])
+    return Chart(chart["title"].format(**score), metrics, chart.get("over"))
 
 
 def as_text(sections: Sequence[Section]) -> str:
@@ -166,5 +92,5 @@ def as_text(sections: Sequence[Section]) -> str:
     lines = []
     for section in sections:
         lines.append(section.name)
-        lines += [f"  {c.title}: {', '.join(c.metrics)} ({c.axis})" for c in section.charts]
+        lines += [f"  {chart.title}: {', '.join(chart.metrics)} ({chart.axis})" for chart in section.charts]
     return "\n".join(lines)

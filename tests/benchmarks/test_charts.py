@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import struct
 from pathlib import Path
 from typing import Any
@@ -16,15 +15,11 @@ ENVIRONMENT = {"gpu": "NVIDIA H200", "torch": "2.11.0"}
 
 
 def row(configuration: str, rate: float, call: str = "2026-01-02", batch: int = 128, **more: Any) -> dict[str, Any]:
-    rates = {"median": rate} if rate else None
-    return {
-        "call": call,
-        "configuration": configuration,
-        "data.batch_size": batch,
-        "samples_per_sec": rates,
-        "environment": ENVIRONMENT,
-        **more,
-    }
+    measured = {"median": rate, "min": rate, "max": rate} if rate else None
+    point = {"data.batch_size": batch}
+    failure = {"errors": [], "error_kinds": [], "repeats": 1}
+    timed = {"samples_per_sec": measured, "environment": ENVIRONMENT}
+    return {"call": call, "configuration": configuration, **point, **failure, **timed, **more}
 
 
 def size_of(path: Path) -> tuple[int, int]:
@@ -32,6 +27,32 @@ def size_of(path: Path) -> tuple[int, int]:
     assert head.startswith(b"\x89PNG")
     width, height = struct.unpack(">II", head[16:])
     return width, height
+
+
+class Drawn:
+    """The spans of the bars and the labels of a figure."""
+
+    def __init__(self) -> None:
+        self.bars: list[tuple[float, float]] = []
+        self.labels: list[str] = []
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> Drawn:
+    record = Drawn()
+    barh, annotate = Axes.barh, Axes.annotate
+
+    def record_bar(self: Axes, y: float, width: float, *, left: float = 0, **kwargs: Any) -> Any:
+        record.bars.append((left, left + width))
+        return barh(self, y, width, left=left, **kwargs)
+
+    def record_label(self: Axes, text: str, *args: Any, **kwargs: Any) -> Any:
+        record.labels.append(text)
+        return annotate(self, text, *args, **kwargs)
+
+    monkeypatch.setattr(Axes, "barh", record_bar)
+    monkeypatch.setattr(Axes, "annotate", record_label)
+    return record
 
 
 def test_the_last_call_with_all_configurations_is_drawn_at_one_point() -> None:
@@ -44,58 +65,70 @@ def test_the_last_call_with_all_configurations_is_drawn_at_one_point() -> None:
         row("fp32", 9, call="2026-01-03"),
         row("+ x", 0, call="2026-01-03"),  # failed
     ]
-    found = charts.last_call(rows, "samples_per_sec", ["fp32", "+ y"])
-    assert [(r["configuration"], r["samples_per_sec"]["median"]) for r in found] == [("fp32", 2), ("+ y", 4)]
-    assert [r["samples_per_sec"]["median"] for r in charts.last_call(rows, "samples_per_sec")] == [9]
+
+    def drawn(kind: str, *configurations: str) -> list[tuple[str, float]]:
+        picked = charts.last_call(kind, rows, configurations)
+        return [(row["configuration"], (row["samples_per_sec"] or {"median": 0})["median"]) for row in picked]
+
+    assert drawn("waterfall", "fp32", "+ y") == [("fp32", 2), ("+ y", 4)]
+    assert drawn("waterfall") == [("fp32", 9)]
+    assert drawn("bars") == [("fp32", 9), ("+ x", 0)], "failed configurations, too"
+    assert drawn("bars", "fp32", "+ x") == [("fp32", 2), ("+ x", 3), ("fp32", 20)], "every point"
     with pytest.raises(SystemExit, match="no call has rows of z with samples_per_sec"):
-        charts.last_call(rows, "samples_per_sec", ["z"])
+        drawn("waterfall", "z")
 
 
-def test_each_bar_of_the_waterfall_spans_its_techniques_gain(monkeypatch: pytest.MonkeyPatch) -> None:
-    bars: list[tuple[float, float]] = []
-    said: list[str] = []
-    barh, annotate = Axes.barh, Axes.annotate
-
-    def read(self: Axes, text: str, *args: Any, **kwargs: Any) -> Any:
-        said.append(text)
-        return annotate(self, text, *args, **kwargs)
-
-    def seen(self: Axes, y: float, width: float, *, left: float, **kwargs: Any) -> Any:
-        bars.append((left, left + width))
-        return barh(self, y, width, left=left, **kwargs)
-
-    monkeypatch.setattr(Axes, "barh", seen)
-    monkeypatch.setattr(Axes, "annotate", read)
-    charts.waterfall([row("fp32", 300), row("+ x", 1200), row("+ y", 1140)], Path("waterfall.png"))
-    assert bars == [(0, 300), (300, 1200), (1200, 1140)]
-    assert said == ["300", "1,200  ×4.00", "1,140  ×0.95"]
+def test_each_bar_of_the_waterfall_spans_its_techniques_gain(drawn: Drawn) -> None:
+    charts.draw("waterfall", [row("fp32", 300), row("+ x", 1200), row("+ y", 1140)], Path("waterfall.png"))
+    assert drawn.bars == [(0, 300), (300, 1200), (1200, 1140)]
+    assert drawn.labels == ["300", "1,200  ×4.00", "1,140  ×0.95"]
     width, height = size_of(Path("waterfall.png"))
     assert width == 1200
     assert height > 300
 
 
+def test_bars_show_value_and_ratio_or_why_a_run_failed(drawn: Drawn) -> None:
+    failed = row("y", 0, errors=["CUDA out of memory"], error_kinds=["out of memory"])
+    charts.draw_table({}, [row("fp32", 100), row("x", 250), failed], Path("bars.png"))
+    assert drawn.bars == [(0, 100), (0, 250)]
+    assert drawn.labels == ["100", "250  ×2.50", "out of memory"]
+    drawn.labels.clear()
+    seconds = {"peer": 60.0, "ours": 20.0}
+    timed = [row(name, 1, process_seconds={"median": s, "min": s, "max": s}) for name, s in seconds.items()]
+    charts.draw_table({"fresh": True}, timed, Path("seconds.png"))
+    assert drawn.labels == ["60.0", "20.0  ×3.00"]
+
+
 def test_curves_are_smoothed_over_the_recorded_batches() -> None:
     assert charts.smooth([4.0, 2.0, 0.0, 1.0], 2).tolist() == [4.0, 3.0, 1.0, 0.5]
     assert charts.smooth([4.0, 2.0], 10).tolist() == [4.0, 3.0]
-
-
-def test_loss_curves_from_the_command_line() -> None:
-    rows = [row("padded", 0, losses=[0.7, 0.6, 0.5]), row("unpadded", 0, losses=[0.7, 0.61, 0.5]), row("other", 0)]
-    Path("curves.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    charts.main(["losses", "curves", "losses.png", "padded", "|", "unpadded"], Path())
-    assert size_of(Path("losses.png"))[0] == 1200
-    with pytest.raises(SystemExit, match=r"no such rows; measure them with python -m benchmarks.run none"):
-        charts.main(["losses", "none", "losses.png"], Path())
-    with pytest.raises(SystemExit, match="no call has rows of padded, other with losses"):
-        charts.main(["losses", "curves", "losses.png", "padded | other"], Path())
     with pytest.raises(ValueError, match="5 curves in one chart; name 4 configurations at most"):
-        charts.loss_curves([rows[0]] * 5, Path("five.png"))
+        charts.loss_curves([row("padded", 0, losses=[0.7])] * 5)
+
+
+def test_each_table_has_its_kind_of_chart() -> None:
+    plain = [row("fp32", 100), row("x", 0)]
+    curves = [row(configuration, 100, losses=[0.7, 0.6]) for configuration in ("a", "b")]
+    whole = [row("x", 1, process_seconds={"median": 9.0, "min": 9.0, "max": 9.0})]
+    for table, rows, kind in (
+        ({}, plain, "bars"),
+        ({"cumulative": True}, plain, "waterfall"),
+        ({"fresh": True}, whole, "seconds"),
+        ({"losses": True}, curves, "losses"),
+        ({"losses": True}, [row(str(n), 1, losses=[1.0]) for n in range(5)], "bars"),
+    ):
+        assert charts.kind_of(table, rows) == kind
+        assert charts.draw_table(table, rows, Path(f"{kind}.png"))
+        assert size_of(Path(f"{kind}.png"))[0] == 1200
+    assert not charts.draw_table({}, [row("x", 0)], Path("none.png"))
+    assert not Path("none.png").exists()
 
 
 def test_a_chart_knows_which_rows_it_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [row("fp32", 300), row("+ x", 600), row("+ y", 500)]
-    chart = charts.Chart.of(["waterfall", "table", "table.png"])
-    monkeypatch.setattr(charts.Chart, "rows", lambda *_: rows)
+    chart = charts.Chart.of(["waterfall", "table", "table.png", "fp32", "|", "+", "x"])
+    assert chart.configurations == ["fp32", "+ x"]
+    monkeypatch.setattr(charts.Chart, "rows", lambda _: rows)
     assert chart.is_stale(), "it is not there"
     chart.draw()
     assert not chart.is_stale()

@@ -1,87 +1,55 @@
-"""Mutation testing: which tests a module has, which lines they run, and what becomes of mutants of a toy package."""
+"""Mutation testing: which tests run against a module's mutants, and which mutants a sample has."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 from benchmarks import mutants
 from tests.conftest import ROOT
 
-MODULE = "composer_speedups/callbacks/toy.py"
-CODE = """def largest(values, floor=0):
-    if floor is None:
-        return max(values)
-    best = floor
-    for value in values:
-        if value > best:
-            best = value
-    return best
-"""
-TESTS = """from composer_speedups.callbacks.toy import largest
 
-def test_largest():
-    assert largest([1, 3, 2]) == 3
-"""
-PROGRAM = """
-import json, sys
-from pathlib import Path
-from benchmarks import mutants
+class Mutation(NamedTuple):
+    """Cosmic Ray's MutationSpec, as far as the draw reads it."""
 
-mutants.ROOT = Path(sys.argv[1])
-given = json.loads(sys.argv[2])
-found = mutants.measure(mutants.anew(given), jobs=2)
-print(json.dumps({mutant.operator: outcome for mutant, outcome in found}))
-"""
+    module_path: Path
+    operator_name: str
+    start_pos: tuple[int, int]
+    end_pos: tuple[int, int] = (9, 9)
 
 
 @pytest.mark.parametrize("package", mutants.PACKAGES)
 def test_the_tests_of_every_module_exist(package: str) -> None:
-    modules = [module for module in mutants.modules_of(package) if not module.endswith("__init__.py")]
+    modules = mutants.modules_of(package)
     assert modules
     for module in modules:
-        tests = mutants.tests_of(module)
-        assert tests, module
-        assert all((ROOT / test).is_file() for test in tests), tests
+        tests = mutants.tests_of(module, package)
+        assert tests
+        assert all((ROOT / test).exists() for test in tests), tests
 
 
-def test_an_error_is_put_before_the_statement_of_a_line() -> None:
-    code = mutants.reaching(CODE, 6)
-    assert code is not None
-    assert code.splitlines()[5:7] == ['        raise RuntimeError("reached")', "        if value > best:"]
-    assert mutants.reaching("x = 1\n", 1) is None
+def test_the_tests_named_after_a_module_come_first() -> None:
+    tests = mutants.tests_of(Path("composer_speedups/callbacks/throughput.py"), "callbacks")
+    assert tests[0] == "tests/callbacks/test_throughput.py"
+    assert tests[-1] == mutants.PACKAGES["callbacks"]["tests"][-1]
+    of_folder = mutants.tests_of(Path("composer_speedups/algorithms/lora/functional.py"), "algorithms")
+    assert of_folder[0].startswith("tests/algorithms/test_lora")
 
 
-def test_outcomes_of_a_toy_packages_mutants(tmp_path: Path) -> None:
-    for name, text in {MODULE: CODE, "tests/callbacks/test_toy.py": TESTS}.items():
-        (tmp_path / name).parent.mkdir(parents=True)
-        (tmp_path / name).write_text(text)
-    for folder in ("composer_speedups", "composer_speedups/callbacks"):
-        (tmp_path / folder / "__init__.py").touch()  # or it would be the real package
-    subprocess.run(["git", "init", "-q"], check=True)
-    subprocess.run(["git", "add", "."], check=True)
-    given = [
-        {"module": MODULE, "line": line, "operator": expected, "changed": changed}
-        for line, expected, changed in [
-            (9, "killed", "- if value > best:\n+ if value < best:"),  # a line further by now
-            (6, "survived", "- if value > best:\n+ if value >= best:"),
-            (3, "not_run", "- return max(values)\n+ return min(values)"),
-            (1, "left out", "- if value > worst:\n+ if value < worst:"),
-        ]
-    ]
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(tmp_path), json.dumps(given)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr[-2000:] + done.stdout[-2000:]
-    outcomes = json.loads(done.stdout.splitlines()[-1])
-    assert outcomes == {kind: kind for kind in ("killed", "survived", "not_run")}
-    assert "left out, because its line has changed: composer_speedups/callbacks/toy.py:1" in done.stdout
+def test_a_sample_has_one_operator_of_each_location() -> None:
+    module = Path("composer_speedups/callbacks/toy.py")
+    operators = ["core/ReplaceComparisonOperator_Gt_Lt", "core/ReplaceComparisonOperator_Gt_GtE"]
+    every = [Mutation(module, operator, (line, 0)) for line in range(5) for operator in operators]
+    every += [Mutation(module, "core/ReplaceBinaryOperator_BitOr_Add", (7, 0))]
+    drawn = mutants.draw(every, sample=9, seed=3)
+    assert sorted(mutation.start_pos for mutation in drawn) == [(line, 0) for line in range(5)], "no types"
+    assert drawn == mutants.draw(every, sample=9, seed=3)
+    assert len({tuple(mutants.draw(every, sample=2, seed=seed)) for seed in range(8)}) > 1
+
+
+def test_a_wrong_argument_is_one_line() -> None:
+    for arguments in ([], ["surgery"], ["callbacks", "samples=3"], ["callbacks", "sample=three"]):
+        with pytest.raises(SystemExit, match=r"python -m benchmarks\.mutants kernels\|"):
+            mutants.main(arguments)

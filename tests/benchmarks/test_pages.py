@@ -1,4 +1,4 @@
-"""What a finished call leaves beside its rows: the page, the chart that suits the table, and failures told apart."""
+"""What a finished call leaves beside its rows: a page with its table, which tells failures apart."""
 
 from __future__ import annotations
 
@@ -6,14 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from matplotlib.axes import Axes
 
-from benchmarks import charts
 from benchmarks.rows import add_run, describe_error, describe_errors, empty_row, error_report
 from benchmarks.run import Configuration, leave_page
 from benchmarks.tables import markdown, page
 from composer_speedups.train import environment as environments
-from tests.benchmarks.test_charts import size_of
 
 ENVIRONMENT = {
     "gpu": "NVIDIA H200",
@@ -35,10 +32,10 @@ def report(rate: float, accuracy: float | None = None, **more: Any) -> dict[str,
 
 
 def row(configuration: str, *reports: dict[str, Any], published: str | None = None, **point: Any) -> dict[str, Any]:
-    found = empty_row("t", "2026-01-02T03:04:05.678Z", Configuration(configuration, point, []), published=published)
-    for each in reports:
-        add_run(found, each)
-    return found
+    filled = empty_row("t", "2026-01-02T03:04:05.678Z", Configuration(configuration, point, []), published=published)
+    for run in reports:
+        add_run(filled, run)
+    return filled
 
 
 OOM = error_report(1, "Traceback\ntorch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB\n" + "x" * 5000)
@@ -89,7 +86,7 @@ def test_mfu_with_float8_products_names_its_peak() -> None:
     settings = {"bf16": {"unpadding": {}}, "float8": {"float8_linear": {"settings": "Float8Linear()"}}}
     settings["fp8"] = {"fused_layers": {"settings": "FusedLayers(precision='fp8')"}}
     settings["fused"] = {"fused_layers": {"settings": "FusedLayers(precision='bf16')"}}
-    lines = markdown([row(name, report(100, algorithms=each, **more)) for name, each in settings.items()])
+    lines = markdown([row(name, report(100, algorithms=techniques, **more)) for name, techniques in settings.items()])
     place = lines[0].split(" | ").index("MFU")
     shown = {line.split(" | ")[0]: line.split(" | ")[place] for line in lines[2:]}
     of_bf16 = "10.0% of bf16's peak"
@@ -108,76 +105,12 @@ def test_a_page_says_where_it_ran() -> None:
     assert "none says where it ran" in page([row("y", OOM)], "t", [])
 
 
-def test_each_table_has_its_kind_of_chart() -> None:
-    seeds = [row("x", report(1, 0.5), seed=1), row("x", report(1, 0.6), seed=2)]
-    plain = [row("fp32", report(100), report(120)), row("x", OOM)]
-    curves = [row(configuration, report(100, losses=[0.7, 0.6])) for configuration in ("a", "b")]
-    for table, rows, kind in (
-        ({"matrix": {"seed": [1, 2]}}, seeds, "seeds"),
-        ({}, plain, "bars"),
-        ({"cumulative": True}, plain, "waterfall"),
-        ({"fresh": True}, [row("x", report(1, process_seconds=9.0))], "seconds"),
-        ({"losses": True}, curves, "losses"),
-        ({"losses": True}, [row(str(n), report(1, losses=[1.0])) for n in range(5)], "bars"),
-    ):
-        assert charts.kind_of(table, rows) == kind
-        assert leave_page(table, rows, Path(f"{kind}.jsonl")) == [Path(f"{kind}.md"), Path(f"{kind}.png")]
-        assert size_of(Path(f"{kind}.png"))[0] == 1200
-    left = leave_page({}, [row("x", OOM)], Path("none.jsonl"))
-    assert left == [Path("none.md")]
-    assert "![" not in left[0].read_text()
-
-
-def test_bars_show_value_and_ratio_or_why_a_run_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    widths: list[float] = []
-    annotate, barh = Axes.annotate, Axes.barh
-
-    def read(self: Axes, text: str, *args: Any, **kwargs: Any) -> Any:
-        said.append(text)
-        return annotate(self, text, *args, **kwargs)
-
-    def seen(self: Axes, y: float, width: float, **kwargs: Any) -> Any:
-        widths.append(width)
-        return barh(self, y, width, **kwargs)
-
-    monkeypatch.setattr(Axes, "annotate", read)
-    monkeypatch.setattr(Axes, "barh", seen)
-    rows = [row("fp32", report(100)), row("x", report(250)), row("y", OOM), row("z", REFUSED)]
-    charts.draw_table({}, rows, Path("bars.png"))
-    assert widths == [100, 250]
-    assert said == ["100", "250  ×2.50", "out of memory", "refused"]
-    said.clear()
-    timed = [
-        row(configuration, report(1, process_seconds=seconds))
-        for configuration, seconds in (("peer", 60.0), ("ours", 20.0))
-    ]
-    charts.draw_table({"fresh": True}, timed, Path("seconds.png"))
-    assert said == ["60.0", "20.0  ×3.00"]
-
-
-def test_dots_are_drawn_for_each_seed_and_the_mean(monkeypatch: pytest.MonkeyPatch) -> None:
-    dots: list[tuple[float, str | None]] = []
-    means: list[float] = []
-    scatter, plot = Axes.scatter, Axes.plot
-
-    def seen(self: Axes, x: list[float], y: list[float], **kwargs: Any) -> Any:
-        dots.extend((value, kwargs["label"]) for value in x)
-        return scatter(self, x, y, **kwargs)
-
-    def line(self: Axes, x: list[float], y: list[float], **kwargs: Any) -> Any:
-        means.append(x[0])
-        return plot(self, x, y, **kwargs)
-
-    monkeypatch.setattr(Axes, "scatter", seen)
-    monkeypatch.setattr(Axes, "plot", line)
-    rows = [
-        row(configuration, report(1, value), seed=seed)
-        for configuration, seed, value in (("a", 1, 0.5), ("b", 1, 0.6), ("b", 2, 0.8))
-    ]
-    charts.draw_table({"matrix": {"seed": [1, 2]}}, [*rows, row("c", OOM, seed=1)], Path("dots.png"))
-    assert dots == [(0.5, "seed 1"), (0.6, None), (0.8, "seed 2")]
-    assert means == pytest.approx([0.5, 0.7])
+def test_a_finished_call_leaves_its_page_and_a_chart_if_there_is_something_to_draw() -> None:
+    rows = [row("fp32", report(100), report(120)), row("x", OOM)]
+    assert leave_page({}, rows, Path("t.jsonl")) == [Path("t.md"), Path("t.png")]
+    assert "![t](t.png)" in Path("t.md").read_text()
+    assert leave_page({}, [row("x", OOM)], Path("none.jsonl")) == [Path("none.md")]
+    assert "![" not in Path("none.md").read_text()
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import profile
+from benchmarks.kernel_kinds import KINDS, kind_of
 from benchmarks.micro import Product, gemm_floor, linear_products
-from benchmarks.profile import KINDS, Kernel, busy, by_kind, by_name, exposed, kernels_of_trace, kind_of
+from benchmarks.profile import Kernel, busy, by_kind, by_name, exposed, kernels_of_trace
 from composer_speedups import apply_fused_layers, apply_unpadding
 from composer_speedups.algorithms.fused_layers.modules import FusedLayer
 from composer_speedups.core.errors import ConfigError
@@ -98,6 +99,7 @@ def _profiled(*more: str) -> dict[str, Any]:
     return profile.main([*arguments, "profile.timed=2", "profile.active=2"], Path("results"))
 
 
+@pytest.mark.exhaustive
 def test_ranks_train_together_and_one_reports() -> None:
     rows = on_ranks(_profiled)
     assert [json.loads(line) for line in Path("results/cpu/profile.jsonl").read_text().splitlines()] == rows[:1]
@@ -133,6 +135,7 @@ def test_the_floor_has_the_matrix_products_of_a_step() -> None:
     assert isinstance(model.classifier, nn.Linear)
 
 
+@pytest.mark.exhaustive
 def test_the_floor_of_a_step_whose_last_layer_computes_first_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[list[Product]] = []
 
@@ -144,10 +147,10 @@ def test_the_floor_of_a_step_whose_last_layer_computes_first_tokens(monkeypatch:
     packed = ["algorithms.sdpa_attention=null", "algorithms.unpadding={}"]
     _profiled(*packed, "algorithms.fused_layers={}")
     _profiled(*packed, "algorithms.fused_layers={last_layer: all}", "run_name=all")
-    (short, every), rows = seen, {each.rows for each in seen[1]}
+    (short, every), rows = seen, {product.rows for product in seen[1]}
     assert len(rows) == 1
-    assert [each.rows == 8 for each in short[-6:]] == [True, False, False, True, True, True]
-    assert [each[:2] for each in short] == [each[:2] for each in every]
+    assert [product.rows == 8 for product in short[-6:]] == [True, False, False, True, True, True]
+    assert [product[:2] for product in short] == [product[:2] for product in every]
 
 
 def test_the_floor_of_fused_layers_is_that_of_the_stock_model_and_its_products_are_the_floors() -> None:
@@ -172,7 +175,7 @@ def test_the_floor_of_fused_layers_is_that_of_the_stock_model_and_its_products_a
     x, plan = torch.randn(1, tokens, 32, requires_grad=True), make_plan(torch.ones(4, 16), tokens)
     with Products():
         first(x, unpadding=plan).sum().backward()
-    floor = sum(3 * each.rows * each.inputs * each.outputs for each in expected[: len(expected) // 2])
+    floor = sum(3 * product.rows * product.inputs * product.outputs for product in expected[: len(expected) // 2])
     assert multiplied == floor, "forward, input gradients and weight gradients"
 
 

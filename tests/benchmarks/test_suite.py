@@ -45,7 +45,7 @@ def test_a_row_has_counts_reasons_failures_and_where_it_ran(monkeypatch: pytest.
     assert row["environment"] == where
     assert row["seconds"] > 0
     assert suite.main([*QUIET, "test_toy.py", "-k", "good"], Path("results")) == 0
-    assert [each["status"] for each in read_rows(Path("results/nvidia-h200/suite.jsonl"))] == [1, 0]
+    assert [row["status"] for row in read_rows(Path("results/nvidia-h200/suite.jsonl"))] == [1, 0]
 
 
 def test_a_call_in_which_no_test_ran_leaves_no_row() -> None:

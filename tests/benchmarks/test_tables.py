@@ -15,101 +15,103 @@ ENVIRONMENT = dict.fromkeys(("gpu", "driver", "torch", "composer", "transformers
 
 def row(configuration: str, call: str, rate: float, **more: Any) -> dict[str, Any]:
     runs = {"samples_per_sec": rate, "peak_memory_gib": 2.0, "warmup_seconds": 3.0, **more.pop("runs", {})}
-    spread = {name: {"median": value, "runs": [value]} for name, value in runs.items()}
     return {
         "configuration": configuration,
         "call": call,
+        "peer": "hf_trainer" if configuration.startswith("HF") else None,
         "data.batch_size": 8,
         "environment": ENVIRONMENT,
-        **spread,
+        "step_seconds_p10_p50_p90": [[0.0, 1 / rate, 9.0], None],
+        "algorithms": {"unpadding": {"evidence": {"padding_of_the_run": 0.25}}},
+        **{name: {"median": value, "runs": [value]} for name, value in runs.items()},
         **more,
     }
 
 
 @pytest.fixture
 def rows(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
-    monkeypatch.setattr(tables, "rows_of", lambda name: found)
-    return found
+    kept: list[dict[str, Any]] = []
+    monkeypatch.setattr(tables, "rows_of", lambda name: kept)
+    return kept
 
 
 def test_each_line_is_of_one_call_and_its_ratio_of_two_lines(rows: list[dict[str, Any]]) -> None:
-    rows += [row("fp32", "2026-01-01T05:06:07", 100), row("+ a", "2026-01-01T05:06:07", 300)]
+    rows += [row("fp32", "2026-01-01T05:06:07", 50), row("+ a", "2026-01-01T05:06:07", 100)]
     rows += [row("fp32", "2026-01-02T05:06:07", 200), row("+ b", "2026-01-03T05:06:07", 400)]
-    lines = tables.summary("any")
-    assert lines[0] == "| call | configuration | batch 8: samples/s | ratio | peak GiB | warm-up, s |"
-    assert lines[2:6] == [
-        "| a | fp32 | 100 | 1.00 | 2.0 | 3 |",
-        "| a | + a | 300 | 3.00 | 2.0 | 3 |",
-        "| b | fp32 | 200 | 1.00 | 2.0 | 3 |",
-        "| c | + b | 400 | – | 2.0 | 3 |",
+    failed = {"samples_per_sec": None, "errors": ["CUDA out of memory"], "error_kinds": ["out of memory"], "repeats": 1}
+    rows.append(row("graphs", "2026-01-03T05:06:07", 1, **failed))
+    lines = tables.steps("any")
+    assert lines[0].startswith("| call | batch | configuration | samples/s | ratio to fp32 | median step, ms (ratio) |")
+    assert lines[2:7] == [
+        "| a | 8 | fp32 | 50.0 | 1.00 | 20.0 (1.00) | 2.0 | 3 |",
+        "| a | 8 | + a | 100 | 2.00 | 10.0 (2.00) | 2.0 | 3 |",
+        "| b | 8 | fp32 | 200 | 1.00 | 5.0 (1.00) | 2.0 | 3 |",
+        "| c | 8 | + b | 400 | – | 2.5 | 2.0 | 3 |",
+        "| c | 8 | graphs | out of memory |  |  |  |  |",
     ]
     assert lines[-1].endswith(
         "Ratios are within a call. a: 2026-01-01 05:06, commit 0123456; b: 2026-01-02 05:06, commit 0123456; "
         "c: 2026-01-03 05:06, commit 0123456."
     )
-    assert [line.split(" | ")[4] for line in tables.ladder()[2:6]] == ["1.00", "3.00", "1.00", "–"]
-    assert tables.effect("any", "+ a", "fp32")[2] == "| 8 | 100 | 300 | 3.00 | 2.0 → 2.0 | 3 → 3 |"
+    assert tables.effect("any", "+ a", "fp32")[2] == "| 8 | 50.0 | 100 | 2.00 | 2.0 → 2.0 | 3 → 3 |"
     with pytest.raises(ValueError, match="no call of any has rows of both"):
         tables.effect("any", "+ b", "fp32")
+    del rows[2:]
+    assert tables.steps("any")[3] == "| 8 | + a | 100 | 2.00 | 10.0 (2.00) | 2.0 | 3 |", "one call has no letter"
 
 
-def test_a_table_of_one_call_has_no_column_for_it(rows: list[dict[str, Any]]) -> None:
-    rows += [row("fp32", "2026-01-01", 100), row("+ a", "2026-01-01", 300)]
-    assert tables.summary("any")[2:4] == ["| fp32 | 100 | 1.00 | 2.0 | 3 |", "| + a | 300 | 3.00 | 2.0 | 3 |"]
+def test_rows_are_selected_by_point_override_and_configuration(rows: list[dict[str, Any]]) -> None:
+    rows += [row("ours", "1", 100), row("ours", "1", 200) | {"data.batch_size": 16}, row("theirs", "1", 300)]
+    rows += [row("ours", "2", 400, overrides=["model.size=base", "model.size=large"]), row("ours", "3", 1)]
+    rows[-1]["samples_per_sec"] = None
 
+    def rates(selection: str) -> list[float]:
+        return [row["samples_per_sec"]["median"] for row in tables.select(selection)]
 
-def test_steps_are_compared_with_the_first_configuration_of_the_same_call(rows: list[dict[str, Any]]) -> None:
-    def timed(configuration: str, call: str, step: float) -> dict[str, Any]:
-        rate = 100 if configuration == "peer" else 150
-        return row(configuration, call, rate, step_seconds_p10_p50_p90=[[0.0, step, 9.0], None])
-
-    rows += [timed("peer", "2026-01-01", 0.02), timed("ours", "2026-01-01", 0.01)]
-    rows += [timed("peer", "2026-01-02", 0.09), timed("ours", "2026-01-02", 0.03)]
-    lines = tables.steps("any")
-    assert lines[2:6] == [
-        "| a | 8 | peer | 100 | 1.00 | 20.0 (1.00) | 2.0 | 3 |",
-        "| a | 8 | ours | 150 | 1.50 | 10.0 (2.00) | 2.0 | 3 |",
-        "| b | 8 | peer | 100 | 1.00 | 90.0 (1.00) | 2.0 | 3 |",
-        "| b | 8 | ours | 150 | 1.50 | 30.0 (3.00) | 2.0 | 3 |",
-    ]
-    failed = {"samples_per_sec": None, "errors": ["CUDA out of memory"], "error_kinds": ["out of memory"], "repeats": 1}
-    rows.append(row("graphs", "2026-01-02", 0, **failed))
-    assert tables.steps("any")[6] == "| b | 8 | graphs | out of memory |  |  |  |  |"
+    assert rates("t batch=16; ours") == [200]
+    assert rates("t; theirs") == [300]
+    assert rates("t model.size=large") == [400], "the last override holds"
+    assert rates("t model.size!=large batch=8; ours") == [100]
+    with pytest.raises(ValueError, match="no timed row of 't batch=9; ours'"):
+        tables.select("t batch=9; ours")
 
 
 def test_the_fast_set_is_compared_with_the_fastest_peer_of_its_call(rows: list[dict[str, Any]]) -> None:
-    def ran(configuration: str, call: str, rate: float, **more: Any) -> dict[str, Any]:
-        peer = "hf_trainer" if configuration.startswith("HF") else None
-        return row(configuration, call, rate, peer=peer, overrides=["model.size=base"], **more)
+    def add(call: str, **rates: float) -> None:
+        names = {"plain": "HF Trainer", "graphs": "HF Trainer, graphs", "fast": "fast set", "fp8": "fast set, fp8"}
+        for key, rate in rates.items():
+            more = {"peak_memory_gib": 1.0} if key == "fast" else {}
+            rows.append(row(names[key], call, rate, overrides=["model.size=base"], runs=more))
 
-    rows += [ran("HF Trainer", "2026-01-01", 100), ran("HF Trainer, graphs", "2026-01-01", 120)]
-    rows += [ran("fast set", "2026-01-01", 180, runs={"peak_memory_gib": 1.0}), ran("fast set, fp8", "2026-01-01", 240)]
-    rows += [ran("HF Trainer", "2026-01-02", 150), ran("fast set", "2026-01-02", 160)]
-    line = "| base | 8 × 256 | HF Trainer, graphs | 120 | 180 | 1.50 | 240 | 2.00 | 50% |"
+    def ratios() -> list[str]:
+        cells = tables.best("t")[2].split(" | ")
+        return [cells[3], cells[6], cells[8], cells[10].removesuffix(" |")]
+
+    add("2026-01-01", plain=100, graphs=120, fast=180, fp8=240)
+    add("2026-01-02", plain=150, fast=160)
+    line = "| base | 8 × 256 | 25% | HF Trainer, graphs | 120 | 180 | 1.50 | 240 | 2.00 | 50% | 1 |"
     assert tables.best("t")[2] == line
-    assert tables.best("t")[-1].startswith("x, driver x, torch x")
     assert tables.best("t")[-1].endswith("2026-01-01; commit 0123456.")
-    assert tables.best("t batch=8", "t")[2:4] == [line, line]
-    with pytest.raises(ValueError, match="no row of t has batch=16"):
-        tables.best("t batch=16")
+    add("2026-01-03", plain=100, fast=300, fp8=400)
+    assert ratios() == ["HF Trainer, graphs", "1.50", "2.00", "1"], "a call with fewer peers chooses no weaker one"
+    add("2026-01-04", graphs=200, fast=300, fp8=300)
+    assert ratios() == ["HF Trainer, graphs", "1.50", "1.50 (1.50–2.00)", "2"], "another call with the best peer counts"
+    add("2026-01-05", plain=200, graphs=150, fast=300, fp8=400)
+    assert ratios() == ["HF Trainer", "1.50 (1.50–3.00)", "2.00 (2.00–4.00)", "2"], "as many peers, and later"
+    rows[:] = rows[:2]
+    with pytest.raises(ValueError, match="no call of t has HF Trainer and the fast set"):
+        tables.best("t")
 
 
 def test_lines_of_several_gpus_name_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    def ran(gpu: str, scale: float) -> list[dict[str, Any]]:
-        rates = {"HF Trainer": 100, "fast set": 150, "fast set, fp8": 200}
+    def ran(gpu: str) -> list[dict[str, Any]]:
         more = {"overrides": ["model.size=base"], "environment": ENVIRONMENT | {"gpu": gpu}}
-        return [
-            row(name, "2026-01-01", scale * rate, peer="hf_trainer" if name == "HF Trainer" else None, **more)
-            for name, rate in rates.items()
-        ]
+        return [row(name, "1", 100, **more) for name in ("HF Trainer", "fast set", "fast set, fp8")]
 
-    found = {"t": ran("NVIDIA H200", 2), "other/t": ran("NVIDIA H100 80GB HBM3", 1)}
-    monkeypatch.setattr(tables, "rows_of", found.__getitem__)
+    kept = {"t": ran("NVIDIA H200"), "other/t": ran("NVIDIA H100 80GB HBM3")}
+    monkeypatch.setattr(tables, "rows_of", kept.__getitem__)
     head, _, first, second, _, where = tables.best("t", "other/t")
-    assert head.startswith("| GPU | BERT |")
-    assert first == "| H200 | base | 8 × 256 | HF Trainer | 200 | 300 | 1.50 | 400 | 2.00 | 100% |"
-    assert second == "| H100 80GB HBM3 | base | 8 × 256 | HF Trainer | 100 | 150 | 1.50 | 200 | 2.00 | 100% |"
+    assert [line.split(" | ")[0] for line in (head, first, second)] == ["| GPU", "| H200", "| H100 80GB HBM3"]
     assert where.startswith("NVIDIA H100 80GB HBM3, NVIDIA H200, driver")
     assert tables.best("other/t")[0].startswith("| BERT |")
 
@@ -128,29 +130,28 @@ def test_a_figure_says_how_often_each_configuration_ran_and_for_how_long(rows: l
     def ran(*rates: float, batches: int) -> dict[str, Any]:
         spread = {"median": sorted(rates)[len(rates) // 2], "runs": list(rates)}
         given = ["trainer.max_duration=1ep", f"trainer.max_duration={batches}ba"]
-        return row("a", "2026-01-01", 0, samples_per_sec=spread, repeats=len(rates), overrides=given)
+        return row("a", "2026-01-01", 1, samples_per_sec=spread, repeats=len(rates), overrides=given)
 
     rows.append(ran(100, batches=40))
-    assert tables.ladder()[2] == "| a | 8 | 100 | 1.00 | 2.0 | 3 |"
-    assert tables.ladder()[-1].startswith("One run of each configuration, 40 batches each. x, driver")
+    assert tables.steps("any")[-1].startswith("One run of each configuration, 40 batches each. x, driver")
     rows[:] = [ran(100, 300, 200, batches=40)]
-    assert tables.ladder()[2] == "| a | 8 | 200 (100–300) | 1.00 | 2.0 | 3 |"
-    assert tables.ladder()[-1].startswith("3 runs of each configuration, 40 batches each: median (least–most). x,")
+    assert "| a | 200 (100–300) | 1.00 |" in tables.steps("any")[2]
+    assert tables.steps("any")[-1].startswith("3 runs of each configuration, 40 batches each: median (least–most).")
     rows[:] = [ran(100, 300, batches=40)]
-    assert ": median or, of two runs, mean (least–most). x," in tables.ladder()[-1]
+    assert ": median or, of two runs, mean (least–most). x," in tables.steps("any")[-1]
     rows[:] = [ran(100, 300, 200, batches=40), ran(100, batches=120) | {"data.batch_size": 16}]
     said = "1–3 runs of each configuration, 40–120 batches each: median (least–most); one run where no range is given."
-    assert tables.ladder()[-1].startswith(said)
+    assert tables.steps("any")[-1].startswith(said)
     rows[0]["overrides"] = ["trainer.max_duration=2ep"]
-    assert tables.ladder()[-1].startswith("1–3 runs of each configuration: median")
+    assert tables.steps("any")[-1].startswith("1–3 runs of each configuration: median")
 
 
 def test_uncommitted_changes_are_named(rows: list[dict[str, Any]]) -> None:
     changed = {**ENVIRONMENT, "uncommitted_changes": True}
     rows += [row("a", "2026-01-01", 100, environment=changed), row("b", "2026-01-01", 100)]
-    assert tables.ladder()[-1].endswith("; 2026-01-01; commit 0123456, 0123456 with uncommitted changes.")
+    assert tables.steps("any")[-1].endswith("; 2026-01-01; commit 0123456, 0123456 with uncommitted changes.")
     rows[1]["call"] = "2026-01-02"
-    assert tables.ladder()[-1].endswith("commit 0123456 with uncommitted changes; b: 2026-01-02, commit 0123456.")
+    assert tables.steps("any")[-1].endswith("commit 0123456 with uncommitted changes; b: 2026-01-02, commit 0123456.")
 
 
 def test_whole_jobs_are_compared_with_the_first_configuration_of_the_same_call(rows: list[dict[str, Any]]) -> None:
@@ -178,11 +179,11 @@ def test_one_configuration_across_tables_has_its_calls_runs_and_range(monkeypatc
     }
     monkeypatch.setattr(tables, "rows_of", lambda name: kept[name])
     assert tables.across("s; fast", "u; ours")[2:5] == [
-        "| `s`, fast | 2 | 2 | 300–500 | 0123456 |",
-        "| `u`, ours | 1 | 1 | 400 | 0123456 |",
-        "| **all** | 3 | 3 | 300–500 |  |",
+        "| `s`, fast | 2 | 2 | 300–500 |",
+        "| `u`, ours | 1 | 1 | 400 |",
+        "| **all** | 3 | 3 | 300–500 |",
     ]
-    with pytest.raises(ValueError, match="no row of 'u; fast'"):
+    with pytest.raises(ValueError, match="no timed row of 'u; fast'"):
         tables.across("u; fast")
 
 
@@ -205,8 +206,8 @@ def test_a_configuration_without_a_seed_has_a_dash_and_no_mean(rows: list[dict[s
     for configuration, seed, accuracy in (("a", 1, 0.8), ("a", 2, 0.9), ("b", 2, 0.7)):
         rows.append(row(configuration, "2026-01-01", 1, seed=seed, runs={"accuracy": accuracy}, samples_per_sec=None))
     assert tables.accuracy("any")[2:4] == [
-        "| a | 0.8000 | 0.9000 | 0.8500 | 0.8000–0.9000 | 2 |",
-        "| b | – | 0.7000 | – | 0.7000–0.7000 | 1 |",
+        "| a | 0.8000 | 0.9000 | 0.8500 | 0.0707 | 0.8000–0.9000 | 2 |",
+        "| b | – | 0.7000 | – | – | 0.7000–0.7000 | 1 |",
     ]
 
 
@@ -238,12 +239,11 @@ def test_profiles_of_one_override_are_set_side_by_side_by_kind(rows: list[dict[s
 
 def test_a_call_is_shown_with_its_failures_and_its_scaling(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def kept(configuration: str, call: str, rate: float | None, ranks: int, error: str = "") -> str:
-        found = row(
-            configuration, call, rate or 0.0, ranks=ranks, accuracy=None, repeats=1, errors=[error] * (rate is None)
-        )
-        found["step_seconds_p10_p50_p90"] = [[0.0, 1 / rate, 9.0]] * 3 if rate else None
-        del found["data.batch_size"]
-        return json.dumps(found if rate else {**found, "samples_per_sec": None, "environment": {}})
+        errors = [error] * (rate is None)
+        whole = row(configuration, call, rate or 1.0, ranks=ranks, accuracy=None, repeats=1, errors=errors)
+        del whole["data.batch_size"]
+        failed = {"samples_per_sec": None, "environment": {}, "step_seconds_p10_p50_p90": None}
+        return json.dumps(whole if rate else {**whole, **failed})
 
     lines = [
         kept("1 GPU, a", "2026-01-01", 1.0, 1),

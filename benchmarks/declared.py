@@ -1,0 +1,219 @@
+"""Tables of what the code declares: techniques with their order and conflicts, model families, heads and tasks.
+
+What is refused is listed in tests/helpers/refusals.py, and which uses of a task are supported was recorded by the tests
+(tests/helpers/support.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from itertools import combinations
+from pathlib import Path
+
+import torch
+import yaml
+
+from benchmarks.tables import table
+from composer_speedups.core.catalogue import technique_names
+from composer_speedups.core.registry import technique_class
+from composer_speedups.core.requirements import Context
+from composer_speedups.core.technique import FSDP, Stage, Technique, conflicts_between
+from composer_speedups.families.family import Family, family_named
+from composer_speedups.families.family import families as known_families
+from composer_speedups.tasks.config import ModelConfig
+from tests.helpers.refusals import FAILING, HEADS, INPUTS, REFUSALS, TECHNIQUES, UNDEFINED, refusal_of
+from tests.helpers.support import TASKS, WAYS, read_record
+
+ROOT = Path(__file__).parent.parent
+_STAGES = {
+    "FLAGS": "process-wide flags and precision",
+    "SURGERY": "modules and weights changed",
+    "KERNELS": "layers computed by kernels that build on surgery",
+    "ADAPTERS": "parameters frozen or added",
+    "OPTIMIZER": "over the final parameters",
+    "COMPILE": "of the final modules",
+    "GRAPHS": "of the final step",
+}
+
+
+# Families and heads, as tests/families/test_family_techniques.py finds them
+
+
+def families() -> list[str]:
+    """Families × techniques: "yes", or "no" with the number of the reason in :func:`refusals`."""
+    lines = [
+        [family.title, *(_supported(technique, family.name, "mlm") for technique in TECHNIQUES)]
+        for family in _families_by_title()
+    ]
+    return table(["family", *_quoted(TECHNIQUES)], lines)
+
+
+def families_short() -> list[str]:
+    """The families, grouped by the techniques that they do not support."""
+    groups: dict[str, list[str]] = defaultdict(list)
+    for family in _families_by_title():
+        refused = ", ".join(_quoted([name for name in TECHNIQUES if refusal_of(name, family.name, "mlm")]))
+        groups[f"all except {refused}" if refused else "all"].append(family.title)
+    lines = [[", ".join(titles), techniques] for techniques, titles in sorted(groups.items())]
+    names = ", ".join(_quoted(TECHNIQUES))
+    return [*table(["families", "techniques"], lines), "", f"These techniques depend on the family: {names}."]
+
+
+def heads() -> list[str]:
+    """Heads × techniques, for every family that the technique supports."""
+    lines = [
+        [title, *(_supported(technique, "bert", head) for technique in TECHNIQUES)] for head, title in HEADS.items()
+    ]
+    return table(["head", *_quoted(TECHNIQUES)], lines)
+
+
+def refusals() -> list[str]:
+    """Refused combinations, numbered, and inputs for which the untouched model's own values mean nothing."""
+    lines = []
+    for number, line in enumerate(REFUSALS, 1):
+        names = ", ".join(_quoted(line.techniques))
+        refused = [*map(_title, line.families), HEADS.get(line.head, ""), line.input and f"a {line.input}"]
+        lines.append(f"{number}. {names} with {', '.join(filter(None, refused))}: {line.why}.")
+    lines += ["", f"- Inputs tried with each: {', '.join(INPUTS)}."]
+    for (family, given), why in FAILING.items():
+        lines.append(f"- Not compared: {_title(family)} with a {given}, on which the untouched model fails: {why}.")
+    for (technique, family, head, given), what in UNDEFINED.items():
+        lines.append(
+            f"- Not compared: `{technique}` on {_title(family)} for {HEADS[head]} with {given}. The head {what}, and a "
+            "padding slot whose local window contains no token attends to nothing: eager attention and SDPA differ."
+        )
+    return lines
+
+
+def _families_by_title() -> list[Family]:
+    return sorted(known_families(), key=lambda family: family.title.lower())
+
+
+def _title(name: str) -> str:
+    family = family_named(name)
+    assert family is not None
+    return family.title
+
+
+def _supported(technique: str, family: str, head: str) -> str:
+    line = refusal_of(technique, family, head)
+    return "yes" if line is None else f"no ({REFUSALS.index(line) + 1})"
+
+
+def _quoted(names: list[str] | tuple[str, ...]) -> list[str]:
+    return [f"`{name}`" for name in names]
+
+
+# Tasks, and the uses of each that the tests recorded
+
+
+def tasks() -> list[str]:
+    """The tasks: columns, loss, metrics of an evaluation, and the YAMLs that train them."""
+    yamls = _yamls_by_task()
+    lines = []
+    for name, row in TASKS.items():
+        metrics = ", ".join(filter(None, [*row.metrics.values(), row.more]))
+        lines.append([f"`{name}`", row.data, row.loss, metrics, ", ".join(_quoted(yamls[name]))])
+    return table(["`model.task`", "columns it reads", "loss", "metrics", "YAML (`-f`)"], lines)
+
+
+def support() -> list[str]:
+    """Tasks × ways to use them: what the marked tests that passed claim, and a dash where none has."""
+    claims = {
+        (task, way): {"supports": "yes", "refuses": "refused"}[mark]
+        for entry in read_record().values()
+        for task, way, mark in entry["claims"]
+    }
+    return table(["task", *WAYS], [[f"`{task}`", *(claims.get((task, way), "–") for way in WAYS)] for task in TASKS])
+
+
+def support_legend() -> list[str]:
+    """The columns of :func:`support`."""
+    return [f"- {way}: {what}." for way, what in WAYS.items()]
+
+
+def _yamls_by_task() -> dict[str, list[str]]:
+    """The YAMLs of the repository, those of a folder as one; the quickstart trains every task."""
+    names: dict[str, list[str]] = defaultdict(lambda: ["quickstart"])
+    for path in sorted((ROOT / "yamls").rglob("*.yaml")):
+        name = path.relative_to(ROOT / "yamls").with_suffix("")
+        task = (yaml.safe_load(path.read_text()).get("model") or {}).get("task", ModelConfig.task)
+        shown = f"{name.parent}/…" if name.parent.name else str(name)
+        if shown not in names[task]:
+            names[task].append(shown)
+    return names
+
+
+# Techniques
+
+
+def techniques() -> list[str]:
+    """The techniques, each with a link to its card and the card's first sentence."""
+    lines = []
+    for name in technique_names():
+        card = f"composer_speedups/algorithms/{name}/README.md"
+        _, summary, *_ = (ROOT / card).read_text().split("\n\n")
+        sentence = re.split(r"(?<=\.)\s", summary.replace("\n", " "))[0].rstrip(".")
+        lines.append([f"[`{name}`](../{card})", sentence])
+    return table(["technique, with its card", "what it does"], lines)
+
+
+def order() -> list[str]:
+    """Two tables: the stages in the order of techniques, and the conflicts with their reasons."""
+    every = _classes()
+    stages = []
+    for stage in Stage:
+        names = ", ".join(_quoted([t.name for t in every if t.stage == stage]))
+        stages.append([str(stage + 1), f"{stage.name.lower()}: {_STAGES[stage.name]}", names])
+    conflicting = []
+    for slot in sorted({c.slot for t in every for c in t.conflicts if c.slot}):
+        names = _quoted([t.name for t in every if any(c.slot == slot for c in t.conflicts)])
+        if len(names) > 1:
+            conflicting.append([f"any two of {', '.join(names)}", f"both set the {slot}"])
+    for one, other in combinations(every, 2):
+        if reason := _reason(one, other):
+            conflicting.append([f"`{one.name}`, `{other.name}`", reason])
+    return [
+        *table(["", "stage", "techniques, in the order they engage"], stages),
+        "",
+        *table(["techniques that conflict", "reason, and its condition if they do not always conflict"], conflicting),
+    ]
+
+
+def ranks() -> list[str]:
+    """Which techniques support DDP and FSDP, and why the others do not."""
+    lines = []
+    for technique in _classes():
+        fsdp = next((c.why for c in technique.conflicts if c.other == FSDP), "yes")
+        lines.append([f"`{technique.name}`", _needs_one_rank(technique) or "yes", fsdp])
+    return table(["technique", "DDP", "FSDP"], lines)
+
+
+def conflicts(name: str) -> list[str]:
+    """The lines of a card's section: every technique that conflicts with this one, and why."""
+    one = technique_class(name)
+    others = [technique for technique in _classes() if technique.name != name]
+    lines = [f"- `{other.name}`: {reason}" for other in others if (reason := _reason(one, other))]
+    for slot in (conflict.slot for conflict in one.conflicts if conflict.slot):
+        same = _quoted([other.name for other in others if any(c.slot == slot for c in other.conflicts)])
+        lines += [f"- {', '.join(same)}: each sets the {slot}"] if same else []
+    return lines or ["None."]
+
+
+def _classes() -> list[type[Technique]]:
+    return [technique_class(name) for name in technique_names()]
+
+
+def _needs_one_rank(technique: type[Technique]) -> str | None:
+    """The reason of the first requirement that one rank meets and two do not; None without one."""
+    unmet = [
+        [need.reason for need in technique().requirements(Context(torch.device("cpu"), ranks=ranks)) if not need.met]
+        for ranks in (1, 2)
+    ]
+    return next((reason for reason in unmet[1] if reason not in unmet[0]), None)
+
+
+def _reason(one: type[Technique], other: type[Technique]) -> str | None:
+    """Why the two conflict, with some settings or with any; not because both set the same slot."""
+    return next((c.why for _, _, c in conflicts_between(one, other) if c.slot is None), None)
