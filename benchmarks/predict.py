@@ -27,7 +27,7 @@ from benchmarks.rows import Row, append_row, call_time
 from composer_speedups.core.command_line import parse_command_line, read_settings
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.core.settings import key
-from composer_speedups.data.sources import check_columns, read_file
+from composer_speedups.data.files import check_file, load_rows
 from composer_speedups.predict.model import FinishedModel
 from composer_speedups.predict.rows import predicted
 from composer_speedups.train.cli import exit_codes
@@ -61,9 +61,9 @@ def main(arguments: Sequence[str]) -> None:
     if not settings.input:
         raise ConfigError("command line: input is missing; add input=FILE, a file with a column 'text'")
     run = Path(command.words[0])
-    table = read_file(Path(settings.input), "input")
-    check_columns(table, [("text", "input to another file")], f"input: {settings.input}")
-    texts = table.column("text").to_pylist()[: settings.rows]
+    check_file(settings.input, "input")
+    rows = load_rows([settings.input], "input", [("text", "input to another file")])
+    texts = [row["text"] for row in rows[: settings.rows]]
     model = FinishedModel.load(run)
     configurations = configurations_of(model, run, texts, settings.batch_size)
     seconds: dict[str, list[float]] = {name: [] for name in configurations}

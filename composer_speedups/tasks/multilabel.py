@@ -17,6 +17,8 @@ from composer_speedups.tasks.task import Example, Labels, Task, shown
 
 __all__ = ["Multilabel"]
 
+_FLAGS = {"0": 0.0, "0.0": 0.0, "false": 0.0, "1": 1.0, "1.0": 1.0, "true": 1.0}  # a value, or its text in a CSV file
+
 
 @dataclass(kw_only=True)
 class Multilabel(Task):
@@ -70,9 +72,10 @@ class Multilabel(Task):
         return [float(i in held) for i in range(len(labels.names))]
 
     def _flag(self, value: Any, where: str, column: str) -> float:
-        if not isinstance(value, (int, float)) or value not in (0, 1):
+        flag = _FLAGS.get(str(value).lower())
+        if flag is None:
             raise DataError(f"{where}: {column} is {shown(value)}; it must be 0 or 1")
-        return float(value)
+        return flag
 
     def head_settings(self) -> dict[str, Any]:
         return {"problem_type": "multi_label_classification", **Labels(list(self.labels or ())).settings()}

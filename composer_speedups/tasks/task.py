@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import date, time
@@ -25,6 +26,11 @@ from composer_speedups.packing.tokens import IGNORED
 __all__ = ["Example", "Labels", "Task", "build_task", "joined", "number", "shown", "task_class"]
 
 Example = dict[str, Any]
+
+# Numbers as they are written in text. Leading zeros make a name, such as 007.
+_INTEGER = re.compile(r"-?(0|[1-9]\d*)(\.0*)?")
+_FRACTION = re.compile(r"-?\d*\.\d+(e[+-]?\d+)?|-?\d+e[+-]?\d+", re.IGNORECASE)
+_NUMBER_OR_MISSING = re.compile(rf"{_INTEGER.pattern}|{_FRACTION.pattern}|nan|na|n/a|null|none", re.IGNORECASE)
 
 
 @dataclass(kw_only=True)
@@ -240,12 +246,7 @@ class Labels:
         Raises:
             DataError: Values that are not classes, or a single class.
         """
-        if declared is None:
-            distinct = {plain for value in values if (plain := _plain(value)) is not None}
-            numbers = all(isinstance(value, int) for value in distinct)
-            if numbers:
-                distinct -= {-1}  # datasets' value for rows without a label
-            declared = [str(value) for value in (sorted(distinct) if numbers else sorted(distinct, key=str))]
+        declared = _distinct(values) if declared is None else declared
         if len(declared) < 2:
             if strange := [value for value in values if isinstance(value, bytes)]:
                 raise DataError(f"{where}: {column} holds {shown(strange[0])}; a class is text or an integer")
@@ -261,12 +262,14 @@ class Labels:
         ``among`` says that it is one of several labels of its row.
         """
         plain = _plain(value)
-        if plain is not None and str(plain) in self.names:
-            return self.names.index(str(plain))
-        positions = isinstance(plain, int) and not any(_is_number(name) for name in self.names)
-        if positions and 0 <= plain < len(self.names):  # type: ignore[operator]
-            return int(plain)  # type: ignore[arg-type]
-        if isinstance(value, (float, Decimal)) and math.isfinite(value) and plain is None:
+        integer = _integer(plain)
+        for name in (plain, integer):
+            if name is not None and str(name) in self.names:
+                return self.names.index(str(name))
+        names_are_text = not any(name.lstrip("+-").isdigit() for name in self.names)
+        if integer is not None and names_are_text and 0 <= integer < len(self.names):
+            return integer
+        if integer is None and _FRACTION.fullmatch(str(value)):
             raise DataError(
                 f"{where}: {column} is {shown(value)}, which is not a class; for numbers set model.task=regression"
             )
@@ -295,7 +298,7 @@ def number(value: Any, where: str, column: str) -> float:
     """
     try:
         found = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         found = math.nan
     if isinstance(value, bool) or not math.isfinite(found):
         raise DataError(f"{where}: {column} is {shown(value)}; it must be a finite number")
@@ -325,5 +328,17 @@ def _plain(value: Any) -> int | str | None:
     return value.strip() if isinstance(value, str) and value.strip() else None
 
 
-def _is_number(name: str) -> bool:
-    return name.lstrip("+-").isdigit()
+def _integer(plain: int | str | None) -> int | None:
+    """The integer that a label is, or that its text is written as; files of text have no other integers."""
+    if isinstance(plain, str):
+        return int(plain.partition(".")[0]) if _INTEGER.fullmatch(plain) else None
+    return plain
+
+
+def _distinct(values: Sequence[Any]) -> list[str]:
+    """The distinct labels: integers in their order if all labels are numbers or missing, and otherwise names."""
+    names = {plain for value in values if (plain := _plain(value)) is not None}
+    numbers = {number for name in names if (number := _integer(name)) is not None}
+    if numbers and all(isinstance(name, int) or _NUMBER_OR_MISSING.fullmatch(name) for name in names):
+        return [str(number) for number in sorted(numbers - {-1})]  # -1 is datasets' value for rows without a label
+    return sorted({str(name) for name in names})
