@@ -101,7 +101,8 @@ def build_data(config: DataConfig, task: Task, *, model_name: str, on_gpu: bool,
     longest = config.padding == "longest"
     pad = Pad(tokenizer.pad_token_id, config.max_length, longest=longest, multiple=config.pad_to_multiple_of)
     collate = task.collator(pad, tokenizer, training=True)
-    rows, sampler = train, None
+    rows: Any = train
+    sampler: Any = None
     if train is None:
         rows, declared = stream_of_samples(config, seed)
         _learn_from_stream(task, declared)

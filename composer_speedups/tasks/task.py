@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import importlib
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from datetime import date, time
-from decimal import Decimal
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,14 +20,9 @@ from torchmetrics import Metric
 from composer_speedups.core.errors import ConfigError, DataError
 from composer_speedups.packing.tokens import IGNORED
 
-__all__ = ["Example", "Labels", "Task", "build_task", "joined", "number", "shown", "task_class"]
+__all__ = ["Example", "Task", "build_task", "joined", "number", "shown", "task_class"]
 
 Example = dict[str, Any]
-
-# Numbers as they are written in text. Leading zeros make a name, such as 007.
-_INTEGER = re.compile(r"-?(0|[1-9]\d*)(\.0*)?")
-_FRACTION = re.compile(r"-?\d*\.\d+(e[+-]?\d+)?|-?\d+e[+-]?\d+", re.IGNORECASE)
-_NUMBER_OR_MISSING = re.compile(rf"{_INTEGER.pattern}|{_FRACTION.pattern}|nan|na|n/a|null|none", re.IGNORECASE)
 
 
 @dataclass(kw_only=True)
@@ -79,7 +71,7 @@ class Task:
     @property
     def lacks_classes(self) -> bool:
         """Whether the names of the classes are still to be determined by :meth:`learn`."""
-        return "labels" in vars(self) and vars(self)["labels"] is None
+        return False
 
     # --- data ---------------------------------------------------------------------------------------------------------
 
@@ -91,8 +83,17 @@ class Task:
 
     def columns(self, *, training: bool) -> list[tuple[str, str]]:
         """Columns that the samples must have, each with the config key that names it."""
-        named = [(column, "data.text_columns") for column in self.texts]
-        return named if self.label_column is None else [*named, (self.label_column, "data.label_column")]
+        texts = [(column, "data.text_columns") for column in self.texts_of(training=training)]
+        label = [(str(self.label_column), "data.label_column")] if self.reads_label(training=training) else []
+        return texts + label
+
+    def texts_of(self, *, training: bool) -> list[str]:
+        """The text columns that samples are built from."""
+        return self.texts
+
+    def reads_label(self, *, training: bool) -> bool:
+        """Whether samples have a label from ``label_column``."""
+        return self.label_column is not None
 
     def learn(self, columns: Mapping[str, Sequence[Any]], declared: Mapping[str, list[str]], where: str) -> None:
         """Determine open settings, such as the names of the classes, from the training samples.
@@ -109,10 +110,11 @@ class Task:
         Raises:
             DataError: Names ``where``, the column and the value.
         """
-        found = {f"text_{i}": self.text(row, column, where) for i, column in enumerate(self.texts, start=1)}
-        if self.label_column is not None:
-            found["labels"] = self.label(row.get(self.label_column), where)
-        return found
+        columns = self.texts_of(training=training)
+        example = {f"text_{i}": self.text(row, column, where) for i, column in enumerate(columns, start=1)}
+        if self.reads_label(training=training):
+            example["labels"] = self.label(row.get(str(self.label_column)), where)
+        return example
 
     def text(self, row: Mapping[str, Any], column: str, where: str) -> Any:
         """Check and return the text of one column."""
@@ -233,61 +235,11 @@ def task_class(name: str) -> type[Task]:
     return next(kind for kind in vars(module).values() if isinstance(kind, type) and vars(kind).get("name") == name)
 
 
-@dataclass
-class Labels:
-    """Names of the classes in the order of the head's outputs."""
-
-    names: list[str]
-
-    @classmethod
-    def of(cls, values: Sequence[Any], declared: list[str] | None, where: str, column: str) -> Labels:
-        """The names that the dataset declares, or the sorted distinct values.
-
-        Raises:
-            DataError: Values that are not classes, or a single class.
-        """
-        declared = _distinct(values) if declared is None else declared
-        if len(declared) < 2:
-            if strange := [value for value in values if isinstance(value, bytes)]:
-                raise DataError(f"{where}: {column} holds {shown(strange[0])}; a class is text or an integer")
-            raise DataError(
-                f"{where}: {column} has only the class {', '.join(declared) or '(no rows)'}; there must be two or more "
-                "(name them all with data.labels)"
-            )
-        return cls(declared)
-
-    def index(self, value: Any, where: str, column: str, *, among: bool = False) -> int:
-        """The index of a raw label: of a name, or of an integer if the names are not integers.
-
-        ``among`` says that it is one of several labels of its row.
-        """
-        plain = _plain(value)
-        integer = _integer(plain)
-        for name in (plain, integer):
-            if name is not None and str(name) in self.names:
-                return self.names.index(str(name))
-        names_are_text = not any(name.lstrip("+-").isdigit() for name in self.names)
-        if integer is not None and names_are_text and 0 <= integer < len(self.names):
-            return integer
-        if integer is None and _FRACTION.fullmatch(str(value)):
-            raise DataError(
-                f"{where}: {column} is {shown(value)}, which is not a class; for numbers set model.task=regression"
-            )
-        raise DataError(
-            f"{where}: {column} {'holds' if among else 'is'} {shown(value)}; it must be one of "
-            f"{', '.join(self.names[:20])} (data.labels)"
-        )
-
-    def settings(self) -> dict[str, Any]:
-        """The transformers configuration settings that hold the names."""
-        return {"id2label": dict(enumerate(self.names)), "label2id": {name: i for i, name in enumerate(self.names)}}
-
-
 def joined(texts: list[dict[str, list[Any]]]) -> dict[str, list[Any]]:
     """Join the texts of each sample to one list of tokens, with ``lengths``, the number of tokens of each text."""
     rows = len(texts[0]["input_ids"])
-    found = {key: [[x for text in texts for x in text[key][row]] for row in range(rows)] for key in texts[0]}
-    return {**found, "lengths": [[len(text["input_ids"][row]) for text in texts] for row in range(rows)]}
+    tokens = {key: [[x for text in texts for x in text[key][row]] for row in range(rows)] for key in texts[0]}
+    return {**tokens, "lengths": [[len(text["input_ids"][row]) for text in texts] for row in range(rows)]}
 
 
 def number(value: Any, where: str, column: str) -> float:
@@ -297,12 +249,12 @@ def number(value: Any, where: str, column: str) -> float:
         DataError: It is not a finite number.
     """
     try:
-        found = float(value)
+        parsed = float(value)
     except (TypeError, ValueError, OverflowError):
-        found = math.nan
-    if isinstance(value, bool) or not math.isfinite(found):
+        parsed = math.nan
+    if isinstance(value, bool) or not math.isfinite(parsed):
         raise DataError(f"{where}: {column} is {shown(value)}; it must be a finite number")
-    return found
+    return parsed
 
 
 def shown(value: Any) -> str:
@@ -312,33 +264,3 @@ def shown(value: Any) -> str:
 
 def _without_texts(examples: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
     return {key: values for key, values in examples.items() if not key.startswith("text_")}
-
-
-def _plain(value: Any) -> int | str | None:
-    """A label as an integer or text; None if it is neither."""
-    if isinstance(value, bool):
-        return int(value)
-    # pandas and Arrow read an integer CSV column with gaps as floats, and databases export integers as decimals
-    if isinstance(value, (float, Decimal)):
-        return int(value) if math.isfinite(value) and value == int(value) else None
-    if isinstance(value, int):
-        return value
-    if isinstance(value, (date, time)):  # as which Arrow reads a CSV column of names such as 2026-11-24
-        return str(value)
-    return value.strip() if isinstance(value, str) and value.strip() else None
-
-
-def _integer(plain: int | str | None) -> int | None:
-    """The integer that a label is, or that its text is written as; files of text have no other integers."""
-    if isinstance(plain, str):
-        return int(plain.partition(".")[0]) if _INTEGER.fullmatch(plain) else None
-    return plain
-
-
-def _distinct(values: Sequence[Any]) -> list[str]:
-    """The distinct labels: integers in their order if all labels are numbers or missing, and otherwise names."""
-    names = {plain for value in values if (plain := _plain(value)) is not None}
-    numbers = {number for name in names if (number := _integer(name)) is not None}
-    if numbers and all(isinstance(name, int) or _NUMBER_OR_MISSING.fullmatch(name) for name in names):
-        return [str(number) for number in sorted(numbers - {-1})]  # -1 is datasets' value for rows without a label
-    return sorted({str(name) for name in names})
