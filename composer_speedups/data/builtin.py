@@ -269,7 +269,7 @@ def _lengthened(rng: random.Random, sentences: list[str], length_scale: float) -
 
 # Who, does what, to what: word in the anchor/word in the positive.
 _STORY = [
-    [each.split("/") for each in words.split()]
+    [pair.split("/") for pair in words.split()]
     for words in (
         """medic/doctor attorney/lawyer teacher/professor cop/policeman chef/cook author/writer pilot/airman
         farmer/peasant sailor/seaman thief/burglar""",

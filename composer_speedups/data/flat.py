@@ -74,7 +74,7 @@ class FlatTokens(torch.utils.data.Dataset[Ragged]):
             else:
                 self.rows[name] = _values(table.column(name).to_pylist())
         offsets = [chunk.offsets.to_numpy() for chunk in table.column("input_ids").chunks]
-        self.lengths: Arrays = np.concatenate([np.diff(each) for each in offsets]).astype(np.int64)
+        self.lengths: Arrays = np.concatenate([np.diff(chunk) for chunk in offsets]).astype(np.int64)
         self._starts_N = np.cumsum(self.lengths) - self.lengths
 
     @property
@@ -114,5 +114,5 @@ class FlatTokens(torch.utils.data.Dataset[Ragged]):
 
 def _values(values: Sequence[Any]) -> Arrays:
     """Numbers, or lists of one length: integers as int64, others as float32, as torch's losses expect them."""
-    found = np.asarray(values)
-    return found.astype(np.float32 if found.dtype.kind == "f" else np.int64)
+    array = np.asarray(values)
+    return array.astype(np.float32 if array.dtype.kind == "f" else np.int64)

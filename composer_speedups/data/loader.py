@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ import torch
 from composer.core import DataSpec
 from composer.utils import dist
 from datasets import Dataset
-from torch.utils.data import Sampler, SequentialSampler
+from torch.utils.data import SequentialSampler
 
 from composer_speedups.core.errors import ConfigError, DataError
 from composer_speedups.data.config import GENERATED, DataConfig
@@ -97,81 +98,78 @@ def build_data(config: DataConfig, task: Task, *, model_name: str, on_gpu: bool,
         for tokens, training in ((train_tokens, True), (eval_tokens, False))
     )
     _check_same(train, evaluation)
-    pad = Pad(
-        tokenizer.pad_token_id,
-        config.max_length,
-        longest=config.padding == "longest",
-        multiple=config.pad_to_multiple_of,
-    )
-
-    def batches(
-        rows: Any, size: int, collator: Any, *, training: bool, drop_last: bool, sampler: Sampler[int] | None = None
-    ) -> DataSpec:
-        dataloader = WorkerTimeoutLoader(
-            rows,
-            batch_size=size // world,
-            sampler=sampler,
-            collate_fn=collator,
-            drop_last=drop_last,
-            num_workers=config.workers,
-            pin_memory=config.pin_memory and on_gpu,
-            prefetch_factor=config.prefetch_factor,
-            persistent_workers=config.persistent_workers,
-            worker_timeout=config.worker_timeout,
-        )
-        return DataSpec(
-            dataloader,
-            get_num_tokens_in_batch=partial(tokens_and_weight, task) if task.weights_losses else real_tokens,
-            split_batch=_refuse_to_split if training and task.needs_whole_batch else None,
-        )
-
-    def sampler(tokens: FlatTokens, batch_size: int, training: bool) -> Sampler[int]:
-        if not training:
-            # Composer reads the number of samples of a distributed sampler's batch from the device, and waits, at each
-            # batch.
-            return SequentialSampler(tokens) if world == 1 else dist.get_sampler(tokens)
-        rank, drop_last = dist.get_global_rank(), config.drop_last
-        settings: dict[str, Any] = {"ranks": world, "rank": rank, "seed": seed, "drop_last": drop_last}
-        if config.length_batching is None:
-            return BalancedSampler(tokens.lengths, batch_size, **settings)
-        return LengthGroupedSampler(tokens.lengths, batch_size, config.length_batching, tokens.widths, **settings)
-
-    def loader(tokens: FlatTokens, batch_size: int, *, training: bool) -> DataSpec:
-        drop_last = training and config.drop_last
-        if drop_last and len(tokens) < batch_size:
-            raise ConfigError(
-                f"data.drop_last: the {len(tokens)} training samples do not fill one batch of {batch_size}"
-            )
-        collate = task.collator(pad, tokenizer, training=training)
-        drawn = sampler(tokens, batch_size, training)
-        return batches(tokens, batch_size, collate, training=training, drop_last=drop_last, sampler=drawn)
-
-    def stream() -> DataSpec:
+    longest = config.padding == "longest"
+    pad = Pad(tokenizer.pad_token_id, config.max_length, longest=longest, multiple=config.pad_to_multiple_of)
+    collate = task.collator(pad, tokenizer, training=True)
+    rows: Any = train
+    sampler: Any = None
+    if train is None:
         rows, declared = stream_of_samples(config, seed)
-        if task.lacks_classes:  # without validation samples
-            if task.label_column not in declared:
-                raise ConfigError(
-                    "data.labels is missing: without validation samples, the classes of a stream are unknown before "
-                    "training; name them, as in data.labels=[no,yes]"
-                )
-            task.learn({str(task.label_column): []}, declared, "data.streaming")
-        collate = task.collator(pad, tokenizer, training=True)
-        collator = Tokenized(collate, tokenizer, task, config.max_length, declared)
-        return batches(rows, config.batch_size, collator, training=True, drop_last=config.drop_last)
+        _learn_from_stream(task, declared)
+        collate = Tokenized(collate, tokenizer, task, config.max_length, declared)
+    else:
+        sampler = _training_sampler(config, train, seed)
+    loader = _dataloader(config, rows, config.batch_size, collate, sampler, on_gpu=on_gpu, drop_last=config.drop_last)
+    split = _refuse_to_split if task.needs_whole_batch else None
+    count = partial(tokens_and_weight, task) if task.weights_losses else real_tokens
+    train_spec = DataSpec(loader, get_num_tokens_in_batch=count, split_batch=split)
+    if evaluation is None:
+        return Data(train_spec, None, tokenizer)
+    # Composer reads the number of samples of a distributed sampler's batch from the device, and waits, at each batch.
+    sampler = SequentialSampler(evaluation) if world == 1 else dist.get_sampler(evaluation)
+    collate = task.collator(pad, tokenizer, training=False)
+    size = config.eval_batch_size or config.batch_size
+    loader = _dataloader(config, evaluation, size, collate, sampler, on_gpu=on_gpu, drop_last=False)
+    return Data(train_spec, DataSpec(loader, get_num_tokens_in_batch=count), tokenizer)
 
-    return Data(
-        stream() if train is None else loader(train, config.batch_size, training=True),
-        None if evaluation is None else loader(evaluation, config.eval_batch_size or config.batch_size, training=False),
-        tokenizer,
+
+def _dataloader(
+    config: DataConfig, rows: Any, size: int, collate: Any, sampler: Any, *, on_gpu: bool, drop_last: bool
+) -> WorkerTimeoutLoader:
+    return WorkerTimeoutLoader(
+        rows,
+        batch_size=size // dist.get_world_size(),
+        sampler=sampler,
+        collate_fn=collate,
+        drop_last=drop_last,
+        num_workers=config.workers,
+        pin_memory=config.pin_memory and on_gpu,
+        prefetch_factor=config.prefetch_factor,
+        persistent_workers=config.persistent_workers,
+        worker_timeout=config.worker_timeout,
     )
+
+
+def _training_sampler(config: DataConfig, tokens: FlatTokens, seed: int) -> BalancedSampler:
+    if config.drop_last and len(tokens) < config.batch_size:
+        raise ConfigError(
+            f"data.drop_last: the {len(tokens)} training samples do not fill one batch of {config.batch_size}"
+        )
+    ranks, rank, drop_last = dist.get_world_size(), dist.get_global_rank(), config.drop_last
+    settings: dict[str, Any] = {"ranks": ranks, "rank": rank, "seed": seed, "drop_last": drop_last}
+    if config.length_batching is None:
+        return BalancedSampler(tokens.lengths, config.batch_size, **settings)
+    return LengthGroupedSampler(tokens.lengths, config.batch_size, config.length_batching, tokens.widths, **settings)
+
+
+def _learn_from_stream(task: Task, declared: Mapping[str, list[str]]) -> None:
+    """Take the classes that a streamed dataset declares, if there were no validation samples to take them from."""
+    if not task.lacks_classes:
+        return
+    if task.label_column not in declared:
+        raise ConfigError(
+            "data.labels is missing: without validation samples, the classes of a stream are unknown before "
+            "training; name them, as in data.labels=[no,yes]"
+        )
+    task.learn({str(task.label_column): []}, declared, "data.streaming")
 
 
 def _check_same(*tokens: FlatTokens | None) -> None:
     """A file may change between the reads of two ranks, which would then train on different samples."""
     if dist.get_world_size() == 1:
         return
-    mine = [zlib.crc32(values.tobytes()) for each in tokens if each for values in each.arrays()]
-    if any(theirs != mine for theirs in dist.all_gather_object(mine)):
+    checksums = [zlib.crc32(array.tobytes()) for split in tokens if split for array in split.arrays()]
+    if any(others != checksums for others in dist.all_gather_object(checksums)):
         raise DataError("data: the ranks read different samples because a file changed meanwhile; start again")
 
 
@@ -195,7 +193,7 @@ def _tokens(config: DataConfig, task: Task, model_name: str) -> tuple[Any, Datas
     else:
         train, validation = load_samples(config, task)
         tokenizer = load_tokenizer(config, model_name, _texts(train), splits_words=words)
-    encoded = [None if each is None else tokenize(each, tokenizer, config, task) for each in (train, validation)]
+    encoded = [None if split is None else tokenize(split, tokenizer, config, task) for split in (train, validation)]
     return tokenizer, encoded[0], encoded[1]
 
 

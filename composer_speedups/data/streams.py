@@ -2,37 +2,29 @@
 
 from __future__ import annotations
 
-import csv
-import glob
 import importlib.util
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import pyarrow
 import torch
 from composer.utils import dist
-from datasets import load_dataset
+from datasets import IterableDataset
 from datasets.distributed import split_dataset_by_node
 
-from composer_speedups.core.errors import ConfigError, DataError, first_line
+from composer_speedups.core.errors import ConfigError, DataError
 from composer_speedups.core.files import with_working_directory
 from composer_speedups.data.config import DataConfig
+from composer_speedups.data.files import class_names, declared_classes, find_files, iterate_rows
 from composer_speedups.data.flat import Ragged
-from composer_speedups.data.sources import class_names, named, unreadable
+from composer_speedups.data.sources import hub_dataset, saved_dataset, with_class_names
 from composer_speedups.tasks.task import Task
 
 __all__ = ["EndlessSamples", "Tokenized", "stream_of_samples"]
 
-# File suffix → the reader of datasets and its arguments
-_FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
-    ".parquet": ("parquet", {}),
-    ".csv": ("csv", {}),
-    ".tsv": ("csv", {"sep": "\t", "quoting": csv.QUOTE_NONE}),
-    ".jsonl": ("json", {}),
-}
 _INSTALL = "pip install --no-deps mosaicml-streaming==0.13.0 && pip install Brotli catalogue python-snappy xxhash zstd"
+_MAX_SHARDS = 64  # parts of a saved dataset, which ranks and workers share
 
 
 class EndlessSamples(torch.utils.data.IterableDataset[dict[str, Any]]):
@@ -43,29 +35,19 @@ class EndlessSamples(torch.utils.data.IterableDataset[dict[str, Any]]):
 
     Args:
         rows: A ``datasets.IterableDataset``, which divides itself among DataLoader workers.
-        file: ``data.train_file`` if the rows are read from files; named in errors.
-
-    Raises:
-        DataError: While iterating, if a file cannot be read.
     """
 
-    def __init__(self, rows: Any, file: str | None = None) -> None:
-        self.rows, self.file = rows, file
+    def __init__(self, rows: Any) -> None:
+        self.rows = rows
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        epoch, found = 0, True
-        while found:  # with more workers than shards, some have no rows
-            found = False
+        epoch, empty = 0, False
+        while not empty:  # with more workers than shards, some have no rows
+            empty = True
             self.rows.set_epoch(epoch)
-            try:
-                for row in self.rows:
-                    found = True
-                    yield row
-            except (ValueError, pyarrow.ArrowException) as error:
-                if self.file is None:
-                    raise
-                paths = [Path(path) for path in sorted(glob.glob(self.file, recursive=True))]
-                raise unreadable(f"data.train_file: {self.file}", paths, error) from error
+            for row in self.rows:
+                empty = False
+                yield row
             epoch += 1
 
 
@@ -90,11 +72,12 @@ class Tokenized:
         self.collate, self.tokenizer, self.task, self.max_length = collate, tokenizer, task, max_length
         self.declared = dict(declared)
 
-    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+    def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
         if "input_ids" in rows[0]:
             return self.collate(Ragged.of(self._tokenized(rows)))
-        examples = [self.task.example(self._named(row), "a streamed row", training=True) for row in rows]
-        columns = {key: [each[key] for each in examples] for key in examples[0]}
+        named = (with_class_names(row, self.declared) for row in rows)
+        examples = [self.task.example(row, "a streamed row", training=True) for row in named]
+        columns = {key: [example[key] for example in examples] for key in examples[0]}
         return self.collate(Ragged.of(self.task.encode(columns, self.tokenizer, self.max_length)))
 
     def _tokenized(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
@@ -103,9 +86,6 @@ class Tokenized:
         if label is not None:
             columns["labels"] = [self.task.label(row.get(label), "a streamed row") for row in rows]
         return columns
-
-    def _named(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
-        return {**row, **{name: named(row.get(name), names) for name, names in self.declared.items()}}
 
 
 def stream_of_samples(config: DataConfig, seed: int) -> tuple[Any, dict[str, list[str]]]:
@@ -120,37 +100,25 @@ def stream_of_samples(config: DataConfig, seed: int) -> tuple[Any, dict[str, lis
     """
     if config.source == "mds":
         return _mds(config, seed), {}
-    file = None if config.source == "hub" else os.path.expanduser(str(config.train_file))
-    try:
-        if file is None:
-            rows = load_dataset(
-                config.hub_name,
-                config.hub_config,
-                split=config.train_split,
-                revision=config.hub_revision,
-                streaming=True,
-            )
-        else:
-            kind, settings = _format_of(file)
-            rows = load_dataset(kind, data_files=file, split="train", streaming=True, **settings)
-    except DataError:
-        raise
-    except Exception as error:  # network, authentication, missing split: different exception classes
-        where = f"data.hub_name {config.hub_name!r}, split {config.train_split!r}"
-        if file is not None:
-            where = f"data.train_file: {with_working_directory(file)}"
-        raise DataError(f"{where} cannot be opened ({type(error).__name__}: {first_line(error)})") from error
-    declared = class_names(rows.features or {})
+    rows, declared = _training_stream(config)
     rows = rows.shuffle(seed=seed, buffer_size=config.shuffle_buffer)
-    shared = split_dataset_by_node(rows, dist.get_global_rank(), dist.get_world_size())
-    return EndlessSamples(shared, file), declared
+    return EndlessSamples(split_dataset_by_node(rows, dist.get_global_rank(), dist.get_world_size())), declared
 
 
-def _format_of(name: str) -> tuple[str, dict[str, Any]]:
-    kind = _FORMATS.get(Path(name).suffix)
-    if kind is None:
-        raise DataError(f"data.train_file: {name} must end in {', '.join(_FORMATS)}")
-    return kind
+def _training_stream(config: DataConfig) -> tuple[IterableDataset, dict[str, list[str]]]:
+    if config.source == "hub":
+        rows, _ = hub_dataset(config, config.train_split, streaming=True)
+        return rows, class_names(rows.features or {})
+    name, key = str(config.train_file), "data.train_file"
+    if os.path.isdir(os.path.expanduser(name)):
+        saved = saved_dataset(name, key)
+        shards = max(1, min(_MAX_SHARDS, len(saved)))
+        return saved.to_iterable_dataset(num_shards=shards), class_names(saved.features)
+    paths = find_files(name, key)
+    # datasets divides the list of files among ranks and workers, and shuffles it
+    return IterableDataset.from_generator(iterate_rows, gen_kwargs={"paths": paths, "key": key}), declared_classes(
+        paths[0], key
+    )
 
 
 def _mds(config: DataConfig, seed: int) -> Any:

@@ -11,7 +11,7 @@ from composer_speedups.core.errors import DataError, RunFailedError
 
 __all__ = ["WorkerTimeoutLoader"]
 
-_LOOK = 5  # seconds, as often as torch checks without a timeout
+POLL_SECONDS = 5  # as often as torch checks without a timeout
 
 
 class WorkerTimeoutLoader(DataLoader[Any]):
@@ -31,8 +31,8 @@ class WorkerTimeoutLoader(DataLoader[Any]):
     """
 
     def __init__(self, dataset: Any, *, worker_timeout: float, num_workers: int = 0, **settings: Any) -> None:
-        look = min(_LOOK, worker_timeout) if num_workers else 0
-        super().__init__(dataset, num_workers=num_workers, timeout=look, **settings)
+        poll = min(POLL_SECONDS, worker_timeout) if num_workers else 0
+        super().__init__(dataset, num_workers=num_workers, timeout=poll, **settings)
         self.worker_timeout = worker_timeout
 
     def __iter__(self) -> Any:
@@ -41,8 +41,8 @@ class WorkerTimeoutLoader(DataLoader[Any]):
 
 
 class _Watched(Iterator[Any]):
-    def __init__(self, batches: Iterator[Any], timeout: float, look: float) -> None:
-        self._batches, self._timeout, self._look = batches, timeout, look
+    def __init__(self, batches: Iterator[Any], timeout: float, poll: float) -> None:
+        self._batches, self._timeout, self._poll = batches, timeout, poll
 
     def __next__(self) -> Any:
         waited = 0.0
@@ -54,7 +54,7 @@ class _Watched(Iterator[Any]):
             except RuntimeError as error:
                 if not str(error).startswith("DataLoader timed out"):
                     raise
-                waited += self._look  # the iterator can be used again
+                waited += self._poll  # the iterator can be used again
                 if waited >= self._timeout:
                     raise RunFailedError(
                         f"data.worker_timeout: no batch arrived from the workers for {waited:g} s; set data.workers=0, "

@@ -20,7 +20,7 @@ import pyarrow.parquet
 
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.core.files import LockedFileError, atomic_file, lock_file, remove_unfinished
-from composer_speedups.data.sources import check_columns, read_file
+from composer_speedups.data.files import check_file, load_rows
 from composer_speedups.predict.model import FinishedModel
 
 __all__ = ["predict_file", "predicted"]
@@ -67,9 +67,8 @@ def predicted(model: FinishedModel, rows: Sequence[dict[str, Any]], batch_size: 
 
 
 def _checked_rows(model: FinishedModel, source: Path) -> list[dict[str, Any]]:
-    table = read_file(source, "input")
-    check_columns(table, [(column, "text_columns") for column in model.columns], f"input: {source}")
-    rows = table.select(model.columns).to_pylist()
+    check_file(str(source), "input")
+    rows = load_rows([str(source)], "input", [(column, "text_columns") for column in model.columns])
     for number, row in enumerate(rows, start=1):
         for column in model.columns:
             model.task.text(row, column, f"input: {source}, row {number}")

@@ -14,24 +14,22 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.packing.tokens import IGNORED
+from composer_speedups.tasks.labels import TaskWithClasses
 from composer_speedups.tasks.metrics import BinaryF1, MacroF1, Matthews, MeanLoss
-from composer_speedups.tasks.task import Labels, Task
 
 __all__ = ["Classification"]
 
 
 @dataclass(kw_only=True)
-class Classification(Task):
+class Classification(TaskWithClasses):
     """Classification with labels that are names or integers; cross entropy; accuracy, macro F1, Matthews
     correlation and, with two classes, F1 of the second.
 
     Attributes:
-        labels: Names of the classes in the order of the head's outputs; None for those of the training samples.
         label_smoothing: Probability that the loss spreads over all classes.
         class_weights: Weight of each class in the loss; None for equal weights.
     """
 
-    labels: Sequence[str] | None = None
     label_smoothing: float = 0.0
     class_weights: Sequence[float] | None = None
 
@@ -41,23 +39,22 @@ class Classification(Task):
         super().__post_init__()
         self._weights: dict[torch.device, Tensor] = {}
 
-    def learn(self, columns: Mapping[str, Sequence[Any]], declared: Mapping[str, list[str]], where: str) -> None:
-        column = str(self.label_column)
-        if self.labels is None:
-            self.labels = Labels.of(columns[column], declared.get(column), where, f"the column {column}").names
+    @property
+    def classes(self) -> list[str]:
+        return super().classes or ["0", "1"]  # two for rows of random tokens, which do not name classes
 
     def label(self, value: Any, where: str) -> int:
-        return self._labels().index(value, where, str(self.label_column))
+        return self.class_of(value, where)
 
     def head_settings(self) -> dict[str, Any]:
-        labels = self._labels()
-        if self.class_weights is not None and len(self.class_weights) != len(labels.names):
+        names = self.classes
+        if self.class_weights is not None and len(self.class_weights) != len(names):
             raise ConfigError(
-                f"model.class_weights has {len(self.class_weights)} values for {len(labels.names)} classes "
-                f"({', '.join(labels.names)}); set one per class, in this order"
+                f"model.class_weights has {len(self.class_weights)} values for {len(names)} classes "
+                f"({', '.join(names)}); set one per class, in this order"
             )
         # transformers would set it in the first forward pass, and torch.compile would then recompile.
-        return {"problem_type": "single_label_classification", **labels.settings()}
+        return {"problem_type": "single_label_classification", **super().head_settings()}
 
     def outputs(self, model: Any, batch: dict[str, Any]) -> Any:
         if self._has_own_loss():
@@ -83,32 +80,26 @@ class Classification(Task):
         return float(weights_K[labels_R[labels_R != IGNORED]].sum(dtype=torch.float64))
 
     def metrics(self, *, training: bool) -> dict[str, Metric]:
-        classes = len(self._labels().names)
+        classes = len(self.classes)
         # torch's check of the labels, which the data's own check makes unnecessary, would synchronize at each batch.
-        found: dict[str, Metric] = {
+        metrics: dict[str, Metric] = {
             "MulticlassAccuracy": MulticlassAccuracy(num_classes=classes, average="micro", validate_args=False),
             # Composer's CrossEntropy averages over batches, regardless of how many samples the last one has.
             "CrossEntropy": MeanLoss(F.cross_entropy),
         }
         if not training:
-            found["MacroF1"], found["MatthewsCorrelation"] = MacroF1(classes), Matthews(classes)
+            metrics |= {"MacroF1": MacroF1(classes), "MatthewsCorrelation": Matthews(classes)}
             if classes == 2:
-                found["BinaryF1"] = BinaryF1(classes)
-        return found
+                metrics["BinaryF1"] = BinaryF1(classes)
+        return metrics
 
     def predictions(self, logits: Tensor, batch: Mapping[str, Any]) -> list[dict[str, Any]]:
-        names = self._labels().names
-        found = []
-        for row_K in logits.float().softmax(-1).tolist():
-            best = max(range(len(names)), key=row_K.__getitem__)
-            found.append(
-                {
-                    "label": names[best],
-                    "probability": row_K[best],
-                    "probabilities": dict(zip(names, row_K, strict=True)),
-                }
-            )
-        return found
+        rows = [dict(zip(self.classes, row_K, strict=True)) for row_K in logits.float().softmax(-1).tolist()]
+        best = [max(row, key=row.__getitem__) for row in rows]
+        return [
+            {"label": label, "probability": row[label], "probabilities": row}
+            for label, row in zip(best, rows, strict=True)
+        ]
 
     def _has_own_loss(self) -> bool:
         return self.class_weights is not None or self.label_smoothing > 0
@@ -120,6 +111,3 @@ class Classification(Task):
         if device not in self._weights:
             self._weights[device] = torch.tensor(self.class_weights, dtype=torch.float32, device=device)
         return self._weights[device]
-
-    def _labels(self) -> Labels:
-        return Labels(list(self.labels or ("0", "1")))  # two for rows of random tokens, which do not name classes

@@ -25,7 +25,7 @@ from composer_speedups.core.errors import ConfigError
 from composer_speedups.core.files import write_atomically
 from composer_speedups.core.trainer_state import loss_ranks
 from composer_speedups.tasks.metrics import Recall
-from composer_speedups.tasks.task import Example, Task, joined, number
+from composer_speedups.tasks.task import Task, joined, number
 
 __all__ = ["Embedding"]
 
@@ -81,27 +81,19 @@ class Embedding(Task):
     def needs_whole_batch(self) -> bool:
         return self.loss_name == "ranking"
 
-    def _texts_of(self, training: bool) -> list[str]:
-        return self.texts if training else self.texts[:2]
+    def texts_of(self, *, training: bool) -> list[str]:
+        return self.texts if training else self.texts[:2]  # evaluation reads no negatives
 
-    def _has_scores(self, training: bool) -> bool:
+    def reads_label(self, *, training: bool) -> bool:
         return self.label_column is not None and (self.loss_name == "cosine" or not training)
 
-    def columns(self, *, training: bool) -> list[tuple[str, str]]:
-        named = [(column, "data.text_columns") for column in self._texts_of(training)]
-        return [*named, (str(self.label_column), "data.label_column")] if self._has_scores(training) else named
-
-    def example(self, row: Mapping[str, Any], where: str, *, training: bool) -> Example:
-        columns = self._texts_of(training)
-        found = {f"text_{i}": self.text(row, column, where) for i, column in enumerate(columns, start=1)}
-        if self._has_scores(training):
-            found["labels"] = number(row.get(str(self.label_column)), where, str(self.label_column))
-        return found
+    def label(self, value: Any, where: str) -> float:
+        return number(value, where, str(self.label_column))
 
     def encode(self, examples: Mapping[str, list[Any]], tokenizer: Any, max_length: int) -> dict[str, list[Any]]:
         texts = [values for key, values in examples.items() if key.startswith("text_")]
-        found = joined([self.tokens([each], tokenizer, max_length) for each in texts])
-        return found if "labels" not in examples else {**found, "labels": examples["labels"]}
+        tokens = joined([self.tokens([text], tokenizer, max_length) for text in texts])
+        return tokens if "labels" not in examples else {**tokens, "labels": examples["labels"]}
 
     def model_arguments(self, kind: type) -> dict[str, Any]:
         """Omit the pooler, which would be neither used nor trained."""
@@ -162,7 +154,7 @@ class Embedding(Task):
     def metrics(self, *, training: bool) -> dict[str, Metric]:
         if training:
             return {}
-        if self._has_scores(training=False):
+        if self.reads_label(training=False):
             return {"SpearmanCorrCoef": SpearmanCorrCoef()}
         first = Recall(1)
         return {"Recall@1": first, "Recall@10": Recall(10, shares=first)}

@@ -93,7 +93,7 @@ def gather_lists(tensor: Tensor, group: Any = None) -> list[Tensor]:
     """
     kinds: list[Any] = [None] * torch.distributed.get_world_size(group)
     torch.distributed.all_gather_object(kinds, (tensor.dtype, tensor.shape[1:]) if tensor.numel() else None, group)
-    kind = next((each for each in kinds if each is not None), None)
+    kind = next((kind for kind in kinds if kind is not None), None)
     if kind is not None and not tensor.numel():
         tensor = tensor.new_empty((0, *kind[1]), dtype=kind[0])
     return gather_all_tensors(tensor, group)
@@ -147,8 +147,7 @@ class Matthews(ClassCounts):
         true_K, predicted_K, hits_K = self.counts.double()
         total, hits = true_K.sum(), hits_K.sum()
         spread = (total**2 - (predicted_K**2).sum()) * (total**2 - (true_K**2).sum())
-        found = (hits * total - (true_K * predicted_K).sum()) / spread.sqrt().clamp(min=1)
-        return found.float()
+        return ((hits * total - (true_K * predicted_K).sum()) / spread.sqrt().clamp(min=1)).float()
 
 
 class MeanLoss(Metric):

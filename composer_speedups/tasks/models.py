@@ -229,7 +229,7 @@ def _check_labels(config: Any, name: str, task: Task, settings: dict[str, Any]) 
     """Refuse a head that was trained for other labels. A bare encoder has no labels to check."""
     needed = len(settings["id2label"]) if "id2label" in settings else settings.get("num_labels")
     head = task.auto_class.removeprefix("AutoModel")
-    if needed is None or not any(each.endswith(head) for each in config.architectures or ()):
+    if needed is None or not any(name.endswith(head) for name in config.architectures or ()):
         return
     if config.num_labels != needed:
         labels = f"{config.num_labels} label{'s' if config.num_labels != 1 else ''}"
@@ -261,8 +261,8 @@ def positions_of(model: Any) -> int | None:
     for name, module in model.named_modules():
         if name.endswith("position_embeddings") and isinstance(module, torch.nn.Embedding):
             return module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1)
-    found: int | None = getattr(model.config, "max_position_embeddings", None)
-    return found
+    positions: int | None = getattr(model.config, "max_position_embeddings", None)
+    return positions
 
 
 def has_token_types(model: Any) -> bool:

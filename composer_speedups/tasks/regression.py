@@ -29,10 +29,10 @@ class Regression(Task):
         return {"problem_type": "regression", "num_labels": 1}
 
     def metrics(self, *, training: bool) -> dict[str, Metric]:
-        found: dict[str, Metric] = {"MeanSquaredError": MeanSquaredError()}
+        metrics: dict[str, Metric] = {"MeanSquaredError": MeanSquaredError()}
         if not training:
-            found |= {"PearsonCorrCoef": Pearson(), "SpearmanCorrCoef": SpearmanCorrCoef()}
-        return found
+            metrics |= {"PearsonCorrCoef": Pearson(), "SpearmanCorrCoef": SpearmanCorrCoef()}
+        return metrics
 
     def update_metric(self, metric: Metric, logits: Tensor, labels: Tensor, batch: Mapping[str, Any]) -> None:
         metric.update(logits.float(), labels.float())

@@ -7,6 +7,7 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -68,15 +69,18 @@ class Reranking(Task):
         """
         if not training:
             numbers: dict[str, int] = {}
-            return [{**each, "query_id": numbers.setdefault(each["text_1"], len(numbers))} for each in examples]
+            return [
+                {**example, "query_id": numbers.setdefault(example["text_1"], len(numbers))} for example in examples
+            ]
         if self.loss_name != "pairwise":
             return examples
         rng = random.Random(0)
         pairs = []
-        for query, group in groupby(sorted(examples, key=lambda each: each["text_1"]), key=lambda each: each["text_1"]):
+        by_query = itemgetter("text_1")
+        for query, group in groupby(sorted(examples, key=by_query), key=by_query):
             documents = list(group)
             for worse in documents:
-                better = [each for each in documents if each["labels"] > worse["labels"]]
+                better = [document for document in documents if document["labels"] > worse["labels"]]
                 if better:
                     texts = {"text_2": rng.choice(better)["text_2"], "text_3": worse["text_2"]}
                     pairs.append({"text_1": query, **texts})
@@ -114,13 +118,13 @@ class Reranking(Task):
     def metrics(self, *, training: bool) -> dict[str, Metric]:
         if training:
             return {}
-        found: dict[str, Metric] = {
+        metrics: dict[str, Metric] = {
             "MRR@10": RetrievalMRR(top_k=10, empty_target_action="skip"),
             "NDCG@10": RetrievalNormalizedDCG(top_k=10, empty_target_action="skip"),
         }
         if self.loss_name == "bce":
-            found["BinaryCrossEntropy"] = MeanLoss(F.binary_cross_entropy_with_logits)
-        return found
+            metrics["BinaryCrossEntropy"] = MeanLoss(F.binary_cross_entropy_with_logits)
+        return metrics
 
     def update_metric(self, metric: Metric, logits: Tensor, labels: Tensor, batch: Mapping[str, Any]) -> None:
         scores = logits.float().reshape(-1)
@@ -134,11 +138,10 @@ class Reranking(Task):
 
     def predictions(self, logits: Tensor, batch: Mapping[str, Any]) -> list[dict[str, Any]]:
         scores = logits.float().reshape(-1)
-        found = [{"score": score} for score in scores.tolist()]
-        if self.loss_name == "bce":
-            for each, probability in zip(found, scores.sigmoid().tolist(), strict=True):
-                each["probability"] = probability
-        return found
+        if self.loss_name != "bce":
+            return [{"score": score} for score in scores.tolist()]
+        pairs = zip(scores.tolist(), scores.sigmoid().tolist(), strict=True)
+        return [{"score": score, "probability": probability} for score, probability in pairs]
 
     def export(self, folder: Path, hidden: int, max_length: int) -> None:
         """Write the length to which sentence-transformers' CrossEncoder truncates pairs, which is that of training."""

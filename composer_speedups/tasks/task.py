@@ -11,8 +11,6 @@ import importlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from datetime import date, time
-from decimal import Decimal
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,7 +20,7 @@ from torchmetrics import Metric
 from composer_speedups.core.errors import ConfigError, DataError
 from composer_speedups.packing.tokens import IGNORED
 
-__all__ = ["Example", "Labels", "Task", "build_task", "joined", "number", "shown", "task_class"]
+__all__ = ["Example", "Task", "build_task", "joined", "number", "shown", "task_class"]
 
 Example = dict[str, Any]
 
@@ -73,7 +71,7 @@ class Task:
     @property
     def lacks_classes(self) -> bool:
         """Whether the names of the classes are still to be determined by :meth:`learn`."""
-        return "labels" in vars(self) and vars(self)["labels"] is None
+        return False
 
     # --- data ---------------------------------------------------------------------------------------------------------
 
@@ -85,8 +83,17 @@ class Task:
 
     def columns(self, *, training: bool) -> list[tuple[str, str]]:
         """Columns that the samples must have, each with the config key that names it."""
-        named = [(column, "data.text_columns") for column in self.texts]
-        return named if self.label_column is None else [*named, (self.label_column, "data.label_column")]
+        texts = [(column, "data.text_columns") for column in self.texts_of(training=training)]
+        label = [(str(self.label_column), "data.label_column")] if self.reads_label(training=training) else []
+        return texts + label
+
+    def texts_of(self, *, training: bool) -> list[str]:
+        """The text columns that samples are built from."""
+        return self.texts
+
+    def reads_label(self, *, training: bool) -> bool:
+        """Whether samples have a label from ``label_column``."""
+        return self.label_column is not None
 
     def learn(self, columns: Mapping[str, Sequence[Any]], declared: Mapping[str, list[str]], where: str) -> None:
         """Determine open settings, such as the names of the classes, from the training samples.
@@ -103,10 +110,11 @@ class Task:
         Raises:
             DataError: Names ``where``, the column and the value.
         """
-        found = {f"text_{i}": self.text(row, column, where) for i, column in enumerate(self.texts, start=1)}
-        if self.label_column is not None:
-            found["labels"] = self.label(row.get(self.label_column), where)
-        return found
+        columns = self.texts_of(training=training)
+        example = {f"text_{i}": self.text(row, column, where) for i, column in enumerate(columns, start=1)}
+        if self.reads_label(training=training):
+            example["labels"] = self.label(row.get(str(self.label_column)), where)
+        return example
 
     def text(self, row: Mapping[str, Any], column: str, where: str) -> Any:
         """Check and return the text of one column."""
@@ -227,64 +235,11 @@ def task_class(name: str) -> type[Task]:
     return next(kind for kind in vars(module).values() if isinstance(kind, type) and vars(kind).get("name") == name)
 
 
-@dataclass
-class Labels:
-    """Names of the classes in the order of the head's outputs."""
-
-    names: list[str]
-
-    @classmethod
-    def of(cls, values: Sequence[Any], declared: list[str] | None, where: str, column: str) -> Labels:
-        """The names that the dataset declares, or the sorted distinct values.
-
-        Raises:
-            DataError: Values that are not classes, or a single class.
-        """
-        if declared is None:
-            distinct = {plain for value in values if (plain := _plain(value)) is not None}
-            numbers = all(isinstance(value, int) for value in distinct)
-            if numbers:
-                distinct -= {-1}  # datasets' value for rows without a label
-            declared = [str(value) for value in (sorted(distinct) if numbers else sorted(distinct, key=str))]
-        if len(declared) < 2:
-            if strange := [value for value in values if isinstance(value, bytes)]:
-                raise DataError(f"{where}: {column} holds {shown(strange[0])}; a class is text or an integer")
-            raise DataError(
-                f"{where}: {column} has only the class {', '.join(declared) or '(no rows)'}; there must be two or more "
-                "(name them all with data.labels)"
-            )
-        return cls(declared)
-
-    def index(self, value: Any, where: str, column: str, *, among: bool = False) -> int:
-        """The index of a raw label: of a name, or of an integer if the names are not integers.
-
-        ``among`` says that it is one of several labels of its row.
-        """
-        plain = _plain(value)
-        if plain is not None and str(plain) in self.names:
-            return self.names.index(str(plain))
-        positions = isinstance(plain, int) and not any(_is_number(name) for name in self.names)
-        if positions and 0 <= plain < len(self.names):  # type: ignore[operator]
-            return int(plain)  # type: ignore[arg-type]
-        if isinstance(value, (float, Decimal)) and math.isfinite(value) and plain is None:
-            raise DataError(
-                f"{where}: {column} is {shown(value)}, which is not a class; for numbers set model.task=regression"
-            )
-        raise DataError(
-            f"{where}: {column} {'holds' if among else 'is'} {shown(value)}; it must be one of "
-            f"{', '.join(self.names[:20])} (data.labels)"
-        )
-
-    def settings(self) -> dict[str, Any]:
-        """The transformers configuration settings that hold the names."""
-        return {"id2label": dict(enumerate(self.names)), "label2id": {name: i for i, name in enumerate(self.names)}}
-
-
 def joined(texts: list[dict[str, list[Any]]]) -> dict[str, list[Any]]:
     """Join the texts of each sample to one list of tokens, with ``lengths``, the number of tokens of each text."""
     rows = len(texts[0]["input_ids"])
-    found = {key: [[x for text in texts for x in text[key][row]] for row in range(rows)] for key in texts[0]}
-    return {**found, "lengths": [[len(text["input_ids"][row]) for text in texts] for row in range(rows)]}
+    tokens = {key: [[x for text in texts for x in text[key][row]] for row in range(rows)] for key in texts[0]}
+    return {**tokens, "lengths": [[len(text["input_ids"][row]) for text in texts] for row in range(rows)]}
 
 
 def number(value: Any, where: str, column: str) -> float:
@@ -294,12 +249,12 @@ def number(value: Any, where: str, column: str) -> float:
         DataError: It is not a finite number.
     """
     try:
-        found = float(value)
-    except (TypeError, ValueError):
-        found = math.nan
-    if isinstance(value, bool) or not math.isfinite(found):
+        parsed = float(value)
+    except (TypeError, ValueError, OverflowError):
+        parsed = math.nan
+    if isinstance(value, bool) or not math.isfinite(parsed):
         raise DataError(f"{where}: {column} is {shown(value)}; it must be a finite number")
-    return found
+    return parsed
 
 
 def shown(value: Any) -> str:
@@ -309,21 +264,3 @@ def shown(value: Any) -> str:
 
 def _without_texts(examples: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
     return {key: values for key, values in examples.items() if not key.startswith("text_")}
-
-
-def _plain(value: Any) -> int | str | None:
-    """A label as an integer or text; None if it is neither."""
-    if isinstance(value, bool):
-        return int(value)
-    # pandas and Arrow read an integer CSV column with gaps as floats, and databases export integers as decimals
-    if isinstance(value, (float, Decimal)):
-        return int(value) if math.isfinite(value) and value == int(value) else None
-    if isinstance(value, int):
-        return value
-    if isinstance(value, (date, time)):  # as which Arrow reads a CSV column of names such as 2026-11-24
-        return str(value)
-    return value.strip() if isinstance(value, str) and value.strip() else None
-
-
-def _is_number(name: str) -> bool:
-    return name.lstrip("+-").isdigit()

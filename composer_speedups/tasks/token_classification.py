@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,23 +13,22 @@ from torchmetrics import Metric
 
 from composer_speedups.core.errors import ConfigError, DataError
 from composer_speedups.packing.tokens import IGNORED
+from composer_speedups.tasks.labels import TaskWithClasses
 from composer_speedups.tasks.metrics import EntityF1
-from composer_speedups.tasks.task import Labels, Task, shown
+from composer_speedups.tasks.task import shown
 
 __all__ = ["TokenClassification"]
 
 
 @dataclass(kw_only=True)
-class TokenClassification(Task):
+class TokenClassification(TaskWithClasses):
     """A tag per word. Cross entropy over labelled tokens; F1 of whole entities.
 
     Attributes:
-        labels: Names of the tags in the order of the head's outputs; None for those of the training samples.
         label_all_pieces: Label every word piece; the further pieces of a word with a ``B-`` tag get its ``I-`` tag.
             Otherwise only the first piece of each word is labelled.
     """
 
-    labels: Sequence[str] | None = None
     label_all_pieces: bool = False
 
     name = "token_classification"
@@ -39,12 +38,6 @@ class TokenClassification(Task):
     auto_class = "AutoModelForTokenClassification"
     loss_per_token = True
     splits_words = True
-
-    def learn(self, columns: Mapping[str, Sequence[Any]], declared: Mapping[str, list[str]], where: str) -> None:
-        column = str(self.label_column)
-        if self.labels is None:
-            tags = [tag for row in columns[column] if isinstance(row, (list, tuple)) for tag in row]
-            self.labels = Labels.of(tags, declared.get(column), where, f"the column {column}").names
 
     def text(self, row: Mapping[str, Any], column: str, where: str) -> list[str]:
         words = row.get(column)
@@ -56,10 +49,7 @@ class TokenClassification(Task):
         return list(words)
 
     def label(self, value: Any, where: str) -> list[int]:
-        if not isinstance(value, (list, tuple)):
-            raise DataError(f"{where}: {self.label_column} is {shown(value)}; it must be a list of tags, one per word")
-        labels = Labels(list(self.labels or ()))
-        return [labels.index(tag, where, str(self.label_column), among=True) for tag in value]
+        return self.classes_of(value, where, "a list of tags, one per word")
 
     def encode(self, examples: Mapping[str, list[Any]], tokenizer: Any, max_length: int) -> dict[str, list[Any]]:
         """Token ids and the label of every token. Without tags, positions to predict have the label 0."""
@@ -68,46 +58,44 @@ class TokenClassification(Task):
                 "data.tokenizer: task token_classification needs a fast tokenizer, which maps word pieces to words"
             )
         words = examples["text_1"]
-        tags = examples.get("labels") or [[0] * len(each) for each in words]
+        tags = examples.get("labels") or [[0] * len(sentence) for sentence in words]
         encoded = tokenizer(words, is_split_into_words=True, truncation=True, max_length=max_length)
         aligned = [self._aligned(encoded.word_ids(row), tags[row]) for row in range(len(words))]
         return {"input_ids": encoded["input_ids"], "token_labels": aligned}
 
     def _aligned(self, word_of: list[int | None], tags: list[int]) -> list[int]:
         """The label of each token, taken from its word."""
-        found, before = [], None
+        labels: list[int] = []
+        before = None
         for word in word_of:
             if word is None:
-                found.append(IGNORED)
+                labels.append(IGNORED)
             elif word != before:
-                found.append(tags[word])
+                labels.append(tags[word])
             else:
-                found.append(self._continued(tags[word]) if self.label_all_pieces else IGNORED)
+                labels.append(self._continued(tags[word]) if self.label_all_pieces else IGNORED)
             before = word
-        return found
+        return labels
 
     def _continued(self, tag: int) -> int:
-        names = list(self.labels or ())
+        names = self.classes
         inside = f"I-{names[tag][2:]}"
         return names.index(inside) if names[tag].startswith("B-") and inside in names else tag
 
-    def head_settings(self) -> dict[str, Any]:
-        return Labels(list(self.labels or ())).settings()
-
     def metrics(self, *, training: bool) -> dict[str, Metric]:
-        found: list[Metric] = [MaskedAccuracy(), LanguageCrossEntropy()]
-        names = list(self.labels or ())
+        metrics: list[Metric] = [MaskedAccuracy(), LanguageCrossEntropy()]
+        names = self.classes
         if not training and any(name.startswith(("B-", "I-")) for name in names):
             if importlib.util.find_spec("seqeval") is None:
                 raise ConfigError(
                     "model.task: the F1 of token_classification needs seqeval; pip install 'composer_speedups[ner]'"
                 )
-            found.append(EntityF1(names))
-        return {type(metric).__name__: metric for metric in found}
+            metrics.append(EntityF1(names))
+        return {type(metric).__name__: metric for metric in metrics}
 
     def predictions(self, logits: Tensor, batch: Mapping[str, Any]) -> list[dict[str, Any]]:
         """The tag of each word, from its first piece; words beyond the maximum length have none."""
-        names = list(self.labels or ())
+        names = self.classes
         best_RS, probability_RS = (x.cpu() for x in reversed(logits.float().softmax(-1).max(-1)))
         labelled_RS = batch["labels"].cpu() != IGNORED
         return [

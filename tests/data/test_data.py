@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import pyarrow
-import pyarrow.csv
-import pyarrow.parquet
 import pytest
 import torch
 
@@ -24,38 +22,7 @@ from composer_speedups.tasks.classification import Classification
 from composer_speedups.tasks.mlm import MaskedLanguageModelling
 from composer_speedups.tasks.task import build_task, task_class
 from composer_speedups.train.config.schema import DataConfig, ModelConfig
-
-ROWS = {
-    "text": [f"Review {i}, and it is {'good' if i % 2 else 'bad'}." for i in range(20)],
-    "label": [0, 1] * 10,
-}
-
-
-def save(rows: dict[str, Any], name: str) -> str:
-    table, path = pyarrow.table(rows), Path(name)
-    if path.suffix == ".parquet":
-        pyarrow.parquet.write_table(table, path)
-    elif path.suffix == ".csv":
-        pyarrow.csv.write_csv(table, path)
-    else:
-        path.write_text("".join(json.dumps(row) + "\n" for row in table.to_pylist()))
-    return name
-
-
-def files(train: str, evaluation: str | None = None, **kwargs: Any) -> DataConfig:
-    settings = {"tokenizer": "wordpiece", "vocab_size": 200, "cache_dir": "cache", "max_length": 16, **kwargs}
-    return DataConfig(source="files", train_file=train, eval_file=evaluation, **settings)
-
-
-@pytest.mark.parametrize("suffix", ["parquet", "csv", "jsonl"])
-@pytest.mark.pins
-def test_local_files_of_each_kind_are_read(suffix: str) -> None:
-    train, evaluation = load_samples(
-        files(save(ROWS, f"a.{suffix}"), save(ROWS, f"b.{suffix}"), train_samples=None), Classification()
-    )
-    assert train[:] == {"text_1": ROWS["text"], "labels": ROWS["label"]}
-    assert evaluation is not None
-    assert len(evaluation) == 20
+from tests.data.samples import ROWS, files, save
 
 
 def test_columns_may_have_other_names_and_text_may_have_line_breaks() -> None:
@@ -130,62 +97,6 @@ def test_bad_rows_are_named(rows: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message) as error:
         load_samples(files(save(rows, "bad.parquet")), Classification())
     assert "bad.parquet" in str(error.value)
-
-
-def test_bad_files_are_named() -> None:
-    Path("empty.csv").touch()
-    Path("corrupt.parquet").write_bytes(b"PAR1" + b"\0" * 50)
-    Path("corrupt.jsonl").write_text('{"text": "a", "label": 1}\n{"text": ')
-    Path("a.xlsx").write_text("x")
-    Path("whole.parquet").write_bytes(b"")
-    good = Path(save(ROWS, "good.parquet")).read_bytes()
-    Path("cut.parquet").write_bytes(good[: len(good) // 2])
-    for name, message in {
-        "empty.csv": "is empty",
-        "whole.parquet": "is empty",
-        "corrupt.parquet": "cannot be read",
-        "corrupt.jsonl": "cannot be read",
-        "cut.parquet": "cannot be read",
-        "a.xlsx": "must end in .parquet, .csv, .tsv, .jsonl, .conll, .txt",
-        "missing.csv": rf"\(relative to {Path.cwd()}\) is not a file",
-    }.items():
-        with pytest.raises(DataError, match=rf"data\.train_file: {name} {message}"):
-            load_samples(files(name), Classification())
-
-
-NOT_UTF8 = {
-    "latin.csv": (
-        "text,label\nfine,1\nun café noir,0\n",
-        "latin-1",
-        r"byte 0xe9 in line 3 \(byte 25 of the file\)",
-        "latin1",
-    ),
-    "latin.jsonl": ('{"text": "fine", "label": 1}\n{"text": "café", "label": 0}\n', "latin-1", "line 2 ", "latin1"),
-    "header.csv": ("text,label,détails\nfine,1,x\n", "latin-1", "line 1 ", "latin1"),
-    "wide.csv": ("text,label\nfine,1\n", "utf-16", "line 1 ", "utf-16"),
-    "wide.jsonl": ('{"text": "fine", "label": 1}\n', "utf-16", "line 1 ", "utf-16"),
-}
-
-
-@pytest.mark.parametrize("name", NOT_UTF8)
-def test_a_file_that_is_not_utf8_is_named_with_the_position_and_the_fix(name: str) -> None:
-    text, encoding, position, conversion = NOT_UTF8[name]
-    Path(name).write_bytes(text.encode(encoding))
-    fix = rf"save it as UTF-8, for example with: iconv -f {conversion} -t utf-8"
-    with pytest.raises(DataError, match=rf"^data\.train_file: {name} is not UTF-8: .*{position}.*{fix}"):
-        load_samples(files(name), Classification())
-    with pytest.raises(DataError, match=rf"^data\.eval_file: {name} is not UTF-8: .*{position}.*{fix}"):
-        load_samples(files(save(ROWS, "good.csv"), name), Classification())
-
-
-def test_utf8_is_read_with_and_without_a_byte_order_mark() -> None:
-    text = "text,label\nun café noir,1\nb,0\n"
-    for encoding in ("utf-8", "utf-8-sig"):
-        Path("a.csv").write_bytes(text.encode(encoding))
-        assert load_samples(files("a.csv"), Classification())[0][:] == {
-            "text_1": ["un café noir", "b"],
-            "labels": [1, 0],
-        }
 
 
 @pytest.mark.pins

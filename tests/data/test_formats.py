@@ -1,4 +1,5 @@
-"""File formats, folders, hub configurations, held-out fractions, class names, and truncated text pairs."""
+"""File formats, folders, patterns and their errors, the same for samples in memory and for streams; hub configurations,
+held-out fractions, and truncated text pairs."""
 
 from __future__ import annotations
 
@@ -10,183 +11,325 @@ from typing import Any
 
 import datasets
 import pyarrow
-import pyarrow.csv
 import pyarrow.parquet
 import pytest
 from datasets import ClassLabel, Dataset, Features, List, Value
 
 from composer_speedups.core.errors import DataError
 from composer_speedups.data.config import DataConfig
+from composer_speedups.data.files import load_rows
 from composer_speedups.data.loader import build_data
-from composer_speedups.data.sources import load_samples, read_file
+from composer_speedups.data.sources import load_samples
 from composer_speedups.data.tokens import load_tokenizer
 from composer_speedups.tasks.classification import Classification
+from composer_speedups.tasks.mlm import MaskedLanguageModelling
 from composer_speedups.tasks.multilabel import Multilabel
 from composer_speedups.tasks.regression import Regression
 from composer_speedups.tasks.task import Task
 from composer_speedups.tasks.token_classification import TokenClassification
+from tests.data.samples import READERS, ROWS, Reader, Rows, files, in_memory, save, streamed
 from tests.helpers.stand_ins import GLUE, make_glue, save_rows
 
-Rows = dict[str, list[Any]]
-ROWS: Rows = {"text": [f"It is text {i}" for i in range(6)], "label": ["no", "yes"] * 3}
 TAGGED: Rows = {"tokens": [["New", "York", "!"], ["Ann"]], "ner_tags": [["B-LOC", "I-LOC", "O"], ["B-PER"]]}
 NAMED = Features({"text": Value("string"), "label": ClassLabel(names=["yes", "no"])})
 
-
-def save(rows: Rows, name: str) -> str:
-    table, path = pyarrow.table(rows), Path(name)
-    if path.suffix == ".parquet":
-        pyarrow.parquet.write_table(table, path)
-    elif path.suffix == ".jsonl":
-        path.write_text("".join(f"{json.dumps(row)}\n" for row in table.to_pylist()))
-    elif path.suffix == ".conll":
-        pairs = (zip(*row.values(), strict=True) for row in table.to_pylist())
-        sentences = ("\n".join(f"{word} NN O {tag}" for word, tag in each) for each in pairs)
-        path.write_text("-DOCSTART- -X- -X- O\n\n" + "\n\n".join(sentences) + "\n")
-    elif path.suffix == ".tsv":
-        lines = ["\t".join(rows), *("\t".join(map(str, row)) for row in zip(*rows.values(), strict=True))]
-        path.write_text("".join(f"{line}\n" for line in lines))
-    else:
-        pyarrow.csv.write_csv(table, path)
-    return name
+pytestmark = pytest.mark.pins
+both = pytest.mark.parametrize("read", READERS)
 
 
-Loaded = list[Any]
-
-
-def load(name: str, task: Task | None = None, evaluation: str | None = None, **settings: Any) -> Loaded:
-    """Return the columns of the training samples and of the validation samples (None without them)."""
-    config = DataConfig(source="files", train_file=name, eval_file=evaluation, train_samples=None, **settings)
-    return [None if each is None else each[:] for each in load_samples(config, task or Classification())]
-
-
-@pytest.mark.parametrize(
-    ("value", "line"),
-    [
-        ("[" * 200 + "]" * 200, 2),
-        ('{"a":' * 200 + "1" + "}" * 200, 2),
-        ("[\n" * 200 + "]" * 200, 51),  # Arrow reads across lines
-        ('["]]]]]]", "\\\\", "\\"]]]]",' * 200 + "1" + "]" * 200, 2),  # strings with brackets and quotes
-    ],
-    ids=["lists", "mappings", "lines", "strings"],
-)
-def test_deeply_nested_json_is_refused_in_one_line(value: str, line: int) -> None:
-    """10,000 levels hang Arrow's parser, and 100,000 end the process."""
-    Path("deep.jsonl").write_text(f'{{"text": "a", "label": "b"}}\n{{"text": "a", "label": "b", "x": {value}}}\n')
-    with pytest.raises(
-        DataError, match=rf"^input: deep\.jsonl cannot be read \(line {line} is nested deeper than 50 levels; remove"
-    ):
-        read_file(Path("deep.jsonl"), "input")
-
-
-def test_brackets_in_texts_are_not_nesting() -> None:
-    texts = ["[" * 200, '"[' * 200, "\\" + '"{' * 200, "}]" * 200, "{\n" * 200]
-    rows = [{"text": text, "label": "no", "x": [[[0, 1]] * 60]} for text in texts]
-    Path("flat.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows * 3))
-    assert read_file(Path("flat.jsonl"), "input").to_pylist() == rows * 3
-
-
-EXPECTED = {"text_1": ROWS["text"], "labels": [0, 1] * 3}
-
-
-@pytest.mark.parametrize("suffix", ["csv", "tsv", "jsonl", "parquet"])
-@pytest.mark.parametrize("labels", [["no", "yes"] * 3, [0, 1] * 3, [4, 7] * 3])
-def test_labels_are_strings_or_integers_in_each_format(suffix: str, labels: list[Any]) -> None:
-    rows = {**ROWS, "label": labels}
-    for name in (f"a.{suffix}", f"a.{suffix.upper()}"):
-        task = Classification()
-        written = save(rows, f"a.{suffix}")
-        Path(written).rename(name)
-        assert load(name, task) == [EXPECTED, None]
-        assert task.labels == [str(label) for label in labels[:2]]
-
-
-def test_quotes_are_literal_in_tsv_and_parsed_in_csv() -> None:
-    text = ['"Quoted" at the start', 'an inch is 1"', "a, b", "plain"]
-    rows = {"text": text, "label": [0, 1, 0, 1]}
-    for name in ("a.tsv", "a.csv"):
-        assert load(save(rows, name))[0] == {"text_1": text, "labels": [0, 1, 0, 1]}
-
-
-def test_a_pattern_reads_all_matching_files_in_order() -> None:
-    Path("parts").mkdir()
-    for i in range(3):
-        save({name: values[2 * i : 2 * i + 2] for name, values in ROWS.items()}, f"parts/part-{i}.csv")
-    assert load("parts/part-*.csv")[0] == EXPECTED
-    save({"text": ["x"], "label": [3]}, "parts/part-3.csv")
-    with pytest.raises(DataError, match=r"parts/part-\*\.csv: the files have different columns"):
-        load("parts/part-*.csv")
-    with pytest.raises(DataError, match=r"data\.train_file: there is no file other-\*\.csv \(relative to /"):
-        load("other-*.csv")
-    save({"text": ["x", ""], "label": ["no", "no"]}, "parts/part-3.csv")
-    with pytest.raises(DataError, match=r"parts/part-\*\.csv, row 8: text is empty"):
-        load("parts/part-*.csv")
-
-
-def test_a_folder_that_datasets_wrote_is_read_with_its_class_names() -> None:
-    dataset = Dataset.from_dict({**ROWS, "label": [1, 0] * 3}, NAMED)
-    dataset.save_to_disk("saved")
-    dataset.select([5, 0]).save_to_disk("part")
+@both
+@pytest.mark.parametrize("suffix", ["csv", "tsv", "jsonl", "parquet", "CSV", "PARQUET"])
+@pytest.mark.parametrize("labels", [["no", "yes"], [0, 1], [4, 7], [9, 10]])
+def test_labels_are_names_or_integers_in_each_format(suffix: str, labels: list[Any], read: Reader) -> None:
+    written = save({**ROWS, "label": labels * 10}, f"a.{suffix.lower()}")
+    name = str(Path(written).rename(f"a.{suffix}"))
     task = Classification()
-    train, evaluation = load("saved", task, "part")
-    assert train == {"text_1": ROWS["text"], "labels": [1, 0] * 3}
-    assert evaluation == {"text_1": [ROWS["text"][5], ROWS["text"][0]], "labels": [0, 1]}
+    assert read(name, task) == {"text_1": ROWS["text"], "labels": [0, 1] * 10}
+    assert task.labels == [str(label) for label in labels], "integers in their order"
+
+
+@both
+def test_cells_of_text_files_are_text_as_written(read: Reader) -> None:
+    texts = ["NA", "007", "1.0", "null", "2026-11-24", "True", '"Quoted" at the start', 'an inch is 1"', "a, b"]
+    names = ["NA", "no"] * 4 + ["no"]
+    for name in ("a.csv", "a.tsv"):
+        task = Classification()
+        columns = read(save({"text": texts, "label": names}, name), task)
+        assert columns == {"text_1": texts, "labels": [0, 1] * 4 + [1]}
+        assert task.labels == ["NA", "no"]
+    lines = {"text": ['one\n"two", three', "x" * 200_000], "label": [0, 1]}
+    assert read(save(lines, "lines.csv"))["text_1"] == lines["text"]
+
+
+@both
+def test_numbers_in_text_files_are_labels_as_in_other_formats(read: Reader) -> None:
+    texts = ["a", "b", "c"]
+    for name in ("a.csv", "a.parquet"):
+        floats = save({"text": texts, "label": [1.0, 10.0, 2.0]}, name)  # as pandas writes integers with gaps
+        task = Classification()
+        assert read(floats, task)["labels"] == [0, 2, 1]
+        assert task.labels == ["1", "2", "10"]
+        named = Classification(labels=["bad", "good"])
+        assert read(save({"text": texts, "label": [0, 1, 0]}, name), named)["labels"] == [0, 1, 0]
+        assert read(save({"text": texts, "label": [1, 2.5, -3.0]}, name), Regression())["labels"] == [1.0, 2.5, -3.0]
+        flags = save({"text": texts, "joy": [0, 1, 1], "fear": [True, False, True]}, name)
+        task = Multilabel(label_columns=["joy", "fear"])
+        assert read(flags, task)["labels"] == [[0.0, 1.0], [1.0, 0.0], [1.0, 1.0]]
+        with pytest.raises(DataError, match=r"label is '?0\.5'?, which is not a class; for numbers set model"):
+            read(save({"text": texts, "label": [1.0, 0.0, 0.5]}, name))
+        with pytest.raises(DataError, match=r"joy is '?2'?; it must be 0 or 1"):
+            read(save({"text": texts, "joy": [0, 1, 2], "fear": [0] * 3}, name), task)
+    with pytest.raises(DataError, match=r"label is 'NA'; it must be one of 0, 1 "):
+        read(save({"text": texts, "label": ["0", "1", "NA"]}, "a.csv"))
+
+
+@both
+def test_lines_of_a_txt_file_are_texts(read: Reader) -> None:
+    texts = ["one", "two\u2028lines, for Unicode", "three\fpages"]
+    Path("a.txt").write_bytes("\r\n".join(texts).encode())
+    assert read("a.txt", MaskedLanguageModelling()) == {"text_1": texts}
+
+
+@both
+@pytest.mark.parametrize("suffix", ["conll", "jsonl", "parquet"])
+def test_words_and_tags_are_read(suffix: str, read: Reader) -> None:
+    task = TokenClassification()
+    assert read(save(TAGGED, f"a.{suffix}"), task) == {"text_1": TAGGED["tokens"], "labels": [[0, 2, 3], [1]]}
+    assert task.labels == ["B-LOC", "B-PER", "I-LOC", "O"]
+
+
+@both
+def test_comments_and_blank_lines_of_conll_files_are_skipped(read: Reader) -> None:
+    Path("a.conll").write_text("# id 1\nAnn B-PER\nran O\n \nBob\tB-PER")
+    expected = {"text_1": [["Ann", "ran"], ["Bob"]], "labels": [[0, 1], [0]]}
+    assert read("a.conll", TokenClassification()) == expected
+
+
+@both
+def test_a_pattern_reads_all_matching_files(read: Reader) -> None:
+    Path("parts").mkdir()
+    for i in range(4):
+        save({name: values[5 * i : 5 * i + 5] for name, values in ROWS.items()}, f"parts/part-{i}.csv")
+    for pattern in ("parts/part-*.csv", f"file://{Path.cwd()}/parts/part-*.csv"):
+        columns = read(pattern)
+        assert read is streamed or columns["text_1"] == ROWS["text"], "in the order of the names"
+        assert sorted(zip(columns["text_1"], columns["labels"], strict=True)) == sorted(
+            zip(*ROWS.values(), strict=True)
+        )
+    with pytest.raises(DataError, match=r"data\.train_file: there is no file other-\*\.csv \(relative to /"):
+        read("other-*.csv", Classification(labels=["0", "1"]))
+
+
+def test_files_of_a_pattern_must_have_the_columns_and_rows_are_numbered_through() -> None:
+    save({"text": ["a"] * 6, "label": [0, 1] * 3}, "part-0.csv")
+    save({"text": ["x", ""], "label": [0, 0]}, "part-1.csv")
+    with pytest.raises(DataError, match=r"data\.train_file: part-\*\.csv, row 8: text is empty"):
+        in_memory("part-*.csv")
+    save({"texts": ["x"], "label": [3]}, "part-1.csv")
+    with pytest.raises(
+        DataError, match=r"part-1\.csv has no column 'text' \(it has: texts, label\); set data\.text_col"
+    ):
+        in_memory("part-*.csv")
+
+
+@both
+def test_a_folder_that_datasets_wrote_is_read_with_its_class_names(read: Reader) -> None:
+    dataset = Dataset.from_dict({**ROWS, "label": [1, 0] * 10}, NAMED)
+    dataset.save_to_disk("saved")
+    task = Classification()
+    columns = read("saved", task)
+    assert dict(zip(*columns.values(), strict=True)) == dict(zip(ROWS["text"], [1, 0] * 10, strict=True))
     assert task.labels == ["yes", "no"], "in the dataset's order"
     datasets.DatasetDict({"train": dataset, "test": dataset}).save_to_disk("splits")
     with pytest.raises(DataError, match=r"splits contains the splits train, test; name .* such as splits/train"):
-        load("splits")
-    assert load("splits/train")[0] == train
+        read("splits", task)
     Path("empty").mkdir()
     with pytest.raises(DataError, match=r"empty is not a folder that datasets\.save_to_disk .* as empty/\*\.parquet"):
-        load("empty")
+        read("empty", task)
 
 
-@pytest.mark.parametrize("suffix", ["conll", "jsonl", "parquet"])
-def test_words_and_tags_are_read(suffix: str) -> None:
-    task = TokenClassification()
-    train, _ = load(save(TAGGED, f"a.{suffix}"), task)
-    assert task.labels == ["B-LOC", "B-PER", "I-LOC", "O"]
-    assert train == {"text_1": TAGGED["tokens"], "labels": [[0, 2, 3], [1]]}
-
-
-def test_a_conll_line_without_a_tag_is_named() -> None:
-    Path("a.conll").write_text("# id 1\nAnn B-PER\nran\n")
-    with pytest.raises(DataError, match=r"a\.conll cannot be read \(line 3 has a word without a tag: ran\)"):
-        load("a.conll", TokenClassification())
-    Path("a.conll").write_text("# id 1\nAnn B-PER\nran O\n \nBob\tB-PER")
-    assert load("a.conll", TokenClassification())[0] == {"text_1": [["Ann", "ran"], ["Bob"]], "labels": [[0, 1], [0]]}
-
-
-def test_class_names_of_label_lists_come_from_the_dataset() -> None:
+@both
+def test_class_names_come_from_the_dataset_and_minus_one_is_missing(read: Reader) -> None:
     features = Features({"text": Value("string"), "labels": List(ClassLabel(names=["joy", "anger", "fear"]))})
     save_rows(Path("a.parquet"), {"text": ["a", "b"], "labels": [[2, 0], []]}, features)
     task = Multilabel()
-    assert load("a.parquet", task)[0] == {"text_1": ["a", "b"], "labels": [[1.0, 0.0, 1.0], [0.0, 0.0, 0.0]]}
+    assert read("a.parquet", task) == {"text_1": ["a", "b"], "labels": [[1.0, 0.0, 1.0], [0.0, 0.0, 0.0]]}
     assert task.labels == ["joy", "anger", "fear"]
+    save_rows(Path("b.parquet"), {"text": ["a", "b"], "label": [0, -1]}, NAMED)
+    with pytest.raises(DataError, match=r"label is empty; it must be one of yes, no "):
+        read("b.parquet")
 
 
-def test_configured_labels_order_the_head_and_refuse_other_labels() -> None:
+@both
+def test_configured_labels_order_the_head(read: Reader) -> None:
     task = Classification(labels=["yes", "no"])
-    assert load(save(ROWS, "a.csv"), task)[0] == {**EXPECTED, "labels": [1, 0] * 3}
-    with pytest.raises(DataError, match=r"b\.csv, row 2: label is 'maybe'; it must be one of yes, no \(data\.labels\)"):
-        load("a.csv", task, save({"text": ["a", "b"], "label": ["no", "maybe"]}, "b.csv"))
+    assert read(save({**ROWS, "label": ["no", "yes"] * 10}, "a.csv"), task)["labels"] == [1, 0] * 10
+    with pytest.raises(DataError, match=r"label is 'maybe'; it must be one of yes, no \(data\.labels\)"):
+        read(save({"text": ["a", "b"], "label": ["no", "maybe"]}, "b.csv"), task)
 
 
-def test_regression_labels_are_read_and_nonfinite_ones_are_named() -> None:
-    scores: Rows = {"text": ["a", "b", "c"], "label": [1, 2.5, -3.0]}
-    assert load(save(scores, "a.csv"), Regression())[0] == {"text_1": ["a", "b", "c"], "labels": [1.0, 2.5, -3.0]}
+@both
+def test_nested_json_is_read_and_deeper_nesting_is_refused(read: Reader) -> None:
+    """100,000 levels end the process in a parser that recurses without a limit."""
+    texts = ["[" * 200, '"[' * 200, "\\" + '"{' * 200, "}]" * 200, "{\n" * 200]
+    rows = [{"text": text, "label": "no", "x": [[[0, 1]] * 60]} for text in texts]
+    Path("a.jsonl").write_text("".join(f"{json.dumps(row)}\n\n" for row in rows))
+    assert read("a.jsonl", Classification(labels=["yes", "no"]))["text_1"] == texts
+    for value in ("[" * 100_000 + "]" * 100_000, '{"a":' * 100_000 + "1" + "}" * 100_000):
+        Path("deep.jsonl").write_text(f'{{"text": "a", "label": "no"}}\n{{"text": "b", "label": "no", "x": {value}}}\n')
+        with pytest.raises(DataError, match=r"deep\.jsonl cannot be read \(line 2 is nested too deeply; remove"):
+            read("deep.jsonl", Classification(labels=["yes", "no"]))
+
+
+MALFORMED = {
+    "cut.jsonl": ('{"text": "a", "label": 1}\n{"text": ', r"line 2 is not JSON: .*"),
+    "half.jsonl": ('{"text": "\\ud800", "label": 1}\n', r"line 1 is not JSON: .*surrogates not allowed"),
+    "list.jsonl": ('["a", 1]\n', "line 1 is not a JSON object"),
+    "ragged.csv": ("text,label\nfine,1\na,1,2,3\n", "line 3 has 4 cells, and the header has 2"),
+    "open.csv": ('text,label\nfine,1\n"never closed,0\nfine,1\n', ".*end of data"),
+    "twice.csv": ("text,text,label\na,b,1\n", "it has two columns 'text'"),
+    "a.conll": ("# id 1\nAnn B-PER\nran\n", "line 3 has a word without a tag: ran"),
+    "cut.parquet": ("PAR1" + "\0" * 50, ".*"),
+}
+
+
+@both
+@pytest.mark.parametrize("name", MALFORMED)
+def test_malformed_files_are_refused_in_one_line(name: str, read: Reader) -> None:
+    content, problem = MALFORMED[name]
+    Path(name).write_text(content)
+    task = TokenClassification(labels=["O", "B-PER"]) if name == "a.conll" else Classification(labels=["0", "1"])
+    with pytest.raises(DataError, match=rf"^data\.train_file: {name} cannot be read \({problem}\)$"):
+        read(name, task)
+
+
+@both
+def test_files_that_do_not_exist_or_have_another_format_are_refused(read: Reader) -> None:
+    Path("empty.csv").touch()
+    Path("a.xlsx").write_text("x")
+    for name, message in {
+        "empty.csv": "empty.csv is empty",
+        "a.xlsx": "a.xlsx must end in .parquet, .csv, .tsv, .jsonl, .conll, .txt",
+        "missing.csv": rf"missing.csv \(relative to {Path.cwd()}\) is not a file",
+        "~nobody-at-all/x.csv": ".* is not a file",
+        "x" * 5000 + ".csv": ".* is not a file",
+    }.items():
+        with pytest.raises(DataError, match=rf"^data\.train_file: {message}"):
+            read(name, Classification(labels=["0", "1"]))
+
+
+NOT_UTF8 = {
+    "latin.csv": ("text,label\nfine,1\nun café noir,0\n", "latin1", r"byte 0xe9 in line 3 \(byte 25 of the file\)"),
+    "latin.jsonl": ('{"text": "fine", "label": 1}\n{"text": "café", "label": 0}\n', "latin1", "line 2 "),
+    "header.csv": ("text,label,détails\nfine,1,x\n", "latin1", "line 1 "),
+    "wide.csv": ("text,label\nfine,1\n", "utf-16", "line 1 "),
+}
+
+
+@both
+@pytest.mark.parametrize("name", NOT_UTF8)
+def test_a_file_that_is_not_utf8_is_named_with_the_position_and_the_fix(name: str, read: Reader) -> None:
+    text, encoding, position = NOT_UTF8[name]
+    Path(name).write_bytes(text.encode(encoding))
+    fix = rf"save it as UTF-8, for example with: iconv -f {encoding} -t utf-8 {name} > new\.\w+$"
+    with pytest.raises(DataError, match=rf"^data\.train_file: {name} is not UTF-8: .*{position}.*{fix}"):
+        read(name, Classification(labels=["0", "1"]))
+
+
+@both
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.conll", "Né NN O B-LOC\n"),
+        ("a.txt", "Né\n"),
+        ("a.csv", "text,label\nNé,1\n"),
+        ("a.jsonl", '{"text": "Né", "label": 1}\n'),
+    ],
+)
+def test_a_byte_order_mark_is_not_text(name: str, text: str, read: Reader) -> None:
+    tasks: dict[str, Task] = {"a.conll": TokenClassification(labels=["B-LOC"]), "a.txt": MaskedLanguageModelling()}
+    for encoding in ("utf-8", "utf-8-sig"):
+        Path(name).write_text(text, encoding=encoding)
+        columns = read(name, tasks.get(name, Classification(labels=["0", "1"])))
+        assert columns["text_1"] == ([["Né"]] if name == "a.conll" else ["Né"])
+
+
+def test_missing_labels_are_refused_although_a_class_is_called_none() -> None:
+    texts, tags = [*"abcd"], ["O", "None"]
+    missing: list[tuple[str, Rows, Task, str]] = [
+        ("a.csv", {"text": texts, "label": ["None", "", "yes", ""]}, Classification(), "label is empty"),
+        ("a.parquet", {"text": texts, "label": ["None", None, "yes", None]}, Classification(), "label is empty"),
+        ("b.parquet", {"text": texts[:2], "label": [1.0, 0.5]}, Classification(labels=["1", "None"]), "label is 0.5"),
+        ("c.parquet", {"tokens": [["a", "b"]], "ner_tags": [["O", None]]}, TokenClassification(labels=tags), "empty"),
+        ("d.parquet", {"text": ["a"], "labels": [["joy", None]]}, Multilabel(labels=["joy", "None"]), "empty"),
+    ]
+    for name, rows, task, said in missing:
+        with pytest.raises(DataError, match=rf"^data\.train_file: {name}, row \d: .*{said}"):
+            in_memory(save(rows, name), task)
+    with pytest.raises(DataError, match=r"a\.csv, row 2: label is empty; .* None, yes .*; 2 rows are invalid: 2, 4$"):
+        in_memory("a.csv")
+    many: Rows = {"text": ["a"] * 3000, "label": ["", "no", "yes"] * 1000}
+    with pytest.raises(DataError, match=r"row 1: .*; 1,000 rows are invalid: 1, 4, 7, 10, 13, …$"):
+        in_memory(save(many, "e.csv"))
+
+
+def test_labels_may_be_dates_or_whole_decimals_and_other_types_are_named() -> None:
+    def read(labels: list[Any], names: list[str] | None = None) -> Any:
+        task = Classification(labels=names)
+        in_memory(save({"text": ["a", "b"], "label": labels}, "a.parquet"), task)
+        return task.labels
+
+    assert read([date(2026, 11, 25), date(2026, 11, 24)]) == ["2026-11-24", "2026-11-25"]
+    assert read([Decimal("1.00"), Decimal("2.00")]) == ["1", "2"]
+    with pytest.raises(DataError, match=r"row 1: label is Decimal\('1\.50'\), which is not a class; for numbers set"):
+        read([Decimal("1.50"), Decimal("2.00")], names=["1", "2"])
+    with pytest.raises(DataError, match=r"the column label holds b'x'; a class is text or an integer$"):
+        read([b"x", b"y"])
     for bad, shown in ((float("nan"), "nan"), (None, "empty"), (float("inf"), "inf")):
-        name = save({**scores, "label": [1.0, bad, 2.0]}, "b.parquet")
+        name = save({"text": ["a", "b"], "label": [1.0, bad]}, "b.parquet")
         with pytest.raises(DataError, match=rf"b\.parquet, row 2: label is {shown}; it must be a finite number"):
-            load(name, Regression())
+            in_memory(name, Regression())
+
+
+NO_TEXT = pyarrow.StringArray.from_buffers(1, pyarrow.py_buffer(b"\0\0\0\0\2\0\0\0"), pyarrow.py_buffer(b"\xff\xfe"))
+ONE = pyarrow.array([1])
+BAD_COLUMNS = {
+    "twice.parquet": pyarrow.Table.from_arrays([pyarrow.array(["a"])] * 2 + [ONE], ["text", "text", "label"]),
+    "bytes.parquet": pyarrow.Table.from_arrays([NO_TEXT, ONE], ["text", "label"]),
+}
+
+
+@both
+@pytest.mark.parametrize("name", BAD_COLUMNS)
+def test_unreadable_columns_are_refused_in_one_line(name: str, read: Reader) -> None:
+    pyarrow.parquet.write_table(BAD_COLUMNS[name], name)
+    with pytest.raises(DataError, match=rf"^data\.train_file: {name} cannot be read"):
+        read(name, Classification(labels=["0", "1"]))
+
+
+@both
+@pytest.mark.parametrize("metadata", ["no JSON", '{"info": {"features": {"label": {"_type": "Nope"}}}}', b"\xff"])
+def test_invalid_metadata_of_a_parquet_file_is_named(metadata: str | bytes, read: Reader) -> None:
+    table = pyarrow.table(ROWS).replace_schema_metadata({"huggingface": metadata})
+    pyarrow.parquet.write_table(table, "a.parquet")
+    with pytest.raises(DataError, match=r"^data\.train_file: a\.parquet: the metadata 'huggingface', .* is invalid \("):
+        read("a.parquet", Classification(labels=["0", "1"]))
+
+
+def test_only_the_columns_that_are_read_are_kept() -> None:
+    name = save({**ROWS, "vector": [[0.5] * 3] * 20}, "a.parquet")
+    rows = load_rows([name], "input", [("text", "text_columns")])
+    assert rows == [{"text": text} for text in ROWS["text"]]
 
 
 def test_held_out_rows_are_not_trained_on() -> None:
     rows: Rows = {"text": [f"text {i}" for i in range(50)], "label": [0, 1] * 25}
     name = save(rows, "a.csv")
+
+    def load(name: str, task: Task | None = None, **settings: Any) -> list[Any]:
+        return [split and split[:] for split in load_samples(files(name, **settings), task or Classification())]
+
     train, held = load(name, eval_fraction=0.2)
-    assert train is not None
-    assert held is not None
     assert (len(train["text_1"]), len(held["text_1"])) == (40, 10)
     assert sorted(train["text_1"] + held["text_1"]) == sorted(rows["text"])
     assert load(name, eval_fraction=0.2) == [train, held]
@@ -226,80 +369,7 @@ def test_configuration_and_revision_reach_the_hub(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr("composer_speedups.data.sources.load_dataset", load_dataset)
     load_samples(DataConfig(hub_name="a/b", hub_config="c", hub_revision="v2", eval_split=None), Classification())
-    assert calls == [(("a/b", "c"), {"split": "train", "revision": "v2"})]
-
-
-def test_a_label_of_minus_one_is_refused_as_missing() -> None:
-    features = Features({"text": Value("string"), "label": ClassLabel(names=["no", "yes"])})
-    save_rows(Path("a.parquet"), {"text": ["a", "b"], "label": [0, -1]}, features)
-    with pytest.raises(DataError, match=r"a\.parquet, row 2: label is empty; it must be one of no, yes"):
-        load("a.parquet")
-
-
-def test_missing_labels_are_refused_although_a_class_is_called_none() -> None:
-    texts, tags = [*"abcd"], ["O", "None"]
-    missing: list[tuple[str, Rows, Task, str]] = [
-        ("a.csv", {"text": texts, "label": ["None", "", "yes", ""]}, Classification(), "label is empty"),
-        ("a.parquet", {"text": texts, "label": ["None", None, "yes", None]}, Classification(), "label is empty"),
-        ("b.parquet", {"text": texts[:2], "label": [1.0, 0.5]}, Classification(labels=["1", "None"]), "label is 0.5"),
-        ("c.parquet", {"tokens": [["a", "b"]], "ner_tags": [["O", None]]}, TokenClassification(labels=tags), "empty"),
-        ("d.parquet", {"text": ["a"], "labels": [["joy", None]]}, Multilabel(labels=["joy", "None"]), "empty"),
-    ]
-    for name, rows, task, said in missing:
-        with pytest.raises(DataError, match=rf"^data\.train_file: {name}, row \d: .*{said}"):
-            load(save(rows, name), task)
-    with pytest.raises(DataError, match=r"a\.csv, row 2: label is empty; .* None, yes .*; 2 rows are invalid: 2, 4$"):
-        load("a.csv")
-    many: Rows = {"text": ["a"] * 3000, "label": ["", "no", "yes"] * 1000}
-    with pytest.raises(DataError, match=r"row 1: .*; 1,000 rows are invalid: 1, 4, 7, 10, 13, …$"):
-        load(save(many, "e.csv"))
-
-
-def test_labels_may_be_dates_or_whole_decimals_and_other_types_are_named() -> None:
-    when = [date(2026, 11, day) for day in (24, 25)]
-    decimals = [Decimal("1.00"), Decimal("2.00")]
-    task = Classification()
-    assert load(save({"text": ["a", "b"], "label": when[::-1]}, "a.csv"), task)[0] is not None
-    assert task.labels == ["2026-11-24", "2026-11-25"], "Arrow reads a CSV's names as dates"
-    assert load(save({"text": ["a", "b"], "label": decimals}, "b.parquet"), task := Classification())[0] is not None
-    assert task.labels == ["1", "2"]
-    rows: Rows = {"text": ["a", "b"], "label": [Decimal("1.50"), Decimal("2.00")]}
-    with pytest.raises(DataError, match=r"row 1: label is Decimal\('1\.50'\), which is not a class; for numbers set"):
-        load(save(rows, "c.parquet"), Classification(labels=["1", "2"]))
-    with pytest.raises(DataError, match=r"the column label holds b'x'; a class is text or an integer$"):
-        load(save({"text": ["a", "b"], "label": [b"x", b"y"]}, "d.parquet"))
-
-
-def test_rows_of_megabytes_are_read() -> None:
-    rows: Rows = {"text": ["a", "long " * 600_000, "c"], "label": [0, 1, 0]}
-    for suffix in ("csv", "tsv", "jsonl"):
-        assert load(save(rows, f"a.{suffix}"))[0] == {"text_1": rows["text"], "labels": [0, 1, 0]}, suffix
-
-
-def test_a_byte_order_mark_is_not_text() -> None:
-    for suffix, text in (
-        ("conll", "New NN O B-LOC\n"),
-        ("conll", "-DOCSTART- -X- -X- O\n\nNew NN O B-LOC\n"),
-        ("txt", "New\n"),
-        ("csv", "text,label\nNew,1\n"),
-        ("tsv", "text\tlabel\nNew\t1\n"),
-        ("jsonl", '{"text": "New", "label": 1}\n'),
-    ):
-        path = Path(f"a.{suffix}")
-        path.write_text(text, encoding="utf-8-sig")
-        (row,) = read_file(path, "key").to_pylist()
-        assert row[next(iter(row))] == (["New"] if suffix == "conll" else "New"), suffix
-
-
-@pytest.mark.parametrize(
-    "metadata",
-    ["no JSON", '{"info": {"features": {"text": 3}}}', '{"info": {"features": {"label": {"_type": "Nope"}}}}', b"\xff"],
-)
-def test_invalid_metadata_of_a_parquet_file_is_named(metadata: str | bytes) -> None:
-    table = pyarrow.table(ROWS).replace_schema_metadata({"huggingface": metadata})
-    pyarrow.parquet.write_table(table, "a.parquet")
-    with pytest.raises(DataError, match=r"^data\.train_file: a\.parquet: the metadata 'huggingface', .* is invalid \("):
-        load("a.parquet")
+    assert calls == [(("a/b", "c"), {"split": "train", "revision": "v2", "streaming": False})]
 
 
 PAIRS: Rows = {
@@ -316,15 +386,7 @@ def test_pairs_are_truncated_and_typed_as_by_the_tokenizer(truncation: Any) -> N
         keep = [1, 2] if truncation == "only_first" else [0, 2]
         rows = {name: [values[i] for i in keep] for name, values in PAIRS.items()}
     name = save(rows, "a.jsonl")
-    config = DataConfig(
-        source="files",
-        train_file=name,
-        eval_file=name,
-        tokenizer="wordpiece",
-        vocab_size=200,
-        max_length=60,
-        batch_size=3,
-    )
+    config = files(name, name, max_length=60, batch_size=3)
     task = Classification(text_columns=["one", "two"], truncation=truncation, labels=["0", "1"])
     data = build_data(config, task, model_name="", on_gpu=False)
     assert data.eval is not None
@@ -340,18 +402,10 @@ def test_pairs_are_truncated_and_typed_as_by_the_tokenizer(truncation: Any) -> N
 
 
 def test_a_pair_that_the_strategy_cannot_truncate_is_refused_in_one_line() -> None:
-    name = save(PAIRS, "a.jsonl")
-    config = DataConfig(source="files", train_file=name, tokenizer="wordpiece", vocab_size=200, max_length=16)
+    config = files(save(PAIRS, "a.jsonl"), max_length=16)
     task = Classification(text_columns=["one", "two"], truncation="only_second")
     with pytest.raises(
         DataError,
         match=r"^data\.truncation: only_second cannot cut .*max_length=16, .* longest_first",
     ):
         build_data(config, task, model_name="", on_gpu=False)
-
-
-def test_a_column_of_two_types_is_named() -> None:
-    Path("rows.jsonl").write_text('{"text": "a", "label": 1.5}\n{"text": "b", "label": "many"}\n')
-    message = r"rows\.jsonl: the column 'label' has both number and string values; use one type"
-    with pytest.raises(DataError, match=message):
-        read_file(Path("rows.jsonl"), "data.train_file")

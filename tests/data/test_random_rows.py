@@ -9,30 +9,13 @@ import pytest
 from datasets import Dataset
 
 from composer_speedups.core.errors import ConfigError
-from composer_speedups.data import sources
 from composer_speedups.data.builtin import builtin_reviews
 from composer_speedups.data.loader import build_data
-from composer_speedups.data.sources import random_rows
 from composer_speedups.data.tokens import load_tokenizer
 from composer_speedups.tasks.classification import Classification
 from composer_speedups.train.config.load import load_config
 from composer_speedups.train.config.schema import DataConfig
 from tests.conftest import ROOT
-
-
-class Vocabulary:
-    all_special_ids = (0,)
-
-    def __len__(self) -> int:
-        return 50
-
-
-def test_rows_beyond_one_arrow_array_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = random_rows(7, 1, "train", 4, Vocabulary())
-    monkeypatch.setattr(sources, "_MOST_TOKENS", 9)
-    again = random_rows(7, 1, "train", 4, Vocabulary())
-    assert again.data.column("input_ids").num_chunks == 4
-    assert again["input_ids"][:] == rows["input_ids"][:]
 
 
 def test_random_rows_have_max_length_and_no_special_tokens() -> None:

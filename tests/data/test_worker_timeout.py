@@ -33,8 +33,8 @@ class Slow(Dataset[int]):
 
 
 @pytest.fixture(autouse=True)
-def _looks_often(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(worker_timeout, "_LOOK", 0.2)
+def _polls_often(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(worker_timeout, "POLL_SECONDS", 0.2)
     monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.5)  # to join a worker that hangs
     yield
     for child in multiprocessing.active_children():

@@ -14,7 +14,7 @@ from composer_speedups.data.tokens import load_tokenizer
 from composer_speedups.tasks.classification import Classification
 from composer_speedups.tasks.models import build_model
 from composer_speedups.tasks.multilabel import Multilabel
-from composer_speedups.tasks.task import Labels, build_task
+from composer_speedups.tasks.task import build_task
 from composer_speedups.train.config.schema import DataConfig, ModelConfig
 from tests.helpers.jobs import run
 from tests.helpers.ranks import on_ranks
@@ -22,31 +22,32 @@ from tests.reference.tolerance import assert_near
 
 
 def learned(values: list[Any], declared: list[str] | None = None) -> list[str]:
-    return Labels.of(values, declared, "f.csv", "label").names
+    task = Classification()
+    task.learn({"label": values}, {} if declared is None else {"label": declared}, "f.csv")
+    return task.classes
 
 
 def test_classes_are_learned_from_the_samples_in_order() -> None:
     assert learned(["no", "yes", "maybe", "no"]) == ["maybe", "no", "yes"]
     assert learned([10, 2, 1, 2]) == ["1", "2", "10"], "numeric labels are sorted as numbers"
-    assert learned([0.0, 1.0, None]) == ["0", "1"], "a CSV column with a missing value is read as floats"
+    assert learned([0.0, 1.0, None]) == ["0", "1"], "integers with gaps are floats"
     assert learned([True, False]) == ["0", "1"]
     assert learned([1, 0, -1]) == ["0", "1"], "-1 marks a row without a label"
     assert learned([0, 0], ["neg", "pos"]) == ["neg", "pos"]
-    with pytest.raises(DataError, match=r"f\.csv: label has only the class a; .*data\.labels"):
+    with pytest.raises(DataError, match=r"f\.csv: the column label has only the class a; .*data\.labels"):
         learned(["a", "a", None])
 
 
 def test_a_label_is_a_name_or_position_and_others_are_refused_with_row_and_value() -> None:
-    names = Labels(["bad", "good"])
-    assert [names.index(value, "f, row 1", "label") for value in ("good", " bad ", 1, 0.0)] == [1, 0, 1, 0]
-    assert Labels(["1", "2"]).index(1, "f, row 1", "label") == 0
+    task, numbered = Classification(labels=["bad", "good"]), Classification(labels=["1", "2"])
+    good = ("good", " bad ", 1, 0.0, "1", "0.0")
+    assert [task.label(value, "f, row 1") for value in good] == [1, 0, 1, 0, 1, 0]
+    assert [numbered.label(value, "f, row 1") for value in (1, "2", "1.0")] == [0, 1, 0]
     with pytest.raises(DataError, match="label is 0; it must be one of 1, 2"):  # integer class names are not positions
-        Labels(["1", "2"]).index(0, "f, row 1", "label")
+        numbered.label(0, "f, row 1")
     for value, shown in (("great", "'great'"), (2, "2"), (-1, "-1"), (None, "empty"), (float("nan"), "nan")):
-        with pytest.raises(
-            DataError, match=rf"f, row 3: label is {shown}(; it must be one of bad, good|, which is not a class)"
-        ):
-            names.index(value, "f, row 3", "label")
+        with pytest.raises(DataError, match=rf"f, row 3: label is {shown}; it must be one of bad, good"):
+            task.label(value, "f, row 3")
 
 
 @pytest.mark.parametrize(("weights", "smoothing"), [([1.0, 3.0, 0.5], 0.0), (None, 0.2), ([1.0, 3.0, 0.5], 0.2)])

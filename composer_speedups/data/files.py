@@ -1,0 +1,290 @@
+"""Read the rows of files. Samples in memory, streams and ``predict`` share one reader per format.
+
+A cell of a .csv or .tsv file is text exactly as written: ``NA``, ``007`` and ``1.0`` are not converted.
+"""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import csv
+import glob
+import itertools
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pyarrow
+import pyarrow.parquet
+from datasets import ClassLabel, Features
+
+from composer_speedups.core.errors import DataError, first_line
+from composer_speedups.core.files import with_working_directory
+
+__all__ = [
+    "Row",
+    "check_columns",
+    "check_file",
+    "class_names",
+    "declared_classes",
+    "find_files",
+    "iterate_rows",
+    "load_rows",
+]
+
+Row = dict[str, Any]
+
+_MAX_CELL = 2**31 - 1  # characters of a cell; Python's default of 131,072 is less than some documents have
+_BATCH = 1024  # rows of a parquet file that are converted to Python values at a time
+
+
+def _csv_rows(file: Any, **dialect: Any) -> Iterator[Row]:
+    csv.field_size_limit(_MAX_CELL)
+    lines = csv.reader(file, strict=True, **dialect)
+    names = next(lines, [])
+    _check_distinct(names)
+    for cells in lines:
+        if cells and len(cells) != len(names):
+            raise ValueError(f"line {lines.line_num} has {len(cells)} cells, and the header has {len(names)}")
+        if cells:  # no empty line
+            yield dict(zip(names, cells, strict=True))
+
+
+def _tsv_rows(file: Any) -> Iterator[Row]:
+    return _csv_rows(file, delimiter="\t", quoting=csv.QUOTE_NONE)  # as in GLUE's files: quotes are literal characters
+
+
+def _json_rows(file: Any) -> Iterator[Row]:
+    for number, line in enumerate(file, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            if "\\ud" in line.lower():  # half of a surrogate pair is not a character, and no tokenizer accepts it
+                json.dumps(row, ensure_ascii=False).encode()
+        except RecursionError as error:
+            raise ValueError(f"line {number} is nested too deeply; remove that value") from error
+        except ValueError as error:
+            raise ValueError(f"line {number} is not JSON: {error}") from error
+        if not isinstance(row, dict):
+            raise ValueError(f"line {number} is not a JSON object")
+        yield row
+
+
+def _conll_rows(file: Any) -> Iterator[Row]:
+    """The sentences: ``tokens``, the first field of each line, and ``ner_tags``, the last field.
+
+    Lines that begin with ``-DOCSTART-`` (CoNLL-2003) or with ``#`` and a blank (CoNLL-U) are skipped.
+    """
+    sentence: list[list[str]] = []
+    for number, line in enumerate(itertools.chain(file, [""]), start=1):
+        fields = line.split()
+        if not fields and sentence:
+            yield {"tokens": [fields[0] for fields in sentence], "ner_tags": [fields[-1] for fields in sentence]}
+            sentence = []
+        elif fields and fields[0] != "-DOCSTART-" and not line.startswith("# "):
+            if len(fields) == 1:
+                raise ValueError(f"line {number} has a word without a tag: {line.strip()[:40]}")
+            sentence.append(fields)
+
+
+def _text_rows(file: Any) -> Iterator[Row]:
+    return ({"text": line.rstrip("\r\n")} for line in file)
+
+
+def _parquet_rows(file: Any, columns: Iterable[str]) -> Iterator[Row]:
+    """Rows with at least ``columns``: all columns if one of these does not exist, or if none is named."""
+    with pyarrow.parquet.ParquetFile(file) as parquet:
+        names = parquet.schema_arrow.names
+        _check_distinct(names)
+        wanted = [*columns]
+        for batch in parquet.iter_batches(_BATCH, columns=wanted if wanted and {*wanted} <= {*names} else None):
+            yield from batch.to_pylist()
+
+
+def _check_distinct(names: Sequence[str]) -> None:
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ValueError(f"it has two columns {twice!r}")
+
+
+_TEXT_READERS: dict[str, Callable[[Any], Iterator[Row]]] = {
+    ".csv": _csv_rows,
+    ".tsv": _tsv_rows,
+    ".jsonl": _json_rows,
+    ".conll": _conll_rows,
+    ".txt": _text_rows,
+}
+
+
+def _suffix(path: str) -> str:
+    return Path(path).suffix.lower()
+
+
+def check_file(path: str, key: str) -> None:
+    """Refuse a file of another format, and a local one that is missing or empty.
+
+    Args:
+        path: A local file, or an address that fsspec can open.
+        key: The config key that names it, for errors.
+
+    Raises:
+        DataError: Names the key, the file, and the fix.
+    """
+    if _suffix(path) not in (".parquet", *_TEXT_READERS):
+        raise DataError(f"{key}: {path} must end in .parquet, {', '.join(_TEXT_READERS)}")
+    if "://" in path:
+        return
+    if not os.path.isfile(path):  # pathlib raises for names that are too long
+        raise DataError(f"{key}: {with_working_directory(path)} is not a file; name an existing one")
+    if os.path.getsize(path) == 0:
+        raise DataError(f"{key}: {path} is empty; use a file with samples")
+
+
+def find_files(name: str, key: str) -> list[str]:
+    """The file that ``name`` names, or all files that match it as a pattern, in the order of their names.
+
+    Args:
+        name: A path, which may begin with ``~``, an address that fsspec can open, or a pattern of either.
+        key: The config key that names it, for errors.
+
+    Raises:
+        DataError: There is no such file, it is empty, or its format is unknown.
+    """
+    path = os.path.expanduser(name)
+    paths = [path]
+    if "://" in path and glob.has_magic(path):
+        paths = [file.full_name for file in fsspec.open_files(path)]
+    elif glob.has_magic(path) and not os.path.isfile(path):
+        paths = sorted(glob.glob(path, recursive=True))
+    if not paths:
+        raise DataError(f"{key}: there is no file {with_working_directory(name)}")
+    for path in paths:
+        check_file(path, key)
+    return paths
+
+
+def iterate_rows(paths: Iterable[str], key: str, columns: Iterable[str] = ()) -> Iterator[Row]:
+    """Iterate over the rows of files, in their order.
+
+    Args:
+        paths: The files; their suffixes determine the formats.
+        key: The config key that names them, for errors.
+        columns: The only columns that the caller reads; a format that stores columns apart skips the others.
+
+    Raises:
+        DataError: A file cannot be read.
+    """
+    for path in paths:
+        reader = _TEXT_READERS.get(_suffix(path))
+        try:
+            if reader is None:
+                with fsspec.open(path, "rb") as file:
+                    yield from _parquet_rows(file, columns)
+            else:  # csv reads line ends in quotes itself
+                with fsspec.open(path, "r", encoding="utf-8-sig", newline="") as file:
+                    yield from reader(file)
+        except (pyarrow.ArrowException, OSError, ValueError, csv.Error) as error:
+            problem = _not_utf8(path) if isinstance(error, UnicodeDecodeError) and reader is not None else None
+            raise DataError(f"{key}: {path} " + (problem or f"cannot be read ({first_line(error)})")) from error
+
+
+def load_rows(paths: Sequence[str], key: str, columns: Sequence[tuple[str, str]]) -> list[Row]:
+    """Read all rows of files into memory.
+
+    Args:
+        paths: The files.
+        key: The config key that names them, for errors.
+        columns: Columns to read, which every file must have, each with the config key that names it.
+
+    Raises:
+        DataError: A file cannot be read, lacks a column, or changes meanwhile.
+    """
+    rows: list[Row] = []
+    wanted = [column for column, _ in columns]
+    for path in paths:
+        before, names = _version(path), dict[str, None]()
+        for row in iterate_rows([path], key, wanted):
+            names.update(dict.fromkeys(row))
+            rows.append({column: row.get(column) for column in wanted})
+        try:
+            changed = _version(path) != before
+        except OSError as error:
+            raise DataError(f"{key}: {path} cannot be read ({first_line(error)})") from error
+        if changed:
+            raise DataError(f"{key}: {path} changed while it was being read; start again when it is complete")
+        if names:  # there are rows
+            check_columns(names, columns, f"{key}: {path}")
+    return rows
+
+
+def _version(path: str) -> tuple[int, ...]:
+    if "://" in path:
+        return ()
+    status = os.stat(path)
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def check_columns(names: Iterable[str], needed: Sequence[tuple[str, str]], where: str) -> None:
+    """Refuse a data set that lacks a column.
+
+    Args:
+        names: Its columns.
+        needed: Columns, each with the config key that names it.
+        where: The data set, for the error.
+
+    Raises:
+        DataError: Names the missing column, the existing ones, and the key.
+    """
+    existing = list(names)
+    for column, key in needed:
+        if column not in existing:
+            raise DataError(f"{where} has no column {column!r} (it has: {', '.join(existing) or 'none'}); set {key}")
+
+
+def _not_utf8(path: str) -> str | None:
+    """Describe the first byte that is not UTF-8, with the fix."""
+    before = 0
+    with contextlib.suppress(OSError), fsspec.open(path, "rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                line.decode()
+            except UnicodeDecodeError as error:
+                is_utf16 = number == 1 and line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+                return (
+                    f"is not UTF-8: byte {line[error.start]:#04x} in line {number} (byte "
+                    f"{before + error.start + 1} of the file); save it as UTF-8, for example with: "
+                    f"iconv -f {'utf-16' if is_utf16 else 'latin1'} -t utf-8 {path} > new{Path(path).suffix}"
+                )
+            before += len(line)
+    return None
+
+
+def declared_classes(path: str, key: str) -> dict[str, list[str]]:
+    """Column → the class names that ``datasets`` stored in a parquet file; empty for other formats.
+
+    Raises:
+        DataError: The file or its metadata cannot be read.
+    """
+    if _suffix(path) in _TEXT_READERS:
+        return {}
+    try:
+        with fsspec.open(path, "rb") as file:
+            schema = pyarrow.parquet.read_schema(file)
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
+        raise DataError(f"{key}: {path} cannot be read ({first_line(error)})") from error
+    try:
+        return class_names(Features.from_arrow_schema(schema))
+    except Exception as error:  # of various classes, for JSON from the file
+        raise DataError(
+            f"{key}: {path}: the metadata 'huggingface', which declares its columns for datasets, is invalid "
+            f"({first_line(error)}); remove it with pyarrow's replace_schema_metadata()"
+        ) from error
+
+
+def class_names(features: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Column → the class names that ``datasets`` stores for its integers, in a file or on the hub."""
+    inner = {name: getattr(feature, "feature", feature) for name, feature in features.items()}
+    return {name: list(feature.names) for name, feature in inner.items() if isinstance(feature, ClassLabel)}

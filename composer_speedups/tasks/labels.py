@@ -1,0 +1,133 @@
+"""The base class of tasks with classes: their names, and the class of a label as it is written in a data set."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date, time
+from decimal import Decimal
+from typing import Any
+
+from composer_speedups.core.errors import DataError
+from composer_speedups.tasks.task import Task, shown
+
+__all__ = ["TaskWithClasses"]
+
+# Numbers as they are written in text. Leading zeros make a name, such as 007.
+_INTEGER = re.compile(r"-?(0|[1-9]\d*)(\.0*)?")
+_FRACTION = re.compile(r"-?\d*\.\d+(e[+-]?\d+)?|-?\d+e[+-]?\d+", re.IGNORECASE)
+_NUMBER_OR_MISSING = re.compile(rf"{_INTEGER.pattern}|{_FRACTION.pattern}|nan|na|n/a|null|none", re.IGNORECASE)
+
+
+@dataclass(kw_only=True)
+class TaskWithClasses(Task):
+    """A task whose labels are classes.
+
+    Attributes:
+        labels: Names of the classes in the order of the head's outputs; None for those of the training samples.
+    """
+
+    labels: Sequence[str] | None = None
+
+    @property
+    def lacks_classes(self) -> bool:
+        return self.labels is None
+
+    @property
+    def classes(self) -> list[str]:
+        """The names of the classes."""
+        return list(self.labels or ())
+
+    def learn(self, columns: Mapping[str, Sequence[Any]], declared: Mapping[str, list[str]], where: str) -> None:
+        """Take the names that the dataset declares, or the sorted distinct labels.
+
+        Raises:
+            DataError: Labels that are not classes, or a single class.
+        """
+        if self.labels is not None:
+            return
+        column = str(self.label_column)
+        labels = [label for value in columns[column] for label in (value if _is_list(value) else [value])]
+        names = declared.get(column) or _distinct(labels)
+        if len(names) < 2:
+            if unusable := [label for label in labels if isinstance(label, bytes)]:
+                raise DataError(
+                    f"{where}: the column {column} holds {shown(unusable[0])}; a class is text or an integer"
+                )
+            raise DataError(
+                f"{where}: the column {column} has only the class {', '.join(names) or '(no rows)'}; there must be two "
+                "or more (name them all with data.labels)"
+            )
+        self.labels = names
+
+    def class_of(self, value: Any, where: str, *, among: bool = False) -> int:
+        """The index of a label: of a name, or of an integer if the names are not integers.
+
+        ``among`` says that it is one of several labels of its row.
+
+        Raises:
+            DataError: It is not one of the classes.
+        """
+        names, plain = self.classes, _plain(value)
+        integer = _integer(plain)
+        for name in (plain, integer):
+            if name is not None and str(name) in names:
+                return names.index(str(name))
+        names_are_text = not any(name.lstrip("+-").isdigit() for name in names)
+        if integer is not None and names_are_text and 0 <= integer < len(names):
+            return integer
+        if integer is None and _FRACTION.fullmatch(str(value)):
+            raise DataError(
+                f"{where}: {self.label_column} is {shown(value)}, which is not a class; for numbers set "
+                "model.task=regression"
+            )
+        raise DataError(
+            f"{where}: {self.label_column} {'holds' if among else 'is'} {shown(value)}; it must be one of "
+            f"{', '.join(names[:20])} (data.labels)"
+        )
+
+    def classes_of(self, value: Any, where: str, expected: str) -> list[int]:
+        """The indices of a list of labels; ``expected`` describes it for errors."""
+        if not _is_list(value):
+            raise DataError(f"{where}: {self.label_column} is {shown(value)}; it must be {expected}")
+        return [self.class_of(label, where, among=True) for label in value]
+
+    def head_settings(self) -> dict[str, Any]:
+        names = self.classes
+        return {"id2label": dict(enumerate(names)), "label2id": {name: i for i, name in enumerate(names)}}
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, (list, tuple))
+
+
+def _plain(value: Any) -> int | str | None:
+    """A label as an integer or text; None if it is neither."""
+    if isinstance(value, bool):
+        return int(value)
+    # pandas stores an integer column with gaps as floats, and databases export integers as decimals
+    if isinstance(value, (float, Decimal)):
+        return int(value) if math.isfinite(value) and value == int(value) else None
+    if isinstance(value, int):
+        return value
+    if isinstance(value, (date, time)):  # of a parquet file
+        return str(value)
+    return value.strip() if isinstance(value, str) and value.strip() else None
+
+
+def _integer(plain: int | str | None) -> int | None:
+    """The integer that a label is, or that its text is written as; files of text have no other integers."""
+    if isinstance(plain, str):
+        return int(plain.partition(".")[0]) if _INTEGER.fullmatch(plain) else None
+    return plain
+
+
+def _distinct(labels: Sequence[Any]) -> list[str]:
+    """The distinct labels: integers in their order if all labels are numbers or missing, and otherwise names."""
+    names = {plain for label in labels if (plain := _plain(label)) is not None}
+    integers = {integer for name in names if (integer := _integer(name)) is not None}
+    if integers and all(isinstance(name, int) or _NUMBER_OR_MISSING.fullmatch(name) for name in names):
+        return [str(integer) for integer in sorted(integers - {-1})]  # -1 is datasets' value for rows without a label
+    return sorted({str(name) for name in names})
