@@ -47,8 +47,8 @@ PACKAGES = {
 }
 _TESTS = {  # in addition to files named after the module or its folder
     "kernels/compile_ahead": ["kernels/test_fused_compile.py"],
-    "kernels/disentangled_attention": ["kernels/test_disentangled_kernels.py"],
-    "kernels/": ["kernels/test_fused_kernels.py", "kernels/test_fused_dropout.py"],
+    "kernels/disentangled_attention": ["kernels/test_kernels.py"],
+    "kernels/": ["kernels/test_kernels.py"],
     "callbacks/guarded_logger": ["train/test_recording.py"],
     "train/checkpoints/": [
         "train/test_checkpoint_structure.py",
@@ -63,7 +63,7 @@ _TESTS = {  # in addition to files named after the module or its folder
     "algorithms/bnb_optimizer/": ["algorithms/test_stable_embedding.py"],
     "algorithms/lowbit_optimizer/": ["algorithms/test_lowbit_compiled.py"],
     "algorithms/torch_compile/": ["algorithms/test_compile_cache.py"],
-    "algorithms/fused_layers/layer": ["kernels/test_fused_kernels.py", "kernels/test_fused_dropout.py"],
+    "algorithms/fused_layers/layer": ["kernels/test_kernels.py"],
     "algorithms/fused_layers/": ["algorithms/test_compile_with_techniques.py", "algorithms/test_fused_dropout.py"],
     "algorithms/cuda_graphs/": ["kernels/test_capture.py"],
     "callbacks/divergence": ["callbacks/test_finite_loss.py", "core/test_guards_and_resume.py"],

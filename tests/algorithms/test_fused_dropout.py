@@ -1,6 +1,6 @@
 """fused_layers with dropout: each site drops at its rate, and the backward pass uses the same masks.
 
-tests/kernels/test_fused_dropout.py tests the Triton layer. These tests are of the layer in plain PyTorch and of models.
+tests/kernels/test_kernels.py tests the Triton layer. These tests are of the layer in plain PyTorch and of models.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from composer_speedups.algorithms.fused_layers.layer import dropout_seeds
 from composer_speedups.algorithms.fused_layers.modules import FusedEmbeddings, FusedLayer, plain_layer
 from composer_speedups.families.family import DropoutRates
 from tests.helpers.common import batch
+from tests.helpers.exhaustive import family_params
 from tests.helpers.models import FAMILIES, tiny_model
 from tests.reference.masked_layer import (
     HIDDEN,
@@ -118,7 +119,7 @@ def test_the_dropout_rate_of_embeddings() -> None:
     assert float(zeros) == pytest.approx(0.3, abs=0.02)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", family_params(FAMILIES))
 def test_fused_layers_have_their_models_dropout_rates(family: Any) -> None:
     model = fused(tiny_model(family, dropout=0.25, attention_dropout=0.125))
     layers = [module for module in model.modules() if isinstance(module, FusedLayer)]

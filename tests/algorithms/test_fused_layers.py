@@ -22,6 +22,7 @@ from composer_speedups.recommendation import RECOMMENDED
 from composer_speedups.train.config.load import load_config
 from tests.conftest import ROOT
 from tests.helpers.common import batch, make_trainer, plain_batches, tiny_bert, tiny_config, without_labels
+from tests.helpers.exhaustive import family_params
 from tests.helpers.masks import masked_batch, random_masks, real_logits
 from tests.helpers.models import FUSED, HEADS, tiny_model
 from tests.reference.loop import gradients
@@ -40,7 +41,7 @@ def layers_of(model: nn.Module) -> list[FusedLayer]:
 
 
 @pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("family", FUSED)
+@pytest.mark.parametrize("family", family_params(FUSED))
 def test_outputs_and_gradients_match_the_untouched_model(family: Any, head: Any) -> None:
     model = tiny_model(family, head)
     ours = fused(model)

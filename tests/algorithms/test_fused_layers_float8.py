@@ -1,6 +1,6 @@
 """fused_layers with 8-bit matmuls, tested without a GPU: settings, refusals and checkpoints.
 
-tests/kernels/test_fused_kernels.py compares the kernels and the layer with plain PyTorch.
+tests/kernels/test_kernels.py compares the kernels and the layer with plain PyTorch.
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ from tests.helpers.common import (
     make_trainer,
     tiny_bert,
 )
+from tests.helpers.exhaustive import SCOPES
 from tests.helpers.models import tiny_model
 from tests.reference.loop import gradients
 
@@ -43,7 +44,7 @@ def test_losses_and_gradients_with_dropout_are_bitwise_identical(every: int) -> 
     assert recompute.recomputations(model.bert.encoder.layer[1]) == (len(awkward_batches()) if every == 1 else 0)
 
 
-@pytest.mark.parametrize("scope", ["model", "blocks"])
+@pytest.mark.parametrize("scope", SCOPES)
 def test_compiled_gradients_are_bitwise_identical(scope: Any) -> None:
     results, technique = [], GradientCheckpointing()
     for algorithms in ([], [technique]):

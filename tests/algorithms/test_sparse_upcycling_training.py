@@ -33,6 +33,7 @@ from tests.helpers.common import (
     plain_batches,
     tiny_bert,
 )
+from tests.helpers.exhaustive import SCOPES
 from tests.helpers.models import tiny_model
 from tests.reference.tolerance import assert_near
 
@@ -161,13 +162,13 @@ def test_experts_outside_the_optimizer_are_detected() -> None:
     trainer.close()
 
 
-@pytest.mark.parametrize("scope", ["model", "blocks"])
+@pytest.mark.parametrize("scope", SCOPES)
 def test_it_works_with_torch_compile(scope: Any) -> None:
     _check_compiled(scope, "aot_eager", gpu=False)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("scope", ["model", "blocks"])
+@pytest.mark.parametrize("scope", SCOPES)
 def test_it_works_with_inductor_on_a_gpu(scope: Any) -> None:
     _check_compiled(scope, "inductor", gpu=True)
 

@@ -16,6 +16,7 @@ from composer_speedups.packing.attention import unpadded_attention
 from composer_speedups.packing.encoder import UnpaddedEncoder, unpadded_encoders
 from composer_speedups.packing.tokens import make_plan
 from tests.helpers.common import batch, tiny_bert
+from tests.helpers.exhaustive import family_params
 from tests.helpers.masks import masked_batch, random_masks, real_logits
 from tests.helpers.models import HEADS, UNPADDED, tiny_model
 from tests.reference.loop import gradients
@@ -151,7 +152,7 @@ def test_batches_that_stay_padded_use_the_attention_that_the_model_has_now() -> 
         assert_near(asked.hidden_states[1], reference(**inputs, output_hidden_states=True).hidden_states[1])
 
 
-@pytest.mark.parametrize("family", UNPADDED)
+@pytest.mark.parametrize("family", family_params(UNPADDED))
 def test_attention_dropout_is_applied_only_in_training(family: str) -> None:
     model = tiny_model(family, attention_dropout=0.5)
     apply_unpadding(model)

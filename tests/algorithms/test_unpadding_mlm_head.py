@@ -16,6 +16,7 @@ from composer_speedups.families.flops import training_flops
 from composer_speedups.packing.encoder import unpadded_encoders
 from composer_speedups.packing.labelled_head import LabelledHead, head_tokens, labelled_heads
 from tests.helpers.common import VOCABULARY, Batch, Recorder, batch, make_trainer, plain_batches
+from tests.helpers.exhaustive import family_params
 from tests.helpers.jobs import run
 from tests.helpers.models import UNPADDED, Family, fit_batches, tiny_model
 from tests.helpers.rerun import Rerun
@@ -36,7 +37,7 @@ def masked_lm(family: Family = "bert", **settings: Any) -> tuple[Any, list[Batch
     return model, fit_batches(model, [batch([12, 7, 1, 16], 16, seed=i) for i in range(3)])
 
 
-@pytest.mark.parametrize("family", UNPADDED)
+@pytest.mark.parametrize("family", family_params(UNPADDED))
 def test_loss_and_gradients_equal_the_untouched_models(family: Family) -> None:
     reference, batches = masked_lm(family)
     model = copy.deepcopy(reference)

@@ -24,6 +24,7 @@ from composer_speedups.core.operator_recorder import compile_counts
 from composer_speedups.packing.encoder import unpadded_encoders
 from tests.algorithms.test_unpadding_properties import values
 from tests.helpers.common import Batches, Recorder, batch, make_trainer, plain_batches, tiny_bert
+from tests.helpers.exhaustive import SCOPES, family_params
 from tests.helpers.models import UNPADDED, Family, tiny_model
 from tests.helpers.ranks import on_ranks
 from tests.reference.loop import train_plainly
@@ -39,7 +40,7 @@ def pair(family: Family = "bert", layers: int = 2) -> tuple[Any, Any]:
     return reference.train(), model.train()
 
 
-@pytest.mark.parametrize("family", UNPADDED)
+@pytest.mark.parametrize("family", family_params(UNPADDED))
 def test_recomputed_blocks_run_on_packed_tokens(family: Family) -> None:
     reference, model = pair(family)
     blocks = apply_gradient_checkpointing(model)
@@ -50,11 +51,11 @@ def test_recomputed_blocks_run_on_packed_tokens(family: Family) -> None:
     assert unpadded_encoders(model)[0].ran == "unpadded"
 
 
-@pytest.mark.parametrize(("scope", "recomputed"), [("model", False), ("blocks", True)])
-def test_after_the_first_batches_nothing_is_recompiled(scope: Any, recomputed: bool) -> None:
+@pytest.mark.parametrize("scope", SCOPES)
+def test_after_the_first_batches_nothing_is_recompiled(scope: Any) -> None:
     """Five more batches have other numbers of tokens, rows and slots."""
     reference, model = pair(layers=1)
-    if recomputed:
+    if scope == "blocks":
         apply_gradient_checkpointing(model)
     apply_torch_compile(model, scope, backend="eager")
     lengths = torch.randint(1, 25, (8, 9), generator=torch.Generator().manual_seed(2)).tolist()

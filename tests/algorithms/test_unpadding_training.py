@@ -19,6 +19,7 @@ from composer_speedups.algorithms.unpadding.evidence import FirstForward, _probe
 from composer_speedups.core.errors import NotEngagedError, TechniqueError
 from composer_speedups.packing.encoder import UnpaddedEncoder, unpadded_encoders
 from tests.helpers.common import Recorder, batch, make_trainer, plain_batches, tiny_bert
+from tests.helpers.exhaustive import SCOPES, family_params
 from tests.helpers.jobs import run
 from tests.helpers.masks import masked_batch
 from tests.helpers.models import UNPADDED, Family, tiny_model
@@ -121,7 +122,7 @@ def test_left_padding_stops_a_classifier_but_not_a_masked_lm() -> None:
     assert later.evidence["micro_batches_left_padded"] == 1
 
 
-@pytest.mark.parametrize("family", UNPADDED)
+@pytest.mark.parametrize("family", family_params(UNPADDED))
 def test_question_answering_is_refused_and_not_changed(family: Family) -> None:
     model = AutoModelForQuestionAnswering.from_config(tiny_model(family).config)
     encoder = next(type(m) for m in model.modules() if any(isinstance(c, torch.nn.ModuleList) for c in m.children()))
@@ -175,7 +176,7 @@ def test_a_forward_pass_that_raises_is_cleaned_up(monkeypatch: pytest.MonkeyPatc
     assert not unpadded_encoders(trainer.state.model)
 
 
-@pytest.mark.parametrize("scope", ["model", "blocks"])
+@pytest.mark.parametrize("scope", SCOPES)
 def test_a_compiled_run_has_one_graph_and_evidence_from_a_probe(scope: Any) -> None:
     unpadding, compiled = Unpadding(1), TorchCompile(scope=scope, backend="aot_eager")
     batches = [batch([12, 7, 16, 10 - i], seed=i) for i in range(4)]
@@ -234,7 +235,7 @@ def test_the_evidence_is_of_the_first_forward_pass() -> None:
     trainer.close()
 
 
-@pytest.mark.parametrize("family", UNPADDED)
+@pytest.mark.parametrize("family", family_params(UNPADDED))
 def test_the_probe_names_the_attention_operator(family: Family) -> None:
     model = tiny_model(family)
     apply_unpadding(model)

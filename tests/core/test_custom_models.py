@@ -61,6 +61,7 @@ from tests.helpers.common import (
     trained,
     without_labels,
 )
+from tests.helpers.exhaustive import family_params
 from tests.helpers.models import FAMILIES, FUSED, UNPADDED, tiny_model
 from tests.reference.loop import gradients
 from tests.reference.tolerance import assert_near
@@ -781,7 +782,7 @@ def test_training_after_no_grad_and_inference_mode() -> None:
 # Arguments of the model.
 
 
-@pytest.mark.parametrize("family", UNPADDED)
+@pytest.mark.parametrize("family", family_params(UNPADDED))
 def test_hidden_states_and_attentions_match_the_untouched_model(family: Any) -> None:
     model, reference = tiny_model(family), tiny_model(family)
     apply_unpadding(model, 8)
@@ -839,7 +840,7 @@ def test_a_base_model_runs_unpadded_and_is_saved_with_its_own_class(tmp_path: An
 # Labels on padding.
 
 
-@pytest.mark.parametrize("family", UNPADDED)
+@pytest.mark.parametrize("family", family_params(UNPADDED))
 @pytest.mark.parametrize("head", [AutoModelForTokenClassification, AutoModelForMaskedLM])
 def test_labels_on_padding_match_the_untouched_model(family: Any, head: Any) -> None:
     """A batch with labels on padding runs padded, so its loss includes them."""
@@ -855,7 +856,7 @@ def test_labels_on_padding_match_the_untouched_model(family: Any, head: Any) -> 
         assert unpadded_encoders(model)[0].ran == way
 
 
-@pytest.mark.parametrize("family", UNPADDED)
+@pytest.mark.parametrize("family", family_params(UNPADDED))
 def test_a_labelled_row_without_tokens_matches_the_untouched_model(family: Any) -> None:
     model, reference = tiny_model(family), tiny_model(family)
     apply_both(model) if family in FUSED else apply_unpadding(model, 8)

@@ -20,6 +20,7 @@ from composer_speedups import apply_fused_layers, apply_recommended, apply_unpad
 from composer_speedups.core.stock import built_on_meta
 from composer_speedups.packing.encoder import unpadded_encoders
 from tests.helpers.common import Batch, batch, tiny_bert, without_labels
+from tests.helpers.exhaustive import family_params
 from tests.helpers.masks import masked_batch
 from tests.helpers.models import EVERY, FUSED, UNPADDED, Family, fit_batches, tiny_model
 from tests.reference.loop import gradients
@@ -49,7 +50,7 @@ def compared(reference: Any, model: Any, loss: Callable[[Any], Tensor]) -> None:
     assert_near(found[1], found[0])
 
 
-@pytest.mark.parametrize("family", EVERY)
+@pytest.mark.parametrize("family", family_params(EVERY))
 def test_positional_labels_on_padding_are_seen(family: Family) -> None:
     reference, model = tiny_model(family, "tokens"), tiny_model(family, "tokens")
     apply_unpadding(model, 8)
@@ -73,7 +74,7 @@ def test_a_direct_call_of_forward_is_described_too(by: str) -> None:
     assert ran(model) == ["padded"]
 
 
-@pytest.mark.parametrize("family", UNPADDED)
+@pytest.mark.parametrize("family", family_params(UNPADDED))
 @pytest.mark.parametrize("padding", ["labelled", "ignored"])
 def test_labels_that_the_model_does_not_get(family: Family, padding: str) -> None:
     """A Trainer with label smoothing, or a loss of its own, computes the loss from the logits."""
@@ -256,7 +257,7 @@ def replica_of(module: Any) -> Any:
     return made[module]
 
 
-@pytest.mark.parametrize("family", UNPADDED)
+@pytest.mark.parametrize("family", family_params(UNPADDED))
 def test_replicas_use_their_own_batch(family: Family) -> None:
     reference, model = tiny_model(family, "tokens"), tiny_model(family, "tokens")
     apply_unpadding(model, 8)
@@ -340,7 +341,7 @@ def test_threads_that_call_the_head_and_the_base_get_their_own_results() -> None
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("padding", ["labelled", "left"])
-@pytest.mark.parametrize("family", UNPADDED)
+@pytest.mark.parametrize("family", family_params(UNPADDED))
 def test_a_batch_that_stays_padded_is_computed_by_the_untouched_code(
     family: Family, padding: str, implementation: str
 ) -> None:
@@ -363,7 +364,7 @@ def test_a_batch_that_stays_padded_is_computed_by_the_untouched_code(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.bool, torch.int32])
-@pytest.mark.parametrize("family", UNPADDED)
+@pytest.mark.parametrize("family", family_params(UNPADDED))
 def test_masks_of_any_dtype(family: Family, dtype: torch.dtype) -> None:
     reference, model = tiny_model(family).eval(), tiny_model(family).eval()
     apply_unpadding(model, 8)
@@ -442,7 +443,7 @@ def test_double_backward_through_packed_tokens() -> None:
 # Saving, resizing, tying.
 
 
-@pytest.mark.parametrize("family", UNPADDED)
+@pytest.mark.parametrize("family", family_params(UNPADDED))
 def test_saving_loading_resizing_and_tied_weights(family: Family, tmp_path: Any) -> None:
     model = tiny_model(family, "mlm")
     reference = copy.deepcopy(model)
@@ -460,7 +461,7 @@ def test_saving_loading_resizing_and_tied_weights(family: Family, tmp_path: Any)
     compared(reference, model, lambda each: each(**inputs).loss)
 
 
-@pytest.mark.parametrize("family", UNPADDED)
+@pytest.mark.parametrize("family", family_params(UNPADDED))
 def test_hidden_states_and_attentions_are_the_untouched_models(family: Family) -> None:
     reference, model = tiny_model(family).eval(), tiny_model(family).eval()
     apply_unpadding(model, 8)

@@ -18,6 +18,7 @@ from transformers import BertForSequenceClassification, Trainer, TrainingArgumen
 from composer_speedups import FusedLayers, Unpadding, apply_recommended, recommended
 from composer_speedups.packing.encoder import unpadded_encoders
 from tests.helpers.common import Batch, Batches, batch, make_trainer, plain_batches, tiny_bert
+from tests.helpers.exhaustive import others_exhaustive
 from tests.helpers.models import tiny_model
 from tests.reference.tolerance import assert_near
 
@@ -59,8 +60,13 @@ def trained_by_hf(model: Any, data: Batch, folder: Path, smoothing: float, loss:
     return copy.deepcopy(model.state_dict()), trainer.evaluate()["eval_loss"]
 
 
-@pytest.mark.parametrize("padding", [True, False])
-@pytest.mark.parametrize(("smoothing", "loss"), [(0.1, None), (0.0, own_loss), (0.0, None)])
+@pytest.mark.parametrize(
+    ("smoothing", "loss", "padding"),
+    others_exhaustive(
+        [(*settings, padding) for settings in ((0.1, None), (0.0, own_loss), (0.0, None)) for padding in (True, False)],
+        {(0.1, None, True), (0.0, own_loss, False)}.__contains__,
+    ),
+)
 def test_hf_trainer_trains_and_evaluates_like_the_untouched_model(
     smoothing: float, loss: Any, padding: bool, tmp_path: Path
 ) -> None:
