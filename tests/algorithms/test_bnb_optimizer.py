@@ -16,7 +16,7 @@ from composer_speedups.core.errors import NotEngagedError, TechniqueError
 from composer_speedups.core.optimizer_evidence import state_bits
 from composer_speedups.core.requirements import Context
 from composer_speedups.core.technique import screen
-from tests.helpers.common import final_weights, make_trainer, plain_batches, tiny_bert
+from tests.helpers.common import final_weights, make_trainer, plain_batches, tiny_bert, trained
 from tests.reference.loop import EPS
 
 EIGHT: dict[str, Any] = {"bits": 8, "min_8bit_size": 1024}  # tiny_bert's matrices have 1024 and 2048 values
@@ -54,9 +54,7 @@ def test_at_32_bits_it_is_adamw() -> None:
 
 def test_state_is_8_bit_except_for_embeddings_and_small_tensors() -> None:
     technique = BnbOptimizer(**EIGHT)
-    trainer = make_trainer([technique])
-    trainer.fit()
-    trainer.close()
+    trainer = trained([technique])
     optimizer = trainer.state.optimizers[0]
     model: Any = trainer.state.model.model
     for name, parameter in model.named_parameters():
@@ -71,10 +69,8 @@ def test_state_is_8_bit_except_for_embeddings_and_small_tensors() -> None:
 
 
 def test_a_model_too_small_for_it_is_detected() -> None:
-    trainer = make_trainer([BnbOptimizer(8)])  # its largest matrix has 2048 values
     with pytest.raises(NotEngagedError, match=r"no parameter has 8-bit state; lower min_8bit_size \(4096 now\)"):
-        trainer.fit()
-    trainer.close()
+        trained([BnbOptimizer(8)])
 
 
 def test_lost_overrides_are_detected() -> None:
@@ -87,9 +83,7 @@ def test_lost_overrides_are_detected() -> None:
 
 def test_embeddings_get_8_bit_state_if_requested() -> None:
     technique = BnbOptimizer(**EIGHT, embeddings_32bit=False)
-    trainer = make_trainer([technique])
-    trainer.fit()
-    trainer.close()
+    trained([technique])
     assert technique.evidence["embedding_state_bits"] == [8, 32]  # the table of two token types is too small
 
 
@@ -189,7 +183,5 @@ def test_paging_again_keeps_the_values() -> None:
 
 @pytest.mark.gpu
 def test_a_model_too_small_to_page_is_detected() -> None:
-    trainer = make_trainer([BnbOptimizer(32, paged=True)], gpu=True)
     with pytest.raises(NotEngagedError, match="no state tensor is paged"):
-        trainer.fit()
-    trainer.close()
+        trained([BnbOptimizer(32, paged=True)], gpu=True)

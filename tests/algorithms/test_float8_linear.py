@@ -22,7 +22,7 @@ from composer_speedups.algorithms.float8_linear.modules import (
 from composer_speedups.core.errors import NotEngagedError, TechniqueError
 from composer_speedups.core.requirements import Context
 from composer_speedups.core.technique import screen
-from tests.helpers.common import Recorder, awkward_batches, batch, make_trainer, plain_batches, tiny_bert
+from tests.helpers.common import Recorder, awkward_batches, batch, make_trainer, plain_batches, tiny_bert, trained
 from tests.helpers.exhaustive import SCOPES
 from tests.helpers.models import tiny_model
 from tests.reference.loop import train_plainly
@@ -163,9 +163,7 @@ def test_gradients_of_a_model_have_a_high_cosine_similarity(recipe: Any) -> None
 @pytest.mark.parametrize("batches", [awkward_batches(), plain_batches(2)], ids=["awkward", "plain"])
 def test_it_counts_the_matmuls_of_the_first_forward_pass(batches: Any) -> None:
     technique = Float8Linear(emulate=True)
-    trainer = make_trainer([bf16(), technique], batches=batches)
-    trainer.fit()
-    trainer.close()
+    trained([bf16(), technique], batches=batches)
     assert technique.evidence == {
         "modules": 12,
         "recipe": "tensorwise",
@@ -236,11 +234,7 @@ def check_compiled(recipe: Any, scope: Any, backend: str, *, gpu: bool) -> None:
     for others in ([], [TorchCompile(scope, backend)]):
         recorder, technique = Recorder(), Float8Linear(recipe, emulate=not gpu)
         model, batches = tiny_model("bert", layers=1), [plain_batches(1)[0], batch([14, 0, 5])]  # 42 rows need padding
-        trainer = make_trainer(
-            [bf16(), technique, *others], model=model, batches=batches, callbacks=[recorder], gpu=gpu
-        )
-        trainer.fit()
-        trainer.close()
+        trained([bf16(), technique, *others], model=model, batches=batches, callbacks=[recorder], gpu=gpu)
         losses.append(recorder.losses)
         assert technique.evidence["seen_in"] == ("probe" if others else "forward pass")
         assert technique.evidence["float8_matmuls"] > 0

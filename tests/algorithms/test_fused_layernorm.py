@@ -18,7 +18,7 @@ from composer_speedups.algorithms.fast_layernorm import functional, outputs
 from composer_speedups.algorithms.fast_layernorm.layers import LAYERS, ApexLayerNorm, TritonLayerNorm
 from composer_speedups.core.errors import NotEngagedError
 from composer_speedups.packing.derived_classes import swap_class
-from tests.helpers.common import awkward_batches, batch, final_weights, make_trainer, plain_batches, tiny_bert
+from tests.helpers.common import awkward_batches, batch, final_weights, make_trainer, plain_batches, tiny_bert, trained
 from tests.helpers.forks import Fork
 from tests.reference import apex
 from tests.reference.loop import train_plainly
@@ -103,9 +103,7 @@ def _check_layer(cls: type[nn.LayerNorm], shape: tuple[int, ...], device: str, a
 def test_a_run_with_apex_engages_and_trains_the_same_model() -> None:
     model, technique = tiny_bert(), FastLayerNorm("apex")
     expected = train_plainly(model, awkward_batches())
-    trainer = make_trainer([technique], model=model, batches=awkward_batches())
-    trainer.fit()
-    trainer.close()
+    trainer = trained([technique], model=model, batches=awkward_batches())
     assert technique.evidence == {
         "modules": 5,
         "implementation": "apex",
@@ -114,8 +112,8 @@ def test_a_run_with_apex_engages_and_trains_the_same_model() -> None:
         "function_seen_in": "forward pass",
     }
     assert apex.FusedLayerNormAffineFunction.calls == 5 * len(awkward_batches())
-    trained = {n.removeprefix("model."): w for n, w in final_weights(trainer).items()}
-    assert_near(trained, expected.weights, what="weights after training")
+    weights = {n.removeprefix("model."): w for n, w in final_weights(trainer).items()}
+    assert_near(weights, expected.weights, what="weights after training")
 
 
 @pytest.mark.usefixtures("without_gpu")
@@ -140,25 +138,19 @@ def test_a_kernel_that_does_not_run_is_detected(implementation: Any, monkeypatch
         return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
 
     monkeypatch.setattr(LAYERS[implementation], "forward", fallback)
-    trainer = make_trainer([FastLayerNorm(implementation)])
     with pytest.raises(NotEngagedError, match="its outputs came from NativeLayerNorm"):
-        trainer.fit()
-    trainer.close()
+        trained([FastLayerNorm(implementation)])
 
 
 @pytest.mark.usefixtures("without_gpu")
 def test_compiled_code_is_probed_and_a_fallback_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     technique = FastLayerNorm("apex")
-    trainer = make_trainer([technique, TorchCompile("blocks", backend="eager")])
-    trainer.fit()
-    trainer.close()
+    trained([technique, TorchCompile("blocks", backend="eager")])
     assert technique.evidence["function"] == "FusedLayerNormAffineFunction"
     assert technique.evidence["function_seen_in"] == "probe"
     monkeypatch.setattr(ApexLayerNorm, "forward", nn.LayerNorm.forward)
-    trainer = make_trainer([FastLayerNorm("apex"), TorchCompile("blocks", backend="eager")])
     with pytest.raises(NotEngagedError, match="NativeLayerNorm"):
-        trainer.fit()
-    trainer.close()
+        trained([FastLayerNorm("apex"), TorchCompile("blocks", backend="eager")])
 
 
 def test_modules_restored_after_init_are_detected() -> None:
@@ -199,18 +191,16 @@ def test_liger_trains_the_same_weights_on_a_gpu(precision: str, compiled: bool) 
     model, technique = tiny_bert(), FastLayerNorm("triton")
     batches = [batch([32, 17, 5, 32], seed=i) for i in range(3)] if compiled else awkward_batches()
     expected = train_plainly(model, batches)
-    trainer = make_trainer(
+    trainer = trained(
         [technique, *([TorchCompile()] if compiled else [])],
         model=model,
         batches=batches,
         gpu=True,
         precision=precision,
     )
-    trainer.fit()
-    trainer.close()
     dtype = torch.bfloat16 if precision == "amp_bf16" else torch.float32
-    trained = {n.removeprefix("model."): w for n, w in final_weights(trainer).items()}
-    assert_near(trained, expected.weights, dtype, "weights after training")
+    weights = {n.removeprefix("model."): w for n, w in final_weights(trainer).items()}
+    assert_near(weights, expected.weights, dtype, "weights after training")
     assert technique.evidence["function"] == "LigerLayerNormFunction"
     assert technique.evidence["function_seen_in"] == ("compiled graph" if compiled else "forward pass")
     assert technique.evidence["output_dtype"] == str(dtype).removeprefix("torch.")

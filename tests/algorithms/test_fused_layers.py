@@ -21,7 +21,7 @@ from composer_speedups.packing import encoder as packed_encoder
 from composer_speedups.recommendation import RECOMMENDED
 from composer_speedups.train.config.load import load_config
 from tests.conftest import ROOT
-from tests.helpers.common import batch, make_trainer, plain_batches, tiny_bert, tiny_config, without_labels
+from tests.helpers.common import batch, make_trainer, plain_batches, tiny_bert, tiny_config, trained, without_labels
 from tests.helpers.exhaustive import family_params
 from tests.helpers.masks import masked_batch, random_masks, real_logits
 from tests.helpers.models import FUSED, HEADS, tiny_model
@@ -146,9 +146,7 @@ def test_missing_unpadding_and_unsupported_layers_are_refused() -> None:
 
 def test_evidence_says_how_each_layer_ran() -> None:
     technique = FusedLayers()
-    trainer = make_trainer([technique, Unpadding()], batches=plain_batches(2))
-    trainer.fit()
-    trainer.close()
+    trained([technique, Unpadding()], batches=plain_batches(2))
     assert technique.evidence == {"layers": 2, "layers_ran": "1 first tokens, 1 torch", "embeddings_ran": "stock"}
 
 
@@ -172,14 +170,10 @@ class NoAttention(Algorithm):
 
 def test_unpadding_accepts_the_fused_layers_own_attention() -> None:
     unpadding = Unpadding()
-    trainer = make_trainer([NoAttention("triton"), FusedLayers("all"), unpadding])
-    trainer.fit()
-    trainer.close()
+    trained([NoAttention("triton"), FusedLayers("all"), unpadding])
     assert unpadding.evidence["attention"] == "fused_layers' own"
-    trainer = make_trainer([NoAttention("torch"), FusedLayers("all"), Unpadding()])
     with pytest.raises(NotEngagedError, match="no variable-length attention ran"):
-        trainer.fit()
-    trainer.close()
+        trained([NoAttention("torch"), FusedLayers("all"), Unpadding()])
 
 
 def test_runs_of_the_stock_layers_are_detected() -> None:

@@ -17,14 +17,7 @@ from composer_speedups import (
 from composer_speedups.algorithms.gradient_checkpointing import recompute
 from composer_speedups.core.errors import NotEngagedError
 from tests.helpers.blocks import Plain, assert_equal, step
-from tests.helpers.common import (
-    Recorder,
-    awkward_batches,
-    batch,
-    final_weights,
-    make_trainer,
-    tiny_bert,
-)
+from tests.helpers.common import Recorder, awkward_batches, batch, final_weights, make_trainer, tiny_bert, trained
 from tests.helpers.exhaustive import SCOPES
 from tests.helpers.models import tiny_model
 from tests.reference.loop import gradients
@@ -51,9 +44,7 @@ def test_compiled_gradients_are_bitwise_identical(scope: Any) -> None:
         recorder, compiled = Recorder(), TorchCompile(scope, backend="aot_eager")
         model = tiny_bert(dropout=0.1)
         model.config.problem_type = "single_label_classification"  # if set in the first batch, it recompiles
-        trainer = make_trainer([compiled, *algorithms], model=model, callbacks=[recorder])
-        trainer.fit()
-        trainer.close()
+        trainer = trained([compiled, *algorithms], model=model, callbacks=[recorder])
         assert (compiled.evidence["graph_breaks"], compiled.evidence["recompiles"]) == (0, 0)
         results.append((recorder.losses, recorder.first_gradients, final_weights(trainer)))
         torch._dynamo.reset()
@@ -69,9 +60,7 @@ def test_the_evidence_says_that_a_second_run_reuses_compiled_blocks() -> None:
     seen = []
     for _ in range(2):
         techniques = [GradientCheckpointing(), TorchCompile("blocks", backend="aot_eager")]
-        trainer = make_trainer(techniques)
-        trainer.fit()
-        trainer.close()
+        trained(techniques)
         seen.append((techniques[0].evidence["seen_in"], techniques[1].evidence["reused_from_this_process"]))
     assert seen == [("compiled graphs", False), ("graphs compiled by an earlier run of this process", True)]
 
@@ -97,9 +86,7 @@ def test_a_block_with_a_graph_break_is_recomputed_and_counted() -> None:
 
     model.bert.encoder.layer[0].intermediate = Breaking()
     technique = GradientCheckpointing()
-    trainer = make_trainer([technique, TorchCompile("model", backend="eager")], model=model)
-    trainer.fit()
-    trainer.close()
+    trained([technique, TorchCompile("model", backend="eager")], model=model)
     assert technique.engaged
 
 
@@ -108,9 +95,7 @@ def test_activations_take_less_memory() -> None:
     kept = {}
     for name, algorithms in {"all": [], "half": [GradientCheckpointing(2)], "none": [GradientCheckpointing()]}.items():
         anatomy = MemoryAnatomy(interval=1)
-        trainer = make_trainer(algorithms, batches=[batch([32] * 8, seed=i) for i in range(2)], callbacks=[anatomy])
-        trainer.fit()
-        trainer.close()
+        trained(algorithms, batches=[batch([32] * 8, seed=i) for i in range(2)], callbacks=[anatomy])
         kept[name] = anatomy.parts["activations_gib"]
     assert kept["none"] < 0.3 * kept["all"]
     assert kept["none"] < kept["half"] < 0.8 * kept["all"]
@@ -133,8 +118,6 @@ def test_frozen_blocks_at_the_bottom_are_not_recomputed() -> None:
     model.bert.embeddings.requires_grad_(False)
     model.bert.encoder.layer[0].requires_grad_(False)
     technique, recorder = GradientCheckpointing(), Recorder()
-    trainer = make_trainer([technique], model=model, callbacks=[recorder])
-    trainer.fit()
-    trainer.close()
+    trained([technique], model=model, callbacks=[recorder])
     assert (technique.evidence["blocks"], technique.evidence["blocks_recomputed"]) == (2, 1)
     assert any(name.startswith("bert.encoder.layer.1") for name in recorder.first_gradients)

@@ -32,6 +32,7 @@ from tests.helpers.common import (
     make_trainer,
     plain_batches,
     tiny_bert,
+    trained,
 )
 from tests.reference.loop import gradients
 
@@ -78,11 +79,7 @@ def test_results_with_other_techniques_and_micro_batches_are_identical(other: An
     results = []
     for algorithms in ([], [GradientCheckpointing()]):
         recorder = Recorder()
-        trainer = make_trainer(
-            [other(), *algorithms], model=tiny_bert(dropout=0.1), callbacks=[recorder], **microbatches(2)
-        )
-        trainer.fit()
-        trainer.close()
+        trainer = trained([other(), *algorithms], model=tiny_bert(dropout=0.1), callbacks=[recorder], **microbatches(2))
         results.append((recorder.losses, recorder.first_gradients, final_weights(trainer)))
     assert_equal(results[1], results[0])
 
@@ -104,10 +101,8 @@ def test_a_checkpoint_function_that_recomputes_nothing_is_detected(monkeypatch: 
 
     assert recompute.checkpoint is torch_checkpoint.checkpoint
     monkeypatch.setattr(recompute, "checkpoint", keep)
-    trainer = make_trainer([GradientCheckpointing()])
     with pytest.raises(NotEngagedError, match="no block was recomputed in the first backward pass"):
-        trainer.fit()
-    trainer.close()
+        trained([GradientCheckpointing()])
 
 
 def test_models_that_cannot_be_recomputed_are_refused() -> None:
@@ -132,11 +127,7 @@ def test_recomputed_dropout_masks_are_the_same_on_a_gpu(precision: str) -> None:
     results = []
     for algorithms in ([], [GradientCheckpointing()]):
         recorder = Recorder()
-        trainer = make_trainer(
-            algorithms, model=tiny_bert(dropout=0.1), callbacks=[recorder], gpu=True, precision=precision
-        )
-        trainer.fit()
-        trainer.close()
+        trained(algorithms, model=tiny_bert(dropout=0.1), callbacks=[recorder], gpu=True, precision=precision)
         results.append((recorder.losses, recorder.first_gradients))
     # Embedding gradients are summed in no fixed order on a GPU.
     torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
@@ -148,9 +139,7 @@ def test_inductor_recomputes_and_peak_memory_falls() -> None:
     for algorithms in ([], [GradientCheckpointing()]):
         anatomy = MemoryAnatomy(interval=1)
         batches = [batch([64] * 64, seed=i) for i in range(3)]
-        trainer = make_trainer([*algorithms, TorchCompile("model")], batches=batches, callbacks=[anatomy], gpu=True)
-        trainer.fit()
-        trainer.close()
+        trained([*algorithms, TorchCompile("model")], batches=batches, callbacks=[anatomy], gpu=True)
         kept.append(anatomy.parts["activations_gib"])
         torch._dynamo.reset()
     assert kept[1] < 0.7 * kept[0]

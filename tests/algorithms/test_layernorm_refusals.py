@@ -12,7 +12,7 @@ from composer_speedups import FastLayerNorm, apply_fast_layernorm
 from composer_speedups.algorithms.fast_layernorm import functional
 from composer_speedups.core.errors import TechniqueError
 from composer_speedups.surgery.already_applied import NoEffectWarning
-from tests.helpers.common import make_trainer, tiny_bert
+from tests.helpers.common import make_trainer, tiny_bert, trained
 from tests.reference import apex
 
 
@@ -52,9 +52,7 @@ def test_unsuitable_layernorms_are_named_and_refused_if_there_are_no_others() ->
     model: Any = tiny_bert()
     model.bert.embeddings.LayerNorm = nn.LayerNorm(32, bias=False)
     technique = FastLayerNorm("apex")
-    trainer = make_trainer([technique], model=model)
-    trainer.fit()
-    trainer.close()
+    trained([technique], model=model)
     assert technique.evidence["left_alone"] == ["model.bert.embeddings.LayerNorm"]
     assert technique.evidence["modules"] == 4
     for module in model.modules():

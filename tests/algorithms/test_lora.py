@@ -32,7 +32,7 @@ from composer_speedups.algorithms.lora.adapters import trained_copies
 from composer_speedups.core.errors import ConfigError, TechniqueError
 from composer_speedups.core.registry import build_techniques
 from tests.helpers.adapters import QUERIES_AND_VALUES, TINY, two_groups
-from tests.helpers.common import awkward_batches, make_trainer, tiny_bert
+from tests.helpers.common import awkward_batches, make_trainer, tiny_bert, trained
 from tests.reference.loop import eval_logits, gradients
 from tests.reference.tolerance import assert_near
 
@@ -124,11 +124,7 @@ def test_empty_parameter_groups_are_harmless(technique: Any) -> None:
     composer_model = HuggingFaceModel(model, use_logits=True)
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     lora = LoRA()
-    trainer = make_trainer(
-        [lora, *([technique()] if technique else [])], model=composer_model, optimizer=two_groups(model)
-    )
-    trainer.fit()
-    trainer.close()
+    trained([lora, *([technique()] if technique else [])], model=composer_model, optimizer=two_groups(model))
     assert lora.evidence["base_unchanged"]
     after = merged_state_dict(model)
     changed = {n for n, p in before.items() if not torch.equal(p, after[n])}
@@ -137,9 +133,7 @@ def test_empty_parameter_groups_are_harmless(technique: Any) -> None:
 
 def test_the_evidence_counts_trained_parameters() -> None:
     technique = LoRA(rank=4)
-    trainer = make_trainer([technique])
-    trainer.fit()
-    trainer.close()
+    trainer = trained([technique])
     stock = sum(p.numel() for p in tiny_bert().parameters())
     adapters, classifier = 4 * 2 * 4 * 32, 2 * 32 + 2
     assert technique.evidence["modules"] == technique.evidence["adapters_with_gradient"] == 4

@@ -26,7 +26,7 @@ from composer_speedups import (
 )
 from composer_speedups.algorithms.lora.adapters import adapted_layers
 from tests.helpers.adapters import QUERIES_AND_VALUES, TINY, trained_bert
-from tests.helpers.common import awkward_batches, final_weights, make_trainer, tiny_bert
+from tests.helpers.common import awkward_batches, final_weights, tiny_bert, trained
 from tests.helpers.jobs import run
 from tests.reference.loop import eval_logits
 from tests.reference.tolerance import assert_near
@@ -34,9 +34,7 @@ from tests.reference.tolerance import assert_near
 
 @pytest.mark.pins
 def test_a_checkpoint_has_base_adapters_and_classifier(tmp_path: Path) -> None:
-    trainer = make_trainer([LoRA()], save_folder=str(tmp_path), save_interval="4ba", save_filename="end.pt")
-    trainer.fit()
-    trainer.close()
+    trainer = trained([LoRA()], save_folder=str(tmp_path), save_interval="4ba", save_filename="end.pt")
     saved = torch.load(tmp_path / "end.pt", weights_only=False)["state"]["model"]
     torch.testing.assert_close({n: saved[n] for n in final_weights(trainer)}, final_weights(trainer), rtol=0, atol=0)
     assert "model.classifier.modules_to_save.default.weight" in saved

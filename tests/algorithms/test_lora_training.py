@@ -22,7 +22,7 @@ from composer_speedups.core.errors import NotEngagedError
 from composer_speedups.tasks.classification import Classification
 from composer_speedups.tasks.models import FinetuneModel
 from tests.helpers.adapters import two_groups
-from tests.helpers.common import batch, final_weights, make_trainer, plain_batches, tiny_bert
+from tests.helpers.common import batch, final_weights, make_trainer, plain_batches, tiny_bert, trained
 from tests.reference.tolerance import assert_near
 
 
@@ -120,15 +120,13 @@ def test_a_torch_scheduler_keeps_its_parameter_groups() -> None:
     model = tiny_bert()
     optimizer = two_groups(model)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    trainer = make_trainer(
+    trained(
         [LoRA()],
         model=HuggingFaceModel(model),
         optimizer=optimizer,
         schedulers=scheduler,
         step_schedulers_every_batch=True,
     )
-    trainer.fit()
-    trainer.close()
     assert optimizer.param_groups[0]["lr"] == pytest.approx(5e-3 * 0.5**4)
 
 
@@ -148,9 +146,7 @@ def test_with_other_techniques_it_trains_to_the_same_weights(others: Any) -> Non
     for algorithms in chosen:
         model = tiny_bert()
         model.config.problem_type = "single_label_classification"  # if set in the first batch, it recompiles
-        trainer = make_trainer([LoRA(), *algorithms], model=model)
-        trainer.fit()
-        trainer.close()
+        trainer = trained([LoRA(), *algorithms], model=model)
         results.append(final_weights(trainer))
         for technique in algorithms:
             assert technique.engaged
@@ -162,9 +158,7 @@ def test_with_other_techniques_it_trains_to_the_same_weights(others: Any) -> Non
 
 def test_adapters_stay_float32_under_autocast() -> None:
     technique = LoRA(dropout=0.1)
-    trainer = make_trainer([MixedPrecision("bf16", allow_cpu=True), technique])
-    trainer.fit()
-    trainer.close()
+    trainer = trained([MixedPrecision("bf16", allow_cpu=True), technique])
     assert {w.dtype for w in final_weights(trainer).values()} == {torch.float32}
 
 
@@ -180,9 +174,7 @@ def test_a_second_trainer_continues_with_the_same_adapters() -> None:
     model = tiny_bert()
     for _ in range(2):
         technique = LoRA()
-        trainer = make_trainer([technique], model=HuggingFaceModel(model, use_logits=True), batches=plain_batches(2))
-        trainer.fit()
-        trainer.close()
+        trainer = trained([technique], model=HuggingFaceModel(model, use_logits=True), batches=plain_batches(2))
         assert technique.evidence["modules"] == 4
         assert technique.evidence["base_unchanged"]
         assert all(p.requires_grad for group in trainer.state.optimizers[0].param_groups for p in group["params"])
@@ -191,7 +183,5 @@ def test_a_second_trainer_continues_with_the_same_adapters() -> None:
 @pytest.mark.gpu
 def test_a_skipped_fp16_step_is_not_an_error() -> None:
     technique = LoRA()
-    trainer = make_trainer([technique, MixedPrecision("fp16")], gpu=True)  # the default scale overflows at first
-    trainer.fit()
-    trainer.close()
+    trained([technique, MixedPrecision("fp16")], gpu=True)
     assert technique.engaged

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from composer_speedups import LowBitOptimizer, TorchCompile, apply_lowbit_optimizer
 from composer_speedups.core.operator_recorder import compile_counts, counted_apart
-from tests.helpers.common import make_trainer
+from tests.helpers.common import trained
 
 every_width = pytest.mark.parametrize("bits", [8, 4, "fp8"])
 
@@ -31,9 +31,7 @@ def _train_compiled(bits: Any, *, backend: str, scope: Any = "model", gpu: bool 
     torch._dynamo.reset()
     compiler = TorchCompile(scope, backend)
     lowbit = [LowBitOptimizer(bits, min_size=1024)] if bits else []
-    trainer = make_trainer([compiler, *lowbit], gpu=gpu)
-    trainer.fit()
-    trainer.close()
+    trained([compiler, *lowbit], gpu=gpu)
     assert all(t.engaged for t in [compiler, *lowbit])
     return compiler.evidence
 

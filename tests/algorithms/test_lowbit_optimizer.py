@@ -17,7 +17,7 @@ from composer_speedups.core.errors import NotEngagedError, TechniqueError
 from composer_speedups.core.optimizer_evidence import state_bits
 from composer_speedups.core.requirements import Context
 from composer_speedups.core.technique import screen
-from tests.helpers.common import make_trainer, tiny_bert
+from tests.helpers.common import make_trainer, tiny_bert, trained
 from tests.reference.loop import EPS
 
 every_width = pytest.mark.parametrize("bits", [8, 4, "fp8"])
@@ -107,9 +107,7 @@ def test_four_bit_embeddings_do_not_jump() -> None:
 @every_width
 def test_state_is_quantised_except_for_embeddings_and_small_tensors(bits: Any) -> None:
     technique = LowBitOptimizer(bits, min_size=1024)
-    trainer = make_trainer([technique])
-    trainer.fit()
-    trainer.close()
+    trainer = trained([technique])
     optimizer = trainer.state.optimizers[0]
     model: Any = trainer.state.model.model
     width = 4 if bits == 4 else 8
@@ -126,10 +124,8 @@ def test_state_is_quantised_except_for_embeddings_and_small_tensors(bits: Any) -
 
 
 def test_a_model_too_small_for_it_is_detected() -> None:
-    trainer = make_trainer([LowBitOptimizer(8)])  # its largest matrix has 2048 values
     with pytest.raises(NotEngagedError, match=r"no parameter has 8-bit state; lower min_size \(4096 now\)"):
-        trainer.fit()
-    trainer.close()
+        trained([LowBitOptimizer(8)])
 
 
 def test_embeddings_that_lost_their_float32_state_are_detected() -> None:
@@ -142,9 +138,7 @@ def test_embeddings_that_lost_their_float32_state_are_detected() -> None:
 
 def test_embeddings_get_low_bit_state_if_requested() -> None:
     technique = LowBitOptimizer(4, embeddings_32bit=False, min_size=1024)
-    trainer = make_trainer([technique])
-    trainer.fit()
-    trainer.close()
+    trained([technique])
     assert technique.evidence["embedding_state_bits"] == [4, 32]  # the table of two token types is too small
 
 

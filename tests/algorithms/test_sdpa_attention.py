@@ -15,15 +15,7 @@ from transformers.models.bert import modeling_bert
 from composer_speedups import SDPAAttention, apply_sdpa_attention
 from composer_speedups.core.errors import NotEngagedError, TechniqueError
 from composer_speedups.surgery.already_applied import NoEffectWarning
-from tests.helpers.common import (
-    VOCABULARY,
-    Batch,
-    batch,
-    make_trainer,
-    plain_batches,
-    tiny_bert,
-    tiny_config,
-)
+from tests.helpers.common import VOCABULARY, Batch, batch, make_trainer, plain_batches, tiny_bert, tiny_config, trained
 from tests.reference.loop import eval_logits
 from tests.reference.tolerance import assert_near
 
@@ -38,9 +30,7 @@ def test_models_inside_another_module_are_changed() -> None:
 
 def test_the_kernel_is_recorded() -> None:
     for technique, kernel in [(SDPAAttention(), "flash"), (SDPAAttention("math"), "math")]:
-        trainer = make_trainer([technique])
-        trainer.fit()
-        trainer.close()
+        trained([technique])
         assert kernel in technique.evidence["kernel"]
         assert technique.evidence["kernel_seen_in"] == "forward pass"
         assert technique.evidence["implementation_before"] == "eager"
@@ -49,9 +39,7 @@ def test_the_kernel_is_recorded() -> None:
 def test_recording_the_kernel_draws_no_random_numbers() -> None:
     states = []
     for algorithms in ([SDPAAttention()], []):
-        trainer = make_trainer(algorithms)
-        trainer.fit()
-        trainer.close()
+        trained(algorithms)
         states.append(torch.random.get_rng_state())
     torch.testing.assert_close(states[0], states[1], rtol=0, atol=0)
 
@@ -190,9 +178,7 @@ def test_flash_is_refused_with_padding_and_runs_without() -> None:
     for each in full:
         each["attention_mask"].fill_(1)
     technique = SDPAAttention("flash")
-    trainer = make_trainer([technique], batches=full, **bf16)
-    trainer.fit()
-    trainer.close()
+    trained([technique], batches=full, **bf16)
     assert technique.evidence["kernel"] == "scaled_dot_product_flash_attention"
 
 

@@ -10,7 +10,7 @@ import torch
 
 from composer_speedups import SDPAAttention, TorchCompile, apply_sdpa_attention
 from composer_speedups.core.errors import TechniqueError
-from tests.helpers.common import Recorder, awkward_batches, batch, final_weights, make_trainer, plain_batches
+from tests.helpers.common import Recorder, awkward_batches, batch, final_weights, make_trainer, plain_batches, trained
 from tests.helpers.exhaustive import family_params, others_exhaustive
 from tests.helpers.models import FAMILIES, HEADS, Family, Head, fit_batches, real_logits, tiny_model
 from tests.reference.loop import gradients, train_plainly
@@ -57,15 +57,13 @@ def test_the_evidence_names_the_kernel_of_the_forward_pass(family: Family, head:
     model, technique, recorder = tiny_model(family, head), SDPAAttention(), Recorder()
     batches = fit_batches(model, plain_batches(3))
     expected = train_plainly(model, batches)
-    trainer = make_trainer([technique], model=model, batches=batches, callbacks=[recorder])
-    trainer.fit()
-    trainer.close()
+    trainer = trained([technique], model=model, batches=batches, callbacks=[recorder])
     assert technique.evidence["implementation_before"] == "eager"
     assert technique.evidence["kernel"].startswith("scaled_dot_product_flash_attention")
     assert technique.evidence["kernel_seen_in"] == "forward pass"
     assert_near(recorder.losses, expected.losses, what="losses")
-    trained = {n.removeprefix("model."): w for n, w in final_weights(trainer).items()}
-    assert_near(trained, expected.weights, what="weights after training")
+    weights = {n.removeprefix("model."): w for n, w in final_weights(trainer).items()}
+    assert_near(weights, expected.weights, what="weights after training")
 
 
 @every_family
@@ -73,9 +71,7 @@ def test_compiled_code_is_probed(family: Family) -> None:
     """The configs of the families name heads, sizes and dropout differently."""
     model, technique = tiny_model(family, dropout=0.1, layers=1), SDPAAttention()
     batches = fit_batches(model, plain_batches(1))
-    trainer = make_trainer([technique, TorchCompile("blocks", backend="eager")], model=model, batches=batches)
-    trainer.fit()
-    trainer.close()
+    trained([technique, TorchCompile("blocks", backend="eager")], model=model, batches=batches)
     assert technique.evidence["kernel"] == "scaled_dot_product_attention_math", "the CPU's kernel if there is dropout"
     assert technique.evidence["kernel_seen_in"] == "probe"
 
@@ -90,9 +86,7 @@ def test_the_kernel_is_recorded_for_batches_that_cannot_be_probed(given: str) ->
         else:
             width = each["input_ids"].shape[1]
             each["attention_mask"] = each["attention_mask"].bool()[:, None, None, :].expand(-1, 1, width, -1)
-    trainer = make_trainer([technique], model=model, batches=batches)
-    trainer.fit()
-    trainer.close()
+    trained([technique], model=model, batches=batches)
     assert "flash" in technique.evidence["kernel"]
     assert technique.evidence["kernel_seen_in"] == "forward pass"
 
@@ -115,10 +109,8 @@ def test_flash_runs_on_every_family_without_padding(family: Family, head: Head) 
 def test_flash_is_refused_on_every_family_with_padding(family: Family) -> None:
     model = tiny_model(family)
     batches = fit_batches(model, plain_batches(1))
-    trainer = make_trainer([SDPAAttention("flash")], model=model, batches=batches, gpu=True, precision="amp_bf16")
     with pytest.raises(TechniqueError, match="flash kernel cannot run on the first batch"):
-        trainer.fit()
-    trainer.close()
+        trained([SDPAAttention("flash")], model=model, batches=batches, gpu=True, precision="amp_bf16")
 
 
 def _check_on_gpu(family: Family, head: Head, backend: Any, lengths: list[list[int]]) -> None:

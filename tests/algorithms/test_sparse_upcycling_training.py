@@ -32,6 +32,7 @@ from tests.helpers.common import (
     make_trainer,
     plain_batches,
     tiny_bert,
+    trained,
 )
 from tests.helpers.exhaustive import SCOPES
 from tests.helpers.models import tiny_model
@@ -39,10 +40,7 @@ from tests.reference.tolerance import assert_near
 
 
 def train(technique: SparseUpcycling, *others: Any, **kwargs: Any) -> Any:
-    trainer = make_trainer([technique, *others], **kwargs)
-    trainer.fit()
-    trainer.close()
-    return trainer
+    return trained([technique, *others], **kwargs)
 
 
 @pytest.mark.parametrize("rows", [100, 2], ids=["whole batch", "microbatches"])
@@ -144,10 +142,8 @@ class DropsTheLoss(Algorithm):
 
 
 def test_a_lost_load_balancing_loss_is_detected() -> None:
-    trainer = make_trainer([SparseUpcycling(), DropsTheLoss()])
     with pytest.raises(NotEngagedError, match="was not part of the backward pass"):
-        trainer.fit()
-    trainer.close()
+        trained([SparseUpcycling(), DropsTheLoss()])
     train(SparseUpcycling(load_balancing=0.0), DropsTheLoss())
 
 
@@ -202,10 +198,8 @@ def test_gradient_checkpointing_does_not_change_loss_and_gradients() -> None:
 def test_reentrant_checkpointing_is_refused_in_the_first_batch() -> None:
     model = tiny_bert()
     model.gradient_checkpointing_enable({"use_reentrant": True})
-    trainer = make_trainer([SparseUpcycling()], model=model)
     with pytest.raises(NotEngagedError, match="without use_reentrant"):
-        trainer.fit()
-    trainer.close()
+        trained([SparseUpcycling()], model=model)
 
 
 def test_under_autocast_the_router_computes_in_float32() -> None:
@@ -238,9 +232,7 @@ def test_a_composer_model_is_accepted() -> None:
 
 def test_float8_linear_converts_experts() -> None:
     float8, sparse = Float8Linear(emulate=True), SparseUpcycling(every=1)
-    trainer = make_trainer([sparse, float8, MixedPrecision("bf16", allow_cpu=True)], batches=awkward_batches())
-    trainer.fit()
-    trainer.close()
+    trainer = trained([sparse, float8, MixedPrecision("bf16", allow_cpu=True)], batches=awkward_batches())
     assert float8.engaged
     assert sparse.engaged
     experts = [m for n, m in trainer.state.model.named_modules() if n.endswith((".up", ".down"))]

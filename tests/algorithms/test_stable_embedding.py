@@ -19,7 +19,7 @@ from composer_speedups.core.optimizer_evidence import state_bits
 from composer_speedups.core.requirements import Context
 from composer_speedups.tasks.export import export_model
 from tests.algorithms.test_bnb_optimizer import EIGHT, grouped_adamw
-from tests.helpers.common import batch, make_trainer, plain_batches, tiny_bert
+from tests.helpers.common import batch, make_trainer, plain_batches, tiny_bert, trained
 from tests.reference.loop import eval_logits
 from tests.reference.tolerance import assert_near
 
@@ -89,11 +89,9 @@ def test_a_tied_decoder_is_kept_and_not_folded_in_the_export() -> None:
     batches = [batch([12, 7, 16, 10], seed=i) for i in range(2)]
     for each in batches:
         each["labels"] = each["input_ids"].clone()
-    trainer = make_trainer(
+    trainer = trained(
         [BnbOptimizer(**EIGHT, stable_embedding=True)], model=HuggingFaceModel(model, use_logits=True), batches=batches
     )
-    trainer.fit()
-    trainer.close()
     words, decoder = model.bert.embeddings.word_embeddings, model.cls.predictions.decoder
     assert decoder.weight is words.weight
     assert state_bits(trainer.state.optimizers[0], words.weight) == 32

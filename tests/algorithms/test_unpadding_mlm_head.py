@@ -122,9 +122,7 @@ def test_a_trainer_trains_like_one_without_it(monkeypatch: pytest.MonkeyPatch) -
     technique, recorder = Unpadding(8, mlm_head="labelled"), Recorder()
     plain, other = Recorder(), copy.deepcopy(model)
     for algorithms, trained, seen in (([technique], model, recorder), ([], other, plain)):
-        trainer = make_trainer(algorithms, model=trained, batches=batches, callbacks=[seen])
-        trainer.fit()
-        trainer.close()
+        trained(algorithms, model=trained, batches=batches, callbacks=[seen])
     assert_near(recorder.losses, plain.losses)
     assert_near(dict(model.named_parameters()), dict(other.named_parameters()))
     tokens = sum(int((each["labels"] != -100).sum()) for each in batches)

@@ -20,7 +20,7 @@ from composer_speedups.packing.attention import unpadded_attention
 from composer_speedups.packing.encoder import unpadded_encoders
 from composer_speedups.packing.tokens import Plan
 from tests.algorithms.test_unpadding_properties import values
-from tests.helpers.common import Recorder, batch, make_trainer
+from tests.helpers.common import Recorder, batch, trained
 from tests.helpers.exhaustive import SCOPES
 from tests.helpers.masks import draw_mask, masked_batch
 from tests.helpers.models import HEADS, tiny_model
@@ -99,9 +99,7 @@ def test_losses_under_composer_match_plain_pytorch(head: Any) -> None:
     model, technique, recorder = tiny_model("modernbert", head), Unpadding(8), Recorder()
     batches = [masked_batch(draw_mask("right padding", seed), head, seed=seed) for seed in range(4)]
     expected = train_plainly(model, batches).losses
-    trainer = make_trainer([technique], model=model, batches=batches, callbacks=[recorder])
-    trainer.fit()
-    trainer.close()
+    trained([technique], model=model, batches=batches, callbacks=[recorder])
     assert_near(recorder.losses, expected)
     assert technique.evidence["layers"] == 2
     assert "scaled_dot_product" in technique.evidence["attention"]
@@ -128,10 +126,8 @@ def test_compiled_graphs_accept_every_number_of_tokens(scope: Any) -> None:
 
 def test_holes_in_the_first_batch_stop_a_run() -> None:
     mask = torch.tensor([[1] * 12, [1] * 3 + [0] * 5 + [1] * 4])
-    trainer = make_trainer([Unpadding()], model=tiny_model("modernbert", "mlm"), batches=[masked_batch(mask, "mlm")])
     with pytest.raises(NotEngagedError, match=r"have holes, which bring tokens.*without holes"):
-        trainer.fit()
-    trainer.close()
+        trained([Unpadding()], model=tiny_model("modernbert", "mlm"), batches=[masked_batch(mask, "mlm")])
 
 
 class Windows(TorchDispatchMode):

@@ -23,7 +23,7 @@ from composer_speedups.algorithms.gradient_checkpointing.recompute import recomp
 from composer_speedups.core.operator_recorder import compile_counts
 from composer_speedups.packing.encoder import unpadded_encoders
 from tests.algorithms.test_unpadding_properties import values
-from tests.helpers.common import Batches, Recorder, batch, make_trainer, plain_batches, tiny_bert
+from tests.helpers.common import Batches, Recorder, batch, make_trainer, plain_batches, tiny_bert, trained
 from tests.helpers.exhaustive import SCOPES, family_params
 from tests.helpers.models import UNPADDED, Family, tiny_model
 from tests.helpers.ranks import on_ranks
@@ -77,9 +77,7 @@ def test_with_checkpointing_and_compile_it_trains_like_plain_pytorch() -> None:
     expected = train_plainly(model, batches)
     compiled = TorchCompile(scope="blocks", backend="aot_eager")
     techniques = [Unpadding(8), GradientCheckpointing(), compiled]
-    trainer = make_trainer(techniques, model=model, batches=batches, callbacks=[recorder])
-    trainer.fit()
-    trainer.close()
+    trained(techniques, model=model, batches=batches, callbacks=[recorder])
     assert_near(recorder.losses, expected.losses)
     assert (compiled.evidence["graph_breaks"], compiled.evidence["recompiles"]) == (0, 0)
 

@@ -18,7 +18,7 @@ from composer_speedups import SDPAAttention, TorchCompile, Unpadding, apply_unpa
 from composer_speedups.algorithms.unpadding.evidence import FirstForward, _probe_attention
 from composer_speedups.core.errors import NotEngagedError, TechniqueError
 from composer_speedups.packing.encoder import UnpaddedEncoder, unpadded_encoders
-from tests.helpers.common import Recorder, batch, make_trainer, plain_batches, tiny_bert
+from tests.helpers.common import Recorder, batch, make_trainer, plain_batches, tiny_bert, trained
 from tests.helpers.exhaustive import SCOPES, family_params
 from tests.helpers.jobs import run
 from tests.helpers.masks import masked_batch
@@ -103,10 +103,8 @@ def test_a_restored_encoder_is_detected(change: str, reason: str, compiled: bool
     if compiled and change in ("layer", "outputs"):
         pytest.skip("compiled layers are not watched; output hooks break the graph")
     others = [TorchCompile(backend="aot_eager")] if compiled else []
-    trainer = make_trainer([Unpadding(), Sabotage(change), *others])
     with pytest.raises(NotEngagedError, match=reason):
-        trainer.fit()
-    trainer.close()
+        trained([Unpadding(), Sabotage(change), *others])
 
 
 def test_left_padding_stops_a_classifier_but_not_a_masked_lm() -> None:
@@ -157,9 +155,7 @@ def test_tokens_are_counted_after_the_last_change_to_the_batch() -> None:
     for each in expected:
         each["attention_mask"][:, 5:] = 0
     recorder = Recorder()
-    trainer = make_trainer([Unpadding(8), Shorten()], batches=batches, callbacks=[recorder])
-    trainer.fit()
-    trainer.close()
+    trained([Unpadding(8), Shorten()], batches=batches, callbacks=[recorder])
     assert_near(recorder.losses, train_plainly(tiny_bert(), expected).losses)
 
 
@@ -183,9 +179,7 @@ def test_a_compiled_run_has_one_graph_and_evidence_from_a_probe(scope: Any) -> N
     model, recorder = tiny_bert(), Recorder()
     model.config.problem_type = "single_label_classification"
     expected = train_plainly(model, batches).losses
-    trainer = make_trainer([unpadding, compiled], model=model, batches=batches, callbacks=[recorder])
-    trainer.fit()
-    trainer.close()
+    trained([unpadding, compiled], model=model, batches=batches, callbacks=[recorder])
     assert_near(recorder.losses, expected)
     assert unpadding.evidence["attention_seen_in"] == "probe"
     assert "scaled_dot_product" in unpadding.evidence["attention"]

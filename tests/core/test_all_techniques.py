@@ -178,10 +178,8 @@ def test_a_failed_run_restores_the_process_flags(case: Case) -> None:
     before = _process_flags()
     bad = plain_batches(1)
     bad[0]["input_ids"] = bad[0]["input_ids"] + 10_000  # not in the vocabulary
-    trainer = make_trainer(case.build_all(), batches=bad)
     with pytest.raises(Exception, match=r"index|Index|range"):
-        trainer.fit()
-    trainer.close()
+        trained(case.build_all(), batches=bad)
     assert _process_flags() == before
 
 

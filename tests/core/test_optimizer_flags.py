@@ -24,7 +24,7 @@ from composer_speedups.algorithms.fused_optimizer.triton_step import TritonStep,
 from composer_speedups.core.errors import NotEngagedError, TechniqueError
 from composer_speedups.core.operator_recorder import OperatorRecorder
 from tests.core.test_optimizer_swaps import grouped_adamw
-from tests.helpers.common import batch, make_trainer, tiny_bert
+from tests.helpers.common import batch, make_trainer, tiny_bert, trained
 
 both_techniques = pytest.mark.parametrize("technique", [ForEachOptimizer, FusedOptimizer])
 
@@ -349,7 +349,5 @@ def test_a_tensor_rate_is_refused_by_name_or_works() -> None:
     trainer.fit()
     trainer.close()
     fused = FusedOptimizer()
-    trainer = make_trainer([fused], model=model, optimizer=optimizer())
-    trainer.fit()
-    trainer.close()
+    trained([fused], model=model, optimizer=optimizer())
     assert fused.engaged is True

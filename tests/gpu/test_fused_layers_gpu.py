@@ -34,7 +34,7 @@ from tests.core.test_custom_models import (
     plain_max,
     plain_mean,
 )
-from tests.helpers.common import batch, make_trainer, plain_batches, tiny_bert
+from tests.helpers.common import batch, make_trainer, plain_batches, tiny_bert, trained
 from tests.helpers.masks import masked_batch, random_masks
 from tests.helpers.models import FUSED, HEADS, tiny_model
 from tests.helpers.waiting import no_waiting
@@ -156,9 +156,7 @@ def test_a_changed_layer_computes_the_same_as_in_the_stock_model(change: Any, re
 def test_your_own_model_is_compared_and_trains_with_the_kernels(with_graphs: bool) -> None:
     fused, graphs = FusedLayers(), CUDAGraphs()
     algorithms = [fused, Unpadding(), MixedPrecision("bf16"), *([graphs] if with_graphs else [])]
-    trainer = make_trainer(algorithms, model=CustomModel(Pooling(masked_mean)), batches=plain_batches(6), gpu=True)
-    trainer.fit()
-    trainer.close()
+    trained(algorithms, model=CustomModel(Pooling(masked_mean)), batches=plain_batches(6), gpu=True)
     assert fused.evidence["compared_with_untouched"]["largest_gradient_difference"] < 2e-3
     assert fused.evidence["layers_ran"] == "2 triton"
     if with_graphs:
@@ -168,10 +166,8 @@ def test_your_own_model_is_compared_and_trains_with_the_kernels(with_graphs: boo
 @pytest.mark.parametrize("pool", [plain_mean, plain_max, last_slot])
 def test_a_head_that_reads_padding_is_refused(pool: Any) -> None:
     algorithms = [FusedLayers(), Unpadding(), MixedPrecision("bf16"), CUDAGraphs()]
-    trainer = make_trainer(algorithms, model=CustomModel(Pooling(pool)), gpu=True)
     with pytest.raises(CannotRunError, match="unpadding: its result differs from the untouched model's"):
-        trainer.fit()
-    trainer.close()
+        trained(algorithms, model=CustomModel(Pooling(pool)), gpu=True)
 
 
 @pytest.mark.parametrize("encoders", [1, 2])
