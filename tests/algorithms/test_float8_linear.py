@@ -14,11 +14,7 @@ from torchao.float8 import Float8LinearConfig
 from torchao.float8.float8_linear import Float8Linear as TorchaoLinear
 
 from composer_speedups import Float8Linear, MixedPrecision, TorchCompile, apply_float8_linear
-from composer_speedups.algorithms.float8_linear.modules import (
-    Float8Recorder,
-    RowPaddedFloat8Linear,
-    to_float8,
-)
+from composer_speedups.algorithms.float8_linear.modules import Float8Recorder, RowPaddedFloat8Linear, to_float8
 from composer_speedups.core.errors import NotEngagedError, TechniqueError
 from composer_speedups.core.requirements import Context
 from composer_speedups.core.technique import screen

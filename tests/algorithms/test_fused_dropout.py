@@ -103,14 +103,6 @@ def test_each_dropout_site_of_a_model_uses_the_same_mask_in_both_passes(site: st
     assert torch.equal(loss(), loss())
 
 
-@pytest.mark.parametrize("rates", [(0.5, 0.0), (0.0, 0.5), (0.3, 0.3)])
-def test_the_slope_of_the_loss_is_the_gradients_norm(rates: tuple[float, float]) -> None:
-    """In float32; ``rates`` are attention's and the other sites'."""
-    model = fused(tiny_model("bert", dropout=rates[1], attention_dropout=rates[0]))
-    found = slope_over_norm(lambda: 100 * model(**INPUTS).loss, list(model.parameters()), 5, 1e-3)
-    assert found == pytest.approx(1, abs=0.01)
-
-
 def test_the_dropout_rate_of_embeddings() -> None:
     model = fused(without_dropout(tiny_model("bert")))
     (embeddings,) = (module for module in model.modules() if isinstance(module, FusedEmbeddings))

@@ -88,44 +88,6 @@ def test_only_under_a_classification_head_the_last_layer_computes_first_tokens_o
         assert not hidden[1].any()  # a row without a token
 
 
-def test_your_own_model_gets_the_states_of_every_token() -> None:
-    class Mine(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.bert = tiny_bert().bert
-
-    mine = Mine()
-    apply_unpadding(mine)
-    apply_fused_layers(mine)
-    with torch.no_grad():
-        assert mine.bert(**without_labels(batch([5, 9]))).last_hidden_state[:, 1:].any()
-    assert [layer.ran for layer in layers_of(mine)] == ["torch", "torch"]
-
-
-def test_dropout_is_off_in_eval_mode() -> None:
-    model = fused(tiny_bert(dropout=0.5)).train()
-    inputs = batch([6, 9, 12])
-    assert not torch.equal(model(**inputs).logits, model(**inputs).logits)
-    model.eval()
-    assert torch.equal(model(**inputs).logits, model(**inputs).logits)
-    assert_near([model(**inputs).logits], [tiny_bert(dropout=0.5).eval()(**inputs).logits])
-
-
-def test_hidden_states_are_computed_by_the_stock_layers() -> None:
-    model, inputs = tiny_bert(), batch([6, 9])
-    ours = fused(model)
-    expected = model(**inputs, output_hidden_states=True).hidden_states
-    assert_near(list(ours(**inputs, output_hidden_states=True).hidden_states), list(expected))
-    assert [layer.ran for layer in layers_of(ours)] == ["stock", "stock"]
-
-
-def test_a_second_call_changes_nothing_and_another_setting_is_refused() -> None:
-    model = fused(tiny_bert())
-    assert apply_fused_layers(model) == []
-    with pytest.raises(ValueError, match="fused layers with last_layer='needed'; to use last_layer='all', build"):
-        apply_fused_layers(model, "all")
-
-
 def test_missing_unpadding_and_unsupported_layers_are_refused() -> None:
     with pytest.raises(ValueError, match="add unpadding"):
         apply_fused_layers(tiny_bert())

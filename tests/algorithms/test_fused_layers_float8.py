@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from composer_speedups import FusedLayers, Unpadding, apply_fused_layers, apply_unpadding, recommended
+from composer_speedups import FusedLayers, Unpadding, apply_fused_layers, apply_unpadding
 from composer_speedups.algorithms.fused_layers import functional
 from composer_speedups.algorithms.fused_layers.functional import float8_scales, load_float8_scales
 from composer_speedups.core.errors import NotEngagedError, TechniqueError
@@ -108,10 +108,6 @@ def test_sixteen_bit_checkpoints_have_no_scales() -> None:
     trainer = make_trainer([technique, Unpadding()], batches=plain_batches(2))
     assert technique.state_dict()["float8_scales"] == []
     trainer.close()
-
-
-def test_the_recommended_set_uses_sixteen_bits() -> None:
-    assert {t.precision for t in recommended() if isinstance(t, FusedLayers)} == {"autocast"}
 
 
 def test_scales_of_another_model_are_refused(on_any_device: None) -> None:

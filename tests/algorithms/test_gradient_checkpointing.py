@@ -8,12 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from composer_speedups import (
-    GradientCheckpointing,
-    MemoryAnatomy,
-    TorchCompile,
-    apply_gradient_checkpointing,
-)
+from composer_speedups import GradientCheckpointing, MemoryAnatomy, TorchCompile, apply_gradient_checkpointing
 from composer_speedups.algorithms.gradient_checkpointing import recompute
 from composer_speedups.core.errors import NotEngagedError
 from tests.helpers.blocks import Plain, assert_equal, step

@@ -20,14 +20,7 @@ from transformers import (
     RobertaForSequenceClassification,
 )
 
-from composer_speedups import (
-    ForEachOptimizer,
-    FusedOptimizer,
-    LoRA,
-    apply_lora,
-    merged_state_dict,
-    save_adapter,
-)
+from composer_speedups import ForEachOptimizer, FusedOptimizer, LoRA, apply_lora, merged_state_dict, save_adapter
 from composer_speedups.algorithms.lora.adapters import trained_copies
 from composer_speedups.core.errors import ConfigError, TechniqueError
 from composer_speedups.core.registry import build_techniques

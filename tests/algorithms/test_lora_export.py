@@ -12,18 +12,9 @@ from composer.models import HuggingFaceModel
 from peft import PeftModel
 from safetensors.torch import load_file
 from torch import nn
-from transformers import (
-    AutoModelForSequenceClassification,
-    BertConfig,
-    BertForMaskedLM,
-)
+from transformers import AutoModelForSequenceClassification, BertConfig, BertForMaskedLM
 
-from composer_speedups import (
-    LoRA,
-    apply_lora,
-    merged_state_dict,
-    save_adapter,
-)
+from composer_speedups import LoRA, apply_lora, merged_state_dict, save_adapter
 from composer_speedups.algorithms.lora.adapters import adapted_layers
 from tests.helpers.adapters import QUERIES_AND_VALUES, TINY, trained_bert
 from tests.helpers.common import awkward_batches, final_weights, tiny_bert, trained

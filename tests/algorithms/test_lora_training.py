@@ -9,14 +9,7 @@ import pytest
 import torch
 from composer.models import HuggingFaceModel
 
-from composer_speedups import (
-    GradientCheckpointing,
-    LoRA,
-    MixedPrecision,
-    SDPAAttention,
-    TorchCompile,
-    apply_lora,
-)
+from composer_speedups import GradientCheckpointing, LoRA, MixedPrecision, SDPAAttention, TorchCompile, apply_lora
 from composer_speedups.algorithms.lora.adapters import adapted_layers, trained_copies
 from composer_speedups.core.errors import NotEngagedError
 from composer_speedups.tasks.classification import Classification

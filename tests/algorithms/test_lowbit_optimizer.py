@@ -174,14 +174,6 @@ def test_a_closure_runs_once_with_gradients() -> None:
     assert all(len(optimizer.state[p]) for p in model.parameters())
 
 
-def test_a_second_call_changes_nothing_and_other_settings_are_refused() -> None:
-    model = tiny_bert()
-    optimizer = apply_lowbit_optimizer(model, grouped_adamw(model), 8)
-    assert apply_lowbit_optimizer(model, optimizer, 8) is optimizer
-    with pytest.raises(ValueError, match="already"):
-        apply_lowbit_optimizer(model, optimizer, 4)
-
-
 @pytest.mark.parametrize("wrong", [16, "8", None])
 def test_other_widths_are_refused(wrong: Any) -> None:
     with pytest.raises(ValueError, match="bits must be 8, 4 or 'fp8'"):

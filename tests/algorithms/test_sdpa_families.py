@@ -38,20 +38,6 @@ def test_outputs_and_gradients_match_eager(family: Family, head: Head, backend: 
 
 
 @every_model
-def test_padding_is_not_attended_to(family: Family, head: Head) -> None:
-    """A row alone and the same row padded in a batch have equal logits; RoBERTa's positions depend on padding."""
-    model = tiny_model(family, head)
-    apply_sdpa_attention(model, "math")
-    (padded,) = fit_batches(model, plain_batches(1))
-    row, tokens = 1, int(padded["attention_mask"][1].sum())
-    assert tokens < padded["input_ids"].shape[1]
-    alone = {name: value[row : row + 1, :tokens] for name, value in padded.items() if value.ndim == 2}
-    alone["labels"] = padded["labels"][row : row + 1, :tokens] if head == "mlm" else padded["labels"][row : row + 1]
-    whole = {name: value[row : row + 1] for name, value in padded.items()}
-    assert_near(real_logits(model, [whole]), real_logits(model, [alone]))
-
-
-@every_model
 @pytest.mark.pins
 def test_the_evidence_names_the_kernel_of_the_forward_pass(family: Family, head: Head) -> None:
     model, technique, recorder = tiny_model(family, head), SDPAAttention(), Recorder()

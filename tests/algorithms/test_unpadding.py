@@ -184,17 +184,6 @@ def test_gradient_checkpointing_recomputes_packed_layers(reentrant: bool) -> Non
     assert encoder_of(model).ran == "unpadded"
 
 
-def test_low_rank_adapters_train_on_packed_tokens() -> None:
-    peft = pytest.importorskip("peft")
-    adapted = []
-    for each in pair("bert"):
-        torch.manual_seed(0)
-        adapted.append(peft.get_peft_model(each, peft.LoraConfig(target_modules=["query", "value"], r=2)))
-    compare(adapted[0], adapted[1], batch([3, 9, 12, 1]))
-    assert any("lora_B" in name for name in gradients(adapted[1]))
-    assert encoder_of(adapted[1]).ran == "unpadded"
-
-
 def test_unsupported_models_are_refused_and_not_changed() -> None:
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
     config = BertConfig(vocab_size=64, **sizes)

@@ -14,7 +14,7 @@ from transformers import AutoModelForQuestionAnswering
 from transformers.models.bert import modeling_bert
 from transformers.models.bert.modeling_bert import BertEncoder
 
-from composer_speedups import SDPAAttention, TorchCompile, Unpadding, apply_unpadding
+from composer_speedups import TorchCompile, Unpadding, apply_unpadding
 from composer_speedups.algorithms.unpadding.evidence import FirstForward, _probe_attention
 from composer_speedups.core.errors import NotEngagedError, TechniqueError
 from composer_speedups.packing.encoder import UnpaddedEncoder, unpadded_encoders
@@ -23,7 +23,6 @@ from tests.helpers.exhaustive import SCOPES, family_params
 from tests.helpers.jobs import run
 from tests.helpers.masks import masked_batch
 from tests.helpers.models import UNPADDED, Family, tiny_model
-from tests.helpers.ranks import on_ranks
 from tests.reference.loop import train_plainly
 from tests.reference.tolerance import assert_near
 
@@ -134,11 +133,6 @@ def test_question_answering_is_refused_and_not_changed(family: Family) -> None:
     assert not unpadded_encoders(model)
 
 
-def test_sdpa_conflicts() -> None:
-    with pytest.raises(TechniqueError, match="unpadding brings its own"):
-        make_trainer([Unpadding(), SDPAAttention()])
-
-
 class Shorten(Algorithm):
     """An algorithm that changes batches after they were loaded."""
 
@@ -202,14 +196,6 @@ def test_micro_batches_and_evaluation_never_count_tokens_on_the_device(monkeypat
         assert report["throughput"]["padding_fraction"] == pytest.approx(padded["throughput"]["padding_fraction"])
         saved = report["algorithms"]["unpadding"]["evidence"]["padding_of_the_run"]
         assert 0 < saved < 1
-
-
-def test_two_ranks_reach_the_loss_of_one() -> None:
-    one = job("run_name=one", "trainer.max_duration=1ep")
-    two, _ = on_ranks(lambda: job("run_name=two", "trainer.max_duration=1ep"))
-    assert two["training"]["ranks"] == 2
-    assert two["metrics"]["loss"] == pytest.approx(one["metrics"]["loss"], rel=1e-3)
-    assert two["algorithms"]["unpadding"]["engaged"]
 
 
 def test_the_evidence_is_of_the_first_forward_pass() -> None:

@@ -186,11 +186,6 @@ def test_a_conflict_is_declared_once_and_refused_in_either_order(pair: tuple[str
             assert all(name in str(error.value) for name in (*pair, reason))
 
 
-def test_a_conflict_stops_a_plain_composer_trainer() -> None:
-    with pytest.raises(TechniqueError, match="conflicts with fused_optimizer"):
-        make_trainer([FusedOptimizer(), ForEachOptimizer()])
-
-
 @pytest.mark.parametrize("technique", [FastLayerNorm, TF32Matmul])
 def test_on_unavailable_warn_is_suggested_only_if_it_is_not_set(technique: Any) -> None:
     with pytest.raises(

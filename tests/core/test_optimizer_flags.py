@@ -14,12 +14,7 @@ from composer.core import Precision
 from composer.optim import DecoupledAdamW
 from torch import Tensor
 
-from composer_speedups import (
-    ForEachOptimizer,
-    FusedOptimizer,
-    apply_foreach_optimizer,
-    apply_fused_optimizer,
-)
+from composer_speedups import ForEachOptimizer, FusedOptimizer, apply_foreach_optimizer, apply_fused_optimizer
 from composer_speedups.algorithms.fused_optimizer.triton_step import TritonStep, running_step, triton_step_of
 from composer_speedups.core.errors import NotEngagedError, TechniqueError
 from composer_speedups.core.operator_recorder import OperatorRecorder

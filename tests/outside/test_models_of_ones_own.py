@@ -205,11 +205,14 @@ def test_a_head_of_ones_own_is_observed_whatever_its_name() -> None:
     assert ran(model) == ["padded"]
 
 
-@pytest.mark.parametrize("head", ["pretraining", "as many labels as slots", "regression"])
+@pytest.mark.parametrize("head", ["classification", "pretraining", "as many labels as slots", "regression"])
 def test_a_row_without_tokens_stays_padded_if_its_first_slot_is_read(head: str) -> None:
     inputs = without_labels(batch([5, 0, 9], 12))
-    if head == "pretraining":
-        model: Any = of(BertForPreTraining)
+    if head == "classification":
+        model: Any = tiny_bert()
+        inputs["labels"] = torch.tensor([0, 1, 1])
+    elif head == "pretraining":
+        model = of(BertForPreTraining)
         inputs["labels"] = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
         inputs["next_sentence_label"] = torch.tensor([0, 1, 0])
     elif head == "regression":

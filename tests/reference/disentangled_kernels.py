@@ -14,11 +14,7 @@ from torch import Tensor
 from composer_speedups import apply_unpadding
 from composer_speedups.algorithms.fused_layers.layer import disentangled_layer
 from composer_speedups.families.family import DropoutRates, family_named
-from composer_speedups.kernels.disentangled_attention import (
-    attend,
-    disentangled_backward,
-    disentangled_forward,
-)
+from composer_speedups.kernels.disentangled_attention import attend, disentangled_backward, disentangled_forward
 from composer_speedups.packing.disentangled_attention import Relative
 from composer_speedups.packing.tokens import make_plan
 from tests.helpers.models import tiny_model
