@@ -16,7 +16,7 @@ from composer_speedups.core.errors import NotEngagedError, TechniqueError
 from composer_speedups.core.optimizer_evidence import state_bits
 from composer_speedups.core.requirements import Context
 from composer_speedups.core.technique import screen
-from tests.helpers.common import final_weights, make_trainer, plain_batches, tiny_bert, trained
+from tests.helpers.common import final_weights, make_trainer, plain_batches, step_alike, tiny_bert, trained
 from tests.reference.loop import EPS
 
 EIGHT: dict[str, Any] = {"bits": 8, "min_8bit_size": 1024}  # tiny_bert's matrices have 1024 and 2048 values
@@ -30,15 +30,6 @@ def grouped_adamw(model: nn.Module) -> torch.optim.AdamW:
         {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=1e-3, eps=EPS, weight_decay=0.1, foreach=False)
-
-
-def step_alike(models: list[Any], optimizers: list[Any], steps: int = 5) -> None:
-    for step in range(steps):
-        for model, optimizer in zip(models, optimizers, strict=True):
-            generator = torch.Generator().manual_seed(step)
-            for parameter in model.parameters():
-                parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.device)
-            optimizer.step()
 
 
 def test_at_32_bits_it_is_adamw() -> None:

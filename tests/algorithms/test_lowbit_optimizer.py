@@ -17,16 +17,9 @@ from composer_speedups.core.errors import NotEngagedError, TechniqueError
 from composer_speedups.core.optimizer_evidence import state_bits
 from composer_speedups.core.requirements import Context
 from composer_speedups.core.technique import screen
-from tests.helpers.common import make_trainer, tiny_bert, trained
-from tests.reference.loop import EPS
+from tests.helpers.common import grouped_adamw, make_trainer, step_alike, tiny_bert, trained
 
 every_width = pytest.mark.parametrize("bits", [8, 4, "fp8"])
-
-
-def grouped_adamw(model: nn.Module) -> torch.optim.AdamW:
-    parameters = list(model.parameters())
-    groups = [{"params": parameters[::2], "lr": 2e-3}, {"params": parameters[1::2], "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=1e-3, eps=EPS, weight_decay=0.1, foreach=False)
 
 
 # Why embeddings jump with low-bit state.
@@ -150,12 +143,7 @@ def test_with_float32_state_it_equals_adamw(bits: Any) -> None:
     models = [tiny_bert(), tiny_bert()]
     optimizers: list[Any] = [grouped_adamw(model) for model in models]
     optimizers[1] = apply_lowbit_optimizer(models[1], optimizers[1], bits)  # no parameter has 4096 values
-    for step in range(5):
-        for model, optimizer in zip(models, optimizers, strict=True):
-            generator = torch.Generator().manual_seed(step)
-            for parameter in model.parameters():
-                parameter.grad = torch.randn(parameter.shape, generator=generator)
-            optimizer.step()
+    step_alike(models, optimizers)
     torch.testing.assert_close(dict(models[1].named_parameters()), dict(models[0].named_parameters()))
 
 
