@@ -59,7 +59,7 @@ _TESTS = {  # in addition to files named after the module or its folder
     ],
     "algorithms/foreach_optimizer/": ["core/test_optimizer_flags.py"],
     "algorithms/fused_optimizer/": ["core/test_optimizer_flags.py"],
-    "algorithms/fast_layernorm/": ["algorithms/test_fused_layernorm.py", "algorithms/test_layernorm_refusals.py"],
+    "algorithms/fast_layernorm/": ["algorithms/test_fast_layernorm.py"],
     "algorithms/bnb_optimizer/": ["algorithms/test_stable_embedding.py"],
     "algorithms/lowbit_optimizer/": ["algorithms/test_lowbit_compiled.py"],
     "algorithms/torch_compile/": ["algorithms/test_compile_cache.py"],

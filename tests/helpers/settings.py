@@ -89,7 +89,7 @@ ENTRIES: dict[str, Entry] = {
     "empty_cache": Entry(gpu_variants=[{"every": 2}], evidence=("times_emptied",)),
     "fast_layernorm": Entry(
         [{}],
-        gpu_variants=[{}, {"implementation": "triton"}],  # apex: a stand-in, in test_fused_layernorm.py
+        gpu_variants=[{}, {"implementation": "triton"}],  # apex: a stand-in, in test_fast_layernorm.py
         needs=BF16,
         dtype=torch.bfloat16,
         loss_bound=0.05,
