@@ -22,6 +22,7 @@ from tests.helpers.common import (
     tiny_bert,
     trained,
 )
+from tests.helpers.exhaustive import others_exhaustive
 from tests.helpers.settings import Case, cases
 from tests.reference.loop import eval_logits, train_plainly
 from tests.reference.tolerance import assert_near
@@ -146,7 +147,7 @@ def test_the_tolerances_match_the_declared_exactness(gpu: bool) -> None:
         assert len(entry.same) == 4 or kind == "recipe", f"{case.id}: only a recipe may differ from the untouched model"
 
 
-@every_technique
+@pytest.mark.parametrize("case", others_exhaustive(cases(), lambda case: case.name != "torch_compile"))  # it takes 10 s
 @pytest.mark.pins
 def test_outputs_gradients_and_weights_match_the_untouched_model(case: Case) -> None:
     _check_parity(case, gpu=False)
