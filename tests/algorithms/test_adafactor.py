@@ -11,7 +11,7 @@ from torch.optim import AdamW
 
 from composer_speedups import AdafactorOptimizer, apply_adafactor
 from composer_speedups.core.errors import NotEngagedError
-from tests.helpers.common import make_trainer, plain_batches, tiny_bert
+from tests.helpers.common import make_trainer, plain_batches, tiny_bert, trained
 
 
 def reference_update(gradients: list[Tensor], lr: float) -> Tensor:
@@ -50,9 +50,7 @@ def test_a_step_has_the_size_of_the_learning_rate(scale: bool) -> None:
 
 def test_the_state_is_smaller_than_adamws() -> None:
     technique = AdafactorOptimizer()
-    trainer = make_trainer([technique])
-    trainer.fit()
-    trainer.close()
+    trained([technique])
     evidence = technique.evidence
     matrices = sum(p.ndim > 1 for p in tiny_bert().parameters())
     assert evidence["factored"] == f"{matrices} of {matrices}"
@@ -63,9 +61,7 @@ def test_the_state_is_smaller_than_adamws() -> None:
 
 def test_states_of_the_two_variants_are_not_interchangeable() -> None:
     technique = AdafactorOptimizer(scale_parameter=True)
-    trainer = make_trainer([technique], batches=plain_batches(1))
-    trainer.fit()
-    trainer.close()
+    trainer = trained([technique], batches=plain_batches(1))
     assert technique.evidence["optimizer"] == "Adafactor(scale_parameter=True)"
     state = trainer.state.optimizers[0].state_dict()
     other = apply_adafactor(AdamW(tiny_bert().parameters()))

@@ -15,8 +15,7 @@ from composer_speedups import ApexOptimizer, apply_apex_optimizer
 from composer_speedups.core.errors import NotEngagedError, TechniqueError
 from composer_speedups.core.requirements import Context
 from composer_speedups.core.technique import screen
-from tests.helpers.common import final_weights, make_trainer, plain_batches, tiny_bert
-from tests.reference.loop import EPS
+from tests.helpers.common import final_weights, grouped_adamw, make_trainer, plain_batches, tiny_bert, trained
 from tests.reference.tolerance import assert_near
 
 
@@ -88,12 +87,6 @@ class OnTheCPU(ApexOptimizer):
         return list(super().requirements(context))[:1]
 
 
-def grouped(model: Any) -> AdamW:
-    parameters = list(model.parameters())
-    groups = [{"params": parameters[::2], "lr": 2e-3}, {"params": parameters[1::2], "weight_decay": 0.0}]
-    return AdamW(groups, lr=1e-3, eps=EPS, weight_decay=0.1, foreach=False)
-
-
 def test_without_apex_the_error_says_how_to_install_it() -> None:
     if "apex" in sys.modules:
         pytest.skip("Apex is installed")
@@ -121,12 +114,10 @@ def test_it_trains_like_adamw_with_groups_and_a_schedule(apex: Any) -> None:
     final, technique = [], OnTheCPU()
     for algorithms in ([], [technique]):
         model = tiny_bert()
-        optimizer = grouped(model)
+        optimizer = grouped_adamw(model)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.1)
         settings = {"schedulers": schedule, "step_schedulers_every_batch": True}
-        trainer = make_trainer(algorithms, model=model, optimizer=optimizer, **settings)
-        trainer.fit()
-        trainer.close()
+        trainer = trained(algorithms, model=model, optimizer=optimizer, **settings)
         final.append(([g["lr"] for g in trainer.state.optimizers[0].param_groups], final_weights(trainer)))
     assert final[1][0] == final[0][0] == pytest.approx([2e-5, 1e-5])
     assert_near(final[1][1], final[0][1])
@@ -135,9 +126,7 @@ def test_it_trains_like_adamw_with_groups_and_a_schedule(apex: Any) -> None:
 
 def test_resuming_keeps_its_groups_step_count(apex: Any, tmp_path: Any) -> None:
     def train(**kwargs: Any) -> Any:
-        trainer = make_trainer([OnTheCPU()], model=tiny_bert(dropout=0.1), batches=plain_batches(4), **kwargs)
-        trainer.fit()
-        trainer.close()
+        trainer = trained([OnTheCPU()], model=tiny_bert(dropout=0.1), batches=plain_batches(4), **kwargs)
         return final_weights(trainer)
 
     saving = {"save_interval": "2ba", "save_filename": "ba{batch}.pt", "save_latest_filename": None}
@@ -151,10 +140,8 @@ def test_another_fused_adam_is_detected(apex: Any) -> None:
             super().__init__(groups)
 
     apex.FusedAdam = Impostor
-    trainer = make_trainer([OnTheCPU()])
     with pytest.raises(NotEngagedError, match="FusedAdam counted no step"):
-        trainer.fit()
-    trainer.close()
+        trained([OnTheCPU()])
 
 
 def test_apex_without_cuda_extensions_is_refused(apex: Any) -> None:

@@ -1,23 +1,28 @@
-"""bitsandbytes' AdamW: parity at 32 bits, which state is 8-bit, cleanup of its managers, loading and paging."""
+"""bitsandbytes' AdamW: parity at 32 bits, 8-bit state, its managers, paging, and StableEmbedding."""
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from composer.models import HuggingFaceModel
 from torch import Tensor, nn
-from transformers import BertConfig, BertForSequenceClassification
+from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification
 
 from composer_speedups import BnbOptimizer, apply_bnb_optimizer
 from composer_speedups.algorithms.bnb_optimizer.functional import page_again, paged_tensors
+from composer_speedups.algorithms.bnb_optimizer.stable_embedding import apply_stable_embedding, folded_weights
 from composer_speedups.core.errors import NotEngagedError, TechniqueError
 from composer_speedups.core.optimizer_evidence import state_bits
 from composer_speedups.core.requirements import Context
 from composer_speedups.core.technique import screen
-from tests.helpers.common import final_weights, make_trainer, plain_batches, tiny_bert
-from tests.reference.loop import EPS
+from composer_speedups.tasks.export import export_model
+from tests.helpers.common import batch, final_weights, make_trainer, plain_batches, step_alike, tiny_bert, trained
+from tests.reference.loop import EPS, eval_logits
+from tests.reference.tolerance import assert_near
 
 EIGHT: dict[str, Any] = {"bits": 8, "min_8bit_size": 1024}  # tiny_bert's matrices have 1024 and 2048 values
 
@@ -30,15 +35,6 @@ def grouped_adamw(model: nn.Module) -> torch.optim.AdamW:
         {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=1e-3, eps=EPS, weight_decay=0.1, foreach=False)
-
-
-def step_alike(models: list[Any], optimizers: list[Any], steps: int = 5) -> None:
-    for step in range(steps):
-        for model, optimizer in zip(models, optimizers, strict=True):
-            generator = torch.Generator().manual_seed(step)
-            for parameter in model.parameters():
-                parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.device)
-            optimizer.step()
 
 
 def test_at_32_bits_it_is_adamw() -> None:
@@ -54,9 +50,7 @@ def test_at_32_bits_it_is_adamw() -> None:
 
 def test_state_is_8_bit_except_for_embeddings_and_small_tensors() -> None:
     technique = BnbOptimizer(**EIGHT)
-    trainer = make_trainer([technique])
-    trainer.fit()
-    trainer.close()
+    trainer = trained([technique])
     optimizer = trainer.state.optimizers[0]
     model: Any = trainer.state.model.model
     for name, parameter in model.named_parameters():
@@ -71,10 +65,8 @@ def test_state_is_8_bit_except_for_embeddings_and_small_tensors() -> None:
 
 
 def test_a_model_too_small_for_it_is_detected() -> None:
-    trainer = make_trainer([BnbOptimizer(8)])  # its largest matrix has 2048 values
     with pytest.raises(NotEngagedError, match=r"no parameter has 8-bit state; lower min_8bit_size \(4096 now\)"):
-        trainer.fit()
-    trainer.close()
+        trained([BnbOptimizer(8)])
 
 
 def test_lost_overrides_are_detected() -> None:
@@ -87,9 +79,7 @@ def test_lost_overrides_are_detected() -> None:
 
 def test_embeddings_get_8_bit_state_if_requested() -> None:
     technique = BnbOptimizer(**EIGHT, embeddings_32bit=False)
-    trainer = make_trainer([technique])
-    trainer.fit()
-    trainer.close()
+    trained([technique])
     assert technique.evidence["embedding_state_bits"] == [8, 32]  # the table of two token types is too small
 
 
@@ -112,25 +102,7 @@ def test_the_global_managers_are_cleaned_up() -> None:
 # Loading.
 
 
-def test_the_state_of_torchs_adamw_is_refused() -> None:
-    technique = BnbOptimizer(**EIGHT)
-    trainer = make_trainer([technique], model=(model := tiny_bert()))
-    plain = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
-    step_alike([model], [plain], 1)
-    swapped = trainer.state.optimizers[0]
-    assert type(swapped).__qualname__ == type(plain).__qualname__, "the class names are the same"
-    swapped.load_state_dict(plain.state_dict())
-    with pytest.raises(TechniqueError, match=r"the loaded state belongs to another optimizer, .* bitsandbytes AdamW"):
-        technique.after_load(trainer.state)
-    trainer.close()
-
-
-def test_other_settings_and_other_widths_are_refused() -> None:
-    model = tiny_bert()
-    optimizer = apply_bnb_optimizer(model, grouped_adamw(model), 8)
-    assert apply_bnb_optimizer(model, optimizer, 8) is optimizer
-    with pytest.raises(ValueError, match="already"):
-        apply_bnb_optimizer(model, optimizer, 32)
+def test_other_widths_are_refused() -> None:
     wrong: Any = 4
     with pytest.raises(ValueError, match="bits must be 8 or 32, not 4"):
         BnbOptimizer(wrong)
@@ -189,7 +161,97 @@ def test_paging_again_keeps_the_values() -> None:
 
 @pytest.mark.gpu
 def test_a_model_too_small_to_page_is_detected() -> None:
-    trainer = make_trainer([BnbOptimizer(32, paged=True)], gpu=True)
     with pytest.raises(NotEngagedError, match="no state tensor is paged"):
+        trained([BnbOptimizer(32, paged=True)], gpu=True)
+
+
+def test_rows_are_normalised_and_the_weight_is_kept() -> None:
+    model = tiny_bert()
+    words = model.bert.embeddings.word_embeddings
+    weight, before = words.weight, words.weight.detach().clone()
+    gain, bias = apply_stable_embedding(model)
+    assert apply_stable_embedding(model) == []
+    assert model.bert.embeddings.word_embeddings is words
+    assert words.weight is weight
+    torch.testing.assert_close(weight.detach(), before, rtol=0, atol=0)
+    torch.testing.assert_close(gain.detach(), before.std(1, correction=0).mean().expand(32))
+    rows = words(torch.arange(1, 9))
+    expected = nn.functional.layer_norm(before[1:9], (32,), gain, bias)
+    torch.testing.assert_close(rows, expected)
+
+
+def test_its_norm_joins_the_group_of_the_other_norms() -> None:
+    model = tiny_bert()
+    technique = BnbOptimizer(**EIGHT, stable_embedding=True)
+    trainer = make_trainer([technique], model=model, optimizer=grouped_adamw(model))
+    norm = model.bert.embeddings.word_embeddings.norm
+    start = norm.weight.detach().clone()
+    groups = trainer.state.optimizers[0].param_groups
+    assert [any(p is norm.bias for p in g["params"]) for g in groups] == [False, True]
+    trainer.fit()
+    trainer.close()
+    assert (norm.weight != start).all()
+    assert technique.evidence["stable_embedding"] == ["model.bert.embeddings.word_embeddings"]
+
+
+def test_a_stable_embedding_that_is_not_trained_is_detected() -> None:
+    trainer = make_trainer([BnbOptimizer(**EIGHT, stable_embedding=True)], model=(model := tiny_bert()))
+    for parameter in model.bert.embeddings.word_embeddings.norm.parameters():
+        parameter.requires_grad_(False)
+    with pytest.raises(NotEngagedError, match="no stable embedding was trained"):
         trainer.fit()
     trainer.close()
+
+
+def test_the_export_is_a_stock_model_with_normalised_rows(tmp_path: Path) -> None:
+    model = tiny_bert()
+    trainer = make_trainer([BnbOptimizer(**EIGHT, stable_embedding=True)], model=model)
+    trainer.fit()
+    export_model(trainer.state, tmp_path / "export")
+    trainer.close()
+    loaded: Any = BertForSequenceClassification.from_pretrained(
+        tmp_path / "export", attn_implementation="eager", output_loading_info=True
+    )
+    stock, info = loaded
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    batches = plain_batches(2)
+    assert_near(eval_logits(stock, batches), eval_logits(model, batches), what="logits of the export")
+    assert "bert.embeddings.word_embeddings.norm.weight" in model.state_dict(), "the model itself is not changed"
+
+
+def masked_lm() -> BertForMaskedLM:
+    torch.manual_seed(0)
+    config = BertConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64)
+    return BertForMaskedLM._from_config(config, attn_implementation="eager")
+
+
+def test_a_tied_decoder_is_kept_and_not_folded_in_the_export() -> None:
+    model = masked_lm()
+    batches = [batch([12, 7, 16, 10], seed=i) for i in range(2)]
+    for each in batches:
+        each["labels"] = each["input_ids"].clone()
+    trainer = trained(
+        [BnbOptimizer(**EIGHT, stable_embedding=True)], model=HuggingFaceModel(model, use_logits=True), batches=batches
+    )
+    words, decoder = model.bert.embeddings.word_embeddings, model.cls.predictions.decoder
+    assert decoder.weight is words.weight
+    assert state_bits(trainer.state.optimizers[0], words.weight) == 32
+    weights = model.state_dict()
+    assert folded_weights(model, weights) is weights
+
+
+def test_refused_models_are_not_changed() -> None:
+    model = tiny_bert()
+    model.bert.embeddings.word_embeddings.weight.requires_grad_(False)
+    optimizer = grouped_adamw(model)
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(ValueError, match="the word embedding is frozen"):
+        apply_bnb_optimizer(model, optimizer, stable_embedding=True)
+    assert type(model.bert.embeddings.word_embeddings) is nn.Embedding
+    assert optimizer.state_dict() == before
+    two = nn.ModuleList([nn.Embedding(4, 4), nn.Embedding(4, 4)])
+    with pytest.raises(ValueError, match="the model has 2 embeddings and no get_input_embeddings"):
+        apply_stable_embedding(two)
+    context = Context(torch.device("cpu"), techniques=frozenset({"lora"}))
+    unmet = [r.reason for r in BnbOptimizer(stable_embedding=True).requirements(context) if not r.met]
+    assert unmet == ["lora freezes the word embedding, and a stable embedding must be trained"]

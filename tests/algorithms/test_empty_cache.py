@@ -7,7 +7,7 @@ import torch
 
 from composer_speedups import EmptyCache, apply_empty_cache
 from composer_speedups.core.errors import NotEngagedError, TechniqueError
-from tests.helpers.common import make_trainer, plain_batches
+from tests.helpers.common import make_trainer, plain_batches, trained
 
 
 @pytest.mark.pins
@@ -39,7 +39,5 @@ def test_the_function_releases_memory() -> None:
 @pytest.mark.parametrize(("every", "times"), [(1, 4), (2, 3), (100, 1)])
 def test_it_runs_after_the_first_batch_and_then_at_its_interval(every: int, times: int) -> None:
     technique = EmptyCache(every=every)
-    trainer = make_trainer([technique], batches=plain_batches(4), gpu=True)
-    trainer.fit()
-    trainer.close()
+    trained([technique], batches=plain_batches(4), gpu=True)
     assert technique.evidence["times_emptied"] == times

@@ -14,15 +14,12 @@ from torchao.float8 import Float8LinearConfig
 from torchao.float8.float8_linear import Float8Linear as TorchaoLinear
 
 from composer_speedups import Float8Linear, MixedPrecision, TorchCompile, apply_float8_linear
-from composer_speedups.algorithms.float8_linear.modules import (
-    Float8Recorder,
-    RowPaddedFloat8Linear,
-    to_float8,
-)
+from composer_speedups.algorithms.float8_linear.modules import Float8Recorder, RowPaddedFloat8Linear, to_float8
 from composer_speedups.core.errors import NotEngagedError, TechniqueError
 from composer_speedups.core.requirements import Context
 from composer_speedups.core.technique import screen
-from tests.helpers.common import Recorder, awkward_batches, batch, make_trainer, plain_batches, tiny_bert
+from tests.helpers.common import Recorder, awkward_batches, batch, make_trainer, plain_batches, tiny_bert, trained
+from tests.helpers.exhaustive import SCOPES
 from tests.helpers.models import tiny_model
 from tests.reference.loop import train_plainly
 from tests.reference.tolerance import assert_near
@@ -162,9 +159,7 @@ def test_gradients_of_a_model_have_a_high_cosine_similarity(recipe: Any) -> None
 @pytest.mark.parametrize("batches", [awkward_batches(), plain_batches(2)], ids=["awkward", "plain"])
 def test_it_counts_the_matmuls_of_the_first_forward_pass(batches: Any) -> None:
     technique = Float8Linear(emulate=True)
-    trainer = make_trainer([bf16(), technique], batches=batches)
-    trainer.fit()
-    trainer.close()
+    trained([bf16(), technique], batches=batches)
     assert technique.evidence == {
         "modules": 12,
         "recipe": "tensorwise",
@@ -225,7 +220,7 @@ def test_unmet_requirements_and_wrong_settings() -> None:
         make_trainer([bf16(), Float8Linear(min_features=1000, emulate=True)])
 
 
-@pytest.mark.parametrize("scope", ["model", "blocks"])
+@pytest.mark.parametrize("scope", SCOPES)
 def test_compiled_code_matches_eager_and_is_probed(scope: Any) -> None:
     check_compiled("tensorwise", scope, "aot_eager", gpu=False)
 
@@ -235,11 +230,7 @@ def check_compiled(recipe: Any, scope: Any, backend: str, *, gpu: bool) -> None:
     for others in ([], [TorchCompile(scope, backend)]):
         recorder, technique = Recorder(), Float8Linear(recipe, emulate=not gpu)
         model, batches = tiny_model("bert", layers=1), [plain_batches(1)[0], batch([14, 0, 5])]  # 42 rows need padding
-        trainer = make_trainer(
-            [bf16(), technique, *others], model=model, batches=batches, callbacks=[recorder], gpu=gpu
-        )
-        trainer.fit()
-        trainer.close()
+        trained([bf16(), technique, *others], model=model, batches=batches, callbacks=[recorder], gpu=gpu)
         losses.append(recorder.losses)
         assert technique.evidence["seen_in"] == ("probe" if others else "forward pass")
         assert technique.evidence["float8_matmuls"] > 0

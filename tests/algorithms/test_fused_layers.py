@@ -21,7 +21,8 @@ from composer_speedups.packing import encoder as packed_encoder
 from composer_speedups.recommendation import RECOMMENDED
 from composer_speedups.train.config.load import load_config
 from tests.conftest import ROOT
-from tests.helpers.common import batch, make_trainer, plain_batches, tiny_bert, tiny_config, without_labels
+from tests.helpers.common import batch, make_trainer, plain_batches, tiny_bert, tiny_config, trained, without_labels
+from tests.helpers.exhaustive import family_params
 from tests.helpers.masks import masked_batch, random_masks, real_logits
 from tests.helpers.models import FUSED, HEADS, tiny_model
 from tests.reference.loop import gradients
@@ -40,7 +41,7 @@ def layers_of(model: nn.Module) -> list[FusedLayer]:
 
 
 @pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("family", FUSED)
+@pytest.mark.parametrize("family", family_params(FUSED))
 def test_outputs_and_gradients_match_the_untouched_model(family: Any, head: Any) -> None:
     model = tiny_model(family, head)
     ours = fused(model)
@@ -87,44 +88,6 @@ def test_only_under_a_classification_head_the_last_layer_computes_first_tokens_o
         assert not hidden[1].any()  # a row without a token
 
 
-def test_your_own_model_gets_the_states_of_every_token() -> None:
-    class Mine(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.bert = tiny_bert().bert
-
-    mine = Mine()
-    apply_unpadding(mine)
-    apply_fused_layers(mine)
-    with torch.no_grad():
-        assert mine.bert(**without_labels(batch([5, 9]))).last_hidden_state[:, 1:].any()
-    assert [layer.ran for layer in layers_of(mine)] == ["torch", "torch"]
-
-
-def test_dropout_is_off_in_eval_mode() -> None:
-    model = fused(tiny_bert(dropout=0.5)).train()
-    inputs = batch([6, 9, 12])
-    assert not torch.equal(model(**inputs).logits, model(**inputs).logits)
-    model.eval()
-    assert torch.equal(model(**inputs).logits, model(**inputs).logits)
-    assert_near([model(**inputs).logits], [tiny_bert(dropout=0.5).eval()(**inputs).logits])
-
-
-def test_hidden_states_are_computed_by_the_stock_layers() -> None:
-    model, inputs = tiny_bert(), batch([6, 9])
-    ours = fused(model)
-    expected = model(**inputs, output_hidden_states=True).hidden_states
-    assert_near(list(ours(**inputs, output_hidden_states=True).hidden_states), list(expected))
-    assert [layer.ran for layer in layers_of(ours)] == ["stock", "stock"]
-
-
-def test_a_second_call_changes_nothing_and_another_setting_is_refused() -> None:
-    model = fused(tiny_bert())
-    assert apply_fused_layers(model) == []
-    with pytest.raises(ValueError, match="fused layers with last_layer='needed'; to use last_layer='all', build"):
-        apply_fused_layers(model, "all")
-
-
 def test_missing_unpadding_and_unsupported_layers_are_refused() -> None:
     with pytest.raises(ValueError, match="add unpadding"):
         apply_fused_layers(tiny_bert())
@@ -145,9 +108,7 @@ def test_missing_unpadding_and_unsupported_layers_are_refused() -> None:
 
 def test_evidence_says_how_each_layer_ran() -> None:
     technique = FusedLayers()
-    trainer = make_trainer([technique, Unpadding()], batches=plain_batches(2))
-    trainer.fit()
-    trainer.close()
+    trained([technique, Unpadding()], batches=plain_batches(2))
     assert technique.evidence == {"layers": 2, "layers_ran": "1 first tokens, 1 torch", "embeddings_ran": "stock"}
 
 
@@ -171,14 +132,10 @@ class NoAttention(Algorithm):
 
 def test_unpadding_accepts_the_fused_layers_own_attention() -> None:
     unpadding = Unpadding()
-    trainer = make_trainer([NoAttention("triton"), FusedLayers("all"), unpadding])
-    trainer.fit()
-    trainer.close()
+    trained([NoAttention("triton"), FusedLayers("all"), unpadding])
     assert unpadding.evidence["attention"] == "fused_layers' own"
-    trainer = make_trainer([NoAttention("torch"), FusedLayers("all"), Unpadding()])
     with pytest.raises(NotEngagedError, match="no variable-length attention ran"):
-        trainer.fit()
-    trainer.close()
+        trained([NoAttention("torch"), FusedLayers("all"), Unpadding()])
 
 
 def test_runs_of_the_stock_layers_are_detected() -> None:

@@ -17,6 +17,7 @@ from composer_speedups.algorithms.fused_layers.functional import unfused_layers
 from composer_speedups.algorithms.fused_layers.modules import FusedLayer
 from composer_speedups.core.stock import Untouched
 from tests.helpers.common import batch, tiny_bert
+from tests.helpers.exhaustive import family_params
 from tests.helpers.models import FUSED, Family, tiny_model
 from tests.reference.tolerance import assert_near
 
@@ -55,7 +56,7 @@ CHANGES = [remove_a_bias, quantize, change_the_type]
     "ignore:.*Deprecation.*torchao:UserWarning", "ignore:Config Deprecation:UserWarning"
 )  # torchao's own
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("family", FUSED)
+@pytest.mark.parametrize("family", family_params(FUSED))
 def test_a_layer_whose_parameters_change_runs_its_own_forward(
     family: Family, change: Callable[[nn.Module], None]
 ) -> None:
@@ -83,7 +84,7 @@ def layer_of(model: nn.Module) -> nn.Module:
     return next(m[0] for m in model.modules() if isinstance(m, nn.ModuleList))
 
 
-@pytest.mark.parametrize("family", FUSED)
+@pytest.mark.parametrize("family", family_params(FUSED))
 def test_what_training_does_to_parameters_is_no_change(family: Family) -> None:
     model = tiny_model(family)
     apply_unpadding(model)

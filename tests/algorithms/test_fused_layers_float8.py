@@ -1,6 +1,6 @@
 """fused_layers with 8-bit matmuls, tested without a GPU: settings, refusals and checkpoints.
 
-tests/kernels/test_fused_kernels.py compares the kernels and the layer with plain PyTorch.
+tests/kernels/test_kernels.py compares the kernels and the layer with plain PyTorch.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from composer_speedups import FusedLayers, Unpadding, apply_fused_layers, apply_unpadding, recommended
+from composer_speedups import FusedLayers, Unpadding, apply_fused_layers, apply_unpadding
 from composer_speedups.algorithms.fused_layers import functional
 from composer_speedups.algorithms.fused_layers.functional import float8_scales, load_float8_scales
 from composer_speedups.core.errors import NotEngagedError, TechniqueError
 from composer_speedups.core.stock import model_differences
 from composer_speedups.train.checkpoints.reading import validate
-from tests.helpers.common import batch, make_trainer, plain_batches, tiny_bert, tiny_config
+from tests.helpers.common import batch, make_trainer, plain_batches, tiny_bert, tiny_config, trained
 from tests.helpers.models import tiny_model
 from tests.reference.tolerance import assert_near
 
@@ -98,10 +98,9 @@ def test_a_runs_checkpoint_has_the_scales_of_each_rank(on_any_device: None, monk
 
 def test_a_run_without_an_eight_bit_layer_is_detected(on_any_device: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FusedLayers, "requirements", lambda self, context: ())
-    trainer = make_trainer([FusedLayers(precision="fp8"), Unpadding()], batches=plain_batches(2))
     with pytest.raises(NotEngagedError, match="no layer computed in 8 bits"):
-        trainer.fit()  # on a CPU, the layers run in torch's operators
-    trainer.close()
+        # on a CPU, the layers run in torch's operators
+        trained([FusedLayers(precision="fp8"), Unpadding()], batches=plain_batches(2))
 
 
 def test_sixteen_bit_checkpoints_have_no_scales() -> None:
@@ -109,10 +108,6 @@ def test_sixteen_bit_checkpoints_have_no_scales() -> None:
     trainer = make_trainer([technique, Unpadding()], batches=plain_batches(2))
     assert technique.state_dict()["float8_scales"] == []
     trainer.close()
-
-
-def test_the_recommended_set_uses_sixteen_bits() -> None:
-    assert {t.precision for t in recommended() if isinstance(t, FusedLayers)} == {"autocast"}
 
 
 def test_scales_of_another_model_are_refused(on_any_device: None) -> None:

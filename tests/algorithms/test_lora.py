@@ -1,15 +1,20 @@
-"""LoRA: trained and frozen parameters, their parameter groups, and settings."""
+"""LoRA: trained and frozen parameters, their groups, settings, exports, and training with other techniques."""
 
 from __future__ import annotations
 
+import copy
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from composer.models import HuggingFaceModel
-from peft import get_peft_model
+from peft import PeftModel, get_peft_model
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import (
+    AutoModelForSequenceClassification,
     BertConfig,
     BertForMaskedLM,
     DistilBertConfig,
@@ -23,18 +28,52 @@ from transformers import (
 from composer_speedups import (
     ForEachOptimizer,
     FusedOptimizer,
+    GradientCheckpointing,
     LoRA,
+    MixedPrecision,
+    SDPAAttention,
+    TorchCompile,
     apply_lora,
     merged_state_dict,
     save_adapter,
 )
-from composer_speedups.algorithms.lora.adapters import trained_copies
-from composer_speedups.core.errors import ConfigError, TechniqueError
+from composer_speedups.algorithms.lora.adapters import adapted_layers, trained_copies
+from composer_speedups.core.errors import ConfigError, NotEngagedError, TechniqueError
 from composer_speedups.core.registry import build_techniques
-from tests.helpers.adapters import QUERIES_AND_VALUES, TINY, two_groups
-from tests.helpers.common import awkward_batches, make_trainer, tiny_bert
+from composer_speedups.tasks.classification import Classification
+from composer_speedups.tasks.models import FinetuneModel
+from tests.helpers.common import awkward_batches, batch, final_weights, make_trainer, plain_batches, tiny_bert, trained
+from tests.helpers.jobs import run
 from tests.reference.loop import eval_logits, gradients
 from tests.reference.tolerance import assert_near
+
+TINY: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+QUERIES_AND_VALUES = [f"bert.encoder.layer.{i}.attention.self.{n}" for i in (0, 1) for n in ("query", "value")]
+
+
+def trained_bert() -> Any:
+    """A tiny BERT with adapters and classifier of some size, as after training."""
+    model = tiny_bert()
+    apply_lora(model, rank=4)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.requires_grad:
+                p.copy_(torch.randn(p.shape, generator=generator) * 0.3)
+    return model
+
+
+def two_groups(model: nn.Module) -> torch.optim.AdamW:
+    named = dict(model.named_parameters())
+    return torch.optim.AdamW(
+        [
+            {"params": [p for n, p in named.items() if "classifier" in n], "lr": 5e-3},
+            {"params": [p for n, p in named.items() if "query" in n and p.ndim > 1], "weight_decay": 0.0},
+            {"params": [p for n, p in named.items() if "embeddings" in n]},
+            {"params": [p for n, p in named.items() if "key" in n]},
+        ],
+        lr=1e-3,
+    )
 
 
 @pytest.mark.pins
@@ -124,11 +163,7 @@ def test_empty_parameter_groups_are_harmless(technique: Any) -> None:
     composer_model = HuggingFaceModel(model, use_logits=True)
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     lora = LoRA()
-    trainer = make_trainer(
-        [lora, *([technique()] if technique else [])], model=composer_model, optimizer=two_groups(model)
-    )
-    trainer.fit()
-    trainer.close()
+    trained([lora, *([technique()] if technique else [])], model=composer_model, optimizer=two_groups(model))
     assert lora.evidence["base_unchanged"]
     after = merged_state_dict(model)
     changed = {n for n, p in before.items() if not torch.equal(p, after[n])}
@@ -137,9 +172,7 @@ def test_empty_parameter_groups_are_harmless(technique: Any) -> None:
 
 def test_the_evidence_counts_trained_parameters() -> None:
     technique = LoRA(rank=4)
-    trainer = make_trainer([technique])
-    trainer.fit()
-    trainer.close()
+    trainer = trained([technique])
     stock = sum(p.numel() for p in tiny_bert().parameters())
     adapters, classifier = 4 * 2 * 4 * 32, 2 * 32 + 2
     assert technique.evidence["modules"] == technique.evidence["adapters_with_gradient"] == 4
@@ -226,3 +259,261 @@ def test_the_yaml_accepts_lists_of_names() -> None:
         build_techniques({"lora": {"targets": "query"}})
     with pytest.raises(ConfigError, match=r"lora.targets must be .*, not \[1\]"):
         build_techniques({"lora": {"targets": [1]}})
+
+
+@pytest.mark.pins
+def test_a_checkpoint_has_base_adapters_and_classifier(tmp_path: Path) -> None:
+    trainer = trained([LoRA()], save_folder=str(tmp_path), save_interval="4ba", save_filename="end.pt")
+    saved = torch.load(tmp_path / "end.pt", weights_only=False)["state"]["model"]
+    torch.testing.assert_close({n: saved[n] for n in final_weights(trainer)}, final_weights(trainer), rtol=0, atol=0)
+    assert "model.classifier.modules_to_save.default.weight" in saved
+    assert f"model.{QUERIES_AND_VALUES[0]}.base_layer.weight" in saved
+
+
+@pytest.mark.pins
+def test_merged_weights_give_the_same_logits_without_changing_the_model() -> None:
+    model, stock, batches = trained_bert(), tiny_bert(seed=5), awkward_batches()
+    before = {n: p.clone() for n, p in model.state_dict().items()}
+    expected = eval_logits(model, batches)
+    stock.load_state_dict(merged_state_dict(model))
+    assert_near(eval_logits(stock, batches), expected)
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    untouched = torch.cat(eval_logits(tiny_bert(), batches))
+    assert (torch.cat(expected) - untouched).abs().max() > 0.1, "the adapters must have an effect"
+
+
+def test_merged_weights_equal_pefts() -> None:
+    ours, theirs = trained_bert(), copy.deepcopy(trained_bert())
+    for layer in adapted_layers(theirs).values():
+        layer.merge()
+    merged = merged_state_dict(ours)
+    assert_near(
+        {n: merged[f"{n}.weight"] for n in adapted_layers(theirs)},
+        {n: layer.get_base_layer().weight.data for n, layer in adapted_layers(theirs).items()},
+    )
+
+
+@pytest.mark.pins
+def test_peft_loads_the_adapter_folder_into_a_fresh_base(tmp_path: Path) -> None:
+    model, batches = trained_bert(), awkward_batches()
+    save_adapter(model, tmp_path / "adapter")
+    save_adapter(HuggingFaceModel(model), tmp_path / "adapter")  # overwrites it, from the ComposerModel
+    loaded = PeftModel.from_pretrained(tiny_bert(), str(tmp_path / "adapter"))
+    assert_near(eval_logits(loaded, batches), eval_logits(model, batches))
+    stock = loaded.merge_and_unload()
+    assert_near(dict(stock.named_parameters()), {n: merged_state_dict(model)[n] for n, _ in stock.named_parameters()})
+    assert sorted(p.name for p in (tmp_path / "adapter").iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+
+
+def test_a_masked_lm_keeps_its_tied_head(tmp_path: Path) -> None:
+    model = BertForMaskedLM(BertConfig(**TINY, intermediate_size=64)).eval()
+    apply_lora(model, targets="all-linear")
+    for layer in adapted_layers(model).values():
+        nn.init.normal_(layer.lora_B["default"].weight)
+    ids = torch.arange(1, 9)[None]
+    model.save_pretrained(tmp_path / "model", state_dict=merged_state_dict(model))
+    save_adapter(model, tmp_path / "adapter")
+    merged = BertForMaskedLM.from_pretrained(tmp_path / "model").eval()
+    assert_near([merged(ids).logits], [model(ids).logits])
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert config["auto_mapping"]["base_model_class"] == "BertForMaskedLM"
+
+
+def test_a_run_exports_the_merged_model_and_the_adapter() -> None:
+    base = tiny_bert_folder()
+    settings = ["model.size=null", "model.init=pretrained", f"model.name={base}", f"data.tokenizer={base}"]
+    lora = "algorithms.lora={rank: 4, targets: [query, key, value]}"
+    report = run("trainer.max_duration=4ba", "algorithms.torch_compile=null", "optimizer.lr=0.02", *settings, lora)
+    evidence = report["algorithms"]["lora"]["evidence"]
+    assert (evidence["modules"], evidence["base_unchanged"]) == (6, True)
+    weights = load_file("runs/quickstart/model/model.safetensors")
+    untouched = AutoModelForSequenceClassification.from_pretrained(base)
+    assert set(weights) == set(untouched.state_dict())
+    merged = AutoModelForSequenceClassification.from_pretrained("runs/quickstart/model")
+    config = json.loads(Path("runs/quickstart/adapter/adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(base)
+    assert (config["r"], config["task_type"]) == (4, "SEQ_CLS")
+    adapted = PeftModel.from_pretrained(
+        AutoModelForSequenceClassification.from_pretrained(config["base_model_name_or_path"]),
+        "runs/quickstart/adapter",
+    )
+    inputs = [{k: v for k, v in b.items() if k != "labels"} for b in awkward_batches()]
+    assert_near(eval_logits(adapted, inputs), eval_logits(merged, inputs))
+    difference = torch.cat(eval_logits(merged, inputs)) - torch.cat(eval_logits(untouched, inputs))
+    assert difference.abs().max() > 1e-3, "nothing was trained"
+
+
+def tiny_bert_folder() -> Path:
+    """Save a base model with a tokenizer and return its folder."""
+    run("trainer.max_duration=1ba", "trainer.eval_batches=1", "algorithms=null", "run_name=base")
+    return Path("runs/base/model").resolve()
+
+
+def test_the_adapter_of_a_random_base_names_no_base_model() -> None:
+    run("trainer.max_duration=1ba", "trainer.eval_batches=1", "algorithms={lora: {}}")
+    config = json.loads(Path("runs/quickstart/adapter/adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] is None
+
+
+def sabotaged(sabotage: Any, technique: LoRA | None = None) -> None:
+    trainer = make_trainer([technique or LoRA()])
+    sabotage(trainer)
+    try:
+        trainer.fit()
+    finally:
+        trainer.close()
+
+
+@pytest.mark.pins
+def test_sabotage_is_detected() -> None:
+    def thaw(trainer: Any) -> None:
+        weight = trainer.state.model.model.bert.pooler.dense.weight.requires_grad_()
+        trainer.state.optimizers[0].param_groups[0]["params"].append(weight)
+
+    def forget(trainer: Any) -> None:
+        trainer.state.optimizers[0].param_groups[0]["params"].pop()
+
+    def forget_all(trainer: Any) -> None:
+        model = copy.deepcopy(trainer.state.model)
+        trainer.state.optimizers[0].param_groups[0]["params"][:] = [p for p in model.parameters() if p.requires_grad]
+
+    def switch_off(trainer: Any) -> None:
+        for layer in adapted_layers(trainer.state.model).values():
+            layer.enable_adapters(False)
+        for wrapper in trained_copies(trainer.state.model).values():
+            wrapper.enable_adapters(False)
+        trainer.state.model.model.bert.embeddings.LayerNorm.weight.requires_grad_()  # so the loss requires grad
+
+    with pytest.raises(NotEngagedError, match="frozen weights were trained"):
+        sabotaged(thaw)
+    with pytest.raises(NotEngagedError, match=r"the optimizer does not have classifier\.modules_to_save"):
+        sabotaged(forget)
+    with pytest.raises(NotEngagedError, match="no step changed an adapter"):
+        sabotaged(forget_all)
+    with pytest.raises(NotEngagedError, match=r"frozen weights were trained|no adapter got a gradient"):
+        sabotaged(switch_off)
+
+
+def test_a_frozen_weight_changed_through_data_is_detected() -> None:
+    """The weight changes through ``.data``, without a gradient and without a new tensor version."""
+
+    def decay(trainer: Any) -> None:
+        weight = trainer.state.model.model.bert.pooler.dense.weight
+        trainer.state.optimizers[0].register_step_post_hook(lambda *_: weight.data.mul_(1 - 1e-5))
+
+    with pytest.raises(NotEngagedError, match=r"frozen weights were trained \(bert\.pooler\.dense\.weight\)"):
+        sabotaged(decay)
+
+
+@pytest.mark.parametrize("undone", [False, True])
+def test_after_a_first_step_with_learning_rate_zero_the_end_of_the_run_decides(undone: bool) -> None:
+    """With a learning-rate warm-up from 0, the first step changes nothing."""
+    technique = LoRA()
+    trainer = make_trainer([technique])
+    optimizer = trainer.state.optimizers[0]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0  # the scheduler changes it from the second batch on
+    if undone:
+        before = [p.detach().clone() for p in optimizer.param_groups[0]["params"]]
+
+        def restore(*_: Any) -> None:
+            for p, old in zip(optimizer.param_groups[0]["params"], before, strict=True):
+                p.data.copy_(old)
+
+        optimizer.register_step_post_hook(restore)
+        with pytest.raises(NotEngagedError, match="no step changed an adapter"):
+            trainer.fit()
+    else:
+        trainer.fit()
+        assert (technique.evidence["parameters_moved"], technique.evidence["adapters_with_gradient"]) == (10, 4)
+    trainer.close()
+
+
+@pytest.mark.parametrize("batches", [2, 3])
+def test_a_run_of_two_batches_may_end_before_the_learning_rate_rises(batches: int) -> None:
+    trainer = make_trainer([LoRA()], batches=plain_batches(batches))
+    optimizer = trainer.state.optimizers[0]
+    optimizer.param_groups[0]["initial_lr"] = 0.01  # of a scheduler that warms up
+    optimizer.register_step_pre_hook(lambda optimizer, *_: [g.update(lr=0.0) for g in optimizer.param_groups] and None)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    if batches == 2:
+        trainer.fit()
+    else:
+        with pytest.raises(NotEngagedError, match="no step changed an adapter"):
+            trainer.fit()
+    trainer.close()
+
+
+def test_a_torch_scheduler_keeps_its_parameter_groups() -> None:
+    model = tiny_bert()
+    optimizer = two_groups(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    trained(
+        [LoRA()],
+        model=HuggingFaceModel(model),
+        optimizer=optimizer,
+        schedulers=scheduler,
+        step_schedulers_every_batch=True,
+    )
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(5e-3 * 0.5**4)
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        lambda: [GradientCheckpointing()],
+        lambda: [SDPAAttention()],
+        lambda: [TorchCompile("blocks", backend="aot_eager")],
+        lambda: [TorchCompile("model", backend="aot_eager"), GradientCheckpointing()],
+    ],
+    ids=["checkpointing", "sdpa", "blocks", "model+checkpointing"],
+)
+def test_with_other_techniques_it_trains_to_the_same_weights(others: Any) -> None:
+    results = []
+    chosen: list[list[Any]] = [[], others()]
+    for algorithms in chosen:
+        model = tiny_bert()
+        model.config.problem_type = "single_label_classification"  # if set in the first batch, it recompiles
+        trainer = trained([LoRA(), *algorithms], model=model)
+        results.append(final_weights(trainer))
+        for technique in algorithms:
+            assert technique.engaged
+            assert technique.evidence.get("graph_breaks", 0) == 0
+            # The first block has its own graph: its input comes from frozen embeddings and requires no gradient.
+            assert technique.evidence.get("recompiles", 0) == (technique.evidence.get("scope") == "blocks")
+    assert_near(results[1], results[0])
+
+
+def test_adapters_stay_float32_under_autocast() -> None:
+    technique = LoRA(dropout=0.1)
+    trainer = trained([MixedPrecision("bf16", allow_cpu=True), technique])
+    assert {w.dtype for w in final_weights(trainer).values()} == {torch.float32}
+
+
+def test_flops_exclude_the_gradients_of_frozen_weights() -> None:
+    full, adapted = FinetuneModel(tiny_bert(), Classification()), FinetuneModel(tiny_bert(), Classification())
+    apply_lora(adapted)
+    inputs = batch([16] * 4)
+    linear = 2 * (4 * 32 * 32 + 2 * 32 * 64)  # weights of two blocks
+    assert full.flops_per_batch(inputs) - adapted.flops_per_batch(inputs) == 2 * 64 * linear
+
+
+def test_a_second_trainer_continues_with_the_same_adapters() -> None:
+    model = tiny_bert()
+    for _ in range(2):
+        technique = LoRA()
+        trainer = trained([technique], model=HuggingFaceModel(model, use_logits=True), batches=plain_batches(2))
+        assert technique.evidence["modules"] == 4
+        assert technique.evidence["base_unchanged"]
+        assert all(p.requires_grad for group in trainer.state.optimizers[0].param_groups for p in group["params"])
+
+
+@pytest.mark.gpu
+def test_a_skipped_fp16_step_is_not_an_error() -> None:
+    technique = LoRA()
+    trained([technique, MixedPrecision("fp16")], gpu=True)
+    assert technique.engaged

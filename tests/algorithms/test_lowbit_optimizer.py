@@ -1,4 +1,4 @@
-"""torchao's low-bit AdamW: why embeddings keep float32 state, the precision of the state, and parity with AdamW."""
+"""torchao's low-bit AdamW: why embeddings keep float32 state, its precision, parity with AdamW, the compiled step."""
 
 from __future__ import annotations
 
@@ -14,19 +14,13 @@ from transformers import BertConfig, BertForSequenceClassification
 
 from composer_speedups import LowBitOptimizer, TorchCompile, apply_lowbit_optimizer
 from composer_speedups.core.errors import NotEngagedError, TechniqueError
+from composer_speedups.core.operator_recorder import compile_counts, counted_apart
 from composer_speedups.core.optimizer_evidence import state_bits
 from composer_speedups.core.requirements import Context
 from composer_speedups.core.technique import screen
-from tests.helpers.common import make_trainer, tiny_bert
-from tests.reference.loop import EPS
+from tests.helpers.common import grouped_adamw, make_trainer, step_alike, tiny_bert, trained
 
 every_width = pytest.mark.parametrize("bits", [8, 4, "fp8"])
-
-
-def grouped_adamw(model: nn.Module) -> torch.optim.AdamW:
-    parameters = list(model.parameters())
-    groups = [{"params": parameters[::2], "lr": 2e-3}, {"params": parameters[1::2], "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=1e-3, eps=EPS, weight_decay=0.1, foreach=False)
 
 
 # Why embeddings jump with low-bit state.
@@ -107,9 +101,7 @@ def test_four_bit_embeddings_do_not_jump() -> None:
 @every_width
 def test_state_is_quantised_except_for_embeddings_and_small_tensors(bits: Any) -> None:
     technique = LowBitOptimizer(bits, min_size=1024)
-    trainer = make_trainer([technique])
-    trainer.fit()
-    trainer.close()
+    trainer = trained([technique])
     optimizer = trainer.state.optimizers[0]
     model: Any = trainer.state.model.model
     width = 4 if bits == 4 else 8
@@ -126,10 +118,8 @@ def test_state_is_quantised_except_for_embeddings_and_small_tensors(bits: Any) -
 
 
 def test_a_model_too_small_for_it_is_detected() -> None:
-    trainer = make_trainer([LowBitOptimizer(8)])  # its largest matrix has 2048 values
     with pytest.raises(NotEngagedError, match=r"no parameter has 8-bit state; lower min_size \(4096 now\)"):
-        trainer.fit()
-    trainer.close()
+        trained([LowBitOptimizer(8)])
 
 
 def test_embeddings_that_lost_their_float32_state_are_detected() -> None:
@@ -142,9 +132,7 @@ def test_embeddings_that_lost_their_float32_state_are_detected() -> None:
 
 def test_embeddings_get_low_bit_state_if_requested() -> None:
     technique = LowBitOptimizer(4, embeddings_32bit=False, min_size=1024)
-    trainer = make_trainer([technique])
-    trainer.fit()
-    trainer.close()
+    trained([technique])
     assert technique.evidence["embedding_state_bits"] == [4, 32]  # the table of two token types is too small
 
 
@@ -156,12 +144,7 @@ def test_with_float32_state_it_equals_adamw(bits: Any) -> None:
     models = [tiny_bert(), tiny_bert()]
     optimizers: list[Any] = [grouped_adamw(model) for model in models]
     optimizers[1] = apply_lowbit_optimizer(models[1], optimizers[1], bits)  # no parameter has 4096 values
-    for step in range(5):
-        for model, optimizer in zip(models, optimizers, strict=True):
-            generator = torch.Generator().manual_seed(step)
-            for parameter in model.parameters():
-                parameter.grad = torch.randn(parameter.shape, generator=generator)
-            optimizer.step()
+    step_alike(models, optimizers)
     torch.testing.assert_close(dict(models[1].named_parameters()), dict(models[0].named_parameters()))
 
 
@@ -178,14 +161,6 @@ def test_a_closure_runs_once_with_gradients() -> None:
     assert optimizer.step(closure) is losses[0]
     assert len(losses) == 1
     assert all(len(optimizer.state[p]) for p in model.parameters())
-
-
-def test_a_second_call_changes_nothing_and_other_settings_are_refused() -> None:
-    model = tiny_bert()
-    optimizer = apply_lowbit_optimizer(model, grouped_adamw(model), 8)
-    assert apply_lowbit_optimizer(model, optimizer, 8) is optimizer
-    with pytest.raises(ValueError, match="already"):
-        apply_lowbit_optimizer(model, optimizer, 4)
 
 
 @pytest.mark.parametrize("wrong", [16, "8", None])
@@ -233,3 +208,58 @@ def test_compiled_fp8_needs_ada_or_hopper(monkeypatch: pytest.MonkeyPatch) -> No
         screen([other, TorchCompile()], context)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     screen([LowBitOptimizer("fp8")], context)
+
+
+def test_graphs_compiled_apart_are_not_counted() -> None:
+    def double(x: Tensor) -> Tensor:
+        return x * 2
+
+    before = compile_counts()
+    with counted_apart():
+        torch.compile(double, backend="aot_eager")(torch.ones(3))
+    assert compile_counts().since(before)[:4] == (0, 0, 0, 0)
+    torch.compile(lambda x: x * 3, backend="aot_eager")(torch.ones(3))
+    assert compile_counts().since(before).graphs == 1
+
+
+def _train_compiled(bits: Any, *, backend: str, scope: Any = "model", gpu: bool = False) -> dict[str, Any]:
+    torch._dynamo.reset()
+    compiler = TorchCompile(scope, backend)
+    lowbit = [LowBitOptimizer(bits, min_size=1024)] if bits else []
+    trained([compiler, *lowbit], gpu=gpu)
+    assert all(t.engaged for t in [compiler, *lowbit])
+    return compiler.evidence
+
+
+def test_the_model_is_still_compiled_on_the_cpu() -> None:
+    both, alone = (_train_compiled(bits, scope="blocks", backend="eager") for bits in (8, None))
+    assert both["graphs"] == alone["graphs"]
+
+
+@pytest.mark.gpu
+@every_width
+def test_the_compiled_step_is_not_counted_as_the_models_on_a_gpu(bits: Any) -> None:
+    alone = _train_compiled(None, backend="inductor", gpu=True)
+    both = _train_compiled(bits, backend="inductor", gpu=True)
+    assert [both[k] for k in ("graphs", "recompiles")] == [alone[k] for k in ("graphs", "recompiles")]
+
+
+@pytest.mark.gpu
+@every_width
+def test_the_compiled_step_matches_the_eager_step(bits: Any) -> None:
+    weights = []
+    for compiled in (True, False):
+        generator = torch.Generator().manual_seed(0)
+        weight = nn.Parameter(torch.randn(64, 256, generator=generator).cuda())
+        optimizer = torch.optim.AdamW([weight], lr=1e-3, foreach=False)
+        optimizer = apply_lowbit_optimizer(nn.Module(), optimizer, bits, compiled=compiled)
+        before = compile_counts()
+        for _ in range(3):
+            weight.grad = torch.randn(64, 256, generator=generator).cuda()
+            optimizer.step()
+        assert compile_counts().since(before)[:4] == (0, 0, 0, 0)
+        weights.append(weight.detach())
+    # A value between two codes may round to either; every update is smaller than twice the learning rate.
+    close = (weights[0] - weights[1]).abs() < 1e-5
+    assert close.float().mean() > 0.99
+    assert (weights[0] - weights[1]).abs().max() < 3 * 2e-3

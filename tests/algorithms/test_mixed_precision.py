@@ -12,7 +12,7 @@ from composer.models import ComposerClassifier
 
 from composer_speedups import MixedPrecision, apply_mixed_precision
 from composer_speedups.core.errors import NotEngagedError, TechniqueError
-from tests.helpers.common import awkward_batches, make_trainer, tiny_bert
+from tests.helpers.common import awkward_batches, make_trainer, tiny_bert, trained
 from tests.reference.loop import eval_logits, gradients
 from tests.reference.tolerance import assert_near
 
@@ -55,9 +55,7 @@ def test_the_cpu_is_refused_unless_allowed() -> None:
 @pytest.mark.pins
 def test_bf16_runs_on_the_cpu() -> None:
     technique = MixedPrecision("bf16", allow_cpu=True)
-    trainer = make_trainer([technique])
-    trainer.fit()
-    trainer.close()
+    trainer = trained([technique])
     assert "bfloat16" in technique.evidence["dtypes_seen"]
     assert trainer.state.outputs.logits.dtype == torch.bfloat16
 
@@ -117,9 +115,7 @@ def test_other_dtypes_are_refused() -> None:
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_on_a_gpu_it_sets_composers_precision(dtype: Any) -> None:
     technique = MixedPrecision(dtype)
-    trainer = make_trainer([technique], gpu=True)
-    trainer.fit()
-    trainer.close()
+    trainer = trained([technique], gpu=True)
     assert trainer.state.precision.value == f"amp_{dtype}"
     assert technique.evidence["dtypes_seen"]
     assert ("loss_scale" in technique.evidence) == (dtype == "fp16")

@@ -11,7 +11,7 @@ from composer.core import DataSpec
 from torch.utils.data import DataLoader
 
 from composer_speedups import Unpadding
-from tests.helpers.common import Batch, Batches, Recorder, final_weights, make_trainer, plain_batches
+from tests.helpers.common import Batch, Batches, Recorder, final_weights, plain_batches, trained
 from tests.reference.tolerance import assert_near
 
 
@@ -28,15 +28,13 @@ def odd_rows_first(batch: Batch, size: int) -> list[Batch]:
 def train(split: Callable[[Batch, int], list[Batch]], *algorithms: Any) -> tuple[dict[str, torch.Tensor], list[float]]:
     recorder = Recorder()
     loader = DataLoader(Batches(plain_batches(2)), batch_size=None)
-    trainer = make_trainer(
+    trainer = trained(
         algorithms,
         callbacks=[recorder],
         train_dataloader=DataSpec(loader, split_batch=split, get_num_samples_in_batch=lambda b: len(b["labels"])),  # type: ignore[arg-type]
         max_duration="2ba",
         device_train_microbatch_size=2,
     )
-    trainer.fit()
-    trainer.close()
     return final_weights(trainer), recorder.losses
 
 

@@ -1,38 +1,52 @@
-"""Layers of experts: outputs and gradients, the load-balancing loss, and exclusion of padding."""
+"""Experts: outputs, gradients and balance; optimizer, copies and export; training with other techniques."""
 
 from __future__ import annotations
 
+import copy
+import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from composer.core import Algorithm, Event, State
+from composer.loggers import InMemoryLogger, Logger
+from composer.models import HuggingFaceModel
 from torch import Tensor, nn
-from transformers import (
-    AutoModelForMaskedLM,
-    AutoModelForSequenceClassification,
-    DistilBertConfig,
-    ElectraConfig,
-    RobertaConfig,
-)
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForMaskedLM, AutoModelForSequenceClassification
 
-from composer_speedups import apply_sparse_upcycling, load_balancing_loss
-from composer_speedups.algorithms.sparse_upcycling.experts import SparseFeedForward, balance_loss, sparse_layers
-from tests.helpers.common import awkward_batches, batch, tiny_bert
+from composer_speedups import (
+    Float8Linear,
+    MixedPrecision,
+    SparseUpcycling,
+    TorchCompile,
+    apply_sparse_upcycling,
+    load_balancing_loss,
+    load_sparse_upcycling,
+)
+from composer_speedups.algorithms.float8_linear.modules import RowPaddedFloat8Linear
+from composer_speedups.algorithms.sparse_upcycling.experts import SparseFeedForward, balance_loss
+from composer_speedups.algorithms.sparse_upcycling.loss import add_to_loss, sparse_layers
+from composer_speedups.core.errors import ConfigError, NotEngagedError, TechniqueError
+from composer_speedups.families.flops import batch_lengths, training_flops
+from composer_speedups.tasks.classification import Classification
+from composer_speedups.tasks.models import _loaded
+from composer_speedups.train.config.schema import ModelConfig
+from tests.helpers.common import (
+    Recorder,
+    awkward_batches,
+    batch,
+    learnable_batches,
+    make_trainer,
+    plain_batches,
+    tiny_bert,
+    trained,
+)
+from tests.helpers.exhaustive import SCOPES
+from tests.helpers.models import fit_batches, real_logits, tiny_model
 from tests.reference.loop import eval_logits
 from tests.reference.tolerance import assert_near
-
-SIZE = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 64}
-FAMILIES: dict[str, Any] = {
-    "bert": lambda: tiny_bert().config,
-    "roberta": lambda: RobertaConfig(**SIZE, max_position_embeddings=64, pad_token_id=0),
-    "electra": lambda: ElectraConfig(**SIZE, embedding_size=16),
-    "distilbert": lambda: DistilBertConfig(vocab_size=64, dim=32, n_layers=4, n_heads=2, hidden_dim=64),
-}
-
-
-def family(name: str, auto: Any = AutoModelForSequenceClassification) -> Any:
-    torch.manual_seed(0)
-    return auto.from_config(FAMILIES[name](), attn_implementation="eager")
 
 
 def upcycled(**settings: Any) -> Any:
@@ -50,19 +64,6 @@ def perturb_experts(model: nn.Module) -> None:
             parameter.data.add_(noise.to(parameter.device))
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("auto", [AutoModelForSequenceClassification, AutoModelForMaskedLM])
-@pytest.mark.pins
-def test_before_training_outputs_equal_the_dense_models(name: str, auto: Any) -> None:
-    model = family(name, auto)
-    dense = eval_logits(model, awkward_batches()) if auto is AutoModelForSequenceClassification else mlm_logits(model)
-    layers = len(apply_sparse_upcycling(model, experts=3, every=2))
-    assert layers == (1 if name == "bert" else 2)
-    sparse = eval_logits(model, awkward_batches()) if auto is AutoModelForSequenceClassification else mlm_logits(model)
-    assert_near(sparse, dense, what="logits before training")
-    assert apply_sparse_upcycling(model, experts=3, every=2) == []
-
-
 def test_only_routers_are_drawn_from_the_cpu_generator() -> None:
     torch.manual_seed(7)
     expected = [0.02 * torch.randn(4, 32) for _ in range(2)]
@@ -70,15 +71,6 @@ def test_only_routers_are_drawn_from_the_cpu_generator() -> None:
     torch.manual_seed(7)
     apply_sparse_upcycling(model, experts=4, every=1)
     assert_near([layer.router.weight.detach() for layer in sparse_layers(model)], expected, what="routers")
-
-
-def mlm_logits(model: Any) -> list[Tensor]:
-    model.eval()
-    with torch.no_grad():
-        return [
-            model(input_ids=b["input_ids"], attention_mask=b["attention_mask"]).logits[b["attention_mask"] > 0]
-            for b in awkward_batches()
-        ]
 
 
 @pytest.mark.parametrize("top_k", [2, 3])
@@ -157,3 +149,324 @@ def test_packed_tokens_are_real_and_filler_is_not() -> None:
     cpu = torch.device("cpu")
     assert routing.real_tokens(torch.Size([1, 10]), cpu).tolist() == [True] * 8 + [False] * 2
     assert routing.real_tokens(torch.Size([3, 8]), cpu).tolist() == mask.bool().flatten().tolist()
+
+
+def test_new_parameters_join_the_groups_of_the_replaced_ones() -> None:
+    model = tiny_bert()
+    named = list(model.named_parameters())
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [(n, p) for n, p in named if p.ndim > 1], "lr": 0.5},
+            {"params": [(n, p) for n, p in named if p.ndim <= 1], "weight_decay": 0.0},
+        ],
+        lr=0.1,
+    )
+    groups = list(optimizer.param_groups)
+    dense = model.bert.encoder.layer[1]
+    old = [*dense.intermediate.dense.parameters(), *dense.output.dense.parameters()]
+    optimizer.state[old[0]] = {"step": torch.tensor(1.0)}
+    apply_sparse_upcycling(model, optimizer, experts=3)
+    assert all(a is b for a, b in zip(optimizer.param_groups, groups, strict=True))
+    assert not {id(p) for g in groups for p in g["params"]} & set(map(id, old))
+    assert old[0] not in optimizer.state
+    assert sorted(n for g in groups for n in g["param_names"]) == sorted(n for n, _ in model.named_parameters())
+    for group in groups:
+        by_name = dict(model.named_parameters())
+        assert [id(by_name[n]) for n in group["param_names"]] == [id(p) for p in group["params"]]
+        decays = group["weight_decay"] > 0
+        assert all((p.ndim > 1) == decays for p in group["params"])
+    assert any("router" in n for n in groups[0]["param_names"])
+
+
+def test_experts_keep_mode_dtype_and_frozen_parameters() -> None:
+    model = tiny_bert().to(torch.bfloat16).eval()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("layer.1.output" not in name)
+    apply_sparse_upcycling(model)
+    (layer,) = sparse_layers(model)
+    assert {p.dtype for p in layer.parameters()} == {torch.bfloat16}
+    assert not any(m.training for m in layer.modules())
+    assert [p.requires_grad for e in layer.experts for p in e.parameters()] == [True, True, False, False] * 4
+    assert layer.router.weight.requires_grad
+    assert layer(torch.ones(1, 3, 32, dtype=torch.bfloat16)).dtype == torch.bfloat16
+
+
+def test_a_model_can_be_copied_and_pickled_after_a_step() -> None:
+    model = upcycled()
+    model.train()(**batch([5, 7])).loss.backward()
+    again = copy.deepcopy(model)
+    pickle.loads(pickle.dumps(model))
+    model.train()(**batch([9, 2]))
+    with pytest.raises(ValueError, match="recorded nothing"):
+        load_balancing_loss(again)
+    assert balance_of(again, batch([5, 7])) != pytest.approx(float(load_balancing_loss(model).detach()), rel=1e-6)
+
+
+def test_evaluation_has_no_load_balancing_loss() -> None:
+    model = upcycled()
+    model.train()(**batch([5]))
+    model.eval()(**batch([5]))
+    with pytest.raises(ValueError, match="training mode"):
+        load_balancing_loss(model)
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_flops_match_torchs_counter(every: int) -> None:
+    model = upcycled(every=every, experts=3, top_k=3)
+    full = batch([16, 16, 16, 16])
+    with FlopCounterMode(display=False) as counter:
+        model(**full).loss.backward()
+    lengths = batch_lengths(full)
+    assert lengths is not None
+    assert training_flops(model.config, lengths, "classification") == pytest.approx(counter.get_total_flops(), rel=0.01)
+
+
+def test_an_export_can_be_loaded_but_not_as_a_stock_model(tmp_path: Path) -> None:
+    model = upcycled(experts=3).eval()
+    perturb_experts(model)
+    model.save_pretrained(tmp_path)
+    again = load_sparse_upcycling(tmp_path)
+    torch.testing.assert_close(dict(again.named_parameters()), dict(model.named_parameters()), rtol=0, atol=0)
+    assert_near(eval_logits(again, awkward_batches()), eval_logits(model, awkward_batches()), what="logits")
+    with pytest.raises(ConfigError, match=r"lacks .* encoder weights, bert\.encoder\.layer\.0\.intermediate"):
+        _loaded(AutoModelForSequenceClassification, str(tmp_path), ModelConfig(), Classification(), {})
+    tiny_bert().save_pretrained(tmp_path / "dense")
+    with pytest.raises(ValueError, match="does not have an exported model with experts"):
+        load_sparse_upcycling(tmp_path / "dense")
+
+
+def test_an_exported_masked_lm_with_tied_embeddings_can_be_loaded(tmp_path: Path) -> None:
+    model = tiny_model("roberta", "mlm")
+    batches = fit_batches(model, awkward_batches())
+    apply_sparse_upcycling(model)
+    model.save_pretrained(tmp_path)
+    again: Any = load_sparse_upcycling(tmp_path, AutoModelForMaskedLM)
+    assert again.lm_head.decoder.weight is again.get_input_embeddings().weight
+    assert_near(real_logits(again, batches), real_logits(model, batches), what="logits")
+
+
+def test_wrong_settings_and_models_are_refused() -> None:
+    for settings, message in [
+        ({"experts": 1}, "experts must be 2 to 1024"),
+        ({"every": 0}, "every must be at least 1"),
+        ({"top_k": 1}, "top_k must be 2 to"),
+        ({"top_k": 5}, "top_k must be 2 to experts=4, not 5"),
+        ({"every": 3}, "has 2 feed-forward layers .* every=3 selects none"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            apply_sparse_upcycling(tiny_bert(), **settings)
+    with pytest.raises(ValueError, match="load_balancing must be at least 0, not -1"):
+        SparseUpcycling(load_balancing=-1)
+    with pytest.raises(ValueError, match=r"already has layers of experts with experts=4.*; to use experts=2"):
+        apply_sparse_upcycling(upcycled(), experts=2)
+    with pytest.raises(ValueError, match="no Hugging Face model"):
+        apply_sparse_upcycling(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="no experts"):
+        load_balancing_loss(tiny_bert())
+    chunked = tiny_bert()
+    chunked.config.chunk_size_feed_forward = 4
+    with pytest.raises(ValueError, match="chunk_size_feed_forward to 0"):
+        apply_sparse_upcycling(chunked)
+    with pytest.raises(TechniqueError, match=r"sparse_upcycling: .*every=5 selects none of them; remove it"):
+        make_trainer([SparseUpcycling(every=5)])
+
+
+def train(technique: SparseUpcycling, *others: Any, **kwargs: Any) -> Any:
+    return trained([technique, *others], **kwargs)
+
+
+@pytest.mark.parametrize("rows", [100, 2], ids=["whole batch", "microbatches"])
+def test_the_loss_of_a_batch_includes_the_load_balancing_loss(rows: int) -> None:
+    recorder = Recorder()
+    logger = InMemoryLogger()
+    model, batches = tiny_bert(), plain_batches(1)
+    trainer = make_trainer(
+        [SparseUpcycling(every=1, load_balancing=0.5)],
+        model=copy.deepcopy(model),
+        batches=batches,
+        callbacks=[recorder],
+        loggers=[logger],
+    )
+    if rows < 100:
+        trainer._train_data_spec.split_batch = lambda b, n: [
+            {k: v[i : i + n] for k, v in b.items()} for i in range(0, len(b["labels"]), n)
+        ]
+        trainer.state.device_train_microbatch_size = rows
+    sparse = copy.deepcopy(trainer.state.model.model).train()
+    trainer.fit()
+    trainer.close()
+    expected, balances = 0.0, []
+    for start in range(0, 4, rows):
+        micro = {k: v[start : start + rows] for k, v in batches[0].items()}
+        task = sparse(**micro).loss
+        balances.append(load_balancing_loss(sparse))
+        loss = (task + 0.5 * balances[-1]) * len(micro["labels"]) / 4
+        loss.backward()
+        expected += float(loss.detach())
+    assert recorder.losses == pytest.approx([expected], rel=1e-5)
+    gradients = {n: p.grad for n, p in sparse.named_parameters()}
+    assert_near(recorder.first_gradients, gradients, what="gradients")
+    router = next(g for n, g in gradients.items() if "router" in n)
+    assert router.abs().max() > 1e-4, "at first, routers get gradients from the load-balancing loss only"
+    ((_, logged),) = logger.data["sparse_upcycling/load_balancing_loss"]
+    assert logged == pytest.approx(float(torch.stack(balances).mean().detach()) / 2, rel=1e-5)
+
+
+def test_it_is_added_to_losses_of_any_form() -> None:
+    one, extra = torch.tensor(1.0), torch.tensor(0.25)
+    assert float(add_to_loss(one, extra)) == 1.25
+    assert [float(x) for x in add_to_loss((one, one), extra)] == [1, 1, 0.25]
+    assert add_to_loss({"a": one}, extra) == {"a": one, "load_balancing": extra}
+    assert float(add_to_loss({"a": one, "total": one}, extra)["total"]) == 1.25
+
+
+def test_experts_diverge_and_all_get_tokens() -> None:
+    technique = SparseUpcycling(every=1)
+    trainer = train(technique, batches=learnable_batches(12))
+    for layer in sparse_layers(trainer.state.model):
+        first, *others = [e.up.weight.detach() for e in layer.experts]
+        assert all((first - other).abs().max() > 1e-4 for other in others)
+    assert all(n > 0 for n in technique.evidence["rows_per_expert"]), "every expert got tokens"
+    assert sum(technique.evidence["rows_per_expert"]) == 2 * 2 * 16 * 16  # layers · top_k · rows · tokens
+    assert "share_in_last_batch" in technique.evidence
+    assert technique.evidence["parameters_added"] == sum(
+        3 * sum(p.numel() for p in layer.experts[0].parameters()) + layer.router.weight.numel()
+        for layer in sparse_layers(trainer.state.model)
+    )
+
+
+def test_a_coefficient_of_zero_keeps_the_task_loss() -> None:
+    recorder = Recorder()
+    train(SparseUpcycling(load_balancing=0.0), batches=plain_batches(1), callbacks=[recorder])
+    (task,) = [tiny_bert()(**b).loss.item() for b in plain_batches(1)]
+    assert recorder.losses == pytest.approx([task], rel=1e-5)
+
+
+def test_experts_that_do_not_run_are_detected() -> None:
+    technique = SparseUpcycling()
+    trainer = make_trainer([technique])
+    (layer,) = sparse_layers(trainer.state.model)
+    layer._dispatch = lambda x, chosen: layer.experts[0](x)[:, None].expand(*chosen.shape, -1)  # type: ignore
+    with pytest.raises(NotEngagedError, match=r"only 1 experts of .*layer\.1 ran in the first batch"):
+        trainer.fit()
+    trainer.close()
+
+
+def test_bypassed_routers_are_detected() -> None:
+    technique = SparseUpcycling()
+    trainer = make_trainer([technique])
+    (layer,) = sparse_layers(trainer.state.model)
+    layer.forward = lambda hidden: layer.experts[0](hidden)  # type: ignore[method-assign]
+    with pytest.raises(NotEngagedError, match="routers recorded nothing"):
+        trainer.fit()
+    trainer.close()
+
+
+class DropsTheLoss(Algorithm):
+    """Replace the sum of losses by the task's loss."""
+
+    def match(self, event: Event, state: State) -> bool:
+        return event == Event.BEFORE_BACKWARD
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        outputs: Any = state.outputs
+        state.loss = outputs["loss"]
+
+
+def test_a_lost_load_balancing_loss_is_detected() -> None:
+    with pytest.raises(NotEngagedError, match="was not part of the backward pass"):
+        trained([SparseUpcycling(), DropsTheLoss()])
+    train(SparseUpcycling(load_balancing=0.0), DropsTheLoss())
+
+
+def test_experts_outside_the_optimizer_are_detected() -> None:
+    technique = SparseUpcycling()
+    trainer = make_trainer([technique])
+    group = trainer.state.optimizers[0].param_groups[0]
+    router = sparse_layers(trainer.state.model)[0].router.weight
+    group["params"] = [p for p in group["params"] if p is not router]
+    with pytest.raises(NotEngagedError, match="optimizer does not train the experts"):
+        trainer.fit()
+    trainer.close()
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_it_works_with_torch_compile(scope: Any) -> None:
+    _check_compiled(scope, "aot_eager", gpu=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scope", SCOPES)
+def test_it_works_with_inductor_on_a_gpu(scope: Any) -> None:
+    _check_compiled(scope, "inductor", gpu=True)
+
+
+def _check_compiled(scope: Any, backend: str, *, gpu: bool) -> None:
+    losses = []
+    for others in ([], [TorchCompile(scope=scope, backend=backend)]):
+        recorder, technique = Recorder(), SparseUpcycling(every=1)
+        model, batches = tiny_model("bert", layers=1), plain_batches(2)
+        train(technique, *others, model=model, batches=batches, callbacks=[recorder], gpu=gpu)
+        losses.append(recorder.losses)
+        assert technique.engaged
+    assert_near(losses[1], losses[0], what="losses")
+
+
+def test_gradient_checkpointing_does_not_change_loss_and_gradients() -> None:
+    results = []
+    for checkpointing in (False, True):
+        model = upcycled().train()
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        losses = []
+        for tokens in (batch([5, 9]), batch([3, 7, 2])):  # two forward passes before one backward pass
+            losses.append(model(**tokens).loss + load_balancing_loss(model))
+        sum(losses).backward()
+        results.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+        assert load_balancing_loss(model).requires_grad
+    assert_near(results[1], results[0], what="gradients")
+
+
+def test_reentrant_checkpointing_is_refused_in_the_first_batch() -> None:
+    model = tiny_bert()
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    with pytest.raises(NotEngagedError, match="without use_reentrant"):
+        trained([SparseUpcycling()], model=model)
+
+
+def test_under_autocast_the_router_computes_in_float32() -> None:
+    model = upcycled().eval()
+    dense = tiny_bert().eval()
+    (layer, *_) = sparse_layers(model)
+    seen: list[Tensor] = []
+    layer.experts[0].register_forward_hook(lambda _m, _i, output: seen.append(output))
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        sparse, plain = (m(**batch([5, 9])).logits for m in (model, dense))
+        assert layer(torch.randn(1, 3, 32)).dtype == torch.bfloat16
+    assert seen[0].dtype == torch.bfloat16
+    assert_near([sparse], [plain], torch.bfloat16, "logits")
+
+
+@pytest.mark.gpu
+def test_losses_on_a_gpu_match_the_cpu() -> None:
+    losses = []
+    for gpu in (False, True):
+        recorder = Recorder()
+        train(SparseUpcycling(every=1), batches=awkward_batches(), callbacks=[recorder], gpu=gpu)
+        losses.append(recorder.losses)
+    assert_near(losses[1], losses[0], what="losses")
+
+
+def test_a_composer_model_is_accepted() -> None:
+    model = HuggingFaceModel(tiny_bert(), use_logits=True)
+    assert apply_sparse_upcycling(model) == ["model.bert.encoder.layer.1"]
+
+
+def test_float8_linear_converts_experts() -> None:
+    float8, sparse = Float8Linear(emulate=True), SparseUpcycling(every=1)
+    trainer = trained([sparse, float8, MixedPrecision("bf16", allow_cpu=True)], batches=awkward_batches())
+    assert float8.engaged
+    assert sparse.engaged
+    experts = [m for n, m in trainer.state.model.named_modules() if n.endswith((".up", ".down"))]
+    assert len(experts) == 16
+    assert all(isinstance(m, RowPaddedFloat8Linear) for m in experts)

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from composer_speedups import TF32Matmul, apply_tf32_matmul
 from composer_speedups.algorithms.tf32_matmul.tf32_matmul import matmul_error
 from composer_speedups.core.errors import NotEngagedError, TechniqueError
-from tests.helpers.common import make_trainer, plain_batches
+from tests.helpers.common import make_trainer, plain_batches, trained
 
 
 def test_the_function_returns_the_previous_setting() -> None:
@@ -59,10 +59,8 @@ def test_the_flag_is_set_only_during_fit_and_eval(monkeypatch: pytest.MonkeyPatc
 def test_a_flag_without_effect_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU, float32 matmuls have full precision even with "high", as if the flag had been ignored."""
     monkeypatch.setattr(TF32Matmul, "requirements", lambda *_: ())
-    trainer = make_trainer([TF32Matmul("high")])
     with pytest.raises(NotEngagedError, match="a float32 matmul still has full precision"):
-        trainer.fit()
-    trainer.close()
+        trained([TF32Matmul("high")])
 
 
 def test_other_precisions_are_refused() -> None:
@@ -79,8 +77,6 @@ def test_the_probe_measures_full_float32_precision_on_a_cpu() -> None:
 def test_matmuls_on_a_gpu_are_rounded_only_during_the_run() -> None:
     device = torch.device("cuda")
     technique = TF32Matmul()
-    trainer = make_trainer([technique], gpu=True)
-    trainer.fit()
-    trainer.close()
+    trained([technique], gpu=True)
     assert technique.evidence["matmul_relative_error"] > 1e-4
     assert matmul_error(device) < 1e-6

@@ -16,6 +16,7 @@ from composer_speedups.packing.attention import unpadded_attention
 from composer_speedups.packing.encoder import UnpaddedEncoder, unpadded_encoders
 from composer_speedups.packing.tokens import make_plan
 from tests.helpers.common import batch, tiny_bert
+from tests.helpers.exhaustive import family_params
 from tests.helpers.masks import masked_batch, random_masks, real_logits
 from tests.helpers.models import HEADS, UNPADDED, tiny_model
 from tests.reference.loop import gradients
@@ -151,7 +152,7 @@ def test_batches_that_stay_padded_use_the_attention_that_the_model_has_now() -> 
         assert_near(asked.hidden_states[1], reference(**inputs, output_hidden_states=True).hidden_states[1])
 
 
-@pytest.mark.parametrize("family", UNPADDED)
+@pytest.mark.parametrize("family", family_params(UNPADDED))
 def test_attention_dropout_is_applied_only_in_training(family: str) -> None:
     model = tiny_model(family, attention_dropout=0.5)
     apply_unpadding(model)
@@ -181,17 +182,6 @@ def test_gradient_checkpointing_recomputes_packed_layers(reentrant: bool) -> Non
         each.train()
     compare(reference, model, batch([3, 9, 12, 1]))
     assert encoder_of(model).ran == "unpadded"
-
-
-def test_low_rank_adapters_train_on_packed_tokens() -> None:
-    peft = pytest.importorskip("peft")
-    adapted = []
-    for each in pair("bert"):
-        torch.manual_seed(0)
-        adapted.append(peft.get_peft_model(each, peft.LoraConfig(target_modules=["query", "value"], r=2)))
-    compare(adapted[0], adapted[1], batch([3, 9, 12, 1]))
-    assert any("lora_B" in name for name in gradients(adapted[1]))
-    assert encoder_of(adapted[1]).ran == "unpadded"
 
 
 def test_unsupported_models_are_refused_and_not_changed() -> None:

@@ -20,10 +20,10 @@ from composer_speedups.packing.attention import unpadded_attention
 from composer_speedups.packing.encoder import unpadded_encoders
 from composer_speedups.packing.tokens import Plan
 from tests.algorithms.test_unpadding_properties import values
-from tests.helpers.common import Recorder, batch, make_trainer
+from tests.helpers.common import batch, trained
+from tests.helpers.exhaustive import SCOPES
 from tests.helpers.masks import draw_mask, masked_batch
-from tests.helpers.models import HEADS, tiny_model
-from tests.reference.loop import train_plainly
+from tests.helpers.models import tiny_model
 from tests.reference.tolerance import assert_near
 
 
@@ -93,21 +93,9 @@ def test_the_saved_folder_equals_the_stock_models(tmp_path: Path) -> None:
     torch.testing.assert_close(saved[1][1], saved[0][1], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("head", HEADS)
-def test_losses_under_composer_match_plain_pytorch(head: Any) -> None:
-    model, technique, recorder = tiny_model("modernbert", head), Unpadding(8), Recorder()
-    batches = [masked_batch(draw_mask("right padding", seed), head, seed=seed) for seed in range(4)]
-    expected = train_plainly(model, batches).losses
-    trainer = make_trainer([technique], model=model, batches=batches, callbacks=[recorder])
-    trainer.fit()
-    trainer.close()
-    assert_near(recorder.losses, expected)
-    assert technique.evidence["layers"] == 2
-    assert "scaled_dot_product" in technique.evidence["attention"]
-
-
-@pytest.mark.parametrize(("scope", "graphs"), [("model", 1), ("blocks", 2)])  # the first block has no norm
-def test_compiled_graphs_accept_every_number_of_tokens(scope: Any, graphs: int) -> None:
+@pytest.mark.parametrize("scope", SCOPES)
+def test_compiled_graphs_accept_every_number_of_tokens(scope: Any) -> None:
+    graphs = 1 if scope == "model" else 2  # the first block has no norm
     reference, model, _ = pair()
     for each in (reference, model):
         each.config.problem_type = "single_label_classification"
@@ -126,10 +114,8 @@ def test_compiled_graphs_accept_every_number_of_tokens(scope: Any, graphs: int) 
 
 def test_holes_in_the_first_batch_stop_a_run() -> None:
     mask = torch.tensor([[1] * 12, [1] * 3 + [0] * 5 + [1] * 4])
-    trainer = make_trainer([Unpadding()], model=tiny_model("modernbert", "mlm"), batches=[masked_batch(mask, "mlm")])
     with pytest.raises(NotEngagedError, match=r"have holes, which change the distances.*without holes"):
-        trainer.fit()
-    trainer.close()
+        trained([Unpadding()], model=tiny_model("modernbert", "mlm"), batches=[masked_batch(mask, "mlm")])
 
 
 class Windows(TorchDispatchMode):

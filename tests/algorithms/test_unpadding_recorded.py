@@ -12,6 +12,7 @@ from packaging.version import Version
 from composer_speedups import apply_unpadding
 from composer_speedups.packing.encoder import unpadded_encoders
 from tests.helpers.common import batch
+from tests.helpers.exhaustive import family_params
 from tests.helpers.models import UNPADDED, tiny_model
 from tests.reference.tolerance import assert_near
 
@@ -38,7 +39,7 @@ def assert_same_records(actual: Any, expected: Any, *, states: int, attentions: 
             assert_near([each for each in ours if each is not None], [each for each in theirs if each is not None])
 
 
-@pytest.mark.parametrize("family", UNPADDED)
+@pytest.mark.parametrize("family", family_params(UNPADDED))
 def test_hidden_states_requested_in_the_config(family: str) -> None:
     reference, model, encoder = pair(family)
     inputs = batch([3, 7, 1], 9)
@@ -48,7 +49,7 @@ def test_hidden_states_requested_in_the_config(family: str) -> None:
     assert encoder.ran == "padded"
 
 
-@pytest.mark.parametrize("family", UNPADDED)
+@pytest.mark.parametrize("family", family_params(UNPADDED))
 def test_attention_weights_requested_in_the_config(family: str) -> None:
     """Requested before the surgery: afterwards, transformers refuses, because the attention is not eager."""
     reference, inputs = tiny_model(family, output_attentions=True), batch([3, 7, 1], 9)
@@ -58,7 +59,7 @@ def test_attention_weights_requested_in_the_config(family: str) -> None:
 
 
 @BY_INDEX
-@pytest.mark.parametrize("family", UNPADDED)
+@pytest.mark.parametrize("family", family_params(UNPADDED))
 def test_hidden_states_requested_by_index(family: str) -> None:
     reference, model, encoder = pair(family)
     inputs = batch([3, 7, 1], 9)
@@ -67,7 +68,7 @@ def test_hidden_states_requested_by_index(family: str) -> None:
     assert encoder.ran == "padded"
 
 
-@pytest.mark.parametrize("family", UNPADDED)
+@pytest.mark.parametrize("family", family_params(UNPADDED))
 def test_hidden_states_requested_before_unpadding(family: str) -> None:
     """transformers installs its recording hooks at the first call that requests records, and only then."""
     model, inputs, asked = tiny_model(family), batch([3, 7, 1], 9), {"output_hidden_states": True}

@@ -11,8 +11,6 @@ from composer.core import DataSpec
 from torch.utils.data import DataLoader
 
 from composer_speedups import (
-    GradientCheckpointing,
-    TorchCompile,
     Unpadding,
     apply_gradient_checkpointing,
     apply_torch_compile,
@@ -23,12 +21,10 @@ from composer_speedups.algorithms.gradient_checkpointing.recompute import recomp
 from composer_speedups.core.operator_recorder import compile_counts
 from composer_speedups.packing.encoder import unpadded_encoders
 from tests.algorithms.test_unpadding_properties import values
-from tests.helpers.common import Batches, Recorder, batch, make_trainer, plain_batches, tiny_bert
+from tests.helpers.common import Batches, batch, make_trainer, plain_batches, tiny_bert
+from tests.helpers.exhaustive import SCOPES, family_params
 from tests.helpers.models import UNPADDED, Family, tiny_model
-from tests.helpers.ranks import on_ranks
-from tests.reference.loop import train_plainly
 from tests.reference.tolerance import assert_near
-from tests.reference.two_ranks import both_ways
 
 
 def pair(family: Family = "bert", layers: int = 2) -> tuple[Any, Any]:
@@ -39,7 +35,7 @@ def pair(family: Family = "bert", layers: int = 2) -> tuple[Any, Any]:
     return reference.train(), model.train()
 
 
-@pytest.mark.parametrize("family", UNPADDED)
+@pytest.mark.parametrize("family", family_params(UNPADDED))
 def test_recomputed_blocks_run_on_packed_tokens(family: Family) -> None:
     reference, model = pair(family)
     blocks = apply_gradient_checkpointing(model)
@@ -50,11 +46,11 @@ def test_recomputed_blocks_run_on_packed_tokens(family: Family) -> None:
     assert unpadded_encoders(model)[0].ran == "unpadded"
 
 
-@pytest.mark.parametrize(("scope", "recomputed"), [("model", False), ("blocks", True)])
-def test_after_the_first_batches_nothing_is_recompiled(scope: Any, recomputed: bool) -> None:
+@pytest.mark.parametrize("scope", SCOPES)
+def test_after_the_first_batches_nothing_is_recompiled(scope: Any) -> None:
     """Five more batches have other numbers of tokens, rows and slots."""
     reference, model = pair(layers=1)
-    if recomputed:
+    if scope == "blocks":
         apply_gradient_checkpointing(model)
     apply_torch_compile(model, scope, backend="eager")
     lengths = torch.randint(1, 25, (8, 9), generator=torch.Generator().manual_seed(2)).tolist()
@@ -70,19 +66,6 @@ def test_after_the_first_batches_nothing_is_recompiled(scope: Any, recomputed: b
     assert compile_counts().since(warm)[:4] == (0, 0, 0, 0)
 
 
-def test_with_checkpointing_and_compile_it_trains_like_plain_pytorch() -> None:
-    model, recorder, batches = tiny_bert(), Recorder(), [batch([12, 7, 16, 16 - i], seed=i) for i in range(4)]
-    model.config.problem_type = "single_label_classification"
-    expected = train_plainly(model, batches)
-    compiled = TorchCompile(scope="blocks", backend="aot_eager")
-    techniques = [Unpadding(8), GradientCheckpointing(), compiled]
-    trainer = make_trainer(techniques, model=model, batches=batches, callbacks=[recorder])
-    trainer.fit()
-    trainer.close()
-    assert_near(recorder.losses, expected.losses)
-    assert (compiled.evidence["graph_breaks"], compiled.evidence["recompiles"]) == (0, 0)
-
-
 def test_predictions_match_the_untouched_model() -> None:
     model, batches = tiny_bert(), [*plain_batches(2), batch([1, 16, 5])]
     expected = [model.eval()(**each).logits.detach() for each in batches]
@@ -96,11 +79,3 @@ def test_predictions_match_the_untouched_model() -> None:
     assert encoder.ran == "unpadded"
     assert encoder.packing.planned == ()
     trainer.close()
-
-
-def test_two_ranks_train_like_one_padded_process() -> None:
-    """With DDP and with torch's fully_shard, over gloo; ``both_ways`` compares losses and weights."""
-    for found in on_ranks(both_ways)[0].values():
-        assert len(found["losses"]) == 3
-        assert found["weights"] == len(list(tiny_bert().parameters()))
-        assert all(one != other for one, other in zip(*found["packed"], strict=True))

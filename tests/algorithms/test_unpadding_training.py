@@ -14,16 +14,16 @@ from transformers import AutoModelForQuestionAnswering
 from transformers.models.bert import modeling_bert
 from transformers.models.bert.modeling_bert import BertEncoder
 
-from composer_speedups import SDPAAttention, TorchCompile, Unpadding, apply_unpadding
+from composer_speedups import TorchCompile, Unpadding, apply_unpadding
 from composer_speedups.algorithms.unpadding.evidence import FirstForward, _probe_attention
 from composer_speedups.core.errors import NotEngagedError, TechniqueError
 from composer_speedups.packing.encoder import unpadded_encoders
 from composer_speedups.packing.planning import Packing
-from tests.helpers.common import Recorder, batch, make_trainer, plain_batches, tiny_bert
+from tests.helpers.common import Recorder, batch, make_trainer, plain_batches, tiny_bert, trained
+from tests.helpers.exhaustive import SCOPES, family_params
 from tests.helpers.jobs import run
 from tests.helpers.masks import masked_batch
 from tests.helpers.models import UNPADDED, Family, tiny_model
-from tests.helpers.ranks import on_ranks
 from tests.reference.loop import train_plainly
 from tests.reference.tolerance import assert_near
 
@@ -103,10 +103,8 @@ def test_a_restored_encoder_is_detected(change: str, reason: str, compiled: bool
     if compiled and change in ("layer", "outputs"):
         pytest.skip("compiled layers are not watched; output hooks break the graph")
     others = [TorchCompile(backend="aot_eager")] if compiled else []
-    trainer = make_trainer([Unpadding(), Sabotage(change), *others])
     with pytest.raises(NotEngagedError, match=reason):
-        trainer.fit()
-    trainer.close()
+        trained([Unpadding(), Sabotage(change), *others])
 
 
 def test_left_padding_stops_a_classifier_but_not_a_masked_lm() -> None:
@@ -122,7 +120,7 @@ def test_left_padding_stops_a_classifier_but_not_a_masked_lm() -> None:
     assert later.evidence["micro_batches_left_padded"] == 1
 
 
-@pytest.mark.parametrize("family", UNPADDED)
+@pytest.mark.parametrize("family", family_params(UNPADDED))
 def test_question_answering_is_refused_and_not_changed(family: Family) -> None:
     model = AutoModelForQuestionAnswering.from_config(tiny_model(family).config)
     encoder = next(type(m) for m in model.modules() if any(isinstance(c, torch.nn.ModuleList) for c in m.children()))
@@ -134,11 +132,6 @@ def test_question_answering_is_refused_and_not_changed(family: Family) -> None:
     )
     assert any(type(m) is encoder for m in model.modules())
     assert not unpadded_encoders(model)
-
-
-def test_sdpa_conflicts() -> None:
-    with pytest.raises(TechniqueError, match="unpadding brings its own"):
-        make_trainer([Unpadding(), SDPAAttention()])
 
 
 class Shorten(Algorithm):
@@ -157,9 +150,7 @@ def test_tokens_are_counted_after_the_last_change_to_the_batch() -> None:
     for each in expected:
         each["attention_mask"][:, 5:] = 0
     recorder = Recorder()
-    trainer = make_trainer([Unpadding(8), Shorten()], batches=batches, callbacks=[recorder])
-    trainer.fit()
-    trainer.close()
+    trained([Unpadding(8), Shorten()], batches=batches, callbacks=[recorder])
     assert_near(recorder.losses, train_plainly(tiny_bert(), expected).losses)
 
 
@@ -176,16 +167,14 @@ def test_a_forward_pass_that_raises_is_cleaned_up(monkeypatch: pytest.MonkeyPatc
     assert not unpadded_encoders(trainer.state.model)
 
 
-@pytest.mark.parametrize("scope", ["model", "blocks"])
+@pytest.mark.parametrize("scope", SCOPES)
 def test_a_compiled_run_has_one_graph_and_evidence_from_a_probe(scope: Any) -> None:
     unpadding, compiled = Unpadding(1), TorchCompile(scope=scope, backend="aot_eager")
     batches = [batch([12, 7, 16, 10 - i], seed=i) for i in range(4)]
     model, recorder = tiny_bert(), Recorder()
     model.config.problem_type = "single_label_classification"
     expected = train_plainly(model, batches).losses
-    trainer = make_trainer([unpadding, compiled], model=model, batches=batches, callbacks=[recorder])
-    trainer.fit()
-    trainer.close()
+    trained([unpadding, compiled], model=model, batches=batches, callbacks=[recorder])
     assert_near(recorder.losses, expected)
     assert unpadding.evidence["attention_seen_in"] == "probe"
     assert "scaled_dot_product" in unpadding.evidence["attention"]
@@ -210,14 +199,6 @@ def test_micro_batches_and_evaluation_never_count_tokens_on_the_device(monkeypat
         assert 0 < saved < 1
 
 
-def test_two_ranks_reach_the_loss_of_one() -> None:
-    one = job("run_name=one", "trainer.max_duration=1ep")
-    two, _ = on_ranks(lambda: job("run_name=two", "trainer.max_duration=1ep"))
-    assert two["training"]["ranks"] == 2
-    assert two["metrics"]["loss"] == pytest.approx(one["metrics"]["loss"], rel=1e-3)
-    assert two["algorithms"]["unpadding"]["engaged"]
-
-
 def test_the_evidence_is_of_the_first_forward_pass() -> None:
     first, model = FirstForward(), tiny_bert()
     apply_unpadding(model)
@@ -235,7 +216,7 @@ def test_the_evidence_is_of_the_first_forward_pass() -> None:
     trainer.close()
 
 
-@pytest.mark.parametrize("family", UNPADDED)
+@pytest.mark.parametrize("family", family_params(UNPADDED))
 def test_the_probe_names_the_attention_operator(family: Family) -> None:
     model = tiny_model(family)
     apply_unpadding(model)

@@ -11,7 +11,7 @@ import pytest
 from composer.loggers import FileLogger, InMemoryLogger, LoggerDestination, MLFlowLogger, TensorboardLogger, WandBLogger
 
 from composer_speedups import EngagementReport, RunSummary, Unpadding
-from tests.helpers.common import awkward_batches, batch, make_trainer, plain_batches
+from tests.helpers.common import awkward_batches, batch, make_trainer, plain_batches, trained
 from tests.helpers.wandb_runs import read_wandb
 
 PADDING = "techniques/unpadding/padding_of_the_run"
@@ -128,7 +128,5 @@ def test_a_report_in_a_second_trainer_forgets_the_first() -> None:
     report = EngagementReport()
     for techniques in ([Unpadding()], []):
         logger = InMemoryLogger()
-        trainer = make_trainer(techniques, batches=[batch([3, 5])], callbacks=[report], loggers=[logger])
-        trainer.fit()
-        trainer.close()
+        trained(techniques, batches=[batch([3, 5])], callbacks=[report], loggers=[logger])
     assert not [key for key in logger.hyperparameters if key.startswith("techniques/")]

@@ -18,7 +18,7 @@ from composer_speedups.callbacks.divergence import DivergenceGuard
 from composer_speedups.callbacks.finite_loss import FiniteLoss
 from composer_speedups.core.errors import DivergedError, NonFiniteError, RunFailedError
 from composer_speedups.core.registry import technique_class
-from tests.helpers.common import make_trainer
+from tests.helpers.common import make_trainer, trained
 from tests.helpers.nonfinite import Poisoned, batches
 from tests.helpers.rerun import graphed
 
@@ -81,9 +81,7 @@ def test_a_nonfinite_loss_stops_the_run_before_its_weights_are_saved(value: floa
 
 
 def test_without_the_callback_the_same_run_ends_with_nonfinite_weights() -> None:
-    trainer = make_trainer(model=Poisoned(), batches=batches(6, 4))
-    trainer.fit()
-    trainer.close()
+    trainer = trained(model=Poisoned(), batches=batches(6, 4))
     assert not any(p.isfinite().all() for p in trainer.state.model.parameters())
 
 
@@ -104,12 +102,10 @@ OPTIMIZERS = {
 def test_a_skipped_batch_changes_no_weights_and_no_optimizer_state(name: str, caplog: pytest.LogCaptureFixture) -> None:
     algorithms = [technique_class(name)(**OPTIMIZERS[name])] if name else []
     guard, snapshots = FiniteLoss("skip"), Snapshots()
-    trainer = make_trainer(
-        algorithms, model=Poisoned(), batches=batches(6, 3, 5), callbacks=[guard, snapshots], max_duration="6ba"
-    )
     with caplog.at_level(logging.WARNING, "composer_speedups"):
-        trainer.fit()
-    trainer.close()
+        trainer = trained(
+            algorithms, model=Poisoned(), batches=batches(6, 3, 5), callbacks=[guard, snapshots], max_duration="6ba"
+        )
     assert snapshots.unchanged == [False, False, True, False, True, False]
     assert guard.summary() == {"nonfinite_losses": 2, "skipped_steps": 2}
     assert all(p.isfinite().all() for p in trainer.state.model.parameters())
@@ -125,15 +121,13 @@ SWAPPED = [name for name in OPTIMIZERS if name not in ("", "foreach_optimizer", 
 def test_an_optimizer_engages_although_its_first_steps_are_skipped(name: str) -> None:
     """The optimizer's first step with a nonzero learning rate is the one that FiniteLoss skips."""
     technique: Any = technique_class(name)(**OPTIMIZERS[name])
-    trainer = make_trainer(
+    trained(
         [technique],
         model=Poisoned(),
         batches=batches(4, 3),  # the learning rate is 0 in the first two batches
         callbacks=[FiniteLoss("skip")],
         schedulers=LinearWithWarmupScheduler("1ba"),
     )
-    trainer.fit()
-    trainer.close()
     assert technique.engaged
     moved = technique.evidence["parameters_moved"].split()
     assert int(moved[0]) > 0
@@ -160,9 +154,7 @@ def test_a_nonfinite_microbatch_skips_the_whole_batch() -> None:
 def test_a_batch_replayed_by_a_graph_is_skipped_too() -> None:
     model, guard, snapshots = Poisoned(), FiniteLoss("skip"), Snapshots()
     calls = graphed(model.model)
-    trainer = make_trainer(model=model, batches=batches(5, 4), callbacks=[guard, snapshots])
-    trainer.fit()
-    trainer.close()
+    trained(model=model, batches=batches(5, 4), callbacks=[guard, snapshots])
     assert calls.replays == 5
     assert snapshots.unchanged == [False, False, False, True, False]
 

@@ -13,7 +13,7 @@ from composer_speedups.callbacks.finite_loss import FiniteLoss
 from composer_speedups.callbacks.loss_scale import LossScaleMonitor
 from composer_speedups.core.errors import NonFiniteError
 from tests.callbacks.test_finite_loss import Snapshots
-from tests.helpers.common import make_trainer
+from tests.helpers.common import make_trainer, trained
 from tests.helpers.nonfinite import Poisoned, batches
 
 HALF: dict[str, Any] = {"gpu": True, "precision": "amp_fp16"}
@@ -53,11 +53,9 @@ def test_an_overflow_is_skipped_by_the_scaler_and_does_not_stop_the_run(fused: b
     model = Poisoned(overflow=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused)
     monitor, snapshots = LossScaleMonitor(), Snapshots()
-    trainer = make_trainer(
+    trainer = trained(
         model=model, batches=batches(6, 3, 5), optimizer=optimizer, callbacks=[FiniteLoss(), monitor, snapshots], **HALF
     )
-    trainer.fit()
-    trainer.close()
     assert monitor.summary() == {"loss_scale": 2.0**14, "loss_scale_skips": 2}
     assert [same for same in snapshots.unchanged if same] == [True, True]
     assert all(p.isfinite().all() for p in trainer.state.model.parameters())
@@ -82,15 +80,13 @@ def test_a_nonfinite_loss_is_not_counted_as_an_overflow(on_nonfinite: Any) -> No
 
 @pytest.mark.gpu
 def test_gradients_that_overflow_at_any_scale_stop_the_run() -> None:
-    trainer = make_trainer(
-        model=Poisoned(overflow=True),
-        batches=batches(60, *range(2, 61)),
-        callbacks=[FiniteLoss(), LossScaleMonitor()],
-        **HALF,
-    )
     with pytest.raises(NonFiniteError, match=r"loss scale: 6.1e-05 .*after 30 steps whose gradients overflowed"):
-        trainer.fit()
-    trainer.close()
+        trained(
+            model=Poisoned(overflow=True),
+            batches=batches(60, *range(2, 61)),
+            callbacks=[FiniteLoss(), LossScaleMonitor()],
+            **HALF,
+        )
 
 
 @pytest.mark.gpu
@@ -106,9 +102,7 @@ def test_skipping_works_with_cuda_graphs_and_early_loss(graphs: bool) -> None:
         return plain(self, outputs, batch)
 
     model.loss = loss.__get__(model)  # type: ignore[method-assign]
-    trainer = make_trainer(algorithms, model=model, batches=batches(6, 4), callbacks=[guard, snapshots], gpu=True)
-    trainer.fit()
-    trainer.close()
+    trained(algorithms, model=model, batches=batches(6, 4), callbacks=[guard, snapshots], gpu=True)
     assert snapshots.unchanged == [False, False, False, True, False, False]
     assert guard.summary() == {"nonfinite_losses": 1, "skipped_steps": 1}
 

@@ -12,7 +12,7 @@ from composer.loggers import InMemoryLogger
 
 from composer_speedups import MemoryAnatomy
 from composer_speedups.callbacks.memory import _bytes
-from tests.helpers.common import batch, make_trainer, plain_batches, tiny_bert
+from tests.helpers.common import batch, plain_batches, tiny_bert, trained
 from tests.helpers.jobs import run
 
 
@@ -20,9 +20,7 @@ from tests.helpers.jobs import run
 def test_each_size_is_the_bytes_of_its_tensors() -> None:
     anatomy, logger = MemoryAnatomy(interval=1), InMemoryLogger()
     model = tiny_bert()
-    trainer = make_trainer(callbacks=[anatomy], model=model, loggers=[logger])
-    trainer.fit()
-    trainer.close()
+    trained(callbacks=[anatomy], model=model, loggers=[logger])
     parameters = sum(p.numel() * 4 for p in model.parameters())
     buffers = sum(b.numel() * b.element_size() for b in model.buffers())
     summary = {k: v * 2**30 for k, v in anatomy.summary().items() if v is not None}
@@ -44,18 +42,14 @@ def test_tied_weights_count_once() -> None:
 def test_memory_hooks_do_not_change_the_run_and_are_removed_after_a_failure() -> None:
     weights = []
     for callbacks in ([MemoryAnatomy(interval=1)], []):
-        trainer = make_trainer(callbacks=callbacks)
-        trainer.fit()
-        trainer.close()
+        trainer = trained(callbacks=callbacks)
         weights.append({n: p.detach().clone() for n, p in trainer.state.model.named_parameters()})
     torch.testing.assert_close(weights[0], weights[1], rtol=0, atol=0)
     bad = plain_batches(2)
     bad[1]["input_ids"] += 10_000
     anatomy = MemoryAnatomy()
-    trainer = make_trainer(callbacks=[anatomy], batches=bad)
     with pytest.raises(IndexError):
-        trainer.fit()
-    trainer.close()
+        trained(callbacks=[anatomy], batches=bad)
     seen: list[int] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(1) or t, lambda t: t):  # type: ignore
         (torch.ones(2, requires_grad=True) ** 2).sum()
@@ -66,9 +60,7 @@ def test_memory_hooks_do_not_change_the_run_and_are_removed_after_a_failure() ->
 def test_activations_do_not_include_parameters_saved_by_the_forward_pass() -> None:
     """A single token's activations take less than a hundredth of the memory of the weights."""
     anatomy = MemoryAnatomy(interval=1)
-    trainer = make_trainer(callbacks=[anatomy], batches=[batch([1])] * 2)
-    trainer.fit()
-    trainer.close()
+    trained(callbacks=[anatomy], batches=[batch([1])] * 2)
     summary = anatomy.summary()
     assert summary["activations_gib"] is not None
     assert summary["weights_gib"] is not None
@@ -78,9 +70,7 @@ def test_activations_do_not_include_parameters_saved_by_the_forward_pass() -> No
 def test_the_peak_of_a_resumed_run_covers_all_its_processes() -> None:
     anatomy = MemoryAnatomy(interval=1)
     anatomy.load_state_dict({"parts": {"peak_gib": 4096.0, "weights_gib": 1.0}})
-    trainer = make_trainer(callbacks=[anatomy])
-    trainer.fit()
-    trainer.close()
+    trained(callbacks=[anatomy])
     summary = anatomy.summary()
     assert summary["peak_gib"] == 4096.0
     assert summary["weights_gib"] < 1.0, "measured again"
@@ -94,9 +84,7 @@ def test_a_bad_interval_is_refused() -> None:
 @pytest.mark.gpu
 def test_the_peak_on_a_gpu_comes_from_cudas_allocator() -> None:
     anatomy = MemoryAnatomy(interval=1)
-    trainer = make_trainer(callbacks=[anatomy], gpu=True)
-    trainer.fit()
-    trainer.close()
+    trained(callbacks=[anatomy], gpu=True)
     summary = anatomy.summary()
     assert all(value is not None and value > 0 for value in summary.values())
     assert summary["peak_gib"] == pytest.approx(torch.cuda.max_memory_allocated() / 2**30)

@@ -10,14 +10,7 @@ from composer.models import HuggingFaceModel
 from torch.utils.data import DataLoader
 from torchmetrics.classification import MulticlassAccuracy
 
-from composer_speedups import (
-    FusedOptimizer,
-    MemoryAnatomy,
-    RunSummary,
-    SDPAAttention,
-    TF32Matmul,
-    ThroughputMonitor,
-)
+from composer_speedups import FusedOptimizer, MemoryAnatomy, RunSummary, SDPAAttention, TF32Matmul, ThroughputMonitor
 from composer_speedups.callbacks.run_summary import techniques_label
 from tests.helpers.common import Batches, make_trainer, plain_batches, tiny_bert
 from tests.helpers.wandb_runs import WandbRun

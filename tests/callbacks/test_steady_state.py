@@ -14,7 +14,7 @@ from composer_speedups import ThroughputMonitor, TorchCompile
 from composer_speedups.callbacks import throughput as module
 from composer_speedups.callbacks.throughput import PhaseClock
 from tests.helpers.clock import Clock
-from tests.helpers.common import Batches, batch, make_trainer, plain_batches, tiny_bert
+from tests.helpers.common import Batches, batch, make_trainer, plain_batches, tiny_bert, trained
 from tests.helpers.ranks import on_ranks
 
 
@@ -22,11 +22,7 @@ from tests.helpers.ranks import on_ranks
 def test_batches_that_compile_count_as_warm_up() -> None:
     monitor = ThroughputMonitor(warmup_batches=1)
     shapes = [batch([length] * 4) for length in (8, 8, 8, 16, 16, 16)]
-    trainer = make_trainer(
-        [TorchCompile(backend="eager", dynamic=False)], batches=shapes, callbacks=[monitor], model=labelled()
-    )
-    trainer.fit()
-    trainer.close()
+    trained([TorchCompile(backend="eager", dynamic=False)], batches=shapes, callbacks=[monitor], model=labelled())
     assert [b.steady for b in monitor.batches] == [False, True, True, False, True, True]
     summary = monitor.summary()
     compiling = sum(b.seconds for b in monitor.batches if not b.steady)
@@ -157,9 +153,7 @@ def test_the_first_value_is_logged_by_batch_nine_even_if_every_batch_compiles(mo
     monkeypatch.setattr(module, "counters", {"stats": SimpleNamespace(__getitem__=None)})
     monkeypatch.setitem(module.counters, "stats", _Counting(graphs))
     logger = InMemoryLogger()
-    trainer = make_trainer(batches=plain_batches(12), callbacks=[ThroughputMonitor(warmup_batches=8)], loggers=[logger])
-    trainer.fit()
-    trainer.close()
+    trained(batches=plain_batches(12), callbacks=[ThroughputMonitor(warmup_batches=8)], loggers=[logger])
     first = min(t.batch.value for t, _ in logger.data["throughput/samples_per_sec"])
     assert first == 9
 

@@ -19,7 +19,7 @@ from composer_speedups.callbacks.throughput import PhaseClock
 from composer_speedups.core.technique import Technique
 from composer_speedups.train.plot import plot_run
 from tests.helpers.clock import Clock
-from tests.helpers.common import SAVING, Batches, batch, make_trainer, plain_batches, tiny_bert
+from tests.helpers.common import SAVING, Batches, batch, make_trainer, plain_batches, tiny_bert, trained
 from tests.helpers.models import tiny_model
 
 
@@ -148,9 +148,7 @@ def test_the_logged_mfu_covers_all_batches_of_the_window(monkeypatch: pytest.Mon
 def test_the_state_dict_is_restored_when_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "device_peak", lambda *_: module.Peak(1e6, "fp32", "datasheet"))
     monitor, loaded = ThroughputMonitor(), ThroughputMonitor()
-    trainer = make_trainer(callbacks=[monitor])
-    trainer.fit()
-    trainer.close()
+    trained(callbacks=[monitor])
     kept = monitor.state_dict()
     assert kept["peak"] == (1e6, "fp32", "datasheet")
     loaded.load_state_dict(kept)
@@ -180,9 +178,7 @@ def test_a_resumed_run_counts_its_first_batch_as_warm_up(tmp_path: Path) -> None
 
 def test_a_run_shorter_than_its_warm_up_reports_a_rate_and_no_steady_batches(tmp_path: Path) -> None:
     monitor = ThroughputMonitor()
-    trainer = make_trainer(batches=plain_batches(2), callbacks=[monitor])
-    trainer.fit()
-    trainer.close()
+    trained(batches=plain_batches(2), callbacks=[monitor])
     assert monitor.summary()["samples_per_sec"] > 0
     assert monitor.summary()["steady_batches"] == 0
     plot_run(monitor, None, "a short run", tmp_path / "plot.png")

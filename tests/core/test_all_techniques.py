@@ -22,6 +22,7 @@ from tests.helpers.common import (
     tiny_bert,
     trained,
 )
+from tests.helpers.exhaustive import others_exhaustive
 from tests.helpers.settings import Case, cases
 from tests.reference.loop import eval_logits, train_plainly
 from tests.reference.tolerance import assert_near
@@ -30,18 +31,21 @@ every_technique = pytest.mark.parametrize("case", cases())
 
 
 class Run(NamedTuple):
-    """A finished run of four batches with a technique; the Trainer is closed."""
+    """A finished run of four batches with a technique, which saved a checkpoint after two; the Trainer is closed."""
 
     case: Case
+    techniques: list[Technique]
     technique: Technique
+    evidence: dict[str, Any]  # at the end of the run
     trainer: Any
+    checkpoint: str
     verified: list[tuple[int, bool]]  # at each call of verify: trained batches, and whether training had ended
     matched: list[set[Event]]  # events before the first batch and after the last
     flags: list[dict[str, Any]]  # process-wide flags before the run, after fit and after close
 
 
 @pytest.fixture(scope="module", params=cases())
-def run(request: pytest.FixtureRequest) -> Run:
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Train once per case, for all tests that do not need a run of their own."""
     case: Case = request.param
     techniques, verified, flags = case.build_all(), list[tuple[int, bool]](), [_process_flags()]
@@ -52,14 +56,17 @@ def run(request: pytest.FixtureRequest) -> Run:
         verified.append((state.timestamp.batch.value, technique.ended))
         return verify(state)
 
+    folder = str(tmp_path_factory.mktemp("run"))
+    trainer = make_trainer(techniques, model=tiny_bert(dropout=0.1), save_folder=folder, **SAVING)
     technique.verify = count  # type: ignore[method-assign]
-    trainer = make_trainer(techniques, model=tiny_bert(dropout=0.1))
     matched = [_matched(technique, trainer)]
     trainer.fit()
     matched.append(_matched(technique, trainer))
     flags.append(_process_flags())
     trainer.close()
-    return Run(case, technique, trainer, verified, matched, [*flags, _process_flags()])
+    del technique.verify
+    checkpoint, flags = f"{folder}/ba2.pt", [*flags, _process_flags()]
+    return Run(case, techniques, technique, dict(technique.evidence), trainer, checkpoint, verified, matched, flags)
 
 
 def _matched(technique: Technique, trainer: Any) -> set[Event]:
@@ -70,7 +77,7 @@ def _matched(technique: Technique, trainer: Any) -> set[Event]:
 def test_a_technique_engages_with_evidence(run: Run) -> None:
     assert run.technique.engaged is True
     for key in run.case.entry.evidence:
-        assert run.technique.evidence[key] not in (None, {}, []), f"no {key} in {run.technique.evidence}"
+        assert run.evidence[key] not in (None, {}, []), f"no {key} in {run.evidence}"
 
 
 @pytest.mark.pins
@@ -103,27 +110,31 @@ def test_the_checkpoint_has_the_stock_parameters(run: Run, tmp_path: Path) -> No
 
 
 @pytest.mark.pins
-def test_resuming_is_exact(run: Run, tmp_path: Path) -> None:
-    def weights(**kwargs: Any) -> dict[str, torch.Tensor]:
-        return final_weights(trained(run.case.build_all(), model=tiny_bert(dropout=0.1), **kwargs))
-
-    saved = weights(save_folder=str(tmp_path), **SAVING)
-    check_checkpoint(str(tmp_path / "ba2.pt"), "checkpoint.load")
+def test_resuming_is_exact(run: Run) -> None:
+    check_checkpoint(run.checkpoint, "checkpoint.load")
     with restricted_loading("checkpoint.load", trust=False):  # as train.py loads it
-        resumed = weights(load_path=str(tmp_path / "ba2.pt"))
-    uninterrupted = final_weights(run.trainer)
-    torch.testing.assert_close(resumed, uninterrupted, rtol=0, atol=0)
-    torch.testing.assert_close(saved, uninterrupted, rtol=0, atol=0)
+        resumed = trained(run.case.build_all(), model=tiny_bert(dropout=0.1), load_path=run.checkpoint)
+    torch.testing.assert_close(final_weights(resumed), final_weights(run.trainer), rtol=0, atol=0)
 
 
-def test_engaging_twice_changes_nothing(run: Run) -> None:
-    twice = make_trainer(run.case.build_all(), model=tiny_bert(dropout=0.1))
-    for technique in techniques_of(twice.state.algorithms):
-        technique.apply(Event.INIT, twice.state, twice.logger)  # as a second Trainer on the model would
-        technique.engage(twice.state)
-    twice.fit()
-    twice.close()
-    torch.testing.assert_close(final_weights(twice), final_weights(run.trainer), rtol=0, atol=0)
+def test_a_technique_engages_again_in_a_second_trainer_and_engaging_twice_changes_nothing(run: Run) -> None:
+    """The second run, without a checkpoint, equals the first, and collects evidence of its own first batch."""
+    evidence = set(run.case.entry.evidence)
+    second = make_trainer(run.techniques, model=tiny_bert(dropout=0.1))
+    assert run.technique.engaged is True
+    assert not evidence <= set(run.technique.evidence), "evidence of the previous run"
+    for technique in techniques_of(second.state.algorithms):
+        technique.apply(Event.INIT, second.state, second.logger)  # as a second Trainer on the model would
+        technique.engage(second.state)
+    second.fit()
+    assert evidence <= set(run.technique.evidence)
+    weights = final_weights(second)
+    torch.testing.assert_close(weights, final_weights(run.trainer), rtol=0, atol=0)
+    second.fit(duration="2ba")
+    again = final_weights(second)
+    second.close()
+    assert all(weight.isfinite().all() for weight in again.values())
+    assert any(not torch.equal(again[name], weight) for name, weight in weights.items()), "a later fit() trains"
 
 
 @pytest.mark.parametrize("gpu", [False, True])
@@ -136,7 +147,7 @@ def test_the_tolerances_match_the_declared_exactness(gpu: bool) -> None:
         assert len(entry.same) == 4 or kind == "recipe", f"{case.id}: only a recipe may differ from the untouched model"
 
 
-@every_technique
+@pytest.mark.parametrize("case", others_exhaustive(cases(), lambda case: case.name != "torch_compile"))  # it takes 10 s
 @pytest.mark.pins
 def test_outputs_gradients_and_weights_match_the_untouched_model(case: Case) -> None:
     _check_parity(case, gpu=False)
@@ -178,10 +189,8 @@ def test_a_failed_run_restores_the_process_flags(case: Case) -> None:
     before = _process_flags()
     bad = plain_batches(1)
     bad[0]["input_ids"] = bad[0]["input_ids"] + 10_000  # not in the vocabulary
-    trainer = make_trainer(case.build_all(), batches=bad)
     with pytest.raises(Exception, match=r"index|Index|range"):
-        trainer.fit()
-    trainer.close()
+        trained(case.build_all(), batches=bad)
     assert _process_flags() == before
 
 

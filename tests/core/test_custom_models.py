@@ -22,9 +22,6 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.nn.utils import parametrize, prune
 from torch.utils.data import DataLoader
 from transformers import (
-    AutoModelForMaskedLM,
-    AutoModelForTokenClassification,
-    BertForMultipleChoice,
     BertModel,
     ModernBertModel,
 )
@@ -782,46 +779,6 @@ def test_training_after_no_grad_and_inference_mode() -> None:
 # Arguments of the model.
 
 
-@pytest.mark.parametrize("family", UNPADDED)
-def test_hidden_states_and_attentions_match_the_untouched_model(family: Any) -> None:
-    model, reference = tiny_model(family), tiny_model(family)
-    apply_unpadding(model, 8)
-    if family in FUSED:
-        apply_fused_layers(model)
-    inputs = {**without_labels(INPUTS), "input_ids": INPUTS["input_ids"].clamp(min=2)}
-    for options in ({"output_hidden_states": True}, {"output_attentions": True}):
-        found, expected = model(**inputs, **options), reference(**inputs, **options)
-        key = next(iter(options)).removeprefix("output_")
-        assert len(found[key]) == len(expected[key]) > 0
-        real = INPUTS["attention_mask"].bool()
-        for one, other in zip(found[key], expected[key], strict=True):
-            chosen = (
-                (one[real], other[real])
-                if key == "hidden_states"
-                else (one.transpose(1, 2)[real], other.transpose(1, 2)[real])
-            )
-            assert_near([chosen[0]], [chosen[1]], what=key)
-    assert_same(
-        model, reference, {**INPUTS, **inputs}
-    )  # packed and fused again: transformers' output recorders change no values
-    if family in FUSED:
-        assert "unfused" not in {layer.ran for layer in layers_of(model)}
-
-
-def test_multiple_choice_packs_the_choices_of_each_row() -> None:
-    torch.manual_seed(0)
-    config = tiny_bert().config
-    model = BertForMultipleChoice._from_config(config, attn_implementation="eager")
-    reference = copy.deepcopy(model)
-    apply_both(model)
-    rows = batch([9, 16, 3, 12, 5, 7])
-    inputs = {name: rows[name].view(3, 2, 16) for name in ("input_ids", "attention_mask")} | {
-        "labels": torch.tensor([0, 1, 1])
-    }
-    assert_same(model, reference, inputs)
-    assert unpadded_encoders(model)[0].ran == "unpadded"
-
-
 def test_a_base_model_runs_unpadded_and_is_saved_with_its_own_class(tmp_path: Any) -> None:
     reference = tiny_model("modernbert").model.eval()
     model = copy.deepcopy(reference)
@@ -838,38 +795,6 @@ def test_a_base_model_runs_unpadded_and_is_saved_with_its_own_class(tmp_path: An
 
 
 # Labels on padding.
-
-
-@pytest.mark.parametrize("family", UNPADDED)
-@pytest.mark.parametrize("head", [AutoModelForTokenClassification, AutoModelForMaskedLM])
-def test_labels_on_padding_match_the_untouched_model(family: Any, head: Any) -> None:
-    """A batch with labels on padding runs padded, so its loss includes them."""
-    config = tiny_model(family).config
-    torch.manual_seed(0)
-    model = head.from_config(config, attn_implementation="eager")
-    reference = copy.deepcopy(model)
-    apply_both(model) if family in FUSED else apply_unpadding(model, 8)
-    ids = INPUTS["input_ids"].clamp(min=2)
-    mask = INPUTS["attention_mask"].bool()
-    for labels, way in ((ids % 2, "padded"), ((ids % 2).masked_fill(~mask, -100), "unpadded")):
-        assert_same(model, reference, {**INPUTS, "input_ids": ids, "labels": labels})
-        assert unpadded_encoders(model)[0].ran == way
-
-
-@pytest.mark.parametrize("family", UNPADDED)
-def test_a_labelled_row_without_tokens_matches_the_untouched_model(family: Any) -> None:
-    model, reference = tiny_model(family), tiny_model(family)
-    apply_both(model) if family in FUSED else apply_unpadding(model, 8)
-    rows = batch([5, 0, 9])
-    rows["input_ids"] = rows["input_ids"].clamp(min=2)
-    (encoder,) = unpadded_encoders(model)
-    for labels, way in ((torch.tensor([0, 1, 1]), "padded"), (torch.tensor([0, -100, 1]), "unpadded")):
-        inputs = {**rows, "labels": labels}
-        assert_same(model, reference, inputs)
-        assert encoder.ran == way
-    with torch.no_grad():
-        found, expected = (each(**without_labels(rows)).logits for each in (model, reference))
-    assert_near([found], [expected])
 
 
 def test_a_planned_batch_with_labels_on_padding_is_an_error() -> None:

@@ -64,6 +64,7 @@ def test_a_signal_does_not_save_nan_weights(monkeypatch: pytest.MonkeyPatch) -> 
     assert run(*NAMED)["training"]["batches"] == 8
 
 
+@pytest.mark.exhaustive
 def test_a_signal_does_not_save_diverged_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     guard = "callbacks.divergence={smoothing: 0.0, margin: 0.0, factor: 1.0}"
     plain, climb = FinetuneModel.loss, {"by": 0.0}
@@ -79,6 +80,7 @@ def test_a_signal_does_not_save_diverged_weights(monkeypatch: pytest.MonkeyPatch
     assert names() == ["ep0-ba3-rank0.pt"]
 
 
+@pytest.mark.exhaustive
 def test_another_learning_rate_needs_weights_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -92,6 +94,7 @@ def test_another_learning_rate_needs_weights_only(
     assert run(*given, *brief, "optimizer.lr=1e-5", "checkpoint.weights_only=true")["training"]["batches"] == 6
 
 
+@pytest.mark.exhaustive
 def test_a_run_resumes_after_its_initial_checkpoint_was_pruned(monkeypatch: pytest.MonkeyPatch) -> None:
     with crash_after(5, monkeypatch):
         run(*NAMED)

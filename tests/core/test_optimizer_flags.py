@@ -14,17 +14,11 @@ from composer.core import Precision
 from composer.optim import DecoupledAdamW
 from torch import Tensor
 
-from composer_speedups import (
-    ForEachOptimizer,
-    FusedOptimizer,
-    apply_foreach_optimizer,
-    apply_fused_optimizer,
-)
+from composer_speedups import ForEachOptimizer, FusedOptimizer, apply_foreach_optimizer, apply_fused_optimizer
 from composer_speedups.algorithms.fused_optimizer.triton_step import TritonStep, running_step, triton_step_of
 from composer_speedups.core.errors import NotEngagedError, TechniqueError
 from composer_speedups.core.operator_recorder import OperatorRecorder
-from tests.core.test_optimizer_swaps import grouped_adamw
-from tests.helpers.common import batch, make_trainer, tiny_bert
+from tests.helpers.common import batch, grouped_adamw, make_trainer, step_alike, tiny_bert, trained
 
 both_techniques = pytest.mark.parametrize("technique", [ForEachOptimizer, FusedOptimizer])
 
@@ -38,13 +32,9 @@ def test_the_function_changes_kernels_and_not_values(apply: Any, operator: str) 
     optimizers = [grouped_adamw(model) for model in models]
     assert apply(optimizers[1])["before"] == ["for-loop"]
     recorder = OperatorRecorder()
-    for step in range(5):
-        for model, optimizer in zip(models, optimizers, strict=True):
-            generator = torch.Generator().manual_seed(step)
-            for parameter in model.parameters():
-                parameter.grad = torch.randn(parameter.shape, generator=generator)
-            with recorder if optimizer is optimizers[1] else torch.enable_grad():
-                optimizer.step()
+    step_alike(models[:1], optimizers[:1])
+    with recorder:
+        step_alike(models[1:], optimizers[1:])
     assert any(name.startswith(operator) for name in recorder.counts)
     torch.testing.assert_close(dict(models[1].named_parameters()), dict(models[0].named_parameters()))
 
@@ -294,12 +284,7 @@ def test_on_a_gpu_the_triton_kernel_trains_like_torchs() -> None:
     optimizers = [grouped_adamw(model) for model in models]
     apply_fused_optimizer(optimizers[1], "triton")
     apply_fused_optimizer(optimizers[1], "triton")
-    for count in range(5):
-        for model, optimizer in zip(models, optimizers, strict=True):
-            generator = torch.Generator().manual_seed(count)
-            for parameter in model.parameters():
-                parameter.grad = torch.randn(parameter.shape, generator=generator).cuda()
-            optimizer.step()
+    step_alike(models, optimizers)
     installed = triton_step_of(optimizers[1])
     assert installed is not None
     assert (installed.updates, installed.left_to_torch) == (5 * len(optimizers[1].param_groups), 0)
@@ -349,7 +334,5 @@ def test_a_tensor_rate_is_refused_by_name_or_works() -> None:
     trainer.fit()
     trainer.close()
     fused = FusedOptimizer()
-    trainer = make_trainer([fused], model=model, optimizer=optimizer())
-    trainer.fit()
-    trainer.close()
+    trained([fused], model=model, optimizer=optimizer())
     assert fused.engaged is True

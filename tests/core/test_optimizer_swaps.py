@@ -24,9 +24,8 @@ from composer_speedups.core.errors import NotEngagedError, TechniqueError
 from composer_speedups.core.optimizer_technique import OptimizerSwapTechnique
 from composer_speedups.core.registry import technique_class
 from composer_speedups.core.technique import Stage, conflicts_between, refuse_conflicts
-from tests.helpers.common import SAVING, final_weights, make_trainer, plain_batches, tiny_bert, trained
+from tests.helpers.common import SAVING, final_weights, grouped_adamw, make_trainer, plain_batches, tiny_bert, trained
 from tests.helpers.settings import ENTRIES, Case, cases
-from tests.reference.loop import EPS
 from tests.reference.tolerance import assert_near
 
 OPTIMIZERS = sorted(n for n in ENTRIES if technique_class(n).stage == Stage.OPTIMIZER)
@@ -46,15 +45,6 @@ approx = partial(pytest.approx, rel=1e-6)  # torchao keeps learning rates in flo
 
 CLIPPING = GradientClipping("norm", clipping_threshold=1e-3)
 SHAPE = [1.0, 0.5, 0.0, 0.0]  # learning rate factors of torch's schedulers in the four batches
-
-
-def grouped_adamw(model: Any) -> torch.optim.AdamW:
-    parameters = list(model.parameters())
-    groups: list[Any] = [
-        {"params": parameters[::2], "lr": 2e-3},
-        {"params": parameters[1::2], "weight_decay": 0.0, "name": "my own key"},
-    ]
-    return torch.optim.AdamW(groups, lr=1e-3, eps=EPS, weight_decay=0.1, foreach=False)
 
 
 class Watch(Callback):

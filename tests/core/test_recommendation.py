@@ -16,11 +16,12 @@ from transformers import GPT2Config, GPT2ForSequenceClassification
 from composer_speedups import apply_recommended
 from tests.conftest import ROOT
 from tests.helpers.common import awkward_batches
+from tests.helpers.exhaustive import family_params, others_exhaustive
 from tests.helpers.models import HEADS, UNPADDED, Family, Head, fit_batches, real_logits, tiny_model
 
 
 @pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("family", UNPADDED)
+@pytest.mark.parametrize("family", family_params(UNPADDED))
 @pytest.mark.pins
 def test_logits_losses_and_gradients_match_the_untouched_model(family: Family, head: Head) -> None:
     model = tiny_model(family, head)
@@ -56,7 +57,12 @@ def test_a_module_without_a_transformers_model_is_an_error() -> None:
         apply_recommended(nn.Linear(2, 2))
 
 
-@pytest.mark.parametrize("name", ["plain_loop", "hf_trainer", "sentence_transformers_trainer"])
+@pytest.mark.parametrize(
+    "name",
+    others_exhaustive(
+        ["plain_loop", "hf_trainer", "sentence_transformers_trainer"], lambda name: "sentence" not in name
+    ),
+)
 def test_an_example_matches_the_stock_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if name.startswith("sentence"):
         pytest.importorskip("sentence_transformers", reason="needs sentence-transformers (dev group)")

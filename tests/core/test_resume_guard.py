@@ -7,14 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from composer_speedups import (
-    EngagementReport,
-    ForEachOptimizer,
-    FusedLayers,
-    FusedOptimizer,
-    SDPAAttention,
-    Unpadding,
-)
+from composer_speedups import EngagementReport, ForEachOptimizer, FusedLayers, FusedOptimizer, SDPAAttention, Unpadding
 from composer_speedups.core.errors import ConfigError
 from tests.helpers.common import SAVING, final_weights, make_trainer, trained
 

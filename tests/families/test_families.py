@@ -22,12 +22,13 @@ from composer_speedups.families.family import Reads, config_value, families, fam
 from composer_speedups.packing.encoder import unpadded_encoders
 from tests.algorithms.test_unpadding_properties import values
 from tests.helpers.common import batch
+from tests.helpers.exhaustive import family_params
 from tests.helpers.masks import draw_mask, masked_batch
 from tests.helpers.models import COPIES, ENCODERS, EVERY, FUSED, HEADS, Family, tiny_model
 from tests.reference.tolerance import assert_near
 
 PACKAGE = Path(composer_speedups.__file__).parent
-every_family = pytest.mark.parametrize("name", EVERY)
+every_family = pytest.mark.parametrize("name", family_params(EVERY))
 
 
 def test_every_family_is_in_the_lists_of_test_models() -> None:
@@ -59,7 +60,7 @@ def test_a_family_file_matches_the_model(name: Family) -> None:
     assert all(getattr(family, key) in model.config.to_dict() for key in keys), "config.json has these keys"
 
 
-@pytest.mark.parametrize("name", [*FUSED, *COPIES])
+@pytest.mark.parametrize("name", family_params([*FUSED, *COPIES]))
 def test_modules_and_dropouts_cover_the_whole_block(name: Family) -> None:
     model, family = tiny_model(name, dropout=0.2, attention_dropout=0.3), get_family(name)
     block = modules_with_role(model, "layer")[0]

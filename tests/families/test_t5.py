@@ -18,7 +18,7 @@ from tests.helpers.refusals import INPUTS, TECHNIQUES
 from tests.reference.tolerance import assert_near
 
 __all__ = ["_one_thread"]  # a fixture of that module
-pytestmark = pytest.mark.pins
+pytestmark = [pytest.mark.pins, pytest.mark.exhaustive]
 HEADS = ("tokens", "pooling")
 INPUT_KINDS = [
     input_kind for input_kind in INPUTS if input_kind not in ("token types", "position ids")

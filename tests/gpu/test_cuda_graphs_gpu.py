@@ -23,7 +23,7 @@ from composer_speedups import (
 )
 from composer_speedups.core.errors import NotEngagedError, TechniqueError
 from tests.algorithms.test_cuda_graphs_segments import bert
-from tests.helpers.common import Batches, batch, final_weights, make_trainer, plain_batches, tiny_bert
+from tests.helpers.common import Batches, batch, final_weights, make_trainer, plain_batches, tiny_bert, trained
 from tests.helpers.waiting import no_waiting
 from tests.reference.loop import gradients, train_plainly
 from tests.reference.tolerance import assert_near
@@ -133,10 +133,8 @@ def test_a_forward_pass_that_waits_for_the_gpu_is_refused_by_name() -> None:
 @pytest.mark.gpu
 def test_with_warn_a_run_that_cannot_be_captured_continues_with_dropout() -> None:
     technique, model = CUDAGraphs(on_unavailable="warn"), tiny_bert(dropout=0.1)  # eager attention
-    trainer = make_trainer([technique], model=model, batches=plain_batches(4), gpu=True)
     with pytest.warns(UserWarning, match="continuing without cuda_graphs: the step cannot be captured"):
-        trainer.fit()
-    trainer.close()
+        trainer = trained([technique], model=model, batches=plain_batches(4), gpu=True)
     assert technique.engaged is False
     assert all(w.isfinite().all() for w in final_weights(trainer).values())
     assert torch.rand(3, device="cuda").isfinite().all()
@@ -156,18 +154,14 @@ def test_a_model_whose_forward_was_restored_is_detected() -> None:
 
 @pytest.mark.gpu
 def test_a_run_of_one_batch_is_too_short() -> None:
-    trainer = make_trainer([CUDAGraphs(), SDPAAttention()], batches=plain_batches(1), gpu=True)
     with pytest.raises(NotEngagedError, match=r"no training batch replayed a graph; train longer"):
-        trainer.fit()
-    trainer.close()
+        trained([CUDAGraphs(), SDPAAttention()], batches=plain_batches(1), gpu=True)
 
 
 @pytest.mark.gpu
 def test_eager_attention_is_refused_with_the_reason() -> None:
-    trainer = make_trainer([CUDAGraphs()], gpu=True)
     with pytest.raises(TechniqueError, match=r"cuda_graphs: the step cannot be captured \(.*copy between CPU and CUDA"):
-        trainer.fit()
-    trainer.close()
+        trained([CUDAGraphs()], gpu=True)
 
 
 @pytest.mark.gpu

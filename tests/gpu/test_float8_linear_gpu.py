@@ -8,9 +8,7 @@ import pytest
 import torch
 
 from composer_speedups import Float8Linear, MixedPrecision
-from composer_speedups.algorithms.float8_linear.modules import (
-    Float8Recorder,
-)
+from composer_speedups.algorithms.float8_linear.modules import Float8Recorder
 from composer_speedups.core.errors import TechniqueError
 from tests.algorithms.test_float8_linear import check_compiled, error, every_recipe, linear, run, sample
 from tests.helpers.common import make_trainer

@@ -15,7 +15,6 @@ from composer_speedups import (
     Unpadding,
     apply_fused_layers,
     apply_unpadding,
-    plan_unpadding,
 )
 from composer_speedups.algorithms.fused_layers.modules import FusedEmbeddings, FusedLayer
 from composer_speedups.core.errors import CannotRunError, TechniqueError
@@ -34,10 +33,10 @@ from tests.core.test_custom_models import (
     plain_max,
     plain_mean,
 )
-from tests.helpers.common import batch, make_trainer, plain_batches, tiny_bert
+from tests.helpers.common import batch, make_trainer, plain_batches, tiny_bert, trained
 from tests.helpers.masks import masked_batch, random_masks
 from tests.helpers.models import FUSED, HEADS, tiny_model
-from tests.helpers.waiting import no_waiting
+from tests.helpers.waiting import check_planned_steps
 from tests.reference.nearness import distance, values
 
 # torch warns once per process that its debug mode may miss synchronizations.
@@ -70,17 +69,7 @@ def test_errors_are_at_most_three_times_the_padded_models(family: Any, head: Any
 
 def test_a_planned_step_never_synchronizes_with_the_gpu() -> None:
     model: Any = tiny_bert(dropout=0.1)
-    model.cuda().train()
-    model.config.problem_type = "single_label_classification"
-    apply_unpadding(model)
-    apply_fused_layers(model)
-    for i, step in enumerate([batch([12, 7, 16, 10 - i], seed=i) for i in range(4)]):
-        inputs = {k: v.cuda() for k, v in step.items()}
-        with no_waiting(strict=i > 0):
-            plan_unpadding(model, step["attention_mask"])
-            with torch.autocast("cuda", torch.bfloat16):
-                loss = model(**inputs).loss
-            loss.backward()
+    check_planned_steps(apply_both(model.cuda().train()))
 
 
 def test_dropout_repeats_with_the_seed_and_differs_between_steps() -> None:
@@ -156,9 +145,7 @@ def test_a_changed_layer_computes_the_same_as_in_the_stock_model(change: Any, re
 def test_your_own_model_is_compared_and_trains_with_the_kernels(with_graphs: bool) -> None:
     fused, graphs = FusedLayers(), CUDAGraphs()
     algorithms = [fused, Unpadding(), MixedPrecision("bf16"), *([graphs] if with_graphs else [])]
-    trainer = make_trainer(algorithms, model=CustomModel(Pooling(masked_mean)), batches=plain_batches(6), gpu=True)
-    trainer.fit()
-    trainer.close()
+    trained(algorithms, model=CustomModel(Pooling(masked_mean)), batches=plain_batches(6), gpu=True)
     assert fused.evidence["compared_with_untouched"]["largest_gradient_difference"] < 2e-3
     assert fused.evidence["layers_ran"] == "2 triton"
     if with_graphs:
@@ -168,10 +155,8 @@ def test_your_own_model_is_compared_and_trains_with_the_kernels(with_graphs: boo
 @pytest.mark.parametrize("pool", [plain_mean, plain_max, last_slot])
 def test_a_head_that_reads_padding_is_refused(pool: Any) -> None:
     algorithms = [FusedLayers(), Unpadding(), MixedPrecision("bf16"), CUDAGraphs()]
-    trainer = make_trainer(algorithms, model=CustomModel(Pooling(pool)), gpu=True)
     with pytest.raises(CannotRunError, match="unpadding: its result differs from the untouched model's"):
-        trainer.fit()
-    trainer.close()
+        trained(algorithms, model=CustomModel(Pooling(pool)), gpu=True)
 
 
 @pytest.mark.parametrize("encoders", [1, 2])

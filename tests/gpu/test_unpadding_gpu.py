@@ -10,14 +10,14 @@ import torch
 from composer.core import Algorithm, Event, State
 from composer.loggers import Logger
 
-from composer_speedups import Unpadding, apply_unpadding, plan_unpadding
+from composer_speedups import Unpadding, apply_unpadding
 from composer_speedups.core.operator_recorder import OperatorRecorder
 from composer_speedups.packing.attention import DISENTANGLED, FLASH, operators_among
 from composer_speedups.packing.encoder import unpadded_encoders
 from tests.helpers.common import batch, make_trainer, tiny_bert
 from tests.helpers.masks import masked_batch, random_masks
 from tests.helpers.models import HEADS, UNPADDED, tiny_model
-from tests.helpers.waiting import no_waiting
+from tests.helpers.waiting import check_planned_steps
 from tests.reference.loop import gradients
 from tests.reference.nearness import distance, values
 
@@ -85,18 +85,9 @@ def test_an_all_padding_batch_gives_no_nan_on_the_flash_kernel() -> None:
 
 def test_a_planned_step_never_synchronizes_with_the_gpu() -> None:
     model: Any = tiny_bert(dropout=0.1)
-    model.cuda().train()
-    model.config.problem_type = "single_label_classification"
-    apply_unpadding(model)
-    steps = [batch([12, 7, 16, 10 - i], seed=i) for i in range(4)]
-    for i, step in enumerate(steps):
-        inputs = {k: v.cuda() for k, v in step.items()}
-        with no_waiting(strict=i > 0):
-            plan_unpadding(model, step["attention_mask"])
-            with torch.autocast("cuda", torch.bfloat16):
-                loss = model(**inputs).loss
-            loss.backward()
-        assert unpadded_encoders(model)[0].ran == "unpadded"
+    apply_unpadding(model.cuda().train())
+    check_planned_steps(model)
+    assert unpadded_encoders(model)[0].ran == "unpadded"
 
 
 class NoWaiting(Algorithm):

@@ -78,6 +78,26 @@ def learnable_batches(count: int = 200, rows: int = 16) -> list[Batch]:
     return batches
 
 
+def grouped_adamw(model: torch.nn.Module) -> torch.optim.AdamW:
+    """Two groups with rates, a decay and a key of their own."""
+    parameters = list(model.parameters())
+    groups: list[Any] = [
+        {"params": parameters[::2], "lr": 2e-3},
+        {"params": parameters[1::2], "weight_decay": 0.0, "name": "my own key"},
+    ]
+    return torch.optim.AdamW(groups, lr=1e-3, eps=EPS, weight_decay=0.1, foreach=False)
+
+
+def step_alike(models: list[Any], optimizers: list[Any], steps: int = 5) -> None:
+    """Step each model's optimizer with the same random gradients."""
+    for step in range(steps):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            generator = torch.Generator().manual_seed(step)
+            for parameter in model.parameters():
+                parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.device)
+            optimizer.step()
+
+
 class Batches(Dataset[Batch]):
     """A dataset whose items are batches already."""
 

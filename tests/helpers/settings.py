@@ -89,7 +89,7 @@ ENTRIES: dict[str, Entry] = {
     "empty_cache": Entry(gpu_variants=[{"every": 2}], evidence=("times_emptied",)),
     "fast_layernorm": Entry(
         [{}],
-        gpu_variants=[{}, {"implementation": "triton"}],  # apex: a stand-in, in test_fused_layernorm.py
+        gpu_variants=[{}, {"implementation": "triton"}],  # apex: a stand-in, in test_fast_layernorm.py
         needs=BF16,
         dtype=torch.bfloat16,
         loss_bound=0.05,
@@ -223,14 +223,18 @@ class Case:
 
 
 def cases(*, gpu: bool = False) -> list[Any]:
-    """pytest parameters: every variant of every technique, on the CPU or on a GPU."""
-    found = [
-        Case(name, tuple(arguments.items()), entry)
-        for name, first in sorted(ENTRIES.items())
-        for entry in ((first.gpu or first) if gpu else first, *first.also)
-        for arguments in ((entry.gpu_variants or entry.variants) if gpu else entry.variants)
-    ]
-    return [pytest.param(case, id=case.id, marks=_skip(case.entry.package)) for case in found]
+    """pytest parameters: every variant of every technique, on the CPU or on a GPU; all but its first are exhaustive."""
+    parameters = []
+    for name, first in sorted(ENTRIES.items()):
+        variants = [
+            Case(name, tuple(arguments.items()), entry)
+            for entry in ((first.gpu or first) if gpu else first, *first.also)
+            for arguments in ((entry.gpu_variants or entry.variants) if gpu else entry.variants)
+        ]
+        for case in variants:
+            further = [pytest.mark.exhaustive] if case is not variants[0] else []
+            parameters.append(pytest.param(case, id=case.id, marks=[*_skip(case.entry.package), *further]))
+    return parameters
 
 
 def _skip(package: str | None) -> list[pytest.MarkDecorator]:

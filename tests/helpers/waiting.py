@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
-__all__ = ["no_waiting"]
+from composer_speedups import plan_unpadding
+from tests.helpers.common import batch
+
+__all__ = ["check_planned_steps", "no_waiting"]
 
 
 @contextmanager
@@ -18,3 +22,16 @@ def no_waiting(*, strict: bool = True) -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def check_planned_steps(model: Any) -> None:
+    """Train an unpadded classifier on the GPU for four steps, none of which waits after the first."""
+    model.config.problem_type = "single_label_classification"
+    for i in range(4):
+        inputs = batch([12, 7, 16, 10 - i], seed=i)
+        on_gpu = {name: values.cuda() for name, values in inputs.items()}
+        with no_waiting(strict=i > 0):
+            plan_unpadding(model, inputs["attention_mask"])
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = model(**on_gpu).loss
+            loss.backward()

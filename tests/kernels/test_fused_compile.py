@@ -42,6 +42,7 @@ from composer_speedups.kernels.float8 import (  # noqa: E402
 from composer_speedups.kernels.gelu import gelu_backward, gelu_float8, gelu_forward  # noqa: E402
 from composer_speedups.kernels.norm import add_norm_backward, add_norm_forward  # noqa: E402
 from composer_speedups.kernels.sums import partial_sums, totals  # noqa: E402
+from tests.helpers.exhaustive import others_exhaustive  # noqa: E402
 
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
 TYPES |= {torch.float8_e4m3fn: "fp8e4nv", torch.float8_e5m2: "fp8e5"}
@@ -171,7 +172,9 @@ def compiled_kernels(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.pins
 @pytest.mark.parametrize("case", [norms, attention, first_token, gelu, embeddings, float8, adamw])
-@pytest.mark.parametrize(("architecture", "dropout"), [(80, 0.1), (90, 0.1), (90, 0.0)])
+@pytest.mark.parametrize(
+    ("architecture", "dropout"), others_exhaustive([(80, 0.1), (90, 0.1), (90, 0.0)], (90, 0.1).__eq__)
+)
 def test_every_launch_compiles_and_spills_no_registers(
     case: Callable[[float, torch.dtype], None],
     architecture: int,

@@ -1,4 +1,4 @@
-"""The kernels are usable without the rest of the package; test_fused_kernels runs the example in their docstring."""
+"""The kernels are usable without the rest of the package; test_kernels runs the example in their docstring."""
 
 from __future__ import annotations
 

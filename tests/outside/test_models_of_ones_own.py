@@ -6,6 +6,7 @@ import copy
 import pickle
 from abc import ABC
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ from composer_speedups.core.errors import TechniqueError
 from composer_speedups.core.stock import built_on_meta
 from composer_speedups.packing.encoder import unpadded_encoders
 from tests.helpers.common import Batch, Batches, Recorder, batch, make_trainer, tiny_bert, tiny_config, without_labels
+from tests.helpers.exhaustive import others_exhaustive
 from tests.helpers.models import FUSED, Family, fit_batches, tiny_model
 from tests.outside.test_calls_by_other_ways import compared, labelled_padding, ran, replica_of
 from tests.reference.loop import gradients
@@ -203,11 +205,14 @@ def test_a_head_of_ones_own_is_observed_whatever_its_name() -> None:
     assert ran(model) == ["padded"]
 
 
-@pytest.mark.parametrize("head", ["pretraining", "as many labels as slots", "regression"])
+@pytest.mark.parametrize("head", ["classification", "pretraining", "as many labels as slots", "regression"])
 def test_a_row_without_tokens_stays_padded_if_its_first_slot_is_read(head: str) -> None:
     inputs = without_labels(batch([5, 0, 9], 12))
-    if head == "pretraining":
-        model: Any = of(BertForPreTraining)
+    if head == "classification":
+        model: Any = tiny_bert()
+        inputs["labels"] = torch.tensor([0, 1, 1])
+    elif head == "pretraining":
+        model = of(BertForPreTraining)
         inputs["labels"] = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
         inputs["next_sentence_label"] = torch.tensor([0, 1, 0])
     elif head == "regression":
@@ -470,9 +475,13 @@ def test_a_hole_that_changes_distances_keeps_a_batch_padded(family: Family, widt
 # torch.compile.
 
 
-@pytest.mark.parametrize("planned", [False, True])
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("family", ["bert", "modernbert", "deberta_v2", "mpnet"])
+@pytest.mark.parametrize(
+    ("family", "fused", "planned"),
+    others_exhaustive(
+        product(["bert", "modernbert", "deberta_v2", "mpnet"], [False, True], [False, True]),
+        {("bert", True, True), ("bert", False, False)}.__contains__,
+    ),
+)
 def test_a_compiled_model_with_and_without_a_plan(family: Family, fused: bool, planned: bool) -> None:
     if fused and family not in FUSED:
         pytest.skip(f"fused_layers does not support {family}")

@@ -17,7 +17,8 @@ from transformers import BertForSequenceClassification, Trainer, TrainingArgumen
 
 from composer_speedups import FusedLayers, Unpadding, apply_recommended, recommended
 from composer_speedups.packing.encoder import unpadded_encoders
-from tests.helpers.common import Batch, Batches, batch, make_trainer, plain_batches, tiny_bert
+from tests.helpers.common import Batch, Batches, batch, make_trainer, plain_batches, tiny_bert, trained
+from tests.helpers.exhaustive import others_exhaustive
 from tests.helpers.models import tiny_model
 from tests.reference.tolerance import assert_near
 
@@ -59,8 +60,13 @@ def trained_by_hf(model: Any, data: Batch, folder: Path, smoothing: float, loss:
     return copy.deepcopy(model.state_dict()), trainer.evaluate()["eval_loss"]
 
 
-@pytest.mark.parametrize("padding", [True, False])
-@pytest.mark.parametrize(("smoothing", "loss"), [(0.1, None), (0.0, own_loss), (0.0, None)])
+@pytest.mark.parametrize(
+    ("smoothing", "loss", "padding"),
+    others_exhaustive(
+        [(*settings, padding) for settings in ((0.1, None), (0.0, own_loss), (0.0, None)) for padding in (True, False)],
+        {(0.1, None, True), (0.0, own_loss, False)}.__contains__,
+    ),
+)
 def test_hf_trainer_trains_and_evaluates_like_the_untouched_model(
     smoothing: float, loss: Any, padding: bool, tmp_path: Path
 ) -> None:
@@ -137,9 +143,7 @@ def test_composer_trains_evaluates_and_predicts_like_the_untouched_model() -> No
 
 def test_a_checkpoint_becomes_a_hugging_face_model(tmp_path: Path) -> None:
     model = composer_model()
-    trainer = make_trainer([Unpadding(8), FusedLayers()], model=model, save_folder=str(tmp_path), save_interval="1ep")
-    trainer.fit()
-    trainer.close()
+    trained([Unpadding(8), FusedLayers()], model=model, save_folder=str(tmp_path), save_interval="1ep")
     path = str(tmp_path / "latest-rank0.pt")
     loaded, _ = HuggingFaceModel.hf_from_composer_checkpoint(path)  # a new model of the saved class and config
     assert type(loaded) is BertForSequenceClassification
@@ -169,8 +173,6 @@ def test_tuples_as_outputs_and_further_entries_of_a_batch() -> None:
         model = composer_model()
         model.model.config.return_dict = False
         batches = [{**each, "text_id": torch.arange(len(each["labels"]))} for each in plain_batches()]
-        trainer = make_trainer(techniques, model=model, batches=batches)
-        trainer.fit()
-        trainer.close()
+        trained(techniques, model=model, batches=batches)
         losses.append(copy.deepcopy(model.state_dict()))
     assert_near(losses[1], losses[0])

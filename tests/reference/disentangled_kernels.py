@@ -14,19 +14,23 @@ from torch import Tensor
 from composer_speedups import apply_unpadding
 from composer_speedups.algorithms.fused_layers.layer import disentangled_layer
 from composer_speedups.families.family import DropoutRates, family_named
-from composer_speedups.kernels.disentangled_attention import (
-    attend,
-    disentangled_backward,
-    disentangled_forward,
-)
+from composer_speedups.kernels.disentangled_attention import attend, disentangled_backward, disentangled_forward
 from composer_speedups.packing.disentangled_attention import Relative
 from composer_speedups.packing.tokens import make_plan
 from tests.helpers.models import tiny_model
 from tests.reference.fused_kernels import DEVICE, near, random, seed
 
-LENGTHS = [5, 0, 70, 1, 37, 130]
-CU = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0)], dtype=torch.int32, device=DEVICE)
-LONGEST, TABLE = 192, 24
+TABLE = 24
+
+
+def use_lengths(lengths: list[int], longest: int) -> None:
+    """Set the rows that all comparisons use; ``longest`` is the greatest number of tokens that the kernels read."""
+    global LENGTHS, CU, LONGEST
+    LENGTHS, LONGEST = lengths, longest
+    CU = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32, device=DEVICE)
+
+
+use_lengths([5, 0, 70, 1, 37, 130], 192)
 
 
 def entries() -> Tensor:

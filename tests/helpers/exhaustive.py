@@ -1,0 +1,39 @@
+"""Parameters of which the default run takes a few. The others have the marker ``exhaustive``: CI runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+
+__all__ = ["DEFAULT_FAMILIES", "SCOPES", "family_params", "others_exhaustive"]
+
+DEFAULT_FAMILIES = ("bert", "modernbert", "deberta_v2")  # one with each kind of attention
+
+
+def others_exhaustive(values: Iterable[Any], keep: Callable[[Any], bool]) -> list[Any]:
+    """Return pytest parameters, with the marker ``exhaustive`` on those that ``keep`` is false for.
+
+    Args:
+        values: Values, or parameters of one value each; marks and ids are kept. A tuple is one value for each argument.
+        keep: Called with each value.
+    """
+    parameters = []
+    for value in values:
+        given = value if isinstance(value, type(pytest.param())) else None
+        inside = value if given is None else given.values[0]
+        marks = [] if keep(inside) else [pytest.mark.exhaustive]
+        if given is not None:
+            parameters.append(pytest.param(*given.values, id=given.id, marks=[*given.marks, *marks]))
+        else:
+            parameters.append(pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=marks))
+    return parameters
+
+
+SCOPES = others_exhaustive(["model", "blocks"], "blocks".__eq__)  # of torch_compile, which takes seconds
+
+
+def family_params(families: Iterable[str]) -> list[Any]:
+    """Return pytest parameters of model families; those beyond :data:`DEFAULT_FAMILIES` are exhaustive."""
+    return others_exhaustive(families, DEFAULT_FAMILIES.__contains__)

@@ -1,0 +1,57 @@
+"""The Triton kernels compared with plain PyTorch: in Triton's interpreter on the CPU, and compiled on a GPU.
+
+The programs under tests/reference print a line for each comparison and stop at the first that fails.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.helpers.exhaustive import others_exhaustive
+
+# Program → lines of its output by what they hold: interpreted, and compiled where it differs.
+PROGRAMS = {
+    # ``layers`` and ``gated_layers`` compare whole layers, ``independence`` the dropout masks' statistics.
+    "fused_kernels": ({" agrees": 241, "slopes equal the gradients' norms": 4, "masks are independent": 1}, {}),
+    "disentangled_kernels": ({" agrees": 40}, {}),
+    # A layer's result, and the gradients of its input and of 16 parameters; slopes of a layer and of the embeddings. On
+    # a GPU with all dropout sites together and each alone, at rates (attention/others) of 0.5/0, 0/0.5 and 0.3/0.3.
+    "fused_dropout": (
+        {" agrees": 18, "of the gradient's norm": 2},
+        {" agrees": 4 * 18, "of the gradient's norm": 4},
+    ),
+    "kernels_at_one_shape": ({" agrees": 123}, {}),
+}
+
+
+def run(program: str, *, interpret: bool) -> str:
+    """Run a program in a process of its own, since Triton reads TRITON_INTERPRET when kernels are defined."""
+    pytest.importorskip("triton", reason="Triton comes with torch on Linux only")
+    environment = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""} if interpret else {"TRITON_INTERPRET": "0"}
+    command = [sys.executable, "-W", "ignore", "-m", f"tests.reference.{program}"]
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def check(output: str, counts: dict[str, int]) -> None:
+    assert {text: output.count(text) for text in counts} == counts, "a comparison is missing"
+
+
+@pytest.mark.parametrize("program", others_exhaustive(PROGRAMS, "kernels_at_one_shape".__eq__))
+def test_interpreted_kernels_match_pytorch(program: str) -> None:
+    check(run(program, interpret=True), PROGRAMS[program][0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("program", [name for name in PROGRAMS if name != "kernels_at_one_shape"])
+def test_compiled_kernels_match_pytorch(program: str) -> None:
+    interpreted, compiled = PROGRAMS[program]
+    check(run(program, interpret=False), interpreted | compiled)
