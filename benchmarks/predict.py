@@ -15,18 +15,18 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
+from pydantic import Field
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
 from benchmarks.rows import Row, append_row, call_time
 from composer_speedups.core.command_line import parse_command_line, read_settings
 from composer_speedups.core.errors import ConfigError
-from composer_speedups.core.settings import key
+from composer_speedups.core.settings import Settings
 from composer_speedups.data.sources import check_columns, read_file
 from composer_speedups.predict.model import FinishedModel
 from composer_speedups.predict.rows import predicted
@@ -34,15 +34,14 @@ from composer_speedups.train.cli import exit_codes
 from composer_speedups.train.environment import environment
 
 
-@dataclass
-class Settings:
+class Arguments(Settings):
     input: str = ""
     """File with a column `text`."""
-    repeats: int = key(3, ge=1)
+    repeats: int = Field(3, ge=1)
     """Timed calls of each configuration."""
-    batch_size: int = key(128, ge=1)
+    batch_size: int = Field(128, ge=1)
     """Texts per forward pass, in every configuration."""
-    rows: int = key(8000, ge=1)
+    rows: int = Field(8000, ge=1)
     """The first n rows of the file are used."""
 
 
@@ -57,7 +56,7 @@ def main(arguments: Sequence[str]) -> None:
     if command.help:
         print(__doc__)
         return
-    settings, _ = read_settings(Settings, command.overrides)
+    settings, _ = read_settings(Arguments, command.overrides)
     if not settings.input:
         raise ConfigError("command line: input is missing; add input=FILE, a file with a column 'text'")
     run = Path(command.words[0])

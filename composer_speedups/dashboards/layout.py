@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
+
+from pydantic import Field
+
+from composer_speedups.core.settings import Settings
 
 __all__ = ["Chart", "Request", "Section", "as_text", "columns", "layout"]
 
@@ -63,8 +67,7 @@ def columns(task: Task = "classification") -> tuple[str, ...]:
     return tuple(f"summary/{name}" for name in measured)
 
 
-@dataclass
-class Request:
+class Request(Settings):
     """The keys of the command line."""
 
     entity: str | None = None
@@ -75,7 +78,7 @@ class Request:
     """A saved view of the project, or a separate report."""
     name: str = "Runs side by side"
     """Name of the view or report: at most 128 characters, without emoji or signs such as + and =."""
-    group_by: list[str] = field(default_factory=lambda: ["techniques"])
+    group_by: list[str] = Field(default_factory=lambda: ["techniques"])
     """Config keys; runs with the same values form a group. Empty (group_by=) shows each run separately."""
     task: Task = "classification"
     """Task of the runs (model.task)."""

@@ -14,6 +14,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.packing.tokens import IGNORED
+from composer_speedups.tasks.config import ModelConfig
 from composer_speedups.tasks.metrics import BinaryF1, MacroF1, Matthews, MeanLoss
 from composer_speedups.tasks.task import Labels, Task
 
@@ -32,7 +33,7 @@ class Classification(Task):
     """
 
     labels: Sequence[str] | None = None
-    label_smoothing: float = 0.0
+    label_smoothing: float = ModelConfig.label_smoothing
     class_weights: Sequence[float] | None = None
 
     name = "classification"
