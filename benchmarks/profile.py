@@ -19,7 +19,6 @@ Without a GPU, the kinds are those of aten operators by their self time, and the
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 import tempfile
@@ -32,6 +31,7 @@ import torch
 from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.utils import dist, reproducibility
+from pydantic import Field
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from benchmarks.kernel_kinds import kind_of
@@ -41,7 +41,7 @@ from benchmarks.tables import table
 from composer_speedups.callbacks.engagement import EngagementReport
 from composer_speedups.core.command_line import read_settings
 from composer_speedups.core.registry import build_techniques
-from composer_speedups.core.settings import key
+from composer_speedups.core.settings import Settings
 from composer_speedups.core.technique import screen
 from composer_speedups.core.trainer_state import device_of, torch_device
 from composer_speedups.data.loader import build_data
@@ -109,13 +109,12 @@ def by_name(kernels: Iterable[Kernel]) -> list[tuple[str, float, int]]:
     return sorted(((name, *entry) for name, entry in sums.items()), key=lambda entry: -entry[1])
 
 
-@dataclasses.dataclass
-class Counts:
+class Counts(Settings):
     """Number of batches per phase; the profiler needs two more to warm up."""
 
-    warmup: int = key(12, ge=1)
-    timed: int = key(20, ge=1)
-    active: int = key(5, ge=1)
+    warmup: int = Field(12, ge=1)
+    timed: int = Field(20, ge=1)
+    active: int = Field(5, ge=1)
 
     @property
     def batches(self) -> int:

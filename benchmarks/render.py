@@ -20,10 +20,11 @@ from pathlib import Path
 
 from benchmarks import declared, tables
 from benchmarks.charts import Chart
-from benchmarks.stub import package_stub
+from benchmarks.stub import package_catalogue, package_stub
 
 ROOT = Path(__file__).parent.parent
 STUB = ROOT / "composer_speedups" / "__init__.pyi"
+CATALOGUE = ROOT / "composer_speedups" / "_catalogue.json"
 _FIGURE = re.compile(r"(<!-- rows: (.*?) -->\n).*?(<!-- end rows -->)", re.DOTALL)
 _CHART = re.compile(r"<!-- chart: (.*?) -->")
 _KINDS = {
@@ -83,10 +84,11 @@ def main(arguments: Sequence[str]) -> None:
             for chart in charts:
                 chart.draw()
             path.write_text(rendered)
-    if STUB.read_text() != (stub := package_stub()):
-        stale.append(STUB)
-        if not check:
-            STUB.write_text(stub)
+    for generated, text in ((CATALOGUE, package_catalogue()), (STUB, package_stub())):
+        if not generated.exists() or generated.read_text() != text:
+            stale.append(generated)
+            if not check:
+                generated.write_text(text)
     if stale:
         print("stale:" if check else "written:", *(path.relative_to(ROOT) for path in stale))
     raise SystemExit(1 if stale and check else 0)

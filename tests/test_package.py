@@ -14,8 +14,8 @@ import pytest
 import yaml
 
 import composer_speedups
-from benchmarks.render import STUB
-from benchmarks.stub import package_stub
+from benchmarks.render import CATALOGUE, STUB
+from benchmarks.stub import package_catalogue, package_stub
 from composer_speedups.__main__ import command
 from tests.conftest import ROOT
 
@@ -50,6 +50,10 @@ def test_every_public_name_is_listed_and_can_be_imported() -> None:
         assert getattr(composer_speedups, name).__name__ == name
     with pytest.raises(AttributeError, match="'composer_speedups' has no attribute 'Unpading'"):
         composer_speedups.Unpading  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_the_catalogue_without_imports_is_that_of_the_classes() -> None:
+    assert CATALOGUE.read_text() == package_catalogue(), "run python -m benchmarks.render"
 
 
 def test_type_checkers_see_the_names_that_the_package_has() -> None:

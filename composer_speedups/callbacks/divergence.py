@@ -10,6 +10,7 @@ from composer.core import Event, State
 from composer.loggers import Logger
 
 from composer_speedups.callbacks.checkpoint_veto import last_checkpoint, resume_advice, veto_checkpoints
+from composer_speedups.callbacks.config import DivergenceConfig
 from composer_speedups.callbacks.nonfinite import circumstances
 from composer_speedups.callbacks.saved_callback import SavedCallback
 from composer_speedups.core.errors import DivergedError
@@ -19,7 +20,7 @@ __all__ = ["DivergenceGuard"]
 log = logging.getLogger(__name__)
 
 
-class DivergenceGuard(SavedCallback):
+class DivergenceGuard(DivergenceConfig, SavedCallback, eq=False):
     """Compares the smoothed training loss with its value at the last good checkpoint, or at the start.
 
     While the loss is above ``factor`` times that value plus ``margin``, checkpoints are not written, so that the last
@@ -35,7 +36,7 @@ class DivergenceGuard(SavedCallback):
         factor: At least 1. Default 1.5.
         margin: Added to the limit, so that a loss close to 0 does not count as diverged. Default 0.1.
         batches: Number of consecutive batches above the limit. Default 50.
-        smoothing: Weight of the past in the exponential moving average, 0 to below 1. Default 0.9.
+        smoothing: Weight of the past in the exponential moving average, 0 to 0.9999. Default 0.9.
 
     Raises:
         ValueError: A setting is out of its range.
@@ -51,13 +52,7 @@ class DivergenceGuard(SavedCallback):
         "_above": int,
     }
 
-    def __init__(self, factor: float = 1.5, margin: float = 0.1, batches: int = 50, smoothing: float = 0.9) -> None:
-        if not (factor >= 1 and margin >= 0 and batches >= 1 and 0 <= smoothing < 1):
-            raise ValueError(
-                "factor and batches must be at least 1, margin at least 0, and smoothing 0 to below 1, not "
-                f"{factor}, {batches}, {margin} and {smoothing}"
-            )
-        self.factor, self.margin, self.batches, self.smoothing = factor, margin, batches, smoothing
+    def reset(self) -> None:
         self.reference: float | None = None
         self.withheld = 0  # number of checkpoints that were not written
         self._sum = self._weight = 0.0

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from composer.core import Event, State
 from composer.loggers import Logger
 
 from composer_speedups.callbacks.checkpoint_veto import resume_advice, veto_checkpoints
+from composer_speedups.callbacks.config import FiniteLossConfig
 from composer_speedups.callbacks.nonfinite import circumstances, nonfinite_gradients, nonfinite_weights
 from composer_speedups.callbacks.saved_callback import SavedCallback
 from composer_speedups.core.errors import NonFiniteError
@@ -24,7 +25,7 @@ __all__ = ["FiniteLoss"]
 log = logging.getLogger(__name__)
 
 
-class FiniteLoss(SavedCallback):
+class FiniteLoss(FiniteLossConfig, SavedCallback, eq=False):
     """Stops at a NaN or infinite loss or skips its batch, and keeps NaN and infinite weights out of checkpoints.
 
     With ``"stop"``, it checks the loss that Composer has read for its log at the end of each batch, without
@@ -53,12 +54,7 @@ class FiniteLoss(SavedCallback):
 
     checkpoint_fields: ClassVar[dict[str, Any]] = {"losses": int, "skipped": int, "in_row": int}
 
-    def __init__(self, on_nonfinite: Literal["stop", "skip"] = "stop", max_skips: int = 10) -> None:
-        if on_nonfinite not in ("stop", "skip"):
-            raise ValueError(f"on_nonfinite must be 'stop' or 'skip', not {on_nonfinite!r}")
-        if max_skips < 1:
-            raise ValueError(f"max_skips must be at least 1, not {max_skips}")
-        self.on_nonfinite, self.max_skips = on_nonfinite, max_skips
+    def reset(self) -> None:
         self.losses = self.skipped = 0
         self.in_row = self._trained = 0
         self._resumed = False

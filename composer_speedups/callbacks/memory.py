@@ -11,6 +11,7 @@ import torch
 from composer.core import State
 from composer.loggers import Logger
 
+from composer_speedups.callbacks.config import MemoryConfig
 from composer_speedups.callbacks.saved_callback import SavedCallback
 from composer_speedups.core.optimizer_evidence import state_tensors
 from composer_speedups.core.trainer_state import device_of, is_compiled, local_shard
@@ -21,7 +22,7 @@ __all__ = ["MemoryAnatomy"]
 GIB = 2**30
 
 
-class MemoryAnatomy(SavedCallback):
+class MemoryAnatomy(MemoryConfig, SavedCallback, eq=False):
     """Logs this rank's peak training memory and its breakdown, in GiB.
 
     ``memory/peak_gib`` is the allocator's peak on a GPU, and the process's peak resident set since it started on a CPU.
@@ -39,10 +40,7 @@ class MemoryAnatomy(SavedCallback):
 
     checkpoint_fields: ClassVar[dict[str, Any]] = {"parts": dict[str, float]}
 
-    def __init__(self, interval: int = 10) -> None:
-        if interval < 1:
-            raise ValueError(f"interval must be at least 1, not {interval}")
-        self.interval = interval
+    def reset(self) -> None:
         self.parts: dict[str, float] = {}
         self._before_forward = 0
         self._peak_before = 0.0  # in earlier processes of a resumed run, in bytes

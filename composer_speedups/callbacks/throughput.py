@@ -16,6 +16,7 @@ from composer.loggers import Logger
 from composer.utils import dist
 from torch._dynamo.utils import counters
 
+from composer_speedups.callbacks.config import FIRST_VALUE_BY, ThroughputConfig
 from composer_speedups.callbacks.peaks import Peak, device_peak, precision_in_force
 from composer_speedups.core.operator_recorder import capture_seconds
 from composer_speedups.core.trainer_state import device_of, model_of
@@ -23,8 +24,6 @@ from composer_speedups.families.flops import batch_lengths, training_flops
 from composer_speedups.packing.labelled_head import head_tokens
 
 __all__ = ["Batch", "PhaseClock", "ThroughputMonitor"]
-
-_FIRST_VALUE_BY = 9  # batches; afterwards a value is logged even if every batch compiled
 
 # Event → the phase that it begins. A phase lasts until the next listed event. Checkpoints are written at the two
 # CHECKPOINT events by a callback that runs after this one, so their phase lasts until any later event.
@@ -109,7 +108,7 @@ def own_batches(gathered: Sequence[Sequence[Sequence[Any]]]) -> list[Batch]:
     return [Batch(*row) for row in gathered[dist.get_global_rank()]]
 
 
-class ThroughputMonitor(Callback):
+class ThroughputMonitor(ThroughputConfig, Callback, eq=False):
     """Logs samples/s, real tokens/s, padding, MFU, and the time that is not spent on training.
 
     Rates are samples (or tokens) divided by the time of training steps *and* of waiting for data. Evaluation and
@@ -145,12 +144,7 @@ class ThroughputMonitor(Callback):
         "peak": tuple[float, str, str] | None,
     }
 
-    def __init__(self, window: int = 20, warmup_batches: int = 3) -> None:
-        if window < 1:
-            raise ValueError(f"window must be at least 1, not {window}")
-        if not 0 <= warmup_batches < _FIRST_VALUE_BY:
-            raise ValueError(f"warmup_batches must be 0 to {_FIRST_VALUE_BY - 1}, not {warmup_batches}")
-        self.window, self.warmup_batches = window, warmup_batches
+    def reset(self) -> None:
         self.batches: list[Batch] = []
         self.eval_marks: list[int] = []  # numbers of training batches that were followed by an evaluation
         self.clock = PhaseClock()
@@ -239,7 +233,7 @@ class ThroughputMonitor(Callback):
             self._peak_is_here = True
             self._peak = device_peak(precision_in_force(state), device_of(state))
         recent = [b for b in self.batches[-self.window :] if b.steady]
-        if not recent and len(self.batches) >= _FIRST_VALUE_BY:
+        if not recent and len(self.batches) >= FIRST_VALUE_BY:
             recent = self.batches[-self.window :]
         if recent:
             rates = self._rates(recent)

@@ -1,9 +1,7 @@
-"""Parse command lines: ``-f FILE`` or positional words, and ``key=value`` pairs for a typed dataclass with bounds."""
+"""Parse command lines: ``-f FILE`` or positional words, and ``key=value`` pairs for a class of settings."""
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 import os
 import types
 import typing
@@ -11,22 +9,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from composer_speedups.core.errors import ConfigError, did_you_mean
-from composer_speedups.core.settings import Spelling, check_value, field_docs, field_line
+from pydantic.fields import FieldInfo
 
-__all__ = ["COMMAND_LINE", "CommandLine", "find_config", "keys_help", "parse_command_line", "read_settings"]
+from composer_speedups.core.errors import ConfigError, did_you_mean
+from composer_speedups.core.settings import Origins, Settings, fields_of
+
+__all__ = ["COMMAND_LINE", "CommandLine", "find_config", "parse_command_line", "read_settings"]
 
 COMMAND_LINE = "command line"
 _PACKAGE = Path(__file__).parents[1]
 # in the installed wheel, or next to the package in a checkout
 _SHIPPED = _PACKAGE / "yamls" if (_PACKAGE / "yamls").is_dir() else _PACKAGE.parent / "yamls"
-_IN_ERRORS = Spelling(
-    lambda options: " or ".join(map(str, options)),
-    "a comma-separated list, each item {}",
-    ", or ",
-    {int: "a whole number", float: "a number", bool: "true or false", str: "non-empty text"},
-)
-T = TypeVar("T")
+T = TypeVar("T", bound=Settings)
 
 
 class CommandLine(NamedTuple):
@@ -96,64 +90,41 @@ def find_config(name: str) -> str:
 
 
 def read_settings(cls: type[T], arguments: Sequence[str], prefix: str = "") -> tuple[T, list[str]]:
-    """Fill a dataclass from ``key=value`` pairs. The last value of a key wins.
+    """Read settings from ``key=value`` pairs of plain text; the last value of a key wins.
 
-    Values are plain text, lists are written ``a,b`` or ``[a,b]``, and ``null`` means None.
+    Lists are written ``a,b`` or ``[a,b]``, and ``null`` means None.
 
     Args:
-        cls: Its fields have type str, int, float, bool or Literal, a list of one of these, or None. Their bounds are
-            those of :func:`.key`.
+        cls: A class without sections.
         arguments: ``key=value`` strings. With a prefix, arguments without it are returned.
         prefix: Prefix of the keys, such as ``tune.``.
 
     Returns:
-        The dataclass, and the arguments without the prefix.
+        The settings, and the arguments without the prefix.
 
     Raises:
         ConfigError: Names the key and, if there is one, the closest known key.
     """
-    fields: dict[str, Any] = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    hints = typing.get_type_hints(cls)
     values: dict[str, Any] = {}
-    rest = []
+    others = []
     for argument in arguments:
-        dotted, equals, text = argument.partition("=")
-        if prefix and not (equals and f"{dotted}.".startswith(prefix)):
-            rest.append(argument)
+        key, equals, text = argument.partition("=")
+        if not equals or not key.startswith(prefix):
+            others.append(argument)
             continue
-        name = dotted.removeprefix(prefix)
-        if name not in fields:
-            close = difflib.get_close_matches(name, fields, n=1, cutoff=0.5)  # shortens long names
-            hint = f"; did you mean {prefix + close[0]!r}?" if close else f"; known: {', '.join(fields)}"
-            raise ConfigError(f"{COMMAND_LINE}: unknown key {dotted!r}{hint}")
-        try:
-            values[name] = _value(hints[name], text)
-        except (KeyError, ValueError):
-            raise ConfigError(f"{COMMAND_LINE}: {dotted} must be {_IN_ERRORS.of(hints[name])}, not {text!r}") from None
-        if problem := check_value(fields[name], values[name]):
-            raise ConfigError(f"{COMMAND_LINE}: {dotted} {problem}")
-    return cls(**values), rest
+        name = key.removeprefix(prefix)
+        values[name] = _parse(text, fields_of(cls).get(name))
+        if isinstance(values[name], str) and not text.strip():
+            raise ConfigError(f"{COMMAND_LINE}: {key} must not be empty")
+    return cls.read(values, prefix, Origins(COMMAND_LINE)), others
 
 
-def keys_help(cls: type, prefix: str = "") -> str:
-    """Every key with its type, default, bounds and doc line, for ``--help``."""
-    docs, hints = field_docs(cls), typing.get_type_hints(cls)
-    lines = (
-        f"  {field_line(prefix + f.name, f, hints[f.name])}\n      {docs[f.name]}" for f in dataclasses.fields(cls)
-    )
-    return "\n".join(lines)
-
-
-def _value(hint: Any, text: str) -> Any:
-    if isinstance(hint, types.UnionType):
-        return None if text == "null" else _value(typing.get_args(hint)[0], text)
-    if typing.get_origin(hint) is list:
+def _parse(text: str, field: FieldInfo | None) -> Any:
+    """None or a list of texts, if the field takes it, or the text itself, which :meth:`Settings.read` converts."""
+    hints = (field.annotation, *typing.get_args(field.annotation)) if field is not None else ()
+    if text == "null" and types.NoneType in hints:
+        return None
+    if any(typing.get_origin(hint) is list for hint in hints):
         items = text.removeprefix("[").removesuffix("]")
-        return [_value(typing.get_args(hint)[0], item.strip()) for item in items.split(",") if items]
-    if typing.get_origin(hint) is typing.Literal:
-        return {str(option): option for option in typing.get_args(hint)}[text]
-    if hint is bool:
-        return {"true": True, "false": False}[text]
-    if hint is str and not text.strip():
-        raise ValueError
-    return hint(text)
+        return [item.strip() for item in items.split(",") if items]
+    return text

@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from composer_speedups.core.catalogue import technique_names
-from composer_speedups.core.errors import ConfigError, UserError, did_you_mean
-from composer_speedups.core.settings import Origins
+from composer_speedups.core.catalogue import Description, technique_names
+from composer_speedups.core.errors import ConfigError, did_you_mean
+from composer_speedups.core.settings import Origins, help_lines
 from composer_speedups.core.technique import Technique
 
-__all__ = ["build_techniques", "technique_class"]
+__all__ = ["build_techniques", "description_of", "technique_class"]
 
 
 @cache
@@ -29,14 +29,22 @@ def technique_class(name: str) -> type[Technique]:
     if name not in technique_names():
         raise ConfigError(f"unknown technique {name!r}{did_you_mean(name, technique_names())}")
     module = importlib.import_module(f"composer_speedups.algorithms.{name}.{name}")
-    found = [
+    classes = [
         c
         for c in vars(module).values()
         if inspect.isclass(c) and issubclass(c, Technique) and c.__module__ == module.__name__
     ]
-    assert len(found) == 1, f"{module.__name__} must define exactly one Technique"
-    assert found[0].name == name, f"{found[0].__name__}.name must be {name!r}, the name of its folder"
-    return found[0]
+    assert len(classes) == 1, f"{module.__name__} must define exactly one Technique"
+    assert classes[0].name == name, f"{classes[0].__name__}.name must be {name!r}, the name of its folder"
+    return classes[0]
+
+
+def description_of(name: str) -> Description:
+    """What the catalogue says of a technique, from its class."""
+    cls = technique_class(name)
+    functional = importlib.import_module(f"composer_speedups.algorithms.{name}.functional")
+    lines = list(help_lines(cls, omit="on_unavailable"))
+    return Description(name, cls.__name__, inspect.getdoc(cls).split("\n")[0], sorted(functional.__all__), lines)
 
 
 def build_techniques(
@@ -53,23 +61,8 @@ def build_techniques(
         ConfigError: An unknown technique or setting, or an invalid value.
     """
 
-    def where(key: str) -> str:
-        return "" if origins is None else f"{origins[key]}: "
-
     built = []
     for name, values in settings.items():
-        cls, section = technique_class(name), f"algorithms.{name}"
-        values = values or {}
-        for setting, value in values.items():
-            dotted = f"{section}.{setting}"
-            if setting not in cls.settings:
-                raise ConfigError(f"{where(dotted)}unknown key {dotted!r}{did_you_mean(setting, cls.settings)}")
-            if problem := cls.settings[setting].problem(value):
-                raise ConfigError(f"{where(dotted)}{dotted} {problem}")
-        try:
-            built.append(cls(**{"on_unavailable": on_unavailable, **values}))  # type: ignore[arg-type]
-        except UserError:
-            raise
-        except ValueError as error:  # settings that cannot be combined
-            raise ConfigError(f"{where(section)}{section}: {error}") from error
+        prefix = f"algorithms.{name}."
+        built.append(technique_class(name).read({"on_unavailable": on_unavailable, **(values or {})}, prefix, origins))
     return built

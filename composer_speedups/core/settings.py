@@ -1,91 +1,51 @@
-"""Metadata of config keys: bounds, formats, and the docstring below each field."""
+"""Settings: each is declared once, with type, default, bounds and doc line, in the body of a class.
+
+Config sections, techniques and callbacks derive from :class:`Settings`. YAML, ``key=value``, ``--help``, constructors,
+``repr`` and error messages follow the declarations.
+"""
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
+import difflib
+import functools
 import inspect
-import math
-import operator
 import re
 import textwrap
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, Self, dataclass_transform
 
-__all__ = ["LENGTH", "Origins", "Spelling", "annotated", "check_value", "field_docs", "field_line", "key", "key_line"]
+from pydantic import AfterValidator, ConfigDict, GetCoreSchemaHandler, ValidationError, field_validator
+from pydantic.dataclasses import dataclass
+from pydantic.fields import FieldInfo
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+from composer_speedups.core.errors import ConfigError, UserError
+
+__all__ = [
+    "LENGTH", "ComposerTime", "FileName", "InvalidSettingError", "Origins", "Settings", "docs_of", "fields_of",
+    "help_lines", "key_line", "keys_help", "keys_of", "leaf_types", "refuse_if", "section_of",
+]  # fmt: skip
 
 LENGTH = ("ep", "ba", "sp", "tok")  # units of Composer's time strings
 
 
-def key(
-    default: Any = dataclasses.MISSING,
-    *,
-    factory: Any = dataclasses.MISSING,
-    ge: float | None = None,
-    gt: float | None = None,
-    le: float | None = None,
-    lt: float | None = None,
-    units: tuple[str, ...] = (),
-    name: bool = False,
-    words: tuple[str, ...] = (),
-) -> Any:
-    """A dataclass field with bounds.
+class InvalidSettingError(ConfigError):
+    """A setting that is valid alone, but not together with others, as ``key`` and the end of a sentence about it."""
 
-    Args:
-        default, factory: As in :func:`dataclasses.field`.
-        ge, gt, le, lt: Bounds of a number; NaN and infinity are always refused.
-        units: The value is a Composer time string in one of these units; bounds apply to its number.
-        name: The value becomes part of a file name.
-        words: Strings allowed in addition to numbers.
-    """
-    bounds = {"ge": ge, "gt": gt, "le": le, "lt": lt}
-    metadata = {k: v for k, v in bounds.items() if v is not None} | {"units": units, "name": name, "words": words}
-    return dataclasses.field(default=default, default_factory=factory, metadata=metadata)
+    def __init__(self, key: str, problem: str) -> None:
+        self.key, self.problem = key, problem
+        super().__init__(f"{key} {problem}")
 
 
-def check_value(field: dataclasses.Field[Any], value: Any) -> str | None:
-    """Describe why ``value`` is invalid for ``field``, as the end of a sentence; None if it is valid."""
-    rules = field.metadata
-    if value is None or not rules:
-        return None
-    if isinstance(value, (list, tuple)):
-        return next((problem for item in value if (problem := check_value(field, item))), None)
-    if isinstance(value, str):
-        return _check_string(rules, value)
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return _check_number(rules, value)
-    return None
-
-
-def _check_number(rules: Any, value: float) -> str | None:
-    if not math.isfinite(value):
-        return f"must be a finite number, not {value}"
-    for rule, text, holds in (
-        ("ge", "at least", operator.ge),
-        ("gt", "greater than", operator.gt),
-        ("le", "at most", operator.le),
-        ("lt", "less than", operator.lt),
-    ):
-        if rule in rules and not holds(value, rules[rule]):
-            return f"must be {text} {rules[rule]}, not {value}"
-    return None
-
-
-def _check_string(rules: Any, value: str) -> str | None:
-    if rules["units"]:
-        found = re.fullmatch(r"(\d+|\d*\.\d+(?=dur))([a-z]+)", value)
-        if not found or found[2] not in rules["units"] or (found[2] == "dur" and float(found[1]) > 1):
-            units = ", ".join(rules["units"])
-            return f"must be a Composer time, a number with one of the units {units}, not {value!r}"
-        return _check_number(rules, float(found[1]))
-    if rules["name"] and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", value):
-        return f"must be letters, digits, '.', '_' and '-' (100 at most, no folder), not {value!r}"
-    if rules["words"] and value not in rules["words"]:
-        return f"must be a number or one of {', '.join(rules['words'])}, not {value!r}"
-    return None
+def refuse_if(invalid: object, key: str, problem: str) -> None:
+    """Raise :class:`InvalidSettingError` if ``invalid`` is true."""
+    if invalid:
+        raise InvalidSettingError(key, problem)
 
 
 class Origins(dict[str, str]):
@@ -99,57 +59,316 @@ class Origins(dict[str, str]):
         return self.otherwise
 
 
-def annotated(cls: ast.ClassDef) -> Iterator[tuple[str, ast.AnnAssign, str]]:
-    """Yield the annotated attributes of a class: name, statement, and the string literal below it as one line."""
-    for field, doc in zip(cls.body, cls.body[1:], strict=False):
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
-            string = doc.value.value if isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant) else ""
-            yield field.target.id, field, " ".join(str(string).split())
+# Field is not declared as a field specifier, because mypy would then miss its positional default
+@dataclass_transform()
+@dataclass(repr=False)
+class Settings:
+    """Base of a class that declares its settings in its body, as annotated attributes with a default::
+
+        max_graphs: int = Field(4, ge=1)
+        \"""Input shapes captured.\"""
+
+    Each subclass becomes a pydantic dataclass: the constructor takes the settings in that order, and those after
+    ``_: KW_ONLY`` as keywords only. ``--help`` prints the string below each setting. Text is converted to numbers and
+    bools, but a bool is no number.
+
+    Class arguments:
+        eq: Compare by settings (default), or by identity, in this class and its subclasses.
+        strict: Do not convert text, in this class and its subclasses. Default: False.
+
+    Attributes:
+        not_recorded: Settings that ``repr`` leaves out.
+
+    Raises:
+        ConfigError: A value is invalid; names the key.
+    """
+
+    not_recorded: ClassVar[tuple[str, ...]] = ()
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+    __pydantic_fields__: ClassVar[dict[str, FieldInfo]]
+    _eq: ClassVar[bool] = True
+    _strict: ClassVar[bool] = False
+    _construct: ClassVar[Callable[..., None]]  # pydantic's constructor
+
+    def __init_subclass__(cls, *, eq: bool | None = None, strict: bool | None = None, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls._eq, cls._strict = cls._eq if eq is None else eq, cls._strict if strict is None else strict
+        config = ConfigDict(
+            strict=cls._strict, coerce_numbers_to_str=not cls._strict, extra="forbid", allow_inf_nan=False
+        )
+        dataclass(cls, eq=cls._eq, repr=False, config=config)
+        if not cls._eq:
+            cls.__eq__, cls.__hash__ = object.__eq__, object.__hash__  # type: ignore[assignment, method-assign]
+        cls._construct, signature = cls.__init__, inspect.signature(cls)
+
+        @functools.wraps(cls.__init__)
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+            values = signature.bind(*args, **kwargs).arguments
+            with _one_line(cls, values):
+                cls._construct(self, **values)
+
+        cls.__init__ = __init__  # type: ignore[method-assign]
+
+    def __post_init__(self) -> None:
+        self.check_settings()
+        self.reset()
+
+    @classmethod
+    def read(cls, values: Mapping[Any, Any], prefix: str = "", origins: Origins | None = None) -> Self:
+        """Build an instance from plain values, such as parsed YAML.
+
+        Args:
+            values: Key → value; sections are mappings.
+            prefix: Prefix of the keys in error messages, such as ``tune.``.
+            origins: Where each dotted key was set, for error messages.
+
+        Raises:
+            ConfigError: Names the key, and the closest known one or what is allowed.
+        """
+        instance = cls.__new__(cls)
+        with _one_line(cls, values, prefix, origins):
+            cls._construct(instance, **{str(key): value for key, value in values.items()})
+        return instance
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_bools_for_numbers(cls, value: Any, info: Any) -> Any:
+        kinds = leaf_types(cls.__pydantic_fields__[info.field_name].annotation)
+        items = value if isinstance(value, list) else [value]
+        if not {bool, Any} & kinds and any(isinstance(item, bool) for item in items):
+            raise PydanticCustomError("bool", "is a bool")
+        return value
+
+    def check_settings(self) -> None:
+        """Raise :class:`InvalidSettingError`, or ValueError without a key, for settings that cannot be combined."""
+
+    def reset(self) -> None:
+        """Initialize the attributes that are not settings. A subclass must call ``super().reset()``."""
+
+    def __repr__(self) -> str:
+        recorded = [name for name in fields_of(type(self)) if name not in self.not_recorded]
+        return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name in recorded)})"
 
 
-@cache
-def field_docs(cls: type) -> dict[str, str]:
-    """The string literal below each field of a dataclass, as one line each."""
-    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
-    assert isinstance(body, ast.ClassDef)
-    return {name: doc for name, _, doc in annotated(body) if doc}
+def fields_of(cls: type[Settings]) -> dict[str, FieldInfo]:
+    """The settings of a class in the order of its constructor."""
+    return {name: cls.__pydantic_fields__[name] for name in inspect.signature(cls).parameters}
 
 
-class Spelling(NamedTuple):
-    """How types are written, in ``--help`` or in error messages."""
+def section_of(field: FieldInfo) -> type[Settings] | None:
+    """The class of a field ``Section`` or ``Section | None``; None for a plain value."""
+    options = (field.annotation, *typing.get_args(field.annotation))
+    return next((o for o in options if isinstance(o, type) and issubclass(o, Settings)), None)
 
-    literal: Callable[[Sequence[Any]], str]  # formats the allowed values
-    listed: str  # format of a list, with its item type
-    either: str  # separates the types of a union
-    names: Mapping[Any, str] = {}  # names of types that differ from Python's
 
-    def of(self, hint: Any) -> str:
-        options, origin = typing.get_args(hint), typing.get_origin(hint)
+def keys_of(cls: type[Settings], prefix: str = "") -> Iterator[tuple[str, FieldInfo, type[Settings]]]:
+    """Every dotted key with its field and the class that has it; sections precede their keys."""
+    for name, field in fields_of(cls).items():
+        yield prefix + name, field, cls
+        if (section := section_of(field)) is not None:
+            yield from keys_of(section, f"{prefix}{name}.")
+
+
+@functools.cache
+def docs_of(cls: type[Settings]) -> dict[str, str]:
+    """The string literal below each annotated attribute of a class and its bases, as one line each."""
+    docs: dict[str, str] = {}
+    for base in (b for b in reversed(cls.__mro__) if issubclass(b, Settings) and b is not Settings):
+        [body] = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+        assert isinstance(body, ast.ClassDef)
+        for field, doc in zip(body.body, [*body.body[1:], ast.Pass()], strict=True):
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+                text = doc.value.value if isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant) else ""
+                docs[field.target.id] = " ".join(str(text).split())
+    return docs
+
+
+# Types of settings beyond Python's
+
+
+@dataclasses.dataclass(frozen=True)
+class ComposerTime:
+    """Metadata of text that is a Composer time: ``Annotated[str, ComposerTime(LENGTH, gt=0)]``.
+
+    Attributes:
+        units: The units allowed; ``dur`` takes a fraction of at most 1.
+        gt: What its number must exceed.
+    """
+
+    units: tuple[str, ...]
+    gt: float | None = None
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self.check, handler(source))
+
+    def check(self, value: str | None) -> str | None:
+        if value is None:
+            return value
+        time = re.fullmatch(r"(\d+|\d*\.\d+(?=dur))([a-z]+)", value)
+        if not time or time[2] not in self.units or (time[2] == "dur" and float(time[1]) > 1):
+            units = ", ".join(self.units)
+            raise ValueError(f"must be a Composer time, a number with one of the units {units}, not {value!r}")
+        if self.gt is not None and float(time[1]) <= self.gt:
+            raise ValueError(f"must be above {self.gt}, not {value!r}")
+        return value
+
+
+def _file_name(value: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", value):
+        raise ValueError(f"must be letters, digits, '.', '_' and '-' (100 at most, no folder), not {value!r}")
+    return value
+
+
+FileName = typing.Annotated[str, AfterValidator(_file_name)]
+"""Text that becomes part of a file name."""
+
+
+# Types and bounds in words
+
+
+def leaf_types(hint: Any) -> set[Any]:
+    """The types that a type is made of, without lists, unions and annotations: str, None and so on."""
+    if typing.get_origin(hint) in (list, types.UnionType, typing.Union, typing.Annotated):
+        return set().union(*map(leaf_types, _options(hint)))
+    return {hint}
+
+
+def _options(hint: Any) -> Sequence[Any]:
+    options = typing.get_args(hint)
+    return options[:1] if typing.get_origin(hint) is typing.Annotated else options
+
+
+def _spell(hint: Any, names: Mapping[Any, str], literal: Callable[[Any], str], union: str, listed: str) -> str:
+    def spell(hint: Any) -> str:
+        origin = typing.get_origin(hint)
         if origin is typing.Literal:
-            return self.literal(options)
+            return union.join(map(literal, _options(hint)))
+        if origin in (types.UnionType, typing.Union, typing.Annotated):
+            return union.join(map(spell, _options(hint)))
         if origin is list:
-            return self.listed.format(self.of(options[0]))
-        if origin in (types.UnionType, typing.Union):
-            return self.either.join(map(self.of, options))
-        if hint is types.NoneType:
-            return "null"
-        return self.names.get(hint) or (str(hint).replace("typing.", "") if options else hint.__name__)
+            item = spell(_options(hint)[0])
+            return listed.format(f"{item[2:]}s" if item.startswith("a ") else item)
+        if isinstance(hint, type) and issubclass(hint, Settings):
+            return names[Settings]
+        return names.get(hint) or names.get(origin) or (hint.__name__ if isinstance(hint, type) else str(hint))
+
+    return spell(hint).replace("typing.", "")
 
 
-_IN_HELP = Spelling(lambda options: "|".join(map(str, options)), "list[{}]", "|")
+_IN_HELP = {types.NoneType: "null", Settings: "section"}
+_IN_ERRORS = {
+    int: "a whole number", float: "a number", bool: "true or false", str: "text", types.NoneType: "null",
+    dict: "a mapping", Settings: "a section of keys",
+}  # fmt: skip
+_SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+_WORDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
 
-def key_line(name: str, hint: str, default: Any, rules: Mapping[str, Any]) -> str:
-    """Format a key for ``--help``, as in ``data.batch_size: int = 40  [>= 1]``."""
+def _bounds(field: FieldInfo) -> dict[str, Any]:
+    """The bounds of a field or of its items, by pydantic's names, and ``units``."""
+
+    def metadata(hint: Any) -> Iterator[Any]:
+        for rule in getattr(hint, "__metadata__", ()):
+            yield from rule.metadata if isinstance(rule, FieldInfo) else [rule]
+        for option in typing.get_args(hint) if typing.get_origin(hint) is not typing.Literal else ():
+            yield from metadata(option)
+
+    rules = [*field.metadata, *metadata(field.annotation)]
+    names = (*_SIGNS, "units")
+    return {name: v for rule in rules for name in names if (v := getattr(rule, name, None)) is not None}
+
+
+def _bounds_in_words(bounds: Mapping[str, Any]) -> str:
+    if "ge" in bounds and len(bounds) > 1:  # "1 to 4096" and "0 to below 1"
+        return f"{bounds['ge']} to {bounds['le'] if 'le' in bounds else 'below {lt}'.format(**bounds)}"
+    return " and ".join(f"{_WORDS[sign]} {bound}" for sign, bound in bounds.items())
+
+
+def key_line(key: str, field: FieldInfo) -> str:
+    """A key for ``--help``: ``data.batch_size: int = 40  [>= 1; <= 1000000]``."""
+    default = field.get_default(call_default_factory=True)
     shown = {"None": "null", "True": "true", "False": "false"}.get(str(default), str(default))
-    signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
-    bounds = [f"{signs[k]} {v}" for k, v in rules.items() if k in signs]
-    if rules.get("units"):
-        bounds.append("units " + ", ".join(rules["units"]))
-    return f"{name}: {hint} = {shown}" + (f"  [{'; '.join(bounds)}]" if bounds else "")
+    bounds = _bounds(field)
+    limits = [f"{_SIGNS[name]} {bound}" for name, bound in bounds.items() if name in _SIGNS]
+    limits += [f"units {', '.join(bounds['units'])}"] if "units" in bounds else []
+    hint = _spell(field.annotation, _IN_HELP, str, "|", "list[{}]")
+    return f"{key}: {hint} = {shown}" + (f"  [{'; '.join(limits)}]" if limits else "")
 
 
-def field_line(dotted: str, field: dataclasses.Field[Any], hint: Any) -> str:
-    """Format a dataclass field with :func:`key_line`."""
-    default = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
-    return key_line(dotted, _IN_HELP.of(hint), default, field.metadata)
+def help_lines(cls: type[Settings], prefix: str = "", omit: str = "") -> Iterator[str]:
+    """Two lines for each setting of a class, except ``omit``: :func:`key_line`, and the doc line."""
+    for name, field in fields_of(cls).items():
+        if name != omit:
+            yield key_line(prefix + name, field)
+            yield f"    {docs_of(cls)[name]}"
+
+
+def keys_help(cls: type[Settings], prefix: str = "") -> str:
+    """The keys of a program for ``--help``; see :func:`help_lines`."""
+    return "\n".join(f"  {line}" for line in help_lines(cls, prefix))
+
+
+# Errors in one line
+
+_UNKNOWN = ("unexpected_keyword_argument", "invalid_key")
+_BOUND = ("greater_than_equal", "greater_than", "less_than_equal", "less_than", "finite_number")
+
+
+@contextlib.contextmanager
+def _one_line(
+    cls: type[Settings], values: Mapping[Any, Any], prefix: str = "", origins: Origins | None = None
+) -> Iterator[None]:
+    """Turn a ValidationError of ``cls`` in the block into a ConfigError; see :meth:`Settings.read`."""
+    try:
+        yield
+    except ValidationError as error:
+        key, problem = _explain(error, cls, values, prefix)
+        raise ConfigError(problem if origins is None else f"{origins[key]}: {problem}") from None
+
+
+def _explain(error: ValidationError, cls: type[Settings], values: Any, prefix: str) -> tuple[str, str]:
+    """The key of the first error, and a sentence about it; unknown keys come before invalid values."""
+    errors = error.errors(include_url=False)
+    first = next((e for e in errors if e["type"] in _UNKNOWN), errors[0])
+    location, cause = first["loc"], first.get("ctx", {}).get("error")
+    names: list[str] = []
+    field, section = None, cls
+    for name in location:  # without what follows a field: the index of an item, or the option of a union
+        if section is None or name not in (fields := fields_of(section)):
+            break
+        field, values = fields[str(name)], values.get(name) if isinstance(values, Mapping) else None
+        section = section_of(field)  # type: ignore[assignment]
+        names.append(str(name))
+    key = f"{prefix}{'.'.join(names)}".removesuffix(".")
+    if first["type"] in _UNKNOWN:
+        key = f"{prefix}{'.'.join([*names, str(location[-1])])}"
+        return key, f"unknown key {key!r}{_closest(key, [prefix + known for known, _, _ in keys_of(cls)])}"
+    if isinstance(cause, InvalidSettingError):
+        key = f"{key}.{cause.key}".removeprefix(".")
+        return key, f"{key} {cause.problem}"
+    if isinstance(cause, UserError):
+        raise cause
+    if cause is not None:  # check_settings() names no key of its class; a check of a field ends a sentence about it
+        return key, f"{key} {cause}" if section is None else f"{key}: {cause}".removeprefix(": ")
+    assert field is not None
+    outside = next(
+        (e for e in errors if e["loc"][: len(names)] == location[: len(names)] and e["type"] in _BOUND), None
+    )
+    if outside is None:
+        return (
+            key,
+            f"{key} must be {_spell(field.annotation, _IN_ERRORS, repr, ' or ', 'a list of {}')}, not {values!r}",
+        )
+    allowed = "a finite number" if outside["type"] == "finite_number" else _bounds_in_words(_bounds(field))
+    return key, f"{key} must be {allowed}, not {outside['input']}"
+
+
+def _closest(key: str, known: Sequence[str]) -> str:
+    """``; did you mean 'data.batch_size'?`` for ``data.bach_size``, or where to find all keys."""
+    close = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
+    if not close:  # the right name in another section
+        leaves = {name.rsplit(".", 1)[-1]: name for name in reversed(known)}
+        close = [leaves[m] for m in difflib.get_close_matches(key.rsplit(".", 1)[-1], leaves, n=1, cutoff=0.6)]
+    if close:
+        return f"; did you mean {close[0]!r}?"
+    return f"; known: {', '.join(known)}" if len(known) <= 20 else "; --help lists all keys"

@@ -22,9 +22,9 @@ from composer.loggers import Logger
 from composer.utils.reproducibility import seed_context
 from pydantic import Field
 
-from composer_speedups.core.declaration import Declared
 from composer_speedups.core.errors import ConfigError, NotEngagedError, TechniqueError
 from composer_speedups.core.requirements import Context, Requirement
+from composer_speedups.core.settings import Settings
 
 __all__ = [
     "FSDP",
@@ -102,7 +102,7 @@ class Variant:
     gain: float | None = None
 
 
-class Technique(Declared, Algorithm):
+class Technique(Settings, Algorithm, eq=False, strict=True):
     """A Composer algorithm that shows that it took effect.
 
     A subclass declares its settings and the class attributes below, and defines the methods it needs. While it is in

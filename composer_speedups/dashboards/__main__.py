@@ -7,8 +7,9 @@ import sys
 import unicodedata
 from collections.abc import Sequence
 
-from composer_speedups.core.command_line import keys_help, parse_command_line, read_settings
+from composer_speedups.core.command_line import parse_command_line, read_settings
 from composer_speedups.core.errors import ConfigError
+from composer_speedups.core.settings import keys_help
 from composer_speedups.dashboards.layout import Request, Section, as_text, layout
 from composer_speedups.train.cli import exit_codes
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import yaml
+from pydantic import Field
+
+from composer_speedups.core.settings import Settings
 
 __all__ = ["Chart", "Request", "Section", "as_text", "columns", "layout"]
 
@@ -15,8 +17,7 @@ Task = Literal["classification", "multilabel", "regression", "token_classificati
 _LAYOUT: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("layout.yaml").read_text())
 
 
-@dataclass
-class Request:
+class Request(Settings):
     """The keys of the command line."""
 
     entity: str | None = None
@@ -27,7 +28,7 @@ class Request:
     """A saved view of the project, or a separate report."""
     name: str = "Runs side by side"
     """Name of the view or report: at most 128 characters, without emoji or signs such as + and =."""
-    group_by: list[str] = field(default_factory=lambda: ["techniques"])
+    group_by: list[str] = Field(default_factory=lambda: ["techniques"])
     """Config keys; runs with the same values form a group. Empty (group_by=) shows each run separately."""
     task: Task = "classification"
     """Task of the runs (model.task)."""

@@ -1,23 +1,26 @@
 """The config keys under ``data``."""
 
-from dataclasses import dataclass
 from typing import Literal
 
-from composer_speedups.core.settings import key
+from pydantic import Field
 
-__all__ = ["GENERATED", "DataConfig"]
+from composer_speedups.core.settings import Settings, refuse_if
+
+__all__ = ["GENERATED", "MOST_BUILTIN", "DataConfig"]
 
 GENERATED = 8000
 """Number of built-in or random samples for ``train_samples: null`` and ``eval_samples: null``."""
 
+MOST_BUILTIN = 1_000_000
+"""Limit on the number of built-in samples; generating them takes minutes."""
 
-@dataclass
-class DataConfig:
+
+class DataConfig(Settings):
     source: Literal["hub", "files", "mds", "builtin", "random"] = "hub"
     """Hub, local files, MDS shards, generated samples, or random tokens (nothing to learn)."""
     streaming: bool = False
     """With source hub or files: stream the training samples instead of loading them into memory (docs/data.md)."""
-    shuffle_buffer: int = key(10_000, ge=1, le=10_000_000)
+    shuffle_buffer: int = Field(10_000, ge=1, le=10_000_000)
     """With streaming: number of samples in the shuffle buffer."""
     hub_name: str = "stanfordnlp/imdb"
     """Dataset on the hub, with source: hub."""
@@ -34,7 +37,7 @@ class DataConfig:
     or a folder that datasets.save_to_disk wrote; with mds, the folder or address of the shards."""
     eval_file: str | None = None
     """The same for validation; null trains without validation."""
-    eval_fraction: float | None = key(None, gt=0, lt=1)
+    eval_fraction: float | None = Field(None, gt=0, lt=1)
     """Validate on this fraction of the training samples, drawn with data.seed, instead of eval_file or eval_split."""
     text_columns: list[str] | None = None
     """Columns of the text, two for pairs; null for the task's defaults (docs/data.md), [text] for classification."""
@@ -48,48 +51,91 @@ class DataConfig:
     """Task token_classification: label every word piece of a word, not only the first."""
     truncation: Literal["longest_first", "only_first", "only_second"] = "longest_first"
     """Which text of a pair is truncated to data.max_length: the longer one token by token, the first or the second."""
-    train_samples: int | None = key(None, ge=1)
+    train_samples: int | None = Field(None, ge=1)
     """Number of samples to train on, drawn at random with data.seed; null for all (8,000 if they are generated)."""
-    eval_samples: int | None = key(None, ge=1)
+    eval_samples: int | None = Field(None, ge=1)
     """Number of samples to validate on, drawn in the same way; for reranking, queries with all their documents."""
-    seed: int = key(17, ge=0, lt=2**31)
+    seed: int = Field(17, ge=0, lt=2**31)
     """Seed of drawing samples and of the built-in samples."""
-    length_scale: float = key(1.0, gt=0, le=10)
+    length_scale: float = Field(1.0, gt=0, le=10)
     """Built-in reviews: length as a multiple of IMDB's (mean about 230 words at 1.0)."""
     tokenizer: str | None = None
     """Hub id or local folder; null for the model's; `wordpiece` trains one on the training samples."""
-    vocab_size: int = key(4096, ge=128, le=200_000)
+    vocab_size: int = Field(4096, ge=128, le=200_000)
     """Size of the vocabulary with tokenizer: wordpiece."""
-    max_length: int = key(256, ge=3, le=100_000)
+    max_length: int = Field(256, ge=3, le=100_000)
     """Maximum number of tokens per sample."""
     padding: Literal["max_length", "longest"] = "max_length"
     """Pad each batch to max_length, or to its longest sample."""
-    pad_to_multiple_of: int = key(8, ge=1, le=1024)
+    pad_to_multiple_of: int = Field(8, ge=1, le=1024)
     """With padding: longest, round the length up to a multiple of this (at most max_length)."""
-    length_batching: int | None = key(None, ge=2, le=100_000)
+    length_batching: int | None = Field(None, ge=2, le=100_000)
     """Sort samples by length within pools of this many batches, so that batches have similar lengths; null draws
     batches at random."""
-    mlm_probability: float = key(0.15, gt=0, lt=1)
+    mlm_probability: float = Field(0.15, gt=0, lt=1)
     """Task mlm: fraction of the tokens (or words) that are masked."""
     whole_word_masking: bool = False
     """Task mlm: mask all word pieces of a word together."""
     packing: bool = False
     """Task mlm: concatenate the texts and cut them into rows of max_length tokens, so that rows are not padded."""
-    batch_size: int = key(40, ge=1, le=1_000_000)
+    batch_size: int = Field(40, ge=1, le=1_000_000)
     """Samples per optimizer step, over all ranks together."""
-    eval_batch_size: int | None = key(None, ge=1, le=1_000_000)
+    eval_batch_size: int | None = Field(None, ge=1, le=1_000_000)
     """Samples per validation batch, over all ranks together; null for data.batch_size."""
-    workers: int = key(0, ge=0, le=256)
+    workers: int = Field(0, ge=0, le=256)
     """Number of DataLoader worker processes per rank; 0 loads in the training process."""
     pin_memory: bool = True
     """Page-locked host memory for batches; has an effect only with a GPU."""
-    prefetch_factor: int | None = key(None, ge=1, le=1024)
+    prefetch_factor: int | None = Field(None, ge=1, le=1024)
     """Batches prefetched by each worker; null for torch's default (2)."""
     persistent_workers: bool = False
     """Keep the workers alive between epochs."""
-    worker_timeout: float = key(600.0, gt=0, le=86_400)
+    worker_timeout: float = Field(600.0, gt=0, le=86_400)
     """Seconds to wait for a batch from workers before the run fails."""
     drop_last: bool = False
     """Drop the last training batch of an epoch if it is incomplete."""
     cache_dir: str = ".cache/composer_speedups"
     """Folder of tokenized samples and trained tokenizers."""
+
+    @property
+    def streams(self) -> bool:
+        """Whether the training samples are streamed, so that nothing can be known of all of them up front."""
+        return self.streaming or self.source == "mds"
+
+    def check_settings(self) -> None:
+        source, files = self.source, self.source in ("files", "mds")
+        path = "path of a parquet, csv or jsonl file" if source == "files" else "folder or address of its shards"
+        missing = f"is missing; data.source: {source} needs the {path}"
+        refuse_if(files and self.train_file is None, "train_file", missing)
+        needless = "train_file" if self.train_file else "eval_file"
+        no_effect = f"has no effect with data.source: {source}; set data.source=files"
+        refuse_if(not files and (self.train_file or self.eval_file), needless, no_effect)
+        for name, samples in (("train_samples", self.train_samples or 0), ("eval_samples", self.eval_samples or 0)):
+            most = f"must be at most {MOST_BUILTIN:,} with data.source: builtin, not {samples:,}"
+            refuse_if(source == "builtin" and samples > MOST_BUILTIN, name, most)
+            tokens = (samples or GENERATED) * self.max_length
+            too_many = "times data.max_length must be less than 2**31 with data.source: random"
+            refuse_if(source == "random" and tokens >= 2**31, name, too_many)  # 32-bit offsets
+        wordpiece = self.tokenizer == "wordpiece"
+        textless = "wordpiece is trained on texts, and data.source: random has none; name a tokenizer"
+        refuse_if(source == "random" and wordpiece, "tokenizer", textless)
+        workers = "needs data.workers of at least 1"
+        refuse_if(self.workers == 0 and self.persistent_workers, "persistent_workers", workers)
+        refuse_if(self.workers == 0 and self.prefetch_factor is not None, "prefetch_factor", workers)
+        useless = "saves no padding with data.padding: max_length; set data.padding=longest"
+        refuse_if(self.length_batching is not None and self.padding != "longest", "length_batching", useless)
+        no_stream = f"is for data.source: hub or files, not {source}; remove it"
+        refuse_if(self.streaming and source not in ("hub", "files"), "streaming", no_stream)
+        if self.streams:
+            draws = "draws random samples, which streaming cannot; set data.train_samples=null"
+            refuse_if(self.train_samples is not None, "train_samples", draws)
+            no_lengths = "needs every length up front; streaming cannot provide them; remove it"
+            refuse_if(self.length_batching is not None, "length_batching", no_lengths)
+            no_texts = "wordpiece is trained on all texts up front; streaming cannot provide them; name a tokenizer"
+            refuse_if(wordpiece, "tokenizer", no_texts)
+            refuse_if(self.packing, "packing", "joins all texts up front; streaming cannot provide them; remove it")
+        if self.eval_fraction is not None:
+            both = "and data.eval_file both define the validation samples; remove one of them"
+            refuse_if(self.eval_file is not None, "eval_fraction", both)
+            in_memory = source in ("hub", "files") and not self.streaming
+            refuse_if(not in_memory, "eval_fraction", "needs data.source: hub or files, read into memory")

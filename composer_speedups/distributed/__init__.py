@@ -15,10 +15,11 @@ They are imported on first use, so that :class:`FSDPConfig`, the keys under ``tr
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
 from typing import Any, Literal
 
-from composer_speedups.core.settings import key
+from pydantic import Field
+
+from composer_speedups.core.settings import Settings
 
 _NAMES = {
     "BalancedSampler": "balanced_sampling",
@@ -29,11 +30,10 @@ _NAMES = {
 }
 
 
-@dataclass
-class FSDPConfig:
+class FSDPConfig(Settings):
     shard: Literal["grad_op", "full"] = "full"
     """Shard gradients and optimizer state (grad_op, ZeRO-2), or also the weights (full, ZeRO-3)."""
-    replicas: int = key(1, ge=1)
+    replicas: int = Field(1, ge=1)
     """Replicas of the sharded model (HSDP). With one replica per node, shards stay within their node."""
     cpu_offload: bool = False
     """Keep shards and optimizer state in host memory. Needs GPUs, and is slow."""

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from composer_speedups.core.command_line import keys_help, parse_command_line, read_settings
+from pydantic import Field
+
+from composer_speedups.core.command_line import parse_command_line, read_settings
 from composer_speedups.core.errors import ConfigError
-from composer_speedups.core.settings import key
+from composer_speedups.core.settings import Settings, fields_of, keys_help
 from composer_speedups.train.cli import exit_codes
 
 __all__ = ["Request", "command", "main", "read_request"]
@@ -28,15 +28,14 @@ keys:
 _FORMATS = (".jsonl", ".csv", ".parquet")
 
 
-@dataclass
-class Request:
+class Request(Settings):
     input: str = ""
     """File of the texts, in the columns that the run was trained on."""
     output: str | None = None
     """File of the predictions: .jsonl, .csv or .parquet; null for INPUT.predictions.jsonl next to the input."""
     text_columns: list[str] | None = None
     """Columns of the texts, if they have other names than in training."""
-    batch_size: int = key(128, ge=1, le=65_536)
+    batch_size: int = Field(128, ge=1, le=65_536)
     """Rows per forward pass."""
     device: Literal["auto", "cpu", "gpu"] = "auto"
     """Where to compute; auto uses a GPU if there is one."""
@@ -86,7 +85,7 @@ def read_request(arguments: Sequence[str]) -> tuple[Path, Request]:
 
 def _as_pairs(arguments: Sequence[str]) -> list[str]:
     """``--input FILE`` as ``input=FILE``."""
-    names = {field.name for field in dataclasses.fields(Request)}
+    names = fields_of(Request)
     pairs, rest = [], iter(arguments)
     for argument in rest:
         name = argument.removeprefix("--")

@@ -14,6 +14,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.packing.tokens import IGNORED
+from composer_speedups.tasks.config import ModelConfig
 from composer_speedups.tasks.labels import TaskWithClasses
 from composer_speedups.tasks.metrics import BinaryF1, MacroF1, Matthews, MeanLoss
 
@@ -30,7 +31,7 @@ class Classification(TaskWithClasses):
         class_weights: Weight of each class in the loss; None for equal weights.
     """
 
-    label_smoothing: float = 0.0
+    label_smoothing: float = ModelConfig.label_smoothing
     class_weights: Sequence[float] | None = None
 
     name = "classification"

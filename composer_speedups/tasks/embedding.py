@@ -23,7 +23,9 @@ from torchmetrics.regression import SpearmanCorrCoef
 
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.core.files import write_atomically
+from composer_speedups.core.settings import refuse_if
 from composer_speedups.core.trainer_state import loss_ranks
+from composer_speedups.tasks.config import ModelConfig
 from composer_speedups.tasks.metrics import Recall
 from composer_speedups.tasks.task import Task, joined, number
 
@@ -53,9 +55,9 @@ class Embedding(Task):
     """
 
     loss_name: str = "ranking"
-    temperature: float = 0.05
-    pooling: str = "mean"
-    gradient_cache: int | None = None
+    temperature: float = ModelConfig.temperature
+    pooling: str = ModelConfig.pooling
+    gradient_cache: int | None = ModelConfig.gradient_cache
 
     name = "embedding"
     default_texts = ("anchor", "positive")
@@ -76,6 +78,12 @@ class Embedding(Task):
             raise ConfigError("data.text_columns: model.loss=cosine compares two columns")
         if self.loss_name == "cosine" and self.label_column is None:
             raise ConfigError("data.label_column is missing; model.loss=cosine needs the column of the scores")
+
+    def check_run(self, config: Any) -> None:
+        super().check_run(config)
+        chunks = "encodes a batch in chunks, which cuda_graphs cannot capture; remove one of them"
+        captured = self.gradient_cache is not None and "cuda_graphs" in config.algorithms
+        refuse_if(captured, "model.gradient_cache", chunks)
 
     @property
     def needs_whole_batch(self) -> bool:

@@ -17,6 +17,7 @@ from torchmetrics import Metric
 from transformers import DataCollatorForLanguageModeling
 
 from composer_speedups.core.errors import ConfigError
+from composer_speedups.data.config import DataConfig
 from composer_speedups.tasks.task import Task
 
 __all__ = ["MaskTokens", "MaskedLanguageModelling"]
@@ -35,15 +36,16 @@ class MaskedLanguageModelling(Task):
         packing: Concatenate the texts and cut them into rows of the maximum length.
     """
 
-    mlm_probability: float = 0.15
-    whole_word_masking: bool = False
-    packing: bool = False
+    mlm_probability: float = DataConfig.mlm_probability
+    whole_word_masking: bool = DataConfig.whole_word_masking
+    packing: bool = DataConfig.packing
 
     name = "mlm"
     default_label = None
     most_texts = 1
     auto_class = "AutoModelForMaskedLM"
     loss_per_token = True
+    trains_on_random_tokens = True
 
     def encode(self, examples: Mapping[str, list[Any]], tokenizer: Any, max_length: int) -> dict[str, list[Any]]:
         if self.whole_word_masking and not tokenizer.is_fast:

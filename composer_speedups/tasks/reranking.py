@@ -18,6 +18,7 @@ from torchmetrics.retrieval import RetrievalMRR, RetrievalNormalizedDCG
 
 from composer_speedups.core.errors import ConfigError, DataError
 from composer_speedups.core.files import write_atomically
+from composer_speedups.core.settings import refuse_if
 from composer_speedups.tasks.metrics import MeanLoss
 from composer_speedups.tasks.task import Example, Task, joined, number, shown
 
@@ -47,6 +48,11 @@ class Reranking(Task):
             raise ConfigError("data.text_columns: task reranking reads two columns, the query and the document")
         if self.loss_name not in ("bce", "pairwise"):
             raise ConfigError(f"model.loss: task reranking supports bce and pairwise, not {self.loss_name}")
+
+    def check_run(self, config: Any) -> None:
+        super().check_run(config)
+        unknown = "pairwise needs every document of a query up front; streaming cannot provide them; use bce"
+        refuse_if(config.data.streams and self.needs_every_sample, "model.loss", unknown)
 
     @property
     def needs_every_sample(self) -> bool:

@@ -12,15 +12,28 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args, get_type_hints
 
 from torch import Tensor
 from torchmetrics import Metric
 
 from composer_speedups.core.errors import ConfigError, DataError
+from composer_speedups.core.settings import InvalidSettingError, Settings, fields_of, refuse_if
+from composer_speedups.data.config import DataConfig
 from composer_speedups.packing.tokens import IGNORED
+from composer_speedups.tasks.config import ModelConfig
 
-__all__ = ["Example", "Task", "build_task", "joined", "number", "shown", "task_class"]
+__all__ = [
+    "Example",
+    "Task",
+    "build_task",
+    "checked_task",
+    "joined",
+    "number",
+    "shown",
+    "specific_keys",
+    "task_class",
+]
 
 Example = dict[str, Any]
 
@@ -38,7 +51,7 @@ class Task:
 
     text_columns: Sequence[str] | None = None
     label_column: str | None = None
-    truncation: str = "longest_first"
+    truncation: str = DataConfig.truncation
 
     name: ClassVar[str]
     default_texts: ClassVar[tuple[str, ...]] = ("text",)
@@ -48,6 +61,7 @@ class Task:
     loss_per_token: ClassVar[bool] = False  # the loss is a mean over labelled tokens instead of samples
     splits_words: ClassVar[bool] = False  # texts are lists of words
     pools_real_tokens: ClassVar[bool] = False  # the head on a bare encoder ignores outputs at padding positions
+    trains_on_random_tokens: ClassVar[bool] = False  # rows of random tokens have labels for it
     groups_samples: ClassVar[bool] = False  # samples with the same first text are evaluated together
 
     def __post_init__(self) -> None:
@@ -57,6 +71,30 @@ class Task:
             raise ConfigError(
                 f"data.text_columns: task {self.name} reads {self.most_texts} at most, not {len(self.text_columns)}"
             )
+
+    @classmethod
+    def keys(cls) -> list[str]:
+        """The keys under ``data`` and ``model`` that the task reads."""
+        names = {"loss" if field.name == "loss_name" else field.name for field in fields(cls)}
+        if cls.most_texts != 2:
+            names.remove("truncation")  # it is for pairs
+        sections: dict[str, type[Settings]] = {"model": ModelConfig, "data": DataConfig}
+        return [f"{section}.{key}" for section, config in sections.items() for key in fields_of(config) if key in names]
+
+    def check_run(self, config: Any) -> None:
+        """Refuse settings of other sections that the task does not support.
+
+        Args:
+            config: A :class:`composer_speedups.train.config.schema.Config`.
+
+        Raises:
+            InvalidSettingError: Names the key and the fix.
+        """
+        random = config.data.source == "random" and not self.trains_on_random_tokens
+        refuse_if(random, "data.source", f"random has no labels for model.task: {self.name}; use builtin")
+        negatives = "would use in-batch negatives of one micro-batch only; set model.gradient_cache instead"
+        splits = self.needs_whole_batch and config.trainer.microbatch_size is not None
+        refuse_if(splits, "trainer.microbatch_size", negatives)
 
     @property
     def needs_whole_batch(self) -> bool:
@@ -227,6 +265,27 @@ def build_task(model: Any, data: Any) -> Task:
     known = {field.name for field in fields(kind)}
     settings = {**vars(data), **vars(model), **({} if model.loss is None else {"loss_name": model.loss})}
     return kind(**{key: value for key, value in settings.items() if key in known})
+
+
+def checked_task(config: Any, origins: Mapping[str, str]) -> Task:
+    """Build the task of a whole config, after :meth:`Task.check_run`.
+
+    Raises:
+        ConfigError: The task does not support the settings; names the key, and the file or command line that set it.
+    """
+    task = build_task(config.model, config.data)
+    try:
+        task.check_run(config)
+    except InvalidSettingError as error:
+        raise ConfigError(f"{origins[error.key]}: {error}") from error
+    return task
+
+
+def specific_keys() -> dict[str, list[str]]:
+    """Task → the keys that it reads, without those that every task reads; see :func:`.keys_by_task`."""
+    keys = {name: task_class(name).keys() for name in get_args(get_type_hints(ModelConfig)["task"])}
+    common = set.intersection(*map(set, keys.values()))
+    return {name: [key for key in read if key not in common] for name, read in keys.items()}
 
 
 def task_class(name: str) -> type[Task]:

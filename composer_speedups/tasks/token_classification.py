@@ -12,6 +12,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from composer_speedups.core.errors import ConfigError, DataError
+from composer_speedups.data.config import DataConfig
 from composer_speedups.packing.tokens import IGNORED
 from composer_speedups.tasks.labels import TaskWithClasses
 from composer_speedups.tasks.metrics import EntityF1
@@ -29,7 +30,7 @@ class TokenClassification(TaskWithClasses):
             Otherwise only the first piece of each word is labelled.
     """
 
-    label_all_pieces: bool = False
+    label_all_pieces: bool = DataConfig.label_all_pieces
 
     name = "token_classification"
     default_texts = ("tokens",)

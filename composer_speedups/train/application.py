@@ -57,7 +57,7 @@ def train(
         from composer_speedups.data.loader import build_data
         from composer_speedups.tasks.export import export_model
         from composer_speedups.tasks.models import build_model, resolve_name
-        from composer_speedups.tasks.task import build_task
+        from composer_speedups.tasks.task import checked_task
         from composer_speedups.train.baseline import baseline_techniques, measure_baseline
         from composer_speedups.train.console import describe_run
         from composer_speedups.train.environment import device_name
@@ -69,6 +69,7 @@ def train(
         from composer_speedups.train.trainer import build_trainer, context_of, join_ranks, open_device
 
         techniques = build_techniques(config.algorithms, config.on_unavailable, origins)
+        task = checked_task(config, origins)
     clock.lap("imports")
     cpu = prefetch_cpu_model()
     device = open_device(config.trainer)
@@ -79,7 +80,6 @@ def train(
 
     with StopSignals() as stop, RunFolder(config, named="run_name" in origins) as folder:
         model_name = resolve_name(config.model.name)
-        task = build_task(config.model, config.data)
         on_gpu = torch_device(device).type == "cuda"
         data = build_data(config.data, task, model_name=model_name, on_gpu=on_gpu, seed=config.seed)
         clock.lap("data")

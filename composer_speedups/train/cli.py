@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import gc
 import os
 import sys
+import types
 import typing
 from collections.abc import Iterator, Sequence
 
@@ -22,9 +22,8 @@ from composer_speedups.core.errors import (
     WriteError,
 )
 from composer_speedups.core.files import out_of_space
-from composer_speedups.core.settings import Origins, field_docs, field_line, key_line
-from composer_speedups.train.config.load import as_yaml, load_with_origins
-from composer_speedups.train.config.schema import Config, schema_keys, section_of
+from composer_speedups.core.settings import Origins, docs_of, key_line, keys_of, section_of
+from composer_speedups.train.config.schema import Config
 
 __all__ = ["exit_codes", "help_text", "read_command_line"]
 
@@ -57,6 +56,8 @@ def read_command_line(arguments: Sequence[str]) -> tuple[Config, Origins]:
     if command.help:
         print(help_text())
         raise SystemExit(0)
+    from composer_speedups.train.config.load import as_yaml, load_with_origins  # imports OmegaConf
+
     config, origins = load_with_origins(command.file, command.overrides)
     if _PRINT_CONFIG in arguments:
         print(as_yaml(config), end="")
@@ -99,27 +100,19 @@ def help_text() -> str:
 
 
 def _keys() -> Iterator[str]:
-    docs: dict[str, dict[str, str]] = {"": field_docs(Config)}
-    for dotted, field, hint in schema_keys():
-        prefix, _, name = dotted.rpartition(".")
-        doc = docs[prefix][name]
-        section = section_of(hint)
-        if section is not None:
-            docs[dotted] = field_docs(section)
-            yield f"\n  {dotted}  ({doc})"
-            if type(None) in typing.get_args(hint):
-                default = "the section's defaults" if field.default is dataclasses.MISSING else "null"
-                yield f"  {dotted}: section or null = {default}"
-        else:
-            yield f"  {field_line(dotted, field, hint)}"
+    for key, field, owner in keys_of(Config):
+        doc = docs_of(owner)[key.rpartition(".")[2]]
+        if section_of(field) is None:
+            yield f"  {key_line(key, field)}"
             yield f"      {doc}"
+            continue
+        yield f"\n  {key}  ({doc})"
+        if types.NoneType in typing.get_args(field.annotation):
+            default = "null" if field.default_factory is None else "the section's defaults"
+            yield f"  {key}: section or null = {default}"
 
 
 def _techniques() -> Iterator[str]:
     for technique in describe():
         yield f"  {technique.name}: {technique.summary.replace('``', '')}"
-        for setting in technique.settings:
-            yield f"    {key_line(setting.name, setting.hint, setting.default, setting.bounds)}"
-            yield f"        {setting.doc}"
-        if not technique.settings:
-            yield "    no settings"
+        yield from (f"    {line}" for line in technique.help or ["no settings"])

@@ -18,9 +18,8 @@ from composer_speedups.core.errors import ConfigError
 from composer_speedups.core.files import LockedFileError, lock_file, remove_unfinished, with_working_directory
 from composer_speedups.train.checkpoints.reading import DamagedCheckpointError, check_checkpoint
 from composer_speedups.train.checkpoints.saver import checkpoints_in
-from composer_speedups.train.config.checks import checkpoint_problem
 from composer_speedups.train.config.load import parse_plain, save_config, written
-from composer_speedups.train.config.schema import Config
+from composer_speedups.train.config.schema import Config, checkpoint_problem
 
 __all__ = ["RunFolder", "began_with_same_load", "check_same_run", "newest_undamaged"]
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from composer_speedups.core.command_line import keys_help
+from pydantic import Field
+
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.core.files import with_working_directory
-from composer_speedups.core.settings import key
+from composer_speedups.core.settings import Settings, keys_help
 
 __all__ = ["MARK", "PREFIX", "TuneConfig", "help_text", "output_for"]
 
@@ -30,21 +30,20 @@ keys:
 """
 
 
-@dataclass
-class TuneConfig:
-    budget_seconds: float = key(300.0, ge=1, le=604_800)
+class TuneConfig(Settings):
+    budget_seconds: float = Field(300.0, ge=1, le=604_800)
     """Seconds for all measurements; the YAML names what could not be tried in that time."""
     output: str | None = None
     """YAML to write, with all trials in a .json next to it; null for FILE's name with .tuned.yaml in the working
     directory."""
     allow: list[Literal["lower_precision", "recipe"]] | None = None
     """Which of lower_precision and recipe may change; null: lower_precision if FILE already trains in 16 bits."""
-    steps: int | None = key(None, ge=5, le=100_000)
+    steps: int | None = Field(None, ge=5, le=100_000)
     """Training steps per trial; null for as many as allow about twenty trials, 8 to 200."""
-    repeats: int = key(2, ge=2, le=20)
+    repeats: int = Field(2, ge=2, le=20)
     """Runs of FILE at the start, if they fit into a third of the time, whose spread is the noise; and pairs at the
     end."""
-    min_gain: float = key(0.02, ge=0, lt=1)
+    min_gain: float = Field(0.02, ge=0, lt=1)
     """Minimum fraction of the planned run's time that a technique must save, however small the noise."""
     batch_sizes: bool | None = None
     """In the remaining time, measure 2, 4 and 8 times the batch size; reported but never written. null: on a GPU

@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 from composer_speedups.core.catalogue import technique_names
 from composer_speedups.core.registry import technique_class
-from composer_speedups.train.config.schema import schema_keys
+from composer_speedups.core.settings import keys_of
+from composer_speedups.train.config.schema import Config
 
 __all__ = ["Mutation", "files", "overrides"]
 
@@ -87,7 +88,7 @@ def overrides(seed: int, each: int) -> Iterator[Mutation]:
     rng = random.Random(seed)
     for odd in ODD_OVERRIDES:
         yield Mutation(odd[:60], [odd])
-    names = [name for name, _, _ in schema_keys()]
+    names = [name for name, _, _ in keys_of(Config)]
     for name in technique_names():
         names += [f"algorithms.{name}"]
         names += [f"algorithms.{name}.{setting}" for setting in inspect.signature(technique_class(name)).parameters]

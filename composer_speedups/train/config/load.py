@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import datetime
-import difflib
 import io
 import math
 import os
-import typing
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +18,8 @@ from omegaconf.errors import OmegaConfBaseException
 from composer_speedups.core.command_line import COMMAND_LINE
 from composer_speedups.core.errors import MASK, ConfigError, first_line, mask
 from composer_speedups.core.files import with_working_directory, write_atomically
-from composer_speedups.core.settings import Origins
-from composer_speedups.train.config.checks import check_bounds, check_together
-from composer_speedups.train.config.schema import Config, schema_keys, section_of
+from composer_speedups.core.settings import Origins, Settings, fields_of, leaf_types, section_of
+from composer_speedups.train.config.schema import Config
 
 __all__ = [
     "as_yaml",
@@ -67,28 +62,27 @@ def load_with_origins(
     Raises:
         ConfigError: Names the key, the closest known key, and the file.
     """
-    merged = copy.deepcopy(_defaults())
+    merged = dataclasses.asdict(Config())
     origin_of = Origins(COMMAND_LINE if file is None else str(file))
     if file is not None:
         merged = _merge(merged, _read_yaml(file), str(file), origin_of)
     for override in overrides:
         merged = _merge(merged, _read_override(override), COMMAND_LINE, origin_of)
     try:
-        config = OmegaConf.to_object(merged)
+        values: Any = OmegaConf.to_container(OmegaConf.create(merged), resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
-        raise _explain(error, origin_of.otherwise) from error
-    assert isinstance(config, Config)
-    config.algorithms = _asked_for(config.algorithms)
-    if config.baseline is not None:
-        config.baseline.algorithms = _asked_for(config.baseline.algorithms)
-    config.interpolations = _interpolations(config, OmegaConf.to_container(merged, resolve=False))
-    if (name := _find_masked(config)) is not None:
+        name = str(getattr(error, "full_key", None) or "a value")
+        raise ConfigError(f"{origin_of[name]}: {name}: {first_line(error)}") from error
+    if (name := _find_masked(values)) is not None:
         raise ConfigError(
             f"{origin_of[name]}: {name} holds {MASK}, which runs write in place of a credential; set the value "
             "itself, best as ${oc.env:NAME}"
         )
-    check_bounds(config, origin_of)
-    check_together(config, origin_of)
+    for section in (values, values["baseline"]):
+        if isinstance(section, dict) and isinstance(section.get("algorithms"), dict):
+            section["algorithms"] = _asked_for(section["algorithms"])
+    config = Config.read(values, origins=origin_of)
+    config.interpolations = _interpolations(config, merged)
     return config, origin_of
 
 
@@ -99,11 +93,6 @@ def _asked_for(algorithms: Mapping[str, Any]) -> dict[str, Any]:
         for name, settings in algorithms.items()
         if settings is not None and settings is not False
     }
-
-
-@cache
-def _defaults() -> Any:
-    return OmegaConf.structured(Config)
 
 
 def save_config(config: Config, path: Path, *, credentials: bool = False) -> None:
@@ -177,20 +166,19 @@ def _with_text(loaded: Any, node: Any) -> dict[Any, Any]:
     return raw
 
 
-def _keep_text(raw: dict[Any, Any], node: Any, cls: type) -> None:
-    hints = typing.get_type_hints(cls)
+def _keep_text(raw: dict[Any, Any], node: Any, cls: type[Settings]) -> None:
+    fields = fields_of(cls)
     for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
         name = key.value
-        if not isinstance(name, str) or name not in hints or name not in raw:
+        if not isinstance(name, str) or name not in fields or name not in raw:
             continue
-        held, options = raw[name], (hints[name], *typing.get_args(hints[name]))
-        section = section_of(hints[name])
+        held, section = raw[name], section_of(fields[name])
         if section is not None and isinstance(held, dict):
             _keep_text(held, value, section)
-        elif list[str] in options and isinstance(held, list) and isinstance(value, yaml.SequenceNode):
-            raw[name] = [_as_written(*pair) for pair in zip(held, value.value, strict=True)]
-        elif str in options and not {bool, int, float} & {*options}:
-            raw[name] = _as_written(held, value)
+        elif str in leaf_types(fields[name].annotation):
+            listed = isinstance(held, list) and isinstance(value, yaml.SequenceNode)
+            pairs = zip(held, value.value, strict=True) if listed else ()
+            raw[name] = [_as_written(*pair) for pair in pairs] if listed else _as_written(held, value)
 
 
 def _as_written(value: Any, node: Any) -> Any:
@@ -198,23 +186,27 @@ def _as_written(value: Any, node: Any) -> Any:
     return node.value if typed and isinstance(node, yaml.ScalarNode) else value
 
 
-def _merge(base: Any, raw: dict[Any, Any], origin: str, origin_of: Origins) -> Any:
+def _merge(base: dict[Any, Any], raw: dict[Any, Any], origin: str, origin_of: Origins) -> dict[Any, Any]:
     if problem := _problem_in(raw):
         raise ConfigError(f"{origin}: {problem}")
     if "algorithms" in raw:
         raw["algorithms"] = _algorithms_as_mapping(raw["algorithms"], origin, "algorithms")
         if not raw["algorithms"]:
-            base.algorithms = {}
+            base = {**base, "algorithms": {}}
     if isinstance(baseline := raw.get("baseline"), dict) and "algorithms" in baseline:
         baseline["algorithms"] = _algorithms_as_mapping(baseline["algorithms"], origin, "baseline.algorithms")
-    _check_keys(raw, Config, "", origin)
     if problem := _problem_in_references([base, raw]):
         raise ConfigError(f"{origin}: {problem}")
     origin_of.update(dict.fromkeys(_dotted(raw), origin))
-    try:
-        return OmegaConf.unsafe_merge(base, raw)
-    except (OmegaConfBaseException, OverflowError, TypeError, ValueError) as error:
-        raise _explain(error, origin, raw) from error
+    return _merged(base, raw)
+
+
+def _merged(base: dict[Any, Any], raw: dict[Any, Any]) -> dict[Any, Any]:
+    """Values of ``raw`` replace those of ``base``; mappings are merged."""
+    return base | {
+        name: _merged(base[name], value) if isinstance(value, dict) and isinstance(base.get(name), dict) else value
+        for name, value in raw.items()
+    }
 
 
 def _algorithms_as_mapping(value: Any, origin: str, key: str) -> dict[str, Any]:
@@ -241,39 +233,11 @@ def _algorithms_as_mapping(value: Any, origin: str, key: str) -> dict[str, Any]:
     return dict(items)
 
 
-def _check_keys(raw: Mapping[Any, Any], cls: type, prefix: str, origin: str) -> None:
-    hints = typing.get_type_hints(cls)
-    for name, value in raw.items():
-        dotted = f"{prefix}{name}"
-        if name not in hints:
-            raise ConfigError(f"{origin}: unknown key {dotted!r}{_nearest(dotted)}")
-        section = section_of(hints[name])
-        if section is not None and value is not None:
-            if not isinstance(value, Mapping):
-                raise ConfigError(f"{origin}: {dotted} is a section of keys and cannot be {value!r}")
-            _check_keys(value, section, f"{dotted}.", origin)
-
-
-def _nearest(dotted: str) -> str:
-    """``; did you mean 'data.batch_size'?`` for ``data.bach_size``, or a hint at the list of keys."""
-    known = [name for name, _, _ in schema_keys()]
-    close = difflib.get_close_matches(dotted, known, n=1, cutoff=0.75)
-    if not close:  # the right name in another section
-        leaves = {name.rsplit(".", 1)[-1]: name for name in reversed(known)}
-        close = [leaves[m] for m in difflib.get_close_matches(dotted.rsplit(".", 1)[-1], leaves, n=1, cutoff=0.7)]
-    return f"; did you mean {close[0]!r}?" if close else "; composer train.py --help lists all keys"
-
-
 def _dotted(raw: Mapping[Any, Any], prefix: str = "") -> Iterator[str]:
     for name, value in raw.items():
         yield f"{prefix}{name}"
         if isinstance(value, Mapping):
             yield from _dotted(value, f"{prefix}{name}.")
-
-
-def _explain(error: Exception, origin: Any, raw: Mapping[Any, Any] | None = None) -> ConfigError:
-    name = getattr(error, "full_key", None) or (", ".join(map(str, raw)) if raw else "a value")
-    return ConfigError(f"{origin}: {name}: {first_line(error)}")
 
 
 def _read_text(file: str | os.PathLike[str]) -> str:
@@ -335,7 +299,7 @@ def _problem_in_references(sections: Sequence[Any]) -> str | None:
     A value may refer to values that refer to others, so that few bytes can stand for terabytes. At most, as many
     references as there are multiply the text by 3 ** (references / 3): three at each level.
     """
-    texts = [text for section in sections for _, text in _leaves(_unresolved(section)) if isinstance(text, str)]
+    texts = [text for section in sections for _, text in _leaves(section) if isinstance(text, str)]
     from_environment = sum(text.count("${oc.env:") for text in texts)
     references = sum(text.count("${") for text in texts) - from_environment
     if not references:
@@ -347,10 +311,6 @@ def _problem_in_references(sections: Sequence[Any]) -> str | None:
         f"its values refer to other keys {references} times, as in ${{data.seed}}, which could resolve to more than "
         f"{_MAX_RESOLVED} characters; write some of the values out"
     )
-
-
-def _unresolved(section: Any) -> Any:
-    return OmegaConf.to_container(section, resolve=False) if OmegaConf.is_config(section) else section
 
 
 def _problem_in(value: Any, name: str = "") -> str | None:
@@ -386,10 +346,10 @@ def _interpolations(config: Config, raw: Any) -> dict[Keys, tuple[str, Any]]:
     return {path: pair for path, pair in found.items() if pair[1] is not _MISSING}
 
 
-def _find_masked(config: Config) -> str | None:
+def _find_masked(values: Any) -> str | None:
     """The first key whose value was masked when it was written; None if there is none."""
-    leaves = _leaves(dataclasses.asdict(config))
-    return next((".".join(map(str, path)) for path, value in leaves if isinstance(value, str) and MASK in value), None)
+    masked = (path for path, value in _leaves(values) if isinstance(value, str) and MASK in value)
+    return next((".".join(map(str, path)) for path in masked), None)
 
 
 def _leaves(values: Any, path: Keys = ()) -> Iterator[tuple[Keys, Any]]:

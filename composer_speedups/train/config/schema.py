@@ -1,13 +1,20 @@
 """All config keys: type, default, bounds, and below each the doc line that ``--help`` prints."""
 
-import dataclasses
+import itertools
+import os
 import types
-import typing
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+import zipfile
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
-from composer_speedups.core.settings import LENGTH, key
+from pydantic import Field
+
+from composer_speedups.callbacks.config import DivergenceConfig, FiniteLossConfig, MemoryConfig, ThroughputConfig
+from composer_speedups.core.catalogue import keys_by_task, technique_names
+from composer_speedups.core.errors import did_you_mean
+from composer_speedups.core.files import with_working_directory
+from composer_speedups.core.settings import LENGTH, ComposerTime, FileName, Settings, refuse_if
 from composer_speedups.data.config import DataConfig
 from composer_speedups.distributed import FSDPConfig
 from composer_speedups.tasks.config import ModelConfig
@@ -31,54 +38,50 @@ __all__ = [
     "ThroughputConfig",
     "TrainerConfig",
     "WandbConfig",
-    "schema_keys",
-    "section_of",
+    "checkpoint_problem",
 ]
 
 NO_INTERPOLATIONS: Mapping[tuple[str | int, ...], tuple[str, Any]] = types.MappingProxyType({})
 
 
-@dataclass
-class OptimizerConfig:
-    lr: float = key(1e-4, gt=0, le=100)
+class OptimizerConfig(Settings):
+    lr: float = Field(1e-4, gt=0, le=100)
     """Peak learning rate of AdamW."""
-    weight_decay: float = key(1e-2, ge=0, le=100)
+    weight_decay: float = Field(1e-2, ge=0, le=100)
     """Decoupled weight decay."""
-    beta1: float = key(0.9, ge=0, lt=1)
+    beta1: float = Field(0.9, ge=0, lt=1)
     """Decay of AdamW's first moment."""
-    beta2: float = key(0.999, ge=0, lt=1)
+    beta2: float = Field(0.999, ge=0, lt=1)
     """Decay of AdamW's second moment."""
-    eps: float = key(1e-8, gt=0, le=1)
+    eps: float = Field(1e-8, gt=0, le=1)
     """Added to AdamW's denominator."""
     decay_bias_and_norm: bool = False
     """Apply weight decay to biases and LayerNorm weights too."""
-    max_grad_norm: float | None = key(None, gt=0)
+    max_grad_norm: float | None = Field(None, gt=0)
     """Clip the gradient to this global L2 norm; null disables clipping."""
 
 
-@dataclass
-class SchedulerConfig:
+class SchedulerConfig(Settings):
     name: Literal["cosine", "linear", "constant"] = "cosine"
     """Shape of the learning rate after the warm-up."""
-    warmup: str = key("0.1dur", units=(*LENGTH, "dur"))
+    warmup: Annotated[str, ComposerTime((*LENGTH, "dur"))] = "0.1dur"
     """Linear warm-up, as a Composer time: 0.1dur, 100ba."""
-    final_fraction: float = key(0.0, ge=0, le=1)
+    final_fraction: float = Field(0.0, ge=0, le=1)
     """Learning rate at the end as a fraction of the peak."""
 
 
-@dataclass
-class TrainerConfig:
-    max_duration: str = key("2ep", units=LENGTH, gt=0)
+class TrainerConfig(Settings):
+    max_duration: Annotated[str, ComposerTime(LENGTH, gt=0)] = "2ep"
     """How long to train, as a Composer time: 2ep, 500ba."""
-    eval_interval: str = key("1ep", units=("ep", "ba"), gt=0)
+    eval_interval: Annotated[str, ComposerTime(("ep", "ba"), gt=0)] = "1ep"
     """How often to validate."""
-    eval_batches: int | None = key(None, ge=1)
+    eval_batches: int | None = Field(None, ge=1)
     """Number of batches to validate on; null for all."""
     device: Literal["auto", "cpu", "gpu"] = "auto"
     """Where to train; auto uses a GPU if there is one."""
     precision: Literal["fp32", "amp_bf16", "amp_fp16"] = "fp32"
     """Composer's precision. The mixed_precision technique sets it instead if requested."""
-    microbatch_size: int | str | None = key(None, ge=1, words=("auto",))
+    microbatch_size: Annotated[int, Field(ge=1)] | Literal["auto"] | None = None
     """Samples per forward pass and device; `auto` finds the largest size that fits a GPU; null does not split
     batches."""
     on_out_of_memory: Literal["halve", "stop"] = "halve"
@@ -87,19 +90,27 @@ class TrainerConfig:
     """Shard the model across ranks; null trains with DDP, a full replica on each rank."""
     parallelism_config: dict[str, Any] | None = None
     """Composer's own FSDP1 and tensor-parallel settings, instead of trainer.fsdp."""
-    dist_timeout: float = key(300.0, gt=0, le=86_400)
+    dist_timeout: float = Field(300.0, gt=0, le=86_400)
     """Seconds that a rank waits for the others before it fails."""
     progress_bar: bool = True
     """Show progress, samples/s, loss and time left: a bar on a terminal, lines in a log file."""
     deterministic: bool = False
     """Use deterministic kernels only; slower."""
 
+    def check_settings(self) -> None:
+        if self.fsdp is not None:
+            both = "and trainer.fsdp both shard the model; remove one of them"
+            refuse_if(self.parallelism_config, "parallelism_config", both)
+            no_auto = "auto is not supported with trainer.fsdp; set a number, or null"
+            refuse_if(self.microbatch_size == "auto", "microbatch_size", no_auto)
+        unknown = sorted(map(str, set(self.parallelism_config or {}) - {"fsdp", "tp"}))
+        refuse_if(unknown, "parallelism_config", f"accepts fsdp and tp, not {', '.join(unknown)}")
 
-@dataclass
-class CheckpointConfig:
-    interval: str | None = key(None, units=("ep", "ba"), gt=0)
+
+class CheckpointConfig(Settings):
+    interval: Annotated[str | None, ComposerTime(("ep", "ba"), gt=0)] = None
     """How often to write a checkpoint to runs/<run_name>/checkpoints; null writes none."""
-    keep: int = key(1, ge=-1)
+    keep: int = Field(1, ge=-1)
     """Number of checkpoints to keep; -1 keeps all."""
     load: str | None = None
     """Checkpoint to resume from: weights, optimizer, schedule, data position and random state."""
@@ -110,90 +121,63 @@ class CheckpointConfig:
     trust_checkpoint: bool = False
     """Load a checkpoint without checking its contents: its author can execute any code on this machine."""
 
-
-@dataclass
-class ThroughputConfig:
-    window: int = key(20, ge=1, le=100_000)
-    """Number of batches that logged rates average over."""
-    warmup_batches: int = key(3, ge=0, le=8)
-    """Number of first batches excluded from the steady state; batches that compile are always excluded."""
-
-
-@dataclass
-class MemoryConfig:
-    interval: int = key(10, ge=1)
-    """Number of batches between two measurements."""
+    def check_settings(self) -> None:
+        missing = "needs checkpoint.load, the checkpoint to load them from"
+        refuse_if(self.weights_only and self.load is None, "weights_only", missing)
+        # A resumed run may have deleted the checkpoint it was started with, so RunFolder checks this later.
+        resumes = self.autoresume and self.interval is not None
+        pattern = "{" in str(self.load)  # placeholders for the run's name and rank
+        if not resumes and not pattern:
+            problem = checkpoint_problem(self.load)
+            refuse_if(problem, "load", str(problem))
 
 
-@dataclass
-class FiniteLossConfig:
-    on_nonfinite: Literal["stop", "skip"] = "stop"
-    """Stop the run at a NaN or infinite loss (exit status 1), or skip the batch."""
-    max_skips: int = key(10, ge=1, le=1_000_000)
-    """With skip: stop after this many consecutive skipped batches."""
-
-
-@dataclass
-class DivergenceConfig:
-    factor: float = key(1.5, ge=1, le=1e6)
-    """Limit on the smoothed loss, as a multiple of its value at the last good checkpoint (or at the start) ..."""
-    margin: float = key(0.1, ge=0, le=1e6)
-    """... plus this margin."""
-    batches: int = key(50, ge=1, le=10_000_000)
-    """Number of consecutive batches above the limit after which the run stops."""
-    smoothing: float = key(0.9, ge=0, le=0.9999)
-    """Weight of the past in the exponential moving average of the loss."""
-
-
-@dataclass
-class CallbacksConfig:
-    throughput: ThroughputConfig | None = key(factory=ThroughputConfig)
+class CallbacksConfig(Settings):
+    throughput: ThroughputConfig | None = Field(default_factory=ThroughputConfig)
     """Samples/s, real tokens/s, padding, MFU, warm-up; null disables it."""
-    memory: MemoryConfig | None = key(factory=MemoryConfig)
+    memory: MemoryConfig | None = Field(default_factory=MemoryConfig)
     """Peak memory and its breakdown; null disables it."""
-    finite_loss: FiniteLossConfig | None = key(factory=FiniteLossConfig)
+    finite_loss: FiniteLossConfig | None = Field(default_factory=FiniteLossConfig)
     """Handle NaN and infinite losses, and keep NaN weights out of checkpoints; null disables it."""
     divergence: DivergenceConfig | None = None
     """Stop when the loss climbs far above its value at the last good checkpoint, and do not write checkpoints
     meanwhile."""
 
 
-@dataclass
-class BaselineConfig:
-    algorithms: dict[str, Any] = key(factory=dict)
+class BaselineConfig(Settings):
+    algorithms: dict[str, Any] = Field(default_factory=dict)
     """Techniques of the baseline, as under algorithms; {} for none."""
-    batches: int = key(100, ge=10, le=100_000)
+    batches: int = Field(100, ge=10, le=100_000)
     """Number of batches that each set trains, on a temporary model."""
 
+    def check_settings(self) -> None:
+        _check_names(self.algorithms)
 
-@dataclass
-class WandbConfig:
+
+class WandbConfig(Settings):
     project: str = "composer_speedups"
     """Project of the run."""
     entity: str | None = None
     """User or team of the run."""
     group: str | None = None
     """Group of the run."""
-    tags: list[str] = key(factory=list)
+    tags: list[str] = Field(default_factory=list)
     """Tags of the run."""
     mode: Literal["online", "offline", "disabled"] = "online"
     """offline needs no account and writes to runs/<run_name>/wandb."""
 
 
-@dataclass
-class TensorboardConfig:
-    flush_interval: int = key(100, ge=1)
+class TensorboardConfig(Settings):
+    flush_interval: int = Field(100, ge=1)
     """Number of batches between two writes to runs/<run_name>/tensorboard."""
 
 
-@dataclass
-class FileConfig:
-    flush_interval: int = key(100, ge=1)
+class FileConfig(Settings):
+    flush_interval: int = Field(100, ge=1)
     """Number of batches between two flushes of runs/<run_name>/log-rank<rank>.txt."""
 
 
-@dataclass
-class LoggersConfig:
+class LoggersConfig(Settings):
     wandb: WandbConfig | None = None
     """Weights & Biases."""
     tensorboard: TensorboardConfig | None = None
@@ -202,13 +186,12 @@ class LoggersConfig:
     """A text file."""
 
 
-@dataclass
-class Config:
-    run_name: str = key("run", name=True)
+class Config(Settings):
+    run_name: FileName = "run"
     """Name of the run's folder under runs_folder."""
     runs_folder: str = "runs"
     """Folder of all runs; an earlier run of the same name is kept under a dated name."""
-    seed: int = key(17, ge=0, lt=2**31)
+    seed: int = Field(17, ge=0, lt=2**31)
     """Seed of the weights, dropout and shuffling."""
     on_unavailable: Literal["stop", "warn"] = "stop"
     """stop: a technique that cannot engage stops the run; warn: the run warns and continues without it."""
@@ -216,43 +199,114 @@ class Config:
     """Write the trained model to runs/<run_name>/model in transformers' format."""
     plot: bool = True
     """Draw samples/s, loss and accuracy over the run to runs/<run_name>/throughput.png."""
-    algorithms: dict[str, Any] = key(factory=dict)
+    algorithms: dict[str, Any] = Field(default_factory=dict)
     """Techniques by name, each with its settings: {tf32_matmul: {}, torch_compile: {scope: blocks}}."""
     baseline: BaselineConfig | None = None
     """Before training, compare these techniques with the run's in alternating turns of a few batches, and report
     the ratio."""
-    model: ModelConfig = key(factory=ModelConfig)
+    model: ModelConfig = Field(default_factory=ModelConfig)
     """The model and the task."""
-    data: DataConfig = key(factory=DataConfig)
+    data: DataConfig = Field(default_factory=DataConfig)
     """Samples, tokenizer and DataLoader."""
-    optimizer: OptimizerConfig = key(factory=OptimizerConfig)
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     """AdamW; a technique may change its implementation but not these values."""
-    scheduler: SchedulerConfig = key(factory=SchedulerConfig)
+    scheduler: SchedulerConfig = Field(default_factory=SchedulerConfig)
     """Learning-rate schedule."""
-    trainer: TrainerConfig = key(factory=TrainerConfig)
+    trainer: TrainerConfig = Field(default_factory=TrainerConfig)
     """Settings of Composer's Trainer."""
-    checkpoint: CheckpointConfig = key(factory=CheckpointConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     """Saving and resuming."""
-    callbacks: CallbacksConfig = key(factory=CallbacksConfig)
+    callbacks: CallbacksConfig = Field(default_factory=CallbacksConfig)
     """Measurements."""
-    loggers: LoggersConfig = key(factory=LoggersConfig)
+    loggers: LoggersConfig = Field(default_factory=LoggersConfig)
     """Where metrics are logged in addition to report.json."""
 
     # Values that were set as ${...}; load_config sets it for written(). Without an annotation it is not a key.
     interpolations = NO_INTERPOLATIONS
 
+    def check_settings(self) -> None:
+        model, data, precision = self.model, self.data, self.trainer.precision
+        _check_names(self.algorithms)
+        braces = f"must not contain braces, which Composer replaces in some of its paths: {self.runs_folder}"
+        refuse_if(set(self.runs_folder) & set("{}"), "runs_folder", braces)
+        self._check_task_keys()
+        self._check_dtype()
+        foreign = (
+            "wordpiece trains a new vocabulary, to which the pretrained embeddings do not belong; remove it for the "
+            "model's own, or set model.init=random"
+        )
+        refuse_if(data.tokenizer == "wordpiece" and model.init == "pretrained", "data.tokenizer", foreign)
+        nameless = data.tokenizer is None and model.init == "random" and model.size is not None
+        missing = "is missing; a random model has no tokenizer: name one, or wordpiece to train it"
+        refuse_if(nameless, "data.tokenizer", missing)
+        both = "and algorithms.mixed_precision both set the precision; remove one of them"
+        refuse_if(precision != "fp32" and "mixed_precision" in self.algorithms, "trainer.precision", both)
+        for key, time in (
+            ("trainer.max_duration", self.trainer.max_duration),
+            ("trainer.eval_interval", self.trainer.eval_interval),
+            ("checkpoint.interval", self.checkpoint.interval or ""),
+        ):
+            endless = f"is {time}, and a stream has no epochs; use batches, such as 500ba"
+            refuse_if(data.streaming and time.endswith("ep"), key, endless)
 
-def schema_keys(cls: type = Config, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any], Any]]:
-    """Every dotted key with its field and type; sections precede their keys."""
-    hints = typing.get_type_hints(cls)
-    for field in dataclasses.fields(cls):
-        yield prefix + field.name, field, hints[field.name]
-        section = section_of(hints[field.name])
-        if section is not None:
-            yield from schema_keys(section, f"{prefix}{field.name}.")
+    def _check_task_keys(self) -> None:
+        """Refuse keys that only other tasks read, because setting them would have no effect."""
+        task, readers = self.model.task, keys_by_task()
+        for key in dict.fromkeys(itertools.chain.from_iterable(readers.values())):
+            section, _, name = key.partition(".")
+            settings = getattr(self, section)
+            changed = getattr(settings, name) != getattr(type(settings), name)
+            named = " or ".join(other for other, keys in readers.items() if key in keys)
+            unread = f"is for model.task: {named}, not {task}; remove it"
+            refuse_if(changed and key not in readers[task], key, unread)
+
+    def _check_dtype(self) -> None:
+        """Refuse bfloat16 weights that AdamW would hardly update."""
+        if self.model.dtype != "bfloat16":
+            return
+        sets = {"algorithms": self.algorithms}
+        if self.baseline is not None:
+            sets["baseline.algorithms"] = self.baseline.algorithms
+        for section, algorithms in sets.items():
+            needs_kahan = (
+                f"bfloat16 weights lose most of AdamW's updates, which are below their resolution; add "
+                f"{section}.kahan_optimizer={{}}, or keep float32 weights and compute in bf16 with mixed_precision"
+            )
+            refuse_if("kahan_optimizer" not in algorithms, "model.dtype", needs_kahan)
+        kahan = [algorithms["kahan_optimizer"] or {} for algorithms in sets.values()]
+        may_continue = "warn" in (self.on_unavailable, *(settings.get("on_unavailable") for settings in kahan))
+        must_stop = "bfloat16 cannot be trained without kahan_optimizer; set on_unavailable=stop"
+        refuse_if(may_continue, "model.dtype", must_stop)
 
 
-def section_of(hint: Any) -> type | None:
-    """The dataclass of ``Section`` or ``Section | None``; None for a plain value."""
-    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    return next((o for o in options if dataclasses.is_dataclass(o) and isinstance(o, type)), None)
+def _check_names(algorithms: Mapping[str, Any]) -> None:
+    for name, settings in algorithms.items():
+        hint = did_you_mean(name, technique_names())
+        refuse_if(name not in technique_names(), f"algorithms.{name}", f"is not a technique{hint}")
+        mapping = settings is None or isinstance(settings, Mapping)
+        refuse_if(not mapping, f"algorithms.{name}", f"must be a mapping of settings, not {settings!r}")
+
+
+_STORES = ("s3", "gs", "oci", "azure", "dbfs")  # supported by Composer, which needs an address only
+
+
+def checkpoint_problem(name: str | None) -> str | None:
+    """Describe what is wrong with a checkpoint's address or local file, as far as can be seen without loading it."""
+    if name is None or os.path.isdir(name):  # pathlib raises for names that are too long
+        return None
+    kind = urlsplit(name.replace("AZURE_BLOBS", "azure"))  # as Composer parses it
+    if "://" in name:
+        if kind.scheme not in _STORES:
+            return (
+                f"is an address from which Composer cannot load checkpoints ({kind.scheme}): {name}; download it "
+                f"and name the local file, or use an address of {', '.join(_STORES)}"
+            )
+        return None if kind.netloc else f"does not name a bucket: {name}; write {kind.scheme}://BUCKET/PATH.pt"
+    if kind.scheme and os.path.exists(name):
+        return f"contains a colon, so Composer would parse it as an address: {name}; write ./{name}"
+    if not os.path.isfile(name):
+        shown = with_working_directory(name)
+        return f"is not a file: {shown}; name a checkpoint, such as runs/NAME/checkpoints/latest-rank0.pt"
+    if not zipfile.is_zipfile(name):  # torch.save writes a zip archive, which ends with its directory
+        return f"is not a complete checkpoint: {name}; it is damaged or another kind of file"
+    return None
