@@ -40,7 +40,7 @@ _PLACES = {  # kernel → its case, its module of composer_speedups.kernels, its
     "attention": ("attention", "attention", "_FORWARD"),
     "queries": ("attention_backward", "attention", "_QUERIES"),
     "keys": ("attention_backward", "attention", "_KEYS"),
-    "norm_backward": ("norm_backward", "norm", "_BACKWARD"),
+    "norm_backward": ("norm_backward", "norm", "BACKWARD"),
     "gelu": ("gelu", "gelu", "_FORWARD"),
     "gelu_backward": ("gelu_backward", "gelu", "_BACKWARD"),
 }

@@ -18,8 +18,7 @@ __all__ = ["add_norm_backward", "add_norm_forward"]
 
 # Rows in registers per program of the backward kernels, and their warps per multiprocessor. More rows would reduce the
 # number of warps, and a single warp does not have enough registers for its sums over tokens.
-BACKWARD_ROWS = 2
-_BACKWARD_WARPS = 16
+BACKWARD = {"ROWS": 2, "warps": 16}
 
 
 def add_norm_forward(
@@ -102,7 +101,7 @@ def add_norm_backward(
         grad_TH if more_TH is None else more_TH, *(operand or (grad_x, seed)),
         tokens, hidden, threshold_of(dropout), 1 / (1 - dropout),
         DROPOUT=dropout > 0, AGAIN=again is not None, MORE=more_TH is not None, FLOAT8=operand is not None,
-        ROWS=BACKWARD_ROWS, BLOCK=block, num_warps=warps,
+        ROWS=BACKWARD["ROWS"], BLOCK=block, num_warps=warps,
     )  # fmt: skip
     if operand is not None:
         settle(operand, grad_x)
@@ -112,8 +111,8 @@ def add_norm_backward(
 def backward_programs(grad_TH: Tensor, warps: int) -> int:
     """Return how many programs of ``warps`` warps compute a gradient, each of which writes one row of partial sums: as
     many as the device runs at a time, if there are enough tokens."""
-    at_a_time = multiprocessors(grad_TH) * (_BACKWARD_WARPS // warps) if grad_TH.is_cuda else 4
-    return min(triton.cdiv(len(grad_TH), BACKWARD_ROWS), at_a_time)
+    at_a_time = multiprocessors(grad_TH) * (BACKWARD["warps"] // warps) if grad_TH.is_cuda else 4
+    return min(triton.cdiv(len(grad_TH), BACKWARD["ROWS"]), at_a_time)
 
 
 @triton.jit

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from composer_speedups.kernels.dropout import kept, load_seed, threshold_of
-from composer_speedups.kernels.norm import BACKWARD_ROWS, backward_programs, standardize
+from composer_speedups.kernels.norm import BACKWARD, backward_programs, standardize
 
 __all__ = ["pre_norm_backward", "pre_norm_forward"]
 
@@ -90,7 +90,7 @@ def pre_norm_backward(
         grad_TH, grad_summed_TH, summed_TH, statistics, weight_H,
         grad_residual, again if grad_sublayer is None else grad_sublayer, again, partial, seed,
         tokens, hidden, threshold_of(dropout), 1 / (1 - dropout),
-        SUBLAYER=sublayer, DROPOUT=dropout > 0, ROWS=BACKWARD_ROWS, BLOCK=block, num_warps=warps,
+        SUBLAYER=sublayer, DROPOUT=dropout > 0, ROWS=BACKWARD["ROWS"], BLOCK=block, num_warps=warps,
     )  # fmt: skip
     return grad_residual, grad_sublayer, partial.sum(0), again
 

@@ -14,7 +14,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from composer_speedups import FastLayerNorm, MixedPrecision, TorchCompile, apply_fast_layernorm
-from composer_speedups.algorithms.fast_layernorm import functional, outputs
+from composer_speedups.algorithms.fast_layernorm import functional
+from composer_speedups.algorithms.fast_layernorm.fast_layernorm import in_compiled_graphs
 from composer_speedups.algorithms.fast_layernorm.layers import (
     LAYERS,
     ApexLayerNorm,
@@ -335,11 +336,11 @@ def test_kernels_in_compiled_graphs_are_found_in_dynamos_table(monkeypatch: pyte
     def _layer_norm_forward_kernel() -> None: ...
 
     monkeypatch.setattr(kernel_side_table, "id_to_kernel", {})
-    assert not outputs.in_compiled_graphs()
+    assert not in_compiled_graphs()
     kernel_side_table.id_to_kernel[0] = _layer_norm_forward_kernel
-    assert not outputs.in_compiled_graphs(), "a kernel of another library"
+    assert not in_compiled_graphs(), "a kernel of another library"
     _layer_norm_forward_kernel.__module__ = "liger_kernel.ops.layer_norm"
-    assert outputs.in_compiled_graphs()
+    assert in_compiled_graphs()
 
 
 @pytest.mark.gpu

@@ -32,12 +32,12 @@ def test_options_are_tried_in_turn_and_restored(monkeypatch: pytest.MonkeyPatch)
     seen: list[dict[str, int]] = []
 
     def time(call: object) -> float:
-        seen.append(dict(norm._BACKWARD))
+        seen.append(dict(norm.BACKWARD))
         return 1.0
 
     monkeypatch.setattr(micro, "microseconds", time)
     case = micro.Case("norm_backward", lambda: None, lambda: None, 1)
-    before = dict(norm._BACKWARD)
+    before = dict(norm.BACKWARD)
     tries = list(micro._tries([case], {"norm_backward": {"ROWS": [4, 8], "warps": [8]}}))
     assert [options for _, options, _ in tries] == [
         {},
@@ -45,7 +45,7 @@ def test_options_are_tried_in_turn_and_restored(monkeypatch: pytest.MonkeyPatch)
         {"norm_backward.ROWS": 8, "norm_backward.warps": 8},
     ]
     assert seen == [before, {"ROWS": 4, "warps": 8}, {"ROWS": 8, "warps": 8}]
-    assert before == norm._BACKWARD
+    assert before == norm.BACKWARD
 
 
 def test_a_row_is_a_table() -> None:

@@ -21,6 +21,9 @@ from tests.helpers.models import tiny_model
 from tests.reference.fused_kernels import DEVICE, near, random, seed
 
 TABLE = 24
+LENGTHS: list[int]
+LONGEST: int
+CU: Tensor
 
 
 def use_lengths(lengths: list[int], longest: int) -> None:
