@@ -129,6 +129,7 @@ class Technique(Declared, Algorithm):
             events, because the model may depend on them; one that cannot run is withdrawn.
         evidence: What was replaced, observed or counted; written to report.json.
         ended: In :meth:`verify`, whether training is over.
+        watching: Closed at the end of an observed forward pass; see :meth:`watch`.
     """
 
     name: ClassVar[str]
