@@ -130,6 +130,7 @@ class Technique(Settings, Algorithm, eq=False, strict=True):
             events, because the model may depend on them; one that cannot run is withdrawn.
         evidence: What was replaced, observed or counted; written to report.json.
         ended: In :meth:`verify`, whether training is over.
+        watching: Closed at the end of an observed forward pass; see :meth:`watch`.
     """
 
     name: ClassVar[str]

@@ -126,7 +126,7 @@ def embed_backward(
         grad.contiguous(), *indices, *tables, weight_H, statistics, seed,
         *gradients, partial, rows, width, *_strides(indices), rows * width, hidden, threshold_of(dropout),
         1 / (1 - dropout), *no_gradient,
-        DROPOUT=dropout > 0, BLOCK=triton.next_power_of_2(hidden), EACH=_ROWS_PER_PROGRAM, num_warps=4,
+        DROPOUT=dropout > 0, BLOCK=triton.next_power_of_2(hidden), ROWS=_ROWS_PER_PROGRAM, num_warps=4,
     )  # fmt: skip
     return [*gradients, *partial.sum(0)]
 
@@ -174,9 +174,9 @@ def _embedding_backward(
     grad_ptr, ids_ptr, positions_ptr, types_ptr, word_ptr, position_ptr, type_ptr, weight_ptr, statistics_ptr,
     seed_ptr, grad_word_ptr, grad_position_ptr, grad_type_ptr, partial_ptr, rows, width, positions_stride,
     types_stride, slots, hidden, threshold, scale, no_word, no_position,
-    DROPOUT: tl.constexpr, BLOCK: tl.constexpr, EACH: tl.constexpr,
+    DROPOUT: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    # A program handles the same slot of EACH rows. Positions and types there are mostly equal, so it adds to the
+    # A program handles the same slot of ROWS rows. Positions and types there are mostly equal, so it adds to the
     # gradients of these tables once per run of equal ones, not once per token.
     at, group = tl.program_id(0), tl.program_id(1)
     columns = tl.arange(0, BLOCK)
@@ -186,10 +186,10 @@ def _embedding_backward(
     sum_weight = tl.zeros((BLOCK,), tl.float32)
     sum_bias = tl.zeros((BLOCK,), tl.float32)
     run = tl.zeros((BLOCK,), tl.float32)
-    first = group * EACH
+    first = group * ROWS
     run_position = tl.load(positions_ptr + first * positions_stride + at)
     run_kind = tl.load(types_ptr + first * types_stride + at)
-    for row in range(first, tl.minimum(first + EACH, rows)):
+    for row in range(first, tl.minimum(first + ROWS, rows)):
         slot = row * width + at
         grad = tl.load(grad_ptr + slot * hidden + columns, mask=valid, other=0.0).to(tl.float32)
         if tl.max(tl.abs(grad), 0) > 0:  # skips padding

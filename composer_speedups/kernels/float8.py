@@ -55,9 +55,9 @@ _TRANSPOSE_TILE = 128  # rows and columns of a weight per program of the transpo
 # The largest number of each format; how many powers of two below it a new scale puts the largest magnitude; and how
 # many it may be below before the numbers are cast again. Gradients vary most between steps, so they have the most room,
 # which e5m2's range allows.
-_MOST = {ACTIVATION: 448.0, GRADIENT: 57344.0}
-_ROOM = {ACTIVATION: 1, GRADIENT: 4}
-_LOWEST = {ACTIVATION: 5, GRADIENT: 12}
+_MAX_VALUE = {ACTIVATION: 448.0, GRADIENT: 57344.0}
+_HEADROOM = {ACTIVATION: 1, GRADIENT: 4}
+_MAX_SLACK = {ACTIVATION: 5, GRADIENT: 12}
 
 
 class Float8(NamedTuple):
@@ -179,8 +179,8 @@ def _inverse(operand: Float8) -> Tensor:
 
 def targets_of(dtype: torch.dtype) -> tuple[float, float, float]:
     """Return the format's largest number, a new scale's target for the largest magnitude, and the least that fits."""
-    most = _MOST[dtype]
-    return most, most * 2.0 ** -_ROOM[dtype], most * 2.0 ** -_LOWEST[dtype]
+    most = _MAX_VALUE[dtype]
+    return most, most * 2.0 ** -_HEADROOM[dtype], most * 2.0 ** -_MAX_SLACK[dtype]
 
 
 @triton.jit
