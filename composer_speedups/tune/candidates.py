@@ -74,7 +74,7 @@ def _variants(technique: type[Technique], device: str) -> Iterator[Candidate]:
     for variant in technique.trials:
         if variant.device not in (None, device):
             continue
-        notes = [] if technique.purpose == "saves time" else [technique.purpose]
+        notes: list[str] = [] if technique.purpose == "saves time" else [technique.purpose]
         notes += [f"{k}: {v}".lower() for k, v in variant.settings.items() if k != "allow_cpu"]
         label = f"{name} ({', '.join(notes)})" if notes else name
         label += "".join(f" with {other}" for other in variant.with_techniques)

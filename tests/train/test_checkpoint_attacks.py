@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import pickle
+import resource
 import shutil
 import signal
 import tarfile
@@ -196,17 +197,23 @@ def test_crafted_numpy_objects_are_not_built(valid_checkpoint: Path) -> None:
     def by_array(checkpoint: dict[str, Any]) -> None:
         checkpoint["rng"][0]["numpy"] = ("MT19937", crafted_array(), 624, 0, 0.0)
 
+    with pytest.raises(DamagedCheckpointError, match=r"cannot be loaded .*unpack requires a buffer of 2496 bytes"):
+        check_checkpoint(str(poisoned(valid_checkpoint, by_array)), "checkpoint.load")
+
+
+@pytest.mark.exhaustive
+def test_crafted_numpy_objects_crash_numpy() -> None:
+    """Once they do not, RandomWords is not needed."""
     torch.save(crafted_array(), "array.pt")
 
     def read_with_numpy_allowed() -> None:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         reconstruct = np._core.multiarray._reconstruct  # type: ignore[attr-defined]
         with torch.serialization.safe_globals([np.ndarray, np.dtype, type(np.dtype("f8")), reconstruct]):
             array = torch.load("array.pt", weights_only=True)
         repr(array["a"])
 
     assert Fork(read_with_numpy_allowed).wait().status == -signal.SIGSEGV
-    with pytest.raises(DamagedCheckpointError, match=r"cannot be loaded .*unpack requires a buffer of 2496 bytes"):
-        check_checkpoint(str(poisoned(valid_checkpoint, by_array)), "checkpoint.load")
 
 
 def test_checkpoints_contain_no_numpy_and_composer_loads_their_random_state(valid_checkpoint: Path) -> None:
@@ -248,8 +255,10 @@ def pickled(name: str, instructions: bytes, compression: int = zipfile.ZIP_STORE
         (b"})" + b"\x85" * 300_000 + b"Ns", "tuple of more than 10000 values"),  # hashing it overflows the stack
         (b"})" + b"q\0h\0\x86" * 60 + b"Ns", "tuple of more than 10000 values"),  # each twice in the next: takes years
         (b"X\x10\x27\0\0" + b"a" * 10_000, "pickle of more than 9000 bytes"),
+        (b"cbuiltins\nbytearray\n\x8a\x06\0\0\0\0\0\x01\x85R", "allocate a builtins bytearray"),
+        (b"ctorch\nFloatTensor\n\x8a\x06\0\0\0\0\0\x01\x85R", "allocate a torch FloatTensor"),
     ],
-    ids=["deep", "wide", "large"],
+    ids=["deep", "wide", "large", "bytearray", "tensor"],
 )
 def test_a_pickle_that_exhausts_stack_time_or_memory_is_refused(instructions: bytes, message: str) -> None:
     path = pickled("bomb.pt", instructions)

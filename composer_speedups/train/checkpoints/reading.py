@@ -152,9 +152,10 @@ def _one_line(name: str, kind: type[ConfigError] = ConfigError) -> Iterator[None
     except (UserError, MemoryError, torch.OutOfMemoryError):
         raise
     except pickle.UnpicklingError as error:
-        imported = re.search(r"(?i)unsupported global:? (?:GLOBAL )?([\w.]+)", str(error))
-        reason = f"it would import {imported[1]}, which checkpoints do not need" if imported else first_line(error)
-        raise ConfigError(f"{name}: refused, {reason[:200]}; {_TRUST}") from error
+        reason = str(error).partition("WeightsUnpickler error:")[2].strip() or str(error)  # torch's, without its advice
+        if imported := re.search(r"(?i)unsupported global:? (?:GLOBAL )?([\w.]+)", reason):
+            reason = f"it would import {imported[1]}, which checkpoints do not need"
+        raise ConfigError(f"{name}: refused, {reason.splitlines()[0][:200]}; {_TRUST}") from error
     except MalformedError as error:
         fix = f"{_ANOTHER}, or checkpoint.weights_only=true loads its weights only"
         if error.path.startswith("state/model"):
@@ -202,7 +203,7 @@ def _read(path: Any, map_location: str = "cpu", mmap: bool = False) -> Any:
     """Replaces the function with which Composer unpickles a checkpoint."""
     with zipfile.ZipFile(path) as archive:
         _check_sizes(archive)
-    _check_tuples(torch._C.PyTorchFileReader(str(path)).get_record("data.pkl"))
+    _check_instructions(torch._C.PyTorchFileReader(str(path)).get_record("data.pkl"))
     with torch.serialization.safe_globals(_ALLOWED):
         return torch.load(path, map_location=map_location, mmap=mmap, weights_only=True)
 
@@ -220,9 +221,9 @@ def _check_sizes(archive: zipfile.ZipFile) -> None:
         raise pickle.UnpicklingError("not a zip archive from its first byte")
 
 
-def _check_tuples(data: bytes) -> None:
-    """Bound the values in a tuple: Python hashes a dict's keys recursively in C, and a million nested tuples overflow
-    the stack."""
+def _check_instructions(data: bytes) -> None:
+    """Bound the values in a tuple, since Python hashes a dict's keys recursively in C, and a million nested tuples
+    overflow the stack; and refuse the types that torch allows but whose size is a number in the file."""
     stack: list[int] = []  # number of values in each tuple, counted once per occurrence; 1 for others, 0 for a mark
     memo: dict[Any, int] = {}
     for instruction, argument, _ in pickletools.genops(data):
@@ -230,6 +231,8 @@ def _check_tuples(data: bytes) -> None:
             memo[argument] = stack[-1]
         elif instruction.name in ("BINGET", "LONG_BINGET", "MARK"):
             stack.append(0 if instruction.name == "MARK" else memo[argument])
+        elif instruction.name == "GLOBAL" and re.search(r" (bytearray|\w+Tensor)$", str(argument)):
+            raise pickle.UnpicklingError(f"it would allocate a {argument}, which checkpoints do not need")
         else:
             taken, values = instruction.stack_before, 1
             if pickletools.stackslice in taken:  # everything above the last mark
@@ -277,8 +280,9 @@ def match_template(value: Any, template: Any, path: str) -> Any:
     held, own = _entries(value), _entries(template)
     missing, more = ([name for name in one if name not in other] for one, other in ((own, held), (held, own)))
     if missing or more:
-        lacks, has = f"has no {missing[0]}" if missing else "", f"has {more[0]!r:.200}" if more else ""
-        raise MalformedError(path, " and ".join(filter(None, (lacks, has and f"{has}, which this run does not have"))))
+        differences = [f"has no {name}" for name in missing[:1]]
+        differences += [f"has {name!r:.200}, which this run does not have" for name in more[:1]]
+        raise MalformedError(path, " and ".join(differences))
     shape, expected = (tuple(getattr(one, "shape", ())) for one in (value, template))
     if shape != expected:
         raise MalformedError(path, f"has the shape {shape}, not {expected}")
