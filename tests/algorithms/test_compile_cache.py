@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from composer_speedups import TorchCompile
 from composer_speedups.core.errors import TechniqueError
 from tests.helpers.blocks import Plain
-from tests.helpers.common import Batch, Recorder, make_trainer, plain_batches
+from tests.helpers.common import Batch, Recorder, make_trainer, plain_batches, trained
 from tests.helpers.forks import Fork
 from tests.reference.tolerance import assert_near
 
@@ -45,9 +45,7 @@ def fit(*techniques: TorchCompile) -> list[float]:
     """Train three batches in a process without compiled code, and return the losses."""
     torch._dynamo.reset()
     losses = Recorder()
-    trainer = make_trainer(techniques, model=Small(), batches=plain_batches(3), callbacks=[losses])
-    trainer.fit()
-    trainer.close()
+    trained(techniques, model=Small(), batches=plain_batches(3), callbacks=[losses])
     return losses.losses
 
 
