@@ -45,9 +45,7 @@ def fit(*techniques: TorchCompile) -> list[float]:
     """Train three batches in a process without compiled code, and return the losses."""
     torch._dynamo.reset()
     losses = Recorder()
-    trainer = make_trainer(techniques, model=Small(), batches=plain_batches(3), callbacks=[losses])
-    trainer.fit()
-    trainer.close()
+    trained(techniques, model=Small(), batches=plain_batches(3), callbacks=[losses])
     return losses.losses
 
 

@@ -31,7 +31,7 @@ from composer_speedups.algorithms.early_loss import functional
 from composer_speedups.core.errors import NotEngagedError, TechniqueError
 from composer_speedups.distributed import composer_loop
 from composer_speedups.distributed.host_scalars import Readback, ScalarCopies
-from tests.helpers.common import Batches, final_weights, make_trainer, plain_batches, tiny_bert
+from tests.helpers.common import Batches, final_weights, make_trainer, plain_batches, tiny_bert, trained
 
 
 class Watched(ScalarCopies):
@@ -86,15 +86,13 @@ def train(kind: str, rows: int, algorithms: Any = ()) -> tuple[Trainer, dict[str
     """Train four batches per rank; return the Trainer and the losses and times that it logged."""
     memory, batches = InMemoryLogger(), Batches(plain_batches(4 * dist.get_world_size()))
     loader = DataLoader(batches, batch_size=None, sampler=dist.get_sampler(batches))
-    trainer = make_trainer(
+    trainer = trained(
         algorithms,
         model=Losses(kind),
         train_dataloader=DataSpec(loader, get_num_samples_in_batch=lambda b: len(b["labels"])),
         device_train_microbatch_size=rows,
         loggers=[memory],
     )
-    trainer.fit()
-    trainer.close()
     names = [name for name in memory.data if name.startswith(("loss/", "time/"))]
     return trainer, {name: [value for _, value in memory.data[name]] for name in names}
 
@@ -178,10 +176,8 @@ def test_a_loop_that_bypasses_the_interception_is_detected(copies: Watched) -> N
 
 def test_a_wrong_number_is_detected(copies: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copies, "receive", lambda sent: sent[0] + 1)
-    trainer = make_trainer([EarlyLoss()])
     with pytest.raises(NotEngagedError, match=r"early_loss: .*it read .*, and the GPU has"):
-        trainer.fit()
-    trainer.close()
+        trained([EarlyLoss()])
 
 
 def test_the_evidence_notes_that_the_gpu_never_waits(copies: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,9 +210,7 @@ def test_another_training_loop_is_refused(copies: Watched, monkeypatch: pytest.M
     with pytest.raises(TechniqueError, match=r"early_loss: .*other code has replaced Trainer\._train_batch"):
         make_trainer([EarlyLoss()])
     with pytest.warns(UserWarning, match="continuing without early_loss"):
-        trainer = make_trainer([technique := EarlyLoss(on_unavailable="warn")])
-    trainer.fit()
-    trainer.close()
+        trained([technique := EarlyLoss(on_unavailable="warn")])
     assert technique.engaged is False
 
 

@@ -30,22 +30,11 @@ def _train_both() -> dict[str, Any]:
     """Train with and without the technique; return this rank's logs and weights, and the number of losses read."""
     EarlyLoss.requirements = lambda *_: ()  # type: ignore[method-assign, assignment, return-value]  # on the CPU
     module.apply_early_loss = lambda device: functional._intercept(device, Readback(ScalarCopies(torch.device("cpu"))))
-    technique, found = EarlyLoss(), {}
+    technique, runs = EarlyLoss(), {}
     for name, algorithms in (("early", [technique]), ("stock", [])):
         trainer, logged = train("dict", 3, algorithms)
-        found[name] = {name: values for name, values in logged.items() if "wct" not in name}, final_weights(trainer)
-    return {**found, "read": technique.evidence["losses_read"]}
-
-
-def test_ranks_log_the_same_losses_and_weights_as_composer() -> None:
-    ranks = on_ranks(_train_both)
-    for found in ranks:
-        (logged, weights), (expected, reference) = found["early"], found["stock"]
-        assert logged == expected
-        assert len(logged["loss/train/total"]) == 4
-        torch.testing.assert_close(weights, reference, rtol=0, atol=0)
-        assert found["read"] == 8
-    assert ranks[0]["early"][0] == ranks[1]["early"][0], "losses are averaged over both ranks"
+        runs[name] = {name: values for name, values in logged.items() if "wct" not in name}, final_weights(trainer)
+    return {**runs, "read": technique.evidence["losses_read"]}
 
 
 def _refuse_host_tensors() -> None:
@@ -76,19 +65,24 @@ def _refuse_host_tensors() -> None:
 def _both_without_host_group() -> dict[str, Any]:
     _refuse_host_tensors()
     before = len(torch.distributed.distributed_c10d._world.pg_map)
-    found = _train_both()
-    left = len(torch.distributed.distributed_c10d._world.pg_map) - before
-    return {**found, "groups left": left, "host_group": host_group(), "dist": composer_trainer.dist is dist}
+    outcome = _train_both()
+    assert len(torch.distributed.distributed_c10d._world.pg_map) == before
+    assert host_group() is None
+    assert composer_trainer.dist is dist
+    return outcome
 
 
-def test_with_nccl_only_ranks_open_and_close_a_gloo_group() -> None:
-    for found in on_ranks(_both_without_host_group):
-        (logged, weights), (expected, reference) = found["early"], found["stock"]
+@pytest.mark.parametrize("train_both", [_train_both, _both_without_host_group], ids=["gloo", "nccl only"])
+def test_ranks_log_the_same_losses_and_weights_as_composer(train_both: Any) -> None:
+    """With NCCL only, they open and close a gloo group."""
+    ranks = on_ranks(train_both)
+    for outcome in ranks:
+        (logged, weights), (expected, reference) = outcome["early"], outcome["stock"]
         assert logged == expected
         assert len(logged["loss/train/total"]) == 4
         torch.testing.assert_close(weights, reference, rtol=0, atol=0)
-        assert found["read"] == 8
-        assert (found["groups left"], found["host_group"], found["dist"]) == (0, None, True)
+        assert outcome["read"] == 8
+    assert ranks[0]["early"][0] == ranks[1]["early"][0], "losses are averaged over both ranks"
 
 
 def _refusals() -> list[str]:

@@ -12,7 +12,7 @@ from composer_speedups import TorchCompile, apply_torch_compile
 from composer_speedups.core.errors import NotEngagedError, TechniqueError
 from composer_speedups.core.requirements import Context
 from composer_speedups.core.technique import screen
-from tests.helpers.common import Recorder, awkward_batches, make_trainer, plain_batches, tiny_bert
+from tests.helpers.common import Recorder, awkward_batches, make_trainer, plain_batches, tiny_bert, trained
 from tests.helpers.models import tiny_model
 from tests.reference.loop import eval_logits, gradients, train_plainly
 from tests.reference.tolerance import assert_near
@@ -27,8 +27,8 @@ def test_the_function_keeps_names_outputs_and_gradients(scope: Any, backend: str
     assert list(model.state_dict()) == list(reference.state_dict())
     batches = awkward_batches()[:3]
     assert_near(eval_logits(model, batches), eval_logits(reference, batches))
-    for each in (reference, model):
-        each(**batches[0]).loss.backward()
+    for network in (reference, model):
+        network(**batches[0]).loss.backward()
     assert_near(gradients(model), gradients(reference))
 
 
@@ -43,9 +43,7 @@ def test_every_public_backend_trains_or_is_refused_with_a_reason(backend: str) -
         with pytest.raises(TechniqueError, match="torch_compile: "):
             make_trainer([technique], model=model)
         return
-    trainer = make_trainer([technique], model=model, batches=plain_batches(2))
-    trainer.fit()
-    trainer.close()
+    trained([technique], model=model, batches=plain_batches(2))
     assert technique.evidence["graphs"] >= 1
     assert technique.evidence["graph_breaks"] == technique.evidence["recompiles"] == 0
 
@@ -56,9 +54,7 @@ def test_every_public_backend_trains_or_is_refused_with_a_reason(backend: str) -
 def test_modes_that_capture_graphs_train_on_a_gpu(arguments: Any) -> None:
     technique = TorchCompile(**arguments)
     assert technique.makes_graphs
-    trainer = make_trainer([technique], batches=plain_batches(4), gpu=True)
-    trainer.fit()
-    trainer.close()
+    trained([technique], batches=plain_batches(4), gpu=True)
     assert technique.evidence["graphs"] >= 1
 
 
@@ -67,9 +63,7 @@ def test_inductor_matches_eager() -> None:
     """Only one test uses the default backend: its first compilation takes half a minute on two cores."""
     technique, losses, batches = TorchCompile(scope="blocks", dynamic=False), Recorder(), plain_batches(2)
     expected = train_plainly(tiny_bert(), batches)
-    trainer = make_trainer([technique], batches=batches, callbacks=[losses])
-    trainer.fit()
-    trainer.close()
+    trained([technique], batches=batches, callbacks=[losses])
     assert_near(losses.losses, expected.losses, what="losses")
     assert_near(losses.first_gradients, expected.first_gradients, what="gradients")
     assert technique.evidence["graphs"] >= 1
@@ -78,16 +72,12 @@ def test_inductor_matches_eager() -> None:
 
 def test_blocks_share_one_graph_and_a_new_shape_counts_as_a_recompile() -> None:
     technique = TorchCompile(scope="blocks", backend="aot_eager")
-    same = make_trainer([technique], batches=plain_batches(3))
-    same.fit()
-    same.close()
+    trained([technique], batches=plain_batches(3))
     assert (technique.evidence["modules"], technique.evidence["graphs"]) == (2, 1)
     assert technique.evidence["recompiles"] == 0
     torch._dynamo.reset()
     technique = TorchCompile(scope="blocks", backend="aot_eager", dynamic=False)
-    ragged = make_trainer([technique], batches=awkward_batches()[:2])
-    ragged.fit()
-    ragged.close()
+    trained([technique], batches=awkward_batches()[:2])
     assert technique.evidence["graphs"] == 2
     assert technique.evidence["recompiles"] == 1
 
@@ -97,9 +87,7 @@ def test_counts_are_right_after_many_compilations() -> None:
     for _ in range(65):
         torch.compile(lambda x: x + 1, backend="eager", dynamic=False)(torch.ones(2))
     technique = TorchCompile(scope="blocks", backend="aot_eager", dynamic=False)
-    trainer = make_trainer([technique], batches=awkward_batches()[:2])
-    trainer.fit()
-    trainer.close()
+    trained([technique], batches=awkward_batches()[:2])
     assert (technique.evidence["graphs"], technique.evidence["recompiles"]) == (2, 1)
     assert technique.evidence["compile_seconds"] > 0
 
@@ -115,18 +103,14 @@ def test_graph_breaks_are_counted() -> None:
 
     model.bert.pooler = Printing()
     technique = TorchCompile(backend="eager")
-    trainer = make_trainer([technique], model=model, batches=plain_batches(1))
-    trainer.fit()
-    trainer.close()
+    trained([technique], model=model, batches=plain_batches(1))
     assert technique.evidence["graph_breaks"] >= 1
 
 
 def test_a_second_trainer_may_reuse_compiled_code() -> None:
     for _ in range(2):
         technique = TorchCompile("blocks", backend="eager")
-        trainer = make_trainer([technique])
-        trainer.fit()
-        trainer.close()
+        trained([technique])
         assert technique.engaged
         assert technique.evidence["graphs"] > 0 or technique.evidence["reused_from_this_process"]
 
@@ -135,9 +119,7 @@ def test_a_second_trainer_may_reuse_compiled_code() -> None:
 def test_a_run_without_a_compiled_graph_is_detected(compiled_before: bool) -> None:
     """Not in pins: after running with dynamo disabled, torch 2.7 would not compile the same code later."""
     if compiled_before:  # an earlier run of the process leaves compiled code
-        earlier = make_trainer([TorchCompile("blocks", backend="eager")])
-        earlier.fit()
-        earlier.close()
+        trained([TorchCompile("blocks", backend="eager")])
     trainer = make_trainer([TorchCompile("blocks", backend="eager")])
     said = r"without a compiled graph: torch\._dynamo\.config\.disable is set; unset torch\._dynamo\.config\.disable"
     with torch._dynamo.config.patch(disable=True), pytest.raises(NotEngagedError, match=said):

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import psutil
@@ -66,31 +65,30 @@ def test_a_rank_gets_sigterm_when_its_launcher_ends(how: signal.Signals) -> None
 
 
 def test_a_launcher_that_ends_during_the_call_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: list[Any] = []
-    parents = iter([4321, 1, 4321])
     monkeypatch.setenv("LOCAL_RANK", "0")
-    monkeypatch.setattr(os, "getppid", lambda: next(parents))
-    monkeypatch.setattr(os, "kill", lambda *signal: sent.append(signal))
+    monkeypatch.setattr(os, "getppid", Mock(side_effect=[4321, 1, 4321]))
+    monkeypatch.setattr(os, "kill", sent := Mock())
     monkeypatch.setattr(launcher_watchdog, "_is_launcher", lambda pid: pid == 4321)
     monkeypatch.setattr(launcher_watchdog, "ctypes", Mock())
     with ending_with_launcher():
         pass
-    assert sent == [(os.getpid(), signal.SIGTERM)]
+    sent.assert_called_once_with(os.getpid(), signal.SIGTERM)
 
 
-def test_a_rank_whose_launcher_lives_ends_silently() -> None:
-    process, _, ends = started_by("composer", LOCAL_RANK="0")
-    assert ends
-    assert process.communicate(timeout=20)[1] == ""  # closes stdin
-
-
-@pytest.mark.parametrize(("name", "environment"), [("composer", {}), ("start.sh", {"LOCAL_RANK": "0"})])
-def test_a_process_without_a_launcher_outlives_its_parent(name: str, environment: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    ("name", "environment", "killed"),
+    [("composer", {}, True), ("start.sh", {"LOCAL_RANK": "0"}, True), ("composer", {"LOCAL_RANK": "0"}, False)],
+)
+def test_other_processes_outlive_their_parent_and_say_nothing(
+    name: str, environment: dict[str, str], killed: bool
+) -> None:
+    """So does a rank whose launcher lives."""
     process, rank, ends = started_by(name, **environment)
-    assert not ends
-    process.kill()
-    process.wait()
-    time.sleep(0.2)
+    assert ends is not killed
+    if killed:
+        process.kill()
+        process.wait()
+        time.sleep(0.2)
     assert rank.is_running()
     assert process.communicate(timeout=20)[1] == ""  # closes stdin, which ends the rank
 
@@ -110,19 +108,12 @@ def test_a_process_without_a_launcher_outlives_its_parent(name: str, environment
 def test_launchers_are_recognized_by_their_command_lines(
     command: list[str], launches: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Parent:
-        def cmdline(self) -> list[str]:
-            return command
-
-    monkeypatch.setattr(psutil, "Process", lambda _: Parent())
+    monkeypatch.setattr(psutil, "Process", lambda _: Mock(cmdline=lambda: command))
     assert launcher_watchdog._is_launcher(1) is launches
 
 
 def test_an_inaccessible_parent_is_not_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    def gone(pid: int) -> Any:
-        raise psutil.NoSuchProcess(pid)
-
-    monkeypatch.setattr(psutil, "Process", gone)
+    monkeypatch.setattr(psutil, "Process", Mock(side_effect=psutil.NoSuchProcess(1)))
     monkeypatch.setenv("LOCAL_RANK", "0")
     with ending_with_launcher() as ending:
         assert not ending

@@ -18,7 +18,7 @@ from composer_speedups.train.config.schema import Config
 from composer_speedups.train.report import StartupTimes, summary_table
 from composer_speedups.train.startup import StartupClock, open_gpu_early, prefetch_cpu_model, without_gc
 from tests.conftest import ROOT
-from tests.helpers.common import make_trainer
+from tests.helpers.common import trained
 from tests.helpers.jobs import run
 
 
@@ -42,9 +42,7 @@ def test_the_clock_stops_at_the_first_batch() -> None:
     callback = StartupTimes(StartupClock(lambda: next(times), started=0.0))
     assert callback.summary() == {}
     memory = InMemoryLogger()
-    trainer = make_trainer(callbacks=[callback], loggers=[memory])
-    trainer.fit()
-    trainer.close()
+    trained(callbacks=[callback], loggers=[memory])
     assert callback.summary() == {"interpreter_seconds": 1.0, "first_step_seconds": 4.0, "to_first_step_seconds": 5.0}
     [(_, logged)] = memory.data["startup/to_first_step_seconds"]
     assert logged == 5.0
