@@ -144,10 +144,7 @@ def with_class_names(row: Row, declared: Mapping[str, list[str]]) -> Row:
 
 
 def hub_dataset(config: DataConfig, split: str, *, streaming: bool = False) -> tuple[Any, str]:
-    """Open a split of the hub's dataset.
-
-    Returns:
-        A ``Dataset``, or an ``IterableDataset`` with ``streaming``; and its description for errors.
+    """Open a split of the hub's dataset; also return its description for errors.
 
     Raises:
         DataError: It cannot be loaded.

@@ -30,15 +30,14 @@ def _build(config: DataConfig) -> Dataset:
     return build_data(config, Classification(), model_name="unused", on_gpu=False).train.dataloader.dataset
 
 
-@pytest.mark.parametrize("suffix", ["parquet", "csv", "jsonl"])
 @pytest.mark.pins
-def test_a_changed_file_is_tokenized_again_even_with_the_same_date_and_size(suffix: str) -> None:
-    name = save({"text": ["good one", "fine two"], "label": [1, 0]}, f"a.{suffix}")
+def test_a_changed_file_is_tokenized_again_even_with_the_same_date_and_size() -> None:
+    name = save({"text": ["good one", "fine two"], "label": [1, 0]}, "a.csv")
     config = files(name, train_samples=None)
-    first, stat = _build(config), os.stat(name)
+    first, before = _build(config), os.stat(name)
     save({"text": ["good two", "fine one"], "label": [1, 0]}, name)
-    os.utime(name, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    assert suffix == "parquet" or os.stat(name).st_size == stat.st_size
+    os.utime(name, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert os.stat(name).st_size == before.st_size
     second = _build(config)
     assert len(second.tokens["input_ids"]) == len(first.tokens["input_ids"])
     assert not np.array_equal(second.tokens["input_ids"], first.tokens["input_ids"])
@@ -60,8 +59,8 @@ def test_a_truncated_or_reordered_token_cache_is_rebuilt() -> None:
     with pyarrow.ipc.new_stream(cache, table.schema) as stream:
         stream.write_table(table.take([*range(1, 6000), 0]))
     assert tokenize(train, tokenizer, config, Classification())[:] == expected
-    for size in (0, 100, len(whole) // 2, len(whole) - 100):
-        cache.write_bytes(whole[:size])
+    for damaged in (b"", b"not arrow", whole[:100], whole[: len(whole) // 2], whole[:-100]):
+        cache.write_bytes(damaged)
         assert tokenize(train, tokenizer, config, Classification())[:] == expected
 
 
