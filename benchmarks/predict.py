@@ -27,7 +27,7 @@ from benchmarks.rows import Row, append_row, call_time
 from composer_speedups.core.command_line import parse_command_line, read_settings
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.core.settings import key
-from composer_speedups.data.files import check_file, load_rows
+from composer_speedups.data.reader import check_file, load_rows
 from composer_speedups.predict.model import FinishedModel
 from composer_speedups.predict.rows import predicted
 from composer_speedups.train.cli import exit_codes

@@ -14,7 +14,7 @@ import pytest
 from datasets import Dataset
 
 from composer_speedups.core.errors import DataError
-from composer_speedups.data import files as files_module
+from composer_speedups.data import reader
 from composer_speedups.data.loader import build_data
 from composer_speedups.data.sources import load_samples
 from composer_speedups.data.tokens import load_tokenizer, tokenize
@@ -75,21 +75,21 @@ def test_a_damaged_tokenizer_is_refused_in_one_line() -> None:
 
 
 def test_a_file_that_changes_while_it_is_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    read = files_module._parquet_rows
+    read = reader._parquet_rows
 
-    def change(file: Any, columns: Any) -> Iterator[files_module.Row]:
+    def change(file: Any, columns: Any) -> Iterator[reader.Row]:
         yield from read(file, columns)
         save(ROWS, "a.parquet")
 
-    def remove(file: Any, columns: Any) -> Iterator[files_module.Row]:
+    def remove(file: Any, columns: Any) -> Iterator[reader.Row]:
         yield from read(file, columns)
         Path("a.parquet").unlink()
 
     save({"text": ["a", "b"], "label": [1, 0]}, "a.parquet")
-    monkeypatch.setattr(files_module, "_parquet_rows", change)
+    monkeypatch.setattr(reader, "_parquet_rows", change)
     with pytest.raises(DataError, match=r"data\.train_file: a\.parquet changed while it was being read; start again"):
         load_samples(files("a.parquet"), Classification())
-    monkeypatch.setattr(files_module, "_parquet_rows", remove)
+    monkeypatch.setattr(reader, "_parquet_rows", remove)
     with pytest.raises(DataError, match=r"a\.parquet cannot be read \(\[Errno 2\]"):
         load_samples(files("a.parquet"), Classification())
 

@@ -1,4 +1,4 @@
-"""Read the rows of files. Samples in memory, streams and ``predict`` share one reader per format.
+"""Read rows of files, saved datasets and the hub. Memory, streams and ``predict`` share one reader per format.
 
 A cell of a .csv or .tsv file is text exactly as written: ``NA``, ``007`` and ``1.0`` are not converted.
 """
@@ -19,10 +19,11 @@ from typing import Any
 import fsspec
 import pyarrow
 import pyarrow.parquet
-from datasets import ClassLabel, Features
+from datasets import ClassLabel, Dataset, DatasetDict, Features, load_dataset, load_from_disk
 
 from composer_speedups.core.errors import DataError, first_line
 from composer_speedups.core.files import with_working_directory
+from composer_speedups.data.config import DataConfig
 
 __all__ = [
     "Row",
@@ -31,8 +32,11 @@ __all__ = [
     "class_names",
     "declared_classes",
     "find_files",
+    "hub_dataset",
     "iterate_rows",
     "load_rows",
+    "saved_dataset",
+    "with_class_names",
 ]
 
 Row = dict[str, Any]
@@ -277,3 +281,53 @@ def class_names(features: Mapping[str, Any]) -> dict[str, list[str]]:
     """Column → the class names that ``datasets`` stores for its integers, in a file or on the hub."""
     inner = {name: getattr(feature, "feature", feature) for name, feature in features.items()}
     return {name: list(feature.names) for name, feature in inner.items() if isinstance(feature, ClassLabel)}
+
+
+def with_class_names(row: Row, declared: Mapping[str, list[str]]) -> Row:
+    """The row with names of classes for their integers; None for others, such as GLUE's -1 in test sets."""
+
+    def named(value: Any, names: list[str]) -> Any:
+        if isinstance(value, list):
+            return [named(item, names) for item in value]
+        return names[value] if isinstance(value, int) and 0 <= value < len(names) else None
+
+    return {**row, **{column: named(row.get(column), names) for column, names in declared.items()}}
+
+
+def hub_dataset(config: DataConfig, split: str, *, streaming: bool = False) -> tuple[Any, str]:
+    """Open a split of the hub's dataset; also return its description for errors.
+
+    Raises:
+        DataError: It cannot be loaded.
+    """
+    where = f"data.hub_name {config.hub_name!r}, split {split!r}"
+    names = config.hub_name, config.hub_config
+    try:
+        return load_dataset(*names, split=split, revision=config.hub_revision, streaming=streaming), where
+    except Exception as error:  # network, authentication, missing split: different exception classes
+        raise DataError(
+            f"{where}: cannot be loaded ({type(error).__name__}: {first_line(error)}); "
+            "use data.source=files with a local file, or data.source=builtin"
+        ) from error
+
+
+def saved_dataset(name: str, key: str) -> Dataset:
+    """Open a folder that ``datasets.save_to_disk`` wrote.
+
+    Raises:
+        DataError: It is not one, or has several splits.
+    """
+    path = os.path.expanduser(name)
+    try:
+        saved = load_from_disk(path)
+    except Exception as error:  # FileNotFoundError, and errors of pyarrow and JSON
+        raise DataError(
+            f"{key}: {name} is not a folder that datasets.save_to_disk wrote ({first_line(error)}); for files in it "
+            f"use a pattern, such as {path}/*.parquet"
+        ) from error
+    if isinstance(saved, DatasetDict):
+        raise DataError(
+            f"{key}: {name} contains the splits {', '.join(saved)}; name the folder of one, such as "
+            f"{path}/{next(iter(saved))}"
+        )
+    return saved
