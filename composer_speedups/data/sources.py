@@ -4,21 +4,31 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow
-from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
+from datasets import Dataset
 
 from composer_speedups.core.errors import DataError, first_line
 from composer_speedups.data.builtin import builtin_samples
 from composer_speedups.data.config import GENERATED, DataConfig
-from composer_speedups.data.files import Row, check_columns, class_names, declared_classes, find_files, load_rows
+from composer_speedups.data.reader import (
+    Row,
+    check_columns,
+    class_names,
+    declared_classes,
+    find_files,
+    hub_dataset,
+    load_rows,
+    saved_dataset,
+    with_class_names,
+)
 from composer_speedups.tasks.task import Example, Task
 
-__all__ = ["hub_dataset", "load_samples", "load_validation", "random_rows", "saved_dataset", "with_class_names"]
+__all__ = ["load_samples", "load_validation", "random_rows"]
 
 Arrays = npt.NDArray[Any]
 Needed = Sequence[tuple[str, str]]  # columns, each with the config key that names it
@@ -130,59 +140,6 @@ def _named(rows: list[Row], declared: dict[str, list[str]], where: str) -> _Spli
     if not rows:
         raise DataError(f"{where} has no rows; use a file with samples")
     return _Split([with_class_names(row, declared) for row in rows] if declared else rows, declared, where)
-
-
-def with_class_names(row: Row, declared: Mapping[str, list[str]]) -> Row:
-    """The row with names of classes for their integers; None for others, such as GLUE's -1 in test sets."""
-
-    def named(value: Any, names: list[str]) -> Any:
-        if isinstance(value, list):
-            return [named(item, names) for item in value]
-        return names[value] if isinstance(value, int) and 0 <= value < len(names) else None
-
-    return {**row, **{column: named(row.get(column), names) for column, names in declared.items()}}
-
-
-def hub_dataset(config: DataConfig, split: str, *, streaming: bool = False) -> tuple[Any, str]:
-    """Open a split of the hub's dataset.
-
-    Returns:
-        A ``Dataset``, or an ``IterableDataset`` with ``streaming``; and its description for errors.
-
-    Raises:
-        DataError: It cannot be loaded.
-    """
-    where = f"data.hub_name {config.hub_name!r}, split {split!r}"
-    names = config.hub_name, config.hub_config
-    try:
-        return load_dataset(*names, split=split, revision=config.hub_revision, streaming=streaming), where
-    except Exception as error:  # network, authentication, missing split: different exception classes
-        raise DataError(
-            f"{where}: cannot be loaded ({type(error).__name__}: {first_line(error)}); "
-            "use data.source=files with a local file, or data.source=builtin"
-        ) from error
-
-
-def saved_dataset(name: str, key: str) -> Dataset:
-    """Open a folder that ``datasets.save_to_disk`` wrote.
-
-    Raises:
-        DataError: It is not one, or has several splits.
-    """
-    path = os.path.expanduser(name)
-    try:
-        saved = load_from_disk(path)
-    except Exception as error:  # FileNotFoundError, and errors of pyarrow and JSON
-        raise DataError(
-            f"{key}: {name} is not a folder that datasets.save_to_disk wrote ({first_line(error)}); for files in it "
-            f"use a pattern, such as {path}/*.parquet"
-        ) from error
-    if isinstance(saved, DatasetDict):
-        raise DataError(
-            f"{key}: {name} contains the splits {', '.join(saved)}; name the folder of one, such as "
-            f"{path}/{next(iter(saved))}"
-        )
-    return saved
 
 
 def random_rows(count: int, seed: int, split: str, length: int, tokenizer: Any, classes: int = 2) -> Dataset:

@@ -16,9 +16,16 @@ from datasets.distributed import split_dataset_by_node
 from composer_speedups.core.errors import ConfigError, DataError
 from composer_speedups.core.files import with_working_directory
 from composer_speedups.data.config import DataConfig
-from composer_speedups.data.files import class_names, declared_classes, find_files, iterate_rows
 from composer_speedups.data.flat import Ragged
-from composer_speedups.data.sources import hub_dataset, saved_dataset, with_class_names
+from composer_speedups.data.reader import (
+    class_names,
+    declared_classes,
+    find_files,
+    hub_dataset,
+    iterate_rows,
+    saved_dataset,
+    with_class_names,
+)
 from composer_speedups.tasks.task import Task
 
 __all__ = ["EndlessSamples", "Tokenized", "stream_of_samples"]

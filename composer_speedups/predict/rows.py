@@ -20,7 +20,7 @@ import pyarrow.parquet
 
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.core.files import LockedFileError, atomic_file, lock_file, remove_unfinished
-from composer_speedups.data.files import check_file, load_rows
+from composer_speedups.data.reader import check_file, load_rows
 from composer_speedups.predict.model import FinishedModel
 
 __all__ = ["predict_file", "predicted"]

@@ -131,11 +131,8 @@ class Embedding(Task):
         # In float32: bfloat16 has 8 significant bits, and dividing by the temperature amplifies the rounding error.
         with torch.autocast(vectors.device.type, enabled=False):
             if self.loss_name == "cosine":
-                return self._cosine_loss(vectors, batch)
+                return F.mse_loss((vectors[:, 0] * vectors[:, 1]).sum(-1), batch["labels"])
             return self._ranking_loss(vectors, _text_keys(batch["input_ids"], batch["attention_mask"]))
-
-    def _cosine_loss(self, vectors: Tensor, batch: Mapping[str, Any]) -> Tensor:
-        return F.mse_loss((vectors[:, 0] * vectors[:, 1]).sum(-1), batch["labels"])
 
     def _ranking_loss(self, vectors: Tensor, keys_RN: Tensor) -> Tensor:
         """The mean loss over this rank's anchors. DDP averages gradients over ranks, so the mean is over the whole

@@ -136,7 +136,9 @@ def build_model(config: ModelConfig, task: Task, tokenizer: Any, max_length: int
             vocabulary or positions, or has weights for another tokenizer.
     """
     auto = getattr(transformers, task.auto_class)
-    settings: dict[str, Any] = ({} if config.dropout is None else _dropout(config.dropout)) | task.head_settings()
+    settings = task.head_settings()
+    if config.dropout is not None:
+        settings |= dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), config.dropout)
     name = resolve_name(config.name)
     if config.size is not None:
         bert = _sized(config.size, len(tokenizer), max_length, tokenizer.pad_token_id, settings)
@@ -152,10 +154,6 @@ def build_model(config: ModelConfig, task: Task, tokenizer: Any, max_length: int
 def _from_config(auto: Any, config: Any, task: Task, dtype: str) -> Any:
     arguments = task.model_arguments(auto._model_mapping[type(config)])
     return auto.from_config(config, attn_implementation="eager", dtype=getattr(torch, dtype), **arguments)
-
-
-def _dropout(rate: float) -> dict[str, float]:
-    return {"hidden_dropout_prob": rate, "attention_probs_dropout_prob": rate}
 
 
 def _sized(size: str, vocab: int, max_length: int, pad: int, settings: dict[str, Any]) -> BertConfig:

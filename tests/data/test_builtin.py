@@ -61,7 +61,7 @@ def test_one_of_four_documents_is_relevant_and_single_words_do_not_tell_which() 
         assert len(set(train["query"][i : i + 4])) == 1
         assert sorted(train["label"][i : i + 4]) == [0, 0, 0, 1]
     words = CountVectorizer()
-    texts = [[f"{q} {d}" for q, d in zip(each["query"], each["document"], strict=True)] for each in (train, evaluation)]
+    texts = [[f"{q} {d}" for q, d in zip(rows["query"], rows["document"], strict=True)] for rows in (train, evaluation)]
     model = LogisticRegression(max_iter=2000).fit(words.fit_transform(texts[0]), train["label"])
     scores = torch.tensor(model.decision_function(words.transform(texts[1]))).view(-1, 4)
     best = torch.tensor(evaluation["label"]).view(-1, 4).gather(1, scores.argmax(1, keepdim=True))
@@ -75,9 +75,9 @@ def test_counting_words_does_not_solve_the_tags() -> None:
         assert len(words) == len(tags)
         for word, tag in zip(words, tags, strict=True):
             kinds.setdefault(word, set()).add(tag)
-    names = [found for word, found in kinds.items() if word[0].isupper()]
+    names = [tags for word, tags in kinds.items() if word[0].isupper()]
     assert len(names) == 20
-    assert all(len(found) == 6 for found in names), "each name occurs as a person, a place and a company"
+    assert all(len(tags) == 6 for tags in names), "each name occurs as a person, a place and a company"
 
 
 def _quickstart(task: str, *overrides: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import pytest
 from datasets import Dataset
 
 from composer_speedups.core.errors import DataError
-from composer_speedups.data import files as files_module
+from composer_speedups.data import reader
 from composer_speedups.data.loader import build_data
 from composer_speedups.data.sources import load_samples
 from composer_speedups.data.tokens import load_tokenizer, tokenize
@@ -30,15 +30,14 @@ def _build(config: DataConfig) -> Dataset:
     return build_data(config, Classification(), model_name="unused", on_gpu=False).train.dataloader.dataset
 
 
-@pytest.mark.parametrize("suffix", ["parquet", "csv", "jsonl"])
 @pytest.mark.pins
-def test_a_changed_file_is_tokenized_again_even_with_the_same_date_and_size(suffix: str) -> None:
-    name = save({"text": ["good one", "fine two"], "label": [1, 0]}, f"a.{suffix}")
+def test_a_changed_file_is_tokenized_again_even_with_the_same_date_and_size() -> None:
+    name = save({"text": ["good one", "fine two"], "label": [1, 0]}, "a.csv")
     config = files(name, train_samples=None)
-    first, stat = _build(config), os.stat(name)
+    first, before = _build(config), os.stat(name)
     save({"text": ["good two", "fine one"], "label": [1, 0]}, name)
-    os.utime(name, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    assert suffix == "parquet" or os.stat(name).st_size == stat.st_size
+    os.utime(name, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert os.stat(name).st_size == before.st_size
     second = _build(config)
     assert len(second.tokens["input_ids"]) == len(first.tokens["input_ids"])
     assert not np.array_equal(second.tokens["input_ids"], first.tokens["input_ids"])
@@ -60,8 +59,8 @@ def test_a_truncated_or_reordered_token_cache_is_rebuilt() -> None:
     with pyarrow.ipc.new_stream(cache, table.schema) as stream:
         stream.write_table(table.take([*range(1, 6000), 0]))
     assert tokenize(train, tokenizer, config, Classification())[:] == expected
-    for size in (0, 100, len(whole) // 2, len(whole) - 100):
-        cache.write_bytes(whole[:size])
+    for damaged in (b"", b"not arrow", whole[:100], whole[: len(whole) // 2], whole[:-100]):
+        cache.write_bytes(damaged)
         assert tokenize(train, tokenizer, config, Classification())[:] == expected
 
 
@@ -76,21 +75,21 @@ def test_a_damaged_tokenizer_is_refused_in_one_line() -> None:
 
 
 def test_a_file_that_changes_while_it_is_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    read = files_module._parquet_rows
+    read = reader._parquet_rows
 
-    def change(file: Any, columns: Any) -> Iterator[files_module.Row]:
+    def change(file: Any, columns: Any) -> Iterator[reader.Row]:
         yield from read(file, columns)
         save(ROWS, "a.parquet")
 
-    def remove(file: Any, columns: Any) -> Iterator[files_module.Row]:
+    def remove(file: Any, columns: Any) -> Iterator[reader.Row]:
         yield from read(file, columns)
         Path("a.parquet").unlink()
 
     save({"text": ["a", "b"], "label": [1, 0]}, "a.parquet")
-    monkeypatch.setattr(files_module, "_parquet_rows", change)
+    monkeypatch.setattr(reader, "_parquet_rows", change)
     with pytest.raises(DataError, match=r"data\.train_file: a\.parquet changed while it was being read; start again"):
         load_samples(files("a.parquet"), Classification())
-    monkeypatch.setattr(files_module, "_parquet_rows", remove)
+    monkeypatch.setattr(reader, "_parquet_rows", remove)
     with pytest.raises(DataError, match=r"a\.parquet cannot be read \(\[Errno 2\]"):
         load_samples(files("a.parquet"), Classification())
 

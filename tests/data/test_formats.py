@@ -17,8 +17,8 @@ from datasets import ClassLabel, Dataset, Features, List, Value
 
 from composer_speedups.core.errors import DataError
 from composer_speedups.data.config import DataConfig
-from composer_speedups.data.files import load_rows
 from composer_speedups.data.loader import build_data
+from composer_speedups.data.reader import load_rows
 from composer_speedups.data.sources import load_samples
 from composer_speedups.data.tokens import load_tokenizer
 from composer_speedups.tasks.classification import Classification
@@ -367,7 +367,7 @@ def test_configuration_and_revision_reach_the_hub(monkeypatch: pytest.MonkeyPatc
         calls.append((args, kwargs))
         return Dataset.from_dict(ROWS)
 
-    monkeypatch.setattr("composer_speedups.data.sources.load_dataset", load_dataset)
+    monkeypatch.setattr("composer_speedups.data.reader.load_dataset", load_dataset)
     load_samples(DataConfig(hub_name="a/b", hub_config="c", hub_revision="v2", eval_split=None), Classification())
     assert calls == [(("a/b", "c"), {"split": "train", "revision": "v2", "streaming": False})]
 

@@ -34,11 +34,11 @@ def batches(indices: list[int], size: int = 16) -> list[list[int]]:
 @pytest.mark.pins
 def test_every_sample_comes_once_per_epoch_and_a_short_batch_comes_last() -> None:
     for epoch in range(3):
-        each = sampler()
-        each.set_epoch(epoch)
-        order = list(each)
+        drawn = sampler()
+        drawn.set_epoch(epoch)
+        order = list(drawn)
         assert sorted(order) == list(range(1003))
-        assert len(order) == len(each)
+        assert len(order) == len(drawn)
         assert [len(b) for b in batches(order)] == [16] * 62 + [11]
     dropped = list(sampler(drop_last=True))
     assert len(dropped) == len(set(dropped)) == 62 * 16 == len(sampler(drop_last=True))
@@ -48,9 +48,9 @@ def test_every_sample_comes_once_per_epoch_and_a_short_batch_comes_last() -> Non
 def test_the_order_depends_on_seed_and_epoch_alone() -> None:
     def order(seed: int, epoch: int) -> list[int]:
         torch.rand(3)  # the global generator must not matter
-        each = sampler(seed=seed)
-        each.set_epoch(epoch)
-        return list(each)
+        drawn = sampler(seed=seed)
+        drawn.set_epoch(epoch)
+        return list(drawn)
 
     assert order(5, 1) == order(5, 1)
     assert order(5, 1) != order(5, 0)
@@ -62,9 +62,9 @@ def test_the_order_depends_on_seed_and_epoch_alone() -> None:
 @pytest.mark.pins
 def test_batches_have_similar_lengths_and_are_not_ordered_by_length() -> None:
     def widths(pool: int, epoch: int) -> list[int]:
-        each = sampler(pool=pool)
-        each.set_epoch(epoch)
-        return [int(LENGTHS[b].max()) for b in batches(list(each))[:-1]]
+        drawn = sampler(pool=pool)
+        drawn.set_epoch(epoch)
+        return [int(LENGTHS[b].max()) for b in batches(list(drawn))[:-1]]
 
     grouped, plain = (np.array([widths(pool, epoch) for epoch in range(40)]) for pool in (8, 1))
     real = 62 * 16 * LENGTHS.mean()
@@ -88,8 +88,8 @@ def test_ranks_get_disjoint_shares_of_each_batch_with_equally_many_rows(count: i
     ranks = [
         LengthGroupedSampler(LENGTHS[:count], 16, 8, ranks=4, rank=r, seed=5, drop_last=drop_last) for r in range(4)
     ]
-    orders = [list(each) for each in ranks]
-    assert [len(o) for o in orders] == [len(each) for each in ranks] == [len(orders[0])] * 4
+    orders = [list(rank) for rank in ranks]
+    assert [len(o) for o in orders] == [len(rank) for rank in ranks] == [len(orders[0])] * 4
     whole = batches(list(LengthGroupedSampler(LENGTHS[:count], 16, 8, seed=5, drop_last=drop_last)))
     shared = [[i for part in parts for i in part] for parts in zip(*(batches(o, 4) for o in orders), strict=True)]
     assert len(shared) == len(whole)
@@ -146,6 +146,7 @@ def test_the_shuffle_depends_on_the_seed_of_the_run() -> None:
     assert labels(1) == labels(1) != labels(2)
 
 
+@pytest.mark.exhaustive
 def test_a_resumed_run_ends_where_the_uninterrupted_one_does() -> None:
     settings = ["trainer.max_duration=2ep", "data.length_batching=3", "checkpoint.interval=4ba", "checkpoint.keep=-1"]
     whole = run(*settings, "run_name=whole")

@@ -40,15 +40,15 @@ def shards(count: int) -> DataConfig:
 
 def one_pass(monkeypatch: pytest.MonkeyPatch, config: DataConfig, ranks: int, workers: int = 0) -> list[list[str]]:
     """Return the texts that each rank reads in the first pass."""
-    found = []
+    read = []
     monkeypatch.setattr(dist, "get_world_size", lambda: ranks)
     for rank in range(ranks):
         monkeypatch.setattr(dist, "get_global_rank", lambda rank=rank: rank)
         stream, _ = stream_of_samples(config, seed=3)
         assert isinstance(stream, EndlessSamples)
         loader: Any = DataLoader(stream.rows, batch_size=None, num_workers=workers)
-        found.append([row["text"] for row in loader])
-    return found
+        read.append([row["text"] for row in loader])
+    return read
 
 
 @pytest.mark.parametrize(("files", "ranks", "workers"), [(1, 2, 0), (4, 2, 0), (4, 2, 2), (3, 2, 0)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import math
 import os
 import warnings
@@ -27,7 +26,6 @@ from composer_speedups import (
     FusedLayers,
     FusedOptimizer,
     GradientCheckpointing,
-    MixedPrecision,
     SDPAAttention,
     ThroughputMonitor,
     TorchCompile,
@@ -250,7 +248,7 @@ def test_captured_batches_are_planned_before_replay(tokenizer: Any, monkeypatch:
     assert (calls.graphs, calls.replays, calls.eager_calls) == (1, 2, 1)
 
 
-@pytest.mark.parametrize("cache", [None, 5])
+@pytest.mark.parametrize("cache", [None, pytest.param(5, marks=pytest.mark.exhaustive)])
 def test_compiled_and_checkpointed_layers_compute_the_same(cache: int | None, tokenizer: Any) -> None:
     task = Embedding(text_columns=THREE, gradient_cache=cache)
     model = built(task, tokenizer)
@@ -283,15 +281,6 @@ def test_gradient_caching_keeps_no_activations(tokenizer: Any) -> None:
         kept[cache] = sum({x.data_ptr(): x.numel() for x in saved if x.data_ptr() not in weights}.values())
     assert kept[None] > 20 * 72 * 32, "more than 20 hidden states of size 32 for each of the 72 texts"
     assert kept[3] < 0.1 * kept[None]
-
-
-def test_bf16_and_sdpa_stay_near_float32(tokenizer: Any) -> None:
-    task = Embedding(text_columns=THREE)
-    model = built(task, tokenizer)
-    batches = [collated(task, ROWS[:8], tokenizer)]
-    expected, _, _ = trained_plainly(model, batches)
-    _, recorder = trained(model, batches, SDPAAttention(), MixedPrecision("bf16", allow_cpu=True))
-    assert recorder.losses == pytest.approx(expected, rel=0.05)
 
 
 def test_similarities_are_float32_under_autocast() -> None:
@@ -336,11 +325,11 @@ def gradients_on_a_rank(tokenizer: Any, task: Embedding, rows: list[dict[str, An
 @pytest.mark.parametrize("cache", [None, 5])
 def test_two_ranks_average_to_the_gradients_of_one_process(cache: int | None, tokenizer: Any) -> None:
     task = Embedding(text_columns=THREE, gradient_cache=cache)
-    found = on_ranks(lambda: gradients_on_a_rank(tokenizer, task, ROWS[:12]))
+    ranks = on_ranks(lambda: gradients_on_a_rank(tokenizer, task, ROWS[:12]))
     model = built(task, tokenizer)
     expected = loss_and_gradients(model, collated(task, ROWS[0:12:2] + ROWS[1:12:2], tokenizer))
-    for each in found:
-        assert_near(each, expected)
+    for rank in ranks:
+        assert_near(rank, expected)
 
 
 # Row 1 occurs twice; row 3 has row 0's anchor; row 4 has row 0's anchor as positive and row 1's positive as negative.
@@ -465,9 +454,8 @@ def compared_on_a_rank(tokenizer: Any, kind: type) -> Any:
         message = (
             "one of 2 ranks cannot repeat it with fewer samples, since its loss may gather samples from the others; "
         )
-        os._exit(
-            9 if message + "lower the micro-batch, or set check: never" in str(error) else 8
-        )  # the other rank waits
+        refused = message + "lower the micro-batch, or set check: never" in str(error)
+        os._exit(9 if refused else 8)  # the other rank waits
     return small.rows, unpadding.evidence["compared_with_untouched"]["loss"]
 
 
@@ -495,7 +483,7 @@ FILES = [
 @pytest.fixture
 def files() -> list[str]:
     write_rows("train.jsonl", ROWS)
-    write_rows("eval.jsonl", triples(13, seed=1))  # an odd number: one of two ranks has an extra row
+    write_rows("eval.jsonl", triples(13, seed=1))  # no multiple of the batch size
     return FILES
 
 
@@ -503,10 +491,10 @@ def train_in_process(*overrides: str) -> dict[str, Any]:
     return run(*FILES, *overrides, short=False)
 
 
-def expected_metrics(folder: str = "runs/quickstart/model") -> dict[str, float]:
+def expected_metrics() -> dict[str, float]:
     """Return the exported model's metrics, computed with sentence-transformers and plain Python."""
     rows = triples(13, seed=1)
-    model = SentenceTransformer(folder, device="cpu")
+    model = SentenceTransformer("runs/quickstart/model", device="cpu")
     anchors, positives = (model.encode([row[column] for row in rows]) for column in ("anchor", "positive"))
     scores = anchors @ positives.T
     ranks = [sorted(-scores[i]).index(-scores[i, i]) for i in range(len(rows))]
@@ -517,7 +505,7 @@ def expected_metrics(folder: str = "runs/quickstart/model") -> dict[str, float]:
     }
 
 
-@pytest.mark.parametrize("loss", ["ranking", "cosine"])
+@pytest.mark.parametrize("loss", ["ranking", pytest.param("cosine", marks=pytest.mark.exhaustive)])
 @pytest.mark.supports("export", task="embedding")
 def test_a_run_reports_what_its_export_scores_in_sentence_transformers(loss: str, files: list[str]) -> None:
     more = ["model.loss=cosine", "data.label_column=score", "model.pooling=cls"] if loss == "cosine" else []
@@ -532,6 +520,7 @@ def test_a_run_reports_what_its_export_scores_in_sentence_transformers(loss: str
     assert not [name for name in weights if "pooler" in name]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.supports("resume", task="embedding")
 def test_a_resumed_run_ends_where_the_uninterrupted_one_does(files: list[str]) -> None:
     settings = ["model.dropout=0.1", "model.gradient_cache=5", "checkpoint.interval=2ba", "checkpoint.keep=-1"]
@@ -541,20 +530,6 @@ def test_a_resumed_run_ends_where_the_uninterrupted_one_does(files: list[str]) -
     assert part["metrics"] == whole["metrics"]
     one, other = (load_file(f"runs/{name}/model/model.safetensors") for name in ("whole", "part"))
     torch.testing.assert_close(one, other, rtol=0, atol=0)
-
-
-def test_two_ranks_train_and_score_as_one_process(files: list[str]) -> None:
-    one = train_in_process("run_name=one")
-    ends = forks.on_ranks(lambda: (train_in_process("run_name=two"), None)[1])
-    assert [end.status for end in ends] == [0, 0], ends[0].stderr + ends[1].stderr
-    two = json.loads(Path("runs/two/report.json").read_text())
-    expected = expected_metrics("runs/two/model")
-    assert {name: two["metrics"][name] for name in ("recall@1", "recall@10")} == pytest.approx(
-        {name: expected[name] for name in ("recall@1", "recall@10")}
-    )
-    weights = [load_file(f"runs/{name}/model/model.safetensors") for name in ("one", "two")]
-    assert_near(weights[1], weights[0], what="weights")
-    assert one["metrics"]["recall@10"] == pytest.approx(two["metrics"]["recall@10"], abs=0.1)
 
 
 class SmallGPU(Algorithm):

@@ -16,11 +16,9 @@ from tests.helpers.ranks import on_ranks
 from tests.helpers.shared import once_per_run
 from tests.helpers.support import TASKS
 
-Found = dict[tuple[str, int], dict[str, float]]
-SIZES = (
-    43,
-    2,
-)  # of batches of 6: with 43, ranks have a last batch of a repeated sample; with 2, one of 3 ranks has none
+Metrics = dict[tuple[str, int], dict[str, float]]  # by task and number of samples
+pytestmark = pytest.mark.exhaustive
+SIZES = (43, 2)  # samples in batches of 6: of 43, ranks repeat one in a last batch; of 2, one of 3 ranks has none
 
 
 def evaluated(task_name: str, samples: int) -> dict[str, float]:
@@ -42,11 +40,11 @@ def evaluated(task_name: str, samples: int) -> dict[str, float]:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Found]]:
-    def all_tasks() -> Found:
+def metrics(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Metrics]]:
+    def all_tasks() -> Metrics:
         return {(task, samples): evaluated(task, samples) for task in TASKS for samples in SIZES}
 
-    def compute() -> dict[int, list[Found]]:
+    def compute() -> dict[int, list[Metrics]]:
         with pytest.MonkeyPatch.context() as patch:
             patch.chdir(tmp_path_factory.mktemp("evaluation"))
             return {ranks: on_ranks(all_tasks, ranks) for ranks in (1, 2, 3)}
@@ -57,11 +55,11 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Found]]:
 @pytest.mark.parametrize("samples", SIZES)
 @pytest.mark.parametrize("task", TASKS)
 def test_the_metrics_do_not_depend_on_the_number_of_ranks(
-    task: str, samples: int, found: dict[int, list[Found]]
+    task: str, samples: int, metrics: dict[int, list[Metrics]]
 ) -> None:
     """Rounding differs, because batches have other widths; an untrained regression's outputs differ only slightly."""
-    (one,) = found[1]
+    (one,) = metrics[1]
     expected = one[task, samples]
     for ranks in (2, 3):
-        for rank, each in enumerate(found[ranks]):
-            assert each[task, samples] == pytest.approx(expected, rel=3e-4, nan_ok=True), (ranks, rank)
+        for rank, own in enumerate(metrics[ranks]):
+            assert own[task, samples] == pytest.approx(expected, rel=3e-4, nan_ok=True), (ranks, rank)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,9 @@ from tests.reference.tolerance import assert_near
 # Composer warns about short batches.
 pytestmark = pytest.mark.filterwarnings("ignore:Cannot split .* of length:UserWarning")
 EVERY = pytest.mark.parametrize("task", TASKS)
+CLASSIFICATION_FIRST = pytest.mark.parametrize(
+    "task", [task if task == "classification" else pytest.param(task, marks=pytest.mark.exhaustive) for task in TASKS]
+)
 FAST = ["algorithms.sdpa_attention=null", "algorithms.unpadding={}", "algorithms.fused_layers={}"]
 # Two batches without dropout. With this eps, AdamW does not amplify rounding errors of gradients.
 BRIEF = ["data.train_samples=16", "trainer.max_duration=2ba", "trainer.device=cpu", "optimizer.eps=1e-3", *FAST]
@@ -47,8 +50,8 @@ def brief(task: str, name: str, *overrides: str) -> dict[str, Any]:
     return run(f"model.task={task}", *BRIEF, *overrides, f"run_name={name}")
 
 
-def weights(name: str) -> dict[str, Tensor]:
-    return load_file(f"runs/{name}/model/model.safetensors")
+def weights(name: str, folder: Path = Path()) -> dict[str, Tensor]:
+    return load_file(folder / "runs" / name / "model/model.safetensors")
 
 
 @contextlib.contextmanager
@@ -69,72 +72,81 @@ def all_tasks(way: str) -> dict[str, dict[str, Any]]:
         return {task: brief(task, f"{way.replace(' ', '')}_{task}", *WAYS[way]) for task in TASKS}
 
 
-def on_both_ranks() -> dict[str, dict[str, dict[str, Any]]]:
-    return {way: all_tasks(way) for way in ("two ranks", "FSDP")}
-
-
-Found = tuple[dict[str, dict[str, dict[str, Any]]], Path]
+Reports = dict[str, dict[str, dict[str, Any]]]  # by way and task
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """Return the reports by way and task, and the folder of their runs."""
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return once_per_run(lambda: tmp_path_factory.mktemp("every_task"), "every_task", tmp_path_factory)
 
-    def compute() -> Found:
+
+def reports_in(folder: Path, compute: Callable[[], Reports], name: str, factory: pytest.TempPathFactory) -> Reports:
+    def reports() -> Reports:
         with pytest.MonkeyPatch.context() as patch:
-            folder = tmp_path_factory.mktemp("every_task")
             patch.chdir(folder)
-            two, _ = on_ranks(on_both_ranks)
-            return {"one": all_tasks("one"), **two}, folder
+            return compute()
 
-    return once_per_run(compute, "every_task", tmp_path_factory)
+    return once_per_run(reports, f"every_task {name}", factory)
+
+
+@pytest.fixture(scope="module")
+def one(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Return the reports of one process by task."""
+    return reports_in(folder, lambda: {"one": all_tasks("one")}, "one", tmp_path_factory)["one"]
+
+
+@pytest.fixture(scope="module")
+def two(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Reports:
+    """Return the reports of two ranks by way and task."""
+
+    def compute() -> Reports:
+        return on_ranks(lambda: {way: all_tasks(way) for way in ("two ranks", "FSDP")})[0]
+
+    return reports_in(folder, compute, "two", tmp_path_factory)
 
 
 @EVERY
 @pytest.mark.supports("train.py")
-def test_a_run_reports_the_metrics_of_the_table(task: str, found: Found) -> None:
-    report = found[0]["one"][task]
+def test_a_run_reports_the_metrics_that_its_dashboard_shows(
+    task: str, one: dict[str, dict[str, Any]], folder: Path
+) -> None:
+    report = one[task]
     assert {name for name in report["metrics"] if not name.startswith("train_")} == set(TASKS[task].metrics)
     assert report["training"]["batches"] == 2
     assert all(entry["engaged"] for entry in report["algorithms"].values())
     assert set(report["algorithms"]) == {"unpadding", "fused_layers", "fused_optimizer"}
-
-
-@EVERY
-def test_a_dashboard_of_the_task_finds_what_the_run_logged(task: str, found: Found) -> None:
-    """Built-in pairs have no scores; yamls/stsb_embedding.yaml is a run with the third metric."""
-    seen = read_wandb(found[1] / "runs" / f"one_{task}")
+    seen = read_wandb(folder / "runs" / f"one_{task}")
     assert seen.name == f"one_{task}"
+    # built-in pairs have no scores; yamls/stsb_embedding.yaml is a run with the third metric
     assert missing_in(seen, task) == ({"metrics/eval/SpearmanCorrCoef"} if task == "embedding" else set())
 
 
-def _as_one_process(task: str, way: str, found: Found, monkeypatch: pytest.MonkeyPatch) -> None:
-    reports, folder = found
-    monkeypatch.chdir(folder)
-    one, two = reports["one"][task], reports[way][task]
-    assert (one["training"]["ranks"], two["training"]["ranks"]) == (1, 2)
-    assert_near(weights(f"{way.replace(' ', '')}_{task}"), weights(f"one_{task}"), what="weights")
+def _as_one_process(task: str, way: str, one: dict[str, Any], two: Reports, folder: Path) -> None:
+    assert (one[task]["training"]["ranks"], two[way][task]["training"]["ranks"]) == (1, 2)
+    stock = weights(f"one_{task}", folder)
+    assert_near(weights(f"{way.replace(' ', '')}_{task}", folder), stock, what="weights")
     for name in TASKS[task].metrics:  # rounding may reorder the 16 samples
-        assert two["metrics"][name] == pytest.approx(one["metrics"][name], rel=1e-3, abs=1e-2), name
+        assert two[way][task]["metrics"][name] == pytest.approx(one[task]["metrics"][name], rel=1e-3, abs=1e-2), name
 
 
 @EVERY
+@pytest.mark.exhaustive
 @pytest.mark.supports("two ranks")
-def test_two_ranks_train_as_one_process(task: str, found: Found, monkeypatch: pytest.MonkeyPatch) -> None:
-    _as_one_process(task, "two ranks", found, monkeypatch)
+def test_two_ranks_train_as_one_process(task: str, one: dict[str, Any], two: Reports, folder: Path) -> None:
+    _as_one_process(task, "two ranks", one, two, folder)
 
 
 @EVERY
+@pytest.mark.exhaustive
 @pytest.mark.supports("FSDP")
-def test_fsdp_trains_as_one_process(task: str, found: Found, monkeypatch: pytest.MonkeyPatch) -> None:
-    _as_one_process(task, "FSDP", found, monkeypatch)
+def test_fsdp_trains_as_one_process(task: str, one: dict[str, Any], two: Reports, folder: Path) -> None:
+    _as_one_process(task, "FSDP", one, two, folder)
 
 
-@EVERY
+@CLASSIFICATION_FIRST
 @pytest.mark.supports("stream")
-def test_a_stream_trains_as_from_memory_and_resumes_exactly(task: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_trains_as_from_memory_and_resumes_exactly(task: str) -> None:
     """One batch holds all rows, so that their order does not matter. The learning rate is 0 in the first batch."""
-    monkeypatch.setattr("datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN", 0)
     samples = builtin_samples(task, 8, 1, "train", 0.1)
     rows = [dict(zip(samples, row, strict=True)) for row in zip(*samples.values(), strict=True)]
     write_rows("rows.jsonl", rows)
@@ -158,15 +170,15 @@ def test_a_stream_trains_as_from_memory_and_resumes_exactly(task: str, monkeypat
     torch.testing.assert_close(weights("again"), weights("whole"), rtol=0, atol=0)
 
 
-@EVERY
+@CLASSIFICATION_FIRST
 @pytest.mark.supports("tune")
 def test_tune_writes_a_yaml_that_trains(task: str, monkeypatch: pytest.MonkeyPatch) -> None:
     own = [f"model.task={task}", "algorithms.fused_optimizer=null", "algorithms.sdpa_attention=null"]
     log, trained = search(monkeypatch, ["foreach_optimizer"], *own)
     assert trained == len(log["trials"]) >= 2
-    (verdict,) = [each for each in log["verdicts"] if each["candidate"]["label"] == "foreach_optimizer"]
+    (verdict,) = [verdict for verdict in log["verdicts"] if verdict["candidate"]["label"] == "foreach_optimizer"]
     assert verdict["state"] == "measured"
-    assert all(each["outcome"]["step_seconds"] > 0 for each in log["trials"])
+    assert all(trial["outcome"]["step_seconds"] > 0 for trial in log["trials"])
     tuned = load_config("quickstart.tuned.yaml")
     assert (tuned.model.task, tuned.algorithms) == (task, log["chosen"])
     application.main(["-f", "quickstart.tuned.yaml", "trainer.max_duration=2ba", "trainer.eval_batches=1"])
@@ -192,10 +204,10 @@ def test_mlm_trains_in_a_composer_trainer_like_plain_pytorch() -> None:
     assert all(technique.engaged for technique in techniques)
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3, eps=EPS, weight_decay=0.01, foreach=False)
     expected, first = [], dict[str, Tensor]()
-    for each in batches:
+    for batch in batches:
         optimizer.zero_grad()
-        logits = plain(each["input_ids"], each["attention_mask"]).logits
-        loss = F.cross_entropy(logits.flatten(0, 1), each["labels"].flatten())
+        logits = plain(batch["input_ids"], batch["attention_mask"]).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
         loss.backward()
         first = first or gradients(plain)
         optimizer.step()

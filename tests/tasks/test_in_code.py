@@ -33,7 +33,7 @@ def test_a_task_trains_and_evaluates_in_a_composer_trainer() -> None:
     model = FinetuneModel(stock, task)
     assert stock.config.id2label == {0: "no", 1: "perhaps", 2: "yes"}
     batches: list[Any] = [batch([9, 7, 12], 12, seed=seed) for seed in range(4)]
-    rows = [{name: values[row] for name, values in each.items()} for each in batches for row in range(3)]
+    rows = [{name: values[row] for name, values in part.items()} for part in batches for row in range(3)]
     trainer = Trainer(
         model=model,
         train_dataloader=DataLoader(rows, batch_size=3),
@@ -47,8 +47,8 @@ def test_a_task_trains_and_evaluates_in_a_composer_trainer() -> None:
     trainer.close()
     stock.eval()
     with torch.no_grad():
-        logits = torch.cat([stock(each["input_ids"], each["attention_mask"]).logits for each in batches])
-    labels = torch.cat([each["labels"] for each in batches])
+        logits = torch.cat([stock(part["input_ids"], part["attention_mask"]).logits for part in batches])
+    labels = torch.cat([part["labels"] for part in batches])
     (metrics,) = trainer.state.eval_metrics.values()
     torch.testing.assert_close(metrics["CrossEntropy"].compute(), torch.nn.functional.cross_entropy(logits, labels))
     assert float(metrics["MulticlassAccuracy"].compute()) == pytest.approx(

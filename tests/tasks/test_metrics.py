@@ -37,28 +37,20 @@ def _both_ways(task: str) -> dict[str, tuple[float, float]]:
     tokenizer = load_tokenizer(DataConfig(tokenizer="wordpiece", vocab_size=128), "unused", text)
     config = ModelConfig(size="tiny", init="random", task=task)  # type: ignore[arg-type]
     model = build_model(config, build_task(config, DataConfig()), tokenizer, 32)
-    found = {}
+    values = {}
     drawn = torch.Generator().manual_seed(dist.get_global_rank())
     classes = len(tokenizer) if task == "mlm" else 2
     shape = (6, 5) if task == "mlm" else (6 + dist.get_global_rank(),)
     for name, metric in model.get_metrics(is_train=True).items():
         metric.update(torch.randn(*shape, classes, generator=drawn), torch.randint(classes, shape, generator=drawn))
         own, metric._computed, metric.dist_sync_fn = float(metric.compute()), None, None
-        found[name] = own, float(metric.compute())
-    return found
+        values[name] = own, float(metric.compute())
+    return values
 
 
-def _classification() -> dict[str, tuple[float, float]]:
-    return _both_ways("classification")
-
-
-def _mlm() -> dict[str, tuple[float, float]]:
-    return _both_ways("mlm")
-
-
-@pytest.mark.parametrize("job", [_classification, _mlm])
-def test_metrics_over_ranks_equal_torchmetrics(job: Any) -> None:
-    ranks = on_ranks(job)
+@pytest.mark.parametrize("task", ["classification", "mlm"])
+def test_metrics_over_ranks_equal_torchmetrics(task: str) -> None:
+    ranks = on_ranks(lambda: _both_ways(task))
     assert ranks[0] == ranks[1]
     assert len(ranks[0]) == 2
     for own, expected in ranks[0].values():

@@ -112,7 +112,9 @@ def test_every_technique_trains_a_masked_lm_and_keeps_its_head_tied(case: Case) 
         assert is_tied(trainer.state.model.model)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [name if name == "bert" else pytest.param(name, marks=pytest.mark.exhaustive) for name in FAMILIES]
+)
 def test_techniques_together_keep_the_head_tied(family: Family) -> None:
     """The techniques of bert_mlm.yaml that run on a CPU, and fast_layernorm."""
     model: Any = tiny_model(family, "mlm", dropout=0.1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
 from pathlib import Path
@@ -23,7 +22,6 @@ from composer_speedups.data.loader import build_data
 from composer_speedups.tasks.models import FinetuneModel
 from composer_speedups.tasks.reranking import Reranking
 from composer_speedups.train.config.schema import DataConfig
-from tests.helpers import forks
 from tests.helpers.common import Recorder, make_trainer
 from tests.helpers.jobs import run
 from tests.helpers.texts import WORDS, collated, sentence, tiny_encoder, tokenizer_of, write_rows
@@ -108,7 +106,7 @@ def test_the_pairwise_loss_equals_ranknet(tokenizer: Any, tmp_path: Path) -> Non
 def test_pairs_share_a_query_and_use_each_worse_document_once() -> None:
     task = Reranking(loss_name="pairwise")
     examples = [task.example(row, "", training=True) for row in ROWS]
-    label = {(each["text_1"], each["text_2"]): each["labels"] for each in examples}
+    label = {(row["text_1"], row["text_2"]): row["labels"] for row in examples}
     pairs = task.prepared(examples, training=True)
     assert pairs == task.prepared(examples, training=True), "the same pairs each time"
     for pair in pairs:
@@ -156,10 +154,8 @@ def test_scattered_rows_of_a_query_get_one_small_query_id() -> None:
     task = Reranking()
     examples = [task.example({**row, "label": 1}, "", training=False) for row in ROWS]
     numbered = task.prepared(examples, training=False)
-    found: dict[str, set[int]] = {}
-    for each in numbered:
-        found.setdefault(each["text_1"], set()).add(each["query_id"])
-    assert sorted(number for numbers in found.values() for number in numbers) == list(range(6))
+    pairs = {(row["text_1"], row["query_id"]) for row in numbered}
+    assert sorted(number for _, number in pairs) == list(range(6))
 
 
 FILES = [
@@ -197,15 +193,15 @@ def ranked_by_hand(rows: list[dict[str, Any]], scores: list[float]) -> dict[str,
             first = labels.index(next(label for label in labels if label > 0)) + 1
             reciprocal.append(1 / first if first <= 10 else 0.0)
             gain, ideal = (
-                sum(label / math.log2(place + 2) for place, label in enumerate(each[:10]))
-                for each in (labels, sorted(labels, reverse=True))
+                sum(label / math.log2(place + 2) for place, label in enumerate(ranking[:10]))
+                for ranking in (labels, sorted(labels, reverse=True))
             )
             gains.append(gain / ideal)
     return {"mrr@10": sum(reciprocal) / len(reciprocal), "ndcg@10": sum(gains) / len(gains)}
 
 
 @pytest.mark.supports("export", task="reranking")
-@pytest.mark.parametrize("loss", ["bce", "pairwise"])
+@pytest.mark.parametrize("loss", ["bce", pytest.param("pairwise", marks=pytest.mark.exhaustive)])
 def test_a_run_reports_what_its_export_scores_in_sentence_transformers(loss: str, files: list[dict[str, Any]]) -> None:
     report = train_in_process(f"model.loss={loss}")
     model = CrossEncoder("runs/quickstart/model", device="cpu")
@@ -219,10 +215,11 @@ def test_a_run_reports_what_its_export_scores_in_sentence_transformers(loss: str
         expected = torch.nn.functional.binary_cross_entropy(torch.tensor(model.predict(pairs)), labels.float())
         assert report["metrics"]["loss"] == pytest.approx(float(expected), abs=1e-5)
         task = Reranking()
-        probabilities = [each["probability"] for each in task.predictions(torch.tensor(scores), {})]
+        probabilities = [row["probability"] for row in task.predictions(torch.tensor(scores), {})]
         assert probabilities == pytest.approx(model.predict(pairs).tolist(), abs=1e-6)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.supports("resume", task="reranking")
 def test_a_resumed_run_ends_where_the_uninterrupted_one_does(files: list[dict[str, Any]]) -> None:
     settings = ["model.loss=pairwise", "model.dropout=0.1", "checkpoint.interval=1ba", "checkpoint.keep=-1"]
@@ -232,19 +229,6 @@ def test_a_resumed_run_ends_where_the_uninterrupted_one_does(files: list[dict[st
     assert part["metrics"] == whole["metrics"]
     one, other = (load_file(f"runs/{name}/model/model.safetensors") for name in ("whole", "part"))
     torch.testing.assert_close(one, other, rtol=0, atol=0)
-
-
-def test_two_ranks_train_and_score_as_one_process(files: list[dict[str, Any]]) -> None:
-    settings = ["model.loss=pairwise", "data.drop_last=true"]
-    train_in_process("run_name=one", *settings)
-    ends = forks.on_ranks(lambda: (train_in_process("run_name=two", *settings), None)[1])
-    assert [end.status for end in ends] == [0, 0], ends[0].stderr + ends[1].stderr
-    weights = [load_file(f"runs/{name}/model/model.safetensors") for name in ("one", "two")]
-    assert_near(weights[1], weights[0], what="weights")
-    report = json.loads(Path("runs/two/report.json").read_text())
-    scores = CrossEncoder("runs/two/model", device="cpu").predict([(row["query"], row["document"]) for row in files])
-    expected = ranked_by_hand(files, scores.tolist())
-    assert {name: report["metrics"][name] for name in expected} == pytest.approx(expected, abs=1e-5)
 
 
 def test_validation_samples_contain_whole_queries(files: list[dict[str, Any]]) -> None:

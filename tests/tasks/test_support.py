@@ -32,12 +32,12 @@ class Collected:
 def collected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """Collect all test files with such marks; return the marks and claims of each test."""
     marked = [f"mark.{mark}(" for mark in MARKS]
-    files = [str(p) for p in (ROOT / "tests").rglob("test_*.py") if any(each in p.read_text() for each in marked)]
+    files = [str(p) for p in (ROOT / "tests").rglob("test_*.py") if any(mark in p.read_text() for mark in marked)]
     path = tmp_path_factory.mktemp("collected") / "tests.json"
 
     def collect() -> None:
         plugin = Collected()
-        options = ["--collect-only", "-q", "--assert=plain", "-p", "no:cacheprovider", "--rootdir", str(ROOT)]
+        options = ["--collect-only", "-q", "-m", "", "--assert=plain", "-p", "no:cacheprovider", "--rootdir", str(ROOT)]
         status = pytest.main([*options, "-c", str(ROOT / "pyproject.toml"), *files], plugins=[plugin])
         path.write_text(json.dumps(plugin.tests))
         raise SystemExit(int(status))
@@ -46,8 +46,8 @@ def collected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, A
         patch.chdir(path.parent)
         end = Fork(collect).wait()
     assert end.status == 0, end.stderr[-3000:]
-    found: dict[str, dict[str, Any]] = json.loads(path.read_text())
-    return found
+    tests: dict[str, dict[str, Any]] = json.loads(path.read_text())
+    return tests
 
 
 def test_the_record_matches_the_collected_tests(collected: dict[str, dict[str, Any]]) -> None:

@@ -1,4 +1,4 @@
-"""Read the rows of files. Samples in memory, streams and ``predict`` share one reader per format.
+"""Read rows of files, saved datasets and the hub. Memory, streams and ``predict`` share one reader per format.
 
 A cell of a .csv or .tsv file is text exactly as written: ``NA``, ``007`` and ``1.0`` are not converted.
 """
@@ -19,10 +19,11 @@ from typing import Any
 import fsspec
 import pyarrow
 import pyarrow.parquet
-from datasets import ClassLabel, Features
+from datasets import ClassLabel, Dataset, DatasetDict, Features, load_dataset, load_from_disk
 
 from composer_speedups.core.errors import DataError, first_line
 from composer_speedups.core.files import with_working_directory
+from composer_speedups.data.config import DataConfig
 
 __all__ = [
     "Row",
@@ -31,8 +32,11 @@ __all__ = [
     "class_names",
     "declared_classes",
     "find_files",
+    "hub_dataset",
     "iterate_rows",
     "load_rows",
+    "saved_dataset",
+    "with_class_names",
 ]
 
 Row = dict[str, Any]
@@ -124,11 +128,7 @@ def _suffix(path: str) -> str:
 
 
 def check_file(path: str, key: str) -> None:
-    """Refuse a file of another format, and a local one that is missing or empty.
-
-    Args:
-        path: A local file, or an address that fsspec can open.
-        key: The config key that names it, for errors.
+    """Refuse a file of another format, and a local one that is missing or empty; ``key`` names it in the config.
 
     Raises:
         DataError: Names the key, the file, and the fix.
@@ -146,12 +146,10 @@ def check_file(path: str, key: str) -> None:
 def find_files(name: str, key: str) -> list[str]:
     """The file that ``name`` names, or all files that match it as a pattern, in the order of their names.
 
-    Args:
-        name: A path, which may begin with ``~``, an address that fsspec can open, or a pattern of either.
-        key: The config key that names it, for errors.
+    ``name`` is a path, which may begin with ``~``, or an address that fsspec can open. ``key`` names it in the config.
 
     Raises:
-        DataError: There is no such file, it is empty, or its format is unknown.
+        DataError: There is no such file, or :func:`check_file` refuses one.
     """
     path = os.path.expanduser(name)
     paths = [path]
@@ -169,35 +167,41 @@ def find_files(name: str, key: str) -> list[str]:
 def iterate_rows(paths: Iterable[str], key: str, columns: Iterable[str] = ()) -> Iterator[Row]:
     """Iterate over the rows of files, in their order.
 
-    Args:
-        paths: The files; their suffixes determine the formats.
-        key: The config key that names them, for errors.
-        columns: The only columns that the caller reads; a format that stores columns apart skips the others.
+    ``columns`` are the only ones that the caller reads; a format that stores columns apart skips the others.
 
     Raises:
-        DataError: A file cannot be read.
+        DataError: A file cannot be read; names ``key``, the file, and the line if the format has lines.
     """
     for path in paths:
         reader = _TEXT_READERS.get(_suffix(path))
-        try:
+        with _readable(path, key):
             if reader is None:
-                with fsspec.open(path, "rb") as file:
+                with _open(path, "rb") as file:
                     yield from _parquet_rows(file, columns)
             else:  # csv reads line ends in quotes itself
-                with fsspec.open(path, "r", encoding="utf-8-sig", newline="") as file:
+                with _open(path, "r", encoding="utf-8-sig", newline="") as file:
                     yield from reader(file)
-        except (pyarrow.ArrowException, OSError, ValueError, csv.Error) as error:
-            problem = _not_utf8(path) if isinstance(error, UnicodeDecodeError) and reader is not None else None
-            raise DataError(f"{key}: {path} " + (problem or f"cannot be read ({first_line(error)})")) from error
+
+
+def _open(path: str, mode: str, **settings: Any) -> Any:
+    return (fsspec.open if "://" in path else open)(path, mode, **settings)
+
+
+@contextlib.contextmanager
+def _readable(path: str, key: str) -> Iterator[None]:
+    """Turn errors of reading a file into one that names it."""
+    try:
+        yield
+    except DataError:
+        raise
+    except (pyarrow.ArrowException, OSError, ValueError, csv.Error) as error:
+        is_text = isinstance(error, UnicodeDecodeError) and _suffix(path) in _TEXT_READERS
+        problem = _not_utf8(path) if is_text else f"cannot be read ({first_line(error)})"
+        raise DataError(f"{key}: {path} {problem}") from error
 
 
 def load_rows(paths: Sequence[str], key: str, columns: Sequence[tuple[str, str]]) -> list[Row]:
-    """Read all rows of files into memory.
-
-    Args:
-        paths: The files.
-        key: The config key that names them, for errors.
-        columns: Columns to read, which every file must have, each with the config key that names it.
+    """Read all rows of files into memory, each with ``columns``, which are named with their config keys.
 
     Raises:
         DataError: A file cannot be read, lacks a column, or changes meanwhile.
@@ -205,16 +209,13 @@ def load_rows(paths: Sequence[str], key: str, columns: Sequence[tuple[str, str]]
     rows: list[Row] = []
     wanted = [column for column, _ in columns]
     for path in paths:
-        before, names = _version(path), dict[str, None]()
-        for row in iterate_rows([path], key, wanted):
-            names.update(dict.fromkeys(row))
-            rows.append({column: row.get(column) for column in wanted})
-        try:
-            changed = _version(path) != before
-        except OSError as error:
-            raise DataError(f"{key}: {path} cannot be read ({first_line(error)})") from error
-        if changed:
-            raise DataError(f"{key}: {path} changed while it was being read; start again when it is complete")
+        with _readable(path, key):
+            before, names = _version(path), dict[str, None]()
+            for row in iterate_rows([path], key, wanted):
+                names.update(dict.fromkeys(row))
+                rows.append({column: row.get(column) for column in wanted})
+            if _version(path) != before:
+                raise DataError(f"{key}: {path} changed while it was being read; start again when it is complete")
         if names:  # there are rows
             check_columns(names, columns, f"{key}: {path}")
     return rows
@@ -228,15 +229,10 @@ def _version(path: str) -> tuple[int, ...]:
 
 
 def check_columns(names: Iterable[str], needed: Sequence[tuple[str, str]], where: str) -> None:
-    """Refuse a data set that lacks a column.
-
-    Args:
-        names: Its columns.
-        needed: Columns, each with the config key that names it.
-        where: The data set, for the error.
+    """Refuse a data set, described by ``where``, whose columns ``names`` lack one that is needed.
 
     Raises:
-        DataError: Names the missing column, the existing ones, and the key.
+        DataError: Names the missing column, the existing ones, and the config key that names it.
     """
     existing = list(names)
     for column, key in needed:
@@ -244,10 +240,10 @@ def check_columns(names: Iterable[str], needed: Sequence[tuple[str, str]], where
             raise DataError(f"{where} has no column {column!r} (it has: {', '.join(existing) or 'none'}); set {key}")
 
 
-def _not_utf8(path: str) -> str | None:
+def _not_utf8(path: str) -> str:
     """Describe the first byte that is not UTF-8, with the fix."""
     before = 0
-    with contextlib.suppress(OSError), fsspec.open(path, "rb") as lines:
+    with _open(path, "rb") as lines:
         for number, line in enumerate(lines, start=1):
             try:
                 line.decode()
@@ -259,7 +255,7 @@ def _not_utf8(path: str) -> str | None:
                     f"iconv -f {'utf-16' if is_utf16 else 'latin1'} -t utf-8 {path} > new{Path(path).suffix}"
                 )
             before += len(line)
-    return None
+    return "changed while it was being read"
 
 
 def declared_classes(path: str, key: str) -> dict[str, list[str]]:
@@ -270,11 +266,8 @@ def declared_classes(path: str, key: str) -> dict[str, list[str]]:
     """
     if _suffix(path) in _TEXT_READERS:
         return {}
-    try:
-        with fsspec.open(path, "rb") as file:
-            schema = pyarrow.parquet.read_schema(file)
-    except (pyarrow.ArrowException, OSError, ValueError) as error:
-        raise DataError(f"{key}: {path} cannot be read ({first_line(error)})") from error
+    with _readable(path, key), _open(path, "rb") as file:
+        schema = pyarrow.parquet.read_schema(file)
     try:
         return class_names(Features.from_arrow_schema(schema))
     except Exception as error:  # of various classes, for JSON from the file
@@ -288,3 +281,53 @@ def class_names(features: Mapping[str, Any]) -> dict[str, list[str]]:
     """Column → the class names that ``datasets`` stores for its integers, in a file or on the hub."""
     inner = {name: getattr(feature, "feature", feature) for name, feature in features.items()}
     return {name: list(feature.names) for name, feature in inner.items() if isinstance(feature, ClassLabel)}
+
+
+def with_class_names(row: Row, declared: Mapping[str, list[str]]) -> Row:
+    """The row with names of classes for their integers; None for others, such as GLUE's -1 in test sets."""
+
+    def named(value: Any, names: list[str]) -> Any:
+        if isinstance(value, list):
+            return [named(item, names) for item in value]
+        return names[value] if isinstance(value, int) and 0 <= value < len(names) else None
+
+    return {**row, **{column: named(row.get(column), names) for column, names in declared.items()}}
+
+
+def hub_dataset(config: DataConfig, split: str, *, streaming: bool = False) -> tuple[Any, str]:
+    """Open a split of the hub's dataset; also return its description for errors.
+
+    Raises:
+        DataError: It cannot be loaded.
+    """
+    where = f"data.hub_name {config.hub_name!r}, split {split!r}"
+    names = config.hub_name, config.hub_config
+    try:
+        return load_dataset(*names, split=split, revision=config.hub_revision, streaming=streaming), where
+    except Exception as error:  # network, authentication, missing split: different exception classes
+        raise DataError(
+            f"{where}: cannot be loaded ({type(error).__name__}: {first_line(error)}); "
+            "use data.source=files with a local file, or data.source=builtin"
+        ) from error
+
+
+def saved_dataset(name: str, key: str) -> Dataset:
+    """Open a folder that ``datasets.save_to_disk`` wrote.
+
+    Raises:
+        DataError: It is not one, or has several splits.
+    """
+    path = os.path.expanduser(name)
+    try:
+        saved = load_from_disk(path)
+    except Exception as error:  # FileNotFoundError, and errors of pyarrow and JSON
+        raise DataError(
+            f"{key}: {name} is not a folder that datasets.save_to_disk wrote ({first_line(error)}); for files in it "
+            f"use a pattern, such as {path}/*.parquet"
+        ) from error
+    if isinstance(saved, DatasetDict):
+        raise DataError(
+            f"{key}: {name} contains the splits {', '.join(saved)}; name the folder of one, such as "
+            f"{path}/{next(iter(saved))}"
+        )
+    return saved
