@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from composer_speedups import TorchCompile
 from composer_speedups.core.errors import TechniqueError
 from tests.algorithms.test_gradient_checkpointing import Plain
-from tests.helpers.common import Batch, Recorder, make_trainer, plain_batches
+from tests.helpers.common import Batch, Recorder, make_trainer, plain_batches, trained
 from tests.helpers.forks import Fork
 from tests.reference.tolerance import assert_near
 
