@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 
 from benchmarks.rows import add_run, describe_error, describe_errors, empty_row, error_report
-from benchmarks.run import Configuration, leave_page
+from benchmarks.run import leave_page
+from benchmarks.table_file import Configuration
 from benchmarks.tables import markdown, page
 from composer_speedups.train import environment as environments
+from tests.benchmarks.test_charts import table
 
 ENVIRONMENT = {
     "gpu": "NVIDIA H200",
@@ -107,9 +109,9 @@ def test_a_page_says_where_it_ran() -> None:
 
 def test_a_finished_call_leaves_its_page_and_a_chart_if_there_is_something_to_draw() -> None:
     rows = [row("fp32", report(100), report(120)), row("x", OOM)]
-    assert leave_page({}, rows, Path("t.jsonl")) == [Path("t.md"), Path("t.png")]
+    assert leave_page(table(), rows, Path("t.jsonl")) == [Path("t.md"), Path("t.png")]
     assert "![t](t.png)" in Path("t.md").read_text()
-    assert leave_page({}, [row("x", OOM)], Path("none.jsonl")) == [Path("none.md")]
+    assert leave_page(table(), [row("x", OOM)], Path("none.jsonl")) == [Path("none.md")]
     assert "![" not in Path("none.md").read_text()
 
 

@@ -16,6 +16,7 @@ import pytest
 
 from benchmarks import run as runner
 from benchmarks.rows import Call, read_rows
+from benchmarks.table_file import Configuration, read_table
 from tests.benchmarks.test_run import REPORT, table
 from tests.conftest import ROOT
 
@@ -31,7 +32,7 @@ def runs_of(monkeypatch: pytest.MonkeyPatch, stop_after: int | None = None, rate
     """Put a fake in the place of runs; the last override of each, as they come."""
     seen: list[str] = []
 
-    def fake(base: str, configuration: runner.Configuration, *_: Any) -> dict[str, Any]:
+    def fake(base: str, configuration: Configuration, *_: Any) -> dict[str, Any]:
         if len(seen) == stop_after:
             raise KeyboardInterrupt
         seen.append(configuration.overrides[-1])
@@ -42,7 +43,7 @@ def runs_of(monkeypatch: pytest.MonkeyPatch, stop_after: int | None = None, rate
 
 
 def run(*overrides: str, **changes: Any) -> list[dict[str, Any]]:
-    return runner.run_table(runner.read_table(table(matrix={}, **changes), overrides), "table", Path("results"))
+    return runner.run_table(read_table(table(matrix={}, **changes), overrides), "table", Path("results"))
 
 
 def test_a_resumed_call_runs_the_missing_runs_and_has_one_set_of_rows(
@@ -161,7 +162,7 @@ def test_a_table_runs_in_one_process_at_a_time(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_run_that_ends_with_a_stopped_table_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fake(base: str, configuration: runner.Configuration, *_: Any) -> dict[str, Any]:
+    def fake(base: str, configuration: Configuration, *_: Any) -> dict[str, Any]:
         if configuration.overrides[-1] == "x=1":
             time.sleep(0.2)
             raise KeyboardInterrupt
@@ -215,9 +216,3 @@ def test_a_killed_runner_is_resumed() -> None:
     ]
     assert len({row["call"] for row in rows}) == 1
     assert not any("unfinished" in row for row in rows)
-
-
-@pytest.mark.parametrize("override", ["repeats=0", "jobs=two", "resume=yes"])
-def test_invalid_values_are_refused(override: str) -> None:
-    with pytest.raises(SystemExit, match=override):
-        runner.read_table(table(), [override])
