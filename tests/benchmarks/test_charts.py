@@ -30,7 +30,7 @@ def size_of(path: Path) -> tuple[int, int]:
     return width, height
 
 
-def table(**keys: bool) -> Table:
+def table(**keys: Any) -> Table:
     return Table.model_validate({"base": "x.yaml", "configurations": {}, **keys})
 
 
