@@ -24,6 +24,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from benchmarks.rows import Row, describe_errors, point_of, read_rows
+from benchmarks.table_file import Table
 from benchmarks.tables import COMMITTED
 from composer_speedups.core.files import write_atomically
 
@@ -198,7 +199,7 @@ def draw(kind: str, rows: Sequence[Row], path: Path) -> None:
     write_atomically(path, image.getvalue())
 
 
-def draw_table(table: Row, rows: Sequence[Row], path: Path) -> bool:
+def draw_table(table: Table, rows: Sequence[Row], path: Path) -> bool:
     """Draw a call's rows in the kind that suits the table; return False if there is nothing to draw."""
     kind = kind_of(table, rows)
     if not any(row.get(_MEASURES[kind]) for row in rows):
@@ -207,13 +208,13 @@ def draw_table(table: Row, rows: Sequence[Row], path: Path) -> bool:
     return True
 
 
-def kind_of(table: Row, rows: Sequence[Row]) -> str:
+def kind_of(table: Table, rows: Sequence[Row]) -> str:
     """The kind of chart that suits a table's keys; see the top of this file."""
-    if table.get("losses") and len({row["configuration"] for row in rows}) <= len(_COLOURS):
+    if table.losses and len({row["configuration"] for row in rows}) <= len(_COLOURS):
         return "losses"
-    if table.get("cumulative"):
+    if table.cumulative:
         return "waterfall"
-    return "seconds" if table.get("fresh") else "bars"
+    return "seconds" if table.fresh else "bars"
 
 
 class Chart(NamedTuple):

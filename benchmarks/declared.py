@@ -164,8 +164,8 @@ def order() -> list[str]:
     every = _classes()
     stages = []
     for stage in Stage:
-        names = ", ".join(_quoted([t.name for t in every if t.stage == stage]))
-        stages.append([str(stage + 1), f"{stage.name.lower()}: {_STAGES[stage.name]}", names])
+        engaged = ", ".join(_quoted([t.name for t in every if t.stage == stage]))
+        stages.append([str(stage + 1), f"{stage.name.lower()}: {_STAGES[stage.name]}", engaged])
     conflicting = []
     for slot in sorted({c.slot for t in every for c in t.conflicts if c.slot}):
         names = _quoted([t.name for t in every if any(c.slot == slot for c in t.conflicts)])

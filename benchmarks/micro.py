@@ -1,28 +1,23 @@
-"""python -m benchmarks.micro [rows=128] [longest=256] [hidden=768] [heads=12] [dropout=0.1] [KERNEL.OPTION=N,N …]
+"""python -m benchmarks.micro [rows=128] [longest=256] [hidden=768] [heads=12] [dropout=0.1]
 
 Times each kernel of fused_layers separately in bf16, compared with PyTorch's operators for the same work, and with the
-time to read its inputs and write its outputs once at the rate of a large copy. Prints Markdown, and appends a row to
-benchmarks/results/<gpu>/micro.jsonl.
-
-The rows have the lengths of IMDB's reviews. Kernels are ``attention``, ``queries`` and ``keys`` (the two kernels of
-attention's backward pass), ``norm_backward``, ``gelu`` and ``gelu_backward``. Their options are the constants of their
-modules (ROWS, COLUMNS, BLOCK, num_warps, num_stages, maxnreg), and several values are tried in turn:
-``attention.num_stages=1,2``.
+time to read its inputs and write its outputs once at the rate of a large copy. The rows have the lengths of IMDB's
+reviews. Prints Markdown, and appends a row to benchmarks/results/<gpu>/micro.jsonl.
 """
 
 from __future__ import annotations
 
-import importlib
 import itertools
+import statistics
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.benchmark import Timer
 
 from benchmarks.rows import Row, append_row, call_time
 from benchmarks.tables import table
@@ -36,14 +31,6 @@ _QUANTILES = (
     13, 74, 96, 120, 140, 150, 156, 161, 168, 175, 182, 189, 197, 206, 215, 225, 236,
     247, 261, 276, 294, 313, 333, 356, 385, 417, 452, 496, 555, 636, 761, 943, 2467,
 )  # fmt: skip
-_PLACES = {  # kernel → its case, its module of composer_speedups.kernels, its options in that module
-    "attention": ("attention", "attention", "_FORWARD"),
-    "queries": ("attention_backward", "attention", "_QUERIES"),
-    "keys": ("attention_backward", "attention", "_KEYS"),
-    "norm_backward": ("norm_backward", "norm", "BACKWARD"),
-    "gelu": ("gelu", "gelu", "_FORWARD"),
-    "gelu_backward": ("gelu_backward", "gelu", "_BACKWARD"),
-}
 
 
 class Settings(NamedTuple):
@@ -89,7 +76,7 @@ def linear_products(model: nn.Module, tokens: int, first_tokens: int | None = No
             None if it computes all.
     """
     blocks = list(repeated_blocks(model).values())
-    found = []
+    products = []
     for block in blocks:
         short = first_tokens is not None and block is blocks[-1]
         family = family_of(type(block))
@@ -102,12 +89,15 @@ def linear_products(model: nn.Module, tokens: int, first_tokens: int | None = No
                 continue
             inputs, outputs = module.in_features, module.out_features
             if not short or id(module) in of_all:
-                found.append(Product(inputs, outputs, tokens))
+                products.append(Product(inputs, outputs, tokens))
             elif module is getattr(modules, "qkv", None):
-                found += [Product(inputs, outputs // 3, first_tokens or 0), Product(inputs, 2 * outputs // 3, tokens)]
+                products += [
+                    Product(inputs, outputs // 3, first_tokens or 0),
+                    Product(inputs, 2 * outputs // 3, tokens),
+                ]
             else:
-                found.append(Product(inputs, outputs, first_tokens or 0))
-    return found
+                products.append(Product(inputs, outputs, first_tokens or 0))
+    return products
 
 
 def gemm_floor(products: Sequence[Product], device: torch.device, dtype: torch.dtype, repeats: int = 10) -> float:
@@ -115,70 +105,47 @@ def gemm_floor(products: Sequence[Product], device: torch.device, dtype: torch.d
 
     Every layer has its own weights, as in a step. The best of three passes of ``repeats`` steps is returned.
     """
-    shapes = {(each.rows, width) for each in products for width in (each.inputs, each.outputs)}
+    shapes = {(product.rows, width) for product in products for width in (product.inputs, product.outputs)}
     rows = {shape: torch.randn(*shape, device=device, dtype=dtype) for shape in shapes}
-    weights = [(each, torch.randn(each.outputs, each.inputs, device=device, dtype=dtype)) for each in products]
+    weights = [torch.randn(product.outputs, product.inputs, device=device, dtype=dtype) for product in products]
+    layers = list(zip(products, weights, strict=True))
 
     def step() -> None:
-        for each, weight in weights:
-            rows[each.rows, each.inputs] @ weight.T
-        for each, weight in reversed(weights):
-            gradient = rows[each.rows, each.outputs]
+        for product, weight in layers:
+            rows[product.rows, product.inputs] @ weight.T
+        for product, weight in reversed(layers):
+            gradient = rows[product.rows, product.outputs]
             gradient @ weight
-            gradient.T @ rows[each.rows, each.inputs]
+            gradient.T @ rows[product.rows, product.inputs]
 
-    def timed() -> float:
-        wait()
-        start = time.perf_counter()
-        for _ in range(repeats):
-            step()
-        wait()
-        return (time.perf_counter() - start) / repeats
-
-    def wait() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
-    step()
-    return min(timed() for _ in range(3))
+    return min(_seconds(step, repeats) for _ in range(3))
 
 
-def read_arguments(arguments: Sequence[str]) -> tuple[Settings, dict[str, dict[str, list[int]]]]:
-    """Settings, and values to try by kernel and option.
+def _seconds(call: Callable[[], Any], repeats: int) -> float:
+    """Mean duration of repeated calls after two others; waits for the GPU before and after them."""
+    timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
+    return timer.timeit(repeats).mean
+
+
+def read_arguments(arguments: Sequence[str]) -> Settings:
+    """The settings of a command line.
 
     Raises:
         SystemExit: Names the argument.
     """
-    settings, tried = Settings(), {}  # type: ignore[var-annotated]
+    settings = Settings()
     for argument in arguments:
         name, _, value = argument.partition("=")
-        kernel, _, option = name.partition(".")
         try:
-            if option and kernel in _PLACES:
-                tried.setdefault(kernel, {})[option] = [int(number) for number in value.split(",")]
-            else:
-                kind = type(getattr(Settings(), name))
-                settings = settings._replace(**{name: kind(value)})
+            settings = settings._replace(**{name: type(getattr(Settings(), name))(value)})
         except (AttributeError, TypeError, ValueError):
-            known = ", ".join([*Settings._fields, *(f"{kernel}.OPTION" for kernel in _PLACES)])
-            raise SystemExit(f"{argument}: expected integers for one of {known}") from None
-    return settings, tried
+            raise SystemExit(f"{argument}: expected a number for one of {', '.join(Settings._fields)}") from None
+    return settings
 
 
 def microseconds(call: Callable[[], Any], repeats: int = 30) -> float:
     """Duration of one call on the GPU: the median of five times ``repeats`` calls."""
-    for _ in range(3):
-        call()
-    found = []
-    for _ in range(5):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(repeats):
-            call()
-        end.record()
-        end.synchronize()
-        found.append(1e3 * start.elapsed_time(end) / repeats)
-    return sorted(found)[2]
+    return 1e6 * statistics.median(_seconds(call, repeats) for _ in range(5))
 
 
 def copied_per_microsecond(size: int = 2**30) -> float:
@@ -206,10 +173,10 @@ def cases(settings: Settings) -> list[Case]:
     qkv, up, d_up = (random(tokens, width * hidden) for width in (3, 4, 4))
     weight, bias = torch.ones(hidden, device="cuda"), torch.zeros(hidden, device="cuda")
     out, logs = attention_forward(qkv, cu, longest, heads, dropout, seed)
-    _, summed, statistics = add_norm_forward(x.clone(), residual, weight, bias, 1e-12, dropout, seed)
+    _, summed, moments = add_norm_forward(x.clone(), residual, weight, bias, 1e-12, dropout, seed)
     unit, products = 2 * tokens * hidden, 4 * sum(size**2 for size in sizes) * hidden
 
-    q, k, v = (each.view(tokens, heads, -1) for each in qkv.split(hidden, 1))
+    q, k, v = (part.view(tokens, heads, -1) for part in qkv.split(hidden, 1))
     flash: Any = torch.ops.aten._flash_attention_forward
     flash_out = flash(q, k, v, cu, cu, longest, longest, dropout, False, False)
 
@@ -232,7 +199,7 @@ def cases(settings: Settings) -> list[Case]:
         Case("attention_backward", lambda: attention_backward(grad, qkv, out, logs, cu, longest, dropout, seed),
              flash_backward, 8 * unit, 5 * products // 2),
         Case("norm", lambda: add_norm_forward(x, residual, weight, bias, 1e-12, dropout, seed), plain_norm, 4 * unit),
-        Case("norm_backward", lambda: add_norm_backward(grad, summed, statistics, weight, dropout, seed, bias),
+        Case("norm_backward", lambda: add_norm_backward(grad, summed, moments, weight, dropout, seed, bias),
              lambda: torch.autograd.grad(normed, leaves, grad, retain_graph=True), 5 * unit),
         Case("gelu", lambda: gelu_forward(up), lambda: F.gelu(up), 8 * unit),
         Case("gelu_backward", lambda: gelu_backward(d_up, up),
@@ -240,44 +207,19 @@ def cases(settings: Settings) -> list[Case]:
     ]  # fmt: skip
 
 
-def _tries(
-    found: Sequence[Case], tried: dict[str, dict[str, list[int]]]
-) -> Iterator[tuple[Case, dict[str, int], float]]:
-    """Every case with its default options, then with each combination of a kernel's options."""
-    for case in found:
-        yield case, {}, microseconds(case.ours)
-    for kernel, options in tried.items():
-        name, module, attribute = _PLACES[kernel]
-        place = getattr(importlib.import_module(f"composer_speedups.kernels.{module}"), attribute)
-        case, before = next(case for case in found if case.name == name), dict(place)
-        for numbers in itertools.product(*options.values()):
-            chosen = dict(zip(options, numbers, strict=True))
-            place.update(chosen)
-            yield case, {f"{kernel}.{option}": number for option, number in chosen.items()}, microseconds(case.ours)
-            place.clear()
-            place.update(before)
-
-
 def main(arguments: Sequence[str]) -> None:
     if arguments and arguments[0] in ("-h", "--help"):
         print(__doc__)
         return
-    settings, tried = read_arguments(arguments)
+    settings = read_arguments(arguments)
     if not torch.cuda.is_available():
         raise SystemExit("benchmarks.micro times kernels of a CUDA GPU, and there is none here")
-    found, speed = cases(settings), copied_per_microsecond()
-    theirs = {case.name: microseconds(case.theirs) for case in found}
-    kernels = [
-        {
-            "name": case.name,
-            "options": options,
-            "us": us,
-            "torch_us": theirs[case.name],
-            "copy_us": case.moved / speed,
-            "tflops": case.flops / us / 1e6 or None,
-        }
-        for case, options, us in _tries(found, tried)
-    ]
+    every, speed = cases(settings), copied_per_microsecond()
+    kernels = []
+    for case in every:
+        us = microseconds(case.ours)
+        times = {"us": us, "torch_us": microseconds(case.theirs), "copy_us": case.moved / speed}
+        kernels.append({"name": case.name, **times, "tflops": case.flops / us / 1e6 or None})
     row = {
         "table": "micro",
         "call": call_time(),
@@ -295,11 +237,9 @@ def markdown(row: Row) -> list[str]:
     """Format a row as a table."""
     lines = []
     for kernel in row["kernels"]:
-        options = " ".join(f"{name}={number}" for name, number in kernel["options"].items())
         times = [f"{kernel[name]:.0f}" for name in ("us", "torch_us", "copy_us")]
-        rate = "–" if kernel["tflops"] is None else f"{kernel['tflops']:.0f}"
-        lines.append([kernel["name"], options, *times, rate])
-    return table(["kernel", "options", "µs", "PyTorch's, µs", "one copy, µs", "TFLOP/s"], lines)
+        lines.append([kernel["name"], *times, "–" if kernel["tflops"] is None else f"{kernel['tflops']:.0f}"])
+    return table(["kernel", "µs", "PyTorch's, µs", "one copy, µs", "TFLOP/s"], lines)
 
 
 if __name__ == "__main__":

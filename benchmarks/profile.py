@@ -69,8 +69,9 @@ class Kernel(NamedTuple):
 
 def kernels_of_trace(trace: dict[str, Any]) -> list[Kernel]:
     """The GPU's kernels, copies and fills in a Chrome trace of torch.profiler, sorted by time."""
-    found = [e for e in trace["traceEvents"] if e.get("cat") in _ON_GPU]
-    return sorted((Kernel(e["name"], e["ts"] / 1e6, e["dur"] / 1e6) for e in found), key=lambda kernel: kernel.start)
+    events = [e for e in trace["traceEvents"] if e.get("cat") in _ON_GPU]
+    kernels = (Kernel(e["name"], e["ts"] / 1e6, e["dur"] / 1e6) for e in events)
+    return sorted(kernels, key=lambda kernel: kernel.start)
 
 
 def busy(kernels: Sequence[Kernel]) -> tuple[float, float]:
@@ -132,7 +133,7 @@ class StepProfiler(Callback):
         self.counts = counts
         self.step_seconds = 0.0
         self.tokens: list[int] = []
-        self.found: list[tuple[str, float, int]] = []  # name, seconds, launches, the slowest first
+        self.kernels: list[tuple[str, float, int]] = []  # name, seconds, launches, the slowest first
         self.busy: tuple[float | None, float | None] = (None, None)  # seconds with and without a kernel on the GPU
         self.exposed: float | None = None
         self._started = 0.0
@@ -172,12 +173,12 @@ class StepProfiler(Callback):
             path = Path(folder) / "trace.json"
             recorded.export_chrome_trace(str(path))
             kernels = kernels_of_trace(json.loads(path.read_text()))
-        self.found, self.busy, self.exposed = by_name(kernels), busy(kernels), exposed(kernels)
+        self.kernels, self.busy, self.exposed = by_name(kernels), busy(kernels), exposed(kernels)
 
     def _read_cpu(self, recorded: profile) -> None:
-        found = [(e.key, e.self_cpu_time_total / 1e6, e.count) for e in recorded.key_averages()]
-        operators = [entry for entry in found if not entry[0].startswith(("ProfilerStep", "Optimizer."))]
-        self.found = sorted(operators, key=lambda entry: -entry[1])
+        every = [(e.key, e.self_cpu_time_total / 1e6, e.count) for e in recorded.key_averages()]
+        operators = [entry for entry in every if not entry[0].startswith(("ProfilerStep", "Optimizer."))]
+        self.kernels = sorted(operators, key=lambda entry: -entry[1])
 
 
 def main(arguments: list[str], results: Path = RESULTS) -> Row:
@@ -228,7 +229,7 @@ def _row(
     busy_ms, idle_ms, exposed_ms = (None if s is None else 1e3 * s / steps for s in (*profiler.busy, profiler.exposed))
     kernels = [
         {"name": name, "kind": kind_of(name), "ms": 1e3 * seconds / steps, "launches": launches / steps}
-        for name, seconds, launches in profiler.found[:_KEPT]
+        for name, seconds, launches in profiler.kernels[:_KEPT]
     ]
     return {
         "table": "profile",
@@ -239,7 +240,7 @@ def _row(
         "idle_ms": idle_ms,
         "exposed_ms": exposed_ms,
         "ranks": dist.get_world_size(),
-        "kinds": by_kind(profiler.found, steps),
+        "kinds": by_kind(profiler.kernels, steps),
         "kernels": kernels,
         "tokens": tokens,
         "gemm_floor_ms": floor_ms,

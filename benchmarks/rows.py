@@ -15,8 +15,9 @@ from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from benchmarks.table_file import Configuration
 from composer_speedups.core.files import LockedFileError, lock_file, write_atomically
 from composer_speedups.train.failed_process import own_line, ran_out_of_memory
 
@@ -40,15 +41,6 @@ _MEASURED = {  # name in a row → path in the report
 _TIMES = [n for n, path in _MEASURED.items() if path[0] == "throughput" or n in ("run_seconds", "process_seconds")]
 _OUTPUT_KEPT = 2000  # kept characters of a failed run's output
 _CELL = 118  # characters of an error in a table's cell
-
-
-class Configuration(NamedTuple):
-    name: str
-    point: dict[str, Any]  # point of the matrix
-    overrides: list[str]
-    peer: str | None = None  # a module of benchmarks.peers to run instead of train.py
-    warm: bool = False  # its runs use a filled compile cache
-    ranks: int = 1  # number of processes, with one GPU each
 
 
 def call_time() -> str:

@@ -40,7 +40,6 @@ one, so it can always be given.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import os
 import re
@@ -53,148 +52,21 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-import yaml
 from tqdm import tqdm
 
-from benchmarks.rows import (
-    RESULTS,
-    Call,
-    Configuration,
-    Row,
-    call_time,
-    describe_error,
-    empty_row,
-    error_report,
-    folder_of,
-    spell,
-)
+from benchmarks.rows import RESULTS, Call, Row, call_time, describe_error, empty_row, error_report, folder_of, spell
+from benchmarks.table_file import Configuration, Table, configurations_of, read_table
 from benchmarks.tables import markdown, page
 from benchmarks.worker import TRAIN, Workers
 from composer_speedups.core.files import write_atomically
 from composer_speedups.core.subprocesses import command_output
 
 ROOT = Path(__file__).parent.parent
-_TABLES, _PEERS = ROOT / "benchmarks" / "tables", ROOT / "benchmarks" / "peers"
-_KEYS = {
-    "base",
-    "set",
-    "repeats",
-    "matrix",
-    "cumulative",
-    "jobs",
-    "ahead",
-    "fresh",
-    "losses",
-    "published",
-    "configurations",
-}
-_ON_SEVERAL_GPUS = "own_trainer"  # the peer that supports them
-_CONFIGURATION_KEYS = {"peer", "ranks", "set", "warm"}
+_TABLES = ROOT / "benchmarks" / "tables"
 # A run that does not fit is a result; smaller micro-batches would be another configuration.
 _QUIET = ["trainer.progress_bar=false", "baseline=null", "export=false", "plot=false", "trainer.on_out_of_memory=stop"]
 _LOSS = re.compile(r"^\[metric\]\[batch=\d+\]: loss/train/total: (\S+)", re.MULTILINE)
-
-
-def configurations_of(table: Row) -> list[Configuration]:
-    """Every configuration at every point of the matrix."""
-    matrix = table.get("matrix", {})
-    configurations = []
-    for values in itertools.product(*matrix.values()):
-        point = dict(zip(matrix, values, strict=True))
-        kept: list[str] = []
-        for name, given in table["configurations"].items():
-            configuration = given if isinstance(given, dict) else {"set": given}
-            own = list(configuration.get("set", []))
-            if table.get("cumulative") and "peer" not in configuration:
-                own = kept = kept + own
-            placed = [f"{key}={json.dumps(value)}" for key, value in point.items()]
-            logged = ["loggers.file={}"] if table.get("losses") else []
-            if name in (table.get("only") or table["configurations"]):
-                overrides = [*table.get("set", []), *placed, *own, *logged, *table.get("last", [])]
-                configurations.append(
-                    Configuration(
-                        name, point, overrides, **{key: configuration[key] for key in configuration if key != "set"}
-                    )
-                )
-    return configurations
-
-
-def read_table(path: Path, overrides: Sequence[str] = ()) -> Row:
-    """Read a table. Overrides replace ``repeats`` and axes of the matrix or select configurations; others apply to all.
-
-    Raises:
-        SystemExit: An unknown key or configuration, or an override that is not key=value.
-    """
-    table = yaml.safe_load(path.read_text())
-    if "like" in table:
-        table = _like(path.with_name(f"{table.pop('like')}.yaml"), table)
-    if set(table) - _KEYS or not {"base", "configurations"} <= set(table):
-        raise SystemExit(f"{path}: needs base and configurations; may have {', '.join(sorted(_KEYS))}")
-    for name, configuration in table["configurations"].items():
-        _check_configuration(f"{path}: configuration {name!r}", configuration)
-    published = table.get("published", {"where": "", "configurations": {}})
-    if set(published) != {"where", "configurations"} or not set(published["configurations"]) <= set(
-        table["configurations"]
-    ):
-        raise SystemExit(
-            f"{path}: published must have where (a text) and configurations (those of the table, each with a text)"
-        )
-    table["last"] = []
-    table["given"] = [override for override in overrides if not override.startswith("resume=")]
-    for override in overrides:
-        key, sign, value = override.partition("=")
-        if not sign:
-            raise SystemExit(f"{override}: must be key=value, like repeats=2")
-        if key in ("repeats", "jobs", "ahead"):
-            if not value.isdecimal() or int(value) < 1:
-                raise SystemExit(f"{override}: must be a whole number of at least 1")
-            table[key] = int(value)
-        elif key == "resume":
-            if value not in ("true", "false"):
-                raise SystemExit(f"{override}: must be true or false")
-            table[key] = value == "true"
-        elif key == "configurations":
-            table["only"] = yaml.safe_load(value)
-            if not isinstance(table["only"], list) or not set(table["only"]) <= set(table["configurations"]):
-                raise SystemExit(f"configurations={value}: must be a list of {', '.join(table['configurations'])}")
-        elif key in table.get("matrix", {}):
-            table["matrix"][key] = [yaml.safe_load(value)]
-        else:
-            table["last"].append(override)
-    return table
-
-
-def _like(other: Path, own: Row) -> Row:
-    """Another table with its keys replaced by this one's, its overrides before this one's, and without published
-    figures."""
-    if not other.is_file():
-        raise SystemExit(f"{other}: no such table, although another table refers to it in like")
-    found = yaml.safe_load(other.read_text())
-    found.pop("published", None)
-    return {**found, **own, "set": [*found.get("set", []), *own.get("set", [])]}
-
-
-def _check_configuration(where: str, configuration: Any) -> None:
-    configuration = configuration if isinstance(configuration, dict) else {"set": configuration}
-    given, ranks = configuration.get("set", []), configuration.get("ranks", 1)
-    if (
-        set(configuration) - _CONFIGURATION_KEYS
-        or not isinstance(given, list)
-        or not all(isinstance(override, str) for override in given)
-    ):
-        raise SystemExit(
-            f"{where} must be a list of overrides, each a string (in quotes where it has a colon), "
-            f"or have {', '.join(sorted(_CONFIGURATION_KEYS))}"
-        )
-    peers = sorted(p.stem for p in _PEERS.glob("*.py") if "def main(" in p.read_text())
-    if configuration.get("peer") not in (None, *peers):
-        raise SystemExit(f"{where} does not name a peer; peers are {', '.join(peers)}")
-    if not isinstance(ranks, int) or ranks < 1:
-        raise SystemExit(f"{where} has ranks {ranks!r}; it must be a whole number of at least 1")
-    if ranks > 1 and configuration.get("peer", _ON_SEVERAL_GPUS) != _ON_SEVERAL_GPUS:
-        raise SystemExit(f"{where} is a peer that trains in one process; leave out ranks, or take {_ON_SEVERAL_GPUS}")
 
 
 def rows_file(configurations: Sequence[Configuration], name: str, results: Path = RESULTS) -> Path:
@@ -210,25 +82,20 @@ def rows_file(configurations: Sequence[Configuration], name: str, results: Path 
     return folder_of((said or "").split("\n")[0] or None, results) / f"{name}.jsonl"
 
 
-def run_table(table: Row, name: str, results: Path = RESULTS) -> list[Row]:
+def run_table(table: Table, name: str, results: Path = RESULTS) -> list[Row]:
     """Run all configurations in turn, ``repeats`` times, and update the row after each run."""
-    configurations, repeats, jobs = configurations_of(table), table.get("repeats", 1), table.get("jobs", 1)
-    path, when, published = (
-        rows_file(configurations, name, results),
-        call_time(),
-        table.get("published", {}).get("configurations", {}),
-    )
+    configurations, repeats = configurations_of(table), table.repeats
+    path, when, published = rows_file(configurations, name, results), call_time(), table.published.configurations
     rows = [
-        empty_row(name, when, configuration, jobs, published.get(configuration.name))
+        empty_row(name, when, configuration, table.jobs, published.get(configuration.name))
         for configuration in configurations
     ]
-    call = Call(path, rows, _identity(table, configurations), resume=table.get("resume", False))
+    call = Call(path, rows, _identity(table, configurations), resume=table.resume)
     started = time.monotonic()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
     stopped, caches = threading.Event(), tempfile.TemporaryDirectory()
-    bytecode = Path(caches.name) / "bytecode"
-    workers = Workers(table.get("ahead", 1), fresh=table.get("fresh", False), bytecode=bytecode)
+    workers = Workers(table.ahead, fresh=table.fresh)
     waiting = [(repeat, i) for repeat in range(repeats) for i, row in enumerate(call.rows) if repeat >= row["repeats"]]
     total = repeats * len(configurations)
     bar = tqdm(total=total, initial=total - len(waiting), desc=name, unit="run", disable=None, dynamic_ncols=True)
@@ -240,8 +107,8 @@ def run_table(table: Row, name: str, results: Path = RESULTS) -> list[Row]:
         cache = Path(caches.name) / f"{index}"
         try:
             if configuration.warm and not cache.exists():
-                run_once(table["base"], configuration, workers, cache)
-            report = run_once(table["base"], configuration, workers, cache if configuration.warm else None)
+                run_once(table.base, configuration, workers, cache)
+            report = run_once(table.base, configuration, workers, cache if configuration.warm else None)
             if stopped.is_set():  # it was stopped, which does not count as a failure
                 return
             call.add(index, report)
@@ -253,7 +120,7 @@ def run_table(table: Row, name: str, results: Path = RESULTS) -> list[Row]:
         sys.stdout.flush()
         bar.update()
 
-    pool, finished = ThreadPoolExecutor(jobs), False
+    pool, finished = ThreadPoolExecutor(table.jobs), False
     try:
         for future in [pool.submit(run, repeat, i) for repeat, i in waiting]:
             future.result()
@@ -270,12 +137,12 @@ def run_table(table: Row, name: str, results: Path = RESULTS) -> list[Row]:
     return rows
 
 
-def _identity(table: Row, configurations: Sequence[Configuration]) -> Row:
+def _identity(table: Table, configurations: Sequence[Configuration]) -> Row:
     """What identifies a call: a call can only be resumed by one with the same identity."""
     return {
-        "base": table["base"],
-        "jobs": table.get("jobs", 1),
-        "fresh": table.get("fresh", False),
+        "base": table.base,
+        "jobs": table.jobs,
+        "fresh": table.fresh,
         "commit (or uncommitted changes)": code_version(ROOT),
         "configurations": hashlib.sha256(json.dumps(configurations).encode()).hexdigest()[:12],
     }
@@ -326,14 +193,13 @@ def run_once(base: str, configuration: Configuration, workers: Workers, cache: P
         return {**report, **seconds}
 
 
-def leave_page(table: Row, rows: Sequence[Row], path: Path) -> list[Path]:
+def leave_page(table: Table, rows: Sequence[Row], path: Path) -> list[Path]:
     """Write the page of a finished call and, if there is something to draw, its chart, next to the file of the rows."""
     from benchmarks.charts import draw_table  # imports Matplotlib, which the runs do not need
 
     text, chart = path.with_suffix(".md"), path.with_suffix(".png")
     drawn = draw_table(table, rows, chart)
-    where = table.get("published", {"where": ""})["where"]
-    write_atomically(text, page(rows, path.stem, table.get("given", []), where, chart.name if drawn else ""))
+    write_atomically(text, page(rows, path.stem, table.given, table.published.where, chart.name if drawn else ""))
     return [text, chart] if drawn else [text]
 
 

@@ -142,7 +142,7 @@ def _range(counts: Iterable[int]) -> str:
 
 
 def _machine(rows: Sequence[Row]) -> str:
-    def each(name: str, form: str = "{}") -> str:
+    def versions(name: str, form: str = "{}") -> str:
         values = {row["environment"].get(name) for row in rows} - {None}
         return form.format(", ".join(sorted(map(str, values)))) if values else ""
 
@@ -152,14 +152,14 @@ def _machine(rows: Sequence[Row]) -> str:
 
     on_gpu = any(row["environment"]["gpu"] for row in rows)
     parts = [
-        each("gpu") if on_gpu else each("cpu", "CPU {}"),
-        "" if on_gpu else each("cpu_count", "{} cores"),
+        versions("gpu") if on_gpu else versions("cpu", "CPU {}"),
+        "" if on_gpu else versions("cpu_count", "{} cores"),
         span("gpu_power_limit_watts", "limit {} W"),
         span("gpu_sm_clock_mhz", "SM clock {} MHz"),
-        each("driver", "driver {}"),
-        each("torch", "torch {}"),
-        each("composer", "Composer {}"),
-        each("transformers", "transformers {}"),
+        versions("driver", "driver {}"),
+        versions("torch", "torch {}"),
+        versions("composer", "Composer {}"),
+        versions("transformers", "transformers {}"),
     ]
     return ", ".join(filter(None, parts))
 
@@ -413,7 +413,7 @@ def kernels(name: str) -> list[str]:
     row = rows_of(name)[-1]
     lines = []
     for kernel in row["kernels"]:
-        if not kernel["options"]:
+        if not kernel.get("options"):  # of a kernel; earlier rows have others, too
             ours, theirs = kernel["us"], kernel["torch_us"]
             times = [f"{ours:.0f}", f"{theirs:.0f}", f"{theirs / ours:.2f}", f"{kernel['copy_us']:.0f}"]
             lines.append([kernel["name"].replace("_", " "), *times])

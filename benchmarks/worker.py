@@ -123,13 +123,12 @@ class Workers:
 
     Args:
         ahead: Number of processes that are started, and import, together.
-        fresh: Start a cold process for each run instead, and time it from its start to its end.
-        bytecode: Folder for the bytecode of cold processes. An untimed process compiles it first, so that cold
-            processes start as on a machine that has run the program before.
+        fresh: Start a cold process for each run instead, and time it from its start to its end. Before the first one,
+            an untimed process imports the program, so that its bytecode is there, as after an earlier run.
     """
 
-    def __init__(self, ahead: int = 1, *, fresh: bool = False, bytecode: Path | None = None) -> None:
-        self._ahead, self._fresh, self._bytecode = ahead, fresh, bytecode
+    def __init__(self, ahead: int = 1, *, fresh: bool = False) -> None:
+        self._ahead, self._fresh = ahead, fresh
         self._imported: set[str] = set()
         self._ready: list[Worker] = []
         self._all: list[Worker | ColdRun] = []
@@ -150,10 +149,9 @@ class Workers:
         if self._fresh or ranks > 1:
             with self._lock:
                 self._check_open()
-                if self._fresh and self._bytecode is not None:
-                    bytecode = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(self._bytecode)}
-                    environment = {**environment, **bytecode}
-                    self._compile_bytecode(program, environment)
+                if self._fresh:
+                    environment = {**environment, "PYTHONDONTWRITEBYTECODE": ""}
+                    self._import_once(program, environment)
                 cold = ColdRun(program, arguments, environment, ranks)
                 self._all.append(cold)
             try:
@@ -177,8 +175,8 @@ class Workers:
         finally:
             worker.close()
 
-    def _compile_bytecode(self, program: str, environment: Mapping[str, str]) -> None:
-        """Compile what the program imports, in another process and only once."""
+    def _import_once(self, program: str, environment: Mapping[str, str]) -> None:
+        """Import what the program imports, in another process."""
         for module in {__name__, program} - self._imported:
             code = f"import {module} as module; getattr(module, 'import_all', int)()"
             subprocess.run([sys.executable, "-c", code], cwd=ROOT, env={**os.environ, **environment}, check=True)

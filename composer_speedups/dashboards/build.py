@@ -26,7 +26,7 @@ def build_workspace(sections: Sequence[Section], request: Request, entity: str, 
         project: Name of the project.
     """
     shown = [workspaces.Section(name=name, panels=[*map(_panel, charts)], is_open=True) for name, charts in sections]
-    grouped = [expr.Config(key) for key in request.group_by]
+    grouped: list[Any] = [expr.Config(key) for key in request.group_by]
     runs = workspaces.RunsetSettings(groupby=grouped, **_runs(request))
     return workspaces.Workspace(entity=entity, project=project, name=request.name, sections=shown, runset_settings=runs)
 

@@ -10,6 +10,7 @@ import pytest
 from matplotlib.axes import Axes
 
 from benchmarks import charts
+from benchmarks.table_file import Table
 
 ENVIRONMENT = {"gpu": "NVIDIA H200", "torch": "2.11.0"}
 
@@ -27,6 +28,10 @@ def size_of(path: Path) -> tuple[int, int]:
     assert head.startswith(b"\x89PNG")
     width, height = struct.unpack(">II", head[16:])
     return width, height
+
+
+def table(**keys: Any) -> Table:
+    return Table.model_validate({"base": "x.yaml", "configurations": {}, **keys})
 
 
 class Drawn:
@@ -89,13 +94,13 @@ def test_each_bar_of_the_waterfall_spans_its_techniques_gain(drawn: Drawn) -> No
 
 def test_bars_show_value_and_ratio_or_why_a_run_failed(drawn: Drawn) -> None:
     failed = row("y", 0, errors=["CUDA out of memory"], error_kinds=["out of memory"])
-    charts.draw_table({}, [row("fp32", 100), row("x", 250), failed], Path("bars.png"))
+    charts.draw_table(table(), [row("fp32", 100), row("x", 250), failed], Path("bars.png"))
     assert drawn.bars == [(0, 100), (0, 250)]
     assert drawn.labels == ["100", "250  ×2.50", "out of memory"]
     drawn.labels.clear()
     seconds = {"peer": 60.0, "ours": 20.0}
     timed = [row(name, 1, process_seconds={"median": s, "min": s, "max": s}) for name, s in seconds.items()]
-    charts.draw_table({"fresh": True}, timed, Path("seconds.png"))
+    charts.draw_table(table(fresh=True), timed, Path("seconds.png"))
     assert drawn.labels == ["60.0", "20.0  ×3.00"]
 
 
@@ -110,17 +115,17 @@ def test_each_table_has_its_kind_of_chart() -> None:
     plain = [row("fp32", 100), row("x", 0)]
     curves = [row(configuration, 100, losses=[0.7, 0.6]) for configuration in ("a", "b")]
     whole = [row("x", 1, process_seconds={"median": 9.0, "min": 9.0, "max": 9.0})]
-    for table, rows, kind in (
+    for keys, rows, kind in (
         ({}, plain, "bars"),
         ({"cumulative": True}, plain, "waterfall"),
         ({"fresh": True}, whole, "seconds"),
         ({"losses": True}, curves, "losses"),
         ({"losses": True}, [row(str(n), 1, losses=[1.0]) for n in range(5)], "bars"),
     ):
-        assert charts.kind_of(table, rows) == kind
-        assert charts.draw_table(table, rows, Path(f"{kind}.png"))
+        assert charts.kind_of(table(**keys), rows) == kind
+        assert charts.draw_table(table(**keys), rows, Path(f"{kind}.png"))
         assert size_of(Path(f"{kind}.png"))[0] == 1200
-    assert not charts.draw_table({}, [row("x", 0)], Path("none.png"))
+    assert not charts.draw_table(table(), [row("x", 0)], Path("none.png"))
     assert not Path("none.png").exists()
 
 

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 
 from benchmarks.rows import add_run, describe_error, describe_errors, empty_row, error_report
-from benchmarks.run import Configuration, leave_page
-from benchmarks.tables import markdown, page
+from benchmarks.run import leave_page
+from benchmarks.table_file import Configuration
+from benchmarks.tables import markdown
 from composer_speedups.train import environment as environments
+from tests.benchmarks.test_charts import table
 
 ENVIRONMENT = {
     "gpu": "NVIDIA H200",
@@ -93,24 +95,24 @@ def test_mfu_with_float8_products_names_its_peak() -> None:
     assert shown == {"| bf16": "10.0%", "| float8": of_bf16, "| fp8": of_bf16, "| fused": "10.0%"}
 
 
-def test_a_page_says_where_it_ran() -> None:
-    text = page([row("x", report(1)), row("y", OOM)], "t", ["configurations=[x, y]"], "a V100", "t.png")
+def test_a_finished_call_leaves_its_page_and_a_chart_if_there_is_something_to_draw() -> None:
+    rows = [row("fp32", report(100), report(120)), row("x", OOM)]
+    published = {"where": "a V100"}
+    assert leave_page(table(published=published, given=["a=[x, y]"]), rows, Path("t.jsonl")) == [
+        Path("t.md"),
+        Path("t.png"),
+    ]
+    text = Path("t.md").read_text()
+    assert "`python -m benchmarks.run t 'a=[x, y]'`, call of 2026-01-02T03:04:05.678Z." in text
     assert (
         "NVIDIA H200, limit 700 W, SM clock 1755 MHz, driver 580, torch 2.11.0, Composer 0.32.1, "
         "transformers 5.17.0; 2026-01-02; commit 0123456." in text
     )
     assert "Published: a V100." in text
-    assert "`python -m benchmarks.run t 'configurations=[x, y]'`, call of 2026-01-02T03:04:05.678Z." in text
     assert "![t](t.png)" in text
-    assert "none says where it ran" in page([row("y", OOM)], "t", [])
-
-
-def test_a_finished_call_leaves_its_page_and_a_chart_if_there_is_something_to_draw() -> None:
-    rows = [row("fp32", report(100), report(120)), row("x", OOM)]
-    assert leave_page({}, rows, Path("t.jsonl")) == [Path("t.md"), Path("t.png")]
-    assert "![t](t.png)" in Path("t.md").read_text()
-    assert leave_page({}, [row("x", OOM)], Path("none.jsonl")) == [Path("none.md")]
+    assert leave_page(table(), [row("x", OOM)], Path("none.jsonl")) == [Path("none.md")]
     assert "![" not in Path("none.md").read_text()
+    assert "none says where it ran" in Path("none.md").read_text()
 
 
 @pytest.mark.parametrize(

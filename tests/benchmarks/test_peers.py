@@ -44,7 +44,15 @@ def losses_of_ours() -> list[float]:
     return [float(value) for value in re.findall(r"loss/train/total: ([\d.]+)", log)]
 
 
-@pytest.mark.parametrize("overrides", [[], ["optimizer.max_grad_norm=null", "optimizer.decay_bias_and_norm=true"]])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        pytest.param(
+            ["optimizer.max_grad_norm=null", "optimizer.decay_bias_and_norm=true"], marks=pytest.mark.exhaustive
+        ),
+    ],
+)
 def test_peers_train_the_same_steps_and_report_the_same_keys(overrides: list[str]) -> None:
     ours = run(*JOB, *overrides)
     for module in (bare_loop, flattened_loop, hf_trainer, stock_composer):
@@ -108,6 +116,7 @@ def test_hf_trainer_gets_its_flags() -> None:
     }
 
 
+@pytest.mark.exhaustive
 def test_hf_trainer_groups_samples_by_length() -> None:
     grouped, samples = "peer.train_sampling_strategy=group_by_length", "data.train_samples=64"
     drawn = peer(hf_trainer, samples, "data.padding=longest")["throughput"]["padding_fraction"]
@@ -166,6 +175,7 @@ def test_arguments_of_a_peer_are_separate_from_the_config() -> None:
     assert "benchmarks.peers.hf_trainer" in sys.modules
 
 
+@pytest.mark.exhaustive
 def test_stock_composer_has_the_posts_settings_and_refuses_others() -> None:
     compiled = peer(stock_composer, "peer.compile={backend: eager}", "trainer.max_duration=1ba", name="compiled")
     evidence = compiled["algorithms"]["stock_composer"]["evidence"]
@@ -205,7 +215,7 @@ def pairs() -> None:
 
 
 @pytest.mark.usefixtures("pairs")
-@pytest.mark.parametrize("padding", ["longest", "max_length"])
+@pytest.mark.parametrize("padding", ["longest", pytest.param("max_length", marks=pytest.mark.exhaustive)])
 def test_sentence_transformers_trains_the_same_steps(padding: str) -> None:
     job = [*EMBEDDING, f"data.padding={padding}", "model.pooling=cls"]
     ours = run(*JOB, *job)
@@ -217,7 +227,7 @@ def test_sentence_transformers_trains_the_same_steps(padding: str) -> None:
     flags = ["peer.torch_compile=true", "peer.torch_compile_backend=eager"]
     compiled = peer(sentence_trainer, *job, *flags, name="compiled")
     torch.testing.assert_close(compiled["losses"], report["losses"], atol=1e-4, rtol=0)
-    graphs = [each["algorithms"]["sentence_trainer"]["evidence"]["graphs"] for each in (report, compiled)]
+    graphs = [run["algorithms"]["sentence_trainer"]["evidence"]["graphs"] for run in (report, compiled)]
     assert graphs[0] == 0 < graphs[1]
 
 

@@ -31,7 +31,6 @@ from tests.helpers.ranks import on_ranks
     ("name", "kind"),
     [
         ("nvjet_sm90_tst_256x128_64x4_2x1_v_bz_coopA_bias_TNT", "GEMM"),
-        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x256x64", "GEMM"),
         ("void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_relu_bf16_256x128>", "GEMM"),
         (
             "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, cutlass::bfloat16_t>>",
@@ -39,7 +38,6 @@ from tests.helpers.ranks import on_ranks
         ),
         ("fmha_cutlassB_bf16_aligned_64x64_k64_dropout_sm80", "attention"),
         ("triton_per_fused__to_copy_add_native_dropout_native_layer_norm_3", "LayerNorm, dropout, residual"),
-        ("void at::native::(anonymous namespace)::GammaBetaBackwardCUDAKernel<float>", "LayerNorm, dropout, residual"),
         ("triton_poi_fused_gelu_gelu_backward_7", "activation"),
         ("triton_red_fused_sum_9", "reductions"),
         ("triton_poi_fused__scaled_mm__to_copy_clamp_gelu_mul_reciprocal_t_view_17", "scaling to float8"),
@@ -47,14 +45,11 @@ from tests.helpers.ranks import on_ranks
         ("void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float>>", "reductions"),
         ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "optimizer"),
         ("Memcpy HtoD (Pinned -> Device)", "copies and casts"),
-        ("void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda>", "copies and casts"),
         ("void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>", "other"),
         ("aten::addmm", "GEMM"),
         ("aten::_softmax", "attention"),
         ("aten::_log_softmax", "other"),
-        ("triton_poi_fused_scatter_2", "other"),
         ("aten::_fused_adamw_", "optimizer"),
-        ("aten::sum", "reductions"),
         ("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "communication"),
     ],
 )

@@ -6,8 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
-import textwrap
 import time
 from pathlib import Path
 from typing import Any
@@ -16,8 +14,9 @@ import pytest
 
 from benchmarks import run as runner
 from benchmarks.rows import Call, read_rows
+from benchmarks.table_file import Configuration, read_table
 from tests.benchmarks.test_run import REPORT, table
-from tests.conftest import ROOT
+from tests.helpers.forks import Fork
 
 ROWS = Path("results/cpu/table.jsonl")
 
@@ -31,7 +30,7 @@ def runs_of(monkeypatch: pytest.MonkeyPatch, stop_after: int | None = None, rate
     """Put a fake in the place of runs; the last override of each, as they come."""
     seen: list[str] = []
 
-    def fake(base: str, configuration: runner.Configuration, *_: Any) -> dict[str, Any]:
+    def fake(base: str, configuration: Configuration, *_: Any) -> dict[str, Any]:
         if len(seen) == stop_after:
             raise KeyboardInterrupt
         seen.append(configuration.overrides[-1])
@@ -42,7 +41,7 @@ def runs_of(monkeypatch: pytest.MonkeyPatch, stop_after: int | None = None, rate
 
 
 def run(*overrides: str, **changes: Any) -> list[dict[str, Any]]:
-    return runner.run_table(runner.read_table(table(matrix={}, **changes), overrides), "table", Path("results"))
+    return runner.run_table(read_table(table(matrix={}, **changes), overrides), "table", Path("results"))
 
 
 def test_a_resumed_call_runs_the_missing_runs_and_has_one_set_of_rows(
@@ -81,36 +80,29 @@ def test_an_abandoned_call_becomes_rows_when_a_new_one_begins(monkeypatch: pytes
 
 
 @pytest.mark.parametrize(
-    ("overrides", "changes", "differs"),
+    ("overrides", "changes", "commit", "differs"),
     [
-        (["trainer.max_duration=9ba"], {}, "configurations"),
-        (["configurations=[plain]"], {}, "configurations"),
-        (["jobs=2"], {}, "jobs"),
-        ([], {"base": "yamls/bert_imdb.yaml"}, "base"),
+        (["trainer.max_duration=9ba"], {}, "abc", "configurations"),
+        (["configurations=[plain]"], {}, "abc", "configurations"),
+        (["jobs=2"], {}, "abc", "jobs"),
+        ([], {"base": "yamls/bert_imdb.yaml"}, "abc", "base"),
+        ([], {}, "def", r"commit \(or uncommitted changes\)"),
     ],
 )
-def test_a_call_with_other_arguments_cannot_be_resumed(
-    overrides: list[str], changes: dict[str, Any], differs: str, monkeypatch: pytest.MonkeyPatch
+def test_a_call_with_other_arguments_or_code_cannot_be_resumed(
+    overrides: list[str], changes: dict[str, Any], commit: str, differs: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("COMPOSER_SPEEDUPS_COMMIT", "abc")
     runs_of(monkeypatch, stop_after=1)
     with pytest.raises(KeyboardInterrupt):
         run()
     before = ROWS.read_bytes()
     seen = runs_of(monkeypatch)
+    monkeypatch.setenv("COMPOSER_SPEEDUPS_COMMIT", commit)
     with pytest.raises(SystemExit, match=rf"had different {differs}; .*remove resume=true"):
         run("resume=true", *overrides, **changes)
     assert seen == []
     assert ROWS.read_bytes() == before
-
-
-def test_a_call_cannot_be_resumed_with_other_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    runs_of(monkeypatch, stop_after=1)
-    monkeypatch.setenv("COMPOSER_SPEEDUPS_COMMIT", "abc")
-    with pytest.raises(KeyboardInterrupt):
-        run()
-    monkeypatch.setenv("COMPOSER_SPEEDUPS_COMMIT", "def")
-    with pytest.raises(SystemExit, match=r"had different commit \(or uncommitted changes\)"):
-        run("resume=true")
 
 
 def test_the_version_of_the_code_depends_on_uncommitted_changes_but_not_on_rows() -> None:
@@ -161,7 +153,7 @@ def test_a_table_runs_in_one_process_at_a_time(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_run_that_ends_with_a_stopped_table_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fake(base: str, configuration: runner.Configuration, *_: Any) -> dict[str, Any]:
+    def fake(base: str, configuration: Configuration, *_: Any) -> dict[str, Any]:
         if configuration.overrides[-1] == "x=1":
             time.sleep(0.2)
             raise KeyboardInterrupt
@@ -174,50 +166,27 @@ def test_a_run_that_ends_with_a_stopped_table_is_not_recorded(monkeypatch: pytes
     assert not ROWS.exists()
 
 
-def test_a_killed_runner_is_resumed() -> None:
+def test_a_killed_runner_is_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
     """SIGKILL in the middle of a run: what was done is there, and only that is not run again."""
-    table(matrix={})
-    script = Path("runner.py")
-    script.write_text(
-        textwrap.dedent(f"""
-        import sys, time
-        from pathlib import Path
-        from benchmarks import run
-        sys.path.insert(0, {str(ROOT)!r})
-        REPORT = {REPORT!r}
-        def fake(base, configuration, workers, cache):
-            place = Path("ran")
-            place.write_text((place.read_text() if place.exists() else "") + configuration.name + "\\n")
-            if len(place.read_text().splitlines()) == 3:
-                time.sleep(600)
+
+    def killed_in_the_third_run() -> None:
+        ran: list[str] = []
+
+        def fake(base: str, configuration: Configuration, *_: Any) -> dict[str, Any]:
+            ran.append(configuration.name)
+            if len(ran) == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
             return REPORT
-        run.run_once = fake
-        rows = run.run_table(run.read_table(Path("table.yaml"), sys.argv[1:]), "table", Path("results"))
-        """)
-    )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    killed = subprocess.Popen([sys.executable, str(script)], env=environment, stdout=subprocess.DEVNULL)
-    ran = Path("ran")
-    deadline = time.monotonic() + 180
-    while not (ran.exists() and len(ran.read_text().splitlines()) == 3):
-        assert killed.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    killed.send_signal(signal.SIGKILL)
-    killed.wait()
+
+        runner.run_once = fake
+        runner.run_table(read_table(Path("table.yaml")), "table", Path("results"))
+
+    table(matrix={})
+    assert Fork(killed_in_the_third_run).wait().status == -signal.SIGKILL
     assert [(row["configuration"], row["repeats"]) for row in read_rows(ROWS)] == [("plain", 1), ("+ x", 1)]
-    ended = subprocess.run([sys.executable, str(script), "resume=true"], env=environment, check=True, text=True)
-    assert ended.returncode == 0
-    assert ran.read_text().splitlines() == ["plain", "+ x", "+ y", "+ y", "plain", "+ x", "+ y"]
-    rows = [json.loads(line) for line in ROWS.read_text().splitlines()]
-    assert [(row["configuration"], row["repeats"], row["errors"]) for row in rows] == [
-        (a, 2, []) for a in ("plain", "+ x", "+ y")
-    ]
+    seen = runs_of(monkeypatch)
+    rows = run("resume=true")
+    assert seen == ["y=1", "a=1", "x=1", "y=1"]
+    assert [json.loads(line) for line in ROWS.read_text().splitlines()] == rows
+    assert [(row["configuration"], row["repeats"]) for row in rows] == [(name, 2) for name in ("plain", "+ x", "+ y")]
     assert len({row["call"] for row in rows}) == 1
-    assert not any("unfinished" in row for row in rows)
-
-
-@pytest.mark.parametrize("override", ["repeats=0", "jobs=two", "resume=yes"])
-def test_invalid_values_are_refused(override: str) -> None:
-    with pytest.raises(SystemExit, match=override):
-        runner.read_table(table(), [override])

@@ -242,7 +242,7 @@ def test_a_call_is_shown_with_its_failures_and_its_scaling(monkeypatch: pytest.M
         errors = [error] * (rate is None)
         whole = row(configuration, call, rate or 1.0, ranks=ranks, accuracy=None, repeats=1, errors=errors)
         del whole["data.batch_size"]
-        failed = {"samples_per_sec": None, "environment": {}, "step_seconds_p10_p50_p90": None}
+        failed: dict[str, Any] = {"samples_per_sec": None, "environment": {}, "step_seconds_p10_p50_p90": None}
         return json.dumps(whole if rate else {**whole, **failed})
 
     lines = [

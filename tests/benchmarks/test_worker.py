@@ -18,6 +18,7 @@ from composer.utils import dist
 
 from benchmarks import run as runner
 from benchmarks import worker
+from benchmarks.table_file import Configuration
 from benchmarks.worker import Worker, Workers
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.train.config.schema import TrainerConfig
@@ -134,7 +135,7 @@ def test_ranks_of_a_configuration_train_together() -> None:
     """Through Composer's launcher, two processes on the CPU."""
     brief = ["data.train_samples=32", "data.eval_samples=8", "trainer.max_duration=1ba", "data.vocab_size=300"]
     workers = Workers()
-    configuration = runner.Configuration("two", {}, [*brief, f"data.cache_dir={Path.cwd()}/cache"], ranks=2)
+    configuration = Configuration("two", {}, [*brief, f"data.cache_dir={Path.cwd()}/cache"], ranks=2)
     report = runner.run_once("yamls/quickstart.yaml", configuration, workers)
     assert report["training"]["ranks"] == 2
     assert "process_seconds" not in report  # the table is not of whole processes

@@ -96,20 +96,9 @@ def test_a_workspace_has_the_sections_and_groups_runs() -> None:
     (only,) = runs.model_dump()["filters"]["filters"]
     assert (only["key"]["name"], only["op"], only["value"]) == ("displayName", "IN", ["fp32", "bf16"])
     assert runs.run_feed.column_order[1:3] == ["config:techniques.value", "summary:summary/samples_per_sec"]
-
-
-def test_runs_may_be_grouped_by_other_keys_or_not_at_all() -> None:
-    from composer_speedups.dashboards.build import build_workspace
-
-    def grouping(*keys: str) -> list[str]:
-        spec: Any = build_workspace(layout(), Request(group_by=[*keys]), "team", "bert")._to_model().spec.section
-        assert not spec.run_sets[0].model_dump()["filters"]["filters"], "all runs of the project"
-        columns = spec.run_sets[0].run_feed.column_order
-        assert columns[1 : 1 + len(keys)] == [f"config:{key.name}" for key in spec.run_sets[0].grouping]
-        return [key.name for key in spec.run_sets[0].grouping]
-
-    assert grouping("techniques", "data.batch_size") == ["techniques.value", "data.value.batch_size"]
-    assert grouping() == []
+    every: Any = build_workspace(layout(), Request(group_by=[]), "team", "bert")._to_model().spec.section.run_sets[0]
+    assert every.grouping == every.model_dump()["filters"]["filters"] == []
+    assert every.run_feed.column_order[1] == "summary:summary/samples_per_sec"
 
 
 def test_a_report_holds_a_grid_of_panels_for_each_section() -> None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from benchmarks.run import read_table
+from benchmarks.table_file import read_table
 from composer_speedups import __main__ as version_command
 from composer_speedups.core.command_line import parse_command_line, read_settings
 from composer_speedups.core.registry import build_techniques

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForMaskedLM
 
-from benchmarks import run as runner
+from benchmarks.table_file import configurations_of, read_table
 from composer_speedups import FastLayerNorm, FusedOptimizer, MixedPrecision, SDPAAttention, TorchCompile
 from composer_speedups.data.loader import build_data
 from composer_speedups.tasks.mlm import MaskedLanguageModelling
@@ -84,12 +84,12 @@ def test_the_yaml_is_the_posts_job_on_the_data_of_bert_imdb() -> None:
 
 def test_the_benchmark_has_the_posts_four_configurations_and_batch_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("IMDB_DIR", "imdb")
-    table = runner.read_table(ROOT / "benchmarks" / "tables" / "mlm.yaml")
-    configurations = runner.configurations_of(table)
+    table = read_table(ROOT / "benchmarks" / "tables" / "mlm.yaml")
+    configurations = configurations_of(table)
     assert {configuration.name for configuration in configurations} == {"AMP", "compile", "flash", "flash + compile"}
     assert {configuration.point["data.batch_size"] for configuration in configurations} == {32, 48}
     for configuration in configurations:
-        config = load_config(ROOT / table["base"], configuration.overrides)
+        config = load_config(ROOT / table.base, configuration.overrides)
         assert config.model.task == "mlm"
         assert config.algorithms["mixed_precision"] == {"dtype": "fp16"}
         assert ("sdpa_attention" in config.algorithms) == ("flash" in configuration.name)

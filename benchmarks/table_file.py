@@ -1,0 +1,139 @@
+"""The YAML file of a table, and the configurations that it declares; :mod:`benchmarks.run` describes the keys."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+_PEERS = sorted(path.stem for path in (Path(__file__).parent / "peers").glob("*.py") if "def main(" in path.read_text())
+_ON_SEVERAL_GPUS = "own_trainer"  # the peer that supports them
+
+
+class Configuration(NamedTuple):
+    """One configuration at one point of the matrix."""
+
+    name: str
+    point: dict[str, Any]
+    overrides: list[str]
+    peer: str | None = None  # a module of benchmarks.peers to run instead of train.py
+    warm: bool = False  # its runs use a filled compile cache
+    ranks: int = 1  # number of processes, with one GPU each
+
+
+class _Keys(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class _Configuration(_Keys):
+    overrides: list[str] = Field([], alias="set")
+    peer: str | None = None
+    warm: bool = False
+    ranks: int = Field(1, ge=1)
+
+    @model_validator(mode="after")
+    def _check_peer(self) -> _Configuration:
+        if self.peer not in (None, *_PEERS):
+            raise ValueError(f"no such peer; peers are {', '.join(_PEERS)}")
+        if self.ranks > 1 and self.peer not in (None, _ON_SEVERAL_GPUS):
+            raise ValueError(f"this peer trains in one process; leave out ranks, or take {_ON_SEVERAL_GPUS}")
+        return self
+
+
+class _Published(_Keys):
+    where: str = ""
+    configurations: dict[str, str] = {}
+
+
+class Table(_Keys):
+    """The keys of a table, and what the command line adds to them: ``only``, ``last``, ``given`` and ``resume``."""
+
+    base: str
+    overrides: list[str] = Field([], alias="set")
+    repeats: int = Field(1, ge=1)
+    matrix: dict[str, list[Any]] = {}
+    cumulative: bool = False
+    jobs: int = Field(1, ge=1)
+    ahead: int = Field(1, ge=1)
+    fresh: bool = False
+    losses: bool = False
+    published: _Published = _Published()
+    configurations: dict[
+        str, Annotated[_Configuration, BeforeValidator(lambda keys: {"set": keys} if isinstance(keys, list) else keys)]
+    ]
+    only: list[str] = []  # selected configurations; all if empty
+    last: list[str] = []  # overrides of all configurations, after their own
+    given: list[str] = []  # the command line
+    resume: bool = False
+
+    @model_validator(mode="after")
+    def _check_names(self) -> Table:
+        for key, names in (("configurations", self.only), ("published", self.published.configurations)):
+            if not set(names) <= set(self.configurations):
+                raise ValueError(f"{key} must be among {', '.join(self.configurations)}")
+        return self
+
+
+def read_table(path: Path, overrides: Sequence[str] = ()) -> Table:
+    """Read a table. Overrides replace ``repeats``, ``jobs``, ``ahead`` and axes of the matrix, select configurations or
+    resume; others apply to all configurations.
+
+    Raises:
+        SystemExit: Names the key, and says what is allowed.
+    """
+    keys = yaml.safe_load(path.read_text())
+    if "like" in keys:
+        keys = _inherited(path.with_name(f"{keys.pop('like')}.yaml"), keys)
+    keys |= {"last": [], "given": [override for override in overrides if not override.startswith("resume=")]}
+    for override in overrides:
+        key, sign, value = override.partition("=")
+        if not sign:
+            raise SystemExit(f"{override}: must be key=value, like repeats=2")
+        if key in ("repeats", "jobs", "ahead", "resume"):
+            keys[key] = value
+        elif key == "configurations":
+            keys["only"] = yaml.safe_load(value)
+        elif key in keys.get("matrix", {}):
+            keys["matrix"][key] = [yaml.safe_load(value)]
+        else:
+            keys["last"].append(override)
+    try:
+        return Table.model_validate(keys)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        message = first["msg"].removeprefix("Value error, ")
+        raise SystemExit(f"{path}: {where}{': ' if where else ''}{message}, not {first['input']!r:.80}") from error
+
+
+def _inherited(other: Path, own: dict[str, Any]) -> dict[str, Any]:
+    """Another table with its keys replaced by this one's, its overrides before this one's, and without published
+    figures."""
+    if not other.is_file():
+        raise SystemExit(f"{other}: no such table, although another table refers to it in like")
+    inherited = yaml.safe_load(other.read_text())
+    inherited.pop("published", None)
+    return {**inherited, **own, "set": [*inherited.get("set", []), *own.get("set", [])]}
+
+
+def configurations_of(table: Table) -> list[Configuration]:
+    """Every selected configuration at every point of the matrix."""
+    configurations = []
+    logged = ["loggers.file={}"] if table.losses else []
+    for values in itertools.product(*table.matrix.values()):
+        point = dict(zip(table.matrix, values, strict=True))
+        placed = [f"{key}={json.dumps(value)}" for key, value in point.items()]
+        kept: list[str] = []
+        for name, keys in table.configurations.items():
+            own = keys.overrides
+            if table.cumulative and keys.peer is None:
+                own = kept = kept + own
+            if name in (table.only or table.configurations):
+                overrides = [*table.overrides, *placed, *own, *logged, *table.last]
+                configurations.append(Configuration(name, point, overrides, keys.peer, keys.warm, keys.ranks))
+    return configurations
