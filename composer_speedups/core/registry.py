@@ -44,7 +44,7 @@ def description_of(name: str) -> Description:
     cls = technique_class(name)
     functional = importlib.import_module(f"composer_speedups.algorithms.{name}.functional")
     lines = list(help_lines(cls, omit="on_unavailable"))
-    return Description(name, cls.__name__, inspect.getdoc(cls).split("\n")[0], sorted(functional.__all__), lines)
+    return Description(name, cls.__name__, (cls.__doc__ or "").split("\n")[0], sorted(functional.__all__), lines)
 
 
 def build_techniques(

@@ -27,7 +27,7 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 from composer_speedups.core.errors import ConfigError, UserError
 
 __all__ = [
-    "LENGTH", "ComposerTime", "FileName", "InvalidSettingError", "Origins", "Settings", "docs_of", "fields_of",
+    "LENGTH", "ComposerTime", "FileName", "InvalidSettingError", "Origins", "Settings", "doc_of", "fields_of",
     "help_lines", "key_line", "keys_help", "keys_of", "leaf_types", "refuse_if", "section_of",
 ]  # fmt: skip
 
@@ -169,8 +169,13 @@ def keys_of(cls: type[Settings], prefix: str = "") -> Iterator[tuple[str, FieldI
             yield from keys_of(section, f"{prefix}{name}.")
 
 
+def doc_of(cls: Any, name: str) -> str:
+    """The string literal below a setting in the body of its class, as one line."""
+    return _docs(cls).get(name, "")
+
+
 @functools.cache
-def docs_of(cls: type[Settings]) -> dict[str, str]:
+def _docs(cls: type) -> dict[str, str]:
     """The string literal below each annotated attribute of a class and its bases, as one line each."""
     docs: dict[str, str] = {}
     for base in (b for b in reversed(cls.__mro__) if issubclass(b, Settings) and b is not Settings):
@@ -300,7 +305,7 @@ def help_lines(cls: type[Settings], prefix: str = "", omit: str = "") -> Iterato
     for name, field in fields_of(cls).items():
         if name != omit:
             yield key_line(prefix + name, field)
-            yield f"    {docs_of(cls)[name]}"
+            yield f"    {doc_of(cls, name)}"
 
 
 def keys_help(cls: type[Settings], prefix: str = "") -> str:
@@ -341,8 +346,8 @@ def _explain(error: ValidationError, cls: type[Settings], values: Any, prefix: s
         names.append(str(name))
     key = f"{prefix}{'.'.join(names)}".removesuffix(".")
     if first["type"] in _UNKNOWN:
-        key = f"{prefix}{'.'.join([*names, str(location[-1])])}"
-        return key, f"unknown key {key!r}{_closest(key, [prefix + known for known, _, _ in keys_of(cls)])}"
+        name = ".".join([*names, str(location[-1])])
+        return prefix + name, f"unknown key {prefix + name!r}{_closest(name, cls, prefix)}"
     if isinstance(cause, InvalidSettingError):
         key = f"{key}.{cause.key}".removeprefix(".")
         return key, f"{key} {cause.problem}"
@@ -363,12 +368,15 @@ def _explain(error: ValidationError, cls: type[Settings], values: Any, prefix: s
     return key, f"{key} must be {allowed}, not {outside['input']}"
 
 
-def _closest(key: str, known: Sequence[str]) -> str:
+def _closest(key: str, cls: type[Settings], prefix: str) -> str:
     """``; did you mean 'data.batch_size'?`` for ``data.bach_size``, or where to find all keys."""
+    known = [name for name, _, _ in keys_of(cls)]
+    few = len(known) <= 20
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
     if not close:  # the right name in another section
-        leaves = {name.rsplit(".", 1)[-1]: name for name in reversed(known)}
-        close = [leaves[m] for m in difflib.get_close_matches(key.rsplit(".", 1)[-1], leaves, n=1, cutoff=0.6)]
+        leaves = {name.rpartition(".")[2]: name for name in reversed(known)}
+        matches = difflib.get_close_matches(key.rpartition(".")[2], leaves, n=1, cutoff=0.5 if few else 0.7)
+        close = [leaves[leaf] for leaf in matches]
     if close:
-        return f"; did you mean {close[0]!r}?"
-    return f"; known: {', '.join(known)}" if len(known) <= 20 else "; --help lists all keys"
+        return f"; did you mean {prefix + close[0]!r}?"
+    return f"; known: {', '.join(known)}" if few else "; --help lists all keys"

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.core.registry import build_techniques, technique_class
-from composer_speedups.core.settings import Origins, docs_of, key_line, keys_of, section_of
+from composer_speedups.core.settings import Origins, doc_of, key_line, keys_of, section_of
 from composer_speedups.train.cli import help_text
 from composer_speedups.train.config.load import load_config, load_with_origins, save_config
 from composer_speedups.train.config.schema import Config
@@ -305,7 +305,7 @@ def test_on_unavailable_of_the_config_is_the_default_of_each_technique() -> None
 def test_help_shows_every_key_with_its_description_and_default() -> None:
     text = help_text()
     for key, field, owner in keys_of(Config):
-        doc = docs_of(owner)[key.rpartition(".")[2]]
+        doc = doc_of(owner, key.rpartition(".")[2])
         assert doc, f"{key} has no doc string"
         assert doc in text
         assert section_of(field) is not None or f"  {key_line(key, field)}\n      {doc}\n" in text

@@ -138,7 +138,7 @@ def test_the_baselines_rate_excludes_warm_up_and_the_first_batch_of_each_turn() 
     ("override", "error", "message"),
     [
         ("baseline={algorithms: {unpading: {}}}", ConfigError, r"baseline\.algorithms\.unpading is not a technique"),
-        ("baseline={algorithms: 3}", ConfigError, r"baseline\.algorithms must contain technique names, not '3'"),
+        ("baseline={algorithms: 3}", ConfigError, r"baseline\.algorithms must contain technique names, not 3"),
         ("baseline={batches: 1}", ConfigError, r"baseline\.batches must be 10 to 100000"),
         ("baseline={algorithms: {tf32_matmul: {}}}", TechniqueError, "tf32_matmul: TF32 needs a CUDA GPU"),
         ("baseline={algorithms: {unpadding: {}, sdpa_attention: {}}}", TechniqueError, "conflicts with"),
