@@ -21,6 +21,7 @@ from composer_speedups.packing.call import Call, ModelAroundEncoder, call_of
 from composer_speedups.packing.tokens import (
     COUNTED_ON_HOST,
     IGNORED,
+    MULTIPLE,
     READS_PADDING,
     Plan,
     gather_tokens,
@@ -105,7 +106,7 @@ class UnpaddedEncoder(nn.Module):
     planned: tuple[Planned, ...] = ()
     known_counts: tuple[tuple[Tensor, Sequence[int]], ...] = ()
     by_token: bool = False
-    pad_to_multiple_of: int = 64
+    pad_to_multiple_of: int = MULTIPLE
     reads_first: bool = True
     padding_reader: PaddingReader | None = None
     ran: str | None = None
