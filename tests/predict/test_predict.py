@@ -275,7 +275,7 @@ DAMAGES: dict[str, Any] = {
     "length is null": lambda text: changed(text, "config", "data", "max_length", to=None),
     "length is negative": lambda text: changed(text, "config", "data", "max_length", to=-1),
     "length beyond the positions": lambda text: changed(text, "config", "data", "max_length", to=100_000),
-    "columns are numbers": lambda text: changed(text, "config", "data", "text_columns", to=[1, 2]),
+    "a column is null": lambda text: changed(text, "config", "data", "text_columns", to=[None]),
 }
 
 
