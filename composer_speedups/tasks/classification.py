@@ -37,6 +37,7 @@ class Classification(Task):
     class_weights: Sequence[float] | None = None
 
     name = "classification"
+    trains_on_random_tokens = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
