@@ -66,7 +66,6 @@ _TESTS = {  # in addition to files named after the module or its folder
     "algorithms/fused_layers/layer": ["kernels/test_fused_kernels.py", "kernels/test_fused_dropout.py"],
     "algorithms/fused_layers/": ["algorithms/test_compile_with_techniques.py", "algorithms/test_fused_dropout.py"],
     "algorithms/cuda_graphs/": ["kernels/test_capture.py"],
-    "callbacks/config": ["callbacks/test_finite_loss.py", "callbacks/test_throughput.py", "callbacks/test_memory.py"],
     "callbacks/divergence": ["callbacks/test_finite_loss.py", "core/test_guards_and_resume.py"],
     "callbacks/finite_loss": ["core/test_guards_and_resume.py"],
     "callbacks/nonfinite": ["callbacks/test_finite_loss.py"],
