@@ -243,11 +243,13 @@ def _options(hint: Any) -> Sequence[Any]:
     return options[:1] if typing.get_origin(hint) is typing.Annotated else options
 
 
-def _spell(hint: Any, names: Mapping[Any, str], literal: Callable[[Any], str], union: str, listed: str) -> str:
+def _spell(
+    hint: Any, names: Mapping[Any, str], literal: Callable[[Sequence[Any]], str], union: str, listed: str
+) -> str:
     def spell(hint: Any) -> str:
         origin = typing.get_origin(hint)
         if origin is typing.Literal:
-            return union.join(map(literal, _options(hint)))
+            return literal(_options(hint))
         if origin in (types.UnionType, typing.Union, typing.Annotated):
             return union.join(map(spell, _options(hint)))
         if origin is list:
@@ -267,6 +269,11 @@ _IN_ERRORS = {
 }  # fmt: skip
 _SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 _WORDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+
+
+def _one_of(options: Sequence[Any]) -> str:
+    *first, last = map(repr, options)
+    return f"{', '.join(first)} or {last}" if first else last
 
 
 def _bounds(field: FieldInfo) -> dict[str, Any]:
@@ -296,7 +303,7 @@ def key_line(key: str, field: FieldInfo) -> str:
     bounds = _bounds(field)
     limits = [f"{_SIGNS[name]} {bound}" for name, bound in bounds.items() if name in _SIGNS]
     limits += [f"units {', '.join(bounds['units'])}"] if "units" in bounds else []
-    hint = _spell(field.annotation, _IN_HELP, str, "|", "list[{}]")
+    hint = _spell(field.annotation, _IN_HELP, lambda options: "|".join(map(str, options)), "|", "list[{}]")
     return f"{key}: {hint} = {shown}" + (f"  [{'; '.join(limits)}]" if limits else "")
 
 
@@ -362,7 +369,7 @@ def _explain(error: ValidationError, cls: type[Settings], values: Any, prefix: s
     if outside is None:
         return (
             key,
-            f"{key} must be {_spell(field.annotation, _IN_ERRORS, repr, ' or ', 'a list of {}')}, not {values!r}",
+            f"{key} must be {_spell(field.annotation, _IN_ERRORS, _one_of, ' or ', 'a list of {}')}, not {values!r}",
         )
     allowed = "a finite number" if outside["type"] == "finite_number" else _bounds_in_words(_bounds(field))
     return key, f"{key} must be {allowed}, not {outside['input']}"

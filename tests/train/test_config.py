@@ -78,7 +78,7 @@ MISTAKES = {
     "trainer: {max_duration: 0ep}": "trainer.max_duration must be above 0",
     "trainer: {max_duration: 0.5dur}": "trainer.max_duration must be a Composer time",
     "scheduler: {warmup: 2dur}": "scheduler.warmup must be a Composer time",
-    "trainer: {precision: fp16}": "trainer.precision must be 'fp32' or 'amp_bf16' or 'amp_fp16', not 'fp16'",
+    "trainer: {precision: fp16}": "trainer.precision must be 'fp32', 'amp_bf16' or 'amp_fp16', not 'fp16'",
     "trainer: {microbatch_size: some}": "trainer.microbatch_size must be a whole number or 'auto' or null, not 'some'",
     "trainer: {microbatch_size: 0}": "trainer.microbatch_size must be at least 1",
     "trainer: {parallelism_config: {ddp: {}}}": "trainer.parallelism_config accepts fsdp and tp, not ddp",
