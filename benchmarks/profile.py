@@ -46,6 +46,7 @@ from composer_speedups.core.technique import screen
 from composer_speedups.core.trainer_state import device_of, torch_device
 from composer_speedups.data.loader import build_data
 from composer_speedups.families.flops import batch_lengths
+from composer_speedups.packing.tokens import MULTIPLE, round_up
 from composer_speedups.tasks.models import build_model, resolve_name
 from composer_speedups.tasks.task import build_task
 from composer_speedups.train.cli import exit_codes, read_command_line
@@ -54,7 +55,6 @@ from composer_speedups.train.run_folder import RunFolder
 from composer_speedups.train.trainer import build_trainer, context_of, join_ranks, open_device
 
 _PREFIX = "profile."
-_MULTIPLE = 64  # the number of tokens in the floor is rounded up to a multiple of this, as in unpadding
 _KEPT = 40  # number of kernels in a row
 _ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")  # categories in a Chrome trace
 
@@ -222,7 +222,7 @@ def _row(
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     ran = str(engaged.get("fused_layers", {}).get("evidence", {}).get("layers_ran", ""))
     first_tokens = batch_size // dist.get_world_size() if "first tokens" in ran else None
-    products = linear_products(model, -(-tokens // _MULTIPLE) * _MULTIPLE, first_tokens)
+    products = linear_products(model, round_up(tokens, MULTIPLE), first_tokens)
     floor = gemm_floor(products, device, dtype)
     steps = profiler.counts.active
     step_ms, floor_ms = 1e3 * profiler.step_seconds, 1e3 * floor

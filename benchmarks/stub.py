@@ -27,8 +27,7 @@ def package_stub() -> str:
 
 def package_catalogue() -> str:
     """The text of ``_catalogue.json``, from the classes of the techniques and tasks; see ``core/catalogue.py``."""
-    from composer_speedups.core.catalogue import technique_names
-    from composer_speedups.core.registry import description_of
+    from composer_speedups.core.catalogue import description_of, technique_names
     from composer_speedups.tasks.task import specific_keys
 
     techniques = {name: description_of(name)._asdict() for name in technique_names()}

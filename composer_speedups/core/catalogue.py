@@ -15,7 +15,18 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["FILE", "Description", "describe", "folder_of", "keys_by_task", "public_names", "technique_names"]
+from composer_speedups.core.settings import help_lines
+
+__all__ = [
+    "FILE",
+    "Description",
+    "describe",
+    "description_of",
+    "folder_of",
+    "keys_by_task",
+    "public_names",
+    "technique_names",
+]
 
 FILE = Path(__file__).parents[1] / "_catalogue.json"
 
@@ -54,11 +65,17 @@ def describe() -> list[Description]:
 
 
 def _describe(name: str) -> Description:
-    if (entry := _generated()["techniques"].get(name)) is not None:
-        return Description(name, **entry)
-    from composer_speedups.core.registry import description_of  # imports torch
+    entry = _generated()["techniques"].get(name)
+    return description_of(name) if entry is None else Description(name, **entry)
 
-    return description_of(name)
+
+def description_of(name: str) -> Description:
+    """A technique from its class, which is imported."""
+    folder = f"composer_speedups.algorithms.{name}"
+    module, functional = (importlib.import_module(f"{folder}.{file}") for file in (name, "functional"))
+    cls = next(c for c in vars(module).values() if isinstance(c, type) and vars(c).get("name") == name)
+    lines = list(help_lines(cls, omit="on_unavailable"))
+    return Description(name, cls.__name__, (cls.__doc__ or "").split("\n")[0], sorted(functional.__all__), lines)
 
 
 @cache

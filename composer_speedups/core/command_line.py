@@ -113,8 +113,8 @@ def read_settings(cls: type[T], arguments: Sequence[str], prefix: str = "") -> t
             others.append(argument)
             continue
         name = key.removeprefix(prefix)
-        values[name] = _parse(text, fields_of(cls).get(name))
-        if isinstance(values[name], str) and not text.strip():
+        values[name] = value = _parse(text, fields_of(cls).get(name))
+        if "" in (value if isinstance(value, list) else [text.strip()]):
             raise ConfigError(f"{COMMAND_LINE}: {key} must not be empty")
     return cls.read(values, prefix, Origins(COMMAND_LINE)), others
 

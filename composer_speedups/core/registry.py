@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from composer_speedups.core.catalogue import Description, technique_names
+from composer_speedups.core.catalogue import technique_names
 from composer_speedups.core.errors import ConfigError, did_you_mean
-from composer_speedups.core.settings import Origins, help_lines
+from composer_speedups.core.settings import Origins
 from composer_speedups.core.technique import Technique
 
-__all__ = ["build_techniques", "description_of", "technique_class"]
+__all__ = ["build_techniques", "technique_class"]
 
 
 @cache
@@ -37,14 +37,6 @@ def technique_class(name: str) -> type[Technique]:
     assert len(classes) == 1, f"{module.__name__} must define exactly one Technique"
     assert classes[0].name == name, f"{classes[0].__name__}.name must be {name!r}, the name of its folder"
     return classes[0]
-
-
-def description_of(name: str) -> Description:
-    """What the catalogue says of a technique, from its class."""
-    cls = technique_class(name)
-    functional = importlib.import_module(f"composer_speedups.algorithms.{name}.functional")
-    lines = list(help_lines(cls, omit="on_unavailable"))
-    return Description(name, cls.__name__, inspect.getdoc(cls).split("\n")[0], sorted(functional.__all__), lines)
 
 
 def build_techniques(

@@ -27,7 +27,7 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 from composer_speedups.core.errors import ConfigError, UserError
 
 __all__ = [
-    "LENGTH", "ComposerTime", "FileName", "InvalidSettingError", "Origins", "Settings", "docs_of", "fields_of",
+    "LENGTH", "ComposerTime", "FileName", "InvalidSettingError", "Origins", "Settings", "doc_of", "fields_of",
     "help_lines", "key_line", "keys_help", "keys_of", "leaf_types", "refuse_if", "section_of",
 ]  # fmt: skip
 
@@ -169,8 +169,13 @@ def keys_of(cls: type[Settings], prefix: str = "") -> Iterator[tuple[str, FieldI
             yield from keys_of(section, f"{prefix}{name}.")
 
 
+def doc_of(cls: Any, name: str) -> str:
+    """The string literal below a setting in the body of its class, as one line."""
+    return _docs(cls).get(name, "")
+
+
 @functools.cache
-def docs_of(cls: type[Settings]) -> dict[str, str]:
+def _docs(cls: type) -> dict[str, str]:
     """The string literal below each annotated attribute of a class and its bases, as one line each."""
     docs: dict[str, str] = {}
     for base in (b for b in reversed(cls.__mro__) if issubclass(b, Settings) and b is not Settings):
@@ -238,11 +243,13 @@ def _options(hint: Any) -> Sequence[Any]:
     return options[:1] if typing.get_origin(hint) is typing.Annotated else options
 
 
-def _spell(hint: Any, names: Mapping[Any, str], literal: Callable[[Any], str], union: str, listed: str) -> str:
+def _spell(
+    hint: Any, names: Mapping[Any, str], literal: Callable[[Sequence[Any]], str], union: str, listed: str
+) -> str:
     def spell(hint: Any) -> str:
         origin = typing.get_origin(hint)
         if origin is typing.Literal:
-            return union.join(map(literal, _options(hint)))
+            return literal(_options(hint))
         if origin in (types.UnionType, typing.Union, typing.Annotated):
             return union.join(map(spell, _options(hint)))
         if origin is list:
@@ -262,6 +269,11 @@ _IN_ERRORS = {
 }  # fmt: skip
 _SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 _WORDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+
+
+def _one_of(options: Sequence[Any]) -> str:
+    *first, last = map(repr, options)
+    return f"{', '.join(first)} or {last}" if first else last
 
 
 def _bounds(field: FieldInfo) -> dict[str, Any]:
@@ -291,7 +303,7 @@ def key_line(key: str, field: FieldInfo) -> str:
     bounds = _bounds(field)
     limits = [f"{_SIGNS[name]} {bound}" for name, bound in bounds.items() if name in _SIGNS]
     limits += [f"units {', '.join(bounds['units'])}"] if "units" in bounds else []
-    hint = _spell(field.annotation, _IN_HELP, str, "|", "list[{}]")
+    hint = _spell(field.annotation, _IN_HELP, lambda options: "|".join(map(str, options)), "|", "list[{}]")
     return f"{key}: {hint} = {shown}" + (f"  [{'; '.join(limits)}]" if limits else "")
 
 
@@ -300,7 +312,7 @@ def help_lines(cls: type[Settings], prefix: str = "", omit: str = "") -> Iterato
     for name, field in fields_of(cls).items():
         if name != omit:
             yield key_line(prefix + name, field)
-            yield f"    {docs_of(cls)[name]}"
+            yield f"    {doc_of(cls, name)}"
 
 
 def keys_help(cls: type[Settings], prefix: str = "") -> str:
@@ -341,8 +353,8 @@ def _explain(error: ValidationError, cls: type[Settings], values: Any, prefix: s
         names.append(str(name))
     key = f"{prefix}{'.'.join(names)}".removesuffix(".")
     if first["type"] in _UNKNOWN:
-        key = f"{prefix}{'.'.join([*names, str(location[-1])])}"
-        return key, f"unknown key {key!r}{_closest(key, [prefix + known for known, _, _ in keys_of(cls)])}"
+        name = ".".join([*names, str(location[-1])])
+        return prefix + name, f"unknown key {prefix + name!r}{_closest(name, cls, prefix)}"
     if isinstance(cause, InvalidSettingError):
         key = f"{key}.{cause.key}".removeprefix(".")
         return key, f"{key} {cause.problem}"
@@ -357,18 +369,21 @@ def _explain(error: ValidationError, cls: type[Settings], values: Any, prefix: s
     if outside is None:
         return (
             key,
-            f"{key} must be {_spell(field.annotation, _IN_ERRORS, repr, ' or ', 'a list of {}')}, not {values!r}",
+            f"{key} must be {_spell(field.annotation, _IN_ERRORS, _one_of, ' or ', 'a list of {}')}, not {values!r}",
         )
     allowed = "a finite number" if outside["type"] == "finite_number" else _bounds_in_words(_bounds(field))
     return key, f"{key} must be {allowed}, not {outside['input']}"
 
 
-def _closest(key: str, known: Sequence[str]) -> str:
+def _closest(key: str, cls: type[Settings], prefix: str) -> str:
     """``; did you mean 'data.batch_size'?`` for ``data.bach_size``, or where to find all keys."""
+    known = [name for name, _, _ in keys_of(cls)]
+    few = len(known) <= 20
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
     if not close:  # the right name in another section
-        leaves = {name.rsplit(".", 1)[-1]: name for name in reversed(known)}
-        close = [leaves[m] for m in difflib.get_close_matches(key.rsplit(".", 1)[-1], leaves, n=1, cutoff=0.6)]
+        leaves = {name.rpartition(".")[2]: name for name in reversed(known)}
+        matches = difflib.get_close_matches(key.rpartition(".")[2], leaves, n=1, cutoff=0.5 if few else 0.7)
+        close = [leaves[leaf] for leaf in matches]
     if close:
-        return f"; did you mean {close[0]!r}?"
-    return f"; known: {', '.join(known)}" if len(known) <= 20 else "; --help lists all keys"
+        return f"; did you mean {prefix + close[0]!r}?"
+    return f"; known: {', '.join(known)}" if few else "; --help lists all keys"

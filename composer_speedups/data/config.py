@@ -104,6 +104,8 @@ class DataConfig(Settings):
 
     def check_settings(self) -> None:
         source, files = self.source, self.source in ("files", "mds")
+        no_stream = f"is for data.source: hub or files, not {source}; remove it"
+        refuse_if(self.streaming and source not in ("hub", "files"), "streaming", no_stream)
         path = "path of a parquet, csv or jsonl file" if source == "files" else "folder or address of its shards"
         missing = f"is missing; data.source: {source} needs the {path}"
         refuse_if(files and self.train_file is None, "train_file", missing)
@@ -124,16 +126,14 @@ class DataConfig(Settings):
         refuse_if(self.workers == 0 and self.prefetch_factor is not None, "prefetch_factor", workers)
         useless = "saves no padding with data.padding: max_length; set data.padding=longest"
         refuse_if(self.length_batching is not None and self.padding != "longest", "length_batching", useless)
-        no_stream = f"is for data.source: hub or files, not {source}; remove it"
-        refuse_if(self.streaming and source not in ("hub", "files"), "streaming", no_stream)
         if self.streams:
+            refuse_if(self.packing, "packing", "joins all texts up front; streaming cannot provide them; remove it")
             draws = "draws random samples, which streaming cannot; set data.train_samples=null"
             refuse_if(self.train_samples is not None, "train_samples", draws)
             no_lengths = "needs every length up front; streaming cannot provide them; remove it"
             refuse_if(self.length_batching is not None, "length_batching", no_lengths)
             no_texts = "wordpiece is trained on all texts up front; streaming cannot provide them; name a tokenizer"
             refuse_if(wordpiece, "tokenizer", no_texts)
-            refuse_if(self.packing, "packing", "joins all texts up front; streaming cannot provide them; remove it")
         if self.eval_fraction is not None:
             both = "and data.eval_file both define the validation samples; remove one of them"
             refuse_if(self.eval_file is not None, "eval_fraction", both)

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 __all__ = [
     "COUNTED_ON_HOST",
     "IGNORED",
+    "MULTIPLE",
     "READS_PADDING",
     "Plan",
     "as_numpy",
@@ -32,6 +33,7 @@ __all__ = [
 ]
 
 
+MULTIPLE = 64  # packed tokens are rounded up to a multiple of it by default, because matmuls are fastest then
 IGNORED = -100  # the label that torch's cross entropy ignores
 COUNTED_ON_HOST = (
     "unpadding reads the number of tokens on the host; call plan_unpadding before each call, compile without "
@@ -155,7 +157,7 @@ def round_up(number: int, multiple: int) -> int:
     return max(-(-number // multiple), 1) * multiple
 
 
-def make_plan(mask_BS: Tensor, total: int, pad_to_multiple_of: int = 64) -> Plan:
+def make_plan(mask_BS: Tensor, total: int, pad_to_multiple_of: int = MULTIPLE) -> Plan:
     """Lay out the real tokens of a batch on the mask's device, without synchronizing.
 
     Args:

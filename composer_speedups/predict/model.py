@@ -6,16 +6,17 @@ import warnings
 from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import torch
 import transformers
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, BeforeValidator, ValidationError
 
 from composer_speedups.algorithms.unpadding.functional import plan_unpadding
 from composer_speedups.core.errors import ConfigError, first_line
 from composer_speedups.core.files import with_working_directory
 from composer_speedups.core.pretrained import pretrained_config, pretrained_model, pretrained_tokenizer
+from composer_speedups.core.settings import Settings, fields_of
 from composer_speedups.data.config import DataConfig
 from composer_speedups.data.flat import PER_TOKEN, Ragged
 from composer_speedups.data.loader import Pad
@@ -165,9 +166,19 @@ def _task_of(run: Path, columns: Sequence[str] | None) -> tuple[Task, int]:
     return task, data.max_length
 
 
+def _known_keys(section: type[Settings]) -> BeforeValidator:
+    """Leave out the keys of other versions."""
+
+    def known(values: Any) -> Any:
+        names = fields_of(section)
+        return {k: v for k, v in values.items() if k in names} if isinstance(values, dict) else values
+
+    return BeforeValidator(known)
+
+
 class _Config(BaseModel):
-    model: ModelConfig
-    data: DataConfig
+    model: Annotated[ModelConfig, _known_keys(ModelConfig)]
+    data: Annotated[DataConfig, _known_keys(DataConfig)]
 
 
 class _Report(BaseModel):

@@ -35,6 +35,7 @@ class Classification(TaskWithClasses):
     class_weights: Sequence[float] | None = None
 
     name = "classification"
+    trains_on_random_tokens = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -22,7 +22,7 @@ from composer_speedups.core.errors import (
     WriteError,
 )
 from composer_speedups.core.files import out_of_space
-from composer_speedups.core.settings import Origins, docs_of, key_line, keys_of, section_of
+from composer_speedups.core.settings import Origins, doc_of, key_line, keys_of, section_of
 from composer_speedups.train.config.schema import Config
 
 __all__ = ["exit_codes", "help_text", "read_command_line"]
@@ -101,7 +101,7 @@ def help_text() -> str:
 
 def _keys() -> Iterator[str]:
     for key, field, owner in keys_of(Config):
-        doc = docs_of(owner)[key.rpartition(".")[2]]
+        doc = doc_of(owner, key.rpartition(".")[2])
         if section_of(field) is None:
             yield f"  {key_line(key, field)}"
             yield f"      {doc}"

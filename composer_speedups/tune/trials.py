@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import json
 import math
@@ -28,8 +27,7 @@ from composer_speedups.core.subprocesses import python_module_command
 from composer_speedups.core.technique import screen
 from composer_speedups.data.loader import build_data
 from composer_speedups.tasks.models import resolve_name
-from composer_speedups.tasks.task import build_task
-from composer_speedups.train.config.checks import check_together
+from composer_speedups.tasks.task import build_task, checked_task
 from composer_speedups.train.config.load import save_config
 from composer_speedups.train.config.schema import (
     CheckpointConfig,
@@ -101,10 +99,9 @@ class OriginalRun:
 
     def refusal(self, algorithms: Algorithms) -> str | None:
         """Why train.py would refuse these techniques before it builds a model; None if it would not."""
-        whole = copy.copy(self.config)
-        whole.algorithms = stopping(algorithms)
         try:
-            check_together(whole, Origins("config"))
+            whole = dataclasses.replace(self.config, algorithms=stopping(algorithms))
+            checked_task(whole, Origins("config"))
             screen(build_techniques(whole.algorithms), self.context)
         except TechniqueError as error:
             return f"{error.technique}: {error.reason}"

@@ -21,7 +21,8 @@ def reviews() -> dict[str, list[str]]:
 
 
 def trained(reviews: dict[str, list[str]], cache: str, vocab_size: int = 400) -> Tokenizer:
-    config = dataclasses.replace(CONFIG, vocab_size=vocab_size, cache_dir=cache)
+    config = dataclasses.replace(CONFIG, cache_dir=cache)
+    config.vocab_size = vocab_size  # also one that the key does not accept
     return load_tokenizer(config, "unused", reviews["text"]).backend_tokenizer
 
 

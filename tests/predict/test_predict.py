@@ -272,7 +272,7 @@ DAMAGES: dict[str, Any] = {
     "another task": lambda text: changed(text, "config", "model", "task", to="config"),
     "length is a text": lambda text: changed(text, "config", "data", "max_length", to="long"),
     "length beyond the positions": lambda text: changed(text, "config", "data", "max_length", to=100_000),
-    "columns are numbers": lambda text: changed(text, "config", "data", "text_columns", to=[1, 2]),
+    "a column is null": lambda text: changed(text, "config", "data", "text_columns", to=[None]),
 }
 
 

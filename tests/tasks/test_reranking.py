@@ -271,4 +271,10 @@ def test_bad_settings_and_rows_are_refused(files: list[dict[str, Any]]) -> None:
     with pytest.raises(DataError, match=r"no query has two documents with different labels, .*; use bce"):
         train_in_process("model.loss=pairwise")
     with pytest.raises(ConfigError, match=r"model.loss pairwise needs every document of a query up front"):
-        train_in_process("model.loss=pairwise", "data.streaming=true", "data.tokenizer=x")
+        train_in_process(
+            "model.loss=pairwise",
+            "data.streaming=true",
+            "data.tokenizer=x",
+            "trainer.max_duration=4ba",
+            "trainer.eval_interval=4ba",
+        )

@@ -80,7 +80,7 @@ def with_adapter(folder: str) -> None:
 
 def test_a_module_that_an_adapter_names_is_never_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path.cwd()))
-    load_tokenizer(DataConfig(tokenizer="wordpiece", vocab_size=64), "", ["a film"]).save_pretrained("model")
+    load_tokenizer(DataConfig(tokenizer="wordpiece", vocab_size=128), "", ["a film"]).save_pretrained("model")
     tokenizer = load_tokenizer(DataConfig(), "model", None)
     tiny_model("bert").save_pretrained("model")
     with_adapter("model")

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.core.registry import build_techniques, technique_class
-from composer_speedups.core.settings import Origins, docs_of, key_line, keys_of, section_of
+from composer_speedups.core.settings import Origins, doc_of, key_line, keys_of, section_of
 from composer_speedups.train.cli import help_text
 from composer_speedups.train.config.load import load_config, load_with_origins, save_config
 from composer_speedups.train.config.schema import Config
@@ -78,7 +78,7 @@ MISTAKES = {
     "trainer: {max_duration: 0ep}": "trainer.max_duration must be above 0",
     "trainer: {max_duration: 0.5dur}": "trainer.max_duration must be a Composer time",
     "scheduler: {warmup: 2dur}": "scheduler.warmup must be a Composer time",
-    "trainer: {precision: fp16}": "trainer.precision must be 'fp32' or 'amp_bf16' or 'amp_fp16', not 'fp16'",
+    "trainer: {precision: fp16}": "trainer.precision must be 'fp32', 'amp_bf16' or 'amp_fp16', not 'fp16'",
     "trainer: {microbatch_size: some}": "trainer.microbatch_size must be a whole number or 'auto' or null, not 'some'",
     "trainer: {microbatch_size: 0}": "trainer.microbatch_size must be at least 1",
     "trainer: {parallelism_config: {ddp: {}}}": "trainer.parallelism_config accepts fsdp and tp, not ddp",
@@ -305,7 +305,7 @@ def test_on_unavailable_of_the_config_is_the_default_of_each_technique() -> None
 def test_help_shows_every_key_with_its_description_and_default() -> None:
     text = help_text()
     for key, field, owner in keys_of(Config):
-        doc = docs_of(owner)[key.rpartition(".")[2]]
+        doc = doc_of(owner, key.rpartition(".")[2])
         assert doc, f"{key} has no doc string"
         assert doc in text
         assert section_of(field) is not None or f"  {key_line(key, field)}\n      {doc}\n" in text

@@ -14,13 +14,14 @@ from composer_speedups.packing.call import ModelAroundEncoder
 from composer_speedups.packing.encoder import unpadded_encoders
 from composer_speedups.packing.labelled_head import MLMHead, count_labels, labelled_heads, plan_labels
 from composer_speedups.packing.planning import PlannedBatch
+from composer_speedups.packing.tokens import MULTIPLE
 
 __all__ = ["apply_unpadding", "plan_unpadding", "undo_unpadding"]
 LARGEST_MULTIPLE = 65536
 
 
 def apply_unpadding(
-    model: nn.Module, pad_to_multiple_of: int = 64, mlm_head: MLMHead = "all", check: Check = "auto"
+    model: nn.Module, pad_to_multiple_of: int = MULTIPLE, mlm_head: MLMHead = "all", check: Check = "auto"
 ) -> list[str]:
     """Make the encoder of a Hugging Face model run on real tokens only.
 

@@ -25,7 +25,7 @@ from composer_speedups.packing.labelled_head import (
     plan_labels,
 )
 from composer_speedups.packing.planning import Layout, Packing, PlannedBatch
-from composer_speedups.packing.tokens import token_masks
+from composer_speedups.packing.tokens import MULTIPLE, token_masks
 
 
 class Unpadding(ParityCheckedTechnique):
@@ -50,7 +50,7 @@ class Unpadding(ParityCheckedTechnique):
     )
     gain = 1.1
 
-    pad_to_multiple_of: int = Field(64, ge=1, le=LARGEST_MULTIPLE)
+    pad_to_multiple_of: int = Field(MULTIPLE, ge=1, le=LARGEST_MULTIPLE)
     """Round the number of packed tokens up to a multiple of this."""
 
     mlm_head: MLMHead = Field("all")

@@ -35,7 +35,6 @@ _MOST_NESTED = 50  # nesting limit: libyaml's parser is recursive, and a hundred
 _MAX_EXPANDED = 2**21  # characters of a YAML text with its aliases written out, and
 _PER_VALUE = 20  # for each value: OmegaConf takes 2 KB of memory for it
 _MAX_RESOLVED = 2**24  # characters of all values with their interpolations resolved
-_MISSING = object()
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 Keys = tuple[str | int, ...]  # path of keys to a value
@@ -71,28 +70,20 @@ def load_with_origins(
     try:
         values: Any = OmegaConf.to_container(OmegaConf.create(merged), resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
-        name = str(getattr(error, "full_key", None) or "a value")
-        raise ConfigError(f"{origin_of[name]}: {name}: {first_line(error)}") from error
-    if (name := _find_masked(values)) is not None:
-        raise ConfigError(
-            f"{origin_of[name]}: {name} holds {MASK}, which runs write in place of a credential; set the value "
-            "itself, best as ${oc.env:NAME}"
-        )
-    for section in (values, values["baseline"]):
-        if isinstance(section, dict) and isinstance(section.get("algorithms"), dict):
-            section["algorithms"] = _asked_for(section["algorithms"])
+        key = str(getattr(error, "full_key", None) or "a value")
+        raise ConfigError(f"{origin_of[key]}: {key}: {first_line(error)}") from error
+    for path, value in _leaves(values):
+        if isinstance(value, str) and MASK in value:
+            key = ".".join(map(str, path))
+            raise ConfigError(
+                f"{origin_of[key]}: {key} holds {MASK}, which runs write in place of a credential; set the value "
+                "itself, best as ${oc.env:NAME}"
+            )
     config = Config.read(values, origins=origin_of)
-    config.interpolations = _interpolations(config, merged)
+    resolved = dataclasses.asdict(config)
+    references = ((path, text) for path, text in _leaves(merged) if isinstance(text, str) and "${" in text)
+    config.interpolations = {path: (text, _at(resolved, path)) for path, text in references}
     return config, origin_of
-
-
-def _asked_for(algorithms: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries that are not switched off by null or false."""
-    return {
-        name: {} if settings is True else settings
-        for name, settings in algorithms.items()
-        if settings is not None and settings is not False
-    }
 
 
 def save_config(config: Config, path: Path, *, credentials: bool = False) -> None:
@@ -209,12 +200,10 @@ def _merged(base: dict[Any, Any], raw: dict[Any, Any]) -> dict[Any, Any]:
     }
 
 
-def _algorithms_as_mapping(value: Any, origin: str, key: str) -> dict[str, Any]:
+def _algorithms_as_mapping(value: Any, origin: str, key: str) -> dict[Any, Any]:
     """``[a, {b: {x: 1}}]`` and ``{a: {}, b: {x: 1}}`` are equivalent."""
-    if value is None:
-        return {}
     items: list[tuple[Any, Any]] = []
-    for entry in value if isinstance(value, list) else [value]:
+    for entry in value if isinstance(value, list) else [{} if value is None else value]:
         if isinstance(entry, Mapping):
             items += entry.items()
         elif isinstance(entry, str) and isinstance(value, list):
@@ -222,14 +211,8 @@ def _algorithms_as_mapping(value: Any, origin: str, key: str) -> dict[str, Any]:
         else:
             raise ConfigError(f"{origin}: {key} must contain technique names, not {entry!r}")
     names = [name for name, _ in items]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise ConfigError(f"{origin}: {key} lists {twice!r} twice; list it once")
-    for name, settings in items:
-        if not isinstance(name, str):
-            raise ConfigError(f"{origin}: {key} must contain technique names, not {name!r}")
-        if settings is not None and not isinstance(settings, (dict, bool)):
-            raise ConfigError(f"{origin}: {key}.{name} must be a mapping of settings, not {settings!r}")
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ConfigError(f"{origin}: {key} lists {twice[0]!r} twice; list it once")
     return dict(items)
 
 
@@ -313,43 +296,23 @@ def _problem_in_references(sections: Sequence[Any]) -> str | None:
     )
 
 
-def _problem_in(value: Any, name: str = "") -> str | None:
-    """The dotted key of an unusable value, with the reason as a sentence without its end; None if there is none.
+def _problem_in(raw: Mapping[Any, Any]) -> str | None:
+    """Describe a value that nothing can use; None if there is none.
 
-    Unusable are text with a NUL or an unpaired surrogate, which cannot be part of a path, NaN, infinity, and integers
-    of more than 64 bits.
+    These are text with a NUL or an unpaired surrogate, which cannot be part of a path, NaN, infinity, and integers of
+    more than 64 bits.
     """
-    if isinstance(value, Mapping):
-        inside = [(key, f"{name}.{key}" if name else f"{key}") for key in value if isinstance(key, str)]
-        return next((f for key, path in inside if (f := _problem_in(key, path) or _problem_in(value[key], path))), None)
-    if isinstance(value, (list, tuple)):
-        return next((problem for item in value if (problem := _problem_in(item, name))), None)
-    if isinstance(value, str):
-        odd = next((c for c in value if c == "\0" or "\ud800" <= c <= "\udfff"), None)
-        return None if odd is None else f"{ascii(name)[1:-1]} must be plain text, and contains the character {odd!a}"
-    if isinstance(value, int) and value.bit_length() > 63:
-        return f"{name} must be less than 2**63, and has {value.bit_length()} bits"
-    if isinstance(value, float) and not math.isfinite(value):
-        return f"{name} must be a finite number, not {value}"
+    for path, value in _leaves(raw):
+        key = ascii(".".join(map(str, path)))[1:-1]
+        for text in (*path, value):
+            odd = [c for c in text if c == "\0" or "\ud800" <= c <= "\udfff"] if isinstance(text, str) else ()
+            if odd:
+                return f"{key} must be plain text, and contains the character {odd[0]!a}"
+        if isinstance(value, int) and value.bit_length() > 63:
+            return f"{key} must be less than 2**63, and has {value.bit_length()} bits"
+        if isinstance(value, float) and not math.isfinite(value):
+            return f"{key} must be a finite number, not {value}"
     return None
-
-
-def _interpolations(config: Config, raw: Any) -> dict[Keys, tuple[str, Any]]:
-    """The values of a config that were set as ``${…}``: path → the text, and the value it resolved to.
-
-    Args:
-        config: The config, resolved.
-        raw: The same structure, unresolved.
-    """
-    values = dataclasses.asdict(config)
-    found = {path: (text, _at(values, path)) for path, text in _leaves(raw) if isinstance(text, str) and "${" in text}
-    return {path: pair for path, pair in found.items() if pair[1] is not _MISSING}
-
-
-def _find_masked(values: Any) -> str | None:
-    """The first key whose value was masked when it was written; None if there is none."""
-    masked = (path for path, value in _leaves(values) if isinstance(value, str) and MASK in value)
-    return next((".".join(map(str, path)) for path in masked), None)
 
 
 def _leaves(values: Any, path: Keys = ()) -> Iterator[tuple[Keys, Any]]:
@@ -361,9 +324,10 @@ def _leaves(values: Any, path: Keys = ()) -> Iterator[tuple[Keys, Any]]:
 
 
 def _at(values: Any, path: Keys) -> Any:
+    """The value at a path of keys; None if there is none."""
     for key in path:
-        inside = isinstance(values, dict) and key in values
-        if not inside and not (isinstance(values, list) and isinstance(key, int) and key < len(values)):
-            return _MISSING
-        values = values[key]
+        try:
+            values = values[key]
+        except (KeyError, IndexError, TypeError):
+            return None
     return values

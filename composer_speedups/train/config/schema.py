@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from composer_speedups.callbacks.config import DivergenceConfig, FiniteLossConfig, MemoryConfig, ThroughputConfig
 from composer_speedups.core.catalogue import keys_by_task, technique_names
@@ -41,6 +41,16 @@ __all__ = [
     "checkpoint_problem",
 ]
 
+
+def _without_those_off(algorithms: Any) -> Any:
+    """Leave out techniques that null or false switches off; true means the default settings."""
+    if not isinstance(algorithms, Mapping):
+        return algorithms
+    kept = {name: settings for name, settings in algorithms.items() if settings is not None and settings is not False}
+    return {name: {} if settings is True else settings for name, settings in kept.items()}
+
+
+Techniques = Annotated[dict[str, Any], BeforeValidator(_without_those_off)]
 NO_INTERPOLATIONS: Mapping[tuple[str | int, ...], tuple[str, Any]] = types.MappingProxyType({})
 
 
@@ -145,7 +155,7 @@ class CallbacksConfig(Settings):
 
 
 class BaselineConfig(Settings):
-    algorithms: dict[str, Any] = Field(default_factory=dict)
+    algorithms: Techniques = Field(default_factory=dict)
     """Techniques of the baseline, as under algorithms; {} for none."""
     batches: int = Field(100, ge=10, le=100_000)
     """Number of batches that each set trains, on a temporary model."""
@@ -199,7 +209,7 @@ class Config(Settings):
     """Write the trained model to runs/<run_name>/model in transformers' format."""
     plot: bool = True
     """Draw samples/s, loss and accuracy over the run to runs/<run_name>/throughput.png."""
-    algorithms: dict[str, Any] = Field(default_factory=dict)
+    algorithms: Techniques = Field(default_factory=dict)
     """Techniques by name, each with its settings: {tf32_matmul: {}, torch_compile: {scope: blocks}}."""
     baseline: BaselineConfig | None = None
     """Before training, compare these techniques with the run's in alternating turns of a few batches, and report
@@ -273,7 +283,7 @@ class Config(Settings):
                 f"{section}.kahan_optimizer={{}}, or keep float32 weights and compute in bf16 with mixed_precision"
             )
             refuse_if("kahan_optimizer" not in algorithms, "model.dtype", needs_kahan)
-        kahan = [algorithms["kahan_optimizer"] or {} for algorithms in sets.values()]
+        kahan = [algorithms["kahan_optimizer"] for algorithms in sets.values()]
         may_continue = "warn" in (self.on_unavailable, *(settings.get("on_unavailable") for settings in kahan))
         must_stop = "bfloat16 cannot be trained without kahan_optimizer; set on_unavailable=stop"
         refuse_if(may_continue, "model.dtype", must_stop)
@@ -283,8 +293,9 @@ def _check_names(algorithms: Mapping[str, Any]) -> None:
     for name, settings in algorithms.items():
         hint = did_you_mean(name, technique_names())
         refuse_if(name not in technique_names(), f"algorithms.{name}", f"is not a technique{hint}")
-        mapping = settings is None or isinstance(settings, Mapping)
-        refuse_if(not mapping, f"algorithms.{name}", f"must be a mapping of settings, not {settings!r}")
+        refuse_if(
+            not isinstance(settings, Mapping), f"algorithms.{name}", f"must be a mapping of settings, not {settings!r}"
+        )
 
 
 _STORES = ("s3", "gs", "oci", "azure", "dbfs")  # supported by Composer, which needs an address only
