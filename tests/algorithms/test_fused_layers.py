@@ -1,8 +1,10 @@
-"""fused_layers on the CPU: the layer in torch's operators, first tokens only in the last layer, and refusals."""
+"""fused_layers on the CPU: torch's operators, first tokens in the last layer, changed parameters, 8 bits, refusals."""
 
 from __future__ import annotations
 
 import copy
+import pickle
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,20 +13,25 @@ import torch
 from composer.core import Algorithm, Event, State
 from composer.loggers import Logger
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from transformers import AutoModelForSequenceClassification, BertConfig
 
 from composer_speedups import FusedLayers, TF32Matmul, Unpadding, apply_fused_layers, apply_unpadding, recommended
+from composer_speedups.algorithms.fused_layers import functional
+from composer_speedups.algorithms.fused_layers.functional import float8_scales, load_float8_scales, unfused_layers
 from composer_speedups.algorithms.fused_layers.modules import FusedEmbeddings, FusedLayer
 from composer_speedups.core.errors import NotEngagedError, TechniqueError
+from composer_speedups.core.stock import Untouched, model_differences
 from composer_speedups.packing import encoder as packed_encoder
 from composer_speedups.recommendation import RECOMMENDED
+from composer_speedups.train.checkpoints.structure import conforming
 from composer_speedups.train.config.load import load_config
 from tests.conftest import ROOT
 from tests.helpers.common import batch, make_trainer, plain_batches, tiny_bert, tiny_config, trained, without_labels
 from tests.helpers.exhaustive import family_params
 from tests.helpers.masks import masked_batch, random_masks, real_logits
-from tests.helpers.models import FUSED, HEADS, tiny_model
+from tests.helpers.models import FUSED, HEADS, Family, tiny_model
 from tests.reference.loop import gradients
 from tests.reference.tolerance import assert_near
 
@@ -190,3 +197,215 @@ def test_the_embedding_kernel_runs_only_without_other_arguments() -> None:
     assert not embeddings._can_run(SimpleNamespace(is_cuda=False), {})  # type: ignore[arg-type]
     embeddings.dropout = nn.Dropout(0.5)
     assert not embeddings._can_run(ids, {}), "the dropout module was replaced"
+
+
+def linears(layer: nn.Module) -> list[nn.Linear]:
+    return [module for module in layer.modules() if isinstance(module, nn.Linear)]
+
+
+def remove_a_bias(layer: nn.Module) -> None:
+    first = next(each for each in linears(layer) if each.bias is not None)
+    first.bias = None  # type: ignore[assignment]
+
+
+def add_a_bias(layer: nn.Module) -> None:
+    first = next(each for each in linears(layer) if each.bias is None)
+    first.bias = nn.Parameter(torch.full((first.out_features,), 0.5))
+
+
+def quantize(layer: nn.Module) -> None:
+    quantization: Any = pytest.importorskip("torchao.quantization", reason="torchao quantizes the layer")
+    quantization.quantize_(layer, quantization.Int8WeightOnlyConfig())
+
+
+def change_the_type(layer: nn.Module) -> None:
+    class Subclass(nn.Parameter):
+        pass
+
+    first = linears(layer)[0]
+    first.weight = Subclass(first.weight.detach() * 2)
+
+
+CHANGES = [remove_a_bias, quantize, change_the_type]
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.*Deprecation.*torchao:UserWarning", "ignore:Config Deprecation:UserWarning"
+)  # torchao's own
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("family", family_params(FUSED))
+def test_a_layer_whose_parameters_change_runs_its_own_forward(
+    family: Family, change: Callable[[nn.Module], None]
+) -> None:
+    if family == "modernbert" and change is remove_a_bias:
+        change = add_a_bias  # its layers have none
+    model = tiny_model(family).eval()
+    ours = copy.deepcopy(model)
+    apply_unpadding(ours)
+    apply_fused_layers(ours, "all")
+    for each in (model, ours):
+        layers = [m for m in each.modules() if type(m) is type(layer_of(each))]
+        change(layers[0])
+    fused = [module for module in ours.modules() if isinstance(module, FusedLayer)]
+    inputs = batch([6, 9, 3])
+    del inputs["labels"]
+    with torch.no_grad():
+        assert_near([ours(**inputs).logits], [model(**inputs).logits])
+    assert [layer.ran for layer in fused] == ["unfused", "torch"]
+    (reason,) = unfused_layers(ours).values()
+    assert not reason.endswith("was changed"), "it says what was"
+
+
+def layer_of(model: nn.Module) -> nn.Module:
+    """The first block of the model's encoder."""
+    return next(m[0] for m in model.modules() if isinstance(m, nn.ModuleList))
+
+
+@pytest.mark.parametrize("family", family_params(FUSED))
+def test_what_training_does_to_parameters_is_no_change(family: Family) -> None:
+    model = tiny_model(family)
+    apply_unpadding(model)
+    apply_fused_layers(model)
+    fused = [module for module in model.modules() if isinstance(module, FusedLayer)]
+    model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
+    for layer in fused:
+        for parameter in layer.parameters():
+            parameter.requires_grad_(False)
+    model.double().float()
+    assert all(layer.untouched.still() for layer in fused)
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        again = [module for module in copied.modules() if isinstance(module, FusedLayer)]
+        assert all(layer.untouched.still() for layer in again)
+        linears(again[0])[0].weight = None
+        assert [layer.untouched.still() for layer in (again[0], fused[0])] == [False, True], "a copy looks at itself"
+
+
+def test_shards_of_fsdp_are_no_change() -> None:
+    """Outside of the forward pass FSDP's parameters are DTensors, whose class replaces nn.Parameter."""
+    layer = nn.Sequential(nn.Linear(2, 2))
+    untouched = Untouched.inside(layer)
+    untouched._types = [DTensor, DTensor]  # as if the snapshot had been taken of the shards
+    assert untouched.still()
+    untouched._types = [DTensor]
+    assert not untouched.still()
+
+
+def test_an_embedding_without_its_norms_bias_runs_the_stock_code() -> None:
+    model = tiny_bert()
+    apply_unpadding(model)
+    apply_fused_layers(model)
+    embeddings: Any = model.bert.embeddings
+    assert embeddings.untouched.still()
+    embeddings.LayerNorm.bias = None
+    assert not embeddings.untouched.still()
+
+
+@pytest.fixture
+def on_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Skip the check for a GPU with 8-bit matmuls; on a CPU the layers run in torch's operators."""
+    pytest.importorskip("triton", reason="Triton comes with torch on Linux only")
+    monkeypatch.setattr(functional, "check_float8", lambda layers: None)
+
+
+def in_float8(model: Any) -> Any:
+    apply_unpadding(model)
+    apply_fused_layers(model, precision="fp8")
+    return model
+
+
+def test_without_a_gpu_it_is_refused_in_eight_bits() -> None:
+    with pytest.raises(ValueError, match=r"needs a CUDA GPU of compute capability 8.9 or newer, .* is on the cpu"):
+        in_float8(tiny_bert())
+    with pytest.raises(ValueError, match="precision must be 'autocast' or 'fp8', not 'fp4'"):
+        apply_fused_layers(unpadded(tiny_bert()), precision="fp4")  # type: ignore[arg-type]
+    with pytest.raises(TechniqueError, match=r"precision: fp8 needs a CUDA GPU of compute capability 8\.9 or newer"):
+        make_trainer([FusedLayers(precision="fp8"), Unpadding()])
+
+
+def unpadded(model: Any) -> Any:
+    apply_unpadding(model)
+    return model
+
+
+def test_widths_that_are_not_multiples_of_16_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(functional, "_FLOAT8", (0, 0))
+    model = type(tiny_bert())(tiny_config().from_dict({**tiny_config().to_dict(), "intermediate_size": 72}))
+    with pytest.raises(ValueError, match="multiples of 16, and the layers have 32 and 72 units"):
+        in_float8(model)
+
+
+def test_scales_are_a_buffer_outside_the_state_dict(on_any_device: None) -> None:
+    stock, model = tiny_bert(), in_float8(tiny_bert())
+    assert model.state_dict().keys() == stock.state_dict().keys()
+    assert [name for name, _ in model.named_buffers() if "float8" in name] == [
+        f"bert.encoder.layer.{i}.float8_scales" for i in range(2)
+    ]
+    assert float8_scales(model).keys() == {"bert.encoder.layer.0", "bert.encoder.layer.1"}
+    assert model_differences(model) == []
+    inputs = batch([5, 9])
+    assert_near([model(**inputs).logits], [stock(**inputs).logits])
+    model.to(torch.bfloat16)
+    assert {layer.float8_scales.dtype for layer in model.bert.encoder.layer} == {torch.int32}
+
+
+def test_a_runs_checkpoint_has_the_scales_of_each_rank(on_any_device: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FusedLayers, "requirements", lambda self, context: ())
+    monkeypatch.setattr(FusedLayers, "verify", lambda self, state: {})
+    technique = FusedLayers(precision="fp8")
+    trainer = make_trainer([technique, Unpadding()], batches=plain_batches(2))
+    model = trainer.state.model
+    layer = model.model.bert.encoder.layer[0]
+    layer.float8_scales[3, 8] = 12345
+    held = technique.state_dict()
+    assert conforming(held, FusedLayers.checkpoint_fields, "state") == held
+    assert held["float8_scales"][0]["model.bert.encoder.layer.0"][3][8] == 12345
+    layer.float8_scales.zero_()
+    technique.load_state_dict(held)
+    assert float8_scales(model) == held["float8_scales"][0]
+    technique.withdraw(trainer.state)  # as the comparison with the untouched model does
+    assert float8_scales(model) == {}
+    technique.reapply(trainer.state)
+    assert float8_scales(model) == held["float8_scales"][0]
+    ranks = [held["float8_scales"][0], {name: [[7] * 64] * 12 for name in held["float8_scales"][0]}]
+    monkeypatch.setattr("composer.utils.dist.get_global_rank", lambda: 1)
+    technique.load_state_dict({**held, "float8_scales": ranks})
+    assert float8_scales(model) == ranks[1]
+    with pytest.raises(TechniqueError, match="have different 8-bit layers"):
+        technique.load_state_dict({**held, "float8_scales": [{}]})
+    trainer.close()
+
+
+def test_a_run_without_an_eight_bit_layer_is_detected(on_any_device: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FusedLayers, "requirements", lambda self, context: ())
+    with pytest.raises(NotEngagedError, match="no layer computed in 8 bits"):
+        # on a CPU, the layers run in torch's operators
+        trained([FusedLayers(precision="fp8"), Unpadding()], batches=plain_batches(2))
+
+
+def test_sixteen_bit_checkpoints_have_no_scales() -> None:
+    technique = FusedLayers()
+    trainer = make_trainer([technique, Unpadding()], batches=plain_batches(2))
+    assert technique.state_dict()["float8_scales"] == []
+    trainer.close()
+
+
+def test_scales_of_another_model_are_refused(on_any_device: None) -> None:
+    model = in_float8(tiny_bert())
+    held = float8_scales(model)
+    with pytest.raises(ValueError, match=r"have different 8-bit layers: bert\.encoder\.layer\.1"):
+        load_float8_scales(model, {"bert.encoder.layer.0": held["bert.encoder.layer.0"]})
+    with pytest.raises(ValueError, match="are not 12 rows of 64"):
+        load_float8_scales(model, {name: [[1]] for name in held})
+    with pytest.raises(ValueError, match="bits of positive numbers"):
+        load_float8_scales(model, {name: [[2**40] * 64] * 12 for name in held})
+
+
+KINDS = [("modernbert", "ModernBertEncoderLayer"), ("deberta_v2", "DebertaV2Layer")]
+
+
+@pytest.mark.parametrize(("family", "layer"), KINDS)
+def test_other_layer_classes_are_refused_by_name(family: Any, layer: str) -> None:
+    model = tiny_model(family)
+    apply_unpadding(model)
+    with pytest.raises(ValueError, match=rf"supports BERT's layers and similar ones, not {layer}$"):
+        apply_fused_layers(model, precision="fp8")
