@@ -67,6 +67,7 @@ _TESTS = {  # in addition to files named after the module or its folder
     "callbacks/finite_loss": ["core/test_guards_and_resume.py"],
     "callbacks/nonfinite": ["callbacks/test_finite_loss.py"],
     "callbacks/checkpoint_veto": ["callbacks/test_finite_loss.py", "core/test_guards_and_resume.py"],
+    "callbacks/throughput": ["callbacks/test_steady_state.py"],
     "callbacks/peaks": ["callbacks/test_throughput.py", "algorithms/test_kahan_optimizer.py"],
     "callbacks/engagement": ["core/test_late_failures.py", "core/test_technique.py"],
     "callbacks/run_history": ["core/test_resume_guard.py", "train/test_malformed_checkpoints.py"],

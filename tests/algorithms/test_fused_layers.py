@@ -1,4 +1,4 @@
-"""fused_layers on the CPU: torch's operators, first tokens in the last layer, changed parameters, 8 bits, refusals."""
+"""fused_layers on the CPU: torch's operators, first tokens in the last layer, changed parameters, and refusals."""
 
 from __future__ import annotations
 
@@ -18,14 +18,12 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForSequenceClassification, BertConfig
 
 from composer_speedups import FusedLayers, TF32Matmul, Unpadding, apply_fused_layers, apply_unpadding, recommended
-from composer_speedups.algorithms.fused_layers import functional
-from composer_speedups.algorithms.fused_layers.functional import float8_scales, load_float8_scales, unfused_layers
+from composer_speedups.algorithms.fused_layers.functional import unfused_layers
 from composer_speedups.algorithms.fused_layers.modules import FusedEmbeddings, FusedLayer
 from composer_speedups.core.errors import NotEngagedError, TechniqueError
-from composer_speedups.core.stock import Untouched, model_differences
+from composer_speedups.core.stock import Untouched
 from composer_speedups.packing import encoder as packed_encoder
 from composer_speedups.recommendation import RECOMMENDED
-from composer_speedups.train.checkpoints.structure import conforming
 from composer_speedups.train.config.load import load_config
 from tests.conftest import ROOT
 from tests.helpers.common import batch, make_trainer, plain_batches, tiny_bert, tiny_config, trained, without_labels
@@ -298,114 +296,3 @@ def test_an_embedding_without_its_norms_bias_runs_the_stock_code() -> None:
     assert embeddings.untouched.still()
     embeddings.LayerNorm.bias = None
     assert not embeddings.untouched.still()
-
-
-@pytest.fixture
-def on_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Skip the check for a GPU with 8-bit matmuls; on a CPU the layers run in torch's operators."""
-    pytest.importorskip("triton", reason="Triton comes with torch on Linux only")
-    monkeypatch.setattr(functional, "check_float8", lambda layers: None)
-
-
-def in_float8(model: Any) -> Any:
-    apply_unpadding(model)
-    apply_fused_layers(model, precision="fp8")
-    return model
-
-
-def test_without_a_gpu_it_is_refused_in_eight_bits() -> None:
-    with pytest.raises(ValueError, match=r"needs a CUDA GPU of compute capability 8.9 or newer, .* is on the cpu"):
-        in_float8(tiny_bert())
-    with pytest.raises(ValueError, match="precision must be 'autocast' or 'fp8', not 'fp4'"):
-        apply_fused_layers(unpadded(tiny_bert()), precision="fp4")  # type: ignore[arg-type]
-    with pytest.raises(TechniqueError, match=r"precision: fp8 needs a CUDA GPU of compute capability 8\.9 or newer"):
-        make_trainer([FusedLayers(precision="fp8"), Unpadding()])
-
-
-def unpadded(model: Any) -> Any:
-    apply_unpadding(model)
-    return model
-
-
-def test_widths_that_are_not_multiples_of_16_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(functional, "_FLOAT8", (0, 0))
-    model = type(tiny_bert())(tiny_config().from_dict({**tiny_config().to_dict(), "intermediate_size": 72}))
-    with pytest.raises(ValueError, match="multiples of 16, and the layers have 32 and 72 units"):
-        in_float8(model)
-
-
-def test_scales_are_a_buffer_outside_the_state_dict(on_any_device: None) -> None:
-    stock, model = tiny_bert(), in_float8(tiny_bert())
-    assert model.state_dict().keys() == stock.state_dict().keys()
-    assert [name for name, _ in model.named_buffers() if "float8" in name] == [
-        f"bert.encoder.layer.{i}.float8_scales" for i in range(2)
-    ]
-    assert float8_scales(model).keys() == {"bert.encoder.layer.0", "bert.encoder.layer.1"}
-    assert model_differences(model) == []
-    inputs = batch([5, 9])
-    assert_near([model(**inputs).logits], [stock(**inputs).logits])
-    model.to(torch.bfloat16)
-    assert {layer.float8_scales.dtype for layer in model.bert.encoder.layer} == {torch.int32}
-
-
-def test_a_runs_checkpoint_has_the_scales_of_each_rank(on_any_device: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FusedLayers, "requirements", lambda self, context: ())
-    monkeypatch.setattr(FusedLayers, "verify", lambda self, state: {})
-    technique = FusedLayers(precision="fp8")
-    trainer = make_trainer([technique, Unpadding()], batches=plain_batches(2))
-    model = trainer.state.model
-    layer = model.model.bert.encoder.layer[0]
-    layer.float8_scales[3, 8] = 12345
-    held = technique.state_dict()
-    assert conforming(held, FusedLayers.checkpoint_fields, "state") == held
-    assert held["float8_scales"][0]["model.bert.encoder.layer.0"][3][8] == 12345
-    layer.float8_scales.zero_()
-    technique.load_state_dict(held)
-    assert float8_scales(model) == held["float8_scales"][0]
-    technique.withdraw(trainer.state)  # as the comparison with the untouched model does
-    assert float8_scales(model) == {}
-    technique.reapply(trainer.state)
-    assert float8_scales(model) == held["float8_scales"][0]
-    ranks = [held["float8_scales"][0], {name: [[7] * 64] * 12 for name in held["float8_scales"][0]}]
-    monkeypatch.setattr("composer.utils.dist.get_global_rank", lambda: 1)
-    technique.load_state_dict({**held, "float8_scales": ranks})
-    assert float8_scales(model) == ranks[1]
-    with pytest.raises(TechniqueError, match="have different 8-bit layers"):
-        technique.load_state_dict({**held, "float8_scales": [{}]})
-    trainer.close()
-
-
-def test_a_run_without_an_eight_bit_layer_is_detected(on_any_device: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FusedLayers, "requirements", lambda self, context: ())
-    with pytest.raises(NotEngagedError, match="no layer computed in 8 bits"):
-        # on a CPU, the layers run in torch's operators
-        trained([FusedLayers(precision="fp8"), Unpadding()], batches=plain_batches(2))
-
-
-def test_sixteen_bit_checkpoints_have_no_scales() -> None:
-    technique = FusedLayers()
-    trainer = make_trainer([technique, Unpadding()], batches=plain_batches(2))
-    assert technique.state_dict()["float8_scales"] == []
-    trainer.close()
-
-
-def test_scales_of_another_model_are_refused(on_any_device: None) -> None:
-    model = in_float8(tiny_bert())
-    held = float8_scales(model)
-    with pytest.raises(ValueError, match=r"have different 8-bit layers: bert\.encoder\.layer\.1"):
-        load_float8_scales(model, {"bert.encoder.layer.0": held["bert.encoder.layer.0"]})
-    with pytest.raises(ValueError, match="are not 12 rows of 64"):
-        load_float8_scales(model, {name: [[1]] for name in held})
-    with pytest.raises(ValueError, match="bits of positive numbers"):
-        load_float8_scales(model, {name: [[2**40] * 64] * 12 for name in held})
-
-
-KINDS = [("modernbert", "ModernBertEncoderLayer"), ("deberta_v2", "DebertaV2Layer")]
-
-
-@pytest.mark.parametrize(("family", "layer"), KINDS)
-def test_other_layer_classes_are_refused_by_name(family: Any, layer: str) -> None:
-    model = tiny_model(family)
-    apply_unpadding(model)
-    with pytest.raises(ValueError, match=rf"supports BERT's layers and similar ones, not {layer}$"):
-        apply_fused_layers(model, precision="fp8")
