@@ -15,7 +15,7 @@ from composer_speedups.core.errors import NotEngagedError, TechniqueError
 from composer_speedups.families.flops import training_flops
 from composer_speedups.packing.encoder import unpadded_encoders
 from composer_speedups.packing.labelled_head import LabelledHead, head_tokens, labelled_heads
-from tests.helpers.common import VOCABULARY, Batch, Recorder, batch, make_trainer, plain_batches
+from tests.helpers.common import VOCABULARY, Batch, Recorder, batch, make_trainer, plain_batches, trained
 from tests.helpers.exhaustive import family_params
 from tests.helpers.jobs import run
 from tests.helpers.models import UNPADDED, Family, fit_batches, tiny_model
@@ -121,8 +121,8 @@ def test_a_trainer_trains_like_one_without_it(monkeypatch: pytest.MonkeyPatch) -
     batches = fit_batches(model, plain_batches())
     technique, recorder = Unpadding(8, mlm_head="labelled"), Recorder()
     plain, other = Recorder(), copy.deepcopy(model)
-    for algorithms, trained, seen in (([technique], model, recorder), ([], other, plain)):
-        trained(algorithms, model=trained, batches=batches, callbacks=[seen])
+    for algorithms, network, seen in (([technique], model, recorder), ([], other, plain)):
+        trained(algorithms, model=network, batches=batches, callbacks=[seen])
     assert_near(recorder.losses, plain.losses)
     assert_near(dict(model.named_parameters()), dict(other.named_parameters()))
     tokens = sum(int((each["labels"] != -100).sum()) for each in batches)

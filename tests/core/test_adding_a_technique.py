@@ -114,7 +114,13 @@ def test_the_generic_tests_need_only_a_folder_and_an_entry(tmp_path: Path) -> No
     (tmp_path / "toy_plugin.py").write_text(PLUGIN.format(folder=str(folder), settings=settings))
     modules = ["all_techniques", "composer_conventions", "in_code", "cards"]
     arguments = ["-p", "toy_plugin", "-p", "no:cacheprovider", "-n", "0", "-q", "--assert=plain"]
-    arguments += ["-k", "toy or readme_names_every", *(f"tests/core/test_{name}.py" for name in modules)]
+    arguments += [
+        "-m",
+        "not long",
+        "-k",
+        "toy or readme_names_every",
+        *(f"tests/core/test_{name}.py" for name in modules),
+    ]
 
     def run() -> None:
         public_names.cache_clear()  # the forked process may have cached the names

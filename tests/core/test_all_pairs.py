@@ -58,7 +58,7 @@ def is_quick(pair: tuple[str, str]) -> bool:
 
 
 @pytest.mark.parametrize("gpu", [False, pytest.param(True, marks=pytest.mark.gpu)], ids=["cpu", "gpu"])
-@pytest.mark.parametrize("pair", others_exhaustive(PAIRS, is_quick), ids="+".join)
+@pytest.mark.parametrize("pair", others_exhaustive(map(pytest.param, PAIRS), is_quick), ids="+".join)
 def test_every_pair_trains_or_is_refused_by_name(pair: tuple[str, str], gpu: bool) -> None:
     techniques = build_pair(pair, gpu=gpu)
     names = {t.name for t in techniques}

@@ -1,10 +1,12 @@
-"""Helpers for exceptions: the first line of the message, escaped control characters, and the causes."""
+"""Exceptions: the first line, escaped control characters, causes, and torch's errors in one line."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 
-from composer_speedups.core.errors import UserError, causes_of, first_line
+from composer_speedups.core.errors import TechniqueError, UserError, causes_of, first_line
+from composer_speedups.core.operator_recorder import cannot_run
 
 
 @pytest.mark.parametrize(
@@ -30,3 +32,20 @@ def test_causes_of_starts_with_the_error_and_ends_with_the_root_cause() -> None:
     second.__context__ = first  # raised while handling the first
     third.__cause__, third.__context__ = second, KeyError("ignored: __cause__ is set")
     assert list(causes_of(third)) == [third, second, first]
+
+
+@pytest.mark.parametrize(
+    ("message", "line"), [("\nno kernel\nin detail", "no kernel"), ("", "RuntimeError")], ids=["lines", "nothing"]
+)
+def test_a_torch_error_becomes_one_line(message: str, line: str) -> None:
+    with pytest.raises(TechniqueError) as raised, cannot_run("some_technique", "it cannot run", "remove it"):
+        raise RuntimeError(message)
+    assert str(raised.value) == f"some_technique: it cannot run ({line}); remove it"
+    assert isinstance(raised.value.__cause__, RuntimeError)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), KeyError("input_ids")])
+def test_out_of_memory_and_unrelated_errors_are_not_changed(error: Exception) -> None:
+    with pytest.raises(type(error)) as raised, cannot_run("some_technique", "it cannot run", "remove it"):
+        raise error
+    assert raised.value is error

@@ -42,20 +42,6 @@ def test_a_variant_matches_the_untouched_model(variant: str, head: Any) -> None:
     assert ran == ["torch", "first tokens" if head == "classification" else "torch"]
 
 
-def test_relative_embeddings_affect_the_logits_and_get_a_gradient() -> None:
-    reference = tiny_model("deberta_v2", "mlm").train()
-    inputs = draw("deberta_v2", "mlm", "right padding")
-    without, model = copy.deepcopy(reference), copy.deepcopy(reference)
-    without.deberta.encoder.rel_embeddings.weight.data.zero_()
-    apply_unpadding(model, 8)
-    (_, expected), (_, found) = (outcome(each, inputs, "") for each in (reference, model))
-    name = "deberta.encoder.rel_embeddings.weight"
-    assert expected[name].abs().max() > 1e-4
-    assert_near(found[name], expected[name])
-    logits = [outcome(each, inputs, "")[0]["logits"] for each in (without, reference)]
-    assert not torch.allclose(logits[0], logits[1], atol=1e-3)
-
-
 @pytest.mark.parametrize(
     ("settings", "error"),
     [

@@ -23,7 +23,6 @@ from composer_speedups.packing.encoder import unpadded_encoders
 from tests.algorithms.test_unpadding_properties import values
 from tests.helpers.common import batch
 from tests.helpers.exhaustive import family_params
-from tests.helpers.masks import draw_mask, masked_batch
 from tests.helpers.models import COPIES, ENCODERS, EVERY, FUSED, HEADS, Family, tiny_model
 from tests.reference.tolerance import assert_near
 
@@ -188,19 +187,6 @@ def test_albert_with_several_groups_of_several_layers() -> None:
     inputs = batch([3, 9, 12, 1])
     assert_near(values(model, inputs), values(reference, inputs))
     assert [recomputations(block) for block in blocks_of(encoder)] == [2, 0]
-
-
-def test_mpnets_relative_bias_affects_the_logits_and_gets_a_gradient() -> None:
-    reference = tiny_model("mpnet", "mlm")
-    inputs = masked_batch(draw_mask("holes", 4), "mlm")
-    without, model = copy.deepcopy(reference), copy.deepcopy(reference)
-    without.mpnet.encoder.relative_attention_bias.weight.data.zero_()
-    apply_unpadding(model, 8)
-    expected, found = values(reference, inputs), values(model, inputs)
-    name = "mpnet.encoder.relative_attention_bias.weight"
-    assert expected[name].abs().max() > 1e-3
-    assert_near(found[name], expected[name])
-    assert not torch.allclose(values(without, inputs)["logits"], expected["logits"], atol=1e-2)
 
 
 def test_custom_attention_in_mpnet_is_refused_and_the_model_is_unchanged() -> None:
