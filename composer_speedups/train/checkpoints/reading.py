@@ -346,7 +346,7 @@ def _keep_states(loaded: dict[str, Any], state: State) -> None:
     Algorithms become a dict, in which Composer looks the run's own up; it would evaluate the entries of a list.
     """
     recorded = dict(loaded["algorithms"])
-    before = sorted(str(held.get("repr")) for _, held in loaded["algorithms"] if "techniques" in held)
+    before = sorted(str(held.get("repr")) for _, held in loaded["algorithms"] if "evidence" in held)
     if before != (now := sorted(map(repr, techniques_of(state.algorithms)))):
         raise resume_error(before, now)
     loaded["algorithms"] = {
