@@ -16,8 +16,8 @@ from transformers import AutoModelForSequenceClassification, BertConfig
 
 from composer_speedups import apply_recommended
 from composer_speedups.data.builtin import builtin_reviews
-from composer_speedups.data.config import DataConfig
 from composer_speedups.data.tokens import load_tokenizer
+from composer_speedups.tasks.data_config import DataConfig
 
 
 def main(arguments: list[str] | None = None) -> list[float]:

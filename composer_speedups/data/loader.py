@@ -15,7 +15,6 @@ from datasets import Dataset
 from torch.utils.data import SequentialSampler
 
 from composer_speedups.core.errors import ConfigError, DataError
-from composer_speedups.data.config import GENERATED, DataConfig
 from composer_speedups.data.flat import FlatTokens, Ragged
 from composer_speedups.data.length_batching import LengthGroupedSampler
 from composer_speedups.data.sources import load_samples, load_validation, random_rows
@@ -25,6 +24,7 @@ from composer_speedups.data.worker_timeout import WorkerTimeoutLoader
 from composer_speedups.distributed.balanced_sampling import BalancedSampler
 from composer_speedups.families.flops import batch_lengths
 from composer_speedups.packing.tokens import IGNORED
+from composer_speedups.tasks.data_config import GENERATED, DataConfig
 from composer_speedups.tasks.task import Task
 
 __all__ = ["Data", "Pad", "build_data", "real_tokens"]

@@ -23,7 +23,7 @@ from datasets import ClassLabel, Dataset, DatasetDict, Features, load_dataset, l
 
 from composer_speedups.core.errors import DataError, first_line
 from composer_speedups.core.files import with_working_directory
-from composer_speedups.data.config import DataConfig
+from composer_speedups.tasks.data_config import DataConfig
 
 __all__ = [
     "Row",

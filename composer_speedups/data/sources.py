@@ -14,7 +14,6 @@ from datasets import Dataset
 
 from composer_speedups.core.errors import DataError, first_line
 from composer_speedups.data.builtin import builtin_samples
-from composer_speedups.data.config import GENERATED, DataConfig
 from composer_speedups.data.reader import (
     Row,
     check_columns,
@@ -26,6 +25,7 @@ from composer_speedups.data.reader import (
     saved_dataset,
     with_class_names,
 )
+from composer_speedups.tasks.data_config import GENERATED, DataConfig
 from composer_speedups.tasks.task import Example, Task
 
 __all__ = ["load_samples", "load_validation", "random_rows"]

@@ -15,7 +15,6 @@ from datasets.distributed import split_dataset_by_node
 
 from composer_speedups.core.errors import ConfigError, DataError
 from composer_speedups.core.files import with_working_directory
-from composer_speedups.data.config import DataConfig
 from composer_speedups.data.flat import Ragged
 from composer_speedups.data.reader import (
     class_names,
@@ -26,6 +25,7 @@ from composer_speedups.data.reader import (
     saved_dataset,
     with_class_names,
 )
+from composer_speedups.tasks.data_config import DataConfig
 from composer_speedups.tasks.task import Task
 
 __all__ = ["EndlessSamples", "Tokenized", "stream_of_samples"]

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from composer_speedups.core.errors import ConfigError, DataError
 from composer_speedups.core.files import cannot_be_loaded, check_folder, make_folder, replace_folder
 from composer_speedups.core.pretrained import pretrained_tokenizer
-from composer_speedups.data.config import DataConfig
+from composer_speedups.tasks.data_config import DataConfig
 from composer_speedups.tasks.task import Task
 
 __all__ = ["load_tokenizer", "tokenize"]

@@ -17,11 +17,11 @@ from composer_speedups.core.errors import ConfigError, first_line
 from composer_speedups.core.files import with_working_directory
 from composer_speedups.core.pretrained import pretrained_config, pretrained_model, pretrained_tokenizer
 from composer_speedups.core.settings import Settings, fields_of
-from composer_speedups.data.config import DataConfig
 from composer_speedups.data.flat import PER_TOKEN, Ragged
 from composer_speedups.data.loader import Pad
 from composer_speedups.recommendation import apply_recommended
 from composer_speedups.tasks.config import ModelConfig
+from composer_speedups.tasks.data_config import DataConfig
 from composer_speedups.tasks.models import has_token_types, positions_of
 from composer_speedups.tasks.task import Task, build_task
 

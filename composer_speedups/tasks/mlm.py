@@ -17,7 +17,7 @@ from torchmetrics import Metric
 from transformers import DataCollatorForLanguageModeling
 
 from composer_speedups.core.errors import ConfigError
-from composer_speedups.data.config import DataConfig
+from composer_speedups.tasks.data_config import DataConfig
 from composer_speedups.tasks.task import Task
 
 __all__ = ["MaskTokens", "MaskedLanguageModelling"]

@@ -19,9 +19,9 @@ from torchmetrics import Metric
 
 from composer_speedups.core.errors import ConfigError, DataError
 from composer_speedups.core.settings import InvalidSettingError, Settings, fields_of, refuse_if
-from composer_speedups.data.config import DataConfig
 from composer_speedups.packing.tokens import IGNORED
 from composer_speedups.tasks.config import ModelConfig
+from composer_speedups.tasks.data_config import DataConfig
 
 __all__ = [
     "Example",
@@ -256,7 +256,7 @@ def build_task(model: Any, data: Any) -> Task:
 
     Args:
         model: The keys under ``model``, a :class:`.ModelConfig`.
-        data: The keys under ``data``, a :class:`composer_speedups.data.config.DataConfig`.
+        data: The keys under ``data``, a :class:`composer_speedups.tasks.data_config.DataConfig`.
 
     Raises:
         ConfigError: The task does not support the settings.

@@ -16,12 +16,12 @@ import pytest
 from datasets import ClassLabel, Dataset, Features, List, Value
 
 from composer_speedups.core.errors import DataError
-from composer_speedups.data.config import DataConfig
 from composer_speedups.data.loader import build_data
 from composer_speedups.data.reader import load_rows
 from composer_speedups.data.sources import load_samples
 from composer_speedups.data.tokens import load_tokenizer
 from composer_speedups.tasks.classification import Classification
+from composer_speedups.tasks.data_config import DataConfig
 from composer_speedups.tasks.mlm import MaskedLanguageModelling
 from composer_speedups.tasks.multilabel import Multilabel
 from composer_speedups.tasks.regression import Regression

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from transformers import BertConfig, BertModel
 
-from composer_speedups.data.config import DataConfig
 from composer_speedups.data.flat import Ragged
 from composer_speedups.data.loader import Pad
 from composer_speedups.data.tokens import load_tokenizer
+from composer_speedups.tasks.data_config import DataConfig
 from composer_speedups.tasks.task import Task
 from tests.helpers.common import Batch
 

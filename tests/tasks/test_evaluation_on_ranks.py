@@ -7,9 +7,9 @@ import torch
 from composer import Trainer
 from composer.utils import dist
 
-from composer_speedups.data.config import DataConfig
 from composer_speedups.data.loader import build_data
 from composer_speedups.tasks.config import ModelConfig
+from composer_speedups.tasks.data_config import DataConfig
 from composer_speedups.tasks.models import build_model
 from composer_speedups.tasks.task import build_task
 from tests.helpers.ranks import on_ranks

@@ -12,10 +12,10 @@ from transformers import BertForSequenceClassification
 
 from composer_speedups import tasks
 from composer_speedups.core.errors import ConfigError
-from composer_speedups.data.config import DataConfig
 from composer_speedups.data.loader import build_data
 from composer_speedups.data.tokens import load_tokenizer
 from composer_speedups.tasks import Classification, FinetuneModel, Reranking
+from composer_speedups.tasks.data_config import DataConfig
 from tests.helpers.common import batch, tiny_config
 
 

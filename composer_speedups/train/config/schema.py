@@ -15,9 +15,9 @@ from composer_speedups.core.catalogue import keys_by_task, technique_names
 from composer_speedups.core.errors import did_you_mean
 from composer_speedups.core.files import with_working_directory
 from composer_speedups.core.settings import LENGTH, ComposerTime, FileName, Settings, refuse_if
-from composer_speedups.data.config import DataConfig
 from composer_speedups.distributed import FSDPConfig
 from composer_speedups.tasks.config import ModelConfig
+from composer_speedups.tasks.data_config import DataConfig
 
 __all__ = [
     "BaselineConfig",
