@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from composer_speedups import CUDAGraphs, Unpadding, apply_unpadding, plan_unpadding
+from composer_speedups.algorithms.cuda_graphs.functional import plans_in
 from composer_speedups.algorithms.cuda_graphs.graphed_calls import GraphedCalls
 from composer_speedups.core.technique import refuse_conflicts
 from composer_speedups.packing.encoder import unpadded_encoders
@@ -24,7 +25,7 @@ def graphed(max_graphs: int = 3) -> tuple[Any, Any, GraphedCalls]:
         each.config.problem_type = "single_label_classification"
     apply_unpadding(model, 16)
     calls = GraphedCalls(model, model.forward, max_graphs, recorder=Rerun)
-    calls.carries = [(encoder.packing, "planned") for encoder in unpadded_encoders(model)]
+    calls.carries = plans_in(model)
     calls.install("forward")
     return reference, model, calls
 
@@ -94,7 +95,7 @@ def test_composers_batches_are_planned_before_their_replays() -> None:
     trainer = make_trainer([technique], model=model, batches=batches, callbacks=[recorder])
     composer_model: Any = trainer.state.model
     calls = GraphedCalls(composer_model, composer_model.forward, 2, recorder=Rerun)
-    calls.carries = [(encoder.packing, "planned") for encoder in unpadded_encoders(composer_model)]
+    calls.carries = plans_in(composer_model)
     calls.eager_first = 1
     calls.install("forward")
     trainer.fit()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from composer_speedups import Unpadding, apply_torch_compile, apply_unpadding, plan_unpadding, undo_unpadding
+from composer_speedups.algorithms.cuda_graphs.functional import plans_in
 from composer_speedups.algorithms.cuda_graphs.graphed_calls import GraphedCalls
 from composer_speedups.core.errors import NotEngagedError, TechniqueError
 from composer_speedups.families.flops import training_flops
@@ -169,8 +170,8 @@ def test_graphs_replay_it_with_other_labels() -> None:
     model = copy.deepcopy(reference)
     apply_unpadding(model, 8, "labelled")
     calls = GraphedCalls(model, model.forward, 3, recorder=Rerun)
-    (encoder,), (head,) = unpadded_encoders(model), labelled_heads(model)
-    calls.carries = [(encoder.packing, "planned"), (head, "plan")]
+    (encoder,) = unpadded_encoders(model)
+    calls.carries = plans_in(model)
     calls.install("forward")
     for inputs in batches:
         plan_unpadding(model, inputs["attention_mask"], labels=inputs["labels"])

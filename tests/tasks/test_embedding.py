@@ -31,6 +31,7 @@ from composer_speedups import (
     TorchCompile,
     Unpadding,
 )
+from composer_speedups.algorithms.cuda_graphs.functional import plans_in
 from composer_speedups.algorithms.cuda_graphs.graphed_calls import GraphedCalls
 from composer_speedups.core.errors import CannotRunError, ConfigError, DataError
 from composer_speedups.core.trainer_state import model_of
@@ -239,7 +240,7 @@ def test_captured_batches_are_planned_before_replay(tokenizer: Any, monkeypatch:
     monkeypatch.setattr(Packing, "_count_and_lay_out", lambda *_: pytest.fail("counted inside the forward pass"))
     trainer = make_trainer([Unpadding(256)], model=model, batches=batches, callbacks=[recorder])
     calls = GraphedCalls(model, model.forward, 2, recorder=Rerun)
-    calls.carries = [(encoder.packing, "planned") for encoder in unpadded_encoders(model)]
+    calls.carries = plans_in(model)
     calls.eager_first = 1
     calls.install("forward")
     trainer.fit()

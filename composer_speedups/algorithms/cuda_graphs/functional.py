@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -10,8 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 from composer_speedups.algorithms.cuda_graphs.graphed_calls import GraphedCalls
 from composer_speedups.core.trainer_state import world_size
 from composer_speedups.families.blocks import repeated_blocks
-from composer_speedups.packing.encoder import unpadded_encoders
-from composer_speedups.packing.labelled_head import labelled_heads
+from composer_speedups.packing.call import ModelAroundEncoder
+from composer_speedups.packing.encoder import UnpaddedEncoder, unpadded_encoders
 
 __all__ = ["apply_cuda_graphs"]
 
@@ -61,9 +62,24 @@ def apply_cuda_graphs(model: nn.Module, max_graphs: int = 4, segments: int | Non
         current.install(attribute)
     current.max_graphs = max_graphs
     current.cut_behind = blocks_to_cut(model, segments) if segments is not None or world_size() > 1 else ()
-    current.carries = [(encoder.packing, "planned") for encoder in unpadded_encoders(model)]
-    current.carries += [(head, "plan") for head in labelled_heads(model)]
+    current.carries = plans_in(model)
     return current
+
+
+def plans_in(model: nn.Module) -> Callable[[], list[tuple[Any, str]]]:
+    """A function that lists where a model's plans for packing are: objects and names of their attributes.
+
+    A comparison with the untouched model replaces these objects, so they are looked up for each call.
+    """
+    encoders = unpadded_encoders(model)
+    around = [module for module in model.modules() if isinstance(module, ModelAroundEncoder)]
+
+    def plans() -> list[tuple[Any, str]]:
+        packings = [(encoder.packing, "planned") for encoder in encoders if isinstance(encoder, UnpaddedEncoder)]
+        rules = [outer.call_rules for outer in around if isinstance(outer, ModelAroundEncoder)]
+        return [*packings, *((rule.labelled_head, "plan") for rule in rules if rule.labelled_head is not None)]
+
+    return plans
 
 
 def cut_points(sizes: Sequence[int], least: int = _MIN_SEGMENT) -> list[int]:

@@ -32,7 +32,7 @@ class GraphedCalls:
         recorder: Creates the recorder of a capture from the pool; by default :class:`CUDARecorder`.
 
     Attributes:
-        carries: Objects and attributes that a call reads in addition to its arguments: tensors and plain values, in
+        carries: Returns objects and attributes that a call reads in addition to its arguments: tensors and plain values, in
             tuples. They are treated as arguments. If one is None or empty, the call runs the original function.
         cut_behind: Blocks after which the backward pass is cut into segments with one graph each (see
             :mod:`.segments`); empty by default.
@@ -55,7 +55,7 @@ class GraphedCalls:
         recorder: Callable[[Any], Recorder] = CUDARecorder,
     ) -> None:
         self.model, self.original, self.max_graphs, self.recorder = model, original, max_graphs, recorder
-        self.carries: list[tuple[Any, str]] = []
+        self.carries: Callable[[], list[tuple[Any, str]]] = list
         self.cut_behind: Sequence[nn.Module] = ()
         self.pool: Any = None
         self._graphs: dict[Hashable, _Graph] = {}
@@ -79,7 +79,7 @@ class GraphedCalls:
         if not self.model.training or not torch.is_grad_enabled():
             return self.original(*args, **kwargs)
         args = tuple(dict(a) if isinstance(a, Mapping) else a for a in args)  # pytree does not support UserDict
-        carried = tuple(getattr(module, attribute) for module, attribute in self.carries)
+        carried = tuple(getattr(module, attribute) for module, attribute in self.carries())
         leaves, spec = tree_flatten((args, kwargs, carried))
         leaves = _without_repeats(leaves)
         missing = any(value is None or (isinstance(value, tuple) and not value) for value in carried)
@@ -166,7 +166,7 @@ class _Graph:
     """The captured graphs of one shape, with conversion between the model's arguments and outputs and flat tensors."""
 
     def __init__(self, calls: GraphedCalls, gradients: SharedGradients, leaves: list[Any], spec: TreeSpec) -> None:
-        self._original, self._carries = calls.original, calls.carries
+        self._original, self._carries = calls.original, calls.carries()
         self._placeholders = ParameterPlaceholders(calls.model)
         self._leaves, self._spec = leaves, spec
         self._outputs: list[Any] = []  # the outputs that are not tensors, with None for tensors
