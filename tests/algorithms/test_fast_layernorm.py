@@ -192,6 +192,7 @@ def test_other_words_are_refused() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_ligers_kernels_match_layernorm_in_tritons_interpreter() -> None:
     """At awkward shapes, in float32 and under autocast, as a module and in a Trainer; see liger_on_cpu.py."""
 

@@ -19,7 +19,6 @@ from composer_speedups.core.errors import NotEngagedError, TechniqueError
 from composer_speedups.core.requirements import Context
 from composer_speedups.core.technique import screen
 from tests.helpers.common import Recorder, awkward_batches, batch, make_trainer, plain_batches, tiny_bert, trained
-from tests.helpers.exhaustive import SCOPES
 from tests.helpers.models import tiny_model
 from tests.reference.loop import train_plainly
 from tests.reference.tolerance import assert_near
@@ -220,7 +219,8 @@ def test_unmet_requirements_and_wrong_settings() -> None:
         make_trainer([bf16(), Float8Linear(min_features=1000, emulate=True)])
 
 
-@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("scope", ["model", "blocks"])
 def test_compiled_code_matches_eager_and_is_probed(scope: Any) -> None:
     check_compiled("tensorwise", scope, "aot_eager", gpu=False)
 

@@ -129,6 +129,7 @@ def test_compiled_blocks_that_keep_their_activations_are_detected(monkeypatch: p
     trainer.close()
 
 
+@pytest.mark.exhaustive
 def test_a_block_with_a_graph_break_is_recomputed_and_counted() -> None:
     model = tiny_model("bert", layers=1)
     inner = model.bert.encoder.layer[0].intermediate

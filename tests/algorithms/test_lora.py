@@ -43,6 +43,7 @@ from composer_speedups.core.registry import build_techniques
 from composer_speedups.tasks.classification import Classification
 from composer_speedups.tasks.models import FinetuneModel
 from tests.helpers.common import awkward_batches, batch, final_weights, make_trainer, plain_batches, tiny_bert, trained
+from tests.helpers.exhaustive import others_exhaustive
 from tests.helpers.jobs import run
 from tests.reference.loop import eval_logits, gradients
 from tests.reference.tolerance import assert_near
@@ -462,19 +463,18 @@ def test_a_torch_scheduler_keeps_its_parameter_groups() -> None:
     assert optimizer.param_groups[0]["lr"] == pytest.approx(5e-3 * 0.5**4)
 
 
-@pytest.mark.parametrize(
-    "others",
-    [
-        lambda: [GradientCheckpointing()],
-        lambda: [SDPAAttention()],
-        lambda: [TorchCompile("blocks", backend="aot_eager")],
-        lambda: [TorchCompile("model", backend="aot_eager"), GradientCheckpointing()],
-    ],
-    ids=["checkpointing", "sdpa", "blocks", "model+checkpointing"],
-)
-def test_with_other_techniques_it_trains_to_the_same_weights(others: Any) -> None:
+OTHERS = {
+    "checkpointing": lambda: [GradientCheckpointing()],
+    "sdpa": lambda: [SDPAAttention()],
+    "blocks": lambda: [TorchCompile("blocks", backend="aot_eager")],
+    "model+checkpointing": lambda: [TorchCompile("model", backend="aot_eager"), GradientCheckpointing()],
+}
+
+
+@pytest.mark.parametrize("others", others_exhaustive(OTHERS, {"sdpa", "blocks"}.__contains__))
+def test_with_other_techniques_it_trains_to_the_same_weights(others: str) -> None:
     results = []
-    chosen: list[list[Any]] = [[], others()]
+    chosen: list[list[Any]] = [[], OTHERS[others]()]
     for algorithms in chosen:
         model = tiny_bert()
         model.config.problem_type = "single_label_classification"  # if set in the first batch, it recompiles

@@ -30,6 +30,7 @@ from composer_speedups.core.registry import technique_class
 from composer_speedups.core.technique import Technique, refuse_conflicts
 from composer_speedups.surgery.already_applied import NoEffectWarning
 from tests.helpers.common import final_weights, plain_batches, tiny_config
+from tests.helpers.exhaustive import others_exhaustive
 from tests.helpers.settings import ENTRIES, Case
 
 # Functions warn if they find nothing to change
@@ -63,11 +64,15 @@ def bert() -> tuple[Any, Any]:
 
 
 MODELS: dict[str, Callable[[], tuple[Any, Any]]] = {"mlp": mlp, "convnet": convnet, "bert": bert}
-CASES = [
-    pytest.param(Case(name, tuple(arguments.items()), entry), id=Case(name, tuple(arguments.items()), entry).id)
-    for name, entry in sorted(ENTRIES.items())
-    for arguments in entry.variants or entry.gpu_variants  # variants for a GPU are refused
-]
+CASES = others_exhaustive(
+    (
+        pytest.param(case, id=case.id)
+        for name, entry in sorted(ENTRIES.items())
+        for arguments in entry.variants or entry.gpu_variants  # variants for a GPU are refused
+        for case in [Case(name, tuple(arguments.items()), entry)]
+    ),
+    lambda case: dict(case.arguments) == (case.entry.variants or case.entry.gpu_variants)[0],
+)
 
 
 def train(techniques: list[Technique], model: Any, loader: Any) -> Trainer:

@@ -164,6 +164,10 @@ def embeddings(
         out.backward(torch.zeros_like(out))
 
 
+# Number of launches
+LAUNCHES = {norms: 3, attention: 3, first_token: 2, gelu: 4, embeddings: 2, float8: 21, adamw: 1}
+
+
 @pytest.fixture(scope="module")
 def compiled_kernels(tmp_path_factory: pytest.TempPathFactory) -> str:
     """An empty folder for Triton's cache, shared by the tests of this module."""
@@ -171,7 +175,7 @@ def compiled_kernels(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.pins
-@pytest.mark.parametrize("case", [norms, attention, first_token, gelu, embeddings, float8, adamw])
+@pytest.mark.parametrize("case", others_exhaustive(LAUNCHES, lambda case: case is not float8))  # it takes 5 s
 @pytest.mark.parametrize(
     ("architecture", "dropout"), others_exhaustive([(80, 0.1), (90, 0.1), (90, 0.0)], (90, 0.1).__eq__)
 )
@@ -187,8 +191,7 @@ def test_every_launch_compiles_and_spills_no_registers(
         pytest.skip("8-bit matmuls need compute capability 8.9")
     monkeypatch.setenv("TRITON_CACHE_DIR", compiled_kernels)  # kernels without dropout compile once for both rates
     case(dropout, torch.float16 if architecture == 80 else torch.bfloat16)
-    launches_of = {"norms": 3, "attention": 3, "first_token": 2, "gelu": 4, "embeddings": 2, "float8": 21, "adamw": 1}
-    assert len(launched) == launches_of[case.__name__]
+    assert len(launched) == LAUNCHES[case]
     compiled = [launch.compile(architecture) for launch in launched]
     if architecture == 90:  # the block sizes were chosen for it
         for kernel in compiled:
