@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import BertForMaskedLM, BertForSequenceClassification
 
 from composer_speedups import CUDAGraphs, apply_unpadding, plan_unpadding
+from composer_speedups.algorithms.cuda_graphs.functional import plans_in
 from tests.helpers.common import batch, tiny_config
 from tests.helpers.rerun import Logged, graphed
 from tests.reference.loop import gradients

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from composer.models import HuggingFaceModel
 
 from composer_speedups import CUDAGraphs, Unpadding, apply_unpadding, plan_unpadding
 from composer_speedups.algorithms.cuda_graphs.functional import plans_in
@@ -107,3 +108,20 @@ def test_composers_batches_are_planned_before_their_replays() -> None:
 
 def test_cuda_graphs_and_unpadding_do_not_conflict() -> None:
     refuse_conflicts([CUDAGraphs(), Unpadding()])
+
+
+def test_a_compared_model_replays_with_the_plans_of_its_batches() -> None:
+    """The comparison with the untouched model withdraws unpadding and applies it again."""
+    batches = [batch([9, 16, 3, 12], 16, seed=seed) for seed in range(4)]
+    recorders = []
+    for check in ("never", "always"):
+        model, recorder = HuggingFaceModel(tiny_bert()), Recorder()
+        trainer = make_trainer([Unpadding(16, check=check)], model=model, batches=batches, callbacks=[recorder])
+        calls = GraphedCalls(model, model.forward, 1, recorder=Rerun)
+        calls.carries, calls.eager_first = plans_in(model), 1
+        calls.install("forward")
+        trainer.fit()
+        trainer.close()
+        assert calls.replays == 3, check
+        recorders.append(recorder)
+    assert_near(recorders[1].losses, recorders[0].losses)

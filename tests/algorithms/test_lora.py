@@ -463,7 +463,7 @@ def test_a_torch_scheduler_keeps_its_parameter_groups() -> None:
     assert optimizer.param_groups[0]["lr"] == pytest.approx(5e-3 * 0.5**4)
 
 
-OTHERS = {
+OTHERS: dict[str, Callable[[], list[Any]]] = {
     "checkpointing": lambda: [GradientCheckpointing()],
     "sdpa": lambda: [SDPAAttention()],
     "blocks": lambda: [TorchCompile("blocks", backend="aot_eager")],

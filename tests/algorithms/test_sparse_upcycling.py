@@ -26,8 +26,8 @@ from composer_speedups import (
     load_sparse_upcycling,
 )
 from composer_speedups.algorithms.float8_linear.modules import RowPaddedFloat8Linear
-from composer_speedups.algorithms.sparse_upcycling.experts import SparseFeedForward, balance_loss
-from composer_speedups.algorithms.sparse_upcycling.loss import add_to_loss, sparse_layers
+from composer_speedups.algorithms.sparse_upcycling.experts import SparseFeedForward, balance_loss, sparse_layers
+from composer_speedups.algorithms.sparse_upcycling.sparse_upcycling import add_to_loss
 from composer_speedups.core.errors import ConfigError, NotEngagedError, TechniqueError
 from composer_speedups.families.flops import batch_lengths, training_flops
 from composer_speedups.tasks.classification import Classification

@@ -170,7 +170,6 @@ def test_graphs_replay_it_with_other_labels() -> None:
     model = copy.deepcopy(reference)
     apply_unpadding(model, 8, "labelled")
     calls = GraphedCalls(model, model.forward, 3, recorder=Rerun)
-    (encoder,) = unpadded_encoders(model)
     calls.carries = plans_in(model)
     calls.install("forward")
     for inputs in batches:

@@ -47,7 +47,9 @@ def save(rows: Rows, name: str) -> str:
 
 
 def files(train: str, evaluation: str | None = None, **kwargs: Any) -> DataConfig:
-    settings = {"tokenizer": "wordpiece", "vocab_size": 200, "cache_dir": "cache", "max_length": 16, **kwargs}
+    settings = {"vocab_size": 200, "cache_dir": "cache", "max_length": 16, **kwargs}
+    if not settings.get("streaming"):  # which cannot train a tokenizer
+        settings.setdefault("tokenizer", "wordpiece")
     return DataConfig(source="files", train_file=train, eval_file=evaluation, **settings)
 
 

@@ -32,8 +32,9 @@ class GraphedCalls:
         recorder: Creates the recorder of a capture from the pool; by default :class:`CUDARecorder`.
 
     Attributes:
-        carries: Returns objects and attributes that a call reads in addition to its arguments: tensors and plain values, in
-            tuples. They are treated as arguments. If one is None or empty, the call runs the original function.
+        carries: Returns objects and attributes that a call reads in addition to its arguments: tensors and plain
+            values, in tuples. They are treated as arguments. If one is None or empty, the call runs the original
+            function.
         cut_behind: Blocks after which the backward pass is cut into segments with one graph each (see
             :mod:`.segments`); empty by default.
         pool: Memory pool shared by the graphs, from ``torch.cuda.graph_pool_handle``; None gives each graph its own.
