@@ -81,6 +81,7 @@ def test_a_fresh_process_uses_the_code_that_another_compiled() -> None:
     assert not [*Path("own").rglob("*.so")]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.pins
 def test_the_folder_is_in_use_only_while_the_run_trains_or_evaluates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "mine")

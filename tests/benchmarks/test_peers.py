@@ -73,6 +73,7 @@ def test_peers_train_the_same_steps_and_report_the_same_keys(overrides: list[str
         assert report["wall_seconds"] > 0
 
 
+@pytest.mark.exhaustive
 def test_the_bare_loop_trains_with_the_files_techniques() -> None:
     techniques = [
         "algorithms={unpadding: {}, foreach_optimizer: {}, torch_compile: {scope: blocks, backend: eager}}",

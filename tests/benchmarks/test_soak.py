@@ -41,6 +41,7 @@ def test_the_rate_is_that_of_the_last_fifth_over_the_second() -> None:
     assert rate_ratio(slowing) == pytest.approx(0.5, abs=0.02)
 
 
+@pytest.mark.exhaustive
 def test_a_short_run_is_measured() -> None:
     found = soak(["steps=6", *SHORT, "data.workers=0", "export=false"])
     assert len(found["readings"]) == 5

@@ -104,6 +104,7 @@ from composer_speedups import Toy
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_generic_tests_need_only_a_folder_and_an_entry(tmp_path: Path) -> None:
     folder = tmp_path / "more"

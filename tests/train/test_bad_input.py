@@ -102,6 +102,7 @@ def run_all(mutations: list[Mutation], seconds: float = 60) -> dict[int, int]:
     return ended
 
 
+@pytest.mark.exhaustive
 def test_more_than_500_mutated_configs_are_refused_in_one_line_or_pass() -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     tried, passed = check_all(seed=17, each=1)

@@ -111,6 +111,7 @@ def test_a_config_of_the_package_is_found_by_name() -> None:
         find_config("zzz")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_commands_of_the_wheel_need_no_checkout() -> None:
     build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(Path("built").absolute())]
@@ -160,6 +161,7 @@ def test_help_lists_keys_and_techniques_quickly() -> None:
     assert done.stderr == ""
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_quickstart_learns_in_an_epoch(capsys: pytest.CaptureFixture[str]) -> None:
     shorter = ["data.length_scale=0.06", "data.max_length=24", "data.vocab_size=500"]
@@ -184,6 +186,7 @@ def check_quickstart(report: dict[str, Any], accuracy: float) -> None:
     assert all(entry["engaged"] for entry in report["algorithms"].values())
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_two_ranks_on_the_cpu_train_like_one() -> None:
     settings = [*SHORT, "trainer.max_duration=1ep", "trainer.device=cpu"]

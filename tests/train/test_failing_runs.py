@@ -120,6 +120,7 @@ def test_a_killed_worker_ends_the_run_at_once(persistent: bool) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.exhaustive
 def test_a_hanging_worker_is_killed_when_the_run_fails() -> None:
     def hang(self: Any, rows: Any) -> Any:
         if get_worker_info() is not None and next(calls) == 3:

@@ -43,6 +43,7 @@ def test_the_length_of_the_planned_run_is_counted_in_steps() -> None:
         assert run.planned_steps(Outcome("ok", tokens_per_step=1000.0)) == steps
 
 
+@pytest.mark.exhaustive
 def test_a_trial_that_times_out_names_its_phase(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sleeping.py").write_text("import time\n\ndef stuck():\n    time.sleep(60)\n\nstuck()\n")
     monkeypatch.syspath_prepend(tmp_path)
