@@ -95,6 +95,7 @@ def test_the_bare_loop_trains_with_the_files_techniques() -> None:
     assert evidence["graphs"] == ours["algorithms"]["torch_compile"]["evidence"]["graphs"] > 0
 
 
+@pytest.mark.exhaustive
 def test_hf_trainer_gets_its_flags() -> None:
     flags = ["peer.torch_compile=true", "peer.torch_compile_backend=eager", "peer.regional_compile=true"]
     report = peer(hf_trainer, *flags, "peer.attention=eager", "peer.grad_norm=false", "optimizer.max_grad_norm=null")

@@ -193,6 +193,7 @@ def test_built_in_reviews_have_imdbs_lengths() -> None:
     assert sum(len(t.split()) for t in short) / 500 < 45
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("length_scale", [0.12, 1.0])
 def test_counting_words_does_not_solve_the_built_in_reviews(length_scale: float) -> None:
     from sklearn.feature_extraction.text import CountVectorizer

@@ -42,6 +42,7 @@ def _polls_often(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         child.join()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("workers", [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}])
 def test_the_loader_waits_for_slow_workers(workers: dict[str, Any]) -> None:
     loader = WorkerTimeoutLoader(Slow(3, 0.7 if workers else 0), worker_timeout=60, batch_size=2, **workers)

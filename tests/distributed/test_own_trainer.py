@@ -32,6 +32,7 @@ def example(*arguments: str) -> dict[str, Any] | None:
     return json.loads(lines[-1]) if lines else None
 
 
+@pytest.mark.exhaustive
 def test_the_example_trains_on_two_ranks() -> None:
     first, second = on_ranks(example)
     assert second is None
