@@ -54,8 +54,8 @@ class Context:
 
     Attributes:
         device: The rank's device.
-        precision: Composer's precision: ``fp32``, ``amp_bf16`` or ``amp_fp16``. In :meth:`.Technique.requirements`,
-            the one that earlier techniques set.
+        precision: Precision of the forward pass: ``fp32``, ``amp_bf16`` or ``amp_fp16``. It is the Trainer's, unless
+            a technique sets another one (:meth:`.Technique.context_after`), which the techniques after it see.
         techniques: YAML names of the techniques that engage in this run.
         ranks: Number of processes that train together.
         microbatch_size: Samples per forward pass and device, ``"auto"``, or None for whole batches.
@@ -83,7 +83,7 @@ class Context:
     @property
     def autocast(self) -> bool:
         """Whether the forward pass runs under autocast."""
-        return self.precision != "fp32" or "mixed_precision" in self.techniques
+        return self.precision != "fp32"
 
 
 def needs_cuda(context: Context, what: str, capability: tuple[int, int] = (0, 0)) -> Requirement:

@@ -1,4 +1,4 @@
-"""Requirements on the run: each technique sees what the other requested techniques set, in any order of the list."""
+"""Requirements on the run: every technique sees what the other requested techniques set, in any order of the list."""
 
 from __future__ import annotations
 
@@ -111,8 +111,10 @@ def test_a_refused_technique_sets_nothing(hopper: None, monkeypatch: pytest.Monk
         screen([FastLayerNorm(), refused], on_gpu("fp32"))
 
 
-def test_autocast_on_a_cpu_is_not_composers_precision() -> None:
+def test_autocast_on_a_cpu_is_a_precision_too() -> None:
     screen([MixedPrecision("bf16", allow_cpu=True), FastLayerNorm()], Context(torch.device("cpu")))
+    with pytest.raises(TechniqueError, match="low-precision LayerNorm needs mixed precision, and this run is fp32"):
+        screen([FastLayerNorm()], Context(torch.device("cpu")))
 
 
 WITH_TRITON: dict[str, Any] = {

@@ -59,19 +59,14 @@ class MixedPrecision(Technique):
             yield needs_cuda(context, "bf16", (8, 0))
 
     def context_after(self, context: Context) -> Context:
-        return replace(context, precision=self._precision.value) if context.device.type == "cuda" else context
-
-    @property
-    def _precision(self) -> Precision:
-        """Composer's precision on a GPU; on a CPU, Composer supports only fp32, and the model has its own autocast."""
-        return Precision(f"amp_{self.dtype}")
+        return replace(context, precision=f"amp_{self.dtype}")
 
     def engage(self, state: State) -> dict[str, Any]:
         before = state.precision.value
         if (problem := half_weights(state.model)) is not None:
             raise TechniqueError(self.name, problem, LOAD_FLOAT32)
         if device_of(state).type == "cuda":
-            state.precision = self._precision
+            state.precision = Precision(f"amp_{self.dtype}")
         else:
             wrap_forward(state.model, self.dtype)
         return {"dtype": self.dtype, "precision_before": before}
