@@ -1,4 +1,4 @@
-"""bitsandbytes' AdamW: parity at 32 bits, 8-bit state, its managers, paging, and StableEmbedding."""
+"""bitsandbytes' AdamW: its managers, paging, and StableEmbedding."""
 
 from __future__ import annotations
 
@@ -20,7 +20,16 @@ from composer_speedups.core.optimizer_evidence import state_bits
 from composer_speedups.core.requirements import Context
 from composer_speedups.core.technique import screen
 from composer_speedups.tasks.export import export_model
-from tests.helpers.common import batch, final_weights, make_trainer, plain_batches, step_alike, tiny_bert, trained
+from tests.helpers.common import (
+    assert_not_engaged,
+    batch,
+    final_weights,
+    fit_and_close,
+    make_trainer,
+    plain_batches,
+    tiny_bert,
+    trained,
+)
 from tests.reference.loop import EPS, eval_logits
 from tests.reference.tolerance import assert_near
 
@@ -37,52 +46,6 @@ def grouped_adamw(model: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=1e-3, eps=EPS, weight_decay=0.1, foreach=False)
 
 
-def test_at_32_bits_it_is_adamw() -> None:
-    models = [tiny_bert(), tiny_bert()]
-    optimizers: list[Any] = [grouped_adamw(model) for model in models]
-    optimizers[1] = apply_bnb_optimizer(models[1], optimizers[1], 32)
-    step_alike(models, optimizers)
-    torch.testing.assert_close(dict(models[1].named_parameters()), dict(models[0].named_parameters()))
-
-
-# The state's precision, and errors if it is not the requested one.
-
-
-def test_state_is_8_bit_except_for_embeddings_and_small_tensors() -> None:
-    technique = BnbOptimizer(**EIGHT)
-    trainer = trained([technique])
-    optimizer = trainer.state.optimizers[0]
-    model: Any = trainer.state.model.model
-    for name, parameter in model.named_parameters():
-        matrix = "embeddings" not in name and parameter.numel() >= 1024
-        assert state_bits(optimizer, parameter) == (8 if matrix else 32), name
-        assert optimizer.state[parameter]["state2"].dtype == (torch.uint8 if matrix else torch.float32)
-    assert technique.evidence["embedding_state_bits"] == [32]
-    everything = 8 * sum(p.numel() for p in model.parameters())
-    matrices = technique.evidence["values_by_state_bits"]["8"]
-    saved = everything - technique.evidence["state_bytes"]
-    assert 5.5 * matrices < saved < 6 * matrices  # 6 bytes per value, minus the scales and two look-up tables
-
-
-def test_a_model_too_small_for_it_is_detected() -> None:
-    with pytest.raises(NotEngagedError, match=r"no parameter has 8-bit state; lower min_8bit_size \(4096 now\)"):
-        trained([BnbOptimizer(8)])
-
-
-def test_lost_overrides_are_detected() -> None:
-    trainer = make_trainer([BnbOptimizer(**EIGHT)])
-    trainer.state.optimizers[0].mng.initialize()
-    with pytest.raises(NotEngagedError, match="embeddings have 8-bit state"):
-        trainer.fit()
-    trainer.close()
-
-
-def test_embeddings_get_8_bit_state_if_requested() -> None:
-    technique = BnbOptimizer(**EIGHT, embeddings_32bit=False)
-    trained([technique])
-    assert technique.evidence["embedding_state_bits"] == [8, 32]  # the table of two token types is too small
-
-
 def test_the_global_managers_are_cleaned_up() -> None:
     from bitsandbytes.functional import GlobalPageManager
     from bitsandbytes.optim import GlobalOptimManager
@@ -97,18 +60,6 @@ def test_the_global_managers_are_cleaned_up() -> None:
     trainer.fit()
     assert contents() == before
     trainer.close()
-
-
-# Loading.
-
-
-def test_other_widths_are_refused() -> None:
-    wrong: Any = 4
-    with pytest.raises(ValueError, match="bits must be 8 or 32, not 4"):
-        BnbOptimizer(wrong)
-
-
-# Paged memory.
 
 
 def test_paged_state_needs_a_gpu() -> None:
@@ -188,8 +139,7 @@ def test_its_norm_joins_the_group_of_the_other_norms() -> None:
     start = norm.weight.detach().clone()
     groups = trainer.state.optimizers[0].param_groups
     assert [any(p is norm.bias for p in g["params"]) for g in groups] == [False, True]
-    trainer.fit()
-    trainer.close()
+    fit_and_close(trainer)
     assert (norm.weight != start).all()
     assert technique.evidence["stable_embedding"] == ["model.bert.embeddings.word_embeddings"]
 
@@ -198,9 +148,7 @@ def test_a_stable_embedding_that_is_not_trained_is_detected() -> None:
     trainer = make_trainer([BnbOptimizer(**EIGHT, stable_embedding=True)], model=(model := tiny_bert()))
     for parameter in model.bert.embeddings.word_embeddings.norm.parameters():
         parameter.requires_grad_(False)
-    with pytest.raises(NotEngagedError, match="no stable embedding was trained"):
-        trainer.fit()
-    trainer.close()
+    assert_not_engaged(trainer, "no stable embedding was trained")
 
 
 def test_the_export_is_a_stock_model_with_normalised_rows(tmp_path: Path) -> None:

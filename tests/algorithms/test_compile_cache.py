@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from composer_speedups import TorchCompile
 from composer_speedups.core.errors import TechniqueError
 from tests.algorithms.test_gradient_checkpointing import Plain
-from tests.helpers.common import Batch, Recorder, make_trainer, plain_batches, trained
+from tests.helpers.common import Batch, Recorder, fit_and_close, make_trainer, plain_batches, trained
 from tests.helpers.forks import Fork
 from tests.reference.tolerance import assert_near
 
@@ -97,8 +97,7 @@ def test_the_folder_is_in_use_only_while_the_run_trains_or_evaluates(monkeypatch
     monkeypatch.setattr(TorchCompile, "verify", used)
     trainer = make_trainer([technique], model=Small(), batches=plain_batches(1))
     assert [os.environ.get(name) for name in VARIABLES] == ["mine", None]
-    trainer.fit()
-    trainer.close()
+    fit_and_close(trainer)
     assert seen[0] == [str(Path("here").absolute()), "set by inductor"]
     assert [os.environ.get(name) for name in VARIABLES] == ["mine", None]
 

@@ -37,15 +37,8 @@ def in_float8(model: Any) -> Any:
 def test_without_a_gpu_it_is_refused_in_eight_bits() -> None:
     with pytest.raises(ValueError, match=r"needs a CUDA GPU of compute capability 8.9 or newer, .* is on the cpu"):
         in_float8(tiny_bert())
-    with pytest.raises(ValueError, match="precision must be 'autocast' or 'fp8', not 'fp4'"):
-        apply_fused_layers(unpadded(tiny_bert()), precision="fp4")  # type: ignore[arg-type]
     with pytest.raises(TechniqueError, match=r"precision: fp8 needs a CUDA GPU of compute capability 8\.9 or newer"):
         make_trainer([FusedLayers(precision="fp8"), Unpadding()])
-
-
-def unpadded(model: Any) -> Any:
-    apply_unpadding(model)
-    return model
 
 
 def test_widths_that_are_not_multiples_of_16_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

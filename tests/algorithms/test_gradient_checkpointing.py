@@ -26,6 +26,7 @@ from composer_speedups.core.errors import NotEngagedError, TechniqueError
 from tests.helpers.common import (
     Batches,
     Recorder,
+    assert_not_engaged,
     awkward_batches,
     batch,
     final_weights,
@@ -124,9 +125,7 @@ def test_compiled_blocks_that_keep_their_activations_are_detected(monkeypatch: p
     trainer = make_trainer([GradientCheckpointing(), TorchCompile("blocks", backend="eager")])
     for layer in trainer.state.model.model.bert.encoder.layer:
         recompute.undo(layer)
-    with pytest.raises(NotEngagedError, match="no block was recomputed"):
-        trainer.fit()
-    trainer.close()
+    assert_not_engaged(trainer, "no block was recomputed")
 
 
 @pytest.mark.exhaustive
@@ -245,9 +244,6 @@ def test_a_checkpoint_function_that_recomputes_nothing_is_detected(monkeypatch: 
 
 
 def test_models_that_cannot_be_recomputed_are_refused() -> None:
-    for build in (lambda: GradientCheckpointing(0), lambda: apply_gradient_checkpointing(tiny_bert(), 0)):
-        with pytest.raises(ValueError, match="every must be at least 1, not 0"):
-            build()
     with pytest.raises(ValueError, match="no ModuleList with blocks of one class"):
         apply_gradient_checkpointing(nn.Sequential(nn.Linear(2, 2)))
     model = tiny_bert()

@@ -231,18 +231,7 @@ def test_targets_that_match_nothing_are_named_with_those_that_exist() -> None:
     assert all(p.requires_grad for p in untouched.parameters())
 
 
-def test_bad_settings_and_models_with_adapters_are_refused() -> None:
-    wrong: Any = "linear"
-    for settings, message in [
-        ({"rank": 0}, "rank must be 1 to 4096"),
-        ({"alpha": 0.0}, "alpha must be above 0"),
-        ({"dropout": 1.0}, "dropout must be 0 to below 1"),
-        ({"targets": wrong}, "targets must be 'all-linear' or a list"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            LoRA(**settings)  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match=message):
-            apply_lora(tiny_bert(), **settings)  # type: ignore[arg-type]
+def test_models_with_other_adapters_are_refused() -> None:
     model = tiny_bert()
     apply_lora(model, rank=2)
     with pytest.raises(ValueError, match="already has LoRA's adapters with rank=2; to use rank=3, build"):

@@ -13,12 +13,11 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertForSequenceClassification
 
 from composer_speedups import LowBitOptimizer, TorchCompile, apply_lowbit_optimizer
-from composer_speedups.core.errors import NotEngagedError, TechniqueError
+from composer_speedups.core.errors import TechniqueError
 from composer_speedups.core.operator_recorder import compile_counts, counted_apart
-from composer_speedups.core.optimizer_evidence import state_bits
 from composer_speedups.core.requirements import Context
 from composer_speedups.core.technique import screen
-from tests.helpers.common import grouped_adamw, make_trainer, step_alike, tiny_bert, trained
+from tests.helpers.common import grouped_adamw, step_alike, tiny_bert, trained
 
 every_width = pytest.mark.parametrize("bits", [8, 4, "fp8"])
 
@@ -95,47 +94,6 @@ def test_four_bit_embeddings_do_not_jump() -> None:
     assert embedding_moved(4, embeddings_32bit=False) < 2 * embedding_moved(32)
 
 
-# The state's precision, and errors if it is not the requested one.
-
-
-@every_width
-def test_state_is_quantised_except_for_embeddings_and_small_tensors(bits: Any) -> None:
-    technique = LowBitOptimizer(bits, min_size=1024)
-    trainer = trained([technique])
-    optimizer = trainer.state.optimizers[0]
-    model: Any = trainer.state.model.model
-    width = 4 if bits == 4 else 8
-    for name, parameter in model.named_parameters():
-        matrix = "embeddings" not in name and parameter.numel() >= 1024
-        assert state_bits(optimizer, parameter) == (width if matrix else 32), name
-    evidence = technique.evidence
-    matrices = sum(p.numel() for n, p in model.named_parameters() if "embeddings" not in n and p.numel() >= 1024)
-    assert evidence["values_by_state_bits"][str(width)] == matrices
-    assert evidence["embedding_state_bits"] == [32]
-    at_most = matrices * (8 - width / 4)  # before scales and one look-up table per tensor
-    saved = 8 * sum(p.numel() for p in model.parameters()) - evidence["state_bytes"]
-    assert 0.7 * at_most < saved < at_most
-
-
-def test_a_model_too_small_for_it_is_detected() -> None:
-    with pytest.raises(NotEngagedError, match=r"no parameter has 8-bit state; lower min_size \(4096 now\)"):
-        trained([LowBitOptimizer(8)])
-
-
-def test_embeddings_that_lost_their_float32_state_are_detected() -> None:
-    trainer = make_trainer([LowBitOptimizer("fp8", min_size=1024)])
-    trainer.state.optimizers[0].full_precision = frozenset()
-    with pytest.raises(NotEngagedError, match="embeddings have 8-bit state"):
-        trainer.fit()
-    trainer.close()
-
-
-def test_embeddings_get_low_bit_state_if_requested() -> None:
-    technique = LowBitOptimizer(4, embeddings_32bit=False, min_size=1024)
-    trained([technique])
-    assert technique.evidence["embedding_state_bits"] == [4, 32]  # the table of two token types is too small
-
-
 # Otherwise it behaves like AdamW.
 
 
@@ -161,20 +119,6 @@ def test_a_closure_runs_once_with_gradients() -> None:
     assert optimizer.step(closure) is losses[0]
     assert len(losses) == 1
     assert all(len(optimizer.state[p]) for p in model.parameters())
-
-
-@pytest.mark.parametrize("wrong", [16, "8", None])
-def test_other_widths_are_refused(wrong: Any) -> None:
-    with pytest.raises(ValueError, match="bits must be 8, 4 or 'fp8'"):
-        LowBitOptimizer(wrong)
-    with pytest.raises(ValueError, match="bits must be 8, 4 or 'fp8'"):
-        apply_lowbit_optimizer(nn.Module(), torch.optim.AdamW([nn.Parameter(torch.zeros(2))]), wrong)
-
-
-def test_every_size_can_have_low_bit_state() -> None:
-    assert LowBitOptimizer(min_size=0).min_size == 0
-    with pytest.raises(ValueError, match="min_size"):
-        LowBitOptimizer(min_size=-1)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 from composer import Trainer
 from composer.core import Algorithm, Callback, DataSpec, Event, State
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from transformers import BertConfig, BertForSequenceClassification
 
+from composer_speedups.core.errors import NotEngagedError
 from tests.reference.loop import EPS
 
 Batch = dict[str, Tensor]
@@ -172,12 +174,21 @@ def make_trainer(
 
 def trained(algorithms: Sequence[Algorithm] = (), **settings: Any) -> Trainer:
     """A :func:`make_trainer` that has trained; closed, also where that raised."""
-    trainer = make_trainer(algorithms, **settings)
+    return fit_and_close(make_trainer(algorithms, **settings))
+
+
+def fit_and_close(trainer: Trainer) -> Trainer:
     try:
         trainer.fit()
     finally:
         trainer.close()
     return trainer
+
+
+def assert_not_engaged(trainer: Trainer, message: str) -> None:
+    """Check that training stops with a NotEngagedError that matches the regular expression ``message``."""
+    with pytest.raises(NotEngagedError, match=message):
+        fit_and_close(trainer)
 
 
 def in_turn(batches: list[Batch]) -> Any:

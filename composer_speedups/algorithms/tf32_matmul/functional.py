@@ -19,8 +19,13 @@ def apply_tf32_matmul(precision: Literal["highest", "high", "medium"] = "high") 
     Returns:
         The previous setting; call the function with it to restore it.
 
+    Raises:
+        ValueError: Another precision.
+
     Source: torch.set_float32_matmul_precision.
     """
+    if precision not in ("highest", "high", "medium"):
+        raise ValueError(f"precision must be 'highest', 'high' or 'medium', not {precision!r}")
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
     return before
