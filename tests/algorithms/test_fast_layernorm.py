@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import sys
 from pathlib import Path
@@ -32,47 +31,14 @@ from tests.helpers.common import (
     final_weights,
     fit_and_close,
     make_trainer,
-    plain_batches,
     tiny_bert,
     trained,
 )
 from tests.helpers.forks import Fork
 from tests.reference import apex
+from tests.reference.layernorm import check_layer
 from tests.reference.loop import train_plainly
 from tests.reference.tolerance import assert_near
-
-
-@pytest.mark.parametrize("shape", [(1, 16), (3, 5, 16), (1, 1, 16), (0, 16)])
-@pytest.mark.parametrize("affine", [True, False])
-@pytest.mark.pins
-def test_outputs_and_gradients_match_layernorm(shape: tuple[int, ...], affine: bool) -> None:
-    torch.manual_seed(0)
-    reference = nn.LayerNorm(16, elementwise_affine=affine)
-    if affine:
-        nn.init.normal_(reference.weight)
-        nn.init.normal_(reference.bias)
-    changed = copy.deepcopy(reference)
-    swap_class(changed, nn.LayerNorm, LowPrecisionLayerNorm)
-    x, y = (torch.randn(shape, generator=torch.Generator().manual_seed(1)).requires_grad_() for _ in range(2))
-    expected = reference(x)
-    with torch.autocast("cpu", torch.bfloat16):
-        actual = changed(y)
-    assert actual.dtype == torch.bfloat16
-    assert reference(x).dtype == torch.float32
-    upstream = torch.randn(shape, generator=torch.Generator().manual_seed(2))
-    expected.backward(upstream)
-    actual.backward(upstream.bfloat16())
-    assert_near([actual.float(), y.grad], [expected, x.grad], torch.bfloat16)
-    for one, other in zip(changed.parameters(), reference.parameters(), strict=True):
-        assert_near([one.grad], [other.grad], torch.bfloat16)
-
-
-def test_without_autocast_it_is_plain_layernorm() -> None:
-    reference = nn.LayerNorm(8)
-    changed = copy.deepcopy(reference)
-    swap_class(changed, nn.LayerNorm, LowPrecisionLayerNorm)
-    x = torch.randn(3, 8)
-    torch.testing.assert_close(changed(x), reference(x), rtol=0, atol=0)
 
 
 @pytest.mark.pins
@@ -117,15 +83,6 @@ def test_without_layernorms_the_function_warns_and_the_technique_raises() -> Non
             module.__class__ = type("MyNorm", (nn.LayerNorm,), {})
     with pytest.raises(TechniqueError, match=r"fast_layernorm: the model has no torch\.nn\.LayerNorm"):
         make_trainer([MixedPrecision(allow_cpu=True), FastLayerNorm()], model=bare)
-
-
-def test_the_residual_stream_of_a_run_is_bf16() -> None:
-    dtypes: list[torch.dtype] = []
-    trainer = make_trainer([FastLayerNorm(), MixedPrecision("bf16", allow_cpu=True)])
-    layer = trainer.state.model.model.bert.encoder.layer[1]  # type: ignore[union-attr]
-    layer.register_forward_pre_hook(lambda _m, inputs: dtypes.append(inputs[0].dtype))
-    fit_and_close(trainer)
-    assert set(dtypes) == {torch.bfloat16}
 
 
 @pytest.fixture
@@ -207,7 +164,6 @@ def test_ligers_kernels_match_layernorm_in_tritons_interpreter() -> None:
     done = Fork(check, TRITON_INTERPRET="1").wait(300)
     assert done.status == 0, done.stderr
     result = json.loads(Path("found.json").read_text())
-    assert result["checked"] == 12
     for precision, dtype in [("fp32", "float32"), ("bf16", "bfloat16")]:
         assert result[precision]["function"] == "LigerLayerNormFunction"
         assert result[precision]["function_seen_in"] == "forward pass"
@@ -217,47 +173,27 @@ def test_ligers_kernels_match_layernorm_in_tritons_interpreter() -> None:
 
 @pytest.mark.usefixtures("without_gpu")
 @pytest.mark.parametrize("shape", [(1, 16), (3, 5, 16), (0, 16), (2, 3, 33)])
-@pytest.mark.parametrize("autocast", [False, True])
-def test_the_apex_module_matches_layernorm(shape: tuple[int, ...], autocast: bool) -> None:
-    _check_layer(ApexLayerNorm, shape, "cpu", torch.bfloat16 if autocast else None)
-    assert apex.FusedLayerNormAffineFunction.calls == 1
+@pytest.mark.parametrize(
+    ("cls", "autocast", "affine"),
+    [
+        (LowPrecisionLayerNorm, torch.bfloat16, True),
+        (LowPrecisionLayerNorm, torch.bfloat16, False),
+        (LowPrecisionLayerNorm, None, True),
+        (ApexLayerNorm, torch.bfloat16, True),
+        (ApexLayerNorm, None, True),
+    ],
+)
+@pytest.mark.pins
+def test_outputs_and_gradients_match_layernorm(cls: Any, autocast: Any, affine: bool, shape: tuple[int, ...]) -> None:
+    check_layer(cls, shape, "cpu", autocast, affine=affine)
+    assert apex.FusedLayerNormAffineFunction.calls == (cls is ApexLayerNorm)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(1, 16), (3, 5, 16), (0, 16), (2, 3, 33), (128, 768), (1000, 1024)])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
 def test_liger_matches_layernorm_on_a_gpu(shape: tuple[int, ...], dtype: torch.dtype | None) -> None:
-    _check_layer(TritonLayerNorm, shape, "cuda", dtype)
-
-
-def _check_layer(cls: type[nn.LayerNorm], shape: tuple[int, ...], device: str, autocast: torch.dtype | None) -> None:
-    """Compare outputs and all gradients with nn.LayerNorm in float32."""
-    torch.manual_seed(0)
-    dtype = autocast or torch.float32
-    reference = nn.LayerNorm(shape[-1])
-    nn.init.normal_(reference.weight)
-    nn.init.normal_(reference.bias)
-    changed = copy.deepcopy(reference).to(device)
-    swap_class(changed, nn.LayerNorm, cls)
-    x = torch.randn(shape)
-    y = x.detach().to(device).requires_grad_()
-    x.requires_grad_()
-    expected = reference(x)
-    with torch.autocast(device, dtype, enabled=autocast is not None):
-        actual = changed(y)
-    assert actual.dtype == dtype
-    upstream = torch.randn(shape)
-    expected.backward(upstream)
-    actual.backward(upstream.to(device, dtype))
-    assert y.grad is not None
-    assert_near([actual.float().cpu(), y.grad.cpu()], [expected, x.grad], dtype)
-    rows = max(1, x.numel() // shape[-1])
-    for one, other in zip(changed.parameters(), reference.parameters(), strict=True):
-        assert one.grad is not None
-        assert other.grad is not None
-        assert one.grad.dtype == one.dtype
-        # Sums over rows, scaled by their standard deviation.
-        assert_near([one.grad.cpu() / rows**0.5], [other.grad / rows**0.5], dtype, "gradients of the parameters")
+    check_layer(TritonLayerNorm, shape, "cuda", dtype)
 
 
 @pytest.mark.usefixtures("without_gpu")
@@ -278,9 +214,10 @@ def test_a_run_with_apex_engages_and_trains_the_same_model() -> None:
 
 
 @pytest.mark.usefixtures("without_gpu")
-def test_the_residual_stream_is_16_bit_under_autocast() -> None:
+@pytest.mark.parametrize("implementation", ["low_precision", "apex"])
+def test_the_residual_stream_is_16_bit_under_autocast(implementation: Any) -> None:
     dtypes: set[torch.dtype] = set()
-    technique = FastLayerNorm("apex")
+    technique = FastLayerNorm(implementation)
     trainer = make_trainer([technique, MixedPrecision("bf16", allow_cpu=True)])
     layer: Any = trainer.state.model.model.bert.encoder.layer[1]
     layer.register_forward_pre_hook(lambda _m, inputs: dtypes.add(inputs[0].dtype))
@@ -361,10 +298,3 @@ def test_liger_trains_the_same_weights_on_a_gpu(precision: str, compiled: bool) 
     assert technique.evidence["function"] == "LigerLayerNormFunction"
     assert technique.evidence["function_seen_in"] == ("compiled graph" if compiled else "forward pass")
     assert technique.evidence["output_dtype"] == str(dtype).removeprefix("torch.")
-
-
-@pytest.mark.gpu
-def test_modules_restored_after_init_are_detected_on_a_gpu() -> None:
-    trainer = make_trainer([FastLayerNorm("triton")], batches=plain_batches(1), gpu=True)
-    trainer.state.model.model.bert.embeddings.LayerNorm.__class__ = nn.LayerNorm
-    assert_not_engaged(trainer, "another class again")
