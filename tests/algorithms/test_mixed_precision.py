@@ -52,14 +52,6 @@ def test_the_cpu_is_refused_unless_allowed() -> None:
 
 
 @pytest.mark.pins
-def test_bf16_runs_on_the_cpu() -> None:
-    technique = MixedPrecision("bf16", allow_cpu=True)
-    trainer = trained([technique])
-    assert "bfloat16" in technique.evidence["dtypes_seen"]
-    assert trainer.state.outputs.logits.dtype == torch.bfloat16
-
-
-@pytest.mark.pins
 def test_fp16_needs_a_gpu() -> None:
     with pytest.raises(TechniqueError, match="fp16 needs a CUDA GPU"):
         make_trainer([MixedPrecision("fp16")], device="cpu")

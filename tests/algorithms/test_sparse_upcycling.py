@@ -268,10 +268,6 @@ def test_wrong_settings_and_models_are_refused() -> None:
         make_trainer([SparseUpcycling(every=5)])
 
 
-def train(technique: SparseUpcycling, *others: Any, **kwargs: Any) -> Any:
-    return trained([technique, *others], **kwargs)
-
-
 @pytest.mark.parametrize("rows", [100, 2], ids=["whole batch", "microbatches"])
 def test_the_loss_of_a_batch_includes_the_load_balancing_loss(rows: int) -> None:
     recorder = Recorder()
@@ -318,7 +314,7 @@ def test_it_is_added_to_losses_of_any_form() -> None:
 
 def test_experts_diverge_and_all_get_tokens() -> None:
     technique = SparseUpcycling(every=1)
-    trainer = train(technique, batches=learnable_batches(12))
+    trainer = trained([technique], batches=learnable_batches(12))
     for layer in sparse_layers(trainer.state.model):
         first, *others = [e.up.weight.detach() for e in layer.experts]
         assert all((first - other).abs().max() > 1e-4 for other in others)
@@ -333,7 +329,7 @@ def test_experts_diverge_and_all_get_tokens() -> None:
 
 def test_a_coefficient_of_zero_keeps_the_task_loss() -> None:
     recorder = Recorder()
-    train(SparseUpcycling(load_balancing=0.0), batches=plain_batches(1), callbacks=[recorder])
+    trained([SparseUpcycling(load_balancing=0.0)], batches=plain_batches(1), callbacks=[recorder])
     (task,) = [tiny_bert()(**b).loss.item() for b in plain_batches(1)]
     assert recorder.losses == pytest.approx([task], rel=1e-5)
 
@@ -368,7 +364,7 @@ class DropsTheLoss(Algorithm):
 def test_a_lost_load_balancing_loss_is_detected() -> None:
     with pytest.raises(NotEngagedError, match="was not part of the backward pass"):
         trained([SparseUpcycling(), DropsTheLoss()])
-    train(SparseUpcycling(load_balancing=0.0), DropsTheLoss())
+    trained([SparseUpcycling(load_balancing=0.0), DropsTheLoss()])
 
 
 def test_experts_outside_the_optimizer_are_detected() -> None:
@@ -396,7 +392,7 @@ def _check_compiled(scope: Any, backend: str, *, gpu: bool) -> None:
     for others in ([], [TorchCompile(scope=scope, backend=backend)]):
         recorder, technique = Recorder(), SparseUpcycling(every=1)
         model, batches = tiny_model("bert", layers=1), plain_batches(2)
-        train(technique, *others, model=model, batches=batches, callbacks=[recorder], gpu=gpu)
+        trained([technique, *others], model=model, batches=batches, callbacks=[recorder], gpu=gpu)
         losses.append(recorder.losses)
         assert technique.engaged
     assert_near(losses[1], losses[0], what="losses")
@@ -442,7 +438,7 @@ def test_losses_on_a_gpu_match_the_cpu() -> None:
     losses = []
     for gpu in (False, True):
         recorder = Recorder()
-        train(SparseUpcycling(every=1), batches=awkward_batches(), callbacks=[recorder], gpu=gpu)
+        trained([SparseUpcycling(every=1)], batches=awkward_batches(), callbacks=[recorder], gpu=gpu)
         losses.append(recorder.losses)
     assert_near(losses[1], losses[0], what="losses")
 
