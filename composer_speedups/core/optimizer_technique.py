@@ -174,12 +174,6 @@ class OptimizerSwapTechnique(_OptimizerTechnique):
         """
 
     def engage(self, state: State) -> dict[str, Any]:
-        if state.fsdp_config is not None or state.tp_config is not None:
-            raise TechniqueError(
-                self.name,
-                "the technique cannot replace the optimizer of parameters that FSDP or tensor parallelism shards",
-                "remove parallelism_config (DDP works), or remove it",
-            )
         old = self.only_optimizer(state)
         with self.unfit_refused():
             new = self.swap(state)

@@ -176,8 +176,8 @@ def masked_lm() -> BertForMaskedLM:
 def test_a_tied_decoder_is_kept_and_not_folded_in_the_export() -> None:
     model = masked_lm()
     batches = [batch([12, 7, 16, 10], seed=i) for i in range(2)]
-    for each in batches:
-        each["labels"] = each["input_ids"].clone()
+    for inputs in batches:
+        inputs["labels"] = inputs["input_ids"].clone()
     trainer = trained(
         [BnbOptimizer(**EIGHT, stable_embedding=True)], model=HuggingFaceModel(model, use_logits=True), batches=batches
     )

@@ -75,9 +75,9 @@ def test_a_fresh_process_uses_the_code_that_another_compiled() -> None:
 
     done = Fork(fit_again, TORCHINDUCTOR_CACHE_DIR=str(Path("own").absolute())).wait(300)
     assert done.status == 0, done.stderr
-    again, found = json.loads(Path("fitted.json").read_text())
-    assert again == losses
-    assert (found["cache_hits"], found["cache_misses"]) == (evidence["cache_misses"], 0)
+    losses_again, evidence_again = json.loads(Path("fitted.json").read_text())
+    assert losses_again == losses
+    assert (evidence_again["cache_hits"], evidence_again["cache_misses"]) == (evidence["cache_misses"], 0)
     assert not [*Path("own").rglob("*.so")]
 
 

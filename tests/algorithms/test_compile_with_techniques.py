@@ -50,8 +50,8 @@ def test_the_shape_from_a_size_matches_a_bert_of_that_size(dropout: float | None
     )
     if dropout is not None:
         config.hidden_dropout_prob = config.attention_probs_dropout_prob = dropout
-    found = shape_of({"name": "unused", "size": "mini", "dropout": dropout})
-    assert found == fused_shape(BertForSequenceClassification(config))
+    shape = shape_of({"name": "unused", "size": "mini", "dropout": dropout})
+    assert shape == fused_shape(BertForSequenceClassification(config))
 
 
 def test_unknown_families_and_missing_models_have_no_shape() -> None:

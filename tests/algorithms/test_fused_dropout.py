@@ -135,6 +135,6 @@ def test_on_a_gpu_the_slope_of_the_loss_is_the_gradients_norm(rates: tuple[float
             logits = model(**rows).logits.double()
         return 100 * nn.functional.cross_entropy(logits, rows["labels"])
 
-    found = [slope_over_norm(loss, list(model.parameters()), number, 0.03) for number in range(6)]
+    slopes = [slope_over_norm(loss, list(model.parameters()), number, 0.03) for number in range(6)]
     assert {module.ran for module in model.modules() if isinstance(module, FusedLayer | FusedEmbeddings)} == {"triton"}
-    assert sum(found) / len(found) == pytest.approx(1, abs=0.05)
+    assert sum(slopes) / len(slopes) == pytest.approx(1, abs=0.05)

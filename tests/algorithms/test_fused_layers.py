@@ -54,8 +54,8 @@ def test_outputs_and_gradients_match_the_untouched_model(family: Any, head: Any)
         inputs = masked_batch(mask, head, seed=seed)
         if not mask.any():
             continue
-        for each in (model, ours):
-            each.zero_grad()
+        for network in (model, ours):
+            network.zero_grad()
         expected, actual = model(**inputs), ours(**inputs)
         expected.loss.backward()
         actual.loss.backward()
@@ -200,12 +200,12 @@ def linears(layer: nn.Module) -> list[nn.Linear]:
 
 
 def remove_a_bias(layer: nn.Module) -> None:
-    first = next(each for each in linears(layer) if each.bias is not None)
+    first = next(linear for linear in linears(layer) if linear.bias is not None)
     first.bias = None  # type: ignore[assignment]
 
 
 def add_a_bias(layer: nn.Module) -> None:
-    first = next(each for each in linears(layer) if each.bias is None)
+    first = next(linear for linear in linears(layer) if linear.bias is None)
     first.bias = nn.Parameter(torch.full((first.out_features,), 0.5))
 
 
@@ -239,8 +239,8 @@ def test_a_layer_whose_parameters_change_runs_its_own_forward(
     ours = copy.deepcopy(model)
     apply_unpadding(ours)
     apply_fused_layers(ours, "all")
-    for each in (model, ours):
-        layers = [m for m in each.modules() if type(m) is type(layer_of(each))]
+    for network in (model, ours):
+        layers = [m for m in network.modules() if type(m) is type(layer_of(network))]
         change(layers[0])
     fused = [module for module in ours.modules() if isinstance(module, FusedLayer)]
     inputs = batch([6, 9, 3])

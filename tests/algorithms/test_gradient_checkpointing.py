@@ -160,9 +160,9 @@ def test_a_plain_module_whose_input_requires_no_gradient() -> None:
     assert apply_gradient_checkpointing(model) == ["blocks.0", "blocks.1", "blocks.2"]
     assert list(model.state_dict()) == list(reference.state_dict())
     x = torch.randn(5, 8)
-    for each in (reference, model):
+    for network in (reference, model):
         torch.manual_seed(1)
-        each(x).square().sum().backward()
+        network(x).square().sum().backward()
     assert_equal(gradients(model), gradients(reference))
     assert [recompute.recomputations(b) for b in model.blocks] == [1, 1, 1]
 

@@ -86,8 +86,8 @@ def test_outputs_are_kept_and_only_adapters_and_classifier_have_gradients() -> N
     assert type(model) is type(reference)
     batches = awkward_batches()
     assert_near(eval_logits(model, batches), eval_logits(reference, batches))
-    for each in (reference, model):
-        each(**batches[0]).loss.backward()
+    for network in (reference, model):
+        network(**batches[0]).loss.backward()
     expected, got = gradients(reference), gradients(model)
     assert_near(got["classifier.modules_to_save.default.weight"], expected["classifier.weight"])
     # The adapter's output is 2 · B A x, so dL/dB = 2 · (dL/dW) Aᵀ, and the reference has dL/dW.

@@ -25,8 +25,8 @@ def test_the_function_computes_in_bf16_and_keeps_fp32_weights() -> None:
     batches = awkward_batches()
     assert model(**batches[0]).logits.dtype == torch.bfloat16
     assert_near(eval_logits(model, batches), eval_logits(reference, batches), torch.bfloat16)
-    for each in (reference, model):
-        each(**batches[0]).loss.backward()
+    for network in (reference, model):
+        network(**batches[0]).loss.backward()
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert_near(gradients(model), gradients(reference), torch.bfloat16)
 

@@ -36,8 +36,8 @@ def train(model: Any, optimizer: Any, device: str, steps: int = 3, *, start: int
     """Train with two micro-batches per step and clipping; one parameter has no gradient in the first step."""
     for step in range(start, start + steps):
         optimizer.zero_grad()
-        for each in plain_batches(2):
-            model(**{k: v.to(device) for k, v in each.items()}).loss.backward()
+        for inputs in plain_batches(2):
+            model(**{k: v.to(device) for k, v in inputs.items()}).loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         if step == 0:
             model.classifier.bias.grad = None
@@ -52,8 +52,8 @@ def test_it_equals_adamw_with_clipping_micro_batches_and_missing_gradients(
 ) -> None:
     monkeypatch.setattr(host_adamw, "_CHUNK_BYTES", chunk)
     (model, plain), (other, offloaded) = pair(device)
-    for each, optimizer in ((model, plain), (other, offloaded)):
-        train(each, optimizer, device)
+    for network, optimizer in ((model, plain), (other, offloaded)):
+        train(network, optimizer, device)
     assert_near(dict(other.named_parameters()), dict(model.named_parameters()), what="weights")
     states = [value for state in offloaded.state.values() for value in state.values()]
     assert {value.device.type for value in states} == {"cpu"}
@@ -71,11 +71,11 @@ def test_a_chunk_has_parameters_of_one_device_only() -> None:
 @devices
 def test_weights_changed_between_steps_are_used(device: str) -> None:
     (model, plain), (other, offloaded) = pair(device)
-    for each, optimizer in ((model, plain), (other, offloaded)):
-        train(each, optimizer, device, 1)
-        each.classifier.weight.data.fill_(0.25)
-        each.load_state_dict({**each.state_dict(), "classifier.bias": torch.full((2,), 0.5, device=device)})
-        train(each, optimizer, device, 1, start=1)
+    for network, optimizer in ((model, plain), (other, offloaded)):
+        train(network, optimizer, device, 1)
+        network.classifier.weight.data.fill_(0.25)
+        network.load_state_dict({**network.state_dict(), "classifier.bias": torch.full((2,), 0.5, device=device)})
+        train(network, optimizer, device, 1, start=1)
     assert_near(dict(other.named_parameters()), dict(model.named_parameters()), what="weights")
 
 
@@ -134,9 +134,9 @@ def test_torchaos_offloaded_optimizer_ignores_clipping() -> None:
     theirs = torchao.CPUOffloadOptimizer(other.parameters(), AdamW, minimal_size=0, lr=1e-3, eps=EPS, weight_decay=0.0)
     for group in plain.param_groups:
         group["weight_decay"] = 0.0
-    for each, optimizer in ((model, plain), (other, theirs)):
-        each(**{k: v.cuda() for k, v in plain_batches(1)[0].items()}).loss.backward()
-        nn.utils.clip_grad_norm_(each.parameters(), 1e-4)
+    for network, optimizer in ((model, plain), (other, theirs)):
+        network(**{k: v.cuda() for k, v in plain_batches(1)[0].items()}).loss.backward()
+        nn.utils.clip_grad_norm_(network.parameters(), 1e-4)
         optimizer.step()
     torch.cuda.synchronize()
     apart = [(a - b).abs().max() for a, b in zip(other.parameters(), model.parameters(), strict=True)]

@@ -102,10 +102,10 @@ def test_if_one_of_several_models_refuses_none_is_changed(
 def choices(rows: int, count: int, mask: bool) -> Batch:
     """Return ``count`` candidate answers for each of ``rows`` questions: token ids (rows, choices, tokens)."""
     flat = batch([9, 4, 7, 12, 5, 8][: rows * count], 12)
-    found = {name: value.view(rows, count, -1) for name, value in flat.items() if value.ndim == 2}
+    inputs = {name: value.view(rows, count, -1) for name, value in flat.items() if value.ndim == 2}
     if not mask:
-        del found["attention_mask"]
-    return {**found, "labels": torch.arange(rows) % count}
+        del inputs["attention_mask"]
+    return {**inputs, "labels": torch.arange(rows) % count}
 
 
 @pytest.mark.parametrize("mask", [True, False])
@@ -235,12 +235,12 @@ def test_compiled_code_is_probed(family: Family) -> None:
 def test_the_kernel_is_recorded_for_batches_that_cannot_be_probed(given: str) -> None:
     model, technique = tiny_model("bert"), SDPAAttention()
     batches = plain_batches(2)
-    for each in batches:
+    for inputs in batches:
         if given == "inputs_embeds":
-            each["inputs_embeds"] = model.get_input_embeddings()(each.pop("input_ids")).detach()
+            inputs["inputs_embeds"] = model.get_input_embeddings()(inputs.pop("input_ids")).detach()
         else:
-            width = each["input_ids"].shape[1]
-            each["attention_mask"] = each["attention_mask"].bool()[:, None, None, :].expand(-1, 1, width, -1)
+            width = inputs["input_ids"].shape[1]
+            inputs["attention_mask"] = inputs["attention_mask"].bool()[:, None, None, :].expand(-1, 1, width, -1)
     trained([technique], model=model, batches=batches)
     assert "flash" in technique.evidence["kernel"]
     assert technique.evidence["kernel_seen_in"] == "forward pass"
@@ -277,7 +277,7 @@ def _check_on_gpu(family: Family, head: Head, backend: Any, lengths: list[list[i
     excess = []
     for seed in range(3):
         exact, technique = tiny_model(family, head, seed=seed), SDPAAttention(backend)
-        batches = fit_batches(exact, [batch(each, 32, seed=i) for i, each in enumerate(lengths)])
+        batches = fit_batches(exact, [batch(lengths_of_rows, 32, seed=i) for i, lengths_of_rows in enumerate(lengths)])
         expected = [*real_logits(exact, batches), *train_plainly(exact, batches).first_gradients.values()]
         by_kernel, by_eager = (
             _distance(_in_bf16(tiny_model(family, head, seed=seed), batches, t), expected) for t in ([technique], [])
@@ -293,7 +293,7 @@ def _in_bf16(model: Any, batches: list[Any], techniques: list[Any]) -> list[torc
     """Return the logits of every batch, then the gradients of the first batch."""
     recorder, bf16 = Recorder(), {"gpu": True, "precision": "amp_bf16"}
     trainer = make_trainer(techniques, model=model, batches=batches, callbacks=[recorder], **bf16)
-    on_gpu = [{name: value.cuda() for name, value in each.items()} for each in batches]
+    on_gpu = [{name: value.cuda() for name, value in inputs.items()} for inputs in batches]
     with torch.autocast("cuda", torch.bfloat16):
         logits = real_logits(trainer.state.model.model, on_gpu)
     fit_and_close(trainer)
@@ -302,5 +302,5 @@ def _in_bf16(model: Any, batches: list[Any], techniques: list[Any]) -> list[torc
 
 def _distance(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
     """Return the relative error, as norms over all tensors together."""
-    one, other = (torch.cat([x.flatten() for x in each]) for each in (actual, expected))
+    one, other = (torch.cat([x.flatten() for x in tensors]) for tensors in (actual, expected))
     return float((one - other).norm() / other.norm())

@@ -79,7 +79,7 @@ def test_errors_are_within_the_bounds_of_eight_bits(family: Any, head: Any) -> N
     assert "triton, fp8" in {layer.ran for layer in layers_of(ours)}
     # Measured with large weights: 0.03-0.16 and 0.1-0.4.
     for i, (what, bound) in enumerate([("logits", 0.25), ("gradients", 0.5)]):
-        error = distance(torch.cat([each[i] for each in mine]), torch.cat([each[i] for each in exact]))
+        error = distance(torch.cat([step[i] for step in mine]), torch.cat([step[i] for step in exact]))
         assert 0.005 < error < bound, (what, error)
 
 

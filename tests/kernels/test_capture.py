@@ -32,9 +32,9 @@ def test_capture_keeps_parameters_and_sums_the_gradients_of_tied_ones() -> None:
     own = dict(model.named_parameters(remove_duplicate=False))
     calls = graphed(model)
     for length in (3, 5):
-        for each in (reference, model):
-            each.zero_grad()
-            each(torch.arange(length).unsqueeze(1))[0].square().mean().backward()
+        for network in (reference, model):
+            network.zero_grad()
+            network(torch.arange(length).unsqueeze(1))[0].square().mean().backward()
         assert_near(gradients(model), gradients(reference))
     assert calls.replays == 2
     assert all(own[name] is p for name, p in model.named_parameters(remove_duplicate=False))
@@ -98,13 +98,13 @@ def test_gradients_of_any_subset_of_outputs_with_unused_parameters() -> None:
     model = nn.ModuleDict({"a": nn.Linear(3, 2), "b": nn.Linear(3, 2), "unused": nn.Linear(3, 2)})
     model["a"].bias.requires_grad_(False)
     reference = copy.deepcopy(model)
-    for each in (model, reference):
-        each.forward = lambda x, each=each: (each["a"](x), each["b"](x), x.sum(-1))
+    for network in (model, reference):
+        network.forward = lambda x, network=network: (network["a"](x), network["b"](x), x.sum(-1))
     calls = graphed(model)
     for pick in ([0], [1], [0, 1]):
-        for each in (model, reference):
-            each.zero_grad()
-            outputs = each(torch.ones(4, 3))
+        for network in (model, reference):
+            network.zero_grad()
+            outputs = network(torch.ones(4, 3))
             assert [o.requires_grad for o in outputs] == [True, True, False]
             torch.stack([(i + 1) * outputs[i].square().sum() for i in pick]).sum().backward()
         # Graphs return zeros for gradients that autograd leaves out.

@@ -63,19 +63,19 @@ class Launch(NamedTuple):
     def of(cls, fn: Any, *args: Any, **kwargs: Any) -> Launch:
         names = inspect.signature(fn.fn).parameters
         given = {**dict(zip(names, args, strict=False)), **{n: v for n, v in kwargs.items() if n in names}}
-        found = cls(fn, {}, {}, {}, {n: v for n, v in kwargs.items() if n not in names})
+        launch = cls(fn, {}, {}, {}, {n: v for n, v in kwargs.items() if n not in names})
         for i, (name, value) in enumerate(given.items()):
             if isinstance(value, Tensor):
-                found.signature[name] = f"*{TYPES[value.dtype]}"
+                launch.signature[name] = f"*{TYPES[value.dtype]}"
             elif fn.params[i].is_constexpr or (value == 1 and not fn.params[i].do_not_specialize):
-                found.signature[name], found.constants[i,] = "constexpr", value
+                launch.signature[name], launch.constants[i,] = "constexpr", value
             else:
                 whole = "i32" if -(2**31) <= value < 2**31 else "i64"
-                found.signature[name] = "fp32" if isinstance(value, float) else whole
+                launch.signature[name] = "fp32" if isinstance(value, float) else whole
             divisible = isinstance(value, int) and value % 16 == 0 and not fn.params[i].do_not_specialize
-            if isinstance(value, Tensor) or (divisible and (i,) not in found.constants):
-                found.attributes[i,] = [["tt.divisibility", 16]]
-        return found
+            if isinstance(value, Tensor) or (divisible and (i,) not in launch.constants):
+                launch.attributes[i,] = [["tt.divisibility", 16]]
+        return launch
 
     def compile(self, architecture: int) -> Any:
         source = ASTSource(self.fn, self.signature, self.constants, self.attributes)
@@ -88,14 +88,14 @@ class Launch(NamedTuple):
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     """Record kernel launches instead of running them, which would need a GPU."""
-    found: list[Launch] = []
+    launches_seen: list[Launch] = []
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         assert all(programs > 0 for programs in grid)
-        found.append(Launch.of(self, *args, **kwargs))
+        launches_seen.append(Launch.of(self, *args, **kwargs))
 
     monkeypatch.setattr(JITFunction, "run", run)
-    return found
+    return launches_seen
 
 
 def tokens(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
