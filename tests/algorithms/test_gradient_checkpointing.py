@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from composer.core import DataSpec
 from torch import Tensor, nn
 from torch.utils import checkpoint as torch_checkpoint
-from torch.utils.data import DataLoader
 
 from composer_speedups import (
     GradientCheckpointing,
@@ -24,13 +22,13 @@ from composer_speedups import (
 from composer_speedups.algorithms.gradient_checkpointing import recompute
 from composer_speedups.core.errors import NotEngagedError, TechniqueError
 from tests.helpers.common import (
-    Batches,
     Recorder,
     assert_not_engaged,
     awkward_batches,
     batch,
     final_weights,
     make_trainer,
+    microbatches,
     plain_batches,
     tiny_bert,
     trained,
@@ -217,19 +215,10 @@ def test_results_with_other_techniques_and_micro_batches_are_identical(other: An
     results = []
     for algorithms in ([], [GradientCheckpointing()]):
         recorder = Recorder()
-        trainer = trained([other(), *algorithms], model=tiny_bert(dropout=0.1), callbacks=[recorder], **microbatches(2))
+        settings = microbatches(plain_batches(), 2)
+        trainer = trained([other(), *algorithms], model=tiny_bert(dropout=0.1), callbacks=[recorder], **settings)
         results.append((recorder.losses, recorder.first_gradients, final_weights(trainer)))
     assert_equal(results[1], results[0])
-
-
-def microbatches(rows: int) -> dict[str, Any]:
-    def split(whole: dict[str, Tensor], size: Any) -> list[dict[str, Tensor]]:
-        pieces = {name: tensor.split(rows) for name, tensor in whole.items()}
-        return [dict(zip(pieces, piece, strict=True)) for piece in zip(*pieces.values(), strict=True)]
-
-    loader = DataLoader(Batches(plain_batches()), batch_size=None)
-    spec = DataSpec(loader, split_batch=split, get_num_samples_in_batch=lambda b: len(b["labels"]))
-    return {"train_dataloader": spec, "device_train_microbatch_size": rows}
 
 
 @pytest.mark.pins

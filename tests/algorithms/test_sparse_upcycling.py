@@ -41,6 +41,7 @@ from tests.helpers.common import (
     fit_and_close,
     learnable_batches,
     make_trainer,
+    microbatches,
     plain_batches,
     tiny_bert,
     trained,
@@ -273,18 +274,8 @@ def test_the_loss_of_a_batch_includes_the_load_balancing_loss(rows: int) -> None
     recorder = Recorder()
     logger = InMemoryLogger()
     model, batches = tiny_bert(), plain_batches(1)
-    trainer = make_trainer(
-        [SparseUpcycling(every=1, load_balancing=0.5)],
-        model=copy.deepcopy(model),
-        batches=batches,
-        callbacks=[recorder],
-        loggers=[logger],
-    )
-    if rows < 100:
-        trainer._train_data_spec.split_batch = lambda b, n: [
-            {k: v[i : i + n] for k, v in b.items()} for i in range(0, len(b["labels"]), n)
-        ]
-        trainer.state.device_train_microbatch_size = rows
+    settings = {"model": copy.deepcopy(model), "callbacks": [recorder], "loggers": [logger]}
+    trainer = make_trainer([SparseUpcycling(every=1, load_balancing=0.5)], **settings, **microbatches(batches, rows))
     sparse = copy.deepcopy(trainer.state.model.model).train()
     fit_and_close(trainer)
     expected, balances = 0.0, []

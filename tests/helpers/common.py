@@ -191,6 +191,18 @@ def assert_not_engaged(trainer: Trainer, message: str) -> None:
         fit_and_close(trainer)
 
 
+def microbatches(batches: list[Batch], rows: int) -> dict[str, Any]:
+    """Settings of :func:`make_trainer` that split every batch into micro-batches of this many rows."""
+
+    def split(batch: Batch, _: Any) -> list[Batch]:
+        pieces = {name: tensor.split(rows) for name, tensor in batch.items()}
+        return [dict(zip(pieces, piece, strict=True)) for piece in zip(*pieces.values(), strict=True)]
+
+    loader = DataLoader(Batches(batches), batch_size=None)
+    data = DataSpec(loader, split_batch=split, get_num_samples_in_batch=_rows)  # type: ignore[arg-type]
+    return {"train_dataloader": data, "batches": batches, "device_train_microbatch_size": rows}
+
+
 def in_turn(batches: list[Batch]) -> Any:
     """On several ranks each takes the batches that are its turn."""
     return dist.get_sampler(Batches(batches), shuffle=False) if dist.get_world_size() > 1 else None

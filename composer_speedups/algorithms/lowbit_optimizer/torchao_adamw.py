@@ -32,10 +32,7 @@ class _SelectiveState:
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Run the closure outside of the step's compilation settings, which must not affect the model, then step."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else closure()
         from torchao.optim.adam import _AdamBase  # without torch's step hooks, which run around this method
 
         compiled = self.compiled

@@ -42,10 +42,7 @@ class HostAdamW(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Update every parameter with a gradient; the copies of the new weights may still run when it returns."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else closure()  # with gradients enabled, by swap_optimizer's hook
         chunks = list(self._chunks())
         self.copied_bytes = 2 * sum(p.nbytes for _, chunk in chunks for p in chunk)
         for stream in {self._stream(chunk[0].device) for _, chunk in chunks}:
