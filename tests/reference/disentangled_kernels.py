@@ -18,7 +18,7 @@ from composer_speedups.kernels.disentangled_attention import attend, disentangle
 from composer_speedups.packing.disentangled_attention import Relative
 from composer_speedups.packing.tokens import make_plan
 from tests.helpers.models import tiny_model
-from tests.reference.fused_kernels import DEVICE, near, random, seed
+from tests.reference.fused_kernels import DEVICE, kept_weights, near, random, seed
 
 TABLE = 24
 LENGTHS: list[int]
@@ -59,30 +59,15 @@ def plain(qkv: Tensor, positions: Tensor, heads: int, masks: list[Tensor], dropo
     return torch.cat(rows)
 
 
-def kept_weights(heads: int, dropout: float) -> list[Tensor]:
-    """Return masks of the attention weights that dropout keeps.
-
-    They are read from uniform attention over values that are 1 for one key at a time.
-    """
-    size = 64  # masks do not depend on the head size
-    masks = [torch.zeros(heads, length, length, device=DEVICE) for length in LENGTHS]
-    table = torch.zeros(TABLE, 2 * heads * size, device=DEVICE)
-    for first in range(0, max(LENGTHS), size):
-        qkv = torch.zeros(sum(LENGTHS), 3, heads, size, device=DEVICE)
-        for start, end in pairwise(CU.tolist()):
-            units = torch.arange(max(0, min(size, end - start - first)))
-            qkv[start + first + units, 2, :, units] = 1
-        out, _ = disentangled_forward(qkv.flatten(1), table, entries(), CU, LONGEST, heads, dropout, seed())
-        for (start, end), mask in zip(pairwise(CU.tolist()), masks, strict=True):
-            kept = (out[start:end].view(-1, heads, size) > 0).transpose(0, 1).float()
-            mask[..., first : first + size] = kept[..., : max(0, end - start - first)]
-    return masks
+def without_positions(qkv: Tensor, heads: int, dropout: float) -> Tensor:
+    table = torch.zeros(TABLE, qkv.shape[1] // 3 * 2, device=DEVICE)
+    return disentangled_forward(qkv, table, entries(), CU, LONGEST, heads, dropout, seed())[0]
 
 
 def attentions(dropout: float, heads: int, size: int) -> None:
     masks = [torch.ones(heads, length, length, device=DEVICE) for length in LENGTHS]
     if dropout:
-        masks = kept_weights(heads, dropout)
+        masks = kept_weights(LENGTHS, heads, lambda qkv: without_positions(qkv, heads, dropout))
         rate = float(torch.cat([m.flatten() for m in masks]).mean())
         assert abs(rate - (1 - dropout)) < 0.01, rate
     qkv, positions = random(sum(LENGTHS), 3 * heads * size), random(TABLE, 2 * heads * size)

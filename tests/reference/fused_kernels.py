@@ -184,23 +184,51 @@ def gelus() -> None:
     near("the total of one row", found[3], fourth[0])
 
 
-def kept_weights(cu: Tensor, heads: int, dropout: float) -> list[Tensor]:
-    """Return masks of the attention weights that dropout keeps.
+def kept_weights(lengths: Sequence[int], heads: int, attend: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    """Return masks of the attention weights that dropout keeps, (heads, S, S) for each row.
 
     They are read from uniform attention over values that are 1 for one key at a time.
+
+    Args:
+        lengths: Number of tokens S of each row.
+        heads: Number of heads.
+        attend: Maps packed queries, keys and values, (T, 3 · heads · 64), to the result, (T, heads · 64).
     """
-    tokens, starts, size = int(cu[-1]), cu.tolist(), 64  # masks do not depend on the head size
-    masks = [torch.zeros(heads, length, length, device=DEVICE) for length in LENGTHS]
-    for first in range(0, max(LENGTHS), size):
-        qkv = torch.zeros(tokens, 3, heads, size, device=DEVICE)
-        for start, length in zip(starts, LENGTHS, strict=False):
-            units = torch.arange(max(0, min(size, length - first)))
-            qkv[start + first + units, 2, :, units] = 1
-        out, _ = attention_forward(qkv.view(tokens, -1), cu, 128, heads, dropout, seed())
-        for mask, start, length in zip(masks, starts, LENGTHS, strict=False):
-            kept = (out[start : start + length].view(length, heads, size) > 0).transpose(0, 1).float()
-            mask[..., first : first + size] = kept[..., : max(0, length - first)]
+    size = 64  # masks do not depend on the head size
+    masks = [torch.zeros(heads, length, length, device=DEVICE) for length in lengths]
+    for first in range(0, max(lengths), size):
+        qkv = torch.zeros(sum(lengths), 3, heads, size, device=DEVICE)
+        for row in qkv.split([*lengths]):
+            units = torch.arange(max(0, min(size, len(row) - first)))
+            row[first + units, 2, :, units] = 1
+        for mask, out in zip(masks, attend(qkv.flatten(1)).split([*lengths]), strict=True):
+            kept = (out.view(-1, heads, size) > 0).transpose(0, 1).float()
+            mask[..., first : first + size] = kept[..., : max(0, len(out) - first)]
     return masks
+
+
+def plain_attention(
+    qkv: Tensor, lengths: Sequence[int], heads: int, masks: Sequence[Tensor] | None = None, window: int | None = None
+) -> Tensor:
+    """Compute attention row by row with torch's operators, (T, 3 · H) → (T, H).
+
+    Args:
+        qkv: Packed queries, keys and values.
+        lengths: Number of tokens of each row.
+        heads: Number of heads.
+        masks: For each row, the factors of the attention weights after the softmax, (heads, S, S); None for ones.
+        window: The largest distance of a key from its query; None for no limit.
+    """
+    rows = []
+    for i, row in enumerate(qkv.split([*lengths])):
+        q, k, v = (x.unflatten(1, (heads, -1)).transpose(0, 1) for x in row.chunk(3, 1))
+        scores = q @ k.transpose(1, 2) * q.shape[-1] ** -0.5
+        if window is not None:
+            at = torch.arange(len(row), device=DEVICE)
+            scores = scores.masked_fill((at[:, None] - at).abs() > window, float("-inf"))
+        weights = scores.softmax(-1) if masks is None else scores.softmax(-1) * masks[i]
+        rows.append((weights @ v).transpose(0, 1).flatten(1))
+    return torch.cat(rows)
 
 
 def pre_norms(dropout: float) -> None:
@@ -289,14 +317,8 @@ def windows() -> None:
     cu = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32, device=DEVICE)
     for window in (0, 3, 64, 90, 256):
         qkv = random(sum(lengths), 3 * heads * size)
-        leaf, rows = qkv.clone().requires_grad_(), []
-        for start, length in zip(cu.tolist(), lengths, strict=False):
-            q, k, v = (x.view(length, heads, size).transpose(0, 1) for x in leaf[start : start + length].chunk(3, 1))
-            at = torch.arange(length, device=DEVICE)
-            near_enough = (at[:, None] - at).abs() <= window
-            weights = (q @ k.transpose(1, 2) * size**-0.5).masked_fill(~near_enough, float("-inf")).softmax(-1)
-            rows.append((weights @ v).transpose(0, 1).reshape(length, heads * size))
-        expected = torch.cat(rows)
+        leaf = qkv.clone().requires_grad_()
+        expected = plain_attention(leaf, lengths, heads, window=window)
         out, logs = attention_forward(qkv, cu, 256, heads, 0.0, seed(), window)
         near(f"attention, window {window}", out, expected)
         grad = random(*out.shape)
@@ -307,17 +329,12 @@ def windows() -> None:
 def attentions(dropout: float) -> None:
     heads, size = 2, 16
     cu = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0)], dtype=torch.int32, device=DEVICE)
-    masks = kept_weights(cu, heads, dropout)
+    masks = kept_weights(LENGTHS, heads, lambda qkv: attention_forward(qkv, cu, 128, heads, dropout, seed())[0])
     rate = float(torch.cat([m.flatten() for m in masks]).mean())
     assert abs(rate - (1 - dropout)) < 0.01, rate
     qkv = random(sum(LENGTHS), 3 * heads * size)
     leaf = qkv.clone().requires_grad_()
-    rows = []
-    for start, length, mask in zip(cu.tolist(), LENGTHS, masks, strict=False):
-        q, k, v = (x.view(length, heads, size).transpose(0, 1) for x in leaf[start : start + length].chunk(3, 1))
-        weights = (q @ k.transpose(1, 2) * size**-0.5).softmax(-1) * mask / (1 - dropout)
-        rows.append((weights @ v).transpose(0, 1).reshape(length, heads * size))
-    expected = torch.cat(rows)
+    expected = plain_attention(leaf, LENGTHS, heads, [mask / (1 - dropout) for mask in masks])
     out, logs = attention_forward(qkv, cu, 128, heads, dropout, seed())
     near(f"attention, dropout {dropout}", out, expected)
     grad = random(*out.shape)
