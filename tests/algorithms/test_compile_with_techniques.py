@@ -110,14 +110,11 @@ def test_it_compiles_for_the_runs_precision_and_only_with_a_gpu_to_share(monkeyp
     techniques = {"fused_layers": {"precision": "fp8"}, "mixed_precision": {"dtype": "fp16"}}
     before_imports._main({**run, "algorithms": techniques})
     before_imports._main({**run, "precision": "amp_fp16"})
-    both = {"fused_layers": None, "mixed_precision": None}
-    before_imports._main({**run, "algorithms": both, "precision": "amp_fp16"})  # mixed_precision replaces the precision
     shape, gpu = shape_of(model), torch.device("cuda", 0)
     assert asked.call_args_list == [
         call(shape, torch.bfloat16, gpu, float8=False),
         call(shape, torch.float16, gpu, float8=True),
         call(shape, torch.float16, gpu, float8=False),
-        call(shape, torch.bfloat16, gpu, float8=False),
     ]
 
 

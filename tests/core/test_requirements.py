@@ -75,6 +75,11 @@ def test_the_default_precision_is_refused_with_a_fix_that_works(hopper: None) ->
     screen(eight_bits, on_gpu("amp_bf16"))
 
 
+def test_the_kernels_of_fused_layers_need_sixteen_bits(hopper: None) -> None:
+    with pytest.raises(TechniqueError, match="compute in 16 bits: it needs mixed precision, and this run is fp32"):
+        screen([FusedLayers(), Unpadding()], on_gpu("fp32"))
+
+
 def test_the_recommended_set_accepts_eight_bits(hopper: None) -> None:
     eight_bits = [t for t in recommended() if t.name != "fused_layers"] + [FusedLayers(precision="fp8")]
     screen(eight_bits, on_gpu("amp_fp16"))

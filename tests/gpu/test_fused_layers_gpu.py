@@ -10,7 +10,7 @@ import torch
 
 from composer_speedups import CUDAGraphs, FusedLayers, MixedPrecision, Unpadding, apply_fused_layers, apply_unpadding
 from composer_speedups.algorithms.fused_layers.modules import FusedEmbeddings, FusedLayer
-from composer_speedups.core.errors import CannotRunError, TechniqueError
+from composer_speedups.core.errors import CannotRunError
 from composer_speedups.kernels import Shape
 from composer_speedups.packing.disentangled_attention import Relative, disentangled_attention
 from composer_speedups.packing.encoder import unpadded_encoders
@@ -91,11 +91,6 @@ def test_kernels_compiled_ahead_run() -> None:
         for launch in some:
             launch()
     torch.cuda.synchronize()
-
-
-def test_fp32_is_refused() -> None:
-    with pytest.raises(TechniqueError, match="16 bits: it needs mixed precision"):
-        make_trainer([FusedLayers(), Unpadding()], gpu=True)
 
 
 @pytest.mark.parametrize("with_graphs", [False, True])

@@ -11,10 +11,7 @@ from pydantic import Field
 from torch.optim import Optimizer
 
 from composer_speedups.algorithms.bnb_optimizer.functional import apply_bnb_optimizer, page_again, paged_tensors
-from composer_speedups.algorithms.bnb_optimizer.stable_embedding import (
-    folded_weights,
-    stable_embeddings,
-)
+from composer_speedups.algorithms.bnb_optimizer.stable_embedding import folded_weights, stable_embeddings
 from composer_speedups.core.optimizer_technique import OptimizerSwapTechnique
 from composer_speedups.core.requirements import Context, Requirement, needs_cuda, needs_package
 from composer_speedups.core.technique import Exactness, Variant
@@ -64,15 +61,8 @@ class BnbOptimizer(OptimizerSwapTechnique):
             )
 
     def swap(self, state: State) -> Optimizer:
-        return apply_bnb_optimizer(
-            state.model,
-            state.optimizers[0],
-            self.bits,
-            self.paged,
-            self.stable_embedding,
-            self.embeddings_32bit,
-            self.min_8bit_size,
-        )
+        settings = (self.bits, self.paged, self.stable_embedding, self.embeddings_32bit, self.min_8bit_size)
+        return apply_bnb_optimizer(state.model, state.optimizers[0], *settings)
 
     def after_load(self, state: State) -> None:
         super().after_load(state)

@@ -8,9 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from composer_speedups.algorithms.bnb_optimizer.stable_embedding import (
-    apply_stable_embedding,
-)
+from composer_speedups.algorithms.bnb_optimizer.stable_embedding import apply_stable_embedding
 from composer_speedups.core.optimizer_evidence import embedding_weights
 from composer_speedups.surgery.optimizer_swap import UnfitOptimizerError, label_of, swap_optimizer
 

@@ -22,11 +22,7 @@ from composer_speedups.algorithms.fast_layernorm.functional import (
 )
 from composer_speedups.algorithms.fast_layernorm.layers import LAYERS
 from composer_speedups.core.errors import TechniqueError
-from composer_speedups.core.requirements import (
-    Context,
-    Requirement,
-    needs_autocast,
-)
+from composer_speedups.core.requirements import Context, Requirement, needs_autocast
 from composer_speedups.core.technique import Stage, Technique, Variant
 from composer_speedups.core.trainer_state import device_of, is_compiled
 from composer_speedups.surgery.already_applied import NoEffectWarning

@@ -62,8 +62,7 @@ def _main(run: Mapping[str, Any]) -> None:
     from composer_speedups.kernels.compile_ahead import compile_ahead
 
     settings = {name: chosen or {} for name, chosen in run["algorithms"].items()}
-    mixed = settings.get("mixed_precision")  # it replaces the Trainer's precision
-    fp16 = run["precision"] == "amp_fp16" if mixed is None else mixed.get("dtype") == "fp16"
+    fp16 = settings.get("mixed_precision", {}).get("dtype") == "fp16" or run["precision"] == "amp_fp16"
     float8 = settings["fused_layers"].get("precision") == "fp8"
     dtype = torch.float16 if fp16 else torch.bfloat16
     compile_ahead(shape, dtype, torch.device("cuda", 0), float8=float8).close()

@@ -12,12 +12,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from composer_speedups.algorithms.lora.adapters import (
-    ADAPTER,
-    adapted_layers,
-    adapter_host,
-    trained_copies,
-)
+from composer_speedups.algorithms.lora.adapters import ADAPTER, adapted_layers, adapter_host, trained_copies
 from composer_speedups.algorithms.lora.export import merged_state_dict, save_adapter
 from composer_speedups.algorithms.lora.functional import MAX_RANK, apply_lora
 from composer_speedups.core.requirements import Context, Requirement, needs_package
