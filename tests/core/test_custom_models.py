@@ -604,8 +604,6 @@ def test_check_never_skips_the_comparison_and_always_compares_stock_models_too()
     trained([always])
     assert "compared_with_untouched" not in {*never.evidence, *stock.evidence}
     assert always.evidence["compared_with_untouched"]["largest_gradient_difference"] < 1e-3
-    with pytest.raises(ValueError, match="check must be 'auto', 'always' or 'never', not 'maybe'"):
-        Unpadding(check="maybe")  # type: ignore[arg-type]
 
 
 def test_the_comparison_does_not_affect_training() -> None:
