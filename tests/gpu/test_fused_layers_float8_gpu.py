@@ -139,17 +139,17 @@ def test_evaluation_computes_in_eight_bits_and_changes_no_scale() -> None:
 def test_two_forward_passes_before_backward_keep_their_scales() -> None:
     model = in_float8(tiny_bert())
     inputs = [on_gpu(batch([12, 7, 16, 10], seed=i)) for i in range(2)]
-    found = []
+    gradients = []
     for together in (False, True):
         model.zero_grad()
         with torch.autocast("cuda", torch.bfloat16):
             if together:
                 (model(**inputs[0]).loss + model(**inputs[1]).loss).backward()
             else:
-                for each in inputs:
-                    model(**each).loss.backward()
-        found.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
-    assert distance(found[1], found[0]) < 0.02
+                for step in inputs:
+                    model(**step).loss.backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+    assert distance(gradients[1], gradients[0]) < 0.02
 
 
 def test_a_planned_step_never_synchronizes_with_the_gpu() -> None:
@@ -163,7 +163,7 @@ def test_losses_and_scales_are_the_same_with_and_without_graphs() -> None:
         if with_graphs:
             apply_cuda_graphs(model)  # captures at the first call, before any scale is known
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        found = []
+        of_this_run = []
         for i in range(5):
             step = batch([12, 7, 16, 10], seed=i)
             plan_unpadding(model, step["attention_mask"])
@@ -172,11 +172,11 @@ def test_losses_and_scales_are_the_same_with_and_without_graphs() -> None:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            found.append(float(loss.detach()))
-        losses.append(found)
+            of_this_run.append(float(loss.detach()))
+        losses.append(of_this_run)
         scales.append([[row[0] for row in rows] for rows in float8_scales(model).values()])
     assert losses[1] == pytest.approx(losses[0], rel=2e-2)
-    without, captured = (torch.tensor(each, dtype=torch.int32).view(torch.float32) for each in scales)
+    without, captured = (torch.tensor(numbers, dtype=torch.int32).view(torch.float32) for numbers in scales)
     assert set((captured / without).unique().tolist()) <= {0.5, 1.0, 2.0}, "warming up for a capture changes no scale"
 
 

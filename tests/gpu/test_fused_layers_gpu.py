@@ -58,9 +58,9 @@ def test_errors_are_at_most_three_times_the_padded_models(family: Any, head: Any
     ran = {module.ran for module in ours.modules() if isinstance(module, FusedLayer | FusedEmbeddings)}
     assert "triton" in ran
     for i, what in enumerate(["logits", "gradients"]):
-        reference = torch.cat([each[i] for each in exact])
-        error = distance(torch.cat([each[i] for each in mine]), reference)
-        assert 0 < error <= 3 * distance(torch.cat([each[i] for each in theirs]), reference), what
+        reference = torch.cat([step[i] for step in exact])
+        error = distance(torch.cat([step[i] for step in mine]), reference)
+        assert 0 < error <= 3 * distance(torch.cat([step[i] for step in theirs]), reference), what
 
 
 def test_a_planned_step_never_synchronizes_with_the_gpu() -> None:
@@ -166,8 +166,8 @@ def test_bi_encoders_train_with_a_plan_for_each_mask(encoders: int, with_graphs:
 
 def test_the_functions_handle_two_masks_on_a_gpu() -> None:
     stock, ours = BiEncoder().cuda(), apply_both(BiEncoder().cuda())
-    for each in pairs(3):
-        inputs = {name: value.cuda() for name, value in each.items()}
+    for pair in pairs(3):
+        inputs = {name: value.cuda() for name, value in pair.items()}
         with torch.no_grad():
             torch.testing.assert_close(ours(inputs), stock(inputs), rtol=1e-4, atol=1e-4)
 
@@ -200,12 +200,12 @@ def test_the_kernel_is_as_accurate_as_its_dtype_allows(dtype: torch.dtype) -> No
     given.append(torch.randn(64, 2 * heads * size, device="cuda", dtype=dtype))
     grad = torch.randn(tokens, heads * size, device="cuda", dtype=dtype)
     grad[sum(lengths) :] = 0
-    found = []
+    results = []
     for wanted in (dtype, torch.float64):
-        leaves = [each.to(wanted).requires_grad_() for each in given]
+        leaves = [x.to(wanted).requires_grad_() for x in given]
         out = disentangled_attention(leaves[0], leaves[1], leaves[2], leaves[3], relative, heads, 0.0)
-        found.append([out[: sum(lengths)], *torch.autograd.grad(out, leaves, grad.to(wanted))])
-    for ours, exact in zip(*found, strict=True):
+        results.append([out[: sum(lengths)], *torch.autograd.grad(out, leaves, grad.to(wanted))])
+    for ours, exact in zip(*results, strict=True):
         assert (ours.double() - exact).norm() / exact.norm() < (5e-3 if dtype == torch.bfloat16 else 1e-3)
 
 
@@ -223,6 +223,6 @@ def test_loss_and_gradients_in_bf16_match_the_untouched_model() -> None:
         losses.append(loss)
     assert {layer.ran for layer in ours.modules() if isinstance(layer, FusedLayer)} == {"triton"}
     torch.testing.assert_close(losses[1], losses[0], rtol=2e-2, atol=2e-2)
-    exact, found = gradients(reference), gradients(ours)
+    exact, actual = gradients(reference), gradients(ours)
     for name in exact:
-        assert (found[name] - exact[name]).norm() <= 0.1 * exact[name].norm() + 1e-3, name
+        assert (actual[name] - exact[name]).norm() <= 0.1 * exact[name].norm() + 1e-3, name

@@ -97,10 +97,10 @@ def operators() -> None:
     positions = random(TABLE, 2 * heads * size).requires_grad_()
     out = attend(qkv, positions, entries(), CU, LONGEST, heads, 0.0)
     grad = random(*out.shape)
-    found = torch.autograd.grad(out, [qkv, positions], grad)
+    actual = torch.autograd.grad(out, [qkv, positions], grad)
     masks = [torch.ones(heads, length, length, device=DEVICE) for length in LENGTHS]
     wanted = torch.autograd.grad(plain(qkv, positions, heads, masks, 0.0), [qkv, positions], grad)
-    for name, *both in zip(("queries, keys and values", "positions"), found, wanted, strict=True):
+    for name, *both in zip(("queries, keys and values", "positions"), actual, wanted, strict=True):
         near(f"the operator's gradient of {name}", *both)
     dropped = attend(qkv, positions, entries(), CU, LONGEST, heads, 0.5)
     of_values = torch.autograd.grad(dropped, qkv, grad)[0].chunk(3, 1)[2]
@@ -118,7 +118,7 @@ def layers() -> None:
     mask = torch.arange(max(LENGTHS), device=DEVICE) < torch.tensor(LENGTHS, device=DEVICE)[:, None]
     plan, rates = make_plan(mask, sum(LENGTHS), 1), DropoutRates(0.0, 0.0, 0.0)
     relative = Relative(plan, encoder_entries(plan.longest))
-    x, grad, found = random(sum(LENGTHS), 32), random(sum(LENGTHS), 32), []
+    x, grad, results = random(sum(LENGTHS), 32), random(sum(LENGTHS), 32), []
     names = ["its input", *dict(layer.named_parameters()), "relative embeddings"]
     for fused in (True, False):
         leaf = x.clone().requires_grad_()
@@ -131,8 +131,8 @@ def layers() -> None:
         else:
             result = layer(leaf.unsqueeze(0), None, relative_pos=relative, rel_embeddings=embeddings)[0].squeeze(0)
         of = [leaf, *layer.parameters(), encoder.rel_embeddings.weight]
-        found.append([result, *torch.autograd.grad(result, of, grad)])
-    for name, ours, theirs in zip(["its result", *names], *found, strict=True):
+        results.append([result, *torch.autograd.grad(result, of, grad)])
+    for name, ours, theirs in zip(["its result", *names], *results, strict=True):
         near(f"layer, {name}", ours, theirs)
 
 

@@ -139,19 +139,19 @@ def adamws() -> None:
     shapes = [(300, 40), (7,), (1,), (4097,), (3, 5, 7), (2048,)]
     memory = random(sum(math.prod(shape) for shape in shapes)).float()
     expected = [memory.new_empty(shape).copy_(random(*shape)).requires_grad_() for shape in shapes]
-    found = [
+    actual_parameters = [
         view.view(shape)
         for view, shape in zip(memory.split([math.prod(shape) for shape in shapes]), shapes, strict=True)
     ]
-    for target, source in zip(found, expected, strict=True):
+    for target, source in zip(actual_parameters, expected, strict=True):
         target.copy_(source.detach())
     settings: Any = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
     reference = torch.optim.AdamW(expected, foreach=False, **settings)
-    averages, squares = ([torch.zeros_like(tensor) for tensor in found] for _ in range(2))
-    steps = [torch.zeros((), device=tensor.device) for tensor in found]
-    tables = AdamWTables(found, averages, squares, steps)
-    assert tables.fits(found, averages, squares, steps)
-    assert not tables.fits([tensor.clone() for tensor in found], averages, squares, steps)
+    averages, squares = ([torch.zeros_like(tensor) for tensor in actual_parameters] for _ in range(2))
+    steps = [torch.zeros((), device=tensor.device) for tensor in actual_parameters]
+    tables = AdamWTables(actual_parameters, averages, squares, steps)
+    assert tables.fits(actual_parameters, averages, squares, steps)
+    assert not tables.fits([tensor.clone() for tensor in actual_parameters], averages, squares, steps)
     for scale in (1.0, 1e-4, 1.0, 100.0):
         for parameter in expected:
             parameter.grad = random(*parameter.shape).float() * scale
@@ -161,7 +161,7 @@ def adamws() -> None:
         adamw_step(tables, [parameter.grad for parameter in expected], **settings)  # type: ignore[misc]
     states = [reference.state[parameter] for parameter in expected]
     moments = {"exp_avg": averages, "exp_avg_sq": squares}
-    compared = {"parameters": (found, [parameter.detach() for parameter in expected])}
+    compared = {"parameters": (actual_parameters, [parameter.detach() for parameter in expected])}
     compared |= {name: (tensors, [state[name] for state in states]) for name, tensors in moments.items()}
     for name, (actual, wanted) in compared.items():
         torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-6)  # without matmuls, a GPU is as accurate
@@ -177,11 +177,11 @@ def gelus() -> None:
     near("GELU", gelu_forward(x), F.gelu(x))
     near("the recomputed GELU", result, F.gelu(x))
     third, fourth = random(300, 2, 33), random(1, 5)  # more rows than one block, and strips with an end
-    found = totals([sums, partial_sums(x), third, fourth])
-    near("the sum of GELU's gradient", found[0], leaf.grad.sum(0))
-    near("sums over tokens", found[1], x.sum(0))
-    near("totals", found[2], third.sum(0))
-    near("the total of one row", found[3], fourth[0])
+    summed = totals([sums, partial_sums(x), third, fourth])
+    near("the sum of GELU's gradient", summed[0], leaf.grad.sum(0))
+    near("sums over tokens", summed[1], x.sum(0))
+    near("totals", summed[2], third.sum(0))
+    near("the total of one row", summed[3], fourth[0])
 
 
 def kept_weights(lengths: Sequence[int], heads: int, attend: Callable[[Tensor], Tensor]) -> list[Tensor]:
@@ -241,17 +241,17 @@ def pre_norms(dropout: float) -> None:
         leaves = [t.clone().requires_grad_() for t in (residual, branch, weight)]
         summed = leaves[0] if sublayer is None else leaves[0] + leaves[1] * mask
         expected = F.layer_norm(summed, (hidden,), leaves[2], None, 1e-5)
-        found = pre_norm_forward(residual.clone(), sublayer, weight, 1e-5, dropout, seed(), torch.float32)
-        near(f"pre-norm, dropout {dropout}", found[0], expected)
-        near("its sum", found[1], summed)
+        forward = pre_norm_forward(residual.clone(), sublayer, weight, 1e-5, dropout, seed(), torch.float32)
+        near(f"pre-norm, dropout {dropout}", forward[0], expected)
+        near("its sum", forward[1], summed)
         grad, grad_sum = random(tokens, hidden), random(tokens, hidden)
         torch.autograd.backward([expected, summed], [grad, grad_sum])
         d_residual, d_branch, d_weight, again = pre_norm_backward(
-            grad, grad_sum, *found[1:], weight, dropout, seed(), sublayer=sublayer is not None
+            grad, grad_sum, *forward[1:], weight, dropout, seed(), sublayer=sublayer is not None
         )
         near("its residual's gradient", d_residual, leaves[0].grad)
         near("its weight's gradient", d_weight, leaves[2].grad)
-        near("its recomputed result", again, found[0])
+        near("its recomputed result", again, forward[0])
         if sublayer is None:
             assert d_branch is None
         else:
@@ -284,9 +284,9 @@ def rotations() -> None:
     half = torch.cat([-turned[..., size // 2 :], turned[..., : size // 2]], -1)
     expected = turned * cos[:, None, None] + half * sin[:, None, None]
     expected = torch.cat([expected[:, :2], turned[:, 2:]], 1).reshape(tokens, -1)
-    found, grad = qkv.clone(), random(*qkv.shape)
-    rotate(found, cos, sin, heads)
-    near("rotary positions", found, expected)
+    rotated, grad = qkv.clone(), random(*qkv.shape)
+    rotate(rotated, cos, sin, heads)
+    near("rotary positions", rotated, expected)
     expected.backward(grad)
     rotate(grad, cos, sin, heads, back=True)
     near("their gradient", grad, leaf.grad)
@@ -339,8 +339,8 @@ def attentions(dropout: float) -> None:
     near(f"attention, dropout {dropout}", out, expected)
     grad = random(*out.shape)
     expected.backward(grad)
-    found, partial = attention_backward(grad, qkv, out, logs, cu, 128, dropout, seed())
-    near("its gradient", found, leaf.grad)
+    d_qkv, partial = attention_backward(grad, qkv, out, logs, cu, 128, dropout, seed())
+    near("its gradient", d_qkv, leaf.grad)
     assert leaf.grad is not None
     near("the sum of its gradient", totals([partial])[0], leaf.grad.sum(0))
 
@@ -448,7 +448,7 @@ def layers(*, in_float8: bool) -> None:
         nn.init.normal_(parameter, std=0.4 if not in_float8 else 0.2)
     mask = torch.arange(max(LENGTHS), device=DEVICE) < torch.tensor(LENGTHS, device=DEVICE)[:, None]
     plan, rates = make_plan(mask, sum(LENGTHS), 1), DropoutRates(0.0, 0.0, 0.0)
-    x, grad, found = random(sum(LENGTHS), hidden), random(sum(LENGTHS), hidden), []
+    x, grad, results = random(sum(LENGTHS), hidden), random(sum(LENGTHS), hidden), []
     if in_float8:
         whole_float8_layer(x, grad, modules, rates, plan)
         return
@@ -459,8 +459,8 @@ def layers(*, in_float8: bool) -> None:
             if fused
             else plain_layer(leaf, modules, rates, plan)
         )
-        found.append([result, *torch.autograd.grad(result, [leaf, *modules.parameters()], grad)])
-    for i, (ours, theirs) in enumerate(zip(*found, strict=True)):
+        results.append([result, *torch.autograd.grad(result, [leaf, *modules.parameters()], grad)])
+    for i, (ours, theirs) in enumerate(zip(*results, strict=True)):
         near(f"layer, {'its result' if i == 0 else f'gradient {i}'}", ours, theirs)
 
 
@@ -517,7 +517,7 @@ def whole_float8_layer(x: Tensor, grad: Tensor, modules: LayerModules, rates: Dr
     """Check that errors are within 8-bit rounding, and that the second pass, with fitted scales, equals the first."""
     dtype = torch.float32 if DEVICE == "cpu" else torch.bfloat16
     rows = new_scales(len(OPERANDS), torch.device(DEVICE))
-    found: list[list[Tensor]] = []
+    attempts: list[list[Tensor]] = []
     for attempt in range(3):
         leaf = x.detach().to(dtype).requires_grad_()
         if attempt < 2:
@@ -525,9 +525,9 @@ def whole_float8_layer(x: Tensor, grad: Tensor, modules: LayerModules, rates: Dr
         else:
             result = plain_layer(leaf.float(), modules, rates, plan)
         wanted = [leaf, *modules.parameters()]
-        found.append([result, *torch.autograd.grad(result, wanted, 1e-6 * grad.to(result.dtype))])
+        attempts.append([result, *torch.autograd.grad(result, wanted, 1e-6 * grad.to(result.dtype))])
     key_bias = 2 + 3  # its gradient is zero except for rounding
-    for i, (first, second, exact) in enumerate(zip(*found, strict=True)):
+    for i, (first, second, exact) in enumerate(zip(*attempts, strict=True)):
         what = f"8-bit layer, {'its result' if i == 0 else f'gradient {i}'}"
         if i != key_bias:
             distance = float((first.float() - exact).norm() / exact.norm())
@@ -613,10 +613,10 @@ def first_tokens(dropout: float, window: int | None) -> None:
         kept = weights.softmax(-1) * mask[:, : weights.shape[1]] / (1 - dropout)
         expected.append(torch.einsum("an,nad->ad", kept, values).flatten())
     torch.manual_seed(3)
-    found = first_token_attention(query, key_value, cu, heads, dropout, window)
-    near(f"attention of first tokens, dropout {dropout}, window {window}", found, torch.stack(expected))
+    actual = first_token_attention(query, key_value, cu, heads, dropout, window)
+    near(f"attention of first tokens, dropout {dropout}, window {window}", actual, torch.stack(expected))
     grad = random(rows, hidden)
-    gradients = [torch.autograd.grad(result, [query, key_value], grad) for result in (found, torch.stack(expected))]
+    gradients = [torch.autograd.grad(result, [query, key_value], grad) for result in (actual, torch.stack(expected))]
     for what, ours, theirs in zip(("queries'", "keys' and values'"), *gradients, strict=True):
         near(f"its {what} gradients", ours, theirs)
 

@@ -116,8 +116,8 @@ def check_rates(masks: Masks, rates: DropoutRates) -> None:
     """Check that each site drops the fraction of its rate, within four standard deviations."""
     flat = [torch.cat([mask.flatten() for mask in masks.attention_weights]), masks.attention, masks.output]
     for site, mask, rate in zip(SITES, flat, rates, strict=True):
-        found = 1 - float(mask.mean())
-        assert abs(found - rate) <= 4 * (rate * (1 - rate) / mask.numel()) ** 0.5, f"{found} of {site}, not {rate}"
+        dropped = 1 - float(mask.mean())
+        assert abs(dropped - rate) <= 4 * (rate * (1 - rate) / mask.numel()) ** 0.5, f"{dropped} of {site}, not {rate}"
 
 
 def with_gradients(
