@@ -206,6 +206,14 @@ def test_weights_only_ignores_malformed_entries_other_than_weights(valid_checkpo
     assert run(changed(valid_checkpoint, spoil), "checkpoint.weights_only=true", *BRIEF)["training"]["batches"] == 4
 
 
+@pytest.mark.parametrize("weights_only", ["false", "true"])
+def test_loading_the_weights_only_is_suggested_unless_it_is_set(weights_only: str, valid_checkpoint: Path) -> None:
+    load = changed(valid_checkpoint, put("state/algorithms", 3))
+    with pytest.raises(ConfigError) as error:
+        run(load, f"checkpoint.weights_only={weights_only}", *BRIEF)
+    assert ("checkpoint.weights_only=true" in str(error.value)) is (weights_only == "false")
+
+
 def test_checkpoints_of_another_task_or_vocabulary_are_refused() -> None:
     saved = ["trainer.max_duration=2ba", "trainer.eval_batches=1", "checkpoint.interval=2ba", "export=false"]
     run(*saved, "model.task=mlm", "run_name=mlm")
