@@ -27,11 +27,11 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 from composer_speedups.core.errors import ConfigError, UserError
 
 __all__ = [
-    "LENGTH", "ComposerTime", "FileName", "InvalidSettingError", "Origins", "Settings", "doc_of", "fields_of",
+    "DURATION_UNITS", "ComposerTime", "FileName", "InvalidSettingError", "Origins", "Settings", "doc_of", "fields_of",
     "help_lines", "key_line", "keys_help", "keys_of", "leaf_types", "refuse_if", "section_of",
 ]  # fmt: skip
 
-LENGTH = ("ep", "ba", "sp", "tok")  # units of Composer's time strings
+DURATION_UNITS = ("ep", "ba", "sp", "tok")  # units of Composer's time strings
 
 
 class InvalidSettingError(ConfigError):
@@ -193,7 +193,7 @@ def _docs(cls: type) -> dict[str, str]:
 
 @dataclasses.dataclass(frozen=True)
 class ComposerTime:
-    """Metadata of text that is a Composer time: ``Annotated[str, ComposerTime(LENGTH, gt=0)]``.
+    """Metadata of text that is a Composer time: ``Annotated[str, ComposerTime(DURATION_UNITS, gt=0)]``.
 
     Attributes:
         units: The units allowed; ``dur`` takes a fraction of at most 1.

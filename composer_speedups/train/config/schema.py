@@ -14,7 +14,7 @@ from composer_speedups.callbacks.config import DivergenceConfig, FiniteLossConfi
 from composer_speedups.core.catalogue import keys_by_task, technique_names
 from composer_speedups.core.errors import did_you_mean
 from composer_speedups.core.files import with_working_directory
-from composer_speedups.core.settings import LENGTH, ComposerTime, FileName, Settings, refuse_if
+from composer_speedups.core.settings import DURATION_UNITS, ComposerTime, FileName, Settings, refuse_if
 from composer_speedups.distributed import FSDPConfig
 from composer_speedups.tasks.config import ModelConfig
 from composer_speedups.tasks.data_config import DataConfig
@@ -74,14 +74,14 @@ class OptimizerConfig(Settings):
 class SchedulerConfig(Settings):
     name: Literal["cosine", "linear", "constant"] = "cosine"
     """Shape of the learning rate after the warm-up."""
-    warmup: Annotated[str, ComposerTime((*LENGTH, "dur"))] = "0.1dur"
+    warmup: Annotated[str, ComposerTime((*DURATION_UNITS, "dur"))] = "0.1dur"
     """Linear warm-up, as a Composer time: 0.1dur, 100ba."""
     final_fraction: float = Field(0.0, ge=0, le=1)
     """Learning rate at the end as a fraction of the peak."""
 
 
 class TrainerConfig(Settings):
-    max_duration: Annotated[str, ComposerTime(LENGTH, gt=0)] = "2ep"
+    max_duration: Annotated[str, ComposerTime(DURATION_UNITS, gt=0)] = "2ep"
     """How long to train, as a Composer time: 2ep, 500ba."""
     eval_interval: Annotated[str, ComposerTime(("ep", "ba"), gt=0)] = "1ep"
     """How often to validate."""
