@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 __all__ = ["Search"]
 
 _PROBE_STEPS, MAX_STEPS = 8, 200  # steps of a trial
-_TRIALS = 20  # trials that the budget should have room for
-_BASELINES = 1 / 3  # maximum fraction of the budget for runs of the original set before the first trial
-_KEPT_BACK = 0.4  # fraction of the budget that separate trials leave for stacking, confirming and batch sizes
-_PAIRS = 0.25  # maximum fraction of the budget reserved for the confirming pairs, but at least one pair
-_USEFUL = 4.5  # minimum budget in runs: the original one, a trial, a pair to confirm it, and some margin
+_WANTED_TRIALS = 20  # trials that the budget should have room for
+_MAX_BASELINE = 1 / 3  # maximum fraction of the budget for runs of the original set before the first trial
+_TRIALS_RESERVE = 0.4  # fraction of the budget that separate trials leave for stacking, confirming and batch sizes
+_MAX_PAIRS = 0.25  # maximum fraction of the budget reserved for the confirming pairs, but at least one pair
+_MIN_RUNS = 4.5  # minimum budget in runs: the original one, a trial, a pair to confirm it, and some margin
 _NO_TIME = "no time was left; increase tune.budget_seconds to try it"
 _print = partial(print, flush=True)
 
@@ -86,7 +86,7 @@ class Search:
         if probe.unengaged:
             result.unengaged = dict(probe.unengaged)
             result.original = {n: s for n, s in result.original.items() if n not in probe.unengaged}
-        most = _BASELINES * settings.budget_seconds
+        most = _MAX_BASELINE * settings.budget_seconds
         result.trial_steps = settings.steps or self._trial_steps(probe, most)
         result.planned_steps = self._run.planned_steps(probe)
         if result.trial_steps == _PROBE_STEPS or settings.steps:
@@ -117,7 +117,7 @@ class Search:
             if reason := forbidden(candidate.kind, self._allow):
                 verdict.state, verdict.reason = "untried", reason
                 continue
-            keep = max(_KEPT_BACK * self._settings.budget_seconds, self._reserve)
+            keep = max(_TRIALS_RESERVE * self._settings.budget_seconds, self._reserve)
             outcome = self._measure(changed, candidate.label, keep)
             if outcome is None:
                 verdict.state, verdict.reason = "untried", _NO_TIME
@@ -298,7 +298,7 @@ class Search:
         are returned, and the probe serves as the baseline.
         """
         overhead = max(0.0, probe.wall_seconds - _PROBE_STEPS * probe.step_seconds)
-        training = max(self._settings.budget_seconds / _TRIALS - overhead, overhead / 3)
+        training = max(self._settings.budget_seconds / _WANTED_TRIALS - overhead, overhead / 3)
         steps = max(_PROBE_STEPS, min(MAX_STEPS, int(training / probe.step_seconds)))
         longer = probe.wall_seconds + (steps - _PROBE_STEPS) * probe.step_seconds
         return steps if self._spent + longer <= baselines else _PROBE_STEPS
@@ -315,7 +315,7 @@ class Search:
     def _reserve(self) -> float:
         """Seconds reserved for the pairs at the end."""
         pair = 2.2 * self._wall
-        return min(self._settings.repeats * pair, max(pair, _PAIRS * self._settings.budget_seconds))
+        return min(self._settings.repeats * pair, max(pair, _MAX_PAIRS * self._settings.budget_seconds))
 
     def _budget_error(self, wall: float) -> ConfigError:
         """``wall``: seconds that a run of the original set takes, or took until it was killed."""
@@ -326,5 +326,5 @@ class Search:
         return ConfigError(
             f"tune.budget_seconds: {budget:g} s is too short for four runs of {wall:.0f} s or more each (the original "
             f"YAML, a trial, and one more of both to confirm it); set at least "
-            f"{math.ceil(_USEFUL * wall)}{fewer}"
+            f"{math.ceil(_MIN_RUNS * wall)}{fewer}"
         )

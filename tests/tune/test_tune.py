@@ -18,7 +18,7 @@ from composer_speedups.train.config.load import load_config
 from composer_speedups.train.config.schema import Config
 from composer_speedups.tune.candidates import Candidate
 from composer_speedups.tune.results import Outcome, Result, Trial, Verdict
-from composer_speedups.tune.settings import MARK, PREFIX, TuneConfig, help_text, output_for
+from composer_speedups.tune.settings import FIRST_LINE_START, PREFIX, TuneConfig, help_text, output_for
 from composer_speedups.tune.write import write_tuned
 from tests.conftest import ROOT
 from tests.helpers.searches import search
@@ -97,7 +97,7 @@ def test_the_output_is_checked_before_anything_is_measured() -> None:
     ]:
         with pytest.raises(ConfigError, match=message):
             output_for(QUICKSTART, name)
-    Path("ours.yaml").write_text(f"{MARK} on some day\n")
+    Path("ours.yaml").write_text(f"{FIRST_LINE_START} on some day\n")
     assert output_for(QUICKSTART, "ours.yaml") == Path("ours.yaml")
 
 
@@ -137,7 +137,7 @@ def test_the_yaml_is_the_original_with_the_chosen_techniques_and_the_reasons(
     original.algorithms = tuned.algorithms
     assert tuned == original
     assert "${oc.env:NAME_OF_RUN}" in text
-    assert text.startswith(MARK)
+    assert text.startswith(FIRST_LINE_START)
     said = " ".join(text.replace("#", " ").split())
     for words in (
         "1.67 times as fast",

@@ -40,8 +40,8 @@ from composer_speedups.core.temporary_attribute import temporary_attribute
 __all__ = ["DamagedCheckpointError", "check_checkpoint", "keep_loadable", "restricted_loading", "validate"]
 
 MAX_PICKLE_BYTES = 2**26  # of data.pkl, whose largest part in a long run is ThroughputMonitor's 60 bytes per batch
-_TRUST = "if you trust its author, set checkpoint.trust_checkpoint=true"
-_ANOTHER = "use another checkpoint"
+_TRUST_FIX = "if you trust its author, set checkpoint.trust_checkpoint=true"
+_OTHER_FIX = "use another checkpoint"
 
 
 class RandomWords(list[int]):
@@ -153,15 +153,15 @@ def _one_line(name: str, weights_only: bool = False, kind: type[ConfigError] = C
         reason = str(error).partition("WeightsUnpickler error:")[2].strip() or str(error)  # torch's, without its advice
         if imported := re.search(r"(?i)unsupported global:? (?:GLOBAL )?([\w.]+)", reason):
             reason = f"it would import {imported[1]}, which checkpoints do not need"
-        raise ConfigError(f"{name}: refused, {reason.splitlines()[0][:200]}; {_TRUST}") from error
+        raise ConfigError(f"{name}: refused, {reason.splitlines()[0][:200]}; {_TRUST_FIX}") from error
     except MalformedError as error:
-        fix = _ANOTHER if weights_only else f"{_ANOTHER}, or checkpoint.weights_only=true loads its weights only"
+        fix = _OTHER_FIX if weights_only else f"{_OTHER_FIX}, or checkpoint.weights_only=true loads its weights only"
         if error.path.startswith("state/model"):
             keys = "model.name, model.size, model.task, data.vocab_size"
             fix = f"use the model and the tokenizer that it was trained with ({keys})"
         raise kind(f"{name} does not fit this run: {error}; {fix}") from error
     except Exception as error:  # from the file system, an object store, zipfile, torch or Composer
-        raise kind(f"{name} cannot be loaded ({first_line(error)[:300]}); {_ANOTHER}") from error
+        raise kind(f"{name} cannot be loaded ({first_line(error)[:300]}); {_OTHER_FIX}") from error
 
 
 def check_checkpoint(path: str, key: str, *, weights_only: bool = False, trust: bool = False) -> None:

@@ -298,7 +298,7 @@ def _check_names(algorithms: Mapping[str, Any]) -> None:
         )
 
 
-_STORES = ("s3", "gs", "oci", "azure", "dbfs")  # supported by Composer, which needs an address only
+_OBJECT_STORES = ("s3", "gs", "oci", "azure", "dbfs")  # supported by Composer, which needs an address only
 
 
 def checkpoint_problem(name: str | None) -> str | None:
@@ -307,10 +307,10 @@ def checkpoint_problem(name: str | None) -> str | None:
         return None
     kind = urlsplit(name.replace("AZURE_BLOBS", "azure"))  # as Composer parses it
     if "://" in name:
-        if kind.scheme not in _STORES:
+        if kind.scheme not in _OBJECT_STORES:
             return (
                 f"is an address from which Composer cannot load checkpoints ({kind.scheme}): {name}; download it "
-                f"and name the local file, or use an address of {', '.join(_STORES)}"
+                f"and name the local file, or use an address of {', '.join(_OBJECT_STORES)}"
             )
         return None if kind.netloc else f"does not name a bucket: {name}; write {kind.scheme}://BUCKET/PATH.pt"
     if kind.scheme and os.path.exists(name):
