@@ -99,10 +99,10 @@ def test_a_peft_model_gets_its_labels(apply: str, padding: bool) -> None:
         if changed and apply == "after":
             with pytest.warns(UserWarning, match="fused_layers is left out"):
                 apply_recommended(model)
-        found = model(**data)
-        found.loss.backward()
+        output = model(**data)
+        output.loss.backward()
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        losses.append([found.loss.detach(), *gradients.values()])
+        losses.append([output.loss.detach(), *gradients.values()])
         ran = [encoder.ran for encoder in unpadded_encoders(model)]
     assert ran == ["padded" if padding else "unpadded"]
     assert_near(losses[1], losses[0])
@@ -125,7 +125,7 @@ def spec(batches: list[Batch]) -> DataSpec:
 
 
 def test_composer_trains_evaluates_and_predicts_like_the_untouched_model() -> None:
-    found = []
+    results = []
     for techniques in ([], [Unpadding(8), FusedLayers()]):
         model, batches = composer_model(), plain_batches()
         trainer = make_trainer(techniques, model=model, batches=batches)
@@ -136,9 +136,9 @@ def test_composer_trains_evaluates_and_predicts_like_the_untouched_model() -> No
         )
         predicted = trainer.predict(spec(batches))
         accuracy = trainer.state.eval_metrics["eval"]["MulticlassAccuracy"].compute()
-        found.append([accuracy, *(each["logits"] for each in predicted)])
+        results.append([accuracy, *(outputs["logits"] for outputs in predicted)])
         trainer.close()
-    assert_near(found[1], found[0])
+    assert_near(results[1], results[0])
 
 
 def test_a_checkpoint_becomes_a_hugging_face_model(tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_tuples_as_outputs_and_further_entries_of_a_batch() -> None:
     for techniques in ([], recommended(on_unavailable="warn")[3:5]):
         model = composer_model()
         model.model.config.return_dict = False
-        batches = [{**each, "text_id": torch.arange(len(each["labels"]))} for each in plain_batches()]
+        batches = [{**inputs, "text_id": torch.arange(len(inputs["labels"]))} for inputs in plain_batches()]
         trained(techniques, model=model, batches=batches)
         losses.append(copy.deepcopy(model.state_dict()))
     assert_near(losses[1], losses[0])

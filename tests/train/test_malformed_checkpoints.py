@@ -264,9 +264,3 @@ def test_an_unreachable_object_store_is_refused_in_one_line(monkeypatch: pytest.
     monkeypatch.setattr(composer_trainer, "maybe_create_object_store_from_uri", fails)
     with pytest.raises(ConfigError, match=r"checkpoint\.load: s3://bucket/a\.pt cannot be loaded \(No module named"):
         run("checkpoint.load=s3://bucket/a.pt", *BRIEF)
-
-
-@pytest.mark.parametrize("size", [0, -1])
-def test_a_micro_batch_below_one_is_refused(size: int) -> None:
-    with pytest.raises(ConfigError, match=rf"trainer\.microbatch_size must be at least 1, not {size}"):
-        run(f"trainer.microbatch_size={size}", *BRIEF)

@@ -29,12 +29,6 @@ ENVIRONMENT = {
 }  # fmt: skip
 
 
-def tune(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "composer_speedups.tune", *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=environment)
-
-
 def test_tune_keys_are_parsed_and_other_keys_go_to_the_config() -> None:
     original = ["data.batch_size=8", "tune.budget_seconds=40", "tune.allow=[recipe]", "seed=3", "tune.output=a b.yaml"]
     settings, rest = read_settings(TuneConfig, original, PREFIX)
@@ -63,20 +57,13 @@ def test_a_bad_tune_key_is_one_line(override: str, message: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["-f", QUICKSTART, "tune.budgt=3"], "tune: command line: unknown key 'tune.budgt'; did you mean"),
-        (["-f", QUICKSTART, "data.bach_size=3"], "did you mean 'data.batch_size'"),
-        (["-f", QUICKSTART, f"tune.output={QUICKSTART}"], "tune.output: "),
-        ([], "no config file"),
-    ],
-)
-def test_a_mistake_is_one_line_and_exit_status_2(arguments: list[str], message: str) -> None:
-    done = tune(*arguments)
+def test_a_mistake_is_one_line_and_exit_status_2() -> None:
+    command = [sys.executable, "-m", "composer_speedups.tune", "-f", QUICKSTART, "data.bach_size=3"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=environment)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.count("\n") == 1
-    assert message in done.stderr
+    assert done.stderr.startswith("tune: command line: unknown key 'data.bach_size'; did you mean 'data.batch_size'")
     assert list(Path().iterdir()) == []
 
 
@@ -94,6 +81,7 @@ def test_the_output_is_checked_before_anything_is_measured() -> None:
         ("x.txt", "does not end in .yaml"),
         ("no/x.yaml", r"no folder no \(relative to /"),
         ("mine.yaml", "was not written by this command"),
+        (QUICKSTART, "is the original YAML"),
     ]:
         with pytest.raises(ConfigError, match=message):
             output_for(QUICKSTART, name)
