@@ -258,6 +258,13 @@ def test_a_large_pickle_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         reading._read(path)
 
 
+def test_a_pickle_that_asks_for_more_memory_than_there_is_is_one_line() -> None:
+    path = pickled("huge.pt", b"cbuiltins\nbytearray\n\x8a\x07\0\0\0\0\0\0\x01\x85R")
+    with pytest.raises(ConfigError, match=r"huge\.pt cannot be loaded \(MemoryError") as error:
+        check_checkpoint(path, "checkpoint.load")
+    assert type(error.value) is ConfigError, "autoresume would skip a damaged one"
+
+
 def test_compressed_archives_are_refused_before_any_member_is_read(
     valid_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

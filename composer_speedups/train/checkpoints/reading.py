@@ -147,7 +147,7 @@ def _one_line(name: str, weights_only: bool = False, kind: type[ConfigError] = C
     """Raise errors as a ConfigError that begins with ``name``; of class ``kind`` if the file is damaged."""
     try:
         yield
-    except (UserError, MemoryError, torch.OutOfMemoryError):
+    except UserError:
         raise
     except pickle.UnpicklingError as error:
         reason = str(error).partition("WeightsUnpickler error:")[2].strip() or str(error)  # torch's, without its advice
@@ -161,6 +161,7 @@ def _one_line(name: str, weights_only: bool = False, kind: type[ConfigError] = C
             fix = f"use the model and the tokenizer that it was trained with ({keys})"
         raise kind(f"{name} does not fit this run: {error}; {fix}") from error
     except Exception as error:  # from the file system, an object store, zipfile, torch or Composer
+        kind = ConfigError if isinstance(error, (MemoryError, torch.OutOfMemoryError)) else kind
         raise kind(f"{name} cannot be loaded ({first_line(error)[:300]}); {_OTHER_FIX}") from error
 
 
