@@ -75,9 +75,9 @@ def gpu_state(identity: str | None = None) -> dict[str, Any]:
         identity: UUID or index of the GPU; None for the first.
     """
     command = ("nvidia-smi", f"--query-gpu={','.join(_GPU_STATE.values())}", "--format=csv,noheader,nounits")
-    said = _run(*command, f"--id={identity}") if identity is not None else None
-    said = said or _run(*command)  # nvidia-smi does not accept the identity of a MIG instance
-    fields = [field.strip() for field in (said or "").split(",")]
+    output = _run(*command, f"--id={identity}") if identity is not None else None
+    output = output or _run(*command)  # nvidia-smi does not accept the identity of a MIG instance
+    fields = [field.strip() for field in (output or "").split(",")]
     if len(fields) != len(_GPU_STATE):
         return dict.fromkeys(_GPU_STATE)
     driver, *numbers = fields

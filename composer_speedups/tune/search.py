@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -36,8 +36,7 @@ class Search:
         run: The original run: its techniques, its length, and why it refuses a set; it measures trials, and kills them
             within two seconds of their timeout.
         candidates: What to try, in this order.
-        allow: The permitted kinds of change beyond rounding: ``lower_precision``, ``recipe``.
-        settings: Budget, steps and repeats.
+        settings: Budget, steps, repeats, and the permitted kinds of change beyond rounding; none if ``allow`` is None.
         batch_size: The original run's batch size; None skips larger ones.
         now: Returns the time in seconds.
         tell: Receives each line of progress.
@@ -47,14 +46,13 @@ class Search:
         self,
         run: OriginalRun,
         candidates: Sequence[Candidate],
-        allow: Collection[str],
         settings: TuneConfig,
         batch_size: int | None = None,
         now: Callable[[], float] = time.monotonic,
         tell: Callable[[str], None] = _print,
     ) -> None:
         self.result = Result(dict(run.techniques), verdicts=[Verdict(c) for c in candidates])
-        self._run, self._allow, self._settings, self._batch_size = run, allow, settings, batch_size
+        self._run, self._settings, self._batch_size = run, settings, batch_size
         self._clock, self._tell, self._started = now, tell, now()
         self._wall = 0.0  # duration of the latest trial of the original run, to predict the next
         self._seen: dict[tuple[str, ...], Outcome] = {}
@@ -114,7 +112,7 @@ class Search:
             except Refused as refused:
                 verdict.state, verdict.reason = "refused", str(refused)
                 continue
-            if reason := forbidden(candidate.kind, self._allow):
+            if reason := forbidden(candidate.kind, self._settings.allow or ()):
                 verdict.state, verdict.reason = "untried", reason
                 continue
             keep = max(_TRIALS_RESERVE * self._settings.budget_seconds, self._reserve)
@@ -141,7 +139,8 @@ class Search:
             self._current = apply_candidate(first.candidate, result.original)
             self._current_seconds = first.alone_seconds
             first.stacked = (result.base_seconds, first.alone_seconds)
-        refused = [v for v in result.verdicts if v.state == "refused" and not forbidden(v.candidate.kind, self._allow)]
+        allow = self._settings.allow or ()
+        refused = [v for v in result.verdicts if v.state == "refused" and not forbidden(v.candidate.kind, allow)]
         # A technique that was refused separately may now have its requirements, and one with a small gain may gain
         # more.
         for verdict in [*gained, *refused, *little]:
@@ -278,13 +277,13 @@ class Search:
         outcome = self._run.measure(algorithms, steps=steps, timeout=timeout, batch_size=batch_size)
         planned = self._plan(outcome) if self.result.planned_steps and batch_size is None else math.nan
         self.result.trials.append(Trial(label, algorithms, steps, batch_size, outcome, planned))
-        said = outcome.reason
+        summary = outcome.reason
         if outcome.ok:
-            said = f"{outcome.samples_per_sec:,.0f} samples/s, start {outcome.start_seconds:.1f} s"
-            said += f", planned run {planned:,.1f} s" if math.isfinite(planned) else ""
+            summary = f"{outcome.samples_per_sec:,.0f} samples/s, start {outcome.start_seconds:.1f} s"
+            summary += f", planned run {planned:,.1f} s" if math.isfinite(planned) else ""
         ahead = 1 + sum(v.state == "open" for v in self.result.verdicts) + 2 * self._settings.repeats
         left = min(max(0.0, self._left), ahead * max(self._wall, outcome.wall_seconds))
-        self._tell(f"{self._spent:5.0f} s, at most {left:.0f} s to go  {label}: {said}")
+        self._tell(f"{self._spent:5.0f} s, at most {left:.0f} s to go  {label}: {summary}")
         return outcome
 
     def _plan(self, outcome: Outcome) -> float:

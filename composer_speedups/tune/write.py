@@ -156,8 +156,8 @@ def _left_out(result: Result) -> list[str]:
 def _sizes(result: Result) -> Iterator[str]:
     for size, outcome in result.sizes.items():
         memory = f", {outcome.peak_gib:.1f} GiB at most" if outcome.peak_gib is not None else ""
-        said = f"{outcome.samples_per_sec:,.0f} samples/s{memory}" if outcome.ok else outcome.reason
-        yield f"- {size}: {said}"
+        measured = f"{outcome.samples_per_sec:,.0f} samples/s{memory}" if outcome.ok else outcome.reason
+        yield f"- {size}: {measured}"
 
 
 def _without(name: str, result: Result) -> tuple[str, str] | None:

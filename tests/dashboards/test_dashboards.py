@@ -47,10 +47,10 @@ def test_the_workspace_as_wandb_stores_it_names_only_what_the_run_logged(wandb_r
     for key in runs.grouping:
         first, value, *rest = key.name.split(".")
         assert value == "value"
-        found: Any = wandb_run.config[first]
+        logged_value: Any = wandb_run.config[first]
         for name in rest:
-            found = found[name]
-        assert found == {"techniques": "unpadding + fused_optimizer", "data": 8}[first]
+            logged_value = logged_value[name]
+        assert logged_value == {"techniques": "unpadding + fused_optimizer", "data": 8}[first]
     shown = [column.partition(":") for column in runs.run_feed.column_order if column.startswith("summary:summary/")]
     assert {name for _, _, name in shown} == set(columns()) <= set(wandb_run.summary)
 
