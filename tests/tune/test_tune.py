@@ -42,9 +42,7 @@ def test_tune_keys_are_parsed_and_other_keys_go_to_the_config() -> None:
     ("override", "message"),
     [
         ("tune.budget=3", "unknown key 'tune.budget'; did you mean 'tune.budget_seconds'"),
-        ("tune.nonsense=3", "unknown key 'tune.nonsense'; known: budget_seconds, "),
         ("tune.steps=2", "tune.steps must be 5 to 100000, not 2"),
-        ("tune.budget_seconds=nan", "tune.budget_seconds must be a finite number"),
         (
             "tune.allow=[recipes]",
             r"tune.allow must be a list of 'lower_precision' or 'recipe' or null, not \['recipes'\]",
