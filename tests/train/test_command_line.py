@@ -19,11 +19,10 @@ from composer_speedups import __version__
 from composer_speedups.core.command_line import find_config, parse_command_line
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.train import application
-from composer_speedups.train.cli import exit_codes
 from composer_speedups.train.config.load import load_config
 from tests.conftest import ROOT
 from tests.helpers.forks import Done, Fork
-from tests.helpers.jobs import SHORT, run
+from tests.helpers.jobs import SHORT, fork_train, run
 
 TRAIN = [sys.executable, str(ROOT / "train.py")]
 MODULE = [sys.executable, "-m", "composer_speedups.train"]
@@ -46,16 +45,6 @@ def compose(*arguments: str) -> Done:
         sys.exit(launcher.main())
 
     return Fork(job).wait(300)
-
-
-def fork(*overrides: str) -> Fork:
-    """Run train.py in a fork, where everything is imported already."""
-
-    def job() -> None:
-        with exit_codes():
-            application.main([*QUICKSTART, *SHORT, *overrides])
-
-    return Fork(job)
 
 
 @pytest.mark.pins
@@ -135,7 +124,7 @@ def test_the_commands_of_the_wheel_need_no_checkout() -> None:
 
 
 def test_an_unavailable_technique_is_one_line_and_exit_status_2() -> None:
-    done = fork("trainer.device=cpu", "algorithms.tf32_matmul={}").wait()
+    done = fork_train("trainer.device=cpu", "algorithms.tf32_matmul={}").wait()
     assert done.status == 2
     line = done.stderr.splitlines()[-1]
     assert line.startswith("train.py: tf32_matmul: TF32 needs a CUDA GPU")
@@ -187,7 +176,7 @@ def test_two_ranks_on_the_cpu_train_like_one() -> None:
 
 
 def test_a_killed_run_leaves_nothing_half_written() -> None:
-    process = fork("trainer.max_duration=100000ba", "trainer.eval_interval=100000ba", "checkpoint.interval=20ba")
+    process = fork_train("trainer.max_duration=100000ba", "trainer.eval_interval=100000ba", "checkpoint.interval=20ba")
     folder = Path("runs/quickstart")
     deadline = time.monotonic() + 120
     while not list(folder.glob("checkpoints/*.pt")) and time.monotonic() < deadline:

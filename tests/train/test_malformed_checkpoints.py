@@ -18,9 +18,7 @@ from composer_speedups.callbacks.saved_callback import SavedCallback
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.train import fit
 from composer_speedups.train.checkpoints.reading import MalformedError, keep_loadable, validate
-from composer_speedups.train.cli import exit_codes
-from tests.helpers.forks import Fork
-from tests.helpers.jobs import run, short_checkpoint
+from tests.helpers.jobs import fork_train, run, short_checkpoint
 
 Change = Callable[[dict[str, Any]], Any]
 BRIEF = ("trainer.max_duration=4ba", "trainer.eval_batches=1", "export=false")
@@ -167,13 +165,7 @@ def test_a_checkpoint_that_does_not_fit_leaves_the_earlier_run_unchanged(
 
 @pytest.mark.parametrize("path", [f"{TIME}/batch", f"{SCHEDULE}/base_lrs"])
 def test_a_malformed_checkpoint_is_one_line_and_exit_status_2(path: str, valid_checkpoint: Path) -> None:
-    load = changed(valid_checkpoint, put(path, "x"))
-
-    def job() -> None:
-        with exit_codes():
-            run(load, *BRIEF)
-
-    done = Fork(job).wait()
+    done = fork_train(changed(valid_checkpoint, put(path, "x")), *BRIEF).wait()
     assert done.status == 2, done.stderr
     assert "Traceback" not in done.stderr
     assert done.stderr.splitlines()[-1].startswith("train.py: checkpoint.load: changed.pt ")
