@@ -11,11 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from composer.core import DataSpec
 from composer.models import ComposerModel
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader
 from transformers import (
     BertForPreTraining,
     BertForSequenceClassification,
@@ -29,7 +27,7 @@ from composer_speedups import Unpadding, apply_fused_layers, apply_unpadding, pl
 from composer_speedups.core.errors import TechniqueError
 from composer_speedups.core.stock import built_on_meta
 from composer_speedups.packing.encoder import unpadded_encoders
-from tests.helpers.common import Batch, Batches, Recorder, batch, make_trainer, tiny_bert, tiny_config, without_labels
+from tests.helpers.common import Batch, Recorder, batch, data_spec, make_trainer, tiny_bert, tiny_config, without_labels
 from tests.helpers.exhaustive import others_exhaustive
 from tests.helpers.models import FUSED, Family, fit_batches, tiny_model
 from tests.outside.test_calls_by_other_ways import compared, labelled_padding, ran, replica_of
@@ -450,9 +448,8 @@ def test_a_comparison_in_an_evaluation_is_repeated_with_the_loss() -> None:
     batches = [batch([9, 4, 12], seed=seed) for seed in range(2)]
     for inputs in batches:
         inputs["tags"] = inputs["input_ids"] % 2
-    loader = DataSpec(DataLoader(Batches(batches), batch_size=None), get_num_samples_in_batch=lambda b: 3)
     trainer = make_trainer([Unpadding(8)], model=Tagger("in every batch"), batches=batches)
-    trainer.predict(loader)
+    trainer.predict(data_spec(batches))
     with pytest.raises(TechniqueError, match="its result differs from the untouched model's"):
         trainer.fit()
     trainer.close()

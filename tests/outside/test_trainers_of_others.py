@@ -8,16 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from composer.core import DataSpec, Evaluator
+from composer.core import Evaluator
 from composer.models import HuggingFaceModel
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 from torchmetrics.classification import MulticlassAccuracy
 from transformers import BertForSequenceClassification, Trainer, TrainingArguments
 
 from composer_speedups import FusedLayers, Unpadding, apply_recommended, recommended
 from composer_speedups.packing.encoder import unpadded_encoders
-from tests.helpers.common import Batch, Batches, batch, make_trainer, plain_batches, tiny_bert, trained
+from tests.helpers.common import Batch, batch, data_spec, make_trainer, plain_batches, tiny_bert, trained
 from tests.helpers.exhaustive import others_exhaustive
 from tests.helpers.models import tiny_model
 from tests.reference.tolerance import assert_near
@@ -116,14 +115,6 @@ def composer_model(**settings: Any) -> HuggingFaceModel:
     return HuggingFaceModel(tiny_bert(), metrics=metrics, use_logits=True, **settings)  # type: ignore[arg-type]
 
 
-def spec(batches: list[Batch]) -> DataSpec:
-    return DataSpec(
-        DataLoader(Batches(batches), batch_size=None),
-        split_batch=lambda whole, size: [whole],
-        get_num_samples_in_batch=lambda whole: len(whole["labels"]),
-    )
-
-
 def test_composer_trains_evaluates_and_predicts_like_the_untouched_model() -> None:
     results = []
     for techniques in ([], [Unpadding(8), FusedLayers()]):
@@ -132,9 +123,9 @@ def test_composer_trains_evaluates_and_predicts_like_the_untouched_model() -> No
         trainer.fit()
         names = ["MulticlassAccuracy"]
         trainer.eval(
-            Evaluator(label="eval", dataloader=spec(batches), metric_names=names, device_eval_microbatch_size=9)
+            Evaluator(label="eval", dataloader=data_spec(batches), metric_names=names, device_eval_microbatch_size=9)
         )
-        predicted = trainer.predict(spec(batches))
+        predicted = trainer.predict(data_spec(batches))
         accuracy = trainer.state.eval_metrics["eval"]["MulticlassAccuracy"].compute()
         results.append([accuracy, *(outputs["logits"] for outputs in predicted)])
         trainer.close()
