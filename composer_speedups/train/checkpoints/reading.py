@@ -12,6 +12,7 @@ import contextlib
 import functools
 import os
 import pickle
+import pickletools
 import re
 import struct
 import zipfile
@@ -40,6 +41,7 @@ from composer_speedups.core.temporary_attribute import temporary_attribute
 __all__ = ["DamagedCheckpointError", "check_checkpoint", "keep_loadable", "restricted_loading", "validate"]
 
 MAX_PICKLE_BYTES = 2**26  # of data.pkl, whose largest part in a long run is ThroughputMonitor's 60 bytes per batch
+MAX_TUPLE_VALUES = 10_000  # the state of a random generator has 625
 _TRUST_FIX = "if you trust its author, set checkpoint.trust_checkpoint=true"
 _OTHER_FIX = "use another checkpoint"
 
@@ -206,6 +208,7 @@ def _read(path: Any, map_location: str = "cpu") -> Any:
 
 
 def _unpickle(path: Any, **settings: Any) -> Any:
+    _check_instructions(torch._C.PyTorchFileReader(str(path)).get_record("data.pkl"))
     with torch.serialization.safe_globals(_ALLOWED):
         return torch.load(path, weights_only=True, **settings)
 
@@ -217,6 +220,31 @@ def _check_sizes(archive: zipfile.ZipFile) -> None:
         raise pickle.UnpicklingError("compressed, which torch does not write")
     if any(file.file_size > MAX_PICKLE_BYTES for file in files if file.filename.endswith("data.pkl")):
         raise pickle.UnpicklingError(f"a pickle of more than {MAX_PICKLE_BYTES} bytes")
+
+
+def _check_instructions(data: bytes) -> None:
+    """Bound the values in a tuple, since Python hashes a dict's keys recursively in C, and a million nested tuples
+    overflow the stack; and refuse the types that torch allows but whose size is a number in the file."""
+    stack: list[int] = []  # number of values in each tuple, counted once per occurrence; 1 for others, 0 for a mark
+    memo: dict[Any, int] = {}
+    for instruction, argument, _ in pickletools.genops(data):
+        if instruction.name in ("BINPUT", "LONG_BINPUT"):
+            memo[argument] = stack[-1]
+        elif instruction.name in ("BINGET", "LONG_BINGET", "MARK"):
+            stack.append(0 if instruction.name == "MARK" else memo[argument])
+        elif instruction.name == "GLOBAL" and re.search(r" (bytearray|\w+Tensor)$", str(argument)):
+            raise pickle.UnpicklingError(f"it would allocate a {argument}, which checkpoints do not need")
+        else:
+            taken, values = instruction.stack_before, 1
+            if pickletools.stackslice in taken:  # everything above the last mark
+                while (count := stack.pop()) > 0:
+                    values += count
+                taken = taken[: taken.index(pickletools.markobject)]
+            values += sum(stack.pop() for _ in taken)
+            makes_tuple = "TUPLE" in instruction.name or instruction.name in ("REDUCE", "NEWOBJ")
+            if makes_tuple and values > MAX_TUPLE_VALUES:
+                raise pickle.UnpicklingError(f"a tuple of more than {MAX_TUPLE_VALUES} values")
+            stack += [values if makes_tuple else 1] * len(instruction.stack_after)
 
 
 def _contents(held: Any, *, weights_only: bool) -> dict[str, Any]:
