@@ -14,6 +14,7 @@ from composer.core import Callback, Event, Precision, State
 from composer.devices import Device
 from composer.loggers import Logger
 
+from composer_speedups.callbacks.config import MemoryConfig, ThroughputConfig
 from composer_speedups.callbacks.engagement import numerics_of
 from composer_speedups.callbacks.memory import MemoryAnatomy
 from composer_speedups.callbacks.throughput import ThroughputMonitor
@@ -21,7 +22,7 @@ from composer_speedups.core.files import write_atomically
 from composer_speedups.core.process_age import process_age
 from composer_speedups.families.flops import batch_lengths
 from composer_speedups.tasks.models import FinetuneModel
-from composer_speedups.train.config.schema import Config, MemoryConfig, ThroughputConfig
+from composer_speedups.train.config.schema import Config
 from composer_speedups.train.report import build_report, summary_table
 from composer_speedups.train.run_folder import RunFolder
 

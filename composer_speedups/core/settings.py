@@ -27,11 +27,11 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 from composer_speedups.core.errors import ConfigError, UserError
 
 __all__ = [
-    "LENGTH", "ComposerTime", "FileName", "InvalidSettingError", "Origins", "Settings", "doc_of", "fields_of",
+    "DURATION_UNITS", "ComposerTime", "FileName", "InvalidSettingError", "Origins", "Settings", "doc_of", "fields_of",
     "help_lines", "key_line", "keys_help", "keys_of", "leaf_types", "refuse_if", "section_of",
 ]  # fmt: skip
 
-LENGTH = ("ep", "ba", "sp", "tok")  # units of Composer's time strings
+DURATION_UNITS = ("ep", "ba", "sp", "tok")  # units of Composer's time strings
 
 
 class InvalidSettingError(ConfigError):
@@ -193,7 +193,7 @@ def _docs(cls: type) -> dict[str, str]:
 
 @dataclasses.dataclass(frozen=True)
 class ComposerTime:
-    """Metadata of text that is a Composer time: ``Annotated[str, ComposerTime(LENGTH, gt=0)]``.
+    """Metadata of text that is a Composer time: ``Annotated[str, ComposerTime(DURATION_UNITS, gt=0)]``.
 
     Attributes:
         units: The units allowed; ``dur`` takes a fraction of at most 1.
@@ -308,16 +308,22 @@ def key_line(key: str, field: FieldInfo) -> str:
 
 
 def help_lines(cls: type[Settings], prefix: str = "", omit: str = "") -> Iterator[str]:
-    """Two lines for each setting of a class, except ``omit``: :func:`key_line`, and the doc line."""
-    for name, field in fields_of(cls).items():
-        if name != omit:
-            yield key_line(prefix + name, field)
-            yield f"    {doc_of(cls, name)}"
+    """The settings of a class and of its sections, except ``omit``: :func:`key_line` and the doc line of each."""
+    for key, field, owner in keys_of(cls, prefix):
+        name = key.rpartition(".")[2]
+        doc = doc_of(owner, name)
+        if section_of(field) is not None:
+            yield from ("", f"{key}  ({doc})")
+            if types.NoneType in typing.get_args(field.annotation):
+                default = "null" if field.default_factory is None else "the section's defaults"
+                yield f"{key}: section or null = {default}"
+        elif name != omit:
+            yield from (key_line(key, field), f"    {doc}")
 
 
 def keys_help(cls: type[Settings], prefix: str = "") -> str:
     """The keys of a program for ``--help``; see :func:`help_lines`."""
-    return "\n".join(f"  {line}" for line in help_lines(cls, prefix))
+    return textwrap.indent("\n".join(help_lines(cls, prefix)), "  ")
 
 
 # Errors in one line

@@ -23,7 +23,7 @@ It needs pip install 'composer_speedups[dashboards]' and `wandb login`.
 
 keys:
 """
-_SIGNS = ("So", "Sk", "Sm", "Sc", "Cs")  # Unicode categories that wandb-workspaces treats as emoji
+_EMOJI_CATEGORIES = ("So", "Sk", "Sm", "Sc", "Cs")  # Unicode categories that wandb-workspaces treats as emoji
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -61,7 +61,7 @@ def read_request(arguments: Sequence[str]) -> tuple[str, Request]:
     request, _ = read_settings(Request, command_line.overrides)
     if request.runs == []:
         raise ConfigError("runs: names no run; write runs=a,b")
-    if any(unicodedata.category(letter) in _SIGNS for letter in request.name):
+    if any(unicodedata.category(letter) in _EMOJI_CATEGORIES for letter in request.name):
         raise ConfigError(
             f"name: W&B does not accept emoji or signs such as + and =; remove them from {request.name!r}"
         )

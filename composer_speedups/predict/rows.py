@@ -25,7 +25,7 @@ from composer_speedups.predict.model import FinishedModel
 
 __all__ = ["predict_file", "predicted"]
 
-_BLOCK = 2048  # rows that are sorted by length, computed and written together
+_ROWS_PER_BLOCK = 2048  # rows that are sorted by length, computed and written together
 
 
 def predict_file(model: FinishedModel, source: Path, output: Path, batch_size: int) -> str:
@@ -58,7 +58,7 @@ def predict_file(model: FinishedModel, source: Path, output: Path, batch_size: i
 
 def predicted(model: FinishedModel, rows: Sequence[dict[str, Any]], batch_size: int) -> Iterator[list[dict[str, Any]]]:
     """Yield the predictions for checked rows in blocks; each block is tokenized while the previous one is computed."""
-    blocks = [rows[start : start + _BLOCK] for start in range(0, len(rows), _BLOCK)]
+    blocks = [rows[start : start + _ROWS_PER_BLOCK] for start in range(0, len(rows), _ROWS_PER_BLOCK)]
     with ThreadPoolExecutor(1) as reader:
         encoded = deque(reader.submit(model.encode, block) for block in blocks[:1])
         for number in range(1, len(blocks) + 1):

@@ -6,8 +6,6 @@ import contextlib
 import gc
 import os
 import sys
-import types
-import typing
 from collections.abc import Iterator, Sequence
 
 from composer_speedups.core.catalogue import describe
@@ -22,7 +20,7 @@ from composer_speedups.core.errors import (
     WriteError,
 )
 from composer_speedups.core.files import out_of_space
-from composer_speedups.core.settings import Origins, doc_of, key_line, keys_of, section_of
+from composer_speedups.core.settings import Origins, keys_help
 from composer_speedups.train.config.schema import Config
 
 __all__ = ["exit_codes", "help_text", "read_command_line"]
@@ -96,20 +94,7 @@ def exit_codes(program: str = "train.py") -> Iterator[None]:
 
 def help_text() -> str:
     """The usage, every key with its type, default and doc line, and every technique with its settings."""
-    return "\n".join([_USAGE, "keys:", *_keys(), "", _TECHNIQUES, *_techniques(), ""])
-
-
-def _keys() -> Iterator[str]:
-    for key, field, owner in keys_of(Config):
-        doc = doc_of(owner, key.rpartition(".")[2])
-        if section_of(field) is None:
-            yield f"  {key_line(key, field)}"
-            yield f"      {doc}"
-            continue
-        yield f"\n  {key}  ({doc})"
-        if types.NoneType in typing.get_args(field.annotation):
-            default = "null" if field.default_factory is None else "the section's defaults"
-            yield f"  {key}: section or null = {default}"
+    return "\n".join([_USAGE, "keys:", keys_help(Config), "", _TECHNIQUES, *_techniques(), ""])
 
 
 def _techniques() -> Iterator[str]:

@@ -28,7 +28,11 @@ _GPU_STATE = {  # name in a report → name in nvidia-smi's query
     "gpu_max_sm_clock_mhz": "clocks.max.sm",
 }
 
-_CODE = ("--", ":(top)", ":(top,exclude)benchmarks/results")  # untracked and changed files here do not affect the code
+_CODE_PATHS = (
+    "--",
+    ":(top)",
+    ":(top,exclude)benchmarks/results",
+)  # untracked and changed files here do not affect the code
 
 
 def environment() -> dict[str, Any]:
@@ -37,6 +41,7 @@ def environment() -> dict[str, Any]:
     uuid = getattr(torch.cuda.get_device_properties(), "uuid", None) if gpu else None
     named = os.environ.get("COMPOSER_SPEEDUPS_COMMIT")  # for copies of the code without its git history
     commit = named or _git("rev-parse", "HEAD")
+    changed = None if named or not commit else bool(_git("status", "--porcelain", "-uno", *_CODE_PATHS))
     return {
         "gpu": gpu,
         "gpu_count": torch.cuda.device_count(),
@@ -49,7 +54,7 @@ def environment() -> dict[str, Any]:
         **{name: _version(package) for name, package in _PACKAGES.items()},
         "composer_speedups": _version("composer_speedups"),
         "commit": commit,
-        "uncommitted_changes": None if named or not commit else bool(_git("status", "--porcelain", "-uno", *_CODE)),
+        "uncommitted_changes": changed,
     }
 
 
@@ -70,9 +75,9 @@ def gpu_state(identity: str | None = None) -> dict[str, Any]:
         identity: UUID or index of the GPU; None for the first.
     """
     command = ("nvidia-smi", f"--query-gpu={','.join(_GPU_STATE.values())}", "--format=csv,noheader,nounits")
-    said = _run(*command, f"--id={identity}") if identity is not None else None
-    said = said or _run(*command)  # nvidia-smi does not accept the identity of a MIG instance
-    fields = [field.strip() for field in (said or "").split(",")]
+    output = _run(*command, f"--id={identity}") if identity is not None else None
+    output = output or _run(*command)  # nvidia-smi does not accept the identity of a MIG instance
+    fields = [field.strip() for field in (output or "").split(",")]
     if len(fields) != len(_GPU_STATE):
         return dict.fromkeys(_GPU_STATE)
     driver, *numbers = fields

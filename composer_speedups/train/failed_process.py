@@ -8,8 +8,8 @@ from pathlib import Path
 
 __all__ = ["crash_location", "own_line", "ran_out_of_memory"]
 
-_KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)  # sent by the kernel's out-of-memory killer
-_SIGNS = (
+_KILLED_STATUSES = (-signal.SIGKILL, 128 + signal.SIGKILL)  # sent by the kernel's out-of-memory killer
+_OUT_OF_MEMORY = (
     "out of memory",  # train.py's own line, and those of torch and CUDA
     "outofmemoryerror",  # torch's class, in a traceback
     "cublas_status_alloc_failed",
@@ -19,7 +19,7 @@ _SIGNS = (
 def ran_out_of_memory(status: int, output: str) -> bool:
     """Whether the GPU's or the host's memory ran out. A process killed by its caller is counted too."""
     output = output.lower()
-    return status in _KILLED or any(sign in output for sign in _SIGNS)
+    return status in _KILLED_STATUSES or any(sign in output for sign in _OUT_OF_MEMORY)
 
 
 def own_line(output: str) -> str:

@@ -154,16 +154,16 @@ def _restore_sigchld() -> None:
 
 
 def _explained(error: Exception) -> str | None:
-    said = first_line(error).rstrip(". ")
-    if said.startswith("DataLoader worker"):  # raised by torch, by the signal handler or by the worker's queue
-        return f"data.workers: {said}; {_WORKER_FIX}"
+    message = first_line(error).rstrip(". ")
+    if message.startswith("DataLoader worker"):  # raised by torch, by the signal handler or by the worker's queue
+        return f"data.workers: {message}; {_WORKER_FIX}"
     # it died while it transferred a batch
     if isinstance(error, (EOFError, ConnectionError)) and _from_dataloader(error):
-        return f"data.workers: a DataLoader worker died ({said}); {_WORKER_FIX}"
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in said:
+        return f"data.workers: a DataLoader worker died ({message}); {_WORKER_FIX}"
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in message:
         if (fix := str(error).strip().splitlines()[-1:]) and fix[0].startswith(_SIZE_KEYS):
-            return f"{fix[0]} ({said})"  # MicrobatchTrainer's message names a size that fits
-        return f"out of memory: {said}; lower data.batch_size, data.max_length or trainer.microbatch_size"
+            return f"{fix[0]} ({message})"  # MicrobatchTrainer's message names a size that fits
+        return f"out of memory: {message}; lower data.batch_size, data.max_length or trainer.microbatch_size"
     return None
 
 

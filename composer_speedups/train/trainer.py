@@ -136,7 +136,7 @@ def build_trainer(
     share_cores(computes=torch_device(device).type == "cpu" or offloads)
     if settings.fsdp:
         sharded_blocks(model)
-    with restricted_loading("checkpoint.load", trust=checkpoint.trust_checkpoint), _one_line_from_wandb():
+    with restricted_loading(trust=checkpoint.trust_checkpoint), _one_line_from_wandb():
         trainer = MicrobatchTrainer(
             on_out_of_memory=settings.on_out_of_memory,
             model=model,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 from pathlib import Path
@@ -48,18 +49,17 @@ def tune(config: Config, settings: TuneConfig, output: Path, file: str, override
 
     run = OriginalRun(config, context_of(config.trainer, open_device(config.trainer)))
     device = run.context.device.type
-    allow = settings.allow
-    if allow is None:
-        allow = ["lower_precision"] if run.trains_in_16_bits else []
+    if settings.allow is None and run.trains_in_16_bits:
+        settings = dataclasses.replace(settings, allow=["lower_precision"])
     print(
         f"tune: {config.trainer.max_duration} of {run.batches_per_epoch} batches each on the {device} with "
         f"{', '.join(run.techniques) or 'no techniques'}; allowed in addition to exact techniques: "
-        f"{', '.join(allow) or 'nothing'}",
+        f"{', '.join(settings.allow or ['nothing'])}",
         flush=True,
     )
     candidates = candidates_for(run.techniques, device, autocast_by_config=config.trainer.precision != "fp32")
     sizes = device == "cuda" if settings.batch_sizes is None else settings.batch_sizes
-    result = Search(run, candidates, allow, settings, config.data.batch_size if sizes else None).run()
+    result = Search(run, candidates, settings, config.data.batch_size if sizes else None).run()
     result.unengaged.update(run.unengaged)
     untried = [technique for name in technique_names() if not (technique := technique_class(name)).trials]
     result.never = {technique.name: f"it {technique.purpose}, and tune minimizes time" for technique in untried}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 __all__ = ["Search"]
 
 _PROBE_STEPS, MAX_STEPS = 8, 200  # steps of a trial
-_TRIALS = 20  # trials that the budget should have room for
-_BASELINES = 1 / 3  # maximum fraction of the budget for runs of the original set before the first trial
-_KEPT_BACK = 0.4  # fraction of the budget that separate trials leave for stacking, confirming and batch sizes
-_PAIRS = 0.25  # maximum fraction of the budget reserved for the confirming pairs, but at least one pair
-_USEFUL = 4.5  # minimum budget in runs: the original one, a trial, a pair to confirm it, and some margin
+_WANTED_TRIALS = 20  # trials that the budget should have room for
+_MAX_BASELINE = 1 / 3  # maximum fraction of the budget for runs of the original set before the first trial
+_TRIALS_RESERVE = 0.4  # fraction of the budget that separate trials leave for stacking, confirming and batch sizes
+_MAX_PAIRS = 0.25  # maximum fraction of the budget reserved for the confirming pairs, but at least one pair
+_MIN_RUNS = 4.5  # minimum budget in runs: the original one, a trial, a pair to confirm it, and some margin
 _NO_TIME = "no time was left; increase tune.budget_seconds to try it"
 _print = partial(print, flush=True)
 
@@ -36,8 +36,7 @@ class Search:
         run: The original run: its techniques, its length, and why it refuses a set; it measures trials, and kills them
             within two seconds of their timeout.
         candidates: What to try, in this order.
-        allow: The permitted kinds of change beyond rounding: ``lower_precision``, ``recipe``.
-        settings: Budget, steps and repeats.
+        settings: Budget, steps, repeats, and the permitted kinds of change beyond rounding; none if ``allow`` is None.
         batch_size: The original run's batch size; None skips larger ones.
         now: Returns the time in seconds.
         tell: Receives each line of progress.
@@ -47,14 +46,13 @@ class Search:
         self,
         run: OriginalRun,
         candidates: Sequence[Candidate],
-        allow: Collection[str],
         settings: TuneConfig,
         batch_size: int | None = None,
         now: Callable[[], float] = time.monotonic,
         tell: Callable[[str], None] = _print,
     ) -> None:
         self.result = Result(dict(run.techniques), verdicts=[Verdict(c) for c in candidates])
-        self._run, self._allow, self._settings, self._batch_size = run, allow, settings, batch_size
+        self._run, self._settings, self._batch_size = run, settings, batch_size
         self._clock, self._tell, self._started = now, tell, now()
         self._wall = 0.0  # duration of the latest trial of the original run, to predict the next
         self._seen: dict[tuple[str, ...], Outcome] = {}
@@ -86,7 +84,7 @@ class Search:
         if probe.unengaged:
             result.unengaged = dict(probe.unengaged)
             result.original = {n: s for n, s in result.original.items() if n not in probe.unengaged}
-        most = _BASELINES * settings.budget_seconds
+        most = _MAX_BASELINE * settings.budget_seconds
         result.trial_steps = settings.steps or self._trial_steps(probe, most)
         result.planned_steps = self._run.planned_steps(probe)
         if result.trial_steps == _PROBE_STEPS or settings.steps:
@@ -114,10 +112,10 @@ class Search:
             except Refused as refused:
                 verdict.state, verdict.reason = "refused", str(refused)
                 continue
-            if reason := forbidden(candidate.kind, self._allow):
+            if reason := forbidden(candidate.kind, self._settings.allow or ()):
                 verdict.state, verdict.reason = "untried", reason
                 continue
-            keep = max(_KEPT_BACK * self._settings.budget_seconds, self._reserve)
+            keep = max(_TRIALS_RESERVE * self._settings.budget_seconds, self._reserve)
             outcome = self._measure(changed, candidate.label, keep)
             if outcome is None:
                 verdict.state, verdict.reason = "untried", _NO_TIME
@@ -141,7 +139,8 @@ class Search:
             self._current = apply_candidate(first.candidate, result.original)
             self._current_seconds = first.alone_seconds
             first.stacked = (result.base_seconds, first.alone_seconds)
-        refused = [v for v in result.verdicts if v.state == "refused" and not forbidden(v.candidate.kind, self._allow)]
+        allow = self._settings.allow or ()
+        refused = [v for v in result.verdicts if v.state == "refused" and not forbidden(v.candidate.kind, allow)]
         # A technique that was refused separately may now have its requirements, and one with a small gain may gain
         # more.
         for verdict in [*gained, *refused, *little]:
@@ -278,13 +277,13 @@ class Search:
         outcome = self._run.measure(algorithms, steps=steps, timeout=timeout, batch_size=batch_size)
         planned = self._plan(outcome) if self.result.planned_steps and batch_size is None else math.nan
         self.result.trials.append(Trial(label, algorithms, steps, batch_size, outcome, planned))
-        said = outcome.reason
+        summary = outcome.reason
         if outcome.ok:
-            said = f"{outcome.samples_per_sec:,.0f} samples/s, start {outcome.start_seconds:.1f} s"
-            said += f", planned run {planned:,.1f} s" if math.isfinite(planned) else ""
+            summary = f"{outcome.samples_per_sec:,.0f} samples/s, start {outcome.start_seconds:.1f} s"
+            summary += f", planned run {planned:,.1f} s" if math.isfinite(planned) else ""
         ahead = 1 + sum(v.state == "open" for v in self.result.verdicts) + 2 * self._settings.repeats
         left = min(max(0.0, self._left), ahead * max(self._wall, outcome.wall_seconds))
-        self._tell(f"{self._spent:5.0f} s, at most {left:.0f} s to go  {label}: {said}")
+        self._tell(f"{self._spent:5.0f} s, at most {left:.0f} s to go  {label}: {summary}")
         return outcome
 
     def _plan(self, outcome: Outcome) -> float:
@@ -298,7 +297,7 @@ class Search:
         are returned, and the probe serves as the baseline.
         """
         overhead = max(0.0, probe.wall_seconds - _PROBE_STEPS * probe.step_seconds)
-        training = max(self._settings.budget_seconds / _TRIALS - overhead, overhead / 3)
+        training = max(self._settings.budget_seconds / _WANTED_TRIALS - overhead, overhead / 3)
         steps = max(_PROBE_STEPS, min(MAX_STEPS, int(training / probe.step_seconds)))
         longer = probe.wall_seconds + (steps - _PROBE_STEPS) * probe.step_seconds
         return steps if self._spent + longer <= baselines else _PROBE_STEPS
@@ -315,7 +314,7 @@ class Search:
     def _reserve(self) -> float:
         """Seconds reserved for the pairs at the end."""
         pair = 2.2 * self._wall
-        return min(self._settings.repeats * pair, max(pair, _PAIRS * self._settings.budget_seconds))
+        return min(self._settings.repeats * pair, max(pair, _MAX_PAIRS * self._settings.budget_seconds))
 
     def _budget_error(self, wall: float) -> ConfigError:
         """``wall``: seconds that a run of the original set takes, or took until it was killed."""
@@ -326,5 +325,5 @@ class Search:
         return ConfigError(
             f"tune.budget_seconds: {budget:g} s is too short for four runs of {wall:.0f} s or more each (the original "
             f"YAML, a trial, and one more of both to confirm it); set at least "
-            f"{math.ceil(_USEFUL * wall)}{fewer}"
+            f"{math.ceil(_MIN_RUNS * wall)}{fewer}"
         )

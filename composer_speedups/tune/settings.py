@@ -11,9 +11,9 @@ from composer_speedups.core.errors import ConfigError
 from composer_speedups.core.files import with_working_directory
 from composer_speedups.core.settings import Settings, keys_help
 
-__all__ = ["MARK", "PREFIX", "TuneConfig", "help_text", "output_for"]
+__all__ = ["FIRST_LINE_START", "PREFIX", "TuneConfig", "help_text", "output_for"]
 
-MARK = "# Written by composer_speedups.tune"
+FIRST_LINE_START = "# Written by composer_speedups.tune"
 """The first line of every tuned YAML."""
 
 PREFIX = "tune."
@@ -70,6 +70,6 @@ def output_for(file: str, output: str | None) -> Path:
     if path.is_dir() or (path.exists() and path.samefile(file)):
         taken = "a folder" if path.is_dir() else "the original YAML"
         raise ConfigError(f"tune.output: {path} is {taken}; choose another")
-    if path.exists() and not path.read_text(errors="replace").startswith(MARK):
+    if path.exists() and not path.read_text(errors="replace").startswith(FIRST_LINE_START):
         raise ConfigError(f"tune.output: {path} exists and was not written by this command; choose another name")
     return path

@@ -19,6 +19,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from composer_speedups.callbacks.config import MemoryConfig, ThroughputConfig
 from composer_speedups.core.errors import TechniqueError, UserError
 from composer_speedups.core.registry import build_techniques
 from composer_speedups.core.requirements import Context
@@ -29,13 +30,7 @@ from composer_speedups.data.loader import build_data
 from composer_speedups.tasks.models import resolve_name
 from composer_speedups.tasks.task import build_task, checked_task
 from composer_speedups.train.config.load import save_config
-from composer_speedups.train.config.schema import (
-    CheckpointConfig,
-    Config,
-    LoggersConfig,
-    MemoryConfig,
-    ThroughputConfig,
-)
+from composer_speedups.train.config.schema import CheckpointConfig, Config, LoggersConfig
 from composer_speedups.train.failed_process import crash_location, own_line, ran_out_of_memory
 from composer_speedups.tune.candidates import Algorithms, stopping
 from composer_speedups.tune.results import Outcome

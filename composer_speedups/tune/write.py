@@ -15,7 +15,7 @@ from composer_speedups.core.files import write_atomically, write_json
 from composer_speedups.train.config.load import load_config
 from composer_speedups.tune.candidates import key_of
 from composer_speedups.tune.results import Outcome, Result, Verdict, break_even_steps
-from composer_speedups.tune.settings import MARK
+from composer_speedups.tune.settings import FIRST_LINE_START
 
 __all__ = ["write_tuned"]
 
@@ -66,7 +66,7 @@ def _header(
     name: str, file: str, overrides: Sequence[str], result: Result, environment: Mapping[str, Any], budget: float
 ) -> Iterator[str]:
     date = datetime.now(UTC).strftime("%Y-%m-%d")
-    yield f"{MARK[2:]} on {date} from {file}{' with ' if overrides else ''}{' '.join(overrides)}"
+    yield f"{FIRST_LINE_START[2:]} on {date} from {file}{' with ' if overrides else ''}{' '.join(overrides)}"
     yield f"Train with: composer train.py -f {name}. All trials: {Path(name).with_suffix('.json')}"
     machine = environment["gpu"] or f"{environment['cpu']}, {environment['cpu_count']} cores, no GPU"
     versions = ", ".join(f"{k} {environment[k]}" for k in ("torch", "composer", "transformers"))
@@ -156,8 +156,8 @@ def _left_out(result: Result) -> list[str]:
 def _sizes(result: Result) -> Iterator[str]:
     for size, outcome in result.sizes.items():
         memory = f", {outcome.peak_gib:.1f} GiB at most" if outcome.peak_gib is not None else ""
-        said = f"{outcome.samples_per_sec:,.0f} samples/s{memory}" if outcome.ok else outcome.reason
-        yield f"- {size}: {said}"
+        measured = f"{outcome.samples_per_sec:,.0f} samples/s{memory}" if outcome.ok else outcome.reason
+        yield f"- {size}: {measured}"
 
 
 def _without(name: str, result: Result) -> tuple[str, str] | None:

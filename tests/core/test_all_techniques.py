@@ -112,7 +112,7 @@ def test_the_checkpoint_has_the_stock_parameters(run: Run, tmp_path: Path) -> No
 @pytest.mark.pins
 def test_resuming_is_exact(run: Run) -> None:
     check_checkpoint(run.checkpoint, "checkpoint.load")
-    with restricted_loading("checkpoint.load", trust=False):  # as train.py loads it
+    with restricted_loading(trust=False):  # as train.py loads it
         resumed = trained(run.case.build_all(), model=tiny_bert(dropout=0.1), load_path=run.checkpoint)
     torch.testing.assert_close(final_weights(resumed), final_weights(run.trainer), rtol=0, atol=0)
 

@@ -47,10 +47,10 @@ def test_the_workspace_as_wandb_stores_it_names_only_what_the_run_logged(wandb_r
     for key in runs.grouping:
         first, value, *rest = key.name.split(".")
         assert value == "value"
-        found: Any = wandb_run.config[first]
+        logged_value: Any = wandb_run.config[first]
         for name in rest:
-            found = found[name]
-        assert found == {"techniques": "unpadding + fused_optimizer", "data": 8}[first]
+            logged_value = logged_value[name]
+        assert logged_value == {"techniques": "unpadding + fused_optimizer", "data": 8}[first]
     shown = [column.partition(":") for column in runs.run_feed.column_order if column.startswith("summary:summary/")]
     assert {name for _, _, name in shown} == set(columns()) <= set(wandb_run.summary)
 
@@ -178,10 +178,7 @@ def test_arguments_become_a_request() -> None:
         ("bert rns=a", "command line: unknown key 'rns'; did you mean 'runs'?"),
         ("bert --kind=report", "command line: cannot read '--kind=report'; did you mean 'kind=report'?"),
         ("bert kind=page", "command line: kind must be 'workspace' or 'report', not 'page'"),
-        ("bert dry_run=maybe", "command line: dry_run must be true or false, not 'maybe'"),
-        ("bert runs=a,,b", "command line: runs must not be empty"),
         ("bert runs=", "runs: names no run; write runs=a,b"),
-        ("bert entity=", "command line: entity must not be empty"),
         ("bert name=a+b", "name: W&B does not accept emoji or signs"),
         (f"bert name={'a' * 129}", "name: must be at most 128 characters, not 129"),
     ],

@@ -113,6 +113,12 @@ class Batches(Dataset[Batch]):
         return copy.deepcopy(self.batches[index])
 
 
+def data_spec(batches: list[Batch], **settings: Any) -> DataSpec:
+    """Batches that are trained whole; ``settings`` are those of their DataLoader."""
+    loader: Any = DataLoader(Batches(batches), batch_size=None, **settings)
+    return DataSpec(loader, split_batch=lambda b, n: [b], get_num_samples_in_batch=_rows)
+
+
 class Recorder(Callback):
     """Losses of every batch and the gradients of the first."""
 
@@ -158,11 +164,7 @@ def make_trainer(
         "device_train_microbatch_size": 100,  # the loader knows none
     }
     if "train_dataloader" not in kwargs:  # several ranks need one with a distributed sampler
-        settings["train_dataloader"] = DataSpec(
-            DataLoader(Batches(batches), batch_size=None, sampler=in_turn(batches)),
-            split_batch=lambda b, n: [b],
-            get_num_samples_in_batch=_rows,
-        )
+        settings["train_dataloader"] = data_spec(batches, sampler=in_turn(batches))
     return cls(
         model=composer_model,
         optimizers=optimizer,

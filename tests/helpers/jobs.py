@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ import pytest
 
 from composer_speedups.callbacks import throughput
 from composer_speedups.train import application
+from composer_speedups.train.cli import exit_codes
 from tests.conftest import ROOT
+from tests.helpers.forks import Fork
 
 # This machine's own, measured once rather than in each run of this process: it takes as long as a few batches.
 throughput.device_peak = functools.cache(throughput.device_peak)
@@ -40,6 +43,22 @@ def run(*overrides: str, yaml: str = "quickstart", short: bool = True) -> dict[s
     application.main(arguments)
     name = next((o.split("=")[1] for o in reversed(overrides) if o.startswith("run_name=")), yaml.replace("/", "_"))
     return json.loads((Path("runs") / name / "report.json").read_text())
+
+
+def fork_train(*overrides: str, prepare: Callable[[], None] = lambda: None) -> Fork:
+    """Start train.py on the shortened quickstart, in a process in which everything is imported already.
+
+    Args:
+        overrides: ``key=value`` pairs.
+        prepare: Called in that process before.
+    """
+
+    def job() -> None:
+        prepare()
+        with exit_codes():
+            application.main(["-f", str(ROOT / "yamls" / "quickstart.yaml"), *SHORT, *overrides])
+
+    return Fork(job)
 
 
 def short_checkpoint(folder: Path) -> Path:

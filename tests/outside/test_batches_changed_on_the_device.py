@@ -60,11 +60,11 @@ class Ran(Callback):
 
 
 def batches(head: Head) -> list[Batch]:
-    found = [batch([9, 4, 12], seed=seed) for seed in range(3)]
+    made = [batch([9, 4, 12], seed=seed) for seed in range(3)]
     if head == "tokens":
-        for each in found:
-            each["labels"] = (each["input_ids"] % 2).masked_fill(each["attention_mask"] == 0, -100)
-    return found
+        for inputs in made:
+            inputs["labels"] = (inputs["input_ids"] % 2).masked_fill(inputs["attention_mask"] == 0, -100)
+    return made
 
 
 def train(head: Head, algorithms: list[Any], transform: Any = None) -> tuple[Any, list[float], list[str | None]]:

@@ -40,13 +40,13 @@ def ran(model: nn.Module) -> list[str | None]:
 
 def compared(reference: Any, model: Any, loss: Callable[[Any], Tensor]) -> None:
     """Compare a loss and all its gradients."""
-    found = []
-    for each in (reference, model):
-        each.zero_grad()
-        value = loss(each)
+    results = []
+    for module in (reference, model):
+        module.zero_grad()
+        value = loss(module)
         value.backward()
-        found.append([value.detach(), *gradients(each).values()])
-    assert_near(found[1], found[0])
+        results.append([value.detach(), *gradients(module).values()])
+    assert_near(results[1], results[0])
 
 
 @pytest.mark.parametrize("family", family_params(EVERY))
@@ -59,7 +59,7 @@ def test_positional_labels_on_padding_are_seen(family: Family) -> None:
         names = ["input_ids", "attention_mask", "inputs_embeds", "labels"]
     elif family == "mpnet" or family == "modernbert":
         names = ["input_ids", "attention_mask", "position_ids", "inputs_embeds", "labels"]
-    compared(reference, model, lambda each: each(*(inputs.get(name) for name in names)).loss)
+    compared(reference, model, lambda module: module(*(inputs.get(name) for name in names)).loss)
     assert ran(model) == ["padded"]
 
 
@@ -69,7 +69,7 @@ def test_a_direct_call_of_forward_is_described_too(by: str) -> None:
     reference, model = tiny_model("bert", "tokens"), tiny_model("bert", "tokens")
     apply_unpadding(model, 8)
     inputs = labelled_padding(reference)
-    compared(reference, model, lambda each: (each.forward(**inputs) if by == "forward" else each(**inputs)).loss)
+    compared(reference, model, lambda module: (module.forward(**inputs) if by == "forward" else module(**inputs)).loss)
     assert ran(model) == ["padded"]
 
 
@@ -84,8 +84,8 @@ def test_labels_that_the_model_does_not_get(family: Family, padding: str) -> Non
     if padding == "ignored":
         labels = labels.masked_fill(inputs["attention_mask"] == 0, -100)
 
-    def loss(each: Any) -> Tensor:
-        logits = each(**inputs).logits
+    def loss(module: Any) -> Tensor:
+        logits = module(**inputs).logits
         return nn.functional.cross_entropy(logits.view(-1, 2), labels.view(-1), label_smoothing=0.1)
 
     if padding == "labelled":
@@ -105,9 +105,9 @@ def test_a_later_gradient_at_padding_is_an_error() -> None:
     apply_unpadding(model, 8)
     inputs = labelled_padding(model)
     labels = inputs.pop("labels")
-    for each in (labels.masked_fill(inputs["attention_mask"] == 0, -100), labels):
-        loss = nn.functional.cross_entropy(model(**inputs).logits.view(-1, 2), each.view(-1))
-        if each is labels:
+    for targets in (labels.masked_fill(inputs["attention_mask"] == 0, -100), labels):
+        loss = nn.functional.cross_entropy(model(**inputs).logits.view(-1, 2), targets.view(-1))
+        if targets is labels:
             with pytest.raises(RuntimeError, match="the loss reads outputs at padding positions"):
                 loss.backward()
         else:
@@ -126,7 +126,7 @@ def test_a_pretraining_head_reads_labelled_tokens() -> None:
         (masked_batch(inputs["attention_mask"], "mlm")["labels"], "unpadded"),
     ):
         given = {**inputs, "labels": labels, "next_sentence_label": torch.tensor([0, 1, 0])}
-        compared(reference, model, lambda each, given=given: each(**given).loss)  # type: ignore[misc]
+        compared(reference, model, lambda module, given=given: module(**given).loss)  # type: ignore[misc]
         assert ran(model) == [expected]
 
 
@@ -208,9 +208,9 @@ def test_embeddings_that_are_pooled_with_the_mask_get_no_warning(kind: Any) -> N
     apply_recommended(model) if kind is BertModel else apply_unpadding(model)
     inputs = without_labels(fit_batches(reference, [batch([5, 12, 9])])[0])
 
-    def loss(each: Any) -> Tensor:
+    def loss(module: Any) -> Tensor:
         mask = inputs["attention_mask"][..., None]
-        return ((each(**inputs).last_hidden_state * mask).sum(1) / mask.sum(1)).square().sum()
+        return ((module(**inputs).last_hidden_state * mask).sum(1) / mask.sum(1)).square().sum()
 
     for expected in ("padded", "unpadded"):
         compared(reference, model, loss)
@@ -243,12 +243,12 @@ def test_a_module_of_ones_own_that_reads_padding_is_refused(gradients: bool) -> 
 
 def replica_of(module: Any) -> Any:
     """A copy as torch.nn.DataParallel makes it, on the same device."""
-    made = {each: each._replicate_for_data_parallel() for each in module.modules()}
-    for each, copied in made.items():
-        for name, child in each._modules.items():
+    made = {original: original._replicate_for_data_parallel() for original in module.modules()}
+    for original, copied in made.items():
+        for name, child in original._modules.items():
             if child is not None:
                 copied._modules[name] = made[child]
-        for name, parameter in each._parameters.items():
+        for name, parameter in original._parameters.items():
             if parameter is None:
                 copied._parameters[name] = None
             else:
@@ -267,22 +267,22 @@ def test_replicas_use_their_own_batch(family: Family) -> None:
     shorter = {name: values.flip(0) for name, values in ignored.items()}
     model(**shorter)  # must leave nothing behind
     replicas = [replica_of(model), replica_of(model)]
-    found: dict[int, Tensor] = {}
+    losses: dict[int, Tensor] = {}
     gate = threading.Barrier(2)
 
     def call(index: int, inputs: Batch) -> None:
         gate.wait()
-        found[index] = replicas[index](**inputs).loss
+        losses[index] = replicas[index](**inputs).loss
 
-    workers = [threading.Thread(target=call, args=each) for each in enumerate((labelled, ignored))]
+    workers = [threading.Thread(target=call, args=arguments) for arguments in enumerate((labelled, ignored))]
     for worker in workers:
         worker.start()
     for worker in workers:
         worker.join()
-    assert_near([found[0], found[1]], [reference(**labelled).loss, reference(**ignored).loss])
-    for each in (model, reference):
-        each.zero_grad()
-    (found[0] + found[1]).backward()
+    assert_near([losses[0], losses[1]], [reference(**labelled).loss, reference(**ignored).loss])
+    for module in (model, reference):
+        module.zero_grad()
+    (losses[0] + losses[1]).backward()
     (reference(**labelled).loss + reference(**ignored).loss).backward()
     assert_near(gradients(model), gradients(reference))
 
@@ -300,8 +300,8 @@ def test_replicas_of_a_model_that_was_not_called_before_run_unpadded() -> None:
 
 def test_replicas_of_a_model_that_is_not_compared_yet_stay_padded() -> None:
     reference, model = tiny_bert(), tiny_bert()
-    for each in (reference, model):
-        each.bert.pooler = MeanPooler()
+    for module in (reference, model):
+        module.bert.pooler = MeanPooler()
     apply_unpadding(model, 8)
     replica, inputs = replica_of(model), batch([5, 12, 9])
     assert_near([replica(**inputs).loss], [reference(**inputs).loss])
@@ -321,10 +321,10 @@ def test_threads_that_call_the_head_and_the_base_get_their_own_results() -> None
             mask = inputs["attention_mask"].bool()
             with torch.no_grad():
                 if base:
-                    found, expected = (each.bert(**inputs).last_hidden_state[mask] for each in (model, reference))
+                    output, expected = (module.bert(**inputs).last_hidden_state[mask] for module in (model, reference))
                 else:
-                    found, expected = (each(**inputs).logits for each in (model, reference))
-            if not torch.allclose(found, expected, atol=1e-5):
+                    output, expected = (module(**inputs).logits for module in (model, reference))
+            if not torch.allclose(output, expected, atol=1e-5):
                 wrong.append("base" if base else "head")
 
     workers = [threading.Thread(target=serve, args=(i % 2 == 0,)) for i in range(4)]
@@ -348,18 +348,18 @@ def test_a_batch_that_stays_padded_is_computed_by_the_untouched_code(
     reference, model = tiny_model(family, head), tiny_model(family, head)
     if implementation == "sdpa" and not reference._supports_sdpa:
         pytest.skip(f"transformers has no SDPA attention for {family}")
-    for each in (reference, model):
-        each.set_attn_implementation(implementation)
+    for module in (reference, model):
+        module.set_attn_implementation(implementation)
     apply_unpadding(model, 8)
     inputs = labelled_padding(reference) if head == "tokens" else fit_batches(reference, [batch([5, 20, 9])])[0]
     if padding == "left":
         inputs = {name: values.flip(1) if values.ndim == 2 else values for name, values in inputs.items()}
-    expected, found = reference(**inputs), model(**inputs)
+    expected, output = reference(**inputs), model(**inputs)
     assert ran(model) == ["padded"]
     assert model.config._attn_implementation == implementation
     # at every slot, padding included, and to the last bit
-    torch.testing.assert_close(found.logits, expected.logits, rtol=0, atol=0)
-    torch.testing.assert_close(found.loss, expected.loss, rtol=0, atol=0)
+    torch.testing.assert_close(output.logits, expected.logits, rtol=0, atol=0)
+    torch.testing.assert_close(output.loss, expected.loss, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.bool, torch.int32])
@@ -386,15 +386,15 @@ def test_transformations_of_torch_func(family: Family) -> None:
     if family in FUSED:
         apply_fused_layers(model)
     (inputs,) = fit_batches(reference, [batch([5, 12, 9])])
-    found = []
-    for each in (reference, model):
-        weights = {name: p.detach() for name, p in each.named_parameters()}
+    results = []
+    for module in (reference, model):
+        weights = {name: p.detach() for name, p in module.named_parameters()}
 
-        def loss(weights: Any, each: Any = each) -> Tensor:
-            return torch.func.functional_call(each, weights, kwargs=inputs).loss  # type: ignore[no-any-return]
+        def loss(weights: Any, module: Any = module) -> Tensor:
+            return torch.func.functional_call(module, weights, kwargs=inputs).loss  # type: ignore[no-any-return]
 
-        found.append([*torch.func.grad(loss)(weights).values(), loss(weights)])
-    assert_near(found[1], found[0])
+        results.append([*torch.func.grad(loss)(weights).values(), loss(weights)])
+    assert_near(results[1], results[0])
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
@@ -411,8 +411,8 @@ def test_export_and_trace_use_the_untouched_code() -> None:
         traced = torch.jit.trace(model, (ids, mask))
         model.config.return_dict = True
         other = batch([7, 3, 12], seed=1)
-        found = traced(other["input_ids"], other["attention_mask"])
-        assert_near([found[0]], [reference(**without_labels(other)).logits])
+        output = traced(other["input_ids"], other["attention_mask"])
+        assert_near([output[0]], [reference(**without_labels(other)).logits])
     model(**inputs)
     assert ran(model) == ["unpadded"]
 
@@ -440,13 +440,13 @@ def test_saving_loading_resizing_and_tied_weights(family: Family, tmp_path: Any)
     loaded = type(reference).from_pretrained(tmp_path)
     assert (loaded.config.architectures, type(loaded)) == ([type(reference).__name__], type(reference))
     torch.testing.assert_close(loaded.state_dict(), reference.state_dict(), rtol=0, atol=0)
-    for each in (reference, model):
+    for module in (reference, model):
         torch.manual_seed(0)
-        each.resize_token_embeddings(72, mean_resizing=False)
-        assert each.get_input_embeddings().weight is each.get_output_embeddings().weight
+        module.resize_token_embeddings(72, mean_resizing=False)
+        assert module.get_input_embeddings().weight is module.get_output_embeddings().weight
     inputs = masked_batch(batch([5, 12, 9])["attention_mask"], "mlm")
     (inputs,) = fit_batches(reference, [{**inputs, "input_ids": inputs["input_ids"].clamp(min=2)}])
-    compared(reference, model, lambda each: each(**inputs).loss)
+    compared(reference, model, lambda module: module(**inputs).loss)
 
 
 def test_a_model_that_calls_its_encoder_again_gets_the_untouched_result() -> None:
@@ -456,7 +456,7 @@ def test_a_model_that_calls_its_encoder_again_gets_the_untouched_result() -> Non
             again = self.bert.encoder(torch.ones_like(hidden), attention_mask[:, None, None].to(hidden.dtype))
             return hidden[attention_mask.bool()], again.last_hidden_state
 
-    found = []
+    results = []
     for changed in (False, True):
         torch.manual_seed(0)
         model = Twice._from_config(tiny_bert().config, attn_implementation="eager").eval()
@@ -464,6 +464,6 @@ def test_a_model_that_calls_its_encoder_again_gets_the_untouched_result() -> Non
             apply_unpadding(model, 8, check="never")
         inputs = batch([5, 12, 9])
         with torch.no_grad():
-            found.append(model(inputs["input_ids"], inputs["attention_mask"]))
-    assert_near([*found[1]], [*found[0]])
+            results.append(model(inputs["input_ids"], inputs["attention_mask"]))
+    assert_near([*results[1]], [*results[0]])
     assert ran(model) == ["padded"]

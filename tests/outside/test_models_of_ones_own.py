@@ -11,11 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from composer.core import DataSpec
 from composer.models import ComposerModel
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader
 from transformers import (
     BertForPreTraining,
     BertForSequenceClassification,
@@ -29,7 +27,7 @@ from composer_speedups import Unpadding, apply_fused_layers, apply_unpadding, pl
 from composer_speedups.core.errors import TechniqueError
 from composer_speedups.core.stock import built_on_meta
 from composer_speedups.packing.encoder import unpadded_encoders
-from tests.helpers.common import Batch, Batches, Recorder, batch, make_trainer, tiny_bert, tiny_config, without_labels
+from tests.helpers.common import Batch, Recorder, batch, data_spec, make_trainer, tiny_bert, tiny_config, without_labels
 from tests.helpers.exhaustive import others_exhaustive
 from tests.helpers.models import FUSED, Family, fit_batches, tiny_model
 from tests.outside.test_calls_by_other_ways import compared, labelled_padding, ran, replica_of
@@ -100,7 +98,7 @@ def test_positional_arguments_stay_positional(kind: Any) -> None:
     inputs = tokens()
     given = [inputs[name] for name in ("input_ids", "attention_mask", "labels")]
     for _ in range(3):
-        compared(reference, model, lambda each: each(*given))
+        compared(reference, model, lambda module: module(*given))
     assert ran(model) == ["unpadded"]
 
 
@@ -123,7 +121,7 @@ def test_two_heads_of_one_encoder(order: list[str]) -> None:
     for name in order:
         apply_unpadding(model[name], 8)
     for name, inputs in (("tokens", tokens(padding=True)), ("tokens", tokens()), ("rows", batch([5, 12, 9]))):
-        compared(reference[name], model[name], lambda each, inputs=inputs: each(**inputs).loss)  # type: ignore[misc]
+        compared(reference[name], model[name], lambda module, inputs=inputs: module(**inputs).loss)  # type: ignore[misc]
     assert ran(model) == ["unpadded"]
 
 
@@ -160,7 +158,7 @@ def test_a_model_called_inside_another_has_its_own_call() -> None:
     for _ in range(2):
         for teacher in teachers.values():
             teacher.zero_grad()
-        compared(reference, model, lambda each: each(**inputs).loss)
+        compared(reference, model, lambda module: module(**inputs).loss)
         assert_near(gradients(teachers[model]), gradients(teachers[reference]))
     assert (ran(model), ran(teachers[model])) == (["unpadded"], ["padded"])
 
@@ -168,15 +166,15 @@ def test_a_model_called_inside_another_has_its_own_call() -> None:
 def test_cached_keys_without_a_mask() -> None:
     reference, model = pair(tiny_bert().bert.eval())
     ids = batch([5, 12, 9])["input_ids"]
-    found = []
-    for each in (model, reference):
-        cache = DynamicCache(config=each.config)
+    results = []
+    for module in (model, reference):
+        cache = DynamicCache(config=module.config)
         torch.manual_seed(0)
         for layer in range(2):
             cache.update(torch.randn(3, 2, 2, 16), torch.randn(3, 2, 2, 16), layer)
         with torch.no_grad():
-            found.append(each(ids, past_key_values=cache).last_hidden_state)
-    assert_near([found[0]], [found[1]])
+            results.append(module(ids, past_key_values=cache).last_hidden_state)
+    assert_near([results[0]], [results[1]])
     assert ran(model) == ["padded"]
 
 
@@ -201,7 +199,7 @@ class BertForBoth(BertPreTrainedModel):
 def test_a_head_of_ones_own_is_observed_whatever_its_name() -> None:
     reference, model = pair(of(BertForBoth).train())
     for _ in range(2):
-        compared(reference, model, lambda each: each(**batch([5, 12, 9])))
+        compared(reference, model, lambda module: module(**batch([5, 12, 9])))
     assert ran(model) == ["padded"]
 
 
@@ -221,7 +219,7 @@ def test_a_row_without_tokens_stays_padded_if_its_first_slot_is_read(head: str) 
         model = of(BertForSequenceClassification, num_labels=12, problem_type="multi_label_classification")
         inputs["labels"] = torch.arange(36.0).view(3, 12) % 2
     reference, model = pair(model)
-    compared(reference, model, lambda each: each(**inputs).loss)
+    compared(reference, model, lambda module: module(**inputs).loss)
     assert ran(model) == ["padded"]
 
 
@@ -254,7 +252,7 @@ def test_a_whole_model_that_is_recomputed() -> None:
     inputs = batch([5, 12, 9])
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
     for expected in ("padded", "unpadded"):
-        compared(reference, model, lambda each: (recomputed(each, ids, mask) * mask[..., None]).square().mean())
+        compared(reference, model, lambda module: (recomputed(module, ids, mask) * mask[..., None]).square().mean())
         assert ran(model) == [expected]
 
 
@@ -263,17 +261,17 @@ def test_results_of_a_frozen_model_are_plain_tensors() -> None:
     for frozen, name in ((tiny_bert().bert, "last_hidden_state"), (tiny_model("bert", "tokens"), "logits")):
         reference, model = pair(frozen.requires_grad_(False))
         for _ in range(2):
-            found, expected = (each(**inputs)[name] for each in (model, reference))
-            assert not found.requires_grad
-            assert_near([torch.from_numpy(found.numpy())], [expected])
+            output, expected = (module(**inputs)[name] for module in (model, reference))
+            assert not output.requires_grad
+            assert_near([torch.from_numpy(output.numpy())], [expected])
 
 
 def test_hidden_states_can_be_changed_in_place() -> None:
     reference, model = pair(tiny_bert().bert)
     inputs = without_labels(batch([5, 12, 9]))
 
-    def loss(each: Any) -> Tensor:
-        hidden = each(**inputs).last_hidden_state
+    def loss(module: Any) -> Tensor:
+        hidden = module(**inputs).last_hidden_state
         hidden[inputs["attention_mask"] == 0] = -1e9  # as max pooling does
         return hidden.max(1).values.square().sum()  # type: ignore[no-any-return]
 
@@ -303,7 +301,7 @@ class Counts(nn.Module):
 def test_a_comparison_leaves_buffers_as_they_were() -> None:
     reference, model = pair(Counts())
     for _ in range(3):
-        compared(reference, model, lambda each: each(**batch([5, 12, 9])))
+        compared(reference, model, lambda module: module(**batch([5, 12, 9])))
     assert_near([model.calls, model.mean], [reference.calls, reference.mean])
 
 
@@ -328,16 +326,16 @@ def test_abstract_classes() -> None:
     inputs = batch([5, 12, 9])
     own = of(AbstractModel)
     for made, loss in (
-        (_with_bert(AbstractLast), lambda each: each(**inputs)),
-        (_with_bert(AbstractFirst), lambda each: each(**inputs)),
-        (own, lambda each: each(**inputs).loss),
+        (_with_bert(AbstractLast), lambda module: module(**inputs)),
+        (_with_bert(AbstractFirst), lambda module: module(**inputs)),
+        (own, lambda module: module(**inputs).loss),
     ):
         reference, model = pair(made)
         loaded = pickle.loads(pickle.dumps(model))
-        for each in (model, loaded):
-            compared(reference, each, loss)
-            compared(reference, each, loss)
-            assert ran(each) == ["unpadded"]
+        for module in (model, loaded):
+            compared(reference, module, loss)
+            compared(reference, module, loss)
+            assert ran(module) == ["unpadded"]
         assert undo_unpadding(model)
         assert type(model) is type(reference)
 
@@ -357,7 +355,7 @@ def test_a_replica_is_not_compared() -> None:
         replica = replica_of(model)
         assert_near([replica(**inputs).loss], [reference(**inputs).loss])
         assert ran(replica) == [expected]
-        compared(reference, model, lambda each: each(**inputs).loss)
+        compared(reference, model, lambda module: module(**inputs).loss)
 
 
 def test_building_a_reference_does_not_change_other_threads() -> None:
@@ -387,9 +385,9 @@ def test_mixed_precision_of_accelerate(order: str, own: bool) -> None:
         apply_unpadding(model, 8) if step == "apply" else accelerator.prepare_model(model)
     inputs = batch([5, 12, 9])
     for _ in range(2):
-        found, expected = model(**inputs), reference(**inputs)
-        found.loss.backward()
-        assert_near([found.logits], [expected.logits], torch.bfloat16)
+        output, expected = model(**inputs), reference(**inputs)
+        output.loss.backward()
+        assert_near([output.logits], [expected.logits], torch.bfloat16)
     assert ran(model) == ["unpadded"]
     undo_unpadding(model)
     assert_near([model(**inputs).logits], [expected.logits], torch.bfloat16)
@@ -424,10 +422,10 @@ class Tagger(ComposerModel):
 @pytest.mark.parametrize("reads", ["never", "in a later batch", "in training"])
 def test_a_composer_model_that_reads_padding_after_its_comparison(reads: str) -> None:
     batches = [batch([9, 4, 12], seed=seed) for seed in range(3)]
-    for i, each in enumerate(batches):
-        tags = each["input_ids"] % 2
+    for i, inputs in enumerate(batches):
+        tags = inputs["input_ids"] % 2
         every = i and reads == "in a later batch"
-        each["tags"] = tags if every else tags.masked_fill(each["attention_mask"] == 0, -100)
+        inputs["tags"] = tags if every else tags.masked_fill(inputs["attention_mask"] == 0, -100)
 
     def losses(algorithms: list[Any]) -> list[float]:
         recorder = Recorder()
@@ -448,11 +446,10 @@ def test_a_composer_model_that_reads_padding_after_its_comparison(reads: str) ->
 def test_a_comparison_in_an_evaluation_is_repeated_with_the_loss() -> None:
     """Evaluation compares only outputs at real tokens; the loss of training reads padding."""
     batches = [batch([9, 4, 12], seed=seed) for seed in range(2)]
-    for each in batches:
-        each["tags"] = each["input_ids"] % 2
-    loader = DataSpec(DataLoader(Batches(batches), batch_size=None), get_num_samples_in_batch=lambda b: 3)
+    for inputs in batches:
+        inputs["tags"] = inputs["input_ids"] % 2
     trainer = make_trainer([Unpadding(8)], model=Tagger("in every batch"), batches=batches)
-    trainer.predict(loader)
+    trainer.predict(data_spec(batches))
     with pytest.raises(TechniqueError, match="its result differs from the untouched model's"):
         trainer.fit()
     trainer.close()
@@ -468,7 +465,7 @@ def test_a_hole_that_changes_distances_keeps_a_batch_padded(family: Family, widt
     reference, model = pair(tiny_model(family))
     (inputs,) = fit_batches(reference, [batch([width, width - 1])])
     inputs["attention_mask"][0, 2:-2] = 0
-    compared(reference, model, lambda each: each(**inputs).loss)
+    compared(reference, model, lambda module: module(**inputs).loss)
     assert ran(model) == ["unpadded" if family == "modernbert" and width == 5 else "padded"]
 
 
@@ -497,12 +494,12 @@ def test_a_compiled_model_with_and_without_a_plan(family: Family, fused: bool, p
         given = [inputs]
         if head == "tokens":
             given.append({**inputs, "labels": inputs["labels"].masked_fill(inputs["attention_mask"] == 0, -100)})
-        for each in given:
+        for example in given:
 
-            def loss(called: Any, each: Batch = each) -> Tensor:
+            def loss(called: Any, example: Batch = example) -> Tensor:
                 if called is model and planned:
-                    plan_unpadding(model, each["attention_mask"])
-                return (call if called is model else called)(**each).loss  # type: ignore[no-any-return]
+                    plan_unpadding(model, example["attention_mask"])
+                return (call if called is model else called)(**example).loss  # type: ignore[no-any-return]
 
             compared(reference, model, loss)
     assert ran(model) == ["unpadded"]

@@ -8,16 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from composer.core import DataSpec, Evaluator
+from composer.core import Evaluator
 from composer.models import HuggingFaceModel
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 from torchmetrics.classification import MulticlassAccuracy
 from transformers import BertForSequenceClassification, Trainer, TrainingArguments
 
 from composer_speedups import FusedLayers, Unpadding, apply_recommended, recommended
 from composer_speedups.packing.encoder import unpadded_encoders
-from tests.helpers.common import Batch, Batches, batch, make_trainer, plain_batches, tiny_bert, trained
+from tests.helpers.common import Batch, batch, data_spec, make_trainer, plain_batches, tiny_bert, trained
 from tests.helpers.exhaustive import others_exhaustive
 from tests.helpers.models import tiny_model
 from tests.reference.tolerance import assert_near
@@ -99,10 +98,10 @@ def test_a_peft_model_gets_its_labels(apply: str, padding: bool) -> None:
         if changed and apply == "after":
             with pytest.warns(UserWarning, match="fused_layers is left out"):
                 apply_recommended(model)
-        found = model(**data)
-        found.loss.backward()
+        output = model(**data)
+        output.loss.backward()
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        losses.append([found.loss.detach(), *gradients.values()])
+        losses.append([output.loss.detach(), *gradients.values()])
         ran = [encoder.ran for encoder in unpadded_encoders(model)]
     assert ran == ["padded" if padding else "unpadded"]
     assert_near(losses[1], losses[0])
@@ -116,29 +115,21 @@ def composer_model(**settings: Any) -> HuggingFaceModel:
     return HuggingFaceModel(tiny_bert(), metrics=metrics, use_logits=True, **settings)  # type: ignore[arg-type]
 
 
-def spec(batches: list[Batch]) -> DataSpec:
-    return DataSpec(
-        DataLoader(Batches(batches), batch_size=None),
-        split_batch=lambda whole, size: [whole],
-        get_num_samples_in_batch=lambda whole: len(whole["labels"]),
-    )
-
-
 def test_composer_trains_evaluates_and_predicts_like_the_untouched_model() -> None:
-    found = []
+    results = []
     for techniques in ([], [Unpadding(8), FusedLayers()]):
         model, batches = composer_model(), plain_batches()
         trainer = make_trainer(techniques, model=model, batches=batches)
         trainer.fit()
         names = ["MulticlassAccuracy"]
         trainer.eval(
-            Evaluator(label="eval", dataloader=spec(batches), metric_names=names, device_eval_microbatch_size=9)
+            Evaluator(label="eval", dataloader=data_spec(batches), metric_names=names, device_eval_microbatch_size=9)
         )
-        predicted = trainer.predict(spec(batches))
+        predicted = trainer.predict(data_spec(batches))
         accuracy = trainer.state.eval_metrics["eval"]["MulticlassAccuracy"].compute()
-        found.append([accuracy, *(each["logits"] for each in predicted)])
+        results.append([accuracy, *(outputs["logits"] for outputs in predicted)])
         trainer.close()
-    assert_near(found[1], found[0])
+    assert_near(results[1], results[0])
 
 
 def test_a_checkpoint_becomes_a_hugging_face_model(tmp_path: Path) -> None:
@@ -172,7 +163,7 @@ def test_tuples_as_outputs_and_further_entries_of_a_batch() -> None:
     for techniques in ([], recommended(on_unavailable="warn")[3:5]):
         model = composer_model()
         model.model.config.return_dict = False
-        batches = [{**each, "text_id": torch.arange(len(each["labels"]))} for each in plain_batches()]
+        batches = [{**inputs, "text_id": torch.arange(len(inputs["labels"]))} for inputs in plain_batches()]
         trained(techniques, model=model, batches=batches)
         losses.append(copy.deepcopy(model.state_dict()))
     assert_near(losses[1], losses[0])

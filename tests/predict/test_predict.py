@@ -92,7 +92,7 @@ def test_other_formats_hold_the_same_predictions(finished: Path, suffix: str) ->
 def test_an_interrupted_call_resumes_and_ends_with_the_same_file(
     finished: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(rows, "_BLOCK", 20)
+    monkeypatch.setattr(rows, "_ROWS_PER_BLOCK", 20)
     call = [str(finished), "--input", save(TEXTS)]
     main(call)
     expected = Path("in.predictions.jsonl").read_bytes()
@@ -145,7 +145,7 @@ def test_a_changed_input_does_not_resume(finished: Path, monkeypatch: pytest.Mon
 def test_a_second_call_with_the_same_output_is_refused_while_the_first_writes(
     finished: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rows, "_BLOCK", 20)
+    monkeypatch.setattr(rows, "_ROWS_PER_BLOCK", 20)
     call = [str(finished), "--input", save(TEXTS)]
     plain, refused = FinishedModel.predict, []
 

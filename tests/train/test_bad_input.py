@@ -24,7 +24,7 @@ from composer_speedups.train.cli import exit_codes, read_command_line
 from composer_speedups.train.trainer import context_of, open_device
 from tests.conftest import ROOT
 from tests.helpers.forks import Fork
-from tests.helpers.jobs import SHORT
+from tests.helpers.jobs import fork_train
 from tests.helpers.mutations import Mutation, files, overrides
 
 QUICKSTART = str(ROOT / "yamls" / "quickstart.yaml")
@@ -88,12 +88,7 @@ def run_all(mutations: list[Mutation], seconds: float = 60) -> dict[int, int]:
         if any(name in argument for argument in mutation.arguments for name in NOT_RUN) or mutation.file is not None:
             continue
         base = ["trainer.max_duration=2ba", "trainer.eval_batches=1", "trainer.device=cpu"]
-
-        def job(mutation: Mutation = mutation) -> None:
-            with exit_codes():
-                application.main(["-f", QUICKSTART, *SHORT, *base, *mutation.arguments])  # noqa: B023
-
-        done = Fork(job).wait(seconds)
+        done = fork_train(*base, *mutation.arguments).wait(seconds)
         assert done.status in (0, 1, 2), f"{mutation.what!a}: {done.stderr[-3000:]}"
         assert "Traceback" not in done.stderr, f"{mutation.what!a}: {done.stderr[-3000:]}"
         if done.status:
@@ -138,11 +133,7 @@ def test_thousands_of_mutated_configs() -> None:
     ],
 )
 def test_errors_that_only_a_run_finds_are_one_line(override: str, message: str) -> None:
-    def job() -> None:
-        with exit_codes():
-            application.main(["-f", QUICKSTART, *SHORT, "trainer.max_duration=1ba", override])
-
-    done = Fork(job).wait()
+    done = fork_train("trainer.max_duration=1ba", override).wait()
     assert done.status == 2, done.stderr
     assert message in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr

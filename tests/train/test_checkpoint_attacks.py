@@ -167,9 +167,9 @@ def test_folders_archives_and_their_addresses_are_refused(valid_checkpoint: Path
         ("file.tar", "refused, Composer unpacks an archive to any path in it"),
         ("file.pt.gz", "refused, Composer unpacks an archive"),
         ("s3://bucket/file.tar.gz", "refused, Composer unpacks an archive"),
-        ("real.pt", "refused, not a zip archive from its first byte"),  # a zip file's end is near its end
+        ("real.pt", "cannot be loaded"),  # torch decides by the first bytes, zipfile by the last
     ):
-        with pytest.raises(ConfigError, match=f"checkpoint.load: {name}: {message}"):
+        with pytest.raises(ConfigError, match=f"checkpoint.load: {name}:? {message}"):
             run(f"checkpoint.load={name}")
     assert not list(Path("runs").glob("q*"))
 
@@ -290,7 +290,7 @@ def test_compressed_archives_are_refused_before_any_member_is_read(
     assert torch.load("smaller.pt", weights_only=False)["state"]
     monkeypatch.setattr(zipfile.ZipFile, "open", lambda *_: pytest.fail("read a member"))
     for name in ("bomb.pt", "smaller.pt"):
-        with pytest.raises(ConfigError, match=rf"{name}: refused, compressed or too many files"):
+        with pytest.raises(ConfigError, match=rf"{name}: refused, compressed"):
             check_checkpoint(name, "checkpoint.load")
         with pytest.raises(pickle.UnpicklingError, match="compressed"):
             reading._read(name)  # from an object store, it is checked only when it is loaded
@@ -303,14 +303,12 @@ def test_the_checkpoint_of_a_long_run_is_read() -> None:
     assert len(reading._read("long.pt")["state"]) == 20_000
 
 
-def test_a_file_in_torchs_older_format_is_not_unpickled() -> None:
+def test_a_file_in_torchs_older_format_is_damaged() -> None:
     torch.save({"state": {}}, "old.pt", _use_new_zipfile_serialization=False)
+    with pytest.raises(DamagedCheckpointError, match="not a zip file"):
+        check_checkpoint("old.pt", "checkpoint.load")
     with pytest.raises(zipfile.BadZipFile):
         reading._read("old.pt")
-    with open("both.pt", "wb") as file, zipfile.ZipFile(valid := pickled("valid.pt", b"}")):
-        file.write(Path("old.pt").read_bytes() + Path(valid).read_bytes())  # torch decides by the first bytes
-    with pytest.raises(pickle.UnpicklingError, match="not a zip archive from its first byte"):
-        reading._read("both.pt")
 
 
 @pytest.mark.parametrize("key", ["state", "model"])
@@ -347,7 +345,7 @@ def test_the_index_of_a_sharded_checkpoint_in_an_object_store_is_not_unpickled(t
     sharded: Any = SimpleNamespace(
         fsdp_sharded_state_dict_enabled=True, fsdp_config=object(), device_mesh=None, run_name="run"
     )
-    with restricted_loading("checkpoint.load", trust=trust), pytest.raises(ConfigError) as error:
+    with restricted_loading(trust=trust), pytest.raises(ConfigError) as error:
         composer_checkpoint.load_checkpoint("ep1", sharded, None, FakeStore(tmp_path / "bucket"))  # type: ignore[arg-type]
     assert MARKER.exists() is trust
     if not trust:

@@ -83,7 +83,7 @@ def test_the_job_files_run_two_nodes_sh() -> None:
     service, job = yaml.safe_load_all((EXAMPLES / "kubernetes.yaml").read_text())
     spec = job["spec"]["template"]["spec"]
     container = spec["containers"][0]
-    names = {each["name"]: each.get("value") for each in container["env"]}
+    names = {variable["name"]: variable.get("value") for variable in container["env"]}
     assert names["MASTER_ADDR"] == f"{job['metadata']['name']}-0.{service['metadata']['name']}"
     assert spec["subdomain"] == service["metadata"]["name"]
     assert int(names["NODES"]) == job["spec"]["completions"] == job["spec"]["parallelism"]

@@ -22,25 +22,16 @@ from composer_speedups.callbacks.finite_loss import FiniteLoss
 from composer_speedups.core.errors import RunFailedError
 from composer_speedups.data.loader import Pad
 from composer_speedups.tasks.models import FinetuneModel
-from composer_speedups.train import application
 from composer_speedups.train.cli import exit_codes
 from composer_speedups.train.fit import failed_run
-from tests.conftest import ROOT
 from tests.helpers.common import Batches, make_trainer, plain_batches
-from tests.helpers.forks import Fork, on_ranks
-from tests.helpers.jobs import SHORT
+from tests.helpers.forks import on_ranks
+from tests.helpers.jobs import fork_train
 from tests.helpers.nonfinite import Poisoned, batches
 
-QUICKSTART = ["-f", str(ROOT / "yamls" / "quickstart.yaml"), *SHORT]
 
-
-def _train(*arguments: str) -> None:
-    with exit_codes():
-        application.main([*QUICKSTART, *arguments])
-
-
-def _train_with_a_bad_batch(*arguments: str) -> None:
-    """Run ``application.main`` with a model whose loss is NaN in batch 3; only in a process of its own."""
+def _make_a_loss_nan() -> None:
+    """Make the loss of batch 3 NaN."""
     plain, calls = FinetuneModel.loss, iter(range(1, 1000))
 
     def loss(self: Any, outputs: Any, batch: Any) -> torch.Tensor:
@@ -48,12 +39,11 @@ def _train_with_a_bad_batch(*arguments: str) -> None:
         return value * float("nan") if self.training and next(calls) == 3 else value
 
     FinetuneModel.loss = loss  # type: ignore[method-assign]
-    _train(*arguments)
 
 
 def test_train_py_stops_with_one_line_and_exit_status_1_and_keeps_its_log() -> None:
     settings = ["loggers.file={flush_interval: 1000}", "checkpoint.interval=1ba", "trainer.max_duration=4ba"]
-    done = Fork(lambda: _train_with_a_bad_batch(*settings)).wait()
+    done = fork_train(*settings, prepare=_make_a_loss_nan).wait()
     (line,) = [line for line in done.stderr.splitlines() if "train.py" in line]
     assert line.startswith("train.py: loss: nan at step 3 (batch 3 of epoch 1), next learning rate ")
     techniques = "engaged techniques: sdpa_attention, fused_optimizer"
@@ -101,9 +91,7 @@ def test_a_nonfinite_loss_on_one_rank_stops_or_skips_on_all(on_nonfinite: Any) -
 @pytest.mark.parametrize("persistent", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_a_killed_worker_ends_the_run_at_once(persistent: bool) -> None:
     endless = ["trainer.max_duration=100000ba", "trainer.eval_interval=100000ba", "data.workers=1", "algorithms=null"]
-    fork = Fork(
-        lambda: _train(*endless, f"data.persistent_workers={persistent}".lower(), "loggers.file={flush_interval: 1}")
-    )
+    fork = fork_train(*endless, f"data.persistent_workers={persistent}".lower(), "loggers.file={flush_interval: 1}")
     log, deadline = Path("runs/quickstart/log-rank0.txt"), time.monotonic() + 180
     while not (log.exists() and "[batch=8" in log.read_text()) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -128,12 +116,11 @@ def test_a_hanging_worker_is_killed_when_the_run_fails() -> None:
             time.sleep(1000)
         return plain(self, rows)
 
-    def train_and_hang() -> None:
+    def prepare() -> None:
         Pad.__call__ = hang  # type: ignore[method-assign]
-        _train("data.workers=1", "data.worker_timeout=5", "algorithms=null")
 
     plain, calls = Pad.__call__, iter(range(1000))
-    done = Fork(train_and_hang).wait(60)
+    done = fork_train("data.workers=1", "data.worker_timeout=5", "algorithms=null", prepare=prepare).wait(60)
     assert done.status == 1
     assert done.stderr.splitlines()[-1].startswith(
         "train.py: data.worker_timeout: no batch arrived from the workers for 5 s"

@@ -4,16 +4,10 @@ from __future__ import annotations
 
 import multiprocessing
 
-from composer.core import DataSpec, Evaluator
-from torch.utils.data import DataLoader
+from composer.core import Evaluator
 
 from composer_speedups.train.fit import train_to_end
-from tests.helpers.common import Batches, make_trainer, plain_batches
-
-
-def _loader() -> DataSpec:
-    loader = DataLoader(Batches(plain_batches(2)), batch_size=None, num_workers=1, persistent_workers=True)
-    return DataSpec(loader, split_batch=lambda b, n: [b], get_num_samples_in_batch=lambda b: len(b["labels"]))
+from tests.helpers.common import data_spec, make_trainer, plain_batches
 
 
 def test_evaluation_workers_end_with_training() -> None:
@@ -30,4 +24,5 @@ def test_evaluation_workers_end_with_training() -> None:
 
 
 def _loader_of(label: str) -> Evaluator:
-    return Evaluator(label=label, dataloader=_loader(), metric_names=[])
+    loader = data_spec(plain_batches(2), num_workers=1, persistent_workers=True)
+    return Evaluator(label=label, dataloader=loader, metric_names=[])

@@ -6,16 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from composer.core import DataSpec
 from composer.loggers import FileLogger, TensorboardLogger, WandBLogger
 from composer.models import HuggingFaceModel
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch.utils.data import DataLoader
 from torchmetrics.classification import MulticlassAccuracy
 
 from composer_speedups import EngagementReport, MemoryAnatomy, RunSummary, ThroughputMonitor, recommended
 from composer_speedups.core.technique import techniques_of
-from tests.helpers.common import Batches, awkward_batches, make_trainer, plain_batches, tiny_bert
+from tests.helpers.common import awkward_batches, data_spec, make_trainer, plain_batches, tiny_bert
 from tests.helpers.jobs import run
 from tests.helpers.wandb_runs import WandbRun, missing_in, read_wandb
 
@@ -44,16 +42,11 @@ def test_the_recommended_set_in_a_trainer_of_ones_own_logs_to_all_of_them() -> N
     model: Any = tiny_bert()
     metrics: Any = [MulticlassAccuracy(num_classes=2, average="micro")]
     batches = [*awkward_batches(), *plain_batches(3)]
-    evaluation = DataSpec(
-        DataLoader(Batches(plain_batches(2)), batch_size=None),
-        split_batch=lambda batch, size: [batch],
-        get_num_samples_in_batch=lambda batch: len(batch["labels"]),
-    )
     trainer = make_trainer(
         recommended(on_unavailable="warn"),
         model=HuggingFaceModel(model, use_logits=True, metrics=metrics),
         batches=batches,
-        eval_dataloader=evaluation,
+        eval_dataloader=data_spec(plain_batches(2)),
         callbacks=[EngagementReport(), ThroughputMonitor(window=2), MemoryAnatomy(), RunSummary()],
         loggers=[
             WandBLogger(init_kwargs={"mode": "offline", "dir": str(Path.cwd())}),

@@ -18,9 +18,7 @@ from composer_speedups.callbacks.saved_callback import SavedCallback
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.train import fit
 from composer_speedups.train.checkpoints.reading import MalformedError, keep_loadable, validate
-from composer_speedups.train.cli import exit_codes
-from tests.helpers.forks import Fork
-from tests.helpers.jobs import run, short_checkpoint
+from tests.helpers.jobs import fork_train, run, short_checkpoint
 
 Change = Callable[[dict[str, Any]], Any]
 BRIEF = ("trainer.max_duration=4ba", "trainer.eval_batches=1", "export=false")
@@ -167,13 +165,7 @@ def test_a_checkpoint_that_does_not_fit_leaves_the_earlier_run_unchanged(
 
 @pytest.mark.parametrize("path", [f"{TIME}/batch", f"{SCHEDULE}/base_lrs"])
 def test_a_malformed_checkpoint_is_one_line_and_exit_status_2(path: str, valid_checkpoint: Path) -> None:
-    load = changed(valid_checkpoint, put(path, "x"))
-
-    def job() -> None:
-        with exit_codes():
-            run(load, *BRIEF)
-
-    done = Fork(job).wait()
+    done = fork_train(changed(valid_checkpoint, put(path, "x")), *BRIEF).wait()
     assert done.status == 2, done.stderr
     assert "Traceback" not in done.stderr
     assert done.stderr.splitlines()[-1].startswith("train.py: checkpoint.load: changed.pt ")
@@ -204,6 +196,14 @@ def test_weights_only_ignores_malformed_entries_other_than_weights(valid_checkpo
         del checkpoint["rng"]
 
     assert run(changed(valid_checkpoint, spoil), "checkpoint.weights_only=true", *BRIEF)["training"]["batches"] == 4
+
+
+@pytest.mark.parametrize("weights_only", ["false", "true"])
+def test_loading_the_weights_only_is_suggested_unless_it_is_set(weights_only: str, valid_checkpoint: Path) -> None:
+    load = changed(valid_checkpoint, put("state/algorithms", 3))
+    with pytest.raises(ConfigError) as error:
+        run(load, f"checkpoint.weights_only={weights_only}", *BRIEF)
+    assert ("checkpoint.weights_only=true" in str(error.value)) is (weights_only == "false")
 
 
 def test_checkpoints_of_another_task_or_vocabulary_are_refused() -> None:
@@ -256,9 +256,3 @@ def test_an_unreachable_object_store_is_refused_in_one_line(monkeypatch: pytest.
     monkeypatch.setattr(composer_trainer, "maybe_create_object_store_from_uri", fails)
     with pytest.raises(ConfigError, match=r"checkpoint\.load: s3://bucket/a\.pt cannot be loaded \(No module named"):
         run("checkpoint.load=s3://bucket/a.pt", *BRIEF)
-
-
-@pytest.mark.parametrize("size", [0, -1])
-def test_a_micro_batch_below_one_is_refused(size: int) -> None:
-    with pytest.raises(ConfigError, match=rf"trainer\.microbatch_size must be at least 1, not {size}"):
-        run(f"trainer.microbatch_size={size}", *BRIEF)

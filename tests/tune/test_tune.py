@@ -18,7 +18,7 @@ from composer_speedups.train.config.load import load_config
 from composer_speedups.train.config.schema import Config
 from composer_speedups.tune.candidates import Candidate
 from composer_speedups.tune.results import Outcome, Result, Trial, Verdict
-from composer_speedups.tune.settings import MARK, PREFIX, TuneConfig, help_text, output_for
+from composer_speedups.tune.settings import FIRST_LINE_START, PREFIX, TuneConfig, help_text, output_for
 from composer_speedups.tune.write import write_tuned
 from tests.conftest import ROOT
 from tests.helpers.searches import search
@@ -27,12 +27,6 @@ QUICKSTART = str(ROOT / "yamls" / "quickstart.yaml")
 ENVIRONMENT = {
     "gpu": None, "cpu": "a CPU", "cpu_count": 2, "torch": "2", "composer": "0", "transformers": "5", "commit": "abc"
 }  # fmt: skip
-
-
-def tune(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "composer_speedups.tune", *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=environment)
 
 
 def test_tune_keys_are_parsed_and_other_keys_go_to_the_config() -> None:
@@ -48,9 +42,7 @@ def test_tune_keys_are_parsed_and_other_keys_go_to_the_config() -> None:
     ("override", "message"),
     [
         ("tune.budget=3", "unknown key 'tune.budget'; did you mean 'tune.budget_seconds'"),
-        ("tune.nonsense=3", "unknown key 'tune.nonsense'; known: budget_seconds, "),
         ("tune.steps=2", "tune.steps must be 5 to 100000, not 2"),
-        ("tune.budget_seconds=nan", "tune.budget_seconds must be a finite number"),
         (
             "tune.allow=[recipes]",
             r"tune.allow must be a list of 'lower_precision' or 'recipe' or null, not \['recipes'\]",
@@ -63,20 +55,13 @@ def test_a_bad_tune_key_is_one_line(override: str, message: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["-f", QUICKSTART, "tune.budgt=3"], "tune: command line: unknown key 'tune.budgt'; did you mean"),
-        (["-f", QUICKSTART, "data.bach_size=3"], "did you mean 'data.batch_size'"),
-        (["-f", QUICKSTART, f"tune.output={QUICKSTART}"], "tune.output: "),
-        ([], "no config file"),
-    ],
-)
-def test_a_mistake_is_one_line_and_exit_status_2(arguments: list[str], message: str) -> None:
-    done = tune(*arguments)
+def test_a_mistake_is_one_line_and_exit_status_2() -> None:
+    command = [sys.executable, "-m", "composer_speedups.tune", "-f", QUICKSTART, "data.bach_size=3"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=environment)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.count("\n") == 1
-    assert message in done.stderr
+    assert done.stderr.startswith("tune: command line: unknown key 'data.bach_size'; did you mean 'data.batch_size'")
     assert list(Path().iterdir()) == []
 
 
@@ -94,10 +79,11 @@ def test_the_output_is_checked_before_anything_is_measured() -> None:
         ("x.txt", "does not end in .yaml"),
         ("no/x.yaml", r"no folder no \(relative to /"),
         ("mine.yaml", "was not written by this command"),
+        (QUICKSTART, "is the original YAML"),
     ]:
         with pytest.raises(ConfigError, match=message):
             output_for(QUICKSTART, name)
-    Path("ours.yaml").write_text(f"{MARK} on some day\n")
+    Path("ours.yaml").write_text(f"{FIRST_LINE_START} on some day\n")
     assert output_for(QUICKSTART, "ours.yaml") == Path("ours.yaml")
 
 
@@ -137,7 +123,7 @@ def test_the_yaml_is_the_original_with_the_chosen_techniques_and_the_reasons(
     original.algorithms = tuned.algorithms
     assert tuned == original
     assert "${oc.env:NAME_OF_RUN}" in text
-    assert text.startswith(MARK)
+    assert text.startswith(FIRST_LINE_START)
     said = " ".join(text.replace("#", " ").split())
     for words in (
         "1.67 times as fast",

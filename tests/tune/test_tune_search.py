@@ -65,12 +65,11 @@ class World:
         self,
         *candidates: Candidate,
         original: dict[str, Any] | None = None,
-        allow: tuple[str, ...] = (),
         **settings: Any,
     ) -> Result:
         self.techniques = original or {}
         tune = TuneConfig(**{"budget_seconds": 1000.0, **settings})
-        return Search(self, candidates, allow, tune, now=lambda: self.time, tell=self.lines.append).run()
+        return Search(self, candidates, tune, now=lambda: self.time, tell=self.lines.append).run()
 
 
 def test_faster_candidates_are_stacked_and_confirmed() -> None:
@@ -190,7 +189,7 @@ def test_the_recipe_changes_only_if_allowed() -> None:
     assert not any("lora" in techniques for techniques in world.sets)
     assert result.verdicts[0].state == "untried"
     assert "tune.allow=[recipe]" in result.verdicts[0].reason
-    assert World().search(LORA, allow=("recipe",)).chosen == {"lora": {}}
+    assert World().search(LORA, allow=["recipe"]).chosen == {"lora": {}}
 
 
 def test_a_refused_candidate_costs_no_trial_and_is_tried_once_its_requirements_are_met() -> None:

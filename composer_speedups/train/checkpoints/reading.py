@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import pickle
 import pickletools
 import re
 import struct
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any, NotRequired
@@ -34,15 +35,15 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 from typing_extensions import TypedDict
 
 from composer_speedups.core.errors import ConfigError, UserError, first_line
-from composer_speedups.core.technique import Technique, resume_error, techniques_of
+from composer_speedups.core.technique import resume_error, techniques_of
 from composer_speedups.core.temporary_attribute import temporary_attribute
 
 __all__ = ["DamagedCheckpointError", "check_checkpoint", "keep_loadable", "restricted_loading", "validate"]
 
 MAX_PICKLE_BYTES = 2**26  # of data.pkl, whose largest part in a long run is ThroughputMonitor's 60 bytes per batch
 MAX_TUPLE_VALUES = 10_000  # the state of a random generator has 625
-_TRUST = "if you trust its author, set checkpoint.trust_checkpoint=true"
-_ANOTHER = "use another checkpoint"
+_TRUST_FIX = "if you trust its author, set checkpoint.trust_checkpoint=true"
+_OTHER_FIX = "use another checkpoint"
 
 
 class RandomWords(list[int]):
@@ -109,11 +110,10 @@ class MalformedError(ValueError):
 
 
 @contextlib.contextmanager
-def restricted_loading(key: str, *, trust: bool) -> Iterator[None]:
+def restricted_loading(*, trust: bool) -> Iterator[None]:
     """Make a Trainer that is built inside the block load its checkpoint as this module does, with one-line errors.
 
     Args:
-        key: The config key that names the checkpoint, for errors.
         trust: Load it as Composer does; only the errors are changed.
 
     Raises:
@@ -123,18 +123,18 @@ def restricted_loading(key: str, *, trust: bool) -> Iterator[None]:
     composer_open = composer_trainer.maybe_create_object_store_from_uri
 
     def load(path: str, state: State, *args: Any, **settings: Any) -> Any:
-        with _one_line(f"{key}: {path}"):
+        weights_only = settings.get("load_weights_only", False)
+        with _one_line(f"checkpoint.load: {path}", weights_only):
             if trust:
                 return composer_load(path, state, *args, **settings)
             if state.fsdp_sharded_state_dict_enabled:
                 raise pickle.UnpicklingError("sharded checkpoints are unpickled without checks")
-            only = settings.get("load_weights_only", False)
-            settings["ignore_keys"] = functools.partial(keep_loadable, state=state, weights_only=only)
+            settings["ignore_keys"] = functools.partial(keep_loadable, state=state, weights_only=weights_only)
             with temporary_attribute(composer_checkpoint, "_torch_load_with_validation", _read):
                 return composer_load(path, state, *args, **settings)
 
     def open_store(uri: str) -> Any:
-        with _one_line(f"{key}: {uri}"):
+        with _one_line(f"checkpoint.load: {uri}"):
             return composer_open(uri)
 
     with (
@@ -145,25 +145,26 @@ def restricted_loading(key: str, *, trust: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _one_line(name: str, kind: type[ConfigError] = ConfigError) -> Iterator[None]:
+def _one_line(name: str, weights_only: bool = False, kind: type[ConfigError] = ConfigError) -> Iterator[None]:
     """Raise errors as a ConfigError that begins with ``name``; of class ``kind`` if the file is damaged."""
     try:
         yield
-    except (UserError, MemoryError, torch.OutOfMemoryError):
+    except UserError:
         raise
     except pickle.UnpicklingError as error:
         reason = str(error).partition("WeightsUnpickler error:")[2].strip() or str(error)  # torch's, without its advice
         if imported := re.search(r"(?i)unsupported global:? (?:GLOBAL )?([\w.]+)", reason):
             reason = f"it would import {imported[1]}, which checkpoints do not need"
-        raise ConfigError(f"{name}: refused, {reason.splitlines()[0][:200]}; {_TRUST}") from error
+        raise ConfigError(f"{name}: refused, {reason.splitlines()[0][:200]}; {_TRUST_FIX}") from error
     except MalformedError as error:
-        fix = f"{_ANOTHER}, or checkpoint.weights_only=true loads its weights only"
+        fix = _OTHER_FIX if weights_only else f"{_OTHER_FIX}, or checkpoint.weights_only=true loads its weights only"
         if error.path.startswith("state/model"):
             keys = "model.name, model.size, model.task, data.vocab_size"
             fix = f"use the model and the tokenizer that it was trained with ({keys})"
         raise kind(f"{name} does not fit this run: {error}; {fix}") from error
     except Exception as error:  # from the file system, an object store, zipfile, torch or Composer
-        raise kind(f"{name} cannot be loaded ({first_line(error)[:300]}); {_ANOTHER}") from error
+        kind = ConfigError if isinstance(error, (MemoryError, torch.OutOfMemoryError)) else kind
+        raise kind(f"{name} cannot be loaded ({first_line(error)[:300]}); {_OTHER_FIX}") from error
 
 
 def check_checkpoint(path: str, key: str, *, weights_only: bool = False, trust: bool = False) -> None:
@@ -182,7 +183,7 @@ def check_checkpoint(path: str, key: str, *, weights_only: bool = False, trust: 
         DamagedCheckpointError: It is truncated, does not match its checksums, or is not a checkpoint.
         ConfigError: It is refused; the message names the reason.
     """
-    with _one_line(f"{key}: {path}", DamagedCheckpointError):
+    with _one_line(f"{key}: {path}", weights_only, DamagedCheckpointError):
         if not trust:
             if is_tar(path) or is_compressed_pt(path):
                 raise pickle.UnpicklingError("Composer unpacks an archive to any path in it; unpack it yourself")
@@ -196,29 +197,29 @@ def check_checkpoint(path: str, key: str, *, weights_only: bool = False, trust: 
             if broken := archive.testzip():
                 raise zipfile.BadZipFile(f"damaged: checksum of {broken}")
         if not trust:
-            _contents(_read(path, mmap=True), weights_only=weights_only)
+            _contents(_unpickle(path, mmap=True), weights_only=weights_only)
 
 
-def _read(path: Any, map_location: str = "cpu", mmap: bool = False) -> Any:
+def _read(path: Any, map_location: str = "cpu") -> Any:
     """Replaces the function with which Composer unpickles a checkpoint."""
     with zipfile.ZipFile(path) as archive:
         _check_sizes(archive)
+    return _unpickle(path, map_location=map_location)
+
+
+def _unpickle(path: Any, **settings: Any) -> Any:
     _check_instructions(torch._C.PyTorchFileReader(str(path)).get_record("data.pkl"))
     with torch.serialization.safe_globals(_ALLOWED):
-        return torch.load(path, map_location=map_location, mmap=mmap, weights_only=True)
+        return torch.load(path, weights_only=True, **settings)
 
 
 def _check_sizes(archive: zipfile.ZipFile) -> None:
     """Bound the memory and time that the file can take: 4 KB of compressed zeros are 4 MB of pickle instructions."""
-    files, stream = archive.infolist(), archive.fp
-    assert stream is not None
-    if sum(file.file_size for file in files) > stream.seek(0, 2) or len(files) > 10**5:
-        raise pickle.UnpicklingError("compressed or too many files, which torch does not write")
+    files = archive.infolist()
+    if sum(file.file_size for file in files) > os.path.getsize(str(archive.filename)):
+        raise pickle.UnpicklingError("compressed, which torch does not write")
     if any(file.file_size > MAX_PICKLE_BYTES for file in files if file.filename.endswith("data.pkl")):
         raise pickle.UnpicklingError(f"a pickle of more than {MAX_PICKLE_BYTES} bytes")
-    stream.seek(0)
-    if stream.read(4) != b"PK\3\4":  # torch would read it in an older format
-        raise pickle.UnpicklingError("not a zip archive from its first byte")
 
 
 def _check_instructions(data: bytes) -> None:
@@ -342,33 +343,32 @@ def _check_ranks(before: int, state: State) -> None:
 def _keep_states(loaded: dict[str, Any], state: State) -> None:
     """Reduce the states of algorithms, callbacks, schedulers and the scaler to those that this run has.
 
-    Techniques and callbacks declare ``checkpoint_fields``. Others receive their own state, which changes nothing.
     Algorithms become a dict, in which Composer looks the run's own up; it would evaluate the entries of a list.
     """
-    recorded = dict(loaded["algorithms"])
     before = sorted(str(held.get("repr")) for _, held in loaded["algorithms"] if "evidence" in held)
     if before != (now := sorted(map(repr, techniques_of(state.algorithms)))):
         raise resume_error(before, now)
-    loaded["algorithms"] = {
-        _class(a): validate(recorded[_class(a)], a.checkpoint_fields, f"state/algorithms/{_class(a)}")
-        if isinstance(a, Technique)
-        else a.state_dict()
-        for a in state.algorithms
-    }
-    callbacks = {}
-    for callback in state.callbacks:
-        name, fields = _class(callback), getattr(callback, "checkpoint_fields", None)
-        if fields is None:
-            callbacks[name] = callback.state_dict()
-        elif name in loaded["callbacks"]:  # otherwise Composer warns that it is not restored
-            callbacks[name] = validate(loaded["callbacks"][name], fields, f"state/callbacks/{name}")
     schedulers = {_class(scheduler): scheduler.state_dict() for scheduler in state.schedulers}
-    name, scaler = _class(state.scaler), state.scaler.state_dict() if state.scaler else {}
+    scaler = {_class(state.scaler): state.scaler.state_dict()} if state.scaler else {}
     loaded |= {
-        "callbacks": callbacks,
+        "algorithms": _declared(dict(loaded["algorithms"]), state.algorithms, "state/algorithms"),
+        "callbacks": _declared(loaded["callbacks"], state.callbacks, "state/callbacks"),
         "schedulers": match_template(loaded["schedulers"], schedulers, "state/schedulers"),
-        "scaler": {name: match_template(loaded["scaler"].get(name, {}), scaler, f"state/scaler/{name}")},
+        "scaler": match_template({name: loaded["scaler"].get(name, {}) for name in scaler}, scaler, "state/scaler"),
     }
+
+
+def _declared(states: dict[str, Any], objects: Sequence[Any], path: str) -> dict[str, Any]:
+    """The states of the run's algorithms or callbacks, reduced to the ``checkpoint_fields`` that their classes declare.
+    Others receive their own state, which changes nothing; without one, Composer would warn."""
+    kept = {}
+    for item in objects:
+        name, fields = _class(item), getattr(item, "checkpoint_fields", None)
+        if fields is None:
+            kept[name] = item.state_dict()
+        elif name in states:  # otherwise Composer warns that it is not restored
+            kept[name] = validate(states[name], fields, f"{path}/{name}")
+    return kept
 
 
 def _class(value: Any) -> str:

@@ -30,10 +30,10 @@ __all__ = [
     "written",
 ]
 
-_MOST_BYTES = 2**20  # size limit of a config file; this package's have about two thousand bytes
-_MOST_NESTED = 50  # nesting limit: libyaml's parser is recursive, and a hundred thousand levels overflow the stack
+_MAX_BYTES = 2**20  # size limit of a config file; this package's have about two thousand bytes
+_MAX_DEPTH = 50  # nesting limit: libyaml's parser is recursive, and a hundred thousand levels overflow the stack
 _MAX_EXPANDED = 2**21  # characters of a YAML text with its aliases written out, and
-_PER_VALUE = 20  # for each value: OmegaConf takes 2 KB of memory for it
+_CHARACTERS_PER_VALUE = 20  # for each value: OmegaConf takes 2 KB of memory for it
 _MAX_RESOLVED = 2**24  # characters of all values with their interpolations resolved
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -135,7 +135,7 @@ def _read_yaml(file: str | os.PathLike[str]) -> dict[Any, Any]:
 
 def _read_override(override: str) -> dict[Any, Any]:
     name, _, value = override.partition("=")
-    if not all(name.split(".")) or name.count(".") >= _MOST_NESTED:
+    if not all(name.split(".")) or name.count(".") >= _MAX_DEPTH:
         raise ConfigError(f"{COMMAND_LINE}: {name[:80]!r} is not a key; expected section.key=value")
     try:
         _check_size(value)
@@ -227,14 +227,14 @@ def _read_text(file: str | os.PathLike[str]) -> str:
     """The file's text: at most 1 MiB in UTF-8, or in UTF-16 with a byte order mark."""
     try:
         with open(file, "rb") as stream:
-            data = stream.read(_MOST_BYTES + 1)  # a device may be endless
+            data = stream.read(_MAX_BYTES + 1)  # a device may be endless
     except FileNotFoundError:
         shown = with_working_directory(file)
         raise ConfigError(f"{shown}: no such file; -f takes a YAML file, such as yamls/quickstart.yaml") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{str(file)[:80]}: cannot be read: {error}; -f takes a YAML file") from error
-    if len(data) > _MOST_BYTES:
-        raise ConfigError(f"{file}: is not a config: it has more than {_MOST_BYTES} bytes")
+    if len(data) > _MAX_BYTES:
+        raise ConfigError(f"{file}: is not a config: it has more than {_MAX_BYTES} bytes")
     try:
         return data.decode("utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig")
     except UnicodeDecodeError as error:
@@ -258,20 +258,20 @@ def _check_size(text: str) -> None:
     for event in yaml.parse(text, Loader=_LOADER):
         size = 0
         if isinstance(event, (yaml.MappingStartEvent, yaml.SequenceStartEvent)):
-            open_nodes.append([event.anchor, _PER_VALUE])
+            open_nodes.append([event.anchor, _CHARACTERS_PER_VALUE])
         elif isinstance(event, (yaml.MappingEndEvent, yaml.SequenceEndEvent)):
             anchor, size = open_nodes.pop()
             sizes[anchor] = size
         elif isinstance(event, yaml.ScalarEvent):
-            size = _PER_VALUE + len(event.value)
+            size = _CHARACTERS_PER_VALUE + len(event.value)
             sizes[event.anchor] = size
         elif isinstance(event, yaml.AliasEvent):
             if any(event.anchor == anchor for anchor, _ in open_nodes):
                 raise yaml.YAMLError(f"*{event.anchor} contains itself")
             size = sizes.get(event.anchor, 0)  # 0: unknown, which is an error later
         open_nodes[-1][1] += size
-        if len(open_nodes) > _MOST_NESTED + 1:
-            raise yaml.YAMLError(f"it nests more than {_MOST_NESTED} levels deep")
+        if len(open_nodes) > _MAX_DEPTH + 1:
+            raise yaml.YAMLError(f"it nests more than {_MAX_DEPTH} levels deep")
         if open_nodes[-1][1] > _MAX_EXPANDED:
             raise yaml.YAMLError(f"it has too many values, or more than {_MAX_EXPANDED} characters with its aliases")
 

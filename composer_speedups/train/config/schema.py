@@ -14,7 +14,7 @@ from composer_speedups.callbacks.config import DivergenceConfig, FiniteLossConfi
 from composer_speedups.core.catalogue import keys_by_task, technique_names
 from composer_speedups.core.errors import did_you_mean
 from composer_speedups.core.files import with_working_directory
-from composer_speedups.core.settings import LENGTH, ComposerTime, FileName, Settings, refuse_if
+from composer_speedups.core.settings import DURATION_UNITS, ComposerTime, FileName, Settings, refuse_if
 from composer_speedups.distributed import FSDPConfig
 from composer_speedups.tasks.config import ModelConfig
 from composer_speedups.tasks.data_config import DataConfig
@@ -25,17 +25,13 @@ __all__ = [
     "CheckpointConfig",
     "Config",
     "DataConfig",
-    "DivergenceConfig",
     "FSDPConfig",
     "FileConfig",
-    "FiniteLossConfig",
     "LoggersConfig",
-    "MemoryConfig",
     "ModelConfig",
     "OptimizerConfig",
     "SchedulerConfig",
     "TensorboardConfig",
-    "ThroughputConfig",
     "TrainerConfig",
     "WandbConfig",
     "checkpoint_problem",
@@ -74,14 +70,14 @@ class OptimizerConfig(Settings):
 class SchedulerConfig(Settings):
     name: Literal["cosine", "linear", "constant"] = "cosine"
     """Shape of the learning rate after the warm-up."""
-    warmup: Annotated[str, ComposerTime((*LENGTH, "dur"))] = "0.1dur"
+    warmup: Annotated[str, ComposerTime((*DURATION_UNITS, "dur"))] = "0.1dur"
     """Linear warm-up, as a Composer time: 0.1dur, 100ba."""
     final_fraction: float = Field(0.0, ge=0, le=1)
     """Learning rate at the end as a fraction of the peak."""
 
 
 class TrainerConfig(Settings):
-    max_duration: Annotated[str, ComposerTime(LENGTH, gt=0)] = "2ep"
+    max_duration: Annotated[str, ComposerTime(DURATION_UNITS, gt=0)] = "2ep"
     """How long to train, as a Composer time: 2ep, 500ba."""
     eval_interval: Annotated[str, ComposerTime(("ep", "ba"), gt=0)] = "1ep"
     """How often to validate."""
@@ -298,7 +294,7 @@ def _check_names(algorithms: Mapping[str, Any]) -> None:
         )
 
 
-_STORES = ("s3", "gs", "oci", "azure", "dbfs")  # supported by Composer, which needs an address only
+_OBJECT_STORES = ("s3", "gs", "oci", "azure", "dbfs")  # supported by Composer, which needs an address only
 
 
 def checkpoint_problem(name: str | None) -> str | None:
@@ -307,10 +303,10 @@ def checkpoint_problem(name: str | None) -> str | None:
         return None
     kind = urlsplit(name.replace("AZURE_BLOBS", "azure"))  # as Composer parses it
     if "://" in name:
-        if kind.scheme not in _STORES:
+        if kind.scheme not in _OBJECT_STORES:
             return (
                 f"is an address from which Composer cannot load checkpoints ({kind.scheme}): {name}; download it "
-                f"and name the local file, or use an address of {', '.join(_STORES)}"
+                f"and name the local file, or use an address of {', '.join(_OBJECT_STORES)}"
             )
         return None if kind.netloc else f"does not name a bucket: {name}; write {kind.scheme}://BUCKET/PATH.pt"
     if kind.scheme and os.path.exists(name):
