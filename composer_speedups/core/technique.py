@@ -117,8 +117,7 @@ class Technique(Settings, Algorithm, eq=False, strict=True):
         conflicts: Techniques that it cannot be combined with.
         gain: Expected speedup, which orders the trials of tune.
         trials: Variants that tune tries; empty if it costs time by design.
-        purpose: What it is for; README's table, the card and tune's lines say so if it is not time.
-        changes_structure: Checkpoints can be loaded only with this technique.
+        purpose: What the technique improves. README, the card and tune mention it unless it is "saves time".
         computes_on_host: Part of the training step runs on the CPU.
         matmul_precision: The precision whose peak rate model FLOPs utilization refers to.
         fixed_shapes: It depends on the shape of the batch, so the micro-batch size must not change during training.
@@ -140,7 +139,6 @@ class Technique(Settings, Algorithm, eq=False, strict=True):
     gain: ClassVar[float] = 1.0
     trials: ClassVar[tuple[Variant, ...]] = (Variant(),)
     purpose: ClassVar[Purpose] = "saves time"
-    changes_structure: ClassVar[bool] = False
     computes_on_host: ClassVar[bool] = False
     not_recorded: ClassVar[tuple[str, ...]] = ("on_unavailable",)
     checkpoint_fields: ClassVar[dict[str, Any]] = {
@@ -331,15 +329,6 @@ class Technique(Settings, Algorithm, eq=False, strict=True):
             self.evidence.update(self.verify(state))
         except NotEngagedError as error:
             self.unavailable(error)
-
-    @classmethod
-    def required_on_load(cls) -> bool:
-        """Composer's name for :attr:`changes_structure`.
-
-        Composer adds such an algorithm automatically when a checkpoint was written with it, but it knows only its own
-        algorithms. For techniques, :class:`_TechniqueKeeper` and EngagementReport stop the run instead.
-        """
-        return cls.changes_structure
 
     # The Trainer that the technique belongs to, and resuming from a checkpoint.
 

@@ -24,7 +24,7 @@ from composer_speedups.core.errors import ConfigError
 from composer_speedups.core.registry import technique_class
 from composer_speedups.core.technique import Stage, Technique
 from tests.helpers.common import SAVING, make_trainer, trained
-from tests.helpers.settings import Case, cases
+from tests.helpers.settings import ENTRIES, Case, cases
 
 every_technique = pytest.mark.parametrize("case", cases())
 every_class = pytest.mark.parametrize("name", technique_names())
@@ -45,11 +45,13 @@ class Widening(Technique):
 
     name = "widening"
     stage = Stage.SURGERY
-    changes_structure = True
-
     exactness = "recipe"
 
     size: int = Field(3)
+
+    @staticmethod
+    def required_on_load() -> bool:
+        return True
 
     def engage(self, state: State) -> dict[str, Any]:
         model: Any = state.model.model
@@ -86,7 +88,7 @@ def test_the_repr_evaluates_in_composers_namespace(case: Case) -> None:
 def test_a_class_is_a_composer_algorithm_with_optional_arguments(name: str) -> None:
     cls = technique_class(name)
     assert issubclass(cls, Algorithm)
-    assert cls.required_on_load() is cls.changes_structure
+    assert cls.required_on_load() is not ENTRIES[name].stock_checkpoint
     assert cls.__init__ is not Algorithm.__init__
     optional = list(inspect.signature(cls).parameters.values())
     assert all(p.default is not p.empty for p in optional), "Composer's tests construct algorithms without arguments"
