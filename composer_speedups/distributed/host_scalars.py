@@ -38,7 +38,7 @@ def _copy_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def mark(device: torch.device) -> torch.cuda.Event | None:
+def mark(device: torch.device) -> Any:
     """Mark a point in a GPU's work, which is reached when everything launched so far is done; None on a CPU."""
     return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
@@ -58,7 +58,7 @@ class HostCopy:
         known: The :func:`mark` at which the device has computed it. Default: a mark that is set now.
     """
 
-    def __init__(self, value: Tensor, known: torch.cuda.Event | None = None) -> None:
+    def __init__(self, value: Tensor, known: Any = None) -> None:
         self._value = value  # its memory must not be reused before it is copied
         self._done: torch.cuda.Event | None = None
         if value.device.type != "cuda":
