@@ -19,10 +19,29 @@ from composer_speedups.callbacks.peaks import device_peak, precision_in_force
 from composer_speedups.callbacks.throughput import PhaseClock
 from composer_speedups.core.technique import Technique
 from composer_speedups.train.plot import plot_run
-from tests.helpers.clock import Clock
 from tests.helpers.common import SAVING, Batches, batch, make_trainer, plain_batches, tiny_bert, trained
 from tests.helpers.models import tiny_model
 from tests.helpers.ranks import on_ranks
+
+
+class Clock:
+    """A clock that stands still except where a test lets time pass."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def pass_during(self, target: Any, name: str, seconds: float) -> None:
+        """Make every call of a method take this many seconds more."""
+        original = getattr(target, name)
+
+        def slower(*args: Any, **kwargs: Any) -> Any:
+            self.now += seconds
+            return original(*args, **kwargs)
+
+        setattr(target, name, slower)
 
 
 @pytest.mark.pins

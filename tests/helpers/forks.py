@@ -11,7 +11,6 @@ import contextlib
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -23,7 +22,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import dill  # functions within functions, which pickle does not take
 
-__all__ = ["Done", "Fork", "on_ranks"]
+__all__ = ["Done", "Fork"]
 
 _warm: subprocess.Popen[bytes] | None = None
 
@@ -77,25 +76,6 @@ class Fork:
         """Nothing where it has ended."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, number)
-
-
-def on_ranks(function: Callable[[], Any], ranks: int = 2) -> list[Done]:
-    """``function`` in as many processes of one Composer run on the CPU."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    shared = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-
-    def run() -> None:
-        from composer.devices import DeviceCPU
-        from composer.utils import dist
-
-        dist.initialize_dist(DeviceCPU(), timeout=60)
-        function()
-
-    numbers = [{"RANK": str(r), "LOCAL_RANK": str(r), "NODE_RANK": "0"} for r in range(ranks)]
-    forks = [Fork(run, f"rank{r}", **shared, **number) for r, number in enumerate(numbers)]
-    return [fork.wait() for fork in forks]
 
 
 def _serve(requests: BinaryIO, replies: BinaryIO) -> None:

@@ -55,22 +55,9 @@ def draw_mask(kind: str, seed: int, *, widest: int = 17) -> Tensor:
     return right.long()
 
 
-def random_masks(count: int, *, seed: int = 0, widest: int = 17) -> list[Tensor]:
-    """Right padding, left padding, holes, rows of one token and of none, full batches; 1 to 5 rows."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def number(low: int, high: int) -> int:
-        return int(torch.randint(low, high + 1, (), generator=generator))
-
-    masks = []
-    for i in range(count):
-        rows, width = number(1, 5), number(1, widest)
-        lengths = torch.randint(0, width + 1, (rows, 1), generator=generator)
-        right = torch.arange(width) < lengths
-        holes = torch.rand(rows, width, generator=generator) < 0.6
-        kinds = [right, right.flip(-1), holes, right | (torch.arange(width) == 0), torch.ones_like(right)]
-        masks.append(kinds[i % len(kinds)].long())
-    return masks
+def random_masks(count: int, *, widest: int = 17) -> list[Tensor]:
+    """Masks of all :data:`KINDS` in turn."""
+    return [draw_mask(KINDS[seed % len(KINDS)], seed, widest=widest) for seed in range(count)]
 
 
 def masked_batch(mask: Tensor, head: str, *, seed: int = 0) -> Batch:

@@ -27,9 +27,10 @@ from composer_speedups.train.cli import exit_codes
 from composer_speedups.train.fit import failed_run
 from tests.conftest import ROOT
 from tests.helpers.common import Batches, make_trainer, plain_batches
-from tests.helpers.forks import Fork, on_ranks
+from tests.helpers.forks import Fork
 from tests.helpers.jobs import SHORT
 from tests.helpers.nonfinite import Poisoned, batches
+from tests.helpers.ranks import ends_of_ranks
 
 QUICKSTART = ["-f", str(ROOT / "yamls" / "quickstart.yaml"), *SHORT]
 
@@ -84,7 +85,7 @@ def test_a_nonfinite_loss_on_one_rank_stops_or_skips_on_all(on_nonfinite: Any) -
         with exit_codes():
             fit()
 
-    done = on_ranks(whole)
+    done = ends_of_ranks(whole)
     if on_nonfinite == "stop":
         assert [d.status for d in done] == [1, 1]
         assert all("train.py: loss: nan at step 3 " in d.stderr for d in done)
