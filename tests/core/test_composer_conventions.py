@@ -6,7 +6,6 @@ idempotence, autoload). A fixture registers the technique classes on ``composer.
 
 from __future__ import annotations
 
-import copy
 import inspect
 from pathlib import Path
 from typing import Any
@@ -92,22 +91,6 @@ def test_a_class_is_a_composer_algorithm_with_optional_arguments(name: str) -> N
     assert cls.__init__ is not Algorithm.__init__
     optional = list(inspect.signature(cls).parameters.values())
     assert all(p.default is not p.empty for p in optional), "Composer's tests construct algorithms without arguments"
-
-
-@every_technique
-def test_a_second_trainer_with_the_same_model_and_technique_changes_nothing(case: Case) -> None:
-    """Composer's idempotence test passes the same object to both Trainers."""
-    techniques = case.build_all()
-    once = make_trainer(techniques)
-    model = copy.deepcopy(once.state.model)
-    types = [type(m) for m in model.modules()]
-    once.close()  # undoes some techniques' changes
-    twice = make_trainer(techniques, model=model)
-    assert techniques[-1].engaged is True
-    assert list(twice.state.model.state_dict()) == list(model.state_dict())
-    assert [type(m) for m in twice.state.model.modules()] == types
-    torch.testing.assert_close(twice.state.model.state_dict(), once.state.model.state_dict(), rtol=0, atol=0)
-    twice.close()
 
 
 def _checkpoint(techniques: list[Algorithm], folder: Path) -> str:
