@@ -33,11 +33,12 @@ __all__ = [
     "OnUnavailable",
     "Stage",
     "Technique",
+    "TechniqueGuard",
     "Variant",
     "conflicts_between",
     "engage_all",
     "refuse_conflicts",
-    "resume_error",
+    "refuse_other_techniques",
     "screen",
     "sort_techniques",
     "techniques_of",
@@ -441,38 +442,54 @@ def engage_all(state: State) -> None:
                     technique.unavailable(error)
 
 
-def resume_error(recorded: list[str], current: list[str]) -> ConfigError:
-    """The error for resuming with techniques that differ from the checkpoint's."""
-    return ConfigError(
-        f"the checkpoint was written with techniques [{', '.join(recorded)}] and this run has "
-        f"[{', '.join(current)}]; resume with the same ones, or load the weights only"
-    )
+def refuse_other_techniques(recorded: list[str], algorithms: Sequence[Algorithm]) -> None:
+    """Refuse to resume a checkpoint of other techniques.
 
+    Args:
+        recorded: The sorted representations of the checkpoint's techniques.
+        algorithms: Those of the run.
 
-class _TechniqueKeeper(Callback):
-    """Close techniques with the Trainer, in reverse order, and refuse to resume checkpoints of other techniques.
-
-    It is a callback because Composer does not send a close event to algorithms, and does not call an algorithm's
-    ``load_state_dict`` if the checkpoint was written without that algorithm.
+    Raises:
+        ConfigError: Names both lists.
     """
+    current = sorted(map(repr, techniques_of(algorithms)))
+    if recorded != current:
+        raise ConfigError(
+            f"the checkpoint was written with techniques [{', '.join(recorded)}] and this run has "
+            f"[{', '.join(current)}]; resume with the same ones, or load the weights only"
+        )
+
+
+class TechniqueGuard(Callback):
+    """Records the techniques in checkpoints; see :func:`refuse_other_techniques`."""
 
     checkpoint_fields: ClassVar[dict[str, Any]] = {"techniques": list[str]}
 
-    def __init__(self, techniques: Sequence[Technique], algorithms: Sequence[Algorithm]) -> None:
-        self._techniques = techniques
+    def __init__(self, algorithms: Sequence[Algorithm] = ()) -> None:
         self._algorithms = algorithms  # the Trainer's own list, to which loading a checkpoint may add
 
     def state_dict(self) -> dict[str, Any]:
         return {"techniques": sorted(map(repr, techniques_of(self._algorithms)))}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if (recorded := state["techniques"]) != (current := self.state_dict()["techniques"]):
-            raise resume_error(recorded, current)
+        refuse_other_techniques(state["techniques"], self._algorithms)
+
+
+class _TechniqueKeeper(TechniqueGuard):
+    """Closes techniques with the Trainer, in reverse order, and refuses to resume checkpoints of other techniques.
+
+    It is a callback because Composer does not send a close event to algorithms, and does not call an algorithm's
+    ``load_state_dict`` if the checkpoint was written without that algorithm.
+    """
+
+    def __init__(self, techniques: Sequence[Technique], algorithms: Sequence[Algorithm]) -> None:
+        super().__init__(algorithms)
+        self._techniques = techniques
 
     def after_load(self, state: State, logger: Logger) -> None:
         resumes = state.load_path is not None and state.timestamp.batch.value > 0
-        if resumes and not all(technique._resumed for technique in self._techniques):  # it has no keeper's state
-            raise resume_error([], self.state_dict()["techniques"])
+        if resumes and not all(technique._resumed for technique in self._techniques):
+            refuse_other_techniques([], self._algorithms)  # the checkpoint has no keeper's state
 
     def close(self, state: State, logger: Logger) -> None:
         with ExitStack() as stack:  # closes in reverse order, and continues if one of them raises

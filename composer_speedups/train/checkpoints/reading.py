@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 from typing_extensions import TypedDict
 
 from composer_speedups.core.errors import ConfigError, UserError, first_line
-from composer_speedups.core.technique import Technique, resume_error, techniques_of
+from composer_speedups.core.technique import Technique, refuse_other_techniques
 from composer_speedups.core.temporary_attribute import temporary_attribute
 
 __all__ = ["DamagedCheckpointError", "check_checkpoint", "keep_loadable", "restricted_loading", "validate"]
@@ -346,9 +346,8 @@ def _keep_states(loaded: dict[str, Any], state: State) -> None:
     Algorithms become a dict, in which Composer looks the run's own up; it would evaluate the entries of a list.
     """
     recorded = dict(loaded["algorithms"])
-    before = sorted(str(held.get("repr")) for _, held in loaded["algorithms"] if "evidence" in held)
-    if before != (now := sorted(map(repr, techniques_of(state.algorithms)))):
-        raise resume_error(before, now)
+    techniques = (str(held.get("repr")) for _, held in loaded["algorithms"] if "evidence" in held)
+    refuse_other_techniques(sorted(techniques), state.algorithms)
     loaded["algorithms"] = {
         _class(a): validate(recorded[_class(a)], a.checkpoint_fields, f"state/algorithms/{_class(a)}")
         if isinstance(a, Technique)
