@@ -157,11 +157,16 @@ def test_the_logged_mfu_covers_all_batches_of_the_window(monkeypatch: pytest.Mon
     monitor.clock = PhaseClock(clock)
     monkeypatch.setattr(module, "device_peak", lambda *_: module.Peak(1e6, "fp32", "datasheet"))
     lengths = [[3, 4], [16, 9], [5, 5]]
-    trainer = make_trainer(batches=[batch(each) for each in lengths], callbacks=[monitor], loggers=[logger])
+    trainer = make_trainer(
+        batches=[batch(row_lengths) for row_lengths in lengths], callbacks=[monitor], loggers=[logger]
+    )
     clock.pass_during(trainer.state.model, "forward", 2.0)
     trainer.fit()
     trainer.close()
-    flops = [module.training_flops(tiny_bert().config, torch.tensor(each), "classification") for each in lengths]
+    flops = [
+        module.training_flops(tiny_bert().config, torch.tensor(row_lengths), "classification")
+        for row_lengths in lengths
+    ]
     of_windows = [flops[0] / 2, (flops[0] + flops[1]) / 4, (flops[1] + flops[2]) / 4]
     assert [v * 1e6 for _, v in logger.data["throughput/mfu"]] == pytest.approx(of_windows)
 

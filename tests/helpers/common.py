@@ -72,9 +72,9 @@ def plain_batches(count: int = 4) -> list[Batch]:
 def learnable_batches(count: int = 200, rows: int = 16) -> list[Batch]:
     """Batches whose label can be learned: whether the first token lies in the upper half of the vocabulary."""
     lengths = torch.randint(4, 17, (count, rows), generator=torch.Generator().manual_seed(5)).tolist()
-    batches = [batch(each, 16, seed=1000 + i) for i, each in enumerate(lengths)]
-    for each in batches:
-        each["labels"] = (each["input_ids"][:, 0] >= VOCABULARY // 2).long()
+    batches = [batch(sizes, 16, seed=1000 + i) for i, sizes in enumerate(lengths)]
+    for inputs in batches:
+        inputs["labels"] = (inputs["input_ids"][:, 0] >= VOCABULARY // 2).long()
     return batches
 
 

@@ -54,7 +54,7 @@ class Block(NamedTuple):
 
 def blocks_of(text: str) -> list[Block]:
     """The fenced blocks of a page, in order."""
-    return [Block(*found) for found in _BLOCK.findall(text)]
+    return [Block(*block) for block in _BLOCK.findall(text)]
 
 
 def run_blocks(blocks: list[Block], names: dict[str, Any]) -> None:
@@ -124,7 +124,7 @@ def _run_command(words: list[str]) -> None:
         assert words[:2] == ["pip", "install"], f"no such command: {shlex.join(words)}"
         known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
         extras = re.findall(r"\[(.*?)\]", " ".join(words))
-        assert {extra for found in extras for extra in found.split(",")} <= set(known), words
+        assert {extra for names in extras for extra in names.split(",")} <= set(known), words
 
 
 def _train(arguments: list[str]) -> None:

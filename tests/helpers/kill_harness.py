@@ -31,12 +31,12 @@ def run_cases(folder: Path, cases: list[dict[str, Any]], timeout: float = 120) -
     the case took that ``like`` names.
     """
     folder.mkdir(exist_ok=True)
-    found: dict[str, list[int]] = {}
+    statuses_of: dict[str, list[int]] = {}
     seconds: dict[str, float] = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         for case in cases:
-            statuses = found.setdefault(case["name"], [])
+            statuses = statuses_of.setdefault(case["name"], [])
             for point in case.get("points", []):
                 if point["at"] == "random":
                     moment = random.Random(point["count"]).uniform(0.05, 0.8) * seconds.get(case.get("like", ""), 2.0)
@@ -46,7 +46,7 @@ def run_cases(folder: Path, cases: list[dict[str, Any]], timeout: float = 120) -
             if statuses[-1:] != [0]:  # else a random moment came too late, and there is nothing to go on with
                 statuses.append(_run(case, None, timeout))
             seconds[case["name"]] = time.monotonic() - started
-    return found
+    return statuses_of
 
 
 def _run(case: dict[str, Any], point: Point | None, timeout: float) -> int:

@@ -83,8 +83,8 @@ def files() -> Iterator[Mutation]:
         yield Mutation(f"file: {name}", [], data)
 
 
-def overrides(seed: int, each: int) -> Iterator[Mutation]:
-    """For each key, ``each`` of the values at random; then those of techniques, odd keys, and several at once."""
+def overrides(seed: int, count: int) -> Iterator[Mutation]:
+    """For count key, ``count`` of the values at random; then those of techniques, odd keys, and several at once."""
     rng = random.Random(seed)
     for odd in ODD_OVERRIDES:
         yield Mutation(odd[:60], [odd])
@@ -93,7 +93,7 @@ def overrides(seed: int, each: int) -> Iterator[Mutation]:
         names += [f"algorithms.{name}"]
         names += [f"algorithms.{name}.{setting}" for setting in inspect.signature(technique_class(name)).parameters]
     for name in names:
-        for value in rng.sample(VALUES, each):
+        for value in rng.sample(VALUES, count):
             yield Mutation(f"{name}={value[:40]}", [f"{name}={value}"])
     for _ in range(260):  # conflicts among techniques, and faults beside faults
         chosen = rng.sample(technique_names(), rng.randint(2, 4))

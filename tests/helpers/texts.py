@@ -53,7 +53,7 @@ def collated(task: Task, rows: Sequence[Mapping[str, Any]], tokenizer: Any, leng
     """One training batch of raw rows, as a loader makes it."""
     examples = [task.example(row, f"row {i}", training=True) for i, row in enumerate(rows, start=1)]
     examples = task.prepared(examples, training=True)
-    columns = {key: [each[key] for each in examples] for key in examples[0]}
+    columns = {key: [example[key] for example in examples] for key in examples[0]}
     pad = Pad(tokenizer.pad_token_id, length, longest=True)
     return task.collator(pad, tokenizer, training=True)(Ragged.of(task.encode(columns, tokenizer, length)))
 
