@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -78,38 +79,25 @@ class HostCopy:
         return float(self._host)
 
 
+@dataclass
 class Readback:
-    """The losses being copied to the host.
+    """The losses that were read.
 
     Attributes:
         reads: Number of losses read: one per batch and named loss.
         early_reads: How many of them were read while the device was still computing the batch.
         first: The first loss read, and the sum that the device computed, to be compared later; None before.
+        backward_mark: The :func:`mark` at which this micro-batch's backward pass begins, if it was seen.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self.reads = self.early_reads = 0
-        self.first: tuple[float, Tensor] | None = None
-        self._backward_mark: Any = None  # where this micro-batch's backward pass begins
+    reads: int = 0
+    early_reads: int = 0
+    first: tuple[float, Tensor] | None = None
+    backward_mark: Any = None
 
     def begin_microbatch(self) -> None:
         """Discard the previous micro-batch's mark."""
-        self._backward_mark = None
-
-    def begin_backward(self) -> None:
-        self._backward_mark = mark(self._device)
-
-    def send(self, value: Tensor) -> HostCopy:
-        return HostCopy(value, self._backward_mark)
-
-    def receive(self, sent: list[HostCopy]) -> float:
-        total = torch.zeros((), dtype=torch.float32)  # summed as on the device: in float32, one after another
-        for scalar in sent:
-            total += scalar.receive()
-        self.reads += 1
-        self.early_reads += is_busy(self._device)
-        return float(total)
+        self.backward_mark = None
 
 
 class _LoopScalar(Tensor):
@@ -125,11 +113,11 @@ class _LoopScalar(Tensor):
     value: float | None
 
     def backward(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
-        self.readback.begin_backward()
+        self.readback.backward_mark = mark(self.device)
         super().backward(*args, **kwargs)
 
     def __iadd__(self, other: Tensor) -> _LoopScalar:  # type: ignore[misc, override]
-        self.sent.append(self.readback.send(other))
+        self.sent.append(HostCopy(other, self.readback.backward_mark))
         self.value = None
         self.add_(other)
         return self
@@ -137,7 +125,12 @@ class _LoopScalar(Tensor):
     def item(self) -> float:
         """This rank's sum."""
         if self.value is None:
-            self.value = self.readback.receive(self.sent)
+            total = torch.zeros((), dtype=torch.float32)  # summed as on the device: in float32, one after another
+            for copy in self.sent:
+                total += copy.receive()
+            self.value = float(total)
+            self.readback.reads += 1
+            self.readback.early_reads += is_busy(self.device)
         return self.value
 
     def cpu(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -174,7 +167,7 @@ class Interception:
         for name in ("_train_loop", *_LOSSES, *_COUNTS):
             if not is_defined_in_composer(getattr(Trainer, name)):
                 raise ValueError(f"supports Composer's own training loop, and other code has replaced Trainer.{name}")
-        self.readback = Readback(torch_device(device))
+        self.readback = Readback()
         self._device, self._original = device, device.tensor_to_device
         self._losses, self._counts = ({getattr(Trainer, n).__code__ for n in names} for names in (_LOSSES, _COUNTS))
 
