@@ -26,7 +26,7 @@ SAVING: dict[str, Any] = {"save_interval": "2ba", "save_filename": "ba{batch}.pt
 
 
 def tiny_config(**settings: Any) -> BertConfig:
-    """Two layers of 32; all else is BERT's own unless it is given."""
+    """Two layers of 32; other values are BERT's defaults, unless given."""
     return BertConfig(
         hidden_size=32,
         num_hidden_layers=2,
@@ -99,7 +99,7 @@ def step_alike(models: list[Any], optimizers: list[Any], steps: int = 5) -> None
 
 
 class Batches(Dataset[Batch]):
-    """A dataset whose items are batches already."""
+    """A dataset whose items are batches."""
 
     def __init__(self, batches: list[Batch]) -> None:
         self.batches = batches
@@ -112,7 +112,7 @@ class Batches(Dataset[Batch]):
 
 
 class Recorder(Callback):
-    """Losses of every batch and the gradients of the first."""
+    """Records the losses of all batches and the gradients of the first one."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
@@ -171,7 +171,7 @@ def make_trainer(
 
 
 def trained(algorithms: Sequence[Algorithm] = (), **settings: Any) -> Trainer:
-    """A :func:`make_trainer` that has trained; closed, also where that raised."""
+    """Return a Trainer of :func:`make_trainer` after training. It is closed, also if training raises."""
     trainer = make_trainer(algorithms, **settings)
     try:
         trainer.fit()
@@ -181,7 +181,7 @@ def trained(algorithms: Sequence[Algorithm] = (), **settings: Any) -> Trainer:
 
 
 def in_turn(batches: list[Batch]) -> Any:
-    """On several ranks each takes the batches that are its turn."""
+    """On several ranks, a sampler that gives each rank its share of the batches."""
     return dist.get_sampler(Batches(batches), shuffle=False) if dist.get_world_size() > 1 else None
 
 

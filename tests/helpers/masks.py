@@ -1,4 +1,4 @@
-"""Masks of every kind, and batches and logits to go with them."""
+"""Attention masks of every kind, with batches and logits for them."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def random_masks(count: int, *, widest: int = 17) -> list[Tensor]:
 
 
 def masked_batch(mask: Tensor, head: str, *, seed: int = 0) -> Batch:
-    """Random tokens; labels that the loss ignores where there is no token."""
+    """Return random tokens for a mask, with labels that the loss ignores at padding."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(2, VOCABULARY, mask.shape, generator=generator)
     if head == "mlm":
@@ -72,7 +72,7 @@ def masked_batch(mask: Tensor, head: str, *, seed: int = 0) -> Batch:
 
 
 def real_logits(output: Any, mask: Tensor) -> Tensor:
-    """Logits of real tokens, or of rows that have one."""
+    """Return the logits of real tokens, or of rows with at least one."""
     logits = output.logits
     assert logits.isfinite().all()
     return logits[mask.bool() if logits.ndim == 3 else mask.bool().any(-1)]
