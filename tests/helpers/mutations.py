@@ -84,7 +84,7 @@ def files() -> Iterator[Mutation]:
 
 
 def overrides(seed: int, count: int) -> Iterator[Mutation]:
-    """Yield odd overrides, ``count`` random values for each key and setting, and several techniques and keys together."""
+    """Yield odd overrides, ``count`` random values per key and setting, and several techniques and keys together."""
     rng = random.Random(seed)
     for odd in ODD_OVERRIDES:
         yield Mutation(odd[:60], [odd])
