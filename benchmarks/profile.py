@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import torch
 from composer.core import Callback, State
 from composer.loggers import Logger
-from composer.utils import dist, reproducibility
+from composer.utils import dist
 from pydantic import Field
 from torch.profiler import ProfilerActivity, profile, schedule
 
@@ -44,15 +44,12 @@ from composer_speedups.core.registry import build_techniques
 from composer_speedups.core.settings import Settings
 from composer_speedups.core.technique import screen
 from composer_speedups.core.trainer_state import device_of, torch_device
-from composer_speedups.data.loader import build_data
 from composer_speedups.families.flops import batch_lengths
 from composer_speedups.packing.tokens import MULTIPLE, round_up
-from composer_speedups.tasks.models import build_model, resolve_name
-from composer_speedups.tasks.task import build_task
 from composer_speedups.train.cli import exit_codes, read_command_line
 from composer_speedups.train.environment import environment
 from composer_speedups.train.run_folder import RunFolder
-from composer_speedups.train.trainer import build_trainer, context_of, join_ranks, open_device
+from composer_speedups.train.trainer import build_data_and_model, build_trainer, context_of, join_ranks, open_device
 
 _PREFIX = "profile."
 _KEPT = 40  # number of kernels in a row
@@ -192,11 +189,7 @@ def main(arguments: list[str], results: Path = RESULTS) -> Row:
     where = torch_device(device)
     join_ranks(config.trainer, device)
     with RunFolder(config) as folder:
-        name = resolve_name(config.model.name)
-        task = build_task(config.model, config.data)
-        data = build_data(config.data, task, model_name=name, on_gpu=where.type == "cuda", seed=config.seed)
-        reproducibility.seed_all(config.seed)
-        model = build_model(config.model, task, data.tokenizer, config.data.max_length)
+        data, model = build_data_and_model(config, on_gpu=where.type == "cuda")
         trainer = build_trainer(config, model, data._replace(eval=None), techniques, device, folder)
         profiler = StepProfiler(counts)
         trainer.state.callbacks.append(profiler)

@@ -9,17 +9,16 @@ from typing import Any, NamedTuple
 import yaml
 from composer.core import State, Time, Timestamp, TimeUnit
 from composer.devices import DeviceCPU
-from composer.utils import dist, reproducibility
+from composer.utils import dist
 from torch import nn
 from torch.utils.data import DataLoader
 
 from composer_speedups.core.errors import ConfigError, first_line
-from composer_speedups.data.loader import build_data
-from composer_speedups.tasks.models import FinetuneModel, build_model, resolve_name
-from composer_speedups.tasks.task import build_task
+from composer_speedups.tasks.models import FinetuneModel
 from composer_speedups.train.cli import read_command_line
 from composer_speedups.train.config.schema import Config
 from composer_speedups.train.optimization import build_scheduler
+from composer_speedups.train.trainer import build_data_and_model
 
 _PREFIX = "peer."
 
@@ -84,11 +83,7 @@ def _refuse_the_rest(config: Config) -> None:
 
 def build_job(config: Config, *, on_gpu: bool) -> Job:
     """Build the samples in train.py's order, and the model with train.py's initial weights."""
-    name = resolve_name(config.model.name)
-    task = build_task(config.model, config.data)
-    data = build_data(config.data, task, model_name=name, on_gpu=on_gpu, seed=config.seed)
-    reproducibility.seed_all(config.seed)
-    model = build_model(config.model, task, data.tokenizer, config.data.max_length)
+    data, model = build_data_and_model(config, on_gpu=on_gpu)
     train, evaluation = data.train.dataloader, data.eval and data.eval.dataloader
     assert isinstance(train, DataLoader)
     assert evaluation is None or isinstance(evaluation, DataLoader)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
-from composer.core import Algorithm, Callback, State
+from composer.core import State
 from composer.loggers import Logger
 
 from composer_speedups.callbacks.changing_hyperparameters import log_changing_hyperparameters
 from composer_speedups.callbacks.peaks import precision_in_force
-from composer_speedups.core.technique import resume_error, techniques_of
+from composer_speedups.core.technique import TechniqueGuard, techniques_of
 from composer_speedups.core.trainer_state import weight_dtypes
 
 __all__ = ["EngagementReport", "numerics_of"]
@@ -20,7 +19,7 @@ __all__ = ["EngagementReport", "numerics_of"]
 log = logging.getLogger(__name__)
 
 
-class EngagementReport(Callback):
+class EngagementReport(TechniqueGuard):
     """Logs each technique's evidence after the first batch and at the end of the run.
 
     ``techniques/<name>/engaged`` and ``techniques/<name>/<evidence>`` are logged as hyperparameters, so that dashboards
@@ -35,17 +34,17 @@ class EngagementReport(Callback):
             first batch.
     """
 
-    checkpoint_fields: ClassVar[dict[str, Any]] = {"techniques": list[str], "numerics": dict[str, str]}
+    checkpoint_fields: ClassVar[dict[str, Any]] = TechniqueGuard.checkpoint_fields | {"numerics": dict[str, str]}
 
     def __init__(self) -> None:
+        super().__init__()
         self.numerics: dict[str, str] = {}
-        self._algorithms: Sequence[Algorithm] = ()
         self._reported = False
         self._logged: dict[str, Any] = {}
 
     def init(self, state: State, logger: Logger) -> None:
         self._logged = {}
-        self._algorithms = state.algorithms  # the list itself, to which loading a checkpoint may add
+        self._algorithms = state.algorithms
 
     def batch_end(self, state: State, logger: Logger) -> None:
         if not self._reported:
@@ -74,15 +73,11 @@ class EngagementReport(Callback):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        return {"techniques": self._current(), "numerics": self.numerics}
+        return super().state_dict() | {"numerics": self.numerics}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state["techniques"] != self._current():
-            raise resume_error(state["techniques"], self._current())
+        super().load_state_dict(state)
         self.numerics = dict(state.get("numerics", {}))
-
-    def _current(self) -> list[str]:
-        return sorted(map(repr, techniques_of(self._algorithms)))
 
 
 def numerics_of(state: State) -> dict[str, str]:

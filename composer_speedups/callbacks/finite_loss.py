@@ -16,9 +16,9 @@ from composer_speedups.callbacks.nonfinite import circumstances, nonfinite_gradi
 from composer_speedups.callbacks.saved_callback import SavedCallback
 from composer_speedups.core.errors import NonFiniteError
 from composer_speedups.core.technique import techniques_of
-from composer_speedups.core.trainer_state import any_rank, device_of
+from composer_speedups.core.trainer_state import any_rank
 from composer_speedups.distributed.gradient_readers import reads_no_gradients
-from composer_speedups.distributed.host_scalars import ScalarCopies
+from composer_speedups.distributed.host_scalars import HostCopy
 
 __all__ = ["FiniteLoss"]
 
@@ -58,20 +58,18 @@ class FiniteLoss(FiniteLossConfig, SavedCallback, eq=False):
         self.losses = self.skipped = 0
         self.in_row = self._trained = 0
         self._resumed = False
-        self._copies: ScalarCopies | None = None
-        self._sent: list[Any] = []  # losses of this batch's micro-batches that are being copied to the host
+        self._sent: list[HostCopy] = []  # losses of this batch's micro-batches that are being copied to the host
 
     def fit_start(self, state: State, logger: Logger) -> None:
         veto_checkpoints(state, self._may_save)
-        self._copies, self._trained = ScalarCopies(device_of(state)), 0
-        self._resumed = state.timestamp.batch.value > 0
+        self._trained, self._resumed = 0, state.timestamp.batch.value > 0
 
     def before_train_batch(self, state: State, logger: Logger) -> None:
         self._sent = []  # also called when automatic micro-batching tries again
 
     def after_loss(self, state: State, logger: Logger) -> None:
         if self.on_nonfinite == "skip":
-            self._sent.append(self._send(state.loss))
+            self._sent.append(HostCopy(_total(state.loss)))
 
     @reads_no_gradients
     def after_train_batch(self, state: State, logger: Logger) -> None:
@@ -82,16 +80,8 @@ class FiniteLoss(FiniteLossConfig, SavedCallback, eq=False):
         logger.log_metrics({f"numerics/{name}": value for name, value in self.summary().items()})
         self._check_weights(state, "at the end of the run")
 
-    def _send(self, loss: Any) -> Any:
-        assert self._copies is not None
-        parts = loss.values() if isinstance(loss, dict) else loss if isinstance(loss, (list, tuple)) else [loss]
-        # A separate tensor: CUDA graphs write the next micro-batch's loss to the same memory.
-        total = torch.stack([part.detach().float().mean() for part in parts]).sum()
-        return self._copies.send(total, self._copies.mark())
-
     def _skip_nonfinite(self, state: State) -> None:
-        assert self._copies is not None
-        values = [self._copies.receive(sent) for sent in self._sent]
+        values = [sent.receive() for sent in self._sent]
         if not any_rank(state.device, not all(map(math.isfinite, values))):
             self.in_row = 0
             return
@@ -144,6 +134,12 @@ class FiniteLoss(FiniteLossConfig, SavedCallback, eq=False):
         """The entry in the ``guards`` section of report.json: batches with a NaN or infinite loss, and skipped
         steps."""
         return {"nonfinite_losses": self.losses, "skipped_steps": self.skipped}
+
+
+def _total(loss: Any) -> torch.Tensor:
+    """The sum of a batch's losses, in new memory: CUDA graphs write the next micro-batch's loss to the same one."""
+    parts = loss.values() if isinstance(loss, dict) else loss if isinstance(loss, (list, tuple)) else [loss]
+    return torch.stack([part.detach().float().mean() for part in parts]).sum()
 
 
 def _advice(state: State) -> str:

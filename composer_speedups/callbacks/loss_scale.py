@@ -10,8 +10,7 @@ from composer.loggers import Logger
 from composer_speedups.callbacks.nonfinite import circumstances
 from composer_speedups.callbacks.saved_callback import SavedCallback
 from composer_speedups.core.errors import NonFiniteError
-from composer_speedups.core.trainer_state import device_of
-from composer_speedups.distributed.host_scalars import ScalarCopies
+from composer_speedups.distributed.host_scalars import HostCopy
 
 __all__ = ["LossScaleMonitor"]
 
@@ -36,13 +35,11 @@ class LossScaleMonitor(SavedCallback):
     def __init__(self) -> None:
         self.scale: float | None = None
         self.skips = 0
-        self._copies: ScalarCopies | None = None
-        self._sent: Any = None
+        self._sent: HostCopy | None = None
 
     def fit_start(self, state: State, logger: Logger) -> None:
         if state.precision == Precision.AMP_FP16 and state.scaler is not None:
-            self._copies, self._sent = ScalarCopies(device_of(state)), None
-            self.scale = state.scaler.get_scale()
+            self._sent, self.scale = None, state.scaler.get_scale()
 
     def batch_end(self, state: State, logger: Logger) -> None:
         if state.precision != Precision.AMP_FP16 or state.scaler is None:
@@ -50,9 +47,7 @@ class LossScaleMonitor(SavedCallback):
         self._receive(state, logger)
         scale = state.scaler._get_scale_async()
         if scale is not None:
-            assert self._copies is not None
-            copy = scale.detach().clone()  # the next update writes to the same memory
-            self._sent = self._copies.send(copy, self._copies.mark())
+            self._sent = HostCopy(scale.detach().clone())  # the next update writes to the same memory
 
     def fit_end(self, state: State, logger: Logger) -> None:
         self._receive(state, logger)
@@ -60,8 +55,7 @@ class LossScaleMonitor(SavedCallback):
     def _receive(self, state: State, logger: Logger) -> None:
         if self._sent is None:
             return
-        assert self._copies is not None
-        scale, self._sent = self._copies.receive(self._sent), None
+        scale, self._sent = self._sent.receive(), None
         self.skips += self.scale is not None and scale < self.scale
         self.scale = scale
         logger.log_metrics({f"numerics/{name}": value for name, value in self.summary().items()})

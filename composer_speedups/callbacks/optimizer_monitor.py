@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from composer.core import Callback, State
 from composer.loggers import Logger
 
-from composer_speedups.core.trainer_state import device_of
 from composer_speedups.distributed.fsdp import GradientClipping
-from composer_speedups.distributed.host_scalars import ScalarCopies
+from composer_speedups.distributed.host_scalars import HostCopy
 
 __all__ = ["OptimizerMonitor"]
 
@@ -24,11 +21,10 @@ class OptimizerMonitor(Callback):
     """
 
     def __init__(self) -> None:
-        self._copies: ScalarCopies | None = None
-        self._sent: Any = None
+        self._sent: HostCopy | None = None
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        self._copies, self._sent = ScalarCopies(device_of(state)), None
+        self._sent = None
 
     def batch_start(self, state: State, logger: Logger) -> None:
         logger.log_metrics({"optimizer/learning_rate": float(state.optimizers[0].param_groups[0]["lr"])})
@@ -37,14 +33,12 @@ class OptimizerMonitor(Callback):
         self._receive(logger)
         clipping = next((a for a in state.algorithms if isinstance(a, GradientClipping)), None)
         if clipping is not None and clipping.norm is not None:
-            assert self._copies is not None
-            self._sent = self._copies.send(clipping.norm, self._copies.mark())
+            self._sent = HostCopy(clipping.norm)
 
     def fit_end(self, state: State, logger: Logger) -> None:
         self._receive(logger)
 
     def _receive(self, logger: Logger) -> None:
         if self._sent is not None:
-            assert self._copies is not None
-            norm, self._sent = self._copies.receive(self._sent), None
+            norm, self._sent = self._sent.receive(), None
             logger.log_metrics({"optimizer/gradient_norm": norm})

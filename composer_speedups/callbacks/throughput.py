@@ -271,7 +271,7 @@ class ThroughputMonitor(ThroughputConfig, Callback, eq=False):
         self.clock.event(Event.FIT_END)
         for phase, seconds in self.clock.take().items():
             self.totals[phase] += seconds
-        self._agree_on_steady()
+        self._exclude_batches_unsteady_on_any_rank()
         steady = [b for b in self.batches if b.steady]
         measured = steady or self.batches
         if not measured:
@@ -302,7 +302,7 @@ class ThroughputMonitor(ThroughputConfig, Callback, eq=False):
             "peak": None if self._peak is None else self._peak._asdict(),
         }
 
-    def _agree_on_steady(self) -> None:
+    def _exclude_batches_unsteady_on_any_rank(self) -> None:
         unsteady = [batch.index for batch in self.batches if not batch.steady]
         everywhere = set().union(*dist.all_gather_object(unsteady))
         for batch in self.batches:

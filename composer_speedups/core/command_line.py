@@ -40,7 +40,7 @@ def parse_command_line(arguments: Sequence[str], *words: str) -> CommandLine:
     Raises:
         ConfigError: An argument of another form, a missing or superfluous file or word, or an unknown config name.
     """
-    file, found, overrides, wants_help = "", [], [], False
+    file, positional, overrides, wants_help = "", [], [], False
     rest = iter(arguments)
     for argument in rest:
         if argument in ("-h", "--help"):
@@ -54,19 +54,19 @@ def parse_command_line(arguments: Sequence[str], *words: str) -> CommandLine:
         elif "=" in argument.lstrip("=") and not argument.startswith("-"):
             overrides.append(argument)
         elif words and argument and "=" not in argument and not argument.startswith("-"):
-            found.append(argument)
+            positional.append(argument)
         elif argument.startswith("--") and "=" in argument:
             raise ConfigError(f"{COMMAND_LINE}: cannot read {argument!r}; did you mean {argument[2:]!r}?")
         else:
             expected = " ".join(words) or "-f FILE"
             raise ConfigError(f"{COMMAND_LINE}: cannot read {argument!r}; expected {expected} or key=value")
-    if not wants_help and len(found) != len(words):
+    if not wants_help and len(positional) != len(words):
         expected, received = " ".join(words), " ".join(arguments)
         raise ConfigError(f"{COMMAND_LINE}: expected {expected} and then key=value, not {received!r}; see --help")
     if not wants_help and not words and not file:
         raise ConfigError(f"{COMMAND_LINE}: no config file; add -f quickstart, or --help for all keys")
     path = file if wants_help or not file else find_config(file)
-    return CommandLine(path, found, overrides, wants_help)
+    return CommandLine(path, positional, overrides, wants_help)
 
 
 def find_config(name: str) -> str:
@@ -78,8 +78,8 @@ def find_config(name: str) -> str:
     """
     if os.path.isfile(name):
         return name
-    found = {path.relative_to(_SHIPPED).with_suffix("").as_posix(): path for path in _SHIPPED.rglob("*.yaml")}
-    shipped = dict(sorted(found.items()))
+    paths = {path.relative_to(_SHIPPED).with_suffix("").as_posix(): path for path in _SHIPPED.rglob("*.yaml")}
+    shipped = dict(sorted(paths.items()))
     if name not in shipped:
         if os.path.basename(name) != name or os.path.splitext(name)[1]:
             return name  # reading the file will report the error

@@ -138,11 +138,22 @@ class Interrupted(SystemExit):
         )
 
 
-def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """Return ``; did you mean 'x'?`` with the closest of the known names, or list all of them if none is close."""
-    known = list(known)
-    close = difflib.get_close_matches(str(name), known, n=1) or [k for k in known if str(name) in k]
-    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}"
+def did_you_mean(name: object, known: Iterable[str], prefix: str = "") -> str:
+    """Return ``; did you mean 'x'?`` with the closest of the known names, or list all of them if none is close.
+
+    Args:
+        name: A name or a dotted key.
+        known: The known names or dotted keys. A similar last part, in another section, is close too.
+        prefix: Prefix of the suggestion.
+    """
+    wanted, known = str(name), list(known)
+    close = difflib.get_close_matches(wanted, known, n=1, cutoff=0.75)
+    if not close:
+        leaves = {key.rpartition(".")[2]: key for key in reversed(known)}
+        cutoff = 0.5 if len(known) <= 20 else 0.7
+        matches = difflib.get_close_matches(wanted.rpartition(".")[2], leaves, n=1, cutoff=cutoff)
+        close = [leaves[leaf] for leaf in matches] or [key for key in known if wanted in key]
+    return f"; did you mean {prefix + close[0]!r}?" if close else f"; known: {', '.join(known)}"
 
 
 def first_line(error: BaseException) -> str:

@@ -29,7 +29,7 @@ from composer_speedups.core.comparison import (
 from composer_speedups.core.errors import CannotRunError, first_line
 from composer_speedups.core.stock import changes_to
 from composer_speedups.core.technique import Technique, techniques_of
-from composer_speedups.core.trainer_state import loss_of_this_rank, max_over_ranks, model_of, world_size
+from composer_speedups.core.trainer_state import any_rank, loss_of_this_rank, model_of, world_size
 from composer_speedups.packing.call import forced
 from composer_speedups.packing.tokens import token_masks
 
@@ -113,13 +113,13 @@ def compare_with_untouched(event: Event, state: State) -> None:
         failure = first_line(error)
         for technique in reversed(due):
             technique.withdraw(state)
-    if trial.any_rank(bool(failure)):
+    if any_rank(trial.state.device, bool(failure)):
         for technique in due:
             reason = f"the comparison with the untouched model failed ({failure or 'on another rank'})"
             technique.unavailable(CannotRunError(technique.name, reason, _FIX))
         return
     difference = compare(untouched, changed, trial.tolerance)
-    if not trial.any_rank(difference.beyond is not None):
+    if not any_rank(trial.state.device, difference.beyond is not None):
         for technique in due:
             technique.reapply(state)
             technique.evidence["compared_with_untouched"] = difference.evidence() | {"because": technique._because}
@@ -139,7 +139,7 @@ def _find_the_cause(trial: _Comparison, due: Sequence[ParityCheckedTechnique], u
             technique.unavailable(CannotRunError(technique.name, str(error), "remove it for this model"))
             continue
         difference = compare(untouched, trial.outcome(), trial.tolerance)
-        if not trial.any_rank(difference.beyond is not None):
+        if not any_rank(trial.state.device, difference.beyond is not None):
             technique.evidence["compared_with_untouched"] = difference.evidence() | {"because": technique._because}
             continue
         technique.withdraw(trial.state)
@@ -211,10 +211,6 @@ class _Comparison:
     def outcome(self) -> Outcome:
         with forced("packed"):  # a difference is found here, not by the guard of later batches
             return measure(self._model, self._call, self._mask, gradients=self._gradients)
-
-    def any_rank(self, value: bool) -> bool:
-        """Collective. Whether ``value`` is true on any rank, so that all ranks continue in the same way."""
-        return bool(max_over_ranks(self.state.device, int(value)))
 
     def _call(self) -> tuple[Any, Tensor | None]:
         if self.tolerance is SIXTEEN_BITS:  # compared in the precision of training

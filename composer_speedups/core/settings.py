@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import dataclasses
-import difflib
 import functools
 import inspect
 import re
@@ -24,7 +23,7 @@ from pydantic.dataclasses import dataclass
 from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from composer_speedups.core.errors import ConfigError, UserError
+from composer_speedups.core.errors import ConfigError, UserError, did_you_mean
 
 __all__ = [
     "DURATION_UNITS", "ComposerTime", "FileName", "InvalidSettingError", "Origins", "Settings", "doc_of", "fields_of",
@@ -360,7 +359,10 @@ def _explain(error: ValidationError, cls: type[Settings], values: Any, prefix: s
     key = f"{prefix}{'.'.join(names)}".removesuffix(".")
     if first["type"] in _UNKNOWN:
         name = ".".join([*names, str(location[-1])])
-        return prefix + name, f"unknown key {prefix + name!r}{_closest(name, cls, prefix)}"
+        hint = did_you_mean(name, known := [key for key, _, _ in keys_of(cls)], prefix)
+        if hint.startswith("; known") and len(known) > 20:
+            hint = "; --help lists all keys"
+        return prefix + name, f"unknown key {prefix + name!r}{hint}"
     if isinstance(cause, InvalidSettingError):
         key = f"{key}.{cause.key}".removeprefix(".")
         return key, f"{key} {cause.problem}"
@@ -379,17 +381,3 @@ def _explain(error: ValidationError, cls: type[Settings], values: Any, prefix: s
         )
     allowed = "a finite number" if outside["type"] == "finite_number" else _bounds_in_words(_bounds(field))
     return key, f"{key} must be {allowed}, not {outside['input']}"
-
-
-def _closest(key: str, cls: type[Settings], prefix: str) -> str:
-    """``; did you mean 'data.batch_size'?`` for ``data.bach_size``, or where to find all keys."""
-    known = [name for name, _, _ in keys_of(cls)]
-    few = len(known) <= 20
-    close = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
-    if not close:  # the right name in another section
-        leaves = {name.rpartition(".")[2]: name for name in reversed(known)}
-        matches = difflib.get_close_matches(key.rpartition(".")[2], leaves, n=1, cutoff=0.5 if few else 0.7)
-        close = [leaves[leaf] for leaf in matches]
-    if close:
-        return f"; did you mean {prefix + close[0]!r}?"
-    return f"; known: {', '.join(known)}" if few else "; --help lists all keys"

@@ -33,11 +33,12 @@ __all__ = [
     "OnUnavailable",
     "Stage",
     "Technique",
+    "TechniqueGuard",
     "Variant",
     "conflicts_between",
     "engage_all",
     "refuse_conflicts",
-    "resume_error",
+    "refuse_other_techniques",
     "screen",
     "sort_techniques",
     "techniques_of",
@@ -117,8 +118,7 @@ class Technique(Settings, Algorithm, eq=False, strict=True):
         conflicts: Techniques that it cannot be combined with.
         gain: Expected speedup, which orders the trials of tune.
         trials: Variants that tune tries; empty if it costs time by design.
-        purpose: What it is for; README's table, the card and tune's lines say so if it is not time.
-        changes_structure: Checkpoints can be loaded only with this technique.
+        purpose: What the technique improves. README, the card and tune mention it unless it is "saves time".
         computes_on_host: Part of the training step runs on the CPU.
         matmul_precision: The precision whose peak rate model FLOPs utilization refers to.
         fixed_shapes: It depends on the shape of the batch, so the micro-batch size must not change during training.
@@ -140,7 +140,6 @@ class Technique(Settings, Algorithm, eq=False, strict=True):
     gain: ClassVar[float] = 1.0
     trials: ClassVar[tuple[Variant, ...]] = (Variant(),)
     purpose: ClassVar[Purpose] = "saves time"
-    changes_structure: ClassVar[bool] = False
     computes_on_host: ClassVar[bool] = False
     not_recorded: ClassVar[tuple[str, ...]] = ("on_unavailable",)
     checkpoint_fields: ClassVar[dict[str, Any]] = {
@@ -332,15 +331,6 @@ class Technique(Settings, Algorithm, eq=False, strict=True):
         except NotEngagedError as error:
             self.unavailable(error)
 
-    @classmethod
-    def required_on_load(cls) -> bool:
-        """Composer's name for :attr:`changes_structure`.
-
-        Composer adds such an algorithm automatically when a checkpoint was written with it, but it knows only its own
-        algorithms. For techniques, :class:`_TechniqueKeeper` and EngagementReport stop the run instead.
-        """
-        return cls.changes_structure
-
     # The Trainer that the technique belongs to, and resuming from a checkpoint.
 
     def begin(self, state: State) -> None:
@@ -452,38 +442,54 @@ def engage_all(state: State) -> None:
                     technique.unavailable(error)
 
 
-def resume_error(recorded: list[str], current: list[str]) -> ConfigError:
-    """The error for resuming with techniques that differ from the checkpoint's."""
-    return ConfigError(
-        f"the checkpoint was written with techniques [{', '.join(recorded)}] and this run has "
-        f"[{', '.join(current)}]; resume with the same ones, or load the weights only"
-    )
+def refuse_other_techniques(recorded: list[str], algorithms: Sequence[Algorithm]) -> None:
+    """Refuse to resume a checkpoint of other techniques.
 
+    Args:
+        recorded: The sorted representations of the checkpoint's techniques.
+        algorithms: Those of the run.
 
-class _TechniqueKeeper(Callback):
-    """Close techniques with the Trainer, in reverse order, and refuse to resume checkpoints of other techniques.
-
-    It is a callback because Composer does not send a close event to algorithms, and does not call an algorithm's
-    ``load_state_dict`` if the checkpoint was written without that algorithm.
+    Raises:
+        ConfigError: Names both lists.
     """
+    current = sorted(map(repr, techniques_of(algorithms)))
+    if recorded != current:
+        raise ConfigError(
+            f"the checkpoint was written with techniques [{', '.join(recorded)}] and this run has "
+            f"[{', '.join(current)}]; resume with the same ones, or load the weights only"
+        )
+
+
+class TechniqueGuard(Callback):
+    """Records the techniques in checkpoints; see :func:`refuse_other_techniques`."""
 
     checkpoint_fields: ClassVar[dict[str, Any]] = {"techniques": list[str]}
 
-    def __init__(self, techniques: Sequence[Technique], algorithms: Sequence[Algorithm]) -> None:
-        self._techniques = techniques
+    def __init__(self, algorithms: Sequence[Algorithm] = ()) -> None:
         self._algorithms = algorithms  # the Trainer's own list, to which loading a checkpoint may add
 
     def state_dict(self) -> dict[str, Any]:
         return {"techniques": sorted(map(repr, techniques_of(self._algorithms)))}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if (recorded := state["techniques"]) != (current := self.state_dict()["techniques"]):
-            raise resume_error(recorded, current)
+        refuse_other_techniques(state["techniques"], self._algorithms)
+
+
+class _TechniqueKeeper(TechniqueGuard):
+    """Closes techniques with the Trainer, in reverse order, and refuses to resume checkpoints of other techniques.
+
+    It is a callback because Composer does not send a close event to algorithms, and does not call an algorithm's
+    ``load_state_dict`` if the checkpoint was written without that algorithm.
+    """
+
+    def __init__(self, techniques: Sequence[Technique], algorithms: Sequence[Algorithm]) -> None:
+        super().__init__(algorithms)
+        self._techniques = techniques
 
     def after_load(self, state: State, logger: Logger) -> None:
         resumes = state.load_path is not None and state.timestamp.batch.value > 0
-        if resumes and not all(technique._resumed for technique in self._techniques):  # it has no keeper's state
-            raise resume_error([], self.state_dict()["techniques"])
+        if resumes and not all(technique._resumed for technique in self._techniques):
+            refuse_other_techniques([], self._algorithms)  # the checkpoint has no keeper's state
 
     def close(self, state: State, logger: Logger) -> None:
         with ExitStack() as stack:  # closes in reverse order, and continues if one of them raises

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from composer import Trainer
@@ -26,8 +26,8 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 def reads_no_gradients(method: Method) -> Method:
     """Declare that a method which runs between the backward pass and the step does not read gradients.
 
-    For ``after_backward`` and ``after_train_batch`` of a callback, and for methods of your own Trainer. A subclass that
-    overrides the method must declare it again.
+    For ``after_backward``, ``after_train_batch`` and ``run_event`` of a callback, and for methods of your own Trainer.
+    A subclass that overrides the method must declare it again.
     """
     method.reads_gradients = False  # type: ignore[attr-defined]
     return method
@@ -43,32 +43,27 @@ def reader_of_gradients(state: State, closure: Callable[[], Any] | None) -> str 
         state: The Trainer's state with everything registered.
         closure: The closure that Composer's loop passes to the optimizer's step.
     """
-    return next(_readers(state, closure), None)
-
-
-def _readers(state: State, closure: Callable[[], Any] | None) -> Iterator[str]:
     if version := other_composer():
-        yield f"the training loop of composer {version}"
+        return f"the training loop of composer {version}"
     trainer = inspect.getclosurevars(closure).nonlocals.get("self") if closure is not None else None
     if not isinstance(trainer, Trainer):
-        yield "a training loop that is not Composer's"
-    yield from _methods_that_may_read(trainer, _TRAINER_METHODS)
+        return "a training loop that is not Composer's"
+    for listener, names in [
+        (trainer, _TRAINER_METHODS),
+        *((callback, _CALLBACK_METHODS) for callback in state.callbacks),
+    ]:
+        for name in names:
+            method = getattr(listener, name)
+            if not is_defined_in_composer(method) and getattr(method, "reads_gradients", True):
+                return f"{type(listener).__name__}.{name}"
     for algorithm in state.algorithms:
         # Other algorithms may match any event; techniques handle a fixed set.
         if not isinstance(algorithm, Technique) or any(algorithm.match(event, state) for event in _EVENTS):
-            yield type(algorithm).__name__
-    for callback in state.callbacks:
-        yield from _methods_that_may_read(callback, _CALLBACK_METHODS)
+            return type(algorithm).__name__
     if any(getattr(p, "_post_accumulate_grad_hooks", None) for p in state.model.parameters()):
-        yield "a hook on a parameter's gradient"
+        return "a hook on a parameter's gradient"
     shared = (torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks)
     for optimizer in state.optimizers:
         if any((*shared, optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)):
-            yield f"a hook on {type(optimizer).__name__}.step"
-
-
-def _methods_that_may_read(listener: Any, names: tuple[str, ...]) -> Iterator[str]:
-    for name in names:
-        method = getattr(listener, name)
-        if not is_defined_in_composer(method) and getattr(method, "reads_gradients", True):
-            yield f"{type(listener).__name__}.{name}"
+            return f"a hook on {type(optimizer).__name__}.step"
+    return None

@@ -10,7 +10,9 @@ otherwise with an additional group.
 
 from __future__ import annotations
 
+import functools
 import sys
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,83 +31,73 @@ from composer_speedups.core.trainer_state import (
 )
 from composer_speedups.distributed.composer_loop import TESTED_COMPOSER, is_defined_in_composer, other_composer
 
-__all__ = ["Interception", "Readback", "ScalarCopies"]
+__all__ = ["HostCopy", "Interception", "Readback", "is_busy", "mark"]
 
 
-class ScalarCopies:
-    """Copies scalars from a device to the host without waiting for work launched later.
+@functools.cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
-    On a GPU, they are copied to pinned memory on a separate stream.
+
+def mark(device: torch.device) -> Any:
+    """Mark a point in a GPU's work, which is reached when everything launched so far is done; None on a CPU."""
+    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+
+
+def is_busy(device: torch.device) -> bool:
+    """Whether a GPU still has work to do."""
+    return device.type == "cuda" and not torch.cuda.current_stream(device).query()
+
+
+class HostCopy:
+    """A scalar that is being copied to the host, without waiting for work that the device does later.
+
+    On a GPU, it is copied to pinned memory on a separate stream.
+
+    Args:
+        value: The scalar.
+        known: The :func:`mark` at which the device has computed it. Default: a mark that is set now.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    def __init__(self, value: Tensor, known: Any = None) -> None:
+        self._value = value  # its memory must not be reused before it is copied
+        self._done: torch.cuda.Event | None = None
+        if value.device.type != "cuda":
+            self._host = value.detach().clone()
+            return
+        known, stream = known or mark(value.device), _copy_stream(value.device)
+        self._host = torch.empty((), dtype=torch.float32, pin_memory=True)
+        with torch.cuda.stream(stream):
+            stream.wait_event(known)
+            self._host.copy_(value.float(), non_blocking=True)
+            self._done = stream.record_event()
 
-    def mark(self) -> Any:
-        """Mark a point in the device's work, which is reached when everything launched so far is done."""
-        return None if self._stream is None else torch.cuda.current_stream(self._device).record_event()
-
-    def send(self, value: Tensor, mark: Any) -> Any:
-        """Start to copy a scalar that the device has computed when it reaches ``mark``."""
-        if self._stream is None:
-            return value.detach().clone(), None, value
-        host = torch.empty((), dtype=torch.float32, pin_memory=True)
-        with torch.cuda.stream(self._stream):
-            self._stream.wait_event(mark)
-            host.copy_(value.float(), non_blocking=True)
-            done = self._stream.record_event()
-        return host, done, value  # the value's memory must not be reused before it is copied
-
-    def receive(self, sent: Any) -> float:
+    def receive(self) -> float:
         """Wait for this copy only."""
-        host, done, _ = sent
-        if done is not None:
-            done.synchronize()
-        return float(host)
-
-    def busy(self) -> bool:
-        """Whether the device still has work to do."""
-        return self._stream is not None and not torch.cuda.current_stream(self._device).query()
+        if self._done is not None:
+            self._done.synchronize()
+        return float(self._host)
 
 
+@dataclass
 class Readback:
-    """The scalars being copied to the host.
+    """The losses that were read.
 
     Attributes:
         reads: Number of losses read: one per batch and named loss.
         early_reads: How many of them were read while the device was still computing the batch.
         first: The first loss read, and the sum that the device computed, to be compared later; None before.
+        backward_mark: The :func:`mark` at which this micro-batch's backward pass begins, if it was seen.
     """
 
-    def __init__(self, copies: ScalarCopies) -> None:
-        self.copies = copies
-        self.reads = self.early_reads = 0
-        self.first: tuple[float, Tensor] | None = None
-        self._backward_mark: Any = None  # where this micro-batch's backward pass begins
+    reads: int = 0
+    early_reads: int = 0
+    first: tuple[float, Tensor] | None = None
+    backward_mark: Any = None
 
     def begin_microbatch(self) -> None:
         """Discard the previous micro-batch's mark."""
-        self._backward_mark = None
-
-    def begin_backward(self) -> None:
-        self._backward_mark = self.copies.mark()
-
-    def send(self, value: Tensor) -> Any:
-        return self.copies.send(value, self.copies.mark() if self._backward_mark is None else self._backward_mark)
-
-    def receive(self, sent: list[Any]) -> float:
-        total = torch.zeros((), dtype=torch.float32)  # summed as on the device: in float32, one after another
-        for scalar in sent:
-            total += self.copies.receive(scalar)
-        self.reads += 1
-        self.early_reads += self.copies.busy()
-        return float(total)
-
-    def keep_first(self, value: float, on_device: Tensor) -> None:
-        """Keep the first value read and the device's own, for a later comparison."""
-        if self.first is None:
-            self.first = value, on_device.detach().clone()
+        self.backward_mark = None
 
 
 class _LoopScalar(Tensor):
@@ -117,15 +109,15 @@ class _LoopScalar(Tensor):
 
     __torch_function__: Any = torch._C._disabled_torch_function_impl  # operations return plain tensors
     readback: Readback
-    sent: list[Any]
+    sent: list[HostCopy]
     value: float | None
 
     def backward(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
-        self.readback.begin_backward()
+        self.readback.backward_mark = mark(self.device)
         super().backward(*args, **kwargs)
 
     def __iadd__(self, other: Tensor) -> _LoopScalar:  # type: ignore[misc, override]
-        self.sent.append(self.readback.send(other))
+        self.sent.append(HostCopy(other, self.readback.backward_mark))
         self.value = None
         self.add_(other)
         return self
@@ -133,7 +125,12 @@ class _LoopScalar(Tensor):
     def item(self) -> float:
         """This rank's sum."""
         if self.value is None:
-            self.value = self.readback.receive(self.sent)
+            total = torch.zeros((), dtype=torch.float32)  # summed as on the device: in float32, one after another
+            for copy in self.sent:
+                total += copy.receive()
+            self.value = float(total)
+            self.readback.reads += 1
+            self.readback.early_reads += is_busy(self.device)
         return self.value
 
     def cpu(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -141,7 +138,8 @@ class _LoopScalar(Tensor):
         total = torch.full(self.shape, self.item(), dtype=self.dtype)
         if dist.get_world_size() > 1:
             dist.all_reduce(total, group=host_group())
-        self.readback.keep_first(float(total), self)
+        if self.readback.first is None:
+            self.readback.first = float(total), self.detach().clone()
         return total
 
 
@@ -158,19 +156,18 @@ class Interception:
 
     Args:
         device: The Trainer's device.
-        readback: Copies its scalars.
 
     Raises:
         ValueError: It is another version, or other code has replaced one of the functions.
     """
 
-    def __init__(self, device: Device, readback: Readback) -> None:
+    def __init__(self, device: Device) -> None:
         if version := other_composer():
             raise ValueError(f"supports the training loop of composer {TESTED_COMPOSER}, and this is {version}")
         for name in ("_train_loop", *_LOSSES, *_COUNTS):
             if not is_defined_in_composer(getattr(Trainer, name)):
                 raise ValueError(f"supports Composer's own training loop, and other code has replaced Trainer.{name}")
-        self.readback = readback
+        self.readback = Readback()
         self._device, self._original = device, device.tensor_to_device
         self._losses, self._counts = ({getattr(Trainer, n).__code__ for n in names} for names in (_LOSSES, _COUNTS))
 

@@ -9,19 +9,16 @@ from typing import Any
 
 from composer import Trainer
 from composer.devices import Device
-from composer.utils import dist, reproducibility
+from composer.utils import dist
 
 from composer_speedups.callbacks.throughput import Batch, ThroughputMonitor
 from composer_speedups.core.registry import build_techniques
 from composer_speedups.core.technique import Technique
 from composer_speedups.core.trainer_state import torch_device
-from composer_speedups.data.loader import build_data
-from composer_speedups.tasks.models import build_model, resolve_name
-from composer_speedups.tasks.task import build_task
 from composer_speedups.train.config.schema import CallbacksConfig, CheckpointConfig, Config, LoggersConfig
 from composer_speedups.train.fit import failed_run
 from composer_speedups.train.report import callback_of
-from composer_speedups.train.trainer import build_trainer
+from composer_speedups.train.trainer import build_data_and_model, build_trainer
 
 __all__ = ["baseline_techniques", "measure_baseline"]
 
@@ -78,11 +75,7 @@ def _short_trainer(config: Config, techniques: list[Technique], device: Device) 
         callbacks=CallbacksConfig(memory=None),
         loggers=LoggersConfig(),
     )
-    task = build_task(short.model, short.data)
-    on_gpu = torch_device(device).type == "cuda"
-    data = build_data(short.data, task, model_name=resolve_name(short.model.name), on_gpu=on_gpu, seed=short.seed)
-    reproducibility.seed_all(short.seed)
-    model = build_model(short.model, task, data.tokenizer, short.data.max_length)
+    data, model = build_data_and_model(short, on_gpu=torch_device(device).type == "cuda")
     return build_trainer(short, model, data._replace(eval=None), techniques, device)
 
 

@@ -13,7 +13,7 @@ import torch
 from composer import Trainer
 from composer.core import Algorithm, Callback
 from composer.devices import Device, DeviceCPU, DeviceGPU
-from composer.utils import dist
+from composer.utils import dist, reproducibility
 
 from composer_speedups.callbacks.divergence import DivergenceGuard
 from composer_speedups.callbacks.engagement import EngagementReport
@@ -31,11 +31,12 @@ from composer_speedups.core.flags import MATMUL_PRECISION, FlagTechnique, Float3
 from composer_speedups.core.requirements import Context
 from composer_speedups.core.technique import Technique, refuse_conflicts, sort_techniques
 from composer_speedups.core.trainer_state import torch_device
-from composer_speedups.data.loader import Data
+from composer_speedups.data.loader import Data, build_data
 from composer_speedups.distributed.ddp import OverlappedDDP
 from composer_speedups.distributed.fsdp import GradientClipping, check_sharding, fsdp_parallelism, sharded_blocks
 from composer_speedups.distributed.host import share_cores
-from composer_speedups.tasks.models import FinetuneModel
+from composer_speedups.tasks.models import FinetuneModel, build_model, resolve_name
+from composer_speedups.tasks.task import build_task
 from composer_speedups.train.checkpoints.reading import restricted_loading
 from composer_speedups.train.checkpoints.saver import WholeCheckpointSaver
 from composer_speedups.train.config.load import written
@@ -48,7 +49,7 @@ from composer_speedups.train.out_of_memory import MicrobatchHistory, MicrobatchT
 if TYPE_CHECKING:
     from composer_speedups.train.run_folder import RunFolder
 
-__all__ = ["build_trainer", "context_of", "join_ranks", "open_device"]
+__all__ = ["build_data_and_model", "build_trainer", "context_of", "join_ranks", "open_device"]
 
 
 def open_device(config: TrainerConfig) -> Device:
@@ -101,6 +102,14 @@ def context_of(config: TrainerConfig, device: Device) -> Context:
         microbatch_size=config.microbatch_size,
         sharded=bool(config.fsdp or config.parallelism_config),
     )
+
+
+def build_data_and_model(config: Config, *, on_gpu: bool) -> tuple[Data, FinetuneModel]:
+    """The samples of a config in train.py's order, and the model with train.py's initial weights."""
+    task, name = build_task(config.model, config.data), resolve_name(config.model.name)
+    data = build_data(config.data, task, model_name=name, on_gpu=on_gpu, seed=config.seed)
+    reproducibility.seed_all(config.seed)
+    return data, build_model(config.model, task, data.tokenizer, config.data.max_length)
 
 
 def build_trainer(

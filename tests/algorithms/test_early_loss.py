@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,32 +30,30 @@ from composer_speedups import (
 from composer_speedups.algorithms.early_loss import early_loss as module
 from composer_speedups.algorithms.early_loss import functional
 from composer_speedups.core.errors import NotEngagedError, TechniqueError
-from composer_speedups.distributed import composer_loop
-from composer_speedups.distributed.host_scalars import Readback, ScalarCopies
+from composer_speedups.distributed import composer_loop, host_scalars
 from tests.helpers.common import Batches, final_weights, make_trainer, plain_batches, tiny_bert, trained
 
 
-class Watched(ScalarCopies):
-    """Copies to the host that log marks and what was known when a value was received."""
+class Watched:
+    """In place of marks and copies of a GPU: logs the marks, and what was known when a value was received."""
 
     def __init__(self) -> None:
-        super().__init__(torch.device("cpu"))
         self.done: list[str] = []
+        self.busy, self.error = True, 0.0
 
-    def mark(self) -> int:
+    def mark(self, device: torch.device) -> int:
         self.done.append("mark")
         return len(self.done)
 
-    def send(self, value: Tensor, mark: int) -> tuple[float, int]:
+    def copy(self, value: Tensor, known: int | None) -> SimpleNamespace:
         assert type(value) is Tensor
-        return float(value), mark
+        sent, at = float(value), self.mark(value.device) if known is None else known
 
-    def receive(self, sent: tuple[float, int]) -> float:
-        self.done.append(f"received, known at {self.done[sent[1] - 1 : sent[1] + 1]}")
-        return sent[0]
+        def receive() -> float:
+            self.done.append(f"received, known at {self.done[at - 1 : at + 1]}")
+            return sent + self.error
 
-    def busy(self) -> bool:
-        return True
+        return SimpleNamespace(receive=receive)
 
 
 @pytest.fixture
@@ -62,7 +61,10 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> Watched:
     """Let the technique run on a CPU, with watched copies."""
     watched = Watched()
     monkeypatch.setattr(EarlyLoss, "requirements", lambda *_: ())
-    monkeypatch.setattr(module, "apply_early_loss", lambda device: functional._intercept(device, Readback(watched)))
+    monkeypatch.setattr(module, "apply_early_loss", functional._intercept)
+    monkeypatch.setattr(host_scalars, "mark", watched.mark)
+    monkeypatch.setattr(host_scalars, "HostCopy", watched.copy)
+    monkeypatch.setattr(host_scalars, "is_busy", lambda device: watched.busy)
     return watched
 
 
@@ -138,7 +140,7 @@ def test_each_micro_batch_has_its_own_mark(copies: Watched) -> None:
 
 def test_other_callers_are_not_intercepted(copies: Watched) -> None:
     device = DeviceCPU()
-    interception = functional._intercept(device, Readback(copies))
+    interception = functional._intercept(device)
     for tensor in (torch.zeros(1), torch.tensor(3), torch.zeros(2)):
         assert type(device.tensor_to_device(tensor)) is Tensor
     moved: Any = device.batch_to_device({"a": torch.zeros(1)})
@@ -174,14 +176,14 @@ def test_a_loop_that_bypasses_the_interception_is_detected(copies: Watched) -> N
     trainer.close()
 
 
-def test_a_wrong_number_is_detected(copies: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copies, "receive", lambda sent: sent[0] + 1)
+def test_a_wrong_number_is_detected(copies: Watched) -> None:
+    copies.error = 1.0
     with pytest.raises(NotEngagedError, match=r"early_loss: .*it read .*, and the GPU has"):
         trained([EarlyLoss()])
 
 
-def test_the_evidence_notes_that_the_gpu_never_waits(copies: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copies, "busy", lambda: False)
+def test_the_evidence_notes_that_the_gpu_never_waits(copies: Watched) -> None:
+    copies.busy = False
     technique = EarlyLoss()
     train("tensor", 4, [technique])
     assert "this GPU does not wait for the host" in technique.evidence["note"]

@@ -18,7 +18,6 @@ from composer_speedups.algorithms.early_loss import functional
 from composer_speedups.core import trainer_state
 from composer_speedups.core.errors import TechniqueError
 from composer_speedups.core.trainer_state import host_group, max_over_ranks, ranks_meet_on_host
-from composer_speedups.distributed.host_scalars import Readback, ScalarCopies
 from composer_speedups.train.config.schema import TrainerConfig
 from composer_speedups.train.trainer import open_device
 from tests.algorithms.test_early_loss import train
@@ -29,7 +28,7 @@ from tests.helpers.ranks import on_ranks
 def _train_both() -> dict[str, Any]:
     """Train with and without the technique; return this rank's logs and weights, and the number of losses read."""
     EarlyLoss.requirements = lambda *_: ()  # type: ignore[method-assign, assignment, return-value]  # on the CPU
-    module.apply_early_loss = lambda device: functional._intercept(device, Readback(ScalarCopies(torch.device("cpu"))))
+    module.apply_early_loss = functional._intercept
     technique, runs = EarlyLoss(), {}
     for name, algorithms in (("early", [technique]), ("stock", [])):
         trainer, logged = train("dict", 3, algorithms)
@@ -89,7 +88,7 @@ def _refusals() -> list[str]:
     """Return each rank's errors: if one rank lacks gloo, and if host names resolve to a loopback address."""
     _refuse_host_tensors()
     said = []
-    module.apply_early_loss = lambda device: functional._intercept(device, Readback(ScalarCopies(torch.device("cpu"))))
+    module.apply_early_loss = functional._intercept
     EarlyLoss.requirements = lambda *_: ()  # type: ignore[method-assign, assignment, return-value]
     available = torch.distributed.is_gloo_available
     torch.distributed.is_gloo_available = lambda: dist.get_global_rank() == 0 and available()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -204,12 +205,13 @@ def test_the_evidence_is_of_the_first_forward_pass() -> None:
     apply_unpadding(model)
     trainer = make_trainer(model=model)
     encoders = unpadded_encoders(trainer.state.model)
-    first.watch(trainer.state, encoders)
-    model(**batch([5, 9]))
+    with ExitStack() as watching:
+        first.watch(trainer.state, encoders, watching)
+        model(**batch([5, 9]))
     first.stop()
     found = first.evidence()
     encoders[0].ran = "padded"  # in a later batch
-    first.watch(trainer.state, encoders)
+    first.watch(trainer.state, encoders, ExitStack())
     first.stop()
     assert first.failure() is None
     assert first.evidence() == found

@@ -240,7 +240,9 @@ def test_the_smoothed_loss_is_the_weighted_mean_of_the_losses() -> None:
     weights = [0.75**2, 0.75, 1.0]
     expected = sum(w * v for w, v in zip(weights, (4.0, 8.0, 2.0), strict=True)) / sum(weights)
     assert guard.smoothed == pytest.approx(expected)
-    assert [each["numerics/smoothed_loss"] for each in logged] == pytest.approx([4.0, (0.75 * 4 + 8) / 1.75, expected])
+    assert [metrics["numerics/smoothed_loss"] for metrics in logged] == pytest.approx(
+        [4.0, (0.75 * 4 + 8) / 1.75, expected]
+    )
 
 
 def test_a_checkpoint_before_enough_batches_sets_no_reference() -> None:

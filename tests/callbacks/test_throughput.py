@@ -19,10 +19,36 @@ from composer_speedups.callbacks.peaks import device_peak, precision_in_force
 from composer_speedups.callbacks.throughput import PhaseClock
 from composer_speedups.core.technique import Technique
 from composer_speedups.train.plot import plot_run
-from tests.helpers.clock import Clock
 from tests.helpers.common import SAVING, Batches, batch, make_trainer, plain_batches, tiny_bert, trained
 from tests.helpers.models import tiny_model
 from tests.helpers.ranks import on_ranks
+
+
+class Clock:
+    """A clock that stands still except where a test lets time pass."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def pass_during(self, target: Any, name: str, seconds: float) -> None:
+        """Make every call of a method take this many seconds more."""
+        original = getattr(target, name)
+
+        def slower(*args: Any, **kwargs: Any) -> Any:
+            self.now += seconds
+            return original(*args, **kwargs)
+
+        setattr(target, name, slower)
+
+
+def timed(**settings: Any) -> tuple[Clock, ThroughputMonitor]:
+    """Return a clock, and a monitor that reads it."""
+    clock, monitor = Clock(), ThroughputMonitor(**settings)
+    monitor.clock = PhaseClock(clock)
+    return clock, monitor
 
 
 @pytest.mark.pins
@@ -51,8 +77,7 @@ def test_each_moment_belongs_to_one_phase() -> None:
 
 @pytest.mark.pins
 def test_training_data_evaluation_and_checkpoints_are_timed_separately(tmp_path: Path) -> None:
-    clock, monitor, logger = Clock(), ThroughputMonitor(window=4, warmup_batches=2), InMemoryLogger()
-    monitor.clock = PhaseClock(clock)
+    (clock, monitor), logger = timed(window=4, warmup_batches=2), InMemoryLogger()
     batches = [batch([10, 6, 4, 4], seed=i) for i in range(8)]
     rows = Batches([{k: v[0] for k, v in batch([8]).items()} for _ in range(4)])
     trainer = make_trainer(
@@ -109,8 +134,7 @@ def test_training_data_evaluation_and_checkpoints_are_timed_separately(tmp_path:
 
 
 def test_mfu_is_flops_divided_by_time_and_peak(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, monitor = Clock(), ThroughputMonitor(warmup_batches=0)
-    monitor.clock = PhaseClock(clock)
+    clock, monitor = timed(warmup_batches=0)
     monkeypatch.setattr(module, "device_peak", lambda *_: module.Peak(1e6, "fp32", "datasheet"))
     trainer = make_trainer(callbacks=[monitor])
     clock.pass_during(trainer.state.model, "forward", 2.0)
@@ -134,15 +158,19 @@ def test_only_a_masked_lm_counts_the_vocabulary(head: Any) -> None:
 
 
 def test_the_logged_mfu_covers_all_batches_of_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, monitor, logger = Clock(), ThroughputMonitor(window=2, warmup_batches=0), InMemoryLogger()
-    monitor.clock = PhaseClock(clock)
+    (clock, monitor), logger = timed(window=2, warmup_batches=0), InMemoryLogger()
     monkeypatch.setattr(module, "device_peak", lambda *_: module.Peak(1e6, "fp32", "datasheet"))
     lengths = [[3, 4], [16, 9], [5, 5]]
-    trainer = make_trainer(batches=[batch(each) for each in lengths], callbacks=[monitor], loggers=[logger])
+    trainer = make_trainer(
+        batches=[batch(row_lengths) for row_lengths in lengths], callbacks=[monitor], loggers=[logger]
+    )
     clock.pass_during(trainer.state.model, "forward", 2.0)
     trainer.fit()
     trainer.close()
-    flops = [module.training_flops(tiny_bert().config, torch.tensor(each), "classification") for each in lengths]
+    flops = [
+        module.training_flops(tiny_bert().config, torch.tensor(row_lengths), "classification")
+        for row_lengths in lengths
+    ]
     of_windows = [flops[0] / 2, (flops[0] + flops[1]) / 4, (flops[1] + flops[2]) / 4]
     assert [v * 1e6 for _, v in logger.data["throughput/mfu"]] == pytest.approx(of_windows)
 
@@ -163,8 +191,7 @@ def test_a_resumed_run_counts_its_first_batch_as_warm_up(tmp_path: Path) -> None
     """Even without warm-up batches: the first batch waits while the dataloader skips the samples already trained on."""
 
     def train(until: int, **kwargs: Any) -> ThroughputMonitor:
-        clock, monitor = Clock(), ThroughputMonitor(warmup_batches=1 if until == 4 else 0)
-        monitor.clock = PhaseClock(clock)
+        clock, monitor = timed(warmup_batches=1 if until == 4 else 0)
         trainer = make_trainer(batches=plain_batches(8), max_duration=f"{until}ba", callbacks=[monitor], **kwargs)
         clock.pass_during(trainer.state.model, "forward", 0.5 if until == 4 else 2.0)
         trainer.fit()
@@ -263,8 +290,7 @@ def test_batches_that_compile_count_as_warm_up() -> None:
 
 def test_queued_gpu_work_is_charged_to_the_last_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host runs ahead: a forward pass takes no time until something synchronizes."""
-    clock, monitor = Clock(), ThroughputMonitor(warmup_batches=2)
-    monitor.clock = PhaseClock(clock)
+    clock, monitor = timed(warmup_batches=2)
     queued: list[float] = []
 
     def wait(_: torch.device) -> None:
@@ -300,8 +326,7 @@ def test_queued_gpu_work_is_charged_to_the_last_step(monkeypatch: pytest.MonkeyP
 
 
 def test_capturing_a_graph_counts_as_warm_up_in_any_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, monitor, captured = Clock(), ThroughputMonitor(warmup_batches=1), [100.0]
-    monitor.clock = PhaseClock(clock)
+    (clock, monitor), captured = timed(warmup_batches=1), [100.0]
     monkeypatch.setattr(module, "capture_seconds", lambda: captured[0])
     trainer = make_trainer(batches=plain_batches(4), callbacks=[monitor])
     forward = trainer.state.model.forward
@@ -327,8 +352,7 @@ def one_rank_captures() -> tuple[dict[str, Any], list[bool]]:
     Rank 1 captures a graph for 3 s in the third batch, and rank 0 waits for it. Each batch's data takes rank 0 0.25 s
     and rank 1 0.75 s. After each batch, rank 0 is busy for 0.125 s and rank 1 for 0.375 s.
     """
-    clock, monitor, captured = Clock(), ThroughputMonitor(warmup_batches=1), [0.0]
-    monitor.clock = PhaseClock(clock)
+    (clock, monitor), captured = timed(warmup_batches=1), [0.0]
     module.capture_seconds = lambda: captured[0]  # not restored: the process ends with this function
     module.device_peak = lambda *_: module.Peak(1e6, "fp32", "datasheet")
     trainer = make_trainer(batches=plain_batches(5), callbacks=[monitor])

@@ -37,14 +37,14 @@ def build(name: str) -> Technique:
 
 def build_pair(pair: tuple[str, str], *, gpu: bool = False) -> list[Technique]:
     """Build both techniques and those that they require."""
-    found: dict[str, Technique] = {}
+    techniques: dict[str, Technique] = {}
     for name in pair:
         entry = (ENTRIES[name].gpu or ENTRIES[name]) if gpu else ENTRIES[name]
         variants = (entry.gpu_variants if gpu else []) or entry.variants or entry.gpu_variants
-        found[name] = technique_class(name)(**variants[0])
+        techniques[name] = technique_class(name)(**variants[0])
         for needed, arguments in entry.needs.items():
-            found.setdefault(needed, technique_class(needed)(**arguments))
-    return list(found.values())
+            techniques.setdefault(needed, technique_class(needed)(**arguments))
+    return list(techniques.values())
 
 
 # The tiny model's adapters are below the minimum size for 8-bit state.

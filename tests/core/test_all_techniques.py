@@ -123,9 +123,11 @@ def test_a_technique_engages_again_in_a_second_trainer_and_engaging_twice_change
     second = make_trainer(run.techniques, model=tiny_bert(dropout=0.1))
     assert run.technique.engaged is True
     assert not evidence <= set(run.technique.evidence), "evidence of the previous run"
+    changed = copy.deepcopy(second.state.model)
     for technique in techniques_of(second.state.algorithms):
-        technique.apply(Event.INIT, second.state, second.logger)  # as a second Trainer on the model would
+        technique.apply(Event.INIT, second.state, second.logger)
         technique.engage(second.state)
+    _assert_same_model(second.state.model, changed)
     second.fit()
     assert evidence <= set(run.technique.evidence)
     weights = final_weights(second)
@@ -135,6 +137,15 @@ def test_a_technique_engages_again_in_a_second_trainer_and_engaging_twice_change
     second.close()
     assert all(weight.isfinite().all() for weight in again.values())
     assert any(not torch.equal(again[name], weight) for name, weight in weights.items()), "a later fit() trains"
+    third = make_trainer(run.techniques, model=copy.deepcopy(changed))  # as in Composer's test of idempotence
+    assert run.technique.engaged is True
+    _assert_same_model(third.state.model, changed)
+    third.close()
+
+
+def _assert_same_model(model: Any, expected: Any) -> None:
+    assert [type(module) for module in model.modules()] == [type(module) for module in expected.modules()]
+    torch.testing.assert_close(model.state_dict(), expected.state_dict(), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("gpu", [False, True])

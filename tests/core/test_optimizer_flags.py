@@ -127,10 +127,10 @@ class CountingKernel:
 
     def build(self, parameters: Any, averages: Any, squares: Any, steps: Any) -> Any:
         self.tables += 1
-        tensors = [list(each) for each in (parameters, averages, squares, steps)]
+        tensors = [list(group) for group in (parameters, averages, squares, steps)]
 
         def fits(*now: Any) -> bool:
-            return [[*map(id, each)] for each in tensors] == [[*map(id, each)] for each in now]
+            return [[*map(id, group)] for group in tensors] == [[*map(id, group)] for group in now]
 
         return SimpleNamespace(tensors=tensors, fits=fits)
 
@@ -166,7 +166,7 @@ def test_the_triton_step_computes_every_group_and_only_the_update(closure: str, 
     models = [tiny_bert(), tiny_bert()]
     optimizers = [grouped_adamw(model) for model in models]
     installed = on_the_cpu(optimizers[1])
-    schedulers = [torch.optim.lr_scheduler.LambdaLR(each, lambda step: 1 / (1 + step)) for each in optimizers]
+    schedulers = [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)) for optimizer in optimizers]
     for count in range(3):
         for model, optimizer, scheduler in zip(models, optimizers, schedulers, strict=True):
 

@@ -35,10 +35,12 @@ def test_logits_losses_and_gradients_match_the_untouched_model(family: Family, h
     for ours, theirs in zip(real_logits(model, batches), real_logits(untouched, batches), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
     for batch in batches:
-        losses = [each(**batch).loss for each in (model, untouched)]
+        losses = [candidate(**batch).loss for candidate in (model, untouched)]
         torch.testing.assert_close(*losses, rtol=1e-4, atol=1e-5)
         torch.stack(losses).sum().backward()
-    gradients = [{n: p.grad for n, p in each.named_parameters() if p.grad is not None} for each in (model, untouched)]
+    gradients = [
+        {n: p.grad for n, p in candidate.named_parameters() if p.grad is not None} for candidate in (model, untouched)
+    ]
     torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-3, atol=1e-5)
     assert model.state_dict().keys() == untouched.state_dict().keys()
 

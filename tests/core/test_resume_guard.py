@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,40 +16,36 @@ from tests.helpers.common import SAVING, final_weights, make_trainer, trained
 pytestmark = pytest.mark.filterwarnings("ignore:.* is not in the state_dict")
 
 
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> str:
+BOTH = "FusedOptimizer(kernel='torch'), SDPAAttention(backend='auto')"  # the techniques of the checkpoint
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Return the checkpoint of a run with the fused optimizer and SDPA."""
-    trained([FusedOptimizer(), SDPAAttention()], callbacks=[EngagementReport()], save_folder=str(tmp_path), **SAVING)
-    return str(tmp_path / "ba2.pt")
+    folder = str(tmp_path_factory.mktemp("run"))
+    trained([FusedOptimizer(), SDPAAttention()], callbacks=[EngagementReport()], save_folder=folder, **SAVING)
+    return f"{folder}/ba2.pt"
 
 
+@pytest.mark.parametrize(
+    ("techniques", "current"),
+    [
+        ([ForEachOptimizer, SDPAAttention], "ForEachOptimizer(), SDPAAttention(backend='auto')"),
+        ([FusedOptimizer, lambda: SDPAAttention("math")], "FusedOptimizer(kernel='torch'), SDPAAttention(backend='ma"),
+        ([FusedOptimizer], "FusedOptimizer(kernel='torch')]"),
+        ([SDPAAttention], "SDPAAttention(backend='auto')]"),
+        # Composer does not pass the checkpoint's algorithms to techniques that are not among them.
+        ([Unpadding, FusedLayers], "FusedLayers("),
+        ([], "]"),  # seen by the report
+    ],
+    ids=["another", "other settings", "fewer", "one in common", "all replaced", "none"],
+)
 @pytest.mark.pins
-def test_the_error_for_other_techniques_names_both_lists(checkpoint: str) -> None:
+def test_the_error_for_other_techniques_names_both_lists(techniques: list[Any], current: str, checkpoint: str) -> None:
+    report = [] if techniques else [EngagementReport()]
     with pytest.raises(ConfigError) as error:
-        make_trainer([ForEachOptimizer(), SDPAAttention()], load_path=checkpoint)
-    message = str(error.value)
-    assert "[FusedOptimizer(kernel='torch'), SDPAAttention(backend='auto')]" in message
-    assert "[ForEachOptimizer(), SDPAAttention(backend='auto')]" in message
-
-
-def test_replacing_all_techniques_is_refused_with_both_lists(tmp_path: Path) -> None:
-    """Composer does not pass the checkpoint's algorithms to a technique that is not among them."""
-    written = [Unpadding(), FusedLayers(), FusedOptimizer()]
-    trained(written, save_folder=str(tmp_path), **SAVING)
-    with pytest.raises(ConfigError) as error:
-        make_trainer([SDPAAttention()], load_path=str(tmp_path / "ba2.pt"))
-    before = ", ".join(sorted(map(repr, written)))
-    assert f"written with techniques [{before}] and this run has [SDPAAttention(backend='auto')]" in str(error.value)
-
-
-def test_fewer_techniques_are_refused(checkpoint: str) -> None:
-    with pytest.raises(ConfigError, match=r"this run has \[FusedOptimizer\(kernel='torch'\)\]"):
-        make_trainer([FusedOptimizer()], load_path=checkpoint)
-
-
-def test_resuming_without_techniques_is_refused_if_there_is_an_engagement_report(checkpoint: str) -> None:
-    with pytest.raises(ConfigError, match=r"this run has \[\]"):
-        make_trainer([], callbacks=[EngagementReport()], load_path=checkpoint)
+        make_trainer([build() for build in techniques], callbacks=report, load_path=checkpoint)
+    assert f"was written with techniques [{BOTH}] and this run has [{current}" in str(error.value)
 
 
 def test_techniques_on_a_plain_checkpoint_are_refused(tmp_path: Path) -> None:
@@ -75,11 +72,3 @@ def test_nothing_is_checked_without_techniques_and_engagement_report(checkpoint:
     assert trainer.state.timestamp.batch.value == 2
     assert trainer.state.algorithms == []
     trainer.close()
-
-
-def test_one_common_technique_is_enough_to_detect_removed_and_changed_ones(checkpoint: str) -> None:
-    for techniques in ([SDPAAttention()], [FusedOptimizer(), SDPAAttention("math")]):
-        with pytest.raises(
-            ConfigError, match=r"written with techniques \[FusedOptimizer\(kernel='torch'\), SDPAAttention"
-        ):
-            make_trainer(techniques, load_path=checkpoint)

@@ -26,12 +26,12 @@ class Deny:
 sys.meta_path.insert(0, Deny())
 import composer_speedups
 
-found = {}
+results = {}
 for name in json.loads(sys.argv[1]):
     try:
-        found[name] = callable(getattr(composer_speedups, name)) or "cannot be called"
+        results[name] = callable(getattr(composer_speedups, name)) or "cannot be called"
     except ImportError as error:
-        found[name] = str(error)
+        results[name] = str(error)
 try:
     from torch.optim import AdamW
     from transformers import BertConfig, BertForSequenceClassification
@@ -44,11 +44,11 @@ try:
     assert composer_speedups.apply_torch_compile(model, "blocks", "eager")
     assert composer_speedups.apply_foreach_optimizer(AdamW(model.parameters()))
     assert composer_speedups.apply_adafactor(AdamW(model.parameters()))
-    found["calls"] = True
+    results["calls"] = True
 except BaseException as error:
-    found["calls"] = repr(error)
+    results["calls"] = repr(error)
 assert "composer" not in sys.modules
-print(json.dumps(found))
+print(json.dumps(results))
 """
 
 
@@ -59,8 +59,8 @@ def loaded() -> dict[str, Any]:
         [sys.executable, "-W", "ignore", "-c", PROGRAM, names], cwd=ROOT, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    results: dict[str, Any] = json.loads(done.stdout)
+    return results
 
 
 @pytest.mark.parametrize("name", [*FUNCTIONS, "calls"])

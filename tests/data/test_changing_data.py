@@ -22,8 +22,8 @@ from composer_speedups.tasks.classification import Classification
 from composer_speedups.train.cli import exit_codes
 from composer_speedups.train.config.schema import DataConfig
 from tests.data.samples import ROWS, files, save
-from tests.helpers.forks import on_ranks
 from tests.helpers.jobs import run
+from tests.helpers.ranks import ends_of_ranks
 
 
 def _build(config: DataConfig) -> Dataset:
@@ -121,6 +121,6 @@ def test_ranks_that_read_different_files_are_refused() -> None:
         with exit_codes():
             _build(files(f"{rank}.parquet", batch_size=2, cache_dir=f"cache{rank}"))
 
-    for done in on_ranks(read):
+    for done in ends_of_ranks(read):
         assert done.status == 2
         assert done.stderr.splitlines()[-1].startswith("train.py: data: the ranks read different samples")

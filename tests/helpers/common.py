@@ -28,7 +28,7 @@ SAVING: dict[str, Any] = {"save_interval": "2ba", "save_filename": "ba{batch}.pt
 
 
 def tiny_config(**settings: Any) -> BertConfig:
-    """Two layers of 32; all else is BERT's own unless it is given."""
+    """Two layers of 32; other values are BERT's defaults, unless given."""
     return BertConfig(
         hidden_size=32,
         num_hidden_layers=2,
@@ -74,9 +74,9 @@ def plain_batches(count: int = 4) -> list[Batch]:
 def learnable_batches(count: int = 200, rows: int = 16) -> list[Batch]:
     """Batches whose label can be learned: whether the first token lies in the upper half of the vocabulary."""
     lengths = torch.randint(4, 17, (count, rows), generator=torch.Generator().manual_seed(5)).tolist()
-    batches = [batch(each, 16, seed=1000 + i) for i, each in enumerate(lengths)]
-    for each in batches:
-        each["labels"] = (each["input_ids"][:, 0] >= VOCABULARY // 2).long()
+    batches = [batch(sizes, 16, seed=1000 + i) for i, sizes in enumerate(lengths)]
+    for inputs in batches:
+        inputs["labels"] = (inputs["input_ids"][:, 0] >= VOCABULARY // 2).long()
     return batches
 
 
@@ -101,7 +101,7 @@ def step_alike(models: list[Any], optimizers: list[Any], steps: int = 5) -> None
 
 
 class Batches(Dataset[Batch]):
-    """A dataset whose items are batches already."""
+    """A dataset whose items are batches."""
 
     def __init__(self, batches: list[Batch]) -> None:
         self.batches = batches
@@ -120,7 +120,7 @@ def data_spec(batches: list[Batch], **settings: Any) -> DataSpec:
 
 
 class Recorder(Callback):
-    """Losses of every batch and the gradients of the first."""
+    """Records the losses of all batches and the gradients of the first one."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
@@ -175,7 +175,7 @@ def make_trainer(
 
 
 def trained(algorithms: Sequence[Algorithm] = (), **settings: Any) -> Trainer:
-    """A :func:`make_trainer` that has trained; closed, also where that raised."""
+    """Return a Trainer of :func:`make_trainer` after training. It is closed, also if training raises."""
     return fit_and_close(make_trainer(algorithms, **settings))
 
 
@@ -206,7 +206,7 @@ def microbatches(batches: list[Batch], rows: int) -> dict[str, Any]:
 
 
 def in_turn(batches: list[Batch]) -> Any:
-    """On several ranks each takes the batches that are its turn."""
+    """On several ranks, a sampler that gives each rank its share of the batches."""
     return dist.get_sampler(Batches(batches), shuffle=False) if dist.get_world_size() > 1 else None
 
 

@@ -1,4 +1,4 @@
-"""The code of a page, run block by block as a reader would: Python in one namespace, YAML as configs, commands."""
+"""Run the code blocks of a page as a reader would: Python in one namespace, YAML as configs, and commands."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from tests.helpers.jobs import SHORT
 
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _HEREDOC = re.compile(r"^cat > (\S+) <<'EOF'\n(.*?)^EOF\n", re.DOTALL | re.MULTILINE)
-# An epoch of a few short samples in place of minutes; a page's own settings come before, so these hold.
+# One epoch of a few short samples. These settings follow a page's own, so they take precedence.
 BRIEF = [*SHORT, "trainer.max_duration=1ep"]
-# The file of a tutorial has ten rows, and there is no hub.
+# For tutorials, whose files have ten rows. There is no access to the hub.
 _ON_OWN_FILES = [
     "model.init=random",
     "model.size=tiny",
@@ -43,7 +43,7 @@ _ON_OWN_FILES = [
 ]
 
 
-# It writes to a bucket; tests/data/test_streams.py writes shards to a folder.
+# The code writes to a bucket; tests/data/test_streams.py writes shards to a folder instead.
 _NOT_RUN = {"streaming"}
 
 
@@ -54,18 +54,18 @@ class Block(NamedTuple):
 
 def blocks_of(text: str) -> list[Block]:
     """The fenced blocks of a page, in order."""
-    return [Block(*found) for found in _BLOCK.findall(text)]
+    return [Block(*block) for block in _BLOCK.findall(text)]
 
 
 def run_blocks(blocks: list[Block], names: dict[str, Any]) -> None:
     """Run blocks in the working directory.
 
     Args:
-        blocks: Of the languages python, yaml and bash; ``text`` is output and is left out.
-        names: What the Python may use; it stays there for the next block.
+        blocks: Blocks in python, yaml and bash. Blocks in ``text`` are output, and are skipped.
+        names: The namespace of the Python blocks.
 
     Raises:
-        AssertionError: A block of another language, or a command that no reader could run.
+        AssertionError: A block is in another language, or a command cannot be run.
     """
     for language, code in blocks:
         if language == "python" and _NOT_RUN.isdisjoint(re.findall(r"^from (\w+)", code, re.MULTILINE)):
@@ -81,7 +81,7 @@ def run_blocks(blocks: list[Block], names: dict[str, Any]) -> None:
 
 
 def check_yaml(code: str) -> None:
-    """The block is a config, or a part of one, and its techniques can be built."""
+    """Check that the block is a config or a part of one, and build its techniques."""
     Path("page.yaml").write_text(code)
     build_techniques(load_config("page.yaml").algorithms)
 
@@ -124,7 +124,7 @@ def _run_command(words: list[str]) -> None:
         assert words[:2] == ["pip", "install"], f"no such command: {shlex.join(words)}"
         known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
         extras = re.findall(r"\[(.*?)\]", " ".join(words))
-        assert {extra for found in extras for extra in found.split(",")} <= set(known), words
+        assert {extra for names in extras for extra in names.split(",")} <= set(known), words
 
 
 def _train(arguments: list[str]) -> None:

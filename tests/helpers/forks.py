@@ -1,7 +1,7 @@
-"""Processes that begin with everything imported: forked from one that has done nothing else.
+"""Processes with everything imported, forked from one that has only done the imports.
 
-Imports take ten seconds a process, and the test's own cannot be forked: where autograd has threads by then, or CUDA was
-looked at, a child of it cannot train.
+Imports take ten seconds per process. The test's own process cannot be forked: once autograd has started threads or CUDA
+was initialized, a child could not train.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import contextlib
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -23,7 +22,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import dill  # functions within functions, which pickle does not take
 
-__all__ = ["Done", "Fork", "on_ranks"]
+__all__ = ["Done", "Fork"]
 
 _warm: subprocess.Popen[bytes] | None = None
 
@@ -34,12 +33,14 @@ class Done(NamedTuple):
 
 
 class Fork:
-    """A process that runs ``function`` in the current folder and ends with 0, as it exits, or with 1 and a traceback.
+    """A process that runs ``function`` in the current folder.
+
+    Its exit status is 0, that of a SystemExit, or 1 with a traceback.
 
     Args:
-        function: What it runs; a copy, with what it refers to.
-        name: Its output goes to ``<name>.err``.
-        environment: Variables set in it, beside this process's.
+        function: The function, which is copied together with the objects that it refers to.
+        name: Its output is written to ``<name>.err``.
+        environment: Environment variables, in addition to this process's.
     """
 
     def __init__(self, function: Callable[[], Any], name: str = "fork", **environment: str) -> None:
@@ -58,14 +59,14 @@ class Fork:
         self.pid = int(_warm.stdout.readline())
 
     def wait(self, seconds: float = 120) -> Done:
-        """Its end; it is killed where it does not come in time."""
+        """Wait for its end; after ``seconds``, kill it and raise TimeoutError."""
         if not self.ends_within(seconds):
             self.signal(signal.SIGKILL)
-            raise TimeoutError(f"it goes on after {seconds} s: {self.path.read_text()[-3000:]}")
+            raise TimeoutError(f"it still runs after {seconds} s: {self.path.read_text()[-3000:]}")
         return Done(int(self._ended.read_text()), self.path.read_text())
 
     def ends_within(self, seconds: float) -> bool:
-        """Wait for so long at most."""
+        """Return whether it ends within so many seconds."""
         deadline = time.monotonic() + seconds
         while not self._ended.exists():
             if time.monotonic() > deadline:
@@ -74,32 +75,13 @@ class Fork:
         return True
 
     def signal(self, number: int) -> None:
-        """Nothing where it has ended."""
+        """Send a signal, unless it has ended."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, number)
 
 
-def on_ranks(function: Callable[[], Any], ranks: int = 2) -> list[Done]:
-    """``function`` in as many processes of one Composer run on the CPU."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    shared = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-
-    def run() -> None:
-        from composer.devices import DeviceCPU
-        from composer.utils import dist
-
-        dist.initialize_dist(DeviceCPU(), timeout=60)
-        function()
-
-    numbers = [{"RANK": str(r), "LOCAL_RANK": str(r), "NODE_RANK": "0"} for r in range(ranks)]
-    forks = [Fork(run, f"rank{r}", **shared, **number) for r, number in enumerate(numbers)]
-    return [fork.wait() for fork in forks]
-
-
 def _serve(requests: BinaryIO, replies: BinaryIO) -> None:
-    """Fork a child for each request, and note how each ended, until the tests are over."""
+    """Fork a child for each request and record its exit status, until the tests are over."""
     running: dict[int, Path] = {}
     while True:
         if select.select([requests], [], [], 0.05)[0]:
@@ -124,7 +106,7 @@ def _serve(requests: BinaryIO, replies: BinaryIO) -> None:
 
 
 def _run(function: Callable[[], Any], path: Path, environment: dict[str, str]) -> None:
-    """Never returns."""
+    """Run the function in a forked child, and end it."""
     status = 1
     try:
         os.chdir(path.parent)
@@ -135,10 +117,10 @@ def _run(function: Callable[[], Any], path: Path, environment: dict[str, str]) -
             os.dup2(source, target)
         sys.stdout = os.fdopen(1, "w", closefd=False)
         sys.stderr = os.fdopen(2, "w", closefd=False)
-        warnings.resetwarnings()  # those of a user's own process
+        warnings.resetwarnings()  # as in a user's process
         function()
         status = 0
-    except SystemExit as stop:  # as Python ends by it: with a number, or with 1 and what it says
+    except SystemExit as stop:  # Python prints a message and exits with 1
         status = int(stop.code or 0) if not isinstance(stop.code, str) else 1
         if isinstance(stop.code, str):
             print(stop.code, file=sys.stderr)
@@ -156,14 +138,14 @@ if __name__ == "__main__":
     from benchmarks.worker import import_all
     from composer_speedups.train.startup import prefetch_cpu_model
     from tests.helpers.common import tiny_bert
-    from tests.helpers.forks import _serve as serve  # under its own name, as what comes in refers to it
+    from tests.helpers.forks import _serve as serve  # not as __main__, which requests do not refer to
     from tests.helpers.isa import skip_isa_probe
 
     import_all()
-    prefetch_cpu_model().join()  # a process that each child would start
+    prefetch_cpu_model().join()  # otherwise each child would start a process
     skip_isa_probe()
-    huggingface._is_registered_causal_lm(tiny_bert())  # imports all of them, as each child with such a model would
-    # Nothing that is printed meanwhile may get among the replies.
+    huggingface._is_registered_causal_lm(tiny_bert())  # otherwise each child would import all model classes
+    # Prints must not end up among the replies.
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
     serve(os.fdopen(0, "rb", buffering=0), answers)  # type: ignore[arg-type]

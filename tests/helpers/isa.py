@@ -1,4 +1,4 @@
-"""What inductor takes for granted of the processor while tests run."""
+"""Skip inductor's probes of the processor's instruction sets in tests."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ __all__ = ["skip_isa_probe"]
 
 
 def skip_isa_probe() -> None:
-    """No trial of the instruction sets that the processor names, and none of its tiles (AMX).
+    """Make inductor assume that the processor supports the instruction sets that it names, without AMX.
 
-    Each process that compiles would try them all: by a program that is compiled for each, and another Python that
-    imports torch to load it.
+    Otherwise, each process that compiles probes all of them: it compiles a program for each one, and loads it in
+    another Python process that imports torch.
     """
     from torch._inductor import config
     from torch._inductor.cpu_vec_isa import VecAMX

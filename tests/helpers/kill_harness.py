@@ -1,4 +1,4 @@
-"""train.py in forked children of a warm process, killed at a chosen point and started again."""
+"""Run train.py in forked processes that are killed at a chosen point and started again."""
 
 from __future__ import annotations
 
@@ -19,34 +19,36 @@ from tests.helpers.forks import Fork
 
 __all__ = ["POINTS", "Point", "run_cases"]
 
-Point = dict[str, Any]  # {"at": one of POINTS or "random", "count": which time, "signal": what it gets}
+Point = dict[str, Any]  # {"at": one of POINTS or "random", "count": at which call, "signal": the signal sent}
 
 
 def run_cases(folder: Path, cases: list[dict[str, Any]], timeout: float = 120) -> dict[str, list[int]]:
     """Run cases one after the other; each is ``{"name", "arguments", "points"}``.
 
-    A case is one run of train.py for each of its points, which is stopped there, and one more to the end, of
-    ``timeout`` seconds each at most. Returns for each the exit statuses in order (negative: the signal that killed
-    it); ``<name>.out`` has all that was printed. A random point's moment lies within the time that the last run of
-    the case took that ``like`` names.
+    For each of its points, a case runs train.py until it is stopped there; then it runs train.py to the end. Each run
+    takes at most ``timeout`` seconds. A random point lies within the time that the last run of the case named ``like``
+    took.
+
+    Returns:
+        Name of each case → the exit statuses of its runs, negative for signals. ``<name>.out`` has their output.
     """
     folder.mkdir(exist_ok=True)
-    found: dict[str, list[int]] = {}
+    statuses_of: dict[str, list[int]] = {}
     seconds: dict[str, float] = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         for case in cases:
-            statuses = found.setdefault(case["name"], [])
+            statuses = statuses_of.setdefault(case["name"], [])
             for point in case.get("points", []):
                 if point["at"] == "random":
                     moment = random.Random(point["count"]).uniform(0.05, 0.8) * seconds.get(case.get("like", ""), 2.0)
                     point = {**point, "count": moment}
                 statuses.append(_run(case, point, timeout))
             started = time.monotonic()
-            if statuses[-1:] != [0]:  # else a random moment came too late, and there is nothing to go on with
+            if statuses[-1:] != [0]:  # otherwise a random moment came after the end of the run
                 statuses.append(_run(case, None, timeout))
             seconds[case["name"]] = time.monotonic() - started
-    return found
+    return statuses_of
 
 
 def _run(case: dict[str, Any], point: Point | None, timeout: float) -> int:
@@ -104,7 +106,7 @@ def _in_write(count: int, act: Callable[[], None]) -> None:
         if seen[0] == count:
             os.truncate(filename, os.path.getsize(filename) // 2)
             act()
-            torch.save(state_dict, filename)  # a signal that does not kill at once
+            torch.save(state_dict, filename)  # for signals that do not kill at once
 
     checkpoint._write_checkpoint_file = halfway
 

@@ -1,4 +1,4 @@
-"""Masks of every kind, and batches and logits to go with them."""
+"""Attention masks of every kind, with batches and logits for them."""
 
 from __future__ import annotations
 
@@ -55,26 +55,13 @@ def draw_mask(kind: str, seed: int, *, widest: int = 17) -> Tensor:
     return right.long()
 
 
-def random_masks(count: int, *, seed: int = 0, widest: int = 17) -> list[Tensor]:
-    """Right padding, left padding, holes, rows of one token and of none, full batches; 1 to 5 rows."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def number(low: int, high: int) -> int:
-        return int(torch.randint(low, high + 1, (), generator=generator))
-
-    masks = []
-    for i in range(count):
-        rows, width = number(1, 5), number(1, widest)
-        lengths = torch.randint(0, width + 1, (rows, 1), generator=generator)
-        right = torch.arange(width) < lengths
-        holes = torch.rand(rows, width, generator=generator) < 0.6
-        kinds = [right, right.flip(-1), holes, right | (torch.arange(width) == 0), torch.ones_like(right)]
-        masks.append(kinds[i % len(kinds)].long())
-    return masks
+def random_masks(count: int, *, widest: int = 17) -> list[Tensor]:
+    """Masks of all :data:`KINDS` in turn."""
+    return [draw_mask(KINDS[seed % len(KINDS)], seed, widest=widest) for seed in range(count)]
 
 
 def masked_batch(mask: Tensor, head: str, *, seed: int = 0) -> Batch:
-    """Random tokens; labels that the loss ignores where there is no token."""
+    """Return random tokens for a mask, with labels that the loss ignores at padding."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(2, VOCABULARY, mask.shape, generator=generator)
     if head == "mlm":
@@ -85,7 +72,7 @@ def masked_batch(mask: Tensor, head: str, *, seed: int = 0) -> Batch:
 
 
 def real_logits(output: Any, mask: Tensor) -> Tensor:
-    """Logits of real tokens, or of rows that have one."""
+    """Return the logits of real tokens, or of rows with at least one."""
     logits = output.logits
     assert logits.isfinite().all()
     return logits[mask.bool() if logits.ndim == 3 else mask.bool().any(-1)]

@@ -1,4 +1,4 @@
-"""Mutated configs: each key of the schema and each setting of each technique, with values that it is not made for."""
+"""Mutated configs: each key of the schema and each setting of each technique with random, mostly invalid values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from composer_speedups.train.config.schema import Config
 
 __all__ = ["Mutation", "files", "overrides"]
 
-# As YAML, so that they come in as a user's would.
+# As YAML, because a user's values are parsed from it.
 VALUES = [
     "null", "true", "~", "''", "x", "-1", "0", "0.5", "1e-300", "1e300", str(2**31), str(2**63 - 1), str(-(2**63)),
     "9" * 30, "9" * 5000, "0x" + "f" * 4000, ".nan", "-.inf", "[]", "[null]", "[1, [2]]", "{}", "{a: {b: 1}}", "{1: 2}",
@@ -75,7 +75,7 @@ ODD_OVERRIDES = [
 class Mutation(NamedTuple):
     what: str
     arguments: list[str]  # overrides
-    file: bytes | None = None  # in place of the quickstart
+    file: bytes | None = None  # instead of the quickstart
 
 
 def files() -> Iterator[Mutation]:
@@ -83,8 +83,8 @@ def files() -> Iterator[Mutation]:
         yield Mutation(f"file: {name}", [], data)
 
 
-def overrides(seed: int, each: int) -> Iterator[Mutation]:
-    """For each key, ``each`` of the values at random; then those of techniques, odd keys, and several at once."""
+def overrides(seed: int, count: int) -> Iterator[Mutation]:
+    """Yield odd overrides, ``count`` random values per key and setting, and several techniques and keys together."""
     rng = random.Random(seed)
     for odd in ODD_OVERRIDES:
         yield Mutation(odd[:60], [odd])
@@ -93,9 +93,9 @@ def overrides(seed: int, each: int) -> Iterator[Mutation]:
         names += [f"algorithms.{name}"]
         names += [f"algorithms.{name}.{setting}" for setting in inspect.signature(technique_class(name)).parameters]
     for name in names:
-        for value in rng.sample(VALUES, each):
+        for value in rng.sample(VALUES, count):
             yield Mutation(f"{name}={value[:40]}", [f"{name}={value}"])
-    for _ in range(260):  # conflicts among techniques, and faults beside faults
+    for _ in range(260):  # conflicts between techniques, and several errors at once
         chosen = rng.sample(technique_names(), rng.randint(2, 4))
         several = [f"algorithms.{name}={{}}" for name in chosen]
         several += [f"{rng.choice(names)}={rng.choice(VALUES)}" for _ in range(rng.randint(0, 2))]

@@ -1,4 +1,4 @@
-"""A tiny classifier whose loss is no number in batches that are marked, and the batches."""
+"""A tiny classifier whose loss or gradient is NaN or infinite in marked batches, and such batches."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from composer.models import HuggingFaceModel
 
 from tests.helpers.common import Batch, plain_batches, tiny_bert
 
-MARK = 63  # the first token of a batch whose loss is no number
+MARK = 63  # the first token of a marked batch
 
 
 class Poisoned(HuggingFaceModel):
-    """The loss, and with it every gradient, is multiplied by ``value`` in batches that begin with ``MARK``.
+    """Multiplies the loss, and so every gradient, by ``value`` in batches that begin with ``MARK``.
 
-    With ``overflow``, the loss stays what it is there, and only the gradient of the classifier's bias is not finite.
+    With ``overflow``, the loss of these batches stays finite, and only the gradient of the classifier's bias does not.
     """
 
     def __init__(self, value: float = float("nan"), *, overflow: bool = False) -> None:
@@ -27,12 +27,12 @@ class Poisoned(HuggingFaceModel):
         marked = int(batch["input_ids"][0, 0]) == MARK
         if marked and self.overflow:
             bias = self.model.classifier.bias
-            return loss + torch.sqrt((bias - bias.detach()).abs()).sum()  # 0, and its slope is not finite
+            return loss + torch.sqrt((bias - bias.detach()).abs()).sum()  # 0, with an infinite gradient
         return loss * self.value if marked else loss
 
 
 def batches(count: int, *poisoned: int) -> list[Batch]:
-    """Batches of 4 rows, those with the given numbers (from 1) marked."""
+    """Return batches of 4 rows, of which those with the given numbers (from 1) are marked."""
     made = plain_batches(count)
     for number, batch in enumerate(made, start=1):
         batch["input_ids"][:, 0] = MARK if number in poisoned else 1

@@ -1,4 +1,4 @@
-"""What an attacker would put into a file."""
+"""A pickle payload that executes code when it is loaded, for tests of attacks."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 __all__ = ["MARKER", "Payload"]
 
-MARKER = Path("ran")  # what each attack leaves behind
+MARKER = Path("ran")  # the folder that an attack creates
 
 
 class Payload:
-    """Unpickling it makes the marker."""
+    """Unpickling an instance creates the marker."""
 
     def __reduce__(self) -> Any:
         return os.mkdir, (str(MARKER),)

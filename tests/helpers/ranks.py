@@ -1,7 +1,8 @@
-"""What a function returns on each of some gloo ranks."""
+"""Functions run on each of some gloo ranks."""
 
 from __future__ import annotations
 
+import os
 import pickle
 import tempfile
 from collections.abc import Callable
@@ -13,23 +14,32 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.forks import Fork
+from tests.helpers.forks import Done, Fork
 
-__all__ = ["on_ranks"]
+__all__ = ["ends_of_ranks", "on_ranks"]
 
 
 def on_ranks(function: Callable[[], Any], ranks: int = 2, timeout: float = 240) -> list[Any]:
-    """What ``function`` returns on each of some gloo ranks.
+    """Return what ``function`` returns on each rank. A rank that raised fails the test with its traceback."""
+    folder = Path(tempfile.mkdtemp(dir=Path.cwd()))
 
-    Every rank has ended when it returns; one that raised fails the test with its traceback.
-    """
+    def save() -> None:
+        (folder / os.environ["RANK"]).write_bytes(pickle.dumps(function()))
+
+    ends = ends_of_ranks(save, ranks, timeout)
+    faults = [f"rank {rank}: {end.stderr}" for rank, end in enumerate(ends) if end.status]
+    assert not faults, "\n".join(faults)
+    return [pickle.loads((folder / str(rank)).read_bytes()) for rank in range(ranks)]
+
+
+def ends_of_ranks(function: Callable[[], Any], ranks: int = 2, timeout: float = 240) -> list[Done]:
+    """Run ``function`` on each rank; return how each of them ended."""
     if torch.cuda.is_available():
         pytest.skip("ranks on the CPU, of a machine without a GPU")
     folder = Path(tempfile.mkdtemp(dir=Path.cwd()))
-    found = [folder / f"rank{rank}.pkl" for rank in range(ranks)]
     forks = [
         Fork(
-            partial(_rank, function, rank, ranks, found[rank]),
+            partial(_rank, function, rank, ranks, folder / "store"),
             f"{folder.name}-{rank}",
             **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)),
             **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(ranks)),
@@ -37,15 +47,11 @@ def on_ranks(function: Callable[[], Any], ranks: int = 2, timeout: float = 240) 
         )
         for rank in range(ranks)
     ]
-    ends = [fork.wait(timeout) for fork in forks]
-    faults = [f"rank {rank}: {end.stderr}" for rank, end in enumerate(ends) if end.status]
-    assert not faults, "\n".join(faults)
-    return [pickle.loads(path.read_bytes()) for path in found]
+    return [fork.wait(timeout) for fork in forks]
 
 
-def _rank(function: Callable[[], Any], rank: int, ranks: int, path: Path) -> None:
+def _rank(function: Callable[[], Any], rank: int, ranks: int, store: Path) -> None:
     torch.set_num_threads(1)
     # They meet in a file, which Composer would not have them do: a port that was free may be taken by now.
-    store, patience = f"file://{path.parent}/store", timedelta(seconds=120)
-    torch.distributed.init_process_group("gloo", store, patience, ranks, rank)
-    path.write_bytes(pickle.dumps(function()))
+    torch.distributed.init_process_group("gloo", f"file://{store}", timedelta(seconds=120), ranks, rank)
+    function()

@@ -1,4 +1,4 @@
-"""In place of CUDA graphs, where there is no GPU: what was recorded is computed again, from and to the same memory."""
+"""Stand-ins for CUDA graphs on a CPU: a replay computes what was recorded again, in the same memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def graphed(model: Any, max_graphs: int = 2, segments: int = 1, recorder: Any = 
 
 
 class Rerun:
-    """A recorder as :class:`~composer_speedups.algorithms.cuda_graphs.capture.CUDARecorder` is."""
+    """A recorder with the methods of :class:`~composer_speedups.algorithms.cuda_graphs.capture.CUDARecorder`."""
 
     def __init__(self, pool: Any = None) -> None:
         self.pool = pool
@@ -46,14 +46,14 @@ class Rerun:
 
 
 class CannotRecord(Rerun):
-    """Fails as a capture does."""
+    """A recorder that fails as an unsupported capture does."""
 
     def record(self, run: Callable[[], Any]) -> Any:
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
 
 class Logged(Rerun):
-    """Writes down which of its graphs is replayed: 0 is that of the forward pass."""
+    """Logs the number of each graph that is replayed; 0 is the forward pass."""
 
     def __init__(self, log: list[Any]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Searches of tune whose trials are forked with their imports done."""
+"""Run searches of tune with trials that are forked from a process with all imports."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ __all__ = ["search"]
 def search(
     monkeypatch: pytest.MonkeyPatch, techniques: list[str], *overrides: str, first_in_process: bool = False
 ) -> tuple[dict[str, Any], int]:
-    """Tune the quickstart, cut down to seconds, over some techniques only.
+    """Tune a shortened quickstart over some techniques only.
 
     Args:
-        techniques: What is tried beside the quickstart's own.
-        overrides: Of the config and of tune.
-        first_in_process: The first trial is a process from the start.
+        techniques: Techniques to try, besides the quickstart's own.
+        overrides: Overrides of the config and of tune's settings.
+        first_in_process: Run the first trial as a new process, as users do.
 
     Returns:
-        What lies in quickstart.tuned.json, and how many trials ran.
+        The content of quickstart.tuned.json, and the number of trials.
     """
     in_process, trained = trials._run, list[str]()
 

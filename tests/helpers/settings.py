@@ -1,4 +1,4 @@
-"""One entry a technique: how the generic tests exercise it. A technique without one fails collection."""
+"""How the generic tests exercise each technique. Collection fails for a technique without an entry."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ class Entry:
     """How to test a technique.
 
     Attributes:
-        variants: Constructor arguments, one dict a test case. Those that need a GPU go to ``gpu_variants``.
-        same: What still equals the untouched model within ``dtype``'s tolerance; a recipe keeps less than the
-            default, all of it.
-        loss_bound: Greatest distance of the smoothed loss over 200 steps from the untouched model's; stated where the
-            technique's class says that it computes in less than float32 or changes the recipe.
-        dtype: What the technique computes in.
-        needs: Techniques it requires beside it.
-        evidence: Keys that its evidence must hold.
-        stock_checkpoint: Parameter names, shapes and exports are the stock model's.
+        variants: Constructor arguments, one dict per test case; ``gpu_variants`` for those that need a GPU.
+        same: Results that equal the untouched model's within the tolerance of ``dtype``: all of them, unless the
+            technique is a recipe.
+        loss_bound: Largest distance of the smoothed loss from the untouched model's over 200 steps. Given if the
+            technique computes in less than float32 or changes the recipe.
+        dtype: The dtype in which the technique computes.
+        needs: Other techniques that it requires.
+        evidence: Keys that its evidence must have.
+        stock_checkpoint: Whether parameter names, shapes and exports are the stock model's.
         weight_dtype: Dtype of the trained and exported weights.
-        package: What the GPU variants are skipped without, where that is no extra of ours.
-        also: Further variants to which something else applies than to these.
-        gpu: What applies on a GPU instead.
+        package: A package without which the variants are skipped.
+        also: Entries of further variants with other properties.
+        gpu: The entry that applies on a GPU instead.
     """
 
     variants: list[dict[str, Any]] = field(default_factory=list)
@@ -210,11 +210,11 @@ class Case:
         return technique_class(self.name)(**dict(self.arguments))
 
     def exactness(self, *, gpu: bool = False) -> Exactness:
-        """What the class says that it does to the numbers."""
+        """The exactness that the class declares."""
         return technique_class(self.name).exactness_with(dict(self.arguments), "cuda" if gpu else "cpu")
 
     def build_all(self) -> list[Technique]:
-        """The technique and what it needs."""
+        """The techniques that it needs, and the technique itself as the last one."""
         return [*(technique_class(n)(**kw) for n, kw in self.entry.needs.items()), self.build()]
 
     @property

@@ -1,4 +1,4 @@
-"""What the workers of one test run compute once for all of them."""
+"""Results that pytest-xdist's workers share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["once_per_run"]
 
 
 def once_per_run(compute: Callable[[], Any], name: str, factory: pytest.TempPathFactory) -> Any:
-    """What ``compute`` returns, in the first of pytest-xdist's workers that asks; the others wait for it."""
+    """Return ``compute()``, which only the first worker of a test run calls; the others wait for its result."""
     run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
     if run is None:
         return compute()

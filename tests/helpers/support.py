@@ -110,20 +110,20 @@ def claims_of(item: Any) -> list[Claim]:
     Raises:
         ValueError: A mark with a task or a way that is not in the tables above, or with none.
     """
-    found = []
+    claims = []
     for kind in MARKS:
         for mark in item.iter_markers(kind):
             given = item.callspec.params.get("task") if hasattr(item, "callspec") else None
             tasks = mark.kwargs.get("tasks") or [mark.kwargs.get("task") or given]
-            found += [Claim(str(task), way, kind) for task in tasks for way in mark.args]
-            if not mark.args or any(claim.task not in TASKS or claim.way not in WAYS for claim in found):
-                raise ValueError(f"{item.nodeid}: {kind} names no task or way of tests/helpers/support.py: {found}")
-    return found
+            claims += [Claim(str(task), way, kind) for task in tasks for way in mark.args]
+            if not mark.args or any(claim.task not in TASKS or claim.way not in WAYS for claim in claims):
+                raise ValueError(f"{item.nodeid}: {kind} names no task or way of tests/helpers/support.py: {claims}")
+    return claims
 
 
 def read_record() -> Record:
-    found: Record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
-    return found
+    record: Record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    return record
 
 
 def merged(before: Record, passed: Record) -> Record:

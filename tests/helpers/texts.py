@@ -1,4 +1,4 @@
-"""Rows of several texts, files of them, and tiny encoders that read them."""
+"""Rows with several texts, files of such rows, and tiny encoders for them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def sentence(rng: random.Random, least: int = 1, most: int = 11) -> str:
 
 
 def triples(count: int, seed: int = 0) -> list[dict[str, Any]]:
-    """``anchor``, a ``positive`` that shares words with it, a ``negative``, and a ``score``."""
+    """Return rows with an ``anchor``, a ``positive`` with the same words, a ``negative``, and a ``score``."""
     rng = random.Random(seed)
     rows = []
     for _ in range(count):
@@ -39,21 +39,21 @@ def triples(count: int, seed: int = 0) -> list[dict[str, Any]]:
 
 
 def write_rows(name: str, rows: Sequence[Mapping[str, Any]]) -> str:
-    """A jsonl file in the current folder; its name."""
+    """Write a jsonl file to the current folder, and return its name."""
     Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     return name
 
 
 def tokenizer_of(texts: Sequence[str]) -> Any:
-    """A WordPiece of them, kept in the current folder."""
+    """Return a WordPiece tokenizer of the texts, cached in the current folder."""
     return load_tokenizer(DataConfig(tokenizer="wordpiece", vocab_size=300), "", texts)
 
 
 def collated(task: Task, rows: Sequence[Mapping[str, Any]], tokenizer: Any, length: int = 12) -> Batch:
-    """One training batch of raw rows, as a loader makes it."""
+    """Return the training batch that a loader makes of raw rows."""
     examples = [task.example(row, f"row {i}", training=True) for i, row in enumerate(rows, start=1)]
     examples = task.prepared(examples, training=True)
-    columns = {key: [each[key] for each in examples] for key in examples[0]}
+    columns = {key: [example[key] for example in examples] for key in examples[0]}
     pad = Pad(tokenizer.pad_token_id, length, longest=True)
     return task.collator(pad, tokenizer, training=True)(Ragged.of(task.encode(columns, tokenizer, length)))
 

@@ -1,4 +1,4 @@
-"""torch's sync debug mode, for tests of what must not wait for the GPU."""
+"""torch's sync debug mode, for tests that the host does not wait for the GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["check_planned_steps", "no_waiting"]
 
 @contextmanager
 def no_waiting(*, strict: bool = True) -> Iterator[None]:
-    """Within, whatever waits for the GPU raises; with ``strict=False`` nothing does, as at a first step."""
+    """Raise if the block waits for the GPU; with ``strict=False``, as in a first step, allow it."""
     torch.cuda.set_sync_debug_mode("error" if strict else "default")
     try:
         yield

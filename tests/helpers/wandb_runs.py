@@ -1,4 +1,4 @@
-"""What a run gave Weights & Biases, read back from the file of an offline run, and what dashboards look for there."""
+"""Offline runs of Weights & Biases, read from their files, and the keys that dashboards expect in them."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class WandbRun:
     rows: list[dict[str, Any]] = field(default_factory=list)  # of the history
     config: dict[str, Any] = field(default_factory=dict)
     summary: dict[str, Any] = field(default_factory=dict)
-    axes: dict[str, str] = field(default_factory=dict)  # metric → what it is drawn over
-    name: str = ""  # by which dashboards select runs
+    axes: dict[str, str] = field(default_factory=dict)  # metric → its x-axis
+    name: str = ""  # dashboards select runs by it
     group: str = ""
     tags: tuple[str, ...] = ()
 
 
 def train_offline(*overrides: str) -> WandbRun:
-    """The short quickstart, six batches long, with an offline run in the group ``configurations`` and tag ``a``."""
+    """Train six batches of the short quickstart, logged offline in the group ``configurations`` with the tag ``a``."""
     job = (
         "trainer.max_duration=6ba",
         "loggers.wandb={mode: offline, tags: [a], group: configurations}",
@@ -37,12 +37,12 @@ def train_offline(*overrides: str) -> WandbRun:
     )
     import wandb
 
-    wandb.teardown()  # one that an earlier test left
+    wandb.teardown()  # of an earlier test
     try:
         run(*job)
     except Exception as error:
         # On a busy machine wandb's writing process once failed to start. A second failure is an error.
-        warnings.warn(f"trained again, since wandb did not begin its run: {error!r}", stacklevel=2)
+        warnings.warn(f"trained again, because wandb did not start its run: {error!r}", stacklevel=2)
         wandb.teardown()
         shutil.rmtree("runs", ignore_errors=True)
         run(*job)
@@ -50,12 +50,12 @@ def train_offline(*overrides: str) -> WandbRun:
 
 
 def read_wandb(folder: Path) -> WandbRun:
-    """The only run whose folder ``wandb`` is in a folder, after its Trainer was closed."""
+    """Read the only run below ``folder``, whose Trainer is closed."""
     import wandb
     from wandb.proto import wandb_internal_pb2 as pb
     from wandb.sdk.internal.datastore import DataStore
 
-    wandb.teardown()  # the process that writes the file has then ended; finish() does not wait for it
+    wandb.teardown()  # waits for the process that writes the file, which finish() does not
     (file,) = (folder / "wandb").glob("offline-run-*/run-*.wandb")
     store, seen = DataStore(), WandbRun()
     store.open_for_scan(str(file))
@@ -78,7 +78,7 @@ def read_wandb(folder: Path) -> WandbRun:
 
 
 def missing_in(run: WandbRun, task: Any) -> set[str]:
-    """The keys of a task's dashboard that a run did not log where the dashboard looks for them."""
+    """Return the keys that a task's dashboard reads and the run did not log."""
     charts = [chart for section in layout(task) for chart in section.charts]
     missing = {key for key in Request().group_by if key not in run.config}
     missing |= {key for key in columns(task) if key not in run.summary}

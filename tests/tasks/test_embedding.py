@@ -43,11 +43,10 @@ from composer_speedups.tasks.metrics import Recall
 from composer_speedups.tasks.models import FinetuneModel, _from_config
 from composer_speedups.train.config.schema import DataConfig
 from composer_speedups.train.out_of_memory import MicrobatchTrainer
-from tests.helpers import forks
 from tests.helpers.common import VOCABULARY, Batch, Recorder, make_trainer
 from tests.helpers.jobs import run
 from tests.helpers.models import UNPADDED, Family, tiny_model
-from tests.helpers.ranks import on_ranks
+from tests.helpers.ranks import ends_of_ranks, on_ranks
 from tests.helpers.rerun import Rerun
 from tests.helpers.texts import collated, tiny_encoder, tokenizer_of, triples, write_rows
 from tests.reference.loop import EPS, gradients
@@ -468,7 +467,7 @@ def test_one_rank_may_compare_a_part_of_its_batch(tokenizer: Any) -> None:
 
 
 def test_a_user_defined_loss_is_not_compared_on_part_of_a_batch(tokenizer: Any) -> None:
-    ends = forks.on_ranks(lambda: (compared_on_a_rank(tokenizer, Gathers), None)[1])
+    ends = ends_of_ranks(lambda: (compared_on_a_rank(tokenizer, Gathers), None)[1])
     assert ends[1].status == 9, ends[1].stderr
 
 

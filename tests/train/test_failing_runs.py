@@ -25,9 +25,9 @@ from composer_speedups.tasks.models import FinetuneModel
 from composer_speedups.train.cli import exit_codes
 from composer_speedups.train.fit import failed_run
 from tests.helpers.common import Batches, make_trainer, plain_batches
-from tests.helpers.forks import on_ranks
 from tests.helpers.jobs import fork_train
 from tests.helpers.nonfinite import Poisoned, batches
+from tests.helpers.ranks import ends_of_ranks
 
 
 def _make_a_loss_nan() -> None:
@@ -74,7 +74,7 @@ def test_a_nonfinite_loss_on_one_rank_stops_or_skips_on_all(on_nonfinite: Any) -
         with exit_codes():
             fit()
 
-    done = on_ranks(whole)
+    done = ends_of_ranks(whole)
     if on_nonfinite == "stop":
         assert [d.status for d in done] == [1, 1]
         assert all("train.py: loss: nan at step 3 " in d.stderr for d in done)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from composer.devices import Device
 
 from composer_speedups.core.trainer_state import torch_device
-from composer_speedups.distributed.host_scalars import Interception, Readback, ScalarCopies
+from composer_speedups.distributed.host_scalars import Interception
 
 __all__ = ["apply_early_loss"]
 
@@ -32,12 +32,12 @@ def apply_early_loss(device: Device) -> Interception:
         raise ValueError(f"early_loss needs a CUDA GPU, and this device is the {inner.type}")
     if isinstance(device.tensor_to_device, Interception):
         return device.tensor_to_device
-    return _intercept(device, Readback(ScalarCopies(inner)))
+    return _intercept(device)
 
 
-def _intercept(device: Device, readback: Readback) -> Interception:
+def _intercept(device: Device) -> Interception:
     try:
-        interception = Interception(device, readback)
+        interception = Interception(device)
         interception.install()
     except ValueError as error:
         raise ValueError(f"early_loss {error}") from error

@@ -29,7 +29,6 @@ class LoRA(Technique):
 
     name = "lora"
     stage = Stage.ADAPTERS
-    changes_structure = True
     exactness = "recipe"
     conflicts = (
         Conflict("sparse_upcycling", "LoRA freezes the experts and the router, so the experts would remain equal"),
@@ -46,6 +45,10 @@ class LoRA(Technique):
     """Dropout of the adapters' input."""
     modules_to_save: list[str] | None = Field(None)
     """Modules to train in full; null for the classification head."""
+
+    @staticmethod
+    def required_on_load() -> bool:
+        return True
 
     def reset(self) -> None:
         super().reset()

@@ -29,7 +29,6 @@ class SparseUpcycling(Technique):
 
     name = "sparse_upcycling"
     stage = Stage.SURGERY
-    changes_structure = True
     exactness = "recipe"
     conflicts = (
         Conflict(
@@ -52,6 +51,10 @@ class SparseUpcycling(Technique):
 
     def check_settings(self) -> None:
         check_settings(self.experts, self.every, self.top_k)
+
+    @staticmethod
+    def required_on_load() -> bool:
+        return True
 
     def reset(self) -> None:
         super().reset()

@@ -29,7 +29,6 @@ class FirstForward:
 
     def __init__(self) -> None:
         self._encoders: Sequence[UnpaddedEncoder] = ()
-        self._watching = ExitStack()  # removes the hooks and the recorder
         self._recorder: OperatorRecorder | None = None
         self._plan: Any = None
         self._layers = 0  # number of layers that ran on as many tokens as their plan has
@@ -37,11 +36,11 @@ class FirstForward:
         self._operators: list[str] = []
         self._compiled = self._done = False
 
-    def watch(self, state: State, encoders: Sequence[UnpaddedEncoder]) -> None:
-        """Observe the next forward pass, unless one was already observed."""
+    def watch(self, state: State, encoders: Sequence[UnpaddedEncoder], watching: ExitStack) -> None:
+        """Observe the next forward pass, unless one was already observed, until ``watching`` is closed."""
         if self._done:
             return
-        self._done, self._encoders = True, encoders
+        self._encoders, self._layers = encoders, 0
         self._plan = next((planned.layout for encoder in encoders for planned in encoder.packing.planned), None)
         for encoder in encoders:
             encoder.ran = None
@@ -51,8 +50,8 @@ class FirstForward:
             return
         layers = [layer for encoder in encoders for layer in blocks_of(encoder)]
         for layer in layers:
-            self._watching.callback(layer.register_forward_pre_hook(self._see, with_kwargs=True).remove)
-        self._recorder = self._watching.enter_context(OperatorRecorder())
+            watching.callback(layer.register_forward_pre_hook(self._see, with_kwargs=True).remove)
+        self._recorder = watching.enter_context(OperatorRecorder())
 
     def _see(self, _layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         candidates = (kwargs.get("unpadding"), getattr(kwargs.get("relative_pos"), "plan", None))
@@ -62,15 +61,14 @@ class FirstForward:
             self._layers += 1
 
     def stop(self) -> None:
-        """Stop observing, after the forward pass or its failure."""
-        if self._done and not self._ran:
-            self._ran = {encoder.ran for encoder in self._encoders}
-        self._watching.close()
+        """Read what was observed, after the forward pass."""
+        if self._done:
+            return
+        self._done, self._ran = True, {encoder.ran for encoder in self._encoders}
         if self._recorder is not None:
             layers = [layer for encoder in self._encoders for layer in blocks_of(encoder)]
             own = {str(layer.own_attention) for layer in layers if getattr(layer, "own_attention", None)}
             self._operators = [*sorted(own), *operators_among(self._recorder.counts)]
-            self._recorder = None
 
     def failure(self) -> tuple[str, str] | None:
         """Return the reason and the fix if the encoder did not run on packed tokens, else None."""

@@ -163,13 +163,12 @@ class Unpadding(ParityCheckedTechnique):
             packing.planned, packing.known_counts = (), ()
 
     def watch(self, state: State) -> None:
-        self._first.watch(state, self._encoders)
+        self._first.watch(state, self._encoders, self.watching)
 
     def stop_watching(self, state: State) -> None:
         self._first.stop()
 
     def close(self) -> None:
-        self._first.stop()
         self._forget()
         if self._host is not None:
             self._host.close()

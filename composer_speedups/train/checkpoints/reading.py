@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 from typing_extensions import TypedDict
 
 from composer_speedups.core.errors import ConfigError, UserError, first_line
-from composer_speedups.core.technique import resume_error, techniques_of
+from composer_speedups.core.technique import refuse_other_techniques
 from composer_speedups.core.temporary_attribute import temporary_attribute
 
 __all__ = ["DamagedCheckpointError", "check_checkpoint", "keep_loadable", "restricted_loading", "validate"]
@@ -345,9 +345,8 @@ def _keep_states(loaded: dict[str, Any], state: State) -> None:
 
     Algorithms become a dict, in which Composer looks the run's own up; it would evaluate the entries of a list.
     """
-    before = sorted(str(held.get("repr")) for _, held in loaded["algorithms"] if "evidence" in held)
-    if before != (now := sorted(map(repr, techniques_of(state.algorithms)))):
-        raise resume_error(before, now)
+    techniques = (str(held.get("repr")) for _, held in loaded["algorithms"] if "evidence" in held)
+    refuse_other_techniques(sorted(techniques), state.algorithms)
     schedulers = {_class(scheduler): scheduler.state_dict() for scheduler in state.schedulers}
     scaler = {_class(state.scaler): state.scaler.state_dict()} if state.scaler else {}
     loaded |= {
