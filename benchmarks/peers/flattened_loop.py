@@ -39,7 +39,7 @@ from benchmarks.peers.bare_loop import Loop
 from benchmarks.peers.job import build_job, plan_of, read_arguments, set_attention
 from benchmarks.peers.meter import Meter
 from composer_speedups.core.errors import ConfigError
-from composer_speedups.core.operator_recorder import compile_counts
+from composer_speedups.core.operator_recorder import capturing, compile_counts
 from composer_speedups.core.trainer_state import torch_device
 from composer_speedups.train.cli import exit_codes
 from composer_speedups.train.optimization import build_optimizer
@@ -257,7 +257,8 @@ class GraphedStep:
         computed = [parameter.grad for parameter in self.parameters]
         self._forget_gradients()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool):
+        torch.cuda.synchronize()
+        with capturing(), torch.cuda.graph(graph, pool=self.pool):  # counted as warm-up, as the fast set's captures
             graphs_loss = self.step(on_gpu)
         gradients = [parameter.grad for parameter in self.parameters]
         self.captured[(static.shape, flat.rows, flat.longest)] = graph, static, gradients, graphs_loss
