@@ -1,25 +1,36 @@
-"""python -m benchmarks.peers.flattened_loop -f FILE [key=value ...] [peer.torch_compile=BOOL]: a loop over flattened
-batches, without this package's techniques.
+"""python -m benchmarks.peers.flattened_loop -f FILE [key=value ...] [peer.NAME=VALUE ...]: the loop that an expert
+writes over flattened batches, without this package's techniques.
 
-It is what a user of transformers can write with torch 2.10 or newer: the real tokens of a batch become one row without
-padding, positions start again with every text, and attention is ``torch.nn.attention.varlen.varlen_attn``, registered
-as an attention implementation of transformers. On a GPU it uses bf16 autocast, TF32, fused AdamW and torch.compile with
-dynamic shapes. The job is that of the config; ``algorithms`` and ``trainer.precision`` are ignored.
+The real tokens of a batch become one row without padding, positions start again with every text, and attention is
+torch's variable-length flash attention with dropout, registered as an attention implementation of transformers. On a
+GPU the loop uses bf16 autocast, TF32, fused AdamW, torch.compile with dynamic shapes and one CUDA graph of the forward
+and backward pass per number of tokens. Each batch is one copy from pinned memory, and nothing waits for the GPU. The
+job is that of the config; ``algorithms`` and ``trainer.precision`` are ignored.
 
-``varlen_attn`` has no dropout, so attention weights are not dropped, and the loop computes less than the others. On a
-CPU, attention runs text by text. The model must be a BertForSequenceClassification.
+The keys, with the fastest values that were found as defaults:
+
+- ``peer.torch_compile`` (true on a GPU)
+- ``peer.graphs`` (true on a GPU): False launches every kernel from Python.
+- ``peer.multiple`` (512): Tokens are rounded up to a multiple of it. Matmuls are slow at odd numbers, and a smaller
+  multiple means more graphs.
+- ``peer.one_product`` (true): Query, key and value are one matmul.
+- ``peer.bf16_layernorm`` (true): LayerNorm returns bf16, where autocast would make it float32.
+
+On a CPU, attention runs text by text. The model must be a BertForSequenceClassification.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import sys
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim import Optimizer
 from transformers import BertForSequenceClassification
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
@@ -28,25 +39,35 @@ from benchmarks.peers.bare_loop import Loop
 from benchmarks.peers.job import build_job, plan_of, read_arguments, set_attention
 from benchmarks.peers.meter import Meter
 from composer_speedups.core.errors import ConfigError
-from composer_speedups.core.operator_recorder import compile_counts
+from composer_speedups.core.operator_recorder import capturing, compile_counts
 from composer_speedups.core.trainer_state import torch_device
 from composer_speedups.train.cli import exit_codes
 from composer_speedups.train.optimization import build_optimizer
 from composer_speedups.train.run_folder import RunFolder
 from composer_speedups.train.trainer import open_device
 
-_ATTENTION = "torch_varlen"
+ATTENTION = "torch_varlen"
+
+
+@dataclasses.dataclass
+class Flags:
+    torch_compile: bool
+    graphs: bool
+    multiple: int = 512
+    one_product: bool = True
+    bf16_layernorm: bool = True
 
 
 def main(arguments: list[str]) -> None:
-    config, flags = read_arguments(arguments)
+    config, given = read_arguments(arguments)
     device = open_device(config.trainer)
     on_gpu = torch_device(device).type == "cuda"
-    compiled = flags.pop("torch_compile", on_gpu)
-    if flags:
-        raise ConfigError(f"unknown key 'peer.{next(iter(flags))}'; the flattened loop has peer.torch_compile only")
-    AttentionInterface.register(_ATTENTION, varlen_attention)
-    AttentionMaskInterface.register(_ATTENTION, lambda *_, **__: None)
+    known = [field.name for field in dataclasses.fields(Flags)]
+    if unknown := [name for name in given if name not in known]:
+        raise ConfigError(f"unknown key 'peer.{unknown[0]}'; the flattened loop has {', '.join(known)}")
+    flags = Flags(**{"torch_compile": on_gpu, "graphs": on_gpu, **given})
+    AttentionInterface.register(ATTENTION, varlen_attention)
+    AttentionMaskInterface.register(ATTENTION, lambda *_, **__: None)
     config.algorithms = {}
     torch.set_float32_matmul_precision("high")
     with RunFolder(config) as folder:
@@ -54,7 +75,8 @@ def main(arguments: list[str]) -> None:
         if not isinstance(job.model.model, BertForSequenceClassification):
             kind = type(job.model.model).__name__
             raise ConfigError(f"model.name: the flattened loop trains BertForSequenceClassification only, not {kind}")
-        set_attention(job.model, _ATTENTION)
+        set_attention(job.model, ATTENTION)
+        prepare(job.model.model, flags)
         model = job.model.to(torch_device(device))
         optimizer = build_optimizer(model, config.optimizer)
         for group in optimizer.param_groups:
@@ -62,53 +84,203 @@ def main(arguments: list[str]) -> None:
         before = compile_counts()
         meter = Meter(config, model, device, "amp_bf16" if on_gpu else "fp32")
         loop = FlattenedLoop(config, job, optimizer, torch.amp.GradScaler(enabled=False), meter)
-        classify = functools.partial(_classify, job.model.model)
-        loop.classify = torch.compile(classify, dynamic=True) if compiled else classify
+        loop.use(flags)
         loop.fit(plan_of(config, len(job.train)))
-        evidence = {"attention": _ATTENTION, "graphs": compile_counts().since(before).graphs}
+        evidence = {
+            "attention": ATTENTION,
+            "graphs": compile_counts().since(before).graphs,
+            "cuda_graphs": len(loop.graphed.captured) if loop.graphed is not None else 0,
+        }
         meter.write(folder, "flattened_loop", evidence)
+
+
+def prepare(model: BertForSequenceClassification, flags: Flags) -> None:
+    """Change a model's layers as the flags say; parameters keep their values."""
+    if flags.one_product:
+        layers: Any = model.bert.encoder.layer
+        for layer in layers:
+            layer.attention.self = SelfAttention(layer.attention.self)
+    if flags.bf16_layernorm:
+        for module in model.modules():
+            if type(module) is nn.LayerNorm:
+                module.__class__ = AutocastLayerNorm
+
+
+class SelfAttention(nn.Module):
+    """BertSelfAttention with one matmul for query, key and value."""
+
+    def __init__(self, stock: Any) -> None:
+        super().__init__()
+        self.config, self.scaling, self.dropout = stock.config, stock.scaling, stock.dropout
+        self.heads, self.size = stock.num_attention_heads, stock.attention_head_size
+        products = [stock.query, stock.key, stock.value]
+        self.qkv = nn.Linear(products[0].in_features, 3 * products[0].out_features)
+        with torch.no_grad():
+            self.qkv.weight.copy_(torch.cat([product.weight for product in products]))
+            self.qkv.bias.copy_(torch.cat([product.bias for product in products]))
+
+    def forward(self, hidden_states: Tensor, attention_mask: Any = None, **kwargs: Any) -> tuple[Tensor, None]:
+        heads = self.qkv(hidden_states).unflatten(-1, (3, self.heads, self.size))
+        query, key, value = (x.transpose(1, 2) for x in heads.unbind(-3))
+        dropout = self.dropout.p if self.training else 0.0
+        out, _ = varlen_attention(self, query, key, value, attention_mask, dropout, self.scaling, **kwargs)
+        return out.flatten(2), None
+
+
+class AutocastLayerNorm(nn.LayerNorm):
+    """LayerNorm that returns autocast's dtype. The statistics are float32, as in every LayerNorm of torch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.is_autocast_enabled(x.device.type):
+            return super().forward(x)
+        dtype = torch.get_autocast_dtype(x.device.type)
+        with torch.autocast(x.device.type, enabled=False):
+            weight, bias = self.weight.to(dtype), self.bias.to(dtype)
+            return F.layer_norm(x.to(dtype), self.normalized_shape, weight, bias, self.eps)
 
 
 class FlattenedLoop(Loop):
     """The loop of :mod:`.bare_loop`, with batches of one row."""
 
     classify: Any
+    flags: Flags
+    graphed: GraphedStep | None = None
+
+    def use(self, flags: Flags) -> None:
+        self.flags = flags
+        self.classify = functools.partial(classify, self.model.model)
+        if flags.torch_compile:
+            self.classify = torch.compile(self.classify, dynamic=True)
+        if flags.graphs:
+            self.graphed = GraphedStep(self._forward_backward, self.optimizer)
 
     def forward(self, batch: Mapping[str, Tensor]) -> tuple[Any, Tensor]:
-        inputs = {name: value.to(self.device, non_blocking=True) for name, value in flattened(batch).items()}
+        flat = flattened(batch, self.flags.multiple)
+        flat = flat._replace(tokens=flat.tokens.to(self.device, non_blocking=True))
+        loss, logits = self._classify(flat)
+        return {"loss": loss, "logits": logits}, flat.labels
+
+    def _classify(self, flat: Flat) -> tuple[Tensor, Tensor]:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
-            loss, logits = self.classify(inputs, batch["input_ids"].shape[1])
-        return {"loss": loss, "logits": logits}, inputs["labels"]
+            result: tuple[Tensor, Tensor] = self.classify(flat)
+            return result
+
+    def _forward_backward(self, flat: Flat) -> Tensor:
+        loss, _ = self._classify(flat)
+        loss.backward()
+        return loss.detach()
+
+    def _step(self, batch: Mapping[str, Tensor]) -> Tensor:
+        if self.graphed is None:
+            return super()._step(batch)
+        loss = self.graphed(flattened(batch, self.flags.multiple))
+        if self._max_grad_norm is not None:
+            nn.utils.clip_grad_norm_(self._trained, self._max_grad_norm)
+        self.optimizer.step()
+        return loss
 
 
-def flattened(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Flatten a padded batch (B, S) on the CPU into one row of its T real tokens.
+class Flat(NamedTuple):
+    """A batch of B texts as one row of T tokens, the last of which are unused.
 
-    Returns:
-        ``input_ids``, ``token_type_ids`` (zeros if the batch has none) and ``position_ids``, (1, T); ``starts``, int32
-        (B + 1,), where each text starts and the last one ends; ``labels`` (B,).
+    Attributes:
+        tokens: int64 (4, T + 1): token ids, token types and positions, each followed by an unused slot; the last row
+            holds where each text starts and the last one ends (B + 1), then T, then the labels (B).
+        rows: B.
+        longest: A bound on the tokens of a text.
     """
+
+    tokens: Tensor
+    rows: int
+    longest: int
+
+    @property
+    def starts(self) -> Tensor:
+        """int32 (B + 2); the unused tokens are a text of their own."""
+        return self.tokens[3, : self.rows + 2].to(torch.int32)
+
+    @property
+    def labels(self) -> Tensor:
+        return self.tokens[3, self.rows + 2 : 2 * self.rows + 2]
+
+
+def flattened(batch: Mapping[str, Tensor], multiple: int) -> Flat:
+    """Flatten a padded batch (B, S) on the CPU; the number of tokens is rounded up to a multiple."""
     real = batch["attention_mask"].bool()
-    lengths = real.sum(-1)
-    types = batch.get("token_type_ids", torch.zeros_like(batch["input_ids"]))
-    positions = torch.arange(real.shape[1]).expand_as(real)
-    return {
-        "input_ids": batch["input_ids"][real].unsqueeze(0),
-        "token_type_ids": types[real].unsqueeze(0),
-        "position_ids": positions[real].unsqueeze(0),
-        "starts": F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32),
-        "labels": batch["labels"],
-    }
+    rows, slots = real.shape
+    ends = real.sum(-1).cumsum(0)
+    total = int(ends[-1])
+    size = -(-max(total, 2 * rows + 1) // multiple) * multiple
+    tokens = torch.zeros(4, size + 1, dtype=torch.int64, pin_memory=torch.cuda.is_available())
+    tokens[0, :total] = batch["input_ids"][real]
+    if "token_type_ids" in batch:
+        tokens[1, :total] = batch["token_type_ids"][real]
+    tokens[2, :total] = torch.arange(slots).expand_as(real)[real]
+    tokens[3, 1 : rows + 1] = ends
+    tokens[3, rows + 1] = size
+    tokens[3, rows + 2 : 2 * rows + 2] = batch["labels"]
+    return Flat(tokens, rows, max(slots, multiple))
 
 
-def _classify(model: Any, inputs: Mapping[str, Tensor], longest: int) -> tuple[Tensor, Tensor]:
-    """Return the mean cross entropy and the logits (B, classes) of flattened texts of up to ``longest`` tokens."""
-    starts = inputs["starts"]
-    named = {name: inputs[name] for name in ("input_ids", "token_type_ids", "position_ids")}
-    hidden = model.bert(**named, starts=starts, longest=longest).last_hidden_state
-    first = hidden.squeeze(0).index_select(0, starts[:-1])
+class GraphedStep:
+    """A step's forward and backward pass as CUDA graphs, one per shape, captured after the shape was computed once.
+
+    Every graph has gradients of its own, which the parameters get after its replay.
+    """
+
+    def __init__(self, step: Callable[[Flat], Tensor], optimizer: Optimizer) -> None:
+        self.step, self.captured = step, {}  # type: ignore[var-annotated]
+        self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self.stream = torch.cuda.Stream()
+        self.pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, flat: Flat) -> Tensor:
+        shape = (flat.tokens.shape, flat.rows, flat.longest)
+        if shape not in self.captured:
+            return self._compute_and_capture(flat)
+        graph, static, gradients, loss = self.captured[shape]
+        static.copy_(flat.tokens, non_blocking=True)
+        graph.replay()
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            parameter.grad = gradient
+        result: Tensor = loss
+        return result
+
+    def _compute_and_capture(self, flat: Flat) -> Tensor:
+        static = flat.tokens.cuda()
+        on_gpu = flat._replace(tokens=static)
+        self._forget_gradients()
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            loss = self.step(on_gpu)
+        torch.cuda.current_stream().wait_stream(self.stream)
+        computed = [parameter.grad for parameter in self.parameters]
+        self._forget_gradients()
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with capturing(), torch.cuda.graph(graph, pool=self.pool):  # counted as warm-up, as the fast set's captures
+            graphs_loss = self.step(on_gpu)
+        gradients = [parameter.grad for parameter in self.parameters]
+        self.captured[(static.shape, flat.rows, flat.longest)] = graph, static, gradients, graphs_loss
+        for parameter, gradient in zip(self.parameters, computed, strict=True):
+            parameter.grad = gradient
+        return loss
+
+    def _forget_gradients(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+
+def classify(model: Any, flat: Flat) -> tuple[Tensor, Tensor]:
+    """Return the mean cross entropy and the logits (B, classes)."""
+    starts = flat.starts
+    ids, types, positions = flat.tokens[:3, None, :-1].unbind(0)
+    hidden = model.bert(
+        input_ids=ids, token_type_ids=types, position_ids=positions, starts=starts, longest=flat.longest
+    ).last_hidden_state
+    first = hidden.squeeze(0).index_select(0, starts[:-2])
     logits = model.classifier(model.dropout(model.bert.pooler(first.unsqueeze(1))))
-    return F.cross_entropy(logits, inputs["labels"]), logits
+    return F.cross_entropy(logits, flat.labels), logits
 
 
 def varlen_attention(
@@ -117,6 +289,7 @@ def varlen_attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
+    dropout: float = 0.0,
     scaling: float | None = None,
     starts: Tensor | None = None,
     longest: int = 0,
@@ -126,12 +299,15 @@ def varlen_attention(
     assert starts is not None
     if not query.is_cuda:
         texts = (x.split(starts.diff().tolist(), dim=2) for x in (query, key, value))
-        results = [F.scaled_dot_product_attention(q, k, v, scale=scaling) for q, k, v in zip(*texts, strict=True)]
+        results = [
+            F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scaling)
+            for q, k, v in zip(*texts, strict=True)
+        ]
         return torch.cat(results, dim=2).transpose(1, 2), None
-    from torch.nn.attention.varlen import varlen_attn  # torch 2.10 and newer
-
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-    attended: Any = varlen_attn(q, k, v, starts, starts, longest, longest, scale=scaling)
+    attended = torch.ops.aten._flash_attention_forward(
+        q, k, v, starts, starts, longest, longest, dropout, False, False, scale=scaling
+    )[0]
     return attended.unsqueeze(0), None
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections import UserDict
 from typing import Any
 
@@ -44,6 +46,21 @@ def test_release_restores_the_forward_method() -> None:
     calls.release()
     assert model.forward == original
     assert calls.graphs == 0
+
+
+def test_a_released_graph_is_freed_while_its_loss_lives() -> None:
+    model = tiny_bert()
+    calls = graphed(model)
+    loss = model(**batch([4, 4])).loss
+    (graph,) = calls._graphs.values()
+    replay, static = weakref.ref(graph._replay._replay_forward), weakref.ref(graph._replay._static[0])
+    del graph
+    calls.release()
+    gc.collect()
+    assert replay() is None
+    assert static() is None
+    with pytest.raises(RuntimeError, match="released before its backward pass"):
+        loss.backward()
 
 
 def test_outputs_have_the_models_output_type_and_values() -> None:

@@ -105,7 +105,7 @@ class GraphedCalls:
             self._graphs[key] = _Graph(self, self._gradients, leaves, spec)
         except CaptureError as error:
             self.on_failure(error)
-            self.release()
+            self._stop()  # calls whose backward pass is due keep their graphs
         return self._graphs.get(key)
 
     def begin(self, buffers: Mapping[nn.Parameter, Tensor]) -> None:
@@ -118,7 +118,15 @@ class GraphedCalls:
         self._attribute = attribute
 
     def release(self) -> None:
-        """Restore the model's original function, release the graphs and their memory, and stop capturing."""
+        """Restore the model's original function, free the graphs and their memory, and stop capturing.
+
+        A backward pass that has not run yet then raises RuntimeError.
+        """
+        for graph in self._graphs.values():
+            graph.release()
+        self._stop()
+
+    def _stop(self) -> None:
         if self._attribute is not None and getattr(self.model, self._attribute) is self:
             setattr(self.model, self._attribute, self.original)
         self._graphs.clear()
@@ -196,6 +204,9 @@ class _Graph:
     @property
     def segments(self) -> int:
         return self._replay.segments
+
+    def release(self) -> None:
+        self._replay.release()
 
     def __call__(self, leaves: list[Any]) -> Any:
         """Replay, and return the tensors in the model's output object."""
