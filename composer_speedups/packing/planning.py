@@ -22,6 +22,7 @@ from composer_speedups.packing.tokens import (
     COUNTED_ON_HOST,
     IGNORED,
     READS_PADDING,
+    STAYS_PADDED,
     Plan,
     make_plan,
     reads_padding,
@@ -120,27 +121,22 @@ class Packing:
     known_counts: tuple[tuple[Tensor, Sequence[int]], ...] = ()
     counted: int = 0
 
-    def count(self, mask_BS: Tensor) -> list[int]:
-        """Real tokens of each row, on the host; negative for a row that makes the batch stay padded.
+    def count(self, mask_BS: Tensor, labels: Tensor | None = None) -> list[int]:
+        """Real tokens of each row, on the host; :data:`.STAYS_PADDED` for a row that makes its batch stay padded.
 
-        Synchronizes if the mask is on a GPU.
+        A row does so if the head reads its padding (see :func:`.reads_padding`), or if it has holes that matter.
+        Synchronizes if the mask or the labels are on a GPU.
         """
+        mask_BS = mask_BS.cpu()
+        padded = reads_padding(mask_BS, labels, by_token=self.by_token, first_slot=self.reads_first)
+        if self.widest_with_holes is not None and mask_BS.shape[1] > self.widest_with_holes:
+            padded = [reads or hole for reads, hole in zip(padded, rows_with_holes(mask_BS), strict=True)]
         counts = row_counts(mask_BS)
-        if not self.reads_first:
-            counts = [abs(count) for count in counts]
-        if self.widest_with_holes is None or mask_BS.shape[1] <= self.widest_with_holes:
-            return counts
-        return [-abs(count) if hole else count for count, hole in zip(counts, rows_with_holes(mask_BS), strict=True)]
+        return [STAYS_PADDED if row_padded else count for count, row_padded in zip(counts, padded, strict=True)]
 
     def layout(self, mask_BS: Tensor, counts: Sequence[int]) -> Layout:
         """The layout of a batch on its device, from its :meth:`count`."""
-        if any(count < 0 for count in counts):
-            return "padded"
-        return make_plan(mask_BS, sum(counts), self.pad_to_multiple_of)
-
-    def reads_padding(self, mask_BS: Tensor, labels: Tensor | None) -> list[bool]:
-        """Rows for which the head reads outputs at padding positions; see :func:`.reads_padding`."""
-        return reads_padding(mask_BS, labels, by_token=self.by_token, first_slot=self.reads_first)
+        return "padded" if STAYS_PADDED in counts else make_plan(mask_BS, sum(counts), self.pad_to_multiple_of)
 
     @property
     def padded_because(self) -> tuple[str, str]:
@@ -217,16 +213,16 @@ class Packing:
 
     @run_eagerly(COUNTED_ON_HOST)
     def _count_and_lay_out(self, values: Tensor, mask_BS: Tensor | None, labels: Tensor | None) -> Plan | None:
-        counts = None if mask_BS is None or (labels is not None and self.by_token) else self._known_counts_of(mask_BS)
-        if counts is None:
-            self.counted += 1
+        counts: Sequence[int] | None
         if mask_BS is None:
             mask_BS = values.new_ones(values.shape[:2], dtype=torch.bool)
             counts = [mask_BS.shape[1]] * len(mask_BS)
-        elif counts is None:
-            if any(self.reads_padding(mask_BS, labels)):
-                return None
-            counts = self.count(mask_BS)
+        else:
+            labels_matter = labels is not None and self.by_token  # known counts are of the mask alone
+            counts = None if labels_matter else self._known_counts_of(mask_BS)
+            if counts is None:
+                self.counted += 1
+                counts = self.count(mask_BS, labels)
         layout = self.layout(mask_BS, counts)
         return layout if isinstance(layout, Plan) else None
 

@@ -19,6 +19,7 @@ __all__ = [
     "IGNORED",
     "MULTIPLE",
     "READS_PADDING",
+    "STAYS_PADDED",
     "Plan",
     "as_numpy",
     "gather_tokens",
@@ -35,6 +36,7 @@ __all__ = [
 
 MULTIPLE = 64  # packed tokens are rounded up to a multiple of it by default, because matmuls are fastest then
 IGNORED = -100  # the label that torch's cross entropy ignores
+STAYS_PADDED = -1  # in place of a row's number of real tokens
 COUNTED_ON_HOST = (
     "unpadding reads the number of tokens on the host; call plan_unpadding before each call, compile without "
     "fullgraph=True, or call undo_unpadding(model)"
@@ -97,17 +99,8 @@ def _shape(tensors: Mapping[str, Tensor], mask: str) -> torch.Size | None:
 
 
 def row_counts(mask_BS: Tensor) -> list[int]:
-    """Real tokens of each row, on the host; negative for rows that begin with padding.
-
-    Synchronizes if the mask is on a GPU. An empty row counts 0.
-    """
-    if mask_BS.device.type == "cpu":
-        real_BS = _on_host(mask_BS)
-        counts = real_BS.sum(-1)
-        return [int(count) if first else -int(count) for count, first in zip(counts, real_BS[:, 0], strict=True)]
-    real = mask_BS.bool()
-    counted = real.sum(-1)
-    return torch.where(real[:, 0], counted, -counted).tolist()
+    """Real tokens of each row, on the host. Synchronizes if the mask is on a GPU."""
+    return [int(count) for count in _on_host(mask_BS).sum(-1)]
 
 
 def _on_host(mask: Tensor) -> Any:
@@ -139,14 +132,13 @@ def reads_padding(mask_BS: Tensor, labels: Tensor | None, *, by_token: bool, fir
         mask_BS: The batch's attention mask. Synchronizes if it is on a GPU.
         labels: The batch's labels; -100 is ignored. None if there are none.
         by_token: The head computes a loss per slot, without using the mask.
-        first_slot: The head reads each row's first slot, which is padding in a row without tokens.
+        first_slot: The head reads each row's first slot. In a row without tokens, an ignored label makes up for it.
     """
-    rows = len(mask_BS)
     mask = _on_host(mask_BS)
-    known = None if labels is None or len(labels) != rows else as_numpy(labels)
-    reads = ~mask.any(-1) & first_slot
+    known = None if labels is None or len(labels) != len(mask_BS) else as_numpy(labels)
+    reads = ~mask[:, 0] & first_slot
     if known is not None and known.ndim == 1 and known.dtype.kind != "f":  # a regression has no label to ignore
-        reads &= known != IGNORED
+        reads &= mask.any(-1) | (known != IGNORED)
     if known is not None and known.shape == mask.shape and by_token:
         reads |= ((known != IGNORED) & ~mask).any(-1)
     return [bool(row) for row in reads]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -9,10 +10,11 @@ import torch
 from composer.models import ComposerModel
 from torch import Tensor
 
-from composer_speedups import Unpadding
+from composer_speedups import Unpadding, apply_unpadding, plan_unpadding
 from composer_speedups.packing.planning import Packing
 from tests.helpers.common import Batch, batch, final_weights, make_trainer, tiny_bert, trained
 from tests.helpers.models import tiny_model
+from tests.reference.loop import gradients
 from tests.reference.tolerance import assert_near
 
 MASK = torch.tensor([[1, 1, 0], [1, 0, 0], [1, 1, 1], [1, 0, 0]])
@@ -64,3 +66,32 @@ def test_a_batch_stays_padded_if_one_of_two_encoders_cannot_pack_it() -> None:
     trainer.fit()
     trainer.close()
     assert_near(final_weights(trainer), final_weights(expected), what="weights")
+
+
+def choices(seed: int = 0) -> Batch:
+    """Three samples of two choices; the second choice of one of them has no tokens."""
+    rows = batch([5, 3, 6, 0, 2, 4], seed=seed)
+    ids, mask = (rows[name].view(3, 2, 6) for name in ("input_ids", "attention_mask"))
+    return {"input_ids": ids, "attention_mask": mask, "labels": torch.tensor([0, 1, 1])}
+
+
+@pytest.mark.parametrize("way", ["forward", "plan", "Trainer"])
+def test_a_choice_without_tokens_is_computed_as_in_the_untouched_model(way: str) -> None:
+    """The head reads the first slot of every choice."""
+    reference, inputs = tiny_model("bert", "choice"), choices()
+    model = copy.deepcopy(reference)
+    if way == "Trainer":
+        batches = [batch([5, 3, 6, 1, 2, 4]), inputs]
+        batches[0] = {**batches[0], **{n: batches[0][n].view(3, 2, 6) for n in ("input_ids", "attention_mask")}}
+        batches[0]["labels"] = inputs["labels"]
+        technique = Unpadding(8)
+        trainers = [trained([technique], model=model, batches=batches), trained(model=reference, batches=batches)]
+        assert_near(final_weights(trainers[0]), final_weights(trainers[1]), what="weights")
+        assert technique.evidence["micro_batches_left_padded"] == 1
+        return
+    apply_unpadding(model, 8)
+    if way == "plan":
+        plan_unpadding(model, inputs["attention_mask"])
+    for each in (reference, model):
+        each(**inputs).loss.backward()
+    assert_near(gradients(model), gradients(reference))

@@ -85,7 +85,8 @@ def plan_unpadding(
         attention_mask: (B, S), or (B, texts, S) if the model gets the texts as rows; preferably on the CPU. None
             removes the plan.
         counts: The result of the encoder's ``packing.count`` for the mask, if already known.
-        labels: For ``mlm_head="labelled"``: the batch's labels (B, S), preferably on the CPU.
+        labels: The batch's labels, preferably on the CPU; ``mlm_head="labelled"`` needs them. Without them, a batch
+            with a row of padding only stays padded if the head reads first slots.
 
     Raises:
         ValueError: The model has no unpadded encoder, or several, whose masks may differ.
@@ -104,7 +105,7 @@ def plan_unpadding(
         return
     attention_mask = attention_mask.flatten(0, -2)
     if counts is None:
-        counts = packing.count(attention_mask)
+        counts = packing.count(attention_mask, labels)
     layout = packing.layout(attention_mask.bool().to(device, non_blocking=True), counts)
     packing.planned = (PlannedBatch(None, None, layout),)
 

@@ -24,7 +24,7 @@ from composer_speedups.packing.labelled_head import (
     labelled_heads,
     plan_labels,
 )
-from composer_speedups.packing.planning import Layout, Packing, PlannedBatch
+from composer_speedups.packing.planning import Packing, PlannedBatch
 from composer_speedups.packing.tokens import MULTIPLE, token_masks
 
 
@@ -78,7 +78,7 @@ class Unpadding(ParityCheckedTechnique):
                 "with mlm_head: labelled, training computes no logits of other tokens, and training metrics read them",
                 "set model.train_metrics: false (in a HuggingFaceModel, use eval_metrics only), or mlm_head: all",
             )
-        self._host = HostCounts(state.device, self._count, self._reads_padding)
+        self._host = HostCounts(state.device, self._count)
         return {"encoders": len(self._encoders)}
 
     def reapply(self, state: State) -> None:
@@ -90,7 +90,7 @@ class Unpadding(ParityCheckedTechnique):
 
     def before_forward(self, state: State) -> None:
         facts = self._plan(state)
-        self._tokens += sum(abs(count) for fact in facts.values() for count in fact.counts)
+        self._tokens += sum(fact.tokens for fact in facts.values())
         self._slots += sum(state.batch[name].numel() for name in facts)
         self._padded += sum(batch.layout == "padded" for packing in self._packings() for batch in packing.planned)
         labels = state.batch.get("labels") if self._heads and isinstance(state.batch, Mapping) else None
@@ -118,17 +118,15 @@ class Unpadding(ParityCheckedTechnique):
             return {}
         facts = {name: self._facts(name, mask, state.batch) for name, mask in token_masks(state.batch).items()}
         for packing in packings:
-            planned, known = [], []
+            planned = []
             for name, fact in facts.items():
                 mask = state.batch[name]
-                labels = state.batch.get("labels") if name == "attention_mask" else None
-                layout: Layout = "padded"
-                if not fact.reads_padding:
-                    layout = packing.layout(mask.flatten(0, -2), fact.counts)
-                    if mask.ndim > 2:
-                        known.append((mask, fact.counts))
-                planned.append(PlannedBatch(mask, labels if isinstance(labels, torch.Tensor) else None, layout))
-            packing.planned, packing.known_counts = tuple(planned), tuple(known)
+                labels = self._host_counts().labels_of(name, mask, state.batch)
+                planned.append(PlannedBatch(mask, labels, packing.layout(mask.flatten(0, -2), fact.counts)))
+            packing.planned = tuple(planned)
+            packing.known_counts = tuple(
+                (state.batch[name], fact.counts) for name, fact in facts.items() if state.batch[name].ndim > 2
+            )
         return facts
 
     def _facts(self, name: str, mask: torch.Tensor, batch: Mapping[str, Any]) -> MaskFacts:
@@ -148,13 +146,10 @@ class Unpadding(ParityCheckedTechnique):
         """Those of the encoders whose class was not restored."""
         return [encoder.packing for encoder in self._encoders if isinstance(encoder, UnpaddedEncoder)]
 
-    def _count(self, mask: torch.Tensor) -> list[int]:
-        """See :meth:`.Packing.count`. A row is negative if one of the encoders cannot pack it."""
-        counts = [packing.count(mask) for packing in self._packings()]
-        return [min(row) if min(row) < 0 else row[0] for row in zip(*counts, strict=True)]
-
-    def _reads_padding(self, mask: torch.Tensor, labels: torch.Tensor | None) -> bool:
-        return any(any(packing.reads_padding(mask, labels)) for packing in self._packings())
+    def _count(self, mask: torch.Tensor, labels: torch.Tensor | None) -> list[int]:
+        """See :meth:`.Packing.count`. A row stays padded if one of the encoders cannot pack it."""
+        counts = [packing.count(mask, labels) for packing in self._packings()]
+        return [min(row) for row in zip(*counts, strict=True)]  # STAYS_PADDED is the smallest
 
     def _forget(self) -> None:
         for head in self._heads:
