@@ -190,9 +190,7 @@ class Packing:
     def _tokens(self, values: Tensor, mask_BS: Tensor | None, labels: Tensor | None) -> Plan | None:
         """The layout planned for a call's mask, or else a new one; None to stay padded."""
         shape = values.shape[:2]
-        for mask, planned_labels, layout in self.planned:
-            if not (mask is None or mask is mask_BS or _has_as_rows(mask, shape)):
-                continue
+        for _, planned_labels, layout in self._planned_for(mask_BS, shape):
             if self.by_token and planned_labels is not None and labels is not None and planned_labels is not labels:
                 continue  # other labels may be at padding positions
             if isinstance(layout, str):
@@ -205,6 +203,18 @@ class Packing:
         if mask_BS is not None and mask_BS.shape != shape:
             return None
         return self._count_and_lay_out(values, mask_BS, labels)
+
+    def _planned_for(self, mask_BS: Tensor | None, shape: torch.Size) -> list[PlannedBatch]:
+        """The planned batches whose mask a call has: as the same tensor, or as a view of it with all texts as rows."""
+        same = [batch for batch in self.planned if batch.mask is None or batch.mask is mask_BS]
+        if same or mask_BS is None:
+            return same
+        texts = [(batch, batch.mask) for batch in self.planned if batch.mask is not None and batch.mask.ndim > 2]
+        if not torch.compiler.is_compiling():
+            return [batch for batch, mask in texts if _rows_of(mask_BS, mask) == slice(0, mask.shape[:-1].numel())]
+        # torch.compile cannot trace _rows_of. A mask of the right size is taken, if there is only one.
+        fitting = [b for b, mask in texts if mask.shape[-1] == shape[1] and mask.numel() == shape.numel()]
+        return fitting if len(fitting) == 1 else []
 
     def _check_labels(self, mask_BS: Tensor, labels: Tensor | None) -> None:
         """Check, without synchronizing, that no label of a planned batch is at a padding position."""
@@ -233,10 +243,6 @@ class Packing:
             if rows is not None:
                 return counts[rows]
         return None
-
-
-def _has_as_rows(mask: Tensor, shape: torch.Size) -> bool:
-    return mask.ndim > 2 and mask.shape[-1] == shape[1] and mask.numel() == shape.numel()
 
 
 def _rows_of(view_BS: Tensor, whole: Tensor) -> slice | None:

@@ -10,7 +10,8 @@ import torch
 from composer.models import ComposerModel
 from torch import Tensor
 
-from composer_speedups import Unpadding, apply_unpadding, plan_unpadding
+from composer_speedups import TorchCompile, Unpadding, apply_unpadding, plan_unpadding
+from composer_speedups.packing.encoder import unpadded_encoders
 from composer_speedups.packing.planning import Packing
 from tests.helpers.common import Batch, batch, final_weights, make_trainer, tiny_bert, trained
 from tests.helpers.models import tiny_model
@@ -95,3 +96,41 @@ def test_a_choice_without_tokens_is_computed_as_in_the_untouched_model(way: str)
     for each in (reference, model):
         each(**inputs).loss.backward()
     assert_near(gradients(model), gradients(reference))
+
+
+class TwoTextsEach(ComposerModel):
+    """A bi-encoder whose sides have several texts for each sample, with masks of one shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bert = tiny_bert().bert
+
+    def forward(self, batch: Batch) -> Tensor:
+        sides = []
+        for side in ("", "_b"):
+            ids, mask = (batch[name + side].flatten(0, 1) for name in ("input_ids", "attention_mask"))
+            hidden = self.bert(ids, mask).last_hidden_state * mask[..., None]
+            sides.append(hidden.sum(1) / mask.sum(1, keepdim=True))
+        return sides[0] @ sides[1].T
+
+    def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
+        return torch.nn.functional.cross_entropy(outputs, torch.arange(len(outputs)))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_two_masks_of_one_shape_have_a_layout_each(compiled: bool) -> None:
+    batches = []
+    for seed in range(3):
+        one, two = batch([9, 16, 3, 7], seed=seed), batch([5, 2, 16, 8], seed=50 + seed)
+        texts = {**one, "input_ids_b": two["input_ids"], "attention_mask_b": two["attention_mask"]}
+        batches.append({name: values.view(2, 2, -1) for name, values in texts.items() if name != "labels"})
+    torch.manual_seed(0)
+    expected = trained(model=TwoTextsEach(), batches=batches)
+    torch.manual_seed(0)
+    techniques = [Unpadding(8), *([TorchCompile(backend="eager")] if compiled else [])]
+    trainer = make_trainer(techniques, model=TwoTextsEach(), batches=batches)
+    trainer.fit()
+    if not compiled:
+        assert [encoder.packing.counted for encoder in unpadded_encoders(trainer.state.model)] == [0]
+    trainer.close()
+    assert_near(final_weights(trainer), final_weights(expected), what="weights")
