@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from composer_speedups.packing.call import Call, ModelAroundEncoder
 from composer_speedups.packing.derived_classes import stock_class
-from composer_speedups.packing.tokens import COUNTED_ON_HOST, IGNORED, Plan, as_numpy, make_plan, run_eagerly
+from composer_speedups.packing.tokens import COUNTED_ON_HOST, IGNORED, MULTIPLE, Plan, as_numpy, make_plan, run_eagerly
 
 __all__ = [
     "LabelledHead",
@@ -44,7 +44,7 @@ class LabelledHead:
         ran: Whether a call computed the head for labelled tokens only.
     """
 
-    def __init__(self, pad_to_multiple_of: int) -> None:
+    def __init__(self, pad_to_multiple_of: int = MULTIPLE) -> None:
         self.pad_to_multiple_of = pad_to_multiple_of
         self.plan: Plan | None = None
         self.ran = False

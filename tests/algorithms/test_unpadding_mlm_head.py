@@ -98,6 +98,10 @@ def test_it_can_be_switched_off_and_undone() -> None:
     apply_unpadding(model, 8, "labelled")
     apply_unpadding(model, 8, "labelled")
     assert len(labelled_heads(model)) == 1
+    labelled = int((inputs["labels"] != -100).sum())
+    assert model(**inputs).logits.shape[1] == -(-labelled // 8) * 8
+    apply_unpadding(model, 64, "labelled")
+    assert model(**inputs).logits.shape[1] == -(-labelled // 64) * 64
     apply_unpadding(model, 8)
     assert not labelled_heads(model)
     assert model(**inputs).logits.ndim == 3
