@@ -136,6 +136,7 @@ class Family:
             support the block.
         position_table: For disentangled attention: block and relative embeddings (P, H) → keys and queries of relative
             positions (P, 2·A·D). None for other kinds of attention.
+        position_bias: Whether attention adds a bias between slots to the scores.
         refuses: Encoder → the reason why it cannot run on packed tokens; None if it can.
         gated: Whether blocks have pre-norms, rotary positions and a gated feed-forward layer.
         dropouts: Block → for each of :class:`DropoutRates`, the module whose mode decides and the module with the
@@ -168,6 +169,7 @@ class Family:
     layer_modules: Callable[[Any], Any] | None = None
     gated: bool = False
     position_table: Callable[[Any, Tensor], Tensor] | None = None
+    position_bias: bool = False
     refuses: Callable[[Any], str | None] = lambda _: None
     dropouts: Callable[[Any], list[tuple[nn.Module, nn.Dropout] | None]] | None = None
     positions: Callable[[Any, Tensor], Tensor] = _buffered_positions

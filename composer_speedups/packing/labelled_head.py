@@ -1,7 +1,10 @@
 """Compute a masked-LM head only for the tokens that have a label.
 
 The loss reads no other logits. ModernBERT's config has this as ``sparse_prediction``; this module does it for every
-supported family, and without a synchronization if the labels were counted on the host.
+supported family, and without a synchronization if the labels were counted on the host. It does so for batches that the
+encoder leaves padded, too: both select slots of the padded hidden states.
+
+Shapes: B rows, S slots per row, M labelled tokens, H hidden units.
 """
 
 from __future__ import annotations
@@ -14,7 +17,15 @@ from transformers import PreTrainedModel
 
 from composer_speedups.packing.call import Call, ModelAroundEncoder
 from composer_speedups.packing.derived_classes import stock_class
-from composer_speedups.packing.tokens import COUNTED_ON_HOST, IGNORED, MULTIPLE, Plan, as_numpy, make_plan, run_eagerly
+from composer_speedups.packing.tokens import (
+    COUNTED_ON_HOST,
+    IGNORED,
+    MULTIPLE,
+    TokenLayout,
+    as_numpy,
+    lay_out_tokens,
+    run_eagerly,
+)
 
 __all__ = [
     "LabelledHead",
@@ -23,7 +34,7 @@ __all__ = [
     "count_labels",
     "head_tokens",
     "labelled_heads",
-    "plan_labels",
+    "lay_out_labels",
 ]
 
 MLMHead = Literal["all", "labelled"]
@@ -39,14 +50,14 @@ class LabelledHead:
 
     Attributes:
         pad_to_multiple_of: M is rounded up to a multiple of it.
-        plan: The labelled tokens of the next call, from :func:`plan_labels`. Without one, the call counts them, which
-            synchronizes with the GPU.
+        layout: The labelled tokens of the next call, from :func:`lay_out_labels`. Without it, the call counts them,
+            which synchronizes with the GPU.
         ran: Whether a call computed the head for labelled tokens only.
     """
 
     def __init__(self, pad_to_multiple_of: int = MULTIPLE) -> None:
         self.pad_to_multiple_of = pad_to_multiple_of
-        self.plan: Plan | None = None
+        self.layout: TokenLayout | None = None
         self.ran = False
 
     def select(self, model: PreTrainedModel, call: Call, inputs: dict[str, Any]) -> None:
@@ -54,21 +65,21 @@ class LabelledHead:
         labels = call.labels
         if not (model.training and torch.is_grad_enabled() and labels is not None and labels.ndim == 2):
             return
-        indices, slots = self._plan_of(labels).indices_T, labels.numel()
-        call.head_slots, call.head_base = indices, model.base_model
-        selected = labels.flatten().index_select(0, indices.clamp(max=slots - 1))
-        inputs["labels"] = selected.where(indices < slots, IGNORED).unsqueeze(0)  # the plan has unused entries
+        indices_M, slots = self._layout_of(labels).indices_T, labels.numel()
+        call.head_slots, call.head_base = indices_M, model.base_model
+        selected_M = labels.flatten().index_select(0, indices_M.clamp(max=slots - 1))
+        inputs["labels"] = selected_M.where(indices_M < slots, IGNORED).unsqueeze(0)  # there are unused entries
         self.ran = True
 
-    def _plan_of(self, labels_BS: Tensor) -> Plan:
-        if self.plan is None or self.plan.mask_BS.shape != labels_BS.shape:
-            return self._own_plan(labels_BS)
-        torch._assert_async((self.plan.mask_BS == (labels_BS != IGNORED)).all(), _STALE)
-        return self.plan
+    def _layout_of(self, labels_BS: Tensor) -> TokenLayout:
+        if self.layout is None or self.layout.mask_BS.shape != labels_BS.shape:
+            return self._count_and_lay_out(labels_BS)
+        torch._assert_async((self.layout.mask_BS == (labels_BS != IGNORED)).all(), _STALE)
+        return self.layout
 
     @run_eagerly(COUNTED_ON_HOST)
-    def _own_plan(self, labels_BS: Tensor) -> Plan:
-        return plan_labels(labels_BS, sum(count_labels(labels_BS)), self.pad_to_multiple_of)
+    def _count_and_lay_out(self, labels_BS: Tensor) -> TokenLayout:
+        return lay_out_labels(labels_BS, sum(count_labels(labels_BS)), self.pad_to_multiple_of)
 
 
 def count_labels(labels_BS: Tensor) -> list[int]:
@@ -76,9 +87,9 @@ def count_labels(labels_BS: Tensor) -> list[int]:
     return [int(count) for count in (as_numpy(labels_BS) != IGNORED).sum(-1)]
 
 
-def plan_labels(labels_BS: Tensor, total: int, pad_to_multiple_of: int) -> Plan:
-    """Plan which tokens the head computes, from labels on its device and the number of labelled tokens."""
-    return make_plan(labels_BS != IGNORED, total, pad_to_multiple_of)
+def lay_out_labels(labels_BS: Tensor, total: int, pad_to_multiple_of: int) -> TokenLayout:
+    """The layout of the tokens that the head computes, from labels on its device and the number of labelled tokens."""
+    return lay_out_tokens(labels_BS != IGNORED, total, pad_to_multiple_of)
 
 
 def labelled_heads(model: nn.Module) -> list[LabelledHead]:

@@ -20,10 +20,10 @@ __all__ = [
     "MULTIPLE",
     "READS_PADDING",
     "STAYS_PADDED",
-    "Plan",
+    "TokenLayout",
     "as_numpy",
     "gather_tokens",
-    "make_plan",
+    "lay_out_tokens",
     "reads_padding",
     "round_up",
     "row_counts",
@@ -57,14 +57,14 @@ def run_eagerly(reason: str) -> Callable[[Any], Any]:
     return torch.compiler.disable  # type: ignore[no-any-return]
 
 
-class Plan(NamedTuple):
-    """One batch's real tokens in row order, followed by unused entries up to a rounded total.
+class TokenLayout(NamedTuple):
+    """Where one batch's real tokens are: in row order, followed by unused entries up to a rounded total.
 
     The unused entries form a separate sequence: no real token attends to them, they are gathered from the last slot of
     the batch, are not scattered back, and get no gradient.
 
     Attributes:
-        mask_BS: bool; the mask the plan was made from.
+        mask_BS: bool; the mask the layout was made from.
         indices_T: int64; the slot of each packed token among the N, and N for unused entries.
         cu_seqlens: int32 (B + 2,); where each row starts among the packed tokens, then the start of the unused entries,
             then T.
@@ -149,7 +149,7 @@ def round_up(number: int, multiple: int) -> int:
     return max(-(-number // multiple), 1) * multiple
 
 
-def make_plan(mask_BS: Tensor, total: int, pad_to_multiple_of: int = MULTIPLE) -> Plan:
+def lay_out_tokens(mask_BS: Tensor, total: int, pad_to_multiple_of: int = MULTIPLE) -> TokenLayout:
     """Lay out the real tokens of a batch on the mask's device, without synchronizing.
 
     Args:
@@ -172,7 +172,7 @@ def make_plan(mask_BS: Tensor, total: int, pad_to_multiple_of: int = MULTIPLE) -
     cu_seqlens = F.pad(F.pad(ends_B, (1, 0)), (0, 1), value=packed).to(torch.int32)
     torch._dynamo.maybe_mark_dynamic(indices_T, 0)  # T changes with every batch; one graph is used for all
     longest = round_up(max(mask_BS.shape[1], pad_to_multiple_of), 128)  # rounded, so that it seldom changes
-    return Plan(mask_BS, indices_T, cu_seqlens, longest)
+    return TokenLayout(mask_BS, indices_T, cu_seqlens, longest)
 
 
 def gather_tokens(x_NH: Tensor, indices_T: Tensor) -> Tensor:
@@ -200,10 +200,11 @@ def _gather(x_NH: Tensor, indices_T: Tensor) -> Tensor:
 def _scatter(x_TH: Tensor, indices_T: Tensor, slots: int) -> Tensor:
     padded = x_TH.new_zeros(slots + 1, x_TH.shape[1])  # the last row receives the unused entries
     padded.index_copy_(0, indices_T, x_TH)
-    # In eager code not a view, because autograd forbids changing a view that a function returns, and pooling may. In a
-    # backward pass that is itself differentiated, the result requires grad and cannot be resized.
-    is_view = torch.compiler.is_compiling() or padded.requires_grad
-    return padded[:slots] if is_view else padded.resize_(slots, x_TH.shape[1])
+    # The last row is cut off in place, because pooling code may change the result in place, which autograd forbids for
+    # a view that a custom function returns. Compiled code, and a tensor that requires grad (in a backward pass that is
+    # itself differentiated), cannot be resized.
+    can_resize = not torch.compiler.is_compiling() and not padded.requires_grad
+    return padded.resize_(slots, x_TH.shape[1]) if can_resize else padded[:slots]
 
 
 class _Gather(torch.autograd.Function):

@@ -14,7 +14,7 @@ from composer_speedups import Unpadding, apply_unpadding, plan_unpadding, undo_u
 from composer_speedups.core.operator_recorder import OperatorRecorder
 from composer_speedups.packing.attention import unpadded_attention
 from composer_speedups.packing.encoder import UnpaddedEncoder, unpadded_encoders
-from composer_speedups.packing.tokens import make_plan
+from composer_speedups.packing.tokens import lay_out_tokens
 from tests.helpers.common import batch, tiny_bert
 from tests.helpers.exhaustive import family_params
 from tests.helpers.masks import masked_batch, random_masks, real_logits
@@ -87,7 +87,7 @@ def test_unused_entries_and_padding_have_no_influence(multiple: int) -> None:
     reference, model = pair("bert", "mlm", multiple)
     inputs = masked_batch(random_masks(3)[2], "mlm")
     compare(reference, model, inputs)
-    packed = make_plan(inputs["attention_mask"], int(inputs["attention_mask"].sum()), multiple).indices_T
+    packed = lay_out_tokens(inputs["attention_mask"], int(inputs["attention_mask"].sum()), multiple).indices_T
     assert len(packed) % multiple == 0
     hidden = torch.randn(*inputs["input_ids"].shape, 32, requires_grad=True)
     mask = inputs["attention_mask"].bool()
@@ -164,7 +164,7 @@ def test_attention_dropout_is_applied_only_in_training(family: str) -> None:
 def test_dropped_weights_are_scaled_as_in_eager_attention() -> None:
     """With values of 1, a row's output is the sum of the kept weights, divided by the probability of keeping."""
     mask = torch.ones(8, 32, dtype=torch.bool)
-    plan = make_plan(mask, mask.numel(), 64)
+    plan = lay_out_tokens(mask, mask.numel(), 64)
     query, value = torch.zeros(1, 2, 256, 4), torch.ones(1, 2, 256, 4)
     torch.manual_seed(0)
     sums, weights = unpadded_attention(nn.Identity(), query, query, value, None, dropout=0.25, unpadding=plan)

@@ -65,7 +65,7 @@ def test_a_plan_replaces_counting_in_the_forward_pass(monkeypatch: pytest.Monkey
     reference, batches = masked_lm()
     model = copy.deepcopy(reference)
     apply_unpadding(model, 8, "labelled")
-    monkeypatch.setattr(LabelledHead, "_own_plan", lambda *_: pytest.fail("counted in the forward pass"))
+    monkeypatch.setattr(LabelledHead, "_count_and_lay_out", lambda *_: pytest.fail("counted in the forward pass"))
     for inputs in batches:
         plan_unpadding(model, inputs["attention_mask"], labels=inputs["labels"])
         assert_near(loss_and_gradients(model, inputs), loss_and_gradients(reference, inputs))
@@ -121,7 +121,7 @@ def test_other_heads_are_refused_before_anything_is_changed() -> None:
 
 
 def test_a_trainer_trains_like_one_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LabelledHead, "_own_plan", lambda *_: pytest.fail("counted in the forward pass"))
+    monkeypatch.setattr(LabelledHead, "_count_and_lay_out", lambda *_: pytest.fail("counted in the forward pass"))
     model = tiny_model("bert", "mlm")
     batches = fit_batches(model, plain_batches())
     technique, recorder = Unpadding(8, mlm_head="labelled"), Recorder()

@@ -18,7 +18,7 @@ from composer_speedups.core.errors import NotEngagedError
 from composer_speedups.core.operator_recorder import compile_counts
 from composer_speedups.packing.attention import unpadded_attention
 from composer_speedups.packing.encoder import unpadded_encoders
-from composer_speedups.packing.tokens import Plan
+from composer_speedups.packing.tokens import TokenLayout
 from tests.algorithms.test_unpadding_properties import values
 from tests.helpers.common import batch, trained
 from tests.helpers.masks import draw_mask, masked_batch
@@ -136,7 +136,7 @@ def test_the_flash_kernel_gets_the_window_in_both_directions(monkeypatch: pytest
     monkeypatch.setattr("composer_speedups.packing.attention.supports_flash_attention", lambda *_: True)
     meta: dict[str, Any] = {"device": "meta"}
     mask, indices = torch.empty(3, 9, dtype=torch.bool, **meta), torch.empty(64, dtype=torch.long, **meta)
-    plan = Plan(mask, indices, torch.empty(5, dtype=torch.int32, **meta), 128)
+    plan = TokenLayout(mask, indices, torch.empty(5, dtype=torch.int32, **meta), 128)
     query = torch.empty(1, 2, 64, 16, dtype=torch.bfloat16, **meta, requires_grad=True)
     windows = Windows()
     with windows:

@@ -88,7 +88,7 @@ def test_a_choice_without_tokens_is_computed_as_in_the_untouched_model(way: str)
         technique = Unpadding(8)
         trainers = [trained([technique], model=model, batches=batches), trained(model=reference, batches=batches)]
         assert_near(final_weights(trainers[0]), final_weights(trainers[1]), what="weights")
-        assert technique.evidence["micro_batches_left_padded"] == 1
+        assert technique.evidence["micro_batches_kept_padded"] == 1
         return
     apply_unpadding(model, 8)
     if way == "plan":

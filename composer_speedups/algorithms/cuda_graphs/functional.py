@@ -77,7 +77,7 @@ def plans_in(model: nn.Module) -> Callable[[], list[tuple[Any, str]]]:
     def plans() -> list[tuple[Any, str]]:
         packings = [(encoder.packing, "planned") for encoder in encoders if isinstance(encoder, UnpaddedEncoder)]
         rules = [outer.call_rules for outer in around if isinstance(outer, ModelAroundEncoder)]
-        return [*packings, *((rule.labelled_head, "plan") for rule in rules if rule.labelled_head is not None)]
+        return [*packings, *((rule.labelled_head, "layout") for rule in rules if rule.labelled_head is not None)]
 
     return plans
 

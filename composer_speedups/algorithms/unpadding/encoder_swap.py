@@ -58,8 +58,8 @@ def swap_encoders(
         owner: See :class:`.Packing`. Encoders of another owner get this one.
         observe: Whether the code that reads the model's outputs is unknown, so that gradients must show whether it
             reads padding.
-        guard: Whether that code is unknown, but was compared with the untouched model: batches are packed at once, and
-            a gradient at padding is an error.
+        guard: Whether that code is unknown, but the first batch is compared with the untouched model. Batches are then
+            packed from the first on, and a gradient at padding is an error.
 
     Raises:
         ValueError: The model has no encoder, one that cannot run unpadded, or a head that does not support
@@ -122,7 +122,7 @@ def _change_classes(encoder: _Encoder, owner: int | None, pad_to_multiple_of: in
 
 
 def _update_packing(encoder: _Encoder, owner: int | None, pad_to_multiple_of: int) -> None:
-    """Add what the heads around an encoder read, to what those of an earlier call read."""
+    """Let an encoder's packing respect the heads around it now, in addition to those of an earlier call."""
     packing, reads = encoder.module.packing, {*encoder.heads.values()}
     if packing.owner is not None:
         packing.owner = owner

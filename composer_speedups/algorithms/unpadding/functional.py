@@ -12,7 +12,7 @@ from composer_speedups.algorithms.unpadding.first_calls import compare_first_cal
 from composer_speedups.core.comparison import Check
 from composer_speedups.packing.call import ModelAroundEncoder
 from composer_speedups.packing.encoder import unpadded_encoders
-from composer_speedups.packing.labelled_head import MLMHead, count_labels, labelled_heads, plan_labels
+from composer_speedups.packing.labelled_head import MLMHead, count_labels, labelled_heads, lay_out_labels
 from composer_speedups.packing.planning import PlannedBatch
 from composer_speedups.packing.tokens import MULTIPLE
 
@@ -96,10 +96,10 @@ def plan_unpadding(
         raise ValueError(f"the model has {len(encoders)} unpadded encoders, not one; call apply_unpadding first")
     packing, device = encoders[0].packing, next(encoders[0].parameters()).device
     for head in labelled_heads(model):
-        head.plan = None
+        head.layout = None
         if labels is not None:
             total = sum(count_labels(labels))
-            head.plan = plan_labels(labels.to(device, non_blocking=True), total, packing.pad_to_multiple_of)
+            head.layout = lay_out_labels(labels.to(device, non_blocking=True), total, packing.pad_to_multiple_of)
     if attention_mask is None:
         packing.planned = ()
         return

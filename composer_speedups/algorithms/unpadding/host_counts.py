@@ -1,9 +1,9 @@
 """Token counts of a batch, taken on the host just before Composer moves it to the device.
 
-Reading counts from the device would make the host wait for it. Composer moves each micro-batch with
-``state.device.batch_to_device``, after the batch was split and before anything can change it there. The counts are kept
-for the tensors that this returns, and hold as long as these are the tensors of the forward pass: an algorithm or a
-transform that changes a batch on the device leaves other tensors, or another version of the same one.
+Reading counts from the device would make the host wait for it. Composer moves each micro-batch, after splitting the
+batch, with ``state.device.batch_to_device``, which this module replaces by a function that counts first. An algorithm
+or a transform may change the batch afterwards, on the device. The counts are therefore kept by the moved tensor and its
+version: they are not used for another tensor, nor for one that was changed in place.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from composer_speedups.packing.labelled_head import (
     MLMHead,
     count_labels,
     labelled_heads,
-    plan_labels,
+    lay_out_labels,
 )
 from composer_speedups.packing.planning import Packing, PlannedBatch
 from composer_speedups.packing.tokens import MULTIPLE, token_masks
@@ -63,9 +63,10 @@ class Unpadding(ParityCheckedTechnique):
         self._host: HostCounts | None = None
         self._guard = False
         self._counted_on_device = 0  # masks of micro-batches whose tokens were counted on the device
-        self._labelled = 0  # labelled tokens of the training batches
         self._first = FirstForward()
-        self._tokens = self._slots = self._padded = 0  # totals of the training batches
+        # totals of the training batches: real tokens and slots of the masks, labelled tokens and slots of the labels
+        self._tokens = self._slots = self._labelled = self._label_slots = 0
+        self._kept_padded = 0  # training micro-batches that an encoder could not pack
 
     def engage(self, state: State) -> dict[str, Any]:
         self._guard = self._because is not None  # the first batch is compared; later ones may read padding
@@ -92,14 +93,15 @@ class Unpadding(ParityCheckedTechnique):
         facts = self._plan(state)
         self._tokens += sum(fact.tokens for fact in facts.values())
         self._slots += sum(state.batch[name].numel() for name in facts)
-        self._padded += sum(batch.layout == "padded" for packing in self._packings() for batch in packing.planned)
+        self._kept_padded += any(batch.layout is None for packing in self._packings() for batch in packing.planned)
         labels = state.batch.get("labels") if self._heads and isinstance(state.batch, Mapping) else None
         if isinstance(labels, torch.Tensor) and labels.ndim == 2:
             on_host = self._host_counts().of(labels)
             total = sum(count_labels(labels if on_host is None else on_host))
             self._labelled += total
+            self._label_slots += labels.numel()
             for head in self._heads:
-                head.plan = plan_labels(labels, total, self.pad_to_multiple_of)
+                head.layout = lay_out_labels(labels, total, self.pad_to_multiple_of)
 
     def eval_before_forward(self, state: State) -> None:
         self._plan(state)
@@ -153,7 +155,7 @@ class Unpadding(ParityCheckedTechnique):
 
     def _forget(self) -> None:
         for head in self._heads:
-            head.plan = None
+            head.layout = None
         for packing in self._packings():
             packing.planned, packing.known_counts = (), ()
 
@@ -180,9 +182,13 @@ class Unpadding(ParityCheckedTechnique):
         if self.mlm_head == "labelled":
             if not any(head.ran for head in self._heads):
                 raise self.not_engaged("the masked-LM head computed every token", "pass labels (B, S) to the model")
-            evidence["head_tokens"] = round(self._labelled / self._slots, 4) if self._slots else "counted on the GPU"
-        if self._padded:
-            evidence["micro_batches_left_padded"] = self._padded
+            evidence["head_tokens"] = (
+                round(self._labelled / self._label_slots, 4)
+                if self._label_slots
+                else "unknown: the labels were counted in the forward pass"
+            )
+        if self._kept_padded:
+            evidence["micro_batches_kept_padded"] = self._kept_padded
         if self._counted_on_device:
             evidence["masks_counted_on_the_device"] = self._counted_on_device
         return evidence
