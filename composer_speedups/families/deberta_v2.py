@@ -20,7 +20,7 @@ from composer_speedups.families.family import Family, LayerModules
 from composer_speedups.families.flops import block_flops
 from composer_speedups.packing.disentangled_attention import Relative, disentangled_attention
 from composer_speedups.packing.encoder import UnpaddedEncoder
-from composer_speedups.packing.tokens import TokenLayout
+from composer_speedups.packing.tokens import TokenLayout, mark_dynamic
 
 __all__ = ["FAMILY"]
 
@@ -87,8 +87,7 @@ class _UnpaddedDeberta(UnpaddedEncoder):
         relative = Relative(layout, entries, first_tokens_only)
         rel_embeddings = self.get_rel_embedding()  # type: ignore[operator]
         for layer in self.layer:
-            if not torch.compiler.is_compiling():
-                torch._dynamo.maybe_mark_dynamic(packed, 1)  # for layers compiled separately
+            mark_dynamic(packed)
             packed = layer(packed, None, relative_pos=relative, rel_embeddings=rel_embeddings)[0]
         last: Any = packed
         return BaseModelOutput(last_hidden_state=last)

@@ -12,14 +12,13 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers.utils.generic import can_return_tuple
 
 from composer_speedups.families.family import Family, GatedLayerModules, Reads, default_head_reads
 from composer_speedups.families.flops import block_flops
 from composer_speedups.packing.encoder import UnpaddedEncoder, UnpaddedModel
-from composer_speedups.packing.tokens import TokenLayout, gather_tokens
+from composer_speedups.packing.tokens import TokenLayout, gather_tokens, mark_dynamic
 
 __all__ = ["FAMILY"]
 
@@ -65,9 +64,7 @@ class _UnpaddedModernBert(UnpaddedModel):
         kinds = self.config.layer_types or []
         angles = {kind: self.rotary_emb(hidden, positions, kind) for kind in sorted(set(kinds))}
         for layer, kind in zip(self.layers, kinds, strict=True):
-            if not torch.compiler.is_compiling():  # for layers compiled separately
-                for packed in (hidden, *angles[kind]):
-                    torch._dynamo.maybe_mark_dynamic(packed, 1)
+            mark_dynamic(hidden, *angles[kind])
             hidden = layer(
                 hidden,
                 attention_mask=None,

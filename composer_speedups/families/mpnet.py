@@ -11,14 +11,13 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
 from composer_speedups.families.family import Family
 from composer_speedups.packing.attention import unpadded_attention
 from composer_speedups.packing.encoder import UnpaddedEncoder
-from composer_speedups.packing.tokens import TokenLayout
+from composer_speedups.packing.tokens import TokenLayout, mark_dynamic
 
 __all__ = ["FAMILY"]
 
@@ -80,8 +79,7 @@ class _UnpaddedMPNet(UnpaddedEncoder):
     def _packed(self, packed: Tensor, layout: TokenLayout, return_dict: bool = True, **kwargs: Any) -> Any:
         bias_1ASS = self.compute_position_bias(packed.new_empty(1, layout.mask_BS.shape[1]))  # type: ignore[operator]
         for layer in self.layer:
-            if not torch.compiler.is_compiling():
-                torch._dynamo.maybe_mark_dynamic(packed, 1)  # for layers compiled separately
+            mark_dynamic(packed)
             packed = layer(packed, None, _PackedBias(bias_1ASS, layout), unpadding=layout, **kwargs)[0]
         last: Any = packed
         return BaseModelOutput(last_hidden_state=last)

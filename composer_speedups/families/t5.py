@@ -11,14 +11,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers.utils.generic import can_return_tuple
 
 from composer_speedups.families.family import Family, Reads, default_head_reads
 from composer_speedups.families.flops import block_flops
 from composer_speedups.packing.encoder import UnpaddedEncoder, UnpaddedModel
-from composer_speedups.packing.tokens import TokenLayout, gather_tokens
+from composer_speedups.packing.tokens import TokenLayout, gather_tokens, mark_dynamic
 
 __all__ = ["FAMILY"]
 
@@ -57,8 +56,7 @@ class _UnpaddedT5(UnpaddedModel):
         width = layout.mask_BS.shape[1]
         bias_1ASS = first.layer[0].SelfAttention.compute_bias(width, width, device=packed.device)
         for block in self.block:
-            if not torch.compiler.is_compiling():
-                torch._dynamo.maybe_mark_dynamic(packed, 1)  # for blocks compiled separately
+            mark_dynamic(packed)
             packed = block(packed, None, bias_1ASS, unpadding=layout, **kwargs)[0]
         return self.dropout(self.final_layer_norm(packed))  # type: ignore[no-any-return]
 

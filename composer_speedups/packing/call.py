@@ -24,7 +24,17 @@ from torch import Tensor, nn
 from composer_speedups.packing.derived_classes import stock_class, wrap_forward
 from composer_speedups.packing.tokens import TokenLayout, gather_tokens
 
-__all__ = ["Call", "CallPlan", "CallRules", "FirstCalls", "ModelAroundEncoder", "call_of", "forced", "is_replica"]
+__all__ = [
+    "Call",
+    "CallPlan",
+    "CallRules",
+    "FirstCalls",
+    "ModelAroundEncoder",
+    "call_of",
+    "forced",
+    "is_replica",
+    "models_around_encoders",
+]
 
 
 @dataclass
@@ -196,6 +206,11 @@ class ModelAroundEncoder(nn.Module):
         if rules.labelled_head is not None and not call.padded:
             rules.labelled_head.select(self, call, inputs)
         return call
+
+
+def models_around_encoders(model: nn.Module) -> list[ModelAroundEncoder]:
+    """The models around unpadded encoders in a model, itself included."""
+    return [module for module in model.modules() if isinstance(module, ModelAroundEncoder)]
 
 
 def _argument_names(model_class: type[Any]) -> list[str]:

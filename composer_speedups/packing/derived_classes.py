@@ -88,8 +88,11 @@ def is_derived(thing: Any) -> bool:
 
 
 def stock_class(derived: Any) -> type[nn.Module]:
-    """The stock class that a class from :func:`derived_class`, or the base of a subclass of one, was made from."""
-    return derived._derived_from[1]  # type: ignore[no-any-return]
+    """The stock class that a class from :func:`derived_class`, or the base of a subclass of one, was made from.
+
+    For any other class, the class itself.
+    """
+    return getattr(derived, "_derived_from", (None, derived))[1]  # type: ignore[no-any-return]
 
 
 def restore_class(module: nn.Module) -> None:

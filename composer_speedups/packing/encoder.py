@@ -12,13 +12,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
 from composer_speedups.packing.call import Call, CallPlan, ModelAroundEncoder, call_of
 from composer_speedups.packing.planning import Packing
-from composer_speedups.packing.tokens import TokenLayout, gather_tokens, scatter_tokens
+from composer_speedups.packing.tokens import TokenLayout, gather_tokens, mark_dynamic, scatter_tokens
 
 __all__ = ["UnpaddedEncoder", "UnpaddedModel", "unpadded_encoders"]
 
@@ -46,8 +45,7 @@ class UnpaddedEncoder(nn.Module):
         if plan.layout is None:
             return self._padded(plan, super().forward(hidden_states, attention_mask=attention_mask, **kwargs))
         packed = gather_tokens(hidden_states.flatten(0, 1), plan.layout.indices_T).unsqueeze(0)
-        if not torch.compiler.is_compiling():
-            torch._dynamo.maybe_mark_dynamic(packed, 1)  # for layers compiled separately
+        mark_dynamic(packed)
         if plan.first_tokens_only:
             # a keyword argument, so that it is also passed when a layer is recomputed
             kwargs["first_tokens_only"] = True

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from composer_speedups.packing.call import Call, ModelAroundEncoder
+from composer_speedups.packing.call import Call, models_around_encoders
 from composer_speedups.packing.derived_classes import stock_class
 from composer_speedups.packing.tokens import (
     COUNTED_ON_HOST,
@@ -94,8 +94,8 @@ def lay_out_labels(labels_BS: Tensor, total: int, pad_to_multiple_of: int) -> To
 
 def labelled_heads(model: nn.Module) -> list[LabelledHead]:
     """The masked-LM heads in a model that compute labelled tokens only."""
-    models = (module for module in model.modules() if isinstance(module, ModelAroundEncoder))
-    return [model.call_rules.labelled_head for model in models if model.call_rules.labelled_head is not None]
+    heads = [around.call_rules.labelled_head for around in models_around_encoders(model)]
+    return [head for head in heads if head is not None]
 
 
 def head_tokens(model: nn.Module, batch: Any) -> int | None:
@@ -115,6 +115,6 @@ def check_labelled_head(model: PreTrainedModel) -> None:
     Raises:
         ValueError: It is not a ``...ForMaskedLM`` of transformers.
     """
-    kind = stock_class(type(model)) if isinstance(model, ModelAroundEncoder) else type(model)
+    kind = stock_class(type(model))
     if not kind.__name__.endswith(_HEAD) or not kind.__module__.startswith("transformers.models."):
         raise ValueError(f"mlm_head='labelled' needs transformers' model with a masked-LM head, not {kind.__name__}")

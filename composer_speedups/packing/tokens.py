@@ -24,6 +24,7 @@ __all__ = [
     "as_numpy",
     "gather_tokens",
     "lay_out_tokens",
+    "mark_dynamic",
     "reads_padding",
     "round_up",
     "row_counts",
@@ -187,6 +188,13 @@ def scatter_tokens(x_TH: Tensor, indices_T: Tensor, slots: int, *, guarded: bool
     synchronization.
     """
     return _Scatter.apply(x_TH, indices_T, slots, guarded)
+
+
+def mark_dynamic(*packed: Tensor) -> None:
+    """Let layers that are compiled separately accept every number of packed tokens, in tensors (1, T, …)."""
+    if not torch.compiler.is_compiling():
+        for tensor in packed:
+            torch._dynamo.maybe_mark_dynamic(tensor, 1)
 
 
 # Each is the other's backward pass. torch's backward of index_select adds into its result, with atomics or a sort;

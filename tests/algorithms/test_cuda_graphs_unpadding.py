@@ -22,8 +22,8 @@ from tests.reference.tolerance import assert_near
 
 def graphed(max_graphs: int = 3) -> tuple[Any, Any, GraphedCalls]:
     reference, model = tiny_bert(), tiny_bert()
-    for each in (reference, model):
-        each.config.problem_type = "single_label_classification"
+    for network in (reference, model):
+        network.config.problem_type = "single_label_classification"
     apply_unpadding(model, 16)
     calls = GraphedCalls(model, model.forward, max_graphs, recorder=Rerun)
     calls.carries = plans_in(model)
@@ -34,9 +34,9 @@ def graphed(max_graphs: int = 3) -> tuple[Any, Any, GraphedCalls]:
 def step(reference: Any, model: Any, lengths: list[int], seed: int, *, planned: bool = True) -> None:
     inputs = batch(lengths, 16, seed=seed)
     plan_unpadding(model, inputs["attention_mask"] if planned else None)
-    for each in (reference, model):
-        each.zero_grad()
-        each(**inputs).loss.backward()
+    for network in (reference, model):
+        network.zero_grad()
+        network(**inputs).loss.backward()
     assert_near(gradients(model), gradients(reference), what=f"{lengths}")
 
 
@@ -71,8 +71,8 @@ def test_padded_batches_have_their_own_graph() -> None:
     inputs = batch([12, 7, 9], 16)
     inputs["attention_mask"] = inputs["attention_mask"].flip(-1)
     plan_unpadding(model, inputs["attention_mask"])
-    for each in (reference, model):
-        each(**inputs).loss.backward()
+    for network in (reference, model):
+        network(**inputs).loss.backward()
     assert_near(gradients(model), gradients(reference))
     assert unpadded_encoders(model)[0].ran == "padded"
     step(reference, model, [12, 7, 9], 0)

@@ -43,8 +43,8 @@ def compare(reference: Any, model: Any, inputs: dict[str, Tensor]) -> None:
     mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"]))
     if mask.any():
         assert_near([real_logits(actual, mask), actual.loss], [real_logits(expected, mask), expected.loss])
-        for each, output in ((reference, expected), (model, actual)):
-            each.zero_grad()
+        for network, output in ((reference, expected), (model, actual)):
+            network.zero_grad()
             output.loss.backward()
         assert_near(gradients(model), gradients(reference))
 
@@ -178,8 +178,8 @@ def test_dropped_weights_are_scaled_as_in_eager_attention() -> None:
 def test_gradient_checkpointing_recomputes_packed_layers(reentrant: bool) -> None:
     reference, model = pair("bert")
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-    for each in (reference, model):
-        each.train()
+    for network in (reference, model):
+        network.train()
     compare(reference, model, batch([3, 9, 12, 1]))
     assert encoder_of(model).ran == "unpadded"
 

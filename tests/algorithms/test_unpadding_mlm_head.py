@@ -44,8 +44,8 @@ def test_loss_and_gradients_equal_the_untouched_models(family: Family) -> None:
     model = copy.deepcopy(reference)
     apply_unpadding(model, 8, "labelled")
     for inputs in batches:
-        found, expected = loss_and_gradients(model, inputs), loss_and_gradients(reference, inputs)
-        assert_near(found, expected)
+        actual, expected = loss_and_gradients(model, inputs), loss_and_gradients(reference, inputs)
+        assert_near(actual, expected)
         labelled = int((inputs["labels"] != -100).sum())
         assert model(**inputs).logits.shape == (1, -(-labelled // 8) * 8, VOCABULARY)
 
@@ -130,8 +130,8 @@ def test_a_trainer_trains_like_one_without_it(monkeypatch: pytest.MonkeyPatch) -
         trained(algorithms, model=network, batches=batches, callbacks=[seen])
     assert_near(recorder.losses, plain.losses)
     assert_near(dict(model.named_parameters()), dict(other.named_parameters()))
-    tokens = sum(int((each["labels"] != -100).sum()) for each in batches)
-    slots = sum(each["labels"].numel() for each in batches)
+    tokens = sum(int((inputs["labels"] != -100).sum()) for inputs in batches)
+    slots = sum(inputs["labels"].numel() for inputs in batches)
     assert technique.evidence["head_tokens"] == round(tokens / slots, 4)
 
 
@@ -164,8 +164,8 @@ def test_compiled_it_equals_the_untouched_model() -> None:
     apply_torch_compile(model, "model", backend="eager")
     for inputs in batches:
         plan_unpadding(model, inputs["attention_mask"], labels=inputs["labels"])
-        found, expected = loss_and_gradients(model, inputs), loss_and_gradients(reference, inputs)
-        assert_near(found, expected)
+        actual, expected = loss_and_gradients(model, inputs), loss_and_gradients(reference, inputs)
+        assert_near(actual, expected)
     assert labelled_heads(model)[0].ran
 
 

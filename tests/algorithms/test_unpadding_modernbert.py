@@ -66,9 +66,9 @@ def test_shared_positions_inputs_embeds_and_masks_per_layer_type() -> None:
     shared = {**inputs, "position_ids": torch.arange(inputs["input_ids"].shape[1]).flip(0)[None]}
     assert_near(values(model, shared), values(reference, shared))
     embedded = []
-    for each in (reference, model):
-        given = each.get_input_embeddings()(inputs["input_ids"]).detach().requires_grad_()
-        each(**{k: v for k, v in inputs.items() if k != "input_ids"}, inputs_embeds=given).loss.backward()
+    for network in (reference, model):
+        given = network.get_input_embeddings()(inputs["input_ids"]).detach().requires_grad_()
+        network(**{k: v for k, v in inputs.items() if k != "input_ids"}, inputs_embeds=given).loss.backward()
         embedded.append(given.grad)
     assert_near([embedded[1]], [embedded[0]])
     assert encoder.ran == "unpadded"
@@ -83,8 +83,8 @@ def test_shared_positions_inputs_embeds_and_masks_per_layer_type() -> None:
 
 def test_the_saved_folder_equals_the_stock_models(tmp_path: Path) -> None:
     saved = []
-    for name, each in zip(("stock", "unpadded"), pair()[:2], strict=True):
-        each.save_pretrained(tmp_path / name)
+    for name, network in zip(("stock", "unpadded"), pair()[:2], strict=True):
+        network.save_pretrained(tmp_path / name)
         config = json.loads((tmp_path / name / "config.json").read_text())
         saved.append((config, load_file(tmp_path / name / "model.safetensors")))
     assert saved[0][0] == saved[1][0]
@@ -97,8 +97,8 @@ def test_the_saved_folder_equals_the_stock_models(tmp_path: Path) -> None:
 def test_compiled_graphs_accept_every_number_of_tokens(scope: Any) -> None:
     graphs = 1 if scope == "model" else 2  # the first block has no norm
     reference, model, _ = pair()
-    for each in (reference, model):
-        each.config.problem_type = "single_label_classification"
+    for network in (reference, model):
+        network.config.problem_type = "single_label_classification"
     apply_torch_compile(model, scope, backend="aot_eager")
     before = compile_counts()
     for length in (16, 11, 8, 6):
@@ -144,4 +144,4 @@ def test_the_flash_kernel_gets_the_window_in_both_directions(monkeypatch: pytest
             out, _ = unpadded_attention(nn.Identity(), query, query, query, None, 0.0, 0.25, plan, window)
             out.sum().backward()
     names = ["_flash_attention_forward", "_flash_attention_backward"]
-    assert windows.seen == [(name, each, each) for each in (4, None) for name in names]
+    assert windows.seen == [(name, reach, reach) for reach in (4, None) for name in names]

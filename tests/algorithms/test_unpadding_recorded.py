@@ -35,16 +35,18 @@ def assert_same_records(actual: Any, expected: Any, *, states: int, attentions: 
         assert (theirs is None) == (ours is None) == (count == 0), name
         if count:
             assert len(theirs) == len(ours) == count, name
-            assert [each is None for each in ours] == [each is None for each in theirs], name
-            assert_near([each for each in ours if each is not None], [each for each in theirs if each is not None])
+            assert [record is None for record in ours] == [record is None for record in theirs], name
+            assert_near(
+                [record for record in ours if record is not None], [record for record in theirs if record is not None]
+            )
 
 
 @pytest.mark.parametrize("family", family_params(UNPADDED))
 def test_hidden_states_requested_in_the_config(family: str) -> None:
     reference, model, encoder = pair(family)
     inputs = batch([3, 7, 1], 9)
-    for each in (reference, model):
-        each.config.output_hidden_states = True
+    for network in (reference, model):
+        network.config.output_hidden_states = True
     assert_same_records(model(**inputs), reference(**inputs), states=3, attentions=0)
     assert encoder.ran == "padded"
 
@@ -63,7 +65,7 @@ def test_attention_weights_requested_in_the_config(family: str) -> None:
 def test_hidden_states_requested_by_index(family: str) -> None:
     reference, model, encoder = pair(family)
     inputs = batch([3, 7, 1], 9)
-    actual, expected = (each(**inputs, output_hidden_states=[1]) for each in (model, reference))
+    actual, expected = (network(**inputs, output_hidden_states=[1]) for network in (model, reference))
     assert_same_records(actual, expected, states=len(expected.hidden_states), attentions=0)
     assert encoder.ran == "padded"
 

@@ -54,8 +54,8 @@ def test_after_the_first_batches_nothing_is_recompiled(scope: Any) -> None:
         apply_gradient_checkpointing(model)
     apply_torch_compile(model, scope, backend="eager")
     lengths = torch.randint(1, 25, (8, 9), generator=torch.Generator().manual_seed(2)).tolist()
-    batches = [batch(each[: 3 + i % 7], seed=i) for i, each in enumerate(lengths)]
-    assert len({int(each["attention_mask"].sum()) // 8 for each in batches[3:]}) >= 4
+    batches = [batch(rows[: 3 + i % 7], seed=i) for i, rows in enumerate(lengths)]
+    assert len({int(inputs["attention_mask"].sum()) // 8 for inputs in batches[3:]}) >= 4
     warm = compile_counts()
     for i, inputs in enumerate(batches):
         if i == 3:
@@ -68,7 +68,7 @@ def test_after_the_first_batches_nothing_is_recompiled(scope: Any) -> None:
 
 def test_predictions_match_the_untouched_model() -> None:
     model, batches = tiny_bert(), [*plain_batches(2), batch([1, 16, 5])]
-    expected = [model.eval()(**each).logits.detach() for each in batches]
+    expected = [model.eval()(**inputs).logits.detach() for inputs in batches]
     trainer = make_trainer([Unpadding(8)], model=copy.deepcopy(model))
     loader = DataSpec(
         DataLoader(Batches(batches), batch_size=None), get_num_samples_in_batch=lambda b: len(b["labels"])

@@ -147,8 +147,8 @@ class Shorten(Algorithm):
 def test_tokens_are_counted_after_the_last_change_to_the_batch() -> None:
     batches = plain_batches(2)
     expected = copy.deepcopy(batches)
-    for each in expected:
-        each["attention_mask"][:, 5:] = 0
+    for changed in expected:
+        changed["attention_mask"][:, 5:] = 0
     recorder = Recorder()
     trained([Unpadding(8), Shorten()], batches=batches, callbacks=[recorder])
     assert_near(recorder.losses, train_plainly(tiny_bert(), expected).losses)
@@ -207,12 +207,12 @@ def test_the_evidence_is_of_the_first_forward_pass() -> None:
     first.watch(trainer.state, encoders)
     model(**batch([5, 9]))
     first.stop()
-    found = first.evidence()
+    evidence = first.evidence()
     encoders[0].ran = "padded"  # in a later batch
     first.watch(trainer.state, encoders)
     first.stop()
     assert first.failure() is None
-    assert first.evidence() == found
+    assert first.evidence() == evidence
     trainer.close()
 
 

@@ -93,8 +93,8 @@ def test_a_choice_without_tokens_is_computed_as_in_the_untouched_model(way: str)
     apply_unpadding(model, 8)
     if way == "plan":
         plan_unpadding(model, inputs["attention_mask"])
-    for each in (reference, model):
-        each(**inputs).loss.backward()
+    for network in (reference, model):
+        network(**inputs).loss.backward()
     assert_near(gradients(model), gradients(reference))
 
 

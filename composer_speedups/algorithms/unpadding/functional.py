@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from composer_speedups.algorithms.unpadding.encoder_swap import restore_encoders, swap_encoders
 from composer_speedups.algorithms.unpadding.first_calls import compare_first_calls, stop_comparing
 from composer_speedups.core.comparison import Check
-from composer_speedups.packing.call import ModelAroundEncoder
+from composer_speedups.packing.call import models_around_encoders
 from composer_speedups.packing.encoder import unpadded_encoders
 from composer_speedups.packing.labelled_head import MLMHead, count_labels, labelled_heads, lay_out_labels
 from composer_speedups.packing.planning import PlannedBatch
@@ -59,15 +59,11 @@ def apply_unpadding(
         raise ValueError(f"check must be 'auto', 'always' or 'never', not {check!r}")
     if not 1 <= pad_to_multiple_of <= LARGEST_MULTIPLE:
         raise ValueError(f"pad_to_multiple_of must be 1 to {LARGEST_MULTIPLE}, not {pad_to_multiple_of}")
-    before = _models_around(model)
+    before = models_around_encoders(model)
     names = swap_encoders(model, pad_to_multiple_of, mlm_head, observe=check != "never")
-    if names or _models_around(model) != before:  # a further head of an encoder that already runs unpadded
+    if names or models_around_encoders(model) != before:  # a further head of an encoder that already runs unpadded
         compare_first_calls(model, check, restore_encoders)
     return names
-
-
-def _models_around(model: nn.Module) -> list[nn.Module]:
-    return [module for module in model.modules() if isinstance(module, ModelAroundEncoder)]
 
 
 def plan_unpadding(
