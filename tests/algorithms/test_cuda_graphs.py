@@ -16,7 +16,7 @@ from composer_speedups.core.errors import TechniqueError
 from composer_speedups.core.requirements import Context
 from composer_speedups.core.technique import refuse_conflicts, screen
 from tests.helpers.common import batch, make_trainer, plain_batches, tiny_bert
-from tests.helpers.rerun import CannotRecord, Rerun, graphed
+from tests.helpers.rerun import CannotRecord, graphed
 from tests.reference.loop import gradients
 from tests.reference.tolerance import assert_near
 
@@ -38,8 +38,7 @@ def test_gradients_of_two_forward_passes_before_backward_accumulate() -> None:
 def test_release_restores_the_forward_method() -> None:
     model = tiny_bert()
     original = model.forward
-    calls = GraphedCalls(model, original, 2, recorder=Rerun)
-    calls.install("forward")
+    calls = graphed(model)
     model(**batch([4, 4]))
     calls.release()
     assert model.forward == original

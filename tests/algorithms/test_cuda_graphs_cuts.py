@@ -60,10 +60,6 @@ def from_within_a_segment(model: Blocks, x: Tensor) -> Any:
     return (model.head(hidden[-1] * hidden[0]),)
 
 
-def all_states(model: Blocks, x: Tensor) -> Any:
-    return (model.head(states(model, x)[-1]), *states(model, x)[1:])
-
-
 def every_state(model: Blocks, x: Tensor) -> Any:
     hidden = states(model, x)
     return (model.head(hidden[-1]), *hidden[1:])
@@ -116,7 +112,6 @@ def unused(model: Blocks, x: Tensor) -> Any:
         (every_state, 4),
         (from_within_a_segment, 1),
         (around_all_cuts, 1),
-        (all_states, 1),
         (twice, 1),
         (backwards, 1),
         (in_place, 1),

@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 
 from composer_speedups import Unpadding, apply_torch_compile, apply_unpadding, plan_unpadding, undo_unpadding
-from composer_speedups.algorithms.cuda_graphs.functional import plans_in
-from composer_speedups.algorithms.cuda_graphs.graphed_calls import GraphedCalls
 from composer_speedups.core.errors import NotEngagedError, TechniqueError
 from composer_speedups.families.flops import training_flops
 from composer_speedups.packing.encoder import unpadded_encoders
@@ -20,7 +18,7 @@ from tests.helpers.common import VOCABULARY, Batch, Recorder, batch, make_traine
 from tests.helpers.exhaustive import family_params
 from tests.helpers.jobs import run
 from tests.helpers.models import UNPADDED, Family, fit_batches, tiny_model
-from tests.helpers.rerun import Rerun
+from tests.helpers.rerun import graphed
 from tests.reference.tolerance import assert_near
 
 
@@ -173,9 +171,7 @@ def test_graphs_replay_it_with_other_labels() -> None:
     reference, batches = masked_lm()
     model = copy.deepcopy(reference)
     apply_unpadding(model, 8, "labelled")
-    calls = GraphedCalls(model, model.forward, 3, recorder=Rerun)
-    calls.carries = plans_in(model)
-    calls.install("forward")
+    calls = graphed(model)
     for inputs in batches:
         plan_unpadding(model, inputs["attention_mask"], labels=inputs["labels"])
         assert_near(loss_and_gradients(model, inputs), loss_and_gradients(reference, inputs))

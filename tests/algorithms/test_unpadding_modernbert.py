@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -13,32 +12,22 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from composer_speedups import Unpadding, apply_torch_compile, apply_unpadding, plan_unpadding
+from composer_speedups import Unpadding, apply_torch_compile, plan_unpadding
 from composer_speedups.core.errors import NotEngagedError
 from composer_speedups.core.operator_recorder import compile_counts
 from composer_speedups.packing.attention import unpadded_attention
-from composer_speedups.packing.encoder import unpadded_encoders
 from composer_speedups.packing.tokens import TokenLayout
-from tests.algorithms.test_unpadding_properties import values
 from tests.helpers.common import batch, trained
 from tests.helpers.masks import draw_mask, masked_batch
 from tests.helpers.models import tiny_model
+from tests.helpers.unpadded import pair, values
 from tests.reference.tolerance import assert_near
-
-
-def pair(head: Any = "classification", **settings: Any) -> tuple[Any, Any, Any]:
-    """Return an untouched model, an unpadded one with the same weights, and the unpadded encoder."""
-    reference = tiny_model("modernbert", head, **settings)
-    model = copy.deepcopy(reference)
-    assert apply_unpadding(model, 8) == ["model"]
-    assert apply_unpadding(model, 8) == []
-    return reference, model, *unpadded_encoders(model)
 
 
 @pytest.mark.parametrize("pooling", ["cls", "mean"])
 @pytest.mark.parametrize("kind", ["right padding", "left padding"])
 def test_both_poolings_match_the_untouched_model(pooling: str, kind: str) -> None:
-    reference, model, encoder = pair(classifier_pooling=pooling)
+    reference, model, encoder = pair("modernbert", classifier_pooling=pooling)
     for seed in range(8):
         mask = draw_mask(kind, seed)
         inputs = masked_batch(mask, "classification", seed=seed)
@@ -52,7 +41,7 @@ def test_rows_with_holes_wider_than_a_window_run_padded() -> None:
     inputs = masked_batch(mask, "mlm")
     logits = []
     for width, way in [(8, "padded"), (24, "unpadded")]:
-        reference, model, encoder = pair("mlm", local_attention=width)
+        reference, model, encoder = pair("modernbert", "mlm", local_attention=width)
         assert encoder.packing.count(mask) == [12, -1 if way == "padded" else 7]
         assert_near(values(model, inputs), values(reference, inputs))
         assert encoder.ran == way
@@ -61,7 +50,7 @@ def test_rows_with_holes_wider_than_a_window_run_padded() -> None:
 
 
 def test_shared_positions_inputs_embeds_and_masks_per_layer_type() -> None:
-    reference, model, encoder = pair("mlm")
+    reference, model, encoder = pair("modernbert", "mlm")
     inputs = masked_batch(draw_mask("right padding", 3), "mlm")
     shared = {**inputs, "position_ids": torch.arange(inputs["input_ids"].shape[1]).flip(0)[None]}
     assert_near(values(model, shared), values(reference, shared))
@@ -83,7 +72,7 @@ def test_shared_positions_inputs_embeds_and_masks_per_layer_type() -> None:
 
 def test_the_saved_folder_equals_the_stock_models(tmp_path: Path) -> None:
     saved = []
-    for name, network in zip(("stock", "unpadded"), pair()[:2], strict=True):
+    for name, network in zip(("stock", "unpadded"), pair("modernbert")[:2], strict=True):
         network.save_pretrained(tmp_path / name)
         config = json.loads((tmp_path / name / "config.json").read_text())
         saved.append((config, load_file(tmp_path / name / "model.safetensors")))
@@ -96,7 +85,7 @@ def test_the_saved_folder_equals_the_stock_models(tmp_path: Path) -> None:
 @pytest.mark.parametrize("scope", ["model", "blocks"])
 def test_compiled_graphs_accept_every_number_of_tokens(scope: Any) -> None:
     graphs = 1 if scope == "model" else 2  # the first block has no norm
-    reference, model, _ = pair()
+    reference, model, _ = pair("modernbert")
     for network in (reference, model):
         network.config.problem_type = "single_label_classification"
     apply_torch_compile(model, scope, backend="aot_eager")

@@ -10,22 +10,14 @@ import transformers
 from packaging.version import Version
 
 from composer_speedups import apply_unpadding
-from composer_speedups.packing.encoder import unpadded_encoders
 from tests.helpers.common import batch
 from tests.helpers.exhaustive import family_params
 from tests.helpers.models import UNPADDED, tiny_model
+from tests.helpers.unpadded import pair
 from tests.reference.tolerance import assert_near
 
 pytestmark = pytest.mark.pins
 BY_INDEX = pytest.mark.skipif(Version(transformers.__version__) < Version("5.17"), reason="hidden states by index")
-
-
-def pair(family: str, head: str = "classification") -> tuple[Any, Any, Any]:
-    """Return an untouched model, an unpadded one with the same weights, and the unpadded encoder."""
-    reference = tiny_model(family, head)
-    model = copy.deepcopy(reference)
-    assert len(apply_unpadding(model, 8)) == 1
-    return reference, model, *unpadded_encoders(model)
 
 
 def assert_same_records(actual: Any, expected: Any, *, states: int, attentions: int) -> None:

@@ -14,30 +14,28 @@ from composer_speedups import (
     Unpadding,
     apply_gradient_checkpointing,
     apply_torch_compile,
-    apply_unpadding,
     plan_unpadding,
 )
 from composer_speedups.algorithms.gradient_checkpointing.recompute import recomputations
 from composer_speedups.core.operator_recorder import compile_counts
 from composer_speedups.packing.encoder import unpadded_encoders
-from tests.algorithms.test_unpadding_properties import values
 from tests.helpers.common import Batches, batch, make_trainer, plain_batches, tiny_bert
 from tests.helpers.exhaustive import SCOPES, family_params
-from tests.helpers.models import UNPADDED, Family, tiny_model
+from tests.helpers.models import UNPADDED, Family
+from tests.helpers.unpadded import pair, values
 from tests.reference.tolerance import assert_near
 
 
-def pair(family: Family = "bert", layers: int = 2) -> tuple[Any, Any]:
-    reference = tiny_model(family, layers=layers)
-    reference.config.problem_type = "single_label_classification"
-    model = copy.deepcopy(reference)
-    apply_unpadding(model, 8)
+def pair_in_training(family: Family = "bert", layers: int = 2) -> tuple[Any, Any]:
+    reference, model, _ = pair(family, layers=layers)
+    for network in (reference, model):
+        network.config.problem_type = "single_label_classification"
     return reference.train(), model.train()
 
 
 @pytest.mark.parametrize("family", family_params(UNPADDED))
 def test_recomputed_blocks_run_on_packed_tokens(family: Family) -> None:
-    reference, model = pair(family)
+    reference, model = pair_in_training(family)
     blocks = apply_gradient_checkpointing(model)
     inputs = batch([3, 9, 16, 1, 8])
     assert_near(values(model, inputs), values(reference, inputs))
@@ -49,7 +47,7 @@ def test_recomputed_blocks_run_on_packed_tokens(family: Family) -> None:
 @pytest.mark.parametrize("scope", SCOPES)
 def test_after_the_first_batches_nothing_is_recompiled(scope: Any) -> None:
     """Five more batches have other numbers of tokens, rows and slots."""
-    reference, model = pair(layers=1)
+    reference, model = pair_in_training(layers=1)
     if scope == "blocks":
         apply_gradient_checkpointing(model)
     apply_torch_compile(model, scope, backend="eager")
