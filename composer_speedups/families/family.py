@@ -3,6 +3,8 @@
 The file has the name of the family's folder in transformers, and defines one :class:`Family` named ``FAMILY``. No other
 module of the package names a class of transformers' models. Importing this module does not import torch, because a
 separate process compiles kernels from a model's config.json before torch is imported.
+
+Shapes: B rows, S slots per row, H hidden units, A heads, D units per head, P entries of the relative-position table.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Its attention does not use transformers' attention interface, so the class of th
 bias is defined between slots of a row, so queries, keys and values are moved back to their slots, and everything else
 stays packed.
 
-Shapes: B rows, S slots per row, T packed tokens, A heads, H hidden units.
+Shapes: B rows, S slots per row, T packed tokens, A heads, D units per head, H hidden units.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 transformers chooses an attention function by ``config._attn_implementation``. The attention modules of an unpadded
 encoder get a :class:`PackedAttentionConfig`, so that they call this one; the model's own config does not change.
 
-Shapes: B rows, S slots per row, T packed tokens, A heads, D units per head.
+Shapes: B rows, S slots per row, T packed tokens, A heads, D units per head, H = A·D.
 """
 
 from __future__ import annotations

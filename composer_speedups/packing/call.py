@@ -6,7 +6,7 @@ labels, and which code reads the result. Each model around an encoder (``BertMod
 describes the call in a :class:`Call` for as long as it runs. Calls are kept per thread, and a model finds its encoder
 by name, so that replicas, threads and direct calls of ``forward`` each have their own.
 
-Shapes: B rows, S slots per row.
+Shapes: B rows, S slots per row, M slots that a masked-LM head reads, H hidden units.
 """
 
 from __future__ import annotations

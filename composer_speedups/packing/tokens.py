@@ -133,7 +133,7 @@ def reads_padding(mask_BS: Tensor, labels: Tensor | None, *, by_token: bool, fir
         mask_BS: The batch's attention mask. Synchronizes if it is on a GPU.
         labels: The batch's labels; -100 is ignored. None if there are none.
         by_token: The head computes a loss per slot, without using the mask.
-        first_slot: The head reads each row's first slot. In a row without tokens, an ignored label makes up for it.
+        first_slot: The head reads each row's first slot. A row without tokens does not count if its label is ignored.
     """
     mask = _on_host(mask_BS)
     known = None if labels is None or len(labels) != len(mask_BS) else as_numpy(labels)

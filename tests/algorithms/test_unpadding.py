@@ -108,6 +108,14 @@ def test_a_plan_is_valid_only_for_its_mask() -> None:
         plan_unpadding(reference, planned["attention_mask"])
 
 
+def test_calls_count_their_tokens_unless_they_have_no_mask() -> None:
+    reference, model, encoder = pair()
+    inputs = batch([5, 5], 5)
+    for count, attention in enumerate(({}, {"attention_mask": inputs.pop("attention_mask")})):
+        assert_near([model(**inputs, **attention).logits], [reference(**inputs, **attention).logits])
+        assert (encoder.ran, encoder.packing.counted) == ("unpadded", count)
+
+
 def test_batches_with_query_key_masks_run_padded() -> None:
     reference, model, encoder = pair()
     inputs = batch([6, 6, 6], 6)
