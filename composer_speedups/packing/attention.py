@@ -21,6 +21,7 @@ from composer_speedups.packing.tokens import TokenLayout, gather_tokens, scatter
 __all__ = [
     "IMPLEMENTATION",
     "PackedAttentionConfig",
+    "has_16_bit_kernels",
     "real_keys",
     "repad",
     "supports_flash_attention",
@@ -127,13 +128,13 @@ def unpadded_attention(
 
 def supports_flash_attention(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
     """Whether torch's flash kernel supports these tensors. Others are computed on padded rows with SDPA."""
-    return (
-        device.type == "cuda"
-        and dtype in (torch.bfloat16, torch.float16)
-        and head_size % 8 == 0
-        and head_size <= 256
-        and torch.cuda.get_device_capability(device) >= (8, 0)
-    )
+    return head_size % 8 == 0 and head_size <= 256 and has_16_bit_kernels(device, dtype)
+
+
+def has_16_bit_kernels(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether tensors are in 16 bits, on a GPU of compute capability 8.0 or newer."""
+    is_16_bit = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
+    return is_16_bit and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def repad(packed_TH: Tensor, layout: TokenLayout, heads: int) -> Tensor:

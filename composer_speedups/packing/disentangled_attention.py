@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from composer_speedups.kernels.compiler import missing_c_compiler
-from composer_speedups.packing.attention import real_keys, repad
+from composer_speedups.packing.attention import has_16_bit_kernels, real_keys, repad
 from composer_speedups.packing.tokens import TokenLayout, gather_tokens
 
 __all__ = ["Relative", "disentangled_attention", "first_tokens_attention", "position_scores"]
@@ -90,13 +90,7 @@ def position_scores(query_BAQD: Tensor, key_BASD: Tensor, positions: Tensor, rel
 
 def supports_kernel(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
     """Whether the Triton kernel supports these tensors."""
-    return (
-        device.type == "cuda"
-        and dtype in (torch.bfloat16, torch.float16)
-        and head_size in (16, 32, 64, 128)
-        and torch.cuda.get_device_capability(device) >= (8, 0)
-        and _runs_triton()
-    )
+    return head_size in (16, 32, 64, 128) and has_16_bit_kernels(device, dtype) and _runs_triton()
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, layout: TokenLayout, dropout: float) -> Tensor:

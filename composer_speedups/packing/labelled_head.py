@@ -79,12 +79,12 @@ class LabelledHead:
 
     @run_eagerly(COUNTED_ON_HOST)
     def _count_and_lay_out(self, labels_BS: Tensor) -> TokenLayout:
-        return lay_out_labels(labels_BS, sum(count_labels(labels_BS)), self.pad_to_multiple_of)
+        return lay_out_labels(labels_BS, count_labels(labels_BS), self.pad_to_multiple_of)
 
 
-def count_labels(labels_BS: Tensor) -> list[int]:
-    """Labelled tokens of each row, on the host. Synchronizes if the labels are on a GPU."""
-    return [int(count) for count in (as_numpy(labels_BS) != IGNORED).sum(-1)]
+def count_labels(labels_BS: Tensor) -> int:
+    """Number of labelled tokens, on the host. Synchronizes if the labels are on a GPU."""
+    return int((as_numpy(labels_BS) != IGNORED).sum())
 
 
 def lay_out_labels(labels_BS: Tensor, total: int, pad_to_multiple_of: int) -> TokenLayout:
@@ -106,7 +106,7 @@ def head_tokens(model: nn.Module, batch: Any) -> int | None:
     labels = batch.get("labels") if hasattr(batch, "get") else None
     if not isinstance(labels, Tensor) or labels.device.type != "cpu" or not labelled_heads(model):
         return None
-    return sum(count_labels(labels))
+    return count_labels(labels)
 
 
 def check_labelled_head(model: PreTrainedModel) -> None:

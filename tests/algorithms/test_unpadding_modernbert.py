@@ -9,14 +9,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from composer_speedups import Unpadding, apply_torch_compile, plan_unpadding
 from composer_speedups.core.errors import NotEngagedError
 from composer_speedups.core.operator_recorder import compile_counts
-from composer_speedups.packing.attention import unpadded_attention
-from composer_speedups.packing.tokens import TokenLayout
 from tests.helpers.common import batch, trained
 from tests.helpers.masks import draw_mask, masked_batch
 from tests.helpers.models import tiny_model
@@ -105,32 +101,3 @@ def test_holes_in_the_first_batch_stop_a_run() -> None:
     mask = torch.tensor([[1] * 12, [1] * 3 + [0] * 5 + [1] * 4])
     with pytest.raises(NotEngagedError, match=r"have holes, which change the distances.*without holes"):
         trained([Unpadding()], model=tiny_model("modernbert", "mlm"), batches=[masked_batch(mask, "mlm")])
-
-
-class Windows(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[tuple[str, Any, Any]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if "flash" in str(func):
-            name = func.overloadpacket.__name__
-            self.seen.append((name, kwargs.get("window_size_left"), kwargs.get("window_size_right")))
-        return func(*args, **kwargs)
-
-
-def test_the_flash_kernel_gets_the_window_in_both_directions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No GPU is needed: torch's meta kernel checks the call."""
-    monkeypatch.setattr("composer_speedups.packing.attention.supports_flash_attention", lambda *_: True)
-    meta: dict[str, Any] = {"device": "meta"}
-    mask, indices = torch.empty(3, 9, dtype=torch.bool, **meta), torch.empty(64, dtype=torch.long, **meta)
-    plan = TokenLayout(mask, indices, torch.empty(5, dtype=torch.int32, **meta), 128)
-    query = torch.empty(1, 2, 64, 16, dtype=torch.bfloat16, **meta, requires_grad=True)
-    windows = Windows()
-    with windows:
-        for window in (5, None):
-            out, _ = unpadded_attention(nn.Identity(), query, query, query, None, 0.0, 0.25, plan, window)
-            out.sum().backward()
-    names = ["_flash_attention_forward", "_flash_attention_backward"]
-    assert windows.seen == [(name, reach, reach) for reach in (4, None) for name in names]

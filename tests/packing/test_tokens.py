@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from composer_speedups.packing.attention import supports_flash_attention, unpadded_attention
 from composer_speedups.packing.tokens import TokenLayout, gather_tokens, lay_out_tokens, row_counts, scatter_tokens
@@ -39,18 +40,39 @@ def test_gathering_and_scattering_have_the_right_gradients() -> None:
     torch.testing.assert_close(back, x_NH * plan.mask_BS.flatten()[:, None])
 
 
-def test_the_flash_call_has_the_right_signature_and_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+class Windows(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if "flash" in str(func):
+            name = func.overloadpacket.__name__
+            self.seen.append((name, kwargs.get("window_size_left"), kwargs.get("window_size_right")))
+        return func(*args, **kwargs)
+
+
+@pytest.mark.parametrize(("sliding_window", "reach"), [(None, None), (5, 4)])
+def test_the_flash_call_has_the_right_signature_shapes_and_window(
+    sliding_window: int | None, reach: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No GPU is needed: torch's meta kernel checks the call and returns tensors of the right shapes."""
     monkeypatch.setattr("composer_speedups.packing.attention.supports_flash_attention", lambda *_: True)
     meta: dict[str, Any] = {"device": "meta"}
     mask, indices = torch.empty(3, 9, dtype=torch.bool, **meta), torch.empty(64, dtype=torch.long, **meta)
-    plan = TokenLayout(mask, indices, torch.empty(5, dtype=torch.int32, **meta), 128)
+    layout = TokenLayout(mask, indices, torch.empty(5, dtype=torch.int32, **meta), 128)
     query = torch.empty(1, 2, 64, 16, dtype=torch.bfloat16, **meta, requires_grad=True)
-    output, weights = unpadded_attention(nn.Identity(), query, query, query, None, 0.1, 0.25, plan)
+    with Windows() as windows:
+        output, weights = unpadded_attention(
+            nn.Identity(), query, query, query, None, 0.1, 0.25, layout, sliding_window
+        )
+        output.sum().backward()
     assert (output.shape, output.dtype, weights) == ((1, 64, 2, 16), torch.bfloat16, None)
-    output.sum().backward()
     assert query.grad is not None
     assert query.grad.shape == query.shape
+    names = ["_flash_attention_forward", "_flash_attention_backward"]
+    assert windows.seen == [(name, reach, reach) for name in names]
 
 
 def test_the_flash_kernel_needs_a_gpu_half_precision_and_a_supported_head_size() -> None:

@@ -94,7 +94,7 @@ def plan_unpadding(
     for head in labelled_heads(model):
         head.layout = None
         if labels is not None:
-            total = sum(count_labels(labels))
+            total = count_labels(labels)
             head.layout = lay_out_labels(labels.to(device, non_blocking=True), total, packing.pad_to_multiple_of)
     if attention_mask is None:
         packing.planned = ()

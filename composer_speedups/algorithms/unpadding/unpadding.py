@@ -97,7 +97,7 @@ class Unpadding(ParityCheckedTechnique):
         labels = state.batch.get("labels") if self._heads and isinstance(state.batch, Mapping) else None
         if isinstance(labels, torch.Tensor) and labels.ndim == 2:
             on_host = self._host_counts().of(labels)
-            total = sum(count_labels(labels if on_host is None else on_host))
+            total = count_labels(labels if on_host is None else on_host)
             self._labelled += total
             self._label_slots += labels.numel()
             for head in self._heads:
