@@ -102,10 +102,11 @@ def restore_class(module: nn.Module) -> None:
     """
     changed: Any = type(module)
     restored: Any = stock_class(changed)
-    if "_derived_from" not in vars(changed):
-        bases = tuple(stock_class(base) if is_derived(base) else base for base in changed.__bases__)
+    derived = next(kind for kind in changed.__mro__ if "_derived_from" in vars(kind))
+    if changed is not derived:
+        bases = tuple(restored if base is derived else base for base in changed.__bases__)
         members = {name: value for name, value in vars(changed).items() if name not in ("__dict__", "__weakref__")}
-        restored = type(restored)(changed.__name__, bases, members)
+        restored = type(restored)(changed.__name__.replace(derived.__name__, restored.__name__), bases, members)
     module.__class__ = restored
 
 

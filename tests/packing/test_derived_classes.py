@@ -38,6 +38,10 @@ def test_a_subclass_like_fsdps_keeps_its_methods_when_the_model_is_restored(mlm_
     assert unpadded_encoders(model)[0].ran == "unpadded"
     assert undo_unpadding(model) == ["bert.encoder"]
     assert isinstance(model, BertForMaskedLM)
+    assert [type(module).__name__ for module in (model.bert.encoder, model)] == [
+        "FSDPBertEncoder",
+        "FSDPBertForMaskedLM",
+    ]
     assert not unpadded_encoders(model)
     assert [module.reshard() for module in (model.bert.encoder, model)] == ["resharded"] * 2
     assert_near([model(**inputs).logits], [reference(**inputs).logits])
