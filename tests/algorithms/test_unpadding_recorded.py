@@ -12,7 +12,7 @@ from packaging.version import Version
 from composer_speedups import apply_unpadding
 from tests.helpers.common import batch
 from tests.helpers.exhaustive import family_params
-from tests.helpers.models import UNPADDED, tiny_model
+from tests.helpers.models import UNPADDED, Family, tiny_model
 from tests.helpers.unpadded import pair
 from tests.reference.tolerance import assert_near
 
@@ -33,18 +33,21 @@ def assert_same_records(actual: Any, expected: Any, *, states: int, attentions: 
             )
 
 
+@pytest.mark.parametrize("request_by", ["config", pytest.param("index", marks=BY_INDEX)])
 @pytest.mark.parametrize("family", family_params(UNPADDED))
-def test_hidden_states_requested_in_the_config(family: str) -> None:
+def test_requested_hidden_states(family: Family, request_by: str) -> None:
     reference, model, encoder = pair(family)
-    inputs = batch([3, 7, 1], 9)
+    inputs, by_index = batch([3, 7, 1], 9), request_by == "index"
     for network in (reference, model):
-        network.config.output_hidden_states = True
-    assert_same_records(model(**inputs), reference(**inputs), states=3, attentions=0)
+        network.config.output_hidden_states = not by_index
+    asked = {"output_hidden_states": [1]} if by_index else {}
+    actual, expected = (network(**inputs, **asked) for network in (model, reference))
+    assert_same_records(actual, expected, states=len(expected.hidden_states) if by_index else 3, attentions=0)
     assert encoder.ran == "padded"
 
 
 @pytest.mark.parametrize("family", family_params(UNPADDED))
-def test_attention_weights_requested_in_the_config(family: str) -> None:
+def test_attention_weights_requested_in_the_config(family: Family) -> None:
     """Requested before the surgery: afterwards, transformers refuses, because the attention is not eager."""
     reference, inputs = tiny_model(family, output_attentions=True), batch([3, 7, 1], 9)
     model = copy.deepcopy(reference)
@@ -52,18 +55,8 @@ def test_attention_weights_requested_in_the_config(family: str) -> None:
     assert_same_records(model(**inputs), reference(**inputs), states=0, attentions=2)
 
 
-@BY_INDEX
 @pytest.mark.parametrize("family", family_params(UNPADDED))
-def test_hidden_states_requested_by_index(family: str) -> None:
-    reference, model, encoder = pair(family)
-    inputs = batch([3, 7, 1], 9)
-    actual, expected = (network(**inputs, output_hidden_states=[1]) for network in (model, reference))
-    assert_same_records(actual, expected, states=len(expected.hidden_states), attentions=0)
-    assert encoder.ran == "padded"
-
-
-@pytest.mark.parametrize("family", family_params(UNPADDED))
-def test_hidden_states_requested_before_unpadding(family: str) -> None:
+def test_hidden_states_requested_before_unpadding(family: Family) -> None:
     """transformers installs its recording hooks at the first call that requests records, and only then."""
     model, inputs, asked = tiny_model(family), batch([3, 7, 1], 9), {"output_hidden_states": True}
     expected = model(**inputs, **asked)
