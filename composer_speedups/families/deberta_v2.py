@@ -20,7 +20,7 @@ from composer_speedups.families.family import Family, LayerModules
 from composer_speedups.families.flops import block_flops
 from composer_speedups.packing.disentangled_attention import Relative, disentangled_attention
 from composer_speedups.packing.encoder import UnpaddedEncoder
-from composer_speedups.packing.tokens import Plan
+from composer_speedups.packing.tokens import TokenLayout, mark_dynamic
 
 __all__ = ["FAMILY"]
 
@@ -72,23 +72,22 @@ class _UnpaddedDeberta(UnpaddedEncoder):
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
         output = super().forward(hidden_states, attention_mask, **kwargs)
-        if self._call_plan().tokens is None:
+        if self._call_plan().layout is None:
             return output
         last = output.last_hidden_state
         output = BaseModelOutput(last_hidden_state=last, hidden_states=(last,))
         return output if kwargs.get("return_dict", True) else output.to_tuple()
 
-    def _inputs_of_packed(self, inputs: dict[str, Any], plan: Plan) -> dict[str, Any]:
+    def _inputs_of_packed(self, inputs: dict[str, Any], layout: TokenLayout) -> dict[str, Any]:
         return inputs  # the embeddings are multiplied by the mask
 
-    def _packed(self, packed: Tensor, tokens: Plan, first_tokens_only: bool = False, **kwargs: Any) -> Any:
+    def _packed(self, packed: Tensor, layout: TokenLayout, first_tokens_only: bool = False, **kwargs: Any) -> Any:
         buckets, furthest = self.position_buckets, self.max_relative_positions
-        entries = _entries(tokens.longest, buckets, furthest, packed.device)
-        relative = Relative(tokens, entries, first_tokens_only)
+        entries = _entries(layout.longest, buckets, furthest, packed.device)
+        relative = Relative(layout, entries, first_tokens_only)
         rel_embeddings = self.get_rel_embedding()  # type: ignore[operator]
         for layer in self.layer:
-            if not torch.compiler.is_compiling():
-                torch._dynamo.maybe_mark_dynamic(packed, 1)  # for layers compiled separately
+            mark_dynamic(packed)
             packed = layer(packed, None, relative_pos=relative, rel_embeddings=rel_embeddings)[0]
         last: Any = packed
         return BaseModelOutput(last_hidden_state=last)

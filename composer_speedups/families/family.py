@@ -3,6 +3,8 @@
 The file has the name of the family's folder in transformers, and defines one :class:`Family` named ``FAMILY``. No other
 module of the package names a class of transformers' models. Importing this module does not import torch, because a
 separate process compiles kernels from a model's config.json before torch is imported.
+
+Shapes: B rows, S slots per row, H hidden units, A heads, D units per head, P entries of the relative-position table.
 """
 
 from __future__ import annotations
@@ -136,6 +138,7 @@ class Family:
             support the block.
         position_table: For disentangled attention: block and relative embeddings (P, H) → keys and queries of relative
             positions (P, 2·A·D). None for other kinds of attention.
+        position_bias: Whether attention adds a bias between slots to the scores.
         refuses: Encoder → the reason why it cannot run on packed tokens; None if it can.
         gated: Whether blocks have pre-norms, rotary positions and a gated feed-forward layer.
         dropouts: Block → for each of :class:`DropoutRates`, the module whose mode decides and the module with the
@@ -168,6 +171,7 @@ class Family:
     layer_modules: Callable[[Any], Any] | None = None
     gated: bool = False
     position_table: Callable[[Any, Tensor], Tensor] | None = None
+    position_bias: bool = False
     refuses: Callable[[Any], str | None] = lambda _: None
     dropouts: Callable[[Any], list[tuple[nn.Module, nn.Dropout] | None]] | None = None
     positions: Callable[[Any, Tensor], Tensor] = _buffered_positions

@@ -3,6 +3,8 @@
 It has no encoder module: the model itself packs the tokens before its embeddings. Positions are applied inside
 attention, so they are packed too. Local layers attend to a window of slots on either side, which equals a window of
 packed tokens only in rows without holes.
+
+Shapes: B rows, S slots per row, T packed tokens, H hidden units.
 """
 
 from __future__ import annotations
@@ -10,14 +12,13 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers.utils.generic import can_return_tuple
 
 from composer_speedups.families.family import Family, GatedLayerModules, Reads, default_head_reads
 from composer_speedups.families.flops import block_flops
 from composer_speedups.packing.encoder import UnpaddedEncoder, UnpaddedModel
-from composer_speedups.packing.tokens import Plan, gather_tokens
+from composer_speedups.packing.tokens import TokenLayout, gather_tokens, mark_dynamic
 
 __all__ = ["FAMILY"]
 
@@ -42,51 +43,49 @@ class _UnpaddedModernBert(UnpaddedModel):
         **kwargs: Any,
     ) -> Any:
         plan = self._call_plan()
-        if plan.tokens is None:
+        if plan.layout is None:
             stock: Any = super(UnpaddedEncoder, self)
             output = stock.forward(input_ids, attention_mask, position_ids, inputs_embeds=inputs_embeds, **kwargs)
             return self._padded(plan, output)
         if inputs_embeds is None:
             assert input_ids is not None
-            hidden = self.embeddings(input_ids=_pick(input_ids, plan.tokens))
+            hidden = self.embeddings(input_ids=_pick(input_ids, plan.layout))
         else:
-            packed = gather_tokens(inputs_embeds.flatten(0, 1), plan.tokens.indices_T)
+            packed = gather_tokens(inputs_embeds.flatten(0, 1), plan.layout.indices_T)
             hidden = self.embeddings(inputs_embeds=packed.unsqueeze(0))
         if plan.first_tokens_only:
             # a keyword argument, so that it is also passed when a layer is recomputed
             kwargs["first_tokens_only"] = True
-        positions = self._positions(position_ids, plan.tokens)
-        return self._output(self._packed_layers(hidden, positions, plan.tokens, kwargs), plan)
+        positions = self._positions(position_ids, plan.layout)
+        return self._output(self._packed_layers(hidden, positions, plan.layout, kwargs), plan)
 
-    def _packed_layers(self, hidden: Tensor, positions: Tensor, plan: Plan, kwargs: dict[str, Any]) -> Tensor:
+    def _packed_layers(self, hidden: Tensor, positions: Tensor, layout: TokenLayout, kwargs: dict[str, Any]) -> Tensor:
         """(1, T, H) → (1, T, H), through the layers and the last norm."""
         kinds = self.config.layer_types or []
         angles = {kind: self.rotary_emb(hidden, positions, kind) for kind in sorted(set(kinds))}
         for layer, kind in zip(self.layers, kinds, strict=True):
-            if not torch.compiler.is_compiling():  # for layers compiled separately
-                for packed in (hidden, *angles[kind]):
-                    torch._dynamo.maybe_mark_dynamic(packed, 1)
+            mark_dynamic(hidden, *angles[kind])
             hidden = layer(
                 hidden,
                 attention_mask=None,
                 position_embeddings=angles[kind],
-                unpadding=plan,
+                unpadding=layout,
                 **kwargs,
             )
         return self.final_norm(hidden)
 
     @staticmethod
-    def _positions(position_ids: Tensor | None, plan: Plan) -> Tensor:
+    def _positions(position_ids: Tensor | None, layout: TokenLayout) -> Tensor:
         """(1, T): slots within their rows, or the caller's positions, (B, S) or (1, S)."""
         if position_ids is None:
-            return (plan.indices_T % plan.mask_BS.shape[1]).unsqueeze(0)
-        return _pick(position_ids.expand(plan.mask_BS.shape), plan)
+            return (layout.indices_T % layout.mask_BS.shape[1]).unsqueeze(0)
+        return _pick(position_ids.expand(layout.mask_BS.shape), layout)
 
 
-def _pick(values_BS: Tensor, plan: Plan) -> Tensor:
+def _pick(values_BS: Tensor, layout: TokenLayout) -> Tensor:
     """Integers per slot, (B, S) → per packed token, (1, T)."""
     flat = values_BS.reshape(-1)
-    return flat.index_select(0, plan.indices_T.clamp(max=len(flat) - 1)).unsqueeze(0)
+    return flat.index_select(0, layout.indices_T.clamp(max=len(flat) - 1)).unsqueeze(0)
 
 
 def _reads(model_class: str, config: Any) -> Reads:

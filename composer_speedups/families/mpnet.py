@@ -4,21 +4,20 @@ Its attention does not use transformers' attention interface, so the class of th
 bias is defined between slots of a row, so queries, keys and values are moved back to their slots, and everything else
 stays packed.
 
-Shapes: B rows, S slots per row, T packed tokens, A heads, H hidden units.
+Shapes: B rows, S slots per row, T packed tokens, A heads, D units per head, H hidden units.
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
 from composer_speedups.families.family import Family
 from composer_speedups.packing.attention import unpadded_attention
 from composer_speedups.packing.encoder import UnpaddedEncoder
-from composer_speedups.packing.tokens import Plan
+from composer_speedups.packing.tokens import TokenLayout, mark_dynamic
 
 __all__ = ["FAMILY"]
 
@@ -27,7 +26,7 @@ class _PackedBias(NamedTuple):
     """Replaces the bias (B, A, S, S): the bias of one row, and the layout of the packed tokens."""
 
     bias_1ASS: Tensor
-    plan: Plan
+    layout: TokenLayout
 
 
 class _UnpaddedAttention(nn.Module):
@@ -54,7 +53,14 @@ class _UnpaddedAttention(nn.Module):
         )
         dropped = self.dropout.p if self.dropout.training else 0.0
         attended_1TAD, _ = unpadded_attention(
-            self, query, key, value, None, dropped, unpadding=position_bias.plan, position_bias=position_bias.bias_1ASS
+            self,
+            query,
+            key,
+            value,
+            None,
+            dropped,
+            unpadding=position_bias.layout,
+            position_bias=position_bias.bias_1ASS,
         )
         return (self.o(attended_1TAD.flatten(2)),)
 
@@ -70,12 +76,11 @@ class _UnpaddedMPNet(UnpaddedEncoder):
         output = super().forward(hidden_states, attention_mask, return_dict=True, **kwargs)
         return output if return_dict else output.to_tuple()
 
-    def _packed(self, packed: Tensor, tokens: Plan, return_dict: bool = True, **kwargs: Any) -> Any:
-        bias_1ASS = self.compute_position_bias(packed.new_empty(1, tokens.mask_BS.shape[1]))  # type: ignore[operator]
+    def _packed(self, packed: Tensor, layout: TokenLayout, return_dict: bool = True, **kwargs: Any) -> Any:
+        bias_1ASS = self.compute_position_bias(packed.new_empty(1, layout.mask_BS.shape[1]))  # type: ignore[operator]
         for layer in self.layer:
-            if not torch.compiler.is_compiling():
-                torch._dynamo.maybe_mark_dynamic(packed, 1)  # for layers compiled separately
-            packed = layer(packed, None, _PackedBias(bias_1ASS, tokens), unpadding=tokens, **kwargs)[0]
+            mark_dynamic(packed)
+            packed = layer(packed, None, _PackedBias(bias_1ASS, layout), unpadding=layout, **kwargs)[0]
         last: Any = packed
         return BaseModelOutput(last_hidden_state=last)
 
@@ -97,6 +102,7 @@ FAMILY = Family(
     embeddings="MPNetEmbeddings",
     query_and_value=("q", "v"),
     feed_forward=("intermediate.dense", "intermediate.intermediate_act_fn", "output.dense"),
+    position_bias=True,
     positions=_positions,
     packed_encoder=_UnpaddedMPNet,
     packed_attention=_UnpaddedAttention,

@@ -11,14 +11,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers.utils.generic import can_return_tuple
 
 from composer_speedups.families.family import Family, Reads, default_head_reads
 from composer_speedups.families.flops import block_flops
 from composer_speedups.packing.encoder import UnpaddedEncoder, UnpaddedModel
-from composer_speedups.packing.tokens import Plan, gather_tokens
+from composer_speedups.packing.tokens import TokenLayout, gather_tokens, mark_dynamic
 
 __all__ = ["FAMILY"]
 
@@ -43,23 +42,22 @@ class _UnpaddedT5(UnpaddedModel):
         **kwargs: Any,
     ) -> Any:
         plan = self._call_plan()
-        if plan.tokens is None:
+        if plan.layout is None:
             stock: Any = super(UnpaddedEncoder, self)
             output = stock.forward(input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, **kwargs)
             return self._padded(plan, output)
         embedded: Any = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        packed = gather_tokens(embedded.flatten(0, 1), plan.tokens.indices_T).unsqueeze(0)
-        return self._output(self._packed_blocks(self.dropout(packed), plan.tokens, kwargs), plan)
+        packed = gather_tokens(embedded.flatten(0, 1), plan.layout.indices_T).unsqueeze(0)
+        return self._output(self._packed_blocks(self.dropout(packed), plan.layout, kwargs), plan)
 
-    def _packed_blocks(self, packed: Tensor, plan: Plan, kwargs: dict[str, Any]) -> Tensor:
+    def _packed_blocks(self, packed: Tensor, layout: TokenLayout, kwargs: dict[str, Any]) -> Tensor:
         """(1, T, H) → (1, T, H), through the blocks and the last norm."""
         first: Any = self.block[0]
-        width = plan.mask_BS.shape[1]
+        width = layout.mask_BS.shape[1]
         bias_1ASS = first.layer[0].SelfAttention.compute_bias(width, width, device=packed.device)
         for block in self.block:
-            if not torch.compiler.is_compiling():
-                torch._dynamo.maybe_mark_dynamic(packed, 1)  # for blocks compiled separately
-            packed = block(packed, None, bias_1ASS, unpadding=plan, **kwargs)[0]
+            mark_dynamic(packed)
+            packed = block(packed, None, bias_1ASS, unpadding=layout, **kwargs)[0]
         return self.dropout(self.final_layer_norm(packed))  # type: ignore[no-any-return]
 
 
@@ -82,6 +80,7 @@ FAMILY = Family(
     layer="T5Block",
     embeddings="",  # the stack's Embedding is torch's
     query_and_value=("q", "v"),
+    position_bias=True,
     reads=_reads,
     packed_encoder=_UnpaddedT5,
     block_flops=_block_flops,

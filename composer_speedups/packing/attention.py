@@ -3,7 +3,7 @@
 transformers chooses an attention function by ``config._attn_implementation``. The attention modules of an unpadded
 encoder get a :class:`PackedAttentionConfig`, so that they call this one; the model's own config does not change.
 
-Shapes: B rows, S slots per row, T packed tokens, A heads, D units per head.
+Shapes: B rows, S slots per row, T packed tokens, A heads, D units per head, H = A·D.
 """
 
 from __future__ import annotations
@@ -16,14 +16,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.modeling_utils import AttentionInterface
 
-from composer_speedups.packing.tokens import Plan, gather_tokens, scatter_tokens
+from composer_speedups.packing.tokens import TokenLayout, gather_tokens, scatter_tokens
 
 __all__ = [
-    "DISENTANGLED",
-    "FLASH",
     "IMPLEMENTATION",
     "PackedAttentionConfig",
-    "operators_among",
+    "has_16_bit_kernels",
     "real_keys",
     "repad",
     "supports_flash_attention",
@@ -31,8 +29,6 @@ __all__ = [
 ]
 
 IMPLEMENTATION = "unpadded"  # transformers assumes the flash-attn package for any name that contains "flash"
-FLASH = "_flash_attention_forward"
-DISENTANGLED = "disentangled_attention"
 
 
 class PackedAttentionConfig:
@@ -67,7 +63,7 @@ def unpadded_attention(
     attention_mask: Any,
     dropout: float = 0.0,
     scaling: float | None = None,
-    unpadding: Plan | None = None,
+    unpadding: TokenLayout | None = None,
     sliding_window: int | None = None,
     position_bias: Tensor | None = None,
     **kwargs: Any,
@@ -76,8 +72,8 @@ def unpadded_attention(
 
     Args:
         module: The attention module.
-        query, key, value: (1, A, T, D) with a plan, otherwise (B, A, S, D).
-        attention_mask: Not used with a plan.
+        query, key, value: (1, A, T, D) with a layout, otherwise (B, A, S, D).
+        attention_mask: Not used with a layout.
         dropout: Dropout probability of the attention weights.
         scaling: Scale of the scores; None for 1/√D.
         unpadding: The layout of the packed tokens. Without it, the untouched model's attention function is called.
@@ -88,7 +84,7 @@ def unpadded_attention(
         kwargs: Passed on to the untouched model's function.
 
     Returns:
-        (1, T, A, D), and None for the attention weights; without a plan, what the untouched model's function returns.
+        (1, T, A, D), and None for the attention weights; without a layout, what the untouched model's function returns.
 
     Source: Dao, arXiv 2307.08691, through torch's aten operator.
     """
@@ -132,31 +128,24 @@ def unpadded_attention(
 
 def supports_flash_attention(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
     """Whether torch's flash kernel supports these tensors. Others are computed on padded rows with SDPA."""
-    return (
-        device.type == "cuda"
-        and dtype in (torch.bfloat16, torch.float16)
-        and head_size % 8 == 0
-        and head_size <= 256
-        and torch.cuda.get_device_capability(device) >= (8, 0)
-    )
+    return head_size % 8 == 0 and head_size <= 256 and has_16_bit_kernels(device, dtype)
 
 
-def operators_among(counts: dict[str, int]) -> list[str]:
-    """The attention operators in a count of aten operators."""
-    known = [name for name in counts if name.startswith(("_scaled_dot_product", FLASH, DISENTANGLED))]
-    # SDPA's math kernel is decomposed before dispatch; no other attention uses this softmax operator.
-    return sorted(name.strip("_") for name in known) or ["scaled_dot_product_math"] * ("_safe_softmax" in counts)
+def has_16_bit_kernels(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether tensors are in 16 bits, on a GPU of compute capability 8.0 or newer."""
+    is_16_bit = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
+    return is_16_bit and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def repad(packed_TH: Tensor, plan: Plan, heads: int) -> Tensor:
+def repad(packed_TH: Tensor, layout: TokenLayout, heads: int) -> Tensor:
     """Packed queries, keys or values of all heads, (T, A·D), in their padded slots, (B, A, S, D); zeros at padding."""
-    padded = scatter_tokens(packed_TH, plan.indices_T, plan.mask_BS.numel())
-    return padded.view(*plan.mask_BS.shape, heads, -1).transpose(1, 2)
+    padded = scatter_tokens(packed_TH, layout.indices_T, layout.mask_BS.numel())
+    return padded.view(*layout.mask_BS.shape, heads, -1).transpose(1, 2)
 
 
-def real_keys(plan: Plan) -> Tensor:
+def real_keys(layout: TokenLayout) -> Tensor:
     """The keys to attend to, (B, 1, 1, S); in rows without real tokens all of them, because the result would be NaN."""
-    return (plan.mask_BS | ~plan.mask_BS.any(-1, keepdim=True))[:, None, None, :]
+    return (layout.mask_BS | ~layout.mask_BS.any(-1, keepdim=True))[:, None, None, :]
 
 
 def _distances(width: int, device: torch.device) -> Tensor:

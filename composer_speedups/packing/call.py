@@ -6,7 +6,7 @@ labels, and which code reads the result. Each model around an encoder (``BertMod
 describes the call in a :class:`Call` for as long as it runs. Calls are kept per thread, and a model finds its encoder
 by name, so that replicas, threads and direct calls of ``forward`` each have their own.
 
-Shapes: B rows, S slots per row.
+Shapes: B rows, S slots per row, M slots that a masked-LM head reads, H hidden units.
 """
 
 from __future__ import annotations
@@ -22,9 +22,19 @@ import torch
 from torch import Tensor, nn
 
 from composer_speedups.packing.derived_classes import stock_class, wrap_forward
-from composer_speedups.packing.tokens import Plan, gather_tokens
+from composer_speedups.packing.tokens import TokenLayout, gather_tokens
 
-__all__ = ["Call", "CallPlan", "CallRules", "FirstCalls", "ModelAroundEncoder", "call_of", "forced", "is_replica"]
+__all__ = [
+    "Call",
+    "CallPlan",
+    "CallRules",
+    "FirstCalls",
+    "ModelAroundEncoder",
+    "call_of",
+    "forced",
+    "is_replica",
+    "models_around_encoders",
+]
 
 
 @dataclass
@@ -32,13 +42,13 @@ class CallPlan:
     """What an encoder computes in one call. :meth:`.planning.Packing.plan_call` makes it.
 
     Attributes:
-        tokens: The layout of the packed tokens; None if the batch stays padded.
+        layout: The layout of the packed tokens; None if the batch stays padded.
         first_tokens_only: Whether only each row's first token of the encoder's result is read.
         guarded: Whether a gradient at padding positions of the result is an error.
         observe: Called with the padded result, to see whether padding is read; None if that is known.
     """
 
-    tokens: Plan | None = None
+    layout: TokenLayout | None = None
     first_tokens_only: bool = False
     guarded: bool = False
     observe: Callable[[Any], Any] | None = None
@@ -46,7 +56,7 @@ class CallPlan:
 
 @dataclass
 class Call:
-    """One forward pass of an outermost model around an encoder, through all models inside it.
+    """One call of the outermost of the models around an encoder; the models inside it use the same object.
 
     Attributes:
         encoders: The encoders inside the model.
@@ -54,10 +64,11 @@ class Call:
         labels: The labels that the outermost model was called with.
         unknown_reader: Whether the code that reads the outermost model's result is unknown.
         first_tokens_only: Whether only each row's first token of the encoder's result is read.
-        head_base: The model whose hidden states the masked-LM head reads, if it reads only ``head_slots``.
-        head_slots: The slots for which the masked-LM head computes logits, int64 (M,); None for all.
+        head_slots: The slots for which a masked-LM head computes logits, int64 (M,); None for all.
+        head_base: With ``head_slots``, the model inside the outermost one whose hidden states the head reads.
         padded: Whether the encoder must compute the batch as the untouched model does.
-        unobserved: Whether to pack without knowing if padding is read.
+        unobserved: Whether the batch is packed even if its reader is unknown, as for a comparison with the untouched
+            model.
         plan: What the encoder computes; None while no model directly around it runs.
     """
 
@@ -82,8 +93,8 @@ class CallRules:
         around_directly: Whether it calls its encoder itself, not through another model.
         unknown_reader: See :class:`Call`; applies when it is the outermost model.
         first_calls: A check of its first calls; None for no check.
-        first_token_readers: The modules that read the encoder's result. As long as they do not change, the last layer
-            computes first tokens only. None if the head may read other tokens.
+        first_token_readers: The modules that read the encoder's result, if they read only first tokens; otherwise None.
+            The last layer then computes first tokens only, until one of these modules is changed.
         labelled_head: The :class:`~.labelled_head.LabelledHead` of a masked-LM head that computes labelled tokens
             only; None for other heads.
     """
@@ -97,7 +108,8 @@ class CallRules:
 
 
 class _Current(threading.local):
-    def __init__(self) -> None:  # for each thread; torch.compile takes a class's attribute for the thread's value
+    # Each thread runs this. torch.compile would read a class attribute instead of the thread's own value.
+    def __init__(self) -> None:
         self.call: Call | None = None
         self.forced: Literal["padded", "packed"] | None = None
 
@@ -151,8 +163,8 @@ class ModelAroundEncoder(nn.Module):
             return
         wrap_forward(cls, ModelAroundEncoder.describe_call)
         cls.argument_names = _argument_names(stock_class(cls))
-        # A model's class is saved by name, in config.json and in Composer's checkpoints, and looked up by name for the
-        # outputs that it can record: by its original class.
+        # The class has its original class's name, because transformers saves that name in config.json, Composer saves
+        # it in checkpoints, and transformers looks up by it which outputs a model can record.
         stock = stock_class(cls)
         cls.__module__, cls.__name__, cls.__qualname__ = stock.__module__, stock.__name__, stock.__qualname__
 
@@ -167,17 +179,17 @@ class ModelAroundEncoder(nn.Module):
         call = self._outermost_call(encoders, positional, inputs) if around is None else around
         before, _current.call = _current.call, call
         try:
-            plan_call = getattr(encoders[0], "plan_call", None)  # None if its class was restored
-            if self.call_rules.around_directly and plan_call is not None:
-                inputs = plan_call(call, inputs)
+            prepare_call = getattr(encoders[0], "prepare_call", None)  # None if its class was restored
+            if self.call_rules.around_directly and prepare_call is not None:
+                inputs = prepare_call(call, inputs)
             # by position again, for a subclass whose forward takes *args or positional-only arguments
             rest = {name: value for name, value in inputs.items() if name not in positional}
             output = type(self).inner_forward(self, *(inputs[name] for name in positional), **rest)
         finally:
-            # A later call of the encoder itself, which has no plan, is not this one.
+            # The plan is only for this call: the outermost model may still call the encoder directly.
             _current.call, call.plan = before, None
         if call.head_slots is not None and call.head_base is self:
-            return selected_hidden_states(output, call.head_slots)
+            return _selected_hidden_states(output, call.head_slots)
         return output
 
     def _outermost_call(self: Any, encoders: tuple[Any, ...], positional: list[str], inputs: dict[str, Any]) -> Call:
@@ -194,6 +206,11 @@ class ModelAroundEncoder(nn.Module):
         if rules.labelled_head is not None and not call.padded:
             rules.labelled_head.select(self, call, inputs)
         return call
+
+
+def models_around_encoders(model: nn.Module) -> list[ModelAroundEncoder]:
+    """The models around unpadded encoders in a model, itself included."""
+    return [module for module in model.modules() if isinstance(module, ModelAroundEncoder)]
 
 
 def _argument_names(model_class: type[Any]) -> list[str]:
@@ -217,7 +234,7 @@ def _is_traced() -> bool:
     return transformed or torch.jit.is_tracing() or torch.compiler.is_exporting()
 
 
-def selected_hidden_states(output: Any, slots_M: Tensor) -> Any:
+def _selected_hidden_states(output: Any, slots_M: Tensor) -> Any:
     """A model's output with the hidden states of some slots, (B, S, H) → (1, M, H), instead of all."""
     hidden = output[0]
     selected = gather_tokens(hidden.flatten(0, 1), slots_M).unsqueeze(0)

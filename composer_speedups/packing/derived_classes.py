@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["derived_class", "is_derived", "stock_class", "swap_class", "wrap_forward"]
+__all__ = ["derived_class", "is_derived", "restore_class", "stock_class", "swap_class", "wrap_forward"]
 
 
 def swap_class(
@@ -58,8 +58,9 @@ def derived_class(mixin: Any, stock: Any) -> type[Any]:
     """A subclass of both classes, with ``mixin``'s methods first. Every call returns the same class.
 
     Its name is the stock class's name with ``mixin.prefix`` in front. It and its modules can be copied and pickled.
-    A mixin that is not a module is no base class, and completes the class itself: CPython refuses to assign a class
-    with another first base to an object of, for example, ``class Mine(ABC, nn.Module)``.
+
+    A mixin that is not an nn.Module does not become a base class; its ``complete(cls)`` adds the methods instead. For
+    ``class Mine(ABC, nn.Module)``, CPython refuses to assign a class whose first base is another than ``ABC``.
     """
     if (mixin, stock) not in _MADE:
         members = {"__module__": mixin.__module__, "_derived_from": (mixin, stock)}
@@ -82,22 +83,39 @@ def _metaclass(stock: type) -> type[_Derived]:
 
 
 def is_derived(thing: Any) -> bool:
-    """Whether something is a class from :func:`derived_class`."""
+    """Whether something is a class from :func:`derived_class`, or a subclass of one."""
     return isinstance(thing, _Derived)
 
 
-def stock_class(derived: type[nn.Module]) -> type[nn.Module]:
-    """The stock class that a class from :func:`derived_class` was made from."""
-    stock: type[nn.Module] = vars(derived)["_derived_from"][1]
-    return stock
+def stock_class(derived: Any) -> type[nn.Module]:
+    """The stock class that a class from :func:`derived_class`, or the base of a subclass of one, was made from.
+
+    For any other class, the class itself.
+    """
+    return getattr(derived, "_derived_from", (None, derived))[1]  # type: ignore[no-any-return]
+
+
+def restore_class(module: nn.Module) -> None:
+    """Undo the assignment of a class from :func:`derived_class`.
+
+    A subclass of one that was assigned since, as FSDP2 does, is replaced by the same subclass of the stock class.
+    """
+    changed: Any = type(module)
+    restored: Any = stock_class(changed)
+    derived = next(kind for kind in changed.__mro__ if "_derived_from" in vars(kind))
+    if changed is not derived:
+        bases = tuple(restored if base is derived else base for base in changed.__bases__)
+        members = {name: value for name, value in vars(changed).items() if name not in ("__dict__", "__weakref__")}
+        restored = type(restored)(changed.__name__.replace(derived.__name__, restored.__name__), bases, members)
+    module.__class__ = restored
 
 
 def wrap_forward(cls: Any, wrapper: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
-    """Make a derived class's ``forward`` call ``wrapper(module, args, kwargs)``, with the stock class's signature.
+    """Make a derived class's ``forward`` call ``wrapper(module, args, kwargs)``; the old one becomes ``inner_forward``.
 
-    The forward that it had is kept as its ``inner_forward``. The signature is read by Trainers, which remove what it
-    does not name from a batch. A module whose class was restored gets its own forward from a reference to this one,
-    which accelerate keeps.
+    The new one has the stock class's signature, because Trainers remove the entries of a batch that it does not name.
+    accelerate keeps a reference to it, so it may be called after the module's class was restored; it then calls the
+    stock class's forward.
     """
     stock: Any = stock_class(cls).forward
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from composer_speedups.kernels.compiler import missing_c_compiler
-from composer_speedups.packing.attention import real_keys, repad
-from composer_speedups.packing.tokens import Plan, gather_tokens
+from composer_speedups.packing.attention import has_16_bit_kernels, real_keys, repad
+from composer_speedups.packing.tokens import TokenLayout, gather_tokens
 
 __all__ = ["Relative", "disentangled_attention", "first_tokens_attention", "position_scores"]
 
@@ -30,13 +30,13 @@ class Relative(NamedTuple):
     """Replaces the relative positions (1, S, S).
 
     Attributes:
-        plan: The layout of the packed tokens. Rows have no holes, so packed tokens have the distances of their slots.
-        entries: int32 (2·L + 1,), L being ``plan.longest``: the table entry for each distance from -L to L of a query
+        layout: The layout of the packed tokens. Rows have no holes, so packed tokens have the distances of their slots.
+        entries: int32 (2·L + 1,), L being ``layout.longest``: the table entry for each distance from -L to L of a query
             from a key.
         first_tokens_only: Only each row's first token of the encoder's result is read.
     """
 
-    plan: Plan
+    layout: TokenLayout
     entries: Tensor
     first_tokens_only: bool = False
 
@@ -56,16 +56,16 @@ def disentangled_attention(
     Returns:
         (T, A·D).
     """
-    plan, size = relative.plan, query.shape[1] // heads
+    layout, size = relative.layout, query.shape[1] // heads
     if supports_kernel(query.device, query.dtype, size):
         from composer_speedups.kernels.disentangled_attention import attend  # imports Triton
 
         qkv = torch.cat([query, key, value], 1)
-        return attend(qkv, positions.contiguous(), relative.entries, plan.cu_seqlens, plan.longest, heads, dropout)
-    queries, keys, values = (repad(x, plan, heads) for x in (query, key, value))
+        return attend(qkv, positions.contiguous(), relative.entries, layout.cu_seqlens, layout.longest, heads, dropout)
+    queries, keys, values = (repad(x, layout, heads) for x in (query, key, value))
     bias_BASS = position_scores(queries, keys, positions, relative)
-    out_BASD = _attention(queries, keys, values, bias_BASS, plan, dropout)
-    return gather_tokens(out_BASD.transpose(1, 2).reshape(plan.mask_BS.numel(), -1), plan.indices_T)
+    out_BASD = _attention(queries, keys, values, bias_BASS, layout, dropout)
+    return gather_tokens(out_BASD.transpose(1, 2).reshape(layout.mask_BS.numel(), -1), layout.indices_T)
 
 
 def first_tokens_attention(
@@ -74,7 +74,7 @@ def first_tokens_attention(
     """The attention output of each row's first token only, (B, A·D)."""
     queries = query_BAD.unsqueeze(2)
     bias_BA1S = position_scores(queries, key_BASD, positions, relative)
-    return _attention(queries, key_BASD, value_BASD, bias_BA1S, relative.plan, dropout).flatten(1)
+    return _attention(queries, key_BASD, value_BASD, bias_BA1S, relative.layout, dropout).flatten(1)
 
 
 def position_scores(query_BAQD: Tensor, key_BASD: Tensor, positions: Tensor, relative: Relative) -> Tensor:
@@ -82,7 +82,7 @@ def position_scores(query_BAQD: Tensor, key_BASD: Tensor, positions: Tensor, rel
     heads, first, slots = query_BAQD.shape[1], query_BAQD.shape[2], key_BASD.shape[2]
     table_2APD = positions.unflatten(1, (2, heads, -1)).permute(1, 2, 3, 0)  # (2, A, D, P)
     place = torch.arange(slots, device=query_BAQD.device)
-    entry_QS = relative.entries.long()[place[:first, None] - place + relative.plan.longest]
+    entry_QS = relative.entries.long()[place[:first, None] - place + relative.layout.longest]
     by_query = (query_BAQD @ table_2APD[0]).gather(3, entry_QS.expand(len(query_BAQD), heads, -1, -1))
     by_key = (key_BASD @ table_2APD[1]).gather(3, entry_QS.T.expand(len(key_BASD), heads, -1, -1))
     return by_query + by_key.transpose(2, 3)
@@ -90,16 +90,10 @@ def position_scores(query_BAQD: Tensor, key_BASD: Tensor, positions: Tensor, rel
 
 def supports_kernel(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
     """Whether the Triton kernel supports these tensors."""
-    return (
-        device.type == "cuda"
-        and dtype in (torch.bfloat16, torch.float16)
-        and head_size in (16, 32, 64, 128)
-        and torch.cuda.get_device_capability(device) >= (8, 0)
-        and _runs_triton()
-    )
+    return head_size in (16, 32, 64, 128) and has_16_bit_kernels(device, dtype) and _runs_triton()
 
 
-def _attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, plan: Plan, dropout: float) -> Tensor:
+def _attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, layout: TokenLayout, dropout: float) -> Tensor:
     scale = float((3 * query.shape[-1]) ** -0.5)
-    bias = (bias * scale).masked_fill(~real_keys(plan), torch.finfo(bias.dtype).min)
+    bias = (bias * scale).masked_fill(~real_keys(layout), torch.finfo(bias.dtype).min)
     return F.scaled_dot_product_attention(query, key, value, bias, dropout, scale=scale)

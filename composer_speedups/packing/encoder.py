@@ -12,13 +12,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
 from composer_speedups.packing.call import Call, CallPlan, ModelAroundEncoder, call_of
 from composer_speedups.packing.planning import Packing
-from composer_speedups.packing.tokens import Plan, gather_tokens, scatter_tokens
+from composer_speedups.packing.tokens import TokenLayout, gather_tokens, mark_dynamic, scatter_tokens
 
 __all__ = ["UnpaddedEncoder", "UnpaddedModel", "unpadded_encoders"]
 
@@ -26,8 +25,7 @@ _PADDED = CallPlan()
 
 
 class UnpaddedEncoder(nn.Module):
-    """The methods of an encoder that runs on packed tokens. It is mixed into the encoder's original class, which
-    defines the forward.
+    """The methods of an encoder that runs on packed tokens, mixed into the encoder's own class.
 
     Attributes:
         packing: How its batches are packed.
@@ -44,29 +42,28 @@ class UnpaddedEncoder(nn.Module):
         Without packed tokens in the call's plan, it computes what the untouched encoder computes.
         """
         plan = self._call_plan()
-        if plan.tokens is None:
+        if plan.layout is None:
             return self._padded(plan, super().forward(hidden_states, attention_mask=attention_mask, **kwargs))
-        packed = gather_tokens(hidden_states.flatten(0, 1), plan.tokens.indices_T).unsqueeze(0)
-        if not torch.compiler.is_compiling():
-            torch._dynamo.maybe_mark_dynamic(packed, 1)  # for layers compiled separately
+        packed = gather_tokens(hidden_states.flatten(0, 1), plan.layout.indices_T).unsqueeze(0)
+        mark_dynamic(packed)
         if plan.first_tokens_only:
             # a keyword argument, so that it is also passed when a layer is recomputed
             kwargs["first_tokens_only"] = True
-        output = self._packed(packed, plan.tokens, **kwargs)
+        output = self._packed(packed, plan.layout, **kwargs)
         output.last_hidden_state = self._scattered(output.last_hidden_state, plan)
         return output
 
-    def plan_call(self, call: Call, inputs: dict[str, Any]) -> dict[str, Any]:
+    def prepare_call(self, call: Call, inputs: dict[str, Any]) -> dict[str, Any]:
         """Plan a call of the model directly around the encoder, from its arguments by name.
 
         Returns:
             The arguments to call the model's own forward with.
         """
         call.plan = self.packing.plan_call(call, inputs)
-        return inputs if call.plan.tokens is None else self._inputs_of_packed(inputs, call.plan.tokens)
+        return inputs if call.plan.layout is None else self._inputs_of_packed(inputs, call.plan.layout)
 
     def _call_plan(self) -> CallPlan:
-        """The plan of this thread's call; that of a padded batch if the encoder is called directly."""
+        """The plan of this thread's call. A direct call of the encoder has none, and stays padded."""
         call = call_of(self)
         return _PADDED if call is None or call.plan is None else call.plan
 
@@ -77,30 +74,31 @@ class UnpaddedEncoder(nn.Module):
             plan.observe(output)
         return output
 
-    def _packed(self, packed: Tensor, tokens: Plan, **kwargs: Any) -> Any:
+    def _packed(self, packed: Tensor, layout: TokenLayout, **kwargs: Any) -> Any:
         """Run the layers on packed tokens, (1, T, H) → transformers' output."""
-        return super().forward(packed, attention_mask=None, unpadding=tokens, **kwargs)
+        return super().forward(packed, attention_mask=None, unpadding=layout, **kwargs)
 
     def _scattered(self, packed: Tensor, plan: CallPlan) -> Tensor:
         """The packed last hidden state, (1, T, H) → (B, S, H), zeros at padding."""
-        assert plan.tokens is not None
+        assert plan.layout is not None
         self.ran = "unpadded"
-        rows, width = plan.tokens.mask_BS.shape
-        slots = scatter_tokens(packed.squeeze(0), plan.tokens.indices_T, rows * width, guarded=plan.guarded)
+        rows, width = plan.layout.mask_BS.shape
+        slots = scatter_tokens(packed.squeeze(0), plan.layout.indices_T, rows * width, guarded=plan.guarded)
         return slots.view(rows, width, -1)
 
-    def _inputs_of_packed(self, inputs: dict[str, Any], tokens: Plan) -> dict[str, Any]:
-        """A mask in four dimensions, which transformers passes on as it is instead of one per pair of tokens."""
-        return {**inputs, "attention_mask": tokens.mask_BS[:, None, None, :]}
+    def _inputs_of_packed(self, inputs: dict[str, Any], layout: TokenLayout) -> dict[str, Any]:
+        """The arguments of a model whose encoder packs the batch.
+
+        transformers would expand a mask (B, S) to pairs of slots; it passes a mask in four dimensions on as it is.
+        """
+        return {**inputs, "attention_mask": layout.mask_BS[:, None, None, :]}
 
 
 class UnpaddedModel(UnpaddedEncoder, ModelAroundEncoder):
     """An unpadded encoder that is itself a model and also embeds the tokens."""
 
-    prefix = "Unpadded"
-
-    def _inputs_of_packed(self, inputs: dict[str, Any], tokens: Plan) -> dict[str, Any]:
-        return inputs  # it packs them itself
+    def _inputs_of_packed(self, inputs: dict[str, Any], layout: TokenLayout) -> dict[str, Any]:
+        return inputs  # its own forward packs the batch, before embedding it
 
     def _output(self, last: Tensor, plan: CallPlan) -> Any:
         """The packed last hidden state, (1, T, H) → transformers' output, (B, S, H) with zeros at padding."""

@@ -1,7 +1,10 @@
 """Compute a masked-LM head only for the tokens that have a label.
 
 The loss reads no other logits. ModernBERT's config has this as ``sparse_prediction``; this module does it for every
-supported family, and without a synchronization if the labels were counted on the host.
+supported family, and without a synchronization if the labels were counted on the host. It does so for batches that the
+encoder leaves padded, too: both select slots of the padded hidden states.
+
+Shapes: B rows, S slots per row, M labelled tokens, H hidden units.
 """
 
 from __future__ import annotations
@@ -12,9 +15,17 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from composer_speedups.packing.call import Call, ModelAroundEncoder
+from composer_speedups.packing.call import Call, models_around_encoders
 from composer_speedups.packing.derived_classes import stock_class
-from composer_speedups.packing.tokens import COUNTED_ON_HOST, IGNORED, Plan, as_numpy, make_plan, run_eagerly
+from composer_speedups.packing.tokens import (
+    COUNTED_ON_HOST,
+    IGNORED,
+    MULTIPLE,
+    TokenLayout,
+    as_numpy,
+    lay_out_tokens,
+    run_eagerly,
+)
 
 __all__ = [
     "LabelledHead",
@@ -23,7 +34,7 @@ __all__ = [
     "count_labels",
     "head_tokens",
     "labelled_heads",
-    "plan_labels",
+    "lay_out_labels",
 ]
 
 MLMHead = Literal["all", "labelled"]
@@ -39,14 +50,14 @@ class LabelledHead:
 
     Attributes:
         pad_to_multiple_of: M is rounded up to a multiple of it.
-        plan: The labelled tokens of the next call, from :func:`plan_labels`. Without one, the call counts them, which
-            synchronizes with the GPU.
+        layout: The labelled tokens of the next call, from :func:`lay_out_labels`. Without it, the call counts them,
+            which synchronizes with the GPU.
         ran: Whether a call computed the head for labelled tokens only.
     """
 
-    def __init__(self, pad_to_multiple_of: int) -> None:
+    def __init__(self, pad_to_multiple_of: int = MULTIPLE) -> None:
         self.pad_to_multiple_of = pad_to_multiple_of
-        self.plan: Plan | None = None
+        self.layout: TokenLayout | None = None
         self.ran = False
 
     def select(self, model: PreTrainedModel, call: Call, inputs: dict[str, Any]) -> None:
@@ -54,37 +65,37 @@ class LabelledHead:
         labels = call.labels
         if not (model.training and torch.is_grad_enabled() and labels is not None and labels.ndim == 2):
             return
-        indices, slots = self._plan_of(labels).indices_T, labels.numel()
-        call.head_slots, call.head_base = indices, model.base_model
-        selected = labels.flatten().index_select(0, indices.clamp(max=slots - 1))
-        inputs["labels"] = selected.where(indices < slots, IGNORED).unsqueeze(0)  # the plan has unused entries
+        indices_M, slots = self._layout_of(labels).indices_T, labels.numel()
+        call.head_slots, call.head_base = indices_M, model.base_model
+        selected_M = labels.flatten().index_select(0, indices_M.clamp(max=slots - 1))
+        inputs["labels"] = selected_M.where(indices_M < slots, IGNORED).unsqueeze(0)  # there are unused entries
         self.ran = True
 
-    def _plan_of(self, labels_BS: Tensor) -> Plan:
-        if self.plan is None or self.plan.mask_BS.shape != labels_BS.shape:
-            return self._own_plan(labels_BS)
-        torch._assert_async((self.plan.mask_BS == (labels_BS != IGNORED)).all(), _STALE)
-        return self.plan
+    def _layout_of(self, labels_BS: Tensor) -> TokenLayout:
+        if self.layout is None or self.layout.mask_BS.shape != labels_BS.shape:
+            return self._count_and_lay_out(labels_BS)
+        torch._assert_async((self.layout.mask_BS == (labels_BS != IGNORED)).all(), _STALE)
+        return self.layout
 
     @run_eagerly(COUNTED_ON_HOST)
-    def _own_plan(self, labels_BS: Tensor) -> Plan:
-        return plan_labels(labels_BS, sum(count_labels(labels_BS)), self.pad_to_multiple_of)
+    def _count_and_lay_out(self, labels_BS: Tensor) -> TokenLayout:
+        return lay_out_labels(labels_BS, count_labels(labels_BS), self.pad_to_multiple_of)
 
 
-def count_labels(labels_BS: Tensor) -> list[int]:
-    """Labelled tokens of each row, on the host. Synchronizes if the labels are on a GPU."""
-    return [int(count) for count in (as_numpy(labels_BS) != IGNORED).sum(-1)]
+def count_labels(labels_BS: Tensor) -> int:
+    """Number of labelled tokens, on the host. Synchronizes if the labels are on a GPU."""
+    return int((as_numpy(labels_BS) != IGNORED).sum())
 
 
-def plan_labels(labels_BS: Tensor, total: int, pad_to_multiple_of: int) -> Plan:
-    """Plan which tokens the head computes, from labels on its device and the number of labelled tokens."""
-    return make_plan(labels_BS != IGNORED, total, pad_to_multiple_of)
+def lay_out_labels(labels_BS: Tensor, total: int, pad_to_multiple_of: int) -> TokenLayout:
+    """The layout of the tokens that the head computes, from labels on its device and the number of labelled tokens."""
+    return lay_out_tokens(labels_BS != IGNORED, total, pad_to_multiple_of)
 
 
 def labelled_heads(model: nn.Module) -> list[LabelledHead]:
     """The masked-LM heads in a model that compute labelled tokens only."""
-    models = (module for module in model.modules() if isinstance(module, ModelAroundEncoder))
-    return [model.call_rules.labelled_head for model in models if model.call_rules.labelled_head is not None]
+    heads = [around.call_rules.labelled_head for around in models_around_encoders(model)]
+    return [head for head in heads if head is not None]
 
 
 def head_tokens(model: nn.Module, batch: Any) -> int | None:
@@ -95,7 +106,7 @@ def head_tokens(model: nn.Module, batch: Any) -> int | None:
     labels = batch.get("labels") if hasattr(batch, "get") else None
     if not isinstance(labels, Tensor) or labels.device.type != "cpu" or not labelled_heads(model):
         return None
-    return sum(count_labels(labels))
+    return count_labels(labels)
 
 
 def check_labelled_head(model: PreTrainedModel) -> None:
@@ -104,6 +115,6 @@ def check_labelled_head(model: PreTrainedModel) -> None:
     Raises:
         ValueError: It is not a ``...ForMaskedLM`` of transformers.
     """
-    kind = stock_class(type(model)) if isinstance(model, ModelAroundEncoder) else type(model)
+    kind = stock_class(type(model))
     if not kind.__name__.endswith(_HEAD) or not kind.__module__.startswith("transformers.models."):
         raise ValueError(f"mlm_head='labelled' needs transformers' model with a masked-LM head, not {kind.__name__}")

@@ -12,7 +12,7 @@ import functools
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,42 +22,41 @@ from composer_speedups.packing.tokens import (
     COUNTED_ON_HOST,
     IGNORED,
     READS_PADDING,
-    Plan,
-    make_plan,
+    STAYS_PADDED,
+    TokenLayout,
+    lay_out_tokens,
     reads_padding,
     row_counts,
     rows_with_holes,
     run_eagerly,
 )
 
-__all__ = ["Layout", "Packing", "PaddingReader", "PlannedBatch"]
+__all__ = ["Packing", "PaddingReader", "PlannedBatch"]
 
 _LABELLED = "unpadding: a padding position has a label, so the loss would differ; give padding the label -100"
 _STALE = "unpadding: the attention mask differs from the planned one; call plan_unpadding for every batch or for none"
-
-Layout = Plan | Literal["padded"]
 
 
 class PlannedBatch(NamedTuple):
     """The layout of a batch that is known before its forward pass.
 
     Attributes:
-        mask: The very tensor that the model will be called with, (B, S); or a mask (B, texts, S) whose first two
-            dimensions the model receives merged; or None for any mask with the layout's values.
+        mask: The tensor that the model will be called with, (B, S). Or one (B, texts, S), of which the encoder gets a
+            view, (B·texts, S). Or None, if any mask with the layout's values may be the batch's.
         labels: The labels that the layout was made with; None if they were not known.
-        layout: ``"padded"`` for a batch that must stay padded.
+        layout: None for a batch that must stay padded.
     """
 
     mask: Tensor | None
     labels: Tensor | None
-    layout: Layout
+    layout: TokenLayout | None
 
 
 class PaddingReader:
-    """Whether code outside of transformers' heads reads outputs at padding positions, as seen in its gradients.
+    """Finds out by gradients whether code outside of transformers' heads reads outputs at padding positions.
 
     Attributes:
-        reads: None before a gradient was observed.
+        reads: Whether it does; None before a gradient was observed.
     """
 
     def __init__(self, reads: bool | None = None) -> None:
@@ -83,7 +82,8 @@ class PaddingReader:
         reads = bool(gradient.any())
         if reads:
             warnings.warn(f"batches stay padded: {READS_PADDING}", UserWarning, stacklevel=2)
-        # after the backward pass, which may first recompute this forward pass and needs the same layout
+        # Only after the backward pass: gradient checkpointing may still recompute this forward pass, which needs the
+        # layout that it had.
         torch.autograd.Variable._execution_engine.queue_callback(functools.partial(self._conclude, reads))
 
     def _conclude(self, reads: bool) -> None:
@@ -103,10 +103,11 @@ class Packing:
         reads_first: Whether the model's head reads each row's first slot, even if it is padding.
         padding_reader: What was observed of code that may read padding; None if none is expected to.
         owner: ID of the :class:`Unpadding` instance that changed the encoder; None for :func:`apply_unpadding`.
-        planned: Layouts of coming batches. One is used only for the mask and labels that it was made for, and its
-            values are checked. A call without one makes its own, which synchronizes with the GPU.
-        known_counts: Masks and the :meth:`count` of their rows, for calls with some of these rows.
-        counted: Number of calls that counted their tokens.
+        planned: The coming batches. A call takes the layout that was made for its mask and labels, and checks that
+            their values did not change. A call without one counts its tokens, which synchronizes with the GPU.
+        known_counts: Masks (B, texts, S) and the :meth:`count` of their rows. A call whose mask is a view of some of
+            these rows takes their counts.
+        counted: Number of calls that counted the tokens of their mask.
     """
 
     config: Any
@@ -120,27 +121,22 @@ class Packing:
     known_counts: tuple[tuple[Tensor, Sequence[int]], ...] = ()
     counted: int = 0
 
-    def count(self, mask_BS: Tensor) -> list[int]:
-        """Real tokens of each row, on the host; negative for a row that makes the batch stay padded.
+    def count(self, mask_BS: Tensor, labels: Tensor | None = None) -> list[int]:
+        """Real tokens of each row, on the host; :data:`.STAYS_PADDED` for a row that makes its batch stay padded.
 
-        Synchronizes if the mask is on a GPU.
+        A row does so if the head reads its padding (see :func:`.reads_padding`), or if it has holes that matter.
+        Synchronizes if the mask or the labels are on a GPU.
         """
+        mask_BS = mask_BS.cpu()
+        padded = reads_padding(mask_BS, labels, by_token=self.by_token, first_slot=self.reads_first)
+        if self.widest_with_holes is not None and mask_BS.shape[1] > self.widest_with_holes:
+            padded = [reads or hole for reads, hole in zip(padded, rows_with_holes(mask_BS), strict=True)]
         counts = row_counts(mask_BS)
-        if not self.reads_first:
-            counts = [abs(count) for count in counts]
-        if self.widest_with_holes is None or mask_BS.shape[1] <= self.widest_with_holes:
-            return counts
-        return [-abs(count) if hole else count for count, hole in zip(counts, rows_with_holes(mask_BS), strict=True)]
+        return [STAYS_PADDED if row_padded else count for count, row_padded in zip(counts, padded, strict=True)]
 
-    def layout(self, mask_BS: Tensor, counts: Sequence[int]) -> Layout:
-        """The layout of a batch on its device, from its :meth:`count`."""
-        if any(count < 0 for count in counts):
-            return "padded"
-        return make_plan(mask_BS, sum(counts), self.pad_to_multiple_of)
-
-    def reads_padding(self, mask_BS: Tensor, labels: Tensor | None) -> list[bool]:
-        """Rows for which the head reads outputs at padding positions; see :func:`.reads_padding`."""
-        return reads_padding(mask_BS, labels, by_token=self.by_token, first_slot=self.reads_first)
+    def layout(self, mask_BS: Tensor, counts: Sequence[int]) -> TokenLayout | None:
+        """The layout of a batch on its device, from its :meth:`count`; None for a batch that stays padded."""
+        return None if STAYS_PADDED in counts else lay_out_tokens(mask_BS, sum(counts), self.pad_to_multiple_of)
 
     @property
     def padded_because(self) -> tuple[str, str]:
@@ -171,11 +167,13 @@ class Packing:
         guarded = False
         if reader is not None and reader_is_unknown and mask is not None and not call.unobserved:
             guarded = True
-            if torch.is_grad_enabled() and not torch.compiler.is_compiling() and reader.reads is None:
-                return CallPlan(observe=functools.partial(reader.watch, call=call, mask_BS=mask))
             if reader.reads:
                 return CallPlan()
-        return CallPlan(self._tokens(values, mask, call.labels), call.first_tokens_only, guarded)
+            # Without gradients, or in compiled code, nothing can be observed, and the batch would stay padded in every
+            # call. It is packed instead: a backward pass through it is guarded, and apply_unpadding documents zeros.
+            if reader.reads is None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+                return CallPlan(observe=functools.partial(reader.watch, call=call, mask_BS=mask))
+        return CallPlan(self._layout_of(values, mask, call.labels), call.first_tokens_only, guarded)
 
     def _can_pack(self, mask: Any, inputs: dict[str, Any]) -> bool:
         return (
@@ -191,15 +189,13 @@ class Packing:
         value = inputs.get(name)
         return bool(getattr(self.config, name, False) if value is None else value)
 
-    def _tokens(self, values: Tensor, mask_BS: Tensor | None, labels: Tensor | None) -> Plan | None:
+    def _layout_of(self, values: Tensor, mask_BS: Tensor | None, labels: Tensor | None) -> TokenLayout | None:
         """The layout planned for a call's mask, or else a new one; None to stay padded."""
         shape = values.shape[:2]
-        for mask, planned_labels, layout in self.planned:
-            if not (mask is None or mask is mask_BS or _has_as_rows(mask, shape)):
-                continue
+        for _, planned_labels, layout in self._planned_for(mask_BS, shape):
             if self.by_token and planned_labels is not None and labels is not None and planned_labels is not labels:
                 continue  # other labels may be at padding positions
-            if isinstance(layout, str):
+            if layout is None:
                 return None
             planned = layout.mask_BS
             if planned.shape == shape:
@@ -210,28 +206,39 @@ class Packing:
             return None
         return self._count_and_lay_out(values, mask_BS, labels)
 
+    def _planned_for(self, mask_BS: Tensor | None, shape: torch.Size) -> list[PlannedBatch]:
+        """The planned batches whose mask a call has: as the same tensor, or as a view of it with all texts as rows."""
+        same = [batch for batch in self.planned if batch.mask is None or batch.mask is mask_BS]
+        if same or mask_BS is None:
+            return same
+        texts = [(batch, batch.mask) for batch in self.planned if batch.mask is not None and batch.mask.ndim > 2]
+        if not torch.compiler.is_compiling():
+            return [batch for batch, mask in texts if _rows_of(mask_BS, mask) == slice(0, mask.shape[:-1].numel())]
+        # torch.compile cannot trace _rows_of. A mask of the right size is taken, if there is only one.
+        fitting = [b for b, mask in texts if mask.shape[-1] == shape[1] and mask.numel() == shape.numel()]
+        return fitting if len(fitting) == 1 else []
+
     def _check_labels(self, mask_BS: Tensor, labels: Tensor | None) -> None:
         """Check, without synchronizing, that no label of a planned batch is at a padding position."""
         if self.by_token and labels is not None and labels.shape == mask_BS.shape:
             torch._assert_async(((labels == IGNORED) | mask_BS).all(), _LABELLED)
 
     @run_eagerly(COUNTED_ON_HOST)
-    def _count_and_lay_out(self, values: Tensor, mask_BS: Tensor | None, labels: Tensor | None) -> Plan | None:
-        counts = None if mask_BS is None or (labels is not None and self.by_token) else self._known_counts_of(mask_BS)
-        if counts is None:
-            self.counted += 1
+    def _count_and_lay_out(self, values: Tensor, mask_BS: Tensor | None, labels: Tensor | None) -> TokenLayout | None:
+        counts: Sequence[int] | None
         if mask_BS is None:
             mask_BS = values.new_ones(values.shape[:2], dtype=torch.bool)
             counts = [mask_BS.shape[1]] * len(mask_BS)
-        elif counts is None:
-            if any(self.reads_padding(mask_BS, labels)):
-                return None
-            counts = self.count(mask_BS)
-        layout = self.layout(mask_BS, counts)
-        return layout if isinstance(layout, Plan) else None
+        else:
+            labels_matter = labels is not None and self.by_token  # known counts are of the mask alone
+            counts = None if labels_matter else self._known_counts_of(mask_BS)
+            if counts is None:
+                self.counted += 1
+                counts = self.count(mask_BS, labels)
+        return self.layout(mask_BS, counts)
 
     def _known_counts_of(self, mask_BS: Tensor) -> Sequence[int] | None:
-        """The counts of a mask that is a view of rows of a counted one, as that of a chunk of a batch is."""
+        """The counts of a call's mask, if it is a view of rows of a counted one, as that of a chunk of a batch is."""
         for whole, counts in self.known_counts:
             rows = _rows_of(mask_BS, whole)
             if rows is not None:
@@ -239,12 +246,8 @@ class Packing:
         return None
 
 
-def _has_as_rows(mask: Tensor, shape: torch.Size) -> bool:
-    return mask.ndim > 2 and mask.shape[-1] == shape[1] and mask.numel() == shape.numel()
-
-
 def _rows_of(view_BS: Tensor, whole: Tensor) -> slice | None:
-    """Which rows of a mask (…, S) another mask is a view of; None if it is not such a view."""
+    """The rows of a mask (…, S) that another mask is a view of; None if it is not such a view."""
     width = whole.shape[-1]
     base = whole if whole._base is None else whole._base
     first, within_row = divmod(int(view_BS.storage_offset()) - int(whole.storage_offset()), width)

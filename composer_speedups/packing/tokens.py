@@ -19,10 +19,12 @@ __all__ = [
     "IGNORED",
     "MULTIPLE",
     "READS_PADDING",
-    "Plan",
+    "STAYS_PADDED",
+    "TokenLayout",
     "as_numpy",
     "gather_tokens",
-    "make_plan",
+    "lay_out_tokens",
+    "mark_dynamic",
     "reads_padding",
     "round_up",
     "row_counts",
@@ -35,6 +37,7 @@ __all__ = [
 
 MULTIPLE = 64  # packed tokens are rounded up to a multiple of it by default, because matmuls are fastest then
 IGNORED = -100  # the label that torch's cross entropy ignores
+STAYS_PADDED = -1  # in place of a row's number of real tokens
 COUNTED_ON_HOST = (
     "unpadding reads the number of tokens on the host; call plan_unpadding before each call, compile without "
     "fullgraph=True, or call undo_unpadding(model)"
@@ -55,14 +58,14 @@ def run_eagerly(reason: str) -> Callable[[Any], Any]:
     return torch.compiler.disable  # type: ignore[no-any-return]
 
 
-class Plan(NamedTuple):
-    """One batch's real tokens in row order, followed by unused entries up to a rounded total.
+class TokenLayout(NamedTuple):
+    """Where one batch's real tokens are: in row order, followed by unused entries up to a rounded total.
 
     The unused entries form a separate sequence: no real token attends to them, they are gathered from the last slot of
     the batch, are not scattered back, and get no gradient.
 
     Attributes:
-        mask_BS: bool; the mask the plan was made from.
+        mask_BS: bool; the mask the layout was made from.
         indices_T: int64; the slot of each packed token among the N, and N for unused entries.
         cu_seqlens: int32 (B + 2,); where each row starts among the packed tokens, then the start of the unused entries,
             then T.
@@ -97,17 +100,8 @@ def _shape(tensors: Mapping[str, Tensor], mask: str) -> torch.Size | None:
 
 
 def row_counts(mask_BS: Tensor) -> list[int]:
-    """Real tokens of each row, on the host; negative for rows that begin with padding.
-
-    Synchronizes if the mask is on a GPU. An empty row counts 0.
-    """
-    if mask_BS.device.type == "cpu":
-        real_BS = _on_host(mask_BS)
-        counts = real_BS.sum(-1)
-        return [int(count) if first else -int(count) for count, first in zip(counts, real_BS[:, 0], strict=True)]
-    real = mask_BS.bool()
-    counted = real.sum(-1)
-    return torch.where(real[:, 0], counted, -counted).tolist()
+    """Real tokens of each row, on the host. Synchronizes if the mask is on a GPU."""
+    return [int(count) for count in _on_host(mask_BS).sum(-1)]
 
 
 def _on_host(mask: Tensor) -> Any:
@@ -139,14 +133,13 @@ def reads_padding(mask_BS: Tensor, labels: Tensor | None, *, by_token: bool, fir
         mask_BS: The batch's attention mask. Synchronizes if it is on a GPU.
         labels: The batch's labels; -100 is ignored. None if there are none.
         by_token: The head computes a loss per slot, without using the mask.
-        first_slot: The head reads each row's first slot, which is padding in a row without tokens.
+        first_slot: The head reads each row's first slot. A row without tokens does not count if its label is ignored.
     """
-    rows = len(mask_BS)
     mask = _on_host(mask_BS)
-    known = None if labels is None or len(labels) != rows else as_numpy(labels)
-    reads = ~mask.any(-1) & first_slot
+    known = None if labels is None or len(labels) != len(mask_BS) else as_numpy(labels)
+    reads = ~mask[:, 0] & first_slot
     if known is not None and known.ndim == 1 and known.dtype.kind != "f":  # a regression has no label to ignore
-        reads &= known != IGNORED
+        reads &= mask.any(-1) | (known != IGNORED)
     if known is not None and known.shape == mask.shape and by_token:
         reads |= ((known != IGNORED) & ~mask).any(-1)
     return [bool(row) for row in reads]
@@ -157,7 +150,7 @@ def round_up(number: int, multiple: int) -> int:
     return max(-(-number // multiple), 1) * multiple
 
 
-def make_plan(mask_BS: Tensor, total: int, pad_to_multiple_of: int = MULTIPLE) -> Plan:
+def lay_out_tokens(mask_BS: Tensor, total: int, pad_to_multiple_of: int = MULTIPLE) -> TokenLayout:
     """Lay out the real tokens of a batch on the mask's device, without synchronizing.
 
     Args:
@@ -180,7 +173,7 @@ def make_plan(mask_BS: Tensor, total: int, pad_to_multiple_of: int = MULTIPLE) -
     cu_seqlens = F.pad(F.pad(ends_B, (1, 0)), (0, 1), value=packed).to(torch.int32)
     torch._dynamo.maybe_mark_dynamic(indices_T, 0)  # T changes with every batch; one graph is used for all
     longest = round_up(max(mask_BS.shape[1], pad_to_multiple_of), 128)  # rounded, so that it seldom changes
-    return Plan(mask_BS, indices_T, cu_seqlens, longest)
+    return TokenLayout(mask_BS, indices_T, cu_seqlens, longest)
 
 
 def gather_tokens(x_NH: Tensor, indices_T: Tensor) -> Tensor:
@@ -197,6 +190,13 @@ def scatter_tokens(x_TH: Tensor, indices_T: Tensor, slots: int, *, guarded: bool
     return _Scatter.apply(x_TH, indices_T, slots, guarded)
 
 
+def mark_dynamic(*packed: Tensor) -> None:
+    """Let layers that are compiled separately accept every number of packed tokens, in tensors (1, T, …)."""
+    if not torch.compiler.is_compiling():
+        for tensor in packed:
+            torch._dynamo.maybe_mark_dynamic(tensor, 1)
+
+
 # Each is the other's backward pass. torch's backward of index_select adds into its result, with atomics or a sort;
 # unique indices only need a copy.
 
@@ -208,10 +208,11 @@ def _gather(x_NH: Tensor, indices_T: Tensor) -> Tensor:
 def _scatter(x_TH: Tensor, indices_T: Tensor, slots: int) -> Tensor:
     padded = x_TH.new_zeros(slots + 1, x_TH.shape[1])  # the last row receives the unused entries
     padded.index_copy_(0, indices_T, x_TH)
-    # In eager code not a view, because autograd forbids changing a view that a function returns, and pooling may. In a
-    # backward pass that is itself differentiated, the result requires grad and cannot be resized.
-    is_view = torch.compiler.is_compiling() or padded.requires_grad
-    return padded[:slots] if is_view else padded.resize_(slots, x_TH.shape[1])
+    # The last row is cut off in place, because pooling code may change the result in place, which autograd forbids for
+    # a view that a custom function returns. Compiled code, and a tensor that requires grad (in a backward pass that is
+    # itself differentiated), cannot be resized.
+    can_resize = not torch.compiler.is_compiling() and not padded.requires_grad
+    return padded.resize_(slots, x_TH.shape[1]) if can_resize else padded[:slots]
 
 
 class _Gather(torch.autograd.Function):

@@ -18,7 +18,7 @@ from composer_speedups.core.errors import TechniqueError
 from composer_speedups.core.requirements import Context
 from composer_speedups.core.technique import refuse_conflicts, screen
 from tests.helpers.common import batch, make_trainer, plain_batches, tiny_bert
-from tests.helpers.rerun import CannotRecord, Rerun, graphed
+from tests.helpers.rerun import CannotRecord, graphed
 from tests.reference.loop import gradients
 from tests.reference.tolerance import assert_near
 
@@ -40,8 +40,7 @@ def test_gradients_of_two_forward_passes_before_backward_accumulate() -> None:
 def test_release_restores_the_forward_method() -> None:
     model = tiny_bert()
     original = model.forward
-    calls = GraphedCalls(model, original, 2, recorder=Rerun)
-    calls.install("forward")
+    calls = graphed(model)
     model(**batch([4, 4]))
     calls.release()
     assert model.forward == original
@@ -113,8 +112,8 @@ def test_a_composer_batch_is_one_argument() -> None:
     composer_model: Any = trainer.state.model
     calls = graphed(composer_model)
     one = plain_batches(1)[0]
-    for each in (one, UserDict(one)):
-        assert composer_model(each).loss.isfinite()
+    for argument in (one, UserDict(one)):
+        assert composer_model(argument).loss.isfinite()
     assert (calls.graphs, calls.replays) == (1, 2)
     trainer.close()
 
@@ -132,19 +131,19 @@ def test_capture_does_not_update_buffers() -> None:
 def test_captures_draw_no_random_numbers() -> None:
     """With dropout, the run equals an eager one: a resumed run, which captures again, depends on this."""
     inputs = [batch([5, 4]), batch([8, 8]), batch([5, 4], seed=1)]
-    found = []
+    results = []
     for captured in (False, True):
         model = tiny_bert(dropout=0.3)
         if captured:
             graphed(model)
         torch.manual_seed(3)
         losses = []
-        for each in inputs:
-            loss = model(**each).loss
+        for one in inputs:
+            loss = model(**one).loss
             loss.backward()
             losses.append(loss.detach().clone())
-        found.append([*losses, *gradients(model).values(), torch.rand(())])
-    torch.testing.assert_close(found[1], found[0])
+        results.append([*losses, *gradients(model).values(), torch.rand(())])
+    torch.testing.assert_close(results[1], results[0])
 
 
 def test_the_first_calls_can_be_eager() -> None:

@@ -44,29 +44,25 @@ class Block(nn.Module):
 
 def states(model: Blocks, x: Tensor) -> list[Tensor]:
     """Return the input of the first block and the output of each block."""
-    found = [x]
+    hidden = [x]
     for block in model.blocks:
-        found.append(block(found[-1])[0])
-    return found
+        hidden.append(block(hidden[-1])[0])
+    return hidden
 
 
 def from_a_cut(model: Blocks, x: Tensor) -> Any:
-    found = states(model, x)
-    return (model.head(found[-1] * found[1]),)
+    hidden = states(model, x)
+    return (model.head(hidden[-1] * hidden[1]),)
 
 
 def from_within_a_segment(model: Blocks, x: Tensor) -> Any:
-    found = states(model, x)
-    return (model.head(found[-1] * found[0]),)
-
-
-def all_states(model: Blocks, x: Tensor) -> Any:
-    return (model.head(states(model, x)[-1]), *states(model, x)[1:])
+    hidden = states(model, x)
+    return (model.head(hidden[-1] * hidden[0]),)
 
 
 def every_state(model: Blocks, x: Tensor) -> Any:
-    found = states(model, x)
-    return (model.head(found[-1]), *found[1:])
+    hidden = states(model, x)
+    return (model.head(hidden[-1]), *hidden[1:])
 
 
 class Once(torch.autograd.Function):
@@ -83,8 +79,8 @@ class Once(torch.autograd.Function):
 
 
 def around_all_cuts(model: Blocks, x: Tensor) -> Any:
-    found = states(model, Once.apply(x.detach() + model.first.bias))
-    return (model.head(found[-1]) + found[0].sum(),)
+    hidden = states(model, Once.apply(x.detach() + model.first.bias))
+    return (model.head(hidden[-1]) + hidden[0].sum(),)
 
 
 def twice(model: Blocks, x: Tensor) -> Any:
@@ -116,7 +112,6 @@ def unused(model: Blocks, x: Tensor) -> Any:
         (every_state, 4),
         (from_within_a_segment, 1),
         (around_all_cuts, 1),
-        (all_states, 1),
         (twice, 1),
         (backwards, 1),
         (in_place, 1),
@@ -129,9 +124,9 @@ def test_gradients_match_and_models_that_cannot_be_cut_have_one_segment(run: Any
     calls = graphed(model, segments=4)
     for seed in range(3):
         x = torch.randn(5, 3, generator=torch.Generator().manual_seed(seed))
-        for each in (reference, model):
-            each.zero_grad()
-            outputs = each(x)
+        for network in (reference, model):
+            network.zero_grad()
+            outputs = network(x)
             torch.stack([(i + 1) * output.square().sum() for i, output in enumerate(outputs)]).sum().backward()
         assert_near(gradients(model), gradients(reference), what=f"seed {seed}")
     assert (calls.replays, calls.backward_segments) == (3, segments)
@@ -140,13 +135,13 @@ def test_gradients_match_and_models_that_cannot_be_cut_have_one_segment(run: Any
 @pytest.mark.parametrize(("frozen", "segments"), [(0, 4), (1, 4), (2, 1), (4, 1)])
 def test_frozen_blocks_are_not_cut(frozen: int, segments: int) -> None:
     reference, model = Blocks(from_a_cut), Blocks(from_a_cut)
-    for each in (reference, model):
-        for module in (each.first, *each.blocks)[:frozen]:
+    for network in (reference, model):
+        for module in (network.first, *network.blocks)[:frozen]:
             module.requires_grad_(False)
-        each.blocks[-1].inner.bias.requires_grad_(False)
+        network.blocks[-1].inner.bias.requires_grad_(False)
     calls = graphed(model, segments=4)
-    for each in (reference, model):
-        each(torch.ones(5, 3))[0].square().sum().backward()
+    for network in (reference, model):
+        network(torch.ones(5, 3))[0].square().sum().backward()
     assert_near(gradients(model), gradients(reference))
     assert calls.backward_segments == segments
 
@@ -158,9 +153,9 @@ def test_compiled_blocks_are_cut_outside_the_compiled_code() -> None:
     compiled = [block._compiled_call_impl for block in model.blocks]
     calls = graphed(model, segments=4)
     for _ in range(2):
-        for each in (reference, model):
-            each.zero_grad()
-            each(torch.ones(5, 3))[0].square().sum().backward()
+        for network in (reference, model):
+            network.zero_grad()
+            network(torch.ones(5, 3))[0].square().sum().backward()
         assert_near(gradients(model), gradients(reference))
     assert calls.backward_segments == 4
     assert [block._compiled_call_impl for block in model.blocks] == compiled
@@ -222,4 +217,4 @@ def test_capture_keeps_no_reference_to_a_call(monkeypatch: pytest.MonkeyPatch) -
 
     leaves, blocks = stand_ins.of(shared.parameters), blocks_to_cut(model, 4)
     assert capture.Captured(call, [torch.ones(5, 3)], leaves, shared, Rerun(), blocks).segments == 4
-    assert [(each._outputs, each._cuts, each._visited) for each in made] == [((), [], set())]
+    assert [(segments._outputs, segments._cuts, segments._visited) for segments in made] == [((), [], set())]

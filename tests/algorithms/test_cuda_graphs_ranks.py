@@ -33,8 +33,8 @@ def mean_of_ranks(lengths: list[list[list[int]]], width: int | None = None) -> d
     """Return the gradients of an untouched model in one process over the micro-batches of all ranks."""
     reference = tiny_bert()
     for micro, rows in enumerate(lengths):
-        for rank, each in enumerate(rows):
-            (reference(**batch(each, width, seed=10 * micro + rank)).loss / len(rows)).backward()
+        for rank, row_lengths in enumerate(rows):
+            (reference(**batch(row_lengths, width, seed=10 * micro + rank)).loss / len(rows)).backward()
     return gradients(reference)
 
 
@@ -71,12 +71,12 @@ def _train(steps: list[list[list[list[int]]]], segments: int, wrap: Any) -> tupl
 
 @pytest.mark.parametrize("segments", [1, 2])
 def test_ranks_of_the_same_shapes_replay(segments: int) -> None:
-    assert on_ranks(lambda: train([[each] for each in SAME], segments)) == [(1, 2, 0), (1, 2, 0)]
+    assert on_ranks(lambda: train([[step] for step in SAME], segments)) == [(1, 2, 0), (1, 2, 0)]
 
 
 @pytest.mark.parametrize("segments", [1, 2])
 def test_a_rank_may_capture_or_run_eagerly_while_the_other_replays(segments: int) -> None:
-    assert on_ranks(lambda: train([[each] for each in UNLIKE], segments)) == [(2, 4, 0), (2, 3, 1)]
+    assert on_ranks(lambda: train([[step] for step in UNLIKE], segments)) == [(2, 4, 0), (2, 3, 1)]
 
 
 @pytest.mark.parametrize("segments", [1, 2])
@@ -114,16 +114,16 @@ def technique_on_ddp(microbatches: int, segments: int) -> dict[str, Any]:
 @pytest.mark.parametrize("segments", [1, 2])
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_graphs_write_gradients_into_ddps_buckets(microbatches: int, segments: int) -> None:
-    for found in on_ranks(lambda: technique_on_ddp(microbatches, segments)):
-        assert found.pop("storages") < 4, "the gradients are a few hundred KiB, and a bucket is 25 MiB"
-        assert found.pop("outside buckets") == 0
-        assert found.pop("backward_segments", 1) == segments
-        assert found == {"graphs": 1, "replays": 2 * microbatches, "eager_calls": 2 * microbatches}
+    for evidence in on_ranks(lambda: technique_on_ddp(microbatches, segments)):
+        assert evidence.pop("storages") < 4, "the gradients are a few hundred KiB, and a bucket is 25 MiB"
+        assert evidence.pop("outside buckets") == 0
+        assert evidence.pop("backward_segments", 1) == segments
+        assert evidence == {"graphs": 1, "replays": 2 * microbatches, "eager_calls": 2 * microbatches}
 
 
 def test_ranks_with_different_segments_train_together() -> None:
     def different_segments() -> tuple[int, int, int]:
-        return train([[each] for each in UNLIKE], segments=1 + dist.get_rank())
+        return train([[step] for step in UNLIKE], segments=1 + dist.get_rank())
 
     assert on_ranks(different_segments) == [(2, 4, 0), (2, 3, 1)]
 
@@ -135,9 +135,9 @@ def send(log, bucket):  # type: ignore[no-untyped-def]  # DDP refuses string ann
 
 def replays_and_buckets() -> dict[int, list[Any]]:
     """Return the order of replays (0 is the forward pass) and DDP buckets in a step, by number of segments."""
-    found: dict[int, list[Any]] = {}
+    orders: dict[int, list[Any]] = {}
     for segments in (1, 2):
-        model, log = tiny_bert(), found.setdefault(segments, [])
+        model, log = tiny_bert(), orders.setdefault(segments, [])
         graphed(model, segments=segments, recorder=lambda pool, log=log: Logged(log))
         shared: Any = DistributedDataParallel(model, bucket_cap_mb=0.01)
         shared.register_comm_hook(log, send)
@@ -146,16 +146,16 @@ def replays_and_buckets() -> dict[int, list[Any]]:
             shared.zero_grad()
             learn(shared, SAME[:1], 0, width=5)
         assert_near(gradients(model), mean_of_ranks(SAME[:1], width=5))
-    return found
+    return orders
 
 
 def test_buckets_of_the_last_blocks_are_sent_before_the_first_blocks_backward() -> None:
-    for found in on_ranks(replays_and_buckets):
-        assert found[1].index("bucket") > found[1].index(1), "the buckets follow the only backward graph"
-        assert [entry for entry in found[2] if entry != "bucket"] == [0, 1, 2]
-        first, second = found[2].index(1), found[2].index(2)
-        assert found[2][first + 1 : second].count("bucket") >= 2
-        assert found[2][second + 1 :].count("bucket") >= 2
+    for orders in on_ranks(replays_and_buckets):
+        assert orders[1].index("bucket") > orders[1].index(1), "the buckets follow the only backward graph"
+        assert [entry for entry in orders[2] if entry != "bucket"] == [0, 1, 2]
+        first, second = orders[2].index(1), orders[2].index(2)
+        assert orders[2][first + 1 : second].count("bucket") >= 2
+        assert orders[2][second + 1 :].count("bucket") >= 2
 
 
 def numbers_of_cuts() -> tuple[int, int]:

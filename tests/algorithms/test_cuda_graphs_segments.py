@@ -11,7 +11,6 @@ from torch import Tensor
 from transformers import BertForMaskedLM, BertForSequenceClassification
 
 from composer_speedups import CUDAGraphs, apply_unpadding, plan_unpadding
-from composer_speedups.algorithms.cuda_graphs.functional import plans_in
 from tests.helpers.common import batch, tiny_config
 from tests.helpers.rerun import Logged, graphed
 from tests.reference.loop import gradients
@@ -41,10 +40,10 @@ def test_gradients_of_several_calls_and_shapes_accumulate(head: Any, segments: i
     reference, model = bert(head), bert(head)
     calls = graphed(model, segments=segments)
     for step in range(2):
-        for each in (reference, model):
-            each.zero_grad(set_to_none=set_to_none)
+        for network in (reference, model):
+            network.zero_grad(set_to_none=set_to_none)
             for seed, lengths in enumerate([[5, 4], [16, 8, 8], [3, 9], [5, 5, 1]]):
-                output = each(**given(head, lengths, 10 * step + seed))
+                output = network(**given(head, lengths, 10 * step + seed))
                 (output.loss + output.logits.square().mean()).backward()
         assert_near(gradients(model), gradients(reference), what=f"step {step}")
     assert (calls.graphs, calls.replays, calls.backward_segments) == (2, 8, segments)
@@ -60,13 +59,12 @@ def test_an_unpadded_model_is_cut_too(segments: int) -> None:
     reference, model = bert(), bert()
     apply_unpadding(model, 16)
     calls = graphed(model, max_graphs=3, segments=segments)
-    calls.carries = plans_in(model)
     for seed, lengths in enumerate([[12, 7, 9], [1, 16, 4], [3, 2, 1], [16, 15, 16]]):
         inputs = batch(lengths, 16, seed=seed)
         plan_unpadding(model, inputs["attention_mask"])
-        for each in (reference, model):
-            each.zero_grad()
-            each(**inputs).loss.backward()
+        for network in (reference, model):
+            network.zero_grad()
+            network(**inputs).loss.backward()
         assert_near(gradients(model), gradients(reference), what=f"{lengths}")
     assert (calls.graphs, calls.replays, calls.backward_segments) == (3, 4, segments)
 

@@ -9,34 +9,30 @@ import torch
 from composer.models import HuggingFaceModel
 
 from composer_speedups import CUDAGraphs, Unpadding, apply_unpadding, plan_unpadding
-from composer_speedups.algorithms.cuda_graphs.functional import plans_in
 from composer_speedups.algorithms.cuda_graphs.graphed_calls import GraphedCalls
 from composer_speedups.core.technique import refuse_conflicts
 from composer_speedups.packing.encoder import unpadded_encoders
 from composer_speedups.packing.planning import Packing
 from tests.helpers.common import Recorder, batch, make_trainer, tiny_bert
-from tests.helpers.rerun import Rerun
+from tests.helpers.rerun import graphed
 from tests.reference.loop import gradients, train_plainly
 from tests.reference.tolerance import assert_near
 
 
-def graphed(max_graphs: int = 3) -> tuple[Any, Any, GraphedCalls]:
+def graphed_pair(max_graphs: int = 3) -> tuple[Any, Any, GraphedCalls]:
     reference, model = tiny_bert(), tiny_bert()
-    for each in (reference, model):
-        each.config.problem_type = "single_label_classification"
+    for network in (reference, model):
+        network.config.problem_type = "single_label_classification"
     apply_unpadding(model, 16)
-    calls = GraphedCalls(model, model.forward, max_graphs, recorder=Rerun)
-    calls.carries = plans_in(model)
-    calls.install("forward")
-    return reference, model, calls
+    return reference, model, graphed(model, max_graphs)
 
 
 def step(reference: Any, model: Any, lengths: list[int], seed: int, *, planned: bool = True) -> None:
     inputs = batch(lengths, 16, seed=seed)
     plan_unpadding(model, inputs["attention_mask"] if planned else None)
-    for each in (reference, model):
-        each.zero_grad()
-        each(**inputs).loss.backward()
+    for network in (reference, model):
+        network.zero_grad()
+        network(**inputs).loss.backward()
     assert_near(gradients(model), gradients(reference), what=f"{lengths}")
 
 
@@ -45,7 +41,7 @@ def test_each_number_of_packed_tokens_is_captured_once_and_replayed_with_other_m
 ) -> None:
     counted: list[str] = []
     monkeypatch.setattr(Packing, "_count_and_lay_out", lambda *_: counted.append("inside the forward pass"))
-    reference, model, calls = graphed()
+    reference, model, calls = graphed_pair()
     # 32, 32, 16, 48, 32 and 16 packed tokens
     for seed, lengths in enumerate([[12, 7, 9], [1, 16, 4], [3, 2, 1], [16, 15, 2], [10, 10, 1], [1, 1, 1]]):
         step(reference, model, lengths, seed)
@@ -58,7 +54,7 @@ def test_each_number_of_packed_tokens_is_captured_once_and_replayed_with_other_m
 
 
 def test_above_max_graphs_or_without_a_plan_calls_are_eager() -> None:
-    reference, model, calls = graphed(max_graphs=1)
+    reference, model, calls = graphed_pair(max_graphs=1)
     step(reference, model, [12, 7, 9], 0)
     step(reference, model, [16, 16, 9], 1)
     assert (calls.graphs, calls.replays, calls.eager_calls) == (1, 1, 1)
@@ -67,12 +63,12 @@ def test_above_max_graphs_or_without_a_plan_calls_are_eager() -> None:
 
 
 def test_padded_batches_have_their_own_graph() -> None:
-    reference, model, calls = graphed()
+    reference, model, calls = graphed_pair()
     inputs = batch([12, 7, 9], 16)
     inputs["attention_mask"] = inputs["attention_mask"].flip(-1)
     plan_unpadding(model, inputs["attention_mask"])
-    for each in (reference, model):
-        each(**inputs).loss.backward()
+    for network in (reference, model):
+        network(**inputs).loss.backward()
     assert_near(gradients(model), gradients(reference))
     assert unpadded_encoders(model)[0].ran == "padded"
     step(reference, model, [12, 7, 9], 0)
@@ -80,7 +76,7 @@ def test_padded_batches_have_their_own_graph() -> None:
 
 
 def test_a_replay_with_a_plan_of_another_mask_is_an_error() -> None:
-    reference, model, calls = graphed()
+    reference, model, calls = graphed_pair()
     step(reference, model, [12, 7, 9], 0)
     plan_unpadding(model, batch([9, 7, 12], 16)["attention_mask"])
     with pytest.raises(RuntimeError, match="differs from the planned one"):
@@ -94,11 +90,8 @@ def test_composers_batches_are_planned_before_their_replays() -> None:
     expected = train_plainly(model, batches).losses
     technique = Unpadding(16)
     trainer = make_trainer([technique], model=model, batches=batches, callbacks=[recorder])
-    composer_model: Any = trainer.state.model
-    calls = GraphedCalls(composer_model, composer_model.forward, 2, recorder=Rerun)
-    calls.carries = plans_in(composer_model)
+    calls = graphed(trainer.state.model)
     calls.eager_first = 1
-    calls.install("forward")
     trainer.fit()
     trainer.close()
     assert_near(recorder.losses, expected)
@@ -117,9 +110,8 @@ def test_a_compared_model_replays_with_the_plans_of_its_batches() -> None:
     for check in ("never", "always"):
         model, recorder = HuggingFaceModel(tiny_bert()), Recorder()
         trainer = make_trainer([Unpadding(16, check=check)], model=model, batches=batches, callbacks=[recorder])
-        calls = GraphedCalls(model, model.forward, 1, recorder=Rerun)
-        calls.carries, calls.eager_first = plans_in(model), 1
-        calls.install("forward")
+        calls = graphed(model, max_graphs=1)
+        calls.eager_first = 1
         trainer.fit()
         trainer.close()
         assert calls.replays == 3, check

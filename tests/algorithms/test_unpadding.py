@@ -13,12 +13,13 @@ from transformers import BertConfig, BertForQuestionAnswering, BertLMHeadModel
 from composer_speedups import Unpadding, apply_unpadding, plan_unpadding, undo_unpadding
 from composer_speedups.core.operator_recorder import OperatorRecorder
 from composer_speedups.packing.attention import unpadded_attention
-from composer_speedups.packing.encoder import UnpaddedEncoder, unpadded_encoders
-from composer_speedups.packing.tokens import make_plan
+from composer_speedups.packing.encoder import unpadded_encoders
+from composer_speedups.packing.tokens import lay_out_tokens
 from tests.helpers.common import batch, tiny_bert
 from tests.helpers.exhaustive import family_params
-from tests.helpers.masks import masked_batch, random_masks, real_logits
+from tests.helpers.masks import masked_batch, random_masks
 from tests.helpers.models import HEADS, UNPADDED, tiny_model
+from tests.helpers.unpadded import pair, values
 from tests.reference.loop import gradients
 from tests.reference.tolerance import assert_near
 
@@ -29,29 +30,8 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def pair(family: str, head: str = "classification", multiple: int = 8) -> tuple[Any, Any]:
-    """Return an untouched model and an unpadded one with the same weights."""
-    reference = tiny_model(family, head)
-    model = copy.deepcopy(reference)
-    assert len(apply_unpadding(model, multiple)) == 1
-    return reference, model
-
-
 def compare(reference: Any, model: Any, inputs: dict[str, Tensor]) -> None:
-    """Compare the logits of real tokens, the loss and all gradients."""
-    expected, actual = reference(**inputs), model(**inputs)
-    mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"]))
-    if mask.any():
-        assert_near([real_logits(actual, mask), actual.loss], [real_logits(expected, mask), expected.loss])
-        for each, output in ((reference, expected), (model, actual)):
-            each.zero_grad()
-            output.loss.backward()
-        assert_near(gradients(model), gradients(reference))
-
-
-def encoder_of(model: nn.Module) -> UnpaddedEncoder:
-    (encoder,) = unpadded_encoders(model)
-    return encoder
+    assert_near(values(model, inputs), values(reference, inputs))
 
 
 def test_names_weights_modes_and_copies_are_kept() -> None:
@@ -65,9 +45,9 @@ def test_names_weights_modes_and_copies_are_kept() -> None:
     assert not model.bert.encoder.training
     assert not any(p.requires_grad for p in model.bert.embeddings.parameters())
     copied = copy.deepcopy(model)
-    assert encoder_of(copied) is not encoder_of(model)
+    assert copied.bert.encoder is not model.bert.encoder
     copied(**batch([3, 5]))
-    assert (encoder_of(copied).ran, encoder_of(model).ran, seen) == ("unpadded", None, [1])
+    assert (copied.bert.encoder.ran, model.bert.encoder.ran, seen) == ("unpadded", None, [1])
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
@@ -84,14 +64,14 @@ def test_undo_restores_the_encoder_and_its_attention(attention: str) -> None:
 
 @pytest.mark.parametrize("multiple", [1, 8, 64, 200])
 def test_unused_entries_and_padding_have_no_influence(multiple: int) -> None:
-    reference, model = pair("bert", "mlm", multiple)
+    reference, model, encoder = pair("bert", "mlm", multiple)
     inputs = masked_batch(random_masks(3)[2], "mlm")
     compare(reference, model, inputs)
-    packed = make_plan(inputs["attention_mask"], int(inputs["attention_mask"].sum()), multiple).indices_T
+    packed = lay_out_tokens(inputs["attention_mask"], int(inputs["attention_mask"].sum()), multiple).indices_T
     assert len(packed) % multiple == 0
     hidden = torch.randn(*inputs["input_ids"].shape, 32, requires_grad=True)
     mask = inputs["attention_mask"].bool()
-    encode, encoder_of(model).packing.padding_reader = model.eval().bert, None  # nothing reads padding
+    encode, encoder.packing.padding_reader = model.eval().bert, None  # nothing reads padding
     output = encode(inputs_embeds=hidden, attention_mask=mask).last_hidden_state
     assert_near(output[~mask], torch.zeros_like(output[~mask]))
     noise = torch.where(mask[..., None], hidden, 100.0).detach()
@@ -104,7 +84,7 @@ def test_unused_entries_and_padding_have_no_influence(multiple: int) -> None:
 
 @pytest.mark.parametrize("head", HEADS)
 def test_an_all_padding_batch_gives_no_nan(head: str) -> None:
-    _, model = pair("bert", head)
+    _, model, _ = pair("bert", head)
     output = model(**masked_batch(torch.zeros(3, 5, dtype=torch.long), head))
     assert output.logits.isfinite().all()
     output.logits.sum().backward()
@@ -112,7 +92,7 @@ def test_an_all_padding_batch_gives_no_nan(head: str) -> None:
 
 
 def test_a_plan_is_valid_only_for_its_mask() -> None:
-    reference, model = pair("bert")
+    reference, model, _ = pair()
     planned, other = batch([3, 7, 2], 9), batch([5, 7, 2], 9)
     plan_unpadding(model, planned["attention_mask"])
     compare(reference, model, planned)
@@ -128,26 +108,34 @@ def test_a_plan_is_valid_only_for_its_mask() -> None:
         plan_unpadding(reference, planned["attention_mask"])
 
 
+def test_calls_count_their_tokens_unless_they_have_no_mask() -> None:
+    reference, model, encoder = pair()
+    inputs = batch([5, 5], 5)
+    for count, attention in enumerate(({}, {"attention_mask": inputs.pop("attention_mask")})):
+        assert_near([model(**inputs, **attention).logits], [reference(**inputs, **attention).logits])
+        assert (encoder.ran, encoder.packing.counted) == ("unpadded", count)
+
+
 def test_batches_with_query_key_masks_run_padded() -> None:
-    reference, model = pair("bert")
+    reference, model, encoder = pair()
     inputs = batch([6, 6, 6], 6)
     causal = torch.ones(6, 6).tril().bool().expand(3, 1, 6, 6)
     for mask in (causal, torch.zeros(3, 1, 6, 6).masked_fill(~causal, -1e9)):
         expected = reference(**{**inputs, "attention_mask": mask}).logits
         assert_near(model(**{**inputs, "attention_mask": mask}).logits, expected)
-        assert encoder_of(model).ran == "padded"
+        assert encoder.ran == "padded"
 
 
 def test_batches_that_stay_padded_use_the_attention_that_the_model_has_now() -> None:
-    reference, model = pair("bert")
+    reference, model, encoder = pair()
     inputs = batch([3, 7, 2], 9)
     for implementation in ("sdpa", "eager"):
         model.set_attn_implementation(implementation)
         compare(reference, model, inputs)
-        assert encoder_of(model).ran == "unpadded"
+        assert encoder.ran == "unpadded"
         with OperatorRecorder() as operators:
             asked = model(**inputs, output_hidden_states=True)
-        assert encoder_of(model).ran == "padded"
+        assert encoder.ran == "padded"
         assert ("_softmax" in operators.counts) == (implementation == "eager")
         assert_near(asked.hidden_states[1], reference(**inputs, output_hidden_states=True).hidden_states[1])
 
@@ -164,7 +152,7 @@ def test_attention_dropout_is_applied_only_in_training(family: str) -> None:
 def test_dropped_weights_are_scaled_as_in_eager_attention() -> None:
     """With values of 1, a row's output is the sum of the kept weights, divided by the probability of keeping."""
     mask = torch.ones(8, 32, dtype=torch.bool)
-    plan = make_plan(mask, mask.numel(), 64)
+    plan = lay_out_tokens(mask, mask.numel(), 64)
     query, value = torch.zeros(1, 2, 256, 4), torch.ones(1, 2, 256, 4)
     torch.manual_seed(0)
     sums, weights = unpadded_attention(nn.Identity(), query, query, value, None, dropout=0.25, unpadding=plan)
@@ -176,12 +164,12 @@ def test_dropped_weights_are_scaled_as_in_eager_attention() -> None:
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_gradient_checkpointing_recomputes_packed_layers(reentrant: bool) -> None:
-    reference, model = pair("bert")
+    reference, model, encoder = pair()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-    for each in (reference, model):
-        each.train()
+    for network in (reference, model):
+        network.train()
     compare(reference, model, batch([3, 9, 12, 1]))
-    assert encoder_of(model).ran == "unpadded"
+    assert encoder.ran == "unpadded"
 
 
 def test_unsupported_models_are_refused_and_not_changed() -> None:

@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 
 from composer_speedups import Unpadding, apply_torch_compile, apply_unpadding, plan_unpadding, undo_unpadding
-from composer_speedups.algorithms.cuda_graphs.functional import plans_in
-from composer_speedups.algorithms.cuda_graphs.graphed_calls import GraphedCalls
 from composer_speedups.core.errors import NotEngagedError, TechniqueError
 from composer_speedups.families.flops import training_flops
 from composer_speedups.packing.encoder import unpadded_encoders
@@ -20,7 +18,7 @@ from tests.helpers.common import VOCABULARY, Batch, Recorder, batch, make_traine
 from tests.helpers.exhaustive import family_params
 from tests.helpers.jobs import run
 from tests.helpers.models import UNPADDED, Family, fit_batches, tiny_model
-from tests.helpers.rerun import Rerun
+from tests.helpers.rerun import graphed
 from tests.reference.tolerance import assert_near
 
 
@@ -44,8 +42,8 @@ def test_loss_and_gradients_equal_the_untouched_models(family: Family) -> None:
     model = copy.deepcopy(reference)
     apply_unpadding(model, 8, "labelled")
     for inputs in batches:
-        found, expected = loss_and_gradients(model, inputs), loss_and_gradients(reference, inputs)
-        assert_near(found, expected)
+        actual, expected = loss_and_gradients(model, inputs), loss_and_gradients(reference, inputs)
+        assert_near(actual, expected)
         labelled = int((inputs["labels"] != -100).sum())
         assert model(**inputs).logits.shape == (1, -(-labelled // 8) * 8, VOCABULARY)
 
@@ -65,7 +63,7 @@ def test_a_plan_replaces_counting_in_the_forward_pass(monkeypatch: pytest.Monkey
     reference, batches = masked_lm()
     model = copy.deepcopy(reference)
     apply_unpadding(model, 8, "labelled")
-    monkeypatch.setattr(LabelledHead, "_own_plan", lambda *_: pytest.fail("counted in the forward pass"))
+    monkeypatch.setattr(LabelledHead, "_count_and_lay_out", lambda *_: pytest.fail("counted in the forward pass"))
     for inputs in batches:
         plan_unpadding(model, inputs["attention_mask"], labels=inputs["labels"])
         assert_near(loss_and_gradients(model, inputs), loss_and_gradients(reference, inputs))
@@ -98,6 +96,10 @@ def test_it_can_be_switched_off_and_undone() -> None:
     apply_unpadding(model, 8, "labelled")
     apply_unpadding(model, 8, "labelled")
     assert len(labelled_heads(model)) == 1
+    labelled = int((inputs["labels"] != -100).sum())
+    assert model(**inputs).logits.shape[1] == -(-labelled // 8) * 8
+    apply_unpadding(model, 64, "labelled")
+    assert model(**inputs).logits.shape[1] == -(-labelled // 64) * 64
     apply_unpadding(model, 8)
     assert not labelled_heads(model)
     assert model(**inputs).logits.ndim == 3
@@ -117,7 +119,7 @@ def test_other_heads_are_refused_before_anything_is_changed() -> None:
 
 
 def test_a_trainer_trains_like_one_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LabelledHead, "_own_plan", lambda *_: pytest.fail("counted in the forward pass"))
+    monkeypatch.setattr(LabelledHead, "_count_and_lay_out", lambda *_: pytest.fail("counted in the forward pass"))
     model = tiny_model("bert", "mlm")
     batches = fit_batches(model, plain_batches())
     technique, recorder = Unpadding(8, mlm_head="labelled"), Recorder()
@@ -126,8 +128,8 @@ def test_a_trainer_trains_like_one_without_it(monkeypatch: pytest.MonkeyPatch) -
         trained(algorithms, model=network, batches=batches, callbacks=[seen])
     assert_near(recorder.losses, plain.losses)
     assert_near(dict(model.named_parameters()), dict(other.named_parameters()))
-    tokens = sum(int((each["labels"] != -100).sum()) for each in batches)
-    slots = sum(each["labels"].numel() for each in batches)
+    tokens = sum(int((inputs["labels"] != -100).sum()) for inputs in batches)
+    slots = sum(inputs["labels"].numel() for inputs in batches)
     assert technique.evidence["head_tokens"] == round(tokens / slots, 4)
 
 
@@ -160,8 +162,8 @@ def test_compiled_it_equals_the_untouched_model() -> None:
     apply_torch_compile(model, "model", backend="eager")
     for inputs in batches:
         plan_unpadding(model, inputs["attention_mask"], labels=inputs["labels"])
-        found, expected = loss_and_gradients(model, inputs), loss_and_gradients(reference, inputs)
-        assert_near(found, expected)
+        actual, expected = loss_and_gradients(model, inputs), loss_and_gradients(reference, inputs)
+        assert_near(actual, expected)
     assert labelled_heads(model)[0].ran
 
 
@@ -169,9 +171,7 @@ def test_graphs_replay_it_with_other_labels() -> None:
     reference, batches = masked_lm()
     model = copy.deepcopy(reference)
     apply_unpadding(model, 8, "labelled")
-    calls = GraphedCalls(model, model.forward, 3, recorder=Rerun)
-    calls.carries = plans_in(model)
-    calls.install("forward")
+    calls = graphed(model)
     for inputs in batches:
         plan_unpadding(model, inputs["attention_mask"], labels=inputs["labels"])
         assert_near(loss_and_gradients(model, inputs), loss_and_gradients(reference, inputs))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -10,35 +9,21 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from composer_speedups import Unpadding, apply_torch_compile, apply_unpadding, plan_unpadding
+from composer_speedups import Unpadding, apply_torch_compile, plan_unpadding
 from composer_speedups.core.errors import NotEngagedError
 from composer_speedups.core.operator_recorder import compile_counts
-from composer_speedups.packing.attention import unpadded_attention
-from composer_speedups.packing.encoder import unpadded_encoders
-from composer_speedups.packing.tokens import Plan
-from tests.algorithms.test_unpadding_properties import values
 from tests.helpers.common import batch, trained
 from tests.helpers.masks import draw_mask, masked_batch
 from tests.helpers.models import tiny_model
+from tests.helpers.unpadded import pair, values
 from tests.reference.tolerance import assert_near
-
-
-def pair(head: Any = "classification", **settings: Any) -> tuple[Any, Any, Any]:
-    """Return an untouched model, an unpadded one with the same weights, and the unpadded encoder."""
-    reference = tiny_model("modernbert", head, **settings)
-    model = copy.deepcopy(reference)
-    assert apply_unpadding(model, 8) == ["model"]
-    assert apply_unpadding(model, 8) == []
-    return reference, model, *unpadded_encoders(model)
 
 
 @pytest.mark.parametrize("pooling", ["cls", "mean"])
 @pytest.mark.parametrize("kind", ["right padding", "left padding"])
 def test_both_poolings_match_the_untouched_model(pooling: str, kind: str) -> None:
-    reference, model, encoder = pair(classifier_pooling=pooling)
+    reference, model, encoder = pair("modernbert", classifier_pooling=pooling)
     for seed in range(8):
         mask = draw_mask(kind, seed)
         inputs = masked_batch(mask, "classification", seed=seed)
@@ -52,8 +37,8 @@ def test_rows_with_holes_wider_than_a_window_run_padded() -> None:
     inputs = masked_batch(mask, "mlm")
     logits = []
     for width, way in [(8, "padded"), (24, "unpadded")]:
-        reference, model, encoder = pair("mlm", local_attention=width)
-        assert encoder.packing.count(mask) == [12, -7 if way == "padded" else 7]
+        reference, model, encoder = pair("modernbert", "mlm", local_attention=width)
+        assert encoder.packing.count(mask) == [12, -1 if way == "padded" else 7]
         assert_near(values(model, inputs), values(reference, inputs))
         assert encoder.ran == way
         logits.append(reference(**inputs).logits)
@@ -61,14 +46,14 @@ def test_rows_with_holes_wider_than_a_window_run_padded() -> None:
 
 
 def test_shared_positions_inputs_embeds_and_masks_per_layer_type() -> None:
-    reference, model, encoder = pair("mlm")
+    reference, model, encoder = pair("modernbert", "mlm")
     inputs = masked_batch(draw_mask("right padding", 3), "mlm")
     shared = {**inputs, "position_ids": torch.arange(inputs["input_ids"].shape[1]).flip(0)[None]}
     assert_near(values(model, shared), values(reference, shared))
     embedded = []
-    for each in (reference, model):
-        given = each.get_input_embeddings()(inputs["input_ids"]).detach().requires_grad_()
-        each(**{k: v for k, v in inputs.items() if k != "input_ids"}, inputs_embeds=given).loss.backward()
+    for network in (reference, model):
+        given = network.get_input_embeddings()(inputs["input_ids"]).detach().requires_grad_()
+        network(**{k: v for k, v in inputs.items() if k != "input_ids"}, inputs_embeds=given).loss.backward()
         embedded.append(given.grad)
     assert_near([embedded[1]], [embedded[0]])
     assert encoder.ran == "unpadded"
@@ -83,8 +68,8 @@ def test_shared_positions_inputs_embeds_and_masks_per_layer_type() -> None:
 
 def test_the_saved_folder_equals_the_stock_models(tmp_path: Path) -> None:
     saved = []
-    for name, each in zip(("stock", "unpadded"), pair()[:2], strict=True):
-        each.save_pretrained(tmp_path / name)
+    for name, network in zip(("stock", "unpadded"), pair("modernbert")[:2], strict=True):
+        network.save_pretrained(tmp_path / name)
         config = json.loads((tmp_path / name / "config.json").read_text())
         saved.append((config, load_file(tmp_path / name / "model.safetensors")))
     assert saved[0][0] == saved[1][0]
@@ -96,9 +81,9 @@ def test_the_saved_folder_equals_the_stock_models(tmp_path: Path) -> None:
 @pytest.mark.parametrize("scope", ["model", "blocks"])
 def test_compiled_graphs_accept_every_number_of_tokens(scope: Any) -> None:
     graphs = 1 if scope == "model" else 2  # the first block has no norm
-    reference, model, _ = pair()
-    for each in (reference, model):
-        each.config.problem_type = "single_label_classification"
+    reference, model, _ = pair("modernbert")
+    for network in (reference, model):
+        network.config.problem_type = "single_label_classification"
     apply_torch_compile(model, scope, backend="aot_eager")
     before = compile_counts()
     for length in (16, 11, 8, 6):
@@ -116,32 +101,3 @@ def test_holes_in_the_first_batch_stop_a_run() -> None:
     mask = torch.tensor([[1] * 12, [1] * 3 + [0] * 5 + [1] * 4])
     with pytest.raises(NotEngagedError, match=r"have holes, which change the distances.*without holes"):
         trained([Unpadding()], model=tiny_model("modernbert", "mlm"), batches=[masked_batch(mask, "mlm")])
-
-
-class Windows(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[tuple[str, Any, Any]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if "flash" in str(func):
-            name = func.overloadpacket.__name__
-            self.seen.append((name, kwargs.get("window_size_left"), kwargs.get("window_size_right")))
-        return func(*args, **kwargs)
-
-
-def test_the_flash_kernel_gets_the_window_in_both_directions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No GPU is needed: torch's meta kernel checks the call."""
-    monkeypatch.setattr("composer_speedups.packing.attention.supports_flash_attention", lambda *_: True)
-    meta: dict[str, Any] = {"device": "meta"}
-    mask, indices = torch.empty(3, 9, dtype=torch.bool, **meta), torch.empty(64, dtype=torch.long, **meta)
-    plan = Plan(mask, indices, torch.empty(5, dtype=torch.int32, **meta), 128)
-    query = torch.empty(1, 2, 64, 16, dtype=torch.bfloat16, **meta, requires_grad=True)
-    windows = Windows()
-    with windows:
-        for window in (5, None):
-            out, _ = unpadded_attention(nn.Identity(), query, query, query, None, 0.0, 0.25, plan, window)
-            out.sum().backward()
-    names = ["_flash_attention_forward", "_flash_attention_backward"]
-    assert windows.seen == [(name, each, each) for each in (4, None) for name in names]

@@ -5,20 +5,18 @@ Kind of mask, batch, positions and token types are drawn from a seed, which a fa
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from composer_speedups import apply_unpadding, plan_unpadding
-from composer_speedups.packing.encoder import unpadded_encoders
+from composer_speedups import plan_unpadding
 from tests.helpers.common import Batch
 from tests.helpers.exhaustive import family_params
-from tests.helpers.masks import KINDS, draw_mask, masked_batch, real_logits
+from tests.helpers.masks import KINDS, draw_mask, masked_batch
 from tests.helpers.models import HEADS, UNPADDED, Family, Head, tiny_model
-from tests.reference.loop import gradients
+from tests.helpers.unpadded import pair, values
 from tests.reference.tolerance import assert_near
 
 CASES = 14 * len(KINDS)  # for each family and head
@@ -36,22 +34,11 @@ def draw_batch(mask: Tensor, model: Any, head: Head, seed: int) -> Batch:
     return inputs
 
 
-def values(model: Any, inputs: Batch) -> dict[str, Tensor]:
-    model.zero_grad()
-    output = model(**inputs)
-    output.loss.backward()
-    logits = real_logits(output, inputs["attention_mask"])
-    return {"logits": logits.detach(), "loss": output.loss.detach(), **gradients(model)}
-
-
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("family", family_params(UNPADDED))
 @pytest.mark.pins
 def test_every_kind_of_mask_matches_the_untouched_model(family: Family, head: Head) -> None:
-    reference = tiny_model(family, head)
-    model = copy.deepcopy(reference)
-    apply_unpadding(model, 8)
-    (encoder,) = unpadded_encoders(model)
+    reference, model, encoder = pair(family, head)
     unpadded = dict.fromkeys(KINDS, 0)
     for seed in range(CASES):
         kind = KINDS[seed % len(KINDS)]

@@ -10,22 +10,14 @@ import transformers
 from packaging.version import Version
 
 from composer_speedups import apply_unpadding
-from composer_speedups.packing.encoder import unpadded_encoders
 from tests.helpers.common import batch
 from tests.helpers.exhaustive import family_params
-from tests.helpers.models import UNPADDED, tiny_model
+from tests.helpers.models import UNPADDED, Family, tiny_model
+from tests.helpers.unpadded import pair
 from tests.reference.tolerance import assert_near
 
 pytestmark = pytest.mark.pins
 BY_INDEX = pytest.mark.skipif(Version(transformers.__version__) < Version("5.17"), reason="hidden states by index")
-
-
-def pair(family: str, head: str = "classification") -> tuple[Any, Any, Any]:
-    """Return an untouched model, an unpadded one with the same weights, and the unpadded encoder."""
-    reference = tiny_model(family, head)
-    model = copy.deepcopy(reference)
-    assert len(apply_unpadding(model, 8)) == 1
-    return reference, model, *unpadded_encoders(model)
 
 
 def assert_same_records(actual: Any, expected: Any, *, states: int, attentions: int) -> None:
@@ -35,22 +27,27 @@ def assert_same_records(actual: Any, expected: Any, *, states: int, attentions: 
         assert (theirs is None) == (ours is None) == (count == 0), name
         if count:
             assert len(theirs) == len(ours) == count, name
-            assert [each is None for each in ours] == [each is None for each in theirs], name
-            assert_near([each for each in ours if each is not None], [each for each in theirs if each is not None])
+            assert [record is None for record in ours] == [record is None for record in theirs], name
+            assert_near(
+                [record for record in ours if record is not None], [record for record in theirs if record is not None]
+            )
 
 
+@pytest.mark.parametrize("request_by", ["config", pytest.param("index", marks=BY_INDEX)])
 @pytest.mark.parametrize("family", family_params(UNPADDED))
-def test_hidden_states_requested_in_the_config(family: str) -> None:
+def test_requested_hidden_states(family: Family, request_by: str) -> None:
     reference, model, encoder = pair(family)
-    inputs = batch([3, 7, 1], 9)
-    for each in (reference, model):
-        each.config.output_hidden_states = True
-    assert_same_records(model(**inputs), reference(**inputs), states=3, attentions=0)
+    inputs, by_index = batch([3, 7, 1], 9), request_by == "index"
+    for network in (reference, model):
+        network.config.output_hidden_states = not by_index
+    asked = {"output_hidden_states": [1]} if by_index else {}
+    actual, expected = (network(**inputs, **asked) for network in (model, reference))
+    assert_same_records(actual, expected, states=len(expected.hidden_states) if by_index else 3, attentions=0)
     assert encoder.ran == "padded"
 
 
 @pytest.mark.parametrize("family", family_params(UNPADDED))
-def test_attention_weights_requested_in_the_config(family: str) -> None:
+def test_attention_weights_requested_in_the_config(family: Family) -> None:
     """Requested before the surgery: afterwards, transformers refuses, because the attention is not eager."""
     reference, inputs = tiny_model(family, output_attentions=True), batch([3, 7, 1], 9)
     model = copy.deepcopy(reference)
@@ -58,18 +55,8 @@ def test_attention_weights_requested_in_the_config(family: str) -> None:
     assert_same_records(model(**inputs), reference(**inputs), states=0, attentions=2)
 
 
-@BY_INDEX
 @pytest.mark.parametrize("family", family_params(UNPADDED))
-def test_hidden_states_requested_by_index(family: str) -> None:
-    reference, model, encoder = pair(family)
-    inputs = batch([3, 7, 1], 9)
-    actual, expected = (each(**inputs, output_hidden_states=[1]) for each in (model, reference))
-    assert_same_records(actual, expected, states=len(expected.hidden_states), attentions=0)
-    assert encoder.ran == "padded"
-
-
-@pytest.mark.parametrize("family", family_params(UNPADDED))
-def test_hidden_states_requested_before_unpadding(family: str) -> None:
+def test_hidden_states_requested_before_unpadding(family: Family) -> None:
     """transformers installs its recording hooks at the first call that requests records, and only then."""
     model, inputs, asked = tiny_model(family), batch([3, 7, 1], 9), {"output_hidden_states": True}
     expected = model(**inputs, **asked)

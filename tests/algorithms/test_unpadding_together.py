@@ -14,30 +14,28 @@ from composer_speedups import (
     Unpadding,
     apply_gradient_checkpointing,
     apply_torch_compile,
-    apply_unpadding,
     plan_unpadding,
 )
 from composer_speedups.algorithms.gradient_checkpointing.recompute import recomputations
 from composer_speedups.core.operator_recorder import compile_counts
 from composer_speedups.packing.encoder import unpadded_encoders
-from tests.algorithms.test_unpadding_properties import values
 from tests.helpers.common import Batches, batch, make_trainer, plain_batches, tiny_bert
 from tests.helpers.exhaustive import SCOPES, family_params
-from tests.helpers.models import UNPADDED, Family, tiny_model
+from tests.helpers.models import UNPADDED, Family
+from tests.helpers.unpadded import pair, values
 from tests.reference.tolerance import assert_near
 
 
-def pair(family: Family = "bert", layers: int = 2) -> tuple[Any, Any]:
-    reference = tiny_model(family, layers=layers)
-    reference.config.problem_type = "single_label_classification"
-    model = copy.deepcopy(reference)
-    apply_unpadding(model, 8)
+def pair_in_training(family: Family = "bert", layers: int = 2) -> tuple[Any, Any]:
+    reference, model, _ = pair(family, layers=layers)
+    for network in (reference, model):
+        network.config.problem_type = "single_label_classification"
     return reference.train(), model.train()
 
 
 @pytest.mark.parametrize("family", family_params(UNPADDED))
 def test_recomputed_blocks_run_on_packed_tokens(family: Family) -> None:
-    reference, model = pair(family)
+    reference, model = pair_in_training(family)
     blocks = apply_gradient_checkpointing(model)
     inputs = batch([3, 9, 16, 1, 8])
     assert_near(values(model, inputs), values(reference, inputs))
@@ -49,13 +47,13 @@ def test_recomputed_blocks_run_on_packed_tokens(family: Family) -> None:
 @pytest.mark.parametrize("scope", SCOPES)
 def test_after_the_first_batches_nothing_is_recompiled(scope: Any) -> None:
     """Five more batches have other numbers of tokens, rows and slots."""
-    reference, model = pair(layers=1)
+    reference, model = pair_in_training(layers=1)
     if scope == "blocks":
         apply_gradient_checkpointing(model)
     apply_torch_compile(model, scope, backend="eager")
     lengths = torch.randint(1, 25, (8, 9), generator=torch.Generator().manual_seed(2)).tolist()
-    batches = [batch(each[: 3 + i % 7], seed=i) for i, each in enumerate(lengths)]
-    assert len({int(each["attention_mask"].sum()) // 8 for each in batches[3:]}) >= 4
+    batches = [batch(rows[: 3 + i % 7], seed=i) for i, rows in enumerate(lengths)]
+    assert len({int(inputs["attention_mask"].sum()) // 8 for inputs in batches[3:]}) >= 4
     warm = compile_counts()
     for i, inputs in enumerate(batches):
         if i == 3:
@@ -68,7 +66,7 @@ def test_after_the_first_batches_nothing_is_recompiled(scope: Any) -> None:
 
 def test_predictions_match_the_untouched_model() -> None:
     model, batches = tiny_bert(), [*plain_batches(2), batch([1, 16, 5])]
-    expected = [model.eval()(**each).logits.detach() for each in batches]
+    expected = [model.eval()(**inputs).logits.detach() for inputs in batches]
     trainer = make_trainer([Unpadding(8)], model=copy.deepcopy(model))
     loader = DataSpec(
         DataLoader(Batches(batches), batch_size=None), get_num_samples_in_batch=lambda b: len(b["labels"])

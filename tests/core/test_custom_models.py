@@ -47,7 +47,7 @@ from composer_speedups.core.errors import CannotRunError, TechniqueError
 from composer_speedups.core.stock import changes_to
 from composer_speedups.packing.encoder import unpadded_encoders
 from composer_speedups.packing.planning import PlannedBatch
-from composer_speedups.packing.tokens import make_plan
+from composer_speedups.packing.tokens import lay_out_tokens
 from tests.helpers.common import (
     Batch,
     Batches,
@@ -754,7 +754,7 @@ def test_a_mask_without_a_plan_is_planned_in_the_forward_pass() -> None:
     planned, another = batch([9, 16, 3, 12]), batch([4, 4, 16, 1])
     (encoder,) = unpadded_encoders(model)
     mask = planned["attention_mask"]
-    encoder.packing.planned = (PlannedBatch(mask, None, make_plan(mask, int(mask.sum()), 8)),)
+    encoder.packing.planned = (PlannedBatch(mask, None, lay_out_tokens(mask, int(mask.sum()), 8)),)
     assert_same(model, reference, planned)
     assert encoder.packing.counted == 0
     assert_same(model, reference, another)

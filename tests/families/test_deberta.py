@@ -36,8 +36,8 @@ def test_a_variant_matches_the_untouched_model(variant: str, head: Any) -> None:
     model, inputs = copy.deepcopy(reference), draw("deberta_v2", head, "right padding")
     apply_unpadding(model, 8, check="never")
     apply_fused_layers(model)
-    for found, expected in zip(outcome(model, inputs, ""), outcome(reference, inputs, ""), strict=True):
-        assert_near(found, expected, what=variant)
+    for actual, expected in zip(outcome(model, inputs, ""), outcome(reference, inputs, ""), strict=True):
+        assert_near(actual, expected, what=variant)
     ran = [layer.ran for layer in model.modules() if isinstance(layer, FusedLayer)]
     assert ran == ["torch", "first tokens" if head == "classification" else "torch"]
 
@@ -63,9 +63,9 @@ def test_an_encoder_called_directly_returns_all_hidden_states() -> None:
     apply_unpadding(model, 8)
     model(**draw("deberta_v2", "classification", "right padding"))  # does not request hidden states
     hidden, mask = torch.randn(3, 9, 32), (torch.arange(9) < torch.tensor([[9], [4], [1]])).long()
-    found, expected = (each(hidden, mask) for each in (model.deberta.encoder, reference))
-    assert len(found.hidden_states) == len(expected.hidden_states) == 3
-    assert_near([*found.hidden_states], [*expected.hidden_states])
+    actual, expected = (encoder(hidden, mask) for encoder in (model.deberta.encoder, reference))
+    assert len(actual.hidden_states) == len(expected.hidden_states) == 3
+    assert_near([*actual.hidden_states], [*expected.hidden_states])
     assert model.deberta.encoder.ran == "padded"
 
 

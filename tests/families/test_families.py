@@ -67,8 +67,10 @@ def test_modules_and_dropouts_cover_the_whole_block(name: Family) -> None:
     assert {id(p) for p in modules.parameters()} == {id(p) for p in block.parameters()}
     assert (modules.up.out_features, modules.heads) == (64, 2)
     if family.gated:  # attention dropout is not a module
-        assert [each[1].p for each in family.dropouts(block)] == [0.3, 0.3, 0.2]
-    held = {each[1] for each in family.dropouts(block) if each is not None and isinstance(each[1], nn.Module)}
+        assert [dropout[1].p for dropout in family.dropouts(block)] == [0.3, 0.3, 0.2]
+    held = {
+        dropout[1] for dropout in family.dropouts(block) if dropout is not None and isinstance(dropout[1], nn.Module)
+    }
     if family.position_table is not None:  # applied to the relative embeddings, an argument of the block
         held.add(block.attention.self.pos_dropout)
     assert held == {m for m in block.modules() if isinstance(m, nn.Dropout)}
@@ -129,17 +131,17 @@ def test_unknown_families_and_subclasses() -> None:
 
 def names_in(tree: ast.AST) -> set[str]:
     """Return all names, attributes, string constants, imported names and imported modules of a syntax tree."""
-    found: set[str] = set()
+    names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Name):
-            found.add(node.id)
+            names.add(node.id)
         elif isinstance(node, ast.Attribute):
-            found.add(node.attr)
+            names.add(node.attr)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            found.add(node.value)
+            names.add(node.value)
         elif isinstance(node, ast.Import | ast.ImportFrom):
-            found |= {alias.name for alias in node.names} | {getattr(node, "module", None) or ""}
-    return found
+            names |= {alias.name for alias in node.names} | {getattr(node, "module", None) or ""}
+    return names
 
 
 _ALLOWED = {"tasks": {"Transformer"}}  # a class of sentence-transformers, and also one of DistilBERT
@@ -149,14 +151,16 @@ def test_only_the_family_file_names_the_classes_of_a_family() -> None:
     classes: set[str] = set()
     for name in (*EVERY, *ENCODERS):
         modeling = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
-        own = {n for n, each in inspect.getmembers(modeling, inspect.isclass) if each.__module__ == modeling.__name__}
+        own = {
+            n for n, member in inspect.getmembers(modeling, inspect.isclass) if member.__module__ == modeling.__name__
+        }
         classes |= {modeling.__name__, f"transformers.models.{name}", *own}
     assert {"BertEncoder", "TransformerBlock", "ModernBertModel"} <= classes
     wrong = {
-        str(path.relative_to(PACKAGE)): found
+        str(path.relative_to(PACKAGE)): named
         for path in PACKAGE.rglob("*.py")
         if path.parent.name != "families" or path.stem not in (*EVERY, *ENCODERS)
-        if (found := (names_in(ast.parse(path.read_text())) & classes) - _ALLOWED.get(path.parent.name, set()))
+        if (named := (names_in(ast.parse(path.read_text())) & classes) - _ALLOWED.get(path.parent.name, set()))
     }
     assert not wrong
 

@@ -156,17 +156,17 @@ def outcome(model: Any, inputs: Batch, input_kind: str) -> tuple[dict[str, Tenso
     mask = mask[:, 0, 0] == 0 if mask.is_floating_point() and mask.ndim == 4 else mask.bool()
     if mask.ndim == 3:  # multiple choice: (B, choices, S)
         mask = mask.any(1)
-    found = {"loss": output["loss"].detach()}
+    outputs = {"loss": output["loss"].detach()}
     for name in ("logits", "start_logits", "end_logits"):
         if output.get(name) is not None:
-            found[name] = select_real(output[name].detach(), mask)
+            outputs[name] = select_real(output[name].detach(), mask)
     for name in ("hidden_states", "attentions"):
-        for i, each in enumerate(output.get(name) or ()):
-            if each is not None:
-                found[f"{name}.{i}"] = select_real(each.detach(), mask)
+        for i, state in enumerate(output.get(name) or ()):
+            if state is not None:
+                outputs[f"{name}.{i}"] = select_real(state.detach(), mask)
     if input_kind != "eval mode":
         output["loss"].backward()
-    return found, gradients(model)
+    return outputs, gradients(model)
 
 
 @cache
@@ -210,7 +210,7 @@ class Watch:
     def check(self, family: Family, head: str, input_kind: str) -> None:
         padded = input_kind in left_padded(family, head)
         if self.technique in ("unpadding", "fused_layers"):
-            assert [each.ran for each in unpadded_encoders(self.model)] == ["padded" if padded else "unpadded"]
+            assert [encoder.ran for encoder in unpadded_encoders(self.model)] == ["padded" if padded else "unpadded"]
         if self.technique == "fused_layers":
             last = "first tokens" if head == "classification" else "torch"
             ran = [module.ran for module in self.model.modules() if isinstance(module, FusedLayer)]
@@ -240,7 +240,7 @@ class Watch:
             assert len(sparse[0].routing.load) == (0 if input_kind == "eval mode" else 2)
 
 
-def as_dense(model: Any, family: Family, found: dict[str, Tensor]) -> dict[str, Tensor]:
+def as_dense(model: Any, family: Family, grads: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the gradients under the names of the dense model, with the experts of a layer summed up.
 
     A token's routing weights add up to one, so the gradients of identical experts add up to the dense gradient.
@@ -248,14 +248,14 @@ def as_dense(model: Any, family: Family, found: dict[str, Tensor]) -> dict[str, 
     up, _, down = family_named(family).feed_forward  # type: ignore[union-attr, misc]
     for path, sparse in model.named_modules():
         if isinstance(sparse, SparseFeedForward):
-            router = found.pop(f"{path}.router.weight")
+            router = grads.pop(f"{path}.router.weight")
             assert router.abs().max() < 1e-4, "identical experts give the router no gradient"
             names = {"up": path, "down": path.removesuffix(up) + down}
             for part in ("up.weight", "up.bias", "down.weight", "down.bias"):
                 name, _, kind = part.partition(".")
-                parts = [found.pop(f"{path}.experts.{i}.{part}") for i in range(len(sparse.experts))]
-                found[f"{names[name]}.{kind}"] = torch.stack(parts).sum(0)
-    return found
+                parts = [grads.pop(f"{path}.experts.{i}.{part}") for i in range(len(sparse.experts))]
+                grads[f"{names[name]}.{kind}"] = torch.stack(parts).sum(0)
+    return grads
 
 
 def adapter_gradients(model: Any, expected: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -278,16 +278,16 @@ def adapter_gradients(model: Any, expected: dict[str, Tensor]) -> dict[str, Tens
 def check(model: Any, technique: str, family: Family, head: str, input_kind: str) -> None:
     inputs, watch = draw(family, head, input_kind), Watch(technique, model)
     with watch.operators if technique == "sdpa_attention" else nullcontext():  # dynamo does not compile in this context
-        values, found = outcome(model, inputs, input_kind)
+        values, grads = outcome(model, inputs, input_kind)
     expected, wanted = expected_of(family, head, input_kind)
     if technique == "sdpa_attention":  # transformers returns no attentions with SDPA
         expected = {name: value for name, value in expected.items() if not name.startswith("attentions")}
     what = f"{technique} on {family} with {head} and {input_kind}"
     assert_near(values, expected, what=what)
     if input_kind != "eval mode":
-        found = as_dense(model, family, found) if technique == "sparse_upcycling" else found
+        grads = as_dense(model, family, grads) if technique == "sparse_upcycling" else grads
         wanted = adapter_gradients(model, wanted) if technique == "lora" else wanted
-        assert_near(found, wanted, what=f"gradients of {what}")
+        assert_near(grads, wanted, what=f"gradients of {what}")
     watch.check(family, head, input_kind)
 
 
@@ -343,5 +343,5 @@ def test_every_head_matches_the_untouched_model(family: Family, technique: str) 
 
 def test_every_refusal_in_the_table_is_used() -> None:
     combinations = product(TECHNIQUES, (*EVERY, *ENCODERS), HEADS, INPUTS)
-    assert {refusal_of(*each) for each in combinations} == {None, *REFUSALS}
+    assert {refusal_of(*combination) for combination in combinations} == {None, *REFUSALS}
     assert {family for line in REFUSALS for family in line.families} <= {*EVERY, *ENCODERS}

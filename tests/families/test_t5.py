@@ -42,29 +42,29 @@ def test_every_input_matches_the_untouched_model_or_is_refused(technique: str, h
 def test_planned_batches_with_both_kinds_of_feed_forward(gated: bool) -> None:
     settings = {"is_gated_act": True, "dense_act_fn": "gelu_new"} if gated else {}  # feed_forward_proj=gated-gelu
     model = tiny_model("t5", "tokens", **settings)
-    kinds = {type(each.layer[-1].DenseReluDense).__name__ for each in repeated_blocks(model).values()}
+    kinds = {type(block.layer[-1].DenseReluDense).__name__ for block in repeated_blocks(model).values()}
     assert kinds == {"T5DenseGatedActDense" if gated else "T5DenseActDense"}
     inputs = draw("t5", "tokens", "right padding")
     expected = outcome(model, inputs, "right padding")
     apply_unpadding(model, 8)
     plan_unpadding(model, inputs["attention_mask"])
-    found = outcome(model, inputs, "right padding")
-    assert [(each.ran, each.packing.counted) for each in unpadded_encoders(model)] == [("unpadded", 0)]
-    assert_near(found[0], expected[0])
-    assert_near(found[1], expected[1])
+    actual = outcome(model, inputs, "right padding")
+    assert [(encoder.ran, encoder.packing.counted) for encoder in unpadded_encoders(model)] == [("unpadded", 0)]
+    assert_near(actual[0], expected[0])
+    assert_near(actual[1], expected[1])
 
 
 def test_dropout_masks_are_the_same_without_padding() -> None:
     inputs = draw("t5", "tokens", "no padding")
-    found = []
+    actual = []
     for packs in (False, True):
         model = tiny_model("t5", "tokens", dropout=0.3).train()
         if packs:
             apply_unpadding(model, 8)
         torch.manual_seed(5)
-        found.append(outcome(model, inputs, "no padding"))
-    assert_near(found[1][0], found[0][0])
-    assert_near(found[1][1], found[0][1])
+        actual.append(outcome(model, inputs, "no padding"))
+    assert_near(actual[1][0], actual[0][0])
+    assert_near(actual[1][1], actual[0][1])
 
 
 def test_undo_unpadding_restores_the_model() -> None:

@@ -14,7 +14,7 @@ from composer_speedups.core.errors import CannotRunError
 from composer_speedups.kernels import Shape
 from composer_speedups.packing.disentangled_attention import Relative, disentangled_attention
 from composer_speedups.packing.encoder import unpadded_encoders
-from composer_speedups.packing.tokens import make_plan
+from composer_speedups.packing.tokens import lay_out_tokens
 from tests.core.test_custom_models import (
     INPUTS,
     BiEncoder,
@@ -192,7 +192,7 @@ def test_the_kernel_is_as_accurate_as_its_dtype_allows(dtype: torch.dtype) -> No
     torch.manual_seed(0)
     heads, size, lengths = 3, 64, [200, 0, 70, 1, 256]
     mask = torch.arange(256, device="cuda") < torch.tensor(lengths, device="cuda")[:, None]
-    plan = make_plan(mask, sum(lengths), 64)
+    plan = lay_out_tokens(mask, sum(lengths), 64)
     distances = torch.arange(-plan.longest, plan.longest + 1, device="cuda")
     relative = Relative(plan, (distances // 8 + 32).clamp(0, 63).int())
     tokens = len(plan.indices_T)

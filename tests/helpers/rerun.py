@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from composer_speedups.algorithms.cuda_graphs.functional import blocks_to_cut
+from composer_speedups.algorithms.cuda_graphs.functional import blocks_to_cut, plans_in
 from composer_speedups.algorithms.cuda_graphs.graphed_calls import GraphedCalls
 
 __all__ = ["CannotRecord", "Logged", "Rerun", "graphed"]
@@ -15,7 +15,7 @@ __all__ = ["CannotRecord", "Logged", "Rerun", "graphed"]
 
 def graphed(model: Any, max_graphs: int = 2, segments: int = 1, recorder: Any = None) -> GraphedCalls:
     calls = GraphedCalls(model, model.forward, max_graphs, recorder=recorder or Rerun)
-    calls.cut_behind = blocks_to_cut(model, segments)
+    calls.cut_behind, calls.carries = blocks_to_cut(model, segments), plans_in(model)
     calls.install("forward")
     return calls
 

@@ -13,7 +13,7 @@ from torch import Tensor
 import composer_speedups
 from composer_speedups.algorithms.cuda_graphs.capture import _Link, _Replay
 from composer_speedups.kernels.first_derivative import FirstDerivative
-from composer_speedups.packing.tokens import gather_tokens, make_plan, scatter_tokens
+from composer_speedups.packing.tokens import gather_tokens, lay_out_tokens, scatter_tokens
 
 
 class Square(FirstDerivative):
@@ -88,7 +88,7 @@ def test_every_function_refuses_or_is_made_of_torchs_operators() -> None:
 
 @pytest.mark.parametrize("power", [1, 3])
 def test_gathers_and_scatters_have_second_derivatives(power: int) -> None:
-    plan = make_plan(torch.tensor([[1, 1, 1, 0], [0, 0, 0, 0], [1, 0, 1, 1]]), 6, 8)
+    plan = lay_out_tokens(torch.tensor([[1, 1, 1, 0], [0, 0, 0, 0], [1, 0, 1, 1]]), 6, 8)
     slots, used = plan.mask_BS.numel(), plan.indices_T < plan.mask_BS.numel()
     generator = torch.Generator().manual_seed(0)
 

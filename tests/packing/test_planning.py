@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -9,10 +10,12 @@ import torch
 from composer.models import ComposerModel
 from torch import Tensor
 
-from composer_speedups import Unpadding
+from composer_speedups import TorchCompile, Unpadding, apply_unpadding, plan_unpadding
+from composer_speedups.packing.encoder import unpadded_encoders
 from composer_speedups.packing.planning import Packing
 from tests.helpers.common import Batch, batch, final_weights, make_trainer, tiny_bert, trained
 from tests.helpers.models import tiny_model
+from tests.reference.loop import gradients
 from tests.reference.tolerance import assert_near
 
 MASK = torch.tensor([[1, 1, 0], [1, 0, 0], [1, 1, 1], [1, 0, 0]])
@@ -62,5 +65,72 @@ def test_a_batch_stays_padded_if_one_of_two_encoders_cannot_pack_it() -> None:
     torch.manual_seed(0)
     trainer = make_trainer([Unpadding(8)], model=TwoHeads(), batches=batches)
     trainer.fit()
+    trainer.close()
+    assert_near(final_weights(trainer), final_weights(expected), what="weights")
+
+
+def choices(seed: int = 0) -> Batch:
+    """Three samples of two choices; the second choice of one of them has no tokens."""
+    rows = batch([5, 3, 6, 0, 2, 4], seed=seed)
+    ids, mask = (rows[name].view(3, 2, 6) for name in ("input_ids", "attention_mask"))
+    return {"input_ids": ids, "attention_mask": mask, "labels": torch.tensor([0, 1, 1])}
+
+
+@pytest.mark.parametrize("way", ["forward", "plan", "Trainer"])
+def test_a_choice_without_tokens_is_computed_as_in_the_untouched_model(way: str) -> None:
+    """The head reads the first slot of every choice."""
+    reference, inputs = tiny_model("bert", "choice"), choices()
+    model = copy.deepcopy(reference)
+    if way == "Trainer":
+        batches = [batch([5, 3, 6, 1, 2, 4]), inputs]
+        batches[0] = {**batches[0], **{n: batches[0][n].view(3, 2, 6) for n in ("input_ids", "attention_mask")}}
+        batches[0]["labels"] = inputs["labels"]
+        technique = Unpadding(8)
+        trainers = [trained([technique], model=model, batches=batches), trained(model=reference, batches=batches)]
+        assert_near(final_weights(trainers[0]), final_weights(trainers[1]), what="weights")
+        assert technique.evidence["micro_batches_kept_padded"] == 1
+        return
+    apply_unpadding(model, 8)
+    if way == "plan":
+        plan_unpadding(model, inputs["attention_mask"])
+    for network in (reference, model):
+        network(**inputs).loss.backward()
+    assert_near(gradients(model), gradients(reference))
+
+
+class TwoTextsEach(ComposerModel):
+    """A bi-encoder whose sides have several texts for each sample, with masks of one shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bert = tiny_bert().bert
+
+    def forward(self, batch: Batch) -> Tensor:
+        sides = []
+        for side in ("", "_b"):
+            ids, mask = (batch[name + side].flatten(0, 1) for name in ("input_ids", "attention_mask"))
+            hidden = self.bert(ids, mask).last_hidden_state * mask[..., None]
+            sides.append(hidden.sum(1) / mask.sum(1, keepdim=True))
+        return sides[0] @ sides[1].T
+
+    def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
+        return torch.nn.functional.cross_entropy(outputs, torch.arange(len(outputs)))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_two_masks_of_one_shape_have_a_layout_each(compiled: bool) -> None:
+    batches = []
+    for seed in range(3):
+        one, two = batch([9, 16, 3, 7], seed=seed), batch([5, 2, 16, 8], seed=50 + seed)
+        texts = {**one, "input_ids_b": two["input_ids"], "attention_mask_b": two["attention_mask"]}
+        batches.append({name: values.view(2, 2, -1) for name, values in texts.items() if name != "labels"})
+    torch.manual_seed(0)
+    expected = trained(model=TwoTextsEach(), batches=batches)
+    torch.manual_seed(0)
+    techniques = [Unpadding(8), *([TorchCompile(backend="eager")] if compiled else [])]
+    trainer = make_trainer(techniques, model=TwoTextsEach(), batches=batches)
+    trainer.fit()
+    if not compiled:
+        assert [encoder.packing.counted for encoder in unpadded_encoders(trainer.state.model)] == [0]
     trainer.close()
     assert_near(final_weights(trainer), final_weights(expected), what="weights")

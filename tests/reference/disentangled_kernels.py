@@ -16,7 +16,7 @@ from composer_speedups.algorithms.fused_layers.layer import disentangled_layer
 from composer_speedups.families.family import DropoutRates, family_named
 from composer_speedups.kernels.disentangled_attention import attend, disentangled_backward, disentangled_forward
 from composer_speedups.packing.disentangled_attention import Relative
-from composer_speedups.packing.tokens import make_plan
+from composer_speedups.packing.tokens import lay_out_tokens
 from tests.helpers.models import tiny_model
 from tests.reference.fused_kernels import DEVICE, kept_weights, near, random, seed
 
@@ -116,7 +116,7 @@ def layers() -> None:
     assert family.layer_modules is not None
     assert family.position_table is not None
     mask = torch.arange(max(LENGTHS), device=DEVICE) < torch.tensor(LENGTHS, device=DEVICE)[:, None]
-    plan, rates = make_plan(mask, sum(LENGTHS), 1), DropoutRates(0.0, 0.0, 0.0)
+    plan, rates = lay_out_tokens(mask, sum(LENGTHS), 1), DropoutRates(0.0, 0.0, 0.0)
     relative = Relative(plan, encoder_entries(plan.longest))
     x, grad, results = random(sum(LENGTHS), 32), random(sum(LENGTHS), 32), []
     names = ["its input", *dict(layer.named_parameters()), "relative embeddings"]

@@ -88,7 +88,7 @@ from composer_speedups.kernels.norm import add_norm_backward, add_norm_forward
 from composer_speedups.kernels.pre_norm import pre_norm_backward, pre_norm_forward
 from composer_speedups.kernels.rotary import rotate
 from composer_speedups.kernels.sums import partial_sums, totals
-from composer_speedups.packing.tokens import Plan, make_plan
+from composer_speedups.packing.tokens import TokenLayout, lay_out_tokens
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 LENGTHS = [5, 0, 70, 1, 37]
@@ -447,7 +447,7 @@ def layers(*, in_float8: bool) -> None:
     for parameter in modules.parameters():
         nn.init.normal_(parameter, std=0.4 if not in_float8 else 0.2)
     mask = torch.arange(max(LENGTHS), device=DEVICE) < torch.tensor(LENGTHS, device=DEVICE)[:, None]
-    plan, rates = make_plan(mask, sum(LENGTHS), 1), DropoutRates(0.0, 0.0, 0.0)
+    plan, rates = lay_out_tokens(mask, sum(LENGTHS), 1), DropoutRates(0.0, 0.0, 0.0)
     x, grad, results = random(sum(LENGTHS), hidden), random(sum(LENGTHS), hidden), []
     if in_float8:
         whole_float8_layer(x, grad, modules, rates, plan)
@@ -513,7 +513,7 @@ def gated_layers(window: int | None, *, first: bool, dropouts: Sequence[DropoutR
         check_slopes(partial(scalar, rates), [modules.qkv.weight, modules.up.weight])
 
 
-def whole_float8_layer(x: Tensor, grad: Tensor, modules: LayerModules, rates: DropoutRates, plan: Plan) -> None:
+def whole_float8_layer(x: Tensor, grad: Tensor, modules: LayerModules, rates: DropoutRates, plan: TokenLayout) -> None:
     """Check that errors are within 8-bit rounding, and that the second pass, with fitted scales, equals the first."""
     dtype = torch.float32 if DEVICE == "cpu" else torch.bfloat16
     rows = new_scales(len(OPERANDS), torch.device(DEVICE))

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from composer_speedups.algorithms.cuda_graphs.graphed_calls import GraphedCalls
 from composer_speedups.core.trainer_state import world_size
 from composer_speedups.families.blocks import repeated_blocks
-from composer_speedups.packing.call import ModelAroundEncoder
+from composer_speedups.packing.call import ModelAroundEncoder, models_around_encoders
 from composer_speedups.packing.encoder import UnpaddedEncoder, unpadded_encoders
 
 __all__ = ["apply_cuda_graphs"]
@@ -71,13 +71,12 @@ def plans_in(model: nn.Module) -> Callable[[], list[tuple[Any, str]]]:
 
     A comparison with the untouched model replaces these objects, so they are looked up for each call.
     """
-    encoders = unpadded_encoders(model)
-    around = [module for module in model.modules() if isinstance(module, ModelAroundEncoder)]
+    encoders, around = unpadded_encoders(model), models_around_encoders(model)
 
     def plans() -> list[tuple[Any, str]]:
         packings = [(encoder.packing, "planned") for encoder in encoders if isinstance(encoder, UnpaddedEncoder)]
         rules = [outer.call_rules for outer in around if isinstance(outer, ModelAroundEncoder)]
-        return [*packings, *((rule.labelled_head, "plan") for rule in rules if rule.labelled_head is not None)]
+        return [*packings, *((rule.labelled_head, "layout") for rule in rules if rule.labelled_head is not None)]
 
     return plans
 

@@ -74,7 +74,7 @@ def float8_layer(
     Args:
         x_TH: The layer's input, bf16; sums and statistics are float32.
         modules, rates: The layer's modules, whose widths are multiples of 16, and dropout rates.
-        cu_seqlens, longest: See :class:`~composer_speedups.packing.tokens.Plan`.
+        cu_seqlens, longest: See :class:`~composer_speedups.packing.tokens.TokenLayout`.
         scales: One row per operand of :data:`OPERANDS`, from :func:`~composer_speedups.kernels.float8.new_scales`.
         learn: Record this pass's magnitudes in ``scales``, for the next pass.
     """

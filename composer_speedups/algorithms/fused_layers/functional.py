@@ -20,7 +20,7 @@ from composer_speedups.core.requirements import needs_triton, require, unsuitabl
 from composer_speedups.core.stock import Untouched, built_on_meta, differences
 from composer_speedups.families.blocks import blocks_of
 from composer_speedups.families.family import config_value, family_of, family_titles
-from composer_speedups.packing.derived_classes import derived_class, stock_class
+from composer_speedups.packing.derived_classes import derived_class, restore_class
 from composer_speedups.packing.encoder import unpadded_encoders
 from composer_speedups.surgery.already_applied import refuse_other_settings
 
@@ -125,7 +125,7 @@ def unfuse(model: nn.Module, owner: int | None = None) -> list[str]:
     names = []
     for name, module in model.named_modules():
         if isinstance(module, FusedLayer | FusedEmbeddings) and owner in (None, module.owner):
-            module.__class__ = stock_class(type(module))  # type: ignore[assignment]
+            restore_class(module)
             for attribute in ("untouched", "last_layer", "precision", "is_last", "owner", "ran"):
                 vars(module).pop(attribute, None)
             if "float8_scales" in module._buffers:

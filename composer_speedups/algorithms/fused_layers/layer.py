@@ -33,7 +33,7 @@ def fused_layer(x_TH: Tensor, modules: LayerModules, rates: DropoutRates, cu_seq
     Args:
         x_TH: The layer's input, bf16 or fp16. Matmuls have its dtype; sums and statistics are float32.
         modules, rates: The layer's modules and dropout rates.
-        cu_seqlens, longest: See :class:`~composer_speedups.packing.tokens.Plan`.
+        cu_seqlens, longest: See :class:`~composer_speedups.packing.tokens.TokenLayout`.
     """
     return _Layer.apply(x_TH, cu_seqlens, longest, modules, rates, None, None, *modules.parameters())
 

@@ -22,7 +22,7 @@ from composer_speedups.families.family import DropoutRates, Family, LayerModules
 from composer_speedups.kernels import Shape
 from composer_speedups.packing.attention import real_keys, repad
 from composer_speedups.packing.disentangled_attention import Relative, first_tokens_attention
-from composer_speedups.packing.tokens import Plan, gather_tokens
+from composer_speedups.packing.tokens import TokenLayout, gather_tokens
 
 
 class FusedLayer(nn.Module):
@@ -82,7 +82,7 @@ class FusedLayer(nn.Module):
         self,
         hidden_states: Tensor,
         *args: Any,
-        unpadding: Plan | None = None,
+        unpadding: TokenLayout | None = None,
         first_tokens_only: bool = False,
         **kwargs: Any,
     ) -> Tensor:
@@ -111,7 +111,7 @@ class FusedLayer(nn.Module):
             out_TH = self.by_torch(x_TH, unpadding, **kwargs)
         return out_TH.unsqueeze(0)
 
-    def by_kernels(self, x_TH: Tensor, plan: Plan, dtype: torch.dtype, **_: Any) -> Tensor:
+    def by_kernels(self, x_TH: Tensor, plan: TokenLayout, dtype: torch.dtype, **_: Any) -> Tensor:
         """Map (T, H) to (T, H) with Triton kernels and matmuls in ``dtype``."""
         inputs = (x_TH.to(dtype), self.layer_modules(), self.rates(), plan.cu_seqlens, plan.longest)
         if self.precision == "autocast":
@@ -124,11 +124,11 @@ class FusedLayer(nn.Module):
 
         return float8_layer(*inputs, self.float8_scales, learn=self.training and torch.is_grad_enabled())
 
-    def by_torch(self, x_TH: Tensor, plan: Plan, **_: Any) -> Tensor:
+    def by_torch(self, x_TH: Tensor, plan: TokenLayout, **_: Any) -> Tensor:
         """Map (T, H) to (T, H) with torch's operators."""
         return plain_layer(x_TH, self.layer_modules(), self.rates(), plan)
 
-    def first_tokens(self, x_TH: Tensor, plan: Plan, **_: Any) -> Tensor:
+    def first_tokens(self, x_TH: Tensor, plan: TokenLayout, **_: Any) -> Tensor:
         """Compute the output of each row's first token, with zeros elsewhere, (T, H) → (T, H).
 
         It is for a last layer whose head reads only first tokens. Keys and values are computed for all tokens; queries
@@ -147,7 +147,7 @@ class FusedGatedLayer(FusedLayer):
     ``position_embeddings`` are the cosines and sines of the tokens' rotary angles, (1, T, D).
     """
 
-    def by_kernels(self, x_TH: Tensor, plan: Plan, dtype: torch.dtype, **kwargs: Any) -> Tensor:
+    def by_kernels(self, x_TH: Tensor, plan: TokenLayout, dtype: torch.dtype, **kwargs: Any) -> Tensor:
         """Map (T, H) to (T, H) with Triton kernels and matmuls in ``dtype``."""
         from composer_speedups.algorithms.fused_layers.gated_layer import gated_layer  # imports Triton
 
@@ -155,12 +155,12 @@ class FusedGatedLayer(FusedLayer):
         inputs = (x_TH, self.layer_modules(), self.rates(), cos_TD, sin_TD)
         return gated_layer(*inputs, plan.cu_seqlens, plan.longest, dtype)
 
-    def by_torch(self, x_TH: Tensor, plan: Plan, **kwargs: Any) -> Tensor:
+    def by_torch(self, x_TH: Tensor, plan: TokenLayout, **kwargs: Any) -> Tensor:
         """Map (T, H) to (T, H) with the original forward."""
         stock: Any = super(FusedLayer, self)
         return stock.forward(x_TH.unsqueeze(0), unpadding=plan, **kwargs).squeeze(0)  # type: ignore[no-any-return]
 
-    def first_tokens(self, x_TH: Tensor, plan: Plan, **kwargs: Any) -> Tensor:
+    def first_tokens(self, x_TH: Tensor, plan: TokenLayout, **kwargs: Any) -> Tensor:
         """Compute the output of each row's first token, with zeros elsewhere, (T, H) → (T, H)."""
         modules, rates = self.layer_modules(), self.rates()
         cos_TD, sin_TD = (angles.squeeze(0) for angles in kwargs["position_embeddings"])
@@ -209,7 +209,7 @@ class FusedDisentangledLayer(FusedLayer):
 
     def _disentangled(self, x_TH: Tensor, relative: Relative, rel_embeddings: Tensor) -> Tensor | None:
         """Return (T, H) and set :attr:`ran`, or return None if the kernels cannot run."""
-        modules, rates, plan = self.layer_modules(), self.rates(), relative.plan
+        modules, rates, plan = self.layer_modules(), self.rates(), relative.layout
         if relative.first_tokens_only and self.is_last:
             self.ran = "first tokens"
             first_BH = _first_tokens(x_TH, plan)
@@ -232,7 +232,7 @@ class FusedDisentangledLayer(FusedLayer):
         )
 
 
-def plain_layer(x_TH: Tensor, modules: LayerModules, rates: DropoutRates, plan: Plan) -> Tensor:
+def plain_layer(x_TH: Tensor, modules: LayerModules, rates: DropoutRates, plan: TokenLayout) -> Tensor:
     """Compute a BERT layer with torch's operators, (T, H) → (T, H)."""
     qkv = _projected(x_TH, modules.query, modules.key, modules.value)
     query, key, value = (repad(third, plan, modules.heads) for third in qkv.chunk(3, -1))
@@ -248,7 +248,7 @@ def _projected(x_TH: Tensor, *linears: nn.Linear) -> Tensor:
 
 
 def _attend(
-    query_BH: Tensor, key_value: Tensor, plan: Plan, heads: int, dropout: float, window: int | None = None
+    query_BH: Tensor, key_value: Tensor, plan: TokenLayout, heads: int, dropout: float, window: int | None = None
 ) -> Tensor:
     """Compute the attention output of each row's first token, (B, H), from packed keys and values (T, 2·H)."""
     if key_value.is_cuda and key_value.dtype in (torch.bfloat16, torch.float16):
@@ -268,13 +268,13 @@ def _rotated(x_TAD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
     return (x_TAD * cos_TD[:, None] + turned * sin_TD[:, None]).to(x_TAD.dtype)
 
 
-def _first_tokens(x_TH: Tensor, plan: Plan) -> Tensor:
+def _first_tokens(x_TH: Tensor, plan: TokenLayout) -> Tensor:
     """Return each row's first token, (T, H) → (B, H); an empty row gets another token, which _among_zeros drops."""
     starts = plan.cu_seqlens[: plan.mask_BS.shape[0]].long()
     return x_TH.index_select(0, starts.clamp(max=len(x_TH) - 1))
 
 
-def _among_zeros(first_BH: Tensor, plan: Plan, tokens: int) -> Tensor:
+def _among_zeros(first_BH: Tensor, plan: TokenLayout, tokens: int) -> Tensor:
     """Scatter each row's first token to its position among zeros, (B, H) → (T, H)."""
     rows = plan.mask_BS.shape[0]
     starts, ends = plan.cu_seqlens[:rows].long(), plan.cu_seqlens[1 : rows + 1]

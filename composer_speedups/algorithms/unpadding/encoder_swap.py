@@ -13,7 +13,7 @@ from composer_speedups.families.blocks import blocks_of
 from composer_speedups.families.family import Family, Reads, family_of, family_titles
 from composer_speedups.packing.attention import PackedAttentionConfig
 from composer_speedups.packing.call import CallRules, ModelAroundEncoder
-from composer_speedups.packing.derived_classes import derived_class, stock_class
+from composer_speedups.packing.derived_classes import derived_class, restore_class, stock_class
 from composer_speedups.packing.encoder import UnpaddedEncoder, unpadded_encoders
 from composer_speedups.packing.labelled_head import (
     LabelledHead,
@@ -58,8 +58,8 @@ def swap_encoders(
         owner: See :class:`.Packing`. Encoders of another owner get this one.
         observe: Whether the code that reads the model's outputs is unknown, so that gradients must show whether it
             reads padding.
-        guard: Whether that code is unknown, but was compared with the untouched model: batches are packed at once, and
-            a gradient at padding is an error.
+        guard: Whether that code is unknown, but the first batch is compared with the untouched model. Batches are then
+            packed from the first on, and a gradient at padding is an error.
 
     Raises:
         ValueError: The model has no encoder, one that cannot run unpadded, or a head that does not support
@@ -93,8 +93,11 @@ def swap_encoders(
         rules.around_directly = any(around is base for encoder in encoders.values() for base in encoder.bases)
         rules.unknown_reader = (observe or guard) and not _has_known_head(around) and not reads_real_tokens
         is_outermost = any(around is outer for encoder in encoders.values() for outer in encoder.outer)
-        labelled = mlm_head == "labelled" and is_outermost
-        rules.labelled_head = rules.labelled_head or LabelledHead(pad_to_multiple_of) if labelled else None
+        if mlm_head == "labelled" and is_outermost:
+            rules.labelled_head = rules.labelled_head or LabelledHead()
+            rules.labelled_head.pad_to_multiple_of = pad_to_multiple_of
+        else:
+            rules.labelled_head = None
         around.call_rules = rules
     return changed
 
@@ -119,7 +122,7 @@ def _change_classes(encoder: _Encoder, owner: int | None, pad_to_multiple_of: in
 
 
 def _update_packing(encoder: _Encoder, owner: int | None, pad_to_multiple_of: int) -> None:
-    """Add what the heads around an encoder read, to what those of an earlier call read."""
+    """Let an encoder's packing respect the heads around it now, in addition to those of an earlier call."""
     packing, reads = encoder.module.packing, {*encoder.heads.values()}
     if packing.owner is not None:
         packing.owner = owner
@@ -147,7 +150,7 @@ def restore_encoders(model: nn.Module, owner: int | None = None) -> list[str]:
             continue
         for module in encoder.modules():
             if _is_packed_attention(module):
-                module.__class__ = stock_class(type(module))  # type: ignore[assignment]
+                restore_class(module)
             elif isinstance(config := vars(module).get("config"), PackedAttentionConfig):
                 module.config = config.config
         _restore_class(encoder)
@@ -159,7 +162,7 @@ def restore_encoders(model: nn.Module, owner: int | None = None) -> list[str]:
 
 
 def _restore_class(module: nn.Module) -> None:
-    module.__class__ = stock_class(type(module))  # type: ignore[assignment]
+    restore_class(module)
     for attribute in ("packing", "ran", "call_rules"):
         vars(module).pop(attribute, None)
 

@@ -13,10 +13,13 @@ from composer_speedups.core.operator_recorder import OperatorRecorder
 from composer_speedups.core.trainer_state import compute_dtype, device_of, is_compiled
 from composer_speedups.families.blocks import blocks_of
 from composer_speedups.families.family import family_of
-from composer_speedups.packing.attention import operators_among, unpadded_attention
+from composer_speedups.packing.attention import unpadded_attention
 from composer_speedups.packing.disentangled_attention import Relative, disentangled_attention
 from composer_speedups.packing.encoder import UnpaddedEncoder
-from composer_speedups.packing.tokens import Plan, make_plan
+from composer_speedups.packing.tokens import TokenLayout, lay_out_tokens
+
+FLASH = "_flash_attention_forward"
+DISENTANGLED = "disentangled_attention"
 
 
 class FirstForward:
@@ -30,8 +33,9 @@ class FirstForward:
     def __init__(self) -> None:
         self._encoders: Sequence[UnpaddedEncoder] = ()
         self._recorder: OperatorRecorder | None = None
-        self._plan: Any = None
-        self._layers = 0  # number of layers that ran on as many tokens as their plan has
+        self._layout: TokenLayout | None = None  # of the first mask
+        self._stayed_padded = False
+        self._layers = 0  # number of layers that ran on as many tokens as their layout has
         self._ran: set[str | None] = set()  # ``ran`` of each encoder
         self._operators: list[str] = []
         self._compiled = self._done = False
@@ -41,7 +45,9 @@ class FirstForward:
         if self._done:
             return
         self._encoders, self._layers = encoders, 0
-        self._plan = next((planned.layout for encoder in encoders for planned in encoder.packing.planned), None)
+        layouts = [planned.layout for encoder in encoders for planned in encoder.packing.planned]
+        if layouts:
+            self._layout, self._stayed_padded = layouts[0], layouts[0] is None
         for encoder in encoders:
             encoder.ran = None
         self._compiled = is_compiled(state.model)
@@ -54,10 +60,10 @@ class FirstForward:
         self._recorder = watching.enter_context(OperatorRecorder())
 
     def _see(self, _layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        candidates = (kwargs.get("unpadding"), getattr(kwargs.get("relative_pos"), "plan", None))
-        plan = next((plan for plan in candidates if isinstance(plan, Plan)), None)
-        if plan is not None and args[0].shape[:2] == (1, len(plan.indices_T)):
-            self._plan = plan
+        relative = kwargs.get("relative_pos")
+        layout = relative.layout if isinstance(relative, Relative) else kwargs.get("unpadding")
+        if isinstance(layout, TokenLayout) and args[0].shape[:2] == (1, len(layout.indices_T)):
+            self._layout = layout
             self._layers += 1
 
     def stop(self) -> None:
@@ -72,7 +78,7 @@ class FirstForward:
 
     def failure(self) -> tuple[str, str] | None:
         """Return the reason and the fix if the encoder did not run on packed tokens, else None."""
-        if self._plan == "padded":
+        if self._stayed_padded:
             return self._encoders[0].packing.padded_because
         if self._ran != {"unpadded"}:
             how = "padded" if "padded" in self._ran else "without its encoder"
@@ -91,35 +97,42 @@ class FirstForward:
             "attention": ", ".join(self._operators),
             "attention_seen_in": "probe" if self._compiled else "forward pass",
         }
-        if isinstance(self._plan, Plan):
-            slots, packed = self._plan.mask_BS.numel(), len(self._plan.indices_T)
-            tokens = int(self._plan.mask_BS.sum())
+        if self._layout is not None:
+            slots, packed = self._layout.mask_BS.numel(), len(self._layout.indices_T)
+            tokens = int(self._layout.mask_BS.sum())
             evidence |= {"first_batch_slots": slots, "first_batch_tokens": tokens, "first_batch_packed": packed}
             if tokens == slots:
                 evidence["note"] = "the first batch has no padding to remove"
         return evidence
 
 
+def operators_among(counts: dict[str, int]) -> list[str]:
+    """The attention operators in a count of aten operators."""
+    known = [name for name in counts if name.startswith(("_scaled_dot_product", FLASH, DISENTANGLED))]
+    # SDPA's math kernel is decomposed before dispatch; no other attention uses this softmax operator.
+    return sorted(name.strip("_") for name in known) or ["scaled_dot_product_math"] * ("_safe_softmax" in counts)
+
+
 def _probe_attention(state: State, encoder: UnpaddedEncoder) -> list[str]:
     """Return the operators of attention over a few tokens, in the run's precision and with the model's head size."""
     config, device = encoder.packing.config, device_of(state)
     heads = config.num_attention_heads
-    plan = make_plan(torch.ones(2, 4, dtype=torch.bool, device=device), 8)
+    layout = lay_out_tokens(torch.ones(2, 4, dtype=torch.bool, device=device), 8)
     recorder = OperatorRecorder()
     with torch.no_grad(), get_precision_context(state.precision, state.precision_config):
-        shape = (1, heads, len(plan.indices_T), config.hidden_size // heads)
+        shape = (1, heads, len(layout.indices_T), config.hidden_size // heads)
         query = torch.ones(shape, device=device, dtype=compute_dtype(state))
         family = family_of(type(encoder))
         if family is not None and family.position_table is not None:
-            entries = torch.zeros(2 * plan.longest + 1, dtype=torch.int32, device=device)
+            entries = torch.zeros(2 * layout.longest + 1, dtype=torch.int32, device=device)
             packed = query.squeeze(0).transpose(0, 1).flatten(1)
             with recorder:
                 disentangled_attention(
-                    packed, packed, packed, packed[:2].repeat(1, 2), Relative(plan, entries), heads, 0.0
+                    packed, packed, packed, packed[:2].repeat(1, 2), Relative(layout, entries), heads, 0.0
                 )
             return operators_among(recorder.counts)
-        biased = family is not None and family.packed_attention is not None
+        biased = family is not None and family.position_bias
         bias = query.new_zeros(1, heads, 4, 4) if biased else None
         with recorder:
-            unpadded_attention(encoder, query, query, query, None, unpadding=plan, bias=bias)
+            unpadded_attention(encoder, query, query, query, None, unpadding=layout, position_bias=bias)
     return operators_among(recorder.counts)

@@ -25,7 +25,7 @@ from composer_speedups.core.comparison import (
 )
 from composer_speedups.core.stock import model_differences, outermost_models
 from composer_speedups.packing.call import ModelAroundEncoder, forced, is_replica
-from composer_speedups.packing.derived_classes import derived_class, stock_class, wrap_forward
+from composer_speedups.packing.derived_classes import derived_class, restore_class, wrap_forward
 from composer_speedups.packing.tokens import run_eagerly
 
 __all__ = ["compare_first_calls", "stop_comparing"]
@@ -62,7 +62,7 @@ def stop_comparing(model: nn.Module) -> None:
     """Undo :func:`compare_first_calls`."""
     for module in model.modules():
         if _is_compared(module):
-            module.__class__ = stock_class(type(module))  # type: ignore[assignment]
+            restore_class(module)
             vars(module).pop("first_calls", None)
         elif isinstance(module, ModelAroundEncoder):
             module.call_rules.first_calls = None

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from composer_speedups.algorithms.unpadding.encoder_swap import restore_encoders, swap_encoders
 from composer_speedups.algorithms.unpadding.first_calls import compare_first_calls, stop_comparing
 from composer_speedups.core.comparison import Check
-from composer_speedups.packing.call import ModelAroundEncoder
+from composer_speedups.packing.call import models_around_encoders
 from composer_speedups.packing.encoder import unpadded_encoders
-from composer_speedups.packing.labelled_head import MLMHead, count_labels, labelled_heads, plan_labels
+from composer_speedups.packing.labelled_head import MLMHead, count_labels, labelled_heads, lay_out_labels
 from composer_speedups.packing.planning import PlannedBatch
 from composer_speedups.packing.tokens import MULTIPLE
 
@@ -59,15 +59,11 @@ def apply_unpadding(
         raise ValueError(f"check must be 'auto', 'always' or 'never', not {check!r}")
     if not 1 <= pad_to_multiple_of <= LARGEST_MULTIPLE:
         raise ValueError(f"pad_to_multiple_of must be 1 to {LARGEST_MULTIPLE}, not {pad_to_multiple_of}")
-    before = _models_around(model)
+    before = models_around_encoders(model)
     names = swap_encoders(model, pad_to_multiple_of, mlm_head, observe=check != "never")
-    if names or _models_around(model) != before:  # a further head of an encoder that already runs unpadded
+    if names or models_around_encoders(model) != before:  # a further head of an encoder that already runs unpadded
         compare_first_calls(model, check, restore_encoders)
     return names
-
-
-def _models_around(model: nn.Module) -> list[nn.Module]:
-    return [module for module in model.modules() if isinstance(module, ModelAroundEncoder)]
 
 
 def plan_unpadding(
@@ -85,7 +81,8 @@ def plan_unpadding(
         attention_mask: (B, S), or (B, texts, S) if the model gets the texts as rows; preferably on the CPU. None
             removes the plan.
         counts: The result of the encoder's ``packing.count`` for the mask, if already known.
-        labels: For ``mlm_head="labelled"``: the batch's labels (B, S), preferably on the CPU.
+        labels: The batch's labels, preferably on the CPU; ``mlm_head="labelled"`` needs them. Without them, a batch
+            with a row of padding only stays padded if the head reads first slots.
 
     Raises:
         ValueError: The model has no unpadded encoder, or several, whose masks may differ.
@@ -95,16 +92,16 @@ def plan_unpadding(
         raise ValueError(f"the model has {len(encoders)} unpadded encoders, not one; call apply_unpadding first")
     packing, device = encoders[0].packing, next(encoders[0].parameters()).device
     for head in labelled_heads(model):
-        head.plan = None
+        head.layout = None
         if labels is not None:
-            total = sum(count_labels(labels))
-            head.plan = plan_labels(labels.to(device, non_blocking=True), total, packing.pad_to_multiple_of)
+            total = count_labels(labels)
+            head.layout = lay_out_labels(labels.to(device, non_blocking=True), total, packing.pad_to_multiple_of)
     if attention_mask is None:
         packing.planned = ()
         return
     attention_mask = attention_mask.flatten(0, -2)
     if counts is None:
-        counts = packing.count(attention_mask)
+        counts = packing.count(attention_mask, labels)
     layout = packing.layout(attention_mask.bool().to(device, non_blocking=True), counts)
     packing.planned = (PlannedBatch(None, None, layout),)
 

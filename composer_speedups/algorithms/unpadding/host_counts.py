@@ -1,9 +1,9 @@
 """Token counts of a batch, taken on the host just before Composer moves it to the device.
 
-Reading counts from the device would make the host wait for it. Composer moves each micro-batch with
-``state.device.batch_to_device``, after the batch was split and before anything can change it there. The counts are kept
-for the tensors that this returns, and hold as long as these are the tensors of the forward pass: an algorithm or a
-transform that changes a batch on the device leaves other tensors, or another version of the same one.
+Reading counts from the device would make the host wait for it. Composer moves each micro-batch, after splitting the
+batch, with ``state.device.batch_to_device``, which this module replaces by a function that counts first. An algorithm
+or a transform may change the batch afterwards, on the device. The counts are therefore kept by the moved tensor and its
+version: they are not used for another tensor, nor for one that was changed in place.
 """
 
 from __future__ import annotations
@@ -14,17 +14,21 @@ from typing import Any, NamedTuple
 from composer.devices import Device
 from torch import Tensor
 
-from composer_speedups.packing.tokens import token_masks
+from composer_speedups.packing.tokens import row_counts, token_masks
 
 __all__ = ["HostCounts", "MaskFacts"]
 
 
 class MaskFacts(NamedTuple):
-    """A mask (B, S) or (B, texts, S): the signed real tokens of each of its rows (see :func:`.row_counts`), and whether
-    the head reads padding of one of them."""
+    """What the host knows of a mask (B, S) or (B, texts, S).
 
+    Attributes:
+        tokens: Its real tokens.
+        counts: See :meth:`.Packing.count`; for each row, B or B·texts of them.
+    """
+
+    tokens: int
     counts: Sequence[int]
-    reads_padding: bool
 
 
 class HostCounts:
@@ -32,17 +36,11 @@ class HostCounts:
 
     Args:
         device: The Trainer's device, whose ``batch_to_device`` this object replaces until :meth:`close`.
-        count: A mask (rows, S) on the host → the signed real tokens of each row.
-        reads_padding: A mask (B, S) and its labels on the host → whether the head reads padding.
+        count: A mask (rows, S) and its labels, if there are any → see :meth:`.Packing.count`.
     """
 
-    def __init__(
-        self,
-        device: Device,
-        count: Callable[[Tensor], list[int]],
-        reads_padding: Callable[[Tensor, Tensor | None], bool],
-    ) -> None:
-        self._device, self._count, self._reads_padding = device, count, reads_padding
+    def __init__(self, device: Device, count: Callable[[Tensor, Tensor | None], list[int]]) -> None:
+        self._device, self._count = device, count
         self._move = device.batch_to_device
         self._known: dict[int, tuple[Tensor, int, Any]] = {}  # by id: the tensor, its version, and its facts
         device.batch_to_device = self._count_and_move  # type: ignore[method-assign]
@@ -76,8 +74,8 @@ class HostCounts:
 
     def facts(self, mask: Tensor, labels: Tensor | None) -> MaskFacts:
         """Count a mask. Synchronizes if it is on a GPU."""
-        rows = mask.flatten(0, -2)
-        return MaskFacts(self._count(rows), mask.ndim == 2 and self._reads_padding(rows, labels))
+        rows = mask.flatten(0, -2).cpu()
+        return MaskFacts(sum(row_counts(rows)), self._count(rows, labels))
 
     @staticmethod
     def labels_of(name: str, mask: Tensor, batch: Mapping[str, Any]) -> Tensor | None:

@@ -22,9 +22,9 @@ from composer_speedups.packing.labelled_head import (
     MLMHead,
     count_labels,
     labelled_heads,
-    plan_labels,
+    lay_out_labels,
 )
-from composer_speedups.packing.planning import Layout, Packing, PlannedBatch
+from composer_speedups.packing.planning import Packing, PlannedBatch
 from composer_speedups.packing.tokens import MULTIPLE, token_masks
 
 
@@ -63,9 +63,10 @@ class Unpadding(ParityCheckedTechnique):
         self._host: HostCounts | None = None
         self._guard = False
         self._counted_on_device = 0  # masks of micro-batches whose tokens were counted on the device
-        self._labelled = 0  # labelled tokens of the training batches
         self._first = FirstForward()
-        self._tokens = self._slots = self._padded = 0  # totals of the training batches
+        # totals of the training batches: real tokens and slots of the masks, labelled tokens and slots of the labels
+        self._tokens = self._slots = self._labelled = self._label_slots = 0
+        self._kept_padded = 0  # training micro-batches that an encoder could not pack
 
     def engage(self, state: State) -> dict[str, Any]:
         self._guard = self._because is not None  # the first batch is compared; later ones may read padding
@@ -78,7 +79,7 @@ class Unpadding(ParityCheckedTechnique):
                 "with mlm_head: labelled, training computes no logits of other tokens, and training metrics read them",
                 "set model.train_metrics: false (in a HuggingFaceModel, use eval_metrics only), or mlm_head: all",
             )
-        self._host = HostCounts(state.device, self._count, self._reads_padding)
+        self._host = HostCounts(state.device, self._count)
         return {"encoders": len(self._encoders)}
 
     def reapply(self, state: State) -> None:
@@ -90,16 +91,17 @@ class Unpadding(ParityCheckedTechnique):
 
     def before_forward(self, state: State) -> None:
         facts = self._plan(state)
-        self._tokens += sum(abs(count) for fact in facts.values() for count in fact.counts)
+        self._tokens += sum(fact.tokens for fact in facts.values())
         self._slots += sum(state.batch[name].numel() for name in facts)
-        self._padded += sum(batch.layout == "padded" for packing in self._packings() for batch in packing.planned)
+        self._kept_padded += any(batch.layout is None for packing in self._packings() for batch in packing.planned)
         labels = state.batch.get("labels") if self._heads and isinstance(state.batch, Mapping) else None
         if isinstance(labels, torch.Tensor) and labels.ndim == 2:
             on_host = self._host_counts().of(labels)
-            total = sum(count_labels(labels if on_host is None else on_host))
+            total = count_labels(labels if on_host is None else on_host)
             self._labelled += total
+            self._label_slots += labels.numel()
             for head in self._heads:
-                head.plan = plan_labels(labels, total, self.pad_to_multiple_of)
+                head.layout = lay_out_labels(labels, total, self.pad_to_multiple_of)
 
     def eval_before_forward(self, state: State) -> None:
         self._plan(state)
@@ -118,17 +120,15 @@ class Unpadding(ParityCheckedTechnique):
             return {}
         facts = {name: self._facts(name, mask, state.batch) for name, mask in token_masks(state.batch).items()}
         for packing in packings:
-            planned, known = [], []
+            planned = []
             for name, fact in facts.items():
                 mask = state.batch[name]
-                labels = state.batch.get("labels") if name == "attention_mask" else None
-                layout: Layout = "padded"
-                if not fact.reads_padding:
-                    layout = packing.layout(mask.flatten(0, -2), fact.counts)
-                    if mask.ndim > 2:
-                        known.append((mask, fact.counts))
-                planned.append(PlannedBatch(mask, labels if isinstance(labels, torch.Tensor) else None, layout))
-            packing.planned, packing.known_counts = tuple(planned), tuple(known)
+                labels = self._host_counts().labels_of(name, mask, state.batch)
+                planned.append(PlannedBatch(mask, labels, packing.layout(mask.flatten(0, -2), fact.counts)))
+            packing.planned = tuple(planned)
+            packing.known_counts = tuple(
+                (state.batch[name], fact.counts) for name, fact in facts.items() if state.batch[name].ndim > 2
+            )
         return facts
 
     def _facts(self, name: str, mask: torch.Tensor, batch: Mapping[str, Any]) -> MaskFacts:
@@ -148,17 +148,14 @@ class Unpadding(ParityCheckedTechnique):
         """Those of the encoders whose class was not restored."""
         return [encoder.packing for encoder in self._encoders if isinstance(encoder, UnpaddedEncoder)]
 
-    def _count(self, mask: torch.Tensor) -> list[int]:
-        """See :meth:`.Packing.count`. A row is negative if one of the encoders cannot pack it."""
-        counts = [packing.count(mask) for packing in self._packings()]
-        return [min(row) if min(row) < 0 else row[0] for row in zip(*counts, strict=True)]
-
-    def _reads_padding(self, mask: torch.Tensor, labels: torch.Tensor | None) -> bool:
-        return any(any(packing.reads_padding(mask, labels)) for packing in self._packings())
+    def _count(self, mask: torch.Tensor, labels: torch.Tensor | None) -> list[int]:
+        """See :meth:`.Packing.count`. A row stays padded if one of the encoders cannot pack it."""
+        counts = [packing.count(mask, labels) for packing in self._packings()]
+        return [min(row) for row in zip(*counts, strict=True)]  # STAYS_PADDED is the smallest
 
     def _forget(self) -> None:
         for head in self._heads:
-            head.plan = None
+            head.layout = None
         for packing in self._packings():
             packing.planned, packing.known_counts = (), ()
 
@@ -184,9 +181,13 @@ class Unpadding(ParityCheckedTechnique):
         if self.mlm_head == "labelled":
             if not any(head.ran for head in self._heads):
                 raise self.not_engaged("the masked-LM head computed every token", "pass labels (B, S) to the model")
-            evidence["head_tokens"] = round(self._labelled / self._slots, 4) if self._slots else "counted on the GPU"
-        if self._padded:
-            evidence["micro_batches_left_padded"] = self._padded
+            evidence["head_tokens"] = (
+                round(self._labelled / self._label_slots, 4)
+                if self._label_slots
+                else "unknown: the labels were counted in the forward pass"
+            )
+        if self._kept_padded:
+            evidence["micro_batches_kept_padded"] = self._kept_padded
         if self._counted_on_device:
             evidence["masks_counted_on_the_device"] = self._counted_on_device
         return evidence

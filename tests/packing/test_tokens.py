@@ -7,28 +7,29 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from composer_speedups.packing.attention import supports_flash_attention, unpadded_attention
-from composer_speedups.packing.tokens import Plan, gather_tokens, make_plan, row_counts, scatter_tokens
+from composer_speedups.packing.tokens import TokenLayout, gather_tokens, lay_out_tokens, row_counts, scatter_tokens
 from tests.helpers.masks import random_masks
 
 
 def test_a_plan_and_its_errors() -> None:
     mask = torch.tensor([[1, 1, 0], [0, 0, 0], [1, 0, 1], [0, 1, 1]])
-    assert row_counts(mask) == [2, 0, 2, -2]
-    plan = make_plan(mask, 6, 4)
+    assert row_counts(mask) == [2, 0, 2, 2]
+    plan = lay_out_tokens(mask, 6, 4)
     assert plan.indices_T.tolist() == [0, 1, 6, 8, 10, 11, 12, 12]
     assert plan.cu_seqlens.tolist() == [0, 2, 2, 4, 6, 8]
     assert plan.cu_seqlens.dtype == torch.int32
     assert plan.longest >= 3
-    assert make_plan(mask, 6, 3).indices_T.tolist() == [0, 1, 6, 8, 10, 11]
+    assert lay_out_tokens(mask, 6, 3).indices_T.tolist() == [0, 1, 6, 8, 10, 11]
     for wrong in (5, 7, 0, 40):
         with pytest.raises(RuntimeError, match="changed after its tokens were counted"):
-            make_plan(mask, wrong, 4)
+            lay_out_tokens(mask, wrong, 4)
 
 
 def test_gathering_and_scattering_have_the_right_gradients() -> None:
-    plan = make_plan(random_masks(3)[2], int(random_masks(3)[2].sum()), 4)
+    plan = lay_out_tokens(random_masks(3)[2], int(random_masks(3)[2].sum()), 4)
     slots, indices = plan.mask_BS.numel(), plan.indices_T
     x_NH = torch.randn(slots, 3, dtype=torch.double, requires_grad=True)
     x_TH = torch.randn(len(indices), 3, dtype=torch.double, requires_grad=True)
@@ -39,18 +40,39 @@ def test_gathering_and_scattering_have_the_right_gradients() -> None:
     torch.testing.assert_close(back, x_NH * plan.mask_BS.flatten()[:, None])
 
 
-def test_the_flash_call_has_the_right_signature_and_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+class Windows(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if "flash" in str(func):
+            name = func.overloadpacket.__name__
+            self.seen.append((name, kwargs.get("window_size_left"), kwargs.get("window_size_right")))
+        return func(*args, **kwargs)
+
+
+@pytest.mark.parametrize(("sliding_window", "reach"), [(None, None), (5, 4)])
+def test_the_flash_call_has_the_right_signature_shapes_and_window(
+    sliding_window: int | None, reach: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No GPU is needed: torch's meta kernel checks the call and returns tensors of the right shapes."""
     monkeypatch.setattr("composer_speedups.packing.attention.supports_flash_attention", lambda *_: True)
     meta: dict[str, Any] = {"device": "meta"}
     mask, indices = torch.empty(3, 9, dtype=torch.bool, **meta), torch.empty(64, dtype=torch.long, **meta)
-    plan = Plan(mask, indices, torch.empty(5, dtype=torch.int32, **meta), 128)
+    layout = TokenLayout(mask, indices, torch.empty(5, dtype=torch.int32, **meta), 128)
     query = torch.empty(1, 2, 64, 16, dtype=torch.bfloat16, **meta, requires_grad=True)
-    output, weights = unpadded_attention(nn.Identity(), query, query, query, None, 0.1, 0.25, plan)
+    with Windows() as windows:
+        output, weights = unpadded_attention(
+            nn.Identity(), query, query, query, None, 0.1, 0.25, layout, sliding_window
+        )
+        output.sum().backward()
     assert (output.shape, output.dtype, weights) == ((1, 64, 2, 16), torch.bfloat16, None)
-    output.sum().backward()
     assert query.grad is not None
     assert query.grad.shape == query.shape
+    names = ["_flash_attention_forward", "_flash_attention_backward"]
+    assert windows.seen == [(name, reach, reach) for name in names]
 
 
 def test_the_flash_kernel_needs_a_gpu_half_precision_and_a_supported_head_size() -> None:
@@ -64,7 +86,7 @@ def test_longest_covers_every_row_and_is_a_multiple_of_128(width: int, multiple:
     """The kernels read ``longest`` tokens per row, including the row of filler tokens at the end of T."""
     mask = torch.ones(1, width, dtype=torch.long)
     mask[0, 1:] = multiple <= width  # one real token, all others are filler
-    plan = make_plan(mask, int(mask.sum()), multiple)
+    plan = lay_out_tokens(mask, int(mask.sum()), multiple)
     assert plan.longest >= int(plan.cu_seqlens.diff().max())
     assert plan.longest % 128 == 0
     assert plan.longest - max(width, multiple) < 128
