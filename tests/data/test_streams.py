@@ -71,6 +71,14 @@ def test_each_pass_over_a_stream_has_another_order_that_depends_on_the_seed() ->
     assert passes[0] == passes[1] != passes[2]
 
 
+def test_files_of_a_stream_are_read_in_turns() -> None:
+    for label in range(2):
+        Path(f"part-{label}.csv").write_text("text,label\n" + f"a,{label}\n" * 500)
+    config = DataConfig(source="files", train_file="part-*.csv", streaming=True, shuffle_buffer=20)
+    first = [row["label"] for row in itertools.islice(stream_of_samples(config, 1)[0], 300)]
+    assert min(Counter(first).values()) > 100, "also from files that hold one class each"
+
+
 def test_an_empty_stream_ends() -> None:
     class Empty:
         def set_epoch(self, epoch: int) -> None:
