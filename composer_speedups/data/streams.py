@@ -22,6 +22,7 @@ from composer_speedups.data.reader import (
     declared_classes,
     find_files,
     hub_dataset,
+    is_address,
     iterate_rows,
     saved_dataset,
     with_class_names,
@@ -150,7 +151,7 @@ def _mds(config: DataConfig, seed: int) -> Any:
     from streaming import StreamingDataset
 
     name = str(config.train_file)
-    remote = name if "://" in name else None
+    remote = name if is_address(name) else None
     local = str(Path(config.cache_dir) / "mds") if remote else str(Path(name).expanduser())
     if remote is None and not Path(local, "index.json").is_file():
         shown = with_working_directory(name)
