@@ -23,7 +23,7 @@ from composer_speedups.data.tokens import load_tokenizer
 from composer_speedups.data.worker_timeout import WorkerTimeoutLoader
 from composer_speedups.tasks.classification import Classification
 from composer_speedups.train.config.schema import DataConfig
-from tests.helpers.jobs import run
+from tests.helpers.jobs import assert_resumes_exactly, run
 from tests.helpers.ranks import on_ranks
 
 ROWS = 64
@@ -149,11 +149,9 @@ def stream_run(*overrides: str) -> dict[str, Any]:
 def test_a_run_trains_on_a_stream_and_resumes_at_the_same_row() -> None:
     tokenizer_in("words")
     pyarrow.parquet.write_table(pyarrow.table(builtin_reviews(44, 1, "train", 0.1)), "train.parquet")
-    whole = stream_run("trainer.max_duration=8ba", "checkpoint.interval=4ba", "checkpoint.keep=-1", "run_name=whole")
+    settings = ["trainer.max_duration=8ba", "checkpoint.interval=4ba", "export=true"]
+    whole = assert_resumes_exactly(*settings, checkpoints=["ep0-ba4"], train=stream_run)
     assert whole["training"]["samples"] == 64, "44 rows, then 20 of the second pass"
-    checkpoint = next(Path("runs/whole/checkpoints").glob("*ba4*"))
-    resumed = stream_run("trainer.max_duration=8ba", f"checkpoint.load={checkpoint}", "run_name=again")
-    assert resumed["metrics"] == whole["metrics"]
 
 
 @pytest.mark.exhaustive
@@ -235,8 +233,6 @@ def test_mds_shards_go_to_one_rank_each(monkeypatch: pytest.MonkeyPatch) -> None
         f"data.train_file={Path.cwd()}/shards",
         "trainer.max_duration=1ep",
     ]
-    whole = stream_run(*mds, "checkpoint.interval=4ba", "checkpoint.keep=-1", "run_name=whole")
+    settings = [*mds, "checkpoint.interval=4ba", "export=true"]
+    whole = assert_resumes_exactly(*settings, checkpoints=["ep0-ba4"], train=stream_run)
     assert whole["training"]["samples"] == ROWS
-    checkpoint = next(Path("runs/whole/checkpoints").glob("*ba4*"))
-    resumed = stream_run(*mds, f"checkpoint.load={checkpoint}", "run_name=again")
-    assert resumed["metrics"] == whole["metrics"]

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from composer_speedups.callbacks import throughput
 from composer_speedups.train import application
@@ -40,6 +43,21 @@ def run(*overrides: str, yaml: str = "quickstart", short: bool = True) -> dict[s
     application.main(arguments)
     name = next((o.split("=")[1] for o in reversed(overrides) if o.startswith("run_name=")), yaml.replace("/", "_"))
     return json.loads((Path("runs") / name / "report.json").read_text())
+
+
+def assert_resumes_exactly(
+    *settings: str, checkpoints: Sequence[str], train: Callable[..., dict[str, Any]] = run
+) -> dict[str, Any]:
+    """Train without interruption, then again from each of these checkpoints, such as ``ep0-ba2``; the metrics and
+    exported weights must be equal. Return the report; the run is called ``whole``."""
+    whole = train(*settings, "checkpoint.keep=-1", "run_name=whole")
+    for checkpoint in checkpoints:
+        load = f"checkpoint.load=runs/whole/checkpoints/{checkpoint}-rank0.pt"
+        part = train(*settings, "run_name=part", load)
+        assert part["metrics"] == whole["metrics"]
+        weights = (load_file(f"runs/{name}/model/model.safetensors") for name in ("part", "whole"))
+        torch.testing.assert_close(*weights, rtol=0, atol=0)
+    return whole
 
 
 def short_checkpoint(folder: Path) -> Path:
