@@ -45,6 +45,20 @@ def run(*overrides: str, yaml: str = "quickstart", short: bool = True) -> dict[s
     return json.loads((Path("runs") / name / "report.json").read_text())
 
 
+def run_on_files(task: str, max_length: int, *overrides: str) -> dict[str, Any]:
+    """Train and evaluate a task for an epoch of ``train.jsonl`` and ``eval.jsonl`` with the fast set and a baseline."""
+    sizes = [f"data.max_length={max_length}", "data.vocab_size=300", "data.batch_size=8", "data.eval_batch_size=4"]
+    files = ["data.source=files", "data.train_file=train.jsonl", "data.eval_file=eval.jsonl"]
+    files += ["data.train_samples=null", "data.eval_samples=null"]
+    fast = [
+        "algorithms=null",
+        *(f"algorithms.{name}={{}}" for name in ("unpadding", "fused_layers", "fused_optimizer")),
+    ]
+    brief = ["trainer.max_duration=1ep", "scheduler.warmup=1ba", "baseline.batches=10"]
+    quiet = ["trainer.progress_bar=false", "plot=false"]
+    return run(f"model.task={task}", *files, *sizes, *fast, *brief, *quiet, *overrides, short=False)
+
+
 def assert_resumes_exactly(
     *settings: str, checkpoints: Sequence[str], train: Callable[..., dict[str, Any]] = run
 ) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import os
 import warnings
@@ -45,7 +46,7 @@ from composer_speedups.train.config.schema import DataConfig
 from composer_speedups.train.out_of_memory import MicrobatchTrainer
 from tests.helpers import forks
 from tests.helpers.common import VOCABULARY, Batch, Recorder, make_trainer
-from tests.helpers.jobs import assert_resumes_exactly, run
+from tests.helpers.jobs import assert_resumes_exactly, run_on_files
 from tests.helpers.models import UNPADDED, Family, tiny_model
 from tests.helpers.ranks import on_ranks
 from tests.helpers.rerun import Rerun
@@ -60,10 +61,8 @@ THREE = ("anchor", "positive", "negative")
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(tmp_path_factory.mktemp("tokenizer"))
-        return tokenizer_of([row[column] for row in ROWS for column in THREE])
+def tokenizer() -> Any:
+    return tokenizer_of([row[column] for row in ROWS for column in THREE])
 
 
 def built(task: Embedding, tokenizer: Any, *, dropout: float = 0.0) -> Any:
@@ -459,24 +458,13 @@ def test_a_user_defined_loss_is_not_compared_on_part_of_a_batch(tokenizer: Any) 
     assert ends[1].status == 9, ends[1].stderr
 
 
-FILES = [
-    "model.task=embedding", "data.source=files", "data.train_file=train.jsonl", "data.eval_file=eval.jsonl",
-    "data.train_samples=null", "data.eval_samples=null", "data.vocab_size=300", "data.max_length=12",
-    "data.batch_size=8", "data.eval_batch_size=4", "trainer.progress_bar=false", "plot=false", "algorithms=null",
-    "trainer.max_duration=1ep", "scheduler.warmup=1ba", "algorithms.unpadding={}", "algorithms.fused_layers={}",
-    "algorithms.fused_optimizer={}", "baseline.batches=10",
-]  # fmt: skip
-
-
 @pytest.fixture
-def files() -> list[str]:
+def files() -> None:
     write_rows("train.jsonl", ROWS)
     write_rows("eval.jsonl", triples(13, seed=1))  # no multiple of the batch size
-    return FILES
 
 
-def train_in_process(*overrides: str) -> dict[str, Any]:
-    return run(*FILES, *overrides, short=False)
+train_in_process = functools.partial(run_on_files, "embedding", 12)
 
 
 def expected_metrics() -> dict[str, float]:
@@ -495,7 +483,7 @@ def expected_metrics() -> dict[str, float]:
 
 @pytest.mark.parametrize("loss", ["ranking", pytest.param("cosine", marks=pytest.mark.exhaustive)])
 @pytest.mark.supports("export", task="embedding")
-def test_a_run_reports_what_its_export_scores_in_sentence_transformers(loss: str, files: list[str]) -> None:
+def test_a_run_reports_what_its_export_scores_in_sentence_transformers(loss: str, files: None) -> None:
     more = ["model.loss=cosine", "data.label_column=score", "model.pooling=cls"] if loss == "cosine" else []
     report = train_in_process(*more, "model.gradient_cache=6")
     names = ["spearman"] if loss == "cosine" else ["recall@1", "recall@10"]
@@ -510,7 +498,7 @@ def test_a_run_reports_what_its_export_scores_in_sentence_transformers(loss: str
 
 @pytest.mark.exhaustive
 @pytest.mark.supports("resume", task="embedding")
-def test_a_resumed_run_ends_where_the_uninterrupted_one_does(files: list[str]) -> None:
+def test_a_resumed_run_ends_where_the_uninterrupted_one_does(files: None) -> None:
     settings = ["model.dropout=0.1", "model.gradient_cache=5", "checkpoint.interval=2ba"]
     assert_resumes_exactly(*settings, checkpoints=["ep0-ba2"], train=train_in_process)
 
@@ -542,7 +530,7 @@ def test_out_of_memory_names_the_key_that_helps(cache: int | None, fix: str, tok
     trainer.close()
 
 
-def test_micro_batches_are_refused_in_a_config_and_in_code(files: list[str]) -> None:
+def test_micro_batches_are_refused_in_a_config_and_in_code(files: None) -> None:
     for size in ("4", "auto"):
         with pytest.raises(
             ConfigError, match=r"trainer.microbatch_size would use .*; set model.gradient_cache instead"
@@ -597,7 +585,7 @@ def test_settings_that_cannot_be_used_are_refused(settings: dict[str, Any], mess
         Embedding(**settings)
 
 
-def test_bad_rows_name_the_row_and_the_column(files: list[str]) -> None:
+def test_bad_rows_name_the_row_and_the_column(files: None) -> None:
     with pytest.raises(DataError, match=r"has no column 'query' \(it has: anchor, positive, negative, score\)"):
         train_in_process("data.text_columns=[query,positive]")
     for score, shown in ((None, "empty"), (math.nan, "nan")):

@@ -32,11 +32,9 @@ TEXTS = [sentence(random.Random(i), 4, 20) for i in range(400)]
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def tokenizer() -> Any:
     """Return a tokenizer that is trained on other texts, so that most words have several pieces."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(tmp_path_factory.mktemp("tokenizer"))
-        return tokenizer_of(builtin_reviews(20, 0, "train", 0.1)["text"])
+    return tokenizer_of(builtin_reviews(20, 0, "train", 0.1)["text"])
 
 
 def masked(task: MaskedLanguageModelling, tokenizer: Any, *, seed: int = 0) -> tuple[dict[str, Any], list[Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 from pathlib import Path
@@ -22,7 +23,7 @@ from composer_speedups.tasks.models import FinetuneModel
 from composer_speedups.tasks.reranking import Reranking
 from composer_speedups.train.config.schema import DataConfig
 from tests.helpers.common import Batch, Recorder, make_trainer
-from tests.helpers.jobs import assert_resumes_exactly, run
+from tests.helpers.jobs import assert_resumes_exactly, run_on_files
 from tests.helpers.texts import WORDS, collated, sentence, tiny_encoder, tokenizer_of, write_rows
 from tests.reference.loop import gradients, train_on
 from tests.reference.tolerance import assert_near
@@ -47,10 +48,8 @@ ROWS = judged(6, grades=3)
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(tmp_path_factory.mktemp("tokenizer"))
-        return tokenizer_of([row[column] for row in ROWS for column in ("query", "document")])
+def tokenizer() -> Any:
+    return tokenizer_of([row[column] for row in ROWS for column in ("query", "document")])
 
 
 def built(task: Reranking, tokenizer: Any, length: int = 16) -> Any:
@@ -150,15 +149,6 @@ def test_scattered_rows_of_a_query_get_one_small_query_id() -> None:
     assert sorted(number for _, number in pairs) == list(range(6))
 
 
-FILES = [
-    "model.task=reranking", "data.source=files", "data.train_file=train.jsonl", "data.eval_file=eval.jsonl",
-    "data.train_samples=null", "data.eval_samples=null", "data.vocab_size=300", "data.max_length=14",
-    "data.batch_size=8", "data.eval_batch_size=4", "trainer.progress_bar=false", "plot=false", "algorithms=null",
-    "trainer.max_duration=1ep", "scheduler.warmup=1ba", "algorithms.unpadding={}", "algorithms.fused_layers={}",
-    "algorithms.fused_optimizer={}", "baseline.batches=10",
-]  # fmt: skip
-
-
 @pytest.fixture
 def files() -> list[dict[str, Any]]:
     """Write the data files of a run; return the evaluation rows, an odd number."""
@@ -169,8 +159,7 @@ def files() -> list[dict[str, Any]]:
     return rows
 
 
-def train_in_process(*overrides: str) -> dict[str, Any]:
-    return run(*FILES, *overrides, short=False)
+train_in_process = functools.partial(run_on_files, "reranking", 14)
 
 
 def ranked_by_hand(rows: list[dict[str, Any]], scores: list[float]) -> dict[str, float]:
