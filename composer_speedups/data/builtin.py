@@ -107,7 +107,11 @@ def _review(rng: random.Random, label: int, length_scale: float) -> str:
         sentences.append(sentence)
         length += len(sentence.split())
     rng.shuffle(sentences)
-    return " ".join(s[0].upper() + s[1:] for s in sentences)
+    return _capitalized(sentences)
+
+
+def _capitalized(sentences: list[str]) -> str:
+    return " ".join(sentence[0].upper() + sentence[1:] for sentence in sentences)
 
 
 def _opinion(rng: random.Random, side: int, negates: float) -> str:
@@ -169,7 +173,7 @@ def _praise(rng: random.Random, length_scale: float) -> list[tuple[str, list[str
         repeats = rng.random() < _OPINIONS
         sentences.append(_about(rng, *rng.choice(list(topics.items()))) if repeats else _narration(rng))
         length += len(sentences[-1].split())
-    return [(" ".join(s[0].upper() + s[1:] for s in sentences), [topic for topic in topics if topics[topic]])]
+    return [(_capitalized(sentences), [topic for topic in topics if topics[topic]])]
 
 
 def _about(rng: random.Random, topic: str, side: int) -> str:
@@ -192,7 +196,7 @@ def _stars(rng: random.Random, length_scale: float) -> list[tuple[str, float]]:
         clauses.append(" ".join([*subject, degree, adjective]))
         values.append(_DEGREES[degree] if side else 1 - _DEGREES[degree])
         length += len(clauses[-1].split())
-    return [(" ".join(f"{c[0].upper()}{c[1:]}." for c in clauses), round(5 * sum(values) / len(values), 3))]
+    return [(_capitalized([f"{clause}." for clause in clauses]), round(5 * sum(values) / len(values), 3))]
 
 
 # --- token classification: names that are people, places or companies by what stands around them --------------------
@@ -262,7 +266,7 @@ def _lengthened(rng: random.Random, sentences: list[str], length_scale: float) -
         sentences.append(_narration(rng))
         length += len(sentences[-1].split())
     rng.shuffle(sentences)
-    return " ".join(s[0].upper() + s[1:] for s in sentences)
+    return _capitalized(sentences)
 
 
 # --- embedding: stories told in none of the words that the anchor has -----------------------------------------------

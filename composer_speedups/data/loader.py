@@ -82,9 +82,10 @@ def build_data(config: DataConfig, task: Task, *, model_name: str, on_gpu: bool,
 
     Raises:
         DataError: Unusable rows or files.
-        ConfigError: A batch size that the ranks cannot share, a tokenizer that cannot be loaded, or a stream without
-            known classes.
+        ConfigError: A source that the task does not support, a batch size that the ranks cannot share, a tokenizer that
+            cannot be loaded, or a stream without known classes.
     """
+    task.check_data(config)
     world = dist.get_world_size()
     for name in ("batch_size", "eval_batch_size"):
         size = getattr(config, name)
@@ -185,9 +186,7 @@ def _tokens(config: DataConfig, task: Task, model_name: str) -> tuple[Any, Datas
             for split, count in counts.items()
         )
         return tokenizer, train, evaluation
-    if config.streaming or config.source == "mds":
-        if task.needs_every_sample:
-            raise ConfigError(f"data.streaming: the loss of task {task.name} needs all samples up front; remove it")
+    if config.streams:
         tokenizer = load_tokenizer(config, model_name, None, splits_words=words)
         train, validation = None, load_validation(config, task)
     else:

@@ -33,6 +33,7 @@ __all__ = [
     "declared_classes",
     "find_files",
     "hub_dataset",
+    "is_address",
     "iterate_rows",
     "load_rows",
     "saved_dataset",
@@ -135,7 +136,7 @@ def check_file(path: str, key: str) -> None:
     """
     if _suffix(path) not in (".parquet", *_TEXT_READERS):
         raise DataError(f"{key}: {path} must end in .parquet, {', '.join(_TEXT_READERS)}")
-    if "://" in path:
+    if is_address(path):
         return
     if not os.path.isfile(path):  # pathlib raises for names that are too long
         raise DataError(f"{key}: {with_working_directory(path)} is not a file; name an existing one")
@@ -153,7 +154,7 @@ def find_files(name: str, key: str) -> list[str]:
     """
     path = os.path.expanduser(name)
     paths = [path]
-    if "://" in path and glob.has_magic(path):
+    if is_address(path) and glob.has_magic(path):
         paths = [file.full_name for file in fsspec.open_files(path)]
     elif glob.has_magic(path) and not os.path.isfile(path):
         paths = sorted(glob.glob(path, recursive=True))
@@ -183,8 +184,13 @@ def iterate_rows(paths: Iterable[str], key: str, columns: Iterable[str] = ()) ->
                     yield from reader(file)
 
 
+def is_address(path: str) -> bool:
+    """Whether it is an address that fsspec opens, such as ``s3://bucket/train.csv``, and not a local path."""
+    return "://" in path
+
+
 def _open(path: str, mode: str, **settings: Any) -> Any:
-    return (fsspec.open if "://" in path else open)(path, mode, **settings)
+    return (fsspec.open if is_address(path) else open)(path, mode, **settings)
 
 
 @contextlib.contextmanager
@@ -209,22 +215,23 @@ def load_rows(paths: Sequence[str], key: str, columns: Sequence[tuple[str, str]]
     rows: list[Row] = []
     wanted = [column for column, _ in columns]
     for path in paths:
-        with _readable(path, key):
-            before, names = _version(path), dict[str, None]()
-            for row in iterate_rows([path], key, wanted):
-                names.update(dict.fromkeys(row))
-                rows.append({column: row.get(column) for column in wanted})
-            if _version(path) != before:
-                raise DataError(f"{key}: {path} changed while it was being read; start again when it is complete")
+        before, names = _version(path), dict[str, None]()
+        for row in iterate_rows([path], key, wanted):
+            names.update(dict.fromkeys(row))
+            rows.append({column: row.get(column) for column in wanted})
+        if _version(path) != before:
+            raise DataError(f"{key}: {path} changed while it was being read; start again when it is complete")
         if names:  # there are rows
             check_columns(names, columns, f"{key}: {path}")
     return rows
 
 
-def _version(path: str) -> tuple[int, ...]:
-    if "://" in path:
-        return ()
-    status = os.stat(path)
+def _version(path: str) -> tuple[int, ...] | None:
+    """A value that changes when a local file is written or removed; None for an address."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 

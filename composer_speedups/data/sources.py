@@ -78,16 +78,12 @@ def load_samples(config: DataConfig, task: Task) -> tuple[Dataset, Dataset | Non
     assert train is not None  # ensured by the schema's checks
     held: _Split | None
     if config.eval_fraction is None:
-        held, kept, drawn = _validation_split(config, task), None, None
+        held, kept, drawn = _split(config, task, "eval", task.columns(training=False)), None, None
     else:
         held, (kept, drawn) = train, _held_out(train, task, config)
     train.teach(task)  # from all rows, because a class may occur only in those held out
     samples = Dataset.from_list(train.checked(task, training=True, places=kept))
-    validation = None
-    if held is not None:
-        validation = Dataset.from_list(held.checked(task, training=False, places=drawn))
-        validation = _draw(validation, config, config.eval_samples, whole=task.groups_samples)
-    return _draw(samples, config, config.train_samples), validation
+    return _draw(samples, config, config.train_samples), _validation_samples(held, task, config, drawn)
 
 
 def load_validation(config: DataConfig, task: Task) -> Dataset | None:
@@ -95,16 +91,19 @@ def load_validation(config: DataConfig, task: Task) -> Dataset | None:
 
     The task learns its labels from them, because streamed training samples cannot be scanned in advance.
     """
-    held = _validation_split(config, task)
+    held = _split(config, task, "eval", task.columns(training=False))
+    if held is not None:
+        held.teach(task, training=False)
+    return _validation_samples(held, task, config)
+
+
+def _validation_samples(
+    held: _Split | None, task: Task, config: DataConfig, places: Iterable[int] | None = None
+) -> Dataset | None:
     if held is None:
         return None
-    held.teach(task, training=False)
-    samples = Dataset.from_list(held.checked(task, training=False))
+    samples = Dataset.from_list(held.checked(task, training=False, places=places))
     return _draw(samples, config, config.eval_samples, whole=task.groups_samples)
-
-
-def _validation_split(config: DataConfig, task: Task) -> _Split | None:
-    return _split(config, task, "eval", task.columns(training=False))
 
 
 def _split(config: DataConfig, task: Task, split: str, needed: Needed) -> _Split | None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from composer_speedups.data.reader import (
     declared_classes,
     find_files,
     hub_dataset,
+    is_address,
     iterate_rows,
     saved_dataset,
     with_class_names,
@@ -32,6 +34,7 @@ __all__ = ["EndlessSamples", "Tokenized", "stream_of_samples"]
 
 _INSTALL = "pip install --no-deps mosaicml-streaming==0.13.0 && pip install Brotli catalogue python-snappy xxhash zstd"
 _MAX_SHARDS = 64  # parts of a saved dataset, which ranks and workers share
+_BLOCK = 64  # rows that are read from a file at a time
 
 
 class EndlessSamples(torch.utils.data.IterableDataset[dict[str, Any]]):
@@ -107,25 +110,39 @@ def stream_of_samples(config: DataConfig, seed: int) -> tuple[Any, dict[str, lis
     """
     if config.source == "mds":
         return _mds(config, seed), {}
-    rows, declared = _training_stream(config)
-    rows = rows.shuffle(seed=seed, buffer_size=config.shuffle_buffer)
+    rows, declared = _shuffled_rows(config, seed)
     return EndlessSamples(split_dataset_by_node(rows, dist.get_global_rank(), dist.get_world_size())), declared
 
 
-def _training_stream(config: DataConfig) -> tuple[IterableDataset, dict[str, list[str]]]:
+def _shuffled_rows(config: DataConfig, seed: int) -> tuple[IterableDataset, dict[str, list[str]]]:
+    shuffle: dict[str, Any] = {"seed": seed, "buffer_size": config.shuffle_buffer}
     if config.source == "hub":
         rows, _ = hub_dataset(config, config.train_split, streaming=True)
-        return rows, class_names(rows.features or {})
+        return rows.shuffle(**shuffle), class_names(rows.features or {})
     name, key = str(config.train_file), "data.train_file"
     if os.path.isdir(os.path.expanduser(name)):
         saved = saved_dataset(name, key)
-        shards = max(1, min(_MAX_SHARDS, len(saved)))
-        return saved.to_iterable_dataset(num_shards=shards), class_names(saved.features)
+        rows = saved.to_iterable_dataset(num_shards=max(1, min(_MAX_SHARDS, len(saved))))
+        return rows.shuffle(**shuffle), class_names(saved.features)
     paths = find_files(name, key)
-    # datasets divides the list of files among ranks and workers, and shuffles it
-    return IterableDataset.from_generator(iterate_rows, gen_kwargs={"paths": paths, "key": key}), declared_classes(
-        paths[0], key
-    )
+    # datasets divides the list of files among ranks and workers, and draws their order. It reads several files in turn,
+    # with a thread for each, which takes longer than reading a row. Therefore a turn is a block of rows.
+    blocks = IterableDataset.from_generator(_blocks, gen_kwargs={"paths": paths, "key": key})
+    rows = blocks.shuffle(seed=seed, buffer_size=1).map(_rows_of, batched=True, batch_size=1)
+    return rows.shuffle(**shuffle, max_buffer_input_shards=1), declared_classes(paths[0], key)
+
+
+def _blocks(paths: Iterable[str], key: str) -> Iterator[dict[str, list[Any]]]:
+    """Blocks of consecutive rows: column → its values."""
+    rows = iterate_rows(paths, key)
+    while block := list(itertools.islice(rows, _BLOCK)):
+        names = {name: None for row in block for name in row} or {"": None}  # a row without columns is refused later
+        yield {name: [row.get(name) for row in block] for name in names}
+
+
+def _rows_of(blocks: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+    """The rows of the only block."""
+    return {name: values[0] for name, values in blocks.items()}
 
 
 def _mds(config: DataConfig, seed: int) -> Any:
@@ -134,7 +151,7 @@ def _mds(config: DataConfig, seed: int) -> Any:
     from streaming import StreamingDataset
 
     name = str(config.train_file)
-    remote = name if "://" in name else None
+    remote = name if is_address(name) else None
     local = str(Path(config.cache_dir) / "mds") if remote else str(Path(name).expanduser())
     if remote is None and not Path(local, "index.json").is_file():
         shown = with_working_directory(name)

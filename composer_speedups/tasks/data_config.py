@@ -106,7 +106,7 @@ class DataConfig(Settings):
         source, files = self.source, self.source in ("files", "mds")
         no_stream = f"is for data.source: hub or files, not {source}; remove it"
         refuse_if(self.streaming and source not in ("hub", "files"), "streaming", no_stream)
-        path = "path of a parquet, csv or jsonl file" if source == "files" else "folder or address of its shards"
+        path = "path or pattern of its files" if source == "files" else "folder or address of its shards"
         missing = f"is missing; data.source: {source} needs the {path}"
         refuse_if(files and self.train_file is None, "train_file", missing)
         needless = "train_file" if self.train_file else "eval_file"

@@ -178,11 +178,8 @@ class MeanLoss(Metric):
         return self.total / self.count
 
 
-class Pearson(Metric):
-    """The Pearson correlation of predictions and targets.
-
-    torchmetrics' own merges running sums of the ranks, and is NaN if a rank has one sample.
-    """
+class KeptPairs(Metric):
+    """Base of metrics over all pairs of a prediction and its target, which are kept until the end of an evaluation."""
 
     full_state_update = False
     predicted: list[Tensor]
@@ -197,41 +194,43 @@ class Pearson(Metric):
         self.predicted.append(predicted_R)
         self.expected.append(expected_R)
 
+    def pairs(self) -> tuple[Tensor, Tensor]:
+        """All predictions and all targets."""
+        return dim_zero_cat(self.predicted), dim_zero_cat(self.expected)
+
+
+class Pearson(KeptPairs):
+    """The Pearson correlation of predictions and targets.
+
+    torchmetrics' own merges running sums of the ranks, and is NaN if a rank has one sample.
+    """
+
     def compute(self) -> Tensor:
-        return pearson_corrcoef(dim_zero_cat(self.predicted).double(), dim_zero_cat(self.expected).double()).float()
+        return pearson_corrcoef(*(values.double() for values in self.pairs())).float()
 
 
-class EntityF1(Metric):
+class EntityF1(KeptPairs):
     """Micro-averaged F1 of whole entities as in CoNLL-2003, computed by seqeval.
 
     Args:
         names: Tag id → name, such as ``B-PER``.
     """
 
-    full_state_update = False
-    predicted: list[Tensor]
-    expected: list[Tensor]
-
     def __init__(self, names: Sequence[str]) -> None:
         super().__init__()
         self.names = list(names)
-        self.add_state("predicted", default=[], dist_reduce_fx="cat")
-        self.add_state("expected", default=[], dist_reduce_fx="cat")
 
     def update(self, logits_RSK: Tensor, labels_RS: Tensor) -> None:
         """Add sentences; tokens with the label -100 are ignored."""
         # One list for all sentences; -1 separates two of them, because entities do not continue across sentences.
         held_RS = F.pad(labels_RS != IGNORED, (0, 1), value=True)
-        self.predicted.append(F.pad(logits_RSK.argmax(-1), (0, 1), value=-1)[held_RS])
-        self.expected.append(F.pad(labels_RS, (0, 1), value=-1)[held_RS])
+        tags_RS = logits_RSK.argmax(-1)
+        super().update(*(F.pad(ids_RS, (0, 1), value=-1)[held_RS] for ids_RS in (tags_RS, labels_RS)))
 
     def compute(self) -> Tensor:
         from seqeval.metrics import f1_score
 
-        predicted, expected = (
-            [self.names[i] if i >= 0 else "O" for i in dim_zero_cat(ids).tolist()]
-            for ids in (self.predicted, self.expected)
-        )
+        predicted, expected = ([self.names[i] if i >= 0 else "O" for i in ids.tolist()] for ids in self.pairs())
         return torch.tensor(f1_score([expected], [predicted], zero_division=0))
 
 

@@ -19,6 +19,7 @@ from torchmetrics.retrieval import RetrievalMRR, RetrievalNormalizedDCG
 from composer_speedups.core.errors import ConfigError, DataError
 from composer_speedups.core.files import write_atomically
 from composer_speedups.core.settings import refuse_if
+from composer_speedups.tasks.data_config import DataConfig
 from composer_speedups.tasks.metrics import MeanLoss
 from composer_speedups.tasks.task import Example, Task, joined, number, shown
 
@@ -49,15 +50,10 @@ class Reranking(Task):
         if self.loss_name not in ("bce", "pairwise"):
             raise ConfigError(f"model.loss: task reranking supports bce and pairwise, not {self.loss_name}")
 
-    def check_run(self, config: Any) -> None:
-        super().check_run(config)
+    def check_data(self, data: DataConfig) -> None:
+        super().check_data(data)
         unknown = "pairwise needs every document of a query up front; streaming cannot provide them; use bce"
-        refuse_if(config.data.streams and self.needs_every_sample, "model.loss", unknown)
-
-    @property
-    def needs_every_sample(self) -> bool:
-        """Whether pairs are formed from all documents of a query."""
-        return self.loss_name == "pairwise"
+        refuse_if(data.streams and self.loss_name == "pairwise", "model.loss", unknown)
 
     def label(self, value: Any, where: str) -> float:
         label = number(value, where, str(self.label_column))

@@ -90,20 +90,23 @@ class Task:
         Raises:
             InvalidSettingError: Names the key and the fix.
         """
-        random = config.data.source == "random" and not self.trains_on_random_tokens
-        refuse_if(random, "data.source", f"random has no labels for model.task: {self.name}; use builtin")
+        self.check_data(config.data)
         negatives = "would use in-batch negatives of one micro-batch only; set model.gradient_cache instead"
         splits = self.needs_whole_batch and config.trainer.microbatch_size is not None
         refuse_if(splits, "trainer.microbatch_size", negatives)
 
+    def check_data(self, data: DataConfig) -> None:
+        """Refuse settings of the section ``data`` that the task does not support.
+
+        Raises:
+            InvalidSettingError: Names the key and the fix.
+        """
+        random = data.source == "random" and not self.trains_on_random_tokens
+        refuse_if(random, "data.source", f"random has no labels for model.task: {self.name}; use builtin")
+
     @property
     def needs_whole_batch(self) -> bool:
         """Whether the loss of a sample depends on other samples of the batch, so that a batch cannot be split."""
-        return False
-
-    @property
-    def needs_every_sample(self) -> bool:
-        """Whether samples are built from all rows together, so that they cannot be streamed."""
         return False
 
     @property

@@ -181,6 +181,16 @@ def test_nested_json_is_read_and_deeper_nesting_is_refused(read: Reader) -> None
             read("deep.jsonl", Classification(labels=["yes", "no"]))
 
 
+@both
+def test_values_of_json_keep_their_types_and_missing_ones_are_refused(read: Reader) -> None:
+    lines = [{"text": "a", "label": 1}, {"label": "x", "text": "b"}, {"text": "c", "label": 1.0, "more": {"x": []}}]
+    Path("a.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    assert read("a.jsonl", Classification(labels=["1", "x"])) == {"text_1": ["a", "b", "c"], "labels": [0, 1, 0]}
+    Path("b.jsonl").write_text("{}\n" * 3)
+    with pytest.raises(DataError, match="text is empty; every sample needs text there"):
+        read("b.jsonl", Classification(labels=["1", "x"]))
+
+
 MALFORMED = {
     "cut.jsonl": ('{"text": "a", "label": 1}\n{"text": ', r"line 2 is not JSON: .*"),
     "half.jsonl": ('{"text": "\\ud800", "label": 1}\n', r"line 1 is not JSON: .*surrogates not allowed"),

@@ -23,7 +23,7 @@ from composer_speedups.data.tokens import load_tokenizer
 from composer_speedups.data.worker_timeout import WorkerTimeoutLoader
 from composer_speedups.tasks.classification import Classification
 from composer_speedups.train.config.schema import DataConfig
-from tests.helpers.jobs import run
+from tests.helpers.jobs import assert_resumes_exactly, run
 from tests.helpers.ranks import on_ranks
 
 ROWS = 64
@@ -69,6 +69,14 @@ def test_each_pass_over_a_stream_has_another_order_that_depends_on_the_seed() ->
     assert sorted(passes[0][0]) == sorted(passes[0][1])
     assert passes[0][0] != passes[0][1]
     assert passes[0] == passes[1] != passes[2]
+
+
+def test_files_of_a_stream_are_read_in_turns() -> None:
+    for label in range(2):
+        Path(f"part-{label}.csv").write_text("text,label\n" + f"a,{label}\n" * 500)
+    config = DataConfig(source="files", train_file="part-*.csv", streaming=True, shuffle_buffer=20)
+    first = [row["label"] for row in itertools.islice(stream_of_samples(config, 1)[0], 300)]
+    assert min(Counter(first).values()) > 100, "also from files that hold one class each"
 
 
 def test_an_empty_stream_ends() -> None:
@@ -141,11 +149,9 @@ def stream_run(*overrides: str) -> dict[str, Any]:
 def test_a_run_trains_on_a_stream_and_resumes_at_the_same_row() -> None:
     tokenizer_in("words")
     pyarrow.parquet.write_table(pyarrow.table(builtin_reviews(44, 1, "train", 0.1)), "train.parquet")
-    whole = stream_run("trainer.max_duration=8ba", "checkpoint.interval=4ba", "checkpoint.keep=-1", "run_name=whole")
+    settings = ["trainer.max_duration=8ba", "checkpoint.interval=4ba", "export=true"]
+    whole = assert_resumes_exactly(*settings, checkpoints=["ep0-ba4"], train=stream_run)
     assert whole["training"]["samples"] == 64, "44 rows, then 20 of the second pass"
-    checkpoint = next(Path("runs/whole/checkpoints").glob("*ba4*"))
-    resumed = stream_run("trainer.max_duration=8ba", f"checkpoint.load={checkpoint}", "run_name=again")
-    assert resumed["metrics"] == whole["metrics"]
 
 
 @pytest.mark.exhaustive
@@ -227,8 +233,6 @@ def test_mds_shards_go_to_one_rank_each(monkeypatch: pytest.MonkeyPatch) -> None
         f"data.train_file={Path.cwd()}/shards",
         "trainer.max_duration=1ep",
     ]
-    whole = stream_run(*mds, "checkpoint.interval=4ba", "checkpoint.keep=-1", "run_name=whole")
+    settings = [*mds, "checkpoint.interval=4ba", "export=true"]
+    whole = assert_resumes_exactly(*settings, checkpoints=["ep0-ba4"], train=stream_run)
     assert whole["training"]["samples"] == ROWS
-    checkpoint = next(Path("runs/whole/checkpoints").glob("*ba4*"))
-    resumed = stream_run(*mds, f"checkpoint.load={checkpoint}", "run_name=again")
-    assert resumed["metrics"] == whole["metrics"]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
 import pytest
 from torch.utils.data import DistributedSampler
 
+from composer_speedups.data.length_batching import LengthGroupedSampler
 from composer_speedups.data.loader import build_data
 from composer_speedups.distributed.balanced_sampling import BalancedSampler
 from composer_speedups.tasks.classification import Classification
@@ -17,12 +19,16 @@ from tests.helpers.ranks import on_ranks
 LENGTHS = np.minimum(np.random.default_rng(0).lognormal(5.3, 0.6, size=5003).astype(int) + 3, 256)
 
 
-def shares(ranks: int, batch_size: int = 64, *, epoch: int = 1, **kwargs: Any) -> list[np.ndarray[Any, Any]]:
-    each = [BalancedSampler(LENGTHS, batch_size, ranks=ranks, rank=r, seed=5, **kwargs) for r in range(ranks)]
-    for one in each:
-        one.set_epoch(epoch)
-    orders = [np.array(list(one)) for one in each]
-    assert [len(one) for one in each] == [len(order) for order in orders] == [len(orders[0])] * ranks
+def shares(
+    ranks: int, batch_size: int = 64, *, rows: int = 5003, pool: int | None = None, epoch: int = 1, **kwargs: Any
+) -> list[np.ndarray[Any, Any]]:
+    """Return the order of each rank, from a LengthGroupedSampler if ``pool`` is given."""
+    make: Any = BalancedSampler if pool is None else functools.partial(LengthGroupedSampler, pool=pool)
+    samplers = [make(LENGTHS[:rows], batch_size, ranks=ranks, rank=r, seed=5, **kwargs) for r in range(ranks)]
+    for sampler in samplers:
+        sampler.set_epoch(epoch)
+    orders = [np.array(list(sampler), dtype=int) for sampler in samplers]
+    assert [len(sampler) for sampler in samplers] == [len(order) for order in orders] == [len(orders[0])] * ranks
     return orders
 
 
@@ -37,9 +43,13 @@ def test_one_process_draws_the_order_of_torchs_distributed_sampler(epoch: int) -
 @pytest.mark.pins
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_ranks_share_the_batches_of_one_process_without_overlap(ranks: int, drop_last: bool) -> None:
-    whole, parts = shares(1, drop_last=drop_last)[0], shares(ranks, drop_last=drop_last)
-    assert len(whole) == (4992 if drop_last else 5003)
+@pytest.mark.parametrize(("rows", "pool"), [(5003, None), (5003, 8), (5000, 8), (63, 8)])
+def test_ranks_share_the_batches_of_one_process_without_overlap(
+    rows: int, pool: int | None, ranks: int, drop_last: bool
+) -> None:
+    settings: dict[str, Any] = {"rows": rows, "pool": pool, "drop_last": drop_last}
+    whole, parts = shares(1, **settings)[0], shares(ranks, **settings)
+    assert len(whole) == (rows // 64 * 64 if drop_last else rows)
     size = 64 // ranks
     for start in range(0, len(whole), 64):
         batch = whole[start : start + 64].tolist()

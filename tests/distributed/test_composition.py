@@ -26,7 +26,7 @@ PER_RANK = {
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("ranks"))
         one, other = once_per_run(lambda: on_ranks(all_outcomes), "composition", tmp_path_factory)
@@ -35,11 +35,13 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
 
 
 @pytest.mark.parametrize("case", first_cases(), ids=lambda case: case.name)
-def test_ranks_train_like_one_process_or_the_technique_is_refused(case: Case, found: dict[str, dict[str, Any]]) -> None:
+def test_ranks_train_like_one_process_or_the_technique_is_refused(
+    case: Case, outcomes: dict[str, dict[str, Any]]
+) -> None:
     refused = next((c.why for c in technique_class(case.name).conflicts if c.other == FSDP), None)
     expected = train(case)
     assert len(expected) == 4
-    for parallelism, outcome in found[case.name].items():
+    for parallelism, outcome in outcomes[case.name].items():
         if parallelism != "ddp" and refused:
             assert outcome == f"{case.name}: {refused}; train without FSDP (DDP works), or remove it"
         elif case.name in PER_RANK:
@@ -48,12 +50,12 @@ def test_ranks_train_like_one_process_or_the_technique_is_refused(case: Case, fo
             assert_near(outcome, expected, case.entry.dtype, what=parallelism)
 
 
-def test_a_sharded_gradient_is_clipped_to_its_global_norm(found: dict[str, dict[str, Any]]) -> None:
+def test_a_sharded_gradient_is_clipped_to_its_global_norm(outcomes: dict[str, dict[str, Any]]) -> None:
     """Composer's own GradientClipping would silently not clip it."""
     expected, unclipped = train(None, clip=CLIP), train(None)
     assert abs(expected[-1] - unclipped[-1]) > 0.01
     for parallelism in ("full", "hsdp"):
-        assert_near(found["clipped"][parallelism], expected, what=parallelism)
+        assert_near(outcomes["clipped"][parallelism], expected, what=parallelism)
 
 
 def halves(first: list[str], second: list[str], ranks: tuple[int, int]) -> dict[str, Any]:
@@ -82,5 +84,5 @@ def test_sharded_and_single_process_runs_resume_from_each_other(ranks: tuple[int
     assert_near(exported, stock, what="exported weights")
 
 
-def test_every_data_parallel_mode_was_tested(found: dict[str, dict[str, Any]]) -> None:
-    assert set(found["fused_optimizer"]) == set(PARALLELISMS)
+def test_every_data_parallel_mode_was_tested(outcomes: dict[str, dict[str, Any]]) -> None:
+    assert set(outcomes["fused_optimizer"]) == set(PARALLELISMS)

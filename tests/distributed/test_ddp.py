@@ -50,7 +50,7 @@ class LastGradients(Callback):
 
     def after_train_batch(self, state: State, logger: Logger) -> None:
         parameters = list(model_of(state).parameters())
-        self.found = gradients(model_of(state).model)
+        self.gradients = gradients(model_of(state).model)
         self.pieces = len({p.grad.untyped_storage().data_ptr() for p in parameters if p.grad is not None})
 
 
@@ -75,15 +75,15 @@ def fit(trainer: Any) -> Any:
 def trained(microbatch: int) -> tuple[dict[str, Tensor], int]:
     last = LastGradients()
     fit(make(callbacks=[last], device_train_microbatch_size=microbatch))
-    return last.found, last.pieces
+    return last.gradients, last.pieces
 
 
 @pytest.mark.parametrize("microbatch", [2, 1])
 def test_gradients_are_bucket_views_and_equal_those_of_one_process(microbatch: int) -> None:
     expected, pieces = trained(2 * microbatch)
     assert pieces == len(expected)
-    for found, pieces in on_ranks(lambda: trained(microbatch)):
-        assert_near(found, expected)
+    for averaged, pieces in on_ranks(lambda: trained(microbatch)):
+        assert_near(averaged, expected)
         assert pieces < 4, "a few hundred KiB fit into one bucket"
 
 
@@ -121,8 +121,8 @@ def overlapped(*, callbacks: Sequence[Callback] = (), **settings: Any) -> tuple[
 @pytest.mark.parametrize("microbatch", [2, 1])
 def test_stepping_bucket_by_bucket_gives_the_same_weights(microbatch: int) -> None:
     def learned() -> list[tuple[int, list[Tensor]]]:
-        readers: list[list[Callback]] = [[], [LastGradients()]]
-        return [overlapped(callbacks=each, device_train_microbatch_size=microbatch) for each in readers]
+        lists: list[list[Callback]] = [[], [LastGradients()]]
+        return [overlapped(callbacks=callbacks, device_train_microbatch_size=microbatch) for callbacks in lists]
 
     for by_buckets, whole in on_ranks(learned):
         assert (by_buckets[0], whole[0]) == (3, 0), "the first two steps do not overlap"
@@ -179,16 +179,12 @@ class Hooked(Callback):
 
 def readers(*settings: dict[str, Any]) -> list[tuple[int, str | None]]:
     """Train once per settings; return the number of overlapped steps and the name of what reads gradients."""
-    found = []
-    for each in settings:
-        trainer = make(bucket_mib=0.01, **each)
-        sums: Any = sums_of(fit(trainer).state.model)
-        found.append((sums.overlapped_steps, sums.reader))
-    return found
+    models: list[Any] = [fit(make(bucket_mib=0.01, **arguments)).state.model for arguments in settings]
+    return [(sums.overlapped_steps, sums.reader) for sums in map(sums_of, models) if sums is not None]
 
 
 def test_steps_do_not_overlap_if_something_may_read_gradients() -> None:
-    found, other = on_ranks(
+    first, other = on_ranks(
         lambda: readers(
             {"algorithms": [algorithms.GradientClipping("norm", 1.0)]},
             {"algorithms": [GradientClipping("norm", 1.0)]},
@@ -201,8 +197,8 @@ def test_steps_do_not_overlap_if_something_may_read_gradients() -> None:
             {"optimizer": torch.optim.SGD(FinetuneModel(tiny_bert(), Classification()).parameters())},
         )
     )
-    assert found == other
-    assert found == [
+    assert first == other
+    assert first == [
         (0, "GradientClipping"),
         (0, "GradientClipping"),
         (0, "Reader.run_event"),
@@ -220,13 +216,13 @@ class Guarded(GuardedLogger, InMemoryLogger):
 
 
 def test_steps_overlap_if_nothing_reads_gradients() -> None:
-    def found() -> list[tuple[int, str | None]]:
+    def watched() -> list[tuple[int, str | None]]:
         watching = [MemoryAnatomy(interval=1), FiniteLoss(), EngagementReport(), ThroughputMonitor(), RunSummary()]
         watching += [DivergenceGuard(), LossScaleMonitor(), Float32Matmuls(), Declared(), Guarded()]
         watching += [SpeedMonitor(), MemoryMonitor()]
         return readers({"callbacks": watching, "cls": MicrobatchTrainer, "algorithms": [FusedOptimizer()]})
 
-    assert on_ranks(found) == [[(3, None)]] * 2
+    assert on_ranks(watched) == [[(3, None)]] * 2
 
 
 def test_steps_do_not_overlap_in_an_unknown_training_loop(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,7 +260,7 @@ def test_a_bucket_is_stepped_before_the_next_one_arrives() -> None:
     log: list[Any] = []
     sums = GradientSums()
     held: list[list[Tensor]] = [[parameters[3]], [parameters[0], parameters[2]]]
-    sums._under_way = [(each, Sent(log, i)) for i, each in enumerate(held)]
+    sums._under_way = [(bucket, Sent(log, i)) for i, bucket in enumerate(held)]
 
     def step() -> None:
         log.append([[number[p] for p in group["params"]] for group in optimizer.param_groups])
@@ -279,11 +275,11 @@ def test_a_bucket_is_stepped_before_the_next_one_arrives() -> None:
 def test_composers_own_ddp_is_left_alone() -> None:
     def kinds() -> list[Any]:
         ours, stock = make(), make_trainer(batches=plain_batches(2 * dist.get_world_size()))
-        found = [sums_of(ours.state.model) is None, sums_of(stock.state.model) is None]
-        found.append(dist_strategy.DistributedDataParallel is DistributedDataParallel)
+        stocks = [sums_of(ours.state.model) is None, sums_of(stock.state.model) is None]
+        stocks.append(dist_strategy.DistributedDataParallel is DistributedDataParallel)
         ours.close()
         stock.close()
-        return found
+        return stocks
 
     assert on_ranks(kinds) == [[False, True, True]] * 2
     make().close()

@@ -70,9 +70,9 @@ def test_ranks_and_their_workers_end_with_a_killed_launcher(launcher: str) -> No
         _, left = psutil.wait_procs(ranks, timeout=30)
         assert left == []
     finally:
-        for each in ranks:
+        for rank in ranks:
             with contextlib.suppress(psutil.NoSuchProcess):
-                each.kill()
+                rank.kill()
     assert f"train.py: the launcher (process {process.pid}) ended before its ranks" in Path("said").read_text()
     newest = checkpoints_in(CHECKPOINTS)[0]
     batch = int(re.search(r"ba(\d+)", newest.name)[1])

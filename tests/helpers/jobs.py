@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from composer_speedups.callbacks import throughput
 from composer_speedups.train import application
@@ -59,6 +61,35 @@ def fork_train(*overrides: str, prepare: Callable[[], None] = lambda: None) -> F
             application.main(["-f", str(ROOT / "yamls" / "quickstart.yaml"), *SHORT, *overrides])
 
     return Fork(job)
+
+
+def run_on_files(task: str, max_length: int, *overrides: str) -> dict[str, Any]:
+    """Train and evaluate a task for an epoch of ``train.jsonl`` and ``eval.jsonl`` with the fast set and a baseline."""
+    sizes = [f"data.max_length={max_length}", "data.vocab_size=300", "data.batch_size=8", "data.eval_batch_size=4"]
+    files = ["data.source=files", "data.train_file=train.jsonl", "data.eval_file=eval.jsonl"]
+    files += ["data.train_samples=null", "data.eval_samples=null"]
+    fast = [
+        "algorithms=null",
+        *(f"algorithms.{name}={{}}" for name in ("unpadding", "fused_layers", "fused_optimizer")),
+    ]
+    brief = ["trainer.max_duration=1ep", "scheduler.warmup=1ba", "baseline.batches=10"]
+    quiet = ["trainer.progress_bar=false", "plot=false"]
+    return run(f"model.task={task}", *files, *sizes, *fast, *brief, *quiet, *overrides, short=False)
+
+
+def assert_resumes_exactly(
+    *settings: str, checkpoints: Sequence[str], train: Callable[..., dict[str, Any]] = run
+) -> dict[str, Any]:
+    """Train without interruption, then again from each of these checkpoints, such as ``ep0-ba2``; the metrics and
+    exported weights must be equal. Return the report; the run is called ``whole``."""
+    whole = train(*settings, "checkpoint.keep=-1", "run_name=whole")
+    for checkpoint in checkpoints:
+        load = f"checkpoint.load=runs/whole/checkpoints/{checkpoint}-rank0.pt"
+        part = train(*settings, "run_name=part", load)
+        assert part["metrics"] == whole["metrics"]
+        weights = (load_file(f"runs/{name}/model/model.safetensors") for name in ("part", "whole"))
+        torch.testing.assert_close(*weights, rtol=0, atol=0)
+    return whole
 
 
 def short_checkpoint(folder: Path) -> Path:

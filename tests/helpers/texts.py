@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -45,8 +46,9 @@ def write_rows(name: str, rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def tokenizer_of(texts: Sequence[str]) -> Any:
-    """Return a WordPiece tokenizer of the texts, cached in the current folder."""
-    return load_tokenizer(DataConfig(tokenizer="wordpiece", vocab_size=300), "", texts)
+    """A WordPiece tokenizer trained on them."""
+    with tempfile.TemporaryDirectory() as folder:
+        return load_tokenizer(DataConfig(tokenizer="wordpiece", vocab_size=300, cache_dir=folder), "", texts)
 
 
 def collated(task: Task, rows: Sequence[Mapping[str, Any]], tokenizer: Any, length: int = 12) -> Batch:

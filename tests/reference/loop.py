@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -19,25 +20,32 @@ class Trained(NamedTuple):
 
 
 def train_plainly(model: Any, batches: list[dict[str, Tensor]], lr: float = 1e-3) -> Trained:
-    """Train a copy of ``model`` with one AdamW step per batch.
+    """Train a copy of ``model``, which computes its own loss, with one AdamW step per batch."""
+    logits = eval_logits(copy.deepcopy(model), batches)
+    return train_on(model, batches, lambda model, batch: model(**batch).loss, lr)._replace(logits=logits)
+
+
+def train_on(
+    model: Any, batches: list[dict[str, Tensor]], loss_of: Callable[[Any, dict[str, Tensor]], Tensor], lr: float = 1e-3
+) -> Trained:
+    """The same with the loss that ``loss_of`` computes for a batch, and without logits.
 
     AdamW's eps is large, because the gradient of the key bias is zero in theory: with a small eps, its rounding noise
     would be scaled up to full steps.
     """
     model = copy.deepcopy(model)
-    logits = eval_logits(model, batches)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, eps=EPS, weight_decay=0.01, foreach=False, fused=False)
     losses: list[float] = []
     first: dict[str, Tensor] = {}
     model.train()
     for batch in batches:
         optimizer.zero_grad()
-        loss = model(**batch).loss
+        loss = loss_of(model, batch)
         loss.backward()
         first = first or gradients(model)
         optimizer.step()
         losses.append(loss.item())
-    return Trained(losses, first, weights(model), logits)
+    return Trained(losses, first, weights(model), [])
 
 
 @torch.no_grad()

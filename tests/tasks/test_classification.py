@@ -88,11 +88,11 @@ def test_weights_for_another_number_of_classes_are_refused() -> None:
 
 
 def test_predictions_name_the_class_and_its_probability() -> None:
-    (found,) = Classification(labels=["a", "b"]).predictions(torch.tensor([[0.0, 1.0]]), {})
-    assert (found["label"], found["probability"]) == ("b", pytest.approx(0.7310586))
-    assert found["probabilities"] == {"a": pytest.approx(0.2689414), "b": found["probability"]}
-    (found,) = Multilabel(labels=["a", "b"]).predictions(torch.tensor([[-1.0, 1.0]]), {})
-    assert found["labels"] == ["b"]
+    (prediction,) = Classification(labels=["a", "b"]).predictions(torch.tensor([[0.0, 1.0]]), {})
+    assert (prediction["label"], prediction["probability"]) == ("b", pytest.approx(0.7310586))
+    assert prediction["probabilities"] == {"a": pytest.approx(0.2689414), "b": prediction["probability"]}
+    (prediction,) = Multilabel(labels=["a", "b"]).predictions(torch.tensor([[-1.0, 1.0]]), {})
+    assert prediction["labels"] == ["b"]
 
 
 def test_a_stored_classifiers_labels_determine_the_order() -> None:

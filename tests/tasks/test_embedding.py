@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import os
 import warnings
@@ -44,12 +45,12 @@ from composer_speedups.tasks.models import FinetuneModel, _from_config
 from composer_speedups.train.config.schema import DataConfig
 from composer_speedups.train.out_of_memory import MicrobatchTrainer
 from tests.helpers.common import VOCABULARY, Batch, Recorder, make_trainer
-from tests.helpers.jobs import run
+from tests.helpers.jobs import assert_resumes_exactly, run_on_files
 from tests.helpers.models import UNPADDED, Family, tiny_model
 from tests.helpers.ranks import ends_of_ranks, on_ranks
 from tests.helpers.rerun import Rerun
 from tests.helpers.texts import collated, tiny_encoder, tokenizer_of, triples, write_rows
-from tests.reference.loop import EPS, gradients
+from tests.reference.loop import gradients, train_on
 from tests.reference.tolerance import assert_near
 
 # Composer warns about evaluation batches shorter than the usual size.
@@ -59,10 +60,8 @@ THREE = ("anchor", "positive", "negative")
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(tmp_path_factory.mktemp("tokenizer"))
-        return tokenizer_of([row[column] for row in ROWS for column in THREE])
+def tokenizer() -> Any:
+    return tokenizer_of([row[column] for row in ROWS for column in THREE])
 
 
 def built(task: Embedding, tokenizer: Any, *, dropout: float = 0.0) -> Any:
@@ -100,7 +99,7 @@ def test_loss_and_gradients_equal_those_of_sentence_transformers(
     model = built(task, tokenizer)
     batch = collated(task, ROWS[:8], tokenizer)
     assert batch["input_ids"].shape[:2] == (8, len(columns))
-    found = loss_and_gradients(model, batch)
+    actual = loss_and_gradients(model, batch)
 
     reference = sentence_transformer(model, tmp_path)
     features = [reference.preprocess([row[column] for row in ROWS[:8]]) for column in columns]
@@ -116,7 +115,7 @@ def test_loss_and_gradients_equal_those_of_sentence_transformers(
     inner = gradients(reference[0].model)
     assert not any(bool(g.any()) for name, g in inner.items() if "pooler" in name)
     inner = {name: g for name, g in inner.items() if "pooler" not in name}
-    assert_near(found, {"loss": expected.detach(), **inner})
+    assert_near(actual, {"loss": expected.detach(), **inner})
 
 
 def test_gradient_caching_with_dropout_recomputes_with_the_same_random_numbers(tokenizer: Any) -> None:
@@ -124,8 +123,8 @@ def test_gradient_caching_with_dropout_recomputes_with_the_same_random_numbers(t
     task = Embedding(text_columns=THREE, gradient_cache=7)
     model = built(task, tokenizer, dropout=0.3)
     batch = collated(task, ROWS[:8], tokenizer)
-    found = loss_and_gradients(model, batch)
-    assert not torch.equal(found["loss"], loss_and_gradients(model, batch, seed=1)["loss"]), "dropout is on"
+    actual = loss_and_gradients(model, batch)
+    assert not torch.equal(actual["loss"], loss_and_gradients(model, batch, seed=1)["loss"]), "dropout is on"
 
     torch.manual_seed(0)
     model.zero_grad()
@@ -133,7 +132,7 @@ def test_gradient_caching_with_dropout_recomputes_with_the_same_random_numbers(t
     chunks = [task._encode(model.model, *chunk) for chunk in zip(ids.split(7), mask.split(7), strict=True)]
     expected = task.loss({"logits": torch.cat(chunks).view(8, 3, -1)}, batch)
     expected.backward()
-    assert_near(found, {"loss": expected.detach(), **gradients(model.model)})
+    assert_near(actual, {"loss": expected.detach(), **gradients(model.model)})
 
 
 class Kept(Callback):
@@ -162,27 +161,15 @@ def trained(
     return trainer, recorder
 
 
-def trained_plainly(model: Any, batches: list[Batch]) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
-    """Train a copy of the encoder in plain PyTorch; return the losses, the first gradients and the final weights."""
-    encoder = copy.deepcopy(model.model)
-    optimizer = torch.optim.AdamW(encoder.parameters(), lr=1e-3, eps=EPS, weight_decay=0.01, foreach=False, fused=False)
-    found: list[float] = []
-    first: dict[str, Tensor] = {}
-    for batch in batches:
-        optimizer.zero_grad()
-        pooled = []
-        for text in range(batch["input_ids"].shape[1]):
-            ids, mask = batch["input_ids"][:, text], batch["attention_mask"][:, text]
-            hidden = encoder(input_ids=ids, attention_mask=mask).last_hidden_state * mask[..., None]
-            pooled.append(hidden.sum(1) / mask.sum(1, keepdim=True))
-        anchors, candidates = pooled[0], torch.cat(pooled[1:])
-        scores = torch.cosine_similarity(anchors[:, None], candidates[None], dim=-1) / 0.05
-        loss = -scores.log_softmax(-1).diagonal().mean()
-        loss.backward()
-        first = first or gradients(encoder)
-        optimizer.step()
-        found.append(loss.item())
-    return found, first, {name: p.detach() for name, p in encoder.named_parameters()}
+def ranking_loss(encoder: Any, batch: Batch) -> Tensor:
+    """The ranking loss on the mean of each text's token vectors, without false negatives, in plain PyTorch."""
+    pooled = []
+    for ids, mask in zip(batch["input_ids"].unbind(1), batch["attention_mask"].unbind(1), strict=True):
+        hidden = encoder(input_ids=ids, attention_mask=mask).last_hidden_state * mask[..., None]
+        pooled.append(hidden.sum(1) / mask.sum(1, keepdim=True))
+    anchors, candidates = pooled[0], torch.cat(pooled[1:])
+    scores = torch.cosine_similarity(anchors[:, None], candidates[None], dim=-1) / 0.05
+    return -scores.log_softmax(-1).diagonal().mean()
 
 
 @pytest.mark.supports("in code", task="embedding")
@@ -193,13 +180,13 @@ def test_the_fast_set_trains_like_plain_pytorch_and_plans_every_pass(
     task = Embedding(text_columns=THREE, gradient_cache=cache)
     model = built(task, tokenizer)
     batches = [collated(task, ROWS[start : start + 6], tokenizer) for start in (0, 6, 12)]
-    expected_losses, expected_gradients, expected_weights = trained_plainly(model, batches)
+    expected = train_on(model.model, batches, ranking_loss)
     kept, speed = Kept(), ThroughputMonitor()
     techniques = [Unpadding(8, check=check), FusedLayers(check=check), FusedOptimizer()]
     trainer, recorder = trained(model, batches, *techniques, callbacks=[kept, speed])
-    assert_near(recorder.losses, expected_losses, what="losses")
-    assert_near(recorder.first_gradients, expected_gradients, what="gradients")
-    assert_near(trainer.state.model.model.state_dict(), expected_weights, what="weights")
+    assert_near(recorder.losses, expected.losses, what="losses")
+    assert_near(recorder.first_gradients, expected.first_gradients, what="gradients")
+    assert_near(trainer.state.model.model.state_dict(), expected.weights, what="weights")
     for technique in techniques[:2]:
         if check == "auto":  # families with parity tests, such as BERT, are not compared at run time
             assert "compared_with_untouched" not in technique.evidence
@@ -217,16 +204,16 @@ def test_every_family_is_unpadded_as_a_bare_encoder(family: Family, tokenizer: A
     task = Embedding(text_columns=THREE)
     batch = collated(task, ROWS[:6], tokenizer)
     batch["input_ids"] %= VOCABULARY
-    found = []
+    recorded = []
     for algorithms in ([], [Unpadding(8)]):
         config = tiny_model(family).config
         torch.manual_seed(0)
         model = FinetuneModel(_from_config(AutoModel, config, task, "float32"), task)
         assert not any("pooler" in name for name, _ in model.named_parameters())
         _, recorder = trained(model, [batch], *algorithms)
-        found.append((recorder.losses, recorder.first_gradients))
-    assert_near(found[1][0], found[0][0], what="losses")
-    assert_near(found[1][1], found[0][1], what="gradients")
+        recorded.append(recorder)
+    assert_near(recorded[1].losses, recorded[0].losses, what="losses")
+    assert_near(recorded[1].first_gradients, recorded[0].first_gradients, what="gradients")
 
 
 def test_captured_batches_are_planned_before_replay(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,7 +222,7 @@ def test_captured_batches_are_planned_before_replay(tokenizer: Any, monkeypatch:
     model, recorder = built(task, tokenizer), Recorder()
     whole = collated(task, ROWS[:18], tokenizer)
     batches = [{name: rows[start : start + 6] for name, rows in whole.items()} for start in (0, 6, 12)]
-    expected, _, _ = trained_plainly(model, batches)
+    expected = train_on(model.model, batches, ranking_loss).losses
     monkeypatch.setattr(Packing, "_count_and_lay_out", lambda *_: pytest.fail("counted inside the forward pass"))
     trainer = make_trainer([Unpadding(256)], model=model, batches=batches, callbacks=[recorder])
     calls = GraphedCalls(model, model.forward, 2, recorder=Rerun)
@@ -253,14 +240,14 @@ def test_compiled_and_checkpointed_layers_compute_the_same(cache: int | None, to
     task = Embedding(text_columns=THREE, gradient_cache=cache)
     model = built(task, tokenizer)
     batches = [collated(task, ROWS[start : start + 6], tokenizer) for start in (0, 6)]
-    expected, first, _ = trained_plainly(model, batches)
+    expected = train_on(model.model, batches, ranking_loss)
     for techniques in (
         [Unpadding(8), TorchCompile(scope="blocks", backend="aot_eager")],
         [GradientCheckpointing(), SDPAAttention()],
     ):
         _, recorder = trained(built(task, tokenizer), batches, *techniques)
-        assert_near(recorder.losses, expected, what="losses")
-        assert_near(recorder.first_gradients, first, what="gradients")
+        assert_near(recorder.losses, expected.losses, what="losses")
+        assert_near(recorder.first_gradients, expected.first_gradients, what="gradients")
 
 
 def test_gradient_caching_keeps_no_activations(tokenizer: Any) -> None:
@@ -371,8 +358,7 @@ def test_equal_texts_are_not_negatives_in_one_process_and_over_ranks(tokenizer: 
     model = built(Embedding(text_columns=THREE), tokenizer)
     batch = collated(model.task, REPEATED, tokenizer)
     expected = without_false_negatives(model, REPEATED, tokenizer)
-    found = model.loss(model(batch), batch)
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(model.loss(model(batch), batch), expected)
     wide = {name: torch.nn.functional.pad(batch[name], (3, 2)) for name in ("input_ids", "attention_mask")}
     torch.testing.assert_close(model.task.loss(model(batch), {**batch, **wide}), expected)
     others = {"input_ids": torch.arange(18).view(6, 3, 1), "attention_mask": torch.ones(6, 3, 1, dtype=torch.int64)}
@@ -471,24 +457,13 @@ def test_a_user_defined_loss_is_not_compared_on_part_of_a_batch(tokenizer: Any) 
     assert ends[1].status == 9, ends[1].stderr
 
 
-FILES = [
-    "model.task=embedding", "data.source=files", "data.train_file=train.jsonl", "data.eval_file=eval.jsonl",
-    "data.train_samples=null", "data.eval_samples=null", "data.vocab_size=300", "data.max_length=12",
-    "data.batch_size=8", "data.eval_batch_size=4", "trainer.progress_bar=false", "plot=false", "algorithms=null",
-    "trainer.max_duration=1ep", "scheduler.warmup=1ba", "algorithms.unpadding={}", "algorithms.fused_layers={}",
-    "algorithms.fused_optimizer={}", "baseline.batches=10",
-]  # fmt: skip
-
-
 @pytest.fixture
-def files() -> list[str]:
+def files() -> None:
     write_rows("train.jsonl", ROWS)
     write_rows("eval.jsonl", triples(13, seed=1))  # no multiple of the batch size
-    return FILES
 
 
-def train_in_process(*overrides: str) -> dict[str, Any]:
-    return run(*FILES, *overrides, short=False)
+train_in_process = functools.partial(run_on_files, "embedding", 12)
 
 
 def expected_metrics() -> dict[str, float]:
@@ -507,7 +482,7 @@ def expected_metrics() -> dict[str, float]:
 
 @pytest.mark.parametrize("loss", ["ranking", pytest.param("cosine", marks=pytest.mark.exhaustive)])
 @pytest.mark.supports("export", task="embedding")
-def test_a_run_reports_what_its_export_scores_in_sentence_transformers(loss: str, files: list[str]) -> None:
+def test_a_run_reports_what_its_export_scores_in_sentence_transformers(loss: str, files: None) -> None:
     more = ["model.loss=cosine", "data.label_column=score", "model.pooling=cls"] if loss == "cosine" else []
     report = train_in_process(*more, "model.gradient_cache=6")
     names = ["spearman"] if loss == "cosine" else ["recall@1", "recall@10"]
@@ -522,14 +497,9 @@ def test_a_run_reports_what_its_export_scores_in_sentence_transformers(loss: str
 
 @pytest.mark.exhaustive
 @pytest.mark.supports("resume", task="embedding")
-def test_a_resumed_run_ends_where_the_uninterrupted_one_does(files: list[str]) -> None:
-    settings = ["model.dropout=0.1", "model.gradient_cache=5", "checkpoint.interval=2ba", "checkpoint.keep=-1"]
-    whole = train_in_process(*settings, "run_name=whole")
-    load = "checkpoint.load=runs/whole/checkpoints/ep0-ba2-rank0.pt"
-    part = train_in_process(*settings, "run_name=part", load)
-    assert part["metrics"] == whole["metrics"]
-    one, other = (load_file(f"runs/{name}/model/model.safetensors") for name in ("whole", "part"))
-    torch.testing.assert_close(one, other, rtol=0, atol=0)
+def test_a_resumed_run_ends_where_the_uninterrupted_one_does(files: None) -> None:
+    settings = ["model.dropout=0.1", "model.gradient_cache=5", "checkpoint.interval=2ba"]
+    assert_resumes_exactly(*settings, checkpoints=["ep0-ba2"], train=train_in_process)
 
 
 class SmallGPU(Algorithm):
@@ -559,7 +529,7 @@ def test_out_of_memory_names_the_key_that_helps(cache: int | None, fix: str, tok
     trainer.close()
 
 
-def test_micro_batches_are_refused_in_a_config_and_in_code(files: list[str]) -> None:
+def test_micro_batches_are_refused_in_a_config_and_in_code(files: None) -> None:
     for size in ("4", "auto"):
         with pytest.raises(
             ConfigError, match=r"trainer.microbatch_size would use .*; set model.gradient_cache instead"
@@ -614,7 +584,7 @@ def test_settings_that_cannot_be_used_are_refused(settings: dict[str, Any], mess
         Embedding(**settings)
 
 
-def test_bad_rows_name_the_row_and_the_column(files: list[str]) -> None:
+def test_bad_rows_name_the_row_and_the_column(files: None) -> None:
     with pytest.raises(DataError, match=r"has no column 'query' \(it has: anchor, positive, negative, score\)"):
         train_in_process("data.text_columns=[query,positive]")
     for score, shown in ((None, "empty"), (math.nan, "nan")):

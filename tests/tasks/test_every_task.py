@@ -12,7 +12,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.nn import functional as F
 from transformers import BertForMaskedLM, DataCollatorForLanguageModeling
 
 from composer_speedups import FusedLayers, FusedOptimizer, Unpadding
@@ -22,14 +21,14 @@ from composer_speedups.tasks.models import FinetuneModel
 from composer_speedups.train import application
 from composer_speedups.train.config.load import load_config
 from tests.helpers.common import Recorder, make_trainer
-from tests.helpers.jobs import run
+from tests.helpers.jobs import assert_resumes_exactly, run
 from tests.helpers.ranks import on_ranks
 from tests.helpers.searches import search
 from tests.helpers.shared import once_per_run
 from tests.helpers.support import TASKS
 from tests.helpers.texts import collated, tiny_encoder, tokenizer_of, write_rows
 from tests.helpers.wandb_runs import missing_in, read_wandb
-from tests.reference.loop import EPS, gradients
+from tests.reference.loop import train_plainly
 from tests.reference.tolerance import assert_near
 
 # Composer warns about short batches.
@@ -163,11 +162,8 @@ def test_a_stream_trains_as_from_memory_and_resumes_exactly(task: str) -> None:
     assert_near(weights("stream"), weights("memory"), what="weights")
 
     several = [*streaming, "data.batch_size=4", "model.dropout=0.1", "trainer.max_duration=4ba"]
-    several += ["checkpoint.interval=2ba", "checkpoint.keep=-1"]
-    whole = brief(task, "whole", *several)
-    again = brief(task, "again", *several, "checkpoint.load=runs/whole/checkpoints/ep0-ba2-rank0.pt")
-    assert again["metrics"] == whole["metrics"]
-    torch.testing.assert_close(weights("again"), weights("whole"), rtol=0, atol=0)
+    quickstart = (f"model.task={task}", *BRIEF, *several, "checkpoint.interval=2ba")
+    assert_resumes_exactly(*quickstart, checkpoints=["ep0-ba2"])
 
 
 @CLASSIFICATION_FIRST
@@ -194,23 +190,12 @@ def test_mlm_trains_in_a_composer_trainer_like_plain_pytorch() -> None:
     batches = [collated(task, [{"text": text} for text in texts[i : i + 6]], tokenizer, 32) for i in (0, 6, 12)]
     stock = tiny_encoder(tokenizer, kind=BertForMaskedLM)
     model = FinetuneModel(stock, task, tokenizer, 32).train()
-    plain = tiny_encoder(tokenizer, kind=BertForMaskedLM)
-    plain.load_state_dict(stock.state_dict())
+    expected = train_plainly(stock, batches)
     recorder = Recorder()
     techniques = [Unpadding(8), FusedLayers(), FusedOptimizer()]
     trainer = make_trainer(techniques, model=model, batches=batches, callbacks=[recorder])
     trainer.fit()
     trainer.close()
     assert all(technique.engaged for technique in techniques)
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3, eps=EPS, weight_decay=0.01, foreach=False)
-    expected, first = [], dict[str, Tensor]()
-    for batch in batches:
-        optimizer.zero_grad()
-        logits = plain(batch["input_ids"], batch["attention_mask"]).logits
-        loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
-        loss.backward()
-        first = first or gradients(plain)
-        optimizer.step()
-        expected.append(loss.item())
-    assert_near(recorder.losses, expected, what="losses")
-    assert_near(recorder.first_gradients, first, what="gradients")
+    assert_near(recorder.losses, expected.losses, what="losses")
+    assert_near(recorder.first_gradients, expected.first_gradients, what="gradients")

@@ -300,13 +300,13 @@ def test_pairs_for_a_model_with_one_type_of_tokens(types: int, tokenizer: Any) -
     rows = {key: torch.tensor(encoded[key]) for key in ("input_ids", "token_type_ids")}
     assert rows["token_type_ids"].max() == 1
     rows["attention_mask"] = torch.ones_like(rows["input_ids"])
-    found = model(dict(rows))["logits"]
+    logits = model(dict(rows))["logits"]
     if types == 1:
         rows["token_type_ids"].zero_()
-    torch.testing.assert_close(found, model.model(**rows).logits)
+    torch.testing.assert_close(logits, model.model(**rows).logits)
     finished = FinishedModel(model.model, task, tokenizer, 16, "fp32").predict(encoded, 1)
     torch.testing.assert_close(
-        torch.tensor([*finished[0]["probabilities"].values()]), found.softmax(-1)[0], check_dtype=False
+        torch.tensor([*finished[0]["probabilities"].values()]), logits.softmax(-1)[0], check_dtype=False
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 from pathlib import Path
@@ -9,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from sentence_transformers import CrossEncoder
 from sentence_transformers.cross_encoder.losses import BinaryCrossEntropyLoss, RankNetLoss
 from torch import Tensor
@@ -22,10 +22,10 @@ from composer_speedups.data.loader import build_data
 from composer_speedups.tasks.models import FinetuneModel
 from composer_speedups.tasks.reranking import Reranking
 from composer_speedups.train.config.schema import DataConfig
-from tests.helpers.common import Recorder, make_trainer
-from tests.helpers.jobs import run
+from tests.helpers.common import Batch, Recorder, make_trainer
+from tests.helpers.jobs import assert_resumes_exactly, run_on_files
 from tests.helpers.texts import WORDS, collated, sentence, tiny_encoder, tokenizer_of, write_rows
-from tests.reference.loop import EPS, gradients
+from tests.reference.loop import gradients, train_on
 from tests.reference.tolerance import assert_near
 
 # Composer warns about batches shorter than the usual size.
@@ -48,10 +48,8 @@ ROWS = judged(6, grades=3)
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(tmp_path_factory.mktemp("tokenizer"))
-        return tokenizer_of([row[column] for row in ROWS for column in ("query", "document")])
+def tokenizer() -> Any:
+    return tokenizer_of([row[column] for row in ROWS for column in ("query", "document")])
 
 
 def built(task: Reranking, tokenizer: Any, length: int = 16) -> Any:
@@ -121,19 +119,12 @@ def test_the_fast_set_trains_pairs_like_plain_pytorch_with_micro_batches(tokeniz
     task = Reranking(loss_name="pairwise")
     whole = collated(task, ROWS, tokenizer, 16)
     batches = [{name: rows[start : start + 6] for name, rows in whole.items()} for start in (0, 6)]
-    reference = built(task, tokenizer).model
-    optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-3, eps=EPS, weight_decay=0.01, foreach=False)
-    expected: list[float] = []
-    first: dict[str, Tensor] = {}
-    for batch in batches:
-        optimizer.zero_grad()
-        better, worse = (reference(**{k: x[:, side] for k, x in batch.items()}).logits for side in (0, 1))
-        loss = -torch.nn.functional.logsigmoid(better - worse).mean()
-        loss.backward()
-        first = first or gradients(reference)
-        optimizer.step()
-        expected.append(loss.item())
 
+    def ranknet(model: Any, batch: Batch) -> Tensor:
+        better, worse = (model(**{k: x[:, side] for k, x in batch.items()}).logits for side in (0, 1))
+        return -torch.nn.functional.logsigmoid(better - worse).mean()
+
+    expected = train_on(built(task, tokenizer).model, batches, ranknet)
     for size in (6, 4):  # 4 splits a batch into micro-batches of 4 and 2
         recorder, speed = Recorder(), ThroughputMonitor()
         techniques = [Unpadding(8), FusedLayers(), FusedOptimizer()]
@@ -143,8 +134,8 @@ def test_the_fast_set_trains_pairs_like_plain_pytorch_with_micro_batches(tokeniz
         )  # fmt: skip
         trainer.fit()
         trainer.close()
-        assert_near(recorder.losses, expected, what="losses")
-        assert_near(recorder.first_gradients, first, what="gradients")
+        assert_near(recorder.losses, expected.losses, what="losses")
+        assert_near(recorder.first_gradients, expected.first_gradients, what="gradients")
         assert [(b.samples, b.tokens) for b in speed.batches] == [
             (6, int(batch["attention_mask"].sum())) for batch in batches
         ]
@@ -158,15 +149,6 @@ def test_scattered_rows_of_a_query_get_one_small_query_id() -> None:
     assert sorted(number for _, number in pairs) == list(range(6))
 
 
-FILES = [
-    "model.task=reranking", "data.source=files", "data.train_file=train.jsonl", "data.eval_file=eval.jsonl",
-    "data.train_samples=null", "data.eval_samples=null", "data.vocab_size=300", "data.max_length=14",
-    "data.batch_size=8", "data.eval_batch_size=4", "trainer.progress_bar=false", "plot=false", "algorithms=null",
-    "trainer.max_duration=1ep", "scheduler.warmup=1ba", "algorithms.unpadding={}", "algorithms.fused_layers={}",
-    "algorithms.fused_optimizer={}", "baseline.batches=10",
-]  # fmt: skip
-
-
 @pytest.fixture
 def files() -> list[dict[str, Any]]:
     """Write the data files of a run; return the evaluation rows, an odd number."""
@@ -177,8 +159,7 @@ def files() -> list[dict[str, Any]]:
     return rows
 
 
-def train_in_process(*overrides: str) -> dict[str, Any]:
-    return run(*FILES, *overrides, short=False)
+train_in_process = functools.partial(run_on_files, "reranking", 14)
 
 
 def ranked_by_hand(rows: list[dict[str, Any]], scores: list[float]) -> dict[str, float]:
@@ -208,12 +189,12 @@ def test_a_run_reports_what_its_export_scores_in_sentence_transformers(loss: str
     assert model.max_seq_length == 14
     pairs = [(row["query"], row["document"]) for row in files]
     scores = model.predict(pairs, activation_fn=torch.nn.Identity())
-    found = ranked_by_hand(files, scores.tolist())
-    assert {name: report["metrics"][name] for name in found} == pytest.approx(found, abs=1e-5)
+    expected = ranked_by_hand(files, scores.tolist())
+    assert {name: report["metrics"][name] for name in expected} == pytest.approx(expected, abs=1e-5)
     if loss == "bce":
         labels = torch.tensor([row["label"] for row in files])
-        expected = torch.nn.functional.binary_cross_entropy(torch.tensor(model.predict(pairs)), labels.float())
-        assert report["metrics"]["loss"] == pytest.approx(float(expected), abs=1e-5)
+        loss = torch.nn.functional.binary_cross_entropy(torch.tensor(model.predict(pairs)), labels.float())
+        assert report["metrics"]["loss"] == pytest.approx(float(loss), abs=1e-5)
         task = Reranking()
         probabilities = [row["probability"] for row in task.predictions(torch.tensor(scores), {})]
         assert probabilities == pytest.approx(model.predict(pairs).tolist(), abs=1e-6)
@@ -222,13 +203,8 @@ def test_a_run_reports_what_its_export_scores_in_sentence_transformers(loss: str
 @pytest.mark.exhaustive
 @pytest.mark.supports("resume", task="reranking")
 def test_a_resumed_run_ends_where_the_uninterrupted_one_does(files: list[dict[str, Any]]) -> None:
-    settings = ["model.loss=pairwise", "model.dropout=0.1", "checkpoint.interval=1ba", "checkpoint.keep=-1"]
-    whole = train_in_process(*settings, "run_name=whole", "trainer.microbatch_size=4")
-    load = "checkpoint.load=runs/whole/checkpoints/ep0-ba1-rank0.pt"
-    part = train_in_process(*settings, "run_name=part", load, "trainer.microbatch_size=4")
-    assert part["metrics"] == whole["metrics"]
-    one, other = (load_file(f"runs/{name}/model/model.safetensors") for name in ("whole", "part"))
-    torch.testing.assert_close(one, other, rtol=0, atol=0)
+    settings = ["model.loss=pairwise", "model.dropout=0.1", "checkpoint.interval=1ba", "trainer.microbatch_size=4"]
+    assert_resumes_exactly(*settings, checkpoints=["ep0-ba1"], train=train_in_process)
 
 
 def test_validation_samples_contain_whole_queries(files: list[dict[str, Any]]) -> None:

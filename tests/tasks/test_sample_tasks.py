@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
 from torch import Tensor
 
 from composer_speedups.algorithms.fused_layers.fused_layers import FusedLayers
@@ -22,8 +21,8 @@ from composer_speedups.tasks.models import build_model
 from composer_speedups.tasks.task import build_task
 from composer_speedups.train.config.schema import DataConfig, ModelConfig
 from tests.helpers.common import Recorder, make_trainer
-from tests.helpers.jobs import run
-from tests.reference.loop import EPS
+from tests.helpers.jobs import assert_resumes_exactly
+from tests.reference.loop import train_plainly
 
 Rows = dict[str, list[Any]]
 pytestmark = pytest.mark.filterwarnings("ignore:Cannot split:UserWarning")  # a short last batch
@@ -123,25 +122,13 @@ def test_losses_and_gradients_equal_transformers_in_a_plain_loop(task: str) -> N
     trainer.close()
 
     rows, names = rows_of(task), list(getattr(built, "labels", None) or [])
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3, eps=EPS, weight_decay=0.01)  # as in make_trainer
-    for first, loss in zip(range(0, 16, 4), recorder.losses, strict=True):
-        part = {name: values[first : first + 4] for name, values in rows.items()}
-        outputs = plain(**inputs_of(task, part, data.tokenizer), labels=labels_of(task, part, names, data.tokenizer))
-        assert loss == pytest.approx(outputs.loss.item(), rel=2e-4)
-        optimizer.zero_grad()
-        outputs.loss.backward()
-        if first == 0:
-            for name, parameter in plain.named_parameters():
-                torch.testing.assert_close(recorder.first_gradients[name], parameter.grad, rtol=1e-3, atol=1e-5)
-        optimizer.step()
-
-
-def trained(task: str, *overrides: str) -> dict[str, Any]:
-    """Run train.py with the files in the current folder; return the report."""
-    columns = ["data.text_columns=[text,other]"] if task in ("classification", "regression") else []
-    files = ["data.source=files", "data.train_file=train.jsonl", "data.eval_file=eval.jsonl"]
-    options = [f"model.task={task}", f"run_name={task}", f"data.max_length={LENGTH}", *files, *columns, *FAST]
-    return run(*options, *overrides)
+    parts = [{name: values[start : start + 4] for name, values in rows.items()} for start in range(0, 16, 4)]
+    expected = train_plainly(
+        plain,
+        [{**inputs_of(task, p, data.tokenizer), "labels": labels_of(task, p, names, data.tokenizer)} for p in parts],
+    )
+    assert recorder.losses == pytest.approx(expected.losses, rel=2e-4)
+    torch.testing.assert_close(recorder.first_gradients, expected.first_gradients, rtol=1e-3, atol=1e-5)
 
 
 def metrics_of_the_export(task: str, folder: Path) -> dict[str, float]:
@@ -198,12 +185,10 @@ def metrics_of_the_export(task: str, folder: Path) -> dict[str, float]:
 def test_the_export_reproduces_the_metrics_and_a_resumed_run_ends_the_same(task: str) -> None:
     written(rows_of(task, count=24), "train.jsonl")
     written(rows_of(task, "eval", 13), "eval.jsonl")
-    options = ("trainer.max_duration=2ep", "checkpoint.interval=2ba", "checkpoint.keep=-1", "optimizer.lr=3e-3")
-    whole = trained(task, *options)
-    for name, value in metrics_of_the_export(task, Path("runs") / task / "model").items():
+    columns = ["data.text_columns=[text,other]"] if task in ("classification", "regression") else []
+    files = ["data.source=files", "data.train_file=train.jsonl", "data.eval_file=eval.jsonl"]
+    settings = [f"model.task={task}", f"data.max_length={LENGTH}", "trainer.max_duration=2ep", "optimizer.lr=3e-3"]
+    settings += [*files, *columns, *FAST, "checkpoint.interval=2ba"]
+    whole = assert_resumes_exactly(*settings, checkpoints=["ep0-ba2"])
+    for name, value in metrics_of_the_export(task, Path("runs/whole/model")).items():
         assert whole["metrics"][name] == pytest.approx(value, abs=1e-4), name
-    resumed = trained(task, *options, "run_name=part", f"checkpoint.load=runs/{task}/checkpoints/ep0-ba2-rank0.pt")
-    report = json.loads(Path("runs/part/report.json").read_text())
-    assert resumed["metrics"] == whole["metrics"] == report["metrics"]
-    one, other = (load_file(f"runs/{name}/model/model.safetensors") for name in (task, "part"))
-    torch.testing.assert_close(one, other, rtol=0, atol=0)

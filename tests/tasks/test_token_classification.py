@@ -55,10 +55,10 @@ def test_the_first_piece_or_all_pieces_are_labelled(make: Any, all_pieces: bool)
     tokenizer = make()
     task = TokenClassification(labels=TAGS, label_all_pieces=all_pieces)
     for length in (200, 12):
-        found = task.encode({"text_1": WORDS, "labels": IDS}, tokenizer, length)
+        encoded = task.encode({"text_1": WORDS, "labels": IDS}, tokenizer, length)
         expected = [plain(*row, tokenizer, length, all_pieces) for row in zip(WORDS, IDS, strict=True)]
-        assert found["input_ids"] == [ids for ids, _ in expected]
-        assert found["token_labels"] == [labels for _, labels in expected]
+        assert encoded["input_ids"] == [ids for ids, _ in expected]
+        assert encoded["token_labels"] == [labels for _, labels in expected]
         assert all(len(ids) <= length for ids, _ in expected)
     assert any(len(tokenizer(word, add_special_tokens=False).input_ids) > 1 for word in WORDS[0])
 
@@ -73,14 +73,14 @@ def test_robertas_tokenizer_reads_words_with_a_space_before_each() -> None:
 
 def test_words_without_tags_are_accepted_for_predictions() -> None:
     task, tokenizer = TokenClassification(labels=TAGS), wordpiece()
-    found = task.encode({"text_1": WORDS[:2]}, tokenizer, 100)
-    assert [sum(label != -100 for label in row) for row in found["token_labels"]] == [len(row) for row in WORDS[:2]]
+    encoded = task.encode({"text_1": WORDS[:2]}, tokenizer, 100)
+    assert [sum(label != -100 for label in row) for row in encoded["token_labels"]] == [len(row) for row in WORDS[:2]]
     labels = torch.tensor([[-100, 0, 0, -100, 0, -100]])
     logits = torch.zeros(1, 6, len(TAGS))
     logits[0, torch.arange(6), torch.tensor([6, 1, 2, 3, 0, 5])] = 9.0
     (predicted,) = task.predictions(logits, {"labels": labels})
     assert predicted["tags"] == ["B-PER", "I-PER", "O"]
-    assert all(0.99 < each < 1 for each in predicted["probabilities"])
+    assert all(0.99 < probability < 1 for probability in predicted["probabilities"])
 
 
 def test_entity_f1_equals_seqevals_over_batches() -> None:
