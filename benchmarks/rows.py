@@ -221,9 +221,8 @@ def describe_errors(row: Row) -> str:
     errors = row["errors"]
     if not errors:
         return ""
-    kinds = row.get("error_kinds") or ["failed"] * len(errors)  # rows that were written before kinds were recorded
-    kind, count = Counter(kinds).most_common(1)[0]
-    said = describe_error(errors[kinds.index(kind)], kind).replace("|", "/")
+    kind, count = Counter(row["error_kinds"]).most_common(1)[0]
+    said = describe_error(errors[row["error_kinds"].index(kind)], kind).replace("|", "/")
     said = said if len(said) <= _CELL else said[:_CELL].rsplit(" ", 1)[0] + " …"
     return said if len(errors) == row["repeats"] == count else f"{len(errors)} of {row['repeats']} runs {said}"
 

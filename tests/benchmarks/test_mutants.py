@@ -8,6 +8,7 @@ from typing import NamedTuple
 import pytest
 
 from benchmarks import mutants
+from composer_speedups.core.errors import ConfigError
 from tests.conftest import ROOT
 
 
@@ -49,7 +50,15 @@ def test_a_sample_has_one_operator_of_each_location() -> None:
     assert len({tuple(mutants.draw(every, sample=2, seed=seed)) for seed in range(8)}) > 1
 
 
-def test_a_wrong_argument_is_one_line() -> None:
-    for arguments in ([], ["surgery"], ["callbacks", "samples=3"], ["callbacks", "sample=three"]):
-        with pytest.raises(SystemExit, match=r"python -m benchmarks\.mutants kernels\|"):
-            mutants.main(arguments)
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "expected PACKAGE and then key=value"),
+        (["surgery"], "surgery: no such package in mutants.toml; known: kernels, packing"),
+        (["callbacks", "samples=3"], "unknown key 'samples'; did you mean 'sample'"),
+        (["callbacks", "sample=three"], "sample must be a whole number, not"),
+    ],
+)
+def test_a_wrong_argument_is_one_line(arguments: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        mutants.main(arguments)
