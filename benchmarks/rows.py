@@ -176,10 +176,8 @@ class Call:
                 f"{self._path}: the call of {call} had different {', '.join(different)}; "
                 "use the same again, or remove resume=true to keep its runs as rows and start a new call"
             )
-        found = {(row["configuration"], spell(point_of(row))): row for row in self._earlier if row["call"] == call}
-        self.rows = [
-            found.get((row["configuration"], spell(point_of(row))), {**row, "call": call}) for row in self.rows
-        ]
+        kept = {(row["configuration"], spell(point_of(row))): row for row in self._earlier if row["call"] == call}
+        self.rows = [kept.get((row["configuration"], spell(point_of(row))), {**row, "call": call}) for row in self.rows]
         self._earlier = [row for row in self._earlier if row["call"] != call]
         print(f"continues the call of {call}, {sum(row['repeats'] for row in self.rows)} runs of it done", flush=True)
 
