@@ -216,10 +216,10 @@ def describe_error(error: str, error_kind: str = "failed") -> str:
 
 def describe_errors(row: Row) -> str:
     """The failed runs of a row, for a table's cell; empty if there are none."""
-    errors = row["errors"]
+    errors, kinds = row["errors"], Counter[str](row.get("error_kinds", ()))
     if not errors:
         return ""
-    kind, count = Counter(row["error_kinds"]).most_common(1)[0]
+    kind, count = kinds.most_common(1)[0]
     said = describe_error(errors[row["error_kinds"].index(kind)], kind).replace("|", "/")
     said = said if len(said) <= _CELL else said[:_CELL].rsplit(" ", 1)[0] + " …"
     return said if len(errors) == row["repeats"] == count else f"{len(errors)} of {row['repeats']} runs {said}"
