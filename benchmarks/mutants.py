@@ -66,8 +66,9 @@ def tests_of(module: Path, package: str) -> list[str]:
     """The test files named after a module or its technique's folder, and then the package's tests."""
     area = module.parts[1]
     name = module.parts[2] if area == "algorithms" else module.stem
-    named = sorted((ROOT / "tests" / area).glob(f"test_{name}*.py"))
-    return [*(str(path.relative_to(ROOT)) for path in named), *PACKAGES[package]["tests"]]
+    patterns = [f"tests/{area}/test_{name}*.py", *PACKAGES[package]["tests"]]
+    paths = [str(path.relative_to(ROOT)) for pattern in patterns for path in sorted(ROOT.glob(pattern))]
+    return list(dict.fromkeys(paths))
 
 
 def draw(mutations: Sequence[Any], sample: int, seed: int) -> list[Any]:
