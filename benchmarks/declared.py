@@ -57,7 +57,7 @@ def families_short() -> list[str]:
         groups[f"all except {refused}" if refused else "all"].append(family.title)
     lines = [[", ".join(titles), techniques] for techniques, titles in sorted(groups.items())]
     names = ", ".join(_quoted(TECHNIQUES))
-    return [*table(["families", "techniques"], lines), "", f"These techniques depend on the family: {names}."]
+    return [*table(["families", "supported techniques"], lines), "", f"Techniques that depend on the family: {names}."]
 
 
 def heads() -> list[str]:
@@ -175,7 +175,7 @@ def order() -> list[str]:
         if reason := _reason(one, other):
             conflicting.append([f"`{one.name}`, `{other.name}`", reason])
     return [
-        *table(["", "stage", "techniques, in the order they engage"], stages),
+        *table(["order", "stage", "techniques"], stages),
         "",
         *table(["techniques that conflict", "reason, and its condition if they do not always conflict"], conflicting),
     ]

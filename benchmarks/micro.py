@@ -11,18 +11,24 @@ import itertools
 import statistics
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.benchmark import Timer
 
 from benchmarks.rows import Row, append_row, call_time
 from benchmarks.tables import table
+from composer_speedups.core.command_line import read_settings
+from composer_speedups.core.errors import ConfigError
+from composer_speedups.core.settings import Settings
 from composer_speedups.families.blocks import repeated_blocks
 from composer_speedups.families.family import family_of
+from composer_speedups.train.cli import exit_codes
 from composer_speedups.train.environment import environment
 
 # Quantiles of the lengths of 8,000 reviews, in tokens of bert-base-uncased's vocabulary, from the shortest to the
@@ -33,12 +39,12 @@ _QUANTILES = (
 )  # fmt: skip
 
 
-class Settings(NamedTuple):
-    rows: int = 128
-    longest: int = 256
-    hidden: int = 768
-    heads: int = 12
-    dropout: float = 0.1
+class Shape(Settings):
+    rows: int = Field(128, ge=1)
+    longest: int = Field(256, ge=1)
+    hidden: int = Field(768, ge=1)
+    heads: int = Field(12, ge=1)
+    dropout: float = Field(0.1, ge=0, lt=1)
 
 
 class Case(NamedTuple):
@@ -76,13 +82,11 @@ def linear_products(model: nn.Module, tokens: int, first_tokens: int | None = No
             None if it computes all.
     """
     blocks = list(repeated_blocks(model).values())
-    products = []
+    products, few = [], first_tokens or 0
     for block in blocks:
         short = first_tokens is not None and block is blocks[-1]
-        family = family_of(type(block))
-        modules = (
-            family.layer_modules(block) if short and family is not None and family.layer_modules is not None else None
-        )
+        layer_modules = getattr(family_of(type(block)), "layer_modules", None)
+        modules = layer_modules(block) if short and layer_modules is not None else None
         of_all = {id(getattr(modules, name, None)) for name in ("key", "value")}
         for module in block.modules():
             if not isinstance(module, nn.Linear):
@@ -91,12 +95,9 @@ def linear_products(model: nn.Module, tokens: int, first_tokens: int | None = No
             if not short or id(module) in of_all:
                 products.append(Product(inputs, outputs, tokens))
             elif module is getattr(modules, "qkv", None):
-                products += [
-                    Product(inputs, outputs // 3, first_tokens or 0),
-                    Product(inputs, 2 * outputs // 3, tokens),
-                ]
+                products += [Product(inputs, outputs // 3, few), Product(inputs, 2 * outputs // 3, tokens)]
             else:
-                products.append(Product(inputs, outputs, first_tokens or 0))
+                products.append(Product(inputs, outputs, few))
     return products
 
 
@@ -127,22 +128,6 @@ def _seconds(call: Callable[[], Any], repeats: int) -> float:
     return timer.timeit(repeats).mean
 
 
-def read_arguments(arguments: Sequence[str]) -> Settings:
-    """The settings of a command line.
-
-    Raises:
-        SystemExit: Names the argument.
-    """
-    settings = Settings()
-    for argument in arguments:
-        name, _, value = argument.partition("=")
-        try:
-            settings = settings._replace(**{name: type(getattr(Settings(), name))(value)})
-        except (AttributeError, TypeError, ValueError):
-            raise SystemExit(f"{argument}: expected a number for one of {', '.join(Settings._fields)}") from None
-    return settings
-
-
 def microseconds(call: Callable[[], Any], repeats: int = 30) -> float:
     """Duration of one call on the GPU: the median of five times ``repeats`` calls."""
     return 1e6 * statistics.median(_seconds(call, repeats) for _ in range(5))
@@ -155,13 +140,13 @@ def copied_per_microsecond(size: int = 2**30) -> float:
     return 2 * size / microseconds(lambda: target.copy_(source), 5)
 
 
-def cases(settings: Settings) -> list[Case]:
+def cases(shape: Shape) -> list[Case]:
     from composer_speedups.kernels.attention import attention_backward, attention_forward
     from composer_speedups.kernels.gelu import gelu_backward, gelu_forward
     from composer_speedups.kernels.norm import add_norm_backward, add_norm_forward
 
-    rows, longest, hidden, heads, dropout = settings
-    sizes = lengths(rows, longest)
+    longest, hidden, heads, dropout = shape.longest, shape.hidden, shape.heads, shape.dropout
+    sizes = lengths(shape.rows, longest)
     tokens = sum(sizes)
     cu = torch.tensor([0, *itertools.accumulate(sizes)], dtype=torch.int32, device="cuda")
     seed = torch.tensor([7], dtype=torch.int32, device="cuda")
@@ -211,10 +196,12 @@ def main(arguments: Sequence[str]) -> None:
     if arguments and arguments[0] in ("-h", "--help"):
         print(__doc__)
         return
-    settings = read_arguments(arguments)
+    shape, others = read_settings(Shape, arguments)
+    if others:
+        raise ConfigError(f"cannot read {others[0]!r}; expected key=value")
     if not torch.cuda.is_available():
         raise SystemExit("benchmarks.micro times kernels of a CUDA GPU, and there is none here")
-    every, speed = cases(settings), copied_per_microsecond()
+    every, speed = cases(shape), copied_per_microsecond()
     kernels = []
     for case in every:
         us = microseconds(case.ours)
@@ -223,8 +210,8 @@ def main(arguments: Sequence[str]) -> None:
     row = {
         "table": "micro",
         "call": call_time(),
-        **settings._asdict(),
-        "tokens": sum(lengths(settings.rows, settings.longest)),
+        **asdict(shape),
+        "tokens": sum(lengths(shape.rows, shape.longest)),
         "copy_gb_per_second": speed / 1e3,
         "kernels": kernels,
         "environment": environment(),
@@ -243,4 +230,5 @@ def markdown(row: Row) -> list[str]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    with exit_codes("benchmarks.micro"):
+        main(sys.argv[1:])

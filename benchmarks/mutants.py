@@ -1,4 +1,4 @@
-"""python -m benchmarks.mutants PACKAGE [sample=40] [seed=1] [jobs=2]: mutation testing of one package.
+"""python -m benchmarks.mutants PACKAGE [key=value ...]: mutation testing of one package.
 
 A mutant is a module with one change by an operator of Cosmic Ray: another comparison, number, arithmetic or boolean
 operator, a loop without iterations, a removed decorator. The script draws a sample of them and runs tests against each,
@@ -6,6 +6,9 @@ in a copy of the working tree: first the tests that are named after the module, 
 for the package. Cosmic Ray is not a development dependency:
 
     uv run --with "cosmic-ray>=8.7,<9" python -m benchmarks.mutants callbacks
+
+Keys are ``sample``, the number of mutants (20), ``seed`` of the draw (1), the number of ``jobs`` (2), and
+``exhaustive``: false runs only those of the tests that plain ``pytest`` runs, true (the default) all that need no GPU.
 
 A mutant is ``killed`` if a test fails, ``timed_out`` after the time that the file allows, and ``survived`` if all tests
 pass, also where no test runs the line on a CPU. A row in ``results/cpu/mutants.jsonl`` has the counts and the
@@ -30,12 +33,28 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from pydantic import Field
+
 from benchmarks.rows import append_row, call_time
+from composer_speedups.core.command_line import parse_command_line, read_settings
+from composer_speedups.core.errors import ConfigError, did_you_mean
+from composer_speedups.core.settings import Settings
+from composer_speedups.train.cli import exit_codes
+from composer_speedups.train.environment import environment
 
 ROOT = Path(__file__).parent.parent
 CONFIG = tomllib.loads((ROOT / "benchmarks" / "mutants.toml").read_text())
 PACKAGES: dict[str, Any] = CONFIG["packages"]
 _NOT_COPIED = shutil.ignore_patterns(".*", "results", "runs", "site", "__pycache__")
+
+
+class Sample(Settings):
+    """The keys of the command line."""
+
+    sample: int = Field(20, ge=1)
+    seed: int = Field(1)
+    jobs: int = Field(2, ge=1)
+    exhaustive: bool = Field(True)
 
 
 def modules_of(package: str) -> list[Path]:
@@ -47,8 +66,9 @@ def tests_of(module: Path, package: str) -> list[str]:
     """The test files named after a module or its technique's folder, and then the package's tests."""
     area = module.parts[1]
     name = module.parts[2] if area == "algorithms" else module.stem
-    named = sorted((ROOT / "tests" / area).glob(f"test_{name}*.py"))
-    return [*(str(path.relative_to(ROOT)) for path in named), *PACKAGES[package]["tests"]]
+    patterns = [f"tests/{area}/test_{name}*.py", *PACKAGES[package]["tests"]]
+    paths = [str(path.relative_to(ROOT)) for pattern in patterns for path in sorted(ROOT.glob(pattern))]
+    return list(dict.fromkeys(paths))
 
 
 def draw(mutations: Sequence[Any], sample: int, seed: int) -> list[Any]:
@@ -87,62 +107,66 @@ def enter_copy(folder: str) -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join([str(copy), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
-def try_mutation(mutation: Any, tests: Sequence[str]) -> dict[str, str]:
-    """Run tests against one mutation in the working directory, and return its outcome and the changed lines."""
+def try_mutation(mutation: Any, command: str) -> dict[str, str]:
+    """Test one mutation, or the unchanged code, in the working directory; return outcome, changed lines and output."""
     from cosmic_ray.mutating import mutate_and_test
     from cosmic_ray.work_item import TestOutcome
 
-    command, limit = CONFIG["cosmic-ray"]["test-command"], CONFIG["cosmic-ray"]["timeout"]
-    result = mutate_and_test([mutation] if mutation else [], f"{command} {shlex.join(tests)}", limit)
+    result = mutate_and_test([mutation] if mutation else [], command, CONFIG["cosmic-ray"]["timeout"])
     outcomes = {TestOutcome.KILLED: "killed", TestOutcome.SURVIVED: "survived", TestOutcome.INCOMPETENT: "not_possible"}
     outcome = "timed_out" if result.output == "timeout" else outcomes[result.test_outcome]
     lines = [line for line in (result.diff or "").splitlines() if re.match(r"[+-](?![+-]{2} )", line)]
-    return {"outcome": outcome, "changed": "\n".join(f"{line[0]} {line[1:].strip()}" for line in lines)}
+    changed = "\n".join(f"{line[0]} {line[1:].strip()}" for line in lines)
+    return {"outcome": outcome, "changed": changed, "output": result.output or ""}
 
 
 def main(arguments: Sequence[str]) -> None:
-    package, *given = arguments or [""]
-    settings = {"sample": 40, "seed": 1, "jobs": 2}
-    values = dict(argument.partition("=")[::2] for argument in given)
-    if package not in PACKAGES or not set(values) <= set(settings) or not all(map(str.isdecimal, values.values())):
-        keys = "] [".join(f"{key}={value}" for key, value in settings.items())
-        raise SystemExit(f"python -m benchmarks.mutants {'|'.join(PACKAGES)} [{keys}]")
-    settings |= {key: int(value) for key, value in values.items()}
+    line = parse_command_line(arguments, "PACKAGE")
+    if line.help:
+        print(__doc__)
+        return
+    (package,) = line.words
+    if package not in PACKAGES:
+        raise ConfigError(f"{package}: no such package in mutants.toml{did_you_mean(package, PACKAGES)}")
+    settings, _ = read_settings(Sample, line.overrides)
+    command = CONFIG["cosmic-ray"]["test-command"] + " -m 'not gpu and not long'" * settings.exhaustive
     os.chdir(ROOT)
     began, call = time.monotonic(), call_time()
-    drawn = draw(every_mutation(package), settings["sample"], settings["seed"])
+    where = {**environment(), "gpu": None}  # with the commit, while the files are those that are copied
+    drawn = draw(every_mutation(package), settings.sample, settings.seed)
     tests = [tests_of(mutation.module_path, package) for mutation in drawn]
     tried: list[dict[str, Any]] = []
     with (
         tempfile.TemporaryDirectory() as folder,
-        ProcessPoolExecutor(settings["jobs"], initializer=enter_copy, initargs=(folder,)) as pool,
+        ProcessPoolExecutor(settings.jobs, initializer=enter_copy, initargs=(folder,)) as pool,
     ):
         every_test = list(dict.fromkeys(test for selected in tests for test in selected))
-        if pool.submit(try_mutation, None, every_test).result()["outcome"] != "survived":
-            raise SystemExit(f"the tests do not pass without a mutant: {' '.join(every_test)}")
-        for mutation, result in zip(drawn, pool.map(try_mutation, drawn, tests), strict=True):
-            module, line, operator = str(mutation.module_path), mutation.start_pos[0], mutation.operator_name
-            tried.append({"module": module, "line": line, "operator": operator, **result})
-            print(f"{result['outcome']}: {module}:{line} {operator}", flush=True)
+        unchanged = pool.submit(try_mutation, None, f"{command} {shlex.join(every_test)}").result()
+        if unchanged["outcome"] != "survived":
+            raise SystemExit(f"{unchanged['output']}\nthe tests do not pass without a mutant: {shlex.join(every_test)}")
+        commands = [f"{command} {shlex.join(selected)}" for selected in tests]
+        for mutation, result in zip(drawn, pool.map(try_mutation, drawn, commands), strict=True):
+            module, number, operator = str(mutation.module_path), mutation.start_pos[0], mutation.operator_name
+            del result["output"]
+            tried.append({"module": module, "line": number, "operator": operator, **result})
+            print(f"{result['outcome']}: {module}:{number} {operator}", flush=True)
     counts = Counter(mutant["outcome"] for mutant in tried if mutant["outcome"] != "not_possible")
-
-    from composer_speedups.train.environment import environment  # after the tests, because it imports torch
-
     row = {
         "table": "mutants",
         "call": call,
         "package": package,
-        "seed": settings["seed"],
-        "again": None,
+        "seed": settings.seed,
+        "exhaustive": settings.exhaustive,
         "mutants": counts.total(),
-        **{outcome: counts[outcome] for outcome in ("killed", "timed_out", "survived", "not_run")},
+        **{outcome: counts[outcome] for outcome in ("killed", "timed_out", "survived")},
         "seconds": round(time.monotonic() - began),
         "left": [mutant for mutant in tried if mutant["outcome"] == "survived"],
-        "environment": {**environment(), "gpu": None},
+        "environment": where,
     }
     append_row(row, "mutants")
     print({key: value for key, value in row.items() if key not in ("left", "environment")})
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    with exit_codes("benchmarks.mutants"):
+        main(sys.argv[1:])

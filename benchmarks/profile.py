@@ -89,22 +89,20 @@ def exposed(kernels: Sequence[Kernel]) -> float:
 
 def by_kind(kernels: Iterable[tuple[str, float, int]], steps: int) -> dict[str, dict[str, float]]:
     """Kind → milliseconds and launches per step, from (name, seconds, launches); the slowest kind first."""
-    sums: dict[str, list[float]] = {}
+    sums: dict[str, dict[str, float]] = {}
     for name, seconds, launches in kernels:
-        entry = sums.setdefault(kind_of(name), [0.0, 0.0])
-        entry[0] += 1e3 * seconds / steps
-        entry[1] += launches / steps
-    ordered = sorted(sums.items(), key=lambda item: -item[1][0])
-    return {kind: {"ms": ms, "launches": launches} for kind, (ms, launches) in ordered}
+        entry = sums.setdefault(kind_of(name), {"ms": 0.0, "launches": 0.0})
+        entry["ms"] += 1e3 * seconds / steps
+        entry["launches"] += launches / steps
+    return dict(sorted(sums.items(), key=lambda item: -item[1]["ms"]))
 
 
 def by_name(kernels: Iterable[Kernel]) -> list[tuple[str, float, int]]:
     """(name, seconds, launches) of each kernel, the slowest first."""
-    sums: dict[str, tuple[float, int]] = {}
+    times: dict[str, list[float]] = {}
     for kernel in kernels:
-        seconds, launches = sums.get(kernel.name, (0.0, 0))
-        sums[kernel.name] = (seconds + kernel.seconds, launches + 1)
-    return sorted(((name, *entry) for name, entry in sums.items()), key=lambda entry: -entry[1])
+        times.setdefault(kernel.name, []).append(kernel.seconds)
+    return sorted(((name, sum(seconds), len(seconds)) for name, seconds in times.items()), key=lambda entry: -entry[1])
 
 
 class Counts(Settings):

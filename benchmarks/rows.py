@@ -176,10 +176,8 @@ class Call:
                 f"{self._path}: the call of {call} had different {', '.join(different)}; "
                 "use the same again, or remove resume=true to keep its runs as rows and start a new call"
             )
-        found = {(row["configuration"], spell(point_of(row))): row for row in self._earlier if row["call"] == call}
-        self.rows = [
-            found.get((row["configuration"], spell(point_of(row))), {**row, "call": call}) for row in self.rows
-        ]
+        kept = {(row["configuration"], spell(point_of(row))): row for row in self._earlier if row["call"] == call}
+        self.rows = [kept.get((row["configuration"], spell(point_of(row))), {**row, "call": call}) for row in self.rows]
         self._earlier = [row for row in self._earlier if row["call"] != call]
         print(f"continues the call of {call}, {sum(row['repeats'] for row in self.rows)} runs of it done", flush=True)
 
@@ -218,12 +216,11 @@ def describe_error(error: str, error_kind: str = "failed") -> str:
 
 def describe_errors(row: Row) -> str:
     """The failed runs of a row, for a table's cell; empty if there are none."""
-    errors = row["errors"]
+    errors, kinds = row["errors"], Counter[str](row.get("error_kinds", ()))
     if not errors:
         return ""
-    kinds = row.get("error_kinds") or ["failed"] * len(errors)  # rows that were written before kinds were recorded
-    kind, count = Counter(kinds).most_common(1)[0]
-    said = describe_error(errors[kinds.index(kind)], kind).replace("|", "/")
+    kind, count = kinds.most_common(1)[0]
+    said = describe_error(errors[row["error_kinds"].index(kind)], kind).replace("|", "/")
     said = said if len(said) <= _CELL else said[:_CELL].rsplit(" ", 1)[0] + " …"
     return said if len(errors) == row["repeats"] == count else f"{len(errors)} of {row['repeats']} runs {said}"
 

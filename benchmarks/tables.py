@@ -8,7 +8,7 @@ from __future__ import annotations
 import operator
 import shlex
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +26,7 @@ _MORE = {  # column → what of a row it shows, and how; "run" leaves the import
     "accuracy": ("accuracy", ".4f"),
     "published": ("published", ""),
 }
-_FORMATS = {
-    "samples_per_sec": ",.0f",
-    "peak_memory_gib": ".1f",
-    "warmup_seconds": ".0f",
-    "process_seconds": ".1f",
-    "eval_seconds": ".1f",
-}
+_FORMATS = {"peak_memory_gib": ".1f", "warmup_seconds": ".0f", "eval_seconds": ".1f"}
 
 
 def table(columns: Sequence[str], lines: Iterable[Sequence[str]]) -> list[str]:
@@ -205,20 +199,16 @@ def _rate(row: Row) -> float:
     return float(row["samples_per_sec"]["median"])
 
 
-def _ratio(row: Row, other: Row | None, measure: Callable[[Row], float] = _rate) -> str:
-    """The measure of the one over that of the other; a dash where there is no other."""
-    return "–" if other is None else f"{measure(row) / measure(other):.2f}"
+def _ratio(row: Row, other: Row | None) -> str:
+    """The rate of the one over that of the other; a dash where there is no other."""
+    return "–" if other is None else f"{_rate(row) / _rate(other):.2f}"
 
 
-def _spread(row: Row) -> str:
-    """A row's samples/s: of one run, or their median with the least and the most."""
-    rate = row["samples_per_sec"]
-    spread = f" ({_range_of_rates(rate['runs'])})" if len(rate["runs"]) > 1 else ""
-    return _spell_rate(rate["median"]) + spread
-
-
-def _range_of_rates(rates: Sequence[float]) -> str:
-    return "–".join(map(_spell_rate, (min(rates), max(rates)) if len(rates) > 1 else rates))
+def _spread(row: Row, name: str = "samples_per_sec") -> str:
+    """A measurement of one run, or of several runs their median with the least and the most."""
+    median, runs = row[name]["median"], row[name]["runs"]
+    spell = _spell_rate if name == "samples_per_sec" else "{:.1f}".format
+    return f"{spell(median)} ({spell(min(runs))}–{spell(max(runs))})" if len(runs) > 1 else spell(median)
 
 
 # Figures of techniques
@@ -264,7 +254,8 @@ def across(*selections: str) -> list[str]:
 
     def line(name: str, rows: Sequence[Row]) -> list[str]:
         runs = [rate for row in rows for rate in row["samples_per_sec"]["runs"]]
-        return [name, str(len({row["call"] for row in rows})), str(len(runs)), _range_of_rates(runs)]
+        least_most = dict.fromkeys(map(_spell_rate, (min(runs), max(runs))))
+        return [name, str(len({row["call"] for row in rows})), str(len(runs)), "–".join(least_most)]
 
     selected = [select(selection) for selection in selections]
     every = [row for rows in selected for row in rows]
@@ -365,9 +356,10 @@ def jobs(name: str) -> list[str]:
     rows = rows_of(name)
     lines = []
     for row, base in _by_call(rows):
-        over = "–" if base is None else f"{_process(base) / _process(row):.2f}"
-        cells = [over, _median(row, "warmup_seconds"), _median(row, "eval_seconds")]
-        lines.append((row["call"], [str(row["data.batch_size"]), row["configuration"], _seconds(row), *cells]))
+        seconds = row["process_seconds"]["median"]
+        over = "–" if base is None else f"{base['process_seconds']['median'] / seconds:.2f}"
+        cells = [_spread(row, "process_seconds"), over, _median(row, "warmup_seconds"), _median(row, "eval_seconds")]
+        lines.append((row["call"], [str(row["data.batch_size"]), row["configuration"], *cells]))
     head = [
         "batch",
         "configuration",
@@ -377,16 +369,6 @@ def jobs(name: str) -> list[str]:
         "both evaluations, s",
     ]
     return _figure_by_call(head, lines, rows)
-
-
-def _process(row: Row) -> float:
-    return float(row["process_seconds"]["median"])
-
-
-def _seconds(row: Row) -> str:
-    runs = row["process_seconds"]["runs"]
-    spread = f" ({min(runs):.1f}–{max(runs):.1f})" if len(runs) > 1 else ""
-    return f"{_process(row):.1f}{spread}"
 
 
 def starts(name: str) -> list[str]:
@@ -409,14 +391,13 @@ def starts(name: str) -> list[str]:
 
 
 def kernels(name: str) -> list[str]:
-    """The kernels of the last row with their default options, PyTorch's, and the time of one copy."""
+    """The kernels of the last row, PyTorch's, and the time of one copy."""
     row = rows_of(name)[-1]
     lines = []
     for kernel in row["kernels"]:
-        if not kernel.get("options"):  # of a kernel; earlier rows have others, too
-            ours, theirs = kernel["us"], kernel["torch_us"]
-            times = [f"{ours:.0f}", f"{theirs:.0f}", f"{theirs / ours:.2f}", f"{kernel['copy_us']:.0f}"]
-            lines.append([kernel["name"].replace("_", " "), *times])
+        ours, theirs = kernel["us"], kernel["torch_us"]
+        times = [f"{ours:.0f}", f"{theirs:.0f}", f"{theirs / ours:.2f}", f"{kernel['copy_us']:.0f}"]
+        lines.append([kernel["name"].replace("_", " "), *times])
     columns = ["kernel", "µs", "PyTorch, µs", "speedup", "lower bound: copying inputs and outputs, µs"]
     return [*table(columns, lines), "", f"One run: medians of repeated calls. {where_of([row])}"]
 
@@ -424,8 +405,6 @@ def kernels(name: str) -> list[str]:
 def suite() -> list[str]:
     """What runs of the tests counted, the last one of each command and number of GPUs."""
     last = {(tuple(row["arguments"]), row["environment"].get("gpu_count")): row for row in every_gpus_rows("suite")}
-    if not last:
-        return ["No run is recorded yet; `python -m benchmarks.suite -m gpu` records one."]
     return table(
         ("pytest", "passed", "failed", "skipped", "minutes", "on", "date, commit"),
         (
@@ -453,14 +432,15 @@ def mutants() -> list[str]:
     lines = [
         [
             f"`{row['package']}`",
-            "those left, again" if row["again"] else f"seed {row['seed']}",
-            *(str(row[kind]) for kind in ("mutants", "killed", "timed_out", "survived", "not_run")),
+            "those left, again" if row.get("again") else f"seed {row['seed']}",
+            "all" if row.get("exhaustive", True) else "default",
+            *(str(row.get(kind, "–")) for kind in ("mutants", "killed", "timed_out", "survived", "not_run")),
             f"{row['call'][:10]}, {commit_of(row)}",
         ]
         for row in every_gpus_rows("mutants")
     ]
     kinds_of_end = ("killed", "timed out", "survived", "not run on a CPU")
-    return table(("package", "sample", "mutants", *kinds_of_end, "date, commit"), lines)
+    return table(("package", "sample", "tests", "mutants", *kinds_of_end, "date, commit"), lines)
 
 
 def kinds(override: str) -> list[str]:
@@ -473,11 +453,8 @@ def kinds(override: str) -> list[str]:
     every = dict.fromkeys(kind for column in columns for kind in column)
     order = sorted(every, key=lambda kind: -max(column.get(kind, 0.0) for column in columns))
     lines = [[kind, *(f"{column[kind]:.1f}" if kind in column else "–" for column in columns)] for kind in order]
-    for label, key in (
-        ("GPU busy", "busy_ms"),
-        ("step", "step_ms"),
-        ("its matmuls alone, bf16", "gemm_floor_ms"),
-    ):
+    totals = {"GPU busy": "busy_ms", "step": "step_ms", "its matmuls alone, bf16": "gemm_floor_ms"}
+    for label, key in totals.items():
         lines.append([f"**{label}**", *(f"{row[key]:.1f}" for row in rows.values())])
     where = where_of(list(rows.values()))
     return [*table(["ms per step", *rows], lines), "", f"One profile of each configuration. {where}"]

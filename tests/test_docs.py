@@ -19,7 +19,6 @@ PAGES = sorted(path for path in DOCS.rglob("*.md") if blocks_of(path.read_text()
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(DOCS)))
 def test_the_code_of_a_page_runs(path: Path) -> None:
     with warnings.catch_warnings():
@@ -65,7 +64,6 @@ def test_every_page_is_in_the_navigation() -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
-@pytest.mark.exhaustive
 def test_the_notebook_trains() -> None:
     nbclient = pytest.importorskip("nbclient", reason="needs nbclient, of the dev group")
     nbformat = pytest.importorskip("nbformat")

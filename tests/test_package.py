@@ -14,8 +14,7 @@ import pytest
 import yaml
 
 import composer_speedups
-from benchmarks.render import CATALOGUE, STUB
-from benchmarks.stub import package_catalogue, package_stub
+from benchmarks.render import CATALOGUE, STUB, package_catalogue, package_stub
 from composer_speedups.__main__ import command
 from tests.conftest import ROOT
 

@@ -61,8 +61,6 @@ def test_failures_are_classified_by_status_and_output() -> None:
     assert refused.startswith("refused: apex_optimizer: NVIDIA Apex is not installed; build it / or")
     assert len(describe_errors(row("x", error_report(1, "word " * 90)))) < 130
     assert describe_errors(row("x", report(1))) == ""
-    before_kinds = {k: v for k, v in row("x", OOM).items() if k != "error_kinds"}
-    assert describe_errors(before_kinds).startswith("failed: ")
 
 
 def test_the_table_compares_with_the_first_configuration_and_names_failures() -> None:

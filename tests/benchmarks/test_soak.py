@@ -15,11 +15,11 @@ from tests.helpers.jobs import SHORT
 def readings(**changes: Any) -> list[Reading]:
     """100 readings, 10 steps and 2 s apart; ``changes`` give a field at reading i."""
     steady = {"host_bytes": 900 * MIB, "gpu_bytes": 0, "open_files": 20, "threads": 7, "children": 2}
-    found = []
+    series = []
     for i in range(100):
         values: dict[str, Any] = {**steady, **{name: change(i) for name, change in changes.items()}}
-        found.append(Reading(batch=10 * i, seconds=values.pop("seconds", 2.0 * i), **values))
-    return found
+        series.append(Reading(batch=10 * i, seconds=values.pop("seconds", 2.0 * i), **values))
+    return series
 
 
 def test_growth_is_distinguished_from_noise() -> None:
@@ -43,10 +43,10 @@ def test_the_rate_is_that_of_the_last_fifth_over_the_second() -> None:
 
 @pytest.mark.exhaustive
 def test_a_short_run_is_measured() -> None:
-    found = soak(["steps=6", *SHORT, "data.workers=0", "export=false"])
-    assert len(found["readings"]) == 5
+    results = soak(["steps=6", *SHORT, "data.workers=0", "export=false"])
+    assert len(results["readings"]) == 5
     assert json.loads(Path("runs/soak/soak.json").read_text())["steps"] == 6
-    assert all(reading["host_bytes"] > 100 * MIB for reading in found["readings"])
+    assert all(reading["host_bytes"] > 100 * MIB for reading in results["readings"])
     assert list(Path("runs/soak/checkpoints").glob("*.pt"))
 
 

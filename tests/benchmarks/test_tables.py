@@ -187,11 +187,10 @@ def test_one_configuration_across_tables_has_its_calls_runs_and_range(monkeypatc
         tables.across("u; fast")
 
 
-def test_kernels_are_those_of_the_last_row_with_their_own_options(rows: list[dict[str, Any]]) -> None:
+def test_kernels_are_those_of_the_last_row(rows: list[dict[str, Any]]) -> None:
     kernel = {"name": "norm_backward", "us": 50.0, "torch_us": 125.0, "copy_us": 40.0}
     for call, factor in (("2026-01-01", 3), ("2026-01-02", 1)):
-        timed = [{**kernel, "us": factor * 50.0, "options": {}}, {**kernel, "options": {"norm_backward.ROWS": 4}}]
-        rows.append({"call": call, "environment": ENVIRONMENT, "kernels": timed})
+        rows.append({"call": call, "environment": ENVIRONMENT, "kernels": [{**kernel, "us": factor * 50.0}]})
     assert tables.kernels("any")[2:4] == ["| norm backward | 50 | 125 | 2.50 | 40 |", ""]
 
 
@@ -239,8 +238,8 @@ def test_profiles_of_one_override_are_set_side_by_side_by_kind(rows: list[dict[s
 
 def test_a_call_is_shown_with_its_failures_and_its_scaling(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def kept(configuration: str, call: str, rate: float | None, ranks: int, error: str = "") -> str:
-        errors = [error] * (rate is None)
-        whole = row(configuration, call, rate or 1.0, ranks=ranks, accuracy=None, repeats=1, errors=errors)
+        failure = {"errors": [error], "error_kinds": ["failed"]} if rate is None else {"errors": []}
+        whole = row(configuration, call, rate or 1.0, ranks=ranks, accuracy=None, repeats=1, **failure)
         del whole["data.batch_size"]
         failed: dict[str, Any] = {"samples_per_sec": None, "environment": {}, "step_seconds_p10_p50_p90": None}
         return json.dumps(whole if rate else {**whole, **failed})
