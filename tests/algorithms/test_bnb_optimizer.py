@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,9 @@ from tests.helpers.common import (
 from tests.reference.loop import EPS, eval_logits
 from tests.reference.tolerance import assert_near
 
+needs_bitsandbytes = pytest.mark.skipif(
+    importlib.util.find_spec("bitsandbytes") is None, reason="needs the package bitsandbytes, and it is not installed"
+)
 EIGHT: dict[str, Any] = {"bits": 8, "min_8bit_size": 1024}  # tiny_bert's matrices have 1024 and 2048 values
 
 
@@ -68,6 +72,7 @@ def test_paged_state_needs_a_gpu() -> None:
 
 
 @pytest.mark.gpu
+@needs_bitsandbytes
 @pytest.mark.parametrize("bits", [8, 32])
 def test_paged_state_is_paged_again_after_resuming(bits: Any, tmp_path: Path) -> None:
     from bitsandbytes.functional import GlobalPageManager
@@ -97,6 +102,7 @@ def test_paged_state_is_paged_again_after_resuming(bits: Any, tmp_path: Path) ->
 
 
 @pytest.mark.gpu
+@needs_bitsandbytes
 def test_paging_again_keeps_the_values() -> None:
     weight = nn.Parameter(torch.randn(512, 256, device="cuda"))
     optimizer: Any = apply_bnb_optimizer(nn.Module(), torch.optim.AdamW([weight], foreach=False), 32, paged=True)
@@ -111,6 +117,7 @@ def test_paging_again_keeps_the_values() -> None:
 
 
 @pytest.mark.gpu
+@needs_bitsandbytes
 def test_a_model_too_small_to_page_is_detected() -> None:
     with pytest.raises(NotEngagedError, match="no state tensor is paged"):
         trained([BnbOptimizer(32, paged=True)], gpu=True)
