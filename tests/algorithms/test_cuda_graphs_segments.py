@@ -34,11 +34,13 @@ def given(head: Any, lengths: list[int], seed: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("segments", [1, 2, 3, LAYERS])
+@pytest.mark.parametrize(("segments", "accumulate"), [(1, False), (1, True), (2, False), (3, False), (LAYERS, True)])
 @pytest.mark.parametrize("head", [BertForSequenceClassification, BertForMaskedLM])
-def test_gradients_of_several_calls_and_shapes_accumulate(head: Any, segments: int, set_to_none: bool) -> None:
+def test_gradients_of_several_calls_and_shapes_accumulate(
+    head: Any, segments: int, accumulate: bool, set_to_none: bool
+) -> None:
     reference, model = bert(head), bert(head)
-    calls = graphed(model, segments=segments)
+    calls = graphed(model, segments=segments, accumulate=accumulate)
     for step in range(2):
         for network in (reference, model):
             network.zero_grad(set_to_none=set_to_none)
@@ -52,6 +54,29 @@ def test_gradients_of_several_calls_and_shapes_accumulate(head: Any, segments: i
     inputs = given(head, [5, 4], 1)
     assert_near([model(**inputs).loss], [reference(**inputs).loss])
     assert calls.replays == 8
+
+
+def test_hooks_of_parameters_and_second_derivatives_are_not_passed_by() -> None:
+    model = bert()
+    graphed(model, accumulate=True)
+    inputs = given(None, [5, 4], 0)
+    model(**inputs).loss.backward()
+    wanted, called = gradients(model), list[Any]()
+    model.zero_grad()
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        model(**inputs).loss.backward(create_graph=True)
+    weight, bias = model.classifier.weight, model.classifier.bias
+    doubled = weight.register_hook(lambda gradient: 2 * gradient)
+    bias.register_post_accumulate_grad_hook(called.append)
+    model.zero_grad()
+    model(**inputs).loss.backward()
+    assert_near(weight.grad, 2 * wanted["classifier.weight"])
+    assert called == [bias]
+    doubled.remove()
+    model.zero_grad()
+    model(**inputs).loss.backward()
+    assert_near(gradients(model), wanted)
+    assert called == [bias, bias]
 
 
 @pytest.mark.parametrize("segments", [3, LAYERS])

@@ -13,8 +13,11 @@ from composer_speedups.algorithms.cuda_graphs.graphed_calls import GraphedCalls
 __all__ = ["CannotRecord", "Logged", "Rerun", "graphed"]
 
 
-def graphed(model: Any, max_graphs: int = 2, segments: int = 1, recorder: Any = None) -> GraphedCalls:
+def graphed(
+    model: Any, max_graphs: int = 2, segments: int = 1, recorder: Any = None, *, accumulate: bool = False
+) -> GraphedCalls:
     calls = GraphedCalls(model, model.forward, max_graphs, recorder=recorder or Rerun)
+    calls.accumulate = accumulate
     calls.cut_behind, calls.carries = blocks_to_cut(model, segments), plans_in(model)
     calls.install("forward")
     return calls

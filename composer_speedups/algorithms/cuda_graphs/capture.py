@@ -34,6 +34,9 @@ class Captured:
         recorder: Captures the graphs.
         cut_behind: Blocks after which the backward pass is cut into segments with one graph each. A call that cannot be
             cut there has one segment.
+        accumulate: Whether a backward pass of one segment adds the gradients to ``parameter.grad`` itself. That spares
+            the host autograd's way through 200 nodes, but :func:`torch.autograd.grad` gets none. Parameters with hooks
+            get their gradients from autograd.
 
     Attributes:
         output_gradients: The static gradient of each output, an input of the backward pass; None for outputs without
@@ -50,6 +53,7 @@ class Captured:
         shared: SharedGradients,
         recorder: Recorder,
         cut_behind: Sequence[nn.Module] = (),
+        accumulate: bool = False,
     ) -> None:
         self._static, self._leaves, self._shared = static, leaves, shared
         self.output_gradients: list[Tensor | None] = []
@@ -77,6 +81,8 @@ class Captured:
         complete[0] |= frozenset(shared.parameters).difference(*self._trained)
         self.completed = [[p for p in shared.parameters if p in segment] for segment in complete]
         self._token = torch.zeros((), device=leaves[0].device) if len(segments) > 1 else None
+        # makes autograd call the backward pass
+        self._anchor = torch.zeros((), requires_grad=True) if accumulate and len(segments) == 1 else None
 
     @property
     def segments(self) -> int:
@@ -112,6 +118,8 @@ class Captured:
             recorder.warm_up(both)
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        if self._anchor is not None and not any(map(_has_hooks, self.completed[0])):
+            return _AccumulatingReplay.apply(self, self._anchor, *tensors)
         token = None
         for segment in range(self.segments - 1, 0, -1):
             token = _Link.apply(self, segment, token, *self.completed[segment])
@@ -144,6 +152,17 @@ class Captured:
                 static.copy_(gradient)
         self._shared.release()  # later segments find this backward pass's own gradients in the buffers
         return [*(None for _ in self._static), *self.backward_segment(0)]
+
+    def accumulate(self, gradients: Sequence[Tensor | None]) -> None:
+        """Replay the backward pass, and add its gradients to ``parameter.grad``."""
+        computed = self.backward(gradients)[len(self._static) :]
+        pairs = [(p, g) for p, g in zip(self.completed[0], computed, strict=True) if g is not None]
+        further = [(p.grad, g) for p, g in pairs if p.grad is not None]
+        if further:
+            torch._foreach_add_([before for before, _ in further], [gradient for _, gradient in further])
+        for parameter, gradient in pairs:
+            if parameter.grad is None:
+                parameter.grad = gradient
 
     def backward_segment(self, segment: int) -> list[Tensor | None]:
         """Replay a segment, and return the gradients of its :attr:`completed` parameters."""
@@ -183,6 +202,25 @@ class _Replay(FirstDerivative):
     def backward(ctx: Any, *output_gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         gradients = ctx.captured.backward(output_gradients)
         return (None, ctx.captured.token() if ctx.needs_input_grad[1] else None, *gradients)
+
+
+class _AccumulatingReplay(torch.autograd.Function):
+    """The forward pass, and the whole backward pass with the accumulation of its gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, captured: Captured, anchor: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+        return _Replay.forward(ctx, captured, None, *inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *output_gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        if torch.is_grad_enabled():  # in a backward pass, with create_graph=True only
+            raise RuntimeError(NO_SECOND_DERIVATIVE)
+        ctx.captured.accumulate(output_gradients)
+        return (None,) * len(ctx.needs_input_grad)
+
+
+def _has_hooks(parameter: nn.Parameter) -> bool:
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
 
 
 class _Link(FirstDerivative):

@@ -75,6 +75,8 @@ class CUDAGraphs(Technique):
     def before_forward(self, state: State) -> None:
         # Release the last batch's autograd graph. It belongs to the main stream, on which nothing can be captured.
         state.outputs, state.loss = None, None  # type: ignore[assignment]  # as before the first batch
+        assert self._calls is not None
+        self._calls.accumulate = not isinstance(state.model, DistributedDataParallel)  # DDP needs autograd's hooks
         self._wait_for_buckets(state.model)
 
     def batch_end(self, state: State) -> None:

@@ -37,6 +37,8 @@ class GraphedCalls:
             function.
         cut_behind: Blocks after which the backward pass is cut into segments with one graph each (see
             :mod:`.segments`); empty by default.
+        accumulate: Whether a backward pass adds the gradients to ``parameter.grad`` itself; False by default. See
+            :class:`.Captured`.
         pool: Memory pool shared by the graphs, from ``torch.cuda.graph_pool_handle``; None gives each graph its own.
             With a shared pool, every call's backward pass must run before the next call.
         replays: Number of calls that replayed a graph.
@@ -58,6 +60,7 @@ class GraphedCalls:
         self.model, self.original, self.max_graphs, self.recorder = model, original, max_graphs, recorder
         self.carries: Callable[[], list[tuple[Any, str]]] = list
         self.cut_behind: Sequence[nn.Module] = ()
+        self.accumulate = False
         self.pool: Any = None
         self._graphs: dict[Hashable, _Graph] = {}
         self._gradients: SharedGradients | None = None
@@ -191,7 +194,9 @@ class _Graph:
                 placeholders = self._placeholders.of(gradients.parameters)
                 recorder.settle()
                 with capturing():
-                    self._replay = Captured(self._call, static, placeholders, gradients, recorder, calls.cut_behind)
+                    self._replay = Captured(
+                        self._call, static, placeholders, gradients, recorder, calls.cut_behind, calls.accumulate
+                    )
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, AssertionError) as error:
