@@ -34,6 +34,7 @@ __all__ = [
     "forced",
     "is_replica",
     "models_around_encoders",
+    "unwrapped",
 ]
 
 
@@ -59,7 +60,8 @@ class Call:
     """One call of the outermost of the models around an encoder; the models inside it use the same object.
 
     Attributes:
-        encoders: The encoders inside the model.
+        encoders: The encoders inside the model. One in a wrapper that may call it in any way is not among them, and
+            stays padded.
         outermost: The outermost model.
         labels: The labels that the outermost model was called with.
         unknown_reader: Whether the code that reads the outermost model's result is unknown.
@@ -92,6 +94,7 @@ class CallRules:
         encoder_paths: The names of the encoders inside it.
         around_directly: Whether it calls its encoder itself, not through another model.
         unknown_reader: See :class:`Call`; applies when it is the outermost model.
+        check: The setting by which ``first_calls`` was chosen.
         first_calls: A check of its first calls; None for no check.
         first_token_readers: The modules that read the encoder's result, if they read only first tokens; otherwise None.
             The last layer then computes first tokens only, until one of these modules is changed.
@@ -102,6 +105,7 @@ class CallRules:
     encoder_paths: tuple[str, ...] = ()
     around_directly: bool = False
     unknown_reader: bool = False
+    check: str = "never"
     first_calls: FirstCalls | None = None
     first_token_readers: Any = None
     labelled_head: Any = None
@@ -174,14 +178,14 @@ class ModelAroundEncoder(nn.Module):
         if len(args) > len(positional) or any(name in kwargs for name in positional):
             return type(self).inner_forward(self, *args, **kwargs)  # raises the usual TypeError
         inputs = {**dict(zip(positional, args, strict=True)), **kwargs}
-        encoders = tuple(self.get_submodule(path) for path in self.call_rules.encoder_paths)
-        around = call_of(encoders[0])
+        at_paths = [_module_at(self, path) for path in self.call_rules.encoder_paths]
+        encoders = tuple(module for module in at_paths if hasattr(type(module), "prepare_call"))
+        around = call_of(encoders[0]) if encoders else None
         call = self._outermost_call(encoders, positional, inputs) if around is None else around
         before, _current.call = _current.call, call
         try:
-            prepare_call = getattr(encoders[0], "prepare_call", None)  # None if its class was restored
-            if self.call_rules.around_directly and prepare_call is not None:
-                inputs = prepare_call(call, inputs)
+            if self.call_rules.around_directly and encoders:
+                inputs = encoders[0].prepare_call(call, inputs)
             # by position again, for a subclass whose forward takes *args or positional-only arguments
             rest = {name: value for name, value in inputs.items() if name not in positional}
             output = type(self).inner_forward(self, *(inputs[name] for name in positional), **rest)
@@ -206,6 +210,24 @@ class ModelAroundEncoder(nn.Module):
         if rules.labelled_head is not None and not call.padded:
             rules.labelled_head.select(self, call, inputs)
         return call
+
+
+def unwrapped(module: Any) -> Any:
+    """A module without the wrappers of torch.compile and of FSDP1, which pass every call on to it unchanged."""
+    while isinstance(module, nn.Module):
+        inside = module._modules.get("_orig_mod", module._modules.get("_fsdp_wrapped_module"))
+        if inside is None:
+            break
+        module = inside
+    return module
+
+
+def _module_at(model: nn.Module, path: str) -> Any:
+    """The module of a name, without wrappers; None if there is none, as inside of some wrappers."""
+    module: Any = model
+    for name in path.split(".") if path else ():
+        module = unwrapped(getattr(module, name, None))
+    return module
 
 
 def models_around_encoders(model: nn.Module) -> list[ModelAroundEncoder]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from composer_speedups.packing.call import Call, models_around_encoders
+from composer_speedups.packing.call import Call, ModelAroundEncoder, models_around_encoders, unwrapped
 from composer_speedups.packing.derived_classes import stock_class
 from composer_speedups.packing.tokens import (
     COUNTED_ON_HOST,
@@ -65,8 +65,13 @@ class LabelledHead:
         labels = call.labels
         if not (model.training and torch.is_grad_enabled() and labels is not None and labels.ndim == 2):
             return
+        base = unwrapped(model.base_model)
+        if not isinstance(
+            base, ModelAroundEncoder
+        ):  # a wrapper, around a model that may be a replica in another thread
+            return
         indices_M, slots = self._layout_of(labels).indices_T, labels.numel()
-        call.head_slots, call.head_base = indices_M, model.base_model
+        call.head_slots, call.head_base = indices_M, base
         selected_M = labels.flatten().index_select(0, indices_M.clamp(max=slots - 1))
         inputs["labels"] = selected_M.where(indices_M < slots, IGNORED).unsqueeze(0)  # there are unused entries
         self.ran = True

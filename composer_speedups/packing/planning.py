@@ -42,14 +42,16 @@ class PlannedBatch(NamedTuple):
 
     Attributes:
         mask: The tensor that the model will be called with, (B, S). Or one (B, texts, S), of which the encoder gets a
-            view, (B·texts, S). Or None, if any mask with the layout's values may be the batch's.
+            view, (B·texts, S).
         labels: The labels that the layout was made with; None if they were not known.
         layout: None for a batch that must stay padded.
+        by_values: Whether the model may be called with another tensor that has the values of ``mask``.
     """
 
-    mask: Tensor | None
+    mask: Tensor
     labels: Tensor | None
     layout: TokenLayout | None
+    by_values: bool = False
 
 
 class PaddingReader:
@@ -135,8 +137,10 @@ class Packing:
         return [STAYS_PADDED if row_padded else count for count, row_padded in zip(counts, padded, strict=True)]
 
     def layout(self, mask_BS: Tensor, counts: Sequence[int]) -> TokenLayout | None:
-        """The layout of a batch on its device, from its :meth:`count`; None for a batch that stays padded."""
-        return None if STAYS_PADDED in counts else lay_out_tokens(mask_BS, sum(counts), self.pad_to_multiple_of)
+        """The layout of a batch on its device, from its :meth:`count`; None for a batch that stays padded, as an empty
+        one does."""
+        stays_padded = STAYS_PADDED in counts or not counts
+        return None if stays_padded else lay_out_tokens(mask_BS, sum(counts), self.pad_to_multiple_of)
 
     @property
     def padded_because(self) -> tuple[str, str]:
@@ -192,15 +196,17 @@ class Packing:
     def _layout_of(self, values: Tensor, mask_BS: Tensor | None, labels: Tensor | None) -> TokenLayout | None:
         """The layout planned for a call's mask, or else a new one; None to stay padded."""
         shape = values.shape[:2]
-        for _, planned_labels, layout in self._planned_for(mask_BS, shape):
+        for planned, planned_labels, layout, by_values in self._planned_for(mask_BS, shape):
             if self.by_token and planned_labels is not None and labels is not None and planned_labels is not labels:
                 continue  # other labels may be at padding positions
-            if layout is None:
+            if layout is None and not by_values:
                 return None
-            planned = layout.mask_BS
-            if planned.shape == shape:
-                torch._assert_async((planned.all() if mask_BS is None else (planned == mask_BS.bool()).all()), _STALE)
-                self._check_labels(planned, labels)
+            planned_BS = planned if layout is None else layout.mask_BS
+            if planned_BS.shape == shape:
+                expected = planned_BS.all() if mask_BS is None else (planned_BS == mask_BS.bool()).all()
+                torch._assert_async(expected, _STALE)
+                if layout is not None:
+                    self._check_labels(planned_BS, labels)
                 return layout
         if mask_BS is not None and mask_BS.shape != shape:
             return None
@@ -208,10 +214,10 @@ class Packing:
 
     def _planned_for(self, mask_BS: Tensor | None, shape: torch.Size) -> list[PlannedBatch]:
         """The planned batches whose mask a call has: as the same tensor, or as a view of it with all texts as rows."""
-        same = [batch for batch in self.planned if batch.mask is None or batch.mask is mask_BS]
+        same = [b for b in self.planned if b.mask is mask_BS or (b.by_values and b.mask.shape == shape)]
         if same or mask_BS is None:
             return same
-        texts = [(batch, batch.mask) for batch in self.planned if batch.mask is not None and batch.mask.ndim > 2]
+        texts = [(batch, batch.mask) for batch in self.planned if batch.mask.ndim > 2]
         if not torch.compiler.is_compiling():
             return [batch for batch, mask in texts if _rows_of(mask_BS, mask) == slice(0, mask.shape[:-1].numel())]
         # torch.compile cannot trace _rows_of. A mask of the right size is taken, if there is only one.

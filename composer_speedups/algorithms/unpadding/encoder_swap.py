@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from transformers import PreTrainedModel
 
+from composer_speedups.core.comparison import Check
 from composer_speedups.families.blocks import blocks_of
 from composer_speedups.families.family import Family, Reads, family_of, family_titles
 from composer_speedups.packing.attention import PackedAttentionConfig
@@ -47,19 +48,21 @@ def swap_encoders(
     mlm_head: MLMHead = "all",
     owner: int | None = None,
     *,
-    observe: bool = False,
+    check: Check = "never",
     guard: bool = False,
 ) -> list[str]:
     """Make every encoder in ``model`` run unpadded, and return the names of the newly changed ones.
 
+    The settings of the last call hold, also for encoders that an earlier one changed.
+
     Args:
         model: The model; changed in place.
-        pad_to_multiple_of, mlm_head: See :func:`apply_unpadding`.
+        pad_to_multiple_of, mlm_head, check: See :func:`apply_unpadding`. Other than with ``check="never"``, the code
+            that reads the model's outputs may read padding; batches stay padded until gradients have shown that it
+            does not.
         owner: See :class:`.Packing`. Encoders of another owner get this one.
-        observe: Whether the code that reads the model's outputs is unknown, so that gradients must show whether it
-            reads padding.
-        guard: Whether that code is unknown, but the first batch is compared with the untouched model. Batches are then
-            packed from the first on, and a gradient at padding is an error.
+        guard: As ``check``, but the caller compares the first batch with the untouched model. Batches are packed from
+            the first on, and a gradient at padding is an error.
 
     Raises:
         ValueError: The model has no encoder, one that cannot run unpadded, or a head that does not support
@@ -72,14 +75,17 @@ def swap_encoders(
             for outer in encoder.outer:
                 check_labelled_head(outer)
     changed = []
+    may_read_padding = guard or check != "never"
     for name, encoder in encoders.items():
         if not isinstance(encoder.module, UnpaddedEncoder):
             _change_classes(encoder, owner, pad_to_multiple_of)
             changed.append(name)
         _update_packing(encoder, owner, pad_to_multiple_of)
         packing = encoder.module.packing
-        if (observe or guard) and packing.padding_reader is None:
-            packing.padding_reader = PaddingReader(reads=None if observe else False)
+        if not may_read_padding:
+            packing.padding_reader = None
+        elif packing.padding_reader is None:
+            packing.padding_reader = PaddingReader(reads=False if guard else None)
     reads_real_tokens = getattr(model, "reads_real_tokens", False)  # as this package's tasks do
     around: Any
     for around in _models_around(model).values():
@@ -91,7 +97,8 @@ def swap_encoders(
         rules = vars(around).get("call_rules") or CallRules()
         rules.encoder_paths = paths
         rules.around_directly = any(around is base for encoder in encoders.values() for base in encoder.bases)
-        rules.unknown_reader = (observe or guard) and not _has_known_head(around) and not reads_real_tokens
+        rules.check = check
+        rules.unknown_reader = may_read_padding and not _has_known_head(around) and not reads_real_tokens
         is_outermost = any(around is outer for encoder in encoders.values() for outer in encoder.outer)
         if mlm_head == "labelled" and is_outermost:
             rules.labelled_head = rules.labelled_head or LabelledHead()

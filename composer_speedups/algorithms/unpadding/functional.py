@@ -38,7 +38,8 @@ def apply_unpadding(
             compares every model, ``"never"`` none.
 
     Returns:
-        Names of the encoders that were changed, without those that already run unpadded.
+        Names of the encoders that were changed, without those that already run unpadded. A second call replaces the
+        settings of the first.
 
     Raises:
         ValueError: An unsupported model, head or number. The model is not changed. In the first calls, a model whose
@@ -59,11 +60,17 @@ def apply_unpadding(
         raise ValueError(f"check must be 'auto', 'always' or 'never', not {check!r}")
     if not 1 <= pad_to_multiple_of <= LARGEST_MULTIPLE:
         raise ValueError(f"pad_to_multiple_of must be 1 to {LARGEST_MULTIPLE}, not {pad_to_multiple_of}")
-    before = models_around_encoders(model)
-    names = swap_encoders(model, pad_to_multiple_of, mlm_head, observe=check != "never")
-    if names or models_around_encoders(model) != before:  # a further head of an encoder that already runs unpadded
+    before = _checks(model)
+    names = swap_encoders(model, pad_to_multiple_of, mlm_head, check=check)
+    if names or _checks(model) != before:
+        stop_comparing(model)
         compare_first_calls(model, check, restore_encoders)
     return names
+
+
+def _checks(model: nn.Module) -> dict[nn.Module, str]:
+    """Map the models around encoders, which may be further heads of an unpadded encoder, to the check they have."""
+    return {around: around.call_rules.check for around in models_around_encoders(model)}
 
 
 def plan_unpadding(
@@ -102,8 +109,8 @@ def plan_unpadding(
     attention_mask = attention_mask.flatten(0, -2)
     if counts is None:
         counts = packing.count(attention_mask, labels)
-    layout = packing.layout(attention_mask.bool().to(device, non_blocking=True), counts)
-    packing.planned = (PlannedBatch(None, None, layout),)
+    mask_BS = attention_mask.bool().to(device, non_blocking=True)
+    packing.planned = (PlannedBatch(mask_BS, None, packing.layout(mask_BS, counts), by_values=True),)
 
 
 def undo_unpadding(model: nn.Module) -> list[str]:
