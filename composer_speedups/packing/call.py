@@ -69,8 +69,8 @@ class Call:
         head_slots: The slots for which a masked-LM head computes logits, int64 (M,); None for all.
         head_base: With ``head_slots``, the model inside the outermost one whose hidden states the head reads.
         padded: Whether the encoder must compute the batch as the untouched model does.
-        unobserved: Whether the batch is packed even if its reader is unknown, as for a comparison with the untouched
-            model.
+        trust_unknown_reader: Whether the batch is packed even if its reader is unknown, as for a comparison with the
+            untouched model.
         plan: What the encoder computes; None while no model directly around it runs.
     """
 
@@ -82,7 +82,7 @@ class Call:
     head_base: nn.Module | None = None
     head_slots: Tensor | None = None
     padded: bool = False
-    unobserved: bool = False
+    trust_unknown_reader: bool = False
     plan: CallPlan | None = None
 
 
@@ -128,10 +128,10 @@ def call_of(encoder: nn.Module) -> Call | None:
 
 
 @contextlib.contextmanager
-def forced(layout: Literal["padded", "packed"]) -> Iterator[None]:
+def forced(mode: Literal["padded", "packed"]) -> Iterator[None]:
     """Make this thread's forward passes compute what the untouched model computes (``"padded"``), or pack batches
     although it is not known whether their padding is read (``"packed"``), to compare the two."""
-    before, _current.forced = _current.forced, layout
+    before, _current.forced = _current.forced, mode
     try:
         yield
     finally:
@@ -156,7 +156,7 @@ class FirstCalls(Protocol):
 class ModelAroundEncoder(nn.Module):
     """The methods of a model around an unpadded encoder, mixed into the model's own class."""
 
-    prefix = "Unpadded"
+    prefix = ""
     inner_forward: ClassVar[Callable[..., Any]]
     argument_names: ClassVar[list[str]]
     call_rules: CallRules
@@ -199,14 +199,15 @@ class ModelAroundEncoder(nn.Module):
     def _outermost_call(self: Any, encoders: tuple[Any, ...], positional: list[str], inputs: dict[str, Any]) -> Call:
         rules = self.call_rules
         call = Call(encoders, self, unknown_reader=rules.unknown_reader)
-        call.padded, call.unobserved = _current.forced == "padded" or _is_traced(), _current.forced == "packed"
+        call.padded = _current.forced == "padded" or _is_traced()
+        call.trust_unknown_reader = _current.forced == "packed"
         if rules.first_calls is not None and _current.forced is None and not call.padded:
             call.padded = rules.first_calls.before(self, (), inputs, positional)
         labels = inputs.get("labels")
         if isinstance(labels, Tensor) and labels.ndim > 0:
             call.labels = labels
         if rules.first_token_readers is not None:
-            call.first_tokens_only = rules.first_token_readers.still()
+            call.first_tokens_only = rules.first_token_readers.is_unchanged()
         if rules.labelled_head is not None and not call.padded:
             rules.labelled_head.select(self, call, inputs)
         return call

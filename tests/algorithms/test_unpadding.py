@@ -183,7 +183,7 @@ def test_dropped_weights_are_scaled_as_in_eager_attention() -> None:
     plan = lay_out_tokens(mask, mask.numel(), 64)
     query, value = torch.zeros(1, 2, 256, 4), torch.ones(1, 2, 256, 4)
     torch.manual_seed(0)
-    sums, weights = unpadded_attention(nn.Identity(), query, query, value, None, dropout=0.25, unpadding=plan)
+    sums, weights = unpadded_attention(nn.Identity(), query, query, value, None, dropout=0.25, layout=plan)
     assert weights is None
     expected_deviation = (0.25 / 0.75 / 32) ** 0.5  # 32 weights of 1/32, each kept with probability 0.75
     assert abs(float(sums.mean()) - 1) < 0.02

@@ -95,7 +95,7 @@ class Sabotage(Algorithm):
             original = layer.forward
             layer.forward = lambda hidden, *args, **kwargs: original(hidden, *args, **kwargs)
             layer.register_forward_pre_hook(
-                lambda _, args, kwargs: (args, {k: v for k, v in kwargs.items() if k != "unpadding"}),
+                lambda _, args, kwargs: (args, {k: v for k, v in kwargs.items() if k != "layout"}),
                 with_kwargs=True,
                 prepend=True,
             )

@@ -12,7 +12,7 @@ from composer_speedups.algorithms.unpadding.first_calls import compare_first_cal
 from composer_speedups.core.comparison import Check
 from composer_speedups.packing.call import models_around_encoders
 from composer_speedups.packing.encoder import unpadded_encoders
-from composer_speedups.packing.labelled_head import MLMHead, count_labels, labelled_heads, lay_out_labels
+from composer_speedups.packing.labelled_head import MLMHead, count_labels, labelled_heads
 from composer_speedups.packing.planning import PlannedBatch
 from composer_speedups.packing.tokens import MULTIPLE
 
@@ -99,18 +99,17 @@ def plan_unpadding(
         raise ValueError(f"the model has {len(encoders)} unpadded encoders, not one; call apply_unpadding first")
     packing, device = encoders[0].packing, next(encoders[0].parameters()).device
     for head in labelled_heads(model):
-        head.layout = None
+        head.forget_plan()
         if labels is not None:
-            total = count_labels(labels)
-            head.layout = lay_out_labels(labels.to(device, non_blocking=True), total, packing.pad_to_multiple_of)
+            head.plan(labels.to(device, non_blocking=True), count_labels(labels))
     if attention_mask is None:
-        packing.planned = ()
+        packing.plan()
         return
     attention_mask = attention_mask.flatten(0, -2)
     if counts is None:
         counts = packing.count(attention_mask, labels)
     mask_BS = attention_mask.bool().to(device, non_blocking=True)
-    packing.planned = (PlannedBatch(mask_BS, None, packing.layout(mask_BS, counts), by_values=True),)
+    packing.plan([PlannedBatch(mask_BS, None, packing.layout(mask_BS, counts), by_values=True)])
 
 
 def undo_unpadding(model: nn.Module) -> list[str]:
