@@ -103,7 +103,7 @@ class Packing:
             between real tokens; None if holes do not matter.
         head_has_token_loss: Whether the outermost model's head computes a loss per slot, without using the mask.
         head_reads_first_slot: Whether the model's head reads each row's first slot, even if it is padding.
-        padding_reader: What was observed of code that may read padding; None if none is expected to.
+        padding_reader: Observes whether code that is not known reads padding; None to pack its batches unobserved.
         owner: ID of the object that changed the encoder and will restore it; None if a function changed it.
         planned, known_counts: See :meth:`plan`.
         counted: Number of calls that counted the tokens of their mask.

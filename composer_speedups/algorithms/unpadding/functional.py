@@ -81,7 +81,8 @@ def plan_unpadding(
 ) -> None:
     """Plan the packing of the model's next batch, so that its forward pass does not synchronize to count tokens.
 
-    Call it before every forward pass, or never: a mask of the same shape with other values is an error.
+    Call it before every forward pass, or before none. A call with another mask of the planned shape is an error. A call
+    with a mask of another shape counts its tokens itself.
 
     Args:
         model: A model with one encoder that :func:`apply_unpadding` changed.
