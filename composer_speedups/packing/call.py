@@ -227,8 +227,8 @@ def _module_at(model: nn.Module, path: str) -> Any:
     """The module of a name, without wrappers; None if there is none, as inside of some wrappers."""
     module: Any = model
     for name in path.split(".") if path else ():
-        module = unwrapped(getattr(module, name, None))
-    return module
+        module = getattr(module, name, None)
+    return unwrapped(module)
 
 
 def models_around_encoders(model: nn.Module) -> list[ModelAroundEncoder]:
