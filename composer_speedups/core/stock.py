@@ -205,7 +205,7 @@ class Untouched:
         """All modules inside a module."""
         return cls([inside for inside in module.modules() if inside is not module], module)
 
-    def still(self) -> bool:
+    def is_unchanged(self) -> bool:
         """Whether none of them was replaced, hooked, patched or configured differently since, and none of their
         parameters was added, removed or given another type, as quantization does."""
         if [*map(type, self._modules)] != self._kinds or [*map(_FORWARD, self._distinct)] != self._forwards:

@@ -145,7 +145,7 @@ class Family:
             probability, or None if there is no dropout.
         positions: Embeddings and ids (B, S) → position ids (B, S) or (1, S).
         reads: Name of a model's class and its config → what its head reads.
-        widest_with_holes: Config → the largest width of a batch in whose rows padding between real tokens does not
+        max_width_with_holes: Config → the largest width of a batch in whose rows padding between real tokens does not
             matter; None if it never does. Wider batches with such rows stay padded.
         packed_encoder: The class that runs the encoder on packed tokens; None for
             :class:`~.encoder.UnpaddedEncoder`.
@@ -176,7 +176,7 @@ class Family:
     dropouts: Callable[[Any], list[tuple[nn.Module, nn.Dropout] | None]] | None = None
     positions: Callable[[Any, Tensor], Tensor] = _buffered_positions
     reads: Callable[[str, Any], Reads] = default_head_reads
-    widest_with_holes: Callable[[Any], int | None] = lambda _: None
+    max_width_with_holes: Callable[[Any], int | None] = lambda _: None
     packed_encoder: type[Any] | None = None
     packed_attention: type[Any] | None = None
     block_flops: Callable[[Any, Tensor], int] | None = None

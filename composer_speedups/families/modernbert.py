@@ -69,7 +69,7 @@ class _UnpaddedModernBert(UnpaddedModel):
                 hidden,
                 attention_mask=None,
                 position_embeddings=angles[kind],
-                unpadding=layout,
+                layout=layout,
                 **kwargs,
             )
         return self.final_norm(hidden)
@@ -95,7 +95,7 @@ def _reads(model_class: str, config: Any) -> Reads:
     return default_head_reads(model_class, config)
 
 
-def _widest_with_holes(config: Any) -> int | None:
+def _max_width_with_holes(config: Any) -> int | None:
     """Up to this width, every slot is in every other's window, with or without holes between them."""
     return config.sliding_window + 1 if "sliding_attention" in (config.layer_types or ()) else None
 
@@ -136,7 +136,7 @@ FAMILY = Family(
     gated=True,
     dropouts=_dropouts,
     reads=_reads,
-    widest_with_holes=_widest_with_holes,
+    max_width_with_holes=_max_width_with_holes,
     packed_encoder=_UnpaddedModernBert,
     block_flops=_block_flops,
     activation="hidden_activation",

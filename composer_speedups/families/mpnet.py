@@ -59,7 +59,7 @@ class _UnpaddedAttention(nn.Module):
             value,
             None,
             dropped,
-            unpadding=position_bias.layout,
+            layout=position_bias.layout,
             position_bias=position_bias.bias_1ASS,
         )
         return (self.o(attended_1TAD.flatten(2)),)
@@ -80,7 +80,7 @@ class _UnpaddedMPNet(UnpaddedEncoder):
         bias_1ASS = self.compute_position_bias(packed.new_empty(1, layout.mask_BS.shape[1]))  # type: ignore[operator]
         for layer in self.layer:
             mark_dynamic(packed)
-            packed = layer(packed, None, _PackedBias(bias_1ASS, layout), unpadding=layout, **kwargs)[0]
+            packed = layer(packed, None, _PackedBias(bias_1ASS, layout), layout=layout, **kwargs)[0]
         last: Any = packed
         return BaseModelOutput(last_hidden_state=last)
 

@@ -57,7 +57,7 @@ class _UnpaddedT5(UnpaddedModel):
         bias_1ASS = first.layer[0].SelfAttention.compute_bias(width, width, device=packed.device)
         for block in self.block:
             mark_dynamic(packed)
-            packed = block(packed, None, bias_1ASS, unpadding=layout, **kwargs)[0]
+            packed = block(packed, None, bias_1ASS, layout=layout, **kwargs)[0]
         return self.dropout(self.final_layer_norm(packed))  # type: ignore[no-any-return]
 
 

@@ -21,7 +21,9 @@ from composer_speedups.packing.tokens import TokenLayout, gather_tokens, scatter
 __all__ = [
     "IMPLEMENTATION",
     "PackedAttentionConfig",
+    "attention_over_padded_rows",
     "has_16_bit_kernels",
+    "pack_heads",
     "real_keys",
     "repad",
     "supports_flash_attention",
@@ -63,7 +65,7 @@ def unpadded_attention(
     attention_mask: Any,
     dropout: float = 0.0,
     scaling: float | None = None,
-    unpadding: TokenLayout | None = None,
+    layout: TokenLayout | None = None,
     sliding_window: int | None = None,
     position_bias: Tensor | None = None,
     **kwargs: Any,
@@ -76,7 +78,7 @@ def unpadded_attention(
         attention_mask: Not used with a layout.
         dropout: Dropout probability of the attention weights.
         scaling: Scale of the scores; None for 1/√D.
-        unpadding: The layout of the packed tokens. Without it, the untouched model's attention function is called.
+        layout: The layout of the packed tokens. Without it, the untouched model's attention function is called.
         sliding_window: A token attends only to tokens of its row at a smaller distance than this; None for all. Flash
             attention counts packed tokens, so rows must not have holes.
         position_bias: Added to the scores between the slots of each row, (1, A, S, S). Not supported by flash
@@ -88,7 +90,7 @@ def unpadded_attention(
 
     Source: Dao, arXiv 2307.08691, through torch's aten operator.
     """
-    if unpadding is None:
+    if layout is None:
         given = {"sliding_window": sliding_window, "position_bias": position_bias}
         kwargs |= {name: value for name, value in given.items() if value is not None}
         attend = module.config.padded_attention()  # type: ignore[operator, union-attr]
@@ -99,10 +101,10 @@ def unpadded_attention(
     if position_bias is None and supports_flash_attention(query.device, query.dtype, query.shape[-1]):
         out_TAD = torch.ops.aten._flash_attention_forward(
             *packed_TAD,
-            unpadding.cu_seqlens,
-            unpadding.cu_seqlens,
-            unpadding.longest,  # shorter rows cost almost nothing
-            unpadding.longest,
+            layout.cu_seqlens,
+            layout.cu_seqlens,
+            layout.longest,  # shorter rows cost almost nothing
+            layout.longest,
             dropout,
             False,
             False,
@@ -111,19 +113,36 @@ def unpadded_attention(
             window_size_right=window,
         )[0]
         return out_TAD.unsqueeze(0), None
-    # Without a flash kernel: only q, k and v are moved back to their padded slots.
-    mask = real_keys(unpadding)
+    mask = real_keys(layout)
     # padding slots far from every token would attend to nothing, so each slot may attend to itself
     if window is not None:
-        distance_SS = _distances(unpadding.mask_BS.shape[1], query.device)
+        distance_SS = _distances(layout.mask_BS.shape[1], query.device)
         mask = (mask & (distance_SS <= window)) | (distance_SS == 0)
     if position_bias is not None:
         bias = position_bias.to(query.dtype)
         mask = bias.masked_fill(~mask, torch.finfo(bias.dtype).min)  # (B, A, S, S)
-    queries, keys, values = (repad(x.flatten(1), unpadding, heads) for x in packed_TAD)
-    out_BASD = F.scaled_dot_product_attention(queries, keys, values, mask, dropout, scale=scaling)
-    out_TH = gather_tokens(out_BASD.transpose(1, 2).reshape(unpadding.mask_BS.numel(), -1), unpadding.indices_T)
+    query_TH, key_TH, value_TH = (x.flatten(1) for x in packed_TAD)
+    out_TH = attention_over_padded_rows(query_TH, key_TH, value_TH, layout, heads, mask, dropout, scaling)
     return out_TH.view(1, -1, heads, query.shape[-1]), None
+
+
+def attention_over_padded_rows(
+    query_TH: Tensor,
+    key_TH: Tensor,
+    value_TH: Tensor,
+    layout: TokenLayout,
+    heads: int,
+    mask: Tensor,
+    dropout: float,
+    scaling: float | None = None,
+) -> Tensor:
+    """SDPA for which queries, keys and values are moved back to their slots, and the result is packed again, (T, H).
+
+    For devices and dtypes without a flash kernel. ``mask`` is SDPA's, (B, 1 or A, 1 or S, S).
+    """
+    queries, keys, values = (repad(x, layout, heads) for x in (query_TH, key_TH, value_TH))
+    out_BASD = F.scaled_dot_product_attention(queries, keys, values, mask, dropout, scale=scaling)
+    return pack_heads(out_BASD, layout)
 
 
 def supports_flash_attention(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
@@ -141,6 +160,11 @@ def repad(packed_TH: Tensor, layout: TokenLayout, heads: int) -> Tensor:
     """Packed queries, keys or values of all heads, (T, A·D), in their padded slots, (B, A, S, D); zeros at padding."""
     padded = scatter_tokens(packed_TH, layout.indices_T, layout.mask_BS.numel())
     return padded.view(*layout.mask_BS.shape, heads, -1).transpose(1, 2)
+
+
+def pack_heads(x_BASD: Tensor, layout: TokenLayout) -> Tensor:
+    """The inverse of :func:`repad`: all heads in their padded slots, (B, A, S, D) → packed tokens (T, A·D)."""
+    return gather_tokens(x_BASD.transpose(1, 2).reshape(layout.mask_BS.numel(), -1), layout.indices_T)
 
 
 def real_keys(layout: TokenLayout) -> Tensor:

@@ -34,6 +34,7 @@ __all__ = [
     "forced",
     "is_replica",
     "models_around_encoders",
+    "unwrapped",
 ]
 
 
@@ -59,7 +60,8 @@ class Call:
     """One call of the outermost of the models around an encoder; the models inside it use the same object.
 
     Attributes:
-        encoders: The encoders inside the model.
+        encoders: The encoders inside the model. One in a wrapper that may call it in any way is not among them, and
+            stays padded.
         outermost: The outermost model.
         labels: The labels that the outermost model was called with.
         unknown_reader: Whether the code that reads the outermost model's result is unknown.
@@ -67,8 +69,8 @@ class Call:
         head_slots: The slots for which a masked-LM head computes logits, int64 (M,); None for all.
         head_base: With ``head_slots``, the model inside the outermost one whose hidden states the head reads.
         padded: Whether the encoder must compute the batch as the untouched model does.
-        unobserved: Whether the batch is packed even if its reader is unknown, as for a comparison with the untouched
-            model.
+        trust_unknown_reader: Whether the batch is packed even if its reader is unknown, as for a comparison with the
+            untouched model.
         plan: What the encoder computes; None while no model directly around it runs.
     """
 
@@ -80,7 +82,7 @@ class Call:
     head_base: nn.Module | None = None
     head_slots: Tensor | None = None
     padded: bool = False
-    unobserved: bool = False
+    trust_unknown_reader: bool = False
     plan: CallPlan | None = None
 
 
@@ -92,6 +94,7 @@ class CallRules:
         encoder_paths: The names of the encoders inside it.
         around_directly: Whether it calls its encoder itself, not through another model.
         unknown_reader: See :class:`Call`; applies when it is the outermost model.
+        check: The setting by which ``first_calls`` was chosen.
         first_calls: A check of its first calls; None for no check.
         first_token_readers: The modules that read the encoder's result, if they read only first tokens; otherwise None.
             The last layer then computes first tokens only, until one of these modules is changed.
@@ -102,6 +105,7 @@ class CallRules:
     encoder_paths: tuple[str, ...] = ()
     around_directly: bool = False
     unknown_reader: bool = False
+    check: str = "never"
     first_calls: FirstCalls | None = None
     first_token_readers: Any = None
     labelled_head: Any = None
@@ -124,10 +128,10 @@ def call_of(encoder: nn.Module) -> Call | None:
 
 
 @contextlib.contextmanager
-def forced(layout: Literal["padded", "packed"]) -> Iterator[None]:
+def forced(mode: Literal["padded", "packed"]) -> Iterator[None]:
     """Make this thread's forward passes compute what the untouched model computes (``"padded"``), or pack batches
     although it is not known whether their padding is read (``"packed"``), to compare the two."""
-    before, _current.forced = _current.forced, layout
+    before, _current.forced = _current.forced, mode
     try:
         yield
     finally:
@@ -152,7 +156,7 @@ class FirstCalls(Protocol):
 class ModelAroundEncoder(nn.Module):
     """The methods of a model around an unpadded encoder, mixed into the model's own class."""
 
-    prefix = "Unpadded"
+    prefix = ""
     inner_forward: ClassVar[Callable[..., Any]]
     argument_names: ClassVar[list[str]]
     call_rules: CallRules
@@ -174,14 +178,14 @@ class ModelAroundEncoder(nn.Module):
         if len(args) > len(positional) or any(name in kwargs for name in positional):
             return type(self).inner_forward(self, *args, **kwargs)  # raises the usual TypeError
         inputs = {**dict(zip(positional, args, strict=True)), **kwargs}
-        encoders = tuple(self.get_submodule(path) for path in self.call_rules.encoder_paths)
-        around = call_of(encoders[0])
+        at_paths = [_module_at(self, path) for path in self.call_rules.encoder_paths]
+        encoders = tuple(module for module in at_paths if hasattr(type(module), "prepare_call"))
+        around = call_of(encoders[0]) if encoders else None
         call = self._outermost_call(encoders, positional, inputs) if around is None else around
         before, _current.call = _current.call, call
         try:
-            prepare_call = getattr(encoders[0], "prepare_call", None)  # None if its class was restored
-            if self.call_rules.around_directly and prepare_call is not None:
-                inputs = prepare_call(call, inputs)
+            if self.call_rules.around_directly and encoders:
+                inputs = encoders[0].prepare_call(call, inputs)
             # by position again, for a subclass whose forward takes *args or positional-only arguments
             rest = {name: value for name, value in inputs.items() if name not in positional}
             output = type(self).inner_forward(self, *(inputs[name] for name in positional), **rest)
@@ -195,17 +199,36 @@ class ModelAroundEncoder(nn.Module):
     def _outermost_call(self: Any, encoders: tuple[Any, ...], positional: list[str], inputs: dict[str, Any]) -> Call:
         rules = self.call_rules
         call = Call(encoders, self, unknown_reader=rules.unknown_reader)
-        call.padded, call.unobserved = _current.forced == "padded" or _is_traced(), _current.forced == "packed"
+        call.padded = _current.forced == "padded" or _is_traced()
+        call.trust_unknown_reader = _current.forced == "packed"
         if rules.first_calls is not None and _current.forced is None and not call.padded:
             call.padded = rules.first_calls.before(self, (), inputs, positional)
         labels = inputs.get("labels")
         if isinstance(labels, Tensor) and labels.ndim > 0:
             call.labels = labels
         if rules.first_token_readers is not None:
-            call.first_tokens_only = rules.first_token_readers.still()
+            call.first_tokens_only = rules.first_token_readers.is_unchanged()
         if rules.labelled_head is not None and not call.padded:
             rules.labelled_head.select(self, call, inputs)
         return call
+
+
+def unwrapped(module: Any) -> Any:
+    """A module without the wrappers of torch.compile and of FSDP1, which pass every call on to it unchanged."""
+    while isinstance(module, nn.Module):
+        inside = module._modules.get("_orig_mod", module._modules.get("_fsdp_wrapped_module"))
+        if inside is None:
+            break
+        module = inside
+    return module
+
+
+def _module_at(model: nn.Module, path: str) -> Any:
+    """The module of a name, without wrappers; None if there is none, as inside of some wrappers."""
+    module: Any = model
+    for name in path.split(".") if path else ():
+        module = getattr(module, name, None)
+    return unwrapped(module)
 
 
 def models_around_encoders(model: nn.Module) -> list[ModelAroundEncoder]:

@@ -59,8 +59,9 @@ def derived_class(mixin: Any, stock: Any) -> type[Any]:
 
     Its name is the stock class's name with ``mixin.prefix`` in front. It and its modules can be copied and pickled.
 
-    A mixin that is not an nn.Module does not become a base class; its ``complete(cls)`` adds the methods instead. For
-    ``class Mine(ABC, nn.Module)``, CPython refuses to assign a class whose first base is another than ``ABC``.
+    A mixin that is not an nn.Module does not become a base class; its ``complete(cls)`` adds the methods to the new
+    class instead. This works for every stock class. With the mixin as first base, CPython refuses to assign the new
+    class to a module of ``class Mine(ABC, nn.Module)``.
     """
     if (mixin, stock) not in _MADE:
         members = {"__module__": mixin.__module__, "_derived_from": (mixin, stock)}

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from composer_speedups.kernels.compiler import missing_c_compiler
-from composer_speedups.packing.attention import has_16_bit_kernels, real_keys, repad
-from composer_speedups.packing.tokens import TokenLayout, gather_tokens
+from composer_speedups.packing.attention import has_16_bit_kernels, pack_heads, real_keys, repad
+from composer_speedups.packing.tokens import TokenLayout
 
 __all__ = ["Relative", "disentangled_attention", "first_tokens_attention", "position_scores"]
 
@@ -64,8 +64,7 @@ def disentangled_attention(
         return attend(qkv, positions.contiguous(), relative.entries, layout.cu_seqlens, layout.longest, heads, dropout)
     queries, keys, values = (repad(x, layout, heads) for x in (query, key, value))
     bias_BASS = position_scores(queries, keys, positions, relative)
-    out_BASD = _attention(queries, keys, values, bias_BASS, layout, dropout)
-    return gather_tokens(out_BASD.transpose(1, 2).reshape(layout.mask_BS.numel(), -1), layout.indices_T)
+    return pack_heads(_attention(queries, keys, values, bias_BASS, layout, dropout), layout)
 
 
 def first_tokens_attention(

@@ -76,7 +76,7 @@ class UnpaddedEncoder(nn.Module):
 
     def _packed(self, packed: Tensor, layout: TokenLayout, **kwargs: Any) -> Any:
         """Run the layers on packed tokens, (1, T, H) → transformers' output."""
-        return super().forward(packed, attention_mask=None, unpadding=layout, **kwargs)
+        return super().forward(packed, attention_mask=None, layout=layout, **kwargs)
 
     def _scattered(self, packed: Tensor, plan: CallPlan) -> Tensor:
         """The packed last hidden state, (1, T, H) → (B, S, H), zeros at padding."""

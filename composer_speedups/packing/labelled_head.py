@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from composer_speedups.packing.call import Call, models_around_encoders
+from composer_speedups.packing.call import Call, ModelAroundEncoder, models_around_encoders, unwrapped
 from composer_speedups.packing.derived_classes import stock_class
 from composer_speedups.packing.tokens import (
-    COUNTED_ON_HOST,
+    COUNTED_ON_HOST_MESSAGE,
     IGNORED,
     MULTIPLE,
     TokenLayout,
@@ -34,7 +34,6 @@ __all__ = [
     "count_labels",
     "head_tokens",
     "labelled_heads",
-    "lay_out_labels",
 ]
 
 MLMHead = Literal["all", "labelled"]
@@ -50,8 +49,8 @@ class LabelledHead:
 
     Attributes:
         pad_to_multiple_of: M is rounded up to a multiple of it.
-        layout: The labelled tokens of the next call, from :func:`lay_out_labels`. Without it, the call counts them,
-            which synchronizes with the GPU.
+        layout: The labelled tokens of the next call, from :meth:`plan`. Without it, the call counts them, which
+            synchronizes with the GPU.
         ran: Whether a call computed the head for labelled tokens only.
     """
 
@@ -60,13 +59,25 @@ class LabelledHead:
         self.layout: TokenLayout | None = None
         self.ran = False
 
+    def plan(self, labels_BS: Tensor, total: int) -> None:
+        """Lay out the next call's labelled tokens, from its labels on its device and their :func:`count_labels`."""
+        self.layout = self._lay_out(labels_BS, total)
+
+    def forget_plan(self) -> None:
+        self.layout = None
+
     def select(self, model: PreTrainedModel, call: Call, inputs: dict[str, Any]) -> None:
         """Choose the slots of a call of the masked-LM model, and replace its labels in ``inputs`` by theirs."""
         labels = call.labels
         if not (model.training and torch.is_grad_enabled() and labels is not None and labels.ndim == 2):
             return
+        base = unwrapped(model.base_model)
+        if not isinstance(
+            base, ModelAroundEncoder
+        ):  # a wrapper, around a model that may be a replica in another thread
+            return
         indices_M, slots = self._layout_of(labels).indices_T, labels.numel()
-        call.head_slots, call.head_base = indices_M, model.base_model
+        call.head_slots, call.head_base = indices_M, base
         selected_M = labels.flatten().index_select(0, indices_M.clamp(max=slots - 1))
         inputs["labels"] = selected_M.where(indices_M < slots, IGNORED).unsqueeze(0)  # there are unused entries
         self.ran = True
@@ -77,19 +88,17 @@ class LabelledHead:
         torch._assert_async((self.layout.mask_BS == (labels_BS != IGNORED)).all(), _STALE)
         return self.layout
 
-    @run_eagerly(COUNTED_ON_HOST)
+    @run_eagerly(COUNTED_ON_HOST_MESSAGE)
     def _count_and_lay_out(self, labels_BS: Tensor) -> TokenLayout:
-        return lay_out_labels(labels_BS, count_labels(labels_BS), self.pad_to_multiple_of)
+        return self._lay_out(labels_BS, count_labels(labels_BS))
+
+    def _lay_out(self, labels_BS: Tensor, total: int) -> TokenLayout:
+        return lay_out_tokens(labels_BS != IGNORED, total, self.pad_to_multiple_of)
 
 
 def count_labels(labels_BS: Tensor) -> int:
     """Number of labelled tokens, on the host. Synchronizes if the labels are on a GPU."""
     return int((as_numpy(labels_BS) != IGNORED).sum())
-
-
-def lay_out_labels(labels_BS: Tensor, total: int, pad_to_multiple_of: int) -> TokenLayout:
-    """The layout of the tokens that the head computes, from labels on its device and the number of labelled tokens."""
-    return lay_out_tokens(labels_BS != IGNORED, total, pad_to_multiple_of)
 
 
 def labelled_heads(model: nn.Module) -> list[LabelledHead]:

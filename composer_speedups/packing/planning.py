@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,9 +19,9 @@ from torch import Tensor
 
 from composer_speedups.packing.call import Call, CallPlan
 from composer_speedups.packing.tokens import (
-    COUNTED_ON_HOST,
+    COUNTED_ON_HOST_MESSAGE,
     IGNORED,
-    READS_PADDING,
+    READS_PADDING_MESSAGE,
     STAYS_PADDED,
     TokenLayout,
     lay_out_tokens,
@@ -42,14 +42,16 @@ class PlannedBatch(NamedTuple):
 
     Attributes:
         mask: The tensor that the model will be called with, (B, S). Or one (B, texts, S), of which the encoder gets a
-            view, (B·texts, S). Or None, if any mask with the layout's values may be the batch's.
+            view, (B·texts, S).
         labels: The labels that the layout was made with; None if they were not known.
         layout: None for a batch that must stay padded.
+        by_values: Whether the model may be called with another tensor that has the values of ``mask``.
     """
 
-    mask: Tensor | None
+    mask: Tensor
     labels: Tensor | None
     layout: TokenLayout | None
+    by_values: bool = False
 
 
 class PaddingReader:
@@ -81,7 +83,7 @@ class PaddingReader:
             return
         reads = bool(gradient.any())
         if reads:
-            warnings.warn(f"batches stay padded: {READS_PADDING}", UserWarning, stacklevel=2)
+            warnings.warn(f"batches stay padded: {READS_PADDING_MESSAGE}", UserWarning, stacklevel=2)
         # Only after the backward pass: gradient checkpointing may still recompute this forward pass, which needs the
         # layout that it had.
         torch.autograd.Variable._execution_engine.queue_callback(functools.partial(self._conclude, reads))
@@ -97,29 +99,39 @@ class Packing:
     Attributes:
         config: The configuration of the model directly around the encoder.
         pad_to_multiple_of: The number of packed tokens is rounded up to a multiple of it.
-        widest_with_holes: A batch with more slots per row than this stays padded if one of its rows has padding between
-            real tokens; None if holes do not matter.
-        by_token: Whether the outermost model's head computes a loss per slot, without using the mask.
-        reads_first: Whether the model's head reads each row's first slot, even if it is padding.
-        padding_reader: What was observed of code that may read padding; None if none is expected to.
-        owner: ID of the :class:`Unpadding` instance that changed the encoder; None for :func:`apply_unpadding`.
-        planned: The coming batches. A call takes the layout that was made for its mask and labels, and checks that
-            their values did not change. A call without one counts its tokens, which synchronizes with the GPU.
-        known_counts: Masks (B, texts, S) and the :meth:`count` of their rows. A call whose mask is a view of some of
-            these rows takes their counts.
+        max_width_with_holes: A batch with more slots per row than this stays padded if one of its rows has padding
+            between real tokens; None if holes do not matter.
+        head_has_token_loss: Whether the outermost model's head computes a loss per slot, without using the mask.
+        head_reads_first_slot: Whether the model's head reads each row's first slot, even if it is padding.
+        padding_reader: Observes whether code that is not known reads padding; None to pack its batches unobserved.
+        owner: ID of the object that changed the encoder and will restore it; None if a function changed it.
+        planned, known_counts: See :meth:`plan`.
         counted: Number of calls that counted the tokens of their mask.
     """
 
     config: Any
     pad_to_multiple_of: int
-    widest_with_holes: int | None = None
-    by_token: bool = False
-    reads_first: bool = False
+    max_width_with_holes: int | None = None
+    head_has_token_loss: bool = False
+    head_reads_first_slot: bool = False
     padding_reader: PaddingReader | None = None
     owner: int | None = None
     planned: tuple[PlannedBatch, ...] = ()
     known_counts: tuple[tuple[Tensor, Sequence[int]], ...] = ()
     counted: int = 0
+
+    def plan(
+        self, planned: Iterable[PlannedBatch] = (), known_counts: Iterable[tuple[Tensor, Sequence[int]]] = ()
+    ) -> None:
+        """Replace the plans for the coming calls; without arguments, forget them.
+
+        Args:
+            planned: A call takes the layout that was made for its mask and labels, and checks that their values did not
+                change. A call without one counts its tokens, which synchronizes with the GPU.
+            known_counts: Masks (B, texts, S) and the :meth:`count` of their rows. A call whose mask is a view of some
+                of these rows takes their counts.
+        """
+        self.planned, self.known_counts = tuple(planned), tuple(known_counts)
 
     def count(self, mask_BS: Tensor, labels: Tensor | None = None) -> list[int]:
         """Real tokens of each row, on the host; :data:`.STAYS_PADDED` for a row that makes its batch stay padded.
@@ -128,20 +140,27 @@ class Packing:
         Synchronizes if the mask or the labels are on a GPU.
         """
         mask_BS = mask_BS.cpu()
-        padded = reads_padding(mask_BS, labels, by_token=self.by_token, first_slot=self.reads_first)
-        if self.widest_with_holes is not None and mask_BS.shape[1] > self.widest_with_holes:
+        padded = reads_padding(
+            mask_BS,
+            labels,
+            head_has_token_loss=self.head_has_token_loss,
+            head_reads_first_slot=self.head_reads_first_slot,
+        )
+        if self.max_width_with_holes is not None and mask_BS.shape[1] > self.max_width_with_holes:
             padded = [reads or hole for reads, hole in zip(padded, rows_with_holes(mask_BS), strict=True)]
         counts = row_counts(mask_BS)
         return [STAYS_PADDED if row_padded else count for count, row_padded in zip(counts, padded, strict=True)]
 
     def layout(self, mask_BS: Tensor, counts: Sequence[int]) -> TokenLayout | None:
-        """The layout of a batch on its device, from its :meth:`count`; None for a batch that stays padded."""
-        return None if STAYS_PADDED in counts else lay_out_tokens(mask_BS, sum(counts), self.pad_to_multiple_of)
+        """The layout of a batch on its device, from its :meth:`count`; None for a batch that stays padded, as an empty
+        one does."""
+        stays_padded = STAYS_PADDED in counts or not counts
+        return None if stays_padded else lay_out_tokens(mask_BS, sum(counts), self.pad_to_multiple_of)
 
     @property
     def padded_because(self) -> tuple[str, str]:
         """Reason and fix for a batch that :meth:`layout` leaves padded."""
-        if self.widest_with_holes is None:
+        if self.max_width_with_holes is None:
             return (
                 "the head reads padding: rows begin with padding, or padding has a label",
                 "pad on the right, and give padding the label -100",
@@ -163,9 +182,9 @@ class Packing:
         if call.padded or not isinstance(values, Tensor) or not self._can_pack(mask, inputs):
             return CallPlan()
         reader = self.padding_reader
-        reader_is_unknown = call.unknown_reader or (self.by_token and call.labels is None)
+        reader_is_unknown = call.unknown_reader or (self.head_has_token_loss and call.labels is None)
         guarded = False
-        if reader is not None and reader_is_unknown and mask is not None and not call.unobserved:
+        if reader is not None and reader_is_unknown and mask is not None and not call.trust_unknown_reader:
             guarded = True
             if reader.reads:
                 return CallPlan()
@@ -192,15 +211,22 @@ class Packing:
     def _layout_of(self, values: Tensor, mask_BS: Tensor | None, labels: Tensor | None) -> TokenLayout | None:
         """The layout planned for a call's mask, or else a new one; None to stay padded."""
         shape = values.shape[:2]
-        for _, planned_labels, layout in self._planned_for(mask_BS, shape):
-            if self.by_token and planned_labels is not None and labels is not None and planned_labels is not labels:
+        for planned, planned_labels, layout, by_values in self._planned_for(mask_BS, shape):
+            if (
+                self.head_has_token_loss
+                and planned_labels is not None
+                and labels is not None
+                and planned_labels is not labels
+            ):
                 continue  # other labels may be at padding positions
-            if layout is None:
+            if layout is None and not by_values:
                 return None
-            planned = layout.mask_BS
-            if planned.shape == shape:
-                torch._assert_async((planned.all() if mask_BS is None else (planned == mask_BS.bool()).all()), _STALE)
-                self._check_labels(planned, labels)
+            planned_BS = planned if layout is None else layout.mask_BS
+            if planned_BS.shape == shape:
+                expected = planned_BS.all() if mask_BS is None else (planned_BS == mask_BS.bool()).all()
+                torch._assert_async(expected, _STALE)
+                if layout is not None:
+                    self._check_labels(planned_BS, labels)
                 return layout
         if mask_BS is not None and mask_BS.shape != shape:
             return None
@@ -208,10 +234,10 @@ class Packing:
 
     def _planned_for(self, mask_BS: Tensor | None, shape: torch.Size) -> list[PlannedBatch]:
         """The planned batches whose mask a call has: as the same tensor, or as a view of it with all texts as rows."""
-        same = [batch for batch in self.planned if batch.mask is None or batch.mask is mask_BS]
+        same = [b for b in self.planned if b.mask is mask_BS or (b.by_values and b.mask.shape == shape)]
         if same or mask_BS is None:
             return same
-        texts = [(batch, batch.mask) for batch in self.planned if batch.mask is not None and batch.mask.ndim > 2]
+        texts = [(batch, batch.mask) for batch in self.planned if batch.mask.ndim > 2]
         if not torch.compiler.is_compiling():
             return [batch for batch, mask in texts if _rows_of(mask_BS, mask) == slice(0, mask.shape[:-1].numel())]
         # torch.compile cannot trace _rows_of. A mask of the right size is taken, if there is only one.
@@ -220,17 +246,17 @@ class Packing:
 
     def _check_labels(self, mask_BS: Tensor, labels: Tensor | None) -> None:
         """Check, without synchronizing, that no label of a planned batch is at a padding position."""
-        if self.by_token and labels is not None and labels.shape == mask_BS.shape:
+        if self.head_has_token_loss and labels is not None and labels.shape == mask_BS.shape:
             torch._assert_async(((labels == IGNORED) | mask_BS).all(), _LABELLED)
 
-    @run_eagerly(COUNTED_ON_HOST)
+    @run_eagerly(COUNTED_ON_HOST_MESSAGE)
     def _count_and_lay_out(self, values: Tensor, mask_BS: Tensor | None, labels: Tensor | None) -> TokenLayout | None:
         counts: Sequence[int] | None
         if mask_BS is None:
             mask_BS = values.new_ones(values.shape[:2], dtype=torch.bool)
             counts = [mask_BS.shape[1]] * len(mask_BS)
         else:
-            labels_matter = labels is not None and self.by_token  # known counts are of the mask alone
+            labels_matter = labels is not None and self.head_has_token_loss  # known counts are of the mask alone
             counts = None if labels_matter else self._known_counts_of(mask_BS)
             if counts is None:
                 self.counted += 1

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 __all__ = [
-    "COUNTED_ON_HOST",
+    "COUNTED_ON_HOST_MESSAGE",
     "IGNORED",
     "MULTIPLE",
-    "READS_PADDING",
+    "READS_PADDING_MESSAGE",
     "STAYS_PADDED",
     "TokenLayout",
     "as_numpy",
@@ -38,11 +38,11 @@ __all__ = [
 MULTIPLE = 64  # packed tokens are rounded up to a multiple of it by default, because matmuls are fastest then
 IGNORED = -100  # the label that torch's cross entropy ignores
 STAYS_PADDED = -1  # in place of a row's number of real tokens
-COUNTED_ON_HOST = (
+COUNTED_ON_HOST_MESSAGE = (
     "unpadding reads the number of tokens on the host; call plan_unpadding before each call, compile without "
     "fullgraph=True, or call undo_unpadding(model)"
 )
-READS_PADDING = (
+READS_PADDING_MESSAGE = (
     "unpadding: the loss reads outputs at padding positions, which are zeros; give padding the label -100, pool with "
     "the attention mask, or remove unpadding (for a bare model: undo_unpadding)"
 )
@@ -126,21 +126,24 @@ def rows_with_holes(mask_BS: Tensor) -> list[bool]:
     return [bool(row) for row in pieces > 1]
 
 
-def reads_padding(mask_BS: Tensor, labels: Tensor | None, *, by_token: bool, first_slot: bool) -> list[bool]:
+def reads_padding(
+    mask_BS: Tensor, labels: Tensor | None, *, head_has_token_loss: bool, head_reads_first_slot: bool
+) -> list[bool]:
     """Rows whose loss in the untouched model depends on outputs at padding positions. Such a batch stays padded.
 
     Args:
         mask_BS: The batch's attention mask. Synchronizes if it is on a GPU.
         labels: The batch's labels; -100 is ignored. None if there are none.
-        by_token: The head computes a loss per slot, without using the mask.
-        first_slot: The head reads each row's first slot. A row without tokens does not count if its label is ignored.
+        head_has_token_loss: The head computes a loss per slot, without using the mask.
+        head_reads_first_slot: The head reads each row's first slot. A row without tokens does not count if its label is
+            ignored.
     """
     mask = _on_host(mask_BS)
     known = None if labels is None or len(labels) != len(mask_BS) else as_numpy(labels)
-    reads = ~mask[:, 0] & first_slot
+    reads = ~mask[:, 0] & head_reads_first_slot
     if known is not None and known.ndim == 1 and known.dtype.kind != "f":  # a regression has no label to ignore
         reads &= mask.any(-1) | (known != IGNORED)
-    if known is not None and known.shape == mask.shape and by_token:
+    if known is not None and known.shape == mask.shape and head_has_token_loss:
         reads |= ((known != IGNORED) & ~mask).any(-1)
     return [bool(row) for row in reads]
 
@@ -242,6 +245,6 @@ class _Scatter(torch.autograd.Function):
         if ctx.guarded:
             largest_N = F.pad(torch.linalg.vector_norm(grad_NH.detach(), float("inf"), dim=-1), (0, 1))
             read_N = (largest_N > 0) & largest_N.isfinite()  # infinity times a zero mask is NaN, as when fp16 overflows
-            torch._assert_async(~read_N.index_fill_(0, indices_T, False).any(), READS_PADDING)
+            torch._assert_async(~read_N.index_fill_(0, indices_T, False).any(), READS_PADDING_MESSAGE)
         unused_T = (indices_T == slots)[:, None]
         return _gather(grad_NH, indices_T).masked_fill_(unused_T, 0), None, None, None

@@ -266,12 +266,14 @@ def test_what_training_does_to_parameters_is_no_change(family: Family) -> None:
         for parameter in layer.parameters():
             parameter.requires_grad_(False)
     model.double().float()
-    assert all(layer.untouched.still() for layer in fused)
+    assert all(layer.untouched.is_unchanged() for layer in fused)
     for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         again = [module for module in copied.modules() if isinstance(module, FusedLayer)]
-        assert all(layer.untouched.still() for layer in again)
+        assert all(layer.untouched.is_unchanged() for layer in again)
         linears(again[0])[0].weight = None
-        assert [layer.untouched.still() for layer in (again[0], fused[0])] == [False, True], "a copy looks at itself"
+        assert [layer.untouched.is_unchanged() for layer in (again[0], fused[0])] == [False, True], (
+            "a copy looks at itself"
+        )
 
 
 def test_shards_of_fsdp_are_no_change() -> None:
@@ -279,9 +281,9 @@ def test_shards_of_fsdp_are_no_change() -> None:
     layer = nn.Sequential(nn.Linear(2, 2))
     untouched = Untouched.inside(layer)
     untouched._types = [DTensor, DTensor]  # as if the snapshot had been taken of the shards
-    assert untouched.still()
+    assert untouched.is_unchanged()
     untouched._types = [DTensor]
-    assert not untouched.still()
+    assert not untouched.is_unchanged()
 
 
 def test_an_embedding_without_its_norms_bias_runs_the_stock_code() -> None:
@@ -289,6 +291,6 @@ def test_an_embedding_without_its_norms_bias_runs_the_stock_code() -> None:
     apply_unpadding(model)
     apply_fused_layers(model)
     embeddings: Any = model.bert.embeddings
-    assert embeddings.untouched.still()
+    assert embeddings.untouched.is_unchanged()
     embeddings.LayerNorm.bias = None
-    assert not embeddings.untouched.still()
+    assert not embeddings.untouched.is_unchanged()

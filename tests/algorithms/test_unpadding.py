@@ -39,7 +39,7 @@ def test_names_weights_modes_and_copies_are_kept() -> None:
     model.bert.embeddings.requires_grad_(False)
     seen: list[int] = []
     assert apply_unpadding(model, check="never") == ["bert.encoder"]  # a hook would have the model compared
-    assert apply_unpadding(model) == []
+    assert apply_unpadding(model, check="never") == []
     model.bert.encoder.register_forward_hook(lambda *_: seen.append(1))
     torch.testing.assert_close(model.state_dict(), reference.state_dict(), rtol=0, atol=0)
     assert not model.bert.encoder.training
@@ -108,6 +108,34 @@ def test_a_plan_is_valid_only_for_its_mask() -> None:
         plan_unpadding(reference, planned["attention_mask"])
 
 
+def test_a_plan_to_stay_padded_is_valid_only_for_its_mask() -> None:
+    reference, model, encoder = pair()
+    planned, other = batch([3, 7, 2], 9), batch([5, 7], 8)
+    planned["attention_mask"] = planned["attention_mask"].flip(1)  # the head reads padding
+    plan_unpadding(model, planned["attention_mask"])
+    compare(reference, model, planned)
+    assert encoder.ran == "padded"
+    compare(reference, model, other)
+    assert encoder.ran == "unpadded"
+    with pytest.raises(RuntimeError, match="differs from the planned one"):
+        model(**batch([3, 7, 2], 9))
+
+
+@pytest.mark.parametrize("planned", [False, True])
+def test_a_batch_without_rows_has_the_untouched_models_result_or_error(planned: bool) -> None:
+    reference, model, _ = pair()
+    inputs = {name: values[:0] for name, values in batch([3, 8]).items()}
+    if planned:
+        plan_unpadding(model, inputs["attention_mask"])
+    outcomes = []
+    for network in (reference, model):
+        try:
+            outcomes.append(str(network(**inputs).logits.shape))
+        except RuntimeError as error:
+            outcomes.append(str(error))
+    assert outcomes[0] == outcomes[1]
+
+
 def test_calls_count_their_tokens_unless_they_have_no_mask() -> None:
     reference, model, encoder = pair()
     inputs = batch([5, 5], 5)
@@ -155,7 +183,7 @@ def test_dropped_weights_are_scaled_as_in_eager_attention() -> None:
     plan = lay_out_tokens(mask, mask.numel(), 64)
     query, value = torch.zeros(1, 2, 256, 4), torch.ones(1, 2, 256, 4)
     torch.manual_seed(0)
-    sums, weights = unpadded_attention(nn.Identity(), query, query, value, None, dropout=0.25, unpadding=plan)
+    sums, weights = unpadded_attention(nn.Identity(), query, query, value, None, dropout=0.25, layout=plan)
     assert weights is None
     expected_deviation = (0.25 / 0.75 / 32) ** 0.5  # 32 weights of 1/32, each kept with probability 0.75
     assert abs(float(sums.mean()) - 1) < 0.02

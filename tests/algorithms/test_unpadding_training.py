@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from composer.core import Algorithm, Event, State
+from composer.devices import DeviceCPU
 from composer.loggers import Logger
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from transformers import AutoModelForQuestionAnswering
@@ -20,7 +21,16 @@ from composer_speedups.algorithms.unpadding.evidence import FirstForward, _probe
 from composer_speedups.core.errors import NotEngagedError, TechniqueError
 from composer_speedups.packing.encoder import unpadded_encoders
 from composer_speedups.packing.planning import Packing
-from tests.helpers.common import Recorder, batch, make_trainer, plain_batches, tiny_bert, trained
+from tests.helpers.common import (
+    Recorder,
+    batch,
+    data_spec,
+    final_weights,
+    make_trainer,
+    plain_batches,
+    tiny_bert,
+    trained,
+)
 from tests.helpers.exhaustive import SCOPES, family_params
 from tests.helpers.jobs import run
 from tests.helpers.masks import masked_batch
@@ -85,7 +95,7 @@ class Sabotage(Algorithm):
             original = layer.forward
             layer.forward = lambda hidden, *args, **kwargs: original(hidden, *args, **kwargs)
             layer.register_forward_pre_hook(
-                lambda _, args, kwargs: (args, {k: v for k, v in kwargs.items() if k != "unpadding"}),
+                lambda _, args, kwargs: (args, {k: v for k, v in kwargs.items() if k != "layout"}),
                 with_kwargs=True,
                 prepend=True,
             )
@@ -228,3 +238,35 @@ def test_the_probe_names_the_attention_operator(family: Family, monkeypatch: pyt
     (encoder,) = unpadded_encoders(trainer.state.model)
     assert any("attention" in operator for operator in _probe_attention(trainer.state, encoder))
     trainer.close()
+
+
+def test_a_patch_of_the_devices_method_that_was_there_before_remains() -> None:
+    device, seen = DeviceCPU(), []
+    patch = device.batch_to_device
+
+    def counted(batch: Any) -> Any:
+        seen.append(batch)
+        return patch(batch)
+
+    device.batch_to_device = counted  # type: ignore[method-assign]
+    fit(Unpadding(8), device=device, batches=plain_batches(2))
+    assert vars(device)["batch_to_device"] is counted
+    assert len(seen) == 2
+    untouched = DeviceCPU()
+    fit(Unpadding(8), device=untouched, batches=plain_batches(1))
+    assert "batch_to_device" not in vars(untouched)
+
+
+def test_masks_that_were_made_in_inference_mode() -> None:
+    """torch does not count their changes in place, so they are counted in the forward pass."""
+
+    def fetched(batch: Any) -> Any:
+        with torch.inference_mode():
+            return {**batch, "attention_mask": batch["attention_mask"].clone()}
+
+    weights = []
+    for techniques in ([Unpadding(8)], []):
+        data = data_spec(plain_batches(2), collate_fn=fetched)
+        trainer = trained(techniques, train_dataloader=data, batches=plain_batches(2))
+        weights.append(final_weights(trainer))
+    assert_near(*weights)

@@ -169,7 +169,7 @@ def test_the_floor_of_fused_layers_is_that_of_the_stock_model_and_its_products_a
     tokens = 64
     x, plan = torch.randn(1, tokens, 32, requires_grad=True), lay_out_tokens(torch.ones(4, 16), tokens)
     with Products():
-        first(x, unpadding=plan).sum().backward()
+        first(x, layout=plan).sum().backward()
     floor = sum(3 * product.rows * product.inputs * product.outputs for product in expected[: len(expected) // 2])
     assert multiplied == floor, "forward, input gradients and weight gradients"
 

@@ -25,7 +25,8 @@ from composer_speedups import (
 )
 from composer_speedups.core.catalogue import technique_names
 from composer_speedups.core.errors import TechniqueError
-from tests.helpers.common import make_trainer, tiny_bert
+from tests.helpers.common import batch, make_trainer, tiny_bert, without_labels
+from tests.helpers.models import fit_batches, tiny_model
 
 # Technique → the settings of the first call, and the settings that a second call is refused with, one at a time.
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -50,14 +51,13 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
 }
 # A later call replaces the settings; see the tests below and each technique's own tests.
-REPLACED = {"cuda_graphs", "fused_optimizer", "mixed_precision", "sdpa_attention", "tf32_matmul"}
+REPLACED = {"cuda_graphs", "fused_optimizer", "mixed_precision", "sdpa_attention", "tf32_matmul", "unpadding"}
 NEEDS = {"fused_layers": apply_unpadding}
-KEPT = {"unpadding"}  # encoders that are already unpadded keep their multiple
 
 
 def test_every_function_with_settings_is_in_one_of_the_lists() -> None:
     with_settings = {name for name in technique_names() if _settings(name)}
-    assert with_settings == set(REFUSED) | REPLACED | KEPT
+    assert with_settings == set(REFUSED) | REPLACED
     for name, (_, others) in REFUSED.items():
         assert set(others) == _settings(name)
 
@@ -171,3 +171,43 @@ def test_a_second_attention_backend_or_dtype_replaces_the_first() -> None:
     first: Any = model.forward
     apply_mixed_precision(model, "bf16")
     assert model.forward.without_autocast == first.without_autocast  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("heads", [("labelled", "all"), ("all", "labelled")])
+def test_unpaddings_last_head_holds(heads: tuple[Any, Any]) -> None:
+    model = tiny_model("bert", "mlm").train()
+    for head in heads:
+        apply_unpadding(model, 8, head)
+    (inputs,) = fit_batches(model, [batch([12, 7, 16])])
+    assert (model(**inputs).logits.shape[0] == 1) == (heads[-1] == "labelled")
+
+
+@pytest.mark.parametrize("checks", [("auto", "never"), ("never", "auto"), ("auto", "auto"), ("never", "always")])
+def test_unpaddings_last_check_holds(checks: tuple[Any, Any]) -> None:
+    """Without a head, ``"never"`` packs the first batch; otherwise gradients must show first that padding is not read.
+    Other than ``"never"``, each compares a model that has a hook."""
+    model = tiny_bert().bert
+    model.embeddings.register_forward_hook(lambda *_: None)
+    for check in checks:
+        apply_unpadding(model, 8, check=check)
+    calls: list[int] = []
+    model.embeddings.register_forward_hook(lambda *_: calls.append(1))
+    inputs = without_labels(batch([5, 12, 9]))
+    mask = inputs["attention_mask"][..., None]
+    for ran in ("padded", "unpadded") if checks[-1] != "never" else ("unpadded", "unpadded"):
+        output = model(**inputs).last_hidden_state
+        assert model.encoder.ran == ran
+        (output * mask).sum().backward()
+    assert len(calls) == (2 if checks[-1] == "never" else 4)
+
+
+def test_unpaddings_observations_and_comparisons_are_kept_with_the_same_settings() -> None:
+    model = tiny_bert().bert
+    apply_unpadding(model, 8)
+    inputs = without_labels(batch([5, 12, 9]))
+    (model(**inputs).last_hidden_state * inputs["attention_mask"][..., None]).sum().backward()
+    calls: list[int] = []
+    model.embeddings.register_forward_hook(lambda *_: calls.append(1))
+    assert apply_unpadding(model, 16) == []
+    assert model(**inputs).last_hidden_state.shape[1] == 12
+    assert (model.encoder.ran, len(calls)) == ("unpadded", 1)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from composer.models import ComposerModel
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 from transformers import (
     BertForPreTraining,
@@ -504,3 +505,104 @@ def test_a_compiled_model_with_and_without_a_plan(family: Family, fused: bool, p
             compared(reference, model, loss)
     assert ran(model) == ["unpadded"]
     assert len(unpadded_encoders(model)) == 1
+
+
+# A wrapper at the name of a part of the model, after the change.
+
+
+class Wrapper(nn.Module):
+    """Forwards unknown attributes to what it wraps, as FSDP and torch's checkpoint wrapper do."""
+
+    name = "inner"
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self._modules[self.name] = inner
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self._modules[self.name], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.get_submodule(self.name)(*args, **kwargs)
+
+
+class LikeFSDP1(Wrapper):
+    name = "_fsdp_wrapped_module"
+
+
+def compiled_part(part: nn.Module) -> Any:
+    torch.compiler.reset()
+    return torch.compile(part, backend="eager")
+
+
+@pytest.mark.parametrize(
+    ("path", "wrap"),
+    [
+        *product(["bert.encoder", "bert"], [compiled_part, LikeFSDP1, Wrapper, nn.DataParallel]),
+        ("bert.encoder", checkpoint_wrapper),
+    ],
+)
+@pytest.mark.parametrize("called_before", [False, True])
+def test_a_part_that_is_wrapped_later(path: str, wrap: Any, called_before: bool) -> None:
+    """Eager attention adds the mask to the scores, so that it must not get a mask of another kind."""
+    reference, model = pair(tiny_bert())
+    inputs = batch([5, 12, 9])
+    if called_before:
+        compared(reference, model, lambda module: module(**inputs).loss)
+    model.set_submodule(path, wrap(model.get_submodule(path)))
+    for lengths in ([5, 12, 9], [7, 3, 12]):
+        inputs = batch(lengths)
+        for module in (model, reference):
+            module.zero_grad()
+            module(**inputs).loss.backward()
+        assert_near(parameter_gradients(model), parameter_gradients(reference))
+        assert_near([model(**inputs).logits], [reference(**inputs).logits])
+        known = (
+            wrap in (compiled_part, LikeFSDP1) or path == "bert"
+        )  # of other wrappers it is unknown how they call the encoder
+        assert ran(model) == ["unpadded" if known else "padded"]
+
+
+@pytest.mark.parametrize("wrap", [compiled_part, LikeFSDP1, Wrapper])
+@pytest.mark.parametrize("path", ["bert.encoder", "bert"])
+def test_a_part_that_was_wrapped_before(wrap: Any, path: str) -> None:
+    reference, model = tiny_bert(), tiny_bert()
+    model.set_submodule(path, wrap(model.get_submodule(path)))
+    apply_unpadding(model, 8)
+    for lengths in ([5, 12, 9], [7, 3, 12]):
+        for module in (model, reference):
+            module.zero_grad()
+            module(**batch(lengths)).loss.backward()
+        assert_near(parameter_gradients(model), parameter_gradients(reference))
+        assert ran(model) == ["unpadded"]
+
+
+def parameter_gradients(model: Any) -> list[Tensor]:
+    """Gradients in the order of parameters, whose names a wrapper changes."""
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("wrap", [compiled_part, Wrapper, nn.DataParallel])
+@pytest.mark.parametrize("called_before", [False, True])
+def test_a_head_on_labelled_tokens_whose_base_is_wrapped_later(wrap: Any, called_before: bool) -> None:
+    """10 labels are rounded up to 64, which is also the number of slots: all shapes would fit, with wrong values."""
+    reference = tiny_model("bert", "mlm").train()
+    model = copy.deepcopy(reference)
+    apply_unpadding(model, 64, "labelled")
+    (inputs,) = fit_batches(model, [batch([16, 7, 3, 12], 16)])
+    labels = torch.full((4, 16), -100)
+    labels.view(-1)[[1, 3, 5, 8, 17, 20, 33, 34, 50, 55]] = torch.arange(10) + 3
+    inputs["labels"] = labels
+    if called_before:
+        compared(reference, model, lambda module: module(**inputs).loss)
+    model.bert = wrap(model.bert)
+    for _ in range(2):
+        for module in (model, reference):
+            module.zero_grad()
+            loss = module(**inputs).loss
+            loss.backward()
+        assert_near([model(**inputs).loss], [loss])
+        assert_near(parameter_gradients(model), parameter_gradients(reference))

@@ -210,7 +210,11 @@ def unfused_layers(model: nn.Module) -> dict[str, str]:
     for name, layer in _layers(model).items():
         config = encoders[id(layer)].packing.config
         if isinstance(layer, FusedLayer):
-            reason = None if layer.untouched.still() else _why_not(layer, name, config, built) or f"{name} was changed"
+            reason = (
+                None
+                if layer.untouched.is_unchanged()
+                else _why_not(layer, name, config, built) or f"{name} was changed"
+            )
         else:
             reason = _unsupported(config, layer) or _why_not(layer, name, config, built)
         if reason:

@@ -20,9 +20,9 @@ from composer_speedups.core.stock import Untouched
 from composer_speedups.core.trainer_state import autocast_dtype
 from composer_speedups.families.family import DropoutRates, Family, LayerModules, family_of
 from composer_speedups.kernels import Shape
-from composer_speedups.packing.attention import real_keys, repad
+from composer_speedups.packing.attention import attention_over_padded_rows, real_keys, repad
 from composer_speedups.packing.disentangled_attention import Relative, first_tokens_attention
-from composer_speedups.packing.tokens import TokenLayout, gather_tokens
+from composer_speedups.packing.tokens import TokenLayout
 
 
 class FusedLayer(nn.Module):
@@ -82,38 +82,38 @@ class FusedLayer(nn.Module):
         self,
         hidden_states: Tensor,
         *args: Any,
-        unpadding: TokenLayout | None = None,
+        layout: TokenLayout | None = None,
         first_tokens_only: bool = False,
         **kwargs: Any,
     ) -> Tensor:
-        """Map (1, T, H) to (1, T, H) with a plan; without one, call the original forward.
+        """Map (1, T, H) to (1, T, H) with a :class:`TokenLayout`; without one, call the original forward.
 
         With ``first_tokens_only``, only each row's first token of the last layer's output is read, so the others may be
         zeros.
         """
-        if unpadding is None:
+        if layout is None:
             self.ran = "stock"
             return super().forward(hidden_states, *args, **kwargs)
-        if not self.untouched.still():
+        if not self.untouched.is_unchanged():
             self.ran = "unfused"
-            return super().forward(hidden_states, *args, unpadding=unpadding, **kwargs)
+            return super().forward(hidden_states, *args, layout=layout, **kwargs)
         x_TH = hidden_states.squeeze(0)
         dtype = autocast_dtype(x_TH.device.type, x_TH.dtype)
         can_run_kernels = x_TH.is_cuda and dtype != torch.float32
         if first_tokens_only and self.is_last:
             self.ran = "triton for first tokens" if can_run_kernels else "first tokens"
-            out_TH = self.first_tokens(x_TH, unpadding, **kwargs)
+            out_TH = self.first_tokens(x_TH, layout, **kwargs)
         elif can_run_kernels:
             self.ran = "triton" if self.precision == "autocast" else "triton, fp8"
-            out_TH = self.by_kernels(x_TH, unpadding, dtype, **kwargs)
+            out_TH = self.by_kernels(x_TH, layout, dtype, **kwargs)
         else:
             self.ran = "torch"
-            out_TH = self.by_torch(x_TH, unpadding, **kwargs)
+            out_TH = self.by_torch(x_TH, layout, **kwargs)
         return out_TH.unsqueeze(0)
 
-    def by_kernels(self, x_TH: Tensor, plan: TokenLayout, dtype: torch.dtype, **_: Any) -> Tensor:
+    def by_kernels(self, x_TH: Tensor, layout: TokenLayout, dtype: torch.dtype, **_: Any) -> Tensor:
         """Map (T, H) to (T, H) with Triton kernels and matmuls in ``dtype``."""
-        inputs = (x_TH.to(dtype), self.layer_modules(), self.rates(), plan.cu_seqlens, plan.longest)
+        inputs = (x_TH.to(dtype), self.layer_modules(), self.rates(), layout.cu_seqlens, layout.longest)
         if self.precision == "autocast":
             from composer_speedups.algorithms.fused_layers.layer import fused_layer  # imports Triton
 
@@ -124,21 +124,21 @@ class FusedLayer(nn.Module):
 
         return float8_layer(*inputs, self.float8_scales, learn=self.training and torch.is_grad_enabled())
 
-    def by_torch(self, x_TH: Tensor, plan: TokenLayout, **_: Any) -> Tensor:
+    def by_torch(self, x_TH: Tensor, layout: TokenLayout, **_: Any) -> Tensor:
         """Map (T, H) to (T, H) with torch's operators."""
-        return plain_layer(x_TH, self.layer_modules(), self.rates(), plan)
+        return plain_layer(x_TH, self.layer_modules(), self.rates(), layout)
 
-    def first_tokens(self, x_TH: Tensor, plan: TokenLayout, **_: Any) -> Tensor:
+    def first_tokens(self, x_TH: Tensor, layout: TokenLayout, **_: Any) -> Tensor:
         """Compute the output of each row's first token, with zeros elsewhere, (T, H) → (T, H).
 
         It is for a last layer whose head reads only first tokens. Keys and values are computed for all tokens; queries
         and everything after attention, only for one token per row.
         """
-        modules, rates, first_BH = self.layer_modules(), self.rates(), _first_tokens(x_TH, plan)
+        modules, rates, first_BH = self.layer_modules(), self.rates(), _first_tokens(x_TH, layout)
         key_value = _projected(x_TH, modules.key, modules.value)
         query_BH = F.linear(first_BH, modules.query.weight, modules.query.bias)
-        attended_BH = _attend(query_BH, key_value, plan, modules.heads, rates.attention_weights)
-        return _among_zeros(_after_attention(attended_BH, first_BH, modules, rates), plan, len(x_TH))
+        attended_BH = _attend(query_BH, key_value, layout, modules.heads, rates.attention_weights)
+        return _scatter_first_tokens(_after_attention(attended_BH, first_BH, modules, rates), layout, len(x_TH))
 
 
 class FusedGatedLayer(FusedLayer):
@@ -147,36 +147,36 @@ class FusedGatedLayer(FusedLayer):
     ``position_embeddings`` are the cosines and sines of the tokens' rotary angles, (1, T, D).
     """
 
-    def by_kernels(self, x_TH: Tensor, plan: TokenLayout, dtype: torch.dtype, **kwargs: Any) -> Tensor:
+    def by_kernels(self, x_TH: Tensor, layout: TokenLayout, dtype: torch.dtype, **kwargs: Any) -> Tensor:
         """Map (T, H) to (T, H) with Triton kernels and matmuls in ``dtype``."""
         from composer_speedups.algorithms.fused_layers.gated_layer import gated_layer  # imports Triton
 
         cos_TD, sin_TD = (angles.squeeze(0) for angles in kwargs["position_embeddings"])
         inputs = (x_TH, self.layer_modules(), self.rates(), cos_TD, sin_TD)
-        return gated_layer(*inputs, plan.cu_seqlens, plan.longest, dtype)
+        return gated_layer(*inputs, layout.cu_seqlens, layout.longest, dtype)
 
-    def by_torch(self, x_TH: Tensor, plan: TokenLayout, **kwargs: Any) -> Tensor:
+    def by_torch(self, x_TH: Tensor, layout: TokenLayout, **kwargs: Any) -> Tensor:
         """Map (T, H) to (T, H) with the original forward."""
         stock: Any = super(FusedLayer, self)
-        return stock.forward(x_TH.unsqueeze(0), unpadding=plan, **kwargs).squeeze(0)  # type: ignore[no-any-return]
+        return stock.forward(x_TH.unsqueeze(0), layout=layout, **kwargs).squeeze(0)  # type: ignore[no-any-return]
 
-    def first_tokens(self, x_TH: Tensor, plan: TokenLayout, **kwargs: Any) -> Tensor:
+    def first_tokens(self, x_TH: Tensor, layout: TokenLayout, **kwargs: Any) -> Tensor:
         """Compute the output of each row's first token, with zeros elsewhere, (T, H) → (T, H)."""
         modules, rates = self.layer_modules(), self.rates()
         cos_TD, sin_TD = (angles.squeeze(0) for angles in kwargs["position_embeddings"])
         normed_TH = x_TH if modules.attention_norm is None else modules.attention_norm(x_TH)
         query, key_value = modules.qkv.weight.split([x_TH.shape[1], 2 * x_TH.shape[1]])
-        query_BAD = F.linear(_first_tokens(normed_TH, plan), query).unflatten(-1, (modules.heads, -1))
-        query_BAD = _rotated(query_BAD, *(_first_tokens(angles, plan) for angles in (cos_TD, sin_TD)))
+        query_BAD = F.linear(_first_tokens(normed_TH, layout), query).unflatten(-1, (modules.heads, -1))
+        query_BAD = _rotated(query_BAD, *(_first_tokens(angles, layout) for angles in (cos_TD, sin_TD)))
         key_TH, value_TH = F.linear(normed_TH, key_value).chunk(2, -1)
         key_TH = _rotated(key_TH.unflatten(-1, (modules.heads, -1)), cos_TD, sin_TD).flatten(1)
         key_value = torch.cat([key_TH, value_TH], 1)
         settings = (modules.heads, rates.attention_weights, modules.window)
-        attended_BH = _attend(query_BAD.flatten(1), key_value, plan, *settings)
-        summed = _first_tokens(x_TH, plan) + F.dropout(modules.out(attended_BH), rates.attention)
+        attended_BH = _attend(query_BAD.flatten(1), key_value, layout, *settings)
+        summed = _first_tokens(x_TH, layout) + F.dropout(modules.out(attended_BH), rates.attention)
         activated, gate = modules.up(modules.output_norm(summed)).chunk(2, -1)
         out_BH = summed + modules.down(F.dropout(F.gelu(activated) * gate, rates.output))
-        return _among_zeros(out_BH, plan, len(x_TH))
+        return _scatter_first_tokens(out_BH, layout, len(x_TH))
 
 
 class FusedDisentangledLayer(FusedLayer):
@@ -198,7 +198,7 @@ class FusedDisentangledLayer(FusedLayer):
         relative = kwargs.get("relative_pos")
         if not isinstance(relative, Relative):
             self.ran = "stock"
-        elif not self.untouched.still():
+        elif not self.untouched.is_unchanged():
             self.ran = "unfused"
         else:
             out_TH = self._disentangled(hidden_states.squeeze(0), relative, kwargs["rel_embeddings"])
@@ -209,17 +209,17 @@ class FusedDisentangledLayer(FusedLayer):
 
     def _disentangled(self, x_TH: Tensor, relative: Relative, rel_embeddings: Tensor) -> Tensor | None:
         """Return (T, H) and set :attr:`ran`, or return None if the kernels cannot run."""
-        modules, rates, plan = self.layer_modules(), self.rates(), relative.layout
+        modules, rates, layout = self.layer_modules(), self.rates(), relative.layout
         if relative.first_tokens_only and self.is_last:
             self.ran = "first tokens"
-            first_BH = _first_tokens(x_TH, plan)
+            first_BH = _first_tokens(x_TH, layout)
             query_BH = F.linear(first_BH, modules.query.weight, modules.query.bias)
             query_BAD = query_BH.unflatten(-1, (modules.heads, -1))
             key_value = _projected(x_TH, modules.key, modules.value)
-            key, value = (repad(half, plan, modules.heads) for half in key_value.chunk(2, -1))
+            key, value = (repad(half, layout, modules.heads) for half in key_value.chunk(2, -1))
             table = self.position_table(rel_embeddings)
             attended_BH = first_tokens_attention(query_BAD, key, value, table, relative, rates.attention_weights)
-            return _among_zeros(_after_attention(attended_BH, first_BH, modules, rates), plan, len(x_TH))
+            return _scatter_first_tokens(_after_attention(attended_BH, first_BH, modules, rates), layout, len(x_TH))
         dtype = autocast_dtype(x_TH.device.type, x_TH.dtype)
         if not x_TH.is_cuda or dtype == torch.float32:
             return None
@@ -228,17 +228,17 @@ class FusedDisentangledLayer(FusedLayer):
         self.ran = "triton"
         table = self.position_table(rel_embeddings).to(dtype)
         return disentangled_layer(
-            x_TH.to(dtype), modules, rates, table, relative.entries, plan.cu_seqlens, plan.longest
+            x_TH.to(dtype), modules, rates, table, relative.entries, layout.cu_seqlens, layout.longest
         )
 
 
-def plain_layer(x_TH: Tensor, modules: LayerModules, rates: DropoutRates, plan: TokenLayout) -> Tensor:
+def plain_layer(x_TH: Tensor, modules: LayerModules, rates: DropoutRates, layout: TokenLayout) -> Tensor:
     """Compute a BERT layer with torch's operators, (T, H) → (T, H)."""
-    qkv = _projected(x_TH, modules.query, modules.key, modules.value)
-    query, key, value = (repad(third, plan, modules.heads) for third in qkv.chunk(3, -1))
-    attended = F.scaled_dot_product_attention(query, key, value, real_keys(plan), rates.attention_weights)
-    packed = gather_tokens(attended.transpose(1, 2).reshape(plan.mask_BS.numel(), -1), plan.indices_T)
-    return _after_attention(packed, x_TH, modules, rates)
+    query_TH, key_TH, value_TH = _projected(x_TH, modules.query, modules.key, modules.value).chunk(3, -1)
+    attended_TH = attention_over_padded_rows(
+        query_TH, key_TH, value_TH, layout, modules.heads, real_keys(layout), rates.attention_weights
+    )
+    return _after_attention(attended_TH, x_TH, modules, rates)
 
 
 def _projected(x_TH: Tensor, *linears: nn.Linear) -> Tensor:
@@ -248,15 +248,15 @@ def _projected(x_TH: Tensor, *linears: nn.Linear) -> Tensor:
 
 
 def _attend(
-    query_BH: Tensor, key_value: Tensor, plan: TokenLayout, heads: int, dropout: float, window: int | None = None
+    query_BH: Tensor, key_value: Tensor, layout: TokenLayout, heads: int, dropout: float, window: int | None = None
 ) -> Tensor:
     """Compute the attention output of each row's first token, (B, H), from packed keys and values (T, 2·H)."""
     if key_value.is_cuda and key_value.dtype in (torch.bfloat16, torch.float16):
         from composer_speedups.kernels.first_token_attention import first_token_attention  # imports Triton
 
-        return first_token_attention(query_BH, key_value, plan.cu_seqlens, heads, dropout, window)
-    key, value = (repad(half, plan, heads) for half in key_value.chunk(2, -1))
-    seen = real_keys(plan)
+        return first_token_attention(query_BH, key_value, layout.cu_seqlens, heads, dropout, window)
+    key, value = (repad(half, layout, heads) for half in key_value.chunk(2, -1))
+    seen = real_keys(layout)
     if window is not None:  # a row longer than the window has padding only at its end, so its slots are positions
         seen = seen & (torch.arange(seen.shape[-1], device=seen.device) <= window)
     query = query_BH.unflatten(-1, (heads, 1, -1))
@@ -268,16 +268,17 @@ def _rotated(x_TAD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
     return (x_TAD * cos_TD[:, None] + turned * sin_TD[:, None]).to(x_TAD.dtype)
 
 
-def _first_tokens(x_TH: Tensor, plan: TokenLayout) -> Tensor:
-    """Return each row's first token, (T, H) → (B, H); an empty row gets another token, which _among_zeros drops."""
-    starts = plan.cu_seqlens[: plan.mask_BS.shape[0]].long()
+def _first_tokens(x_TH: Tensor, layout: TokenLayout) -> Tensor:
+    """Return each row's first token, (T, H) → (B, H). An empty row gets a token of another row, which
+    :func:`_scatter_first_tokens` drops."""
+    starts = layout.cu_seqlens[: layout.mask_BS.shape[0]].long()
     return x_TH.index_select(0, starts.clamp(max=len(x_TH) - 1))
 
 
-def _among_zeros(first_BH: Tensor, plan: TokenLayout, tokens: int) -> Tensor:
+def _scatter_first_tokens(first_BH: Tensor, layout: TokenLayout, tokens: int) -> Tensor:
     """Scatter each row's first token to its position among zeros, (B, H) → (T, H)."""
-    rows = plan.mask_BS.shape[0]
-    starts, ends = plan.cu_seqlens[:rows].long(), plan.cu_seqlens[1 : rows + 1]
+    rows = layout.mask_BS.shape[0]
+    starts, ends = layout.cu_seqlens[:rows].long(), layout.cu_seqlens[1 : rows + 1]
     slots = torch.where(ends > starts, starts, tokens)
     return first_BH.new_zeros(tokens + 1, first_BH.shape[1]).index_copy(0, slots, first_BH)[:-1]
 
@@ -344,7 +345,7 @@ class FusedEmbeddings(nn.Module):
         return (
             ids.is_cuda
             and autocast_dtype("cuda", self.LayerNorm.weight.dtype) != torch.float32
-            and self.untouched.still()
+            and self.untouched.is_unchanged()
             and not any(value is not None and (isinstance(value, Tensor) or value != 0) for value in others.values())
             and not torch.are_deterministic_algorithms_enabled()  # its backward pass adds atomically, in varying order
         )

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from transformers import PreTrainedModel
 
+from composer_speedups.core.comparison import Check
 from composer_speedups.families.blocks import blocks_of
 from composer_speedups.families.family import Family, Reads, family_of, family_titles
 from composer_speedups.packing.attention import PackedAttentionConfig
@@ -31,14 +32,14 @@ _REFUSED = {
 class _Encoder(NamedTuple):
     module: Any
     family: Family
-    bases: list[PreTrainedModel]  # the models directly around the encoder; ModernBERT's encoder is itself one
-    outer: list[PreTrainedModel]  # the outermost models; several heads may share an encoder
+    direct_parents: list[PreTrainedModel]  # models that call the encoder themselves; ModernBERT's encoder is its own
+    outermost_models: list[PreTrainedModel]  # several heads may share an encoder
 
     @property
     def heads(self) -> dict[str, Reads]:
         """Map the class name of each outermost model to what it reads of the encoder's result."""
-        config = self.bases[0].config
-        return {name: self.family.reads(name, config) for name in (type(model).__name__ for model in self.outer)}
+        config, names = self.direct_parents[0].config, (type(model).__name__ for model in self.outermost_models)
+        return {name: self.family.reads(name, config) for name in names}
 
 
 def swap_encoders(
@@ -47,19 +48,21 @@ def swap_encoders(
     mlm_head: MLMHead = "all",
     owner: int | None = None,
     *,
-    observe: bool = False,
+    check: Check = "never",
     guard: bool = False,
 ) -> list[str]:
     """Make every encoder in ``model`` run unpadded, and return the names of the newly changed ones.
 
+    The settings of the last call hold, also for encoders that an earlier one changed.
+
     Args:
         model: The model; changed in place.
-        pad_to_multiple_of, mlm_head: See :func:`apply_unpadding`.
+        pad_to_multiple_of, mlm_head, check: See :func:`apply_unpadding`. Other than with ``check="never"``, the code
+            that reads the model's outputs may read padding; batches stay padded until gradients have shown that it
+            does not.
         owner: See :class:`.Packing`. Encoders of another owner get this one.
-        observe: Whether the code that reads the model's outputs is unknown, so that gradients must show whether it
-            reads padding.
-        guard: Whether that code is unknown, but the first batch is compared with the untouched model. Batches are then
-            packed from the first on, and a gradient at padding is an error.
+        guard: As ``check``, but the caller compares the first batch with the untouched model. Batches are packed from
+            the first on, and a gradient at padding is an error.
 
     Raises:
         ValueError: The model has no encoder, one that cannot run unpadded, or a head that does not support
@@ -69,17 +72,20 @@ def swap_encoders(
     for encoder in encoders.values():
         _check(encoder)
         if mlm_head == "labelled":
-            for outer in encoder.outer:
+            for outer in encoder.outermost_models:
                 check_labelled_head(outer)
     changed = []
+    may_read_padding = guard or check != "never"
     for name, encoder in encoders.items():
         if not isinstance(encoder.module, UnpaddedEncoder):
             _change_classes(encoder, owner, pad_to_multiple_of)
             changed.append(name)
         _update_packing(encoder, owner, pad_to_multiple_of)
         packing = encoder.module.packing
-        if (observe or guard) and packing.padding_reader is None:
-            packing.padding_reader = PaddingReader(reads=None if observe else False)
+        if not may_read_padding:
+            packing.padding_reader = None
+        elif packing.padding_reader is None:
+            packing.padding_reader = PaddingReader(reads=False if guard else None)
     reads_real_tokens = getattr(model, "reads_real_tokens", False)  # as this package's tasks do
     around: Any
     for around in _models_around(model).values():
@@ -90,9 +96,10 @@ def swap_encoders(
             around.__class__ = derived_class(ModelAroundEncoder, type(around))
         rules = vars(around).get("call_rules") or CallRules()
         rules.encoder_paths = paths
-        rules.around_directly = any(around is base for encoder in encoders.values() for base in encoder.bases)
-        rules.unknown_reader = (observe or guard) and not _has_known_head(around) and not reads_real_tokens
-        is_outermost = any(around is outer for encoder in encoders.values() for outer in encoder.outer)
+        rules.around_directly = any(around is base for encoder in encoders.values() for base in encoder.direct_parents)
+        rules.check = check
+        rules.unknown_reader = may_read_padding and not _has_known_head(around) and not reads_real_tokens
+        is_outermost = any(around is outer for encoder in encoders.values() for outer in encoder.outermost_models)
         if mlm_head == "labelled" and is_outermost:
             rules.labelled_head = rules.labelled_head or LabelledHead()
             rules.labelled_head.pad_to_multiple_of = pad_to_multiple_of
@@ -111,8 +118,8 @@ def _has_known_head(around: ModelAroundEncoder) -> bool:
 def _change_classes(encoder: _Encoder, owner: int | None, pad_to_multiple_of: int) -> None:
     module, family = encoder.module, encoder.family
     module.__class__ = derived_class(family.packed_encoder or UnpaddedEncoder, type(module))
-    config = encoder.bases[0].config
-    module.packing = Packing(config, pad_to_multiple_of, family.widest_with_holes(config), owner=owner)
+    config = encoder.direct_parents[0].config
+    module.packing = Packing(config, pad_to_multiple_of, family.max_width_with_holes(config), owner=owner)
     for inside in module.modules():
         if family.packed_attention is not None:
             if family.has("attention", type(inside)):
@@ -126,9 +133,9 @@ def _update_packing(encoder: _Encoder, owner: int | None, pad_to_multiple_of: in
     packing, reads = encoder.module.packing, {*encoder.heads.values()}
     if packing.owner is not None:
         packing.owner = owner
-    packing.config, packing.pad_to_multiple_of = encoder.bases[0].config, pad_to_multiple_of
-    packing.by_token = packing.by_token or bool(reads & {Reads.LABELLED_TOKENS, Reads.UNKNOWN})
-    packing.reads_first = packing.reads_first or not reads <= {Reads.LABELLED_TOKENS, Reads.REAL_TOKENS}
+    packing.config, packing.pad_to_multiple_of = encoder.direct_parents[0].config, pad_to_multiple_of
+    packing.head_has_token_loss |= bool(reads & {Reads.LABELLED_TOKENS, Reads.UNKNOWN})
+    packing.head_reads_first_slot |= not reads <= {Reads.LABELLED_TOKENS, Reads.REAL_TOKENS}
 
 
 def _eager_attention(kind: type[nn.Module]) -> Callable[..., Any] | None:
@@ -196,7 +203,7 @@ def _find_encoders(model: nn.Module) -> dict[str, _Encoder]:
             )
         first = names.setdefault(module, name)
         encoder = encoders.setdefault(first, _Encoder(module, family, [], []))
-        for models, model_around in ((encoder.bases, bases[-1]), (encoder.outer, bases[0])):
+        for models, model_around in ((encoder.direct_parents, bases[-1]), (encoder.outermost_models, bases[0])):
             if model_around not in models:
                 models.append(model_around)
     if not encoders:
@@ -206,7 +213,7 @@ def _find_encoders(model: nn.Module) -> dict[str, _Encoder]:
 
 
 def _check(encoder: _Encoder) -> None:
-    config, family = encoder.bases[0].config, encoder.family
+    config, family = encoder.direct_parents[0].config, encoder.family
     for head, reads in encoder.heads.items():
         if reads in _REFUSED:
             raise ValueError(f"unpadding does not support {head}, {_REFUSED[reads]}")

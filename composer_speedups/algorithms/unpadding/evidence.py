@@ -61,7 +61,7 @@ class FirstForward:
 
     def _see(self, _layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         relative = kwargs.get("relative_pos")
-        layout = relative.layout if isinstance(relative, Relative) else kwargs.get("unpadding")
+        layout = relative.layout if isinstance(relative, Relative) else kwargs.get("layout")
         if isinstance(layout, TokenLayout) and args[0].shape[:2] == (1, len(layout.indices_T)):
             self._layout = layout
             self._layers += 1
@@ -134,5 +134,5 @@ def _probe_attention(state: State, encoder: UnpaddedEncoder) -> list[str]:
         biased = family is not None and family.position_bias
         bias = query.new_zeros(1, heads, 4, 4) if biased else None
         with recorder:
-            unpadded_attention(encoder, query, query, query, None, unpadding=layout, position_bias=bias)
+            unpadded_attention(encoder, query, query, query, None, layout=layout, position_bias=bias)
     return operators_among(recorder.counts)

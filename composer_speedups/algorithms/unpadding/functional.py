@@ -12,7 +12,7 @@ from composer_speedups.algorithms.unpadding.first_calls import compare_first_cal
 from composer_speedups.core.comparison import Check
 from composer_speedups.packing.call import models_around_encoders
 from composer_speedups.packing.encoder import unpadded_encoders
-from composer_speedups.packing.labelled_head import MLMHead, count_labels, labelled_heads, lay_out_labels
+from composer_speedups.packing.labelled_head import MLMHead, count_labels, labelled_heads
 from composer_speedups.packing.planning import PlannedBatch
 from composer_speedups.packing.tokens import MULTIPLE
 
@@ -38,7 +38,8 @@ def apply_unpadding(
             compares every model, ``"never"`` none.
 
     Returns:
-        Names of the encoders that were changed, without those that already run unpadded.
+        Names of the encoders that were changed, without those that already run unpadded. A second call replaces the
+        settings of the first.
 
     Raises:
         ValueError: An unsupported model, head or number. The model is not changed. In the first calls, a model whose
@@ -59,11 +60,17 @@ def apply_unpadding(
         raise ValueError(f"check must be 'auto', 'always' or 'never', not {check!r}")
     if not 1 <= pad_to_multiple_of <= LARGEST_MULTIPLE:
         raise ValueError(f"pad_to_multiple_of must be 1 to {LARGEST_MULTIPLE}, not {pad_to_multiple_of}")
-    before = models_around_encoders(model)
-    names = swap_encoders(model, pad_to_multiple_of, mlm_head, observe=check != "never")
-    if names or models_around_encoders(model) != before:  # a further head of an encoder that already runs unpadded
+    before = _checks(model)
+    names = swap_encoders(model, pad_to_multiple_of, mlm_head, check=check)
+    if names or _checks(model) != before:
+        stop_comparing(model)
         compare_first_calls(model, check, restore_encoders)
     return names
+
+
+def _checks(model: nn.Module) -> dict[nn.Module, str]:
+    """Map the models around encoders, which may be further heads of an unpadded encoder, to the check they have."""
+    return {around: around.call_rules.check for around in models_around_encoders(model)}
 
 
 def plan_unpadding(
@@ -74,7 +81,8 @@ def plan_unpadding(
 ) -> None:
     """Plan the packing of the model's next batch, so that its forward pass does not synchronize to count tokens.
 
-    Call it before every forward pass, or never: a mask of the same shape with other values is an error.
+    Call it before every forward pass, or before none. A call with another mask of the planned shape is an error. A call
+    with a mask of another shape counts its tokens itself.
 
     Args:
         model: A model with one encoder that :func:`apply_unpadding` changed.
@@ -92,18 +100,17 @@ def plan_unpadding(
         raise ValueError(f"the model has {len(encoders)} unpadded encoders, not one; call apply_unpadding first")
     packing, device = encoders[0].packing, next(encoders[0].parameters()).device
     for head in labelled_heads(model):
-        head.layout = None
+        head.forget_plan()
         if labels is not None:
-            total = count_labels(labels)
-            head.layout = lay_out_labels(labels.to(device, non_blocking=True), total, packing.pad_to_multiple_of)
+            head.plan(labels.to(device, non_blocking=True), count_labels(labels))
     if attention_mask is None:
-        packing.planned = ()
+        packing.plan()
         return
     attention_mask = attention_mask.flatten(0, -2)
     if counts is None:
         counts = packing.count(attention_mask, labels)
-    layout = packing.layout(attention_mask.bool().to(device, non_blocking=True), counts)
-    packing.planned = (PlannedBatch(None, None, layout),)
+    mask_BS = attention_mask.bool().to(device, non_blocking=True)
+    packing.plan([PlannedBatch(mask_BS, None, packing.layout(mask_BS, counts), by_values=True)])
 
 
 def undo_unpadding(model: nn.Module) -> list[str]:

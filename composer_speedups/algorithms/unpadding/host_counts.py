@@ -42,13 +42,17 @@ class HostCounts:
     def __init__(self, device: Device, count: Callable[[Tensor, Tensor | None], list[int]]) -> None:
         self._device, self._count = device, count
         self._move = device.batch_to_device
+        self._patch = vars(device).get("batch_to_device")  # other code's, which replaced the class's method
         self._known: dict[int, tuple[Tensor, int, Any]] = {}  # by id: the tensor, its version, and its facts
         device.batch_to_device = self._count_and_move  # type: ignore[method-assign]
 
     def close(self) -> None:
-        """Give the device its method back."""
+        """Give the device the method back that it had."""
         if vars(self._device).get("batch_to_device") == self._count_and_move:
-            del self._device.batch_to_device
+            if self._patch is None:
+                del self._device.batch_to_device
+            else:
+                self._device.batch_to_device = self._patch  # type: ignore[method-assign]
         self._known.clear()
 
     def _count_and_move(self, batch: Any) -> Any:
@@ -63,7 +67,8 @@ class HostCounts:
         self._known.clear()
         for name, fact in facts.items():
             tensor = moved[name]
-            self._known[id(tensor)] = (tensor, tensor._version, fact)
+            if not tensor.is_inference():  # such a tensor has no version
+                self._known[id(tensor)] = (tensor, tensor._version, fact)
         return moved
 
     def of(self, tensor: Tensor) -> Any:

@@ -22,7 +22,6 @@ from composer_speedups.packing.labelled_head import (
     MLMHead,
     count_labels,
     labelled_heads,
-    lay_out_labels,
 )
 from composer_speedups.packing.planning import Packing, PlannedBatch
 from composer_speedups.packing.tokens import MULTIPLE, token_masks
@@ -101,7 +100,7 @@ class Unpadding(ParityCheckedTechnique):
             self._labelled += total
             self._label_slots += labels.numel()
             for head in self._heads:
-                head.layout = lay_out_labels(labels, total, self.pad_to_multiple_of)
+                head.plan(labels, total)
 
     def eval_before_forward(self, state: State) -> None:
         self._plan(state)
@@ -125,9 +124,9 @@ class Unpadding(ParityCheckedTechnique):
                 mask = state.batch[name]
                 labels = self._host_counts().labels_of(name, mask, state.batch)
                 planned.append(PlannedBatch(mask, labels, packing.layout(mask.flatten(0, -2), fact.counts)))
-            packing.planned = tuple(planned)
-            packing.known_counts = tuple(
-                (state.batch[name], fact.counts) for name, fact in facts.items() if state.batch[name].ndim > 2
+            packing.plan(
+                planned,
+                [(state.batch[name], fact.counts) for name, fact in facts.items() if state.batch[name].ndim > 2],
             )
         return facts
 
@@ -155,9 +154,9 @@ class Unpadding(ParityCheckedTechnique):
 
     def _forget(self) -> None:
         for head in self._heads:
-            head.layout = None
+            head.forget_plan()
         for packing in self._packings():
-            packing.planned, packing.known_counts = (), ()
+            packing.plan()
 
     def watch(self, state: State) -> None:
         self._first.watch(state, self._encoders, self.watching)
