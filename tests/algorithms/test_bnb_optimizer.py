@@ -211,5 +211,5 @@ def test_refused_models_are_not_changed() -> None:
 
 def test_only_a_stable_embedding_conflicts_with_lora() -> None:
     refuse_conflicts([LoRA(), BnbOptimizer()])
-    with pytest.raises(TechniqueError, match="conflicts with .*: lora freezes the word embedding, and a stable em"):
+    with pytest.raises(TechniqueError, match=r"conflicts with .*: lora freezes the word embedding, and a stable em"):
         refuse_conflicts([LoRA(), BnbOptimizer(stable_embedding=True)])
