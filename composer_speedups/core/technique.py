@@ -118,7 +118,8 @@ class Technique(Settings, Algorithm, eq=False, strict=True):
         conflicts: Techniques that it cannot be combined with.
         gain: Expected speedup, which orders the trials of tune.
         trials: Variants that tune tries; empty if it costs time by design.
-        purpose: What the technique improves. README, the card and tune mention it unless it is "saves time".
+        purpose: What the technique improves. README's table has it; the card and tune mention it unless it is "saves
+            time".
         computes_on_host: Part of the training step runs on the CPU.
         matmul_precision: The precision whose peak rate model FLOPs utilization refers to.
         fixed_shapes: It depends on the shape of the batch, so the micro-batch size must not change during training.

@@ -155,7 +155,8 @@ def find_files(name: str, key: str) -> list[str]:
     path = os.path.expanduser(name)
     paths = [path]
     if is_address(path) and glob.has_magic(path):
-        paths = [file.full_name for file in fsspec.open_files(path)]
+        with _readable(path, key):
+            paths = [file.full_name for file in fsspec.open_files(path)]
     elif glob.has_magic(path) and not os.path.isfile(path):
         paths = sorted(glob.glob(path, recursive=True))
     if not paths:
@@ -200,7 +201,7 @@ def _readable(path: str, key: str) -> Iterator[None]:
         yield
     except DataError:
         raise
-    except (pyarrow.ArrowException, OSError, ValueError, csv.Error) as error:
+    except (pyarrow.ArrowException, OSError, ValueError, csv.Error, ImportError) as error:  # fsspec lacks a package
         is_text = isinstance(error, UnicodeDecodeError) and _suffix(path) in _TEXT_READERS
         problem = _not_utf8(path) if is_text else f"cannot be read ({first_line(error)})"
         raise DataError(f"{key}: {path} {problem}") from error

@@ -13,13 +13,13 @@ from composer.models import HuggingFaceModel
 from torch import Tensor, nn
 from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification
 
-from composer_speedups import BnbOptimizer, apply_bnb_optimizer
+from composer_speedups import BnbOptimizer, LoRA, apply_bnb_optimizer
 from composer_speedups.algorithms.bnb_optimizer.functional import page_again, paged_tensors
 from composer_speedups.algorithms.bnb_optimizer.stable_embedding import apply_stable_embedding, folded_weights
 from composer_speedups.core.errors import NotEngagedError, TechniqueError
 from composer_speedups.core.optimizer_evidence import state_bits
 from composer_speedups.core.requirements import Context
-from composer_speedups.core.technique import screen
+from composer_speedups.core.technique import refuse_conflicts, screen
 from composer_speedups.tasks.export import export_model
 from tests.helpers.common import (
     assert_not_engaged,
@@ -207,6 +207,9 @@ def test_refused_models_are_not_changed() -> None:
     two = nn.ModuleList([nn.Embedding(4, 4), nn.Embedding(4, 4)])
     with pytest.raises(ValueError, match="the model has 2 embeddings and no get_input_embeddings"):
         apply_stable_embedding(two)
-    context = Context(torch.device("cpu"), techniques=frozenset({"lora"}))
-    unmet = [r.reason for r in BnbOptimizer(stable_embedding=True).requirements(context) if not r.met]
-    assert unmet == ["lora freezes the word embedding, and a stable embedding must be trained"]
+
+
+def test_only_a_stable_embedding_conflicts_with_lora() -> None:
+    refuse_conflicts([LoRA(), BnbOptimizer()])
+    with pytest.raises(TechniqueError, match=r"conflicts with .*: lora freezes the word embedding, and a stable em"):
+        refuse_conflicts([LoRA(), BnbOptimizer(stable_embedding=True)])

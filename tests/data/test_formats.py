@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import fsspec
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -226,6 +227,14 @@ def test_files_that_do_not_exist_or_have_another_format_are_refused(read: Reader
     }.items():
         with pytest.raises(DataError, match=rf"^data\.train_file: {message}"):
             read(name, Classification(labels=["0", "1"]))
+
+
+@both
+@pytest.mark.parametrize("name", ["a.csv", "*.csv"])
+def test_an_address_whose_package_is_missing_is_refused_in_one_line(name: str, read: Reader) -> None:
+    fsspec.register_implementation("absent", "no_such_package.Files", clobber=True, errtxt="Install no_such_package")
+    with pytest.raises(DataError, match=r"^data\.train_file: absent://.* cannot be read \(Install no_such_package\)$"):
+        read(f"absent://bucket/{name}", Classification(labels=["0", "1"]))
 
 
 NOT_UTF8 = {

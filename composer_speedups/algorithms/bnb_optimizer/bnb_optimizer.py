@@ -14,7 +14,7 @@ from composer_speedups.algorithms.bnb_optimizer.functional import apply_bnb_opti
 from composer_speedups.algorithms.bnb_optimizer.stable_embedding import folded_weights, stable_embeddings
 from composer_speedups.core.optimizer_technique import OptimizerSwapTechnique
 from composer_speedups.core.requirements import Context, Requirement, needs_cuda, needs_package
-from composer_speedups.core.technique import Exactness, Variant
+from composer_speedups.core.technique import Conflict, Exactness, Variant
 from composer_speedups.core.trainer_state import model_of
 
 
@@ -31,6 +31,14 @@ class BnbOptimizer(OptimizerSwapTechnique):
     name = "bnb_optimizer"
     exactness = "recipe"
     purpose = "saves memory"
+    conflicts = (
+        *OptimizerSwapTechnique.conflicts,
+        Conflict(
+            "lora",
+            "lora freezes the word embedding, and a stable embedding (stable_embedding: true) must be trained",
+            when=lambda bnb, lora: bnb.stable_embedding,
+        ),
+    )
     gain = 1.02
     trials = (Variant({"bits": 32}), Variant({"bits": 8}))
 
@@ -53,12 +61,6 @@ class BnbOptimizer(OptimizerSwapTechnique):
         yield needs_package("bitsandbytes", "composer_speedups[bnb]")
         if self.paged:
             yield needs_cuda(context, "paged optimizer state")
-        if self.stable_embedding:
-            yield Requirement(
-                "lora" not in context.techniques,
-                "lora freezes the word embedding, and a stable embedding must be trained",
-                "set stable_embedding=False",
-            )
 
     def swap(self, state: State) -> Optimizer:
         settings = (self.bits, self.paged, self.stable_embedding, self.embeddings_32bit, self.min_8bit_size)
