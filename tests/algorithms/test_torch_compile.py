@@ -18,7 +18,9 @@ from tests.reference.loop import eval_logits, gradients, train_plainly
 from tests.reference.tolerance import assert_near
 
 
-@pytest.mark.parametrize(("scope", "backend"), [("model", "eager"), ("blocks", "aot_eager")])
+@pytest.mark.parametrize(
+    ("scope", "backend"), [pytest.param("model", "eager", marks=pytest.mark.exhaustive), ("blocks", "aot_eager")]
+)
 def test_the_function_keeps_names_outputs_and_gradients(scope: Any, backend: str) -> None:
     reference, model = tiny_bert(), tiny_bert()
     names = apply_torch_compile(model, scope, backend)
@@ -58,6 +60,7 @@ def test_modes_that_capture_graphs_train_on_a_gpu(arguments: Any) -> None:
     assert technique.evidence["graphs"] >= 1
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_inductor_matches_eager() -> None:
     """Only one test uses the default backend: its first compilation takes half a minute on two cores."""

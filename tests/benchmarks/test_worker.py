@@ -26,10 +26,9 @@ from composer_speedups.train.trainer import open_device
 from tests.conftest import ROOT
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(shutil.which("setpriv") is None, reason="needs setpriv of util-linux")
-@pytest.mark.parametrize(
-    "start", ["Worker()", pytest.param("ColdRun('benchmarks.worker', [], {})", marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.parametrize("start", ["Worker()", "ColdRun('benchmarks.worker', [], {})"])
 def test_a_killed_runner_leaves_no_run_behind(start: str) -> None:
     code = f"from benchmarks.worker import ColdRun, Worker; run = {start}; print(run._process.pid, flush=True)"
     script = [sys.executable, "-c", f"import time; {code}; time.sleep(600)"]

@@ -20,7 +20,6 @@ from composer_speedups.train import application
 from composer_speedups.train.cli import exit_codes
 from tests.conftest import ROOT
 from tests.helpers.common import final_weights, make_trainer, tiny_bert, trained
-from tests.helpers.exhaustive import others_exhaustive
 from tests.helpers.forks import Fork
 from tests.helpers.jobs import SHORT
 from tests.helpers.rerun import CannotRecord
@@ -53,9 +52,8 @@ def _train(*arguments: str) -> None:
         application.main(["-f", str(ROOT / "yamls" / "quickstart.yaml"), *SHORT, *arguments])
 
 
-@pytest.mark.parametrize(
-    ("on_unavailable", "status"), others_exhaustive([("stop", 1), ("warn", 0)], ("stop", 1).__eq__)
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("on_unavailable", "status"), [("stop", 1), ("warn", 0)])
 def test_train_py_fails_or_continues(on_unavailable: str, status: int) -> None:
     settings = [
         "trainer.device=cpu",

@@ -81,6 +81,7 @@ def test_a_batch_that_ranks_cannot_share_is_refused() -> None:
         BalancedSampler(LENGTHS, 64, ranks=3)
 
 
+@pytest.mark.exhaustive
 def test_the_loader_balances_tokens_between_ranks() -> None:
     def tokens() -> list[int]:
         data = build_data(builtin(drop_last=True), Classification(), model_name="", on_gpu=False, seed=3)

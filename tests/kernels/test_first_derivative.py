@@ -78,12 +78,15 @@ def test_a_replayed_graph_refuses_it() -> None:
 
 def test_every_function_refuses_or_is_made_of_torchs_operators() -> None:
     differentiable = {"_Gather", "_Scatter", "_Refusal", "FirstDerivative"}
+    refusing = {"_AccumulatingReplay"}  # refuses create_graph=True itself, as tests of cuda_graphs show
     classes = {}
     for path in Path(composer_speedups.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef) and "torch.autograd.Function" in map(ast.unparse, node.bases):
                 classes[node.name] = path
-    assert classes.keys() == differentiable, "derive from FirstDerivative, or test the second derivative here"
+    assert classes.keys() == differentiable | refusing, (
+        "derive from FirstDerivative, or test the second derivative here"
+    )
 
 
 @pytest.mark.parametrize("power", [1, 3])
