@@ -39,6 +39,21 @@ def test_the_counts_of_a_chunk_are_those_of_its_rows(view: Any, counts: list[int
     assert packing._known_counts_of(view(whole)) == counts
 
 
+@pytest.mark.parametrize("mask", ["none", "of one row"])
+def test_a_batch_without_its_own_mask_is_computed_as_in_the_untouched_model(mask: str) -> None:
+    reference = tiny_bert()
+    model: Any = copy.deepcopy(reference)
+    apply_unpadding(model)
+    inputs = batch([9, 16, 3, 12], 16)
+    inputs["attention_mask"] = inputs["attention_mask"][1:2]  # BERT repeats it for every row
+    if mask == "none":
+        del inputs["attention_mask"]
+    for network in (reference, model):
+        network(**inputs).loss.backward()
+    assert_near(gradients(model), gradients(reference))
+    assert unpadded_encoders(model)[0].ran == ("unpadded" if mask == "none" else "padded")
+
+
 class TwoHeads(ComposerModel):
     """A head that uses real tokens only, and one that reads each row's first slot."""
 

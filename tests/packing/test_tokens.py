@@ -10,7 +10,15 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from composer_speedups.packing.attention import supports_flash_attention, unpadded_attention
-from composer_speedups.packing.tokens import TokenLayout, gather_tokens, lay_out_tokens, row_counts, scatter_tokens
+from composer_speedups.packing.tokens import (
+    TokenLayout,
+    gather_tokens,
+    lay_out_tokens,
+    reads_padding,
+    row_counts,
+    scatter_tokens,
+    token_masks,
+)
 from tests.helpers.masks import random_masks
 
 
@@ -26,6 +34,43 @@ def test_a_plan_and_its_errors() -> None:
     for wrong in (5, 7, 0, 40):
         with pytest.raises(RuntimeError, match="changed after its tokens were counted"):
             lay_out_tokens(mask, wrong, 4)
+
+
+def test_the_masks_of_a_batch_are_those_of_its_texts() -> None:
+    rows, texts = torch.ones(2, 3), torch.ones(2, 4, 3)
+    batch = {
+        "input_ids": rows,
+        "attention_mask": rows,
+        "anchor_input_ids": texts,
+        "anchor_attention_mask": texts,
+        "other_input_ids": rows,
+        "other_attention_mask": texts,  # has another shape than the ids
+        "attention_mask_4d": torch.ones(2, 1, 3, 3),
+        "empty_attention_mask": torch.ones(0, 3),
+        "labels": rows,
+    }
+    assert list(token_masks(batch)) == ["attention_mask", "anchor_attention_mask"]
+    assert token_masks([batch]) == {}
+
+
+@pytest.mark.parametrize(
+    ("labels", "settings", "rows"),
+    [
+        (None, "first", [False, True, True]),
+        ([0, 1, 0], "first", [False, True, True]),
+        ([0, -100, -100], "first", [False, False, True]),  # the row without tokens is ignored
+        ([0.0, -100.0, 1.0], "first", [False, True, True]),  # a regression has no label to ignore
+        ([0, 1, 0], "", [False, False, False]),
+        ([[5, -100], [-100, -100], [-100, 3]], "token", [False, False, False]),
+        ([[5, 5], [-100, -100], [-100, 3]], "token", [True, False, False]),
+        ([[5, 5], [-100, -100], [-100, 3]], "", [False, False, False]),
+    ],
+)
+def test_rows_whose_loss_reads_padding(labels: Any, settings: str, rows: list[bool]) -> None:
+    mask = torch.tensor([[1, 0], [0, 0], [0, 1]])
+    labels = None if labels is None else torch.tensor(labels)
+    flags = {"head_has_token_loss": settings == "token", "head_reads_first_slot": settings == "first"}
+    assert reads_padding(mask, labels, **flags) == rows
 
 
 def test_gathering_and_scattering_have_the_right_gradients() -> None:
