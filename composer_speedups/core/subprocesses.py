@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
+import signal
 import subprocess
 import sys
+from typing import Any
 
-__all__ = ["command_output", "python_module_command"]
+__all__ = ["KILLED_WITH_PARENT", "command_output", "kill_process_group", "python_module_command"]
+
+_SETPRIV = shutil.which("setpriv")
+KILLED_WITH_PARENT = [_SETPRIV, "--pdeathsig", "KILL", "--"] if _SETPRIV else []
+"""Prefix of a command that the kernel kills when the thread that started it ends, so that no child outlives a killed
+parent. Empty without ``setpriv`` of util-linux. The thread must live until the child ends."""
 
 
 def command_output(*command: str, timeout: float | None = 20.0) -> str | None:
@@ -32,3 +41,11 @@ def python_module_command(name: str, *arguments: str) -> tuple[list[str], dict[s
     """
     path = os.pathsep.join(entry for entry in sys.path if entry)
     return [sys.executable, "-P", "-m", name, *arguments], {**os.environ, "PYTHONPATH": path}
+
+
+def kill_process_group(process: subprocess.Popen[Any]) -> None:
+    """Kill a child that was started with ``start_new_session=True``, and its children, even if it has ended; wait for
+    it. Call it once: the ID of the group may belong to other processes later."""
+    with contextlib.suppress(ProcessLookupError):  # the process group has ended
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
