@@ -27,7 +27,7 @@ class Run(NamedTuple):
         """The metrics in the report; None if the run has not finished, or was trained with another config."""
         try:
             metrics: dict[str, float | None] = json.loads((self.folder / "report.json").read_text())["metrics"]
-        except (OSError, ValueError, KeyError):
+        except (OSError, ValueError, KeyError, TypeError):
             return None
         return metrics if differences(self.config, self.folder / "config.yaml") == [] else None
 
