@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from composer_speedups.core.subprocesses import KILLED_WITH_PARENT, kill_process_group
+from composer_speedups.core.subprocesses import kill_process_group, killed_with_parent
 from composer_speedups.train.child_process import TRAIN  # the program that trains, unless a peer does
 
 ROOT = Path(__file__).parent.parent
@@ -42,7 +42,7 @@ class _Process:
     def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], **streams: Any) -> None:
         self._closed = False
         self._process = subprocess.Popen(
-            [*KILLED_WITH_PARENT, sys.executable, *arguments],
+            [*killed_with_parent(), sys.executable, *arguments],
             text=True,
             cwd=ROOT,
             env={**os.environ, **environment},

@@ -99,7 +99,7 @@ def find_config(name: str) -> str:
 def _configs_of_folder(name: str) -> list[str]:
     """The paths of the package's configs that ``FOLDER/all`` names; empty for another name."""
     folder, _, last = name.rpartition("/")
-    shipped = _shipped_configs() if last == "all" else {}
+    shipped = _shipped_configs() if folder and last == "all" and not os.path.isfile(name) else {}
     return [path for config, path in shipped.items() if config.rpartition("/")[0] == folder]
 
 

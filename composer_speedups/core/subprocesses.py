@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
-import shutil
 import signal
 import subprocess
 import sys
 from typing import Any
 
-__all__ = ["KILLED_WITH_PARENT", "command_output", "kill_process_group", "python_module_command"]
-
-_SETPRIV = shutil.which("setpriv")
-KILLED_WITH_PARENT = [_SETPRIV, "--pdeathsig", "KILL", "--"] if _SETPRIV else []
-"""Prefix of a command that the kernel kills when the thread that started it ends, so that no child outlives a killed
-parent. Empty without ``setpriv`` of util-linux. The thread must live until the child ends."""
+__all__ = ["command_output", "kill_process_group", "killed_with_parent", "python_module_command"]
 
 
 def command_output(*command: str, timeout: float | None = 20.0) -> str | None:
@@ -41,6 +36,17 @@ def python_module_command(name: str, *arguments: str) -> tuple[list[str], dict[s
     """
     path = os.pathsep.join(entry for entry in sys.path if entry)
     return [sys.executable, "-P", "-m", name, *arguments], {**os.environ, "PYTHONPATH": path}
+
+
+@functools.cache
+def killed_with_parent() -> list[str]:
+    """Prefix of a command that the kernel kills when the thread that started it ends.
+
+    No child then outlives a killed parent, and the thread must live until the child ends. Empty without ``setpriv`` of
+    util-linux 2.33 or newer.
+    """
+    prefix = ["setpriv", "--pdeathsig", "KILL", "--"]
+    return prefix if command_output(*prefix, "true") is not None else []
 
 
 def kill_process_group(process: subprocess.Popen[Any]) -> None:

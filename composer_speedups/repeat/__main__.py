@@ -77,7 +77,7 @@ def main(arguments: Sequence[str], program: str = TRAIN) -> None:
     failures = train_all(runs, gpus_of_processes(runs, settings.processes), program)
     print("\n".join(table(runs)), flush=True)
     if failures:
-        raise RunFailedError(f"{len(failures)} of {len(runs)} runs failed, first {failures[0]}")
+        raise RunFailedError(f"{len(failures)} of {len(runs)} runs failed; the first: {failures[0]}")
 
 
 def command() -> None:

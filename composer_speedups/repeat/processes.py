@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import subprocess
 import time
@@ -17,8 +16,6 @@ from composer_speedups.train.child_process import start_training
 from composer_speedups.train.failed_process import failure_reason
 
 __all__ = ["gpus_of_processes", "train_all"]
-
-_STOP_SECONDS = 60.0  # for stopped runs to finish their batch and write a checkpoint
 
 
 class _Job(NamedTuple):
@@ -37,7 +34,8 @@ def gpus_of_processes(runs: Sequence[Run], processes: int | None) -> list[str | 
         uuids = command_output("nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader", timeout=60)
         names = (uuids or "").replace("\n", ",")
     listed = [name.strip() for name in names.split(",") if name.strip()]
-    gpus = (listed[: listed.index("-1")] if "-1" in listed else listed) or [None]  # CUDA ignores what follows -1
+    named = listed[: listed.index("-1")] if "-1" in listed else listed  # CUDA ignores what follows -1
+    gpus: list[str | None] = [*named] or [None]
     return [gpus[i % len(gpus)] for i in range(processes or len(gpus))]
 
 
@@ -76,13 +74,12 @@ def _stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
     """Stop processes with SIGTERM, and kill those that do not end in time or when another signal arrives."""
     if processes:
         print(f"stopping {len(processes)} runs; the same command continues", flush=True)
-    deadline = time.monotonic() + _STOP_SECONDS
+    deadline = time.monotonic() + 60  # enough to finish a batch and write a checkpoint
     try:
         for process in processes:
             process.terminate()
-        for process in processes:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, deadline - time.monotonic()))
+        while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+            time.sleep(0.1)
     finally:
         for process in processes:
             kill_process_group(process)

@@ -17,6 +17,8 @@ __all__ = ["Run", "planned_runs", "table"]
 
 
 class Run(NamedTuple):
+    """A config with one seed."""
+
     base: str  # the config's run_name before the seed was added
     seed: int
     config: Config

@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from typing import IO
 
-from composer_speedups.core.subprocesses import KILLED_WITH_PARENT, python_module_command
+from composer_speedups.core.subprocesses import killed_with_parent, python_module_command
 
 __all__ = ["TRAIN", "start_training"]
 
@@ -18,7 +18,7 @@ def start_training(
     arguments: Sequence[str], output: IO[bytes], environment: Mapping[str, str], program: str = TRAIN
 ) -> subprocess.Popen[bytes]:
     """Start a run in a process group of its own, which ``kill_process_group`` ends with its DataLoader workers and
-    compilers. It is killed with the thread that starts it, if ``setpriv`` is installed.
+    compilers. With ``setpriv``, it is killed when the thread that started it ends.
 
     Args:
         arguments: Command line of train.py.
@@ -28,7 +28,7 @@ def start_training(
     """
     command, own = python_module_command(program, *arguments)
     return subprocess.Popen(
-        [*KILLED_WITH_PARENT, *command],
+        [*killed_with_parent(), *command],
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=subprocess.STDOUT,

@@ -193,7 +193,7 @@ def test_runs_are_spread_over_gpus_and_only_failed_ones_are_repeated(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-x")
     monkeypatch.setenv("FULL", "2")
     arguments = ["-f", QUICKSTART, "-f", MRPC, "seeds=1..3"]
-    line = "2 of 6 runs failed, first quickstart-seed2: the disk is full: [Errno 28] No space left on device; free some"
+    line = "2 of 6 runs failed; the first: quickstart-seed2: the disk is full: [Errno 28] No space left on device;"
     with pytest.raises(RunFailedError) as error:
         main(arguments, stub)
     assert str(error.value).startswith(line)
