@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import shutil
 import signal
 import statistics
 import subprocess
@@ -21,6 +20,7 @@ import pytest
 from composer_speedups.core.command_line import read_settings
 from composer_speedups.core.errors import ConfigError, RunFailedError
 from composer_speedups.core.settings import fields_of
+from composer_speedups.core.subprocesses import killed_with_parent
 from composer_speedups.repeat.__main__ import RepeatConfig, main
 from composer_speedups.repeat.processes import gpus_of_processes
 from composer_speedups.repeat.runs import Run, planned_runs, table
@@ -232,7 +232,7 @@ def start_command(program: str, *arguments: str) -> subprocess.Popen[bytes]:
         pytest.param(
             signal.SIGKILL,
             -9,
-            marks=pytest.mark.skipif(shutil.which("setpriv") is None, reason="needs setpriv of util-linux"),
+            marks=pytest.mark.skipif(not killed_with_parent(), reason="needs setpriv of util-linux 2.33"),
         ),
     ],
 )
