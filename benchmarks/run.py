@@ -58,9 +58,10 @@ from tqdm import tqdm
 from benchmarks.rows import RESULTS, Call, Row, call_time, describe_error, empty_row, error_report, folder_of, spell
 from benchmarks.table_file import Configuration, Table, configurations_of, read_table
 from benchmarks.tables import markdown, page
-from benchmarks.worker import TRAIN, Workers
+from benchmarks.worker import Workers
 from composer_speedups.core.files import write_atomically
 from composer_speedups.core.subprocesses import command_output
+from composer_speedups.train.child_process import TRAIN
 
 ROOT = Path(__file__).parent.parent
 _TABLES = ROOT / "benchmarks" / "tables"

@@ -11,8 +11,6 @@ import contextlib
 import importlib
 import json
 import os
-import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -22,18 +20,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from composer_speedups.core.subprocesses import kill_process_group, killed_with_parent
+from composer_speedups.train.child_process import TRAIN  # the program that trains, unless a peer does
+
 ROOT = Path(__file__).parent.parent
-TRAIN = "composer_speedups.train"  # the program that trains, unless a peer does
 _READY = "ready\n"
-_SETPRIV = shutil.which("setpriv")
-# No child outlives a killed runner: with this prefix, the kernel kills a child when the thread that started it ends.
-# Only a thread that lives until the last run may therefore start a child. Those of the pool in benchmarks.run do,
-# because the pool is shut down after the workers are closed.
-_KILLED_WITH_RUNNER = [_SETPRIV, "--pdeathsig", "KILL", "--"] if _SETPRIV else []
 
 
 class _Process:
     """A Python process in its own process group, which is killed with this process if ``setpriv`` is installed.
+
+    Only a thread that lives until the last run may start one. Those of the pool in benchmarks.run do, because the pool
+    is shut down after the workers are closed.
 
     Args:
         arguments: Arguments of the Python interpreter.
@@ -44,7 +42,7 @@ class _Process:
     def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], **streams: Any) -> None:
         self._closed = False
         self._process = subprocess.Popen(
-            [*_KILLED_WITH_RUNNER, sys.executable, *arguments],
+            [*killed_with_parent(), sys.executable, *arguments],
             text=True,
             cwd=ROOT,
             env={**os.environ, **environment},
@@ -57,9 +55,7 @@ class _Process:
         if self._closed:  # the ID of the process group may belong to other processes by now
             return
         self._closed = True
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        kill_process_group(self._process)
         for stream in filter(None, (self._process.stdin, self._process.stdout)):
             with contextlib.suppress(BrokenPipeError):
                 stream.close()

@@ -13,6 +13,7 @@ commands, each with its own --help:
   composer-speedups-train       train as a YAML file says:    composer-speedups-train -f quickstart
   composer-speedups-tune        find the fastest techniques:  composer-speedups-tune -f quickstart
   composer-speedups-predict     predict with a finished run:  composer-speedups-predict runs/quickstart --input FILE
+  composer-speedups-repeat      mean over several seeds:      composer-speedups-repeat -f quickstart seeds=1..3
   composer-speedups-dashboards  compare runs at Weights & Biases
 """
 

@@ -84,7 +84,7 @@ def test_the_command_without_arguments_lists_every_command(capsys: pytest.Captur
     command([])
     printed = capsys.readouterr().out
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-    assert len(scripts) == 5
+    assert len(scripts) == 6
     for name in scripts:
         assert name in printed
 

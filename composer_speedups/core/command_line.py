@@ -24,32 +24,39 @@ T = TypeVar("T", bound=Settings)
 
 
 class CommandLine(NamedTuple):
-    file: str  # empty for programs with positional words, and with --help
+    files: list[str]  # empty for programs with positional words, and with --help
     words: list[str]
     overrides: list[str]  # key=value
     help: bool
 
+    @property
+    def file(self) -> str:
+        """The only file, of a program that takes one."""
+        [file] = self.files
+        return file
 
-def parse_command_line(arguments: Sequence[str], *words: str) -> CommandLine:
+
+def parse_command_line(arguments: Sequence[str], *words: str, several_files: bool = False) -> CommandLine:
     """Split a command line into ``--help``, ``key=value`` pairs, and ``-f FILE`` or positional words.
 
     Args:
         arguments: The arguments without the program's name.
         words: Names of the positional words that the program takes instead of ``-f FILE``, such as ``PROJECT``.
+        several_files: Take more than one ``-f FILE``, and ``-f FOLDER/all`` for all configs of a folder of the package.
 
     Raises:
         ConfigError: An argument of another form, a missing or superfluous file or word, or an unknown config name.
     """
-    file, positional, overrides, wants_help = "", [], [], False
+    names, positional, overrides, wants_help = list[str](), [], [], False
     rest = iter(arguments)
     for argument in rest:
         if argument in ("-h", "--help"):
             wants_help = True
         elif argument in ("-f", "--file") and not words:
-            if file:
+            if names and not several_files:
                 raise ConfigError(f"{COMMAND_LINE}: {argument} names a second config file; pass one")
-            file = next(rest, "")
-            if not file:
+            names.append(next(rest, ""))
+            if not names[-1]:
                 raise ConfigError(f"{COMMAND_LINE}: {argument} needs a file, as in -f yamls/quickstart.yaml")
         elif "=" in argument.lstrip("=") and not argument.startswith("-"):
             overrides.append(argument)
@@ -63,10 +70,11 @@ def parse_command_line(arguments: Sequence[str], *words: str) -> CommandLine:
     if not wants_help and len(positional) != len(words):
         expected, received = " ".join(words), " ".join(arguments)
         raise ConfigError(f"{COMMAND_LINE}: expected {expected} and then key=value, not {received!r}; see --help")
-    if not wants_help and not words and not file:
+    if not wants_help and not words and not names:
         raise ConfigError(f"{COMMAND_LINE}: no config file; add -f quickstart, or --help for all keys")
-    path = file if wants_help or not file else find_config(file)
-    return CommandLine(path, positional, overrides, wants_help)
+    folders = {name: _configs_of_folder(name) for name in names if several_files}
+    files = [path for name in names if not wants_help for path in folders.get(name) or [find_config(name)]]
+    return CommandLine(files, positional, overrides, wants_help)
 
 
 def find_config(name: str) -> str:
@@ -78,15 +86,27 @@ def find_config(name: str) -> str:
     """
     if os.path.isfile(name):
         return name
-    paths = {path.relative_to(_SHIPPED).with_suffix("").as_posix(): path for path in _SHIPPED.rglob("*.yaml")}
-    shipped = dict(sorted(paths.items()))
+    shipped = _shipped_configs()
     if name not in shipped:
         if os.path.basename(name) != name or os.path.splitext(name)[1]:
             return name  # reading the file will report the error
         hint = did_you_mean(name, shipped)
         known = "" if hint.startswith("; known") else f" known: {', '.join(shipped)}"
         raise ConfigError(f"-f {name[:80]}: no such file, and no config of the package has that name{hint}{known}")
-    return str(shipped[name])
+    return shipped[name]
+
+
+def _configs_of_folder(name: str) -> list[str]:
+    """The paths of the package's configs that ``FOLDER/all`` names; empty for another name."""
+    folder, _, last = name.rpartition("/")
+    shipped = _shipped_configs() if folder and last == "all" and not os.path.isfile(name) else {}
+    return [path for config, path in shipped.items() if config.rpartition("/")[0] == folder]
+
+
+def _shipped_configs() -> dict[str, str]:
+    """Name → path of the configs that come with the package."""
+    paths = {path.relative_to(_SHIPPED).with_suffix("").as_posix(): str(path) for path in _SHIPPED.rglob("*.yaml")}
+    return dict(sorted(paths.items()))
 
 
 def read_settings(cls: type[T], arguments: Sequence[str], prefix: str = "") -> tuple[T, list[str]]:

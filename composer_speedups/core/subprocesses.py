@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
+import signal
 import subprocess
 import sys
+from typing import Any
 
-__all__ = ["command_output", "python_module_command"]
+__all__ = ["command_output", "kill_process_group", "killed_with_parent", "python_module_command"]
 
 
 def command_output(*command: str, timeout: float | None = 20.0) -> str | None:
@@ -32,3 +36,22 @@ def python_module_command(name: str, *arguments: str) -> tuple[list[str], dict[s
     """
     path = os.pathsep.join(entry for entry in sys.path if entry)
     return [sys.executable, "-P", "-m", name, *arguments], {**os.environ, "PYTHONPATH": path}
+
+
+@functools.cache
+def killed_with_parent() -> list[str]:
+    """Prefix of a command that the kernel kills when the thread that started it ends.
+
+    No child then outlives a killed parent, and the thread must live until the child ends. Empty without ``setpriv`` of
+    util-linux 2.33 or newer.
+    """
+    prefix = ["setpriv", "--pdeathsig", "KILL", "--"]
+    return prefix if command_output(*prefix, "true") is not None else []
+
+
+def kill_process_group(process: subprocess.Popen[Any]) -> None:
+    """Kill a child that was started with ``start_new_session=True``, and its children, even if it has ended; wait for
+    it. Call it once: the ID of the group may belong to other processes later."""
+    with contextlib.suppress(ProcessLookupError):  # the process group has ended
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

@@ -6,8 +6,9 @@ import re
 import signal
 from pathlib import Path
 
-__all__ = ["crash_location", "own_line", "ran_out_of_memory"]
+__all__ = ["crash_location", "failure_reason", "own_line", "ran_out_of_memory"]
 
+_MAX_MESSAGE = 300  # characters of a failed process's message
 _KILLED_STATUSES = (-signal.SIGKILL, 128 + signal.SIGKILL)  # sent by the kernel's out-of-memory killer
 _OUT_OF_MEMORY = (
     "out of memory",  # train.py's own line, and those of torch and CUDA
@@ -20,6 +21,12 @@ def ran_out_of_memory(status: int, output: str) -> bool:
     """Whether the GPU's or the host's memory ran out. A process killed by its caller is counted too."""
     output = output.lower()
     return status in _KILLED_STATUSES or any(sign in output for sign in _OUT_OF_MEMORY)
+
+
+def failure_reason(status: int, output: str) -> str:
+    """Why a training process failed, in one line."""
+    reason = own_line(output)[:_MAX_MESSAGE] or f"it ended with status {status}"
+    return f"ran out of memory ({reason})" if ran_out_of_memory(status, output) else reason
 
 
 def own_line(output: str) -> str:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Iterator
-from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import yaml
 from composer.core import Time
 from composer.utils import dist, partial_format
 
@@ -18,21 +15,13 @@ from composer_speedups.core.errors import ConfigError
 from composer_speedups.core.files import LockedFileError, lock_file, remove_unfinished, with_working_directory
 from composer_speedups.train.checkpoints.reading import DamagedCheckpointError, check_checkpoint
 from composer_speedups.train.checkpoints.saver import checkpoints_in
-from composer_speedups.train.config.load import parse_plain, save_config, written
+from composer_speedups.train.config.differences import UNSET, differences, stored_values
+from composer_speedups.train.config.load import save_config, written
 from composer_speedups.train.config.schema import Config, checkpoint_problem
 
 __all__ = ["RunFolder", "began_with_same_load", "check_same_run", "newest_undamaged"]
 
 _LOAD = "checkpoint.load"
-# Keys that may differ on resuming, because they affect neither the weights nor the values that reports compare. The
-# name of a section covers all its keys.
-_IGNORED_KEYS = (
-    "runs_folder export plot baseline callbacks loggers "
-    "trainer.progress_bar trainer.on_out_of_memory trainer.dist_timeout "
-    "data.pin_memory data.prefetch_factor data.worker_timeout data.cache_dir "
-    "checkpoint.interval checkpoint.keep checkpoint.autoresume checkpoint.trust_checkpoint"
-).split()
-_UNSET = object()
 
 
 class RunFolder:
@@ -190,10 +179,7 @@ def _free_name(path: Path, date: str) -> Path:
 
 
 def check_same_run(config: Config, stored: Path) -> None:
-    """Refuse to resume a run under another config.
-
-    Configs are compared as they are written to disk (see :func:`.written`): ``${oc.env:NAME}`` equals itself for any
-    value of the variable, and URLs that differ only in the password are equal.
+    """Refuse to resume a run under another config; see :func:`.differences`.
 
     Args:
         config: The current config.
@@ -203,15 +189,10 @@ def check_same_run(config: Config, stored: Path) -> None:
         ConfigError: Names the key that differs and both values. A longer ``trainer.max_duration`` is allowed.
     """
     fix = "choose another run_name, or checkpoint.autoresume=false to start over"
-    before = _stored_values(stored)
-    if before is None:
+    changes = differences(config, stored)
+    if changes is None:
         raise ConfigError(f"run_name: {config.run_name!r} was interrupted, and its {stored} cannot be read; {fix}")
-    now, defaults = dict(_flat(written(config))), dict(_flat(asdict(Config())))
-    for name in sorted(before.keys() | now.keys()):
-        # a key that the stored file lacks, since the version that wrote it did not have it, had its default
-        old, new = (values.get(name, defaults.get(name, _UNSET)) for values in (before, now))
-        if old == new or any(f"{name}.".startswith(f"{key}.") for key in _IGNORED_KEYS):
-            continue
+    for name, old, new in changes:
         if name == "trainer.max_duration" and _longer(old, new):
             continue
         raise ConfigError(
@@ -222,24 +203,8 @@ def check_same_run(config: Config, stored: Path) -> None:
 
 def began_with_same_load(config: Config, stored: Path) -> bool:
     """Whether the interrupted run was started with the same ``checkpoint.load``; False if its file cannot be read."""
-    before = _stored_values(stored)
+    before = stored_values(stored)
     return before is not None and before.get(_LOAD) == written(config)["checkpoint"]["load"]
-
-
-def _stored_values(stored: Path) -> dict[str, Any] | None:
-    """Dotted key → value, from a config.yaml; None if it cannot be read."""
-    try:
-        return dict(_flat(parse_plain(stored.read_text())))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, AttributeError):
-        return None
-
-
-def _flat(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in section.items():
-        if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def _longer(old: Any, new: Any) -> bool:
@@ -251,4 +216,4 @@ def _longer(old: Any, new: Any) -> bool:
 
 
 def _format(value: Any) -> str:
-    return "unset" if value is _UNSET else "null" if value is None else str(value)
+    return "unset" if value is UNSET else "null" if value is None else str(value)

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import json
 import math
-import os
 import re
 import resource
 import signal
@@ -24,20 +23,20 @@ from composer_speedups.core.errors import TechniqueError, UserError
 from composer_speedups.core.registry import build_techniques
 from composer_speedups.core.requirements import Context
 from composer_speedups.core.settings import Origins
-from composer_speedups.core.subprocesses import python_module_command
+from composer_speedups.core.subprocesses import kill_process_group
 from composer_speedups.core.technique import screen
 from composer_speedups.data.loader import build_data
 from composer_speedups.tasks.models import resolve_name
 from composer_speedups.tasks.task import build_task, checked_task
+from composer_speedups.train.child_process import TRAIN, start_training
 from composer_speedups.train.config.load import save_config
 from composer_speedups.train.config.schema import CheckpointConfig, Config, LoggersConfig
-from composer_speedups.train.failed_process import crash_location, own_line, ran_out_of_memory
+from composer_speedups.train.failed_process import crash_location, failure_reason, ran_out_of_memory
 from composer_speedups.tune.candidates import Algorithms, stopping
 from composer_speedups.tune.results import Outcome
 
 __all__ = ["OriginalRun", "outcome_of", "outcome_of_failure", "trial_config"]
 
-MAX_MESSAGE = 300  # characters of a failed process's message
 _STACK_SECONDS = 2.0  # for a process at its timeout to print its stack
 
 
@@ -57,7 +56,7 @@ class OriginalRun:
         unengaged: Techniques with ``on_unavailable: warn`` that cannot engage, and why.
     """
 
-    def __init__(self, config: Config, context: Context, program: str = "composer_speedups.train") -> None:
+    def __init__(self, config: Config, context: Context, program: str = TRAIN) -> None:
         self.config, self.context, self.program = config, context, program
         techniques = build_techniques(config.algorithms, config.on_unavailable)
         with warnings.catch_warnings():
@@ -116,7 +115,7 @@ class OriginalRun:
             save_config(trial, folder / "trial.yaml", credentials=True)  # a folder that other users cannot read
             caches = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
             started = time.monotonic()
-            status, output = _run([self.program, "-f", str(folder / "trial.yaml")], caches, timeout)
+            status, output = _run(self.program, ["-f", str(folder / "trial.yaml")], caches, timeout)
             wall = time.monotonic() - started
             if status is None:
                 return Outcome("time", f"not done after {wall:.0f} s{crash_location(output)}", wall_seconds=wall)
@@ -158,18 +157,10 @@ def trial_config(
     )
 
 
-def _run(module: list[str], environment: Mapping[str, str], timeout: float) -> tuple[int | None, str]:
+def _run(program: str, arguments: list[str], environment: Mapping[str, str], timeout: float) -> tuple[int | None, str]:
     """Exit status (None if it was killed at ``timeout``) and all output, with its stacks if it was killed."""
-    command, own = python_module_command(*module)
-    with tempfile.TemporaryFile("w+", errors="replace") as log:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env={**own, **environment, "PYTHONFAULTHANDLER": "1"},
-            start_new_session=True,  # a process group, so that DataLoader workers and compilers are killed too
-        )
+    with tempfile.TemporaryFile() as log:
+        process = start_training(arguments, log, {**environment, "PYTHONFAULTHANDLER": "1"}, program)
         status = None
         try:
             status = process.wait(timeout)
@@ -180,11 +171,9 @@ def _run(module: list[str], environment: Mapping[str, str], timeout: float) -> t
                 process.wait(_STACK_SECONDS)
         finally:
             if status is None:
-                with contextlib.suppress(ProcessLookupError):  # the process group has ended
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+                kill_process_group(process)
         log.seek(0)
-        return status, log.read()
+        return status, log.read().decode(errors="replace")
 
 
 def outcome_of(report: Mapping[str, Any], wall_seconds: float) -> Outcome:
@@ -214,7 +203,7 @@ def outcome_of(report: Mapping[str, Any], wall_seconds: float) -> Outcome:
 
 def outcome_of_failure(status: int, output: str, wall_seconds: float) -> Outcome:
     """Convert a nonzero exit status and the output to an outcome."""
-    reason = own_line(output)[:MAX_MESSAGE] or f"it ended with status {status}"
+    reason = failure_reason(status, output)
     if ran_out_of_memory(status, output):
-        return Outcome("memory", f"ran out of memory ({reason})", wall_seconds=wall_seconds)
+        return Outcome("memory", reason, wall_seconds=wall_seconds)
     return Outcome("refused" if status == 2 else "failed", reason, wall_seconds=wall_seconds)

@@ -27,9 +27,9 @@ class Request(Settings):
 
 def test_config_files_words_and_overrides_are_separated() -> None:
     assert parse_command_line(["seed=3", "-f", "x.yaml", "a.b="]) == CommandLine(
-        "x.yaml", [], ["seed=3", "a.b="], False
+        ["x.yaml"], [], ["seed=3", "a.b="], False
     )
-    assert parse_command_line(["bert", "a=b=c"], "PROJECT") == CommandLine("", ["bert"], ["a=b=c"], False)
+    assert parse_command_line(["bert", "a=b=c"], "PROJECT") == CommandLine([], ["bert"], ["a=b=c"], False)
     assert parse_command_line(["--help"]).help
     assert parse_command_line(["-h", "bert"], "PROJECT").help
 

@@ -34,14 +34,16 @@ def search(
     """
     in_process, trained = trials._run, list[str]()
 
-    def forked(module: list[str], environment: dict[str, str], timeout: float) -> tuple[int | None, str]:
-        trained.append(module[-1])
+    def forked(
+        program: str, arguments: list[str], environment: dict[str, str], timeout: float
+    ) -> tuple[int | None, str]:
+        trained.append(arguments[-1])
         if first_in_process and len(trained) == 1:
-            return in_process(module, environment, timeout)
+            return in_process(program, arguments, environment, timeout)
 
         def job() -> None:
             with exit_codes():
-                application.main(module[1:])
+                application.main(arguments)
 
         done = Fork(job, **environment).wait(timeout)
         return done.status, done.stderr
