@@ -10,6 +10,7 @@ state dicts, which Composer uses, would take an additional step before each chec
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
@@ -37,6 +38,13 @@ class ShardedAdamW(ZeroRedundancyOptimizer):
     """
 
     __qualname__ = "AdamW"  # Composer's checkpoints name an optimizer's state after its class
+
+    # Attributes of torch's class that its type stub omits
+    _default_device: torch.device
+    _index_to_param: list[Tensor]
+    _param_to_rank: dict[Tensor, int]
+    _partition_parameters: Callable[[], list[list[dict[str, Any]]]]
+    _sync_param_groups: Callable[[list[dict[str, Any]], list[dict[str, Any]]], None]
 
     def __init__(self, groups: list[dict[str, Any]]) -> None:
         on_gpu = all(p.is_cuda for group in groups for p in group["params"])
