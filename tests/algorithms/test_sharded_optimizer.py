@@ -121,6 +121,7 @@ def load_a_plain_state() -> dict[str, Any]:
         parameter.grad = torch.full_like(parameter, 0.5)
     plain.step()
     given = plain.state_dict()
+    given["param_groups"][0]["fused"] = True  # as if written on a GPU
     before = copy.deepcopy(given)
     sharded.load_state_dict(given)
     held = state_bytes(sharded)
@@ -130,6 +131,7 @@ def load_a_plain_state() -> dict[str, Any]:
         "given": before["state"],
         "loaded": sharded.state_dict()["state"] if dist.get_global_rank() == 0 else None,
         "bytes": (held, state_bytes(plain)),
+        "fused": [group["fused"] for group in sharded.param_groups],
     }
 
 
@@ -241,6 +243,7 @@ def test_the_state_of_a_plain_adamw_is_loaded_in_shares_and_not_changed(seen: Se
     first, second = (rank["plain state"] for rank in seen.ranks)
     exact(first["loaded"], first["given"])
     assert first["changed"] is second["changed"] is None
+    assert first["fused"] == [None, None], "the implementation is that of this device"
     assert first["bytes"][0] + second["bytes"][0] == first["bytes"][1]
     assert min(first["bytes"][0], second["bytes"][0]) > 0
 

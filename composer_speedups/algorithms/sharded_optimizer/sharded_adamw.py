@@ -44,7 +44,6 @@ class ShardedAdamW(ZeroRedundancyOptimizer):
     _index_to_param: list[Tensor]
     _param_to_rank: dict[Tensor, int]
     _partition_parameters: Callable[[], list[list[dict[str, Any]]]]
-    _sync_param_groups: Callable[[list[dict[str, Any]], list[dict[str, Any]]], None]
 
     def __init__(self, groups: list[dict[str, Any]]) -> None:
         on_gpu = all(p.is_cuda for group in groups for p in group["params"])
@@ -124,5 +123,4 @@ class ShardedAdamW(ZeroRedundancyOptimizer):
         state = {key: entry if key in mine else {} for key, entry in state_dict["state"].items()}
         Optimizer.load_state_dict(self, {"state": state, "param_groups": groups})
         self.optim.state = defaultdict(dict, {parameter: entry for parameter, entry in self.state.items() if entry})
-        self._sync_param_groups(self.param_groups, self.optim.param_groups)
         self._consolidated = None
