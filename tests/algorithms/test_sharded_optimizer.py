@@ -146,6 +146,25 @@ def save_where_a_rank_has_no_state() -> list[str]:
     return list(get_optimizer_state_dict(model, optimizer)["state"])
 
 
+def freeze_after_a_step() -> dict[str, Any]:
+    """Freeze every second parameter as layer_freezing does; the indices that are saved at once, and after a step."""
+    model = tiny_bert()
+    optimizer: Any = apply_sharded_optimizer(AdamW(model.parameters(), lr=1e-3))
+    parameters = list(model.parameters())
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    optimizer.consolidates = True
+    for parameter in parameters[::2]:
+        parameter.requires_grad_(False)
+        parameter.grad = None
+        optimizer.state.pop(parameter, None)
+    saved = [sorted(optimizer.state_dict()["state"])]
+    optimizer.step()
+    saved.append(sorted(optimizer.state_dict()["state"]))
+    return {"saved": saved, "held": sum(len(entry) > 0 for entry in optimizer.optim.state.values())}
+
+
 def shard_a_shard() -> str | None:
     tensor = distribute_tensor(torch.ones(4), DeviceMesh("cpu", [0, 1]), [Replicate()])
     return error_of(lambda: apply_sharded_optimizer(AdamW([nn.Parameter(tensor)], fused=False)))
@@ -160,6 +179,7 @@ def observe(folder: Path) -> dict[str, Any]:
     seen["loops"] = {scaled: {kind: loop(kind, scaled=scaled) for kind in KINDS} for scaled in (False, True)}
     seen["plain state"] = load_a_plain_state()
     seen["saved"] = save_where_a_rank_has_no_state()
+    seen["frozen"] = freeze_after_a_step()
     seen["refused shard"] = shard_a_shard()
     return seen
 
@@ -250,6 +270,12 @@ def test_the_state_of_a_plain_adamw_is_loaded_in_shares_and_not_changed(seen: Se
 
 def test_a_rank_without_a_trained_parameter_does_not_step_while_the_others_save(seen: Seen) -> None:
     assert [rank["saved"] for rank in seen.ranks] == [["1.weight"]] * 2
+
+
+def test_the_state_of_frozen_parameters_is_freed_and_not_saved(seen: Seen) -> None:
+    frozen = [rank["frozen"] for rank in seen.ranks]
+    assert all(rank["saved"] == [list(range(1, 41, 2))] * 2 for rank in frozen)
+    assert sum(rank["held"] for rank in frozen) == 20
 
 
 def test_one_rank_has_a_plain_adamw_and_says_so() -> None:
