@@ -42,7 +42,7 @@ class UnfitOptimizerError(ValueError):
         super().__init__(f"{reason}; {fix}")
 
 
-def swap_optimizer(old: Optimizer, label: str, factory: Factory) -> Optimizer:
+def swap_optimizer(old: Optimizer, label: str, factory: Factory, *, stock_state: bool = False) -> Optimizer:
     """Build another optimizer over the parameters of ``old``, in the same groups.
 
     Args:
@@ -52,6 +52,8 @@ def swap_optimizer(old: Optimizer, label: str, factory: Factory) -> Optimizer:
         factory: Receives a list of groups with ``params``, ``lr``, ``betas``, ``eps`` and ``weight_decay`` (with
             torch's meaning) and returns the new optimizer with the same number of groups in that order. Groups may be
             empty.
+        stock_state: The new optimizer's state is a plain AdamW's. Its state dict then has no label, and it loads those
+            without one.
 
     Returns:
         The new optimizer, or ``old`` itself if it already has that label. Each group keeps ``lr``, ``initial_lr``,
@@ -72,6 +74,9 @@ def swap_optimizer(old: Optimizer, label: str, factory: Factory) -> Optimizer:
         ours.update({key: value for key, value in theirs.items() if key not in known})
         ours[LABEL] = label
     new.register_step_pre_hook(closure_with_gradients)
+    if stock_state:
+        new.register_state_dict_post_hook(_remove_label)
+        new.register_load_state_dict_pre_hook(lambda _, state: _with_label(state, label))
     new.register_load_state_dict_pre_hook(lambda _, state: _check_groups(state["param_groups"], label))
     return new
 
@@ -170,6 +175,15 @@ def _carried(group: dict[str, Any], old: Optimizer) -> dict[str, Any]:
             )
         carried["weight_decay"] /= group["initial_lr"]
     return carried
+
+
+def _remove_label(_optimizer: Optimizer, state: dict[str, Any]) -> None:
+    for group in state["param_groups"]:
+        group.pop(LABEL, None)
+
+
+def _with_label(state: dict[str, Any], label: str) -> dict[str, Any]:
+    return state | {"param_groups": [{LABEL: label} | group for group in state["param_groups"]]}
 
 
 def _check_groups(groups: Groups, label: str) -> None:

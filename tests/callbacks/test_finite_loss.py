@@ -94,6 +94,7 @@ OPTIMIZERS = {
     "lowbit_optimizer": {"min_size": 1024, "compiled": False},
     "kahan_optimizer": {},
     "offloaded_optimizer": {"allow_cpu": True},
+    "sharded_optimizer": {},
 }
 
 

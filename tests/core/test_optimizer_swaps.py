@@ -162,6 +162,8 @@ def test_the_state_of_another_optimizer_is_refused(case: Case, tmp_path: Path) -
     """The checkpoint's class name and techniques match, so only the state itself shows that it is AdamW's."""
     if not case.entry.stock_checkpoint:
         pytest.skip("torch itself refuses a state that lacks parameters")
+    if case.name == "sharded_optimizer":
+        pytest.skip("its state is that of AdamW, so it loads this one")
     trained(case.build_all(), batches=plain_batches(2), save_folder=str(tmp_path), **SAVING)
     checkpoint = torch.load(tmp_path / "ba2.pt", weights_only=False)
     (name,) = checkpoint["state"]["optimizers"]

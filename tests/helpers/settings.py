@@ -168,6 +168,7 @@ ENTRIES: dict[str, Entry] = {
         gpu_variants=[{}, {"backend": "efficient"}],  # the others take no fp32; see test_sdpa_attention.py
         evidence=("kernel",),
     ),
+    "sharded_optimizer": Entry([{}], evidence=(*SWAPPED, "ranks", "state_bytes_by_rank")),
     "sparse_upcycling": Entry(
         [{"every": 1}],
         same=("logits",),
