@@ -10,7 +10,14 @@ from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, Field
 
-from composer_speedups.callbacks.config import DivergenceConfig, FiniteLossConfig, MemoryConfig, ThroughputConfig
+from composer_speedups.callbacks.config import (
+    BestWeightsConfig,
+    DivergenceConfig,
+    EarlyStoppingConfig,
+    FiniteLossConfig,
+    MemoryConfig,
+    ThroughputConfig,
+)
 from composer_speedups.core.catalogue import keys_by_task, technique_names
 from composer_speedups.core.errors import did_you_mean
 from composer_speedups.core.files import with_working_directory
@@ -83,6 +90,8 @@ class TrainerConfig(Settings):
     """How often to validate."""
     eval_batches: int | None = Field(None, ge=1)
     """Number of batches to validate on; null for all."""
+    early_stopping: EarlyStoppingConfig | None = None
+    """Stop training when a metric of the evaluations no longer improves; null trains for max_duration."""
     device: Literal["auto", "cpu", "gpu"] = "auto"
     """Where to train; auto uses a GPU if there is one."""
     precision: Literal["fp32", "amp_bf16", "amp_fp16"] = "fp32"
@@ -111,6 +120,28 @@ class TrainerConfig(Settings):
             refuse_if(self.microbatch_size == "auto", "microbatch_size", no_auto)
         unknown = sorted(map(str, set(self.parallelism_config or {}) - {"fsdp", "tp"}))
         refuse_if(unknown, "parallelism_config", f"accepts fsdp and tp, not {', '.join(unknown)}")
+        if self.early_stopping is not None:
+            stop, end = self._earliest_stop(self.early_stopping.patience), self.max_duration
+            never = f"of {self.early_stopping.patience} and evaluations every {self.eval_interval} allow a stop after "
+            never += f"{stop} at the earliest, and training ends after {end}; evaluate more often, or train for longer"
+            too_late = stop is not None and _same_unit(stop, end) and _count(stop) >= _count(end)
+            refuse_if(too_late, "early_stopping.patience", never)
+
+    def _earliest_stop(self, patience: str) -> str | None:
+        """The evaluation after the first one that exceeds the patience; None if it depends on the epoch's length."""
+        if not _same_unit(patience, self.eval_interval):
+            return None
+        interval = _count(self.eval_interval)
+        return f"{(_count(patience) // interval + 2) * interval}{self.eval_interval[-2:]}"
+
+
+def _count(time: str) -> int:
+    """The number of a Composer time in epochs, batches, samples or tokens."""
+    return int(time.rstrip("abcdefghijklmnopqrstuvwxyz"))
+
+
+def _same_unit(one: str, other: str) -> bool:
+    return one.lstrip("0123456789") == other.lstrip("0123456789")
 
 
 class CheckpointConfig(Settings):
@@ -118,6 +149,8 @@ class CheckpointConfig(Settings):
     """How often to write a checkpoint to runs/<run_name>/checkpoints; null writes none."""
     keep: int = Field(1, ge=-1)
     """Number of checkpoints to keep; -1 keeps all."""
+    best: BestWeightsConfig | None = None
+    """Export the weights of the best evaluation, which every checkpoint then contains too; null exports the last."""
     load: str | None = None
     """Checkpoint to resume from: weights, optimizer, schedule, data position and random state."""
     weights_only: bool = False
@@ -232,6 +265,7 @@ class Config(Settings):
 
     def check_settings(self) -> None:
         model, data, precision = self.model, self.data, self.trainer.precision
+        stopping = self.trainer.early_stopping
         _check_names(self.algorithms)
         braces = f"must not contain braces, which Composer replaces in some of its paths: {self.runs_folder}"
         refuse_if(set(self.runs_folder) & set("{}"), "runs_folder", braces)
@@ -250,6 +284,7 @@ class Config(Settings):
         for key, time in (
             ("trainer.max_duration", self.trainer.max_duration),
             ("trainer.eval_interval", self.trainer.eval_interval),
+            ("trainer.early_stopping.patience", stopping.patience if stopping else ""),
             ("checkpoint.interval", self.checkpoint.interval or ""),
         ):
             endless = f"is {time}, and a stream has no epochs; use batches, such as 500ba"
