@@ -26,7 +26,8 @@ class RunSummary(Callback):
     the whole steady state (``throughput/…`` covers the last batches). ``summary/warmup_seconds``,
     ``summary/eval_seconds`` and ``summary/peak_gib`` are totals. ``summary/accuracy`` and ``summary/loss`` are from the
     last evaluation, or from the best one with :class:`BestWeights`; ``summary/train_accuracy`` and
-    ``summary/train_loss`` are from the last training batch. Values that were not measured are omitted. Weights & Biases draws a value that is logged once as one bar per run.
+    ``summary/train_loss`` are from the last training batch. Values that were not measured are omitted. Weights & Biases
+    draws a value that is logged once as one bar per run.
 
     ``techniques`` is logged as a hyperparameter after the first batch and at the end; see :func:`techniques_label`.
 

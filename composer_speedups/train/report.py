@@ -151,15 +151,12 @@ def summary_table(report: dict[str, Any], folder: str) -> str:
 
 
 def _best_row(best: dict[str, Any], *, exported: bool) -> tuple[str, int | None, str]:
-    """``exported 340 batches trained when accuracy was best, with 0.912; the last evaluation had 0.903``."""
+    """``exported 340 batches trained when accuracy was best, 0.912; the last evaluation had 0.903``."""
     if not best:
         return "exported", None, ""
-    values = f"{_number(best['value'])}; the last evaluation had {_number(best['last_value'])}"
-    return (
-        "exported" if exported else "best",
-        best["batch"],
-        f"batches trained when {best['metric']} was best, {values}",
-    )
+    note = f"batches trained when {best['metric']} was best, {_number(best['value'])}"
+    name = "exported" if exported else "best"
+    return name, best["batch"], f"{note}; the last evaluation had {_number(best['last_value'])}"
 
 
 def _early_stopping_row(stopping: dict[str, Any], training: dict[str, Any]) -> tuple[str, int | None, str]:
