@@ -61,9 +61,12 @@ class EarlyStopping(EarlyStoppingConfig, SavedCallback, eq=False):
         super().reset()
         self.best: float | None = None
         self.best_epoch = self.best_batch = 0
-        self.stopped = False
+        self.stopped = self._had_stopped = False
         self._reported = self.metric  # the metric's name in report.json
         self._stopper: EarlyStopper | None = None
+
+    def after_load(self, state: State, logger: Logger) -> None:
+        self._had_stopped = self.stopped
 
     def fit_start(self, state: State, logger: Logger) -> None:
         metrics = state.eval_metrics.get(self.dataloader_label, {})
@@ -73,8 +76,8 @@ class EarlyStopping(EarlyStoppingConfig, SavedCallback, eq=False):
         comparison = "less" if self.mode == "min" else "greater"
         self._stopper = EarlyStopper(name, self.dataloader_label, comparison, self.min_delta, self.patience)
         self._set_best(self._stopper)
-        if self.stopped:
-            state.stop_training()  # the run was interrupted after it had stopped
+        if self._had_stopped:
+            state.stop_training()  # the run was interrupted after training had stopped
 
     def eval_end(self, state: State, logger: Logger) -> None:
         if self._stopper is None or state.dataloader_label != self.dataloader_label:
