@@ -5,6 +5,7 @@ import os
 import types
 import zipfile
 from collections.abc import Mapping
+from string import ascii_lowercase, digits
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
@@ -121,27 +122,19 @@ class TrainerConfig(Settings):
         unknown = sorted(map(str, set(self.parallelism_config or {}) - {"fsdp", "tp"}))
         refuse_if(unknown, "parallelism_config", f"accepts fsdp and tp, not {', '.join(unknown)}")
         if self.early_stopping is not None:
-            stop, end = self._earliest_stop(self.early_stopping.patience), self.max_duration
-            never = f"of {self.early_stopping.patience} and evaluations every {self.eval_interval} allow a stop after "
-            never += f"{stop} at the earliest, and training ends after {end}; evaluate more often, or train for longer"
-            too_late = stop is not None and _same_unit(stop, end) and _count(stop) >= _count(end)
-            refuse_if(too_late, "early_stopping.patience", never)
+            self._check_patience(self.early_stopping.patience)
 
-    def _earliest_stop(self, patience: str) -> str | None:
-        """The evaluation after the first one that exceeds the patience; None if it depends on the epoch's length."""
-        if not _same_unit(patience, self.eval_interval):
-            return None
-        interval = _count(self.eval_interval)
-        return f"{(_count(patience) // interval + 2) * interval}{self.eval_interval[-2:]}"
-
-
-def _count(time: str) -> int:
-    """The number of a Composer time in epochs, batches, samples or tokens."""
-    return int(time.rstrip("abcdefghijklmnopqrstuvwxyz"))
-
-
-def _same_unit(one: str, other: str) -> bool:
-    return one.lstrip("0123456789") == other.lstrip("0123456789")
+    def _check_patience(self, patience: str) -> None:
+        """Refuse early stopping that could not stop before the end, as far as can be seen without an epoch's length."""
+        times = (patience, self.eval_interval, self.max_duration)
+        units = {time.lstrip(digits) for time in times}
+        waits, interval, end = (int(time.rstrip(ascii_lowercase)) for time in times)
+        earliest = (waits // interval + 2) * interval  # the first evaluation is an improvement
+        never = (
+            f"of {patience} and evaluations every {self.eval_interval} allow a stop after {earliest}{min(units)} at the "
+            f"earliest, and training ends after {self.max_duration}; evaluate more often, or train for longer"
+        )
+        refuse_if(len(units) == 1 and earliest >= end, "early_stopping.patience", never)
 
 
 class CheckpointConfig(Settings):
