@@ -131,8 +131,8 @@ class TrainerConfig(Settings):
         waits, interval, end = (int(time.rstrip(ascii_lowercase)) for time in times)
         earliest = (waits // interval + 2) * interval  # the first evaluation is an improvement
         never = (
-            f"of {patience} and evaluations every {self.eval_interval} allow a stop after {earliest}{min(units)} at the "
-            f"earliest, and training ends after {self.max_duration}; evaluate more often, or train for longer"
+            f"of {patience} and evaluations every {self.eval_interval} allow a stop after {earliest}{min(units)} at "
+            f"the earliest, and training ends after {self.max_duration}; evaluate more often, or train for longer"
         )
         refuse_if(len(units) == 1 and earliest >= end, "early_stopping.patience", never)
 
