@@ -73,7 +73,8 @@ class BestWeights(BestWeightsConfig, SavedCallback, eq=False):
     def after_load(self, state: State, logger: Logger) -> None:
         if self.batch is None:
             return
-        shapes = {name: value.shape for name, value in get_model_state_dict(state.model).items()}
+        own: dict[str, Any] = get_model_state_dict(state.model)
+        shapes = {name: value.shape for name, value in own.items()}
         if shapes != {name: value.shape for name, value in self.weights.items()}:
             raise ConfigError(
                 f"checkpoint.load: the best weights in {state.load_path} do not fit the model; use another checkpoint, "
@@ -136,4 +137,5 @@ class BestWeights(BestWeightsConfig, SavedCallback, eq=False):
 def _copy_of_weights(state: State) -> dict[str, Tensor]:
     """A copy of the whole model's weights in the host memory of rank 0; empty on other ranks. Collective."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    return {name: value.clone() for name, value in get_model_state_dict(state.model, options=options).items()}
+    weights: dict[str, Any] = get_model_state_dict(state.model, options=options)
+    return {name: value.clone() for name, value in weights.items()}

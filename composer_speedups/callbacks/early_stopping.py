@@ -63,7 +63,7 @@ class EarlyStopping(EarlyStoppingConfig, SavedCallback, eq=False):
         self.best_epoch = self.best_batch = 0
         self.stopped = self._had_stopped = False
         self._reported = self.metric  # the metric's name in report.json
-        self._stopper: EarlyStopper | None = None
+        self._stopper: Any = None  # Composer declares its attributes as None
 
     def after_load(self, state: State, logger: Logger) -> None:
         self._had_stopped = self.stopped
@@ -85,8 +85,6 @@ class EarlyStopping(EarlyStoppingConfig, SavedCallback, eq=False):
         until = state.max_duration
         unfinished = until is not None and state.timestamp < until
         self._stopper.eval_end(state, logger)
-        assert self._stopper.best is not None
-        assert self._stopper.best_occurred is not None
         self.best, occurred = float(self._stopper.best), self._stopper.best_occurred
         self.best_epoch, self.best_batch = occurred.epoch.value, occurred.batch.value
         self._set_best(self._stopper)
@@ -94,7 +92,7 @@ class EarlyStopping(EarlyStoppingConfig, SavedCallback, eq=False):
             self.stopped = True
             state.stop_training()
 
-    def _set_best(self, stopper: EarlyStopper) -> None:
+    def _set_best(self, stopper: Any) -> None:
         """Set what Composer compares with, in float64 so that a resumed run compares the same numbers."""
         if self.best is not None and not math.isnan(self.best):
             stopper.best = torch.tensor(self.best, dtype=torch.float64)
