@@ -16,7 +16,9 @@ __version__ = "0.1.0"
 
 _OTHERS = {
     "BalancedSampler": "composer_speedups.distributed.balanced_sampling",
+    "BestWeights": "composer_speedups.callbacks.best_weights",
     "DivergenceGuard": "composer_speedups.callbacks.divergence",
+    "EarlyStopping": "composer_speedups.callbacks.early_stopping",
     "EngagementReport": "composer_speedups.callbacks.engagement",
     "FiniteLoss": "composer_speedups.callbacks.finite_loss",
     "FreezeGarbage": "composer_speedups.distributed.host",

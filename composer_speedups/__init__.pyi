@@ -60,7 +60,9 @@ from composer_speedups.algorithms.unpadding.functional import apply_unpadding as
 from composer_speedups.algorithms.unpadding.functional import plan_unpadding as plan_unpadding
 from composer_speedups.algorithms.unpadding.functional import undo_unpadding as undo_unpadding
 from composer_speedups.algorithms.unpadding.unpadding import Unpadding as Unpadding
+from composer_speedups.callbacks.best_weights import BestWeights as BestWeights
 from composer_speedups.callbacks.divergence import DivergenceGuard as DivergenceGuard
+from composer_speedups.callbacks.early_stopping import EarlyStopping as EarlyStopping
 from composer_speedups.callbacks.engagement import EngagementReport as EngagementReport
 from composer_speedups.callbacks.finite_loss import FiniteLoss as FiniteLoss
 from composer_speedups.callbacks.loss_scale import LossScaleMonitor as LossScaleMonitor

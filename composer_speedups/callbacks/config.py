@@ -1,12 +1,19 @@
 """The callbacks' settings, which are the config keys under ``callbacks``; they do not import torch."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from composer_speedups.core.settings import Settings
+from composer_speedups.core.settings import ComposerTime, Settings
 
-__all__ = ["DivergenceConfig", "FiniteLossConfig", "MemoryConfig", "ThroughputConfig"]
+__all__ = [
+    "BestWeightsConfig",
+    "DivergenceConfig",
+    "EarlyStoppingConfig",
+    "FiniteLossConfig",
+    "MemoryConfig",
+    "ThroughputConfig",
+]
 
 FIRST_VALUE_BY = 9  # batches; afterwards ThroughputMonitor logs a value even if every batch compiled
 
@@ -39,3 +46,22 @@ class DivergenceConfig(Settings):
     """Number of consecutive batches above the limit after which the run stops."""
     smoothing: float = Field(0.9, ge=0, le=0.9999)
     """Weight of the past in the exponential moving average of the loss."""
+
+
+class BestWeightsConfig(Settings):
+    metric: str = "loss"
+    """Metric of the evaluations to compare, as in report.json: loss, accuracy, entity_f1."""
+    mode: Literal["min", "max"] | None = None
+    """Whether the smallest or the largest value is best; null: the smallest loss, error or perplexity, and the largest
+    value of any other metric."""
+
+
+class EarlyStoppingConfig(Settings):
+    metric: str = "loss"
+    """Metric of the evaluations to compare, as in report.json: loss, accuracy, entity_f1."""
+    mode: Literal["min", "max"] | None = None
+    """Whether smaller or larger values are better; null: smaller for a loss, error or perplexity, larger otherwise."""
+    patience: Annotated[str, ComposerTime(("ep", "ba"), gt=0)] = "1ep"
+    """Stop at the first evaluation that comes more than this after the last improvement, as a Composer time."""
+    min_delta: float = Field(0.0, ge=0)
+    """Only a change by more than this counts as an improvement."""

@@ -23,8 +23,8 @@ class _Resumed(TypedDict):
 class RunHistory(Callback):
     """Preserves values of report.json across resumes that other parts of a checkpoint do not hold.
 
-    A run that was interrupted after its last batch and before its report trains nothing when resumed, and writes the
-    report.
+    A run that was interrupted after its last batch and before its report trains nothing when resumed: it repeats the
+    last evaluation and writes the report.
 
     Attributes:
         wall_seconds: Time of earlier processes, each up to the checkpoint that was resumed from. Neither training lost
@@ -59,6 +59,7 @@ class RunHistory(Callback):
     def fit_start(self, state: State, logger: Logger) -> None:
         if self._over:
             state.stop_training()  # before the first batch, whatever duration fit() was called with
+            state.previous_timestamp = state.timestamp  # repeats the last evaluation, which may follow all checkpoints
 
     def state_dict(self) -> dict[str, Any]:
         assert self._state is not None

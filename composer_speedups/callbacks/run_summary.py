@@ -7,6 +7,7 @@ import inspect
 from composer.core import Callback, State
 from composer.loggers import Logger
 
+from composer_speedups.callbacks.best_weights import BestWeights
 from composer_speedups.callbacks.changing_hyperparameters import log_changing_hyperparameters
 from composer_speedups.callbacks.memory import MemoryAnatomy
 from composer_speedups.callbacks.throughput import ThroughputMonitor
@@ -24,8 +25,9 @@ class RunSummary(Callback):
     ``summary/samples_per_sec``, ``summary/tokens_per_sec``, ``summary/mfu`` and ``summary/data_wait_fraction`` cover
     the whole steady state (``throughput/…`` covers the last batches). ``summary/warmup_seconds``,
     ``summary/eval_seconds`` and ``summary/peak_gib`` are totals. ``summary/accuracy`` and ``summary/loss`` are from the
-    last evaluation, ``summary/train_accuracy`` and ``summary/train_loss`` from the last training batch. Values that
-    were not measured are omitted. Weights & Biases draws a value that is logged once as one bar per run.
+    last evaluation, or from the best one with :class:`BestWeights`; ``summary/train_accuracy`` and
+    ``summary/train_loss`` are from the last training batch. Values that were not measured are omitted. Weights & Biases
+    draws a value that is logged once as one bar per run.
 
     ``techniques`` is logged as a hyperparameter after the first batch and at the end; see :func:`techniques_label`.
 
@@ -64,13 +66,16 @@ class RunSummary(Callback):
 
 def _values(state: State) -> dict[str, float]:
     values: dict[str, float | None] = {}
+    best: dict[str, float] = {}
     for callback in state.callbacks:
         if isinstance(callback, ThroughputMonitor):
             measured = callback.summary()
             values |= {name: measured.get(name) for name in _THROUGHPUT}
         elif isinstance(callback, MemoryAnatomy):
             values["peak_gib"] = callback.summary()["peak_gib"]
-    values |= final_metrics(state)
+        elif isinstance(callback, BestWeights):
+            best = callback.metrics
+    values |= final_metrics(state) | best
     return {name: value for name, value in values.items() if value is not None}
 
 

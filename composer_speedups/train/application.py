@@ -51,6 +51,7 @@ def train(
 
         from composer.utils import dist, reproducibility
 
+        from composer_speedups.callbacks.best_weights import BestWeights
         from composer_speedups.core.registry import build_techniques
         from composer_speedups.core.technique import screen
         from composer_speedups.core.trainer_state import torch_device
@@ -64,7 +65,7 @@ def train(
         from composer_speedups.train.fit import StopSignals, train_to_end
         from composer_speedups.train.plot import write_plot
         from composer_speedups.train.recording import Recording
-        from composer_speedups.train.report import StartupTimes, write_report
+        from composer_speedups.train.report import StartupTimes, callback_of, write_report
         from composer_speedups.train.run_folder import RunFolder
         from composer_speedups.train.trainer import build_trainer, context_of, join_ranks, open_device
 
@@ -97,6 +98,8 @@ def train(
             print(summary, flush=True)
         clock.lap("trainer")
         train_to_end(trainer, stop)
+        if best := callback_of(trainer.state, BestWeights):
+            best.restore(trainer.state)
         exported = export_model(trainer.state, folder / "model") if config.export else None
         recording = Recording()
         with recording.of("report"):

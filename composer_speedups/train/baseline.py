@@ -69,7 +69,7 @@ def _short_trainer(config: Config, techniques: list[Technique], device: Device) 
     short = dataclasses.replace(
         config,
         run_name=f"{config.run_name}-baseline",
-        trainer=dataclasses.replace(config.trainer, progress_bar=False),
+        trainer=dataclasses.replace(config.trainer, progress_bar=False, early_stopping=None),
         scheduler=dataclasses.replace(config.scheduler, warmup="1ba"),  # a fraction of a turn could be zero batches
         checkpoint=CheckpointConfig(),
         callbacks=CallbacksConfig(memory=None),

@@ -10,7 +10,9 @@ from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.utils import dist
 
+from composer_speedups.callbacks.best_weights import BestWeights
 from composer_speedups.callbacks.divergence import DivergenceGuard
+from composer_speedups.callbacks.early_stopping import EarlyStopping
 from composer_speedups.callbacks.engagement import EngagementReport
 from composer_speedups.callbacks.finite_loss import FiniteLoss
 from composer_speedups.callbacks.loss_scale import LossScaleMonitor
@@ -65,6 +67,7 @@ def build_report(
     engagement, microbatches = callback_of(state, EngagementReport), callback_of(state, MicrobatchHistory)
     history = callback_of(state, RunHistory) or RunHistory()
     changes = microbatches.changes if microbatches else []
+    best = callback_of(state, BestWeights)
     sums = sums_of(state.model)
     return {
         "run_name": config.run_name,
@@ -72,7 +75,9 @@ def build_report(
         "baseline": baseline,
         "memory": _summary(state, MemoryAnatomy),
         "startup": _summary(state, StartupTimes),
-        "metrics": {**history.metrics, **final_metrics(state)},
+        "metrics": {**history.metrics, **final_metrics(state), **(best.metrics if best else {})},
+        "best": _summary(state, BestWeights),
+        "early_stopping": _summary(state, EarlyStopping),
         "algorithms": EngagementReport.summary(state),
         "numerics": engagement.numerics if engagement else {},
         "guards": {k: v for guard in _GUARDS for k, v in _summary(state, guard).items()},
@@ -123,6 +128,8 @@ def summary_table(report: dict[str, Any], folder: str) -> str:
             f"GiB {'of the GPU' if report['environment']['gpu'] else 'resident'}",
         ),
         *((name.replace("_", " "), value, "") for name, value in metrics.items()),
+        _best_row(report["best"], exported=report["config"]["export"]),
+        _early_stopping_row(report["early_stopping"], report["training"]),
         ("gradients", ddp.get("mib_a_step"), f"MiB reduced per step, {_overlap(ddp, report['training'])}"),
         (
             "microbatch",
@@ -141,6 +148,22 @@ def summary_table(report: dict[str, Any], folder: str) -> str:
     if report["baseline"]:
         lines += ["", _against_baseline(report)]
     return "\n".join(lines)
+
+
+def _best_row(best: dict[str, Any], *, exported: bool) -> tuple[str, int | None, str]:
+    """``exported 340 batches trained when accuracy was best, 0.912; the last evaluation had 0.903``."""
+    if not best:
+        return "exported", None, ""
+    note = f"batches trained when {best['metric']} was best, {_number(best['value'])}"
+    name = "exported" if exported else "best"
+    return name, best["batch"], f"{note}; the last evaluation had {_number(best['last_value'])}"
+
+
+def _early_stopping_row(stopping: dict[str, Any], training: dict[str, Any]) -> tuple[str, int | None, str]:
+    if not stopping.get("stopped"):
+        return "stopped early", None, ""
+    why = f"batches trained; {stopping['metric']} had been best after {stopping['best_batch']}"
+    return "stopped early", training["batches"], why
 
 
 def _against_baseline(report: dict[str, Any]) -> str:

@@ -15,8 +15,11 @@ from composer.core import Algorithm, Callback
 from composer.devices import Device, DeviceCPU, DeviceGPU
 from composer.utils import dist, reproducibility
 
+from composer_speedups.callbacks.best_weights import BestWeights
 from composer_speedups.callbacks.divergence import DivergenceGuard
+from composer_speedups.callbacks.early_stopping import EarlyStopping
 from composer_speedups.callbacks.engagement import EngagementReport
+from composer_speedups.callbacks.evaluated_metric import logged_name
 from composer_speedups.callbacks.finite_loss import FiniteLoss
 from composer_speedups.callbacks.learning_curves import LearningCurves
 from composer_speedups.callbacks.loss_scale import LossScaleMonitor
@@ -136,9 +139,13 @@ def build_trainer(
 
     Raises:
         ConfigError: The checkpoint to load is malformed, does not fit the run, was written with other techniques, or
-            contains something that would be executed.
+            contains something that would be executed. Or ``checkpoint.best`` or ``trainer.early_stopping`` names a
+            metric that the task does not evaluate.
     """
     settings, checkpoint = config.trainer, config.checkpoint
+    for key, section in (("checkpoint.best", checkpoint.best), ("trainer.early_stopping", settings.early_stopping)):
+        if section is not None:
+            logged_name(model.get_metrics(is_train=False) if data.eval else (), section.metric, f"{key}.metric")
     load, resumed = (None, False) if folder is None else (folder.load, folder.resumed)
     weights_only = load is not None and checkpoint.weights_only and not resumed
     offloads = bool(settings.fsdp and settings.fsdp.cpu_offload) or any(t.computes_on_host for t in techniques)
@@ -236,6 +243,8 @@ def _callbacks(config: Config, techniques: Sequence[Technique]) -> list[Callback
         *_configured(DivergenceGuard, named.divergence),
         OptimizerMonitor(),
         LearningCurves(),
+        *_configured(BestWeights, config.checkpoint.best),
+        *_configured(EarlyStopping, config.trainer.early_stopping),
         RunHistory(),
         RunSummary(),
         *([] if config.loggers.wandb is None else [WandbAxes()]),

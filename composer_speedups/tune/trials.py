@@ -148,6 +148,7 @@ def trial_config(
             eval_interval=f"{steps}ba",
             eval_batches=1,
             progress_bar=False,
+            early_stopping=None,
             # a set that does not fit is left out instead of measured with smaller micro-batches
             on_out_of_memory="stop",
         ),

@@ -5,12 +5,20 @@ import os
 import types
 import zipfile
 from collections.abc import Mapping
+from string import ascii_lowercase, digits
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, Field
 
-from composer_speedups.callbacks.config import DivergenceConfig, FiniteLossConfig, MemoryConfig, ThroughputConfig
+from composer_speedups.callbacks.config import (
+    BestWeightsConfig,
+    DivergenceConfig,
+    EarlyStoppingConfig,
+    FiniteLossConfig,
+    MemoryConfig,
+    ThroughputConfig,
+)
 from composer_speedups.core.catalogue import keys_by_task, technique_names
 from composer_speedups.core.errors import did_you_mean
 from composer_speedups.core.files import with_working_directory
@@ -83,6 +91,8 @@ class TrainerConfig(Settings):
     """How often to validate."""
     eval_batches: int | None = Field(None, ge=1)
     """Number of batches to validate on; null for all."""
+    early_stopping: EarlyStoppingConfig | None = None
+    """Stop training when a metric of the evaluations no longer improves; null trains for max_duration."""
     device: Literal["auto", "cpu", "gpu"] = "auto"
     """Where to train; auto uses a GPU if there is one."""
     precision: Literal["fp32", "amp_bf16", "amp_fp16"] = "fp32"
@@ -111,6 +121,20 @@ class TrainerConfig(Settings):
             refuse_if(self.microbatch_size == "auto", "microbatch_size", no_auto)
         unknown = sorted(map(str, set(self.parallelism_config or {}) - {"fsdp", "tp"}))
         refuse_if(unknown, "parallelism_config", f"accepts fsdp and tp, not {', '.join(unknown)}")
+        if self.early_stopping is not None:
+            self._check_patience(self.early_stopping.patience)
+
+    def _check_patience(self, patience: str) -> None:
+        """Refuse early stopping that could not stop before the end, as far as can be seen without an epoch's length."""
+        times = (patience, self.eval_interval, self.max_duration)
+        units = {time.lstrip(digits) for time in times}
+        waits, interval, end = (int(time.rstrip(ascii_lowercase)) for time in times)
+        earliest = (waits // interval + 2) * interval  # the first evaluation is an improvement
+        never = (
+            f"of {patience} and evaluations every {self.eval_interval} allow a stop after {earliest}{min(units)} at "
+            f"the earliest, and training ends after {self.max_duration}; evaluate more often, or train for longer"
+        )
+        refuse_if(len(units) == 1 and earliest >= end, "early_stopping.patience", never)
 
 
 class CheckpointConfig(Settings):
@@ -118,6 +142,8 @@ class CheckpointConfig(Settings):
     """How often to write a checkpoint to runs/<run_name>/checkpoints; null writes none."""
     keep: int = Field(1, ge=-1)
     """Number of checkpoints to keep; -1 keeps all."""
+    best: BestWeightsConfig | None = None
+    """Export the weights of the best evaluation, which every checkpoint then contains too; null exports the last."""
     load: str | None = None
     """Checkpoint to resume from: weights, optimizer, schedule, data position and random state."""
     weights_only: bool = False
@@ -232,6 +258,7 @@ class Config(Settings):
 
     def check_settings(self) -> None:
         model, data, precision = self.model, self.data, self.trainer.precision
+        stopping = self.trainer.early_stopping
         _check_names(self.algorithms)
         braces = f"must not contain braces, which Composer replaces in some of its paths: {self.runs_folder}"
         refuse_if(set(self.runs_folder) & set("{}"), "runs_folder", braces)
@@ -250,6 +277,7 @@ class Config(Settings):
         for key, time in (
             ("trainer.max_duration", self.trainer.max_duration),
             ("trainer.eval_interval", self.trainer.eval_interval),
+            ("trainer.early_stopping.patience", stopping.patience if stopping else ""),
             ("checkpoint.interval", self.checkpoint.interval or ""),
         ):
             endless = f"is {time}, and a stream has no epochs; use batches, such as 500ba"
