@@ -206,11 +206,13 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
         yield Seen(folder)
 
 
+@pytest.mark.exhaustive
 def test_two_ranks_train_exactly_like_adamw(seen: Seen) -> None:
     for rank in seen.ranks:
         exact(rank["trained"]["sharded"]["weights"], seen.ranks[0]["trained"]["plain"]["weights"])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("scaled", [False, True])
 def test_a_loop_with_clipping_schedulers_and_loss_scaling_trains_exactly_like_adamw(scaled: bool, seen: Seen) -> None:
     loops = [rank["loops"][scaled] for rank in seen.ranks]
@@ -223,6 +225,7 @@ def test_a_loop_with_clipping_schedulers_and_loss_scaling_trains_exactly_like_ad
         assert {**group, "foreach": False, "fused": None} == expected
 
 
+@pytest.mark.exhaustive
 def test_each_rank_holds_a_share_of_the_state(seen: Seen) -> None:
     evidence = [rank["trained"]["sharded"]["evidence"] for rank in seen.ranks]
     shares, whole = evidence[0]["state_bytes_by_rank"], evidence[0]["state_bytes_of_all"]
@@ -234,6 +237,7 @@ def test_each_rank_holds_a_share_of_the_state(seen: Seen) -> None:
     assert sum(rank["sharded"]["bytes"] for rank in loops) == loops[0]["plain"]["bytes"]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_checkpoint_is_that_of_adamw(ranks: int, seen: Seen) -> None:
     (name, state), (plain_name, plain) = (next(iter(seen.checkpoint(kind, ranks).items())) for kind in reversed(KINDS))
@@ -243,6 +247,7 @@ def test_the_checkpoint_is_that_of_adamw(ranks: int, seen: Seen) -> None:
         assert {**group, "foreach": False, "fused": None} == expected
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("journey", JOURNEYS, ids=lambda journey: f"{journey[0]} to {journey[1]}")
 def test_resuming_on_any_number_of_ranks_is_exactly_like_adamw(journey: tuple[int, int], seen: Seen) -> None:
     plain, sharded = (seen.journeys[journey][kind] for kind in KINDS)
@@ -251,6 +256,7 @@ def test_resuming_on_any_number_of_ranks_is_exactly_like_adamw(journey: tuple[in
     assert any((w != seen.alone["plain"]["weights"][n]).any() for n, w in plain["weights"].items()), "it trained on"
 
 
+@pytest.mark.exhaustive
 def test_a_state_of_one_rank_only_is_not_saved_as_the_whole(seen: Seen) -> None:
     said = "rank {0} has only its own part of the optimizer's state; call optimizer.consolidate_state_dict(to={0}) on "
     for number, rank in enumerate(seen.ranks):
@@ -259,6 +265,7 @@ def test_a_state_of_one_rank_only_is_not_saved_as_the_whole(seen: Seen) -> None:
         assert all(sharded[when].startswith(said.format(number)) for when in wanted)
 
 
+@pytest.mark.exhaustive
 def test_the_state_of_a_plain_adamw_is_loaded_in_shares_and_not_changed(seen: Seen) -> None:
     first, second = (rank["plain state"] for rank in seen.ranks)
     exact(first["loaded"], first["given"])
@@ -268,10 +275,12 @@ def test_the_state_of_a_plain_adamw_is_loaded_in_shares_and_not_changed(seen: Se
     assert min(first["bytes"][0], second["bytes"][0]) > 0
 
 
+@pytest.mark.exhaustive
 def test_a_rank_without_a_trained_parameter_does_not_step_while_the_others_save(seen: Seen) -> None:
     assert [rank["saved"] for rank in seen.ranks] == [["1.weight"]] * 2
 
 
+@pytest.mark.exhaustive
 def test_the_state_of_frozen_parameters_is_freed_and_not_saved(seen: Seen) -> None:
     frozen = [rank["frozen"] for rank in seen.ranks]
     assert all(rank["saved"] == [list(range(1, 41, 2))] * 2 for rank in frozen)
@@ -303,6 +312,7 @@ def test_a_lost_state_is_detected() -> None:
     assert_not_engaged(trainer, "the ranks hold 40 states of 41 parameters")
 
 
+@pytest.mark.exhaustive
 def test_what_cannot_be_split_is_refused_in_one_line(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen.ranks[0]["refused shard"] == "FSDP already shards the optimizer's state; keep torch.optim.AdamW"
     mixed = AdamW([nn.Parameter(torch.ones(2, dtype=dtype)) for dtype in (torch.float32, torch.bfloat16)])

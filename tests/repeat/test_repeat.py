@@ -263,6 +263,7 @@ def reports() -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_real_runs_train_at_the_same_time(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [*BRIEF, "trainer.max_duration=2ba", "trainer.eval_batches=2", "processes=2"]
     main(arguments)
