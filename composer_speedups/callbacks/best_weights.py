@@ -15,7 +15,7 @@ from composer_speedups.callbacks.config import BestWeightsConfig
 from composer_speedups.callbacks.evaluated_metric import logged_name, mode_of, reported_values
 from composer_speedups.callbacks.saved_callback import SavedCallback
 from composer_speedups.core.errors import ConfigError
-from composer_speedups.tasks.metrics import REPORTED_NAMES
+from composer_speedups.tasks.metrics import reported_name
 
 __all__ = ["BestWeights"]
 
@@ -86,7 +86,7 @@ class BestWeights(BestWeightsConfig, SavedCallback, eq=False):
     def fit_start(self, state: State, logger: Logger) -> None:
         metrics = state.eval_metrics.get(self.dataloader_label, {})
         name = logged_name(metrics, self.metric, "metric")
-        self._reported = REPORTED_NAMES.get(name, name)
+        self._reported = reported_name(name)
         self.mode = self.mode or mode_of(metrics[name], name)
 
     def eval_end(self, state: State, logger: Logger) -> None:

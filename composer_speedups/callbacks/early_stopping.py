@@ -14,7 +14,7 @@ from composer_speedups.callbacks.config import EarlyStoppingConfig
 from composer_speedups.callbacks.evaluated_metric import logged_name, mode_of
 from composer_speedups.callbacks.saved_callback import SavedCallback
 from composer_speedups.core.trainer_state import any_rank
-from composer_speedups.tasks.metrics import REPORTED_NAMES
+from composer_speedups.tasks.metrics import reported_name
 
 __all__ = ["EarlyStopping"]
 
@@ -71,7 +71,7 @@ class EarlyStopping(EarlyStoppingConfig, SavedCallback, eq=False):
     def fit_start(self, state: State, logger: Logger) -> None:
         metrics = state.eval_metrics.get(self.dataloader_label, {})
         name = logged_name(metrics, self.metric, "metric")
-        self._reported = REPORTED_NAMES.get(name, name)
+        self._reported = reported_name(name)
         self.mode = self.mode or mode_of(metrics[name], name)
         comparison = "less" if self.mode == "min" else "greater"
         self._stopper = EarlyStopper(name, self.dataloader_label, comparison, self.min_delta, self.patience)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from composer.core import State
 
 from composer_speedups.core.errors import ConfigError, did_you_mean
-from composer_speedups.tasks.metrics import REPORTED_NAMES
+from composer_speedups.tasks.metrics import reported_name
 
 __all__ = ["logged_name", "mode_of", "reported_values"]
 
@@ -29,7 +29,7 @@ def logged_name(metrics: Iterable[str], name: str, key: str) -> str:
     logged = list(metrics)
     if name in logged:
         return name
-    by_reported = {REPORTED_NAMES.get(metric, metric): metric for metric in logged}
+    by_reported = {reported_name(metric): metric for metric in logged}
     if name not in by_reported:
         hint = did_you_mean(name, by_reported) if logged else "; there is no evaluation"
         raise ConfigError(f"{key}: {name!r} is not a metric of the evaluation{hint}")
@@ -40,7 +40,7 @@ def mode_of(metric: Any, name: str) -> Literal["min", "max"]:
     """Whether the smallest or the largest value is best, as the torchmetrics metric declares, or else by its name."""
     if metric.higher_is_better is not None:
         return "max" if metric.higher_is_better else "min"
-    reported = REPORTED_NAMES.get(name, name).lower()
+    reported = reported_name(name).lower()
     return "min" if any(word in reported for word in _SMALLER_IS_BETTER) else "max"
 
 
@@ -52,6 +52,4 @@ def reported_values(state: State, label: str) -> dict[str, float]:
         label: The evaluator's label.
     """
     values = {name: state.eval_metric_values[name] for name in state.eval_metrics[label]}
-    return {
-        REPORTED_NAMES.get(name, name): float(value) for name, value in values.items() if not getattr(value, "ndim", 0)
-    }
+    return {reported_name(name): float(value) for name, value in values.items() if not getattr(value, "ndim", 0)}
