@@ -11,10 +11,9 @@ from composer.core import State, Timestamp
 from composer.loggers import Logger
 
 from composer_speedups.callbacks.config import EarlyStoppingConfig
-from composer_speedups.callbacks.evaluated_metric import logged_name, mode_of
+from composer_speedups.callbacks.evaluated_metric import find_metric
 from composer_speedups.callbacks.saved_callback import SavedCallback
 from composer_speedups.core.trainer_state import any_rank
-from composer_speedups.tasks.metrics import reported_name
 
 __all__ = ["EarlyStopping"]
 
@@ -69,12 +68,10 @@ class EarlyStopping(EarlyStoppingConfig, SavedCallback, eq=False):
         self._had_stopped = self.stopped
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        metrics = state.eval_metrics.get(self.dataloader_label, {})
-        name = logged_name(metrics, self.metric, "metric")
-        self._reported = reported_name(name)
-        self.mode = self.mode or mode_of(metrics[name], name)
+        found = find_metric(state.eval_metrics.get(self.dataloader_label, {}), self.metric)
+        self._reported, self.mode = found.reported, self.mode or found.mode
         comparison = "less" if self.mode == "min" else "greater"
-        self._stopper = EarlyStopper(name, self.dataloader_label, comparison, self.min_delta, self.patience)
+        self._stopper = EarlyStopper(found.logged, self.dataloader_label, comparison, self.min_delta, self.patience)
         self._set_best(self._stopper)
         if self._had_stopped:
             state.stop_training()  # the run was interrupted after training had stopped
