@@ -46,7 +46,7 @@ def find_metric(metrics: Mapping[str, Any], name: str, key: str = "metric") -> E
     by_reported = {reported_name(logged): logged for logged in metrics}
     logged = name if name in metrics else by_reported.get(name)
     if logged is None:
-        hint = did_you_mean(name, by_reported) if metrics else "; there is no evaluation"
+        hint = did_you_mean(name, by_reported, otherwise=None if metrics else "; there is no evaluation")
         raise ConfigError(f"{key}: {name!r} is not a metric of the evaluation{hint}")
     reported, larger_is_better = reported_name(logged), metrics[logged].higher_is_better
     if larger_is_better is None:

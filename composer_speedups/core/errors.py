@@ -138,13 +138,14 @@ class Interrupted(SystemExit):
         )
 
 
-def did_you_mean(name: object, known: Iterable[str], prefix: str = "") -> str:
-    """Return ``; did you mean 'x'?`` with the closest of the known names, or list all of them if none is close.
+def did_you_mean(name: object, known: Iterable[str], prefix: str = "", *, otherwise: str | None = None) -> str:
+    """Return ``; did you mean 'x'?`` with the closest of the known names, or ``otherwise`` if none is close.
 
     Args:
         name: A name or a dotted key.
         known: The known names or dotted keys. A similar last part, in another section, is close too.
         prefix: Prefix of the suggestion.
+        otherwise: By default, ``; known:`` and all known names.
     """
     wanted, known = str(name), list(known)
     close = difflib.get_close_matches(wanted, known, n=1, cutoff=0.75)
@@ -153,7 +154,9 @@ def did_you_mean(name: object, known: Iterable[str], prefix: str = "") -> str:
         cutoff = 0.5 if len(known) <= 20 else 0.7
         matches = difflib.get_close_matches(wanted.rpartition(".")[2], leaves, n=1, cutoff=cutoff)
         close = [leaves[leaf] for leaf in matches] or [key for key in known if wanted in key]
-    return f"; did you mean {prefix + close[0]!r}?" if close else f"; known: {', '.join(known)}"
+    if close:
+        return f"; did you mean {prefix + close[0]!r}?"
+    return f"; known: {', '.join(known)}" if otherwise is None else otherwise
 
 
 def first_line(error: BaseException) -> str:
