@@ -6,15 +6,17 @@ names such as ``api_key``.
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import itertools
 import re
 import signal
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 from urllib.parse import unquote
+
+from composer_speedups.core.temporary_attribute import temporary_attribute
 
 __all__ = [
     "MASK",
@@ -191,15 +193,9 @@ def mask(value: Any, name: str = "") -> Any:
     return mask_urls(value) if isinstance(value, str) else value
 
 
-@contextlib.contextmanager
-def masked_command_line() -> Iterator[None]:
+def masked_command_line() -> AbstractContextManager[None]:
     """Mask credentials in ``sys.argv`` inside the block, for libraries that record it."""
-    before = sys.argv
-    sys.argv = [_masked_argument(argument) for argument in before]
-    try:
-        yield
-    finally:
-        sys.argv = before
+    return temporary_attribute(sys, "argv", [_masked_argument(argument) for argument in sys.argv])
 
 
 def mask_urls(text: str) -> str:
