@@ -135,7 +135,7 @@ ENTRIES: dict[str, Entry] = {
     ),
     "layer_freezing": Entry(
         [{"layers": 1}, {"layers": "embeddings", "start": "0.5dur"}],
-        same=("logits", "losses"),
+        same=("logits",),
         loss_bound=0.05,
         evidence=("frozen", "froze_after_batches", "frozen_parameters", "trained_parameters", "optimizer_bytes"),
         also=(Entry([{"layers": "auto", "interval": "1ba"}], same=("logits",), loss_bound=0.05, evidence=("frozen",)),),
