@@ -57,6 +57,7 @@ class LayerFreezing(Technique):
         ),
     )
     gain = 1.05
+    freezes_on_load = True
     checkpoint_fields = Technique.checkpoint_fields | {
         "frozen": int | None,
         "froze": list[list[int]],
