@@ -259,6 +259,11 @@ class SharedGradients:
         self.parameters = [p for p in parameters if p.requires_grad]
         self._buffers = dict(buffers or {})
 
+    def are_of(self, parameters: Sequence[nn.Parameter]) -> bool:
+        """Whether these are the ones among ``parameters`` that require gradients now."""
+        trained = [p for p in parameters if p.requires_grad]
+        return len(trained) == len(self.parameters) and all(a is b for a, b in zip(trained, self.parameters, strict=True))
+
     def prepare(self, gradients: Sequence[Tensor | None]) -> frozenset[nn.Parameter]:
         """Allocate the buffers for such gradients, outside of a capture; return the parameters with a gradient."""
         trained = {p: g for p, g in zip(self.parameters, gradients, strict=True) if g is not None}

@@ -36,7 +36,7 @@ class GraphedCalls:
             values, in tuples. They are treated as arguments. If one is None or empty, the call runs the original
             function.
         cut_behind: Blocks after which the backward pass is cut into segments with one graph each (see
-            :mod:`.segments`); empty by default.
+            :mod:`.segments`); empty by default. It is not cut behind frozen blocks, before which it ends.
         accumulate: Whether a backward pass adds the gradients to ``parameter.grad`` itself; False by default. See
             :class:`.Captured`.
         pool: Memory pool shared by the graphs, from ``torch.cuda.graph_pool_handle``; None gives each graph its own.
@@ -63,6 +63,7 @@ class GraphedCalls:
         self.accumulate = False
         self.pool: Any = None
         self._graphs: dict[Hashable, _Graph] = {}
+        self._parameters: list[nn.Parameter] = []
         self._gradients: SharedGradients | None = None
         self._attribute: str | None = None
         self.replays = self.eager_calls = self.eager_first = 0
@@ -82,6 +83,7 @@ class GraphedCalls:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.model.training or not torch.is_grad_enabled():
             return self.original(*args, **kwargs)
+        self.forget_outdated()
         args = tuple(dict(a) if isinstance(a, Mapping) else a for a in args)  # pytree does not support UserDict
         carried = tuple(getattr(module, attribute) for module, attribute in self.carries())
         leaves, spec = tree_flatten((args, kwargs, carried))
@@ -98,13 +100,27 @@ class GraphedCalls:
         self.replays += 1
         return graph(leaves)
 
+    def forget_outdated(self) -> bool:
+        """Drop the graphs if parameters were frozen or thawed since the first was captured; return whether they were.
+
+        Later calls are captured again. Calls whose backward pass is due keep their graphs.
+        """
+        if self._gradients is None or self._gradients.are_of(self._parameters):
+            return False
+        self._graphs.clear()
+        self._gradients = None
+        if self.pool is not None:  # a pool whose graphs were freed cannot be used again
+            self.pool = torch.cuda.graph_pool_handle()
+        return True
+
     def _capture(self, key: Hashable, leaves: list[Any], spec: TreeSpec) -> _Graph | None:
         """Capture and keep the graph of a shape; None if there are ``max_graphs`` already, or if it failed."""
         if len(self._graphs) >= self.max_graphs:
             return None
         if self._gradients is None:
-            self._gradients = SharedGradients(self.model.parameters())
+            self._start({})
         try:
+            assert self._gradients is not None
             self._graphs[key] = _Graph(self, self._gradients, leaves, spec)
         except CaptureError as error:
             self.on_failure(error)
@@ -113,7 +129,12 @@ class GraphedCalls:
 
     def begin(self, buffers: Mapping[nn.Parameter, Tensor]) -> None:
         """Start capturing if :attr:`held`; graphs write gradients to ``buffers`` (see :class:`SharedGradients`)."""
-        self.held, self._gradients = False, SharedGradients(self.model.parameters(), buffers)
+        self.held = False
+        self._start(buffers)
+
+    def _start(self, buffers: Mapping[nn.Parameter, Tensor]) -> None:
+        self._parameters = list(self.model.parameters())
+        self._gradients = SharedGradients(self._parameters, buffers)
 
     def install(self, attribute: str) -> None:
         """Replace ``model.<attribute>`` by this object."""
@@ -194,8 +215,9 @@ class _Graph:
                 placeholders = self._placeholders.of(gradients.parameters)
                 recorder.settle()
                 with capturing():
+                    trained = [block for block in calls.cut_behind if any(p.requires_grad for p in block.parameters())]
                     self._replay = Captured(
-                        self._call, static, placeholders, gradients, recorder, calls.cut_behind, calls.accumulate
+                        self._call, static, placeholders, gradients, recorder, trained, calls.accumulate
                     )
         except torch.OutOfMemoryError:
             raise
