@@ -65,7 +65,7 @@ FIRST[2] = (*FIRST[1], "bert.encoder.layer.1.")
 
 
 def exact(actual: Any, expected: Any) -> None:
-    assert expected
+    assert len(expected) > 0
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
@@ -88,10 +88,6 @@ class ByHand(Callback):
     def batch_end(self, state: State, logger: Logger) -> None:
         if state.timestamp.batch.value >= self.after:
             freeze_by_hand(model_of(state).model, self.blocks)
-
-
-def spans(frozen: str, **evidence: Any) -> dict[str, Any]:
-    return {"frozen": frozen, **evidence}
 
 
 def frozen_names(model: nn.Module) -> set[str]:
@@ -133,8 +129,9 @@ def test_weights_equal_those_of_a_plain_loop_that_freezes_at_the_same_step(layer
     assert technique.evidence["froze_after_batches"] == {technique.evidence["frozen"]: after}
     names = {f"model.{name}" for name in first if name.startswith(FIRST[blocks])} - {"model.bert.embeddings.position_ids"}
     assert frozen_names(trainer.state.model) == names
-    numbers = [sum(p.numel() for p in trainer.state.model.parameters() if p.requires_grad is bool_) for bool_ in (0, 1)]
-    assert [technique.evidence[f"{kind}_parameters"] for kind in ("frozen", "trained")] == numbers
+    frozen = sum(w.numel() for name, w in expected.items() if name in names)
+    assert technique.evidence["frozen_parameters"] == frozen
+    assert technique.evidence["trained_parameters"] == sum(w.numel() for w in expected.values()) - frozen
 
 
 @pytest.mark.parametrize("packed", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
@@ -265,7 +262,7 @@ def test_the_backward_pass_is_not_cut_in_frozen_blocks() -> None:
 def test_blocks_in_front_of_the_first_that_changes_much_have_settled() -> None:
     before = [10.0, 10.0, 10.0, 10.0]
     assert settled_blocks(before, [9.9, 10.2, 5.0, 10.0]) == 1  # the rates' median is 0.015
-    assert settled_blocks(before, [9.9, 10.2, 5.0, 15.5], percentile=75) == 2
+    assert settled_blocks(before, [9.9, 10.2, 5.0, 10.0], percentile=75) == 2
     assert settled_blocks(before, [10.1, 10.2, 10.5, 1.0], percentile=100) == 3, "all in front of the largest rate"
     assert settled_blocks(before, [5.0, 10.1, 10.1, 10.1]) == 0, "only blocks from the first on"
     assert settled_blocks(before, [10.0, 10.0, 9.9, 5.0], frozen=2) == 3, "compared with blocks that train"
@@ -286,12 +283,12 @@ def test_gradient_norms_are_those_of_whole_blocks() -> None:
 
 
 class Norms(Callback):
-    """Record the gradient norms of the blocks after every batch."""
+    """Record the gradient norms of the blocks of every batch, before layers are frozen."""
 
     def __init__(self) -> None:
         self.norms: list[list[float]] = []
 
-    def batch_end(self, state: State, logger: Logger) -> None:
+    def after_train_batch(self, state: State, logger: Logger) -> None:
         self.norms.append(gradient_norms_of_blocks(state.model).tolist())
 
 
@@ -354,7 +351,12 @@ def rank_weights(kind: str, *, overlapped: bool = False, load: Path | None = Non
     settings |= {"load_path": str(load / "ba2.pt")} if load else {}
     callbacks = [OverlappedDDP()] if overlapped else []
     trainer = make_trainer(
-        algorithms, batches=batches(dist.get_world_size()), callbacks=callbacks, max_duration="4ba", **settings
+        algorithms,
+        model=bert() if kind == "auto" else tiny_bert(),
+        batches=batches(dist.get_world_size()),
+        callbacks=callbacks,
+        max_duration="4ba",
+        **settings,
     )
     fit_and_close(trainer)
     sums = sums_of(trainer.state.model)
@@ -421,11 +423,14 @@ def loop_on_ddp(wrap: Any, hook: bool, freeze: Any) -> dict[str, Any]:
 def loops() -> Any:
     freeze = lambda model, layers: apply_layer_freezing(model, layers=layers)  # noqa: E731
     without = [loop_on_ddp(wrap, hook, freeze) for wrap, hook in LOOPS]
+    shared = DistributedDataParallel(bert())
+    apply_layer_freezing(shared.module)
+    shared(**batch([5, 4])).loss.backward()
     try:
-        loop_on_ddp(DistributedDataParallel, False, lambda model, layers: apply_layer_freezing(model.module, layers=layers))
+        shared(**batch([5, 4]))
     except RuntimeError as error:
         return without, str(error)
-    return without, None
+    return without, ""
 
 
 LOOPS = [(ddp_of, False), (DistributedDataParallel, False), (partial(DistributedDataParallel, gradient_as_bucket_view=True), True)]
@@ -434,7 +439,7 @@ LOOPS = [(ddp_of, False), (DistributedDataParallel, False), (partial(Distributed
 def test_a_loop_under_ddp_reduces_only_the_gradients_that_are_left() -> None:
     for without, error in on_ranks(loops):
         assert all(sum(one.values()) == 5 + 2 * 16 for one in without)
-        assert error is not None, "without a new reducer, DDP waits for the frozen parameters"
+        assert "Expected to have finished reduction" in error, "DDP refuses to go on if only its module was given"
 
 
 # Evidence, refusals and conflicts
