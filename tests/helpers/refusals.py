@@ -109,7 +109,7 @@ REFUSALS = (
     ),
     Refusal(
         ("layer_freezing",),
-        r"^\S+\.weight is tied to the embeddings and would be frozen, too; load the model with tie_word_embeddings=False$",
+        r"^\S+\.weight is tied to the embeddings and would be frozen, too; load the model with tie_word_embeddings=F",
         "the head's weights are the embeddings'; `tie_word_embeddings=False` loads it with its own",
         head="mlm",
     ),

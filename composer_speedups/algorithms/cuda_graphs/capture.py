@@ -262,7 +262,7 @@ class SharedGradients:
     def are_of(self, parameters: Sequence[nn.Parameter]) -> bool:
         """Whether these are the ones among ``parameters`` that require gradients now."""
         trained = [p for p in parameters if p.requires_grad]
-        return len(trained) == len(self.parameters) and all(a is b for a, b in zip(trained, self.parameters, strict=True))
+        return list(map(id, trained)) == list(map(id, self.parameters))
 
     def prepare(self, gradients: Sequence[Tensor | None]) -> frozenset[nn.Parameter]:
         """Allocate the buffers for such gradients, outside of a capture; return the parameters with a gradient."""

@@ -16,7 +16,6 @@ from composer_speedups.algorithms.layer_freezing.functional import (
     apply_layer_freezing,
     check_freezing,
     check_layers,
-    frozen_blocks,
     gradient_norms_of_blocks,
     settled_blocks,
 )
@@ -108,7 +107,8 @@ class LayerFreezing(Technique):
                 self._freeze(state, check_layers(self.layers))
         blocks = len(blocks_of(only_encoder(state.model)))
         if self.layers == "auto" and blocks == 1:
-            raise TechniqueError(self.name, "layers=auto never freezes the last block, and there is one", "set layers=1")
+            reason = "layers=auto never freezes the last block, and the model has one"
+            raise TechniqueError(self.name, reason, "set layers=1")
         return {"layers": self.layers, "blocks": blocks, "start": self.start}
 
     def _freeze(self, state: State, blocks: int) -> None:
