@@ -259,11 +259,6 @@ class SharedGradients:
         self.parameters = [p for p in parameters if p.requires_grad]
         self._buffers = dict(buffers or {})
 
-    def are_of(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """Whether these are the ones among ``parameters`` that require gradients now."""
-        trained = [p for p in parameters if p.requires_grad]
-        return list(map(id, trained)) == list(map(id, self.parameters))
-
     def prepare(self, gradients: Sequence[Tensor | None]) -> frozenset[nn.Parameter]:
         """Allocate the buffers for such gradients, outside of a capture; return the parameters with a gradient."""
         trained = {p: g for p, g in zip(self.parameters, gradients, strict=True) if g is not None}

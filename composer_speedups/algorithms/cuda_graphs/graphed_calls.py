@@ -64,6 +64,7 @@ class GraphedCalls:
         self.pool: Any = None
         self._graphs: dict[Hashable, _Graph] = {}
         self._parameters: list[nn.Parameter] = []
+        self._trained: list[bool] | None = None  # which of them required gradients in the last call
         self._gradients: SharedGradients | None = None
         self._attribute: str | None = None
         self.replays = self.eager_calls = self.eager_first = 0
@@ -101,16 +102,18 @@ class GraphedCalls:
         return graph(leaves)
 
     def forget_outdated(self) -> bool:
-        """Drop the graphs if parameters were frozen or thawed since the first was captured; return whether they were.
+        """Drop all graphs if parameters were frozen or thawed since the last call; return whether they were.
 
         Later calls are captured again. Calls whose backward pass is due keep their graphs.
         """
-        if self._gradients is None or self._gradients.are_of(self._parameters):
+        self._parameters = self._parameters or list(self.model.parameters())
+        before, self._trained = self._trained, [parameter.requires_grad for parameter in self._parameters]
+        if before is None or before == self._trained:
             return False
+        if self._graphs and self.pool is not None:  # a pool whose graphs were freed cannot be used again
+            self.pool = torch.cuda.graph_pool_handle()
         self._graphs.clear()
         self._gradients = None
-        if self.pool is not None:  # a pool whose graphs were freed cannot be used again
-            self.pool = torch.cuda.graph_pool_handle()
         return True
 
     def _capture(self, key: Hashable, leaves: list[Any], spec: TreeSpec) -> _Graph | None:
@@ -118,9 +121,8 @@ class GraphedCalls:
         if len(self._graphs) >= self.max_graphs:
             return None
         if self._gradients is None:
-            self._start({})
+            self._gradients = SharedGradients(self.model.parameters())
         try:
-            assert self._gradients is not None
             self._graphs[key] = _Graph(self, self._gradients, leaves, spec)
         except CaptureError as error:
             self.on_failure(error)
@@ -129,12 +131,7 @@ class GraphedCalls:
 
     def begin(self, buffers: Mapping[nn.Parameter, Tensor]) -> None:
         """Start capturing if :attr:`held`; graphs write gradients to ``buffers`` (see :class:`SharedGradients`)."""
-        self.held = False
-        self._start(buffers)
-
-    def _start(self, buffers: Mapping[nn.Parameter, Tensor]) -> None:
-        self._parameters = list(self.model.parameters())
-        self._gradients = SharedGradients(self._parameters, buffers)
+        self.held, self._gradients = False, SharedGradients(self.model.parameters(), buffers)
 
     def install(self, attribute: str) -> None:
         """Replace ``model.<attribute>`` by this object."""
