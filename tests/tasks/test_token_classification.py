@@ -102,9 +102,14 @@ def test_bad_rows_are_named() -> None:
     task = TokenClassification(labels=TAGS)
     for row, message in (
         ({"tokens": ["a", "b"], "ner_tags": ["O"]}, "f, row 2: 2 words in tokens, and 1 tags in ner_tags"),
-        ({"tokens": "a b", "ner_tags": ["O"]}, "f, row 2: tokens is 'a b'; every sample needs a list of words"),
-        ({"tokens": [], "ner_tags": []}, "f, row 2: tokens is .*; every sample needs a list of words"),
-        ({"tokens": ["a", None], "ner_tags": ["O", "O"]}, "f, row 2: tokens is .*; every sample needs a list of words"),
+        ({"tokens": "a b", "ner_tags": ["O"]}, "f, row 2: 2 words in tokens, and 1 tags in ner_tags"),
+        (
+            {"tokens": "['a', 'b']", "ner_tags": ["O", "O"]},
+            "f, row 2: tokens is .*, a list written as text; use .jsonl",
+        ),
+        ({"tokens": " ", "ner_tags": []}, "f, row 2: tokens is empty; every sample needs words"),
+        ({"tokens": [], "ner_tags": []}, "f, row 2: tokens is .*; every sample needs words"),
+        ({"tokens": ["a", None], "ner_tags": ["O", "O"]}, "f, row 2: tokens is .*; every sample needs words"),
         ({"tokens": ["a"], "ner_tags": "O"}, "f, row 2: ner_tags is 'O'; it must be a list of tags, one per word"),
         ({"tokens": ["a"], "ner_tags": ["B-CITY"]}, "f, row 2: ner_tags holds 'B-CITY'; it must be one of O, B-PER"),
     ):
