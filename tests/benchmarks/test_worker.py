@@ -31,7 +31,7 @@ from tests.helpers.hangs import HANGS, wait_until
 @pytest.mark.parametrize("start", ["Worker()", "ColdRun('benchmarks.worker', [], {})"])
 def test_a_killed_runner_leaves_no_run_behind(start: str) -> None:
     code = f"from benchmarks.worker import ColdRun, Worker; run = {start}; print(run._process.pid, flush=True)"
-    script = [sys.executable, "-c", f"import time; {code}; time.sleep(600)"]
+    script = [sys.executable, "-c", f"import time; {code}; time.sleep(10_000)"]
     with subprocess.Popen(script, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         run = psutil.Process(int(process.stdout.readline()))
@@ -67,7 +67,7 @@ def test_a_worker_that_exits_while_it_imports_is_an_error_although_it_printed_th
 
 
 def test_children_of_a_run_that_crashed_are_killed() -> None:
-    code = "import subprocess as s, sys; print(s.Popen([sys.executable, '-c', 'import time; time.sleep(600)']).pid)"
+    code = "import subprocess as s, sys; print(s.Popen([sys.executable, '-c', 'import time; time.sleep(10_000)']).pid)"
     crashed = worker._Process(["-c", code], {}, stdout=subprocess.PIPE)
     assert crashed._process.stdout is not None
     child = psutil.Process(int(crashed._process.stdout.readline()))
