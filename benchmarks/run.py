@@ -11,7 +11,7 @@ A table is a YAML file under benchmarks/tables (or its name without .yaml)::
     jobs: 4                           # concurrent runs, for accuracy; speeds are not recorded
     ahead: 8                          # processes that import together and then wait for their turn
     fresh: true                       # cold processes (except Python's bytecode), timed from start to end
-    warm: true                        # every configuration is warm, see below
+    share_compiled: true              # all runs share a compile cache, so that only first runs compile
     losses: true                      # rows keep the loss of every batch of the last run
     like: finetune                    # inherit the keys of another table; overrides come before those of set
     published: {where: "a V100", configurations: {fp32: "8.86 samples/s"}}  # published figures, shown with the rows
@@ -24,7 +24,7 @@ A table is a YAML file under benchmarks/tables (or its name without .yaml)::
 
 ``peer`` names a module of benchmarks.peers that runs instead of train.py, with the same base and overrides. A
 configuration with ``ranks`` is started by ``composer -n RANKS``. Every run starts with empty compile caches; with
-``warm``, an additional, unrecorded run fills the compile cache, which all warm configurations of the call share.
+``warm``, the runs of a configuration share a compile cache that an additional, unrecorded run has filled.
 
 On the command line, repeats=2, jobs=1, ahead=1 and data.batch_size=40 replace the table's values.
 "configurations=[fp32, + TF32]" selects configurations; the first one is the one to compare with. Other overrides come
@@ -97,7 +97,6 @@ def run_table(table: Table, name: str, results: Path = RESULTS) -> list[Row]:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
     stopped, caches = threading.Event(), tempfile.TemporaryDirectory()
-    filled = set[int]()  # warm configurations that have had their unrecorded run
     workers = Workers(table.ahead, fresh=table.fresh)
     waiting = [(repeat, i) for repeat in range(repeats) for i, row in enumerate(call.rows) if repeat >= row["repeats"]]
     total = repeats * len(configurations)
@@ -107,11 +106,11 @@ def run_table(table: Table, name: str, results: Path = RESULTS) -> list[Row]:
         if stopped.is_set():
             return
         configuration = configurations[index]
-        cache = Path(caches.name) if configuration.warm else None
+        own, shared = Path(caches.name) / f"{index}", Path(caches.name) / "shared"
         try:
-            if cache is not None and index not in filled:
-                run_once(table.base, configuration, workers, cache)
-                filled.add(index)
+            if configuration.warm and not own.exists():
+                run_once(table.base, configuration, workers, own)
+            cache = own if configuration.warm else shared if table.share_compiled else None
             report = run_once(table.base, configuration, workers, cache)
             if stopped.is_set():  # it was stopped, which does not count as a failure
                 return

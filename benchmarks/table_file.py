@@ -61,7 +61,7 @@ class Table(_Keys):
     jobs: int = Field(1, ge=1)
     ahead: int = Field(1, ge=1)
     fresh: bool = False
-    warm: bool = False
+    share_compiled: bool = False
     losses: bool = False
     published: _Published = _Published()
     configurations: dict[
@@ -136,7 +136,5 @@ def configurations_of(table: Table) -> list[Configuration]:
                 own = kept = kept + own
             if name in (table.only or table.configurations):
                 overrides = [*table.overrides, *placed, *own, *logged, *table.last]
-                configurations.append(
-                    Configuration(name, point, overrides, keys.peer, keys.warm or table.warm, keys.ranks)
-                )
+                configurations.append(Configuration(name, point, overrides, keys.peer, keys.warm, keys.ranks))
     return configurations
