@@ -28,7 +28,7 @@ from composer_speedups.data.reader import (
 from composer_speedups.tasks.data_config import GENERATED, DataConfig
 from composer_speedups.tasks.task import Example, Task
 
-__all__ = ["load_samples", "load_validation", "random_rows"]
+__all__ = ["labelled_samples", "load_samples", "load_validation", "random_rows"]
 
 Arrays = npt.NDArray[Any]
 Needed = Sequence[tuple[str, str]]  # columns, each with the config key that names it
@@ -95,6 +95,21 @@ def load_validation(config: DataConfig, task: Task) -> Dataset | None:
     if held is not None:
         held.teach(task, training=False)
     return _validation_samples(held, task, config)
+
+
+def labelled_samples(rows: list[Row], declared: dict[str, list[str]], where: str, task: Task) -> Dataset:
+    """The samples of rows that were read already, as :func:`load_validation` returns them.
+
+    Args:
+        rows: The rows.
+        declared: Column → the class names that the file declares for its integers.
+        where: The file, for errors.
+        task: A task that knows its classes.
+
+    Raises:
+        DataError: There are no rows, or invalid ones.
+    """
+    return Dataset.from_list(_named(rows, declared, where).checked(task, training=False))
 
 
 def _validation_samples(

@@ -63,6 +63,7 @@ def train(
         from composer_speedups.train.console import describe_run
         from composer_speedups.train.environment import device_name
         from composer_speedups.train.fit import StopSignals, train_to_end
+        from composer_speedups.train.model_card import write_model_card
         from composer_speedups.train.plot import write_plot
         from composer_speedups.train.recording import Recording
         from composer_speedups.train.report import StartupTimes, callback_of, write_report
@@ -101,9 +102,12 @@ def train(
         if best := callback_of(trainer.state, BestWeights):
             best.restore(trainer.state)
         exported = export_model(trainer.state, folder / "model") if config.export else None
-        recording = Recording()
+        recording, report = Recording(), None
         with recording.of("report"):
-            write_report(trainer, config, folder, baseline)
+            report = write_report(trainer, config, folder, baseline)
+        with recording.of("model card"):
+            if report is not None and exported is not None and dist.get_global_rank() == 0:
+                write_model_card(report, exported)
         with recording.of("plot"):
             write_plot(trainer, config, folder)
         trainer.close()
