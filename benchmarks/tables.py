@@ -249,6 +249,42 @@ def accuracy(name: str, *only: str) -> list[str]:
     return [*table(columns, lines), "", where_of(rows, counted=False)]
 
 
+def time_to_accuracy(name: str, reference: str) -> list[str]:
+    """Seconds from the start of a process until held-out accuracy first reached a target, over the table's seeds.
+
+    The target is the mean final accuracy of the configuration ``reference``, minus its standard deviation over seeds.
+    """
+    rows = [row for row in rows_of(name) if row.get("evaluations")]
+    runs = {
+        configuration: [run for row in rows if row["configuration"] == configuration for run in row["evaluations"]]
+        for configuration in dict.fromkeys(row["configuration"] for row in rows)
+    }
+    finals = {configuration: [run[-1]["accuracy"] for run in own] for configuration, own in runs.items()}
+    target = statistics.fmean(finals[reference]) - statistics.stdev(finals[reference])
+    medians: dict[str, float] = {}
+    lines = []
+    for configuration, own in runs.items():
+        reached = [next((e["seconds"] for e in run if e["accuracy"] >= target), None) for run in own]
+        times = sorted(seconds for seconds in reached if seconds is not None)
+        if len(times) == len(own):
+            medians[configuration] = statistics.median(times)
+        spread = f"{statistics.median(times):.1f} ({times[0]:.1f}–{times[-1]:.1f})" if times else "–"
+        ratio = "–"
+        if configuration in medians and reference in medians:
+            ratio = f"{medians[reference] / medians[configuration]:.2f}"
+        lines.append(
+            [
+                configuration,
+                spread,
+                ratio,
+                f"{len(times)} of {len(own)}",
+                f"{statistics.fmean(finals[configuration]):.4f}",
+            ]
+        )
+    columns = ["configuration", f"seconds to {target:.4f}", "ratio", "runs that reached it", "final accuracy"]
+    return _figure(columns, lines, rows)
+
+
 def across(*selections: str) -> list[str]:
     """One configuration as several tables measured it, each ``TABLE KEY=VALUE …; CONFIGURATION``."""
 

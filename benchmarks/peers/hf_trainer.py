@@ -120,7 +120,7 @@ class _Peer(JobTrainer, Trainer):
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         with self._meter.evaluating():
             metrics = super().evaluate(*args, **kwargs)
-        self._meter.metrics.update({name: metrics[f"eval_{name}"] for name in ("accuracy", "loss")})
+        self._meter.evaluated({name: metrics[f"eval_{name}"] for name in ("accuracy", "loss")})
         return metrics
 
 

@@ -15,6 +15,7 @@ from composer_speedups.callbacks.divergence import DivergenceGuard
 from composer_speedups.callbacks.early_stopping import EarlyStopping
 from composer_speedups.callbacks.engagement import EngagementReport
 from composer_speedups.callbacks.finite_loss import FiniteLoss
+from composer_speedups.callbacks.learning_curves import LearningCurves
 from composer_speedups.callbacks.loss_scale import LossScaleMonitor
 from composer_speedups.callbacks.memory import MemoryAnatomy
 from composer_speedups.callbacks.run_history import RunHistory
@@ -76,6 +77,7 @@ def build_report(
         "memory": _summary(state, MemoryAnatomy),
         "startup": _summary(state, StartupTimes),
         "metrics": {**history.metrics, **final_metrics(state), **(best.metrics if best else {})},
+        "evaluations": _summary(state, LearningCurves) or [],
         "best": _summary(state, BestWeights),
         "early_stopping": _summary(state, EarlyStopping),
         "algorithms": EngagementReport.summary(state),

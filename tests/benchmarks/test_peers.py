@@ -62,6 +62,10 @@ def test_peers_train_the_same_steps_and_report_the_same_keys(overrides: list[str
         for name in ("tokens_per_sec", "mfu", "samples_per_sec", "step_seconds"):
             assert report["throughput"][name] > 0
         assert report["throughput"]["eval_seconds"] > 0
+        if module is not stock_composer:
+            assert [e["batch"] for e in report["evaluations"]] == [e["batch"] for e in ours["evaluations"]]
+            assert report["evaluations"][-1]["accuracy"] == report["metrics"]["accuracy"]
+            assert 0 < report["evaluations"][-1]["seconds"] <= report["wall_seconds"]
         assert report["throughput"]["padding_fraction"] == pytest.approx(ours["throughput"]["padding_fraction"])
         assert report["training"] | {"microbatch_size": 8} == ours["training"]
         assert report["memory"]["peak_gib"] > 0
