@@ -93,6 +93,8 @@ def build_data(config: DataConfig, task: Task, *, model_name: str, on_gpu: bool,
             raise ConfigError(f"data.{name}: {size} samples cannot be shared by {world} ranks; use a multiple")
     with dist.run_local_rank_zero_first():
         tokenizer, train_tokens, eval_tokens = _tokens(config, task, model_name)
+    if train_tokens is not None and "labels" in train_tokens.column_names:
+        task.learn_frequencies(train_tokens["labels"])
 
     train, evaluation = (
         None if tokens is None else task.arranged(FlatTokens(tokens), config.max_length, training=training)

@@ -39,13 +39,13 @@ class DataConfig(Settings):
     """The same for validation; null trains without validation."""
     eval_fraction: float | None = Field(None, gt=0, lt=1)
     """Validate on this fraction of the training samples, drawn with data.seed, instead of eval_file or eval_split."""
-    text_columns: list[str] | None = None
+    text_columns: list[str] | None = Field(None, examples=["[text]"])
     """Columns of the text, two for pairs; null for the task's defaults (docs/data.md), [text] for classification."""
     label_column: str | None = None
     """Column of the label; null for the task's default, label for classification."""
-    label_columns: list[str] | None = None
+    label_columns: list[str] | None = Field(None, examples=["[billing, tech]"])
     """Task multilabel: columns of 0 and 1, one per label, instead of label_column."""
-    labels: list[str] | None = None
+    labels: list[str] | None = Field(None, examples=["[negative, positive]"])
     """Names of the classes in the order of the head's outputs; null for those of the training samples."""
     label_all_pieces: bool = False
     """Task token_classification: label every word piece of a word, not only the first."""

@@ -11,7 +11,7 @@ from decimal import Decimal
 from typing import Any
 
 from composer_speedups.core.errors import DataError
-from composer_speedups.tasks.task import Task, shown
+from composer_speedups.tasks.task import Task, as_list, shown
 
 __all__ = ["TaskWithClasses"]
 
@@ -29,7 +29,7 @@ class TaskWithClasses(Task):
         labels: Names of the classes in the order of the head's outputs; None for those of the training samples.
     """
 
-    labels: Sequence[str] | None = None
+    labels: str | Sequence[str] | None = None
 
     @property
     def lacks_classes(self) -> bool:
@@ -38,7 +38,7 @@ class TaskWithClasses(Task):
     @property
     def classes(self) -> list[str]:
         """The names of the classes."""
-        return list(self.labels or ())
+        return as_list(self.labels or ())
 
     def learn(self, columns: Mapping[str, Sequence[Any]], declared: Mapping[str, list[str]], where: str) -> None:
         """Take the names that the dataset declares, or the sorted distinct labels.

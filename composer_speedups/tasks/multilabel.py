@@ -14,7 +14,7 @@ from torchmetrics.classification import MultilabelAveragePrecision, MultilabelF1
 from composer_speedups.core.errors import ConfigError, DataError
 from composer_speedups.tasks.labels import TaskWithClasses
 from composer_speedups.tasks.metrics import MeanLoss
-from composer_speedups.tasks.task import Example, shown
+from composer_speedups.tasks.task import Example, as_list, shown
 
 __all__ = ["Multilabel"]
 
@@ -30,7 +30,7 @@ class Multilabel(TaskWithClasses):
         label_columns: Columns of 0 and 1, one per label, instead of ``label_column``.
     """
 
-    label_columns: Sequence[str] | None = None
+    label_columns: str | Sequence[str] | None = None
 
     name = "multilabel"
     default_label = "labels"
@@ -39,7 +39,8 @@ class Multilabel(TaskWithClasses):
         super().__post_init__()
         if self.label_columns:
             self.label_column = None
-            self.labels = list(self.labels or self.label_columns)
+            self.label_columns = as_list(self.label_columns)
+            self.labels = as_list(self.labels or self.label_columns)
             if len(self.labels) != len(self.label_columns):
                 raise ConfigError(
                     f"data.labels names {len(self.labels)} labels for {len(self.label_columns)} data.label_columns; "

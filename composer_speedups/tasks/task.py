@@ -26,6 +26,7 @@ from composer_speedups.tasks.data_config import DataConfig
 __all__ = [
     "Example",
     "Task",
+    "as_list",
     "build_task",
     "checked_task",
     "joined",
@@ -49,7 +50,7 @@ class Task:
             ``only_second``.
     """
 
-    text_columns: Sequence[str] | None = None
+    text_columns: str | Sequence[str] | None = None
     label_column: str | None = None
     truncation: str = DataConfig.truncation
 
@@ -65,7 +66,7 @@ class Task:
     groups_samples: ClassVar[bool] = False  # samples with the same first text are evaluated together
 
     def __post_init__(self) -> None:
-        self.text_columns = list(self.text_columns or self.default_texts)
+        self.text_columns = as_list(self.text_columns or self.default_texts)
         self.label_column = self.label_column or self.default_label
         if self.most_texts is not None and len(self.text_columns) > self.most_texts:
             raise ConfigError(
@@ -120,7 +121,7 @@ class Task:
     def texts(self) -> list[str]:
         """The text columns."""
         assert self.text_columns is not None
-        return list(self.text_columns)
+        return as_list(self.text_columns)
 
     def columns(self, *, training: bool) -> list[tuple[str, str]]:
         """Columns that the samples must have, each with the config key that names it."""
@@ -143,6 +144,13 @@ class Task:
             columns: The raw columns named by :meth:`columns`.
             declared: Column → the class names that the dataset declares for its integers.
             where: The dataset, for errors.
+        """
+
+    def learn_frequencies(self, labels: Sequence[Any]) -> None:
+        """Determine settings that depend on how often each label occurs, such as balanced class weights.
+
+        Args:
+            labels: The labels of all training samples, as :meth:`label` returns them.
         """
 
     def example(self, row: Mapping[str, Any], where: str, *, training: bool) -> Example:
@@ -295,6 +303,11 @@ def task_class(name: str) -> type[Task]:
     """The class of a task by its name in the config."""
     module = importlib.import_module(f"composer_speedups.tasks.{name}")
     return next(kind for kind in vars(module).values() if isinstance(kind, type) and vars(kind).get("name") == name)
+
+
+def as_list(names: str | Sequence[str]) -> list[str]:
+    """The names as a list; one string is one name."""
+    return [names] if isinstance(names, str) else list(names)
 
 
 def joined(texts: list[dict[str, list[Any]]]) -> dict[str, list[Any]]:

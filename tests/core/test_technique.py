@@ -66,6 +66,7 @@ def test_the_constructor_follows_the_declared_settings() -> None:
     toy = Toy(2, names=["a"], on_unavailable="warn")
     assert (toy.count, toy.share, toy.names, toy.on_unavailable) == (2, 0.5, ["a"], "warn")
     assert repr(toy) == "Toy(count=2, share=0.5, kind=None, names=['a'])"
+    assert Toy(names="ab").names == ["ab"]
     with pytest.raises(TypeError):
         Toy(2, 0.5, None, None, "warn")  # type: ignore[misc]
 
@@ -81,7 +82,7 @@ def test_the_constructor_follows_the_declared_settings() -> None:
         ({"share": math.nan}, "share must be a finite number, not nan"),
         ({"share": "0.5"}, "share must be a number, not '0.5'"),
         ({"kind": True}, "kind must be 8 or 'fp8' or null, not True"),
-        ({"names": "ab"}, "names must be a list of text or null, not 'ab'"),
+        ({"names": {}}, "names must be a list of text or null, not {}"),
         ({"names": [1]}, r"names must be a list of text or null, not \[1\]"),
         ({"on_unavailable": "ignore"}, "on_unavailable must be 'stop' or 'warn', not 'ignore'"),
         ({"count": 8, "kind": 8}, "count=8 and kind=8 cannot go together"),

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from sklearn.utils.class_weight import compute_class_weight
 from torch.nn import functional as F
 
 from composer_speedups.core.errors import ConfigError, DataError
+from composer_speedups.data.loader import build_data
 from composer_speedups.data.tokens import load_tokenizer
 from composer_speedups.tasks.classification import Classification
 from composer_speedups.tasks.models import build_model
 from composer_speedups.tasks.multilabel import Multilabel
 from composer_speedups.tasks.task import build_task
 from composer_speedups.train.config.schema import DataConfig, ModelConfig
+from tests.data.samples import files, save
 from tests.helpers.jobs import run
 from tests.helpers.ranks import on_ranks
 from tests.reference.tolerance import assert_near
@@ -85,6 +90,38 @@ def test_class_weights_train_alike_in_micro_batches_and_on_two_ranks() -> None:
 def test_weights_for_another_number_of_classes_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"model\.class_weights has 2 values for 3 classes \(a, b, c\)"):
         Classification(labels=["a", "b", "c"], class_weights=[1, 2]).head_settings()
+
+
+def test_class_weights_by_name_are_1_for_the_others() -> None:
+    task = Classification(labels=["a", "b", "c"], class_weights={"c": 3, "a": 0.5})
+    assert task.weights() == [0.5, 1.0, 3]
+    assert Classification(labels="1", class_weights={1: 2}).weights() == [2], "integers name integer classes"
+    with pytest.raises(ConfigError, match=r"model\.class_weights has no class 'span'; did you mean 'spam'\?"):
+        Classification(labels=["ham", "spam"], class_weights={"span": 2}).head_settings()
+
+
+def test_balanced_class_weights_are_those_of_scikit_learn() -> None:
+    labels = [0] * 6 + [2] * 2 + [1]
+    task = Classification(labels=["a", "b", "c", "absent"], class_weights="balanced")
+    with pytest.raises(ConfigError, match=r"balanced needs the labels of the training samples; call task\.learn_"):
+        task.head_settings()
+    task.learn_frequencies(labels)
+    expected = compute_class_weight("balanced", classes=np.arange(3), y=labels)
+    assert task.weights() == pytest.approx([*expected, 1.0])
+    outputs, batch = {"logits": torch.randn(9, 4)}, {"labels": torch.tensor(labels)}
+    weights = torch.tensor([*expected, 1.0], dtype=torch.float32)
+    torch.testing.assert_close(task.loss(outputs, batch), F.cross_entropy(outputs["logits"], batch["labels"], weights))
+
+
+def test_balanced_weights_count_the_samples_that_are_trained_on() -> None:
+    name = save({"text": ["so good"] * 12 + ["so bad"] * 4, "label": ["good"] * 12 + ["bad"] * 4}, "a.csv")
+    task = Classification(class_weights="balanced")
+    data = build_data(files(name, batch_size=4, train_samples=8), task, model_name="", on_gpu=False)
+    drawn = Counter(int(label) for batch in data.train.dataloader for label in batch["labels"])
+    assert task.weights() == pytest.approx([8 / (2 * drawn[0]), 8 / (2 * drawn[1])])
+    streamed = files(name, streaming=True, tokenizer="unused")
+    with pytest.raises(ConfigError, match=r"model\.class_weights balanced counts all labels up front"):
+        build_data(streamed, Classification(class_weights="balanced"), model_name="", on_gpu=False)
 
 
 def test_predictions_name_the_class_and_its_probability() -> None:

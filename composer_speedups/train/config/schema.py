@@ -193,7 +193,7 @@ class WandbConfig(Settings):
     """User or team of the run."""
     group: str | None = None
     """Group of the run."""
-    tags: list[str] = Field(default_factory=list)
+    tags: list[str] = Field(default_factory=list, examples=["[baseline]"])
     """Tags of the run."""
     mode: Literal["online", "offline", "disabled"] = "online"
     """offline needs no account and writes to runs/<run_name>/wandb."""
