@@ -25,6 +25,7 @@ from composer_speedups.data.reader import (
     saved_dataset,
     with_class_names,
 )
+from composer_speedups.data.summary import DataSummary, DroppedRows, invalid_rows
 from composer_speedups.tasks.data_config import GENERATED, DataConfig
 from composer_speedups.tasks.task import Example, Task
 
@@ -45,48 +46,62 @@ class _Split(NamedTuple):
     def teach(self, task: Task, *, training: bool = True) -> None:
         task.learn(self.columns(task, training=training), self.declared, self.where)
 
-    def checked(self, task: Task, *, training: bool, places: Iterable[int] | None = None) -> list[Example]:
-        """The samples of the rows at ``places``, or of all rows.
+    def checked(
+        self, task: Task, on_invalid: str, summary: DataSummary, *, training: bool, places: Sequence[int] | None = None
+    ) -> dict[int, Example]:
+        """The samples of the rows at ``places``, or of all rows: place → sample.
 
         Raises:
-            DataError: Describes the first invalid row, and lists the others.
+            DataError: With ``on_invalid="stop"``, lists the invalid rows; otherwise there is no valid row.
         """
-        examples, invalid, first = [], [], None
-        for place in range(len(self.rows)) if places is None else places:
+        examples, invalid = {}, list[str]()
+        places = range(len(self.rows)) if places is None else places
+        for place in places:
             try:
-                where = f"{self.where}, row {place + 1}"
-                examples.append(task.example(self.rows[place], where, training=training))
+                examples[place] = task.example(self.rows[place], f"row {place + 1}", training=training)
             except DataError as error:
-                invalid.append(place + 1)
-                first = first or error
-        if first is not None:
-            raise DataError(f"{first}{_listed(invalid)}") from first
-        return task.prepared(examples, training=training)
+                invalid.append(str(error))
+        if invalid and (on_invalid == "stop" or not examples):
+            fix = "data.on_invalid=drop leaves out invalid rows" if examples else "use a file with valid rows"
+            raise DataError(invalid_rows(self.where, len(places), invalid, fix))
+        if invalid:
+            summary.dropped.append(DroppedRows(self.where, len(places), invalid))
+        return examples
 
 
-def load_samples(config: DataConfig, task: Task) -> tuple[Dataset, Dataset | None]:
+def load_samples(config: DataConfig, task: Task, summary: DataSummary | None = None) -> tuple[Dataset, Dataset | None]:
     """Load training and validation samples as returned by :meth:`.Task.example`; the task learns its labels from the
     former.
 
+    Args:
+        config: The keys under ``data``.
+        task: Reads the samples.
+        summary: Receives the invalid rows that were dropped.
+
     Raises:
-        DataError: Names the file or dataset, the row, and what is wrong with it.
+        DataError: Names the file or dataset, the invalid rows, and what is wrong with them.
     """
+    summary = summary or DataSummary()
     needed = task.columns(training=True)
     if config.eval_fraction is not None:  # the rows to validate on are among them
         needed = [*dict.fromkeys([*needed, *task.columns(training=False)])]
     train = _split(config, task, "train", needed)
     assert train is not None  # ensured by the schema's checks
-    held: _Split | None
+    held: _Split | None = train
+    drawn = None
     if config.eval_fraction is None:
-        held, kept, drawn = _split(config, task, "eval", task.columns(training=False)), None, None
-    else:
-        held, (kept, drawn) = train, _held_out(train, task, config)
+        held = _split(config, task, "eval", task.columns(training=False))
     train.teach(task)  # from all rows, because a class may occur only in those held out
-    samples = Dataset.from_list(train.checked(task, training=True, places=kept))
-    return _draw(samples, config, config.train_samples), _validation_samples(held, task, config, drawn)
+    examples = train.checked(task, config.on_invalid, summary, training=True)
+    if config.eval_fraction is not None:
+        drawn = _held_out(train, [*examples], task, config)
+        examples = {place: examples[place] for place in examples.keys() - drawn}
+    samples = Dataset.from_list(task.prepared([examples[place] for place in sorted(examples)], training=True))
+    validation = _validation_samples(held, task, config, summary, drawn)
+    return _draw(samples, config, config.train_samples), validation
 
 
-def load_validation(config: DataConfig, task: Task) -> Dataset | None:
+def load_validation(config: DataConfig, task: Task, summary: DataSummary | None = None) -> Dataset | None:
     """Load the validation samples of the hub or of a file into memory; None if there are none.
 
     The task learns its labels from them, because streamed training samples cannot be scanned in advance.
@@ -94,15 +109,17 @@ def load_validation(config: DataConfig, task: Task) -> Dataset | None:
     held = _split(config, task, "eval", task.columns(training=False))
     if held is not None:
         held.teach(task, training=False)
-    return _validation_samples(held, task, config)
+    return _validation_samples(held, task, config, summary or DataSummary())
 
 
 def _validation_samples(
-    held: _Split | None, task: Task, config: DataConfig, places: Iterable[int] | None = None
+    held: _Split | None, task: Task, config: DataConfig, summary: DataSummary, places: Iterable[int] | None = None
 ) -> Dataset | None:
     if held is None:
         return None
-    samples = Dataset.from_list(held.checked(task, training=False, places=places))
+    chosen = None if places is None else sorted(places)
+    examples = held.checked(task, config.on_invalid, summary, training=False, places=chosen)
+    samples = Dataset.from_list(task.prepared([*examples.values()], training=False))
     return _draw(samples, config, config.eval_samples, whole=task.groups_samples)
 
 
@@ -164,27 +181,19 @@ def random_rows(count: int, seed: int, split: str, length: int, tokenizer: Any, 
     return Dataset(pyarrow.table({"input_ids": rows, "labels": generator.integers(0, classes, count)}))
 
 
-def _listed(rows: Sequence[int]) -> str:
-    """How many rows are invalid and the first of them, for an error message that describes one."""
-    if len(rows) == 1:
-        return ""
-    return f"; {len(rows):,} rows are invalid: {', '.join(map(str, rows[:5]))}{', …' if len(rows) > 5 else ''}"
-
-
-def _held_out(split: _Split, task: Task, config: DataConfig) -> tuple[Any, Any]:
-    """The places of the rows to train on and of those to validate on."""
-    total = len(split.rows)
+def _held_out(split: _Split, places: Sequence[int], task: Task, config: DataConfig) -> set[int]:
+    """Draw the places of the rows to validate on from those of the valid rows."""
+    total = len(places)
     count = min(max(round(config.eval_fraction * total), 1), total - 1)  # type: ignore[operator]
     if count < 1:
         raise DataError(f"{split.where} has only one row, which data.eval_fraction cannot split")
     if task.groups_samples:
-        drawn = _whole_groups([row.get(task.texts[0]) for row in split.rows], count, config.seed)
+        drawn = _whole_groups([split.rows[place].get(task.texts[0]) for place in places], count, config.seed)
     else:
-        drawn = np.sort(np.random.default_rng(config.seed).permutation(total)[:count])
-    kept = np.setdiff1d(np.arange(total), drawn)
-    if not len(kept):
+        drawn = np.random.default_rng(config.seed).permutation(total)[:count]
+    if len(drawn) == total:
         raise DataError(f"{split.where} has rows of only one {task.texts[0]}, which data.eval_fraction cannot split")
-    return kept.tolist(), drawn.tolist()
+    return {places[number] for number in drawn.tolist()}
 
 
 def _draw(dataset: Dataset, config: DataConfig, samples: int | None, *, whole: bool = False) -> Dataset:

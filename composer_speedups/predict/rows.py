@@ -18,9 +18,10 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
-from composer_speedups.core.errors import ConfigError
+from composer_speedups.core.errors import ConfigError, DataError
 from composer_speedups.core.files import LockedFileError, atomic_file, lock_file, remove_unfinished
 from composer_speedups.data.reader import check_file, load_rows
+from composer_speedups.data.summary import invalid_rows
 from composer_speedups.predict.model import FinishedModel
 
 __all__ = ["predict_file", "predicted"]
@@ -31,17 +32,20 @@ _ROWS_PER_BLOCK = 2048  # rows that are sorted by length, computed and written t
 def predict_file(model: FinishedModel, source: Path, output: Path, batch_size: int) -> str:
     """Write the predictions for every row of ``source`` to ``output``.
 
-    All rows are checked before any is computed. Predictions are collected in ``OUTPUT.partial`` until they are
-    complete; a later call with the same run, input and columns continues after them. The file is locked meanwhile.
+    All rows are checked before any is computed. The prediction of a row without text is null in each field; a line on
+    stderr lists these rows. Predictions are collected in ``OUTPUT.partial`` until they are complete; a later call with
+    the same run, input and columns continues after them. The file is locked meanwhile.
 
     Returns:
         A line with the number of rows, the rate and the path.
 
     Raises:
-        DataError: A file that cannot be read, a missing column, or a row without text, which is named.
+        DataError: A file that cannot be read, a missing column, or no row with text.
         ConfigError: Another process writes to ``output``, or the partial file belongs to another call.
     """
-    rows = _checked_rows(model, source)
+    rows, invalid = _checked_rows(model, source)
+    if invalid:
+        print(_invalid(source, rows, invalid, "predictions of such rows are null"), file=sys.stderr)
     began = time.perf_counter()
     partial = output.with_name(f"{output.name}.partial")
     with _Partial(partial, _identity(model, source)) as lines:
@@ -49,7 +53,8 @@ def predict_file(model: FinishedModel, source: Path, output: Path, batch_size: i
         if done:
             print(f"{partial} has {done:,} of {len(rows):,} rows; continuing after them", file=sys.stderr)
         for predictions in predicted(model, rows[done:], batch_size):
-            lines.append(predictions)
+            numbered = enumerate(predictions, start=lines.count)
+            lines.append([_null(value) if number in invalid else value for number, value in numbered])
         seconds = time.perf_counter() - began
         _finish(partial, output)
     rate = f", {(len(rows) - done) / seconds:,.0f} rows/s" if len(rows) > done else ""
@@ -66,13 +71,31 @@ def predicted(model: FinishedModel, rows: Sequence[dict[str, Any]], batch_size: 
             yield model.predict(encoded.popleft().result(), batch_size)
 
 
-def _checked_rows(model: FinishedModel, source: Path) -> list[dict[str, Any]]:
+def _checked_rows(model: FinishedModel, source: Path) -> tuple[list[dict[str, Any]], dict[int, str]]:
+    """The rows of a file, and index → problem of those without text. They are replaced with the first valid row, so
+    that their predictions have the same fields."""
     check_file(str(source), "input")
     rows = load_rows([str(source)], "input", [(column, "text_columns") for column in model.columns])
-    for number, row in enumerate(rows, start=1):
-        for column in model.columns:
-            model.task.text(row, column, f"input: {source}, row {number}")
-    return rows
+    invalid, valid = dict[int, str](), None
+    for index, row in enumerate(rows):
+        try:
+            for column in model.columns:
+                model.task.text(row, column, f"row {index + 1}")
+            valid = valid or row
+        except DataError as error:
+            invalid[index] = str(error)
+    if rows and valid is None:
+        raise DataError(_invalid(source, rows, invalid, "text_columns names the columns of the texts"))
+    return [valid if index in invalid else row for index, row in enumerate(rows)], invalid  # type: ignore[misc]
+
+
+def _invalid(source: Path, rows: list[dict[str, Any]], invalid: dict[int, str], fix: str) -> str:
+    return invalid_rows(f"input: {source}", len(rows), [*invalid.values()], fix)
+
+
+def _null(prediction: Any) -> Any:
+    """The same fields with null values."""
+    return {name: _null(value) for name, value in prediction.items()} if isinstance(prediction, dict) else None
 
 
 def _identity(model: FinishedModel, source: Path) -> dict[str, Any]:
@@ -135,6 +158,7 @@ class _Partial:
         self._file.close()
 
     def append(self, predictions: list[dict[str, Any]]) -> None:
+        self.count += len(predictions)
         self._write("".join(json.dumps(prediction) + "\n" for prediction in predictions).encode())
 
     def _write(self, data: bytes) -> None:

@@ -49,6 +49,9 @@ class DataConfig(Settings):
     """Names of the classes in the order of the head's outputs; null for those of the training samples."""
     label_all_pieces: bool = False
     """Task token_classification: label every word piece of a word, not only the first."""
+    on_invalid: Literal["stop", "drop"] = "stop"
+    """Rows without text, or whose label is missing or unknown: stop before training and list them, or drop them and
+    report which."""
     truncation: Literal["longest_first", "only_first", "only_second"] = "longest_first"
     """Which text of a pair is truncated to data.max_length: the longer one token by token, the first or the second."""
     train_samples: int | None = Field(None, ge=1)
@@ -128,6 +131,8 @@ class DataConfig(Settings):
         refuse_if(self.length_batching is not None and self.padding != "longest", "length_batching", useless)
         if self.streams:
             refuse_if(self.packing, "packing", "joins all texts up front; streaming cannot provide them; remove it")
+            uncounted = "drop counts invalid rows up front; streaming cannot; set data.on_invalid=stop"
+            refuse_if(self.on_invalid == "drop", "on_invalid", uncounted)
             draws = "draws random samples, which streaming cannot; set data.train_samples=null"
             refuse_if(self.train_samples is not None, "train_samples", draws)
             no_lengths = "needs every length up front; streaming cannot provide them; remove it"

@@ -103,7 +103,7 @@ def train(
         exported = export_model(trainer.state, folder / "model") if config.export else None
         recording = Recording()
         with recording.of("report"):
-            write_report(trainer, config, folder, baseline)
+            write_report(trainer, config, folder, baseline, data.summary)
         with recording.of("plot"):
             write_plot(trainer, config, folder)
         trainer.close()

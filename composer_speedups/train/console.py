@@ -32,7 +32,8 @@ _EVALUATION = "metrics/eval/"
 def describe_run(
     config: Config, model: FinetuneModel, data: Data, techniques: list[Technique], folder: str, device: str
 ) -> str:
-    """Five lines: model, data, techniques, batch, and the folder of the results. ``--print-config`` prints every key.
+    """Five lines: model, data, techniques, batch, and the folder of the results; others if something is to be said of
+    the data. ``--print-config`` prints every key.
 
     Args:
         config: The run's config.
@@ -49,6 +50,7 @@ def describe_run(
         "model": f"{_model_name(config)}, {_amount(parameters)} parameters, task {config.model.task}",
         "data": f"{_data_name(config)}, {_samples(data.train)} to train on, {_samples(data.eval)} to validate on, "
         f"{config.data.max_length} tokens at most",
+        **data.summary.lines(),
         "techniques": ", ".join(asked) or "none",
         "batch": f"{config.data.batch_size} samples{ranks}, {config.trainer.max_duration} in all, on {device}",
         "results": folder,

@@ -22,6 +22,7 @@ from composer_speedups.callbacks.throughput import ThroughputMonitor
 from composer_speedups.core.files import write_json
 from composer_speedups.core.process_age import process_age
 from composer_speedups.core.trainer_state import device_of
+from composer_speedups.data.summary import DataSummary
 from composer_speedups.distributed.ddp import sums_of
 from composer_speedups.tasks.metrics import final_metrics
 from composer_speedups.train.config.load import written
@@ -40,7 +41,11 @@ _GUARDS = (FiniteLoss, LossScaleMonitor, DivergenceGuard)
 
 
 def write_report(
-    trainer: Trainer, config: Config, folder: RunFolder, baseline: dict[str, Any] | None = None
+    trainer: Trainer,
+    config: Config,
+    folder: RunFolder,
+    baseline: dict[str, Any] | None = None,
+    data: DataSummary | None = None,
 ) -> dict[str, Any]:
     """Write report.json and print the summary, on rank 0. Collective: every rank must call it.
 
@@ -49,11 +54,12 @@ def write_report(
         config: The run's config.
         folder: The run's folder.
         baseline: See :func:`.measure_baseline`.
+        data: What is known of the samples.
 
     Returns:
         The report.
     """
-    report = build_report(trainer.state, config, process_age(), baseline)
+    report = build_report(trainer.state, config, process_age(), baseline, data)
     if dist.get_global_rank() == 0:
         write_json(folder / "report.json", report)
         print(summary_table(report, str(folder.path)), flush=True)
@@ -61,7 +67,11 @@ def write_report(
 
 
 def build_report(
-    state: State, config: Config, wall_seconds: float, baseline: dict[str, Any] | None = None
+    state: State,
+    config: Config,
+    wall_seconds: float,
+    baseline: dict[str, Any] | None = None,
+    data: DataSummary | None = None,
 ) -> dict[str, Any]:
     """Collect everything that the run measured, for report.json."""
     engagement, microbatches = callback_of(state, EngagementReport), callback_of(state, MicrobatchHistory)
@@ -76,6 +86,7 @@ def build_report(
         "memory": _summary(state, MemoryAnatomy),
         "startup": _summary(state, StartupTimes),
         "metrics": {**history.metrics, **final_metrics(state), **(best.metrics if best else {})},
+        "data": data.report() if data else {},
         "best": _summary(state, BestWeights),
         "early_stopping": _summary(state, EarlyStopping),
         "algorithms": EngagementReport.summary(state),

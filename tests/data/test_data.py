@@ -17,6 +17,7 @@ from composer_speedups.data.builtin import builtin_reviews
 from composer_speedups.data.flat import Ragged
 from composer_speedups.data.loader import Pad, build_data
 from composer_speedups.data.sources import load_samples
+from composer_speedups.data.summary import DataSummary
 from composer_speedups.data.tokens import load_tokenizer, tokenize
 from composer_speedups.tasks.classification import Classification
 from composer_speedups.tasks.mlm import MaskedLanguageModelling
@@ -97,6 +98,41 @@ def test_bad_rows_are_named(rows: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message) as error:
         load_samples(files(save(rows, "bad.parquet")), Classification())
     assert "bad.parquet" in str(error.value)
+
+
+def test_invalid_rows_can_be_dropped_from_training_and_validation_and_are_counted() -> None:
+    rows = {**ROWS, "text": ["" if i in (4, 5, 9) else text for i, text in enumerate(ROWS["text"])]}
+    bad, summary = save(rows, "bad.csv"), DataSummary()
+    config = files(bad, save({"text": ["fine", ""], "label": [0, 2]}, "eval.csv"), on_invalid="drop")
+    train, held = load_samples(config, Classification(labels=["0", "1"]), summary)
+    assert held is not None
+    kept = [i for i in range(20) if i not in (4, 5, 9)]
+    assert train[:] == {"text_1": [rows["text"][i] for i in kept], "labels": [i % 2 for i in kept]}
+    assert held["text_1"] == ["fine"]
+    training, validation = summary.report()["dropped"]
+    assert training == {
+        "source": "data.train_file: bad.csv", "rows": 20, "dropped": 3,
+        "first": ["row 5: text is empty", "row 6: text is empty", "row 10: text is empty"],
+    }  # fmt: skip
+    assert (validation["source"], validation["dropped"]) == ("data.eval_file: eval.csv", 1)
+    assert "3 of 20 rows of data.train_file: bad.csv (row 5: text is empty, row 6" in summary.lines()["dropped"]
+
+
+def test_a_held_out_fraction_is_of_the_valid_rows_and_all_invalid_rows_are_listed() -> None:
+    rows = {**ROWS, "text": ["" if i % 2 else text for i, text in enumerate(ROWS["text"])], "label": [0, 0, 1, 1] * 5}
+    config = files(save(rows, "bad.csv"), eval_fraction=0.3, on_invalid="drop")
+    train, held = load_samples(config, Classification(labels=["0", "1"]), summary := DataSummary())
+    assert held is not None
+    assert (len(train), len(held)) == (7, 3)
+    assert sorted([*train["text_1"], *held["text_1"]]) == sorted(rows["text"][::2])
+    assert [entry["dropped"] for entry in summary.report()["dropped"]] == [10]
+    with pytest.raises(DataError, match=r"bad\.csv: 10 of 20 .* \(row 2: .*, row 20: [^…]*\); every .*drop"):
+        load_samples(dataclasses.replace(config, on_invalid="stop"), Classification())
+    name = save({"text": ["", ""], "label": [0, 1]}, "none.csv")
+    with pytest.raises(DataError, match=r"2 of 2 rows are invalid .*; use a file with valid rows"):
+        load_samples(files(name, on_invalid="drop"), Classification())
+    with pytest.raises(ConfigError, match=r"on_invalid drop counts invalid rows up front; streaming cannot"):
+        files("bad.csv", streaming=True, on_invalid="drop")
 
 
 @pytest.mark.pins
