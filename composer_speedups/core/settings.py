@@ -103,7 +103,13 @@ class Settings:
 
         @functools.wraps(cls.__init__)
         def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-            values = signature.bind(*args, **kwargs).arguments
+            if unknown := [name for name in kwargs if name not in signature.parameters]:
+                hint = did_you_mean(unknown[0], signature.parameters)
+                raise TypeError(f"{cls.__name__} has no setting {unknown[0]!r}{hint}")
+            try:
+                values = signature.bind(*args, **kwargs).arguments
+            except TypeError as error:
+                raise TypeError(f"{cls.__name__}: {error}; name the settings") from None
             with _one_line(cls, values):
                 cls._construct(self, **values)
 

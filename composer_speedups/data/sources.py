@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
+import warnings
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,12 +16,12 @@ from datasets import Dataset
 
 from composer_speedups.core.errors import DataError, first_line
 from composer_speedups.data.builtin import builtin_samples
+from composer_speedups.data.paths import find_files
 from composer_speedups.data.reader import (
     Row,
     check_columns,
     class_names,
     declared_classes,
-    find_files,
     hub_dataset,
     load_rows,
     saved_dataset,
@@ -33,6 +35,9 @@ __all__ = ["load_samples", "load_validation", "random_rows"]
 
 Arrays = npt.NDArray[Any]
 Needed = Sequence[tuple[str, str]]  # columns, each with the config key that names it
+
+
+_NUMBER = re.compile(r"[-+]?\d+([.,]\d+)*")
 
 
 class _Split(NamedTuple):
@@ -96,9 +101,19 @@ def load_samples(config: DataConfig, task: Task, summary: DataSummary | None = N
     if config.eval_fraction is not None:
         drawn = _held_out(train, [*examples], task, config)
         examples = {place: examples[place] for place in examples.keys() - drawn}
+    _warn_of_numbers(train.where, task, examples.values())
     samples = Dataset.from_list(task.prepared([examples[place] for place in sorted(examples)], training=True))
     validation = _validation_samples(held, task, config, summary, drawn)
     return _draw(samples, config, config.train_samples), validation
+
+
+def _warn_of_numbers(where: str, task: Task, examples: Collection[Example]) -> None:
+    """Warn if a column of texts holds nothing but numbers: it is probably another column."""
+    for index, column in enumerate(task.texts_of(training=True), start=1):
+        texts = [example[f"text_{index}"] for example in examples]
+        if all(isinstance(text, str) and _NUMBER.fullmatch(text.strip()) for text in texts):
+            number = f"each text in the column {column} is a number, such as {texts[0].strip()[:20]}"
+            warnings.warn(f"{where}: {number}; data.text_columns names the column of the texts", stacklevel=2)
 
 
 def load_validation(config: DataConfig, task: Task, summary: DataSummary | None = None) -> Dataset | None:
@@ -154,7 +169,8 @@ def _from_dataset(dataset: Dataset, where: str, needed: Needed) -> _Split:
 
 def _named(rows: list[Row], declared: dict[str, list[str]], where: str) -> _Split:
     if not rows:
-        raise DataError(f"{where} has no rows; use a file with samples")
+        header = " after its header line" if where.endswith((".csv", ".tsv")) else ""
+        raise DataError(f"{where} has no rows{header}; use a file with samples")
     return _Split([with_class_names(row, declared) for row in rows] if declared else rows, declared, where)
 
 

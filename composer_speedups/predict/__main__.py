@@ -12,6 +12,8 @@ from pydantic import Field
 from composer_speedups.core.command_line import parse_command_line, read_settings
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.core.settings import Settings, fields_of, keys_help
+from composer_speedups.data.paths import check_file
+from composer_speedups.predict.finished_run import check_run
 from composer_speedups.train.cli import exit_codes
 
 __all__ = ["Request", "command", "main", "read_request"]
@@ -50,6 +52,8 @@ def main(arguments: Sequence[str]) -> None:
         UserError: Names an argument, the run or the file.
     """
     run, request = read_request(arguments)
+    check_run(run)
+    check_file(request.input, "input")
     from composer_speedups.predict.model import FinishedModel  # imports torch, which --help does not need
     from composer_speedups.predict.rows import predict_file
 

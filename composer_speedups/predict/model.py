@@ -14,11 +14,11 @@ from pydantic import BaseModel, BeforeValidator, ValidationError
 
 from composer_speedups.algorithms.unpadding.functional import plan_unpadding
 from composer_speedups.core.errors import ConfigError, first_line
-from composer_speedups.core.files import with_working_directory
 from composer_speedups.core.pretrained import pretrained_config, pretrained_model, pretrained_tokenizer
 from composer_speedups.core.settings import Settings, fields_of
 from composer_speedups.data.flat import PER_TOKEN, Ragged
 from composer_speedups.data.loader import Pad
+from composer_speedups.predict.finished_run import check_run
 from composer_speedups.recommendation import apply_recommended
 from composer_speedups.tasks.config import ModelConfig
 from composer_speedups.tasks.data_config import DataConfig
@@ -142,13 +142,7 @@ _INPUTS = {"attention_mask", *(name for name in PER_TOKEN.values() if name not i
 
 def _task_of(run: Path, columns: Sequence[str] | None) -> tuple[Task, int]:
     """The task of a finished run, with the labels of its export and its maximum length."""
-    report, exported = run / "report.json", run / "model" / "config.json"
-    if not run.is_dir():
-        raise ConfigError(f"RUN: {with_working_directory(run)} is not a folder; name a run's folder, such as runs/NAME")
-    if not report.is_file():
-        raise ConfigError(f"RUN: {run} has no report.json, so its training has not finished; name a finished run")
-    if not exported.is_file():
-        raise ConfigError(f"RUN: {run} has no model/; train with export=true")
+    report, exported = check_run(run)
     config = _read(report, _Report).config
     model, data = config.model, config.data
     labels = _read(exported, _Exported).id2label

@@ -20,7 +20,8 @@ import pyarrow.parquet
 
 from composer_speedups.core.errors import ConfigError, DataError
 from composer_speedups.core.files import LockedFileError, atomic_file, lock_file, remove_unfinished
-from composer_speedups.data.reader import check_file, load_rows
+from composer_speedups.data.paths import check_file
+from composer_speedups.data.reader import load_rows
 from composer_speedups.data.summary import invalid_rows
 from composer_speedups.predict.model import FinishedModel
 

@@ -168,6 +168,11 @@ class Task:
     def text(self, row: Mapping[str, Any], column: str, where: str) -> Any:
         """Check and return the text of one column."""
         text = row.get(column)
+        if isinstance(text, (int, float)) and not isinstance(text, bool) and not math.isnan(text):
+            raise DataError(
+                f"{where}: {column} is {shown(text)}, a number; every sample needs text there, and data.text_columns "
+                "names the column of the texts"
+            )
         if not isinstance(text, str) or not text.strip():
             raise DataError(f"{where}: {column} is {shown(text)}; every sample needs text there")
         return text
@@ -327,7 +332,9 @@ def number(value: Any, where: str, column: str) -> float:
         parsed = float(value)
     except (TypeError, ValueError, OverflowError):
         parsed = math.nan
-    if isinstance(value, bool) or not math.isfinite(parsed):
+    if str(value).strip().lower() in ("true", "false"):
+        raise DataError(f"{where}: {column} is {shown(value)}, not a number; for classes set model.task=classification")
+    if not math.isfinite(parsed):
         raise DataError(f"{where}: {column} is {shown(value)}; it must be a finite number")
     return parsed
 

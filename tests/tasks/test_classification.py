@@ -18,6 +18,7 @@ from composer_speedups.data.tokens import load_tokenizer
 from composer_speedups.tasks.classification import Classification
 from composer_speedups.tasks.models import build_model
 from composer_speedups.tasks.multilabel import Multilabel
+from composer_speedups.tasks.regression import Regression
 from composer_speedups.tasks.task import build_task
 from composer_speedups.train.config.schema import DataConfig, ModelConfig
 from tests.data.samples import files, save
@@ -36,11 +37,22 @@ def test_classes_are_learned_from_the_samples_in_order() -> None:
     assert learned(["no", "yes", "maybe", "no"]) == ["maybe", "no", "yes"]
     assert learned([10, 2, 1, 2]) == ["1", "2", "10"], "numeric labels are sorted as numbers"
     assert learned([0.0, 1.0, None]) == ["0", "1"], "integers with gaps are floats"
-    assert learned([True, False]) == ["0", "1"]
+    assert learned([True, False, None]) == ["False", "True"], "as a CSV file has them"
     assert learned([1, 0, -1]) == ["0", "1"], "-1 marks a row without a label"
     assert learned([0, 0], ["neg", "pos"]) == ["neg", "pos"]
     with pytest.raises(DataError, match=r"f\.csv: the column label has only the class a; .*data\.labels"):
         learned(["a", "a", None])
+
+
+def test_booleans_are_the_classes_that_they_name_in_any_order_and_case() -> None:
+    for names in (["True", "False"], ["true", "false"]):
+        task = Classification(labels=names)
+        assert [task.label(value, "f") for value in (True, False, "True", "false", "TRUE")] == [0, 1, 0, 1, 0]
+    assert [Classification(labels=["no", "yes"]).label(value, "f") for value in (True, False)] == [1, 0]
+    assert [Classification(labels=["0", "1"]).label(value, "f") for value in (True, False)] == [1, 0]
+    for value in (True, "True"):
+        with pytest.raises(DataError, match=r"f: label is '?True'?, not a number; for classes set model\.task"):
+            Regression().label(value, "f")
 
 
 def test_a_label_is_a_name_or_position_and_others_are_refused_with_row_and_value() -> None:
