@@ -20,7 +20,7 @@ from composer_speedups.data.length_batching import LengthGroupedSampler
 from composer_speedups.data.sources import load_samples, load_validation, random_rows
 from composer_speedups.data.streams import Tokenized, stream_of_samples
 from composer_speedups.data.summary import DataSummary
-from composer_speedups.data.tokens import load_tokenizer, tokenize
+from composer_speedups.data.tokens import load_tokenizer, measure_truncation, tokenize
 from composer_speedups.data.worker_timeout import WorkerTimeoutLoader
 from composer_speedups.distributed.balanced_sampling import BalancedSampler
 from composer_speedups.families.flops import batch_lengths
@@ -200,6 +200,8 @@ def _tokens(
         train, validation = load_samples(config, task, summary)
         tokenizer = load_tokenizer(config, model_name, _texts(train), splits_words=words)
     encoded = [None if split is None else tokenize(split, tokenizer, config, task) for split in (train, validation)]
+    if train is not None and encoded[0] is not None and not config.packing:
+        summary.truncation = measure_truncation(train, encoded[0], tokenizer, config, task)
     return tokenizer, encoded[0], encoded[1]
 
 

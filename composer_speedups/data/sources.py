@@ -6,7 +6,7 @@ import os
 import re
 import warnings
 import zlib
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -99,7 +99,7 @@ def load_samples(config: DataConfig, task: Task, summary: DataSummary | None = N
     train.teach(task)  # from all rows, because a class may occur only in those held out
     examples = train.checked(task, config.on_invalid, summary, training=True)
     if config.eval_fraction is not None:
-        drawn = _held_out(train, [*examples], task, config)
+        drawn = _held_out(train, examples, task, config)
         examples = {place: examples[place] for place in examples.keys() - drawn}
     _warn_of_numbers(train.where, task, examples.values())
     samples = Dataset.from_list(task.prepared([examples[place] for place in sorted(examples)], training=True))
@@ -197,8 +197,9 @@ def random_rows(count: int, seed: int, split: str, length: int, tokenizer: Any, 
     return Dataset(pyarrow.table({"input_ids": rows, "labels": generator.integers(0, classes, count)}))
 
 
-def _held_out(split: _Split, places: Sequence[int], task: Task, config: DataConfig) -> set[int]:
+def _held_out(split: _Split, examples: Mapping[int, Example], task: Task, config: DataConfig) -> set[int]:
     """Draw the places of the rows to validate on from those of the valid rows."""
+    places = [*examples]
     total = len(places)
     count = min(max(round(config.eval_fraction * total), 1), total - 1)  # type: ignore[operator]
     if count < 1:
@@ -206,10 +207,25 @@ def _held_out(split: _Split, places: Sequence[int], task: Task, config: DataConf
     if task.groups_samples:
         drawn = _whole_groups([split.rows[place].get(task.texts[0]) for place in places], count, config.seed)
     else:
-        drawn = np.random.default_rng(config.seed).permutation(total)[:count]
+        drawn = _stratified([task.stratum(example) for example in examples.values()], count, config.seed)
     if len(drawn) == total:
         raise DataError(f"{split.where} has rows of only one {task.texts[0]}, which data.eval_fraction cannot split")
     return {places[number] for number in drawn.tolist()}
+
+
+def _stratified(strata: Sequence[int | None], count: int, seed: int) -> Arrays:
+    """Draw ``count`` of the rows at random, of each stratum its share up to one row. The only row of a stratum is drawn
+    last, so that it is trained on."""
+    order = np.random.default_rng(seed).permutation(len(strata))
+    if strata[0] is None:
+        return order[:count]
+    stratum_N = np.array(strata)
+    _, index_N, rows_N = np.unique(stratum_N, return_inverse=True, return_counts=True)
+    several = order[rows_N[index_N[order]] > 1]
+    if len(several) < count:
+        return order[:count]
+    in_strata = several[np.argsort(stratum_N[several], kind="stable")]  # each stratum in random order
+    return in_strata[((np.arange(count) + 0.5) * len(in_strata) / count).astype(int)]
 
 
 def _draw(dataset: Dataset, config: DataConfig, samples: int | None, *, whole: bool = False) -> Dataset:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-__all__ = ["DataSummary", "DroppedRows", "invalid_rows"]
+__all__ = ["DataSummary", "DroppedRows", "Truncation", "invalid_rows"]
 
 _MOST_LISTED = 10  # invalid rows that messages and the report describe
 
@@ -33,19 +33,45 @@ class DroppedRows:
         return {"source": self.where, "rows": self.rows, "dropped": len(self.problems), "first": first}
 
 
+@dataclass(frozen=True)
+class Truncation:
+    """How many training samples ``data.max_length`` truncates.
+
+    Attributes:
+        fraction: Truncated samples as a fraction of all, 0 to 1.
+        length_for_95_percent: Tokens of ``data.max_length`` that would keep 95% of the samples whole.
+        exact: Whether all samples were measured, and not a part of them.
+    """
+
+    fraction: float
+    length_for_95_percent: int
+    exact: bool
+
+    def __str__(self) -> str:
+        if not self.fraction:
+            return "no sample is truncated"
+        about = "" if self.exact else "about "
+        share = f"{about}{self.fraction:.0%}" if self.fraction >= 0.01 else f"{about}{self.fraction:.1%}"
+        longer = f"; {self.length_for_95_percent:,} tokens would keep 95% whole" if self.fraction > 0.05 else ""
+        return f"{share} of the samples are truncated{longer}"
+
+
 @dataclass
 class DataSummary:
     """Filled while the data is built.
 
     Attributes:
         dropped: Data sets of which rows were dropped.
+        truncation: None for samples that are streamed, packed or random tokens.
     """
 
     dropped: list[DroppedRows] = field(default_factory=list)
+    truncation: Truncation | None = None
 
     def report(self) -> dict[str, Any]:
         """The section ``data`` of report.json."""
-        return {"dropped": [rows.report() for rows in self.dropped]}
+        truncation = None if self.truncation is None else asdict(self.truncation)
+        return {"dropped": [rows.report() for rows in self.dropped], "truncation": truncation}
 
     def lines(self) -> dict[str, str]:
         """Name → text of the lines that a run prints before training."""

@@ -20,6 +20,7 @@ from composer_speedups.tasks.config import ModelConfig
 from composer_speedups.tasks.data_config import DataConfig
 from composer_speedups.tasks.labels import TaskWithClasses
 from composer_speedups.tasks.metrics import BinaryF1, MacroF1, Matthews, MeanLoss
+from composer_speedups.tasks.task import Example
 
 __all__ = ["Classification"]
 
@@ -55,6 +56,9 @@ class Classification(TaskWithClasses):
         super().check_data(data)
         up_front = "balanced counts all labels up front; streaming cannot provide them; give the weights by class name"
         refuse_if(self.class_weights == "balanced" and data.streams, "model.class_weights", up_front)
+
+    def stratum(self, example: Example) -> int:
+        return example["labels"]  # type: ignore[no-any-return]
 
     def label(self, value: Any, where: str) -> int:
         return self.class_of(value, where)
@@ -135,7 +139,7 @@ class Classification(TaskWithClasses):
             "CrossEntropy": MeanLoss(F.cross_entropy),
         }
         if not training:
-            metrics |= {"MacroF1": MacroF1(classes), "MatthewsCorrelation": Matthews(classes)}
+            metrics |= {"MacroF1": MacroF1(classes, self.classes), "MatthewsCorrelation": Matthews(classes)}
             if classes == 2:
                 metrics["BinaryF1"] = BinaryF1(classes)
         return metrics

@@ -165,6 +165,11 @@ class Task:
             example["labels"] = self.label(row.get(str(self.label_column)), where)
         return example
 
+    def stratum(self, example: Example) -> int | None:
+        """The group of a checked sample, such as its class: a held-out fraction has the same share of each group. None
+        draws from all samples alike."""
+        return None
+
     def text(self, row: Mapping[str, Any], column: str, where: str) -> Any:
         """Check and return the text of one column."""
         text = row.get(column)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from composer_speedups.core.files import check_folder
 from composer_speedups.core.settings import Origins
@@ -115,11 +115,11 @@ def train(
         if best := callback_of(trainer.state, BestWeights):
             best.restore(trainer.state)
         exported = export_model(trainer.state, folder / "model") if config.export else None
-        recording = Recording()
+        recording, report = Recording(), dict[str, Any]()
         with recording.of("report"):
-            write_report(trainer, config, folder, baseline, data.summary)
+            report = write_report(trainer, config, folder, baseline, data.summary)
         with recording.of("plot"):
-            write_plot(trainer, config, folder)
+            write_plot(trainer, config, folder, report.get("evaluation", {}))
         trainer.close()
         recording.check(trainer, exported)
 

@@ -46,10 +46,11 @@ def describe_run(
     parameters = sum(p.numel() for p in model.parameters())
     asked = [t.name for t in techniques if t.engaged is not False]
     ranks = f" on {dist.get_world_size()} ranks" if dist.get_world_size() > 1 else ""
+    truncated = "" if data.summary.truncation is None else f" ({data.summary.truncation})"
     rows = {
         "model": f"{_model_name(config)}, {_amount(parameters)} parameters, task {config.model.task}",
         "data": f"{_data_name(config)}, {_samples(data.train)} to train on, {_samples(data.eval)} to validate on, "
-        f"{config.data.max_length} tokens at most",
+        f"{config.data.max_length} tokens at most{truncated}",
         **data.summary.lines(),
         "techniques": ", ".join(asked) or "none",
         "batch": f"{config.data.batch_size} samples{ranks}, {config.trainer.max_duration} in all, on {device}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -11,6 +12,7 @@ from composer.loggers import Logger
 from composer.utils import dist
 
 from composer_speedups.callbacks.best_weights import BestWeights
+from composer_speedups.callbacks.class_report import ClassReport
 from composer_speedups.callbacks.divergence import DivergenceGuard
 from composer_speedups.callbacks.early_stopping import EarlyStopping
 from composer_speedups.callbacks.engagement import EngagementReport
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 __all__ = ["StartupTimes", "build_report", "callback_of", "summary_table", "write_report"]
 
 C = TypeVar("C", bound=Callback)
+_MOST_CLASS_ROWS = 10
 _GUARDS = (FiniteLoss, LossScaleMonitor, DivergenceGuard)
 
 
@@ -87,6 +90,7 @@ def build_report(
         "startup": _summary(state, StartupTimes),
         "metrics": {**history.metrics, **final_metrics(state), **(best.metrics if best else {})},
         "data": data.report() if data else {},
+        "evaluation": _evaluation(state, best),
         "best": _summary(state, BestWeights),
         "early_stopping": _summary(state, EarlyStopping),
         "algorithms": EngagementReport.summary(state),
@@ -109,6 +113,12 @@ def build_report(
         "resumed": history.resumed,
         "wall_seconds": history.wall_seconds + wall_seconds,
     }
+
+
+def _evaluation(state: State, best: BestWeights | None) -> dict[str, Any]:
+    """The classes' metrics in the evaluation of the exported weights; empty if an earlier process evaluated them."""
+    classes = callback_of(state, ClassReport)
+    return classes.summary(best.batch if best else None) if classes else {}
 
 
 def _chooser(state: State, changes: list[dict[str, Any]]) -> str:
@@ -139,6 +149,7 @@ def summary_table(report: dict[str, Any], folder: str) -> str:
             f"GiB {'of the GPU' if report['environment']['gpu'] else 'resident'}",
         ),
         *((name.replace("_", " "), value, "") for name, value in metrics.items()),
+        *_class_rows(report["evaluation"]),
         _best_row(report["best"], exported=report["config"]["export"]),
         _early_stopping_row(report["early_stopping"], report["training"]),
         ("gradients", ddp.get("mib_a_step"), f"MiB reduced per step, {_overlap(ddp, report['training'])}"),
@@ -159,6 +170,15 @@ def summary_table(report: dict[str, Any], folder: str) -> str:
     if report["baseline"]:
         lines += ["", _against_baseline(report)]
     return "\n".join(lines)
+
+
+def _class_rows(evaluation: dict[str, Any]) -> Iterator[tuple[str, float | None, str]]:
+    """``F1 of spam 0.812  precision 0.9, recall 0.74, 31 samples`` for up to ten classes."""
+    classes = evaluation.get("classes", {})
+    for name, values in classes.items() if len(classes) <= _MOST_CLASS_ROWS else ():
+        shown = [f"{key} {_number(values[key])}" for key in ("precision", "recall") if values[key] is not None]
+        label = f"F1 of {name}" if len(name) < 11 else f"F1 of {name[:9]}…"
+        yield label, values["f1"], ", ".join([*shown, f"{values['samples']:,} samples"])
 
 
 def _best_row(best: dict[str, Any], *, exported: bool) -> tuple[str, int | None, str]:

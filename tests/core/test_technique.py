@@ -95,7 +95,7 @@ def test_an_invalid_setting_is_refused_by_name(settings: dict[str, Any], message
 
 def test_a_class_instead_of_an_instance_and_an_unknown_setting_are_one_clear_line() -> None:
     said = r"^algorithms: Toy is a class, not a technique; write Toy\(\)$"
-    lists: list[Any] = [[Toy], Toy, [Toy(), Toy]]
+    lists: list[Any] = [[Toy], [Toy(), Toy]]
     for algorithms in lists:
         with pytest.raises(ConfigError, match=said):
             trained(algorithms=algorithms)

@@ -356,6 +356,7 @@ def test_held_out_rows_are_not_trained_on() -> None:
     assert sorted(train["text_1"] + held["text_1"]) == sorted(rows["text"])
     assert load(name, eval_fraction=0.2) == [train, held]
     assert load(name, eval_fraction=0.2, seed=3)[1] != held
+    assert held["labels"].count(1) == 5, "each class has its share"
     two = save({"text": ["a", "b"], "label": [0, 1]}, "b.csv")
     assert load(two, Classification(labels=["0", "1"]), eval_fraction=0.01)[1] is not None, "at least one row"
     with pytest.raises(DataError, match=r"c\.csv has only one row, which data\.eval_fraction cannot split"):
