@@ -26,6 +26,7 @@ __all__ = ["TrainingProgress", "describe_run"]
 
 _RECENT_BATCHES = 50  # their rate determines the time left
 _MIN_PROGRESS, _MIN_SECONDS = 0.1, 5.0  # between two lines of a log file
+_NO_CHECKPOINTS = "at the end; checkpoint.interval is not set, so an interrupted run is lost"
 _EVALUATION = "metrics/eval/"
 
 
@@ -54,7 +55,7 @@ def describe_run(
         **data.summary.lines(),
         "techniques": ", ".join(asked) or "none",
         "batch": f"{config.data.batch_size} samples{ranks}, {config.trainer.max_duration} in all, on {device}",
-        "results": folder,
+        "results": folder if config.checkpoint.interval else f"{folder} {_NO_CHECKPOINTS}",
     }
     return "\n".join(f"{name:<12}{value}" for name, value in rows.items())
 
