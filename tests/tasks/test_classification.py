@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from composer_speedups.core.errors import ConfigError, DataError
 from composer_speedups.data.loader import build_data
+from composer_speedups.data.sources import load_samples
 from composer_speedups.data.tokens import load_tokenizer
 from composer_speedups.tasks.classification import Classification
 from composer_speedups.tasks.models import build_model
@@ -161,14 +162,48 @@ def test_a_stored_classifiers_labels_determine_the_order() -> None:
         build_model(config, build_task(config, DataConfig(labels=["a", "b", "c"])), tokenizer, 16)
 
 
+@pytest.mark.parametrize(
+    ("cells", "lists"),
+    [
+        (
+            ["billing;tech", "tech", "", "Doe, Jane ; billing"],
+            [["billing", "tech"], ["tech"], [], ["Doe, Jane", "billing"]],
+        ),
+        (["a|b", "b"], [["a", "b"], ["b"]]),
+        (["a, b", "b"], [["a", "b"], ["b"]]),
+        (['["a", "b;c"]', "[]", '["a"]'], [["a", "b;c"], [], ["a"]]),
+        (["['a', 'b']", "['b']"], [["a", "b"], ["b"]]),
+        ([["a;b"], ["c", "d"]], [["a;b"], ["c", "d"]]),
+    ],
+)
+def test_multilabel_reads_lists_that_are_written_as_text(cells: list[Any], lists: list[list[str]]) -> None:
+    task = Multilabel()
+    task.learn({"text": ["x"], "labels": cells}, {}, "f.csv")
+    assert task.labels == sorted({name for names in lists for name in names})
+    for known in (task, Multilabel(labels=task.labels)):  # a stream's labels are not learned from the column
+        for cell, names in zip(cells, lists, strict=True):
+            assert known.label(cell, "f") == [float(name in names) for name in task.labels]
+    with pytest.raises(DataError, match=r"f: labels holds '(new|a)'; it must be one of"):
+        task.label(f"{lists[0][0]};new", "f")
+
+
+def test_a_multilabel_file_of_0_and_1_columns_is_told_to_name_them() -> None:
+    name = save({"text": ["a", "b"], "billing": [0, 1], "tech": [1, 0]}, "a.csv")
+    said = (
+        r"a\.csv has no column 'labels' \(it has: text, billing, tech\); set data\.label_column, or data\.label_columns"
+    )
+    with pytest.raises(DataError, match=said):
+        load_samples(files(name), Multilabel())
+
+
 def test_multilabel_reads_lists_and_columns() -> None:
     task = Multilabel()
     task.learn({"text": ["x"], "labels": [["b", "a"], [], None, ["c"]]}, {}, "f.jsonl")
     assert task.labels == ["a", "b", "c"]
     assert task.label(["c", "a"], "f, row 1") == [1.0, 0.0, 1.0]
     assert task.label([], "f, row 1") == [0.0, 0.0, 0.0]
-    with pytest.raises(DataError, match="f, row 2: labels is 'a'; it must be a list of labels"):
-        task.label("a", "f, row 2")
+    with pytest.raises(DataError, match=r"f, row 2: labels is 1; it must be a list .*data\.label_columns"):
+        task.label(1, "f, row 2")
     with pytest.raises(DataError, match="f, row 2: labels holds 'd'; it must be one of a, b, c"):
         task.label(["d"], "f, row 2")
     columns = Multilabel(label_columns=["toxic", "spam"])

@@ -230,8 +230,8 @@ class Config(Settings):
     export: bool = True
     """Write the trained model to runs/<run_name>/model in transformers' format."""
     plot: bool = True
-    """Draw samples/s, loss and accuracy over the run to runs/<run_name>/throughput.png, and a classification's confusion
-    matrix to confusion.png."""
+    """Draw samples/s, loss and accuracy over the run to runs/<run_name>/throughput.png, and the confusion matrix of a
+    classification to confusion.png."""
     algorithms: Techniques = Field(default_factory=dict)
     """Techniques by name, each with its settings: {tf32_matmul: {}, torch_compile: {scope: blocks}}."""
     baseline: BaselineConfig | None = None
