@@ -22,8 +22,8 @@ _USAGE = """\
 usage: python -m composer_speedups.predict RUN --input FILE [--output FILE] [key=value ...]
 
 Predict with a finished run (a folder such as runs/quickstart) for every row of a file: .csv, .tsv, .jsonl, .parquet,
-.conll, or .txt with a text per line. Line i of the output belongs to row i. The same command continues an interrupted
-call. Options may also be written as input=FILE.
+.conll, or .txt with a text per line. Line i of the output belongs to row i; for a row without text, its values are
+null. The same command continues an interrupted call. Options may also be written as input=FILE.
 
 keys:
 """

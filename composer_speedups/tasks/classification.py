@@ -55,7 +55,7 @@ class Classification(TaskWithClasses):
     def check_data(self, data: DataConfig) -> None:
         super().check_data(data)
         up_front = "balanced counts all labels up front; streaming cannot provide them; give the weights by class name"
-        refuse_if(self.class_weights == "balanced" and data.streams, "model.class_weights", up_front)
+        refuse_if(isinstance(self.class_weights, str) and data.streams, "model.class_weights", up_front)
 
     def stratum(self, example: Example) -> int:
         return example["labels"]  # type: ignore[no-any-return]
@@ -64,6 +64,8 @@ class Classification(TaskWithClasses):
         return self.class_of(value, where)
 
     def learn_frequencies(self, labels: Sequence[int]) -> None:
+        if not isinstance(self.class_weights, str):
+            return
         counts = Counter(labels)
         present = sum(number in counts for number in range(len(self.classes)))
         self._balanced = [

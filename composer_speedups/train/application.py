@@ -49,7 +49,8 @@ def check_paths(config: Config) -> None:
         UserError: Names the key, the path and the fix.
     """
     check_data_files(config.data)
-    check_folder(config.model.name, "model.name")
+    if config.model.size is None:  # otherwise the name is not read
+        check_folder(config.model.name, "model.name")
     check_folder(config.data.tokenizer or "", "data.tokenizer")
 
 

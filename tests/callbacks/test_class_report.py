@@ -14,6 +14,7 @@ from composer_speedups.callbacks.class_report import ClassReport
 from composer_speedups.tasks.metrics import MacroF1
 from composer_speedups.train.plot import plot_confusion
 from tests.helpers.jobs import run
+from tests.helpers.ranks import on_ranks
 
 
 class Evaluated:
@@ -67,6 +68,15 @@ def test_the_report_has_the_evaluation_of_the_exported_weights_and_a_picture() -
     assert matrix.sum() == 16
     assert matrix.trace() / 16 == pytest.approx(report["metrics"]["accuracy"])
     assert Path("runs/quickstart/confusion.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.exhaustive
+def test_two_ranks_report_the_counts_of_all_samples() -> None:
+    brief = ["trainer.max_duration=2ba", "data.eval_samples=18", "model.dropout=0", "trainer.device=cpu"]
+    alone = run(*brief, "run_name=alone")["evaluation"]
+    both, _ = on_ranks(lambda: run(*brief, "run_name=both"))
+    assert both["evaluation"]["confusion"] == alone["confusion"]
+    assert np.sum(alone["confusion"]) == 18
 
 
 def test_class_names_are_drawn_as_text() -> None:
