@@ -149,6 +149,9 @@ def test_a_held_out_fraction_has_each_class_in_its_share() -> None:
         assert (sum(counts), counts[3]) == (100, 0), "the only row of a class is trained on"
         drawn.add(tuple(held["text_1"]))
     assert len(drawn) == 5
+    save({"text": [*"abcdefgh"], "label": [*"aaabcccc"]}, "b.csv")
+    train, _ = load_samples(files("b.csv", eval_fraction=0.5), Classification())
+    assert 1 in train["labels"], "the only row of the class b, the fourth of eight in the order of the classes"
 
 
 @pytest.mark.parametrize("measured", [1000, 40])
