@@ -123,6 +123,8 @@ class Technique(Settings, Algorithm, eq=False, strict=True):
         computes_on_host: Part of the training step runs on the CPU.
         matmul_precision: The precision whose peak rate model FLOPs utilization refers to.
         fixed_shapes: It depends on the shape of the batch, so the micro-batch size must not change during training.
+        freezes_on_load: Loading its state freezes parameters, for which the checkpoint has no optimizer state. It is
+            loaded before the optimizer's state is compared with the run's.
         checkpoint_fields: The keys and types of :meth:`state_dict`. train.py ignores everything else in a checkpoint,
             because anyone may have written the file.
         engaged: None before INIT, then whether the technique is in force and, as far as is known, has an effect.
@@ -142,6 +144,7 @@ class Technique(Settings, Algorithm, eq=False, strict=True):
     trials: ClassVar[tuple[Variant, ...]] = (Variant(),)
     purpose: ClassVar[Purpose] = "saves time"
     computes_on_host: ClassVar[bool] = False
+    freezes_on_load: ClassVar[bool] = False
     not_recorded: ClassVar[tuple[str, ...]] = ("on_unavailable",)
     checkpoint_fields: ClassVar[dict[str, Any]] = {
         "repr": str,

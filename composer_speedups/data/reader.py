@@ -159,23 +159,24 @@ def _readable(path: str, key: str) -> Iterator[None]:
         raise DataError(f"{key}: {path} {problem}") from error
 
 
-def load_rows(paths: Sequence[str], key: str, columns: Sequence[tuple[str, str]]) -> list[Row]:
-    """Read all rows of files into memory, each with ``columns``, which are named with their config keys.
+def load_rows(paths: Sequence[str], key: str, columns: Sequence[tuple[str, str]] | None) -> list[Row]:
+    """Read all rows of files into memory, each with ``columns``, which are named with their config keys, or as it is in
+    the file with None.
 
     Raises:
         DataError: A file cannot be read, lacks a column, or changes meanwhile.
     """
     rows: list[Row] = []
-    wanted = [column for column, _ in columns]
+    wanted = [column for column, _ in columns or ()]
     for path in paths:
         before, names = _version(path), dict[str, None]()
         for row in iterate_rows([path], key, wanted):
             names.update(dict.fromkeys(row))
-            rows.append({column: row.get(column) for column in wanted})
+            rows.append(row if columns is None else {column: row.get(column) for column in wanted})
         if _version(path) != before:
             raise DataError(f"{key}: {path} changed while it was being read; start again when it is complete")
         if names:  # there are rows
-            check_columns(names, columns, f"{key}: {path}")
+            check_columns(names, columns or (), f"{key}: {path}")
     return rows
 
 

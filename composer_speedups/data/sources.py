@@ -31,7 +31,7 @@ from composer_speedups.data.summary import DataSummary, DroppedRows, invalid_row
 from composer_speedups.tasks.data_config import GENERATED, DataConfig
 from composer_speedups.tasks.task import Example, Task
 
-__all__ = ["load_samples", "load_validation", "random_rows"]
+__all__ = ["labelled_samples", "load_samples", "load_validation", "random_rows"]
 
 Arrays = npt.NDArray[Any]
 Needed = Sequence[tuple[str, str]]  # columns, each with the config key that names it
@@ -52,7 +52,14 @@ class _Split(NamedTuple):
         task.learn(self.columns(task, training=training), self.declared, self.where)
 
     def checked(
-        self, task: Task, on_invalid: str, summary: DataSummary, *, training: bool, places: Sequence[int] | None = None
+        self,
+        task: Task,
+        on_invalid: str,
+        summary: DataSummary,
+        *,
+        training: bool,
+        places: Sequence[int] | None = None,
+        fix: str = "data.on_invalid=drop leaves out invalid rows",
     ) -> dict[int, Example]:
         """The samples of the rows at ``places``, or of all rows: place → sample.
 
@@ -67,7 +74,7 @@ class _Split(NamedTuple):
             except DataError as error:
                 invalid.append(str(error))
         if invalid and (on_invalid == "stop" or not examples):
-            fix = "data.on_invalid=drop leaves out invalid rows" if examples else "use a file with valid rows"
+            fix = fix if examples else "use a file with valid rows"
             raise DataError(invalid_rows(self.where, len(places), invalid, fix))
         if invalid:
             summary.dropped.append(DroppedRows(self.where, len(places), invalid))
@@ -125,6 +132,23 @@ def load_validation(config: DataConfig, task: Task, summary: DataSummary | None 
     if held is not None:
         held.teach(task, training=False)
     return _validation_samples(held, task, config, summary or DataSummary())
+
+
+def labelled_samples(rows: list[Row], declared: dict[str, list[str]], where: str, task: Task) -> Dataset:
+    """The samples of rows that were read already, as :func:`load_validation` returns them.
+
+    Args:
+        rows: The rows.
+        declared: Column → the class names that the file declares for its integers.
+        where: The file, for errors.
+        task: A task that knows its classes.
+
+    Raises:
+        DataError: There are no rows, or invalid ones.
+    """
+    split = _named(rows, declared, where)
+    examples = split.checked(task, "stop", DataSummary(), training=False, fix="correct or remove invalid rows")
+    return Dataset.from_list(task.prepared([*examples.values()], training=False))
 
 
 def _validation_samples(

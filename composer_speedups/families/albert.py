@@ -18,6 +18,7 @@ FAMILY = Family(
     blocks="albert_layer_groups",
     layer="AlbertLayerGroup",
     embeddings="AlbertEmbeddings",
+    repeats_blocks=True,
     query_and_value=("query", "value"),
     embedding="embedding_size",
 )

@@ -168,6 +168,7 @@ FAMILY = Family(
     layer="DebertaV2Layer",
     attention="DisentangledSelfAttention",
     embeddings="DebertaV2Embeddings",
+    around_blocks=tuple(f"DebertaV2Encoder.{name}" for name in ("rel_embeddings", "LayerNorm", "conv")),
     query_and_value=("query_proj", "value_proj"),
     feed_forward=("intermediate.dense", "intermediate.intermediate_act_fn", "output.dense"),
     layer_modules=_modules,

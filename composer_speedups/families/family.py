@@ -131,6 +131,9 @@ class Family:
         layer: The class of a block.
         attention: The class of a block's attention module, if ``packed_attention`` replaces it.
         embeddings: The class that turns token ids into the first hidden state.
+        repeats_blocks: Whether blocks run several times each.
+        around_blocks: Further modules that compute the input of the first block, or that each block reads, as
+            ``Class.attribute``; models may lack them.
         query_and_value: Names of these Linear modules in a block; LoRA adapts them by default.
         feed_forward: Path of the module with the feed-forward layer, and names of its first Linear, its activation and
             its second Linear; None for other kinds of feed-forward layers.
@@ -166,6 +169,8 @@ class Family:
     layer: str
     attention: str = ""
     embeddings: str
+    repeats_blocks: bool = False
+    around_blocks: tuple[str, ...] = ()
     query_and_value: tuple[str, ...]
     feed_forward: tuple[str, str, str] | None = None
     layer_modules: Callable[[Any], Any] | None = None

@@ -100,6 +100,7 @@ FAMILY = Family(
     layer="MPNetLayer",
     attention="MPNetSelfAttention",
     embeddings="MPNetEmbeddings",
+    around_blocks=("MPNetEncoder.relative_attention_bias",),
     query_and_value=("q", "v"),
     feed_forward=("intermediate.dense", "intermediate.intermediate_act_fn", "output.dense"),
     position_bias=True,

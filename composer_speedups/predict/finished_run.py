@@ -3,30 +3,28 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
 
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.core.files import with_working_directory
+from composer_speedups.tasks.config import TASK_FILE
 
-__all__ = ["RunFiles", "check_run"]
-
-
-class RunFiles(NamedTuple):
-    report: Path
-    model_config: Path  # of the exported model
+__all__ = ["exported_folder"]
 
 
-def check_run(run: Path) -> RunFiles:
-    """The files of a run that training has finished and exported.
+def exported_folder(run: Path) -> Path:
+    """The exported model of a run, or ``run`` itself if it is one.
 
     Raises:
-        ConfigError: Names the missing file and the fix.
+        ConfigError: There is none; names the folder and the fix.
     """
-    files = RunFiles(run / "report.json", run / "model" / "config.json")
     if not run.is_dir():
         raise ConfigError(f"RUN: {with_working_directory(run)} is not a folder; name a run's folder, such as runs/NAME")
-    if not files.report.is_file():
-        raise ConfigError(f"RUN: {run} has no report.json, so its training has not finished; name a finished run")
-    if not files.model_config.is_file():
+    for folder in (run, run / "model"):
+        if (folder / TASK_FILE).is_file():
+            return folder
+    if (run / "report.json").is_file() and not (run / "model").is_dir():
         raise ConfigError(f"RUN: {run} has no model/; train with export=true")
-    return files
+    for folder in (run, run / "model"):
+        if (folder / "config.json").is_file():
+            raise ConfigError(f"RUN: {folder} has no {TASK_FILE}, which train.py writes beside a model; train it again")
+    raise ConfigError(f"RUN: {run} has no model/, so its training has not finished; name a finished run")

@@ -6,7 +6,10 @@ from pydantic import Field
 
 from composer_speedups.core.settings import Settings, refuse_if
 
-__all__ = ["ModelConfig"]
+__all__ = ["TASK_FILE", "ModelConfig"]
+
+TASK_FILE = "task.json"
+"""Name of the file in an exported model from which ``predict`` rebuilds the task."""
 
 
 _Weight = Annotated[float, Field(gt=0)]

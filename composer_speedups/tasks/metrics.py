@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ __all__ = [
     "MeanLoss",
     "Pearson",
     "Recall",
+    "computed",
     "final_metrics",
     "gather_alike",
     "gather_lists",
@@ -77,10 +78,14 @@ def final_metrics(state: State) -> dict[str, float]:
         ("train_", state.train_metrics or {}),
         *(("", m) for m in state.eval_metrics.values()),
     ]:
-        for name, metric in group.items():
-            if metric.update_called:
-                metrics.setdefault(prefix + reported_name(name), float(metric.compute()))
+        for name, value in computed(group).items():
+            metrics.setdefault(prefix + name, value)
     return metrics
+
+
+def computed(metrics: Mapping[str, Metric]) -> dict[str, float]:
+    """The values of metrics by their names in reports, without those that were not updated. Collective."""
+    return {reported_name(k): float(metric.compute()) for k, metric in metrics.items() if metric.update_called}
 
 
 def gather_alike(tensor: Tensor, group: Any = None) -> list[Tensor]:

@@ -73,6 +73,16 @@ class Task:
                 f"data.text_columns: task {self.name} reads {self.most_texts} at most, not {len(self.text_columns)}"
             )
 
+    def settings(self, max_length: int) -> dict[str, Any]:
+        """The content of task.json: the keys under ``model`` and ``data`` that the task reads.
+
+        The names of the classes are not among them, because the model's ``config.json`` has them.
+        """
+        settings: dict[str, Any] = {"model": {"task": self.name}, "data": {"max_length": max_length}}
+        for section, _, key in (name.partition(".") for name in self.keys() if name != "data.labels"):
+            settings[section][key] = getattr(self, "loss_name" if key == "loss" else key)
+        return settings
+
     @classmethod
     def keys(cls) -> list[str]:
         """The keys under ``data`` and ``model`` that the task reads."""
@@ -267,6 +277,10 @@ class Task:
     def predictions(self, logits: Tensor, batch: Mapping[str, Any]) -> list[dict[str, Any]]:
         """The predictions of a trained model for each sample of a batch, as plain values."""
         raise NotImplementedError
+
+    def with_text(self, prediction: dict[str, Any], texts: Sequence[Any]) -> dict[str, Any]:
+        """The prediction for a sample, related to its texts; by default it is returned unchanged."""
+        return prediction
 
     def export(self, folder: Path, hidden: int, max_length: int) -> None:
         """Write the files that another library needs to load the model, next to those of transformers in ``folder``."""

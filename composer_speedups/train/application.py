@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from composer_speedups.core.files import check_folder
 from composer_speedups.core.settings import Origins
@@ -78,6 +78,7 @@ def train(
         from composer_speedups.train.console import describe_run
         from composer_speedups.train.environment import device_name
         from composer_speedups.train.fit import StopSignals, train_to_end
+        from composer_speedups.train.model_card import write_model_card
         from composer_speedups.train.plot import write_plot
         from composer_speedups.train.recording import Recording
         from composer_speedups.train.report import StartupTimes, callback_of, write_report
@@ -116,11 +117,14 @@ def train(
         if best := callback_of(trainer.state, BestWeights):
             best.restore(trainer.state)
         exported = export_model(trainer.state, folder / "model") if config.export else None
-        recording, report = Recording(), dict[str, Any]()
+        recording, report = Recording(), None
         with recording.of("report"):
             report = write_report(trainer, config, folder, baseline, data.summary)
+        with recording.of("model card"):
+            if report is not None and exported is not None and dist.get_global_rank() == 0:
+                write_model_card(report, exported)
         with recording.of("plot"):
-            write_plot(trainer, config, folder, report.get("evaluation", {}))
+            write_plot(trainer, config, folder, {} if report is None else report["evaluation"])
         trainer.close()
         recording.check(trainer, exported)
 

@@ -39,6 +39,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "float8_linear": ({"emulate": True}, {"recipe": "rowwise", "min_features": 64, "emulate": False}),
     "fused_layers": ({}, {"last_layer": "all", "precision": "fp8"}),
     "gradient_checkpointing": ({}, {"every": 2}),
+    "layer_freezing": ({"layers": 1}, {"layers": "embeddings"}),
     "lora": (
         {"rank": 4},
         {"rank": 2, "alpha": 8.0, "targets": ["query"], "dropout": 0.1, "modules_to_save": ["pooler"]},
