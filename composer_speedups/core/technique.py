@@ -15,7 +15,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from enum import IntEnum
 from itertools import combinations
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 from composer.core import Algorithm, Callback, Event, State
 from composer.loggers import Logger
@@ -284,7 +284,9 @@ class Technique(Settings, Algorithm, eq=False, strict=True):
 
     # Methods that Composer calls.
 
-    def match(self, event: Event, state: State) -> bool:
+    def match(self, event: Event, state: State | None = None) -> bool:
+        if isinstance(self, Event):  # called on a class in the place of an instance; the arguments are event and state
+            techniques_of(cast(State, event).algorithms)  # raises
         if event in (Event.INIT, Event.FIT_END) or self._hears(event):
             return True
         if self._verified or not self.engaged:
@@ -356,8 +358,18 @@ class Technique(Settings, Algorithm, eq=False, strict=True):
 
 
 def techniques_of(algorithms: Sequence[Algorithm]) -> list[Technique]:
-    """The techniques of this package in a list of algorithms, in the order they engage."""
+    """The techniques of this package in a list of algorithms, in the order they engage.
+
+    Raises:
+        ConfigError: A class instead of its instance.
+    """
+    if classes := [a for a in algorithms if isinstance(a, type)]:
+        raise _class_refused(classes[0])
     return sorted((a for a in algorithms if isinstance(a, Technique)), key=lambda t: (t.stage, t.name))
+
+
+def _class_refused(cls: type) -> ConfigError:
+    return ConfigError(f"algorithms: {cls.__name__} is a class, not a technique; write {cls.__name__}()")
 
 
 def sort_techniques(algorithms: Sequence[Algorithm], event: Event) -> Sequence[Algorithm]:

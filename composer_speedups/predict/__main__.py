@@ -12,6 +12,8 @@ from pydantic import Field
 from composer_speedups.core.command_line import parse_command_line, read_settings
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.core.settings import Settings, fields_of, keys_help
+from composer_speedups.data.paths import check_file
+from composer_speedups.predict.finished_run import exported_folder
 from composer_speedups.train.cli import exit_codes
 
 __all__ = ["Request", "command", "main", "read_request"]
@@ -20,9 +22,9 @@ _USAGE = """\
 usage: python -m composer_speedups.predict RUN --input FILE [--output FILE | --evaluate] [key=value ...]
 
 Predict with a finished run (a folder such as runs/quickstart, or its model/) for every row of a file: .csv, .tsv,
-.jsonl, .parquet, .conll, or .txt with a text per line. Line i of the output is row i with its predictions. The same
-command continues an interrupted call. --evaluate prints the task's metrics for labelled rows instead. Options may also
-be written as input=FILE.
+.jsonl, .parquet, .conll, or .txt with a text per line. Line i of the output is row i with its predictions, which are
+null for a row without text. The same command continues an interrupted call. --evaluate prints the task's metrics for
+labelled rows instead. Options may also be written as input=FILE.
 
 keys:
 """
@@ -58,6 +60,8 @@ def main(arguments: Sequence[str]) -> None:
         UserError: Names an argument, the run or the file.
     """
     run, request = read_request(arguments)
+    exported_folder(run)
+    check_file(request.input, "input")
     from composer_speedups.predict.model import FinishedModel  # imports torch, which --help does not need
     from composer_speedups.predict.rows import evaluate_file, predict_file
 

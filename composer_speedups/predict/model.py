@@ -16,17 +16,17 @@ from pydantic import BaseModel, BeforeValidator, ValidationError
 
 from composer_speedups.algorithms.unpadding.functional import plan_unpadding
 from composer_speedups.core.errors import ConfigError, first_line
-from composer_speedups.core.files import with_working_directory
 from composer_speedups.core.pretrained import pretrained_config, pretrained_model, pretrained_tokenizer
 from composer_speedups.core.settings import Settings, fields_of
 from composer_speedups.data.flat import PER_TOKEN, FlatTokens, Ragged
 from composer_speedups.data.loader import Pad
+from composer_speedups.predict.finished_run import exported_folder
 from composer_speedups.recommendation import apply_recommended
-from composer_speedups.tasks.config import ModelConfig
+from composer_speedups.tasks.config import TASK_FILE, ModelConfig
 from composer_speedups.tasks.data_config import DataConfig
 from composer_speedups.tasks.metrics import computed
 from composer_speedups.tasks.models import FinetuneModel, has_token_types, positions_of
-from composer_speedups.tasks.task import TASK_FILE, Task, build_task
+from composer_speedups.tasks.task import Task, build_task
 
 __all__ = ["FinishedModel"]
 
@@ -81,7 +81,7 @@ class FinishedModel:
         if device == "gpu" and not torch.cuda.is_available():
             raise ConfigError("device: there is no GPU here; set device=cpu or auto")
         on_gpu = device != "cpu" and torch.cuda.is_available()
-        exported = _exported_folder(run)
+        exported = exported_folder(run)
         task, max_length = _task_of(exported, columns or {}, evaluates=evaluates)
         folder = str(exported)
         auto = getattr(transformers, task.auto_class)
@@ -200,21 +200,6 @@ class FinishedModel:
 
 # Token classification encodes labels to mark where words begin; the model would compute a loss with them.
 _INPUTS = {"attention_mask", *(name for name in PER_TOKEN.values() if name not in ("labels", "word_starts"))}
-
-
-def _exported_folder(run: Path) -> Path:
-    """The exported model of a run, or ``run`` itself if it is one."""
-    if not run.is_dir():
-        raise ConfigError(f"RUN: {with_working_directory(run)} is not a folder; name a run's folder, such as runs/NAME")
-    for folder in (run, run / "model"):
-        if (folder / TASK_FILE).is_file():
-            return folder
-    if (run / "report.json").is_file() and not (run / "model").is_dir():
-        raise ConfigError(f"RUN: {run} has no model/; train with export=true")
-    for folder in (run, run / "model"):
-        if (folder / "config.json").is_file():
-            raise ConfigError(f"RUN: {folder} has no {TASK_FILE}, which train.py writes beside a model; train it again")
-    raise ConfigError(f"RUN: {run} has no model/, so its training has not finished; name a finished run")
 
 
 def _task_of(folder: Path, columns: Mapping[str, Any], *, evaluates: bool) -> tuple[Task, int]:

@@ -18,10 +18,12 @@ from typing import IO, Any
 import pyarrow
 import pyarrow.parquet
 
-from composer_speedups.core.errors import ConfigError, first_line
+from composer_speedups.core.errors import ConfigError, DataError, first_line
 from composer_speedups.core.files import LockedFileError, atomic_file, finite, lock_file, remove_unfinished
-from composer_speedups.data.reader import Row, check_columns, check_file, declared_classes, load_rows
+from composer_speedups.data.paths import check_file
+from composer_speedups.data.reader import Row, check_columns, declared_classes, load_rows
 from composer_speedups.data.sources import labelled_samples
+from composer_speedups.data.summary import invalid_rows
 from composer_speedups.predict.model import FinishedModel
 
 __all__ = ["evaluate_file", "predict_file", "predicted"]
@@ -34,18 +36,23 @@ def predict_file(model: FinishedModel, source: Path, output: Path, batch_size: i
 
     A column of the input that has the name of a prediction is written as ``input_<name>``.
 
-    All rows are checked before any is computed. Predictions are collected in ``OUTPUT.partial`` until they are
-    complete; a later call with the same run, input and columns continues after them. The file is locked meanwhile.
+    All rows are checked before any is computed. The prediction of a row without text is null in each field; a line on
+    stderr lists these rows. Predictions are collected in ``OUTPUT.partial`` until they are complete; a later call with
+    the same run, input and columns continues after them. The file is locked meanwhile.
 
     Returns:
         A line with the number of rows, the rate and the path.
 
     Raises:
-        DataError: A file that cannot be read, a missing column, or a row without text, which is named.
+        DataError: A file that cannot be read, a missing column, or no row with text.
         ConfigError: Another process writes to ``output``, the partial file belongs to another call, or a Parquet file
             cannot hold the columns of the input.
     """
-    rows = _checked_rows(model, source)
+    rows = _read_rows(model, source, labelled=False)
+    readable, problems = _with_stand_ins(model, rows, f"input: {source}")
+    if problems:
+        line = invalid_rows(f"input: {source}", len(rows), [*problems.values()], "predictions of such rows are null")
+        print(line, file=sys.stderr)
     if output.suffix == ".parquet":
         _as_parquet(rows, io.BytesIO())  # refuse columns that it cannot hold before anything is computed
     began = time.perf_counter()
@@ -54,8 +61,9 @@ def predict_file(model: FinishedModel, source: Path, output: Path, batch_size: i
         done = lines.count
         if done:
             print(f"{partial} has {done:,} of {len(rows):,} rows; continuing after them", file=sys.stderr)
-        for predictions in predicted(model, rows[done:], batch_size):
-            lines.append(predictions)
+        for predictions in predicted(model, readable[done:], batch_size):
+            numbered = enumerate(predictions, start=lines.count)
+            lines.append([_null(value) if number in problems else value for number, value in numbered])
         seconds = time.perf_counter() - began
         _finish(partial, output, rows)
     rate = f", {(len(rows) - done) / seconds:,.0f} rows/s" if len(rows) > done else ""
@@ -102,11 +110,27 @@ def _read_rows(model: FinishedModel, source: Path, *, labelled: bool) -> list[Ro
     return rows
 
 
-def _checked_rows(model: FinishedModel, source: Path) -> list[Row]:
-    rows = _read_rows(model, source, labelled=False)
-    for number, row in enumerate(rows, start=1):
-        model.texts(row, f"input: {source}, row {number}")
-    return rows
+def _with_stand_ins(model: FinishedModel, rows: Sequence[Row], where: str) -> tuple[list[Row], dict[int, str]]:
+    """The rows with the first valid one in the place of those without text, so that their predictions have the same
+    fields; and index → problem of these."""
+    problems, valid = dict[int, str](), None
+    for index, row in enumerate(rows):
+        try:
+            model.texts(row, f"row {index + 1}")
+            valid = valid or row
+        except DataError as error:
+            problems[index] = str(error)
+    if valid is None:
+        if rows:
+            fix = "text_columns names the columns of the texts"
+            raise DataError(invalid_rows(where, len(rows), [*problems.values()], fix))
+        return [], {}
+    return [valid if index in problems else row for index, row in enumerate(rows)], problems
+
+
+def _null(prediction: Any) -> Any:
+    """The same fields with null values."""
+    return {name: _null(value) for name, value in prediction.items()} if isinstance(prediction, dict) else None
 
 
 def _names(rows: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -174,6 +198,7 @@ class _Partial:
         self._file.close()
 
     def append(self, predictions: list[dict[str, Any]]) -> None:
+        self.count += len(predictions)
         self._write("".join(json.dumps(prediction) + "\n" for prediction in predictions).encode())
 
     def _write(self, data: bytes) -> None:

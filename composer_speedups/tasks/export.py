@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from composer_speedups.core.files import replace_folder, write_json
 from composer_speedups.core.technique import techniques_of
 from composer_speedups.core.trainer_state import model_of
+from composer_speedups.tasks.config import TASK_FILE
 from composer_speedups.tasks.models import FinetuneModel
-from composer_speedups.tasks.task import TASK_FILE
 
 __all__ = ["export_model"]
 

@@ -93,6 +93,31 @@ def test_other_formats_hold_the_same_predictions(finished: Path, suffix: str) ->
         ]
 
 
+def test_rows_without_text_have_null_predictions_and_the_others_their_own(
+    finished: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(rows, "_ROWS_PER_BLOCK", 3)
+    main([str(finished), "--input", save(TEXTS[:8])])
+    expected = predictions()
+    null = {"label": None, "probability": None, "probabilities": {"negative": None, "positive": None}}
+    assert "null" not in capsys.readouterr().err
+    texts = ["", *TEXTS[1:3], " ", "", "", *TEXTS[6:8]]
+    save(texts)
+    for index in (0, 3, 4, 5):
+        expected[index] = {"text": texts[index], **null}
+    for suffix in ("jsonl", "csv", "parquet"):
+        main([str(finished), "--input", "in.jsonl", f"output=out.{suffix}"])
+        said = capsys.readouterr().err
+        assert "input: in.jsonl: 4 of 8 rows are invalid (row 1: text is empty, row 4: text is empty, " in said
+        assert said.rstrip().endswith("predictions of such rows are null")
+    for row, wanted in zip(predictions("out.jsonl"), expected, strict=True):
+        assert (row["text"], row["label"]) == (wanted["text"], wanted["label"])
+        assert row["probabilities"] == pytest.approx(wanted["probabilities"], abs=1e-6)
+    assert pyarrow.parquet.read_table("out.parquet").to_pylist() == predictions("out.jsonl")
+    table = pyarrow.csv.read_csv("out.csv").to_pylist()
+    assert [row["label"] or None for row in table] == [row["label"] for row in expected]
+
+
 def test_an_interrupted_call_resumes_and_ends_with_the_same_file(
     finished: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -225,7 +250,7 @@ def test_an_output_that_cannot_be_written_is_one_line(finished: Path) -> None:
         (["inptu=in.jsonl"], r"unknown key 'inptu'; did you mean 'input'"),
         (["input=none.jsonl"], r"input: none\.jsonl \(relative to /.*\) is not a file"),
         (["input=other.jsonl"], r"input: other\.jsonl has no column 'text' \(it has: review\); set text_columns"),
-        (["input=empty.jsonl"], r"input: empty\.jsonl, row 2: text is empty"),
+        (["input=empty.jsonl"], r"input: empty\.jsonl: 2 of 2 .* \(row 1: text is empty, row 2: .*; text_columns"),
         (["input=in.jsonl", "text_columns=a,b"], r"text_columns: the run reads 1 columns, not 2"),
         (
             ["input=in.jsonl", "--evaluate"],
@@ -247,7 +272,7 @@ def test_a_bad_argument_or_row_is_one_line_and_nothing_is_written(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     save(TEXTS[:2])
     save(TEXTS[:2], "other.jsonl", "review")
-    save(["fine", " "], "empty.jsonl")
+    save(["", " "], "empty.jsonl")
     Path("unknown.jsonl").write_text('{"text": "fine", "label": "so"}\n')
     with pytest.raises((ConfigError, DataError), match=message) as error:
         main([str(finished), *arguments])

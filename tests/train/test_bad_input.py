@@ -6,6 +6,8 @@ import os
 import random
 import resource
 import signal
+import subprocess
+import sys
 import time
 import warnings
 from collections.abc import Iterator
@@ -16,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from composer_speedups.core.errors import UserError
+from composer_speedups.core.errors import MASK, UserError
 from composer_speedups.core.registry import build_techniques
 from composer_speedups.core.technique import screen
 from composer_speedups.train import application
@@ -137,6 +139,49 @@ def test_errors_that_only_a_run_finds_are_one_line(override: str, message: str) 
     assert done.status == 2, done.stderr
     assert message in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr
+
+
+WITHOUT_TORCH = """
+import sys
+from composer_speedups.core.errors import UserError
+from composer_speedups.{program} import main
+try:
+    main({arguments!r})
+except UserError as error:
+    print(error, "torch" in sys.modules, "datasets" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "arguments", "message"),
+    [
+        ("train.application", ["data.train_file=none.csv"], "data.train_file: none.csv (relative to /"),
+        ("train.application", ["data.train_file=no-*.csv"], "data.train_file: there is no file no-*.csv"),
+        ("train.application", ["data.train_file=a.csv", "model.name=./none"], "model.name: ./none (relative to /"),
+        ("predict.__main__", ["done", "input=none.csv"], "input: none.csv (relative to /"),
+        ("predict.__main__", ["none", "input=a.csv"], "RUN: none (relative to /"),
+    ],
+)
+def test_missing_files_are_noticed_before_imports(program: str, arguments: list[str], message: str) -> None:
+    Path("a.csv").write_text("text,label\na,b\n")
+    Path("done").mkdir()
+    Path("done/task.json").touch()
+    custom = ["-f", str(ROOT / "yamls" / "custom.yaml")] if program == "train.application" else []
+    code = WITHOUT_TORCH.format(program=program, arguments=[*custom, *arguments])
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith(message)
+    assert done.stdout.endswith(" False False\n")
+    assert not Path("runs").exists()
+
+
+def test_a_warning_is_one_line_without_its_place_in_the_source() -> None:
+    before = warnings.formatwarning
+    with exit_codes():
+        said = warnings.formatwarning("first\nsecond https://me:secret@host/x", UserWarning, "a.py", 3)
+        internal = warnings.formatwarning("internal", FutureWarning, "a.py", 3)
+    assert said == f"warning: first second https://{MASK}@host/x\n"
+    assert internal == "a.py:3: FutureWarning: internal\n"
+    assert warnings.formatwarning is before
 
 
 def test_a_refused_run_allocates_no_gpu_memory() -> None:
