@@ -78,6 +78,10 @@ class LayerModules(NamedTuple):
     output_norm: nn.LayerNorm
     heads: int
 
+    def linears(self) -> list[nn.Linear]:
+        """The six Linears, without the norms."""
+        return [self.query, self.key, self.value, self.out, self.up, self.down]
+
     def parameters(self) -> list[Tensor]:
         """Weight and bias of each module, in the order in which the fused layer takes them."""
         return [p for module in self[:-1] for p in (module.weight, module.bias)]  # type: ignore[union-attr]

@@ -57,7 +57,6 @@ class FusedLayers(ParityCheckedTechnique):
         Conflict(
             "float8_linear", "fused_layers computes the matmuls itself; for 8-bit matmuls, set its precision: fp8"
         ),
-        Conflict("lora", "fused_layers computes the layers from their own weights and would ignore the adapters"),
         Conflict(
             "sparse_upcycling",
             "fused_layers computes the feed-forward layers itself and would ignore the experts",

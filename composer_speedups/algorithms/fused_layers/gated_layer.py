@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from composer_speedups.algorithms.fused_layers.layer import NO_SECOND_DERIVATIVE, weight_gradient
+from composer_speedups.algorithms.fused_layers.layer import NO_SECOND_DERIVATIVE
+from composer_speedups.algorithms.fused_layers.products import weight_gradient
 from composer_speedups.families.family import DropoutRates, GatedLayerModules
 from composer_speedups.kernels.attention import attention_backward, attention_forward
 from composer_speedups.kernels.dropout import draw_seeds
