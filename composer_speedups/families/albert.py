@@ -18,6 +18,5 @@ FAMILY = Family(
     blocks="albert_layer_groups",
     layer="AlbertLayerGroup",
     embeddings="AlbertEmbeddings",
-    query_and_value=("query", "value"),
     embedding="embedding_size",
 )

@@ -168,7 +168,6 @@ FAMILY = Family(
     layer="DebertaV2Layer",
     attention="DisentangledSelfAttention",
     embeddings="DebertaV2Embeddings",
-    query_and_value=("query_proj", "value_proj"),
     feed_forward=("intermediate.dense", "intermediate.intermediate_act_fn", "output.dense"),
     layer_modules=_modules,
     position_table=_table,

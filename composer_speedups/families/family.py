@@ -135,7 +135,6 @@ class Family:
         layer: The class of a block.
         attention: The class of a block's attention module, if ``packed_attention`` replaces it.
         embeddings: The class that turns token ids into the first hidden state.
-        query_and_value: Names of these Linear modules in a block; LoRA adapts them by default.
         feed_forward: Path of the module with the feed-forward layer, and names of its first Linear, its activation and
             its second Linear; None for other kinds of feed-forward layers.
         layer_modules: Block → its modules (:class:`GatedLayerModules` if ``gated``); None if ``fused_layers`` does not
@@ -170,7 +169,6 @@ class Family:
     layer: str
     attention: str = ""
     embeddings: str
-    query_and_value: tuple[str, ...]
     feed_forward: tuple[str, str, str] | None = None
     layer_modules: Callable[[Any], Any] | None = None
     gated: bool = False

@@ -100,7 +100,6 @@ FAMILY = Family(
     layer="MPNetLayer",
     attention="MPNetSelfAttention",
     embeddings="MPNetEmbeddings",
-    query_and_value=("q", "v"),
     feed_forward=("intermediate.dense", "intermediate.intermediate_act_fn", "output.dense"),
     position_bias=True,
     positions=_positions,

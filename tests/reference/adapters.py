@@ -50,9 +50,9 @@ def modules_with(adapters: Adapters, train: Sequence[str] = ()) -> LayerModules:
     adapted: Any = {}
     for name, (rank, dropout) in adapters.items():
         config = LoraConfig(r=rank, lora_alpha=3 * rank, lora_dropout=dropout, init_lora_weights=False)
-        adapted[name] = LoraLinear(
-            getattr(modules, name), "default", config=config, r=rank, lora_alpha=3 * rank
-        ).to(DEVICE)
+        adapted[name] = LoraLinear(getattr(modules, name), "default", config=config, r=rank, lora_alpha=3 * rank).to(
+            DEVICE
+        )
         nn.init.normal_(adapted[name].lora_B["default"].weight, std=0.2)
     return modules._replace(**adapted)
 
@@ -114,7 +114,9 @@ def compare_float8() -> None:
                 use_masks(modules)
             torch.manual_seed(SEED)
             leaf = x.to(dtype if float8 else torch.float32).requires_grad_()
-            result = float8_layer(leaf, modules, NONE, *tokens(), rows, learn=True) if float8 else of_peft(leaf, modules)
+            result = (
+                float8_layer(leaf, modules, NONE, *tokens(), rows, learn=True) if float8 else of_peft(leaf, modules)
+            )
             gradients = torch.autograd.grad(result, [leaf, *trained(modules)], grad.to(result.dtype))
             results.append([result, *gradients])
         for i, (ours, theirs) in enumerate(zip(*results, strict=True)):

@@ -46,9 +46,7 @@ def fused_layer(x_TH: Tensor, modules: LayerModules, rates: DropoutRates, cu_seq
         cu_seqlens, longest: See :class:`~composer_speedups.packing.tokens.TokenLayout`.
     """
     adapters, tokens = LayerAdapters.of(modules), (cu_seqlens, longest)
-    return _Layer.apply(
-        x_TH, *tokens, modules, rates, None, None, adapters, *modules.parameters(), *adapters.tensors()
-    )
+    return _Layer.apply(x_TH, *tokens, modules, rates, None, None, adapters, *modules.parameters(), *adapters.tensors())
 
 
 def disentangled_layer(

@@ -15,7 +15,14 @@ from composer_speedups.kernels.sums import totals
 __all__ = ["PARAMETERS", "WEIGHTS", "parameter_gradients", "products", "weight_gradient"]
 
 PARAMETERS = 16  # of a layer: weights and biases of six Linears and two LayerNorms
-WEIGHTS = (0, 2, 4, 6, 10, 12)  # of query, key, value, out, up and down; the gradients of the others are sums over tokens
+WEIGHTS = (
+    0,
+    2,
+    4,
+    6,
+    10,
+    12,
+)  # of query, key, value, out, up and down; the gradients of the others are sums over tokens
 
 
 def products(parameters: Sequence[Tensor], dtype: torch.dtype, kinds: Sequence[int] = (0, 1)) -> list[list[Tensor]]:
