@@ -6,6 +6,7 @@ tests/reference/adapters.py compares the kernels' forward and backward passes.
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -126,28 +127,19 @@ UNKNOWN: dict[str, tuple[Change, str]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("adapt", "reason"),
-    others_exhaustive(
-        [pytest.param(*case, id=name) for name, case in UNKNOWN.items()], lambda f: f is UNKNOWN["two"][0]
-    ),
-)
-def test_adapters_that_the_kernels_do_not_know_run_unfused_and_say_so(adapt: Change, reason: str) -> None:
+@pytest.mark.parametrize("adapters", others_exhaustive(UNKNOWN, "two".__eq__))
+def test_adapters_that_the_kernels_do_not_know_run_unfused_and_say_so(adapters: str) -> None:
+    adapt, reason = UNKNOWN[adapters]
     reference = adapt(tiny_bert())
     ours = copy.deepcopy(reference)
     apply_unpadding(ours, 8, check="never")
-    try:
-        apply_fused_layers(ours)
-    except ValueError as error:
-        assert pytest.raises(ValueError, apply_fused_layers, ours).match(reason), error
+    if adapters in ("DoRA", "bias", "two"):  # in every layer
+        with pytest.raises(ValueError, match=reason):
+            apply_fused_layers(ours)
     else:
-        first = next(iter(unfused_layers(ours).values()))
-        assert pytest.raises(ValueError, _raise, first).match(reason)
+        apply_fused_layers(ours)
+        assert re.search(reason, next(iter(unfused_layers(ours).values())))
     compare(ours, reference, batch([5, 9, 3]))
-
-
-def _raise(message: str) -> None:
-    raise ValueError(message)
 
 
 def test_modernbert_with_adapters_is_refused_by_name() -> None:

@@ -148,9 +148,9 @@ class _Float8Layer(FirstDerivative):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         (x, qkv, attended, logs, summed1, stats1, up, summed2, stats2, cu,
-         norm1_w, norm1_b, norm2_w, turned_qkv, turned_out, turned_up, turned_down, *rest) = ctx.saved_tensors  # fmt: skip
-        turned = (turned_qkv, turned_out, turned_up, turned_down)
-        qkv_w, out_w, up_w, down_w = map(Float8, turned, ctx.weight_scales)
+         norm1_w, norm1_b, norm2_w, *rest) = ctx.saved_tensors  # fmt: skip
+        qkv_w, out_w, up_w, down_w = map(Float8, rest[:4], ctx.weight_scales)
+        rest = rest[4:]
         rates, scales, dtype = ctx.rates, ctx.scales, qkv.dtype
         needs, seeds = ctx.needs_input_grad, rest[len(ctx.needs_input_grad[_ADAPTERS:]) :]
         wanted = needs[_FIRST:_ADAPTERS]

@@ -40,10 +40,10 @@ def apply_fused_layers(
     """Make the encoder layers of an unpadded model compute with fused kernels.
 
     A layer is fused only if it is exactly what transformers builds from the model's configuration, with or without
-    PEFT's LoRA adapters on its Linears. A layer with any difference (another kind of adapter such as DoRA, several active
-    adapters, a hook, another activation, a quantized or pruned weight, a missing bias) runs its own forward on the packed
-    tokens. So does a layer that is changed later, until the function is called again. Parameters may be frozen: only the
-    gradients that are wanted are computed.
+    PEFT's LoRA adapters on its Linears. A layer with any difference (another kind of adapter such as DoRA, several
+    active adapters, a hook, another activation, a quantized or pruned weight, a missing bias) runs its own forward on
+    the packed tokens. So does a layer that is changed later, until the function is called again. Parameters may be
+    frozen: only the gradients that are wanted are computed.
 
     Args:
         model: A model changed by :func:`apply_unpadding`; changed in place, except for its parameters, their names and

@@ -117,7 +117,8 @@ class _Layer(FirstDerivative):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         (x, qkv, attended, logs, summed1, stats1, up, summed2, stats2, cu,
-         qkv_w, out_w, up_w, down_w, norm1_w, norm1_b, norm2_w, positions, entries, *rest) = ctx.saved_tensors  # fmt: skip
+         qkv_w, out_w, up_w, down_w, norm1_w, norm1_b, norm2_w, positions, entries,
+         *rest) = ctx.saved_tensors  # fmt: skip
         rates, needs, seeds = ctx.rates, ctx.needs_input_grad, rest[len(ctx.needs_input_grad[_ADAPTERS:]) :]
         wanted = needs[_FIRST:_ADAPTERS]
         adapters = ctx.adapters.with_tensors(rest)

@@ -1,9 +1,9 @@
 """LoRA adapters of a fused layer: added to the weights before the matmuls, and their gradients.
 
-An adapter changes its Linear's weight W to W + s · B · A. That sum is computed once per forward pass, in the weight's own
-precision and before it is rounded to the matmuls' dtype, so adapters cost the matmuls nothing. Updates that are smaller
-than a rounding step of the weight still count on average, as those of float32 weights in mixed precision do. Only an
-adapter with dropout, whose input differs from its Linear's, is a product of its own.
+An adapter changes its Linear's weight W to W + s · B · A. That sum is computed once per forward pass, in the weight's
+own precision and before it is rounded to the matmuls' dtype, so adapters cost the matmuls nothing. Updates that are
+smaller than a rounding step of the weight still count on average, as those of float32 weights in mixed precision do.
+Only an adapter with dropout, whose input differs from its Linear's, is a product of its own.
 
 In the backward pass, the gradients of A and B are four narrow products, in place of the weight's gradient:
 z = x · Aᵀ and dz = s · dy · B, then dA = dzᵀ · x and dB = s · dyᵀ · z.
@@ -93,8 +93,8 @@ class Branch:
     """The adapters of one matmul; without any, every method does nothing.
 
     Args:
-        linears: For each Linear of the matmul, its adapter, the seed of the adapter's dropout (None without dropout), and
-            whether the gradients of A and of B are wanted.
+        linears: For each Linear of the matmul, its adapter, the seed of the adapter's dropout (None without dropout),
+            and whether the gradients of A and of B are wanted.
         dtype: Dtype of the matmul.
     """
 

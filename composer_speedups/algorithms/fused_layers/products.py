@@ -15,14 +15,7 @@ from composer_speedups.kernels.sums import totals
 __all__ = ["PARAMETERS", "WEIGHTS", "parameter_gradients", "products", "weight_gradient"]
 
 PARAMETERS = 16  # of a layer: weights and biases of six Linears and two LayerNorms
-WEIGHTS = (
-    0,
-    2,
-    4,
-    6,
-    10,
-    12,
-)  # of query, key, value, out, up and down; the gradients of the others are sums over tokens
+WEIGHTS = (0, 2, 4, 6, 10, 12)  # of query, key, value, out, up, down; the gradients of others are sums over tokens
 
 
 def products(parameters: Sequence[Tensor], dtype: torch.dtype, kinds: Sequence[int] = (0, 1)) -> list[list[Tensor]]:
@@ -56,10 +49,10 @@ def parameter_gradients(
         partial_sums: Of the second norm, of the up projection, of the first norm and of qkv, from their kernels; None
             for those whose kernel did not run, because no parameter of theirs is wanted.
     """
-    (d_qkv_w, d_out_w, d_up_w, d_down_w), (norm2, d_up_b, norm1, d_qkv_b) = weights, _sums(wanted, partial_sums)
-    norm2, norm1 = ((None,) * 3 if sums is None else sums for sums in (norm2, norm1))
-    thirds = [(None,) * 3 if three is None else three.chunk(3) for three in (d_qkv_w, d_qkv_b)]
-    gradients = [g for pair in zip(*thirds, strict=True) for g in pair]
+    (d_qkv_w, d_out_w, d_up_w, d_down_w), (sums2, d_up_b, sums1, d_qkv_b) = weights, _sums(wanted, partial_sums)
+    norm2, norm1 = ([None] * 3 if sums is None else sums.unbind() for sums in (sums2, sums1))
+    thirds = [[None] * 3 if three is None else three.chunk(3) for three in (d_qkv_w, d_qkv_b)]
+    gradients: list[Tensor | None] = [g for pair in zip(*thirds, strict=True) for g in pair]
     gradients += [d_out_w, norm1[2], norm1[0], norm1[1], d_up_w, d_up_b, d_down_w, norm2[2], norm2[0], norm2[1]]
     return [
         g.to(dtype) if want and g is not None else None

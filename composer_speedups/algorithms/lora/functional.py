@@ -42,8 +42,8 @@ def apply_lora(
             and each new parameter joins the group of the weight that it replaces.
         rank: Rank of the adapters. Default 8.
         alpha: The adapters' output is scaled by alpha / rank. Default 16, a scale of 2.
-        targets: Name suffixes of the Linear modules to adapt. Default ``"all-linear"``: all of them except for the head,
-            as PEFT selects them.
+        targets: Name suffixes of the Linear modules to adapt. Default ``"all-linear"``: all of them except for the
+            head, as PEFT selects them.
         dropout: Dropout of the adapters' input, 0 to below 1. Default 0.
         modules_to_save: Modules to train and save in full. None selects all modules on top of a Hugging Face encoder,
             such as the new classifier; for a masked LM, whose head is pretrained, there are none.
