@@ -9,9 +9,9 @@ dropout, AdamW settings, learning rate of every batch, clipping and evaluations.
 - ``peer.attention``: an ``attn_implementation``. Default ``sdpa``, as in transformers.
 - ``peer.regional_compile``: accelerate compiles one block and reuses it. Default false.
 - ``peer.apply_recommended``: apply :func:`composer_speedups.apply_recommended` to the model first. Default false.
-- ``peer.lora``: train PEFT's LoRA adapters of a frozen model, and the classifier in full, as ``get_peft_model`` sets them
-  up: ``{rank: 8, alpha: 16, targets: all-linear, dropout: 0}``; the last two are their defaults. Default null: train the
-  whole model.
+- ``peer.lora``: train PEFT's LoRA adapters of a frozen model, and the classifier in full, as ``get_peft_model`` sets
+  them up: ``{rank: 8, alpha: 16, targets: all-linear, dropout: 0}``; the last two are their defaults. Default null:
+  train the whole model.
 - ``peer.grad_norm``: compute the gradient norm, which HF Trainer does at every step even without clipping, and no flag
   disables. Default true; false removes it in a subclass.
 - ``peer.NAME`` for every other name: a TrainingArguments field, such as ``peer.torch_compile_mode=reduce-overhead``.
