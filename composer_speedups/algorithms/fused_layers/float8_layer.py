@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from composer_speedups.algorithms.fused_layers.layer import NO_SECOND_DERIVATIVE
-from composer_speedups.algorithms.fused_layers.low_rank import LayerAdapters
+from composer_speedups.algorithms.fused_layers.low_rank import LayerAdapters, gelu_gradients
 from composer_speedups.algorithms.fused_layers.products import (
     PARAMETERS,
     WEIGHTS,
@@ -38,7 +38,7 @@ from composer_speedups.kernels.float8 import (
     cast_weights,
     scaled_product,
 )
-from composer_speedups.kernels.gelu import gelu_backward, gelu_float8, gelu_forward
+from composer_speedups.kernels.gelu import gelu_float8
 from composer_speedups.kernels.norm import add_norm_backward, add_norm_forward
 
 __all__ = ["OPERANDS", "float8_layer"]
@@ -116,28 +116,31 @@ class _Float8Layer(FirstDerivative):
         ((qkv_b, out_b, up_b, down_b),) = products(parameters, dtype, kinds=(1,))
         norm1_w, norm1_b, norm2_w, norm2_b = (parameters[i] for i in (8, 9, 14, 15))
         seeds = draw_seeds(9 if adapters.drop else 3, x.device, dropout=any(rates) or adapters.drop)
-        on_qkv, on_out, on_up, on_down = adapters.with_dropout().branches(seeds[3:], dtype)
-        qkv = on_qkv.add(x, scaled_product(cast_float8(x, scales[_Row.X]), qkv_w, dtype, qkv_b))
+        needs = ctx.needs_input_grad
+        on_qkv, on_out, on_up, on_down = adapters.branches(seeds[3:], dtype, needs[_ADAPTERS:])
+        qkv = scaled_product(cast_float8(x, scales[_Row.X]), qkv_w, dtype, qkv_b)
+        z_qkv = on_qkv.forward(x, qkv)
         attended8 = Float8.like(x, ACTIVATION, scales[_Row.ATTENDED])
         attended, logs = attention_forward(
             qkv, cu, longest, modules.heads, rates.attention_weights, seeds[0], operand=attended8
         )
-        summed1 = on_out.add(attended, scaled_product(attended8, out_w, dtype, out_b))
+        summed1 = scaled_product(attended8, out_w, dtype, out_b)
+        z_out = on_out.forward(attended, summed1)
         eps = modules.attention_norm.eps, modules.output_norm.eps
         hidden8 = Float8.like(x, ACTIVATION, scales[_Row.HIDDEN])
         hidden, summed1, stats1 = add_norm_forward(
             summed1, x, norm1_w, norm1_b, eps[0], rates.attention, seeds[1], hidden8
         )
-        up = on_up.add(hidden, scaled_product(hidden8, up_w, dtype, up_b))
+        up = scaled_product(hidden8, up_w, dtype, up_b)
+        z_up = on_up.forward(hidden, up)
         summed2 = scaled_product(gelu_float8(up, scales[_Row.ACTIVATED]), down_w, dtype, down_b)
-        if on_down.drops:  # only its adapter reads GELU's result in 16 bits
-            on_down.add(gelu_forward(up), summed2)
+        z_down = on_down.from_gelu(up, summed2)
         out, summed2, stats2 = add_norm_forward(summed2, hidden, norm2_w, norm2_b, eps[1], rates.output, seeds[2])
-        needs = ctx.needs_input_grad
         needs_x = any(needs[_FIRST + i] for i in WEIGHTS[:3]) or adapters.read_input(needs[_ADAPTERS:])
         ctx.save_for_backward(
             x if needs_x else None, qkv, attended, logs, summed1, stats1, up, summed2, stats2, cu,
-            norm1_w, norm1_b, norm2_w, *(weight.values for weight in turned), *tensors[PARAMETERS:], *seeds,
+            norm1_w, norm1_b, norm2_w, *(weight.values for weight in turned), z_qkv, z_out, z_up, z_down,
+            *tensors[PARAMETERS:], *seeds,
         )  # fmt: skip
         ctx.longest, ctx.rates, ctx.scales, ctx.adapters = longest, rates, scales, adapters
         # Another forward pass before this backward pass may cast the weights with other scales.
@@ -150,7 +153,7 @@ class _Float8Layer(FirstDerivative):
         (x, qkv, attended, logs, summed1, stats1, up, summed2, stats2, cu,
          norm1_w, norm1_b, norm2_w, *rest) = ctx.saved_tensors  # fmt: skip
         qkv_w, out_w, up_w, down_w = map(Float8, rest[:4], ctx.weight_scales)
-        rest = rest[4:]
+        (z_qkv, z_out, z_up, z_down), rest = rest[4:8], rest[8:]
         rates, scales, dtype = ctx.rates, ctx.scales, qkv.dtype
         needs, seeds = ctx.needs_input_grad, rest[len(ctx.needs_input_grad[_ADAPTERS:]) :]
         wanted = needs[_FIRST:_ADAPTERS]
@@ -165,33 +168,31 @@ class _Float8Layer(FirstDerivative):
             grad.contiguous(), summed2, stats2, norm2_w, rates.output, seeds[2], operand=d_down8
         )
         d_activated = scaled_product(d_down8, down_w, dtype)
-        dz = on_down.between(d_down, d_activated)
-        d_up, activated, sums_up = gelu_backward(d_activated, up, d_up8)
-        d_down_w = weight_gradient(d_down, activated, ctx.dtypes[12]) if wanted[12] else None
-        d_adapters = on_down.gradients(activated, d_down, dz)
-        del activated, d_down, d_down8, d_activated
+        d_up, sums_up, d_down_w, of_up, d_adapters = gelu_gradients(
+            d_activated, up, d_down, on_up, on_down, z_up, z_down, wanted, ctx.dtypes, d_up8
+        )
+        del d_activated, d_down, d_down8
         more = scaled_product(d_up8, up_w, dtype)
-        dz = on_up.between(d_up, more)
+        of_up = of_up or on_up.through(d_up, z_up, more)
         d_out8 = operand(grad, _Row.D_OUT)
         d_x, d_out, sums1, hidden = add_norm_backward(
             d_hidden, summed1, stats1, norm1_w, rates.attention, seeds[1], norm1_b, more, d_out8
         )
         assert hidden is not None
         d_up_w = weight_gradient(d_up, hidden, ctx.dtypes[10]) if wanted[10] else None
-        d_adapters = on_up.gradients(hidden, d_up, dz) + d_adapters
+        d_adapters = on_up.finish(hidden, of_up) + d_adapters
         del d_up, d_up8, hidden, d_hidden, more
         d_out_w = weight_gradient(d_out, attended, ctx.dtypes[6]) if wanted[6] else None
         d_attended, d_qkv8 = scaled_product(d_out8, out_w, dtype), operand(qkv, _Row.D_QKV)
-        dz = on_out.between(d_out, d_attended)
-        d_adapters = on_out.gradients(attended, d_out, dz) + d_adapters
+        d_adapters = on_out.finish(attended, on_out.through(d_out, z_out, d_attended)) + d_adapters
         d_qkv, sums_qkv = attention_backward(
             d_attended, qkv, attended, logs, cu, ctx.longest, rates.attention_weights, seeds[0], operand=d_qkv8
         )
         d_qkv_w = weight_gradient(d_qkv, x, ctx.dtypes[0]) if any(wanted[i] for i in WEIGHTS[:3]) else None
         if needs[0]:
             d_x += scaled_product(d_qkv8, qkv_w, dtype)
-        dz = on_qkv.between(d_qkv, d_x if needs[0] else None)
-        d_adapters = on_qkv.gradients(x, d_qkv, dz) + d_adapters
+        of_qkv = on_qkv.through(d_qkv, z_qkv, d_x if needs[0] else None)
+        d_adapters = on_qkv.finish(x, of_qkv) + d_adapters
         d_weights = d_qkv_w, d_out_w, d_up_w, d_down_w
         gradients = parameter_gradients(ctx.dtypes, wanted, d_weights, (sums2, sums_up, sums1, sums_qkv))
         return d_x if needs[0] else None, *[None] * 6, *gradients, *d_adapters

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from composer_speedups.algorithms.fused_layers.low_rank import LayerAdapters
+from composer_speedups.algorithms.fused_layers.low_rank import LayerAdapters, gelu_and_z, gelu_gradients
 from composer_speedups.algorithms.fused_layers.products import (
     PARAMETERS,
     WEIGHTS,
@@ -26,7 +26,6 @@ from composer_speedups.kernels.attention import attention_backward, attention_fo
 from composer_speedups.kernels.disentangled_attention import disentangled_backward, disentangled_forward
 from composer_speedups.kernels.dropout import draw_seeds
 from composer_speedups.kernels.first_derivative import FirstDerivative
-from composer_speedups.kernels.gelu import gelu_backward, gelu_forward
 from composer_speedups.kernels.norm import add_norm_backward, add_norm_forward
 from composer_speedups.kernels.sums import partial_sums
 
@@ -89,26 +88,32 @@ class _Layer(FirstDerivative):
         (qkv_w, out_w, up_w, down_w), (qkv_b, out_b, up_b, down_b) = products(adapters.merged(parameters), x.dtype)
         norm1_w, norm1_b, norm2_w, norm2_b = (parameters[i] for i in (8, 9, 14, 15))
         seeds = draw_seeds(9 if adapters.drop else 3, x.device, dropout=any(rates) or adapters.drop)
-        on_qkv, on_out, on_up, on_down = adapters.with_dropout().branches(seeds[3:], x.dtype)
-        qkv = on_qkv.add(x, torch.addmm(qkv_b, x, qkv_w.t()))
+        needs = ctx.needs_input_grad
+        on_qkv, on_out, on_up, on_down = adapters.branches(seeds[3:], x.dtype, needs[_ADAPTERS:])
+        qkv = torch.addmm(qkv_b, x, qkv_w.t())
+        z_qkv = on_qkv.forward(x, qkv)
         attention_inputs = (cu, longest, modules.heads, rates.attention_weights, seeds[0])
         if positions is None or entries is None:
             attended, logs = attention_forward(qkv, *attention_inputs)
         else:
             attended, logs = disentangled_forward(qkv, positions, entries, *attention_inputs)
-        summed1 = on_out.add(attended, torch.addmm(out_b, attended, out_w.t()))
+        summed1 = torch.addmm(out_b, attended, out_w.t())
+        z_out = on_out.forward(attended, summed1)
         eps = modules.attention_norm.eps, modules.output_norm.eps
         hidden, summed1, stats1 = add_norm_forward(summed1, x, norm1_w, norm1_b, eps[0], rates.attention, seeds[1])
-        up = on_up.add(hidden, torch.addmm(up_b, hidden, up_w.t()))
-        activated = gelu_forward(up)
-        summed2 = on_down.add(activated, torch.addmm(down_b, activated, down_w.t()))
+        up = torch.addmm(up_b, hidden, up_w.t())
+        z_up = on_up.forward(hidden, up)
+        activated, z_down = gelu_and_z(on_down, up)
+        summed2 = torch.addmm(down_b, activated, down_w.t())
+        if z_down is None:
+            z_down = on_down.forward(activated, summed2)
         del activated
         out, summed2, stats2 = add_norm_forward(summed2, hidden, norm2_w, norm2_b, eps[1], rates.output, seeds[2])
-        needs = ctx.needs_input_grad
         needs_x = any(needs[_FIRST + i] for i in WEIGHTS[:3]) or adapters.read_input(needs[_ADAPTERS:])
         ctx.save_for_backward(
             x if needs_x else None, qkv, attended, logs, summed1, stats1, up, summed2, stats2, cu,
-            qkv_w, out_w, up_w, down_w, norm1_w, norm1_b, norm2_w, positions, entries, *tensors[PARAMETERS:], *seeds,
+            qkv_w, out_w, up_w, down_w, norm1_w, norm1_b, norm2_w, positions, entries,
+            z_qkv, z_out, z_up, z_down, *tensors[PARAMETERS:], *seeds,
         )  # fmt: skip
         ctx.longest, ctx.rates, ctx.adapters = longest, rates, adapters
         ctx.dtypes = [p.dtype for p in parameters]
@@ -118,7 +123,7 @@ class _Layer(FirstDerivative):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         (x, qkv, attended, logs, summed1, stats1, up, summed2, stats2, cu,
          qkv_w, out_w, up_w, down_w, norm1_w, norm1_b, norm2_w, positions, entries,
-         *rest) = ctx.saved_tensors  # fmt: skip
+         z_qkv, z_out, z_up, z_down, *rest) = ctx.saved_tensors  # fmt: skip
         rates, needs, seeds = ctx.rates, ctx.needs_input_grad, rest[len(ctx.needs_input_grad[_ADAPTERS:]) :]
         wanted = needs[_FIRST:_ADAPTERS]
         adapters = ctx.adapters.with_tensors(rest)
@@ -128,25 +133,22 @@ class _Layer(FirstDerivative):
         d_hidden, d_down, sums2, _ = add_norm_backward(
             grad.contiguous(), summed2, stats2, norm2_w, rates.output, seeds[2]
         )
-        d_activated = torch.mm(d_down, down_w)
-        dz = on_down.between(d_down, d_activated)
-        d_up, activated, sums_up = gelu_backward(d_activated, up)
-        d_down_w = weight_gradient(d_down, activated, ctx.dtypes[12]) if wanted[12] else None
-        d_adapters = on_down.gradients(activated, d_down, dz)
-        del activated, d_down, d_activated
+        d_up, sums_up, d_down_w, of_up, d_adapters = gelu_gradients(
+            torch.mm(d_down, down_w), up, d_down, on_up, on_down, z_up, z_down, wanted, ctx.dtypes
+        )
+        del d_down
         d_hidden.addmm_(d_up, up_w)
-        dz = on_up.between(d_up, d_hidden)
+        of_up = of_up or on_up.through(d_up, z_up, d_hidden)
         d_x, d_out, sums1, hidden = add_norm_backward(
             d_hidden, summed1, stats1, norm1_w, rates.attention, seeds[1], norm1_b
         )
         assert hidden is not None
         d_up_w = weight_gradient(d_up, hidden, ctx.dtypes[10]) if wanted[10] else None
-        d_adapters = on_up.gradients(hidden, d_up, dz) + d_adapters
+        d_adapters = on_up.finish(hidden, of_up) + d_adapters
         del d_up, hidden
         d_out_w = weight_gradient(d_out, attended, ctx.dtypes[6]) if wanted[6] else None
         d_attended, d_positions = torch.mm(d_out, out_w), None
-        dz = on_out.between(d_out, d_attended)
-        d_adapters = on_out.gradients(attended, d_out, dz) + d_adapters
+        d_adapters = on_out.finish(attended, on_out.through(d_out, z_out, d_attended)) + d_adapters
         attention_inputs = (attended, logs, cu, ctx.longest, rates.attention_weights, seeds[0])
         if positions is None:
             d_qkv, sums_qkv = attention_backward(d_attended, qkv, *attention_inputs)
@@ -157,8 +159,8 @@ class _Layer(FirstDerivative):
         d_qkv_w = weight_gradient(d_qkv, x, ctx.dtypes[0]) if any(wanted[i] for i in WEIGHTS[:3]) else None
         if needs[0]:
             d_x.addmm_(d_qkv, qkv_w)
-        dz = on_qkv.between(d_qkv, d_x if needs[0] else None)
-        d_adapters = on_qkv.gradients(x, d_qkv, dz) + d_adapters
+        of_qkv = on_qkv.through(d_qkv, z_qkv, d_x if needs[0] else None)
+        d_adapters = on_qkv.finish(x, of_qkv) + d_adapters
         d_weights = d_qkv_w, d_out_w, d_up_w, d_down_w
         gradients = parameter_gradients(ctx.dtypes, wanted, d_weights, (sums2, sums_up, sums1, sums_qkv))
         return d_x if needs[0] else None, *[None] * 4, d_positions, None, None, *gradients, *d_adapters
