@@ -20,8 +20,9 @@ from composer_speedups.algorithms.fused_layers.layer import fused_layer
 from composer_speedups.core.adapters import adapter_of
 from composer_speedups.families.family import DropoutRates, LayerModules
 from composer_speedups.kernels.dropout import draw_seeds, dropped
-from composer_speedups.kernels.float8 import new_scales
-from tests.reference.fused_kernels import DEVICE, near, plain_attention, random, seed
+from composer_speedups.kernels.float8 import GRADIENT, Float8, new_scales
+from composer_speedups.kernels.narrow import gelu_backward_narrow, gelu_narrow, narrow_products
+from tests.reference.fused_kernels import DEVICE, check_cast, near, plain_attention, random, seed
 from tests.reference.masked_layer import HEADS, LENGTHS, modules_on
 
 TOKENS, SEED = sum(LENGTHS), 5
@@ -127,6 +128,38 @@ def compare_float8() -> None:
             print(what, "agrees")
 
 
+def compare_narrow() -> None:
+    """Compare the narrow products with matmuls, with more than one strip of columns and group of tokens."""
+    for tokens, columns, left_rank, right_rank in ((37, 300, 3, 8), (200, 128, 17, 64), (1, 16, 1, 1)):
+        x, grad = 2 * random(tokens, columns), random(tokens, columns)
+        left, other = (random(tokens, rank) / tokens**0.5 for rank in (left_rank, right_rank))
+        right = random(columns, right_rank) / columns**0.5
+        product, gradient = narrow_products(x, left, right)
+        near("narrow product", product, x @ right)
+        near("narrow gradient", gradient, left.t() @ x)
+        assert narrow_products(x, left)[0] is None
+        near("narrow product alone", narrow_products(x, right_CR=right)[0], product)
+        result, of_gelu = gelu_narrow(x, right)
+        near("GELU with a narrow product", result, F.gelu(x))
+        near("its product", of_gelu, F.gelu(x) @ right)
+        assert gelu_narrow(x, right, write=False)[0] is None
+        leaf = x.clone().requires_grad_()
+        F.gelu(leaf).backward(grad)
+        d_x = leaf.grad
+        assert d_x is not None
+        found = gelu_backward_narrow(grad.clone(), x, other, right, left)
+        expected = (d_x, d_x @ right, other.t() @ d_x, left.t() @ F.gelu(x))
+        for what, ours, theirs in zip(("gradient", "product", "gradient's", "result's"), found, expected, strict=True):
+            near(f"GELU's {what} with narrow products", ours, theirs)
+        alone = gelu_backward_narrow(grad.clone(), x, result_left_TR=left)
+        near("GELU's result alone", alone[3], found[3])
+        assert alone[1:3] == (None, None)
+        rows = new_scales(1, torch.device(DEVICE))
+        operand = Float8.like(x, GRADIENT, rows[0])
+        d_x = gelu_backward_narrow(1e-6 * grad, x, other, right, operand=operand)[0]
+        check_cast("GELU's gradient with narrow products in 8 bits", operand, d_x)
+
+
 def compare_dropout() -> None:
     """Check the kernel: rates, values, sums in place, the same mask again, and another mask for another seed."""
     x = random(37, 300)
@@ -147,10 +180,16 @@ def compare_dropout() -> None:
 if __name__ == "__main__":
     torch.manual_seed(0)
     compare_dropout()
+    compare_narrow()
     compare(dict.fromkeys(LINEARS, (4, 0.0)))
     compare({"query": (3, 0.0), "value": (8, 0.0), "down": (1, 0.0)}, train=["bias"], input_gradient=False)
     compare(dict.fromkeys(LINEARS, (4, 0.3)), train=["weight"])
     compare({"key": (2, 0.4), "value": (5, 0.0), "out": (4, 0.2)})
+    compare(
+        {"value": (40, 0.0), "key": (40, 0.0), "up": (70, 0.0), "down": (2, 0.0)}
+    )  # more ranks than the kernels take
+    compare({"down": (4, 0.0)})
+    compare({"up": (4, 0.0)})
     compare({})
     compare({}, train=["bias"])
     compare_float8()

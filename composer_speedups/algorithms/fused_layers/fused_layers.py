@@ -113,11 +113,13 @@ class FusedLayers(ParityCheckedTechnique):
             self.reapply(state)
         device, other = device_of(state), isinstance(self._layers[0], FusedGatedLayer | FusedDisentangledLayer)
         if device.type == "cuda" and not other:  # compile_ahead supports only layers like BERT's
+            from composer_speedups.algorithms.fused_layers.low_rank import LayerAdapters  # imports Triton
             from composer_speedups.kernels.compile_ahead import compile_ahead
 
             dtype = torch.float16 if state.precision == Precision.AMP_FP16 else torch.bfloat16
             shape = modules_shape(self._layers[0], next(iter(self._embeddings), None))
-            self._compiling = compile_ahead(shape, dtype, device, float8=self.precision == "fp8")
+            ranks = LayerAdapters.of(self._layers[0].layer_modules()).ranks()
+            self._compiling = compile_ahead(shape, dtype, device, float8=self.precision == "fp8", ranks=ranks)
         unfused = unfused_layers(state.model)
         return {"layers": len(self._layers), **({"unfused": unfused} if unfused else {})}
 

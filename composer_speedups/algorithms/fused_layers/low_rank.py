@@ -5,9 +5,10 @@ own precision and before it is rounded to the matmuls' dtype, so adapters cost t
 smaller than a rounding step of the weight still count on average, as those of float32 weights in mixed precision do.
 Only an adapter with dropout, whose input differs from its Linear's, is a product of its own.
 
-In place of a weight's gradient, there are four narrow products for those of A and B: z = x · Aᵀ in the forward pass, and
-dz = s · dy · B, dA = dzᵀ · x and dB = s · dyᵀ · z in the backward pass. They take as long as reading x and dy. Hence one
-kernel computes both products of dy, and GELU's kernels compute those of its input and result (:mod:`.kernels.narrow`).
+In place of a weight's gradient, there are four narrow products for those of A and B: z = x · Aᵀ in the forward pass,
+and dz = s · dy · B, dA = dzᵀ · x and dB = s · dyᵀ · z in the backward pass. They take as long as reading x and dy.
+Hence one kernel computes both products of dy, and GELU's kernels compute those of its input and result; see
+:mod:`~composer_speedups.kernels.narrow`.
 
 Shapes: T tokens, I inputs and O outputs of a matmul, R rank, or the sum of the ranks of a matmul's adapters.
 """
@@ -53,6 +54,14 @@ class LayerAdapters:
         """Whether an adapter has dropout."""
         return any(adapter is not None and adapter.dropout > 0 for adapter in self.linears)
 
+    def ranks(self) -> tuple[int, ...]:
+        """Return the sums of the ranks of each matmul's adapters, for which kernels are compiled; empty without any.
+
+        With dropout, the matmul's adapters run in other kernels.
+        """
+        ranks = tuple(sum(len(a.a) for a in self.linears[some] if a is not None) for some in _MATMULS)
+        return ranks if any(ranks) and not self.drop else ()
+
     def tensors(self) -> list[Tensor]:
         """Return A and B of each adapter."""
         return [tensor for adapter in self.linears if adapter is not None for tensor in (adapter.a, adapter.b)]
@@ -76,9 +85,7 @@ class LayerAdapters:
         """
         return any(wanted[: len(LayerAdapters(self.linears[:3]).tensors())])
 
-    def branches(
-        self, seeds: Sequence[Tensor], dtype: torch.dtype, wanted: Sequence[bool]
-    ) -> list[Branch]:
+    def branches(self, seeds: Sequence[Tensor], dtype: torch.dtype, wanted: Sequence[bool]) -> list[Branch]:
         """Return the branches of qkv, out, up and down.
 
         Args:
