@@ -22,7 +22,7 @@ from composer_speedups.families.family import DropoutRates, LayerModules
 from composer_speedups.kernels.dropout import draw_seeds, dropped
 from composer_speedups.kernels.float8 import GRADIENT, Float8, new_scales
 from composer_speedups.kernels.narrow import gelu_backward_narrow, gelu_narrow, narrow_products
-from tests.reference.fused_kernels import DEVICE, check_cast, near, plain_attention, random, seed
+from tests.reference.fused_kernels import DEVICE, check_cast, gated_layers, near, plain_attention, random, seed
 from tests.reference.masked_layer import HEADS, LENGTHS, modules_on
 
 TOKENS, SEED = sum(LENGTHS), 5
@@ -192,5 +192,7 @@ if __name__ == "__main__":
     compare({"up": (4, 0.0)})
     compare({})
     compare({}, train=["bias"])
+    gated_layers(7, first=False, dropouts=[], frozen=["qkv", "down", "attention_norm"])
+    gated_layers(None, first=True, dropouts=[], frozen=["out", "up", "output_norm"])
     compare_float8()
     sys.exit(0)
