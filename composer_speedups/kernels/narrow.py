@@ -2,7 +2,8 @@
 
 A general matmul reads a tall operand once for each product, and such products take as long as their reading. Here one
 kernel computes both products of a gradient, and the kernels of GELU compute those of its input and result on the way.
-Programs write partial results, which are added in a fixed order.
+Programs write partial results, which are added in a fixed order; those of gradients are left to :func:`.sums.totals`,
+which adds several of them at once.
 
 Shapes: T tokens, C columns, F units of the feed-forward layer, R columns of the narrow tensors (at most
 :data:`MAX_WIDTH`).
@@ -27,22 +28,24 @@ _GELU_TILE = {"ROWS": 16, "COLUMNS": 64, "num_warps": 4}  # larger tiles spill r
 
 
 def narrow_products(
-    x_TC: Tensor, left_TR: Tensor | None = None, right_CR: Tensor | None = None
+    x_TC: Tensor, left_TR: Tensor | None = None, right_CR: Tensor | None = None, *, turned: bool = False
 ) -> tuple[Tensor | None, Tensor | None]:
     """Compute x · right and leftᵀ · x, each if its operand is given.
 
     Args:
-        x_TC: Contiguous; of the same dtype as the others.
-        left_TR, right_CR: Contiguous, or None.
+        x_TC: Contiguous.
+        left_TR: Contiguous, of any floating dtype; rounded to the dtype of x. None for no second product.
+        right_CR: Contiguous, of the dtype of x; None for no first product.
+        turned: Return the second product transposed.
 
     Returns:
-        x · right (T, R), in the dtype of x, and leftᵀ · x (R, C), float32.
+        x · right (T, R), float32; and partial sums of leftᵀ · x over tokens, float32 (P, R, C), or (P, C, R) if turned.
     """
-    return _products(x_TC, left_TR, right_CR, None)
+    return _products(x_TC, left_TR, right_CR, None, turned=turned)
 
 
 def gelu_narrow(x_TF: Tensor, right_FR: Tensor, *, write: bool = True) -> tuple[Tensor | None, Tensor]:
-    """Compute GELU(x) (T, F), unless ``write`` is False, and GELU(x) · right (T, R), both in the dtype of x."""
+    """Compute GELU(x) (T, F), unless ``write`` is False, and GELU(x) · right (T, R), float32."""
     result = torch.empty_like(x_TF) if write else None
     product, _ = _products(x_TF, None, right_FR, result, gelu=True)
     assert product is not None
@@ -50,22 +53,25 @@ def gelu_narrow(x_TF: Tensor, right_FR: Tensor, *, write: bool = True) -> tuple[
 
 
 def _products(
-    x: Tensor, left: Tensor | None, right: Tensor | None, result: Tensor | None, *, gelu: bool = False
+    x: Tensor,
+    left: Tensor | None,
+    right: Tensor | None,
+    result: Tensor | None,
+    *,
+    gelu: bool = False,
+    turned: bool = False,
 ) -> tuple[Tensor | None, Tensor | None]:
     tokens, columns = x.shape
     widths = {"LEFT": _width(left), "RIGHT": _width(right)}
     strips, groups = strips_and_groups(x, _TILE["COLUMNS"])
     product = None if right is None else x.new_empty(strips, tokens, right.shape[1], dtype=torch.float32)
-    gradient = None if left is None else x.new_empty(groups, left.shape[1], columns, dtype=torch.float32)
+    gradient = None if left is None else _partial(x, groups, left, turned=turned)
     pointers = [x if tensor is None else tensor for tensor in (left, right, result, product, gradient)]
     ranks = [0 if tensor is None else tensor.shape[1] for tensor in (left, right)]
     _narrow[(strips, groups)](
-        x, *pointers, tokens, columns, *ranks, **widths, GELU=gelu, WRITE=result is not None, **_TILE
+        x, *pointers, tokens, columns, *ranks, **widths, GELU=gelu, WRITE=result is not None, TURNED=turned, **_TILE
     )
-    return (
-        None if product is None else product.sum(0).to(x.dtype),
-        None if gradient is None else gradient.sum(0),
-    )
+    return None if product is None else product.sum(0), gradient
 
 
 def gelu_backward_narrow(
@@ -86,8 +92,9 @@ def gelu_backward_narrow(
         operand: Also receives the gradient of x in 8 bits, settled.
 
     Returns:
-        The gradient of x (T, F); the gradient of x · right (T, R), in its dtype; leftᵀ · gradient of x (R, F), float32;
-        and result_leftᵀ · GELU(x) (R, F), float32. The products without operands are None.
+        The gradient of x (T, F); its product with right (T, R), float32; partial sums over tokens of its product with
+        left, float32 (P, F, R), and those of result_leftᵀ · GELU(x), float32 (P, R, F). Products without operands are
+        None.
     """
     tokens, features = x_TF.shape
     widths = {"GRAD": _width(right_FR), "RESULT": _width(result_left_TR)}
@@ -95,9 +102,9 @@ def gelu_backward_narrow(
     product = gradient = result = None
     if left_TR is not None and right_FR is not None:
         product = x_TF.new_empty(strips, tokens, right_FR.shape[1], dtype=torch.float32)
-        gradient = x_TF.new_empty(groups, left_TR.shape[1], features, dtype=torch.float32)
+        gradient = _partial(x_TF, groups, left_TR, turned=True)
     if result_left_TR is not None:
-        result = x_TF.new_empty(groups, result_left_TR.shape[1], features, dtype=torch.float32)
+        result = _partial(x_TF, groups, result_left_TR, turned=False)
     given = (left_TR, right_FR, result_left_TR, product, gradient, result)
     pointers = [x_TF if tensor is None else tensor for tensor in given]
     ranks = [0 if tensor is None else tensor.shape[1] for tensor in (right_FR, result_left_TR)]
@@ -107,12 +114,12 @@ def gelu_backward_narrow(
     )  # fmt: skip
     if operand is not None:
         settle(operand, grad_TF)
-    return (
-        grad_TF,
-        None if product is None else product.sum(0).to(x_TF.dtype),
-        None if gradient is None else gradient.sum(0),
-        None if result is None else result.sum(0),
-    )
+    return grad_TF, None if product is None else product.sum(0), gradient, result
+
+
+def _partial(x: Tensor, groups: int, left: Tensor, *, turned: bool) -> Tensor:
+    columns, rank = x.shape[1], left.shape[1]
+    return x.new_empty(groups, *((columns, rank) if turned else (rank, columns)), dtype=torch.float32)
 
 
 def _width(tensor: Tensor | None) -> int:
@@ -123,7 +130,7 @@ def _width(tensor: Tensor | None) -> int:
 @triton.jit
 def _narrow(
     x_ptr, left_ptr, right_ptr, result_ptr, product_ptr, gradient_ptr, tokens, columns, left_rank, right_rank,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, GELU: tl.constexpr, WRITE: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, GELU: tl.constexpr, WRITE: tl.constexpr, TURNED: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     strip, group = tl.program_id(0), tl.program_id(1)
@@ -158,12 +165,13 @@ def _narrow(
                 left_ptr + row[:, None] * left_rank + left_column[None, :],
                 mask=real[:, None] & (left_column < left_rank)[None, :], other=0.0,
             )  # fmt: skip
-            total = tl.dot(tl.trans(left), x, total)
+            total = tl.dot(tl.trans(left.to(x.dtype)), x, total)
     if LEFT > 0:
-        tl.store(
-            gradient_ptr + (group * left_rank + left_column)[:, None] * columns + column[None, :], total,
-            mask=(left_column < left_rank)[:, None] & inside[None, :],
-        )  # fmt: skip
+        if TURNED:
+            gradient_at = (group * columns + column)[None, :] * left_rank + left_column[:, None]
+        else:
+            gradient_at = (group * left_rank + left_column)[:, None] * columns + column[None, :]
+        tl.store(gradient_ptr + gradient_at, total, mask=(left_column < left_rank)[:, None] & inside[None, :])
 
 
 @triton.jit
@@ -208,18 +216,19 @@ def _gelu_backward_narrow(
         if GRAD > 0:
             narrow_at = row[:, None] * grad_rank + grad_column[None, :]
             left = tl.load(left_ptr + narrow_at, mask=real[:, None] & narrow[None, :], other=0.0)
-            grad_total = tl.dot(tl.trans(left), rounded, grad_total)
+            grad_total = tl.dot(tl.trans(left.to(rounded.dtype)), rounded, grad_total)
             product_at = (strip.to(tl.int64) * tokens + row)[:, None] * grad_rank + grad_column[None, :]
             tl.store(product_ptr + product_at, tl.dot(rounded, right), mask=real[:, None] & narrow[None, :])
         if RESULT > 0:
             left_at = row[:, None] * result_rank + result_column[None, :]
             result_left = tl.load(result_left_ptr + left_at, mask=real[:, None] & result_narrow[None, :], other=0.0)
+            result_left = result_left.to(x_ptr.dtype.element_ty)
             result_total = tl.dot(tl.trans(result_left), (x * below).to(x_ptr.dtype.element_ty), result_total)
     if FLOAT8:
         note_magnitude(scales_ptr, group * tl.num_programs(0) + strip, tl.max(tl.max(largest, 1), 0))
     if GRAD > 0:
         tl.store(
-            gradient_ptr + (group * grad_rank + grad_column)[:, None] * features + column[None, :], grad_total,
+            gradient_ptr + (group * features + column)[None, :] * grad_rank + grad_column[:, None], grad_total,
             mask=narrow[:, None] & inside[None, :],
         )  # fmt: skip
     if RESULT > 0:

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from composer_speedups.algorithms.fused_layers.layer import NO_SECOND_DERIVATIVE
-from composer_speedups.algorithms.fused_layers.low_rank import LayerAdapters, gelu_gradients
+from composer_speedups.algorithms.fused_layers.low_rank import LayerAdapters, gelu_gradients, gradients_of
 from composer_speedups.algorithms.fused_layers.products import (
     PARAMETERS,
     WEIGHTS,
@@ -117,7 +117,8 @@ class _Float8Layer(FirstDerivative):
         norm1_w, norm1_b, norm2_w, norm2_b = (parameters[i] for i in (8, 9, 14, 15))
         seeds = draw_seeds(9 if adapters.drop else 3, x.device, dropout=any(rates) or adapters.drop)
         needs = ctx.needs_input_grad
-        on_qkv, on_out, on_up, on_down = adapters.branches(seeds[3:], dtype, needs[_ADAPTERS:])
+        branches = adapters.branches(seeds[3:], dtype, needs[_ADAPTERS:])
+        on_qkv, on_out, on_up, on_down = branches
         qkv = scaled_product(cast_float8(x, scales[_Row.X]), qkv_w, dtype, qkv_b)
         z_qkv = on_qkv.forward(x, qkv)
         attended8 = Float8.like(x, ACTIVATION, scales[_Row.ATTENDED])
@@ -140,9 +141,9 @@ class _Float8Layer(FirstDerivative):
         ctx.save_for_backward(
             x if needs_x else None, qkv, attended, logs, summed1, stats1, up, summed2, stats2, cu,
             norm1_w, norm1_b, norm2_w, *(weight.values for weight in turned), z_qkv, z_out, z_up, z_down,
-            *tensors[PARAMETERS:], *seeds,
+            *seeds[:3],
         )  # fmt: skip
-        ctx.longest, ctx.rates, ctx.scales, ctx.adapters = longest, rates, scales, adapters
+        ctx.longest, ctx.rates, ctx.scales, ctx.branches = longest, rates, scales, branches
         # Another forward pass before this backward pass may cast the weights with other scales.
         ctx.weight_scales = rows.clone().unbind()
         ctx.dtypes = [p.dtype for p in parameters]
@@ -153,12 +154,11 @@ class _Float8Layer(FirstDerivative):
         (x, qkv, attended, logs, summed1, stats1, up, summed2, stats2, cu,
          norm1_w, norm1_b, norm2_w, *rest) = ctx.saved_tensors  # fmt: skip
         qkv_w, out_w, up_w, down_w = map(Float8, rest[:4], ctx.weight_scales)
-        (z_qkv, z_out, z_up, z_down), rest = rest[4:8], rest[8:]
+        (z_qkv, z_out, z_up, z_down), seeds = rest[4:8], rest[8:]
         rates, scales, dtype = ctx.rates, ctx.scales, qkv.dtype
-        needs, seeds = ctx.needs_input_grad, rest[len(ctx.needs_input_grad[_ADAPTERS:]) :]
+        needs = ctx.needs_input_grad
         wanted = needs[_FIRST:_ADAPTERS]
-        adapters = ctx.adapters.with_tensors(rest)
-        on_qkv, on_out, on_up, on_down = adapters.branches(seeds[3:], dtype, needs[_ADAPTERS:])
+        on_qkv, on_out, on_up, on_down = ctx.branches
 
         def operand(like: Tensor, row: _Row) -> Float8:
             return Float8.like(like, GRADIENT, scales[row])
@@ -168,34 +168,33 @@ class _Float8Layer(FirstDerivative):
             grad.contiguous(), summed2, stats2, norm2_w, rates.output, seeds[2], operand=d_down8
         )
         d_activated = scaled_product(d_down8, down_w, dtype)
-        d_up, sums_up, d_down_w, of_up, d_adapters = gelu_gradients(
+        d_up, sums_up, d_down_w, dz_up = gelu_gradients(
             d_activated, up, d_down, on_up, on_down, z_up, z_down, wanted, ctx.dtypes, d_up8
         )
         del d_activated, d_down, d_down8
         more = scaled_product(d_up8, up_w, dtype)
-        of_up = of_up or on_up.through(d_up, z_up, more)
+        dz_up = on_up.through(d_up, z_up, more) if dz_up is None else dz_up
         d_out8 = operand(grad, _Row.D_OUT)
         d_x, d_out, sums1, hidden = add_norm_backward(
             d_hidden, summed1, stats1, norm1_w, rates.attention, seeds[1], norm1_b, more, d_out8
         )
         assert hidden is not None
         d_up_w = weight_gradient(d_up, hidden, ctx.dtypes[10]) if wanted[10] else None
-        d_adapters = on_up.finish(hidden, of_up) + d_adapters
+        on_up.finish(hidden, dz_up)
         del d_up, d_up8, hidden, d_hidden, more
         d_out_w = weight_gradient(d_out, attended, ctx.dtypes[6]) if wanted[6] else None
         d_attended, d_qkv8 = scaled_product(d_out8, out_w, dtype), operand(qkv, _Row.D_QKV)
-        d_adapters = on_out.finish(attended, on_out.through(d_out, z_out, d_attended)) + d_adapters
+        on_out.finish(attended, on_out.through(d_out, z_out, d_attended))
         d_qkv, sums_qkv = attention_backward(
             d_attended, qkv, attended, logs, cu, ctx.longest, rates.attention_weights, seeds[0], operand=d_qkv8
         )
         d_qkv_w = weight_gradient(d_qkv, x, ctx.dtypes[0]) if any(wanted[i] for i in WEIGHTS[:3]) else None
         if needs[0]:
             d_x += scaled_product(d_qkv8, qkv_w, dtype)
-        of_qkv = on_qkv.through(d_qkv, z_qkv, d_x if needs[0] else None)
-        d_adapters = on_qkv.finish(x, of_qkv) + d_adapters
+        on_qkv.finish(x, on_qkv.through(d_qkv, z_qkv, d_x if needs[0] else None))
         d_weights = d_qkv_w, d_out_w, d_up_w, d_down_w
         gradients = parameter_gradients(ctx.dtypes, wanted, d_weights, (sums2, sums_up, sums1, sums_qkv))
-        return d_x if needs[0] else None, *[None] * 6, *gradients, *d_adapters
+        return d_x if needs[0] else None, *[None] * 6, *gradients, *gradients_of(ctx.branches)
 
 
 _FIRST = 7  # number of the first parameter among the function's inputs

@@ -13,7 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from composer_speedups.algorithms.fused_layers.low_rank import LayerAdapters, gelu_and_z, gelu_gradients
+from composer_speedups.algorithms.fused_layers.low_rank import (
+    LayerAdapters,
+    gelu_and_z,
+    gelu_gradients,
+    gradients_of,
+)
 from composer_speedups.algorithms.fused_layers.products import (
     PARAMETERS,
     WEIGHTS,
@@ -89,7 +94,8 @@ class _Layer(FirstDerivative):
         norm1_w, norm1_b, norm2_w, norm2_b = (parameters[i] for i in (8, 9, 14, 15))
         seeds = draw_seeds(9 if adapters.drop else 3, x.device, dropout=any(rates) or adapters.drop)
         needs = ctx.needs_input_grad
-        on_qkv, on_out, on_up, on_down = adapters.branches(seeds[3:], x.dtype, needs[_ADAPTERS:])
+        branches = adapters.branches(seeds[3:], x.dtype, needs[_ADAPTERS:])
+        on_qkv, on_out, on_up, on_down = branches
         qkv = torch.addmm(qkv_b, x, qkv_w.t())
         z_qkv = on_qkv.forward(x, qkv)
         attention_inputs = (cu, longest, modules.heads, rates.attention_weights, seeds[0])
@@ -113,9 +119,9 @@ class _Layer(FirstDerivative):
         ctx.save_for_backward(
             x if needs_x else None, qkv, attended, logs, summed1, stats1, up, summed2, stats2, cu,
             qkv_w, out_w, up_w, down_w, norm1_w, norm1_b, norm2_w, positions, entries,
-            z_qkv, z_out, z_up, z_down, *tensors[PARAMETERS:], *seeds,
+            z_qkv, z_out, z_up, z_down, *seeds[:3],
         )  # fmt: skip
-        ctx.longest, ctx.rates, ctx.adapters = longest, rates, adapters
+        ctx.longest, ctx.rates, ctx.branches = longest, rates, branches
         ctx.dtypes = [p.dtype for p in parameters]
         return out
 
@@ -123,32 +129,31 @@ class _Layer(FirstDerivative):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         (x, qkv, attended, logs, summed1, stats1, up, summed2, stats2, cu,
          qkv_w, out_w, up_w, down_w, norm1_w, norm1_b, norm2_w, positions, entries,
-         z_qkv, z_out, z_up, z_down, *rest) = ctx.saved_tensors  # fmt: skip
-        rates, needs, seeds = ctx.rates, ctx.needs_input_grad, rest[len(ctx.needs_input_grad[_ADAPTERS:]) :]
+         z_qkv, z_out, z_up, z_down, *seeds) = ctx.saved_tensors  # fmt: skip
+        rates, needs = ctx.rates, ctx.needs_input_grad
         wanted = needs[_FIRST:_ADAPTERS]
-        adapters = ctx.adapters.with_tensors(rest)
-        on_qkv, on_out, on_up, on_down = adapters.branches(seeds[3:], qkv.dtype, needs[_ADAPTERS:])
+        on_qkv, on_out, on_up, on_down = ctx.branches
         # Without dropout, the first two gradients of a norm are the same tensor, so it is added to only after the
         # matmuls that read it.
         d_hidden, d_down, sums2, _ = add_norm_backward(
             grad.contiguous(), summed2, stats2, norm2_w, rates.output, seeds[2]
         )
-        d_up, sums_up, d_down_w, of_up, d_adapters = gelu_gradients(
+        d_up, sums_up, d_down_w, dz_up = gelu_gradients(
             torch.mm(d_down, down_w), up, d_down, on_up, on_down, z_up, z_down, wanted, ctx.dtypes
         )
         del d_down
         d_hidden.addmm_(d_up, up_w)
-        of_up = of_up or on_up.through(d_up, z_up, d_hidden)
+        dz_up = on_up.through(d_up, z_up, d_hidden) if dz_up is None else dz_up
         d_x, d_out, sums1, hidden = add_norm_backward(
             d_hidden, summed1, stats1, norm1_w, rates.attention, seeds[1], norm1_b
         )
         assert hidden is not None
         d_up_w = weight_gradient(d_up, hidden, ctx.dtypes[10]) if wanted[10] else None
-        d_adapters = on_up.finish(hidden, of_up) + d_adapters
+        on_up.finish(hidden, dz_up)
         del d_up, hidden
         d_out_w = weight_gradient(d_out, attended, ctx.dtypes[6]) if wanted[6] else None
         d_attended, d_positions = torch.mm(d_out, out_w), None
-        d_adapters = on_out.finish(attended, on_out.through(d_out, z_out, d_attended)) + d_adapters
+        on_out.finish(attended, on_out.through(d_out, z_out, d_attended))
         attention_inputs = (attended, logs, cu, ctx.longest, rates.attention_weights, seeds[0])
         if positions is None:
             d_qkv, sums_qkv = attention_backward(d_attended, qkv, *attention_inputs)
@@ -159,11 +164,10 @@ class _Layer(FirstDerivative):
         d_qkv_w = weight_gradient(d_qkv, x, ctx.dtypes[0]) if any(wanted[i] for i in WEIGHTS[:3]) else None
         if needs[0]:
             d_x.addmm_(d_qkv, qkv_w)
-        of_qkv = on_qkv.through(d_qkv, z_qkv, d_x if needs[0] else None)
-        d_adapters = on_qkv.finish(x, of_qkv) + d_adapters
+        on_qkv.finish(x, on_qkv.through(d_qkv, z_qkv, d_x if needs[0] else None))
         d_weights = d_qkv_w, d_out_w, d_up_w, d_down_w
         gradients = parameter_gradients(ctx.dtypes, wanted, d_weights, (sums2, sums_up, sums1, sums_qkv))
-        return d_x if needs[0] else None, *[None] * 4, d_positions, None, None, *gradients, *d_adapters
+        return d_x if needs[0] else None, *[None] * 4, d_positions, None, None, *gradients, *gradients_of(ctx.branches)
 
 
 _FIRST = 8  # number of the first parameter among the function's inputs

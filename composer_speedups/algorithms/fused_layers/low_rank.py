@@ -5,8 +5,8 @@ own precision and before it is rounded to the matmuls' dtype, so adapters cost t
 smaller than a rounding step of the weight still count on average, as those of float32 weights in mixed precision do.
 Only an adapter with dropout, whose input differs from its Linear's, is a product of its own.
 
-In place of a weight's gradient, there are four narrow products for those of A and B: z = x · Aᵀ in the forward pass,
-and dz = s · dy · B, dA = dzᵀ · x and dB = s · dyᵀ · z in the backward pass. They take as long as reading x and dy.
+In place of a weight's gradient, there are four narrow products for those of A and B: z = s · x · Aᵀ in the forward
+pass, and dz = dy · B, dA = s · dzᵀ · x and dB = dyᵀ · z in the backward pass. They take as long as reading x and dy.
 Hence one kernel computes both products of dy, and GELU's kernels compute those of its input and result; see
 :mod:`~composer_speedups.kernels.narrow`.
 
@@ -15,7 +15,7 @@ Shapes: T tokens, I inputs and O outputs of a matmul, R rank, or the sum of the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -28,8 +28,9 @@ from composer_speedups.kernels.dropout import dropped
 from composer_speedups.kernels.float8 import Float8
 from composer_speedups.kernels.gelu import gelu_backward, gelu_forward
 from composer_speedups.kernels.narrow import MAX_WIDTH, gelu_backward_narrow, gelu_narrow, narrow_products
+from composer_speedups.kernels.sums import MAX_TENSORS, totals
 
-__all__ = ["Branch", "LayerAdapters", "gelu_and_z", "gelu_gradients"]
+__all__ = ["Branch", "LayerAdapters", "gelu_and_z", "gelu_gradients", "gradients_of"]
 
 _MATMULS = (slice(0, 3), slice(3, 4), slice(4, 5), slice(5, 6))  # the Linears of qkv, out, up and down
 
@@ -66,11 +67,6 @@ class LayerAdapters:
         """Return A and B of each adapter."""
         return [tensor for adapter in self.linears if adapter is not None for tensor in (adapter.a, adapter.b)]
 
-    def with_tensors(self, tensors: Sequence[Tensor]) -> LayerAdapters:
-        """Return the same adapters with other tensors, in the order of :meth:`tensors`."""
-        new = iter(tensors)
-        return LayerAdapters([a if a is None else a._replace(a=next(new), b=next(new)) for a in self.linears])
-
     def merged(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """Return the layer's parameters, with the merged weight of each Linear that has one."""
         merged = [*parameters]
@@ -86,7 +82,7 @@ class LayerAdapters:
         return any(wanted[: len(LayerAdapters(self.linears[:3]).tensors())])
 
     def branches(self, seeds: Sequence[Tensor], dtype: torch.dtype, wanted: Sequence[bool]) -> list[Branch]:
-        """Return the branches of qkv, out, up and down.
+        """Return the branches of qkv, out, up and down for a forward pass and its backward pass.
 
         Args:
             seeds: One per Linear for the dropout of its adapter; may be empty if no adapter has dropout.
@@ -97,11 +93,21 @@ class LayerAdapters:
         flags = [(False, False) if adapter is None else (next(wants), next(wants)) for adapter in self.linears]
         own = [None if a is None or a.dropout == 0 else seeds[i] for i, a in enumerate(self.linears)]
         each = list(zip(self.linears, own, flags, strict=True))
-        return [Branch(each[some], dtype) for some in _MATMULS]
+        branches = [Branch(each[some], dtype) for some in _MATMULS]
+        active = [branch for branch in branches if branch.active]
+        if active:  # few launches for all of the layer's adapters
+            copies = [copy for branch in active for copy in branch.copies()]
+            dense = [(target, source) for target, source in copies if target.is_contiguous()]
+            torch._foreach_copy_([target for target, _ in dense], [source for _, source in dense])
+            for target, source in copies:
+                if not target.is_contiguous():  # torch would copy each tensor on its own if one of them were not
+                    target.copy_(source)
+            torch._foreach_mul_(*_scaled([a for branch in active for a in branch.each_a()]))
+        return branches
 
 
 class Branch:
-    """The adapters of one matmul; without any, every method does nothing.
+    """The adapters of one matmul in one pass; without any, every method does nothing.
 
     Args:
         linears: For each Linear of the matmul, its adapter, the seed of the adapter's dropout (None without dropout),
@@ -109,8 +115,11 @@ class Branch:
         dtype: Dtype of the matmul.
 
     Attributes:
-        a_RI: A of each adapter, one below the other.
-        b_OR: s · B of each adapter, block by block.
+        active: Whether there is anything to compute. Without a gradient or dropout, an adapter is only part of the
+            weight.
+        a_RI: s · A of each adapter, one below the other.
+        b_OR: B of each adapter, block by block.
+        d_a, d_b: Partial sums of the gradients of A without s (P, R, I), and of B (P, O, R), of the last backward pass.
     """
 
     a_RI: Tensor
@@ -119,26 +128,31 @@ class Branch:
     def __init__(
         self, linears: Sequence[tuple[Adapter | None, Tensor | None, tuple[bool, bool]]], dtype: torch.dtype
     ) -> None:
-        self._held = [_Held(a, seed, wanted, i) for i, (a, seed, wanted) in enumerate(linears) if a is not None]
-        self._outputs: list[slice] = []  # of each adapter's Linear, in the matmul's result
-        self._ranks: list[slice] = []
-        # Without a gradient or dropout, there is nothing to compute: the adapter is part of the weight.
+        self._held: list[_Held] = []
+        rank = 0
+        for i, (adapter, seed, wanted) in enumerate(linears):
+            if adapter is not None:
+                width, own = adapter.b.shape
+                outputs, ranks = slice(i * width, (i + 1) * width), slice(rank, rank + own)
+                self._held.append(_Held(adapter, seed, wanted, outputs, ranks))
+                rank += own
+        self.d_a: Tensor | None = None
+        self.d_b: Tensor | None = None
         self.active = any(any(held.wanted) or held.seed is not None for held in self._held)
-        if not self.active:
-            return
-        rank, first = 0, self._held[0].adapter
-        for held in self._held:
-            width, own = held.adapter.b.shape
-            self._outputs.append(slice(held.position * width, (held.position + 1) * width))
-            self._ranks.append(slice(rank, rank + own))
-            rank += own
-        self.a_RI = first.a.new_empty(rank, first.a.shape[1], dtype=dtype)
-        self.b_OR = first.b.new_zeros(len(linears) * len(first.b), rank, dtype=dtype)
-        blocks = [self.b_OR[at] for at in zip(self._outputs, self._ranks, strict=True)]
-        torch._foreach_copy_(
-            [*(self.a_RI[ranks] for ranks in self._ranks), *blocks],
-            [*(held.adapter.a for held in self._held), *(held.adapter.b * held.adapter.scale for held in self._held)],
-        )
+        if self.active:
+            first = self._held[0].adapter
+            self.a_RI = first.a.new_empty(rank, first.a.shape[1], dtype=dtype)
+            new = first.b.new_zeros if len(linears) > 1 else first.b.new_empty
+            self.b_OR = new(len(linears) * len(first.b), rank, dtype=dtype)
+
+    def copies(self) -> list[tuple[Tensor, Tensor]]:
+        """Return what to copy into the branch's tensors: targets and sources."""
+        of_a = [(self.a_RI[held.ranks], held.adapter.a) for held in self._held]
+        return of_a + [(self.b_OR[held.outputs, held.ranks], held.adapter.b) for held in self._held]
+
+    def each_a(self) -> list[tuple[Tensor, float]]:
+        """Return each adapter's part of :attr:`a_RI`, and its scale."""
+        return [(self.a_RI[held.ranks], held.adapter.scale) for held in self._held]
 
     @property
     def drops(self) -> bool:
@@ -150,11 +164,8 @@ class Branch:
         """Whether the kernels for GELU's neighbours support it: few ranks, no dropout; also if there is no adapter."""
         return not self.active or (not self.drops and len(self.a_RI) <= MAX_WIDTH)
 
-    def _each(self) -> Iterator[tuple[_Held, slice, slice]]:
-        return zip(self._held, self._outputs, self._ranks, strict=True)
-
     def forward(self, x_TI: Tensor, y_TO: Tensor) -> Tensor | None:
-        """Return z = A · dropout(x) (T, R), which the backward pass needs; None if it does not.
+        """Return z = s · A · dropout(x) (T, R), which the backward pass needs; None if it does not.
 
         The results of adapters with dropout are added to the matmul's result, in place.
         """
@@ -163,10 +174,10 @@ class Branch:
         if not self.drops:
             return torch.mm(x_TI, self.a_RI.t())
         parts = []
-        for held, outputs, ranks in self._each():
-            parts.append(torch.mm(held.drop(x_TI), self.a_RI[ranks].t()))
+        for held in self._held:
+            parts.append(torch.mm(held.drop(x_TI), self.a_RI[held.ranks].t()))
             if held.seed is not None:
-                y_TO[:, outputs].addmm_(parts[-1], self.b_OR[outputs, ranks].t())
+                y_TO[:, held.outputs].addmm_(parts[-1], self.b_OR[held.outputs, held.ranks].t())
         return torch.cat(parts, 1)
 
     def from_gelu(self, x_TF: Tensor, y_TO: Tensor) -> Tensor | None:
@@ -175,52 +186,85 @@ class Branch:
             return gelu_narrow(x_TF, self.a_RI.t().contiguous(), write=False)[1]
         return self.forward(gelu_forward(x_TF), y_TO) if self.active else None
 
-    def through(self, dy_TO: Tensor, z_TR: Tensor | None, dx_TI: Tensor | None) -> Gradients | None:
-        """Return the gradient of z, and that of B, from the gradient of the matmul's result.
+    def through(self, dy_TO: Tensor, z_TR: Tensor | None, dx_TI: Tensor | None) -> Tensor | None:
+        """Return the gradient of z without s (T, R), and keep that of B, from the gradient of the matmul's result.
 
         The share of adapters with dropout is added to the gradient of the matmul's input, in place, if that is given.
         The share of the others comes from the weight that they are part of.
         """
         if z_TR is None:
             return None
-        dz_TR, d_b = _both_products(dy_TO, z_TR, self.b_OR)
-        for held, _, ranks in self._each():
-            if held.seed is not None and dx_TI is not None:
-                held.drop(torch.mm(dz_TR[:, ranks], self.a_RI[ranks]), add_to=dx_TI)
-        return Gradients(dz_TR, d_b)
+        if z_TR.shape[1] <= MAX_WIDTH:
+            dz_TR, self.d_b = narrow_products(dy_TO, z_TR, self.b_OR, turned=True)
+        else:
+            dz_TR, self.d_b = torch.mm(dy_TO, self.b_OR), _product(dy_TO, z_TR.to(dy_TO.dtype))[None]
+        assert dz_TR is not None
+        if dx_TI is not None and self.drops:
+            rounded = dz_TR.to(dx_TI.dtype)
+            for held in self._held:
+                if held.seed is not None:
+                    held.drop(torch.mm(rounded[:, held.ranks], self.a_RI[held.ranks]), add_to=dx_TI)
+        return dz_TR
 
-    def finish(
-        self, x_TI: Tensor | None, gradients: Gradients | None, d_a: Tensor | None = None
-    ) -> list[Tensor | None]:
-        """Return the gradients of A and B of each adapter, in the parameters' dtypes; None for those not wanted.
+    def finish(self, x_TI: Tensor | None, dz_TR: Tensor | None) -> None:
+        """Keep the gradient of A, from the matmul's input and what :meth:`through` returned."""
+        if x_TI is None or dz_TR is None or not any(any(held.wanted) for held in self._held):
+            return
+        if not self.drops and dz_TR.shape[1] <= MAX_WIDTH:
+            self.d_a = narrow_products(x_TI, dz_TR)[1]
+            return
+        rounded = dz_TR.to(x_TI.dtype)
+        if self.drops:
+            each = [_product(rounded[:, held.ranks], held.drop(x_TI)) for held in self._held]
+            self.d_a = torch.cat(each)[None]
+        else:
+            self.d_a = _product(rounded, x_TI)[None]
 
-        Args:
-            x_TI: The matmul's input; None if ``d_a`` is given.
-            gradients: From :meth:`through`.
-            d_a: The gradient of all A (R, I), if a kernel has computed it.
+    def gradients(self, d_a: Tensor | None, d_b: Tensor | None) -> list[tuple[Tensor | None, float, Tensor | None]]:
+        """Return the gradient of each A without the scale, the scale, and the gradient of B; None for those not wanted.
+
+        ``d_a`` and ``d_b`` are the totals of the partial sums.
         """
-        if gradients is None or not any(any(held.wanted) for held in self._held):
-            return [None] * (2 * len(self._held))
-        if d_a is None:
-            assert x_TI is not None
-            if self.drops:
-                each = [(held.drop(x_TI), gradients.z_TR[:, ranks]) for held, _, ranks in self._each()]
-                d_a = torch.cat([_product(dz_TR, kept_TI) for kept_TI, dz_TR in each])
-            else:
-                d_a = _gradient(x_TI, gradients.z_TR)
-        found: list[Tensor | None] = []
-        for held, outputs, ranks in self._each():
-            d_b = (gradients.b_RO[ranks, outputs].t() * held.adapter.scale).contiguous()
-            found.append(d_a[ranks].to(held.adapter.a.dtype) if held.wanted[0] else None)
-            found.append(d_b.to(held.adapter.b.dtype) if held.wanted[1] else None)
+        found = []
+        for held in self._held:
+            of_a = d_a[held.ranks].to(held.adapter.a.dtype) if held.wanted[0] and d_a is not None else None
+            of_b = None
+            if held.wanted[1] and d_b is not None:
+                of_b = d_b[held.outputs, held.ranks].to(held.adapter.b.dtype).contiguous()
+            found.append((of_a, held.adapter.scale, of_b))
         return found
 
 
-class Gradients(NamedTuple):
-    """The gradients of a branch's z (T, R), and of B without the scale, transposed (R, O), float32."""
+class _Held(NamedTuple):
+    """An adapter of a branch. The seed is None without dropout."""
 
-    z_TR: Tensor
-    b_RO: Tensor
+    adapter: Adapter
+    seed: Tensor | None
+    wanted: tuple[bool, bool]
+    outputs: slice  # of its Linear, in the matmul's result
+    ranks: slice  # of the branch's
+
+    def drop(self, x_TC: Tensor, add_to: Tensor | None = None) -> Tensor:
+        """The adapter's dropout of a tensor; with ``add_to``, added to that one in place."""
+        return x_TC if self.seed is None else dropped(x_TC, self.adapter.dropout, self.seed, add_to)
+
+
+def gradients_of(branches: Sequence[Branch]) -> list[Tensor | None]:
+    """Return the gradients of A and B of each adapter of a layer, after the backward pass through its branches."""
+    partial = [p for branch in branches for p in (branch.d_a, branch.d_b) if p is not None]
+    found = iter([total for i in range(0, len(partial), MAX_TENSORS) for total in totals(partial[i : i + MAX_TENSORS])])
+    each: list[tuple[Tensor | None, float, Tensor | None]] = []
+    for branch in branches:
+        each += branch.gradients(*(None if p is None else next(found) for p in (branch.d_a, branch.d_b)))
+        branch.d_a = branch.d_b = None
+    of_a = [(gradient, scale) for gradient, scale, _ in each if gradient is not None]
+    if of_a:
+        torch._foreach_mul_(*_scaled(of_a))
+    return [gradient for d_a, _, d_b in each for gradient in (d_a, d_b)]
+
+
+def _scaled(pairs: Sequence[tuple[Tensor, float]]) -> tuple[list[Tensor], list[float]]:
+    return [tensor for tensor, _ in pairs], [scale for _, scale in pairs]
 
 
 def gelu_and_z(branch: Branch, x_TF: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -233,13 +277,12 @@ def gelu_and_z(branch: Branch, x_TF: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 class GeluGradients(NamedTuple):
-    """What :func:`gelu_gradients` computes; None for what is not wanted, or for what is left to the caller (``up``)."""
+    """What :func:`gelu_gradients` computes; None for what is not wanted, or what is left to the caller (``z_up``)."""
 
     x_TF: Tensor
     partial_sums: Tensor | None
     down_weight: Tensor | None
-    up: Gradients | None
-    down: list[Tensor | None]
+    z_up: Tensor | None
 
 
 def gelu_gradients(
@@ -264,48 +307,16 @@ def gelu_gradients(
         wanted, dtypes: Of the layer's parameters.
         operand: Also receives the gradient of x in 8 bits.
     """
-    down = on_down.through(d_down_TH, z_down, grad_TF)
+    dz_down = on_down.through(d_down_TH, z_down, grad_TF)
     simple = (on_up.active or on_down.active) and on_up.is_simple and on_down.is_simple
     if simple and not any(wanted[10:13]):  # nothing else needs GELU's result or the sums over tokens
-        narrow = (z_up, on_up.b_OR if on_up.active else None, None if down is None else down.z_TR)
-        d_x, dz_up, d_b_up, d_a_down = gelu_backward_narrow(grad_TF, x_TF, *narrow, operand)
-        up = None if dz_up is None or d_b_up is None else Gradients(dz_up, d_b_up)
-        return GeluGradients(d_x, None, None, up, on_down.finish(None, down, d_a_down))
+        narrow = (z_up, on_up.b_OR if on_up.active else None, dz_down)
+        d_x, dz_up, on_up.d_b, on_down.d_a = gelu_backward_narrow(grad_TF, x_TF, *narrow, operand)
+        return GeluGradients(d_x, None, None, dz_up)
     d_x, activated, sums = gelu_backward(grad_TF, x_TF, operand)
     d_down_w = weight_gradient(d_down_TH, activated, dtypes[12]) if wanted[12] else None
-    return GeluGradients(d_x, sums, d_down_w, None, on_down.finish(activated, down))
-
-
-class _Held(NamedTuple):
-    """An adapter of a branch. The seed is None without dropout."""
-
-    adapter: Adapter
-    seed: Tensor | None
-    wanted: tuple[bool, bool]
-    position: int  # of its Linear among the matmul's
-
-    def drop(self, x_TC: Tensor, add_to: Tensor | None = None) -> Tensor:
-        """The adapter's dropout of a tensor; with ``add_to``, added to that one in place."""
-        return x_TC if self.seed is None else dropped(x_TC, self.adapter.dropout, self.seed, add_to)
-
-
-def _both_products(dy_TO: Tensor, z_TR: Tensor, b_OR: Tensor) -> tuple[Tensor, Tensor]:
-    """Return dy · b (T, R), and zᵀ · dy (R, O), float32."""
-    if z_TR.shape[1] > MAX_WIDTH:
-        return torch.mm(dy_TO, b_OR), _product(z_TR, dy_TO)
-    product, gradient = narrow_products(dy_TO, z_TR, b_OR)
-    assert product is not None
-    assert gradient is not None
-    return product, gradient
-
-
-def _gradient(x_TI: Tensor, dz_TR: Tensor) -> Tensor:
-    """Return dzᵀ · x (R, I), float32."""
-    if dz_TR.shape[1] > MAX_WIDTH:
-        return _product(dz_TR, x_TI)
-    gradient = narrow_products(x_TI, dz_TR)[1]
-    assert gradient is not None
-    return gradient
+    on_down.finish(activated, dz_down)
+    return GeluGradients(d_x, sums, d_down_w, None)
 
 
 def _product(grad_TO: Tensor, x_TI: Tensor) -> Tensor:
