@@ -107,23 +107,23 @@ def launches(
 def _of_adapters(
     x_TH: torch.Tensor, qkv_T3H: torch.Tensor, x_TF: torch.Tensor, ranks: Sequence[int], *, float8: bool
 ) -> list[Launch]:
-    def narrow(rows: int, rank: int) -> torch.Tensor | None:
-        return x_TH.new_zeros(rows, rank) if 0 < rank <= MAX_WIDTH else None
+    def narrow(rows: int, rank: int, dtype: torch.dtype = x_TH.dtype) -> torch.Tensor | None:
+        return x_TH.new_zeros(rows, rank, dtype=dtype) if 0 < rank <= MAX_WIDTH else None
 
     training: list[Launch] = []
-    *before, up, down = ranks
-    for rank, y in zip((*before, down), (qkv_T3H, x_TH, x_TH), strict=True):
-        if (z := narrow(_TOKENS, rank)) is not None:
-            training.append(partial(narrow_products, y, z, narrow(y.shape[1], rank)))
-    training += [
-        partial(narrow_products, x_TH, narrow(_TOKENS, rank)) for rank in (*before, up) if 0 < rank <= MAX_WIDTH
-    ]
+    qkv, out, up, down = ranks
+    # Products of these kernels are float32; products of torch have the dtype of the matmuls.
+    for rank, y, dtype in ((qkv, qkv_T3H, x_TH.dtype), (out, x_TH, x_TH.dtype), (down, x_TH, torch.float32)):
+        if (z := narrow(_TOKENS, rank, dtype)) is not None:
+            training.append(partial(narrow_products, y, z, narrow(y.shape[1], rank), turned=True))
+    inputs = [narrow(_TOKENS, rank, torch.float32) for rank in (qkv, out, up)]
+    training += [partial(narrow_products, x_TH, dz) for dz in inputs if dz is not None]
     if max(up, down) <= MAX_WIDTH:
-        left, right, of_result = narrow(_TOKENS, up), narrow(x_TF.shape[1], up), narrow(_TOKENS, down)
+        z, b, dz = narrow(_TOKENS, up), narrow(x_TF.shape[1], up), narrow(_TOKENS, down, torch.float32)
         for operand in (None, Float8.like(x_TF, GRADIENT, new_scales(1, x_TF.device)[0]))[: 1 + float8]:
-            training.append(partial(gelu_backward_narrow, x_TF, x_TF, left, right, of_result, operand))
-        if (from_result := narrow(x_TF.shape[1], down)) is not None:
-            training += [partial(gelu_narrow, x_TF, from_result, write=write) for write in (True, False)[: 1 + float8]]
+            training.append(partial(gelu_backward_narrow, x_TF, x_TF, z, b, dz, operand))
+        if (a := narrow(x_TF.shape[1], down)) is not None:
+            training += [partial(gelu_narrow, x_TF, a, write=write) for write in (True, False)[: 1 + float8]]
     return training
 
 
