@@ -9,6 +9,7 @@ dropout, AdamW settings, learning rate of every batch, clipping and evaluations.
 - ``peer.attention``: an ``attn_implementation``. Default ``sdpa``, as in transformers.
 - ``peer.regional_compile``: accelerate compiles one block and reuses it. Default false.
 - ``peer.apply_recommended``: apply :func:`composer_speedups.apply_recommended` to the model first. Default false.
+- ``peer.disentangled_flash``: DeBERTa with the attention kernels of the package disentangled-flash. Default false.
 - ``peer.lora``: train PEFT's LoRA adapters of a frozen model, and the classifier in full, as ``get_peft_model`` sets
   them up: ``{rank: 8, alpha: 16, targets: all-linear, dropout: 0}``; the last two are their defaults. Default null:
   train the whole model.
@@ -46,6 +47,7 @@ _OWN_FLAGS: dict[str, Any] = {
     "attention": "sdpa",
     "regional_compile": False,
     "apply_recommended": False,
+    "disentangled_flash": False,
     "grad_norm": True,
     "lora": None,
 }
@@ -68,6 +70,10 @@ def main(arguments: list[str]) -> None:
         set_attention(job.model, own["attention"])
         if own["apply_recommended"]:
             own["apply_recommended"] = {name: len(names) for name, names in apply_recommended(job.model.model).items()}
+        if own["disentangled_flash"]:
+            from disentangled_flash import optimize_deberta_training
+
+            optimize_deberta_training(job.model.model.deberta)
         model = job.model.model if own["lora"] is None else _with_lora(job.model.model, own["lora"])
         trainer = _Peer(job, model=model, args=args, plan=plan, meter=meter, config=config, grad_norm=own["grad_norm"])
         trainer.run(folder, "hf_trainer", own)

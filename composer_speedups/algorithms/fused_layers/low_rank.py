@@ -24,6 +24,7 @@ from torch import Tensor
 from composer_speedups.algorithms.fused_layers.products import WEIGHTS, weight_gradient
 from composer_speedups.core.adapters import Adapter, adapter_of, merged_weight
 from composer_speedups.families.family import LayerModules
+from composer_speedups.kernels.casts import cast_together
 from composer_speedups.kernels.dropout import dropped
 from composer_speedups.kernels.float8 import Float8
 from composer_speedups.kernels.gelu import gelu_backward, gelu_forward
@@ -93,16 +94,17 @@ class LayerAdapters:
         flags = [(False, False) if adapter is None else (next(wants), next(wants)) for adapter in self.linears]
         own = [None if a is None or a.dropout == 0 else seeds[i] for i, a in enumerate(self.linears)]
         each = list(zip(self.linears, own, flags, strict=True))
-        branches = [Branch(each[some], dtype) for some in _MATMULS]
+        branches = [Branch(each[some]) for some in _MATMULS]
         active = [branch for branch in branches if branch.active]
         if active:  # few launches for all of the layer's adapters
-            copies = [copy for branch in active for copy in branch.copies()]
-            dense = [(target, source) for target, source in copies if target.is_contiguous()]
-            torch._foreach_copy_([target for target, _ in dense], [source for _, source in dense])
-            for target, source in copies:
-                if not target.is_contiguous():  # torch would copy each tensor on its own if one of them were not
-                    target.copy_(source)
-            torch._foreach_mul_(*_scaled([a for branch in active for a in branch.each_a()]))
+            held = [branch.adapters() for branch in active]
+            copies = iter(
+                cast_together([a.a for some in held for a in some] + [a.b for some in held for a in some], dtype)
+            )
+            all_a = [[next(copies) for _ in some] for some in held]
+            torch._foreach_mul_([a for some in all_a for a in some], [a.scale for some in held for a in some])
+            for branch, some in zip(active, all_a, strict=True):
+                branch.prepare(some, [next(copies) for _ in some])
         return branches
 
 
@@ -112,7 +114,6 @@ class Branch:
     Args:
         linears: For each Linear of the matmul, its adapter, the seed of the adapter's dropout (None without dropout),
             and whether the gradients of A and of B are wanted.
-        dtype: Dtype of the matmul.
 
     Attributes:
         active: Whether there is anything to compute. Without a gradient or dropout, an adapter is only part of the
@@ -125,9 +126,7 @@ class Branch:
     a_RI: Tensor
     b_OR: Tensor
 
-    def __init__(
-        self, linears: Sequence[tuple[Adapter | None, Tensor | None, tuple[bool, bool]]], dtype: torch.dtype
-    ) -> None:
+    def __init__(self, linears: Sequence[tuple[Adapter | None, Tensor | None, tuple[bool, bool]]]) -> None:
         self._held: list[_Held] = []
         rank = 0
         for i, (adapter, seed, wanted) in enumerate(linears):
@@ -139,20 +138,20 @@ class Branch:
         self.d_a: Tensor | None = None
         self.d_b: Tensor | None = None
         self.active = any(any(held.wanted) or held.seed is not None for held in self._held)
-        if self.active:
-            first = self._held[0].adapter
-            self.a_RI = first.a.new_empty(rank, first.a.shape[1], dtype=dtype)
-            new = first.b.new_zeros if len(linears) > 1 else first.b.new_empty
-            self.b_OR = new(len(linears) * len(first.b), rank, dtype=dtype)
+        self._count, self._rank = len(linears), rank
 
-    def copies(self) -> list[tuple[Tensor, Tensor]]:
-        """Return what to copy into the branch's tensors: targets and sources."""
-        of_a = [(self.a_RI[held.ranks], held.adapter.a) for held in self._held]
-        return of_a + [(self.b_OR[held.outputs, held.ranks], held.adapter.b) for held in self._held]
+    def adapters(self) -> list[Adapter]:
+        """Return the adapters, without a place for Linears that have none."""
+        return [held.adapter for held in self._held]
 
-    def each_a(self) -> list[tuple[Tensor, float]]:
-        """Return each adapter's part of :attr:`a_RI`, and its scale."""
-        return [(self.a_RI[held.ranks], held.adapter.scale) for held in self._held]
+    def prepare(self, each_a: Sequence[Tensor], each_b: Sequence[Tensor]) -> None:
+        """Set :attr:`a_RI` and :attr:`b_OR` from s · A and B of each adapter; A's follow one another in memory."""
+        first = each_a[0]
+        self.a_RI, self.b_OR = first.as_strided((self._rank, first.shape[1]), first.stride()), each_b[0]
+        if self._count > 1:
+            self.b_OR = each_b[0].new_zeros(self._count * len(each_b[0]), self._rank)
+            for held, b in zip(self._held, each_b, strict=True):
+                self.b_OR[held.outputs, held.ranks] = b
 
     @property
     def drops(self) -> bool:
@@ -259,12 +258,8 @@ def gradients_of(branches: Sequence[Branch]) -> list[Tensor | None]:
         branch.d_a = branch.d_b = None
     of_a = [(gradient, scale) for gradient, scale, _ in each if gradient is not None]
     if of_a:
-        torch._foreach_mul_(*_scaled(of_a))
+        torch._foreach_mul_([gradient for gradient, _ in of_a], [scale for _, scale in of_a])
     return [gradient for d_a, _, d_b in each for gradient in (d_a, d_b)]
-
-
-def _scaled(pairs: Sequence[tuple[Tensor, float]]) -> tuple[list[Tensor], list[float]]:
-    return [tensor for tensor, _ in pairs], [scale for _, scale in pairs]
 
 
 def gelu_and_z(branch: Branch, x_TF: Tensor) -> tuple[Tensor, Tensor | None]:

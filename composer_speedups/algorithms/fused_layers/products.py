@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from composer_speedups.kernels.casts import cast_together
 from composer_speedups.kernels.sums import totals
 
 __all__ = ["PARAMETERS", "WEIGHTS", "parameter_gradients", "products", "weight_gradient"]
@@ -20,18 +21,13 @@ WEIGHTS = (0, 2, 4, 6, 10, 12)  # of query, key, value, out, up, down; the gradi
 
 def products(parameters: Sequence[Tensor], dtype: torch.dtype, kinds: Sequence[int] = (0, 1)) -> list[list[Tensor]]:
     """Return the four matmuls' weights (kind 0) and biases (kind 1) in a dtype; query, key and value are one matmul."""
-    sources: list[Tensor] = []
-    targets: list[Tensor] = []
-    results: list[list[Tensor]] = []
-    for kind in kinds:
-        originals = [parameters[i + kind] for i in WEIGHTS]
-        query, *_ = originals
-        three = query.new_empty(3 * len(query), *query.shape[1:], dtype=dtype)
-        others = [torch.empty_like(p, dtype=dtype) for p in originals[3:]]
-        sources += originals
-        targets += [*three.chunk(3), *others]
+    copies = iter(cast_together([parameters[i + kind] for kind in kinds for i in WEIGHTS], dtype))
+    results = []
+    for _ in kinds:
+        query, _, _, *others = (next(copies) for _ in range(6))
+        # The copies of query, key and value follow one another in memory.
+        three = query.as_strided((3 * len(query), *query.shape[1:]), query.stride())
         results.append([three, *others])
-    torch._foreach_copy_(targets, sources)
     return results
 
 
