@@ -87,11 +87,11 @@ def errors(stock: Any, ours: Any, head: Any, dtype: torch.dtype) -> list[tuple[f
     return found  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("dtype", "bias"), [(torch.bfloat16, "none"), (torch.float16, "lora_only")])
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("family", WITH_ADAPTERS)
-def test_errors_are_at_most_three_times_pefts(family: Any, head: Any, dtype: torch.dtype) -> None:
-    stock = adapted(tiny_model(family, head), bias="lora_only")
+def test_errors_are_at_most_three_times_pefts(family: Any, head: Any, dtype: torch.dtype, bias: str) -> None:
+    stock = adapted(tiny_model(family, head), bias=bias)  # without bias, GELU's kernels compute products of adapters
     ours = fused(copy.deepcopy(stock))
     for what, (mine, theirs) in zip(("logits", "gradients"), errors(stock, ours, head, dtype), strict=True):
         assert 0 < mine <= 3 * theirs, what
@@ -208,7 +208,7 @@ def test_resuming_is_exact(precision: Any, tmp_path: Path) -> None:
 def test_a_step_takes_less_memory_than_full_fine_tuning() -> None:
     peaks = []
     for with_lora in (False, True):
-        model = tiny_model("bert", hidden_size=256, intermediate_size=1024, num_attention_heads=4, layers=4)
+        model = tiny_model("bert", hidden_size=512, intermediate_size=2048, num_attention_heads=8, layers=4)
         model.cuda().train()
         ours = fused(adapted(model) if with_lora else model, "all")
         optimizer = torch.optim.AdamW([p for p in ours.parameters() if p.requires_grad])
@@ -225,4 +225,4 @@ def test_a_step_takes_less_memory_than_full_fine_tuning() -> None:
         peaks.append(torch.cuda.max_memory_allocated())
         del ours, model, optimizer, loss
         torch.cuda.empty_cache()
-    assert peaks[1] < 0.8 * peaks[0], peaks
+    assert peaks[1] < 0.7 * peaks[0], peaks
