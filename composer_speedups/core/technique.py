@@ -57,8 +57,8 @@ class Stage(IntEnum):
 
     FLAGS = 0  # process-wide flags and precision
     SURGERY = 1  # replaces modules
-    KERNELS = 2  # runs layers with custom kernels; builds on SURGERY
-    ADAPTERS = 3  # parameters frozen or added
+    ADAPTERS = 2  # parameters frozen or added
+    KERNELS = 3  # runs layers with custom kernels; builds on SURGERY and ADAPTERS
     OPTIMIZER = 4  # sees the final parameters
     COMPILE = 5  # sees the final modules
     GRAPHS = 6  # captures the final step

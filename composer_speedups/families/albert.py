@@ -19,6 +19,5 @@ FAMILY = Family(
     layer="AlbertLayerGroup",
     embeddings="AlbertEmbeddings",
     repeats_blocks=True,
-    query_and_value=("query", "value"),
     embedding="embedding_size",
 )

@@ -169,7 +169,6 @@ FAMILY = Family(
     attention="DisentangledSelfAttention",
     embeddings="DebertaV2Embeddings",
     around_blocks=tuple(f"DebertaV2Encoder.{name}" for name in ("rel_embeddings", "LayerNorm", "conv")),
-    query_and_value=("query_proj", "value_proj"),
     feed_forward=("intermediate.dense", "intermediate.intermediate_act_fn", "output.dense"),
     layer_modules=_modules,
     position_table=_table,

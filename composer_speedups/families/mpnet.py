@@ -101,7 +101,6 @@ FAMILY = Family(
     attention="MPNetSelfAttention",
     embeddings="MPNetEmbeddings",
     around_blocks=("MPNetEncoder.relative_attention_bias",),
-    query_and_value=("q", "v"),
     feed_forward=("intermediate.dense", "intermediate.intermediate_act_fn", "output.dense"),
     position_bias=True,
     positions=_positions,

@@ -265,3 +265,16 @@ def test_sentence_transformers_refuses_other_jobs() -> None:
     ):
         with pytest.raises(ConfigError, match=re.escape(line)):
             peer(sentence_trainer, *overrides, name="refused")
+
+
+@pytest.mark.exhaustive
+def test_hf_trainer_trains_pefts_adapters() -> None:
+    report = peer(hf_trainer, "peer.lora={rank: 4, alpha: 8, targets: [query, value]}")
+    evidence = report["algorithms"]["hf_trainer"]["evidence"]
+    assert evidence["lora"] == {"rank": 4, "alpha": 8, "targets": ["query", "value"]}
+    full = peer(hf_trainer)
+    assert report["losses"][0] == pytest.approx(full["losses"][0], abs=1e-5), "adapters begin at zero"
+    assert report["losses"][1:] != full["losses"][1:]
+    assert report["throughput"]["mfu"] < 1
+    with pytest.raises(ConfigError, match=r"peer\.lora: must have rank and alpha, and may have targets and dropout"):
+        peer(hf_trainer, "peer.lora={r: 4}")

@@ -26,6 +26,7 @@ PROGRAMS = {
         {" agrees": 18, "of the gradient's norm": 2},
         {" agrees": 4 * 18, "of the gradient's norm": 4},
     ),
+    "adapters": ({" agrees": 170}, {}),
     "kernels_at_one_shape": ({" agrees": 123}, {}),
 }
 
