@@ -50,10 +50,10 @@ def families() -> list[str]:
 
 
 def families_short() -> list[str]:
-    """The families, grouped by the techniques that they do not support."""
+    """The families, grouped by the techniques that they do not support with any head."""
     groups: dict[str, list[str]] = defaultdict(list)
     for family in _families_by_title():
-        refused = ", ".join(_quoted([name for name in TECHNIQUES if refusal_of(name, family.name, "mlm")]))
+        refused = ", ".join(_quoted([t for t in TECHNIQUES if all(refusal_of(t, family.name, head) for head in HEADS)]))
         groups[f"all except {refused}" if refused else "all"].append(family.title)
     lines = [[", ".join(titles), techniques] for techniques, titles in sorted(groups.items())]
     names = ", ".join(_quoted(TECHNIQUES))
