@@ -37,7 +37,7 @@ class ClassReport(Callback):
                 self.counts[state.timestamp.batch.value] = metric.seen.cpu().numpy()
 
     def summary(self, batch: int | None = None) -> dict[str, Any]:
-        """The section ``evaluation`` of report.json; empty if there was no such evaluation.
+        """The section ``classes`` of report.json; empty if there was no such evaluation.
 
         Args:
             batch: The number of batches trained before the evaluation; None for the last one.

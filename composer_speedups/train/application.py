@@ -124,7 +124,7 @@ def train(
             if report is not None and exported is not None and dist.get_global_rank() == 0:
                 write_model_card(report, exported)
         with recording.of("plot"):
-            write_plot(trainer, config, folder, {} if report is None else report["evaluation"])
+            write_plot(trainer, config, folder, {} if report is None else report["classes"])
         trainer.close()
         recording.check(trainer, exported)
 

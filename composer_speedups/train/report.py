@@ -92,7 +92,7 @@ def build_report(
         "metrics": {**history.metrics, **final_metrics(state), **(best.metrics if best else {})},
         "evaluations": _summary(state, LearningCurves) or [],
         "data": data.report() if data else {},
-        "evaluation": _evaluation(state, best),
+        "classes": _classes(state, best),
         "best": _summary(state, BestWeights),
         "early_stopping": _summary(state, EarlyStopping),
         "algorithms": EngagementReport.summary(state),
@@ -117,7 +117,7 @@ def build_report(
     }
 
 
-def _evaluation(state: State, best: BestWeights | None) -> dict[str, Any]:
+def _classes(state: State, best: BestWeights | None) -> dict[str, Any]:
     """The classes' metrics in the evaluation of the exported weights; empty if an earlier process evaluated them."""
     classes = callback_of(state, ClassReport)
     return classes.summary(best.batch if best else None) if classes else {}
@@ -152,7 +152,7 @@ def summary_table(report: dict[str, Any], folder: str) -> str:
             f"GiB {'of the GPU' if report['environment']['gpu'] else 'resident'}",
         ),
         *((name.replace("_", " "), value, "") for name, value in metrics.items()),
-        *_class_rows(report["evaluation"]),
+        *_class_rows(report["classes"]),
         _best_row(report["best"], exported=report["config"]["export"]),
         _early_stopping_row(report["early_stopping"], report["training"]),
         ("gradients", ddp.get("mib_a_step"), f"MiB reduced per step, {_overlap(ddp, report['training'])}"),

@@ -61,7 +61,7 @@ def test_a_class_that_is_never_predicted_has_no_precision() -> None:
 def test_the_report_has_the_evaluation_of_the_exported_weights_and_a_picture() -> None:
     best = "checkpoint.best={metric: loss, mode: max}"  # the first evaluation, before the loss decreases
     report = run("trainer.max_duration=18ba", "trainer.eval_interval=6ba", best, "plot=true", "optimizer.lr=1e-3")
-    evaluation = report["evaluation"]
+    evaluation = report["classes"]
     assert evaluation["batch"] == report["best"]["batch"]
     assert [*evaluation["classes"]] == ["negative", "positive"]
     matrix = np.array(evaluation["confusion"])
@@ -73,9 +73,9 @@ def test_the_report_has_the_evaluation_of_the_exported_weights_and_a_picture() -
 @pytest.mark.exhaustive
 def test_two_ranks_report_the_counts_of_all_samples() -> None:
     brief = ["trainer.max_duration=2ba", "data.eval_samples=18", "model.dropout=0", "trainer.device=cpu"]
-    alone = run(*brief, "run_name=alone")["evaluation"]
+    alone = run(*brief, "run_name=alone")["classes"]
     both, _ = on_ranks(lambda: run(*brief, "run_name=both"))
-    assert both["evaluation"]["confusion"] == alone["confusion"]
+    assert both["classes"]["confusion"] == alone["confusion"]
     assert np.sum(alone["confusion"]) == 18
 
 
