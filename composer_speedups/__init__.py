@@ -30,6 +30,7 @@ _OTHERS = {
     "apply_recommended": "composer_speedups.recommendation",
     "recommended": "composer_speedups.recommendation",
     "share_cores": "composer_speedups.distributed.host",
+    "split_by_tokens": "composer_speedups.data.token_microbatches",
 }
 
 

@@ -81,7 +81,10 @@ class Embedding(Task):
 
     def check_run(self, config: Any) -> None:
         super().check_run(config)
-        chunks = "encodes a batch in chunks, which cuda_graphs cannot capture; remove one of them"
+        chunks = (
+            "recomputes each chunk with the random generator's earlier state, which cannot be read while cuda_graphs "
+            "captures the step; remove one of them"
+        )
         captured = self.gradient_cache is not None and "cuda_graphs" in config.algorithms
         refuse_if(captured, "model.gradient_cache", chunks)
 

@@ -103,8 +103,9 @@ class Task:
         """
         self.check_data(config.data)
         negatives = "would use in-batch negatives of one micro-batch only; set model.gradient_cache instead"
-        splits = self.needs_whole_batch and config.trainer.microbatch_size is not None
-        refuse_if(splits, "trainer.microbatch_size", negatives)
+        for key in ("microbatch_size", "microbatch_tokens"):
+            splits = self.needs_whole_batch and getattr(config.trainer, key) is not None
+            refuse_if(splits, f"trainer.{key}", negatives)
 
     def check_data(self, data: DataConfig) -> None:
         """Refuse settings of the section ``data`` that the task does not support.

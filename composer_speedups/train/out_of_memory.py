@@ -68,20 +68,20 @@ class MicrobatchTrainer(Trainer):
                 if self.state.auto_microbatching:
                     raise
                 assert self._train_data_spec is not None
-                rows = self._train_data_spec.get_num_samples_in_batch(batch)
-                size = _half_of(self.state, int(rows), self.on_out_of_memory, error)
+                rows = max(int(self._train_data_spec.get_num_samples_in_batch(part)) for part in microbatches)
+                size = _half_of(self.state, rows, self.on_out_of_memory, error)
             # Here, outside the handler, the traceback no longer keeps the failed pass's memory alive.
-            self._shrink(size)
+            self._shrink(rows, size)
             self.state.batch = batch
             for loss in total_loss_dict.values():
                 loss.zero_()
             microbatches = self._train_data_spec.split_batch(batch, size)
 
-    def _shrink(self, size: int) -> None:
+    def _shrink(self, rows: int, size: int) -> None:
         state = self.state
         warnings.warn(
-            f"trainer.microbatch_size: out of memory with {state.device_train_microbatch_size} samples per forward "
-            f"pass in batch {state.timestamp.batch.value}; continuing with {size}, with the same effective batch",
+            f"trainer.microbatch_size: out of memory with {rows} samples per forward pass in batch "
+            f"{state.timestamp.batch.value}; continuing with {size}, with the same effective batch",
             UserWarning,
             stacklevel=4,
         )
@@ -136,7 +136,7 @@ def _task_of(state: State) -> Task | None:
 
 
 def _half_of(state: State, rows: int, wanted: str, error: torch.OutOfMemoryError) -> int:
-    """The micro-batch size to continue with, for a batch of ``rows``.
+    """The micro-batch size to continue with, for a largest micro-batch of ``rows``.
 
     Raises:
         torch.OutOfMemoryError: There is none. The last line of the message states the reason and what to set.
@@ -145,8 +145,6 @@ def _half_of(state: State, rows: int, wanted: str, error: torch.OutOfMemoryError
     task = _task_of(state)
     if task is not None and task.needs_whole_batch:
         raise torch.OutOfMemoryError(f"{first}\n{_no_micro_batches_message(task, state, rows)}") from error
-    assert state.device_train_microbatch_size is not None
-    rows = min(int(state.device_train_microbatch_size), rows)
     half = max(1, rows // 2)
     ranks = dist.get_world_size()
     fixed = [t.name for t in techniques_of(state.algorithms) if t.in_force and t.fixed_shapes]

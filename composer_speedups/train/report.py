@@ -129,6 +129,11 @@ def _chooser(state: State, changes: list[dict[str, Any]]) -> str:
     return "after running out of memory" if changes else "by the config"
 
 
+def _token_bound(config: dict[str, Any]) -> str:
+    bound = config["trainer"]["microbatch_tokens"]
+    return "" if bound is None else f"with at most {bound:,} real tokens, "
+
+
 def summary_table(report: dict[str, Any], folder: str) -> str:
     """Format the report as a table for the console. Lines of techniques are cut at 160 columns."""
     throughput, memory, metrics = report["throughput"], report["memory"], report["metrics"]
@@ -159,7 +164,8 @@ def summary_table(report: dict[str, Any], folder: str) -> str:
         (
             "microbatch",
             report["training"]["microbatch_size"],
-            f"samples per forward pass and device, chosen {report['training']['microbatch_chosen']}",
+            f"samples per forward pass and device, {_token_bound(report['config'])}chosen "
+            f"{report['training']['microbatch_chosen']}",
         ),
         ("start-up", report["startup"].get("to_first_step_seconds"), _phases(report["startup"])),
         ("wall time", report["wall_seconds"], f"s, from the start of the process{_resumed(report.get('resumed'))}"),

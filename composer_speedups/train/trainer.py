@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import math
 import os
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from composer import Trainer
-from composer.core import Algorithm, Callback
+from composer.core import Algorithm, Callback, DataSpec
 from composer.devices import Device, DeviceCPU, DeviceGPU
 from composer.utils import dist, reproducibility
 
@@ -36,6 +37,7 @@ from composer_speedups.core.requirements import Context
 from composer_speedups.core.technique import Technique, refuse_conflicts, sort_techniques
 from composer_speedups.core.trainer_state import torch_device
 from composer_speedups.data.loader import Data, build_data
+from composer_speedups.data.token_microbatches import split_by_tokens
 from composer_speedups.distributed.ddp import OverlappedDDP
 from composer_speedups.distributed.fsdp import GradientClipping, check_sharding, fsdp_parallelism, sharded_blocks
 from composer_speedups.distributed.host import share_cores
@@ -157,7 +159,7 @@ def build_trainer(
         trainer = MicrobatchTrainer(
             on_out_of_memory=settings.on_out_of_memory,
             model=model,
-            train_dataloader=data.train,
+            train_dataloader=_split_by(settings.microbatch_tokens, data.train),
             eval_dataloader=data.eval,
             eval_interval=settings.eval_interval if data.eval else 1,
             eval_subset_num_batches=settings.eval_batches or -1,
@@ -187,6 +189,15 @@ def build_trainer(
         _check_rates(trainer, config.optimizer.lr)
     trainer.logger.log_hyperparameters(written(config))
     return trainer
+
+
+def _split_by(max_tokens: int | None, data: DataSpec) -> DataSpec:
+    """The data with micro-batches of at most this many real tokens; unchanged if None."""
+    if max_tokens is None:
+        return data
+    data = copy.copy(data)
+    data.split_batch = split_by_tokens(max_tokens)
+    return data
 
 
 def _gradient_clipping(config: OptimizerConfig) -> list[Algorithm]:

@@ -535,9 +535,9 @@ def test_micro_batches_are_refused_in_a_config_and_in_code(files: None) -> None:
             ConfigError, match=r"trainer.microbatch_size would use .*; set model.gradient_cache instead"
         ):
             train_in_process(f"trainer.microbatch_size={size}")
-    with pytest.raises(
-        ConfigError, match=r"model.gradient_cache encodes a batch in chunks, which cuda_graphs cannot capture"
-    ):
+    with pytest.raises(ConfigError, match=r"trainer.microbatch_tokens would use .*; set model.gradient_cache instead"):
+        train_in_process("trainer.microbatch_tokens=100")
+    with pytest.raises(ConfigError, match=r"model.gradient_cache recomputes each chunk .* while cuda_graphs captures"):
         train_in_process("model.gradient_cache=4", "algorithms.cuda_graphs={}")
     config = DataConfig(
         source="files", train_file="train.jsonl", eval_file="eval.jsonl", tokenizer="wordpiece", vocab_size=300,

@@ -100,6 +100,9 @@ class TrainerConfig(Settings):
     microbatch_size: Annotated[int, Field(ge=1)] | Literal["auto"] | None = None
     """Samples per forward pass and device; `auto` finds the largest size that fits a GPU; null does not split
     batches."""
+    microbatch_tokens: int | None = Field(None, ge=1)
+    """Real tokens per forward pass and device at most, for samples of very different lengths; a longer sample is a
+    micro-batch of its own. A number as microbatch_size bounds the samples as well."""
     on_out_of_memory: Literal["halve", "stop"] = "halve"
     """On one GPU: halve the micro-batch and keep the effective batch, with a warning; or stop."""
     fsdp: FSDPConfig | None = None
@@ -119,6 +122,11 @@ class TrainerConfig(Settings):
             refuse_if(self.parallelism_config, "parallelism_config", both)
             no_auto = "auto is not supported with trainer.fsdp; set a number, or null"
             refuse_if(self.microbatch_size == "auto", "microbatch_size", no_auto)
+        if self.microbatch_tokens is not None:
+            searched = "cannot be combined with microbatch_size=auto; set a number, or null"
+            refuse_if(self.microbatch_size == "auto", "microbatch_tokens", searched)
+            sharded = "lets ranks run different numbers of forward passes, which FSDP does not support; set microbatch_size"
+            refuse_if(self.fsdp is not None or self.parallelism_config, "microbatch_tokens", sharded)
         unknown = sorted(map(str, set(self.parallelism_config or {}) - {"fsdp", "tp"}))
         refuse_if(unknown, "parallelism_config", f"accepts fsdp and tp, not {', '.join(unknown)}")
         if self.early_stopping is not None:
