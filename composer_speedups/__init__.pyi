@@ -73,6 +73,7 @@ from composer_speedups.callbacks.loss_scale import LossScaleMonitor as LossScale
 from composer_speedups.callbacks.memory import MemoryAnatomy as MemoryAnatomy
 from composer_speedups.callbacks.run_summary import RunSummary as RunSummary
 from composer_speedups.callbacks.throughput import ThroughputMonitor as ThroughputMonitor
+from composer_speedups.data.token_microbatches import split_by_tokens as split_by_tokens
 from composer_speedups.distributed.balanced_sampling import BalancedSampler as BalancedSampler
 from composer_speedups.distributed.ddp import OverlappedDDP as OverlappedDDP
 from composer_speedups.distributed.host import FreezeGarbage as FreezeGarbage

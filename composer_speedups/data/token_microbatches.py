@@ -58,7 +58,8 @@ def _split(max_tokens: int, batch: Any, max_samples: int | float) -> list[Any]:
         raise ValueError(
             f"split_by_tokens needs a mapping with input_ids, not {type(batch).__name__}; remove it from the DataSpec"
         )
-    sizes = _group(lengths.flatten(1).sum(-1).tolist() if lengths.ndim > 1 else lengths.tolist(), max_tokens, max_samples)
+    tokens = lengths.reshape(len(lengths), -1).sum(-1) if lengths.ndim > 1 else lengths
+    sizes = _group(tokens.tolist(), max_tokens, max_samples)
     return [batch] if len(sizes) < 2 else _pieces(batch, sizes)
 
 

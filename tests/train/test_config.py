@@ -81,6 +81,10 @@ MISTAKES = {
     "trainer: {precision: fp16}": "trainer.precision must be 'fp32', 'amp_bf16' or 'amp_fp16', not 'fp16'",
     "trainer: {microbatch_size: some}": "trainer.microbatch_size must be a whole number or 'auto' or null, not 'some'",
     "trainer: {microbatch_size: 0}": "trainer.microbatch_size must be at least 1",
+    "trainer: {microbatch_tokens: 0}": "trainer.microbatch_tokens must be at least 1",
+    "trainer: {microbatch_tokens: 9, microbatch_size: auto}": "trainer.microbatch_tokens cannot be combined with "
+    "microbatch_size=auto",
+    "trainer: {microbatch_tokens: 9, fsdp: {}}": "trainer.microbatch_tokens gives ranks different numbers",
     "trainer: {parallelism_config: {ddp: {}}}": "trainer.parallelism_config accepts fsdp and tp, not ddp",
     "run_name: ../up": "run_name must be letters, digits",
     "runs_folder: 'runs/{rank}'": "runs_folder must not contain braces, which Composer replaces",

@@ -20,6 +20,7 @@ from transformers import BertForMaskedLM
 from composer_speedups import SDPAAttention, Unpadding
 from composer_speedups.core.errors import RunFailedError
 from composer_speedups.data.loader import tokens_and_weight
+from composer_speedups.data.token_microbatches import split_by_tokens
 from composer_speedups.tasks.mlm import MaskedLanguageModelling
 from composer_speedups.tasks.models import FinetuneModel
 from composer_speedups.tasks.task import Task
@@ -87,7 +88,12 @@ MASKED = [masked([[1, 2, 3, 4, 5], [6], [7, 8], [], [9, 10, 11]], 1), masked([[3
 
 
 def train(
-    *algorithms: Algorithm, batches: list[Batch] = BATCHES, size: int = 7, task: Task | None = None, **settings: Any
+    *algorithms: Algorithm,
+    batches: list[Batch] = BATCHES,
+    size: int = 7,
+    tokens: int | None = None,
+    task: Task | None = None,
+    **settings: Any,
 ) -> tuple[Any, Watch, MicrobatchHistory]:
     watch, history = Watch(), MicrobatchHistory()
     model: Any = HuggingFaceModel(tiny_bert(), use_logits=True, metrics=[MulticlassConfusionMatrix(2)])
@@ -103,6 +109,7 @@ def train(
         cls=MicrobatchTrainer,
         train_dataloader=DataSpec(
             DataLoader(Batches(batches), batch_size=None),
+            split_batch=None if tokens is None else split_by_tokens(tokens),
             get_num_samples_in_batch=lambda b: len(b["labels"]),
             get_num_tokens_in_batch=None if task is None else partial(tokens_and_weight, task),
         ),
@@ -134,6 +141,16 @@ def test_smaller_micro_batches_give_the_same_weights(at: Event) -> None:
     assert pieces[2].changes == [{"batch": 0, "from": 7, "to": 3}]
     assert whole[2].changes == []
     assert_same_training(pieces, whole)
+
+
+def test_micro_batches_bounded_by_tokens_are_halved_by_their_samples() -> None:
+    """7 samples are 3 + 4 by their tokens, of which 4 do not fit; the largest one, not the whole batch, is halved."""
+    gpu = SmallGPU(3)
+    with pytest.warns(UserWarning, match=r"microbatch_size: out of memory with 4 samples .*; continuing with 2"):
+        pieces = train(gpu, tokens=28)
+    assert gpu.seen[:6] == [3, 4, 2, 2, 2, 1]
+    assert pieces[2].changes == [{"batch": 0, "from": 7, "to": 2}]
+    assert_same_training(pieces, train())
 
 
 @WARNED

@@ -125,7 +125,9 @@ class TrainerConfig(Settings):
         if self.microbatch_tokens is not None:
             searched = "cannot be combined with microbatch_size=auto; set a number, or null"
             refuse_if(self.microbatch_size == "auto", "microbatch_tokens", searched)
-            sharded = "lets ranks run different numbers of forward passes, which FSDP does not support; set microbatch_size"
+            sharded = (
+                "gives ranks different numbers of forward passes, which FSDP does not support; set microbatch_size"
+            )
             refuse_if(self.fsdp is not None or self.parallelism_config, "microbatch_tokens", sharded)
         unknown = sorted(map(str, set(self.parallelism_config or {}) - {"fsdp", "tp"}))
         refuse_if(unknown, "parallelism_config", f"accepts fsdp and tp, not {', '.join(unknown)}")
