@@ -144,6 +144,7 @@ def test_hf_trainer_groups_samples_by_length() -> None:
         ),
         (flattened_loop, "model.task=mlm", "trains BertForSequenceClassification only, not BertForMaskedLM"),
         (bare_loop, "trainer.max_duration=64sp", "trainer.max_duration: peers support epochs and batches"),
+        (bare_loop, "trainer.microbatch_tokens=99", "trainer.microbatch_tokens: the peers do not"),
         (bare_loop, "trainer.microbatch_size=4", "trainer.microbatch_size: the peers do not"),
     ],
 )

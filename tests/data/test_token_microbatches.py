@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from functools import partial
 from typing import Any
 
 import pytest
@@ -114,16 +113,11 @@ def test_with_dropout_the_gradient_is_the_mean_over_samples_of_the_micro_batches
 
 
 QUICK = ["trainer.device=cpu", "model.dropout=0", "trainer.max_duration=3ba", "trainer.eval_batches=1"]
-QUICK += ["optimizer.eps=1e-3", "scheduler.name=constant", "algorithms={unpadding: {}}"]
+QUICK += ["optimizer.eps=1e-3", "scheduler.name=constant", "algorithms.sdpa_attention=null", "algorithms.unpadding={}"]
 
 
-@pytest.mark.parametrize(
-    "job",
-    [
-        pytest.param(["model.class_weights=[1.0,9.0]"], id="class weights"),
-        pytest.param(["model.task=mlm"], id="mlm", marks=pytest.mark.exhaustive),
-    ],
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("job", [["model.class_weights=[1.0,9.0]"], ["model.task=mlm"]], ids=["class weights", "mlm"])
 def test_train_py_counts_each_micro_batch_by_its_weight(job: list[str]) -> None:
     """On two ranks, the numbers of micro-batches differ."""
     whole = run(*QUICK, *job, "run_name=whole")
@@ -135,18 +129,36 @@ def test_train_py_counts_each_micro_batch_by_its_weight(job: list[str]) -> None:
         return sizes[-1]
 
     def split(name: str) -> tuple[dict[str, Any], list[list[int]]]:
+        sizes.clear()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(token_microbatches, "_group", recorded)
-            return run(*QUICK, *job, "trainer.microbatch_tokens=60", f"run_name={name}"), sizes
+            return run(*QUICK, *job, "trainer.microbatch_tokens=60", f"run_name={name}"), list(sizes)
 
-    (parts, one), ((ranks, first), (_, second)) = split("parts"), on_ranks(partial(split, "ranks"))
-    first, second = first[len(one) :], second[len(one) :]  # the ranks are forks of this process
-    assert len(one) == len(first) == len(second) == 3
-    assert any(len(sample) > 1 for sample in one)
+    def train_on_ranks() -> tuple[dict[str, Any], dict[str, Any], list[list[int]]]:
+        return run(*QUICK, *job, "run_name=whole-ranks"), *split("ranks")
+
+    parts, batches = split("parts")
+    (whole_ranks, ranks, first), (_, _, second) = on_ranks(train_on_ranks)
+    assert len(batches) == len(first) == len(second) == 3
+    assert any(len(sizes) > 1 for sizes in batches)
     assert any(len(here) != len(there) for here, there in zip(first, second, strict=True)), (first, second)
-    stock = load_file("runs/whole/model/model.safetensors")
-    for name, report in (("parts", parts), ("ranks", ranks)):
-        assert report["metrics"]["train_loss"] == pytest.approx(whole["metrics"]["train_loss"], rel=1e-5), name
+    for name, report, reference in (("parts", parts, whole), ("ranks", ranks, whole_ranks)):
+        assert report["metrics"]["train_loss"] == pytest.approx(reference["metrics"]["train_loss"], rel=1e-5), name
+        stock = load_file(f"runs/{reference['run_name']}/model/model.safetensors")
         assert_near(load_file(f"runs/{name}/model/model.safetensors"), stock, what=name)
         assert report["training"]["tokens"] == whole["training"]["tokens"], name
     assert "with at most 60 real tokens, chosen by the config" in summary_table(parts, "runs")
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_losses_are_read_early_and_equal_those_of_whole_batches() -> None:
+    job = [
+        "algorithms={unpadding: {}, fused_layers: {}, early_loss: {}}",
+        "model.dropout=0",
+        "trainer.max_duration=4ba",
+    ]
+    job += ["optimizer.eps=1e-3", "scheduler.name=constant", "export=false"]
+    whole, parts = run(*job, "run_name=whole"), run(*job, "trainer.microbatch_tokens=60", "run_name=parts")
+    assert parts["metrics"]["train_loss"] == pytest.approx(whole["metrics"]["train_loss"], rel=1e-3)
+    for name in ("unpadding", "fused_layers", "early_loss"):
+        assert parts["algorithms"][name]["engaged"], name
