@@ -127,7 +127,7 @@ class Family:
         name: The family's folder in transformers, which is its ``model_type`` except for hyphens.
         title: The name for documentation and messages.
         encoder: The class that runs the blocks and receives the attention mask.
-        blocks: The encoder's attribute that lists the blocks, each once, even if it runs several times.
+        blocks: Path of the encoder's list of the blocks, each once, even if it runs several times.
         layer: The class of a block.
         attention: The class of a block's attention module, if ``packed_attention`` replaces it.
         embeddings: The class that turns token ids into the first hidden state.
@@ -154,9 +154,9 @@ class Family:
         block_flops: Config and real tokens of each row, int64 (rows,) → FLOPs of one forward pass through all blocks;
             None for those of :func:`.flops.block_flops`.
         hidden, inner, heads, embedding: Keys of config.json: widths, and the number of attention heads.
-        activation: Key of the feed-forward layer's activation.
+        activation: Key of the feed-forward layer's activation; None if it always is the exact GELU.
         attention_dropout, attention_output_dropout, hidden_dropout: Keys of the dropout probabilities of attention
-            weights, of the attention output (None: no dropout), and of the outputs of blocks and embeddings.
+            weights, of the attention output, and of the outputs of blocks and embeddings; None: no dropout.
     """
 
     name: str
@@ -184,10 +184,10 @@ class Family:
     inner: str = "intermediate_size"
     heads: str = "num_attention_heads"
     embedding: str = "hidden_size"
-    activation: str = "hidden_act"
+    activation: str | None = "hidden_act"
     attention_dropout: str = "attention_probs_dropout_prob"
     attention_output_dropout: str | None = "hidden_dropout_prob"
-    hidden_dropout: str = "hidden_dropout_prob"
+    hidden_dropout: str | None = "hidden_dropout_prob"
 
     def has(self, role: str, kind: type) -> bool:
         """Whether a class is exactly the family's ``"encoder"``, ``"layer"``, ``"attention"`` or ``"embeddings"``
@@ -247,7 +247,8 @@ def config_value(config: Any, key: str, default: Any = None) -> Any:
     """
     known = family_named(str(getattr(config, "model_type", "")))
     for family in families() if known is None else [known]:
-        value = getattr(config, getattr(family, key), None)
+        name = getattr(family, key)
+        value = None if name is None else getattr(config, name, None)
         if value is not None:
             return value
     return default
@@ -262,6 +263,7 @@ def kernel_shape(config: Mapping[str, Any]) -> Shape:
     family = family_named(config["model_type"])
     if family is None or family.layer_modules is None or family.gated or family.position_table is not None:
         raise KeyError(config["model_type"])
+    assert family.hidden_dropout is not None
     dropped = family.attention_output_dropout
     return Shape(
         hidden=config[family.hidden],

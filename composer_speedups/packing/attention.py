@@ -74,7 +74,8 @@ def unpadded_attention(
 
     Args:
         module: The attention module.
-        query, key, value: (1, A, T, D) with a layout, otherwise (B, A, S, D).
+        query, key, value: (1, A, T, D) with a layout, otherwise (B, A, S, D). Keys and values may have fewer heads,
+            each for several consecutive heads of queries.
         attention_mask: Not used with a layout.
         dropout: Dropout probability of the attention weights.
         scaling: Scale of the scores; None for 1/√D.
@@ -97,6 +98,8 @@ def unpadded_attention(
         return attend(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)  # type: ignore[no-any-return]
     window = None if sliding_window is None else sliding_window - 1  # the largest distance on either side
     heads = query.shape[1]
+    if key.shape[1] != heads:
+        key, value = (x.repeat_interleave(heads // x.shape[1], 1) for x in (key, value))
     packed_TAD = [x.squeeze(0).transpose(0, 1) for x in (query, key, value)]
     if position_bias is None and supports_flash_attention(query.device, query.dtype, query.shape[-1]):
         out_TAD = torch.ops.aten._flash_attention_forward(
