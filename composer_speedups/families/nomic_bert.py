@@ -1,4 +1,4 @@
-"""NomicBERT: BERT's post-norm blocks with rotary positions, gated feed-forward layers and no biases in their Linears."""
+"""NomicBERT: post-norm blocks with rotary positions and gated feed-forward layers, whose Linears have no biases."""
 
 from __future__ import annotations
 

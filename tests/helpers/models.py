@@ -114,6 +114,7 @@ def _config(family: Family, layers: int, dropout: float, attention_dropout: floa
         sizes = {"num_hidden_layers": layers, "num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 32}
         tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "mask_token_id": 3}
         settings = {"attention_dropout": attention_dropout, "intermediate_size": 64, "classifier_pooling": "bos"}
+        settings |= {"tie_word_embeddings": True}
         return EuroBertConfig(**common, **sizes, **tokens, **settings)
     if family == "t5":
         sizes = {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_heads": 2, "num_layers": layers, "vocab_size": VOCABULARY}

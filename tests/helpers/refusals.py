@@ -119,7 +119,7 @@ REFUSALS = (
     ),
     Refusal(
         ("fused_layers",),
-        r"^fused_layers cannot fuse any layer: .* supports the layers of .* and this model's are JinaEmbeddingsV3Layer$",
+        r"^fused_layers cannot fuse any layer: .* and this model's are JinaEmbeddingsV3Layer$",
         "its kernels do not support rotary positions in post-norm layers",
         families=("jina_embeddings_v3",),
     ),
