@@ -138,7 +138,7 @@ class Family:
             support the block.
         position_table: For disentangled attention: block and relative embeddings (P, H) → keys and queries of relative
             positions (P, 2·A·D). None for other kinds of attention.
-        position_bias: Whether attention adds a bias between slots to the scores.
+        position_bias: Whether attention adds a bias by distance to the scores, as a :class:`.PositionBias`.
         refuses: Encoder → the reason why it cannot run on packed tokens; None if it can.
         gated: Whether blocks have pre-norms, rotary positions and a gated feed-forward layer.
         dropouts: Block → for each of :class:`DropoutRates`, the module whose mode decides and the module with the

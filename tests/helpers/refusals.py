@@ -193,5 +193,5 @@ def left_padded(family: str, head: str) -> Iterator[str]:
         yield "left padding"
     if head == "pooling":  # the labels are its own module's, so that the row may have one
         yield "a row of padding"
-    if family in ("modernbert", "deberta_v2"):  # a hole moves tokens into others' windows, and changes distances
+    if family in ("modernbert", "deberta_v2", "mpnet", "t5"):  # a hole changes distances, and who is in a window
         yield "holes"
