@@ -138,6 +138,7 @@ class Family:
             support the block.
         position_table: For disentangled attention: block and relative embeddings (P, H) → keys and queries of relative
             positions (P, 2·A·D). None for other kinds of attention.
+        rotary: Whether post-norm blocks rotate queries and keys by their positions.
         position_bias: Whether attention adds a bias by distance to the scores, as a :class:`.PositionBias`.
         refuses: Encoder → the reason why it cannot run on packed tokens; None if it can.
         gated: Whether blocks have pre-norms, rotary positions and a gated feed-forward layer.
@@ -171,6 +172,7 @@ class Family:
     layer_modules: Callable[[Any], Any] | None = None
     gated: bool = False
     position_table: Callable[[Any, Tensor], Tensor] | None = None
+    rotary: bool = False
     position_bias: bool = False
     refuses: Callable[[Any], str | None] = lambda _: None
     dropouts: Callable[[Any], list[tuple[nn.Module, nn.Dropout] | None]] | None = None
@@ -261,7 +263,9 @@ def kernel_shape(config: Mapping[str, Any]) -> Shape:
         KeyError: The family has no fused kernels, or a key is missing.
     """
     family = family_named(config["model_type"])
-    if family is None or family.layer_modules is None or family.gated or family.position_table is not None:
+    if family is None or family.layer_modules is None:
+        raise KeyError(config["model_type"])
+    if family.gated or family.rotary or family.position_table is not None:
         raise KeyError(config["model_type"])
     assert family.hidden_dropout is not None
     dropped = family.attention_output_dropout
@@ -274,4 +278,5 @@ def kernel_shape(config: Mapping[str, Any]) -> Shape:
         output=config[family.hidden_dropout],
         embedding=config[family.embedding],
         embedded=config[family.hidden_dropout],
+        biased=family.position_bias,
     )

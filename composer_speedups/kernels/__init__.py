@@ -8,9 +8,11 @@ The same seed drops the same numbers, so pass the forward pass's seed to the bac
 
 =================================== =================================================================================
 ``attention.attention_forward``     qkv (T, 3·H), cu_seqlens int32 (R + 1,) → out (T, H), logs float32 (A, T);
-                                    ``window`` limits the distance of the attended tokens to either side
+                                    ``window`` limits the distance of the attended tokens to either side; ``bias``,
+                                    float32 (A, 2·L + 1), is added to the scores by distance
 ``attention.attention_backward``    gradient of out, and the above → gradient of qkv (T, 3·H), and partial sums of it
-                                    over tokens (P, 3·H)
+                                    over tokens (P, 3·H); ``grad_bias`` receives the gradient of ``bias``
+``biased_attention.attend``         attention with a bias by distance, with autograd
 ``disentangled_attention.``         DeBERTa's attention: ``disentangled_forward`` and ``disentangled_backward`` also
                                     have a table of positions (P, 2·H) with a gradient; ``attend`` is the autograd
                                     operator
@@ -74,6 +76,7 @@ class Shape(NamedTuple):
         attention_weights, attention, output: Dropout of a layer's attention weights, attention output and output.
         embedding: Width of the embeddings.
         embedded: Dropout of the embeddings' output.
+        biased: Whether attention has a bias by distance.
     """
 
     hidden: int
@@ -84,3 +87,4 @@ class Shape(NamedTuple):
     output: float
     embedding: int
     embedded: float
+    biased: bool = False

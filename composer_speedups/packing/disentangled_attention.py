@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from composer_speedups.packing.attention import pack_heads, real_keys, repad, supports_triton_attention
 from composer_speedups.packing.tokens import TokenLayout
 
-__all__ = ["Relative", "disentangled_attention", "first_tokens_attention", "position_scores"]
+__all__ = ["Relative", "disentangled_attention", "first_tokens_disentangled_attention", "position_scores"]
 
 
 class Relative(NamedTuple):
@@ -59,7 +59,7 @@ def disentangled_attention(
     return pack_heads(_attention(queries, keys, values, bias_BASS, layout, dropout), layout)
 
 
-def first_tokens_attention(
+def first_tokens_disentangled_attention(
     query_BAD: Tensor, key_BASD: Tensor, value_BASD: Tensor, positions: Tensor, relative: Relative, dropout: float
 ) -> Tensor:
     """The attention output of each row's first token only, (B, A·D)."""

@@ -89,12 +89,6 @@ REFUSALS = (
     ),
     Refusal(
         ("fused_layers",),
-        r"^fused_layers cannot fuse any layer: .* supports the layers of .* and this model's are MPNetLayer$",
-        "its attention kernel does not support a relative position bias",
-        families=("mpnet",),
-    ),
-    Refusal(
-        ("fused_layers",),
         r"^fused_layers cannot fuse any layer: .* supports the layers of .* and this model's are T5Block$",
         "its kernels do not support pre-norm layers without biases and with a relative position bias",
         families=("t5",),
@@ -116,12 +110,6 @@ REFUSALS = (
         r"^fused_layers cannot fuse any layer: .* supports the layers of .* and this model's are NomicBertLayer$",
         "its kernels do not support SiLU and post-norm layers with a gate",
         families=("nomic_bert",),
-    ),
-    Refusal(
-        ("fused_layers",),
-        r"^fused_layers cannot fuse any layer: .* and this model's are JinaEmbeddingsV3Layer$",
-        "its kernels do not support rotary positions in post-norm layers",
-        families=("jina_embeddings_v3",),
     ),
     Refusal(
         ("fast_layernorm",),

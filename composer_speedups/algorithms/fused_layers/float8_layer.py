@@ -11,6 +11,7 @@ from __future__ import annotations
 from enum import IntEnum, auto
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from composer_speedups.algorithms.fused_layers.layer import (
@@ -66,6 +67,7 @@ def float8_layer(
     cu_seqlens: Tensor,
     longest: int,
     scales: Tensor,
+    bias: Tensor | None = None,
     *,
     learn: bool,
 ) -> Tensor:
@@ -76,10 +78,11 @@ def float8_layer(
         modules, rates: The layer's modules, whose widths are multiples of 16, and dropout rates.
         cu_seqlens, longest: See :class:`~composer_speedups.packing.tokens.TokenLayout`.
         scales: One row per operand of :data:`OPERANDS`, from :func:`~composer_speedups.kernels.float8.new_scales`.
+        bias: See :func:`.fused_layer`.
         learn: Record this pass's magnitudes in ``scales``, for the next pass.
     """
     begun = begin_scales(scales, _GRADIENTS, keep=learn)
-    return _Float8Layer.apply(x_TH, cu_seqlens, longest, modules, rates, begun, *modules.parameters())
+    return _Float8Layer.apply(x_TH, cu_seqlens, longest, modules, rates, begun, bias, *modules.parameters())
 
 
 class _Float8Layer(FirstDerivative):
@@ -94,9 +97,11 @@ class _Float8Layer(FirstDerivative):
         modules: LayerModules,
         rates: DropoutRates,
         scales: Tensor,
+        bias: Tensor | None,
         *parameters: Tensor,
     ) -> Tensor:
         x, dtype = x.contiguous(), x.dtype
+        bias = None if bias is None else bias.contiguous()
         rows = scales[_Row.QKV_WEIGHT : _Row.DOWN_WEIGHT + 1]
         weights, turned = cast_weights([parameters[i] for i in (0, 2, 4, 6, 10, 12)], rows.unbind())
         qkv_w, out_w, up_w, down_w = weights
@@ -106,7 +111,7 @@ class _Float8Layer(FirstDerivative):
         qkv = scaled_product(cast_float8(x, scales[_Row.X]), qkv_w, dtype, qkv_b)
         attended8 = Float8.like(x, ACTIVATION, scales[_Row.ATTENDED])
         attended, logs = attention_forward(
-            qkv, cu, longest, modules.heads, rates.attention_weights, seeds[0], operand=attended8
+            qkv, cu, longest, modules.heads, rates.attention_weights, seeds[0], operand=attended8, bias=bias
         )
         summed1 = scaled_product(attended8, out_w, dtype, out_b)
         eps = modules.attention_norm.eps, modules.output_norm.eps
@@ -118,7 +123,7 @@ class _Float8Layer(FirstDerivative):
         summed2 = scaled_product(gelu_float8(up, scales[_Row.ACTIVATED]), down_w, dtype, down_b)
         out, summed2, stats2 = add_norm_forward(summed2, hidden, norm2_w, norm2_b, eps[1], rates.output, seeds[2])
         ctx.save_for_backward(
-            x, qkv, attended, logs, summed1, stats1, up, summed2, stats2, cu, *seeds, norm1_w, norm1_b, norm2_w,
+            x, qkv, attended, logs, summed1, stats1, up, summed2, stats2, cu, *seeds, norm1_w, norm1_b, norm2_w, bias,
             *(weight.values for weight in turned),
         )  # fmt: skip
         ctx.longest, ctx.rates, ctx.scales = longest, rates, scales
@@ -130,7 +135,7 @@ class _Float8Layer(FirstDerivative):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         (x, qkv, attended, logs, summed1, stats1, up, summed2, stats2, cu, seed0, seed1, seed2,
-         norm1_w, norm1_b, norm2_w, *turned) = ctx.saved_tensors  # fmt: skip
+         norm1_w, norm1_b, norm2_w, bias, *turned) = ctx.saved_tensors  # fmt: skip
         qkv_w, out_w, up_w, down_w = map(Float8, turned, ctx.weight_scales)
         rates, scales, dtype = ctx.rates, ctx.scales, x.dtype
 
@@ -154,10 +159,12 @@ class _Float8Layer(FirstDerivative):
         del d_up, d_up8, hidden, d_hidden, more
         d_out_w = weight_gradient(d_out, attended, ctx.dtypes[6])
         d_attended, d_qkv8 = scaled_product(d_out8, out_w, dtype), operand(qkv, _Row.D_QKV)
+        d_bias = None if bias is None else torch.empty_like(bias)
+        attention_inputs = (attended, logs, cu, ctx.longest, rates.attention_weights, seed0)
         d_qkv, sums_qkv = attention_backward(
-            d_attended, qkv, attended, logs, cu, ctx.longest, rates.attention_weights, seed0, operand=d_qkv8
+            d_attended, qkv, *attention_inputs, operand=d_qkv8, bias=bias, grad_bias=d_bias
         )
         d_weights = weight_gradient(d_qkv, x, ctx.dtypes[0]), d_out_w, d_up_w, d_down_w
         gradients = parameter_gradients(ctx.dtypes, d_weights, (sums2, sums_up, sums1, sums_qkv))
         d_x += scaled_product(d_qkv8, qkv_w, dtype)
-        return d_x, None, None, None, None, None, *gradients
+        return d_x, None, None, None, None, None, d_bias, *gradients

@@ -11,10 +11,12 @@ from transformers import PreTrainedModel
 
 from composer_speedups.algorithms.fused_layers.first_tokens import compute_all_tokens, compute_first_tokens
 from composer_speedups.algorithms.fused_layers.modules import (
+    FusedBiasedLayer,
     FusedDisentangledLayer,
     FusedEmbeddings,
     FusedGatedLayer,
     FusedLayer,
+    FusedRotaryLayer,
 )
 from composer_speedups.core.requirements import needs_triton, require, unsuitable_device
 from composer_speedups.core.stock import Untouched, built_on_meta, differences
@@ -182,7 +184,7 @@ def check_float8(layers: Iterable[Any]) -> None:
     """
     for layer in layers:
         family = family_of(type(layer))
-        if family is not None and (family.gated or family.position_table is not None):
+        if family is not None and (family.gated or family.rotary or family.position_table is not None):
             raise ValueError(f"precision='fp8' supports BERT's layers and similar ones, not {type(layer).__name__}")
         reason = unsuitable_device(next(layer.parameters()).device, "precision='fp8'", _FLOAT8_CAPABILITY)
         if reason is not None:
@@ -232,7 +234,7 @@ def _has_role(role: str, module: nn.Module) -> bool:
     family = family_of(type(module))
     if family is None or family.layer_modules is None:
         return False
-    if role == "embeddings" and (family.gated or family.position_table is not None):
+    if role == "embeddings" and (family.gated or family.rotary or family.position_table is not None):
         return False
     return family.has(role, type(module))
 
@@ -242,6 +244,10 @@ def _layer_mixin(layer: nn.Module) -> type[FusedLayer]:
     assert family is not None
     if family.position_table is not None:
         return FusedDisentangledLayer
+    if family.position_bias:
+        return FusedBiasedLayer
+    if family.rotary:
+        return FusedRotaryLayer
     return FusedGatedLayer if family.gated else FusedLayer
 
 
@@ -252,7 +258,7 @@ def _unsupported(config: Any, layer: nn.Module) -> str | None:
     activation = config_value(config, "activation")
     if activation != "gelu":
         return f"fused_layers supports the exact GELU, and this model's activation is {activation!r}"
-    size = config.hidden_size // config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if size not in _HEAD_SIZES:
         return f"fused_layers supports heads of {', '.join(map(str, _HEAD_SIZES))} units, and these have {size}"
     family = family_of(type(layer))

@@ -22,6 +22,7 @@ from composer_speedups.algorithms.fused_layers.modules import (
     FusedEmbeddings,
     FusedGatedLayer,
     FusedLayer,
+    FusedRotaryLayer,
     modules_shape,
 )
 from composer_speedups.core.parity_checked_technique import ParityCheckedTechnique
@@ -112,8 +113,9 @@ class FusedLayers(ParityCheckedTechnique):
     def engage(self, state: State) -> dict[str, Any]:
         with self.refusals():
             self.reapply(state)
-        device, other = device_of(state), isinstance(self._layers[0], FusedGatedLayer | FusedDisentangledLayer)
-        if device.type == "cuda" and not other:  # compile_ahead supports only layers like BERT's
+        others = FusedGatedLayer | FusedRotaryLayer | FusedDisentangledLayer
+        device = device_of(state)
+        if device.type == "cuda" and not isinstance(self._layers[0], others):  # compile_ahead has no kernels for them
             from composer_speedups.kernels.compile_ahead import compile_ahead
 
             dtype = torch.float16 if state.precision == Precision.AMP_FP16 else torch.bfloat16

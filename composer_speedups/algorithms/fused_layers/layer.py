@@ -1,8 +1,9 @@
 """An encoder layer of BERT's kind as one autograd function; its forward pass is four matmuls and four kernels.
 
-DeBERTa's layers have another attention kernel.
+DeBERTa's layers have another attention kernel, MPNet's a bias in its attention, and Jina's rotary positions.
 
-Shapes: T packed tokens, H hidden units, F feed-forward units, A heads.
+Shapes: T packed tokens, H hidden units, F feed-forward units, A heads, D units per head, L a bound on the length of a
+row.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from composer_speedups.kernels.dropout import draw_seeds
 from composer_speedups.kernels.first_derivative import FirstDerivative
 from composer_speedups.kernels.gelu import gelu_backward, gelu_forward
 from composer_speedups.kernels.norm import add_norm_backward, add_norm_forward
+from composer_speedups.kernels.rotary import rotate
 from composer_speedups.kernels.sums import partial_sums, totals
 
 NO_SECOND_DERIVATIVE = (
@@ -27,15 +29,26 @@ NO_SECOND_DERIVATIVE = (
 )
 
 
-def fused_layer(x_TH: Tensor, modules: LayerModules, rates: DropoutRates, cu_seqlens: Tensor, longest: int) -> Tensor:
+def fused_layer(
+    x_TH: Tensor,
+    modules: LayerModules,
+    rates: DropoutRates,
+    cu_seqlens: Tensor,
+    longest: int,
+    bias: Tensor | None = None,
+    angles: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
     """Compute the layer's output (T, H) for packed tokens on a GPU.
 
     Args:
         x_TH: The layer's input, bf16 or fp16. Matmuls have its dtype; sums and statistics are float32.
         modules, rates: The layer's modules and dropout rates.
         cu_seqlens, longest: See :class:`~composer_speedups.packing.tokens.TokenLayout`.
+        bias: Added to the scaled scores by distance, float32 (A, 2·L + 1); it gets a gradient. None adds nothing.
+        angles: Cosines and sines of the angles by which queries and keys are rotated, (T, D) each, or None.
     """
-    return _Layer.apply(x_TH, cu_seqlens, longest, modules, rates, None, None, *modules.parameters())
+    positions = (None, None, bias, *(angles or (None, None)))
+    return _Layer.apply(x_TH, cu_seqlens, longest, modules, rates, *positions, *modules.parameters())
 
 
 def disentangled_layer(
@@ -52,7 +65,8 @@ def disentangled_layer(
     For ``positions`` (P, 2·H), which get a gradient, and ``entries``, see
     :func:`~composer_speedups.kernels.disentangled_attention.disentangled_forward`.
     """
-    return _Layer.apply(x_TH, cu_seqlens, longest, modules, rates, positions, entries, *modules.parameters())
+    given = (positions, entries, None, None, None)
+    return _Layer.apply(x_TH, cu_seqlens, longest, modules, rates, *given, *modules.parameters())
 
 
 class _Layer(FirstDerivative):
@@ -68,16 +82,22 @@ class _Layer(FirstDerivative):
         rates: DropoutRates,
         positions: Tensor | None,
         entries: Tensor | None,
+        bias: Tensor | None,
+        cos: Tensor | None,
+        sin: Tensor | None,
         *parameters: Tensor,
     ) -> Tensor:
         x = x.contiguous()
+        bias, cos, sin = (None if given is None else given.contiguous() for given in (bias, cos, sin))
         (qkv_w, out_w, up_w, down_w), (qkv_b, out_b, up_b, down_b) = products(parameters, x.dtype)
         norm1_w, norm1_b, norm2_w, norm2_b = (parameters[i] for i in (8, 9, 14, 15))
         seeds = draw_seeds(3, x.device, dropout=any(rates))
         qkv = torch.addmm(qkv_b, x, qkv_w.t())
+        if cos is not None and sin is not None:
+            rotate(qkv, cos, sin, modules.heads)
         attention_inputs = (cu, longest, modules.heads, rates.attention_weights, seeds[0])
         if positions is None or entries is None:
-            attended, logs = attention_forward(qkv, *attention_inputs)
+            attended, logs = attention_forward(qkv, *attention_inputs, bias=bias)
         else:
             attended, logs = disentangled_forward(qkv, positions, entries, *attention_inputs)
         summed1 = torch.addmm(out_b, attended, out_w.t())
@@ -88,16 +108,17 @@ class _Layer(FirstDerivative):
         out, summed2, stats2 = add_norm_forward(summed2, hidden, norm2_w, norm2_b, eps[1], rates.output, seeds[2])
         ctx.save_for_backward(
             x, qkv, attended, logs, summed1, stats1, up, summed2, stats2, cu, *seeds,
-            qkv_w, out_w, up_w, down_w, norm1_w, norm1_b, norm2_w, positions, entries,
+            qkv_w, out_w, up_w, down_w, norm1_w, norm1_b, norm2_w, positions, entries, bias, cos, sin,
         )  # fmt: skip
-        ctx.longest, ctx.rates = longest, rates
+        ctx.longest, ctx.rates, ctx.heads = longest, rates, modules.heads
         ctx.dtypes = [p.dtype for p in parameters]
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         (x, qkv, attended, logs, summed1, stats1, up, summed2, stats2, cu, seed0, seed1, seed2,
-         qkv_w, out_w, up_w, down_w, norm1_w, norm1_b, norm2_w, positions, entries) = ctx.saved_tensors  # fmt: skip
+         qkv_w, out_w, up_w, down_w, norm1_w, norm1_b, norm2_w, positions, entries, bias, cos, sin
+        ) = ctx.saved_tensors  # fmt: skip
         rates = ctx.rates
         # Without dropout, the first two gradients of a norm are the same tensor, so it is added to only after the
         # matmuls that read it.
@@ -114,9 +135,13 @@ class _Layer(FirstDerivative):
         del d_up, hidden
         d_out_w = weight_gradient(d_out, attended, ctx.dtypes[6])
         d_attended, d_positions = torch.mm(d_out, out_w), None
+        d_bias = None if bias is None else torch.empty_like(bias)
         attention_inputs = (attended, logs, cu, ctx.longest, rates.attention_weights, seed0)
         if positions is None:
-            d_qkv, sums_qkv = attention_backward(d_attended, qkv, *attention_inputs)
+            d_qkv, sums_qkv = attention_backward(d_attended, qkv, *attention_inputs, bias=bias, grad_bias=d_bias)
+            if cos is not None:
+                rotate(d_qkv, cos, sin, ctx.heads, back=True)
+                sums_qkv = partial_sums(d_qkv)
         else:
             d_qkv, d_positions = disentangled_backward(d_attended, qkv, positions, entries, *attention_inputs)
             d_positions = d_positions.to(positions.dtype)
@@ -124,7 +149,7 @@ class _Layer(FirstDerivative):
         d_weights = weight_gradient(d_qkv, x, ctx.dtypes[0]), d_out_w, d_up_w, d_down_w
         gradients = parameter_gradients(ctx.dtypes, d_weights, (sums2, sums_up, sums1, sums_qkv))
         d_x.addmm_(d_qkv, qkv_w)
-        return d_x, None, None, None, None, d_positions, None, *gradients
+        return d_x, None, None, None, None, d_positions, None, d_bias, None, None, *gradients
 
 
 def products(parameters: Sequence[Tensor], dtype: torch.dtype, kinds: Sequence[int] = (0, 1)) -> list[list[Tensor]]:
