@@ -120,11 +120,12 @@ def attention_backward(
     written = (grad, partial, *(operand or (grad, seed)))
     _attention_query_gradients[(blocks, heads, rows)](
         grad_out, qkv, out, logs, delta, bits, *written, by_block, cu_seqlens, seed, *common,
-        **constants, **_options(_QUERIES, size),
+        **constants, **_options(_QUERIES, size, limited=bias is None),
     )  # fmt: skip
     _attention_key_gradients[(blocks, heads, rows)](
-        grad_out, qkv, logs, delta, bits, *written, cu_seqlens, *common, **constants, **_options(_KEYS, size)
-    )
+        grad_out, qkv, logs, delta, bits, *written, cu_seqlens, *common, **constants,
+        **_options(_KEYS, size, limited=bias is None),
+    )  # fmt: skip
     if operand is not None:
         settle(operand, grad)
     if bias is not None:
@@ -138,9 +139,11 @@ def _unscaled(bias: Tensor | None, scale: float, unused: Tensor) -> Tensor:
     return unused if bias is None else bias / scale
 
 
-def _options(options: dict[str, int], size: int) -> dict[str, int]:
-    """Return a kernel's constants; wide heads need more registers than the limits allow."""
-    return options if size <= 64 else {name: value for name, value in options.items() if name != "maxnreg"}
+def _options(options: dict[str, int], size: int, *, limited: bool = True) -> dict[str, int]:
+    """Return a kernel's constants; wide heads, and the backward pass with a bias, need more registers than the limits
+    allow."""
+    limited = limited and size <= 64
+    return options if limited else {name: value for name, value in options.items() if name != "maxnreg"}
 
 
 def _window(window: int | None) -> int:
@@ -294,13 +297,13 @@ def _attention_query_gradients(
         if DROPOUT:
             bits = mix_bits(row_bits[:, None], spread_bits(keys)[None, :])
             grad_weights = tl.where(bits >= threshold, grad_weights, 0.0)
-        grad_scores = weights * (grad_weights - delta[:, None])
-        grad += tl.dot(grad_scores.to(k.dtype), k)
+        grad_scores = (weights * (grad_weights - delta[:, None])).to(k.dtype)
+        grad += tl.dot(grad_scores, k)
         if BIAS:
             # Column e of the turned block has the pairs at distance first - begin - e, and below them those at ROWS
             # more. The latter complete the distances of the former in the block of keys before.
             diagonal = local[:, None] + local[None, :]
-            turned = tl.gather(grad_scores, diagonal % ROWS, 1)
+            turned = tl.gather(grad_scores, diagonal % ROWS, 1).to(tl.float32)
             finished = unfinished + tl.sum(tl.where(diagonal >= ROWS, turned, 0.0), 0)
             unfinished = tl.sum(tl.where(diagonal < ROWS, turned, 0.0), 0)
             _store_by_distance(by_block_ptr, first - begin + ROWS - local, finished, longest)

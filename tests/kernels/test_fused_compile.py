@@ -115,6 +115,14 @@ def attention(dropout: float, dtype: torch.dtype) -> None:
     attention_backward(out, qkv, out, torch.zeros(12, 256), CU, 256, dropout, SEED)
 
 
+def biased_attention(dropout: float, dtype: torch.dtype) -> None:
+    qkv, out = tokens(256, 3 * HIDDEN, dtype=dtype), tokens(256, HIDDEN, dtype=dtype)
+    bias = torch.zeros(12, 2 * 256 + 1)
+    attention_forward(qkv, CU, 256, 12, dropout, SEED, bias=bias)
+    inputs = out, qkv, out, torch.zeros(12, 256), CU, 256, dropout, SEED
+    attention_backward(*inputs, bias=bias, grad_bias=torch.zeros_like(bias))
+
+
 def first_token(
     dropout: float, dtype: torch.dtype, rows: int = 2, hidden: int = HIDDEN, heads: int = 12, cu: Tensor = CU
 ) -> None:
@@ -165,7 +173,9 @@ def embeddings(
 
 
 # Number of launches
-LAUNCHES = {norms: 3, attention: 3, first_token: 2, gelu: 4, embeddings: 2, float8: 21, adamw: 1}
+LAUNCHES = {
+    norms: 3, attention: 3, biased_attention: 3, first_token: 2, gelu: 4, embeddings: 2, float8: 21, adamw: 1,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -209,26 +219,27 @@ def test_every_launch_compiles_and_spills_no_registers(
 @pytest.mark.parametrize("dropouts", [DropoutRates(0.1, 0.1, 0.1), DropoutRates(0.1, 0.0, 0.6)])
 @pytest.mark.parametrize("rows", [1, 5])
 @pytest.mark.parametrize("in_float8", [False, True])
+@pytest.mark.parametrize("biased", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_every_launch_of_a_model_is_compiled_ahead(
-    dropouts: DropoutRates, rows: int, in_float8: bool, launched: list[Launch]
+    dropouts: DropoutRates, rows: int, in_float8: bool, biased: bool, launched: list[Launch]
 ) -> None:
     hidden, heads = 192, 3  # a quarter of BERT-base, whose matmuls take ten seconds on a CPU in bf16
     sizes = {"hidden_size": hidden, "intermediate_size": 4 * hidden, "num_attention_heads": heads}
     config = BertConfig(vocab_size=64, num_hidden_layers=1, **sizes)
     modules = bert.FAMILY.layer_modules(BertModel(config).encoder.layer[0])  # type: ignore[misc]
-    shape = Shape(hidden, 4 * hidden, heads, *dropouts, embedding=hidden, embedded=0.1)
+    shape = Shape(hidden, 4 * hidden, heads, *dropouts, embedding=hidden, embedded=0.1, biased=biased)
     for some in launches(shape, torch.bfloat16, torch.device("cpu"), float8=in_float8):
         for launch in some:
             launch()
     ahead = {launch.key() for launch in launched}
     launched.clear()
     x, cu = tokens(512, hidden).requires_grad_(), torch.tensor([0, 300, 512], dtype=torch.int32)
-    scales = new_scales(len(OPERANDS))
+    scales, bias = new_scales(len(OPERANDS)), torch.zeros(heads, 2 * 512 + 1) if biased else None
 
     def layer(rates: DropoutRates, *, learn: bool) -> Tensor:
         if in_float8:
-            return float8_layer(x, modules, rates, cu, 512, scales, learn=learn)
-        return fused_layer(x, modules, rates, cu, 512)
+            return float8_layer(x, modules, rates, cu, 512, scales, bias, learn=learn)
+        return fused_layer(x, modules, rates, cu, 512, bias)
 
     layer(dropouts, learn=True).backward(tokens(512, hidden))
     embeddings(0.1, torch.bfloat16, rows, (0, 1), hidden)
