@@ -6,20 +6,26 @@ TRITON_INTERPRET=1, or on a GPU.
 
 from __future__ import annotations
 
+import copy
 import sys
 from itertools import pairwise
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
-from composer_speedups import apply_unpadding
+from composer_speedups import apply_fused_layers, apply_unpadding
 from composer_speedups.algorithms.fused_layers.layer import fused_layer
+from composer_speedups.algorithms.fused_layers.modules import FusedPositionedLayer
 from composer_speedups.families.family import DropoutRates, family_named
 from composer_speedups.kernels.attention import attention_backward, attention_forward
 from composer_speedups.kernels.biased_attention import attend
+from composer_speedups.packing import attention
 from composer_speedups.packing.attention import PositionBias
+from composer_speedups.packing.encoder import unpadded_encoders
 from composer_speedups.packing.tokens import lay_out_tokens
+from tests.helpers.common import batch
 from tests.helpers.models import tiny_model
 from tests.reference.fused_kernels import DEVICE, kept_weights, near, random, seed
 
@@ -129,6 +135,33 @@ def layers(name: Any) -> None:
         near(f"{name} layer, {what}", ours, theirs)
 
 
+def models(name: Any, *, fused: bool) -> None:
+    """Compare the loss and gradients of a whole model with the untouched one's. Its layers share the bias's table."""
+    stock = tiny_model(name, "tokens").to(DEVICE).train()
+    ours = copy.deepcopy(stock)
+    apply_unpadding(ours, 1, check="never")
+    if fused:
+        apply_fused_layers(ours)
+    inputs = {key: value.to(DEVICE) for key, value in batch([70, 5, 37, 1]).items()}
+    inputs["labels"] = (inputs["input_ids"] % 2).masked_fill(inputs["attention_mask"] == 0, -100)
+    with patch.object(attention, "supports_triton_attention", lambda *_: True):
+        # the kernels, in float32 and also on a CPU
+        with patch.object(
+            FusedPositionedLayer, "_fused", lambda self, x, bias, **_: self.with_positions(x, bias, x.dtype)
+        ):
+            losses = [model(**inputs).loss for model in (ours, stock)]
+    assert {encoder.ran for encoder in unpadded_encoders(ours)} == {"unpadded"}
+    near(f"{name}'s loss, {'fused' if fused else 'unpadded'}", *losses)
+    for loss in losses:
+        loss.backward()
+    expected = dict(stock.named_parameters())
+    for parameter_name, parameter in ours.named_parameters():
+        if (parameter.grad is None) != (expected[parameter_name].grad is None):
+            raise AssertionError(parameter_name)
+        if parameter.grad is not None:
+            near(f"the gradient of {parameter_name}", parameter.grad, expected[parameter_name].grad)
+
+
 def main() -> int:
     torch.manual_seed(0)
     for dropout, heads, size, scale in ((0.0, 2, 16, None), (0.3, 2, 16, None), (0.0, 1, 64, 1.0)):
@@ -138,6 +171,9 @@ def main() -> int:
     operators()
     for name in ("mpnet", "jina_embeddings_v3"):
         layers(name)
+    models("mpnet", fused=False)
+    models("mpnet", fused=True)
+    models("t5", fused=False)
     return 0
 
 
