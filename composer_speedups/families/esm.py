@@ -8,12 +8,13 @@ Shapes: B rows, S slots per row, T packed tokens, H hidden units.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
 
-from composer_speedups.families.family import Family
+from composer_speedups.families.family import Family, LayerModules
 from composer_speedups.families.rotary import UnpaddedRotaryModel, packed_angles
 from composer_speedups.packing.call import CallPlan
 from composer_speedups.packing.tokens import TokenLayout, gather_tokens, mark_dynamic
@@ -54,6 +55,21 @@ class _UnpaddedEsm(UnpaddedRotaryModel):
         return BaseModelOutputWithPoolingAndCrossAttentions(last_hidden_state=hidden, pooler_output=pooled)
 
 
+def _modules(layer: Any) -> LayerModules:
+    attention = layer.attention.self
+    return LayerModules(
+        attention.query, attention.key, attention.value, layer.attention.output.dense, layer.attention.LayerNorm,
+        layer.intermediate.dense, layer.output.dense, layer.LayerNorm, attention.num_attention_heads,
+    )  # fmt: skip
+
+
+def _dropouts(layer: Any) -> list[Any]:
+    attention = layer.attention.self
+    weights = SimpleNamespace(p=attention.dropout)  # not a separate module
+    projected, out = layer.attention.output.dropout, layer.output.dropout
+    return [(attention, weights), (projected, projected), (out, out)]
+
+
 FAMILY = Family(
     name="esm",
     title="ESM-2",
@@ -62,6 +78,9 @@ FAMILY = Family(
     layer="EsmLayer",
     embeddings="EsmEmbeddings",
     query_and_value=("query", "value"),
+    layer_modules=_modules,
+    pre_norm=True,
+    dropouts=_dropouts,
     packed_encoder=_UnpaddedEsm,
     activation=None,
 )

@@ -66,7 +66,7 @@ def default_head_reads(model_class: str, config: Any) -> Reads:
 
 
 class LayerModules(NamedTuple):
-    """The modules of a post-norm block, and its number of attention heads."""
+    """The modules of a block without a gated feed-forward layer, and its number of attention heads."""
 
     query: nn.Linear
     key: nn.Linear
@@ -139,6 +139,7 @@ class Family:
         position_table: For disentangled attention: block and relative embeddings (P, H) → keys and queries of relative
             positions (P, 2·A·D). None for other kinds of attention.
         rotary: Whether post-norm blocks rotate queries and keys by their positions.
+        pre_norm: Whether blocks have pre-norms, but not a gated feed-forward layer.
         position_bias: Whether attention adds a bias by distance to the scores, as a :class:`.PositionBias`.
         refuses: Encoder → the reason why it cannot run on packed tokens; None if it can.
         gated: Whether blocks have pre-norms, rotary positions and a gated feed-forward layer.
@@ -173,6 +174,7 @@ class Family:
     gated: bool = False
     position_table: Callable[[Any, Tensor], Tensor] | None = None
     rotary: bool = False
+    pre_norm: bool = False
     position_bias: bool = False
     refuses: Callable[[Any], str | None] = lambda _: None
     dropouts: Callable[[Any], list[tuple[nn.Module, nn.Dropout] | None]] | None = None
@@ -190,6 +192,11 @@ class Family:
     attention_dropout: str = "attention_probs_dropout_prob"
     attention_output_dropout: str | None = "hidden_dropout_prob"
     hidden_dropout: str | None = "hidden_dropout_prob"
+
+    @property
+    def has_berts_layers(self) -> bool:
+        """Whether the fused kernels of BERT's layers and embeddings fit, with a bias by distance or without one."""
+        return not (self.gated or self.rotary or self.pre_norm or self.position_table is not None)
 
     def has(self, role: str, kind: type) -> bool:
         """Whether a class is exactly the family's ``"encoder"``, ``"layer"``, ``"attention"`` or ``"embeddings"``
@@ -265,7 +272,7 @@ def kernel_shape(config: Mapping[str, Any]) -> Shape:
     family = family_named(config["model_type"])
     if family is None or family.layer_modules is None:
         raise KeyError(config["model_type"])
-    if family.gated or family.rotary or family.position_table is not None:
+    if not family.has_berts_layers:
         raise KeyError(config["model_type"])
     assert family.hidden_dropout is not None
     dropped = family.attention_output_dropout

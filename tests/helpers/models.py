@@ -56,13 +56,8 @@ UNPADDED: tuple[Family, ...] = (*FAMILIES, "albert", "mpnet", "modernbert", "deb
 COPIES: tuple[Family, ...] = ("xlm_roberta", "camembert")  # RoBERTa's code by other names; tests/families has them
 EVERY: tuple[Family, ...] = (*UNPADDED, *COPIES)
 ENCODERS: tuple[Family, ...] = ("t5",)  # most of their heads are on a decoder; tests/families/test_t5.py has the others
-FUSED: tuple[Family, ...] = (
-    *FAMILIES,
-    "modernbert",
-    "deberta_v2",
-    "mpnet",
-    "jina_embeddings_v3",
-)  # whose layers fused_layers supports
+# whose layers fused_layers supports
+FUSED: tuple[Family, ...] = (*FAMILIES, "modernbert", "deberta_v2", "mpnet", "esm", "jina_embeddings_v3")
 HEADS: tuple[Head, ...] = ("classification", "mlm")  # one that reads a slot a row, and one that reads all
 
 _AUTO: dict[Head, Any] = {

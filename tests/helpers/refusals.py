@@ -95,12 +95,6 @@ REFUSALS = (
     ),
     Refusal(
         ("fused_layers",),
-        r"^fused_layers cannot fuse any layer: .* supports the layers of .* and this model's are EsmLayer$",
-        "its kernels do not support pre-norm layers with biases and without a gate",
-        families=("esm",),
-    ),
-    Refusal(
-        ("fused_layers",),
         r"^fused_layers cannot fuse any layer: .* supports the layers of .* and this model's are EuroBertDecoderLayer$",
         "its kernels do not support RMS norms, SiLU and keys that several heads share",
         families=("eurobert",),

@@ -41,6 +41,7 @@ from composer_speedups.kernels.float8 import (  # noqa: E402
 )
 from composer_speedups.kernels.gelu import gelu_backward, gelu_float8, gelu_forward  # noqa: E402
 from composer_speedups.kernels.norm import add_norm_backward, add_norm_forward  # noqa: E402
+from composer_speedups.kernels.pre_norm import pre_norm_backward, pre_norm_forward  # noqa: E402
 from composer_speedups.kernels.sums import partial_sums, totals  # noqa: E402
 from tests.helpers.exhaustive import others_exhaustive  # noqa: E402
 
@@ -109,6 +110,14 @@ def norms(dropout: float, dtype: torch.dtype) -> None:
         add_norm_backward(x, x, torch.zeros(2, 256), weight, dropout, SEED, bias)
 
 
+def pre_norms(dropout: float, dtype: torch.dtype) -> None:
+    width = 1280  # of ESM-2
+    residual, sublayer, weight = torch.zeros(256, width), tokens(256, width, dtype=dtype), torch.zeros(width)
+    pre_norm_forward(residual, sublayer, weight, 1e-5, dropout, SEED, dtype, weight)
+    statistics = torch.zeros(2, 256)
+    pre_norm_backward(sublayer, residual, residual, statistics, weight, dropout, SEED, weight, sublayer=True)
+
+
 def attention(dropout: float, dtype: torch.dtype) -> None:
     qkv, out = tokens(256, 3 * HIDDEN, dtype=dtype), tokens(256, HIDDEN, dtype=dtype)
     attention_forward(qkv, CU, 256, 12, dropout, SEED)
@@ -174,7 +183,7 @@ def embeddings(
 
 # Number of launches
 LAUNCHES = {
-    norms: 3, attention: 3, biased_attention: 3, first_token: 2, gelu: 4, embeddings: 2, float8: 21, adamw: 1,
+    norms: 3, pre_norms: 2, attention: 3, biased_attention: 3, first_token: 2, gelu: 4, embeddings: 2, float8: 21, adamw: 1,
 }  # fmt: skip
 
 

@@ -18,6 +18,8 @@ from torch import Tensor
 from composer_speedups import apply_fused_layers, apply_unpadding
 from composer_speedups.algorithms.fused_layers.layer import fused_layer
 from composer_speedups.algorithms.fused_layers.modules import FusedPositionedLayer
+from composer_speedups.algorithms.fused_layers.pre_norm_layer import pre_norm_layer
+from composer_speedups.families.blocks import repeated_blocks
 from composer_speedups.families.family import DropoutRates, family_named
 from composer_speedups.kernels.attention import attention_backward, attention_forward
 from composer_speedups.kernels.biased_attention import attend
@@ -27,7 +29,7 @@ from composer_speedups.packing.encoder import unpadded_encoders
 from composer_speedups.packing.tokens import lay_out_tokens
 from tests.helpers.common import batch
 from tests.helpers.models import tiny_model
-from tests.reference.fused_kernels import DEVICE, kept_weights, near, random, seed
+from tests.reference.fused_kernels import DEVICE, check_slopes, kept_weights, near, random, seed
 
 LENGTHS = [5, 0, 70, 1, 37, 130]
 LONGEST = 192
@@ -111,19 +113,22 @@ def layers(name: Any) -> None:
     family = family_named(name)
     assert family is not None
     assert family.layer_modules is not None
-    layer = (model.mpnet.encoder.layer if name == "mpnet" else model.roberta.layers)[0]
+    layer: Any = next(iter(repeated_blocks(model).values()))
     mask = torch.arange(max(LENGTHS), device=DEVICE) < torch.tensor(LENGTHS, device=DEVICE)[:, None]
     layout, rates = lay_out_tokens(mask, sum(LENGTHS), 1), DropoutRates(0.0, 0.0, 0.0)
-    x, grad, results = random(sum(LENGTHS), 32), random(sum(LENGTHS), 32), []
+    x, grad, results = random(sum(LENGTHS), 32), 0.1 * random(sum(LENGTHS), 32), []
     by_distance = random(2, 2 * layout.longest + 1).requires_grad_()
     angles = random(sum(LENGTHS), 8).repeat(1, 2)
     rotary = (angles.cos(), angles.sin())
     names = ["its input", *dict(layer.named_parameters()), *(["the bias"] if name == "mpnet" else [])]
+    modules, rows = family.layer_modules(layer), (layout.cu_seqlens, layout.longest)
     for fused in (True, False):
         leaf = x.clone().requires_grad_()
-        if fused:
+        if fused and name == "esm":
+            result = pre_norm_layer(leaf, modules, rates, rotary, *rows, leaf.dtype)
+        elif fused:
             given = (by_distance, None) if name == "mpnet" else (None, rotary)
-            result = fused_layer(leaf, family.layer_modules(layer), rates, layout.cu_seqlens, layout.longest, *given)
+            result = fused_layer(leaf, modules, rates, *rows, *given)
         elif name == "mpnet":
             result = layer(leaf.unsqueeze(0), position_bias=PositionBias(layout, by_distance))[0].squeeze(0)
         else:
@@ -133,6 +138,14 @@ def layers(name: Any) -> None:
         results.append([result, *torch.autograd.grad(result, of, grad)])
     for what, ours, theirs in zip(["its result", *names], *results, strict=True):
         near(f"{name} layer, {what}", ours, theirs)
+    if name == "esm":
+        leaf = x.clone().requires_grad_()
+
+        def scalar() -> Tensor:
+            torch.manual_seed(3)  # the same dropout masks at each call
+            return (pre_norm_layer(leaf, modules, DropoutRates(0.2, 0.3, 0.1), rotary, *rows, x.dtype) * grad).sum()
+
+        check_slopes(scalar, [leaf, modules.query.weight, modules.up.bias])
 
 
 def models(name: Any, *, fused: bool) -> None:
@@ -169,7 +182,7 @@ def main() -> int:
     for window in (3, 90):
         attentions(0.0, 2, 16, window=window)
     operators()
-    for name in ("mpnet", "jina_embeddings_v3"):
+    for name in ("mpnet", "jina_embeddings_v3", "esm"):
         layers(name)
     models("mpnet", fused=False)
     models("mpnet", fused=True)

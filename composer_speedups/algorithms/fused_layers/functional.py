@@ -16,6 +16,7 @@ from composer_speedups.algorithms.fused_layers.modules import (
     FusedEmbeddings,
     FusedGatedLayer,
     FusedLayer,
+    FusedPreNormLayer,
     FusedRotaryLayer,
 )
 from composer_speedups.core.requirements import needs_triton, require, unsuitable_device
@@ -184,7 +185,7 @@ def check_float8(layers: Iterable[Any]) -> None:
     """
     for layer in layers:
         family = family_of(type(layer))
-        if family is not None and (family.gated or family.rotary or family.position_table is not None):
+        if family is not None and not family.has_berts_layers:
             raise ValueError(f"precision='fp8' supports BERT's layers and similar ones, not {type(layer).__name__}")
         reason = unsuitable_device(next(layer.parameters()).device, "precision='fp8'", _FLOAT8_CAPABILITY)
         if reason is not None:
@@ -234,7 +235,7 @@ def _has_role(role: str, module: nn.Module) -> bool:
     family = family_of(type(module))
     if family is None or family.layer_modules is None:
         return False
-    if role == "embeddings" and (family.gated or family.rotary or family.position_table is not None):
+    if role == "embeddings" and not family.has_berts_layers:
         return False
     return family.has(role, type(module))
 
@@ -244,6 +245,8 @@ def _layer_mixin(layer: nn.Module) -> type[FusedLayer]:
     assert family is not None
     if family.position_table is not None:
         return FusedDisentangledLayer
+    if family.pre_norm:
+        return FusedPreNormLayer
     if family.position_bias:
         return FusedBiasedLayer
     if family.rotary:
@@ -255,7 +258,7 @@ def _unsupported(config: Any, layer: nn.Module) -> str | None:
     if not _has_role("layer", layer):
         known = family_titles(lambda family: family.layer_modules)
         return f"fused_layers supports the layers of {known}, and this model's are {type(layer).__name__}"
-    activation = config_value(config, "activation")
+    activation = config_value(config, "activation", "gelu")
     if activation != "gelu":
         return f"fused_layers supports the exact GELU, and this model's activation is {activation!r}"
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

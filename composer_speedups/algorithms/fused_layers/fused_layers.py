@@ -18,11 +18,8 @@ from composer_speedups.algorithms.fused_layers.functional import (
     unfused_layers,
 )
 from composer_speedups.algorithms.fused_layers.modules import (
-    FusedDisentangledLayer,
     FusedEmbeddings,
-    FusedGatedLayer,
     FusedLayer,
-    FusedRotaryLayer,
     modules_shape,
 )
 from composer_speedups.core.parity_checked_technique import ParityCheckedTechnique
@@ -36,6 +33,7 @@ from composer_speedups.core.requirements import (
 )
 from composer_speedups.core.technique import Conflict, Exactness, Stage, Variant
 from composer_speedups.core.trainer_state import device_of, model_of
+from composer_speedups.families.family import family_of
 
 
 class FusedLayers(ParityCheckedTechnique):
@@ -113,9 +111,8 @@ class FusedLayers(ParityCheckedTechnique):
     def engage(self, state: State) -> dict[str, Any]:
         with self.refusals():
             self.reapply(state)
-        others = FusedGatedLayer | FusedRotaryLayer | FusedDisentangledLayer
-        device = device_of(state)
-        if device.type == "cuda" and not isinstance(self._layers[0], others):  # compile_ahead has no kernels for them
+        device, family = device_of(state), family_of(type(self._layers[0]))
+        if device.type == "cuda" and family is not None and family.has_berts_layers:  # for which compile_ahead is
             from composer_speedups.kernels.compile_ahead import compile_ahead
 
             dtype = torch.float16 if state.precision == Precision.AMP_FP16 else torch.bfloat16

@@ -218,6 +218,40 @@ class FusedRotaryLayer(FusedLayer):
         return _scatter_first_tokens(_after_attention(attended_BH, first_BH, modules, rates), layout, len(x_TH))
 
 
+class FusedPreNormLayer(FusedLayer):
+    """Mixin for fused layers with pre-norms and without a gate; with kernels, the residual stream is float32.
+
+    ``position_embeddings`` are the cosines and sines of the tokens' rotary angles, (1, T, D), or None.
+    """
+
+    def by_kernels(
+        self, x_TH: Tensor, layout: TokenLayout, dtype: torch.dtype, bias: Tensor | None = None, **kwargs: Any
+    ) -> Tensor:
+        """Map (T, H) to (T, H) with Triton kernels and matmuls in ``dtype``."""
+        from composer_speedups.algorithms.fused_layers.pre_norm_layer import pre_norm_layer  # imports Triton
+
+        inputs = (x_TH, self.layer_modules(), self.rates(), _angles_of(kwargs))
+        return pre_norm_layer(*inputs, layout.cu_seqlens, layout.longest, dtype).to(x_TH.dtype)
+
+    def by_torch(self, x_TH: Tensor, layout: TokenLayout, **kwargs: Any) -> Tensor:
+        """Map (T, H) to (T, H) with the original forward."""
+        stock: Any = super(FusedLayer, self)
+        return stock.forward(x_TH.unsqueeze(0), layout=layout, **kwargs).squeeze(0)  # type: ignore[no-any-return]
+
+    def first_tokens(self, x_TH: Tensor, layout: TokenLayout, **kwargs: Any) -> Tensor:
+        """Compute the output of each row's first token, with zeros elsewhere, (T, H) → (T, H)."""
+        modules, rates, angles = self.layer_modules(), self.rates(), _angles_of(kwargs)
+        normed_TH = modules.attention_norm(x_TH)
+        key_value = _projected(normed_TH, modules.key, modules.value)
+        query_BH = F.linear(_first_tokens(normed_TH, layout), modules.query.weight, modules.query.bias)
+        if angles is not None:
+            query_BH, key_value = _rotated_first(query_BH, key_value, *angles, layout, modules.heads)
+        attended_BH = _attend(query_BH, key_value, layout, modules.heads, rates.attention_weights)
+        summed = _first_tokens(x_TH, layout) + F.dropout(modules.out(attended_BH), rates.attention)
+        down = modules.down(F.gelu(modules.up(modules.output_norm(summed))))
+        return _scatter_first_tokens(summed + F.dropout(down, rates.output), layout, len(x_TH))
+
+
 class FusedPositionedLayer(FusedLayer):
     """Mixin for fused layers that get the layout in the argument with the tokens' positions.
 
@@ -344,6 +378,12 @@ def _attend(
         seen = seen & (torch.arange(seen.shape[-1], device=seen.device) <= window)
     query = query_BH.unflatten(-1, (heads, 1, -1))
     return F.scaled_dot_product_attention(query, key, value, seen, dropout).flatten(1)
+
+
+def _angles_of(inputs: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
+    """Cosines and sines of rotary angles among a layer's arguments, (1, T, D) → (T, D); None without any."""
+    angles = inputs.get("position_embeddings")
+    return None if angles is None else (angles[0].squeeze(0), angles[1].squeeze(0))
 
 
 def _rotated_first(
