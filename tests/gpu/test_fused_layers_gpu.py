@@ -96,7 +96,7 @@ def test_kernels_compiled_ahead_run() -> None:
 
 
 @pytest.mark.parametrize("with_graphs", [False, True])
-@pytest.mark.parametrize("family", ["bert", "deberta_v2", "mpnet", "jina_embeddings_v3"])
+@pytest.mark.parametrize("family", ["bert", "deberta_v2", "mpnet", "esm", "jina_embeddings_v3"])
 def test_it_trains_under_composer(family: Any, with_graphs: bool) -> None:
     technique, graphs = FusedLayers(), CUDAGraphs()
     algorithms: list[Any] = [technique, Unpadding(), MixedPrecision("bf16"), *([graphs] if with_graphs else [])]
@@ -234,7 +234,7 @@ def test_the_kernel_with_a_bias_is_as_accurate_as_its_dtype_allows(dtype: torch.
         assert (ours.double() - exact).norm() / exact.norm() < (1e-2 if dtype == torch.bfloat16 else 2e-3)
 
 
-@pytest.mark.parametrize("family", ["deberta_v2", "mpnet", "jina_embeddings_v3"])
+@pytest.mark.parametrize("family", ["deberta_v2", "mpnet", "esm", "jina_embeddings_v3"])
 def test_loss_and_gradients_in_bf16_match_the_untouched_model(family: Any) -> None:
     reference, ours = tiny_model(family, "mlm").cuda(), tiny_model(family, "mlm").cuda()
     apply_unpadding(ours)

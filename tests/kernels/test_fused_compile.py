@@ -183,7 +183,8 @@ def embeddings(
 
 # Number of launches
 LAUNCHES = {
-    norms: 3, pre_norms: 2, attention: 3, biased_attention: 3, first_token: 2, gelu: 4, embeddings: 2, float8: 21, adamw: 1,
+    norms: 3, pre_norms: 2, attention: 3, biased_attention: 3, first_token: 2, gelu: 4, embeddings: 2,
+    float8: 21, adamw: 1,
 }  # fmt: skip
 
 
