@@ -11,6 +11,7 @@ A table is a YAML file under benchmarks/tables (or its name without .yaml)::
     jobs: 4                           # concurrent runs, for accuracy; speeds are not recorded
     ahead: 8                          # processes that import together and then wait for their turn
     fresh: true                       # cold processes (except Python's bytecode), timed from start to end
+    share_compiled: true              # all runs share a compile cache, so that only first runs compile
     losses: true                      # rows keep the loss of every batch of the last run
     like: finetune                    # inherit the keys of another table; overrides come before those of set
     published: {where: "a V100", configurations: {fp32: "8.86 samples/s"}}  # published figures, shown with the rows
@@ -105,11 +106,12 @@ def run_table(table: Table, name: str, results: Path = RESULTS) -> list[Row]:
         if stopped.is_set():
             return
         configuration = configurations[index]
-        cache = Path(caches.name) / f"{index}"
+        own, shared = Path(caches.name) / f"{index}", Path(caches.name) / "shared"
         try:
-            if configuration.warm and not cache.exists():
-                run_once(table.base, configuration, workers, cache)
-            report = run_once(table.base, configuration, workers, cache if configuration.warm else None)
+            if configuration.warm and not own.exists():
+                run_once(table.base, configuration, workers, own)
+            cache = own if configuration.warm else shared if table.share_compiled else None
+            report = run_once(table.base, configuration, workers, cache)
             if stopped.is_set():  # it was stopped, which does not count as a failure
                 return
             call.add(index, report)

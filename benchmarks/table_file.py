@@ -61,6 +61,7 @@ class Table(_Keys):
     jobs: int = Field(1, ge=1)
     ahead: int = Field(1, ge=1)
     fresh: bool = False
+    share_compiled: bool = False
     losses: bool = False
     published: _Published = _Published()
     configurations: dict[

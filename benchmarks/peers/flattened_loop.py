@@ -70,6 +70,8 @@ def main(arguments: list[str]) -> None:
     AttentionMaskInterface.register(ATTENTION, lambda *_, **__: None)
     config.algorithms = {}
     torch.set_float32_matmul_precision("high")
+    if on_gpu:
+        torch.set_num_threads(1)  # waking threads takes longer than flattening a batch
     with RunFolder(config) as folder:
         job = build_job(config, on_gpu=on_gpu)
         if not isinstance(job.model.model, BertForSequenceClassification):

@@ -6,21 +6,26 @@ and the callbacks of ``composer_speedups.distributed``, as in ``examples/own_tra
 suite.
 
 - ``peer.distributed``: false for Composer's own DDP and garbage collection; default true.
+- ``peer.float8``: true for ``FusedLayers(precision="fp8")``; default false.
+- ``peer.plain_loader``: true for a plain ``torch.utils.data.DataLoader`` over padded samples, with ``data.workers``
+  workers and pinned memory, on one GPU; default false, which is ``train.py``'s loader.
 """
 
 from __future__ import annotations
 
 import sys
+from typing import Any, cast
 
 import torch
 from composer import Trainer
 from composer.core import Callback, DataSpec
 from composer.devices import DeviceCPU, DeviceGPU
 from composer.utils import dist
+from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.peers.job import build_job, read_arguments
 from benchmarks.peers.meter import monitors
-from composer_speedups import recommended
+from composer_speedups import FusedLayers, recommended
 from composer_speedups.callbacks.engagement import EngagementReport
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.data.loader import real_tokens
@@ -32,25 +37,32 @@ from composer_speedups.train.run_folder import RunFolder
 
 
 def main(arguments: list[str]) -> None:
-    config, flags = read_arguments(arguments, several_ranks=True)
-    if set(flags) - {"distributed"} or not isinstance(flags.get("distributed", True), bool):
-        raise ConfigError(f"peer.{next(iter(flags))}: this peer only supports peer.distributed=true or false")
+    config, given = read_arguments(arguments, several_ranks=True)
+    flags = {"distributed": True, "float8": False, "plain_loader": False}
+    for name, value in given.items():
+        if name not in flags or not isinstance(value, bool):
+            raise ConfigError(f"peer.{name}: this peer has distributed, float8 and plain_loader, each true or false")
+        flags[name] = value
     on_gpu = config.trainer.device != "cpu" and torch.cuda.is_available()
     device = DeviceGPU(allow_tf32=False) if on_gpu else DeviceCPU()
-    distributed: list[Callback] = [OverlappedDDP(), FreezeGarbage()] if flags.get("distributed", True) else []
+    distributed: list[Callback] = [OverlappedDDP(), FreezeGarbage()] if flags["distributed"] else []
     if distributed:
         share_cores(computes=not on_gpu)
     if dist.get_world_size() > 1:
         dist.initialize_dist(device, config.trainer.dist_timeout)
     with RunFolder(config) as folder:
         job = build_job(config, on_gpu=on_gpu)
+        loader = plain_loader(job.train, config.data.workers, on_gpu=on_gpu) if flags["plain_loader"] else job.train
+        algorithms = recommended(config.on_unavailable)
+        if flags["float8"]:
+            algorithms = [FusedLayers(precision="fp8") if type(t) is FusedLayers else t for t in algorithms]
         trainer = Trainer(
             model=job.model,
-            train_dataloader=DataSpec(job.train, get_num_tokens_in_batch=real_tokens),
+            train_dataloader=DataSpec(loader, get_num_tokens_in_batch=real_tokens),
             max_duration=config.trainer.max_duration,
             optimizers=build_optimizer(job.model, config.optimizer),
             schedulers=build_scheduler(config.scheduler),
-            algorithms=recommended(config.on_unavailable),
+            algorithms=algorithms,
             callbacks=[*distributed, EngagementReport(), *monitors(config)],
             run_name=config.run_name,
             progress_bar=False,
@@ -61,6 +73,16 @@ def main(arguments: list[str]) -> None:
         trainer.fit()
         write_report(trainer, config, folder)
         trainer.close()
+
+
+def plain_loader(prepared: DataLoader[Any], workers: int, *, on_gpu: bool) -> DataLoader[Any]:
+    """Return a DataLoader with torch's own collation over the padded samples of another one."""
+    samples = [dict(zip(batch, row, strict=True)) for batch in prepared for row in zip(*batch.values(), strict=True)]
+    assert prepared.batch_size is not None
+    return DataLoader(
+        cast("Dataset[Any]", samples), batch_size=prepared.batch_size, shuffle=True, drop_last=True,
+        num_workers=workers, persistent_workers=workers > 0, pin_memory=on_gpu,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -12,10 +12,9 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
 from composer_speedups.callbacks.config import BestWeightsConfig
-from composer_speedups.callbacks.evaluated_metric import logged_name, mode_of, reported_values
+from composer_speedups.callbacks.evaluated_metric import find_metric, reported_values
 from composer_speedups.callbacks.saved_callback import SavedCallback
 from composer_speedups.core.errors import ConfigError
-from composer_speedups.tasks.metrics import REPORTED_NAMES
 
 __all__ = ["BestWeights"]
 
@@ -84,10 +83,8 @@ class BestWeights(BestWeightsConfig, SavedCallback, eq=False):
             self.weights = {}
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        metrics = state.eval_metrics.get(self.dataloader_label, {})
-        name = logged_name(metrics, self.metric, "metric")
-        self._reported = REPORTED_NAMES.get(name, name)
-        self.mode = self.mode or mode_of(metrics[name], name)
+        found = find_metric(state.eval_metrics.get(self.dataloader_label, {}), self.metric)
+        self._reported, self.mode = found.reported, self.mode or found.mode
 
     def eval_end(self, state: State, logger: Logger) -> None:
         if state.dataloader_label != self.dataloader_label:

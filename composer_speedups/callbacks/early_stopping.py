@@ -11,10 +11,9 @@ from composer.core import State, Timestamp
 from composer.loggers import Logger
 
 from composer_speedups.callbacks.config import EarlyStoppingConfig
-from composer_speedups.callbacks.evaluated_metric import logged_name, mode_of
+from composer_speedups.callbacks.evaluated_metric import find_metric
 from composer_speedups.callbacks.saved_callback import SavedCallback
 from composer_speedups.core.trainer_state import any_rank
-from composer_speedups.tasks.metrics import REPORTED_NAMES
 
 __all__ = ["EarlyStopping"]
 
@@ -69,13 +68,11 @@ class EarlyStopping(EarlyStoppingConfig, SavedCallback, eq=False):
         self._had_stopped = self.stopped
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        metrics = state.eval_metrics.get(self.dataloader_label, {})
-        name = logged_name(metrics, self.metric, "metric")
-        self._reported = REPORTED_NAMES.get(name, name)
-        self.mode = self.mode or mode_of(metrics[name], name)
+        found = find_metric(state.eval_metrics.get(self.dataloader_label, {}), self.metric)
+        self._reported, self.mode = found.reported, self.mode or found.mode
         comparison = "less" if self.mode == "min" else "greater"
-        self._stopper = EarlyStopper(name, self.dataloader_label, comparison, self.min_delta, self.patience)
-        self._set_best(self._stopper)
+        self._stopper = EarlyStopper(found.logged, self.dataloader_label, comparison, self.min_delta, self.patience)
+        self._set_best()
         if self._had_stopped:
             state.stop_training()  # the run was interrupted after training had stopped
 
@@ -87,18 +84,18 @@ class EarlyStopping(EarlyStoppingConfig, SavedCallback, eq=False):
         self._stopper.eval_end(state, logger)
         self.best, occurred = float(self._stopper.best), self._stopper.best_occurred
         self.best_epoch, self.best_batch = occurred.epoch.value, occurred.batch.value
-        self._set_best(self._stopper)
+        self._set_best()
         if unfinished and any_rank(state.device, state.max_duration is not until):
             self.stopped = True
             state.stop_training()
 
-    def _set_best(self, stopper: Any) -> None:
+    def _set_best(self) -> None:
         """Set what Composer compares with, in float64 so that a resumed run compares the same numbers."""
         if self.best is not None and not math.isnan(self.best):
-            stopper.best = torch.tensor(self.best, dtype=torch.float64)
-            stopper.best_occurred = Timestamp(epoch=self.best_epoch, batch=self.best_batch)
+            self._stopper.best = torch.tensor(self.best, dtype=torch.float64)
+            self._stopper.best_occurred = Timestamp(epoch=self.best_epoch, batch=self.best_batch)
         else:  # no value is better than NaN
-            stopper.best = stopper.best_occurred = None
+            self._stopper.best = self._stopper.best_occurred = None
 
     def summary(self) -> dict[str, Any]:
         """The section ``early_stopping`` of report.json."""

@@ -1,47 +1,57 @@
-"""Find a metric of the evaluation by its name, and whether larger values of it are better."""
+"""Find the metric of the evaluation that a setting names, and whether larger values of it are better."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
 
 from composer.core import State
 
 from composer_speedups.core.errors import ConfigError, did_you_mean
-from composer_speedups.tasks.metrics import REPORTED_NAMES
+from composer_speedups.tasks.metrics import reported_name
 
-__all__ = ["logged_name", "mode_of", "reported_values"]
+__all__ = ["EvaluatedMetric", "find_metric", "reported_values"]
 
 _SMALLER_IS_BETTER = ("loss", "error", "perplexity", "entropy")
 
 
-def logged_name(metrics: Iterable[str], name: str, key: str) -> str:
-    """The name under which a metric is logged, given that name or the one in report.json.
+class EvaluatedMetric(NamedTuple):
+    """A metric of the evaluation.
+
+    Attributes:
+        logged: The name under which it is logged, such as ``MulticlassAccuracy``.
+        reported: Its name in report.json, such as ``accuracy``.
+        mode: Whether its smallest or its largest value is best.
+    """
+
+    logged: str
+    reported: str
+    mode: Literal["min", "max"]
+
+
+def find_metric(metrics: Mapping[str, Any], name: str, key: str = "metric") -> EvaluatedMetric:
+    """Find a metric by its logged name or by its name in report.json.
+
+    The smallest or the largest value is best as the metric's ``higher_is_better`` says. If that is None, the smallest
+    value is best for a loss, error or perplexity, and the largest for other metrics.
 
     Args:
-        metrics: The logged names of the evaluation's metrics.
-        name: The name to find, such as ``accuracy`` or ``MulticlassAccuracy``.
-        key: The setting that holds it, for errors.
+        metrics: Logged name → torchmetrics metric, all of the evaluation.
+        name: The name to find.
+        key: The setting that holds the name, for errors. Default ``"metric"``, as in the callbacks.
 
     Raises:
         ConfigError: The evaluation has no such metric.
     """
-    logged = list(metrics)
-    if name in logged:
-        return name
-    by_reported = {REPORTED_NAMES.get(metric, metric): metric for metric in logged}
-    if name not in by_reported:
-        hint = did_you_mean(name, by_reported) if logged else "; there is no evaluation"
+    by_reported = {reported_name(logged): logged for logged in metrics}
+    logged = name if name in metrics else by_reported.get(name)
+    if logged is None:
+        hint = did_you_mean(name, by_reported, otherwise=None if metrics else "; there is no evaluation")
         raise ConfigError(f"{key}: {name!r} is not a metric of the evaluation{hint}")
-    return by_reported[name]
-
-
-def mode_of(metric: Any, name: str) -> Literal["min", "max"]:
-    """Whether the smallest or the largest value is best, as the torchmetrics metric declares, or else by its name."""
-    if metric.higher_is_better is not None:
-        return "max" if metric.higher_is_better else "min"
-    reported = REPORTED_NAMES.get(name, name).lower()
-    return "min" if any(word in reported for word in _SMALLER_IS_BETTER) else "max"
+    reported, larger_is_better = reported_name(logged), metrics[logged].higher_is_better
+    if larger_is_better is None:
+        larger_is_better = not any(word in reported.lower() for word in _SMALLER_IS_BETTER)
+    return EvaluatedMetric(logged, reported, "max" if larger_is_better else "min")
 
 
 def reported_values(state: State, label: str) -> dict[str, float]:
@@ -52,6 +62,4 @@ def reported_values(state: State, label: str) -> dict[str, float]:
         label: The evaluator's label.
     """
     values = {name: state.eval_metric_values[name] for name in state.eval_metrics[label]}
-    return {
-        REPORTED_NAMES.get(name, name): float(value) for name, value in values.items() if not getattr(value, "ndim", 0)
-    }
+    return {reported_name(name): float(value) for name, value in values.items() if not getattr(value, "ndim", 0)}

@@ -8,7 +8,7 @@ from composer.core import State
 from composer.loggers import Logger
 
 from composer_speedups.callbacks.saved_callback import SavedCallback
-from composer_speedups.tasks.metrics import REPORTED_NAMES
+from composer_speedups.tasks.metrics import reported_name
 
 __all__ = ["LearningCurves"]
 
@@ -35,7 +35,7 @@ class LearningCurves(SavedCallback):
             self.losses[state.timestamp.batch.value] = float(state.total_loss_dict["loss/train/total"])
 
     def eval_after_all(self, state: State, logger: Logger) -> None:
-        values = {REPORTED_NAMES.get(name, name): float(value) for name, value in state.eval_metric_values.items()}
+        values = {reported_name(name): float(value) for name, value in state.eval_metric_values.items()}
         self.evaluations[state.timestamp.batch.value] = values
 
     def of_evaluations(self, name: str) -> dict[int, float]:

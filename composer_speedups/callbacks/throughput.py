@@ -90,6 +90,7 @@ class Batch:
     # host time since the previous batch (loggers, callbacks, start of an epoch); not included in any rate
     between: float
     steady: bool
+    idle: float = 0.0  # time without work for the GPU before the batch's first forward pass
 
     @property
     def seconds(self) -> float:
@@ -127,7 +128,10 @@ class ThroughputMonitor(ThroughputConfig, Callback, eq=False):
     ``throughput/padding_fraction``, ``throughput/mfu`` (if the model's FLOPs are known), ``throughput/step_seconds``,
     ``throughput/data_seconds``, ``throughput/data_wait_fraction`` (fraction of that time spent waiting for data) and
     ``throughput/between_batches_seconds`` (host time from the end of a batch until the next one is requested: loggers,
-    callbacks, start of an epoch; without evaluation and checkpoints; not included in any rate). For the batch alone:
+    callbacks, start of an epoch; without evaluation and checkpoints; not included in any rate). On a GPU,
+    ``throughput/gpu_idle_seconds`` is the time from the end of a batch's GPU work until that of the next forward pass
+    begins, apart from evaluations: if it is not near 0, the GPU waits for the host, that is for data, callbacks or
+    Python. It is measured with CUDA events and does not synchronize. For the batch alone:
     ``throughput/data_wait_seconds``, measured on the host, while a GPU may still be computing. Totals so far:
     ``throughput/warmup_seconds``, ``throughput/eval_seconds``, ``throughput/checkpoint_seconds``.
 
@@ -137,7 +141,7 @@ class ThroughputMonitor(ThroughputConfig, Callback, eq=False):
     """
 
     checkpoint_fields: ClassVar[dict[str, Any]] = {
-        "batches": list[list[tuple[int, int, int, int, int, float, float, float, bool]]],  # rank → its batches
+        "batches": list[list[tuple[int, int, int, int, int, float, float, float, bool, float]]],  # rank → its batches
         "eval_marks": list[int],
         "totals": dict[str, float],
         "unsteady": float,
@@ -156,6 +160,8 @@ class ThroughputMonitor(ThroughputConfig, Callback, eq=False):
         self._capturing = 0.0  # total seconds of captures so far
         self._unsteady = 0.0  # total seconds of batches outside the steady state
         self._resumed = 0  # batches of earlier processes
+        self._ended: Any = None  # CUDA event at the end of the last batch
+        self._gaps: list[tuple[int, Any, Any]] = []  # position of a batch, and CUDA events around the time before it
         self._summary: dict[str, Any] = {}
 
     def fit_start(self, state: State, logger: Logger) -> None:
@@ -179,7 +185,19 @@ class ThroughputMonitor(ThroughputConfig, Callback, eq=False):
         self._slots = state.batch["input_ids"].numel() if self._lengths is not None else 0
         self._flops = _batch_flops(state, self._lengths)
 
+    def before_forward(self, state: State, logger: Logger) -> None:
+        if self._ended is not None:  # the first micro-batch
+            self._gaps.append((len(self.batches), self._ended, _timed_event()))
+            self._ended = None
+
+    def _note_idle_time(self) -> None:
+        """Note the GPU's idle time before the batches that have begun on it."""
+        while self._gaps and self._gaps[0][2].query():
+            position, ended, begun = self._gaps.pop(0)
+            self.batches[position].idle = ended.elapsed_time(begun) / 1000
+
     def eval_before_all(self, state: State, logger: Logger) -> None:
+        self._ended = None
         self._wait_for_step(state)
         self.clock.event(Event.EVAL_BEFORE_ALL)
 
@@ -228,6 +246,8 @@ class ThroughputMonitor(ThroughputConfig, Callback, eq=False):
             steady=steady,
         )
         self.batches.append(batch)
+        self._note_idle_time()
+        self._ended = _timed_event() if device_of(state).type == "cuda" else None
         self._unsteady += capturing + (0.0 if batch.steady else batch.seconds)
         if not self._peak_is_here and batch.flops:
             self._peak_is_here = True
@@ -252,6 +272,8 @@ class ThroughputMonitor(ThroughputConfig, Callback, eq=False):
             "between_batches_seconds": sum(b.between for b in batches) / len(batches),
             "data_wait_fraction": (seconds - steps) / seconds,
         }
+        if self._ended is not None:
+            rates["gpu_idle_seconds"] = sum(b.idle for b in batches) / len(batches)
         if slots := sum(b.slots for b in batches):
             rates["tokens_per_sec"] = world * tokens / seconds
             rates["padding_fraction"] = 1 - tokens / slots
@@ -271,16 +293,19 @@ class ThroughputMonitor(ThroughputConfig, Callback, eq=False):
         self.clock.event(Event.FIT_END)
         for phase, seconds in self.clock.take().items():
             self.totals[phase] += seconds
+        self._note_idle_time()
         self._exclude_batches_unsteady_on_any_rank()
         steady = [b for b in self.batches if b.steady]
         measured = steady or self.batches
         if not measured:
             return
         # Ranks differ in tokens and in waiting for data; the rate of the run is that of all of them together.
-        mine = torch.tensor([[b.samples, b.tokens, b.slots, b.flops, b.data, b.step, b.between] for b in measured])
+        mine = torch.tensor(
+            [[b.samples, b.tokens, b.slots, b.flops, b.data, b.step, b.between, b.idle] for b in measured]
+        )
         sums = state.device.tensor_to_device(mine.double().sum(0))
         dist.all_reduce(sums, reduce_operation="SUM")
-        samples, tokens, slots, flops, data, step, between = sums.tolist()
+        samples, tokens, slots, flops, data, step, between, idle = sums.tolist()
         world = dist.get_world_size()
         total = Batch(0, int(samples), int(tokens), int(slots), int(flops), data, step, between, True)
         rates = self._rates([total], world=world)
@@ -291,6 +316,7 @@ class ThroughputMonitor(ThroughputConfig, Callback, eq=False):
             **self._times(),
             "data_seconds": data / world / len(measured),
             "between_batches_seconds": between / world / len(measured),
+            "gpu_idle_seconds": idle / world / len(measured) if device_of(state).type == "cuda" else None,
             "data_wait_fraction": rates["data_wait_fraction"],
             "step_seconds": statistics.fmean(steps),
             "step_seconds_p10_p50_p90": torch.tensor(steps)
@@ -340,6 +366,13 @@ class ThroughputMonitor(ThroughputConfig, Callback, eq=False):
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def _timed_event() -> torch.cuda.Event:
+    """Record a CUDA event whose time can be read once it has completed."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 def _batch_flops(state: State, lengths: torch.Tensor | None) -> int:

@@ -90,9 +90,8 @@ def find_config(name: str) -> str:
     if name not in shipped:
         if os.path.basename(name) != name or os.path.splitext(name)[1]:
             return name  # reading the file will report the error
-        hint = did_you_mean(name, shipped)
-        known = "" if hint.startswith("; known") else f" known: {', '.join(shipped)}"
-        raise ConfigError(f"-f {name[:80]}: no such file, and no config of the package has that name{hint}{known}")
+        hint = f"{did_you_mean(name, shipped, otherwise=';')} known: {', '.join(shipped)}"
+        raise ConfigError(f"-f {name[:80]}: no such file, and no config of the package has that name{hint}")
     return shipped[name]
 
 

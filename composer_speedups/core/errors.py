@@ -6,15 +6,17 @@ names such as ``api_key``.
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import itertools
 import re
 import signal
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 from urllib.parse import unquote
+
+from composer_speedups.core.temporary_attribute import temporary_attribute
 
 __all__ = [
     "MASK",
@@ -138,13 +140,14 @@ class Interrupted(SystemExit):
         )
 
 
-def did_you_mean(name: object, known: Iterable[str], prefix: str = "") -> str:
-    """Return ``; did you mean 'x'?`` with the closest of the known names, or list all of them if none is close.
+def did_you_mean(name: object, known: Iterable[str], prefix: str = "", *, otherwise: str | None = None) -> str:
+    """Return ``; did you mean 'x'?`` with the closest of the known names, or ``otherwise`` if none is close.
 
     Args:
         name: A name or a dotted key.
         known: The known names or dotted keys. A similar last part, in another section, is close too.
         prefix: Prefix of the suggestion.
+        otherwise: By default, ``; known:`` and all known names.
     """
     wanted, known = str(name), list(known)
     close = difflib.get_close_matches(wanted, known, n=1, cutoff=0.75)
@@ -153,7 +156,9 @@ def did_you_mean(name: object, known: Iterable[str], prefix: str = "") -> str:
         cutoff = 0.5 if len(known) <= 20 else 0.7
         matches = difflib.get_close_matches(wanted.rpartition(".")[2], leaves, n=1, cutoff=cutoff)
         close = [leaves[leaf] for leaf in matches] or [key for key in known if wanted in key]
-    return f"; did you mean {prefix + close[0]!r}?" if close else f"; known: {', '.join(known)}"
+    if close:
+        return f"; did you mean {prefix + close[0]!r}?"
+    return f"; known: {', '.join(known)}" if otherwise is None else otherwise
 
 
 def first_line(error: BaseException) -> str:
@@ -188,15 +193,9 @@ def mask(value: Any, name: str = "") -> Any:
     return mask_urls(value) if isinstance(value, str) else value
 
 
-@contextlib.contextmanager
-def masked_command_line() -> Iterator[None]:
+def masked_command_line() -> AbstractContextManager[None]:
     """Mask credentials in ``sys.argv`` inside the block, for libraries that record it."""
-    before = sys.argv
-    sys.argv = [_masked_argument(argument) for argument in before]
-    try:
-        yield
-    finally:
-        sys.argv = before
+    return temporary_attribute(sys, "argv", [_masked_argument(argument) for argument in sys.argv])
 
 
 def mask_urls(text: str) -> str:

@@ -160,9 +160,8 @@ class _Comparison:
         self.state = state
         self._batch = with_padding(state.batch)
         self._sharded = state.fsdp_config is not None or state.tp_config is not None
-        self._gradients = (
-            gradients and not self._sharded
-        )  # torch.autograd.grad does not return gradients of FSDP shards
+        # torch.autograd.grad does not return gradients of FSDP shards
+        self._gradients = gradients and not self._sharded
         self._with_loss = gradients
         self._model: Any = state.model if self._sharded else model_of(state)
         coarse = any(technique.compare_in_training_precision for technique in techniques)

@@ -359,9 +359,8 @@ def _explain(error: ValidationError, cls: type[Settings], values: Any, prefix: s
     key = f"{prefix}{'.'.join(names)}".removesuffix(".")
     if first["type"] in _UNKNOWN:
         name = ".".join([*names, str(location[-1])])
-        hint = did_you_mean(name, known := [key for key, _, _ in keys_of(cls)], prefix)
-        if hint.startswith("; known") and len(known) > 20:
-            hint = "; --help lists all keys"
+        known = [key for key, _, _ in keys_of(cls)]
+        hint = did_you_mean(name, known, prefix, otherwise="; --help lists all keys" if len(known) > 20 else None)
         return prefix + name, f"unknown key {prefix + name!r}{hint}"
     if isinstance(cause, InvalidSettingError):
         key = f"{key}.{cause.key}".removeprefix(".")

@@ -12,6 +12,7 @@ import torch
 
 from composer_speedups.kernels import Shape
 from composer_speedups.kernels.attention import attention_backward, attention_forward
+from composer_speedups.kernels.casts import cast_together
 from composer_speedups.kernels.embeddings import embed_backward, embed_forward
 from composer_speedups.kernels.first_token_attention import first_token_backward, first_token_forward
 from composer_speedups.kernels.float8 import (
@@ -87,6 +88,9 @@ def launches(
     def first_token(dropout: float) -> Launch:
         return partial(first_token_forward, query_1H, kv_T2H, cu_seqlens, shape.heads, dropout, seed)
 
+    hidden, inner = shape.hidden, shape.inner
+    weights = [*[zeros(hidden, hidden)] * 4, zeros(inner, hidden), zeros(hidden, inner)]
+    biases = [*[weight_H] * 4, zeros(inner), weight_H]
     embedded = [ids] * 3, [table] * 3, weight_E, statistics, seed, shape.embedded, (-1, -1)
     first_tokens = query_1H, query_1H, kv_T2H, query_1H, zeros(shape.heads, 1), cu_seqlens, rate, seed
     training, evaluation = layer(in_float8=False)
@@ -94,15 +98,16 @@ def launches(
         partial(embed_backward, grad_embedded, *embedded), embeddings(shape.embedded), partial(gelu_forward, x_TF),
         partial(totals, [norms, zeros(1, shape.inner), norms, zeros(1, 3 * shape.hidden)]),
         partial(first_token_backward, *first_tokens), first_token(rate),
+        partial(cast_together, weights + biases, dtype),
     ]  # fmt: skip
     evaluation += [embeddings(0.0), first_token(0.0)]
     if float8:
         for kernels, in_8_bits in zip((training, evaluation), layer(in_float8=True), strict=True):
             kernels += in_8_bits
-        weights = [(shape.hidden, shape.hidden)] * 4 + [(shape.inner, shape.hidden), (shape.hidden, shape.inner)]
         training += [
-            partial(gelu_float8, x_TF, scales), partial(cast_weights, [zeros(size) for size in weights], [scales] * 4),
+            partial(gelu_float8, x_TF, scales), partial(cast_weights, weights, [scales] * 4),
             partial(cast_float8, x_TH, scales), partial(begin_scales, new_scales(3, device), 1, keep=True),
+            partial(cast_together, biases, dtype),
         ]  # fmt: skip
     return training, evaluation
 

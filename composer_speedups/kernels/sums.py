@@ -17,7 +17,7 @@ from torch import Tensor
 __all__ = ["partial_sums", "totals"]
 
 _SUMS = {"ROWS": 64, "COLUMNS": 128, "num_warps": 4}
-_TOTALS = {"ROWS": 128, "COLUMNS": 32, "num_warps": 4}
+_TOTALS = {"ROWS": 256, "COLUMNS": 32, "num_warps": 8}
 _MAX_TENSORS = 4  # summed by one launch of _totals
 
 

@@ -67,19 +67,19 @@ class LabelledHead:
         self.layout = None
 
     def select(self, model: PreTrainedModel, call: Call, inputs: dict[str, Any]) -> None:
-        """Choose the slots of a call of the masked-LM model, and replace its labels in ``inputs`` by theirs."""
+        """In a training call with labels (B, S), choose the slots for which the model computes logits, and replace the
+        labels in ``inputs`` by those of these slots, (1, M)."""
         labels = call.labels
         if not (model.training and torch.is_grad_enabled() and labels is not None and labels.ndim == 2):
             return
         base = unwrapped(model.base_model)
-        if not isinstance(
-            base, ModelAroundEncoder
-        ):  # a wrapper, around a model that may be a replica in another thread
+        if not isinstance(base, ModelAroundEncoder):  # a wrapper, whose model may be a replica in another thread
             return
         indices_M, slots = self._layout_of(labels).indices_T, labels.numel()
         call.head_slots, call.head_base = indices_M, base
-        selected_M = labels.flatten().index_select(0, indices_M.clamp(max=slots - 1))
-        inputs["labels"] = selected_M.where(indices_M < slots, IGNORED).unsqueeze(0)  # there are unused entries
+        # M is rounded up: the layout's unused entries have the index ``slots``, and get a label that the loss ignores.
+        labels_M = labels.flatten().index_select(0, indices_M.clamp(max=slots - 1))
+        inputs["labels"] = labels_M.where(indices_M < slots, IGNORED).unsqueeze(0)
         self.ran = True
 
     def _layout_of(self, labels_BS: Tensor) -> TokenLayout:

@@ -133,11 +133,12 @@ class Packing:
         """
         self.planned, self.known_counts = tuple(planned), tuple(known_counts)
 
-    def count(self, mask_BS: Tensor, labels: Tensor | None = None) -> list[int]:
+    def count(self, mask_BS: Tensor, labels: Tensor | None = None, tokens: Sequence[int] | None = None) -> list[int]:
         """Real tokens of each row, on the host; :data:`.STAYS_PADDED` for a row that makes its batch stay padded.
 
         A row does so if the head reads its padding (see :func:`.reads_padding`), or if it has holes that matter.
-        Synchronizes if the mask or the labels are on a GPU.
+        Synchronizes if the mask or the labels are on a GPU. ``tokens`` is the mask's :func:`.row_counts`, if they are
+        known.
         """
         mask_BS = mask_BS.cpu()
         padded = reads_padding(
@@ -148,7 +149,7 @@ class Packing:
         )
         if self.max_width_with_holes is not None and mask_BS.shape[1] > self.max_width_with_holes:
             padded = [reads or hole for reads, hole in zip(padded, rows_with_holes(mask_BS), strict=True)]
-        counts = row_counts(mask_BS)
+        counts = row_counts(mask_BS) if tokens is None else tokens
         return [STAYS_PADDED if row_padded else count for count, row_padded in zip(counts, padded, strict=True)]
 
     def layout(self, mask_BS: Tensor, counts: Sequence[int]) -> TokenLayout | None:

@@ -17,7 +17,6 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 from composer_speedups.packing.tokens import IGNORED
 
 __all__ = [
-    "REPORTED_NAMES",
     "BinaryF1",
     "EntityF1",
     "MacroF1",
@@ -28,12 +27,13 @@ __all__ = [
     "final_metrics",
     "gather_alike",
     "gather_lists",
+    "reported_name",
 ]
 
 _CHUNK = 1024  # number of anchors compared at a time
 _EQUAL = 1e-5  # cosine similarities that differ by less count as equal
 
-REPORTED_NAMES = {
+_REPORTED_NAMES = {
     "MulticlassAccuracy": "accuracy",
     "CrossEntropy": "loss",
     "MaskedAccuracy": "accuracy",
@@ -54,7 +54,14 @@ REPORTED_NAMES = {
     "Recall@1": "recall@1",
     "Recall@10": "recall@10",
 }
-"""Name under which a metric is logged → its name in reports, summaries and dashboards."""
+
+
+def reported_name(logged: str) -> str:
+    """The name of a metric in reports, summaries and dashboards, from the name under which it is logged.
+
+    A metric that this package does not know keeps its logged name.
+    """
+    return _REPORTED_NAMES.get(logged, logged)
 
 
 def final_metrics(state: State) -> dict[str, float]:
@@ -71,7 +78,7 @@ def final_metrics(state: State) -> dict[str, float]:
     ]:
         for name, metric in group.items():
             if metric.update_called:
-                metrics.setdefault(prefix + REPORTED_NAMES.get(name, name), float(metric.compute()))
+                metrics.setdefault(prefix + reported_name(name), float(metric.compute()))
     return metrics
 
 

@@ -13,7 +13,7 @@ from composer.loggers import Logger, LoggerDestination
 from composer.utils import dist
 from tqdm import tqdm
 
-from composer_speedups.tasks.metrics import REPORTED_NAMES
+from composer_speedups.tasks.metrics import reported_name
 from composer_speedups.tasks.model_names import SIZES
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ class TrainingProgress(LoggerDestination):
         for name, value in metrics.items():
             if name.startswith(_EVALUATION):
                 name = name.removeprefix(_EVALUATION)
-                self._metrics[REPORTED_NAMES.get(name, name)] = float(value)
+                self._metrics[reported_name(name)] = float(value)
 
     def fit_start(self, state: State, logger: Logger) -> None:
         self._recent.append((self._now(), _fraction(state)))

@@ -119,6 +119,7 @@ def summary_table(report: dict[str, Any], folder: str) -> str:
         ("step", throughput.get("step_seconds"), "s, mean"),
         ("data wait", throughput.get("data_seconds"), "s per batch, mean"),
         ("between batches", throughput.get("between_batches_seconds"), "s per batch, mean, on the host"),
+        ("GPU idle", throughput.get("gpu_idle_seconds"), "s per batch, mean, waiting for the host between batches"),
         ("warm-up", throughput.get("warmup_seconds"), "s, compilation included"),
         ("evaluation", throughput.get("eval_seconds"), "s in all"),
         ("checkpoints", throughput.get("checkpoint_seconds"), "s in all"),

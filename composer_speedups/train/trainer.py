@@ -19,7 +19,7 @@ from composer_speedups.callbacks.best_weights import BestWeights
 from composer_speedups.callbacks.divergence import DivergenceGuard
 from composer_speedups.callbacks.early_stopping import EarlyStopping
 from composer_speedups.callbacks.engagement import EngagementReport
-from composer_speedups.callbacks.evaluated_metric import logged_name
+from composer_speedups.callbacks.evaluated_metric import find_metric
 from composer_speedups.callbacks.finite_loss import FiniteLoss
 from composer_speedups.callbacks.learning_curves import LearningCurves
 from composer_speedups.callbacks.loss_scale import LossScaleMonitor
@@ -145,7 +145,7 @@ def build_trainer(
     settings, checkpoint = config.trainer, config.checkpoint
     for key, section in (("checkpoint.best", checkpoint.best), ("trainer.early_stopping", settings.early_stopping)):
         if section is not None:
-            logged_name(model.get_metrics(is_train=False) if data.eval else (), section.metric, f"{key}.metric")
+            find_metric(model.get_metrics(is_train=False) if data.eval else {}, section.metric, f"{key}.metric")
     load, resumed = (None, False) if folder is None else (folder.load, folder.resumed)
     weights_only = load is not None and checkpoint.weights_only and not resumed
     offloads = bool(settings.fsdp and settings.fsdp.cpu_offload) or any(t.computes_on_host for t in techniques)

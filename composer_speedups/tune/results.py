@@ -100,9 +100,8 @@ class Result:
     chosen: dict[str, Any] = field(default_factory=dict)  # the original set if nothing was faster
     kept_original: str | None = None  # why nothing was faster
     verdicts: list[Verdict] = field(default_factory=list)
-    without: dict[str, float | str] = field(
-        default_factory=dict
-    )  # chosen technique → planned time without it, or why there is none
+    # chosen technique → planned time without it, or why there is none
+    without: dict[str, float | str] = field(default_factory=dict)
     # planned times of the original and the chosen set, run in turns
     pairs: list[tuple[float, float]] = field(default_factory=list)
     sizes: dict[int, Outcome] = field(default_factory=dict)  # batch size → outcome with the chosen set

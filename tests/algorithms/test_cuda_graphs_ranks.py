@@ -8,18 +8,20 @@ from typing import Any
 
 import pytest
 import torch
-from composer.core import Event
-from composer.loggers import InMemoryLogger
+from composer.core import Callback, Event, State
+from composer.loggers import InMemoryLogger, Logger
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from composer_speedups import CUDAGraphs, apply_cuda_graphs
+from composer_speedups.algorithms.cuda_graphs import cuda_graphs
 from composer_speedups.algorithms.cuda_graphs.capture import CUDARecorder
 from composer_speedups.algorithms.cuda_graphs.graphed_calls import GraphedCalls
+from composer_speedups.core.requirements import Requirement
 from composer_speedups.distributed.ddp import ddp_of
-from tests.helpers.common import batch, tiny_bert
+from tests.helpers.common import batch, final_weights, microbatches, plain_batches, tiny_bert, trained
 from tests.helpers.ranks import on_ranks
 from tests.helpers.rerun import Logged, graphed
 from tests.reference.loop import gradients
@@ -119,6 +121,48 @@ def test_graphs_write_gradients_into_ddps_buckets(microbatches: int, segments: i
         assert evidence.pop("outside buckets") == 0
         assert evidence.pop("backward_segments", 1) == segments
         assert evidence == {"graphs": 1, "replays": 2 * microbatches, "eager_calls": 2 * microbatches}
+
+
+class Accumulated(Callback):
+    """Counts the parameters whose gradient autograd accumulates, in each backward pass."""
+
+    def __init__(self) -> None:
+        self.parameters: list[int] = []
+
+    def before_backward(self, state: State, logger: Logger) -> None:
+        own, seen = {id(p) for p in state.model.parameters()}, set[Any]()
+        loss: Any = state.loss
+        nodes = [loss.grad_fn]
+        while nodes:
+            node = nodes.pop()
+            if node is not None and node not in seen:
+                seen.add(node)
+                nodes += [before for before, _ in node.next_functions]
+        self.parameters.append(sum(id(getattr(node, "variable", None)) in own for node in seen))
+
+
+def technique_in_a_trainer() -> list[int]:
+    """Train four batches of two micro-batches, in a Composer Trainer with the technique and in one without; return for
+    each micro-batch how many parameters' gradients autograd accumulated."""
+    stand_ins = {"needs_cuda": lambda *_: Requirement(True, "", ""), "apply_cuda_graphs": graphed}
+    for name, stand_in in stand_ins.items():
+        setattr(cuda_graphs, name, stand_in)
+    torch.cuda.graph_pool_handle = lambda: None  # type: ignore[assignment,return-value]
+    weights, seen, technique = [], Accumulated(), CUDAGraphs()
+    for techniques, callbacks in (([technique], [seen]), ([], [])):
+        settings: Any = {"callbacks": callbacks, **microbatches(plain_batches(4), 2)}
+        weights.append(final_weights(trained(techniques, model=tiny_bert(dropout=0.1), **settings)))
+    assert_near(weights[0], weights[1], what="weights")
+    assert technique.evidence["replays"] == 7, "the first micro-batch is eager"
+    return seen.parameters
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
+def test_a_trainer_accumulates_gradients_without_autograd_except_under_ddp(ranks: int) -> None:
+    """DDP's hooks are called by autograd."""
+    every = len(list(tiny_bert().parameters()))
+    replayed = 0 if ranks == 1 else every
+    assert on_ranks(technique_in_a_trainer, ranks) == [[every, *[replayed] * 7]] * ranks
 
 
 def test_ranks_with_different_segments_train_together() -> None:

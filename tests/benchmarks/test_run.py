@@ -156,6 +156,21 @@ def test_a_warm_configuration_fills_its_cache_in_an_unrecorded_run(monkeypatch: 
     assert [(row["peer"], row["warm"], row["losses"]) for row in rows] == [(None, w, [0.7, 0.6]) for w in (False, True)]
 
 
+def test_runs_that_share_compiled_kernels_have_one_cache_and_are_all_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    caches: list[Path | None] = []
+
+    def fake(base: str, configuration: Configuration, workers: Workers, cache: Path | None) -> dict[str, Any]:
+        caches.append(cache)
+        return REPORT
+
+    monkeypatch.setattr(runner, "run_once", fake)
+    read = read_table(table(matrix={}, share_compiled=True))
+    rows = runner.run_table(read, "table", Path("results"))
+    assert len(caches) == sum(row["repeats"] for row in rows) == 6
+    assert len(set(caches)) == 1
+    assert caches[0] is not None
+
+
 def test_configurations_take_turns_and_rows_have_the_spread(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
 

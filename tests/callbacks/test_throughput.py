@@ -325,6 +325,44 @@ def test_queued_gpu_work_is_charged_to_the_last_step(monkeypatch: pytest.MonkeyP
     assert summary["samples_per_sec"] == pytest.approx(4 / 0.25)
 
 
+def test_the_gpu_is_idle_from_the_end_of_a_batch_until_the_next_forward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU of the test's own: an event completes when it is polled for the second time."""
+    clock, monitor = timed(warmup_batches=1)
+
+    class Event:
+        def __init__(self) -> None:
+            self.at, self.polls = clock.now, 0
+
+        def query(self) -> bool:
+            self.polls += 1
+            return self.polls > 1
+
+        def elapsed_time(self, other: Event) -> float:
+            return 1000 * (other.at - self.at)
+
+    monkeypatch.setattr(module, "_timed_event", Event)
+    monkeypatch.setattr(module, "device_of", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(module, "_synchronize", lambda _: None)
+    monkeypatch.setattr(module, "device_peak", lambda *_: None)
+    logger = InMemoryLogger()
+    trainer = make_trainer(
+        batches=plain_batches(6),
+        callbacks=[monitor],
+        loggers=logger,
+        eval_dataloader=torch.utils.data.DataLoader(Batches([{k: v[0] for k, v in batch([8]).items()}]), batch_size=1),
+        eval_interval="4ba",
+    )
+    clock.pass_during(trainer.state.model, "forward", 0.5)
+    clock.pass_during(monitor, "before_dataloader", 0.25)
+    trainer.fit()
+    trainer.close()
+    assert [b.idle for b in monitor.batches] == pytest.approx(
+        [0, 0.25, 0.25, 0.25, 0, 0.25]
+    )  # evaluated before the 5th
+    assert monitor.summary()["gpu_idle_seconds"] == pytest.approx(4 * 0.25 / 5)
+    assert logger.data["throughput/gpu_idle_seconds"][-1][1] > 0
+
+
 def test_capturing_a_graph_counts_as_warm_up_in_any_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     (clock, monitor), captured = timed(warmup_batches=1), [100.0]
     monkeypatch.setattr(module, "capture_seconds", lambda: captured[0])

@@ -200,7 +200,7 @@ def microbatches(batches: list[Batch], rows: int) -> dict[str, Any]:
         pieces = {name: tensor.split(rows) for name, tensor in batch.items()}
         return [dict(zip(pieces, piece, strict=True)) for piece in zip(*pieces.values(), strict=True)]
 
-    loader = DataLoader(Batches(batches), batch_size=None)
+    loader = DataLoader(Batches(batches), batch_size=None, sampler=in_turn(batches))
     data = DataSpec(loader, split_batch=split, get_num_samples_in_batch=_rows)  # type: ignore[arg-type]
     return {"train_dataloader": data, "batches": batches, "device_train_microbatch_size": rows}
 

@@ -258,5 +258,5 @@ def test_every_launch_of_a_model_is_compiled_ahead(
         layer(DropoutRates(0.0, 0.0, 0.0), learn=False)
         embeddings(0.0, torch.bfloat16, rows, hidden=hidden)
         first_token(0.0, torch.bfloat16, rows, hidden, heads)
-    assert len(launched) == (4 + 6 + 4 + 4 + 2 if not in_float8 else 13 + 10 + 4 + 13 + 2)
+    assert len(launched) == (5 + 6 + 4 + 5 + 2 if not in_float8 else 14 + 10 + 4 + 14 + 2)
     assert {launch.key() for launch in launched} <= ahead

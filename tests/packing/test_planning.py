@@ -11,8 +11,11 @@ from composer.models import ComposerModel
 from torch import Tensor
 
 from composer_speedups import TorchCompile, Unpadding, apply_unpadding, plan_unpadding
+from composer_speedups.algorithms.unpadding import host_counts
+from composer_speedups.packing import planning
 from composer_speedups.packing.encoder import unpadded_encoders
 from composer_speedups.packing.planning import Packing
+from composer_speedups.packing.tokens import row_counts
 from tests.helpers.common import Batch, batch, final_weights, make_trainer, tiny_bert, trained
 from tests.helpers.models import tiny_model
 from tests.reference.loop import gradients
@@ -82,6 +85,23 @@ def test_a_batch_stays_padded_if_one_of_two_encoders_cannot_pack_it() -> None:
     trainer.fit()
     trainer.close()
     assert_near(final_weights(trainer), final_weights(expected), what="weights")
+
+
+def test_the_tokens_of_a_batchs_mask_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The evidence and both encoders use one count."""
+    counted: list[Tensor] = []
+
+    def count(mask_BS: Tensor) -> list[int]:
+        counted.append(mask_BS.clone())
+        return row_counts(mask_BS)
+
+    for module in (host_counts, planning):
+        monkeypatch.setattr(module, "row_counts", count)
+    batches = [batch([5, 16, 9], seed=seed) for seed in range(3)]
+    technique = Unpadding(8, check="never")
+    trained([technique], model=TwoHeads(), batches=batches)
+    assert technique.evidence["encoders"] == 2
+    torch.testing.assert_close(counted, [inputs["attention_mask"] for inputs in batches])
 
 
 def choices(seed: int = 0) -> Batch:

@@ -70,6 +70,7 @@ from composer_speedups.algorithms.fused_layers.modules import plain_layer
 from composer_speedups.families.family import DropoutRates, GatedLayerModules, LayerModules
 from composer_speedups.kernels.adamw import AdamWTables, adamw_step
 from composer_speedups.kernels.attention import attention_backward, attention_forward
+from composer_speedups.kernels.casts import cast_together
 from composer_speedups.kernels.embeddings import embed
 from composer_speedups.kernels.first_token_attention import first_token_attention
 from composer_speedups.kernels.float8 import (
@@ -182,6 +183,15 @@ def gelus() -> None:
     near("sums over tokens", summed[1], x.sum(0))
     near("totals", summed[2], third.sum(0))
     near("the total of one row", summed[3], fourth[0])
+
+
+def casts() -> None:
+    sources = [random(*shape) for shape in ((64, 64), (70, 64), (3,), (5000,), (1, 1))]
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        copies = cast_together(sources, dtype)
+        for source, copy in zip(sources, copies, strict=True):
+            assert torch.equal(copy, source.to(dtype))
+            print(f"a copy of {tuple(source.shape)} in {dtype} agrees")
 
 
 def kept_weights(lengths: Sequence[int], heads: int, attend: Callable[[Tensor], Tensor]) -> list[Tensor]:
@@ -648,6 +658,7 @@ if __name__ == "__main__":
         float8_kernels(rate)
     float8_scales()
     gelus()
+    casts()
     adamws()
     layers(in_float8=False)
     layers(in_float8=True)

@@ -13,6 +13,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from composer_speedups.algorithms.cuda_graphs.capture import Captured, CUDARecorder, Recorder, SharedGradients
 from composer_speedups.core.errors import first_line
 from composer_speedups.core.operator_recorder import capturing
+from composer_speedups.core.temporary_attribute import temporary_attribute
 
 
 class CaptureError(RuntimeError):
@@ -299,11 +300,7 @@ def _cuda_generator_restored() -> Iterator[None]:
 @contextlib.contextmanager
 def _static_attributes(carries: list[tuple[Any, str]], values: Iterable[Any]) -> Iterator[None]:
     """Set the attributes to the graph's static tensors, which a replay fills, and restore them on exit."""
-    before = [getattr(module, attribute) for module, attribute in carries]
-    for (module, attribute), value in zip(carries, values, strict=True):
-        setattr(module, attribute, value)
-    try:
+    with contextlib.ExitStack() as stack:
+        for (module, attribute), value in zip(carries, values, strict=True):
+            stack.enter_context(temporary_attribute(module, attribute, value))
         yield
-    finally:
-        for (module, attribute), value in zip(carries, before, strict=True):
-            setattr(module, attribute, value)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from composer_speedups.families.family import DropoutRates, LayerModules
 from composer_speedups.kernels.attention import attention_backward, attention_forward
+from composer_speedups.kernels.casts import cast_together
 from composer_speedups.kernels.disentangled_attention import disentangled_backward, disentangled_forward
 from composer_speedups.kernels.dropout import draw_seeds
 from composer_speedups.kernels.first_derivative import FirstDerivative
@@ -154,18 +155,13 @@ class _Layer(FirstDerivative):
 
 def products(parameters: Sequence[Tensor], dtype: torch.dtype, kinds: Sequence[int] = (0, 1)) -> list[list[Tensor]]:
     """Return the four matmuls' weights (kind 0) and biases (kind 1) in a dtype; query, key and value are one matmul."""
-    sources: list[Tensor] = []
-    targets: list[Tensor] = []
-    results: list[list[Tensor]] = []
-    for kind in kinds:
-        originals = [parameters[i + kind] for i in (0, 2, 4, 6, 10, 12)]
-        query, *_ = originals
-        three = query.new_empty(3 * len(query), *query.shape[1:], dtype=dtype)
-        others = [torch.empty_like(p, dtype=dtype) for p in originals[3:]]
-        sources += originals
-        targets += [*three.chunk(3), *others]
+    copies = iter(cast_together([parameters[i + kind] for kind in kinds for i in (0, 2, 4, 6, 10, 12)], dtype))
+    results = []
+    for _ in kinds:
+        query, _, _, *others = (next(copies) for _ in range(6))
+        # The copies of query, key and value follow one another in memory.
+        three = query.as_strided((3 * len(query), *query.shape[1:]), query.stride())
         results.append([three, *others])
-    torch._foreach_copy_(targets, sources)
     return results
 
 

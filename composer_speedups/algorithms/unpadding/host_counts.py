@@ -36,10 +36,10 @@ class HostCounts:
 
     Args:
         device: The Trainer's device, whose ``batch_to_device`` this object replaces until :meth:`close`.
-        count: A mask (rows, S) and its labels, if there are any → see :meth:`.Packing.count`.
+        count: A mask (rows, S), its labels, if there are any, and its real tokens per row → see :meth:`.Packing.count`.
     """
 
-    def __init__(self, device: Device, count: Callable[[Tensor, Tensor | None], list[int]]) -> None:
+    def __init__(self, device: Device, count: Callable[[Tensor, Tensor | None, Sequence[int]], list[int]]) -> None:
         self._device, self._count = device, count
         self._move = device.batch_to_device
         self._patch = vars(device).get("batch_to_device")  # other code's, which replaced the class's method
@@ -80,7 +80,8 @@ class HostCounts:
     def facts(self, mask: Tensor, labels: Tensor | None) -> MaskFacts:
         """Count a mask. Synchronizes if it is on a GPU."""
         rows = mask.flatten(0, -2).cpu()
-        return MaskFacts(sum(row_counts(rows)), self._count(rows, labels))
+        tokens = row_counts(rows)
+        return MaskFacts(sum(tokens), self._count(rows, labels, tokens))
 
     @staticmethod
     def labels_of(name: str, mask: Tensor, batch: Mapping[str, Any]) -> Tensor | None:

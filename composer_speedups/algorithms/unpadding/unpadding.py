@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -147,9 +147,9 @@ class Unpadding(ParityCheckedTechnique):
         """Those of the encoders whose class was not restored."""
         return [encoder.packing for encoder in self._encoders if isinstance(encoder, UnpaddedEncoder)]
 
-    def _count(self, mask: torch.Tensor, labels: torch.Tensor | None) -> list[int]:
+    def _count(self, mask: torch.Tensor, labels: torch.Tensor | None, tokens: Sequence[int]) -> list[int]:
         """See :meth:`.Packing.count`. A row stays padded if one of the encoders cannot pack it."""
-        counts = [packing.count(mask, labels) for packing in self._packings()]
+        counts = [packing.count(mask, labels, tokens) for packing in self._packings()]
         return [min(row) for row in zip(*counts, strict=True)]  # STAYS_PADDED is the smallest
 
     def _forget(self) -> None:
