@@ -129,13 +129,15 @@ class Family:
         encoder: The class that runs the blocks and receives the attention mask.
         blocks: Path of the encoder's list of the blocks, each once, even if it runs several times.
         layer: The class of a block.
+        inner_layer: The class of the layers in a block that runs several times per forward pass; ``fused_layers`` fuses
+            them instead of the block. Empty if blocks run once.
         attention: The class of a block's attention module, if ``packed_attention`` replaces it.
         embeddings: The class that turns token ids into the first hidden state.
         query_and_value: Names of these Linear modules in a block; LoRA adapts them by default.
         feed_forward: Path of the module with the feed-forward layer, and names of its first Linear, its activation and
             its second Linear; None for other kinds of feed-forward layers.
-        layer_modules: Block → its modules (:class:`GatedLayerModules` if ``gated``); None if ``fused_layers`` does not
-            support the block.
+        layer_modules: Block, or its inner layer, → its modules (:class:`GatedLayerModules` if ``gated``); None if
+            ``fused_layers`` does not support it.
         position_table: For disentangled attention: block and relative embeddings (P, H) → keys and queries of relative
             positions (P, 2·A·D). None for other kinds of attention.
         rotary: Whether post-norm blocks rotate queries and keys by their positions.
@@ -166,6 +168,7 @@ class Family:
     encoder: str
     blocks: str = "layer"
     layer: str
+    inner_layer: str = ""
     attention: str = ""
     embeddings: str
     query_and_value: tuple[str, ...]
@@ -199,8 +202,8 @@ class Family:
         return not (self.gated or self.rotary or self.pre_norm or self.position_table is not None)
 
     def has(self, role: str, kind: type) -> bool:
-        """Whether a class is exactly the family's ``"encoder"``, ``"layer"``, ``"attention"`` or ``"embeddings"``
-        class."""
+        """Whether a class is exactly the family's ``"encoder"``, ``"layer"``, ``"inner_layer"``, ``"attention"`` or
+        ``"embeddings"`` class."""
         module = f"transformers.models.{self.name}.modeling_{self.name}"
         changed = "_derived_from" in vars(kind)  # by this package, which keeps the names of models
         return not changed and (kind.__module__, kind.__qualname__) == (module, getattr(self, role))

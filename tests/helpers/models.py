@@ -57,7 +57,7 @@ COPIES: tuple[Family, ...] = ("xlm_roberta", "camembert")  # RoBERTa's code by o
 EVERY: tuple[Family, ...] = (*UNPADDED, *COPIES)
 ENCODERS: tuple[Family, ...] = ("t5",)  # most of their heads are on a decoder; tests/families/test_t5.py has the others
 # whose layers fused_layers supports
-FUSED: tuple[Family, ...] = (*FAMILIES, "modernbert", "deberta_v2", "mpnet", "esm", "jina_embeddings_v3")
+FUSED: tuple[Family, ...] = (*FAMILIES, "modernbert", "deberta_v2", "albert", "mpnet", "esm", "jina_embeddings_v3")
 HEADS: tuple[Head, ...] = ("classification", "mlm")  # one that reads a slot a row, and one that reads all
 
 _AUTO: dict[Head, Any] = {
@@ -140,7 +140,8 @@ def _config(family: Family, layers: int, dropout: float, attention_dropout: floa
     if family == "jina_embeddings_v3":
         return JinaEmbeddingsV3Config(**common)
     if family == "albert":
-        return AlbertConfig(embedding_size=16, classifier_dropout_prob=dropout, **common)
+        own = {"embedding_size": 16, "classifier_dropout_prob": dropout, "hidden_act": "gelu"}  # as version 1 has it
+        return AlbertConfig(**own, **common)
     like_bert = {"roberta": RobertaConfig, "xlm_roberta": XLMRobertaConfig, "camembert": CamembertConfig}
     return like_bert.get(family, BertConfig)(**common)
 

@@ -83,12 +83,6 @@ REFUSALS = (
     ),
     Refusal(
         ("fused_layers",),
-        r"^fused_layers cannot fuse any layer: .* supports the layers of .* and this model's are AlbertLayerGroup$",
-        "a layer that runs several times per forward pass is not supported",
-        families=("albert",),
-    ),
-    Refusal(
-        ("fused_layers",),
         r"^fused_layers cannot fuse any layer: .* supports the layers of .* and this model's are T5Block$",
         "its kernels do not support pre-norm layers without biases and with a relative position bias",
         families=("t5",),

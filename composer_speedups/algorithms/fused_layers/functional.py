@@ -23,8 +23,8 @@ from composer_speedups.core.requirements import needs_triton, require, unsuitabl
 from composer_speedups.core.stock import Untouched, built_on_meta, differences
 from composer_speedups.families.blocks import blocks_of
 from composer_speedups.families.family import config_value, family_of, family_titles
-from composer_speedups.packing.derived_classes import derived_class, restore_class
-from composer_speedups.packing.encoder import unpadded_encoders
+from composer_speedups.packing.derived_classes import derived_class, restore_class, stock_class
+from composer_speedups.packing.encoder import UnpaddedEncoder, unpadded_encoders
 from composer_speedups.surgery.already_applied import refuse_other_settings
 
 __all__ = ["apply_fused_layers", "float8_scales", "load_float8_scales", "undo_fused_layers", "unfused_layers"]
@@ -99,6 +99,8 @@ def fuse(model: nn.Module, last_layer: LastLayer, precision: Precision, owner: i
     for layer in layers.values():
         if isinstance(layer, FusedLayer):
             layer.is_last, layer.last_layer, layer.precision = id(layer) not in inner, last_layer, precision
+            if family_of(type(layer)).inner_layer:  # type: ignore[union-attr]
+                layer.is_last = False  # it runs several times
             if precision == "fp8" and "float8_scales" not in layer._buffers:
                 layer.register_buffer("float8_scales", _new_scales(layer), persistent=False)
     if last_layer == "needed":
@@ -185,7 +187,8 @@ def check_float8(layers: Iterable[Any]) -> None:
     """
     for layer in layers:
         family = family_of(type(layer))
-        if family is not None and not family.has_berts_layers:
+        # a scale follows the magnitudes of one place in the model
+        if family is not None and (family.inner_layer or not family.has_berts_layers):
             raise ValueError(f"precision='fp8' supports BERT's layers and similar ones, not {type(layer).__name__}")
         reason = unsuitable_device(next(layer.parameters()).device, "precision='fp8'", _FLOAT8_CAPABILITY)
         if reason is not None:
@@ -208,7 +211,7 @@ def _new_scales(layer: FusedLayer) -> Tensor:
 
 def unfused_layers(model: nn.Module) -> dict[str, str]:
     """Return why layers of a model's unpadded encoders are not fused or no longer run fused, by name."""
-    encoders = {id(layer): encoder for encoder in unpadded_encoders(model) for layer in blocks_of(encoder)}
+    encoders = {id(layer): encoder for encoder in unpadded_encoders(model) for layer in _layers_of(encoder)}
     reasons, built = {}, dict[Any, nn.Module]()
     for name, layer in _layers(model).items():
         config = encoders[id(layer)].packing.config
@@ -226,8 +229,20 @@ def unfused_layers(model: nn.Module) -> dict[str, str]:
 
 
 def _layers(model: nn.Module) -> dict[str, Any]:
-    wanted = {id(layer) for encoder in unpadded_encoders(model) for layer in blocks_of(encoder)}
+    wanted = {id(layer) for encoder in unpadded_encoders(model) for layer in _layers_of(encoder)}
     return {name: module for name, module in model.named_modules() if id(module) in wanted}
+
+
+def _layers_of(encoder: UnpaddedEncoder) -> list[nn.Module]:
+    """Return an encoder's blocks, or the layers in blocks that run several times."""
+    blocks, family = [*blocks_of(encoder)], family_of(type(encoder))
+    if family is None or not family.inner_layer:
+        return blocks
+    return [module for block in blocks for module in block.modules() if family.has("inner_layer", _stock(module))]
+
+
+def _stock(module: nn.Module) -> type[nn.Module]:
+    return stock_class(type(module))
 
 
 def _has_role(role: str, module: nn.Module) -> bool:
@@ -237,7 +252,7 @@ def _has_role(role: str, module: nn.Module) -> bool:
         return False
     if role == "embeddings" and not family.has_berts_layers:
         return False
-    return family.has(role, type(module))
+    return family.has("inner_layer" if role == "layer" and family.inner_layer else role, type(module))
 
 
 def _layer_mixin(layer: nn.Module) -> type[FusedLayer]:
