@@ -76,7 +76,8 @@ def test_esm_computes_the_other_rows_of_a_batch_with_an_empty_row() -> None:
 
 @pytest.mark.parametrize("pooling", ["mean", "late"])
 def test_eurobert_pools_real_tokens(pooling: str) -> None:
-    reference = tiny_model("eurobert", classifier_pooling=pooling).train()
+    shared = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    reference = tiny_model("eurobert", classifier_pooling=pooling, **shared).train()
     for kind in ("right padding", "left padding", "holes", "no mask", "position ids"):
         compare(reference, draw("eurobert", "classification", kind), kind)
 

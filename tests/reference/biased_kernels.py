@@ -114,9 +114,12 @@ def layers(name: Any) -> None:
     assert family is not None
     assert family.layer_modules is not None
     layer: Any = next(iter(repeated_blocks(model).values()))
+    with torch.no_grad():
+        for parameter in layer.parameters():  # norms begin as the identity
+            parameter.add_(0.2 * random(*parameter.shape))
     mask = torch.arange(max(LENGTHS), device=DEVICE) < torch.tensor(LENGTHS, device=DEVICE)[:, None]
     layout, rates = lay_out_tokens(mask, sum(LENGTHS), 1), DropoutRates(0.0, 0.0, 0.0)
-    x, grad, results = random(sum(LENGTHS), 32), 0.1 * random(sum(LENGTHS), 32), []
+    x, grad, results = random(sum(LENGTHS), 32), 0.02 * random(sum(LENGTHS), 32), []
     by_distance = random(2, 2 * layout.longest + 1).requires_grad_()
     angles = random(sum(LENGTHS), 8).repeat(1, 2)
     rotary = (angles.cos(), angles.sin())
