@@ -36,8 +36,8 @@ FAMILY = Family(
     layer="AlbertLayerGroup",
     inner_layer="AlbertLayer",
     embeddings="AlbertEmbeddings",
-    query_and_value=("query", "value"),
     layer_modules=_modules,
     dropouts=_dropouts,
+    repeats_blocks=True,
     embedding="embedding_size",
 )

@@ -77,7 +77,6 @@ FAMILY = Family(
     blocks="encoder.layer",
     layer="EsmLayer",
     embeddings="EsmEmbeddings",
-    query_and_value=("query", "value"),
     layer_modules=_modules,
     pre_norm=True,
     dropouts=_dropouts,

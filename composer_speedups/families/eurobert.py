@@ -56,7 +56,6 @@ FAMILY = Family(
     blocks="layers",
     layer="EuroBertDecoderLayer",
     embeddings="",  # torch's Embedding
-    query_and_value=("q_proj", "v_proj"),
     reads=_reads,
     packed_encoder=_UnpaddedEuroBert,
     block_flops=_block_flops,

@@ -33,7 +33,6 @@ FAMILY = Family(
     blocks="layers",
     layer="JinaEmbeddingsV3Layer",
     embeddings="JinaEmbeddingsV3Embeddings",
-    query_and_value=("q_proj", "v_proj"),
     feed_forward=("fc1", "activation_fn", "fc2"),
     layer_modules=_modules,
     rotary=True,

@@ -25,7 +25,6 @@ FAMILY = Family(
     blocks="layers",
     layer="NomicBertLayer",
     embeddings="NomicBertEmbeddings",
-    query_and_value=("q_proj", "v_proj"),
     packed_encoder=UnpaddedRotaryBert,
     block_flops=_block_flops,
 )

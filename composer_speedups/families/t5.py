@@ -100,7 +100,6 @@ FAMILY = Family(
     blocks="block",
     layer="T5Block",
     embeddings="",  # the stack's Embedding is torch's
-    query_and_value=("q", "v"),
     position_bias=True,
     reads=_reads,
     max_width_with_holes=lambda _: 0,

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from composer_speedups.algorithms.fused_layers.layer import NO_SECOND_DERIVATIVE, products, weight_gradient
+from composer_speedups.algorithms.fused_layers.layer import NO_SECOND_DERIVATIVE
+from composer_speedups.algorithms.fused_layers.products import products, weight_gradient
 from composer_speedups.families.family import DropoutRates, LayerModules
 from composer_speedups.kernels.attention import attention_backward, attention_forward
 from composer_speedups.kernels.dropout import draw_seeds
