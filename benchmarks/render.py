@@ -39,7 +39,7 @@ __all__: list[str]
 """
 _KINDS = {
     declared: "conflicts families families_short heads order ranks refusals support support_legend tasks techniques",
-    tables: "accuracy across best call effect jobs kernels kinds mutants starts steps suite",
+    tables: "accuracy best call effect jobs kernels kinds mutants steps suite",
 }
 
 
@@ -73,7 +73,7 @@ def _figure(request: str) -> str:
     if module is None:
         raise ValueError(f"no table of kind {kind!r}")
     name, _, more = rest.partition(" ")
-    if kind in ("across", "best"):
+    if kind == "best":
         arguments = [part.strip() for part in rest.split("|")]
     else:
         arguments = [name, *(part.strip() for part in more.split("|"))] if more else rest.split()
