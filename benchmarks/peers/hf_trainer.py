@@ -9,6 +9,7 @@ dropout, AdamW settings, learning rate of every batch, clipping and evaluations.
 - ``peer.attention``: an ``attn_implementation``. Default ``sdpa``, as in transformers.
 - ``peer.regional_compile``: accelerate compiles one block and reuses it. Default false.
 - ``peer.apply_recommended``: apply :func:`composer_speedups.apply_recommended` to the model first. Default false.
+- ``peer.disentangled_flash``: DeBERTa with the attention kernels of the package disentangled-flash. Default false.
 - ``peer.grad_norm``: compute the gradient norm, which HF Trainer does at every step even without clipping, and no flag
   disables. Default true; false removes it in a subclass.
 - ``peer.NAME`` for every other name: a TrainingArguments field, such as ``peer.torch_compile_mode=reduce-overhead``.
@@ -43,6 +44,7 @@ _OWN_FLAGS: dict[str, Any] = {
     "attention": "sdpa",
     "regional_compile": False,
     "apply_recommended": False,
+    "disentangled_flash": False,
     "grad_norm": True,
 }
 
@@ -63,6 +65,10 @@ def main(arguments: list[str]) -> None:
         set_attention(job.model, own["attention"])
         if own["apply_recommended"]:
             own["apply_recommended"] = {name: len(names) for name, names in apply_recommended(job.model.model).items()}
+        if own["disentangled_flash"]:
+            from disentangled_flash import optimize_deberta_training
+
+            optimize_deberta_training(job.model.model.deberta)
         trainer = _Peer(job, args=args, plan=plan, meter=meter, config=config, grad_norm=own["grad_norm"])
         trainer.run(folder, "hf_trainer", own)
 

@@ -8,6 +8,8 @@ clipping. As in sentence-transformers, each column of texts is encoded by a call
 tokenized ahead of training. ``algorithms`` and ``trainer.precision`` are ignored; instead there are
 
 - ``peer.preset`` and ``peer.attention``: as in :mod:`.hf_trainer`.
+- ``peer.flatten``: true for flattened inputs, which sentence-transformers 6 pools without padding, with torch's
+  variable-length flash attention, which has dropout; default false. The model must be BERT's.
 - ``peer.NAME`` for every other name: a field of SentenceTransformerTrainingArguments.
 
 It trains only: a config with evaluation data is refused. Writes report.json like train.py.
@@ -21,10 +23,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
 from sentence_transformers.losses import MultipleNegativesRankingLoss
-from torch import Tensor
+from torch import Tensor, nn
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_utils import AttentionInterface
 
+from benchmarks.peers.flattened_loop import ATTENTION, varlen_attention
 from benchmarks.peers.job import Job, build_job, plan_of, set_attention
 from benchmarks.peers.job_trainer import JobTrainer, meter_of, read_flags, training_arguments
 from composer_speedups.core.errors import ConfigError
@@ -33,7 +39,8 @@ from composer_speedups.train.cli import exit_codes
 from composer_speedups.train.config.schema import Config
 from composer_speedups.train.run_folder import RunFolder
 
-_OWN_FLAGS: dict[str, Any] = {"preset": "best", "attention": "sdpa"}
+_OWN_FLAGS: dict[str, Any] = {"preset": "best", "attention": "sdpa", "flatten": False}
+_FLAT = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")  # named as in transformers
 
 
 def main(arguments: list[str]) -> None:
@@ -57,10 +64,18 @@ def main(arguments: list[str]) -> None:
             folder=folder.path,
         )
         meter = meter_of(config, job, args, on_gpu=on_gpu)
+        if own["flatten"]:
+            own["attention"] = ATTENTION
+            AttentionInterface.register(ATTENTION, _flat_attention)
+            AttentionMaskInterface.register(ATTENTION, lambda *_, **__: None)
         set_attention(job.model, own["attention"])
         encoder = _encoder(job, config)
+        transformer: Any = encoder[0]
+        if own["flatten"] and transformer.model_forward_params is not None:
+            transformer.model_forward_params |= {*_FLAT, "position_ids"}
         trainer = _Peer(
             job,
+            flatten=own["flatten"],
             plan=plan,
             meter=meter,
             config=config,
@@ -90,14 +105,46 @@ def _encoder(job: Job, config: Config) -> SentenceTransformer:
 class _Peer(JobTrainer, SentenceTransformerTrainer):
     """sentence-transformers' Trainer on a job."""
 
+    def __init__(self, *args: Any, flatten: bool, **kwargs: Any) -> None:
+        self._flatten = flatten
+        super().__init__(*args, **kwargs)
+
     def inputs_of(self, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Turn tokens (R, N, S) into N texts' ``text_n_input_ids`` and ``text_n_attention_mask``, each (R, S)."""
         texts = zip(batch["input_ids"].unbind(1), batch["attention_mask"].unbind(1), strict=True)
         found: dict[str, Tensor] = {}
         for n, (ids, mask) in enumerate(texts):
+            if self._flatten:
+                found |= {f"text_{n}_{name}": value for name, value in _flat(ids, mask.bool()).items()}
+                continue
             width = int(mask.sum(-1).max()) if self._config.data.padding == "longest" else mask.shape[1]
             found |= {f"text_{n}_input_ids": ids[:, :width], f"text_{n}_attention_mask": mask[:, :width]}
         return found
+
+
+def _flat(ids: Tensor, real: Tensor) -> dict[str, Any]:
+    """Return tokens (R, S) as one row, as DataCollatorWithFlattening of transformers does."""
+    starts = torch.nn.functional.pad(real.sum(-1).cumsum(0), (1, 0)).to(torch.int32)
+    positions = torch.arange(real.shape[1]).expand_as(real)
+    longest = int(starts.diff().max())
+    row = {"input_ids": ids[real][None], "position_ids": positions[real][None]}
+    return row | dict(zip(_FLAT, (starts, starts, longest, longest), strict=True))
+
+
+def _flat_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: None,
+    *,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int = 0,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    return varlen_attention(module, query, key, value, mask, dropout, scaling, cu_seq_lens_q, max_length_q)
 
 
 if __name__ == "__main__":

@@ -229,6 +229,9 @@ def test_sentence_transformers_trains_the_same_steps(padding: str) -> None:
     torch.testing.assert_close(compiled["losses"], report["losses"], atol=1e-4, rtol=0)
     graphs = [run["algorithms"]["sentence_trainer"]["evidence"]["graphs"] for run in (report, compiled)]
     assert graphs[0] == 0 < graphs[1]
+    flat = peer(sentence_trainer, *job, "peer.flatten=true", name="flattened")
+    torch.testing.assert_close(flat["losses"], report["losses"], atol=1e-4, rtol=0)
+    assert flat["algorithms"]["sentence_trainer"]["evidence"]["attention"] == "torch_varlen"
 
 
 @pytest.mark.usefixtures("pairs")
