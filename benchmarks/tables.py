@@ -389,16 +389,17 @@ def _ran_on(environment: Row) -> str:
 
 
 def mutants() -> list[str]:
-    """Samples of mutants and what the tests made of them; ``again`` is a later try of those that were left."""
+    """What the tests made of the last sample of mutants, for each package and choice of tests."""
+    last = {(row["package"], row.get("exhaustive", True)): row for row in every_gpus_rows("mutants")}
     lines = [
         [
-            f"`{row['package']}`",
-            "those left, again" if row.get("again") else f"seed {row['seed']}",
-            "all" if row.get("exhaustive", True) else "default",
+            f"`{package}`",
+            f"seed {row['seed']}",
+            "all" if exhaustive else "default",
             *(str(row.get(kind, "–")) for kind in ("mutants", "killed", "timed_out", "survived", "not_run")),
             f"{row['call'][:10]}, {commit_of(row)}",
         ]
-        for row in every_gpus_rows("mutants")
+        for (package, exhaustive), row in sorted(last.items())
     ]
     kinds_of_end = ("killed", "timed out", "survived", "not run on a CPU")
     return table(("package", "sample", "tests", "mutants", *kinds_of_end, "date, commit"), lines)

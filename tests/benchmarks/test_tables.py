@@ -182,6 +182,18 @@ def test_kernels_are_those_of_the_last_row(rows: list[dict[str, Any]]) -> None:
     assert tables.kernels("any")[2:4] == ["| norm backward | 50 | 125 | 2.50 | 40 |", ""]
 
 
+def test_each_package_shows_its_last_sample_of_mutants(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = {"mutants": 6, "killed": 4, "timed_out": 1, "survived": 1, "environment": ENVIRONMENT}
+    kept = [{"package": "b", "seed": seed, "call": f"2026-01-0{seed}T", **counts} for seed in (1, 2)]
+    kept += [{**kept[0], "exhaustive": False}, {**kept[0], "package": "a", "exhaustive": True, "not_run": 3}]
+    monkeypatch.setattr(tables, "every_gpus_rows", lambda name: kept)
+    assert tables.mutants()[2:] == [
+        "| `a` | seed 1 | all | 6 | 4 | 1 | 1 | 3 | 2026-01-01, 0123456 |",
+        "| `b` | seed 1 | default | 6 | 4 | 1 | 1 | – | 2026-01-01, 0123456 |",
+        "| `b` | seed 2 | all | 6 | 4 | 1 | 1 | – | 2026-01-02, 0123456 |",
+    ]
+
+
 def test_a_configuration_without_a_seed_has_a_dash_and_no_mean(rows: list[dict[str, Any]]) -> None:
     for configuration, seed, accuracy in (("a", 1, 0.8), ("a", 2, 0.9), ("b", 2, 0.7)):
         rows.append(row(configuration, "2026-01-01", 1, seed=seed, runs={"accuracy": accuracy}, samples_per_sec=None))
