@@ -87,8 +87,8 @@ _ALIASES = {"batch": "data.batch_size"}
 def select(selection: str) -> list[Row]:
     """The rows of ``TABLE [KEY=VALUE …]`` that have measurements.
 
-    ``KEY`` is a key of the row or of an override on its command line; ``batch`` is ``data.batch_size``. A comma separates
-    alternative values. The value of ``call`` is the beginning of the call's time, such as ``2026-01-02T03:04``.
+    ``KEY`` is a key of the row or of an override on its command line; ``batch`` is ``data.batch_size``. A comma
+    separates alternative values. The value of ``call`` is the beginning of the call's time: ``2026-01-02T03:04``.
 
     Raises:
         ValueError: There are none.
