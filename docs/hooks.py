@@ -69,8 +69,8 @@ def _reference() -> str:
 def _config_keys() -> str:
     """Every key with its type, default, bounds and description, as ``--help`` prints them."""
     lines = ["# Config keys", ""]
-    lines += ["The keys of a YAML and of `key=value`, as `--help` prints them: key, type, default and bounds, and below"]
-    lines += ["what the key does. The settings of the techniques are under [Algorithms](algorithms.md)."]
+    lines += ["The keys of a YAML and of `key=value`, as `--help` prints them: key, type, default, bounds and"]
+    lines += ["what it does. The settings of the techniques are under [Algorithms](algorithms.md)."]
     lines += ["", "## The run", "", *_keys(Config)]
     return "\n".join([*lines, "", f"## {PREFIX}", "", "How `tune` searches.", "", *_keys(TuneConfig, PREFIX)])
 
