@@ -26,9 +26,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image
 
-from benchmarks.rows import Row, describe_errors, point_of, read_rows
+from benchmarks.rows import Row, describe_errors, point_of
 from benchmarks.table_file import Table
-from benchmarks.tables import COMMITTED
+from benchmarks.tables import committed
 from composer_speedups.core.files import write_atomically
 
 _BLUE, _RED, _GREY, _INK = "#2b7bba", "#c44e52", "#909090", "#767676"
@@ -190,7 +190,10 @@ def last_call(kind: str, rows: Sequence[Row], configurations: Sequence[str] = ()
         first_point = {row["configuration"]: row for row in of_call if point_of(row) == point_of(of_call[0])}
         if set(configurations) <= set(first_point):
             if kind in ("bars", "seconds"):  # every point, and failed configurations
-                return [row for row in named if row["call"] == call]
+                shown = [row for row in named if row["call"] == call]
+                points = [point_of(row) for row in shown]
+                order = [*configurations, *(row["configuration"] for row in shown)]
+                return sorted(shown, key=lambda r: (points.index(point_of(r)), order.index(r["configuration"])))
             return [first_point[configuration] for configuration in configurations or first_point]
     raise SystemExit(f"no call has rows of {', '.join(configurations) or 'any configuration'} with {measure}")
 
@@ -243,7 +246,7 @@ class Chart(NamedTuple):
         Raises:
             SystemExit: There are none.
         """
-        return last_call(self.kind, read_rows(COMMITTED / f"{self.table}.jsonl"), self.configurations)
+        return last_call(self.kind, committed(self.table), self.configurations)
 
     def is_stale(self) -> bool:
         """Whether the committed rows differ from those that the file shows."""

@@ -50,10 +50,10 @@ def families() -> list[str]:
 
 
 def families_short() -> list[str]:
-    """The families, grouped by the techniques that they do not support."""
+    """The families, grouped by the techniques that they do not support with any head."""
     groups: dict[str, list[str]] = defaultdict(list)
     for family in _families_by_title():
-        refused = ", ".join(_quoted([name for name in TECHNIQUES if refusal_of(name, family.name, "mlm")]))
+        refused = ", ".join(_quoted([t for t in TECHNIQUES if all(refusal_of(t, family.name, head) for head in HEADS)]))
         groups[f"all except {refused}" if refused else "all"].append(family.title)
     lines = [[", ".join(titles), techniques] for techniques, titles in sorted(groups.items())]
     names = ", ".join(_quoted(TECHNIQUES))
@@ -152,11 +152,34 @@ def techniques() -> list[str]:
     """The techniques, each with a link to its card and the card's first sentence."""
     lines = []
     for name in technique_names():
-        card = f"composer_speedups/algorithms/{name}/README.md"
-        _, summary, *_ = (ROOT / card).read_text().split("\n\n")
-        sentence = re.split(r"(?<=\.)\s", summary.replace("\n", " "))[0].rstrip(".")
+        card, sentence = _card_and_summary(name)
         lines.append([f"[`{name}`](../{card})", sentence])
     return table(["technique, with its card", "what it does"], lines)
+
+
+def _card_and_summary(name: str) -> tuple[str, str]:
+    """The path of a technique's card, and the card's first sentence."""
+    card = f"composer_speedups/algorithms/{name}/README.md"
+    _, summary, *_ = (ROOT / card).read_text().split("\n\n")
+    return card, re.split(r"(?<=\.)\s", summary.replace("\n", " "))[0].rstrip(".")
+
+
+def techniques_short() -> list[str]:
+    """The techniques for README's table: what each does, what it is for, and whether the result stays the same."""
+    lines = []
+    for technique in _classes():
+        card, sentence = _card_and_summary(technique.name)
+        purpose, same = technique.purpose.removeprefix("saves "), _EXACTNESS[technique.exactness]
+        lines.append([f"[`{technique.name}`]({card})", sentence, purpose, same])
+    return table(["technique", "what it does", "saves", "result"], lines)
+
+
+_EXACTNESS = {
+    "exact": "the same",
+    "rounding": "the same up to rounding",
+    "lower_precision": "the same in lower precision",
+    "recipe": "another recipe",
+}
 
 
 def order() -> list[str]:

@@ -38,8 +38,9 @@ __all__: list[str]
 
 """
 _KINDS = {
-    declared: "conflicts families families_short heads order ranks refusals support support_legend tasks techniques",
-    tables: "accuracy best call effect jobs kernels kinds mutants steps suite",
+    declared: "conflicts families families_short heads order ranks refusals support support_legend tasks techniques "
+    "techniques_short",
+    tables: "accuracy best call effect jobs kernels kinds mutants steps suite time_to_accuracy",
 }
 
 

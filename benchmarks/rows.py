@@ -124,6 +124,8 @@ def add_run(row: Row, report: Row) -> None:
     row.update({name: report.get(name, {}) for name in ("startup", "algorithms", "numerics", "environment")})
     if "losses" in report:
         row["losses"] = report["losses"]
+    if row["jobs"] == 1 and report.get("evaluations"):
+        row.setdefault("evaluations", []).append(report["evaluations"])  # of each run: batch, seconds, metrics
 
 
 def _find(report: Row, path: tuple[str, ...]) -> Any:

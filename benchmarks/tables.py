@@ -243,6 +243,42 @@ def accuracy(name: str, *only: str) -> list[str]:
     return [*table(columns, lines), "", where_of(rows, counted=False)]
 
 
+def time_to_accuracy(name: str, reference: str) -> list[str]:
+    """Seconds from the start of a process until held-out accuracy first reached a target, over the table's seeds.
+
+    The target is the mean final accuracy of the configuration ``reference``, minus its standard deviation over seeds.
+    """
+    rows = [row for row in rows_of(name) if row.get("evaluations")]
+    runs = {
+        configuration: [run for row in rows if row["configuration"] == configuration for run in row["evaluations"]]
+        for configuration in dict.fromkeys(row["configuration"] for row in rows)
+    }
+    finals = {configuration: [run[-1]["accuracy"] for run in own] for configuration, own in runs.items()}
+    target = statistics.fmean(finals[reference]) - statistics.stdev(finals[reference])
+    medians: dict[str, float] = {}
+    lines = []
+    for configuration, own in runs.items():
+        reached = [next((e["seconds"] for e in run if e["accuracy"] >= target), None) for run in own]
+        times = sorted(seconds for seconds in reached if seconds is not None)
+        if len(times) == len(own):
+            medians[configuration] = statistics.median(times)
+        spread = f"{statistics.median(times):.1f} ({times[0]:.1f}–{times[-1]:.1f})" if times else "–"
+        ratio = "–"
+        if configuration in medians and reference in medians:
+            ratio = f"{medians[reference] / medians[configuration]:.2f}"
+        lines.append(
+            [
+                configuration,
+                spread,
+                ratio,
+                f"{len(times)} of {len(own)}",
+                f"{statistics.fmean(finals[configuration]):.4f}",
+            ]
+        )
+    columns = ["configuration", f"seconds to {target:.4f}", "ratio", "runs that reached it", "final accuracy"]
+    return _figure(columns, lines, rows)
+
+
 # Figures that set the suite beside its peers
 
 
@@ -276,59 +312,65 @@ def steps(name: str, conditions: str = "") -> list[str]:
 
 
 def best(*selections: str) -> list[str]:
-    """The fast set, also with 8-bit matmuls, compared with the fastest configuration of HF Trainer in the same call.
+    """The fast set, also with 8-bit matmuls, compared with the fastest peers of the same call.
 
-    Each selection, ``TABLE [KEY=VALUE …]``, is a line. The GPU has a column if the lines are of several. A ratio with a
-    range is the one of the last call, and its range is over all calls with these two configurations.
+    Each selection, ``TABLE [KEY=VALUE …]``, is a line: the call in which a peer was fastest. Ratios are to the faster
+    peer. The GPU has a column if the lines are of several.
     """
     base = yaml.safe_load((ROOT / "yamls" / "bert_imdb_fast.yaml").read_text())
     lines, rows = [], []
     for selection in selections:
-        calls = _calls_with_best_peer(selection)
-        peer, fast, float8 = call = calls[-1]
+        fast, float8, *peers = call = _call_with_peers(selection)
         rows += call
-        gpu = (peer["environment"]["gpu"] or "CPU").removeprefix("NVIDIA ")
-        length = override_of(peer, "data.max_length") or base["data"]["max_length"]
-        point = [str(override_of(peer, "model.size")), f"{peer['data.batch_size']} × {length}"]
-        ratios = [_range_of([_rate(of_call[ours]) / _rate(of_call[0]) for of_call in calls]) for ours in (1, 2)]
-        ours = [_spread(fast), ratios[0], _spread(float8), ratios[1]]
-        memory = f"{fast['peak_memory_gib']['median'] / peer['peak_memory_gib']['median']:.0%}"
-        padding = fast["algorithms"]["unpadding"]["evidence"]["padding_of_the_run"]
+        gpu = (fast["environment"]["gpu"] or "CPU").removeprefix("NVIDIA ")
+        length = override_of(fast, "data.max_length") or base["data"]["max_length"]
+        strongest = max(peers, key=_rate)
+        by_kind = {peer["peer"]: _spread(peer) for peer in peers}
         lines.append(
-            [gpu, *point, f"{padding:.0%}", peer["configuration"], _spread(peer), *ours, memory, str(len(calls))]
-        )
-    columns = ["GPU", "BERT", "batch × tokens", "padding", "fastest HF Trainer", "samples/s"]
-    columns += ["fast set", "ratio", "with fp8", "ratio", "memory", "calls"]
+            [
+                gpu, str(override_of(fast, "model.size")), f"{fast['data.batch_size']} × {length}",
+                f"{fast['algorithms']['unpadding']['evidence']['padding_of_the_run']:.0%}",
+                *(by_kind.get(kind, "–") for kind in _PEERS), _spread(fast), _ratio(fast, strongest),
+                _spread(float8), _ratio(float8, strongest),
+                f"{fast['peak_memory_gib']['median'] / strongest['peak_memory_gib']['median']:.0%}",
+            ]
+        )  # fmt: skip
+    columns = [
+        "GPU",
+        "BERT",
+        "batch × tokens",
+        "padding",
+        *_PEERS.values(),
+        "fast set",
+        "ratio",
+        "with fp8",
+        "ratio",
+        "memory",
+    ]
     if len({gpu for gpu, *_ in lines}) == 1:
         return _figure(columns[1:], [cells for _, *cells in lines], rows)
     return _figure(columns, lines, rows)
 
 
-def _calls_with_best_peer(selection: str) -> list[list[Row]]:
-    """The rows of HF Trainer's fastest configuration, the fast set and the fast set with fp8, for each call with them.
+_PEERS = {"hf_trainer": "HF Trainer", "flattened_loop": "expert's loop"}
 
-    The fastest configuration is the one of the last call with the most configurations of HF Trainer, since a call with
-    fewer may lack it. Another call counts if this configuration was the fastest one there, too.
-    """
+
+def _call_with_peers(selection: str) -> list[Row]:
+    """The fast set, the fast set with fp8, and the fastest configuration of each peer, of one call."""
     rows = [row for row in select(selection) if row["samples_per_sec"]]
     calls = []
     for call in sorted({row["call"] for row in rows}):
         of_call = {row["configuration"]: row for row in rows if row["call"] == call}
-        peers = [row for row in of_call.values() if row["peer"] == "hf_trainer"]
+        peers = [
+            max(of_kind, key=_rate)
+            for kind in _PEERS
+            if (of_kind := [row for row in of_call.values() if row["peer"] == kind])
+        ]
         if peers and {"fast set", "fast set, fp8"} <= set(of_call):
-            chosen = [max(peers, key=_rate), of_call["fast set"], of_call["fast set, fp8"]]
-            calls.append((len(peers), chosen))
+            calls.append([of_call["fast set"], of_call["fast set, fp8"], *peers])
     if not calls:
-        raise ValueError(f"no call of {selection} has HF Trainer and the fast set, with and without fp8")
-    most = max(peers for peers, _ in calls)
-    fastest = [chosen[0]["configuration"] for peers, chosen in calls if peers == most][-1]
-    return [chosen for _, chosen in calls if chosen[0]["configuration"] == fastest]
-
-
-def _range_of(ratios: Sequence[float]) -> str:
-    """The last ratio, with the smallest and the largest if they differ."""
-    least, most, last = (f"{ratio:.2f}" for ratio in (min(ratios), max(ratios), ratios[-1]))
-    return last if least == most else f"{last} ({least}–{most})"
+        raise ValueError(f"no call of {selection} has a peer and the fast set, with and without fp8")
+    return max(calls, key=lambda call: (max(_rate(row) for row in call[2:]), call[0]["call"]))
 
 
 def jobs(name: str) -> list[str]:

@@ -34,6 +34,10 @@ from composer_speedups.algorithms.gradient_checkpointing.functional import undo_
 from composer_speedups.algorithms.gradient_checkpointing.gradient_checkpointing import GradientCheckpointing as GradientCheckpointing
 from composer_speedups.algorithms.kahan_optimizer.functional import apply_kahan_optimizer as apply_kahan_optimizer
 from composer_speedups.algorithms.kahan_optimizer.kahan_optimizer import KahanOptimizer as KahanOptimizer
+from composer_speedups.algorithms.layer_freezing.functional import apply_layer_freezing as apply_layer_freezing
+from composer_speedups.algorithms.layer_freezing.functional import gradient_norms_of_blocks as gradient_norms_of_blocks
+from composer_speedups.algorithms.layer_freezing.functional import settled_blocks as settled_blocks
+from composer_speedups.algorithms.layer_freezing.layer_freezing import LayerFreezing as LayerFreezing
 from composer_speedups.algorithms.lora.functional import apply_lora as apply_lora
 from composer_speedups.algorithms.lora.functional import merged_state_dict as merged_state_dict
 from composer_speedups.algorithms.lora.functional import save_adapter as save_adapter

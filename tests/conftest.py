@@ -22,8 +22,8 @@ if sys.dont_write_bytecode and sys.pycache_prefix is None:
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
-os.environ.setdefault("WANDB_INIT_TIMEOUT", "300")  # a machine that runs other tests too starts wandb's process slowly
-os.environ.setdefault("WANDB__SERVICE_WAIT", "300")
+os.environ.setdefault("WANDB_INIT_TIMEOUT", "1800")  # a busy machine starts wandb's process slowly
+os.environ.setdefault("WANDB__SERVICE_WAIT", "1800")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two tests run at a time, on two cores
 

@@ -12,6 +12,7 @@ import yaml
 
 from tests.conftest import ROOT
 from tests.helpers.documents import Block, blocks_of, run_blocks
+from tests.helpers.hangs import HANGS
 
 DOCS = ROOT / "docs"
 PAGES = sorted(path for path in DOCS.rglob("*.md") if blocks_of(path.read_text()))
@@ -70,7 +71,7 @@ def test_the_notebook_trains() -> None:
     nbformat = pytest.importorskip("nbformat")
     notebook = nbformat.read(ROOT / "examples" / "quickstart.ipynb", as_version=4)
     assert all(not cell.get("outputs") for cell in notebook.cells), "committed without outputs"
-    nbclient.NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(Path.cwd())}}).execute()
+    nbclient.NotebookClient(notebook, timeout=int(HANGS), resources={"metadata": {"path": str(Path.cwd())}}).execute()
     printed = json.dumps([cell.get("outputs") for cell in notebook.cells])
     assert "times as fast" in printed
     assert "negative" in printed or "positive" in printed

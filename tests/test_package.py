@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
 
 import composer_speedups
 from benchmarks.render import CATALOGUE, STUB, package_catalogue, package_stub
@@ -87,6 +88,38 @@ def test_the_command_without_arguments_lists_every_command(capsys: pytest.Captur
     assert len(scripts) == 6
     for name in scripts:
         assert name in printed
+
+
+PINS = [Requirement(line) for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+
+
+def test_the_pinned_versions_are_those_that_uv_run_installs() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    overrides = [Requirement(text) for text in project["tool"]["uv"]["override-dependencies"]]
+    extras = project["project"]["optional-dependencies"]
+    asked = [
+        *project["project"]["dependencies"],
+        *(text for name in extras if name != "dashboards" for text in extras[name]),
+    ]
+    replaced = {requirement.name for requirement in overrides}
+    needed = [r for r in map(Requirement, asked) if r.name not in {*replaced, "composer_speedups"}]
+    for requirement in [*needed, *(r for r in overrides if "never" not in str(r.marker))]:
+        pins = [pin for pin in PINS if pin.name == requirement.name]
+        assert pins, f"constraints.txt lacks {requirement.name}"
+        for pin in pins:  # one for each range of Python's versions
+            assert [s.operator for s in pin.specifier] == ["=="]
+            (version,) = (specifier.version for specifier in pin.specifier)
+            assert requirement.specifier.contains(version), f"{pin} in constraints.txt, {requirement} in pyproject.toml"
+
+
+def test_the_pinned_versions_are_those_of_the_newest_rows_of_each_gpu() -> None:
+    pinned = {pin.name: str(pin.specifier).removeprefix("==") for pin in PINS}
+    for folder in (ROOT / "benchmarks" / "results").glob("nvidia-*"):
+        rows = [row for path in folder.glob("*.jsonl") for row in map(json.loads, path.read_text().splitlines())]
+        measured = max((row for row in rows if "call" in row), key=lambda row: row["call"])["environment"]
+        for name in ("torch", "transformers", "triton"):
+            assert measured[name].partition("+")[0] == pinned[name]
+        assert measured["composer"] == pinned["mosaicml"]
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / ".github").rglob("*.yml")), ids=lambda p: p.name)

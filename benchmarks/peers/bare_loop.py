@@ -166,7 +166,7 @@ class Loop:
                 sums += torch.stack([right.sum(), outputs["loss"] * counts.sum(), counts.sum()])
         self.model.train()
         right, loss, count = sums.tolist()
-        self.meter.metrics.update({"accuracy": right / count, "loss": loss / count})
+        self.meter.evaluated({"accuracy": right / count, "loss": loss / count})
 
 
 if __name__ == "__main__":

@@ -10,6 +10,9 @@ dropout, AdamW settings, learning rate of every batch, clipping and evaluations.
 - ``peer.regional_compile``: accelerate compiles one block and reuses it. Default false.
 - ``peer.apply_recommended``: apply :func:`composer_speedups.apply_recommended` to the model first. Default false.
 - ``peer.disentangled_flash``: DeBERTa with the attention kernels of the package disentangled-flash. Default false.
+- ``peer.lora``: train PEFT's LoRA adapters of a frozen model, and the classifier in full, as ``get_peft_model`` sets
+  them up: ``{rank: 8, alpha: 16, targets: all-linear, dropout: 0}``; the last two are their defaults. Default null:
+  train the whole model.
 - ``peer.grad_norm``: compute the gradient norm, which HF Trainer does at every step even without clipping, and no flag
   disables. Default true; false removes it in a subclass.
 - ``peer.NAME`` for every other name: a TrainingArguments field, such as ``peer.torch_compile_mode=reduce-overhead``.
@@ -46,7 +49,9 @@ _OWN_FLAGS: dict[str, Any] = {
     "apply_recommended": False,
     "disentangled_flash": False,
     "grad_norm": True,
+    "lora": None,
 }
+_LORA = {"rank": "r", "alpha": "lora_alpha", "targets": "target_modules", "dropout": "lora_dropout"}
 
 
 def main(arguments: list[str]) -> None:
@@ -69,7 +74,8 @@ def main(arguments: list[str]) -> None:
             from disentangled_flash import optimize_deberta_training
 
             optimize_deberta_training(job.model.model.deberta)
-        trainer = _Peer(job, args=args, plan=plan, meter=meter, config=config, grad_norm=own["grad_norm"])
+        model = job.model.model if own["lora"] is None else _with_lora(job.model.model, own["lora"])
+        trainer = _Peer(job, model=model, args=args, plan=plan, meter=meter, config=config, grad_norm=own["grad_norm"])
         trainer.run(folder, "hf_trainer", own)
 
 
@@ -97,13 +103,27 @@ def _grouped_by_length(loader: DataLoader[Any], config: Config) -> DataLoader[An
     )
 
 
+def _with_lora(model: Any, settings: Any) -> Any:
+    """PEFT's model around a classifier, with adapters inserted into the classifier itself.
+
+    Raises:
+        ConfigError: Unknown settings, or none of rank and alpha.
+    """
+    if not isinstance(settings, dict) or not {"rank", "alpha"} <= settings.keys() <= _LORA.keys():
+        raise ConfigError(f"peer.lora: must have rank and alpha, and may have targets and dropout, not {settings!r}")
+    from peft import LoraConfig, get_peft_model
+
+    chosen = {"targets": "all-linear", **settings}
+    return get_peft_model(model, LoraConfig(task_type="SEQ_CLS", **{_LORA[name]: v for name, v in chosen.items()}))
+
+
 class _Peer(JobTrainer, Trainer):
     """HF Trainer on a job."""
 
-    def __init__(self, job: Job, *, args: TrainingArguments, **kwargs: Any) -> None:
+    def __init__(self, job: Job, *, model: Any, args: TrainingArguments, **kwargs: Any) -> None:
         super().__init__(
             job,
-            model=job.model.model,
+            model=model,
             args=args,
             train_dataset=job.train.dataset,
             eval_dataset=job.eval and job.eval.dataset,
@@ -120,7 +140,7 @@ class _Peer(JobTrainer, Trainer):
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         with self._meter.evaluating():
             metrics = super().evaluate(*args, **kwargs)
-        self._meter.metrics.update({name: metrics[f"eval_{name}"] for name in ("accuracy", "loss")})
+        self._meter.evaluated({name: metrics[f"eval_{name}"] for name in ("accuracy", "loss")})
         return metrics
 
 

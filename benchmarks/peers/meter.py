@@ -43,6 +43,7 @@ class Meter:
         self.state.precision = Precision(precision)
         self.losses: list[torch.Tensor] | None = [] if config.loggers.file is not None else None
         self.metrics: dict[str, float] = {}
+        self.evaluations: list[dict[str, float]] = []
         self._last: torch.Tensor | None = None
         self._batches = 0
         self._logger = Logger(self.state)
@@ -91,6 +92,12 @@ class Meter:
         yield
         self._tell(Event.EVAL_AFTER_ALL)
 
+    def evaluated(self, metrics: Mapping[str, float]) -> None:
+        """Note the metrics of an evaluation that has just ended."""
+        self.metrics.update(metrics)
+        batch = self.state.timestamp.batch.value
+        self.evaluations.append({"batch": batch, "seconds": process_age(), **metrics})
+
     def end(self) -> None:
         """End training."""
         self._tell(Event.FIT_END)
@@ -100,7 +107,15 @@ class Meter:
     def write(self, folder: RunFolder, peer: str, evidence: Mapping[str, Any]) -> None:
         """Write report.json and print the summary."""
         metrics = {k: v if math.isfinite(v) else None for k, v in self.metrics.items()}
-        write_report(self.state, self.config, folder, peer, evidence, self.losses, {"metrics": metrics})
+        write_report(
+            self.state,
+            self.config,
+            folder,
+            peer,
+            evidence,
+            self.losses,
+            {"metrics": metrics, "evaluations": self.evaluations},
+        )
 
 
 def monitors(config: Config) -> list[Callback]:

@@ -26,6 +26,7 @@ __all__ = [
     "atomic_file",
     "cannot_be_loaded",
     "check_folder",
+    "finite",
     "lock_file",
     "make_folder",
     "out_of_space",
@@ -118,14 +119,15 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
 
 def write_json(path: Path, content: Any) -> None:
     """Write a JSON file atomically. NaN and infinity, which JSON does not have, become null."""
-    write_atomically(path, json.dumps(_finite(content), indent=2) + "\n")
+    write_atomically(path, json.dumps(finite(content), indent=2) + "\n")
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """A copy of a value, nested or not, with None for NaN and infinity."""
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -69,7 +69,8 @@ class Settings:
 
     Each subclass becomes a pydantic dataclass: the constructor takes the settings in that order, and those after
     ``_: KW_ONLY`` as keywords only. ``--help`` prints the string below each setting. Text is converted to numbers and
-    bools, but a bool is no number.
+    bools, but a bool is no number. One text stands for a list of texts with one entry. Error messages about a wrong
+    type show ``Field(examples=…)``, as they are written in YAML.
 
     Class arguments:
         eq: Compare by settings (default), or by identity, in this class and its subclasses.
@@ -102,7 +103,13 @@ class Settings:
 
         @functools.wraps(cls.__init__)
         def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-            values = signature.bind(*args, **kwargs).arguments
+            if unknown := [name for name in kwargs if name not in signature.parameters]:
+                hint = did_you_mean(unknown[0], signature.parameters)
+                raise TypeError(f"{cls.__name__} has no setting {unknown[0]!r}{hint}")
+            try:
+                values = signature.bind(*args, **kwargs).arguments
+            except TypeError as error:
+                raise TypeError(f"{cls.__name__}: {error}; name the settings") from None
             with _one_line(cls, values):
                 cls._construct(self, **values)
 
@@ -132,11 +139,19 @@ class Settings:
     @field_validator("*", mode="before")
     @classmethod
     def _refuse_bools_for_numbers(cls, value: Any, info: Any) -> Any:
-        kinds = leaf_types(cls.__pydantic_fields__[info.field_name].annotation)
-        items = value if isinstance(value, list) else [value]
+        field = cls.__pydantic_fields__[info.field_name]
+        kinds = leaf_types(field.annotation)
+        is_mapping = isinstance(value, dict) and section_of(field) is None
+        items = value.values() if is_mapping else value if isinstance(value, list) else [value]
         if not {bool, Any} & kinds and any(isinstance(item, bool) for item in items):
             raise PydanticCustomError("bool", "is a bool")
         return value
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _list_of_one_text(cls, value: Any, info: Any) -> Any:
+        hint = cls.__pydantic_fields__[info.field_name].annotation
+        return [value] if isinstance(value, str) and _is_list(hint) and str in leaf_types(hint) else value
 
     def check_settings(self) -> None:
         """Raise :class:`InvalidSettingError`, or ValueError without a key, for settings that cannot be combined."""
@@ -231,10 +246,24 @@ FileName = typing.Annotated[str, AfterValidator(_file_name)]
 
 
 def leaf_types(hint: Any) -> set[Any]:
-    """The types that a type is made of, without lists, unions and annotations: str, None and so on."""
-    if typing.get_origin(hint) in (list, types.UnionType, typing.Union, typing.Annotated):
-        return set().union(*map(leaf_types, _options(hint)))
+    """The types that a type is made of, without lists, unions, annotations and the keys of mappings: str, None and so
+    on."""
+    if typing.get_origin(hint) in (list, dict, types.UnionType, typing.Union, typing.Annotated):
+        return set().union(*map(leaf_types, _options(hint)[typing.get_origin(hint) is dict :]))
     return {hint}
+
+
+def _union_options(hint: Any) -> Sequence[Any]:
+    """The types that a union allows, or the only one."""
+    if typing.get_origin(hint) is typing.Annotated:
+        return _union_options(_options(hint)[0])
+    return _options(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else [hint]
+
+
+def _is_list(hint: Any) -> bool:
+    """Whether it allows lists, and nothing else but None."""
+    options = [option for option in _union_options(hint) if option is not types.NoneType]
+    return bool(options) and all(typing.get_origin(option) is list for option in options)
 
 
 def _options(hint: Any) -> Sequence[Any]:
@@ -254,6 +283,8 @@ def _spell(
         if origin is list:
             item = spell(_options(hint)[0])
             return listed.format(f"{item[2:]}s" if item.startswith("a ") else item)
+        if origin is dict and dict not in names:
+            return f"dict[{', '.join(map(spell, typing.get_args(hint)))}]"
         if isinstance(hint, type) and issubclass(hint, Settings):
             return names[Settings]
         return names.get(hint) or names.get(origin) or (hint.__name__ if isinstance(hint, type) else str(hint))
@@ -268,6 +299,16 @@ _IN_ERRORS = {
 }  # fmt: skip
 _SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 _WORDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+
+
+def _kind_in_words(field: FieldInfo, value: Any) -> str:
+    """``a number or null``; or for a value of another type than those with examples, ``a list, such as [text]``."""
+    kinds = _spell(field.annotation, _IN_ERRORS, _one_of, " or ", "a list of {}")
+    if not field.examples or isinstance(value, list):
+        return kinds
+    if _is_list(field.annotation):
+        kinds = "a list"
+    return f"{kinds}, such as {' or '.join(field.examples)}"
 
 
 def _one_of(options: Sequence[Any]) -> str:
@@ -374,9 +415,6 @@ def _explain(error: ValidationError, cls: type[Settings], values: Any, prefix: s
         (e for e in errors if e["loc"][: len(names)] == location[: len(names)] and e["type"] in _BOUND), None
     )
     if outside is None:
-        return (
-            key,
-            f"{key} must be {_spell(field.annotation, _IN_ERRORS, _one_of, ' or ', 'a list of {}')}, not {values!r}",
-        )
+        return key, f"{key} must be {_kind_in_words(field, values)}, not {values!r}"
     allowed = "a finite number" if outside["type"] == "finite_number" else _bounds_in_words(_bounds(field))
     return key, f"{key} must be {allowed}, not {outside['input']}"

@@ -1,7 +1,8 @@
 """Check whether a module is exactly what its library builds: class, children, parameters, settings, no hooks.
 
 A technique that computes a module's result itself reads the module's weights and does not call its code. This is only
-valid if that code is known: a PEFT adapter, a hook or another activation would be ignored silently.
+valid if that code is known: a hook or another activation would be ignored silently. PEFT's plain LoRA layers are known:
+what they wrap is compared, and :mod:`.adapters` reads what they add.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch.nn.modules import module as torch_modules
 from transformers import PreTrainedModel
 from transformers.modeling_utils import AttentionInterface
 
+from composer_speedups.core.adapters import adapter_refusal, without_adapter
 from composer_speedups.packing.derived_classes import is_derived
 
 __all__ = ["Untouched", "built_on_meta", "changes_to", "differences", "model_differences", "outermost_models"]
@@ -67,8 +69,8 @@ def differences(
         skip: Modules to skip.
 
     Yields:
-        Sentences such as "bert.encoder.layer.0.attention.self.query is a peft Linear". Dropout probabilities, epsilons,
-        values of weights, dtypes, devices and ``requires_grad`` may differ.
+        Sentences such as "bert.encoder.layer.0.output has its own forward". Dropout probabilities, epsilons, values of
+        weights, dtypes, devices and ``requires_grad`` may differ, and modules inside may have LoRA adapters.
     """
     if _hooked_everywhere():
         yield "every module has a hook (torch.nn.modules.module.register_module_…_hook)"
@@ -94,7 +96,23 @@ def differences(
             if held is not built:
                 yield f"{below} is {'missing' if held is None else 'set, but its class does not build it'}"
         elif held not in skip:
-            yield from differences(held, built, below, ours=ours, skip=skip)
+            yield from _other_module(held, built, below, ours=ours, skip=skip)
+
+
+def _other_module(
+    held: nn.Module, built: nn.Module, name: str, *, ours: bool, skip: Collection[nn.Module]
+) -> Iterator[str]:
+    """As :func:`differences`; PEFT's LoRA layers, and its copies of modules trained in full, are seen through."""
+    if (refusal := adapter_refusal(held)) is not None:
+        yield f"{name} {refusal}"
+        return
+    inner, wrappers = without_adapter(held)
+    for wrapper in wrappers:
+        if _is_patched(type(wrapper)):
+            yield f"{_described(type(wrapper), article=False)}.forward was replaced in its class"
+        yield from _own_methods(wrapper, name, ours=ours)
+        yield from _hooks_on(wrapper, name, ours=ours)
+    yield from differences(inner, built, name, ours=ours, skip=skip)
 
 
 def _hooks_on(module: nn.Module, name: str, *, ours: bool) -> Iterator[str]:

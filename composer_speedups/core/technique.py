@@ -15,7 +15,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from enum import IntEnum
 from itertools import combinations
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 from composer.core import Algorithm, Callback, Event, State
 from composer.loggers import Logger
@@ -57,8 +57,8 @@ class Stage(IntEnum):
 
     FLAGS = 0  # process-wide flags and precision
     SURGERY = 1  # replaces modules
-    KERNELS = 2  # runs layers with custom kernels; builds on SURGERY
-    ADAPTERS = 3  # parameters frozen or added
+    ADAPTERS = 2  # parameters frozen or added
+    KERNELS = 3  # runs layers with custom kernels; builds on SURGERY and ADAPTERS
     OPTIMIZER = 4  # sees the final parameters
     COMPILE = 5  # sees the final modules
     GRAPHS = 6  # captures the final step
@@ -123,6 +123,8 @@ class Technique(Settings, Algorithm, eq=False, strict=True):
         computes_on_host: Part of the training step runs on the CPU.
         matmul_precision: The precision whose peak rate model FLOPs utilization refers to.
         fixed_shapes: It depends on the shape of the batch, so the micro-batch size must not change during training.
+        freezes_on_load: Loading its state freezes parameters, for which the checkpoint has no optimizer state. It is
+            loaded before the optimizer's state is compared with the run's.
         checkpoint_fields: The keys and types of :meth:`state_dict`. train.py ignores everything else in a checkpoint,
             because anyone may have written the file.
         engaged: None before INIT, then whether the technique is in force and, as far as is known, has an effect.
@@ -142,6 +144,7 @@ class Technique(Settings, Algorithm, eq=False, strict=True):
     trials: ClassVar[tuple[Variant, ...]] = (Variant(),)
     purpose: ClassVar[Purpose] = "saves time"
     computes_on_host: ClassVar[bool] = False
+    freezes_on_load: ClassVar[bool] = False
     not_recorded: ClassVar[tuple[str, ...]] = ("on_unavailable",)
     checkpoint_fields: ClassVar[dict[str, Any]] = {
         "repr": str,
@@ -281,7 +284,9 @@ class Technique(Settings, Algorithm, eq=False, strict=True):
 
     # Methods that Composer calls.
 
-    def match(self, event: Event, state: State) -> bool:
+    def match(self, event: Event, state: State | None = None) -> bool:
+        if isinstance(self, Event):  # called on a class in the place of an instance; the arguments are event and state
+            techniques_of(cast(State, event).algorithms)  # raises
         if event in (Event.INIT, Event.FIT_END) or self._hears(event):
             return True
         if self._verified or not self.engaged:
@@ -353,8 +358,18 @@ class Technique(Settings, Algorithm, eq=False, strict=True):
 
 
 def techniques_of(algorithms: Sequence[Algorithm]) -> list[Technique]:
-    """The techniques of this package in a list of algorithms, in the order they engage."""
+    """The techniques of this package in a list of algorithms, in the order they engage.
+
+    Raises:
+        ConfigError: A class instead of its instance.
+    """
+    if classes := [a for a in algorithms if isinstance(a, type)]:
+        raise _class_refused(classes[0])
     return sorted((a for a in algorithms if isinstance(a, Technique)), key=lambda t: (t.stage, t.name))
+
+
+def _class_refused(cls: type) -> ConfigError:
+    return ConfigError(f"algorithms: {cls.__name__} is a class, not a technique; write {cls.__name__}()")
 
 
 def sort_techniques(algorithms: Sequence[Algorithm], event: Event) -> Sequence[Algorithm]:

@@ -19,7 +19,8 @@ from composer_speedups.data.flat import FlatTokens, Ragged
 from composer_speedups.data.length_batching import LengthGroupedSampler
 from composer_speedups.data.sources import load_samples, load_validation, random_rows
 from composer_speedups.data.streams import Tokenized, stream_of_samples
-from composer_speedups.data.tokens import load_tokenizer, tokenize
+from composer_speedups.data.summary import DataSummary
+from composer_speedups.data.tokens import load_tokenizer, measure_truncation, tokenize
 from composer_speedups.data.worker_timeout import WorkerTimeoutLoader
 from composer_speedups.distributed.balanced_sampling import BalancedSampler
 from composer_speedups.families.flops import batch_lengths
@@ -36,6 +37,7 @@ class Data(NamedTuple):
     train: DataSpec
     eval: DataSpec | None
     tokenizer: Any
+    summary: DataSummary
 
 
 class Pad:
@@ -91,8 +93,11 @@ def build_data(config: DataConfig, task: Task, *, model_name: str, on_gpu: bool,
         size = getattr(config, name)
         if size is not None and size % world:
             raise ConfigError(f"data.{name}: {size} samples cannot be shared by {world} ranks; use a multiple")
+    summary = DataSummary()
     with dist.run_local_rank_zero_first():
-        tokenizer, train_tokens, eval_tokens = _tokens(config, task, model_name)
+        tokenizer, train_tokens, eval_tokens = _tokens(config, task, model_name, summary)
+    if train_tokens is not None and "labels" in train_tokens.column_names:
+        task.learn_frequencies(train_tokens["labels"])
 
     train, evaluation = (
         None if tokens is None else task.arranged(FlatTokens(tokens), config.max_length, training=training)
@@ -115,13 +120,13 @@ def build_data(config: DataConfig, task: Task, *, model_name: str, on_gpu: bool,
     count = partial(tokens_and_weight, task) if task.weights_losses else real_tokens
     train_spec = DataSpec(loader, get_num_tokens_in_batch=count, split_batch=split)
     if evaluation is None:
-        return Data(train_spec, None, tokenizer)
+        return Data(train_spec, None, tokenizer, summary)
     # Composer reads the number of samples of a distributed sampler's batch from the device, and waits, at each batch.
     sampler = SequentialSampler(evaluation) if world == 1 else dist.get_sampler(evaluation)
     collate = task.collator(pad, tokenizer, training=False)
     size = config.eval_batch_size or config.batch_size
     loader = _dataloader(config, evaluation, size, collate, sampler, on_gpu=on_gpu, drop_last=False)
-    return Data(train_spec, DataSpec(loader, get_num_tokens_in_batch=count), tokenizer)
+    return Data(train_spec, DataSpec(loader, get_num_tokens_in_batch=count), tokenizer, summary)
 
 
 def _dataloader(
@@ -174,7 +179,9 @@ def _check_same(*tokens: FlatTokens | None) -> None:
         raise DataError("data: the ranks read different samples because a file changed meanwhile; start again")
 
 
-def _tokens(config: DataConfig, task: Task, model_name: str) -> tuple[Any, Dataset | None, Dataset | None]:
+def _tokens(
+    config: DataConfig, task: Task, model_name: str, summary: DataSummary
+) -> tuple[Any, Dataset | None, Dataset | None]:
     """The tokenizer, the tokens to train on (None for a stream), and the tokens to validate on."""
     words = task.splits_words
     if config.source == "random":
@@ -188,11 +195,13 @@ def _tokens(config: DataConfig, task: Task, model_name: str) -> tuple[Any, Datas
         return tokenizer, train, evaluation
     if config.streams:
         tokenizer = load_tokenizer(config, model_name, None, splits_words=words)
-        train, validation = None, load_validation(config, task)
+        train, validation = None, load_validation(config, task, summary)
     else:
-        train, validation = load_samples(config, task)
+        train, validation = load_samples(config, task, summary)
         tokenizer = load_tokenizer(config, model_name, _texts(train), splits_words=words)
     encoded = [None if split is None else tokenize(split, tokenizer, config, task) for split in (train, validation)]
+    if train is not None and encoded[0] is not None and not config.packing:
+        summary.truncation = measure_truncation(train, encoded[0], tokenizer, config, task)
     return tokenizer, encoded[0], encoded[1]
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import codecs
 import contextlib
 import csv
-import glob
 import itertools
 import json
 import os
@@ -22,18 +21,15 @@ import pyarrow.parquet
 from datasets import ClassLabel, Dataset, DatasetDict, Features, load_dataset, load_from_disk
 
 from composer_speedups.core.errors import DataError, first_line
-from composer_speedups.core.files import with_working_directory
+from composer_speedups.data.paths import TEXT_FORMATS, is_address, suffix_of
 from composer_speedups.tasks.data_config import DataConfig
 
 __all__ = [
     "Row",
     "check_columns",
-    "check_file",
     "class_names",
     "declared_classes",
-    "find_files",
     "hub_dataset",
-    "is_address",
     "iterate_rows",
     "load_rows",
     "saved_dataset",
@@ -124,46 +120,7 @@ _TEXT_READERS: dict[str, Callable[[Any], Iterator[Row]]] = {
 }
 
 
-def _suffix(path: str) -> str:
-    return Path(path).suffix.lower()
-
-
-def check_file(path: str, key: str) -> None:
-    """Refuse a file of another format, and a local one that is missing or empty; ``key`` names it in the config.
-
-    Raises:
-        DataError: Names the key, the file, and the fix.
-    """
-    if _suffix(path) not in (".parquet", *_TEXT_READERS):
-        raise DataError(f"{key}: {path} must end in .parquet, {', '.join(_TEXT_READERS)}")
-    if is_address(path):
-        return
-    if not os.path.isfile(path):  # pathlib raises for names that are too long
-        raise DataError(f"{key}: {with_working_directory(path)} is not a file; name an existing one")
-    if os.path.getsize(path) == 0:
-        raise DataError(f"{key}: {path} is empty; use a file with samples")
-
-
-def find_files(name: str, key: str) -> list[str]:
-    """The file that ``name`` names, or all files that match it as a pattern, in the order of their names.
-
-    ``name`` is a path, which may begin with ``~``, or an address that fsspec can open. ``key`` names it in the config.
-
-    Raises:
-        DataError: There is no such file, or :func:`check_file` refuses one.
-    """
-    path = os.path.expanduser(name)
-    paths = [path]
-    if is_address(path) and glob.has_magic(path):
-        with _readable(path, key):
-            paths = [file.full_name for file in fsspec.open_files(path)]
-    elif glob.has_magic(path) and not os.path.isfile(path):
-        paths = sorted(glob.glob(path, recursive=True))
-    if not paths:
-        raise DataError(f"{key}: there is no file {with_working_directory(name)}")
-    for path in paths:
-        check_file(path, key)
-    return paths
+assert tuple(_TEXT_READERS) == TEXT_FORMATS
 
 
 def iterate_rows(paths: Iterable[str], key: str, columns: Iterable[str] = ()) -> Iterator[Row]:
@@ -175,7 +132,7 @@ def iterate_rows(paths: Iterable[str], key: str, columns: Iterable[str] = ()) ->
         DataError: A file cannot be read; names ``key``, the file, and the line if the format has lines.
     """
     for path in paths:
-        reader = _TEXT_READERS.get(_suffix(path))
+        reader = _TEXT_READERS.get(suffix_of(path))
         with _readable(path, key):
             if reader is None:
                 with _open(path, "rb") as file:
@@ -183,11 +140,6 @@ def iterate_rows(paths: Iterable[str], key: str, columns: Iterable[str] = ()) ->
             else:  # csv reads line ends in quotes itself
                 with _open(path, "r", encoding="utf-8-sig", newline="") as file:
                     yield from reader(file)
-
-
-def is_address(path: str) -> bool:
-    """Whether it is an address that fsspec opens, such as ``s3://bucket/train.csv``, and not a local path."""
-    return "://" in path
 
 
 def _open(path: str, mode: str, **settings: Any) -> Any:
@@ -202,28 +154,29 @@ def _readable(path: str, key: str) -> Iterator[None]:
     except DataError:
         raise
     except (pyarrow.ArrowException, OSError, ValueError, csv.Error, ImportError) as error:  # fsspec lacks a package
-        is_text = isinstance(error, UnicodeDecodeError) and _suffix(path) in _TEXT_READERS
+        is_text = isinstance(error, UnicodeDecodeError) and suffix_of(path) in _TEXT_READERS
         problem = _not_utf8(path) if is_text else f"cannot be read ({first_line(error)})"
         raise DataError(f"{key}: {path} {problem}") from error
 
 
-def load_rows(paths: Sequence[str], key: str, columns: Sequence[tuple[str, str]]) -> list[Row]:
-    """Read all rows of files into memory, each with ``columns``, which are named with their config keys.
+def load_rows(paths: Sequence[str], key: str, columns: Sequence[tuple[str, str]] | None) -> list[Row]:
+    """Read all rows of files into memory, each with ``columns``, which are named with their config keys, or as it is in
+    the file with None.
 
     Raises:
         DataError: A file cannot be read, lacks a column, or changes meanwhile.
     """
     rows: list[Row] = []
-    wanted = [column for column, _ in columns]
+    wanted = [column for column, _ in columns or ()]
     for path in paths:
         before, names = _version(path), dict[str, None]()
         for row in iterate_rows([path], key, wanted):
             names.update(dict.fromkeys(row))
-            rows.append({column: row.get(column) for column in wanted})
+            rows.append(row if columns is None else {column: row.get(column) for column in wanted})
         if _version(path) != before:
             raise DataError(f"{key}: {path} changed while it was being read; start again when it is complete")
         if names:  # there are rows
-            check_columns(names, columns, f"{key}: {path}")
+            check_columns(names, columns or (), f"{key}: {path}")
     return rows
 
 
@@ -272,7 +225,7 @@ def declared_classes(path: str, key: str) -> dict[str, list[str]]:
     Raises:
         DataError: The file or its metadata cannot be read.
     """
-    if _suffix(path) in _TEXT_READERS:
+    if suffix_of(path) in _TEXT_READERS:
         return {}
     with _readable(path, key), _open(path, "rb") as file:
         schema = pyarrow.parquet.read_schema(file)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
+import warnings
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,24 +16,28 @@ from datasets import Dataset
 
 from composer_speedups.core.errors import DataError, first_line
 from composer_speedups.data.builtin import builtin_samples
+from composer_speedups.data.paths import find_files
 from composer_speedups.data.reader import (
     Row,
     check_columns,
     class_names,
     declared_classes,
-    find_files,
     hub_dataset,
     load_rows,
     saved_dataset,
     with_class_names,
 )
+from composer_speedups.data.summary import DataSummary, DroppedRows, invalid_rows
 from composer_speedups.tasks.data_config import GENERATED, DataConfig
 from composer_speedups.tasks.task import Example, Task
 
-__all__ = ["load_samples", "load_validation", "random_rows"]
+__all__ = ["labelled_samples", "load_samples", "load_validation", "random_rows"]
 
 Arrays = npt.NDArray[Any]
 Needed = Sequence[tuple[str, str]]  # columns, each with the config key that names it
+
+
+_NUMBER = re.compile(r"[-+]?\d+([.,]\d+)*")
 
 
 class _Split(NamedTuple):
@@ -45,48 +51,79 @@ class _Split(NamedTuple):
     def teach(self, task: Task, *, training: bool = True) -> None:
         task.learn(self.columns(task, training=training), self.declared, self.where)
 
-    def checked(self, task: Task, *, training: bool, places: Iterable[int] | None = None) -> list[Example]:
-        """The samples of the rows at ``places``, or of all rows.
+    def checked(
+        self,
+        task: Task,
+        on_invalid: str,
+        summary: DataSummary,
+        *,
+        training: bool,
+        places: Sequence[int] | None = None,
+        fix: str = "data.on_invalid=drop leaves out invalid rows",
+    ) -> dict[int, Example]:
+        """The samples of the rows at ``places``, or of all rows: place → sample.
 
         Raises:
-            DataError: Describes the first invalid row, and lists the others.
+            DataError: With ``on_invalid="stop"``, lists the invalid rows; otherwise there is no valid row.
         """
-        examples, invalid, first = [], [], None
-        for place in range(len(self.rows)) if places is None else places:
+        examples, invalid = {}, list[str]()
+        places = range(len(self.rows)) if places is None else places
+        for place in places:
             try:
-                where = f"{self.where}, row {place + 1}"
-                examples.append(task.example(self.rows[place], where, training=training))
+                examples[place] = task.example(self.rows[place], f"row {place + 1}", training=training)
             except DataError as error:
-                invalid.append(place + 1)
-                first = first or error
-        if first is not None:
-            raise DataError(f"{first}{_listed(invalid)}") from first
-        return task.prepared(examples, training=training)
+                invalid.append(str(error))
+        if invalid and (on_invalid == "stop" or not examples):
+            fix = fix if examples else "use a file with valid rows"
+            raise DataError(invalid_rows(self.where, len(places), invalid, fix))
+        if invalid:
+            summary.dropped.append(DroppedRows(self.where, len(places), invalid))
+        return examples
 
 
-def load_samples(config: DataConfig, task: Task) -> tuple[Dataset, Dataset | None]:
+def load_samples(config: DataConfig, task: Task, summary: DataSummary | None = None) -> tuple[Dataset, Dataset | None]:
     """Load training and validation samples as returned by :meth:`.Task.example`; the task learns its labels from the
     former.
 
+    Args:
+        config: The keys under ``data``.
+        task: Reads the samples.
+        summary: Receives the invalid rows that were dropped.
+
     Raises:
-        DataError: Names the file or dataset, the row, and what is wrong with it.
+        DataError: Names the file or dataset, the invalid rows, and what is wrong with them.
     """
+    summary = summary or DataSummary()
     needed = task.columns(training=True)
     if config.eval_fraction is not None:  # the rows to validate on are among them
         needed = [*dict.fromkeys([*needed, *task.columns(training=False)])]
     train = _split(config, task, "train", needed)
     assert train is not None  # ensured by the schema's checks
-    held: _Split | None
+    held: _Split | None = train
+    drawn = None
     if config.eval_fraction is None:
-        held, kept, drawn = _split(config, task, "eval", task.columns(training=False)), None, None
-    else:
-        held, (kept, drawn) = train, _held_out(train, task, config)
+        held = _split(config, task, "eval", task.columns(training=False))
     train.teach(task)  # from all rows, because a class may occur only in those held out
-    samples = Dataset.from_list(train.checked(task, training=True, places=kept))
-    return _draw(samples, config, config.train_samples), _validation_samples(held, task, config, drawn)
+    examples = train.checked(task, config.on_invalid, summary, training=True)
+    if config.eval_fraction is not None:
+        drawn = _held_out(train, examples, task, config)
+        examples = {place: examples[place] for place in examples.keys() - drawn}
+    _warn_of_numbers(train.where, task, examples.values())
+    samples = Dataset.from_list(task.prepared([examples[place] for place in sorted(examples)], training=True))
+    validation = _validation_samples(held, task, config, summary, drawn)
+    return _draw(samples, config, config.train_samples), validation
 
 
-def load_validation(config: DataConfig, task: Task) -> Dataset | None:
+def _warn_of_numbers(where: str, task: Task, examples: Collection[Example]) -> None:
+    """Warn if a column of texts holds nothing but numbers: it is probably another column."""
+    for index, column in enumerate(task.texts_of(training=True), start=1):
+        texts = [example[f"text_{index}"] for example in examples]
+        if all(isinstance(text, str) and _NUMBER.fullmatch(text.strip()) for text in texts):
+            number = f"each text in the column {column} is a number, such as {texts[0].strip()[:20]}"
+            warnings.warn(f"{where}: {number}; data.text_columns names the column of the texts", stacklevel=2)
+
+
+def load_validation(config: DataConfig, task: Task, summary: DataSummary | None = None) -> Dataset | None:
     """Load the validation samples of the hub or of a file into memory; None if there are none.
 
     The task learns its labels from them, because streamed training samples cannot be scanned in advance.
@@ -94,15 +131,34 @@ def load_validation(config: DataConfig, task: Task) -> Dataset | None:
     held = _split(config, task, "eval", task.columns(training=False))
     if held is not None:
         held.teach(task, training=False)
-    return _validation_samples(held, task, config)
+    return _validation_samples(held, task, config, summary or DataSummary())
+
+
+def labelled_samples(rows: list[Row], declared: dict[str, list[str]], where: str, task: Task) -> Dataset:
+    """The samples of rows that were read already, as :func:`load_validation` returns them.
+
+    Args:
+        rows: The rows.
+        declared: Column → the class names that the file declares for its integers.
+        where: The file, for errors.
+        task: A task that knows its classes.
+
+    Raises:
+        DataError: There are no rows, or invalid ones.
+    """
+    split = _named(rows, declared, where)
+    examples = split.checked(task, "stop", DataSummary(), training=False, fix="correct or remove invalid rows")
+    return Dataset.from_list(task.prepared([*examples.values()], training=False))
 
 
 def _validation_samples(
-    held: _Split | None, task: Task, config: DataConfig, places: Iterable[int] | None = None
+    held: _Split | None, task: Task, config: DataConfig, summary: DataSummary, places: Iterable[int] | None = None
 ) -> Dataset | None:
     if held is None:
         return None
-    samples = Dataset.from_list(held.checked(task, training=False, places=places))
+    chosen = None if places is None else sorted(places)
+    examples = held.checked(task, config.on_invalid, summary, training=False, places=chosen)
+    samples = Dataset.from_list(task.prepared([*examples.values()], training=False))
     return _draw(samples, config, config.eval_samples, whole=task.groups_samples)
 
 
@@ -137,7 +193,8 @@ def _from_dataset(dataset: Dataset, where: str, needed: Needed) -> _Split:
 
 def _named(rows: list[Row], declared: dict[str, list[str]], where: str) -> _Split:
     if not rows:
-        raise DataError(f"{where} has no rows; use a file with samples")
+        header = " after its header line" if where.endswith((".csv", ".tsv")) else ""
+        raise DataError(f"{where} has no rows{header}; use a file with samples")
     return _Split([with_class_names(row, declared) for row in rows] if declared else rows, declared, where)
 
 
@@ -164,27 +221,35 @@ def random_rows(count: int, seed: int, split: str, length: int, tokenizer: Any, 
     return Dataset(pyarrow.table({"input_ids": rows, "labels": generator.integers(0, classes, count)}))
 
 
-def _listed(rows: Sequence[int]) -> str:
-    """How many rows are invalid and the first of them, for an error message that describes one."""
-    if len(rows) == 1:
-        return ""
-    return f"; {len(rows):,} rows are invalid: {', '.join(map(str, rows[:5]))}{', …' if len(rows) > 5 else ''}"
-
-
-def _held_out(split: _Split, task: Task, config: DataConfig) -> tuple[Any, Any]:
-    """The places of the rows to train on and of those to validate on."""
-    total = len(split.rows)
+def _held_out(split: _Split, examples: Mapping[int, Example], task: Task, config: DataConfig) -> set[int]:
+    """Draw the places of the rows to validate on from those of the valid rows."""
+    places = [*examples]
+    total = len(places)
     count = min(max(round(config.eval_fraction * total), 1), total - 1)  # type: ignore[operator]
     if count < 1:
         raise DataError(f"{split.where} has only one row, which data.eval_fraction cannot split")
     if task.groups_samples:
-        drawn = _whole_groups([row.get(task.texts[0]) for row in split.rows], count, config.seed)
+        drawn = _whole_groups([split.rows[place].get(task.texts[0]) for place in places], count, config.seed)
     else:
-        drawn = np.sort(np.random.default_rng(config.seed).permutation(total)[:count])
-    kept = np.setdiff1d(np.arange(total), drawn)
-    if not len(kept):
+        drawn = _stratified([task.stratum(example) for example in examples.values()], count, config.seed)
+    if len(drawn) == total:
         raise DataError(f"{split.where} has rows of only one {task.texts[0]}, which data.eval_fraction cannot split")
-    return kept.tolist(), drawn.tolist()
+    return {places[number] for number in drawn.tolist()}
+
+
+def _stratified(strata: Sequence[int | None], count: int, seed: int) -> Arrays:
+    """Draw ``count`` of the rows at random, of each stratum its share up to one row. The only row of a stratum is drawn
+    last, so that it is trained on."""
+    order = np.random.default_rng(seed).permutation(len(strata))
+    if strata[0] is None:
+        return order[:count]
+    stratum_N = np.array(strata)
+    _, index_N, rows_N = np.unique(stratum_N, return_inverse=True, return_counts=True)
+    several = order[rows_N[index_N[order]] > 1]
+    if len(several) < count:
+        return order[:count]
+    in_strata = several[np.argsort(stratum_N[several], kind="stable")]  # each stratum in random order
+    return in_strata[((np.arange(count) + 0.5) * len(in_strata) / count).astype(int)]
 
 
 def _draw(dataset: Dataset, config: DataConfig, samples: int | None, *, whole: bool = False) -> Dataset:

@@ -17,12 +17,11 @@ from datasets.distributed import split_dataset_by_node
 from composer_speedups.core.errors import ConfigError, DataError
 from composer_speedups.core.files import with_working_directory
 from composer_speedups.data.flat import Ragged
+from composer_speedups.data.paths import find_files, is_address
 from composer_speedups.data.reader import (
     class_names,
     declared_classes,
-    find_files,
     hub_dataset,
-    is_address,
     iterate_rows,
     saved_dataset,
     with_class_names,

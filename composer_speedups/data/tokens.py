@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import os
@@ -9,7 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow
+import pyarrow.compute
 from datasets import Dataset
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
@@ -17,11 +21,14 @@ from transformers import PreTrainedTokenizerFast
 from composer_speedups.core.errors import ConfigError, DataError
 from composer_speedups.core.files import cannot_be_loaded, check_folder, make_folder, replace_folder
 from composer_speedups.core.pretrained import pretrained_tokenizer
+from composer_speedups.data.summary import Truncation
 from composer_speedups.tasks.data_config import DataConfig
 from composer_speedups.tasks.task import Task
 
-__all__ = ["load_tokenizer", "tokenize"]
+__all__ = ["load_tokenizer", "measure_truncation", "tokenize"]
 
+_MEASURED = 1000  # texts that are tokenized again to measure truncation
+_UNLIMITED = 10**6  # tokens of a text, to measure truncation
 _SPECIAL = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
 
 
@@ -146,6 +153,35 @@ def tokenize(dataset: Dataset, tokenizer: Any, config: DataConfig, task: Task) -
         cache.unlink()
         return run()
     return tokens
+
+
+def measure_truncation(samples: Dataset, tokens: Dataset, tokenizer: Any, config: DataConfig, task: Task) -> Truncation:
+    """How many texts :func:`tokenize` truncated, and the length that would keep 95% of them whole.
+
+    Only texts that fill ``max_length`` can be truncated. They, or 1,000 of them at random, are tokenized once more.
+    """
+    width_N = _widths(tokens.with_format("arrow")[:])
+    full = np.flatnonzero(width_N >= config.max_length)
+    drawn = np.sort(np.random.default_rng(config.seed).permutation(full)[:_MEASURED])
+    measured = np.empty(0, np.int64)
+    if len(drawn):
+        # a copy, because a tokenizer keeps the length of its last call, which is exported
+        encoded = task.encode(samples.select(drawn)[:], copy.deepcopy(tokenizer), _UNLIMITED)
+        lists = {name: encoded[name] for name in ("input_ids", "lengths") if name in encoded}
+        measured = _widths(pyarrow.table(lists))
+    widths = np.concatenate([width_N[width_N < config.max_length], measured])
+    weights = np.concatenate([np.ones(len(width_N) - len(full)), np.full(len(drawn), len(full) / max(1, len(drawn)))])
+    order = widths.argsort()
+    kept = weights[order].cumsum() >= 0.95 * weights.sum() * (1 - 1e-9)
+    truncated = weights[widths > config.max_length].sum() / weights.sum()
+    return Truncation(float(truncated), int(widths[order][kept.argmax()]), exact=len(drawn) == len(full))
+
+
+def _widths(table: pyarrow.Table) -> npt.NDArray[np.int64]:
+    """Tokens of each sample's longest text."""
+    if "lengths" in table.column_names:
+        return np.array([max(lengths) for lengths in table["lengths"].to_pylist()], np.int64)
+    return pyarrow.compute.list_value_length(table["input_ids"]).to_numpy().astype(np.int64)
 
 
 def _differ(tokens: Dataset, dataset: Dataset) -> bool:

@@ -18,6 +18,6 @@ FAMILY = Family(
     blocks="albert_layer_groups",
     layer="AlbertLayerGroup",
     embeddings="AlbertEmbeddings",
-    query_and_value=("query", "value"),
+    repeats_blocks=True,
     embedding="embedding_size",
 )

@@ -30,7 +30,6 @@ FAMILY = Family(
     encoder="BertEncoder",
     layer="BertLayer",
     embeddings="BertEmbeddings",
-    query_and_value=("query", "value"),
     feed_forward=("intermediate.dense", "intermediate.intermediate_act_fn", "output.dense"),
     layer_modules=_modules,
     dropouts=_dropouts,

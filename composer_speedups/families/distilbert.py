@@ -28,7 +28,6 @@ FAMILY = Family(
     encoder="Transformer",
     layer="TransformerBlock",
     embeddings="Embeddings",
-    query_and_value=("q_lin", "v_lin"),
     feed_forward=("lin1", "activation", "lin2"),
     layer_modules=_modules,
     dropouts=_dropouts,

@@ -25,6 +25,7 @@ FAMILY = replace(
     encoder="ElectraEncoder",
     layer="ElectraLayer",
     embeddings="ElectraEmbeddings",
+    around_blocks=("ElectraModel.embeddings_project",),
     reads=_reads,
     embedding="embedding_size",
 )

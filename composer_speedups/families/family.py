@@ -78,6 +78,10 @@ class LayerModules(NamedTuple):
     output_norm: nn.LayerNorm
     heads: int
 
+    def linears(self) -> list[nn.Linear]:
+        """The six Linears, without the norms."""
+        return [self.query, self.key, self.value, self.out, self.up, self.down]
+
     def parameters(self) -> list[Tensor]:
         """Weight and bias of each module, in the order in which the fused layer takes them."""
         return [p for module in self[:-1] for p in (module.weight, module.bias)]  # type: ignore[union-attr]
@@ -131,7 +135,9 @@ class Family:
         layer: The class of a block.
         attention: The class of a block's attention module, if ``packed_attention`` replaces it.
         embeddings: The class that turns token ids into the first hidden state.
-        query_and_value: Names of these Linear modules in a block; LoRA adapts them by default.
+        repeats_blocks: Whether blocks run several times each.
+        around_blocks: Further modules that compute the input of the first block, or that each block reads, as
+            ``Class.attribute``; models may lack them.
         feed_forward: Path of the module with the feed-forward layer, and names of its first Linear, its activation and
             its second Linear; None for other kinds of feed-forward layers.
         layer_modules: Block → its modules (:class:`GatedLayerModules` if ``gated``); None if ``fused_layers`` does not
@@ -166,7 +172,8 @@ class Family:
     layer: str
     attention: str = ""
     embeddings: str
-    query_and_value: tuple[str, ...]
+    repeats_blocks: bool = False
+    around_blocks: tuple[str, ...] = ()
     feed_forward: tuple[str, str, str] | None = None
     layer_modules: Callable[[Any], Any] | None = None
     gated: bool = False

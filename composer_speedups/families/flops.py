@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -11,7 +11,7 @@ from torch import nn
 from composer_speedups.families.blocks import repeated_blocks
 from composer_speedups.families.family import config_value, family_named
 
-__all__ = ["batch_lengths", "block_flops", "block_weights", "frozen_flops", "training_flops"]
+__all__ = ["BlockRun", "batch_lengths", "block_flops", "block_runs", "frozen_flops", "training_flops"]
 
 
 def batch_lengths(batch: Any) -> torch.Tensor | None:
@@ -52,8 +52,7 @@ def training_flops(
     hidden = config.hidden_size
     lengths = lengths.to(torch.int64)
     tokens, rows = int(lengths.sum()), lengths.numel()
-    family = family_named(str(getattr(config, "model_type", "")))
-    blocks = ((family and family.block_flops) or block_flops)(config, lengths)
+    blocks = _forward_flops(config, lengths)
     extra = 0
     if (sparse := getattr(config, "sparse_upcycling", None)) is not None:
         inner = config_value(config, "inner")
@@ -64,6 +63,12 @@ def training_flops(
     else:
         top = 2 * rows * hidden * (hidden + getattr(config, "num_labels", 2))
     return 3 * (blocks + extra + top)
+
+
+def _forward_flops(config: Any, lengths: torch.Tensor) -> int:
+    """The FLOPs of one forward pass through all blocks."""
+    family = family_named(str(getattr(config, "model_type", "")))
+    return ((family and family.block_flops) or block_flops)(config, lengths)
 
 
 def block_flops(
@@ -93,28 +98,42 @@ def block_flops(
     return layers * 2 * int(lengths.sum()) * weights + 4 * width * pairs
 
 
-def frozen_flops(weights: Iterable[torch.Tensor], lengths: torch.Tensor) -> int:
-    """The FLOPs that :func:`training_flops` counts for gradients of frozen weights, which are not computed.
+class BlockRun(NamedTuple):
+    """One run of a block: the weights of its Linear layers, which process every token, and all its parameters."""
 
-    These are one of three products per weight. The head and the products of LoRA's matrices, a few per cent of the
-    total, are ignored.
+    weights: list[torch.Tensor]
+    parameters: list[nn.Parameter]
+
+
+def frozen_flops(model: Any, runs: Sequence[BlockRun], lengths: torch.Tensor) -> int:
+    """The FLOPs that :func:`training_flops` counts for gradients that frozen parameters make superfluous.
+
+    Blocks in front of the first trained parameter have no backward pass, which is two of three passes. Behind it, the
+    gradient of a frozen weight is one of three products per weight. The head and the products of LoRA's matrices, a few
+    per cent of the total, are ignored.
 
     Args:
-        weights: From :func:`block_weights`.
+        model: A transformers model.
+        runs: From :func:`block_runs`.
         lengths: Real tokens of each row, (rows,).
     """
-    return 2 * int(lengths.sum()) * sum(w.numel() for w in weights if not w.requires_grad)
+    lengths = lengths.to(torch.int64)
+    untrained = 0
+    if not any(p.requires_grad for p in model.get_input_embeddings().parameters()):
+        counts = (i for i, run in enumerate(runs) if any(p.requires_grad for p in run.parameters))
+        untrained = next(counts, len(runs))
+    passes = 2 * _forward_flops(model.config, lengths) * untrained // len(runs) if untrained else 0
+    behind = sum(w.numel() for run in runs[untrained:] for w in run.weights if not w.requires_grad)
+    return passes + 2 * int(lengths.sum()) * behind
 
 
-def block_weights(model: nn.Module) -> list[torch.Tensor]:
-    """The weights of the Linear layers in a model's blocks, which process every token. Visits the whole model.
-
-    A weight is listed once per run of its block: ALBERT runs a few blocks several times.
-    """
+def block_runs(model: nn.Module) -> list[BlockRun]:
+    """The runs of a model's blocks, in order: ALBERT runs a few blocks several times. Visits the whole model."""
     try:
         blocks = list(repeated_blocks(model).values())
     except ValueError:  # layers that are not in a list
         return []
     layers = getattr(getattr(model, "config", None), "num_hidden_layers", None) or len(blocks)
-    runs = [blocks[int(i / (layers / len(blocks)))] for i in range(layers)]  # as in AlbertTransformer
-    return [m.weight for block in runs for m in block.modules() if isinstance(m, nn.Linear)]
+    chosen = [blocks[int(i / (layers / len(blocks)))] for i in range(layers)]  # as in AlbertTransformer
+    linear = [[m.weight for m in block.modules() if isinstance(m, nn.Linear)] for block in chosen]
+    return [BlockRun(weights, [*block.parameters()]) for weights, block in zip(linear, chosen, strict=True)]

@@ -131,7 +131,6 @@ FAMILY = Family(
     blocks="layers",
     layer="ModernBertEncoderLayer",
     embeddings="ModernBertEmbeddings",
-    query_and_value=("Wqkv",),
     layer_modules=_modules,
     gated=True,
     dropouts=_dropouts,

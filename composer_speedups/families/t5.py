@@ -79,7 +79,6 @@ FAMILY = Family(
     blocks="block",
     layer="T5Block",
     embeddings="",  # the stack's Embedding is torch's
-    query_and_value=("q", "v"),
     position_bias=True,
     reads=_reads,
     packed_encoder=_UnpaddedT5,

@@ -30,6 +30,11 @@ The same seed drops the same numbers, so pass the forward pass's seed to the bac
 ``pre_norm.pre_norm_backward``      gradients of the result and of the sum → of residual and sublayer (T, H), of the
                                     weight float32 (H,), and the recomputed result
 ``rotary.rotate``                   rotates the queries and keys in qkv (T, 3·H) by their positions, or back, in place
+``narrow.narrow_products``          x (T, C), left (T, R), right (C, R) → x · right (T, R) and leftᵀ · x (R, C) in
+                                    float32, for R up to 64
+``narrow.gelu_narrow``              GELU's input (T, F) and right (F, R) → GELU's result and its product with right
+``narrow.gelu_backward_narrow``     as ``gelu.gelu_backward``, with such products instead of GELU's result and the sums
+``dropout.dropped``                 dropout(x) of (T, C), or added to another tensor in place
 ``casts.cast_together``             up to twelve tensors → copies in another dtype, one after the other in memory
 ``sums.totals``                     up to four partial sums over tokens, float32 (P, …) → their totals (…)
 ``sums.partial_sums``               (T, F) → partial sums over tokens, float32 (P, F)

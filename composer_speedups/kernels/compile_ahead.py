@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import Any
@@ -25,6 +25,7 @@ from composer_speedups.kernels.float8 import (
     new_scales,
 )
 from composer_speedups.kernels.gelu import gelu_backward, gelu_float8, gelu_forward
+from composer_speedups.kernels.narrow import MAX_WIDTH, gelu_backward_narrow, gelu_narrow, narrow_products
 from composer_speedups.kernels.norm import add_norm_backward, add_norm_forward
 from composer_speedups.kernels.sums import totals
 
@@ -36,11 +37,12 @@ _TOKENS = 64  # a multiple of 16, like unpadded batches: Triton specializes kern
 
 
 def launches(
-    shape: Shape, dtype: torch.dtype, device: torch.device, *, float8: bool = False
+    shape: Shape, dtype: torch.dtype, device: torch.device, *, float8: bool = False, ranks: Sequence[int] = ()
 ) -> tuple[list[Launch], list[Launch]]:
     """Return functions that each launch a few kernels on a few tokens: those of training, and the others of evaluation.
 
-    With ``float8``, kernels of 8-bit layers are added; the last layer may need the 16-bit ones.
+    With ``float8``, kernels of 8-bit layers are added; the last layer may need the 16-bit ones. ``ranks`` are the ranks
+    of the adapters of qkv, out, up and down, each summed over the matmul's adapters; empty without adapters.
     """
     zeros = partial(torch.zeros, device=device)
     x_TH, kv_T2H, qkv_T3H = (zeros(_TOKENS, width * shape.hidden, dtype=dtype) for width in (1, 2, 3))
@@ -104,7 +106,30 @@ def launches(
             partial(cast_float8, x_TH, scales), partial(begin_scales, new_scales(3, device), 1, keep=True),
             partial(cast_together, biases, dtype),
         ]  # fmt: skip
-    return training, evaluation
+    return training + (_of_adapters(x_TH, qkv_T3H, x_TF, ranks, float8=float8) if ranks else []), evaluation
+
+
+def _of_adapters(
+    x_TH: torch.Tensor, qkv_T3H: torch.Tensor, x_TF: torch.Tensor, ranks: Sequence[int], *, float8: bool
+) -> list[Launch]:
+    def narrow(rows: int, rank: int, dtype: torch.dtype = x_TH.dtype) -> torch.Tensor | None:
+        return x_TH.new_zeros(rows, rank, dtype=dtype) if 0 < rank <= MAX_WIDTH else None
+
+    training: list[Launch] = []
+    qkv, out, up, down = ranks
+    # Products of these kernels are float32; products of torch have the dtype of the matmuls.
+    for rank, y, dtype in ((qkv, qkv_T3H, x_TH.dtype), (out, x_TH, x_TH.dtype), (down, x_TH, torch.float32)):
+        if (z := narrow(_TOKENS, rank, dtype)) is not None:
+            training.append(partial(narrow_products, y, z, narrow(y.shape[1], rank), turned=True))
+    inputs = [narrow(_TOKENS, rank, torch.float32) for rank in (qkv, out, up)]
+    training += [partial(narrow_products, x_TH, dz) for dz in inputs if dz is not None]
+    if max(up, down) <= MAX_WIDTH:
+        z, b, dz = narrow(_TOKENS, up), narrow(x_TF.shape[1], up), narrow(_TOKENS, down, torch.float32)
+        for operand in (None, Float8.like(x_TF, GRADIENT, new_scales(1, x_TF.device)[0]))[: 1 + float8]:
+            training.append(partial(gelu_backward_narrow, x_TF, x_TF, z, b, dz, operand))
+        if (a := narrow(x_TF.shape[1], down)) is not None:
+            training += [partial(gelu_narrow, x_TF, a, write=write) for write in (True, False)[: 1 + float8]]
+    return training
 
 
 class Compiling:
@@ -122,7 +147,9 @@ class Compiling:
         self._pool.shutdown(cancel_futures=cancel)
 
 
-def compile_ahead(shape: Shape, dtype: torch.dtype, device: torch.device, *, float8: bool = False) -> Compiling:
+def compile_ahead(
+    shape: Shape, dtype: torch.dtype, device: torch.device, *, float8: bool = False, ranks: Sequence[int] = ()
+) -> Compiling:
     """Start compiling a model's kernels in background threads.
 
     If a kernel cannot be compiled, the first batch raises the error.
@@ -132,9 +159,10 @@ def compile_ahead(shape: Shape, dtype: torch.dtype, device: torch.device, *, flo
         dtype: Dtype of the model's matmuls: bf16 or fp16.
         device: A GPU.
         float8: Whether to compile the kernels of 8-bit layers, too.
+        ranks: See :func:`launches`.
     """
     pool = ThreadPoolExecutor(min(8, os.cpu_count() or 1), "compile_ahead")
-    kernels = launches(shape, dtype, device, float8=float8)
+    kernels = launches(shape, dtype, device, float8=float8, ranks=ranks)
     training, _ = ([pool.submit(_on, device, launch) for launch in some] for some in kernels)
     pool.shutdown(wait=False)  # the threads end when all kernels are compiled
     return Compiling(pool, training)

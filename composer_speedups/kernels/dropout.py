@@ -13,7 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["draw_seeds", "kept", "load_seed", "mix_bits", "query_bits", "spread_bits", "threshold_of"]
+__all__ = ["draw_seeds", "dropped", "kept", "load_seed", "mix_bits", "query_bits", "spread_bits", "threshold_of"]
+
+_TILE = {"ROWS": 16, "COLUMNS": 256, "num_warps": 4}
 
 
 def draw_seeds(count: int, device: torch.device, *, dropout: bool) -> tuple[Tensor, ...]:
@@ -26,6 +28,24 @@ def draw_seeds(count: int, device: torch.device, *, dropout: bool) -> tuple[Tens
 def threshold_of(dropout: float) -> int:
     """Return the threshold below which a 32-bit random number means dropped."""
     return min(round(dropout * 2**32), 2**32 - 1)
+
+
+def dropped(x_TC: Tensor, dropout: float, seed: Tensor, add_to: Tensor | None = None) -> Tensor:
+    """Compute dropout(x) of a contiguous (T, C).
+
+    Args:
+        x_TC: The input. Dropout is linear, so the gradient of x is this function of the result's gradient.
+        dropout: Dropout probability.
+        seed: int32 (1,), on the device; the same seed gives the same mask.
+        add_to: A contiguous (T, C) of the same dtype, to which the result is added in place; None for a new tensor.
+    """
+    tokens, columns = x_TC.shape
+    out = torch.empty_like(x_TC) if add_to is None else add_to
+    grid = (triton.cdiv(tokens, _TILE["ROWS"]), triton.cdiv(columns, _TILE["COLUMNS"]))
+    _dropped[grid](
+        x_TC, out, seed, tokens, columns, threshold_of(dropout), 1 / (1 - dropout), ADD=add_to is not None, **_TILE
+    )
+    return out
 
 
 @triton.jit
@@ -73,3 +93,20 @@ def query_bits(seed_ptr, head, start, queries):
     """Return the hashed rows of :func:`mix_bits` for the queries of a head in the row that begins at ``start``."""
     seed = load_seed(seed_ptr)
     return hash_bits((start + queries).to(tl.uint32) ^ hash_bits(seed + head.to(tl.uint32)))
+
+
+@triton.jit
+def _dropped(
+    x_ptr, out_ptr, seed_ptr, tokens, columns, threshold, scale,
+    ADD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    valid = (row < tokens)[:, None] & (column < columns)[None, :]
+    at = row.to(tl.int64)[:, None] * columns + column[None, :]
+    x = tl.load(x_ptr + at, mask=valid, other=0.0).to(tl.float32)
+    keep = kept(load_seed(seed_ptr), row[:, None], column[None, :], threshold)
+    x = tl.where(keep, x * scale, 0.0)
+    if ADD:
+        x += tl.load(out_ptr + at, mask=valid, other=0.0).to(tl.float32)
+    tl.store(out_ptr + at, x.to(out_ptr.dtype.element_ty), mask=valid)

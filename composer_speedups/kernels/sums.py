@@ -14,11 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["partial_sums", "totals"]
+__all__ = ["MAX_TENSORS", "partial_sums", "totals"]
 
 _SUMS = {"ROWS": 64, "COLUMNS": 128, "num_warps": 4}
 _TOTALS = {"ROWS": 256, "COLUMNS": 32, "num_warps": 8}
-_MAX_TENSORS = 4  # summed by one launch of _totals
+MAX_TENSORS = 4  # summed by one launch of _totals
 
 
 def multiprocessors(x: Tensor) -> int:
@@ -50,7 +50,7 @@ def totals(partials: Sequence[Tensor]) -> list[Tensor]:
     """
     widths = [partial[0].numel() for partial in partials]
     out = torch.empty(sum(widths), device=partials[0].device, dtype=torch.float32)
-    unused = _MAX_TENSORS - len(partials)
+    unused = MAX_TENSORS - len(partials)
     pointers = [*partials, *[out] * unused]
     rows = [len(partial) for partial in partials] + [0] * unused
     strips = sum(triton.cdiv(width, _TOTALS["COLUMNS"]) for width in widths)

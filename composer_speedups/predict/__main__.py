@@ -1,31 +1,35 @@
-"""python -m composer_speedups.predict RUN --input FILE [--output FILE] [key=value ...]; see ``--help``."""
+"""python -m composer_speedups.predict RUN --input FILE [--output FILE | --evaluate] [key=value ...]; see ``--help``."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
 from composer_speedups.core.command_line import parse_command_line, read_settings
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.core.settings import Settings, fields_of, keys_help
+from composer_speedups.data.paths import check_file
+from composer_speedups.predict.finished_run import exported_folder
 from composer_speedups.train.cli import exit_codes
 
 __all__ = ["Request", "command", "main", "read_request"]
 
 _USAGE = """\
-usage: python -m composer_speedups.predict RUN --input FILE [--output FILE] [key=value ...]
+usage: python -m composer_speedups.predict RUN --input FILE [--output FILE | --evaluate] [key=value ...]
 
-Predict with a finished run (a folder such as runs/quickstart) for every row of a file: .csv, .tsv, .jsonl, .parquet,
-.conll, or .txt with a text per line. Line i of the output belongs to row i. The same command continues an interrupted
-call. Options may also be written as input=FILE.
+Predict with a finished run (a folder such as runs/quickstart, or its model/) for every row of a file: .csv, .tsv,
+.jsonl, .parquet, .conll, or .txt with a text per line. Line i of the output is row i with its predictions, which are
+null for a row without text. The same command continues an interrupted call. --evaluate prints the task's metrics for
+labelled rows instead. Options may also be written as input=FILE.
 
 keys:
 """
 _FORMATS = (".jsonl", ".csv", ".parquet")
+_COLUMNS = ("text_columns", "label_column", "label_columns")
 
 
 class Request(Settings):
@@ -33,8 +37,14 @@ class Request(Settings):
     """File of the texts, in the columns that the run was trained on."""
     output: str | None = None
     """File of the predictions: .jsonl, .csv or .parquet; null for INPUT.predictions.jsonl next to the input."""
+    evaluate: bool = False
+    """Print the metrics of the task, as training computes them, and write no predictions."""
     text_columns: list[str] | None = None
     """Columns of the texts, if they have other names than in training."""
+    label_column: str | None = None
+    """With evaluate: column of the label, if it has another name than in training."""
+    label_columns: list[str] | None = None
+    """With evaluate, task multilabel: columns of 0 and 1, in the order of training, if they have other names."""
     batch_size: int = Field(128, ge=1, le=65_536)
     """Rows per forward pass."""
     device: Literal["auto", "cpu", "gpu"] = "auto"
@@ -44,19 +54,26 @@ class Request(Settings):
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Write predictions, and print where they are and how fast they were computed.
+    """Write predictions, and print where they are and how fast they were computed; or print metrics.
 
     Raises:
         UserError: Names an argument, the run or the file.
     """
     run, request = read_request(arguments)
+    exported_folder(run)
+    check_file(request.input, "input")
     from composer_speedups.predict.model import FinishedModel  # imports torch, which --help does not need
-    from composer_speedups.predict.rows import predict_file
+    from composer_speedups.predict.rows import evaluate_file, predict_file
 
-    model = FinishedModel.load(run, device=request.device, precision=request.precision, columns=request.text_columns)
+    columns = {key: value for key in _COLUMNS if (value := getattr(request, key)) is not None}
+    settings: dict[str, Any] = {"device": request.device, "precision": request.precision, "columns": columns}
+    model = FinishedModel.load(run, **settings, evaluates=request.evaluate)
     for line in model.engaged:
         print(line, file=sys.stderr)
-    print(predict_file(model, Path(request.input), Path(str(request.output)), request.batch_size))
+    if request.evaluate:
+        print(evaluate_file(model, Path(request.input), request.batch_size))
+    else:
+        print(predict_file(model, Path(request.input), Path(str(request.output)), request.batch_size))
 
 
 def read_request(arguments: Sequence[str]) -> tuple[Path, Request]:
@@ -72,6 +89,11 @@ def read_request(arguments: Sequence[str]) -> tuple[Path, Request]:
     request, _ = read_settings(Request, command_line.overrides)
     if not request.input:
         raise ConfigError("input is missing; add --input FILE")
+    if request.evaluate and request.output is not None:
+        raise ConfigError("output has no effect with evaluate, which only prints; remove one of them")
+    for key in ("label_column", "label_columns"):
+        if getattr(request, key) is not None and not request.evaluate:
+            raise ConfigError(f"{key} is for --evaluate; predictions need no labels")
     if request.output is None:
         request.output = f"{Path(request.input).with_suffix('')}.predictions.jsonl"
     if Path(request.output).suffix not in _FORMATS:
@@ -89,7 +111,9 @@ def _as_pairs(arguments: Sequence[str]) -> list[str]:
     pairs, rest = [], iter(arguments)
     for argument in rest:
         name = argument.removeprefix("--")
-        if argument.startswith("--") and name in names:
+        if argument.startswith("--") and name in names and names[name].annotation is bool:
+            pairs.append(f"{name}=true")
+        elif argument.startswith("--") and name in names:
             value = next(rest, None)
             if value is None:
                 raise ConfigError(f"command line: {argument} needs a value")

@@ -1,28 +1,31 @@
-"""A finished run's model for predictions: unpadded, and in 16 bits on a GPU."""
+"""A finished run's model for predictions and evaluation: unpadded, and in 16 bits on a GPU."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
+import numpy as np
 import torch
 import transformers
+from datasets import Dataset
 from pydantic import BaseModel, BeforeValidator, ValidationError
 
 from composer_speedups.algorithms.unpadding.functional import plan_unpadding
 from composer_speedups.core.errors import ConfigError, first_line
-from composer_speedups.core.files import with_working_directory
 from composer_speedups.core.pretrained import pretrained_config, pretrained_model, pretrained_tokenizer
 from composer_speedups.core.settings import Settings, fields_of
-from composer_speedups.data.flat import PER_TOKEN, Ragged
+from composer_speedups.data.flat import PER_TOKEN, FlatTokens, Ragged
 from composer_speedups.data.loader import Pad
+from composer_speedups.predict.finished_run import exported_folder
 from composer_speedups.recommendation import apply_recommended
-from composer_speedups.tasks.config import ModelConfig
+from composer_speedups.tasks.config import TASK_FILE, ModelConfig
 from composer_speedups.tasks.data_config import DataConfig
-from composer_speedups.tasks.models import has_token_types, positions_of
+from composer_speedups.tasks.metrics import computed
+from composer_speedups.tasks.models import FinetuneModel, has_token_types, positions_of
 from composer_speedups.tasks.task import Task, build_task
 
 __all__ = ["FinishedModel"]
@@ -54,15 +57,22 @@ class FinishedModel:
 
     @classmethod
     def load(
-        cls, run: Path, *, device: str = "auto", precision: str = "auto", columns: Sequence[str] | None = None
+        cls,
+        run: Path,
+        *,
+        device: str = "auto",
+        precision: str = "auto",
+        columns: Mapping[str, Any] | None = None,
+        evaluates: bool = False,
     ) -> FinishedModel:
-        """Load the model from a run's folder.
+        """Load the model from the folder of a run, or from the folder ``model`` that train.py exported, wherever it is.
 
         Args:
-            run: The folder written by train.py, with ``report.json`` and ``model/``.
+            run: The folder.
             device: ``"auto"``, ``"cpu"`` or ``"gpu"``.
             precision: ``"auto"``, ``"fp32"`` or ``"bf16"``.
-            columns: Names of the text columns, if they differ from those of training.
+            columns: ``text_columns``, ``label_column`` and ``label_columns``, where they differ from those of training.
+            evaluates: Whether labelled samples will be evaluated, instead of texts predicted.
 
         Raises:
             ConfigError: The run is not finished, its files are damaged or name code, its task cannot predict, or there
@@ -71,8 +81,9 @@ class FinishedModel:
         if device == "gpu" and not torch.cuda.is_available():
             raise ConfigError("device: there is no GPU here; set device=cpu or auto")
         on_gpu = device != "cpu" and torch.cuda.is_available()
-        task, max_length = _task_of(run, columns)
-        folder = str(run / "model")
+        exported = exported_folder(run)
+        task, max_length = _task_of(exported, columns or {}, evaluates=evaluates)
+        folder = str(exported)
         auto = getattr(transformers, task.auto_class)
         try:
             config = pretrained_config(folder)
@@ -86,7 +97,7 @@ class FinishedModel:
         positions = positions_of(model)
         if positions is not None and max_length > positions:
             raise _damaged(
-                run / "report.json", f"data.max_length is {max_length}, and the model has {positions} positions"
+                exported / TASK_FILE, f"data.max_length is {max_length}, and the model has {positions} positions"
             )
         if on_gpu:
             model.cuda()
@@ -104,9 +115,25 @@ class FinishedModel:
         self.engaged += [str(warning.message) for warning in caught]
 
     def encode(self, rows: Sequence[Mapping[str, Any]]) -> Columns:
-        """Token ids of checked rows, each a mapping from :attr:`columns` to texts."""
-        columns = {f"text_{i}": [row[name] for row in rows] for i, name in enumerate(self.columns, start=1)}
+        """Token ids of rows, each a mapping from :attr:`columns` to texts.
+
+        Raises:
+            DataError: A text is missing.
+        """
+        texts = [self.texts(row) for row in rows]
+        columns = {f"text_{i}": list(column) for i, column in enumerate(zip(*texts, strict=True), start=1)}
         return self.task.encode(columns, self.tokenizer, self.max_length)
+
+    def texts(self, row: Mapping[str, Any], where: str = "input") -> list[Any]:
+        """The checked texts of a row: strings, or lists of words. ``where`` is the row in an error message."""
+        given = {name: row.get(name) for name in self.columns}
+        return [self.task.text(given, name, where) for name in self.columns]
+
+    def choose_columns(self, names: Collection[str]) -> None:
+        """Read words from the column ``text`` of a file that lacks the task's own column for them."""
+        own = list(self.task.default_texts)
+        if self.task.splits_words and self.columns == own and own[0] not in names and "text" in names:
+            self.task.text_columns = ["text"]
 
     @property
     def columns(self) -> list[str]:
@@ -120,49 +147,87 @@ class FinishedModel:
         order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
         parts = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
         # Results are copied after all batches are launched, because copying one waits for the GPU.
-        computed = [self._forward({name: [v[i] for i in part] for name, v in encoded.items()}) for part in parts]
-        predictions = [prediction for outputs in computed for prediction in self.task.predictions(*outputs)]
+        batches = [self._pad(Ragged.of({name: [v[i] for i in part] for name, v in encoded.items()})) for part in parts]
+        outputs = [(self._logits(batch), batch) for batch in batches]
+        predictions = [prediction for logits, batch in outputs for prediction in self.task.predictions(logits, batch)]
         return [prediction for _, prediction in sorted(zip(order, predictions, strict=True), key=itemgetter(0))]
 
-    def _forward(self, columns: Columns) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        batch = self._pad(Ragged.of(columns))
+    @torch.no_grad()
+    def evaluate(self, samples: Dataset, batch_size: int) -> dict[str, float]:
+        """The metrics of the task's evaluation, by their names in report.json.
+
+        Args:
+            samples: From :func:`.labelled_samples`.
+            batch_size: Samples per forward pass.
+
+        Raises:
+            ConfigError: A metric needs a package that is missing.
+        """
+        encoded = samples.map(
+            lambda rows: self.task.encode(rows, self.tokenizer, self.max_length),
+            batched=True,
+            remove_columns=samples.column_names,
+            keep_in_memory=True,
+            desc="tokenizing",
+        )
+        tokens = self.task.arranged(FlatTokens(encoded), self.max_length, training=False)
+        collate = self.task.collator(self._pad, self.tokenizer, training=False)
+        wrapped = FinetuneModel(self.model, self.task, self.tokenizer, self.max_length, train_metrics=False)
+        metrics = wrapped.get_metrics(is_train=False)
+        device = self.model.device
+        for metric in metrics.values():
+            metric.to(device)
+        order = np.argsort(-tokens.widths, kind="stable")
+        for start in range(0, len(order), batch_size):
+            batch = collate(tokens.__getitems__(order[start : start + batch_size]))
+            logits = self._logits(batch)
+            batch = {name: x.to(device) for name, x in batch.items()}
+            outputs = wrapped.eval_forward(batch, {"logits": logits})  # as in training, it takes the labels out of it
+            for metric in metrics.values():
+                wrapped.update_metric(batch, outputs, metric)
+        return computed(metrics)
+
+    def _logits(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         device = self.model.device
         if self._plans:
             plan_unpadding(self.model, batch["attention_mask"].flatten(0, -2))
         names = _INPUTS if has_token_types(self.model) else _INPUTS - {"token_type_ids"}
         inputs = {name: x.to(device, non_blocking=True) for name, x in batch.items() if name in names}
         with torch.autocast(device.type, torch.bfloat16, enabled=self.precision == "bf16"):
-            logits = self.task.outputs(self.model, inputs)["logits"]
-        return logits, batch
+            logits: torch.Tensor = self.task.outputs(self.model, inputs)["logits"]
+        return logits
 
 
 # Token classification encodes labels to mark where words begin; the model would compute a loss with them.
 _INPUTS = {"attention_mask", *(name for name in PER_TOKEN.values() if name not in ("labels", "word_starts"))}
 
 
-def _task_of(run: Path, columns: Sequence[str] | None) -> tuple[Task, int]:
-    """The task of a finished run, with the labels of its export and its maximum length."""
-    report, exported = run / "report.json", run / "model" / "config.json"
-    if not run.is_dir():
-        raise ConfigError(f"RUN: {with_working_directory(run)} is not a folder; name a run's folder, such as runs/NAME")
-    if not report.is_file():
-        raise ConfigError(f"RUN: {run} has no report.json, so its training has not finished; name a finished run")
+def _task_of(folder: Path, columns: Mapping[str, Any], *, evaluates: bool) -> tuple[Task, int]:
+    """The task of an exported model, with its labels and its maximum length."""
+    path, exported = folder / TASK_FILE, folder / "config.json"
     if not exported.is_file():
-        raise ConfigError(f"RUN: {run} has no model/; train with export=true")
-    config = _read(report, _Report).config
-    model, data = config.model, config.data
+        raise ConfigError(f"RUN: {folder} has no config.json; train again")
+    settings = _read(path, _TaskFile)
+    model, data = settings.model, settings.data
     labels = _read(exported, _Exported).id2label
-    if model.task == "mlm":
+    if model.task == "mlm" and not evaluates:
         raise ConfigError("RUN: a masked language model does not predict anything for a text; fine-tune it for a task")
-    task = build_task(model, data)
+    try:
+        task = build_task(model, data)
+    except ConfigError as error:
+        raise _damaged(path, str(error)) from error
+    read = len(task.texts_of(training=False)) if evaluates else 1 if model.task == "embedding" else len(task.texts)
+    for key, names in columns.items():
+        known = len(getattr(task, key, None) or ())
+        expected = read if key == "text_columns" else known
+        if isinstance(names, list) and len(names) != expected:
+            raise ConfigError(f"{key}: the run reads {expected} columns, not {len(names)}")
+        setattr(task, key, names)
+    task.text_columns = task.texts[:read]
     if hasattr(task, "labels"):
         if sorted(labels) != list(range(len(labels))) or not labels:
             raise _damaged(exported, "id2label does not name every class")
         task.labels = [labels[number] for number in sorted(labels)]
-    wanted = 1 if model.task == "embedding" else len(task.texts)
-    if columns is not None and len(columns) != wanted:
-        raise ConfigError(f"text_columns: the run reads {wanted} columns, not {len(columns)}")
-    task.text_columns = list(columns or task.texts[:wanted])
     return task, data.max_length
 
 
@@ -176,15 +241,11 @@ def _known_keys(section: type[Settings]) -> BeforeValidator:
     return BeforeValidator(known)
 
 
-class _Config(BaseModel):
+class _TaskFile(BaseModel):
+    """The content of the task's file, with the types and bounds of the keys; unknown keys are ignored."""
+
     model: Annotated[ModelConfig, _known_keys(ModelConfig)]
     data: Annotated[DataConfig, _known_keys(DataConfig)]
-
-
-class _Report(BaseModel):
-    """What predictions need of report.json, with the types and bounds of the keys; unknown keys are ignored."""
-
-    config: _Config
 
 
 class _Exported(BaseModel):

@@ -1,78 +1,141 @@
-"""Predict for the rows of a file block by block, so that an interrupted call can be continued."""
+"""Predict for the rows of a file block by block, so that an interrupted call can be continued; or evaluate them."""
 
 from __future__ import annotations
 
 import csv
 import io
+import itertools
 import json
 import os
-import shutil
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pyarrow
 import pyarrow.parquet
 
-from composer_speedups.core.errors import ConfigError
-from composer_speedups.core.files import LockedFileError, atomic_file, lock_file, remove_unfinished
-from composer_speedups.data.reader import check_file, load_rows
+from composer_speedups.core.errors import ConfigError, DataError, first_line
+from composer_speedups.core.files import LockedFileError, atomic_file, finite, lock_file, remove_unfinished
+from composer_speedups.data.paths import check_file
+from composer_speedups.data.reader import Row, check_columns, declared_classes, load_rows
+from composer_speedups.data.sources import labelled_samples
+from composer_speedups.data.summary import invalid_rows
 from composer_speedups.predict.model import FinishedModel
 
-__all__ = ["predict_file", "predicted"]
+__all__ = ["evaluate_file", "predict_file", "predicted"]
 
 _ROWS_PER_BLOCK = 2048  # rows that are sorted by length, computed and written together
 
 
 def predict_file(model: FinishedModel, source: Path, output: Path, batch_size: int) -> str:
-    """Write the predictions for every row of ``source`` to ``output``.
+    """Write every row of ``source`` with its predictions to ``output``.
 
-    All rows are checked before any is computed. Predictions are collected in ``OUTPUT.partial`` until they are
-    complete; a later call with the same run, input and columns continues after them. The file is locked meanwhile.
+    A column of the input that has the name of a prediction is written as ``input_<name>``.
+
+    All rows are checked before any is computed. The prediction of a row without text is null in each field; a line on
+    stderr lists these rows. Predictions are collected in ``OUTPUT.partial`` until they are complete; a later call with
+    the same run, input and columns continues after them. The file is locked meanwhile.
 
     Returns:
         A line with the number of rows, the rate and the path.
 
     Raises:
-        DataError: A file that cannot be read, a missing column, or a row without text, which is named.
-        ConfigError: Another process writes to ``output``, or the partial file belongs to another call.
+        DataError: A file that cannot be read, a missing column, or no row with text.
+        ConfigError: Another process writes to ``output``, the partial file belongs to another call, or a Parquet file
+            cannot hold the columns of the input.
     """
-    rows = _checked_rows(model, source)
+    rows = _read_rows(model, source, labelled=False)
+    readable, problems = _with_stand_ins(model, rows, f"input: {source}")
+    if problems:
+        line = invalid_rows(f"input: {source}", len(rows), [*problems.values()], "predictions of such rows are null")
+        print(line, file=sys.stderr)
+    if output.suffix == ".parquet":
+        _as_parquet(rows, io.BytesIO())  # refuse columns that it cannot hold before anything is computed
     began = time.perf_counter()
     partial = output.with_name(f"{output.name}.partial")
     with _Partial(partial, _identity(model, source)) as lines:
         done = lines.count
         if done:
             print(f"{partial} has {done:,} of {len(rows):,} rows; continuing after them", file=sys.stderr)
-        for predictions in predicted(model, rows[done:], batch_size):
-            lines.append(predictions)
+        for predictions in predicted(model, readable[done:], batch_size):
+            numbered = enumerate(predictions, start=lines.count)
+            lines.append([_null(value) if number in problems else value for number, value in numbered])
         seconds = time.perf_counter() - began
-        _finish(partial, output)
+        _finish(partial, output, rows)
     rate = f", {(len(rows) - done) / seconds:,.0f} rows/s" if len(rows) > done else ""
     return f"{output}: {len(rows):,} rows{rate}"
 
 
-def predicted(model: FinishedModel, rows: Sequence[dict[str, Any]], batch_size: int) -> Iterator[list[dict[str, Any]]]:
+def evaluate_file(model: FinishedModel, source: Path, batch_size: int) -> str:
+    """Return the metrics of the task for the labelled rows of ``source``, a line each.
+
+    Raises:
+        DataError: A file that cannot be read, a missing column, or an invalid row, which is named.
+        ConfigError: A metric needs a package that is missing.
+    """
+    rows = _read_rows(model, source, labelled=True)
+    declared = declared_classes(str(source), "input")
+    metrics = model.evaluate(labelled_samples(rows, declared, f"input: {source}", model.task), batch_size)
+    lines = [f"{source}: {len(rows):,} rows", *(f"  {name:<15} {value:>10.6g}" for name, value in metrics.items())]
+    return "\n".join(lines)
+
+
+def predicted(model: FinishedModel, rows: Sequence[Row], batch_size: int) -> Iterator[list[Row]]:
     """Yield the predictions for checked rows in blocks; each block is tokenized while the previous one is computed."""
     blocks = [rows[start : start + _ROWS_PER_BLOCK] for start in range(0, len(rows), _ROWS_PER_BLOCK)]
     with ThreadPoolExecutor(1) as reader:
         encoded = deque(reader.submit(model.encode, block) for block in blocks[:1])
         for number in range(1, len(blocks) + 1):
             encoded.extend(reader.submit(model.encode, block) for block in blocks[number : number + 1])
-            yield model.predict(encoded.popleft().result(), batch_size)
+            predictions = model.predict(encoded.popleft().result(), batch_size)
+            block = zip(predictions, blocks[number - 1], strict=True)
+            yield [model.task.with_text(prediction, model.texts(row)) for prediction, row in block]
 
 
-def _checked_rows(model: FinishedModel, source: Path) -> list[dict[str, Any]]:
+def _read_rows(model: FinishedModel, source: Path, *, labelled: bool) -> list[Row]:
+    """All columns of all rows, among them those that the model reads, and those of the labels if ``labelled``."""
     check_file(str(source), "input")
-    rows = load_rows([str(source)], "input", [(column, "text_columns") for column in model.columns])
-    for number, row in enumerate(rows, start=1):
-        for column in model.columns:
-            model.task.text(row, column, f"input: {source}, row {number}")
+    rows = load_rows([str(source)], "input", None)
+    names = _names(rows)
+    model.choose_columns(names)
+    needed = [(column, "text_columns") for column in model.columns]
+    if labelled:
+        needed = [(column, key.removeprefix("data.")) for column, key in model.task.columns(training=False)]
+    if rows:
+        check_columns(names, needed, f"input: {source}")
     return rows
+
+
+def _with_stand_ins(model: FinishedModel, rows: Sequence[Row], where: str) -> tuple[list[Row], dict[int, str]]:
+    """The rows with the first valid one in the place of those without text, so that their predictions have the same
+    fields; and index → problem of these."""
+    problems, valid = dict[int, str](), None
+    for index, row in enumerate(rows):
+        try:
+            model.texts(row, f"row {index + 1}")
+            valid = valid or row
+        except DataError as error:
+            problems[index] = str(error)
+    if valid is None:
+        if rows:
+            fix = "text_columns names the columns of the texts"
+            raise DataError(invalid_rows(where, len(rows), [*problems.values()], fix))
+        return [], {}
+    return [valid if index in problems else row for index, row in enumerate(rows)], problems
+
+
+def _null(prediction: Any) -> Any:
+    """The same fields with null values."""
+    return {name: _null(value) for name, value in prediction.items()} if isinstance(prediction, dict) else None
+
+
+def _names(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The columns that any of the rows has, in the order in which they occur."""
+    return list(dict.fromkeys(name for row in rows for name in row))
 
 
 def _identity(model: FinishedModel, source: Path) -> dict[str, Any]:
@@ -135,6 +198,7 @@ class _Partial:
         self._file.close()
 
     def append(self, predictions: list[dict[str, Any]]) -> None:
+        self.count += len(predictions)
         self._write("".join(json.dumps(prediction) + "\n" for prediction in predictions).encode())
 
     def _write(self, data: bytes) -> None:
@@ -143,39 +207,77 @@ class _Partial:
         os.fsync(self._file.fileno())
 
 
-def _finish(partial: Path, output: Path) -> None:
-    """Publish the complete predictions in the format of the suffix."""
+def _finish(partial: Path, output: Path, rows: Sequence[Row]) -> None:
+    """Publish the rows with their predictions, which are complete, in the format of the suffix."""
     remove_unfinished(output.parent, output.name)
     with atomic_file(output) as made:
         if output.suffix == ".jsonl":
-            with open(partial, "rb") as source:
-                source.readline()
-                shutil.copyfileobj(source, made, 2**20)
+            for row in _joined(rows, _predictions(partial)):
+                made.write(json.dumps(finite(row), default=str).encode() + b"\n")
         elif output.suffix == ".parquet":
-            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(_rows(partial))), made)
+            _as_parquet(list(_joined(rows, _predictions(partial), fill=True)), made)
         else:
-            made.write(_as_csv(list(_rows(partial))).encode())
+            flat = (_flat(prediction) for prediction in _predictions(partial))
+            made.write(_as_csv(list(_joined(rows, flat, fill=True))).encode())
     partial.unlink()
 
 
-def _rows(partial: Path) -> Iterator[dict[str, Any]]:
+def _predictions(partial: Path) -> Iterator[Row]:
     with open(partial, encoding="utf-8") as lines:
         next(lines)
         yield from map(json.loads, lines)
 
 
-def _as_csv(rows: list[dict[str, Any]]) -> str:
-    """A CSV column per key; mappings have one column per key, and lists are JSON."""
-    flat = [
-        {
-            f"{key}.{inner}" if inner else key: json.dumps(item) if isinstance(item, list) else item
-            for key, value in row.items()
-            for inner, item in (value.items() if isinstance(value, dict) else [("", value)])
-        }
-        for row in rows
-    ]
+def _joined(rows: Sequence[Row], predictions: Iterator[Row], *, fill: bool = False) -> Iterator[Row]:
+    """The columns of each row, then its predictions.
+
+    A column with the name of a prediction, or below it as in ``probabilities.yes``, gets ``input_`` before its name, as
+    often as it takes for a name of its own. With ``fill``, each row has all columns that any row has, in the same
+    order, with None for those that it lacks.
+    """
+    if not rows:
+        return
+    first = next(predictions)
+    names = _names(rows)
+    taken = {*names, *first}
+    renamed = {}
+    for name in names:
+        if name in first or name.partition(".")[0] in first:
+            new = f"input_{name}"
+            while new in taken:
+                new = f"input_{new}"
+            taken.add(new)
+            renamed[name] = new
+    for row, prediction in zip(rows, itertools.chain([first], predictions), strict=True):
+        yield {renamed.get(name, name): row.get(name) for name in (names if fill else row)} | prediction
+
+
+def _as_parquet(rows: list[Row], file: IO[bytes]) -> None:
+    names = _names(rows)
+    try:
+        table = pyarrow.table({name: [row.get(name) for row in rows] for name in names})
+        pyarrow.parquet.write_table(table, file)
+    except (pyarrow.ArrowException, OverflowError) as error:
+        raise ConfigError(
+            f"output: a .parquet file cannot hold these rows ({first_line(error)}); choose a .jsonl file"
+        ) from error
+
+
+def _flat(prediction: Row) -> Row:
+    """One column per key of a mapping, such as ``probabilities.yes``."""
+    return {
+        f"{key}.{inner}" if inner else key: item
+        for key, value in prediction.items()
+        for inner, item in (value.items() if isinstance(value, dict) else [("", value)])
+    }
+
+
+def _as_csv(rows: list[Row]) -> str:
+    """Lists and mappings are written as JSON."""
     text = io.StringIO(newline="")
-    writer = csv.DictWriter(text, list(flat[0]) if flat else [])
+    writer = csv.DictWriter(text, _names(rows))
     writer.writeheader()
-    writer.writerows(flat)
+    for row in rows:
+        plain = {k: json.dumps(v, default=str) if isinstance(v, (list, dict)) else v for k, v in row.items()}
+        writer.writerow(plain)
     return text.getvalue()

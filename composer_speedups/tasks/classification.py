@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -12,11 +13,14 @@ from torch.nn import functional as F
 from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 
-from composer_speedups.core.errors import ConfigError
+from composer_speedups.core.errors import ConfigError, did_you_mean
+from composer_speedups.core.settings import refuse_if
 from composer_speedups.packing.tokens import IGNORED
 from composer_speedups.tasks.config import ModelConfig
+from composer_speedups.tasks.data_config import DataConfig
 from composer_speedups.tasks.labels import TaskWithClasses
 from composer_speedups.tasks.metrics import BinaryF1, MacroF1, Matthews, MeanLoss
+from composer_speedups.tasks.task import Example
 
 __all__ = ["Classification"]
 
@@ -28,33 +32,80 @@ class Classification(TaskWithClasses):
 
     Attributes:
         label_smoothing: Probability that the loss spreads over all classes.
-        class_weights: Weight of each class in the loss; None for equal weights.
+        class_weights: Weight of each class in the loss: by name (1 for the others), or in the order of ``labels``.
+            ``"balanced"`` is the number of training samples divided by the number of classes and by the class's own
+            samples, as in scikit-learn; :meth:`learn_frequencies` counts them. None for equal weights.
     """
 
     label_smoothing: float = ModelConfig.label_smoothing
-    class_weights: Sequence[float] | None = None
+    class_weights: Literal["balanced"] | Sequence[float] | Mapping[Any, float] | None = None
 
     name = "classification"
     trains_on_random_tokens = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._balanced: list[float] | None = None
         self._weights: dict[torch.device, Tensor] = {}
 
     @property
     def classes(self) -> list[str]:
         return super().classes or ["0", "1"]  # two for rows of random tokens, which do not name classes
 
+    def check_data(self, data: DataConfig) -> None:
+        super().check_data(data)
+        up_front = "balanced counts all labels up front; streaming cannot provide them; give the weights by class name"
+        refuse_if(isinstance(self.class_weights, str) and data.streams, "model.class_weights", up_front)
+
+    def stratum(self, example: Example) -> int:
+        return example["labels"]  # type: ignore[no-any-return]
+
     def label(self, value: Any, where: str) -> int:
         return self.class_of(value, where)
 
-    def head_settings(self) -> dict[str, Any]:
-        names = self.classes
-        if self.class_weights is not None and len(self.class_weights) != len(names):
+    def learn_frequencies(self, labels: Sequence[int]) -> None:
+        if not isinstance(self.class_weights, str):
+            return
+        counts = Counter(labels)
+        present = sum(number in counts for number in range(len(self.classes)))
+        self._balanced = [
+            counts.total() / (present * counts[number]) if number in counts else 1.0
+            for number in range(len(self.classes))
+        ]
+        self._weights = {}
+
+    def weights(self) -> list[float] | None:
+        """The weight of each class, in their order; None for equal weights.
+
+        Raises:
+            ConfigError: ``class_weights`` does not fit the classes, or is balanced before the labels are known.
+        """
+        weights, names = self.class_weights, self.classes
+        if weights is None:
+            return None
+        if isinstance(weights, str):
+            if weights != "balanced":
+                raise ConfigError(f"model.class_weights must be balanced, a list or a mapping, not {weights!r}")
+            if self._balanced is None:
+                raise ConfigError(
+                    "model.class_weights: balanced needs the labels of the training samples; call "
+                    "task.learn_frequencies(labels), or give the weights by class name"
+                )
+            return self._balanced
+        if isinstance(weights, Mapping):
+            by_name = {str(name): weight for name, weight in weights.items()}
+            if unknown := [name for name in by_name if name not in names]:
+                raise ConfigError(f"model.class_weights has no class {unknown[0]!r}{did_you_mean(unknown[0], names)}")
+            return [by_name.get(name, 1.0) for name in names]
+        if len(weights) != len(names):
             raise ConfigError(
-                f"model.class_weights has {len(self.class_weights)} values for {len(names)} classes "
-                f"({', '.join(names)}); set one per class, in this order"
+                f"model.class_weights has {len(weights)} values for {len(names)} classes ({', '.join(names)}); set one "
+                f"per class, in this order, or by name, as in {{{names[-1]}: 3.0}}"
             )
+        return list(weights)
+
+    def head_settings(self) -> dict[str, Any]:
+        self.weights()  # checks them
         # transformers would set it in the first forward pass, and torch.compile would then recompile.
         return {"problem_type": "single_label_classification", **super().head_settings()}
 
@@ -90,7 +141,7 @@ class Classification(TaskWithClasses):
             "CrossEntropy": MeanLoss(F.cross_entropy),
         }
         if not training:
-            metrics |= {"MacroF1": MacroF1(classes), "MatthewsCorrelation": Matthews(classes)}
+            metrics |= {"MacroF1": MacroF1(classes, self.classes), "MatthewsCorrelation": Matthews(classes)}
             if classes == 2:
                 metrics["BinaryF1"] = BinaryF1(classes)
         return metrics
@@ -111,5 +162,5 @@ class Classification(TaskWithClasses):
         if self.class_weights is None:
             return None
         if device not in self._weights:
-            self._weights[device] = torch.tensor(self.class_weights, dtype=torch.float32, device=device)
+            self._weights[device] = torch.tensor(self.weights(), dtype=torch.float32, device=device)
         return self._weights[device]

@@ -6,7 +6,13 @@ from pydantic import Field
 
 from composer_speedups.core.settings import Settings, refuse_if
 
-__all__ = ["ModelConfig"]
+__all__ = ["TASK_FILE", "ModelConfig"]
+
+TASK_FILE = "task.json"
+"""Name of the file in an exported model from which ``predict`` rebuilds the task."""
+
+
+_Weight = Annotated[float, Field(gt=0)]
 
 
 class ModelConfig(Settings):
@@ -28,8 +34,11 @@ class ModelConfig(Settings):
     """Compute metrics for each training batch; costs a synchronization per step."""
     label_smoothing: float = Field(0.0, ge=0, lt=1)
     """Task classification: probability mass that the loss spreads uniformly over all classes."""
-    class_weights: list[Annotated[float, Field(gt=0)]] | None = None
-    """Task classification: weight of each class in the loss, in the order of the labels; null for equal weights."""
+    class_weights: Literal["balanced"] | list[_Weight] | dict[str, _Weight] | None = Field(
+        None, examples=["balanced", "[1.0, 3.0]", "{spam: 3.0}"]
+    )
+    """Task classification: weight of each class in the loss: by name (1 for the others), as a list in the order of the
+    labels, or balanced, the inverse of how often the class occurs in the training samples; null for equal weights."""
     loss: Literal["bce", "pairwise", "ranking", "cosine"] | None = None
     """Task reranking: bce (default) or pairwise. Task embedding: ranking (default; in-batch negatives), or cosine
     (regression on scores)."""

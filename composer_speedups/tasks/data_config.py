@@ -39,16 +39,19 @@ class DataConfig(Settings):
     """The same for validation; null trains without validation."""
     eval_fraction: float | None = Field(None, gt=0, lt=1)
     """Validate on this fraction of the training samples, drawn with data.seed, instead of eval_file or eval_split."""
-    text_columns: list[str] | None = None
+    text_columns: list[str] | None = Field(None, examples=["[text]"])
     """Columns of the text, two for pairs; null for the task's defaults (docs/data.md), [text] for classification."""
     label_column: str | None = None
     """Column of the label; null for the task's default, label for classification."""
-    label_columns: list[str] | None = None
+    label_columns: list[str] | None = Field(None, examples=["[billing, tech]"])
     """Task multilabel: columns of 0 and 1, one per label, instead of label_column."""
-    labels: list[str] | None = None
+    labels: list[str] | None = Field(None, examples=["[negative, positive]"])
     """Names of the classes in the order of the head's outputs; null for those of the training samples."""
     label_all_pieces: bool = False
     """Task token_classification: label every word piece of a word, not only the first."""
+    on_invalid: Literal["stop", "drop"] = "stop"
+    """Rows without text, or whose label is missing or unknown: stop before training and list them, or drop them and
+    report which."""
     truncation: Literal["longest_first", "only_first", "only_second"] = "longest_first"
     """Which text of a pair is truncated to data.max_length: the longer one token by token, the first or the second."""
     train_samples: int | None = Field(None, ge=1)
@@ -128,6 +131,8 @@ class DataConfig(Settings):
         refuse_if(self.length_batching is not None and self.padding != "longest", "length_batching", useless)
         if self.streams:
             refuse_if(self.packing, "packing", "joins all texts up front; streaming cannot provide them; remove it")
+            uncounted = "drop counts invalid rows up front; streaming cannot; set data.on_invalid=stop"
+            refuse_if(self.on_invalid == "drop", "on_invalid", uncounted)
             draws = "draws random samples, which streaming cannot; set data.train_samples=null"
             refuse_if(self.train_samples is not None, "train_samples", draws)
             no_lengths = "needs every length up front; streaming cannot provide them; remove it"

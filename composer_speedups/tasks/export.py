@@ -11,9 +11,10 @@ from composer.utils import dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from composer_speedups.core.files import replace_folder
+from composer_speedups.core.files import replace_folder, write_json
 from composer_speedups.core.technique import techniques_of
 from composer_speedups.core.trainer_state import model_of
+from composer_speedups.tasks.config import TASK_FILE
 from composer_speedups.tasks.models import FinetuneModel
 
 __all__ = ["export_model"]
@@ -24,7 +25,8 @@ def export_model(state: State, folder: Path) -> Path:
 
     ``transformers.AutoModelForSequenceClassification.from_pretrained(folder)`` loads it without this package, because
     names and shapes are the stock model's. Models of the embedding task also load in sentence-transformers. Collective:
-    every rank must call it, because FSDP gathers its shards. An existing export in ``folder`` is replaced. Techniques
+    every rank must call it, because FSDP gathers its shards. ``predict`` reads the task of a
+    :class:`.FinetuneModel` from ``task.json``. An existing export in ``folder`` is replaced. Techniques
     may convert their weights to the stock model's, and write more files: LoRA merges its adapters, and also writes them
     to ``adapter/``.
 
@@ -49,6 +51,7 @@ def export_model(state: State, folder: Path) -> Path:
                 wrapped.tokenizer.save_pretrained(partial)
             if isinstance(wrapped, FinetuneModel):
                 wrapped.task.export(partial, wrapped.config.hidden_size, wrapped.max_length)
+                write_json(partial / TASK_FILE, wrapped.task.settings(wrapped.max_length))
     dist.barrier()
     return folder
 

@@ -11,7 +11,7 @@ from decimal import Decimal
 from typing import Any
 
 from composer_speedups.core.errors import DataError
-from composer_speedups.tasks.task import Task, shown
+from composer_speedups.tasks.task import Task, as_list, shown
 
 __all__ = ["TaskWithClasses"]
 
@@ -29,7 +29,7 @@ class TaskWithClasses(Task):
         labels: Names of the classes in the order of the head's outputs; None for those of the training samples.
     """
 
-    labels: Sequence[str] | None = None
+    labels: str | Sequence[str] | None = None
 
     @property
     def lacks_classes(self) -> bool:
@@ -38,7 +38,7 @@ class TaskWithClasses(Task):
     @property
     def classes(self) -> list[str]:
         """The names of the classes."""
-        return list(self.labels or ())
+        return as_list(self.labels or ())
 
     def learn(self, columns: Mapping[str, Sequence[Any]], declared: Mapping[str, list[str]], where: str) -> None:
         """Take the names that the dataset declares, or the sorted distinct labels.
@@ -72,7 +72,7 @@ class TaskWithClasses(Task):
         """
         names, plain = self.classes, _plain(value)
         integer = _integer(plain)
-        for name in (plain, integer):
+        for name in (_truth(value, names), plain, integer):
             if name is not None and str(name) in names:
                 return names.index(str(name))
         names_are_text = not any(name.lstrip("+-").isdigit() for name in names)
@@ -97,6 +97,12 @@ class TaskWithClasses(Task):
     def head_settings(self) -> dict[str, Any]:
         names = self.classes
         return {"id2label": dict(enumerate(names)), "label2id": {name: i for i, name in enumerate(names)}}
+
+
+def _truth(value: Any, names: Sequence[str]) -> str | None:
+    """The class that a boolean, or its text in any case, names: ``true`` for True among ``true`` and ``false``."""
+    truth = str(value).strip().lower()
+    return next((name for name in names if name.lower() == truth), None) if truth in ("true", "false") else None
 
 
 def _is_list(value: Any) -> bool:
@@ -125,7 +131,10 @@ def _integer(plain: int | str | None) -> int | None:
 
 
 def _distinct(labels: Sequence[Any]) -> list[str]:
-    """The distinct labels: integers in their order if all labels are numbers or missing, and otherwise names."""
+    """The distinct labels: integers in their order if all labels are numbers or missing, and otherwise names. Booleans
+    are ``False`` and ``True``, as in a CSV file."""
+    if {type(label) for label in labels} - {type(None)} == {bool}:
+        return sorted({str(label) for label in labels if label is not None})
     names = {plain for label in labels if (plain := _plain(label)) is not None}
     integers = {integer for name in names if (integer := _integer(name)) is not None}
     if integers and all(isinstance(name, int) or _NUMBER_OR_MISSING.fullmatch(name) for name in names):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ __all__ = [
     "MeanLoss",
     "Pearson",
     "Recall",
+    "computed",
     "final_metrics",
     "gather_alike",
     "gather_lists",
@@ -31,6 +32,7 @@ __all__ = [
 ]
 
 _CHUNK = 1024  # number of anchors compared at a time
+_MOST_PAIRED = 100  # classes of a confusion matrix
 _EQUAL = 1e-5  # cosine similarities that differ by less count as equal
 
 _REPORTED_NAMES = {
@@ -76,10 +78,14 @@ def final_metrics(state: State) -> dict[str, float]:
         ("train_", state.train_metrics or {}),
         *(("", m) for m in state.eval_metrics.values()),
     ]:
-        for name, metric in group.items():
-            if metric.update_called:
-                metrics.setdefault(prefix + reported_name(name), float(metric.compute()))
+        for name, value in computed(group).items():
+            metrics.setdefault(prefix + name, value)
     return metrics
+
+
+def computed(metrics: Mapping[str, Metric]) -> dict[str, float]:
+    """The values of metrics by their names in reports, without those that were not updated. Collective."""
+    return {reported_name(k): float(metric.compute()) for k, metric in metrics.items() if metric.update_called}
 
 
 def gather_alike(tensor: Tensor, group: Any = None) -> list[Tensor]:
@@ -130,9 +136,35 @@ class ClassCounts(Metric):
 
 
 class MacroF1(ClassCounts):
-    """The mean of F1 over classes. Classes that occur neither as true nor as predicted class are ignored."""
+    """The mean of F1 over classes. Classes that occur neither as true nor as predicted class are ignored.
+
+    Args:
+        num_classes: Number of classes K.
+        names: Names of the classes. Default: their numbers.
+
+    Attributes:
+        seen: After :meth:`compute`, the confusion matrix over all ranks, (true class, predicted class); with more than
+            100 classes, ``counts``.
+    """
+
+    pairs: Tensor
+
+    def __init__(self, num_classes: int, names: Sequence[str] | None = None) -> None:
+        super().__init__(num_classes)
+        self.names = list(names or map(str, range(num_classes)))
+        self.seen: Tensor | None = None
+        self._is_small = num_classes <= _MOST_PAIRED
+        size = num_classes if self._is_small else 0
+        self.add_state("pairs", default=torch.zeros(size, size, dtype=torch.int64), dist_reduce_fx="sum")
+
+    def update(self, logits_RK: Tensor, labels_R: Tensor) -> None:
+        super().update(logits_RK, labels_R)
+        if self._is_small:
+            pairs_R = labels_R * len(self.pairs) + logits_RK.argmax(-1)
+            self.pairs.view(-1).index_add_(0, pairs_R, torch.ones_like(pairs_R))
 
     def compute(self) -> Tensor:
+        self.seen = (self.pairs if self._is_small else self.counts).clone()
         true_K, predicted_K, hits_K = self.counts
         all_K = true_K + predicted_K
         return (2 * hits_K[all_K > 0] / all_K[all_K > 0]).mean()

@@ -19,7 +19,7 @@ from composer_speedups.core.errors import ConfigError
 from composer_speedups.core.files import cannot_be_loaded
 from composer_speedups.core.pretrained import pretrained_config, pretrained_model, pretrained_tokenizer
 from composer_speedups.core.temporary_attribute import temporary_attribute
-from composer_speedups.families.flops import batch_lengths, block_weights, frozen_flops, training_flops
+from composer_speedups.families.flops import BlockRun, batch_lengths, block_runs, frozen_flops, training_flops
 from composer_speedups.packing.labelled_head import head_tokens
 from composer_speedups.packing.tokens import IGNORED
 from composer_speedups.tasks.config import ModelConfig
@@ -50,7 +50,7 @@ class FinetuneModel(HuggingFaceModel):
         train_metrics: Compute metrics for each training batch.
     """
 
-    _block_weights: list[torch.Tensor] | None = None  # determined once, because it takes as long as launching a layer
+    _block_runs: list[BlockRun] | None = None  # determined once, because it takes as long as launching a layer
 
     def __init__(
         self, model: Any, task: Task, tokenizer: Any = None, max_length: int = 512, *, train_metrics: bool = True
@@ -105,9 +105,9 @@ class FinetuneModel(HuggingFaceModel):
             flops = training_flops(self.model.config, lengths, "mlm", head_tokens(self.model, batch))
         else:
             flops = training_flops(self.model.config, lengths, "classification")
-        if self._block_weights is None:
-            self._block_weights = block_weights(self.model)
-        return flops - frozen_flops(self._block_weights, lengths)
+        if self._block_runs is None:
+            self._block_runs = block_runs(self.model)
+        return flops - frozen_flops(self.model, self._block_runs, lengths)
 
 
 def _metrics(task: Task, *, training: bool) -> dict[str, Metric]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,11 +17,32 @@ from torchmetrics.classification import MultilabelAveragePrecision, MultilabelF1
 from composer_speedups.core.errors import ConfigError, DataError
 from composer_speedups.tasks.labels import TaskWithClasses
 from composer_speedups.tasks.metrics import MeanLoss
-from composer_speedups.tasks.task import Example, shown
+from composer_speedups.tasks.task import Example, as_list, shown
 
 __all__ = ["Multilabel"]
 
 _FLAGS = {"0": 0.0, "0.0": 0.0, "false": 0.0, "1": 1.0, "1.0": 1.0, "true": 1.0}  # a value, or its text in a CSV file
+
+
+_SEPARATORS = (";", "|", ",")
+
+
+def _written_list(text: str) -> list[Any] | None:
+    """A list that is written as JSON, or as pandas writes Python's; None for other text."""
+    if text.strip().startswith("["):
+        for parse in (json.loads, ast.literal_eval):
+            with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+                return list(parse(text.strip()))
+    return None
+
+
+def _as_list(value: Any, separator: str | None) -> Any:
+    """The labels of a text; other values as they are."""
+    if not isinstance(value, str):
+        return value
+    written = _written_list(value)
+    names = value.split(separator) if separator else [value]
+    return [name.strip() for name in names if name.strip()] if written is None else written
 
 
 @dataclass(kw_only=True)
@@ -26,11 +50,14 @@ class Multilabel(TaskWithClasses):
     """Multi-label classification with lists of names or a column of 0 and 1 per label; binary cross entropy; F1 and
     mean average precision.
 
+    A list may be written as text, for files of text: as JSON or as Python writes it, or as names between ``;``, ``|``
+    or ``,`` (the first of these that the column has). Empty text has no label.
+
     Attributes:
         label_columns: Columns of 0 and 1, one per label, instead of ``label_column``.
     """
 
-    label_columns: Sequence[str] | None = None
+    label_columns: str | Sequence[str] | None = None
 
     name = "multilabel"
     default_label = "labels"
@@ -39,7 +66,8 @@ class Multilabel(TaskWithClasses):
         super().__post_init__()
         if self.label_columns:
             self.label_column = None
-            self.labels = list(self.labels or self.label_columns)
+            self.label_columns = as_list(self.label_columns)
+            self.labels = as_list(self.labels or self.label_columns)
             if len(self.labels) != len(self.label_columns):
                 raise ConfigError(
                     f"data.labels names {len(self.labels)} labels for {len(self.label_columns)} data.label_columns; "
@@ -47,7 +75,10 @@ class Multilabel(TaskWithClasses):
                 )
 
     def columns(self, *, training: bool) -> list[tuple[str, str]]:
-        columns = super().columns(training=training)
+        columns = [
+            (column, f"{key}, or data.label_columns for columns of 0 and 1" if key == "data.label_column" else key)
+            for column, key in super().columns(training=training)
+        ]
         return [*columns, *((column, "data.label_columns") for column in self.label_columns or ())]
 
     def example(self, row: Mapping[str, Any], where: str, *, training: bool) -> Example:
@@ -56,9 +87,26 @@ class Multilabel(TaskWithClasses):
             example["labels"] = [self._flag(row.get(column), where, column) for column in self.label_columns]
         return example
 
+    def learn(self, columns: Mapping[str, Sequence[Any]], declared: Mapping[str, list[str]], where: str) -> None:
+        if self.label_column is not None:
+            values = columns[self.label_column]
+            texts = [value for value in values if isinstance(value, str) and _written_list(value) is None]
+            separator = next((mark for mark in _SEPARATORS if any(mark in text for text in texts)), None)
+            columns = {**columns, self.label_column: [_as_list(value, separator) for value in values]}
+        super().learn(columns, declared, where)
+
     def label(self, value: Any, where: str) -> list[float]:
-        present = {*self.classes_of(value, where, "a list of labels (or none)")}
+        expected = "a list of labels, or text such as billing;tech (data.label_columns names columns of 0 and 1)"
+        present = {*self.classes_of(self._split(value), where, expected)}
         return [float(i in present) for i in range(len(self.classes))]
+
+    def _split(self, value: Any) -> Any:
+        """A list of labels that is written as text; it is split at the first mark that gives known labels."""
+        whole = _as_list(value, None)
+        if not isinstance(value, str) or whole != [value.strip()] or value.strip() in self.classes:
+            return whole
+        parts = [_as_list(value, mark) for mark in _SEPARATORS if mark in value]
+        return next((names for names in parts if {*names} <= {*self.classes}), [*parts, whole][0])
 
     def _flag(self, value: Any, where: str, column: str) -> float:
         flag = _FLAGS.get(str(value).lower())

@@ -26,6 +26,7 @@ from composer_speedups.tasks.data_config import DataConfig
 __all__ = [
     "Example",
     "Task",
+    "as_list",
     "build_task",
     "checked_task",
     "joined",
@@ -49,7 +50,7 @@ class Task:
             ``only_second``.
     """
 
-    text_columns: Sequence[str] | None = None
+    text_columns: str | Sequence[str] | None = None
     label_column: str | None = None
     truncation: str = DataConfig.truncation
 
@@ -65,12 +66,22 @@ class Task:
     groups_samples: ClassVar[bool] = False  # samples with the same first text are evaluated together
 
     def __post_init__(self) -> None:
-        self.text_columns = list(self.text_columns or self.default_texts)
+        self.text_columns = as_list(self.text_columns or self.default_texts)
         self.label_column = self.label_column or self.default_label
         if self.most_texts is not None and len(self.text_columns) > self.most_texts:
             raise ConfigError(
                 f"data.text_columns: task {self.name} reads {self.most_texts} at most, not {len(self.text_columns)}"
             )
+
+    def settings(self, max_length: int) -> dict[str, Any]:
+        """The content of task.json: the keys under ``model`` and ``data`` that the task reads.
+
+        The names of the classes are not among them, because the model's ``config.json`` has them.
+        """
+        settings: dict[str, Any] = {"model": {"task": self.name}, "data": {"max_length": max_length}}
+        for section, _, key in (name.partition(".") for name in self.keys() if name != "data.labels"):
+            settings[section][key] = getattr(self, "loss_name" if key == "loss" else key)
+        return settings
 
     @classmethod
     def keys(cls) -> list[str]:
@@ -120,7 +131,7 @@ class Task:
     def texts(self) -> list[str]:
         """The text columns."""
         assert self.text_columns is not None
-        return list(self.text_columns)
+        return as_list(self.text_columns)
 
     def columns(self, *, training: bool) -> list[tuple[str, str]]:
         """Columns that the samples must have, each with the config key that names it."""
@@ -145,6 +156,13 @@ class Task:
             where: The dataset, for errors.
         """
 
+    def learn_frequencies(self, labels: Sequence[Any]) -> None:
+        """Determine settings that depend on how often each label occurs, such as balanced class weights.
+
+        Args:
+            labels: The labels of all training samples, as :meth:`label` returns them.
+        """
+
     def example(self, row: Mapping[str, Any], where: str, *, training: bool) -> Example:
         """Check a raw row and convert it to ``text_1``, ``text_2``, … and ``labels``.
 
@@ -157,9 +175,19 @@ class Task:
             example["labels"] = self.label(row.get(str(self.label_column)), where)
         return example
 
+    def stratum(self, example: Example) -> int | None:
+        """The group of a checked sample, such as its class: a held-out fraction has the same share of each group. None
+        draws from all samples alike."""
+        return None
+
     def text(self, row: Mapping[str, Any], column: str, where: str) -> Any:
         """Check and return the text of one column."""
         text = row.get(column)
+        if isinstance(text, (int, float)) and not isinstance(text, bool) and not math.isnan(text):
+            raise DataError(
+                f"{where}: {column} is {shown(text)}, a number; every sample needs text there, and data.text_columns "
+                "names the column of the texts"
+            )
         if not isinstance(text, str) or not text.strip():
             raise DataError(f"{where}: {column} is {shown(text)}; every sample needs text there")
         return text
@@ -250,6 +278,10 @@ class Task:
         """The predictions of a trained model for each sample of a batch, as plain values."""
         raise NotImplementedError
 
+    def with_text(self, prediction: dict[str, Any], texts: Sequence[Any]) -> dict[str, Any]:
+        """The prediction for a sample, related to its texts; by default it is returned unchanged."""
+        return prediction
+
     def export(self, folder: Path, hidden: int, max_length: int) -> None:
         """Write the files that another library needs to load the model, next to those of transformers in ``folder``."""
 
@@ -297,6 +329,11 @@ def task_class(name: str) -> type[Task]:
     return next(kind for kind in vars(module).values() if isinstance(kind, type) and vars(kind).get("name") == name)
 
 
+def as_list(names: str | Sequence[str]) -> list[str]:
+    """The names as a list; one string is one name."""
+    return [names] if isinstance(names, str) else list(names)
+
+
 def joined(texts: list[dict[str, list[Any]]]) -> dict[str, list[Any]]:
     """Join the texts of each sample to one list of tokens, with ``lengths``, the number of tokens of each text."""
     rows = len(texts[0]["input_ids"])
@@ -314,7 +351,9 @@ def number(value: Any, where: str, column: str) -> float:
         parsed = float(value)
     except (TypeError, ValueError, OverflowError):
         parsed = math.nan
-    if isinstance(value, bool) or not math.isfinite(parsed):
+    if str(value).strip().lower() in ("true", "false"):
+        raise DataError(f"{where}: {column} is {shown(value)}, not a number; for classes set model.task=classification")
+    if not math.isfinite(parsed):
         raise DataError(f"{where}: {column} is {shown(value)}; it must be a finite number")
     return parsed
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,9 +41,16 @@ class TokenClassification(TaskWithClasses):
     splits_words = True
 
     def text(self, row: Mapping[str, Any], column: str, where: str) -> list[str]:
+        """The words of a sample: a list of words, or text, which is split at whitespace."""
         words = row.get(column)
+        if isinstance(words, str) and words[:2] in ("['", '["') and words[-2:] in ("']", '"]'):
+            raise DataError(
+                f"{where}: {column} is {shown(words)}, a list written as text; use .jsonl or .parquet, or plain text"
+            )
+        if isinstance(words, str):
+            words = words.split()
         if not isinstance(words, (list, tuple)) or not words or not all(isinstance(word, str) for word in words):
-            raise DataError(f"{where}: {column} is {shown(words)}; every sample needs a list of words there")
+            raise DataError(f"{where}: {column} is {shown(row.get(column))}; every sample needs words there")
         tags = row.get(str(self.label_column))
         if isinstance(tags, (list, tuple)) and len(tags) != len(words):
             raise DataError(f"{where}: {len(words)} words in {column}, and {len(tags)} tags in {self.label_column}")
@@ -53,15 +60,20 @@ class TokenClassification(TaskWithClasses):
         return self.classes_of(value, where, "a list of tags, one per word")
 
     def encode(self, examples: Mapping[str, list[Any]], tokenizer: Any, max_length: int) -> dict[str, list[Any]]:
-        """Token ids and the label of every token. Without tags, positions to predict have the label 0."""
+        """Token ids and the label of every token. Without tags, the first piece of each word has the word's index."""
         if not tokenizer.is_fast:
             raise ConfigError(
                 "data.tokenizer: task token_classification needs a fast tokenizer, which maps word pieces to words"
             )
-        words = examples["text_1"]
-        tags = examples.get("labels") or [[0] * len(sentence) for sentence in words]
-        encoded = tokenizer(words, is_split_into_words=True, truncation=True, max_length=max_length)
-        aligned = [self._aligned(encoded.word_ids(row), tags[row]) for row in range(len(words))]
+        encoded = tokenizer(examples["text_1"], is_split_into_words=True, truncation=True, max_length=max_length)
+        word_ids = [encoded.word_ids(row) for row in range(len(examples["text_1"]))]
+        if "labels" in examples:
+            aligned = [self._aligned(ids, tags) for ids, tags in zip(word_ids, examples["labels"], strict=True)]
+        else:
+            aligned = [
+                [IGNORED if word is None or (i and word == ids[i - 1]) else word for i, word in enumerate(ids)]
+                for ids in word_ids
+            ]
         return {"input_ids": encoded["input_ids"], "token_labels": aligned}
 
     def _aligned(self, word_of: list[int | None], tags: list[int]) -> list[int]:
@@ -95,14 +107,24 @@ class TokenClassification(TaskWithClasses):
         return {type(metric).__name__: metric for metric in metrics}
 
     def predictions(self, logits: Tensor, batch: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """The tag of each word, from its first piece; words beyond the maximum length have none."""
+        """The tag of each word, from its first piece, with the words' indices: a word without pieces, or beyond the
+        maximum length, has none."""
         names = self.classes
         best_RS, probability_RS = (x.cpu() for x in reversed(logits.float().softmax(-1).max(-1)))
-        labelled_RS = batch["labels"].cpu() != IGNORED
+        words_RS = batch["labels"].cpu()
         return [
             {
+                "words": words_RS[row][held].tolist(),
                 "tags": [names[i] for i in best_RS[row][held].tolist()],
                 "probabilities": probability_RS[row][held].tolist(),
             }
-            for row, held in enumerate(labelled_RS)
+            for row, held in enumerate(words_RS != IGNORED)
         ]
+
+    def with_text(self, prediction: dict[str, Any], texts: Sequence[Any]) -> dict[str, Any]:
+        """All words of the sample, each with its tag and probability; both are None for a word that has none."""
+        (words,) = texts
+        of_word = {word: i for i, word in enumerate(prediction["words"])}
+        places = [of_word.get(word) for word in range(len(words))]
+        values = {key: prediction[key] for key in ("tags", "probabilities")}
+        return {"words": words, **{k: [None if i is None else v[i] for i in places] for k, v in values.items()}}

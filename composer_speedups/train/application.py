@@ -7,7 +7,9 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from composer_speedups.core.files import check_folder
 from composer_speedups.core.settings import Origins
+from composer_speedups.data.paths import check_data_files
 from composer_speedups.train.cli import exit_codes, read_command_line
 from composer_speedups.train.config.schema import Config
 from composer_speedups.train.launcher_watchdog import ending_with_launcher
@@ -34,9 +36,22 @@ def main(arguments: list[str]) -> None:
     clock = StartupClock()
     with ending_with_launcher():
         config, origins = read_command_line(arguments)  # report unknown keys before torch is imported
+        check_paths(config)
         clock.lap("config")
         with early_processes(config) as early:
             train(config, origins, clock, early)
+
+
+def check_paths(config: Config) -> None:
+    """Refuse missing files and folders before the imports, which take most of the time until the first step.
+
+    Raises:
+        UserError: Names the key, the path and the fix.
+    """
+    check_data_files(config.data)
+    if config.model.size is None:  # otherwise the name is not read
+        check_folder(config.model.name, "model.name")
+    check_folder(config.data.tokenizer or "", "data.tokenizer")
 
 
 def train(
@@ -63,6 +78,7 @@ def train(
         from composer_speedups.train.console import describe_run
         from composer_speedups.train.environment import device_name
         from composer_speedups.train.fit import StopSignals, train_to_end
+        from composer_speedups.train.model_card import write_model_card
         from composer_speedups.train.plot import write_plot
         from composer_speedups.train.recording import Recording
         from composer_speedups.train.report import StartupTimes, callback_of, write_report
@@ -101,11 +117,14 @@ def train(
         if best := callback_of(trainer.state, BestWeights):
             best.restore(trainer.state)
         exported = export_model(trainer.state, folder / "model") if config.export else None
-        recording = Recording()
+        recording, report = Recording(), None
         with recording.of("report"):
-            write_report(trainer, config, folder, baseline)
+            report = write_report(trainer, config, folder, baseline, data.summary)
+        with recording.of("model card"):
+            if report is not None and exported is not None and dist.get_global_rank() == 0:
+                write_model_card(report, exported)
         with recording.of("plot"):
-            write_plot(trainer, config, folder)
+            write_plot(trainer, config, folder, {} if report is None else report["classes"])
         trainer.close()
         recording.check(trainer, exported)
 

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 
 from composer_speedups.core.catalogue import describe
@@ -18,6 +19,7 @@ from composer_speedups.core.errors import (
     RunFailedError,
     UserError,
     WriteError,
+    mask_urls,
 )
 from composer_speedups.core.files import out_of_space
 from composer_speedups.core.settings import Origins, keys_help
@@ -72,6 +74,7 @@ def exit_codes(program: str = "train.py") -> Iterator[None]:
     ended after a checkpoint exits with 128 plus the signal's number. Other exceptions keep their traceback and exit
     with Python's status 1.
     """
+    formatted, warnings.formatwarning = warnings.formatwarning, _in_one_line
     try:
         yield
         gc.freeze()  # otherwise the interpreter visits a million objects before it exits, which takes seconds
@@ -90,6 +93,17 @@ def exit_codes(program: str = "train.py") -> Iterator[None]:
         sys.stdout.flush()
         # Composer's clean-up at exit would only add tracebacks of an unfinished Trainer.
         os._exit(1 if isinstance(error, (CannotRunError, NotEngagedError, RunFailedError)) else 2)
+    finally:
+        warnings.formatwarning = formatted
+
+
+def _in_one_line(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    """A warning for users without its place in the source, and others as Python formats them."""
+    if issubclass(category, UserWarning):
+        return f"warning: {' '.join(mask_urls(str(message)).split())}\n"
+    return f"{filename}:{lineno}: {category.__name__}: {message}\n"
 
 
 def help_text() -> str:

@@ -26,13 +26,15 @@ __all__ = ["TrainingProgress", "describe_run"]
 
 _RECENT_BATCHES = 50  # their rate determines the time left
 _MIN_PROGRESS, _MIN_SECONDS = 0.1, 5.0  # between two lines of a log file
+_NO_CHECKPOINTS = "at the end; checkpoint.interval is not set, so an interrupted run is lost"
 _EVALUATION = "metrics/eval/"
 
 
 def describe_run(
     config: Config, model: FinetuneModel, data: Data, techniques: list[Technique], folder: str, device: str
 ) -> str:
-    """Five lines: model, data, techniques, batch, and the folder of the results. ``--print-config`` prints every key.
+    """Five lines: model, data, techniques, batch, and the folder of the results; others if something is to be said of
+    the data. ``--print-config`` prints every key.
 
     Args:
         config: The run's config.
@@ -45,13 +47,15 @@ def describe_run(
     parameters = sum(p.numel() for p in model.parameters())
     asked = [t.name for t in techniques if t.engaged is not False]
     ranks = f" on {dist.get_world_size()} ranks" if dist.get_world_size() > 1 else ""
+    truncated = "" if data.summary.truncation is None else f" ({data.summary.truncation})"
     rows = {
         "model": f"{_model_name(config)}, {_amount(parameters)} parameters, task {config.model.task}",
         "data": f"{_data_name(config)}, {_samples(data.train)} to train on, {_samples(data.eval)} to validate on, "
-        f"{config.data.max_length} tokens at most",
+        f"{config.data.max_length} tokens at most{truncated}",
+        **data.summary.lines(),
         "techniques": ", ".join(asked) or "none",
         "batch": f"{config.data.batch_size} samples{ranks}, {config.trainer.max_duration} in all, on {device}",
-        "results": folder,
+        "results": folder if config.checkpoint.interval else f"{folder} {_NO_CHECKPOINTS}",
     }
     return "\n".join(f"{name:<12}{value}" for name, value in rows.items())
 

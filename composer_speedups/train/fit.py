@@ -76,10 +76,12 @@ class StopSignals:
         self._interrupts += signum == signal.SIGINT
         if self._interrupts > 1:
             os._exit(128 + signum)
+        name = signal.Signals(signum).name
         if self._phase == "at once":
+            if dist.get_global_rank() == 0:
+                os.write(2, f"\n{name}: stopped at once; no checkpoint was written\n".encode())
             sys.exit(128 + signum)
         self.received = self.received or signum
-        name = signal.Signals(signum).name
         if dist.get_global_rank() == 0 and self._phase == "after the batch":
             # not print, which the signal may have interrupted
             os.write(

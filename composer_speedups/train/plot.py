@@ -1,12 +1,13 @@
-"""runs/<name>/throughput.png: samples/s of every batch, and below it the losses and the accuracy."""
+"""runs/<name>/throughput.png: samples/s of every batch, and below it the losses and the accuracy; and confusion.png."""
 
 from __future__ import annotations
 
 import io
+import itertools
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from composer import Trainer
 from composer.utils import dist
@@ -22,15 +23,54 @@ from composer_speedups.train.report import callback_of
 if TYPE_CHECKING:
     from composer_speedups.train.run_folder import RunFolder
 
-__all__ = ["plot_run", "write_plot"]
+__all__ = ["plot_confusion", "plot_run", "write_plot"]
+
+_MOST_DRAWN = 30  # classes of a picture
 
 
-def write_plot(trainer: Trainer, config: Config, folder: RunFolder) -> None:
-    """Write throughput.png on rank 0, unless ``plot`` is false or nothing was measured."""
+def write_plot(trainer: Trainer, config: Config, folder: RunFolder, evaluation: Mapping[str, Any]) -> None:
+    """Write throughput.png and, for up to 30 classes, confusion.png on rank 0, unless ``plot`` is false or nothing was
+    measured.
+
+    Args:
+        trainer: The Trainer after ``fit``.
+        config: The run's config.
+        folder: The run's folder.
+        evaluation: This section of the report.
+    """
+    if dist.get_global_rank() != 0 or not config.plot:
+        return
+    if evaluation and len(evaluation["classes"]) <= _MOST_DRAWN:
+        names, title = [*evaluation["classes"]], f"{config.run_name}, after batch {evaluation['batch']}"
+        plot_confusion(evaluation["confusion"], names, title, folder / "confusion.png")
     monitor = callback_of(trainer.state, ThroughputMonitor)
-    if dist.get_global_rank() == 0 and config.plot and monitor is not None and monitor.batches:
+    if monitor is not None and monitor.batches:
         curves = callback_of(trainer.state, LearningCurves)
         plot_run(monitor, curves, config.run_name, folder / "throughput.png", world=dist.get_world_size())
+
+
+def plot_confusion(matrix: Sequence[Sequence[int]], names: Sequence[str], title: str, path: Path) -> None:
+    """Draw the confusion matrix of an evaluation, colored by the share of each true class, and write a PNG.
+
+    Args:
+        matrix: For each true class, how often each class was predicted.
+        names: The classes, in the order of rows and columns.
+        title: Title of the picture.
+        path: The PNG.
+    """
+    size, side = len(names), max(4.0, 0.45 * len(names) + 2)
+    figure = Figure(figsize=(side + 0.6, side), dpi=120, layout="constrained")
+    axes = figure.subplots()
+    shares = [[count / max(1, sum(row)) for count in row] for row in matrix]
+    axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
+    for i, j in itertools.product(range(size), repeat=2):
+        color = "white" if shares[i][j] > 0.5 else "black"
+        axes.text(j, i, f"{matrix[i][j]:,}", ha="center", va="center", color=color, fontsize=8)
+    shown = [name if len(name) <= 20 else f"{name[:19]}…" for name in names]
+    axes.set_xticks(range(size), shown, rotation=45, ha="right", fontsize=8, parse_math=False)
+    axes.set_yticks(range(size), shown, fontsize=8, parse_math=False)
+    axes.set(xlabel="predicted class", ylabel="true class", title=title)
+    _write(figure, path)
 
 
 def plot_run(
@@ -57,6 +97,10 @@ def plot_run(
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(loc="upper left", bbox_to_anchor=(1.09, 1.0), fontsize=8, frameon=False)  # covers no curve
+    _write(figure, path)
+
+
+def _write(figure: Figure, path: Path) -> None:
     image = io.BytesIO()
     figure.savefig(image, format="png")
     write_atomically(path, image.getvalue())

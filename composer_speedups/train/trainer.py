@@ -16,6 +16,7 @@ from composer.devices import Device, DeviceCPU, DeviceGPU
 from composer.utils import dist, reproducibility
 
 from composer_speedups.callbacks.best_weights import BestWeights
+from composer_speedups.callbacks.class_report import ClassReport
 from composer_speedups.callbacks.divergence import DivergenceGuard
 from composer_speedups.callbacks.early_stopping import EarlyStopping
 from composer_speedups.callbacks.engagement import EngagementReport
@@ -243,6 +244,7 @@ def _callbacks(config: Config, techniques: Sequence[Technique]) -> list[Callback
         *_configured(DivergenceGuard, named.divergence),
         OptimizerMonitor(),
         LearningCurves(),
+        ClassReport(),
         *_configured(BestWeights, config.checkpoint.best),
         *_configured(EarlyStopping, config.trainer.early_stopping),
         RunHistory(),

@@ -73,7 +73,7 @@ def test_a_fresh_process_uses_the_code_that_another_compiled() -> None:
         torch.set_float32_matmul_precision("highest")
         Path("fitted.json").write_text(json.dumps(fit_compiled("copy")))
 
-    done = Fork(fit_again, TORCHINDUCTOR_CACHE_DIR=str(Path("own").absolute())).wait(300)
+    done = Fork(fit_again, TORCHINDUCTOR_CACHE_DIR=str(Path("own").absolute())).wait()
     assert done.status == 0, done.stderr
     losses_again, evidence_again = json.loads(Path("fitted.json").read_text())
     assert losses_again == losses

@@ -110,11 +110,15 @@ def test_it_compiles_for_the_runs_precision_and_only_with_a_gpu_to_share(monkeyp
     techniques = {"fused_layers": {"precision": "fp8"}, "mixed_precision": {"dtype": "fp16"}}
     before_imports._main({**run, "algorithms": techniques})
     before_imports._main({**run, "precision": "amp_fp16"})
+    for lora in ({"rank": 4}, {"targets": ["query"]}):  # the ranks are known if all Linear modules have adapters
+        before_imports._main({**run, "algorithms": {"fused_layers": None, "lora": lora}})
     shape, gpu = shape_of(model), torch.device("cuda", 0)
     assert asked.call_args_list == [
-        call(shape, torch.bfloat16, gpu, float8=False),
-        call(shape, torch.float16, gpu, float8=True),
-        call(shape, torch.float16, gpu, float8=False),
+        call(shape, torch.bfloat16, gpu, float8=False, ranks=()),
+        call(shape, torch.float16, gpu, float8=True, ranks=()),
+        call(shape, torch.float16, gpu, float8=False, ranks=()),
+        call(shape, torch.bfloat16, gpu, float8=False, ranks=(12, 4, 4, 4)),
+        call(shape, torch.bfloat16, gpu, float8=False, ranks=()),
     ]
 
 

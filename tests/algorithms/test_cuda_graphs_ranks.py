@@ -15,7 +15,7 @@ from torch import distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from composer_speedups import CUDAGraphs, apply_cuda_graphs
+from composer_speedups import CUDAGraphs, apply_cuda_graphs, apply_layer_freezing
 from composer_speedups.algorithms.cuda_graphs import cuda_graphs
 from composer_speedups.algorithms.cuda_graphs.capture import CUDARecorder
 from composer_speedups.algorithms.cuda_graphs.graphed_calls import GraphedCalls
@@ -86,8 +86,12 @@ def test_micro_batches_without_synchronization_accumulate(segments: int) -> None
     assert on_ranks(lambda: train([UNLIKE[:3], SAME, UNLIKE[1:]], segments)) == [(2, 8, 0), (2, 4, 4)]
 
 
-def technique_on_ddp(microbatches: int, segments: int) -> dict[str, Any]:
-    """Train four batches with Composer's events, and return the evidence and where the gradients are stored."""
+def technique_on_ddp(microbatches: int, segments: int, frozen_after: int | None = None) -> dict[str, Any]:
+    """Train four batches with Composer's events, and four more if layers are frozen after some of the first.
+
+    Returns:
+        The evidence, and where the gradients are stored.
+    """
     model, rows = tiny_bert(), SAME[:microbatches]
     shared = ddp_of(model)
     technique: Any = CUDAGraphs()
@@ -100,14 +104,18 @@ def technique_on_ddp(microbatches: int, segments: int) -> dict[str, Any]:
         if technique.match(event, state):
             technique.apply(event, state, logger)
 
-    for step in range(4):
+    for step in range(4 if frozen_after is None else 8):
+        if step == frozen_after:
+            apply_layer_freezing(shared, layers=1)
         shared.zero_grad()
         for micro in range(microbatches):
             happens(Event.BEFORE_FORWARD)
             learn(shared, rows, micro, width=5)
-        assert_near(gradients(model), mean_of_ranks(rows, width=5), what=f"step {step}")
+        frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
+        expected = {name: gradient for name, gradient in mean_of_ranks(rows, width=5).items() if name not in frozen}
+        assert_near(gradients(model), expected, what=f"step {step}")
         happens(Event.BATCH_END)
-    storages = {id(p): p.grad.untyped_storage().data_ptr() for p in model.parameters()}
+    storages = {id(p): p.grad.untyped_storage().data_ptr() for p in model.parameters() if p.grad is not None}
     assert calls._gradients is not None
     outside = sum(b.untyped_storage().data_ptr() != storages[id(p)] for p, b in calls._gradients._buffers.items())
     return {**technique.verify(state), "outside buckets": outside, "storages": len(set(storages.values()))}
@@ -121,6 +129,16 @@ def test_graphs_write_gradients_into_ddps_buckets(microbatches: int, segments: i
         assert evidence.pop("outside buckets") == 0
         assert evidence.pop("backward_segments", 1) == segments
         assert evidence == {"graphs": 1, "replays": 2 * microbatches, "eager_calls": 2 * microbatches}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("frozen_after", [1, 3, 4])
+def test_graphs_write_into_the_buckets_that_ddp_has_after_layers_were_frozen(frozen_after: int) -> None:
+    for evidence in on_ranks(lambda: technique_on_ddp(1, 2, frozen_after)):
+        assert evidence.pop("storages") < 4
+        assert evidence.pop("outside buckets") == 0
+        eager = min(frozen_after, 2) + 2  # calls are held until DDP has rebuilt its buckets
+        assert evidence == {"graphs": 1, "replays": 8 - eager, "eager_calls": eager}
 
 
 class Accumulated(Callback):

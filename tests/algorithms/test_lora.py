@@ -51,6 +51,9 @@ from tests.reference.loop import eval_logits, gradients
 from tests.reference.tolerance import assert_near
 
 QUERIES_AND_VALUES = [f"bert.encoder.layer.{i}.attention.self.{n}" for i in (0, 1) for n in ("query", "value")]
+OF_A_BLOCK = [*(f"attention.self.{n}" for n in ("query", "key", "value")), "attention.output.dense"]
+OF_A_BLOCK += ["intermediate.dense", "output.dense"]
+ALL_LINEAR = [*(f"bert.encoder.layer.{i}.{n}" for i in (0, 1) for n in OF_A_BLOCK), "bert.pooler.dense"]
 
 
 def trained_bert() -> Any:
@@ -81,7 +84,7 @@ def two_groups(model: nn.Module) -> torch.optim.AdamW:
 @pytest.mark.pins
 def test_outputs_are_kept_and_only_adapters_and_classifier_have_gradients() -> None:
     reference, model = tiny_bert(), tiny_bert()
-    assert apply_lora(model) == QUERIES_AND_VALUES
+    assert apply_lora(model) == ALL_LINEAR
     assert apply_lora(model) == []
     assert type(model) is type(reference)
     batches = awkward_batches()
@@ -91,31 +94,33 @@ def test_outputs_are_kept_and_only_adapters_and_classifier_have_gradients() -> N
     expected, got = gradients(reference), gradients(model)
     assert_near(got["classifier.modules_to_save.default.weight"], expected["classifier.weight"])
     # The adapter's output is 2 · B A x, so dL/dB = 2 · (dL/dW) Aᵀ, and the reference has dL/dW.
-    name = QUERIES_AND_VALUES[0]
-    a = dict(model.named_parameters())[f"{name}.lora_A.default.weight"]
-    assert_near(got[f"{name}.lora_B.default.weight"], 2 * expected[f"{name}.weight"] @ a.T)
+    for name in ALL_LINEAR:
+        a = dict(model.named_parameters())[f"{name}.lora_A.default.weight"]
+        assert_near(got[f"{name}.lora_B.default.weight"], 2 * expected[f"{name}.weight"] @ a.T)
     assert all("lora_" in n or "modules_to_save" in n for n in got)
-    assert len(got) == 2 * len(QUERIES_AND_VALUES) + 2
+    assert len(got) == 2 * len(ALL_LINEAR) + 2
 
 
 @pytest.mark.parametrize(
     ("family", "head", "targets", "heads"),
     [
-        ("roberta", "classification", {"query", "value"}, ["classifier"]),
-        ("electra", "classification", {"query", "value"}, ["classifier"]),
-        ("distilbert", "classification", {"q_lin", "v_lin"}, ["pre_classifier", "classifier"]),
-        ("bert", "mlm", {"query", "value"}, []),
+        ("roberta", "classification", {"query", "key", "value", "dense"}, ["classifier"]),
+        ("electra", "classification", {"query", "key", "value", "dense", "embeddings_project"}, ["classifier"]),
+        (
+            "distilbert",
+            "classification",
+            {"q_lin", "k_lin", "v_lin", "out_lin", "lin1", "lin2"},
+            ["pre_classifier", "classifier"],
+        ),
+        ("bert", "mlm", {"query", "key", "value", "dense"}, []),
     ],
 )
 def test_default_targets_and_heads_of_each_family(family: Any, head: Any, targets: set[str], heads: list[str]) -> None:
     model = tiny_model(family, head)
     names = apply_lora(model)
     assert {name.split(".")[-1] for name in names} == targets
+    assert not any(name.startswith(tuple(heads) or "?") or name.endswith("decoder") for name in names)
     assert list(trained_copies(model)) == heads
-    everything = apply_lora(twin := type(model)(model.config), targets="all-linear")
-    assert len(everything) > len(names)
-    assert not any(name.startswith(tuple(heads) or "?") or name.endswith("decoder") for name in everything)
-    assert list(trained_copies(twin)) == heads
     assert set(merged_state_dict(model)) == set(type(model)(model.config).state_dict())
 
 
@@ -126,7 +131,7 @@ def test_adapters_join_the_parameter_group_of_their_base_weight() -> None:
     groups = list(optimizer.param_groups)
     weight = model.classifier.weight
     optimizer.state[weight] = {"step": torch.tensor(3.0), "exp_avg": torch.ones_like(weight)}
-    apply_lora(model, optimizer)
+    apply_lora(model, optimizer, targets=["query", "value"])
     for _ in range(2):
         assert all(new is old for new, old in zip(optimizer.param_groups, groups, strict=True))
         named = {p: n for n, p in model.named_parameters()}
@@ -135,7 +140,7 @@ def test_adapters_join_the_parameter_group_of_their_base_weight() -> None:
         assert [len(g["params"]) for g in groups] == [2 + 4, 4, 0, 0]
         assert groups[0]["lr"] == 5e-3
         assert groups[1]["weight_decay"] == 0.0
-        apply_lora(model, optimizer)
+        apply_lora(model, optimizer, targets=["query", "value"])
     copied = model.classifier.modules_to_save["default"].weight
     assert list(optimizer.state) == [copied]
     assert optimizer.state[copied]["step"] == 3
@@ -157,7 +162,7 @@ def test_empty_parameter_groups_are_harmless(technique: Any) -> None:
     model = tiny_bert()
     composer_model = HuggingFaceModel(model, use_logits=True)
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
-    lora = LoRA()
+    lora = LoRA(targets=["query", "value"])
     trained([lora, *([technique()] if technique else [])], model=composer_model, optimizer=two_groups(model))
     assert lora.evidence["base_unchanged"]
     after = merged_state_dict(model)
@@ -166,7 +171,7 @@ def test_empty_parameter_groups_are_harmless(technique: Any) -> None:
 
 
 def test_the_evidence_counts_trained_parameters() -> None:
-    technique = LoRA(rank=4)
+    technique = LoRA(rank=4, targets=["query", "value"])
     trainer = trained([technique])
     stock = sum(p.numel() for p in tiny_bert().parameters())
     adapters, classifier = 4 * 2 * 4 * 32, 2 * 32 + 2
@@ -203,7 +208,7 @@ def test_a_plain_module_with_names_or_all_linear() -> None:
         "head.modules_to_save.default.bias",
     }
     assert set(merged_state_dict(model)) == set(reference.state_dict())
-    assert apply_lora(Plain(), targets="all-linear") == ["inner", "head"]
+    assert apply_lora(Plain()) == ["inner", "head"]
 
 
 @pytest.mark.pins
@@ -212,8 +217,8 @@ def test_targets_that_match_nothing_are_named_with_those_that_exist() -> None:
         apply_lora(tiny_bert(), targets=["value", "querry"])
     with pytest.raises(ValueError, match="word_embeddings is a Embedding; only Linear"):
         apply_lora(tiny_bert(), targets=["word_embeddings"])
-    with pytest.raises(ValueError, match=r"Plain models have no default targets.*head, inner"):
-        apply_lora(Plain())
+    with pytest.raises(ValueError, match=r"targets must be 'all-linear' or a list of names, not 'query'"):
+        apply_lora(tiny_bert(), targets="query")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"modules_to_save: the model has no module 'haed'.*inner, head"):
         apply_lora(Plain(), targets="all-linear", modules_to_save=["haed"])
     with pytest.raises(TechniqueError, match=r"lora: targets: no module is called 'q_proj'.*; remove it"):
@@ -239,7 +244,7 @@ def test_models_with_other_adapters_are_refused() -> None:
 def test_the_yaml_accepts_lists_of_names() -> None:
     (technique,) = build_techniques({"lora": {"targets": ["query"], "rank": 2}})
     assert repr(technique) == "LoRA(rank=2, alpha=16.0, targets=['query'], dropout=0.0, modules_to_save=None)"
-    with pytest.raises(ConfigError, match=r"lora.targets must be 'all-linear' or a list of text or null, not 'query'"):
+    with pytest.raises(ConfigError, match=r"lora.targets must be 'all-linear' or a list of text, not 'query'"):
         build_techniques({"lora": {"targets": "query"}})
     with pytest.raises(ConfigError, match=r"lora.targets must be .*, not \[1\]"):
         build_techniques({"lora": {"targets": [1]}})
@@ -370,20 +375,20 @@ def test_sabotage_is_detected() -> None:
 
     def decay(trainer: Any) -> None:
         """Through ``.data``, without a gradient and without a new version of the tensor."""
-        weight = trainer.state.model.model.bert.pooler.dense.weight
+        weight = trainer.state.model.model.bert.embeddings.LayerNorm.weight
         trainer.state.optimizers[0].register_step_post_hook(lambda *_: weight.data.mul_(1 - 1e-5))
 
     assert_detected(thaw, "frozen weights were trained")
     assert_detected(forget, r"the optimizer does not have classifier\.modules_to_save")
     assert_detected(forget_all, "no step changed an adapter")
     assert_detected(switch_off, r"frozen weights were trained|no adapter got a gradient")
-    assert_detected(decay, r"frozen weights were trained \(bert\.pooler\.dense\.weight\)")
+    assert_detected(decay, r"frozen weights were trained \(bert\.embeddings\.LayerNorm\.weight\)")
 
 
 @pytest.mark.parametrize("undone", [False, True])
 def test_after_a_first_step_with_learning_rate_zero_the_end_of_the_run_decides(undone: bool) -> None:
     """With a learning-rate warm-up from 0, the first step changes nothing."""
-    technique = LoRA()
+    technique = LoRA(targets=["query", "value"])
     trainer = make_trainer([technique])
     optimizer = trainer.state.optimizers[0]
     for group in optimizer.param_groups:
@@ -474,7 +479,7 @@ def test_a_second_trainer_continues_with_the_same_adapters() -> None:
     for _ in range(2):
         technique = LoRA()
         trainer = trained([technique], model=HuggingFaceModel(model, use_logits=True), batches=plain_batches(2))
-        assert technique.evidence["modules"] == 4
+        assert technique.evidence["modules"] == len(ALL_LINEAR)
         assert technique.evidence["base_unchanged"]
         assert all(p.requires_grad for group in trainer.state.optimizers[0].param_groups for p in group["params"])
 

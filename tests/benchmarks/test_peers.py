@@ -62,6 +62,10 @@ def test_peers_train_the_same_steps_and_report_the_same_keys(overrides: list[str
         for name in ("tokens_per_sec", "mfu", "samples_per_sec", "step_seconds"):
             assert report["throughput"][name] > 0
         assert report["throughput"]["eval_seconds"] > 0
+        if module is not stock_composer:
+            assert [e["batch"] for e in report["evaluations"]] == [e["batch"] for e in ours["evaluations"]]
+            assert report["evaluations"][-1]["accuracy"] == report["metrics"]["accuracy"]
+            assert 0 < report["evaluations"][-1]["seconds"] <= report["wall_seconds"]
         assert report["throughput"]["padding_fraction"] == pytest.approx(ours["throughput"]["padding_fraction"])
         assert report["training"] | {"microbatch_size": 8} == ours["training"]
         assert report["memory"]["peak_gib"] > 0
@@ -261,3 +265,16 @@ def test_sentence_transformers_refuses_other_jobs() -> None:
     ):
         with pytest.raises(ConfigError, match=re.escape(line)):
             peer(sentence_trainer, *overrides, name="refused")
+
+
+@pytest.mark.exhaustive
+def test_hf_trainer_trains_pefts_adapters() -> None:
+    report = peer(hf_trainer, "peer.lora={rank: 4, alpha: 8, targets: [query, value]}")
+    evidence = report["algorithms"]["hf_trainer"]["evidence"]
+    assert evidence["lora"] == {"rank": 4, "alpha": 8, "targets": ["query", "value"]}
+    full = peer(hf_trainer)
+    assert report["losses"][0] == pytest.approx(full["losses"][0], abs=1e-5), "adapters begin at zero"
+    assert report["losses"][1:] != full["losses"][1:]
+    assert report["throughput"]["mfu"] < 1
+    with pytest.raises(ConfigError, match=r"peer\.lora: must have rank and alpha, and may have targets and dropout"):
+        peer(hf_trainer, "peer.lora={r: 4}")

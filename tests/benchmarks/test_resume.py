@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import subprocess
-import time
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,10 @@ import pytest
 from benchmarks import run as runner
 from benchmarks.rows import Call, read_rows
 from benchmarks.table_file import Configuration, read_table
+from benchmarks.worker import Workers
 from tests.benchmarks.test_run import REPORT, table
 from tests.helpers.forks import Fork
+from tests.helpers.hangs import HANGS
 
 ROWS = Path("results/cpu/table.jsonl")
 
@@ -149,14 +151,23 @@ def test_a_table_runs_in_one_process_at_a_time(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_run_that_ends_with_a_stopped_table_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    running, killed = threading.Event(), threading.Event()
+    close = Workers.close
+
     def fake(base: str, configuration: Configuration, *_: Any) -> dict[str, Any]:
         if configuration.overrides[-1] == "x=1":
-            time.sleep(0.2)
+            assert running.wait(HANGS)
             raise KeyboardInterrupt
-        time.sleep(1.5)  # it is still running then
+        running.set()
+        assert killed.wait(HANGS)  # the table stops before this run ends
         return {"error": "exit status -9: ", "error_kind": "failed"}
 
+    def kill(workers: Workers) -> None:
+        close(workers)
+        killed.set()
+
     monkeypatch.setattr(runner, "run_once", fake)
+    monkeypatch.setattr(Workers, "close", kill)
     with pytest.raises(KeyboardInterrupt):
         run("jobs=2", "repeats=1", configurations={"x": ["x=1"], "y": ["y=1"]}, cumulative=False)
     assert not ROWS.exists()

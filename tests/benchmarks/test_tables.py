@@ -82,34 +82,54 @@ def test_rows_are_selected_by_point_override_and_call(rows: list[dict[str, Any]]
 def test_the_fast_set_is_compared_with_the_fastest_peer_of_its_call(rows: list[dict[str, Any]]) -> None:
     def add(call: str, **rates: float) -> None:
         names = {"plain": "HF Trainer", "graphs": "HF Trainer, graphs", "fast": "fast set", "fp8": "fast set, fp8"}
+        names |= {"expert": "flattened loop"}
+        peers = {"plain": "hf_trainer", "graphs": "hf_trainer", "expert": "flattened_loop"}
         for key, rate in rates.items():
             more = {"peak_memory_gib": 1.0} if key == "fast" else {}
-            rows.append(row(names[key], call, rate, overrides=["model.size=base"], runs=more))
+            one = row(names[key], call, rate, overrides=["model.size=base"], runs=more)
+            rows.append(one | {"peer": peers.get(key)})
 
-    def ratios() -> list[str]:
-        cells = tables.best("t")[2].split(" | ")
-        return [cells[3], cells[6], cells[8], cells[10].removesuffix(" |")]
+    def cells() -> list[str]:
+        return tables.best("t")[2].removesuffix(" |").split(" | ")[3:]
 
     add("2026-01-01", plain=100, graphs=120, fast=180, fp8=240)
     add("2026-01-02", plain=150, fast=160)
-    line = "| base | 8 × 256 | 25% | HF Trainer, graphs | 120 | 180 | 1.50 | 240 | 2.00 | 50% | 1 |"
-    assert tables.best("t")[2] == line
+    assert tables.best("t")[2] == "| base | 8 × 256 | 25% | 120 | – | 180 | 1.50 | 240 | 2.00 | 50% |"
     assert tables.best("t")[-1].endswith("2026-01-01; commit 0123456.")
     add("2026-01-03", plain=100, fast=300, fp8=400)
-    assert ratios() == ["HF Trainer, graphs", "1.50", "2.00", "1"], "a call with fewer peers chooses no weaker one"
-    add("2026-01-04", graphs=200, fast=300, fp8=300)
-    assert ratios() == ["HF Trainer, graphs", "1.50", "1.50 (1.50–2.00)", "2"], "another call with the best peer counts"
-    add("2026-01-05", plain=200, graphs=150, fast=300, fp8=400)
-    assert ratios() == ["HF Trainer", "1.50 (1.50–3.00)", "2.00 (2.00–4.00)", "2"], "as many peers, and later"
-    rows[:] = rows[:2]
-    with pytest.raises(ValueError, match="no call of t has HF Trainer and the fast set"):
+    assert cells()[:2] == ["120", "–"], "a call with fewer peers chooses no weaker one"
+    add("2026-01-04", plain=100, expert=200, fast=300, fp8=500)
+    assert cells() == ["100", "200", "300", "1.50", "500", "2.50", "50%"], "ratios are to the faster peer"
+    rows[:] = [one for one in rows if one["configuration"] != "fast set, fp8"]
+    with pytest.raises(ValueError, match="no call of t has a peer and the fast set"):
         tables.best("t")
+
+
+def test_time_to_accuracy_is_that_of_the_first_evaluation_at_the_target(rows: list[dict[str, Any]]) -> None:
+    def ran(configuration: str, seed: int, *evaluations: tuple[float, float]) -> None:
+        run = [{"batch": i, "seconds": s, "accuracy": a} for i, (s, a) in enumerate(evaluations)]
+        rows.append(row(configuration, "2026-01-01", 1, seed=seed, evaluations=[run]))
+
+    ran("full", 1, (10, 0.7), (20, 0.91), (30, 0.90))
+    ran("full", 2, (10, 0.6), (20, 0.7), (32, 0.92))
+    ran("ours", 1, (5, 0.899), (12, 0.90))
+    ran("ours", 2, (6, 0.5), (14, 0.93))
+    ran("weak", 1, (1, 0.8))
+    ran("weak", 2, (1, 0.95))
+    text = tables.time_to_accuracy("t", "full")
+    assert text[0].startswith("| configuration | seconds to 0.8959 |"), "0.91 less a standard deviation of 0.0141"
+    assert text[2:5] == [
+        "| full | 26.0 (20.0–32.0) | 1.00 | 2 of 2 | 0.9100 |",
+        "| ours | 9.5 (5.0–14.0) | 2.74 | 2 of 2 | 0.9150 |",
+        "| weak | 1.0 (1.0–1.0) | – | 1 of 2 | 0.8750 |",
+    ]
 
 
 def test_lines_of_several_gpus_name_them(monkeypatch: pytest.MonkeyPatch) -> None:
     def ran(gpu: str) -> list[dict[str, Any]]:
         more = {"overrides": ["model.size=base"], "environment": ENVIRONMENT | {"gpu": gpu}}
-        return [row(name, "1", 100, **more) for name in ("HF Trainer", "fast set", "fast set, fp8")]
+        peers = {"HF Trainer": "hf_trainer", "fast set": None, "fast set, fp8": None}
+        return [row(name, "1", 100, **more) | {"peer": peer} for name, peer in peers.items()]
 
     kept = {"t": ran("NVIDIA H200"), "other/t": ran("NVIDIA H100 80GB HBM3")}
     monkeypatch.setattr(tables, "rows_of", kept.__getitem__)

@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from composer_speedups.core.errors import ConfigError
 from composer_speedups.train.config.schema import TrainerConfig
 from composer_speedups.train.trainer import open_device
 from tests.conftest import ROOT
+from tests.helpers.hangs import HANGS, wait_until
 
 
 @pytest.mark.exhaustive
@@ -31,7 +31,7 @@ from tests.conftest import ROOT
 @pytest.mark.parametrize("start", ["Worker()", "ColdRun('benchmarks.worker', [], {})"])
 def test_a_killed_runner_leaves_no_run_behind(start: str) -> None:
     code = f"from benchmarks.worker import ColdRun, Worker; run = {start}; print(run._process.pid, flush=True)"
-    script = [sys.executable, "-c", f"import time; {code}; time.sleep(600)"]
+    script = [sys.executable, "-c", f"import time; {code}; time.sleep(10_000)"]
     with subprocess.Popen(script, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         run = psutil.Process(int(process.stdout.readline()))
@@ -42,11 +42,8 @@ def test_a_killed_runner_leaves_no_run_behind(start: str) -> None:
 
 def wait_for_end(process: psutil.Process) -> None:
     """Wait until a process that is not a child of this one has ended, even if nothing reaps it."""
-    deadline = time.monotonic() + 30
     with contextlib.suppress(psutil.NoSuchProcess):
-        while process.status() != psutil.STATUS_ZOMBIE:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        wait_until(lambda: process.status() == psutil.STATUS_ZOMBIE, f"process {process.pid} has not ended")
 
 
 class ImportingWorker(Worker):
@@ -70,7 +67,7 @@ def test_a_worker_that_exits_while_it_imports_is_an_error_although_it_printed_th
 
 
 def test_children_of_a_run_that_crashed_are_killed() -> None:
-    code = "import subprocess as s, sys; print(s.Popen([sys.executable, '-c', 'import time; time.sleep(600)']).pid)"
+    code = "import subprocess as s, sys; print(s.Popen([sys.executable, '-c', 'import time; time.sleep(10_000)']).pid)"
     crashed = worker._Process(["-c", code], {}, stdout=subprocess.PIPE)
     assert crashed._process.stdout is not None
     child = psutil.Process(int(crashed._process.stdout.readline()))
@@ -106,7 +103,7 @@ def test_closing_kills_workers_for_which_a_thread_waits(monkeypatch: pytest.Monk
     class Importing:
         def wait_until_ready(self) -> None:
             started.set()
-            assert killed.wait(30)
+            assert killed.wait(HANGS)
             raise RuntimeError("a worker exited with status -9 while it imported")
 
         def close(self) -> None:
@@ -116,7 +113,7 @@ def test_closing_kills_workers_for_which_a_thread_waits(monkeypatch: pytest.Monk
     workers = Workers()
     with ThreadPoolExecutor(1) as pool:
         run = pool.submit(workers.run, "composer_speedups.train", [], {})
-        assert started.wait(30)
+        assert started.wait(HANGS)
         workers.close()
         with pytest.raises(RuntimeError, match="exited with status -9"):
             run.result()

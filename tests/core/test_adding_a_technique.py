@@ -129,7 +129,7 @@ def test_the_generic_tests_need_only_a_folder_and_an_entry(tmp_path: Path) -> No
         sys.path.insert(0, str(tmp_path))
         sys.exit(pytest.main(arguments))
 
-    output = Fork(run).wait(600).stderr
+    output = Fork(run).wait().stderr
     failed = set(re.findall(r"^FAILED \S*?::(\S+)", output, re.MULTILINE))
     assert failed == {
         # This test does not write the card and the line in the README's table.

@@ -39,6 +39,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "float8_linear": ({"emulate": True}, {"recipe": "rowwise", "min_features": 64, "emulate": False}),
     "fused_layers": ({}, {"last_layer": "all", "precision": "fp8"}),
     "gradient_checkpointing": ({}, {"every": 2}),
+    "layer_freezing": ({"layers": 1}, {"layers": "embeddings"}),
     "lora": (
         {"rank": 4},
         {"rank": 2, "alpha": 8.0, "targets": ["query"], "dropout": 0.1, "modules_to_save": ["pooler"]},
@@ -119,12 +120,12 @@ def test_different_settings_are_refused_by_name(name: str, setting: str, monkeyp
 def test_explicit_defaults_equal_omitted_settings() -> None:
     model = tiny_bert()
     apply_lora(model)
-    assert apply_lora(model, targets=["value", "query"], modules_to_save=["classifier"]) == []
-    everywhere = tiny_bert()
-    assert len(apply_lora(everywhere, targets="all-linear")) > 4
-    assert apply_lora(everywhere, targets="all-linear") == []
-    with pytest.raises(ValueError, match=r"with targets='all-linear'; to use targets=\['query', 'value'\], build"):
-        apply_lora(everywhere)
+    assert apply_lora(model, targets="all-linear", modules_to_save=["classifier"]) == []
+    named = tiny_bert()
+    assert len(apply_lora(named, targets=["query", "value"])) == 4
+    assert apply_lora(named, targets=["value", "query"]) == []
+    with pytest.raises(ValueError, match=r"with targets=\['query', 'value'\]; to use targets='all-linear', build"):
+        apply_lora(named)
     blocks = tiny_bert()  # of two blocks, every second and every third are the same
     apply_gradient_checkpointing(blocks, 2)
     assert apply_gradient_checkpointing(blocks, 3) == []

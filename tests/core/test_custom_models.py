@@ -335,6 +335,10 @@ def lora(model: Any) -> Any:
     return get_peft_model(model, LoraConfig(target_modules=["query", "value"], init_lora_weights=False))
 
 
+def dora(model: Any) -> Any:
+    return get_peft_model(model, LoraConfig(target_modules=["query", "value"], use_dora=True, init_lora_weights=False))
+
+
 def ia3(model: Any) -> Any:
     return get_peft_model(
         model, IA3Config(target_modules=["key", "value"], feedforward_modules=[], init_ia3_weights=False)
@@ -345,13 +349,15 @@ def prefix(model: Any) -> Any:
     return get_peft_model(model, PrefixTuningConfig(task_type="SEQ_CLS", num_virtual_tokens=3))
 
 
-@pytest.mark.parametrize("adapt", [lora, ia3])
-def test_peft_adapters_train_unpadded_and_unfused(adapt: Callable[[Any], Any]) -> None:
+@pytest.mark.parametrize(
+    ("adapt", "reason"), [(dora, "has an adapter with DoRA"), (ia3, "is a peft Linear instead of a torch Linear")]
+)
+def test_adapters_other_than_plain_lora_train_unpadded_and_unfused(adapt: Callable[[Any], Any], reason: str) -> None:
     torch.manual_seed(1)
     model = adapt(tiny_bert())
     reference = copy.deepcopy(model)
     apply_unpadding(model, 8)
-    with pytest.raises(ValueError, match=r"layer\.0\.attention\.self\.\w+ is a peft Linear instead of a torch"):
+    with pytest.raises(ValueError, match=rf"layer\.0\.attention\.self\.\w+ {reason}"):
         apply_fused_layers(model)
     assert_same(model, reference)
     assert unpadded_encoders(model)[0].ran == "unpadded"
@@ -374,14 +380,14 @@ def test_prefix_tuning_matches_the_untouched_model() -> None:
     assert_same(model, reference)
 
 
-def test_a_trainer_refuses_fused_layers_on_peft_and_trains_without_it() -> None:
+def test_a_trainer_refuses_fused_layers_on_dora_and_trains_without_it() -> None:
     def weights(*techniques: Any) -> dict[str, Tensor]:
         torch.manual_seed(1)
-        model = trained(techniques, model=lora(tiny_bert())).state.model
+        model = trained(techniques, model=dora(tiny_bert())).state.model
         return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
 
     with pytest.raises(
-        TechniqueError, match=r"fused_layers: .*self\.query is a peft Linear.*; remove it for this model"
+        TechniqueError, match=r"fused_layers: .*self\.query has an adapter with DoRA; remove it for this model"
     ):
         weights(Unpadding(8), FusedLayers())
     expected = weights()
@@ -389,7 +395,7 @@ def test_a_trainer_refuses_fused_layers_on_peft_and_trains_without_it() -> None:
     with pytest.warns(UserWarning, match="continuing without fused_layers"):
         actual = weights(unpadding, fused)
     assert_near(actual, expected, what="weights")
-    assert "peft" in unpadding.evidence["compared_with_untouched"]["because"]
+    assert "DoRA" in unpadding.evidence["compared_with_untouched"]["because"]
     assert len(expected) > 4
     assert not fused.engaged
 

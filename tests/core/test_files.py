@@ -7,7 +7,6 @@ import fcntl
 import json
 import os
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from composer_speedups.core.files import (
     write_json,
 )
 from composer_speedups.train.cli import exit_codes
+from tests.helpers.hangs import wait_until
 
 
 @pytest.fixture
@@ -114,6 +114,14 @@ def test_a_lock_does_not_follow_a_symbolic_link() -> None:
     assert not Path("missing").exists()
 
 
+def can_be_locked(path: Path) -> bool:
+    try:
+        lock_file(path, "key").close()
+    except LockedFileError:
+        return False
+    return True
+
+
 def test_a_forked_child_does_not_hold_the_lock() -> None:
     """As a DataLoader worker, which lives for seconds after its parent was killed."""
     lock = lock_file(Path("x"), "key")
@@ -128,14 +136,7 @@ def test_a_forked_child_does_not_hold_the_lock() -> None:
             lock_file(Path("x"), "key")
         lock.close()
         assert os.waitpid(child, os.WNOHANG) == (0, 0)
-        for _ in range(1000):  # the child may not have got to run yet
-            try:
-                lock_file(Path("x"), "key").close()
-                break
-            except LockedFileError:
-                time.sleep(0.01)
-        else:
-            pytest.fail("the child holds the lock")
+        wait_until(lambda: can_be_locked(Path("x")), "the child holds the lock")  # it may not have got to run yet
     finally:
         os.close(write)
         os.waitpid(child, 0)

@@ -10,8 +10,8 @@ import pytest
 from composer.core import Event, State
 from pydantic import Field
 
-from composer_speedups.core.errors import CannotRunError, TechniqueError
-from composer_speedups.core.technique import Conflict, Stage, Technique, refuse_conflicts
+from composer_speedups.core.errors import CannotRunError, ConfigError, TechniqueError
+from composer_speedups.core.technique import Conflict, Stage, Technique, refuse_conflicts, techniques_of
 from tests.helpers.common import make_trainer, plain_batches, trained
 
 
@@ -66,6 +66,7 @@ def test_the_constructor_follows_the_declared_settings() -> None:
     toy = Toy(2, names=["a"], on_unavailable="warn")
     assert (toy.count, toy.share, toy.names, toy.on_unavailable) == (2, 0.5, ["a"], "warn")
     assert repr(toy) == "Toy(count=2, share=0.5, kind=None, names=['a'])"
+    assert Toy(names="ab").names == ["ab"]
     with pytest.raises(TypeError):
         Toy(2, 0.5, None, None, "warn")  # type: ignore[misc]
 
@@ -81,7 +82,7 @@ def test_the_constructor_follows_the_declared_settings() -> None:
         ({"share": math.nan}, "share must be a finite number, not nan"),
         ({"share": "0.5"}, "share must be a number, not '0.5'"),
         ({"kind": True}, "kind must be 8 or 'fp8' or null, not True"),
-        ({"names": "ab"}, "names must be a list of text or null, not 'ab'"),
+        ({"names": {}}, "names must be a list of text or null, not {}"),
         ({"names": [1]}, r"names must be a list of text or null, not \[1\]"),
         ({"on_unavailable": "ignore"}, "on_unavailable must be 'stop' or 'warn', not 'ignore'"),
         ({"count": 8, "kind": 8}, "count=8 and kind=8 cannot go together"),
@@ -90,6 +91,20 @@ def test_the_constructor_follows_the_declared_settings() -> None:
 def test_an_invalid_setting_is_refused_by_name(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}$"):
         Toy(**settings)
+
+
+def test_a_class_instead_of_an_instance_and_an_unknown_setting_are_one_clear_line() -> None:
+    said = r"^algorithms: Toy is a class, not a technique; write Toy\(\)$"
+    lists: list[Any] = [[Toy], [Toy(), Toy]]
+    for algorithms in lists:
+        with pytest.raises(ConfigError, match=said):
+            trained(algorithms=algorithms)
+    toys: Any = [Toy]
+    for function in (refuse_conflicts, techniques_of):
+        with pytest.raises(ConfigError, match=said):
+            function(toys)
+    with pytest.raises(TypeError, match=r"^Toy has no setting 'cuont'; did you mean 'count'\?$"):
+        Toy(cuont=3)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("final", ["match", "apply", "run_event"])

@@ -11,6 +11,7 @@ import pytest
 
 from composer_speedups.core.catalogue import public_names
 from tests.conftest import ROOT
+from tests.helpers.hangs import HANGS
 
 # apply_early_loss changes a Composer Device, so it needs Composer.
 FUNCTIONS = sorted(n for n, m in public_names().items() if m.endswith(".functional") and n != "apply_early_loss")
@@ -56,7 +57,7 @@ print(json.dumps(results))
 def loaded() -> dict[str, Any]:
     names = json.dumps(FUNCTIONS)
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PROGRAM, names], cwd=ROOT, capture_output=True, text=True, timeout=300
+        [sys.executable, "-W", "ignore", "-c", PROGRAM, names], cwd=ROOT, capture_output=True, text=True, timeout=HANGS
     )
     assert done.returncode == 0, done.stderr[-2000:]
     results: dict[str, Any] = json.loads(done.stdout)

@@ -14,6 +14,7 @@ import composer_speedups
 from composer_speedups import apply_unpadding
 from composer_speedups.core.catalogue import technique_names
 from composer_speedups.core.registry import technique_class
+from composer_speedups.core.settings import ComposerTime
 from composer_speedups.core.technique import Technique
 from tests.helpers.common import tiny_bert
 
@@ -33,6 +34,9 @@ def refused_values() -> Iterator[Any]:
             kinds = {get_origin(kind) for kind in (field.annotation, *get_args(field.annotation))}
             values: list[Any] = ["nonsense"] if Literal in kinds else []
             for bound in field.metadata:
+                if isinstance(bound, ComposerTime):
+                    values.append("1 hour")
+                    continue
                 attribute, beyond = OUTSIDE[type(bound)]
                 values.append(getattr(bound, attribute) + beyond)
             for value in values:

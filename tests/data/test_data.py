@@ -13,10 +13,12 @@ import pytest
 import torch
 
 from composer_speedups.core.errors import ConfigError, DataError
+from composer_speedups.data import tokens
 from composer_speedups.data.builtin import builtin_reviews
 from composer_speedups.data.flat import Ragged
 from composer_speedups.data.loader import Pad, build_data
 from composer_speedups.data.sources import load_samples
+from composer_speedups.data.summary import DataSummary
 from composer_speedups.data.tokens import load_tokenizer, tokenize
 from composer_speedups.tasks.classification import Classification
 from composer_speedups.tasks.mlm import MaskedLanguageModelling
@@ -97,6 +99,80 @@ def test_bad_rows_are_named(rows: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message) as error:
         load_samples(files(save(rows, "bad.parquet")), Classification())
     assert "bad.parquet" in str(error.value)
+
+
+def test_invalid_rows_can_be_dropped_from_training_and_validation_and_are_counted() -> None:
+    rows = {**ROWS, "text": ["" if i in (4, 5, 9) else text for i, text in enumerate(ROWS["text"])]}
+    bad, summary = save(rows, "bad.csv"), DataSummary()
+    config = files(bad, save({"text": ["fine", ""], "label": [0, 2]}, "eval.csv"), on_invalid="drop")
+    train, held = load_samples(config, Classification(labels=["0", "1"]), summary)
+    assert held is not None
+    kept = [i for i in range(20) if i not in (4, 5, 9)]
+    assert train[:] == {"text_1": [rows["text"][i] for i in kept], "labels": [i % 2 for i in kept]}
+    assert held["text_1"] == ["fine"]
+    training, validation = summary.report()["dropped"]
+    assert training == {
+        "source": "data.train_file: bad.csv", "rows": 20, "dropped": 3,
+        "first": ["row 5: text is empty", "row 6: text is empty", "row 10: text is empty"],
+    }  # fmt: skip
+    assert (validation["source"], validation["dropped"]) == ("data.eval_file: eval.csv", 1)
+    assert "3 of 20 rows of data.train_file: bad.csv (row 5: text is empty, row 6" in summary.lines()["dropped"]
+
+
+def test_a_held_out_fraction_is_of_the_valid_rows_and_all_invalid_rows_are_listed() -> None:
+    rows = {**ROWS, "text": ["" if i % 2 else text for i, text in enumerate(ROWS["text"])], "label": [0, 0, 1, 1] * 5}
+    config = files(save(rows, "bad.csv"), eval_fraction=0.3, on_invalid="drop")
+    train, held = load_samples(config, Classification(labels=["0", "1"]), summary := DataSummary())
+    assert held is not None
+    assert (len(train), len(held)) == (7, 3)
+    assert sorted([*train["text_1"], *held["text_1"]]) == sorted(rows["text"][::2])
+    assert [entry["dropped"] for entry in summary.report()["dropped"]] == [10]
+    with pytest.raises(DataError, match=r"bad\.csv: 10 of 20 .* \(row 2: .*, row 20: [^…]*\); every .*drop"):
+        load_samples(dataclasses.replace(config, on_invalid="stop"), Classification())
+    name = save({"text": ["", ""], "label": [0, 1]}, "none.csv")
+    with pytest.raises(DataError, match=r"2 of 2 rows are invalid .*; use a file with valid rows"):
+        load_samples(files(name, on_invalid="drop"), Classification())
+    with pytest.raises(ConfigError, match=r"on_invalid drop counts invalid rows up front; streaming cannot"):
+        files("bad.csv", streaming=True, on_invalid="drop")
+
+
+def test_a_held_out_fraction_has_each_class_in_its_share() -> None:
+    labels = ["a"] * 700 + ["b"] * 280 + ["c"] * 20 + ["once"]
+    name = save({"text": [f"text {i}" for i in range(1001)], "label": labels}, "a.csv")
+    drawn = set()
+    for seed in range(5):
+        train, held = load_samples(files(name, eval_fraction=0.1, seed=seed), Classification())
+        assert held is not None
+        assert sorted([*train["text_1"], *held["text_1"]]) == sorted(f"text {i}" for i in range(1001))
+        counts = [held["labels"].count(label) for label in range(4)]
+        assert [abs(count - share) <= 1 for count, share in zip(counts, (70, 28, 2, 0), strict=True)] == [True] * 4
+        assert (sum(counts), counts[3]) == (100, 0), "the only row of a class is trained on"
+        drawn.add(tuple(held["text_1"]))
+    assert len(drawn) == 5
+    save({"text": [*"abcdefgh"], "label": [*"aaabcccc"]}, "b.csv")
+    train, _ = load_samples(files("b.csv", eval_fraction=0.5), Classification())
+    assert 1 in train["labels"], "the only row of the class b, the fourth of eight in the order of the classes"
+
+
+@pytest.mark.parametrize("measured", [1000, 40])
+def test_truncation_is_measured_exactly_or_on_a_part_of_the_full_rows(
+    measured: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokens, "_MEASURED", measured)
+    texts = ["good " * (1 + i % 100) for i in range(200)]
+    config = files(save({"text": texts, "label": [0, 1] * 100}, "a.csv"), max_length=62)
+    data = build_data(config, Classification(), model_name="", on_gpu=False)
+    truncation = data.summary.truncation
+    assert truncation is not None
+    assert truncation.exact == (measured == 1000)
+    tolerance = 0 if truncation.exact else 0.1
+    assert truncation.fraction == pytest.approx(0.4, abs=max(tolerance, 1e-9)), "60 words and two special tokens fit"
+    assert truncation.length_for_95_percent == pytest.approx(97, rel=tolerance / 2)
+    said = "40% of the samples are truncated; 97 tokens would keep 95% whole"
+    assert not truncation.exact or str(truncation) == said
+    assert data.tokenizer.backend_tokenizer.truncation["max_length"] == 62, "it is exported"
+    longer = build_data(dataclasses.replace(config, max_length=102), Classification(), model_name="", on_gpu=False)
+    assert str(longer.summary.truncation) == "no sample is truncated"
 
 
 @pytest.mark.pins
@@ -214,7 +290,13 @@ def test_counting_words_does_not_solve_the_built_in_reviews(length_scale: float)
 @pytest.mark.parametrize("task", get_args(get_type_hints(ModelConfig)["task"]))
 def test_the_token_cache_is_used_by_every_task(task: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = DataConfig(
-        source="builtin", tokenizer="wordpiece", vocab_size=200, train_samples=40, eval_samples=20, length_scale=0.1
+        source="builtin",
+        tokenizer="wordpiece",
+        vocab_size=200,
+        train_samples=40,
+        eval_samples=20,
+        length_scale=0.1,
+        max_length=4096,  # otherwise truncated texts are tokenized again, to measure them
     )
 
     def build() -> dict[str, Any]:

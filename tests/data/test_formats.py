@@ -188,7 +188,7 @@ def test_values_of_json_keep_their_types_and_missing_ones_are_refused(read: Read
     Path("a.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     assert read("a.jsonl", Classification(labels=["1", "x"])) == {"text_1": ["a", "b", "c"], "labels": [0, 1, 0]}
     Path("b.jsonl").write_text("{}\n" * 3)
-    with pytest.raises(DataError, match="text is empty; every sample needs text there"):
+    with pytest.raises(DataError, match=r"text is empty.*; every sample needs text there"):
         read("b.jsonl", Classification(labels=["1", "x"]))
 
 
@@ -283,12 +283,15 @@ def test_missing_labels_are_refused_although_a_class_is_called_none() -> None:
         ("d.parquet", {"text": ["a"], "labels": [["joy", None]]}, Multilabel(labels=["joy", "None"]), "empty"),
     ]
     for name, rows, task, said in missing:
-        with pytest.raises(DataError, match=rf"^data\.train_file: {name}, row \d: .*{said}"):
+        with pytest.raises(DataError, match=rf"^data\.train_file: {name}.* row \d: .*{said}"):
             in_memory(save(rows, name), task)
-    with pytest.raises(DataError, match=r"a\.csv, row 2: label is empty; .* None, yes .*; 2 rows are invalid: 2, 4$"):
+    with pytest.raises(
+        DataError,
+        match=r"a\.csv: 2 of 4 .* \(row 2: label is empty, row 4: .* empty\); .* None, yes .*",
+    ):
         in_memory("a.csv")
     many: Rows = {"text": ["a"] * 3000, "label": ["", "no", "yes"] * 1000}
-    with pytest.raises(DataError, match=r"row 1: .*; 1,000 rows are invalid: 1, 4, 7, 10, 13, …$"):
+    with pytest.raises(DataError, match=r"e\.csv: 1,000 of 3,000 .* \(row 1: .*, row 28: [^,]*, …\); it"):
         in_memory(save(many, "e.csv"))
 
 
@@ -353,10 +356,11 @@ def test_held_out_rows_are_not_trained_on() -> None:
     assert sorted(train["text_1"] + held["text_1"]) == sorted(rows["text"])
     assert load(name, eval_fraction=0.2) == [train, held]
     assert load(name, eval_fraction=0.2, seed=3)[1] != held
+    assert held["labels"].count(1) == 5, "each class has its share"
     two = save({"text": ["a", "b"], "label": [0, 1]}, "b.csv")
     assert load(two, Classification(labels=["0", "1"]), eval_fraction=0.01)[1] is not None, "at least one row"
     with pytest.raises(DataError, match=r"c\.csv has only one row, which data\.eval_fraction cannot split"):
-        load(save({"text": ["a"], "label": [0]}, "c.csv"), eval_fraction=0.5)
+        load(save({"text": ["a"], "label": [0]}, "c.csv"), Classification(labels=["0", "1"]), eval_fraction=0.5)
 
 
 @pytest.mark.parametrize("name", ["mrpc", "mnli"])

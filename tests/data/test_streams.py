@@ -23,6 +23,7 @@ from composer_speedups.data.tokens import load_tokenizer
 from composer_speedups.data.worker_timeout import WorkerTimeoutLoader
 from composer_speedups.tasks.classification import Classification
 from composer_speedups.train.config.schema import DataConfig
+from tests.helpers.hangs import HANGS
 from tests.helpers.jobs import assert_resumes_exactly, run
 from tests.helpers.ranks import on_ranks
 
@@ -124,7 +125,7 @@ def test_a_file_of_a_stream_that_cannot_be_read_is_named(workers: int, monkeypat
     Path("a.csv").write_bytes("text,label\nun café noir,1\n".encode())
     Path("b.csv").write_bytes("text,label\nun café noir,1\n".encode("latin-1"))
     samples = stream_of_samples(DataConfig(source="files", train_file="*.csv", streaming=True), 1)[0]
-    loader = WorkerTimeoutLoader(samples, worker_timeout=60, num_workers=workers, batch_size=None)
+    loader = WorkerTimeoutLoader(samples, worker_timeout=HANGS, num_workers=workers, batch_size=None)
     with pytest.raises(DataError) as error:
         list(itertools.islice(loader, 9))
     message = str(error.value)

@@ -1,4 +1,4 @@
-"""A rank that dies ends the others within seconds and its error is shown; a launcher that dies ends its ranks."""
+"""A rank that dies ends the others at once and its error is shown; a launcher that dies ends its ranks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -15,6 +14,7 @@ import pytest
 
 from composer_speedups.train.checkpoints.saver import checkpoints_in
 from tests.conftest import ROOT
+from tests.helpers.hangs import HANGS, wait_until
 
 pytestmark = pytest.mark.long
 LAUNCHERS = {
@@ -33,6 +33,7 @@ JOB = [
     "data.vocab_size=400",
     "trainer.progress_bar=false",
     "trainer.device=cpu",
+    "trainer.dist_timeout=86400",  # the others do not wait for it: they are ended
 ]
 
 
@@ -42,12 +43,9 @@ JOB = [
 def test_the_other_ranks_end_and_the_error_is_shown(launcher: str, rank: str, how: str) -> None:
     command = [sys.executable, "-m", *LAUNCHERS[launcher], "-m", "tests.reference.dying", *JOB]
     environment = {**os.environ, "DYING_RANK": rank, "DYING_HOW": how, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=200)
-    ended, said = time.time(), done.stdout + done.stderr
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=HANGS)
+    said = done.stdout + done.stderr
     assert done.returncode != 0
-    died = re.search(r"dying at (\S+)", said)
-    if died is not None:  # Composer's launcher does not show the output of a killed rank other than 0
-        assert ended - float(died[1]) < 40
     assert ("the rank's own words" if how != "kill" else "-9") in said
 
 
@@ -58,16 +56,15 @@ def test_ranks_and_their_workers_end_with_a_killed_launcher(launcher: str) -> No
     command = [sys.executable, "-m", *LAUNCHERS[launcher], str(ROOT / "train.py"), *settings]
     with open("said", "w") as said:
         process = subprocess.Popen(command, stdout=said, stderr=said)
-    deadline = time.monotonic() + 200
-    while not (written := checkpoints_in(CHECKPOINTS)) and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.1)
+    wait_until(lambda: checkpoints_in(CHECKPOINTS) or process.poll() is not None, "no checkpoint is written")
+    written = checkpoints_in(CHECKPOINTS)
     ranks = psutil.Process(process.pid).children(recursive=True)
     try:
         assert written, Path("said").read_text()
         assert len(ranks) >= 4, "two ranks, and a worker of each"
         process.kill()
         process.wait()
-        _, left = psutil.wait_procs(ranks, timeout=30)
+        _, left = psutil.wait_procs(ranks, timeout=HANGS)
         assert left == []
     finally:
         for rank in ranks:

@@ -20,6 +20,7 @@ from composer_speedups import (
     apply_fast_layernorm,
     apply_fused_layers,
     apply_gradient_checkpointing,
+    apply_layer_freezing,
     apply_lora,
     apply_sdpa_attention,
     apply_sparse_upcycling,
@@ -188,6 +189,7 @@ APPLY: dict[str, Callable[[Any, Batch], Any]] = {
     "fast_layernorm": lambda model, _: apply_fast_layernorm(model),
     "gradient_checkpointing": lambda model, _: apply_gradient_checkpointing(model),
     "torch_compile": lambda model, _: apply_torch_compile(model, "blocks", backend="eager", dynamic=True),
+    "layer_freezing": lambda model, _: apply_layer_freezing(model, layers=1),
     "lora": lambda model, _: apply_lora(model),
     "sparse_upcycling": lambda model, _: apply_sparse_upcycling(model, experts=3, every=1),
 }
@@ -200,6 +202,12 @@ class Watch:
         self.technique, self.model = technique, model
         self.recomputed, self.compiled = self._recomputed(), compile_counts()
         self.operators = OperatorRecorder()
+        self.differentiable: list[bool] = []  # for each call of the first block
+        if technique == "layer_freezing":
+            self.hook = next(iter(repeated_blocks(model).values())).register_forward_hook(self._see)
+
+    def _see(self, block: Any, args: Any, output: Any) -> None:
+        self.differentiable.append((output if isinstance(output, Tensor) else output[0]).requires_grad)
 
     def _recomputed(self) -> int:
         return sum(map(recomputations, self.model.modules()))
@@ -232,6 +240,9 @@ class Watch:
             assert all(map(_has_compiled_code, repeated_blocks(self.model).values())), (
                 "a block was compiled neither now nor by an earlier test"
             )
+        elif self.technique == "layer_freezing":
+            self.hook.remove()
+            assert self.differentiable == [False], "the first block has a backward pass"
         elif self.technique == "lora":
             assert adapted_layers(self.model)
         elif self.technique == "sparse_upcycling":
@@ -287,6 +298,10 @@ def check(model: Any, technique: str, family: Family, head: str, input_kind: str
     if input_kind != "eval mode":
         grads = as_dense(model, family, grads) if technique == "sparse_upcycling" else grads
         wanted = adapter_gradients(model, wanted) if technique == "lora" else wanted
+        if technique == "layer_freezing":
+            trained = {name for name, p in model.named_parameters() if p.requires_grad}
+            assert len(wanted) > len(trained)
+            wanted = {name: gradient for name, gradient in wanted.items() if name in trained}
         assert_near(grads, wanted, what=f"gradients of {what}")
     watch.check(family, head, input_kind)
 

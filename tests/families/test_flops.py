@@ -9,7 +9,8 @@ import torch
 import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
-from composer_speedups.families.flops import training_flops
+from composer_speedups import apply_layer_freezing
+from composer_speedups.families.flops import block_runs, frozen_flops, training_flops
 
 LENGTH = 24
 TINY: dict[str, Any] = {
@@ -51,6 +52,20 @@ def test_a_familys_flops_equal_torchs_count(name: str) -> None:
     assert training_flops(config, torch.full((3,), LENGTH), "classification") == pytest.approx(
         counter.get_total_flops(), rel=0.01
     )
+
+
+@pytest.mark.parametrize("layers", ["embeddings", 1, 2, 3])
+def test_frozen_layers_count_what_torch_counts(layers: Any) -> None:
+    model = transformers.BertModel._from_config(_config("BERT"), attn_implementation="eager")
+    apply_layer_freezing(model, layers=layers)
+    ids, lengths = torch.randint(5, 64, (3, LENGTH)), torch.full((3,), LENGTH)
+    with FlopCounterMode(display=False) as counter:
+        output = model(input_ids=ids, attention_mask=torch.ones_like(ids))
+        (output.last_hidden_state.sum() + output.pooler_output.sum()).backward()
+    # torch does not compute the input gradients of the first trained block's three projections either
+    counted = training_flops(model.config, lengths, "classification") - frozen_flops(model, block_runs(model), lengths)
+    assert counted == pytest.approx(counter.get_total_flops(), rel=0.12)
+    assert counted >= counter.get_total_flops()
 
 
 def test_a_local_layer_counts_the_pairs_in_its_window() -> None:

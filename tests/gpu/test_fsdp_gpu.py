@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.conftest import ROOT
+from tests.helpers.hangs import HANGS
 from tests.helpers.jobs import SHORT
 
 pytestmark = [
@@ -38,7 +39,7 @@ FSDP_SETTINGS = [["shard=grad_op"], ["shard=full"], ["shard=full", "cpu_offload=
 def job(folder: Path, ranks: int, *overrides: str) -> dict[str, Any]:
     launcher = [sys.executable, "-m", "composer.cli.launcher", "-n", str(ranks), str(ROOT / "train.py")]
     command = [*launcher, "-f", str(ROOT / "yamls" / "quickstart.yaml"), *JOB, "run_name=job", *overrides]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=500, cwd=folder)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=HANGS, cwd=folder)
     assert done.returncode == 0, (done.stderr + done.stdout)[-5000:]
     return json.loads((folder / "runs" / "job" / "report.json").read_text())
 

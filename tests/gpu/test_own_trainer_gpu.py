@@ -12,6 +12,7 @@ import torch
 
 from composer_speedups.core.subprocesses import python_module_command
 from tests.conftest import ROOT
+from tests.helpers.hangs import HANGS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 
@@ -21,7 +22,7 @@ def example(folder: Path, ranks: int, *arguments: str) -> dict[str, Any]:
     launcher = ["composer.cli.launcher", "-n", str(ranks), str(ROOT / "examples/own_trainer.py")]
     job = ["--samples", "384", "--batch-size", str(32 // ranks), "--duration", "12ba", "--dropout", "0", "--lr", "2e-5"]
     command, environment = python_module_command(*launcher, *job, *arguments)  # the package may not be installed
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, cwd=folder)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANGS, cwd=folder)
     assert done.returncode == 0, (done.stderr + done.stdout)[-5000:]
     return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
 

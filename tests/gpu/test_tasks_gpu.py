@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.conftest import ROOT
+from tests.helpers.hangs import HANGS
 from tests.helpers.jobs import SHORT, run
 from tests.helpers.support import TASKS
 
@@ -43,7 +44,7 @@ def test_two_gpus_reach_the_loss_of_one(task: str) -> None:
     launcher = [sys.executable, "-m", "composer.cli.launcher", "-n", "2", str(ROOT / "train.py")]
     own = [*SHORT, *JOB, f"model.task={task}", *FAST]
     command = [*launcher, "-f", str(ROOT / "yamls" / "quickstart.yaml"), *own, "run_name=two"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=500)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=HANGS)
     assert done.returncode == 0, (done.stderr + done.stdout)[-5000:]
     one = run(*JOB, f"model.task={task}", *FAST, "run_name=one")
     two: dict[str, Any] = json.loads(Path("runs/two/report.json").read_text())

@@ -103,10 +103,11 @@ def run_shell(code: str) -> None:
 def _run_command(words: list[str]) -> None:
     program, arguments = words[0], words[1:]
     if program == "composer":
-        launcher, arguments = arguments[: arguments.index("train.py")], arguments[arguments.index("train.py") + 1 :]
-        _check_launcher(launcher)
+        place = next(i for i, argument in enumerate(arguments) if argument in ("train.py", "composer-speedups-train"))
+        _check_launcher(arguments[: place + 1])
+        installed, arguments = arguments[place] != "train.py", arguments[place + 1 :]
         file = arguments[arguments.index("-f") + 1]
-        assert (ROOT / file).exists(), file
+        assert installed or (ROOT / file).exists(), file
         read_command_line([str(ROOT / a) if a.startswith("yamls/") else a for a in arguments])
     elif program == "composer-speedups-train":
         _train(arguments)
@@ -157,7 +158,8 @@ def _tune(arguments: list[str]) -> None:
 def _check_launcher(arguments: list[str]) -> None:
     from composer.cli.launcher import _get_parser
 
-    _get_parser().parse_args([*arguments, "train.py"])
+    is_command = _get_parser().parse_args(arguments).command_mode
+    assert is_command == (arguments[-1] != "train.py"), arguments
 
 
 def _exits(program: Any, arguments: list[str]) -> None:

@@ -22,6 +22,8 @@ from typing import Any, BinaryIO, NamedTuple
 
 import dill  # functions within functions, which pickle does not take
 
+from tests.helpers.hangs import HANGS
+
 __all__ = ["Done", "Fork"]
 
 _warm: subprocess.Popen[bytes] | None = None
@@ -58,7 +60,7 @@ class Fork:
         _warm.stdin.flush()
         self.pid = int(_warm.stdout.readline())
 
-    def wait(self, seconds: float = 120) -> Done:
+    def wait(self, seconds: float = HANGS) -> Done:
         """Wait for its end; after ``seconds``, kill it and raise TimeoutError."""
         if not self.ends_within(seconds):
             self.signal(signal.SIGKILL)

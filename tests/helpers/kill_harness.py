@@ -22,12 +22,11 @@ __all__ = ["POINTS", "Point", "run_cases"]
 Point = dict[str, Any]  # {"at": one of POINTS or "random", "count": at which call, "signal": the signal sent}
 
 
-def run_cases(folder: Path, cases: list[dict[str, Any]], timeout: float = 120) -> dict[str, list[int]]:
+def run_cases(folder: Path, cases: list[dict[str, Any]]) -> dict[str, list[int]]:
     """Run cases one after the other; each is ``{"name", "arguments", "points"}``.
 
-    For each of its points, a case runs train.py until it is stopped there; then it runs train.py to the end. Each run
-    takes at most ``timeout`` seconds. A random point lies within the time that the last run of the case named ``like``
-    took.
+    For each of its points, a case runs train.py until it is stopped there; then it runs train.py to the end. A random
+    point lies within the time that the last run of the case named ``like`` took.
 
     Returns:
         Name of each case → the exit statuses of its runs, negative for signals. ``<name>.out`` has their output.
@@ -43,19 +42,19 @@ def run_cases(folder: Path, cases: list[dict[str, Any]], timeout: float = 120) -
                 if point["at"] == "random":
                     moment = random.Random(point["count"]).uniform(0.05, 0.8) * seconds.get(case.get("like", ""), 2.0)
                     point = {**point, "count": moment}
-                statuses.append(_run(case, point, timeout))
+                statuses.append(_run(case, point))
             started = time.monotonic()
             if statuses[-1:] != [0]:  # otherwise a random moment came after the end of the run
-                statuses.append(_run(case, None, timeout))
+                statuses.append(_run(case, None))
             seconds[case["name"]] = time.monotonic() - started
     return statuses_of
 
 
-def _run(case: dict[str, Any], point: Point | None, timeout: float) -> int:
+def _run(case: dict[str, Any], point: Point | None) -> int:
     fork = Fork(partial(_train, case["arguments"], point), f"{case['name']}.run")
     if point is not None and point["at"] == "random" and not fork.ends_within(point["count"]):
         fork.signal(point.get("signal", signal.SIGKILL))
-    done = fork.wait(timeout)
+    done = fork.wait()
     with Path(f"{case['name']}.out").open("a") as out:
         out.write(done.stderr)
     return done.status

@@ -15,24 +15,25 @@ import pytest
 import torch
 
 from tests.helpers.forks import Done, Fork
+from tests.helpers.hangs import HANGS
 
 __all__ = ["ends_of_ranks", "on_ranks"]
 
 
-def on_ranks(function: Callable[[], Any], ranks: int = 2, timeout: float = 240) -> list[Any]:
+def on_ranks(function: Callable[[], Any], ranks: int = 2) -> list[Any]:
     """Return what ``function`` returns on each rank. A rank that raised fails the test with its traceback."""
     folder = Path(tempfile.mkdtemp(dir=Path.cwd()))
 
     def save() -> None:
         (folder / os.environ["RANK"]).write_bytes(pickle.dumps(function()))
 
-    ends = ends_of_ranks(save, ranks, timeout)
+    ends = ends_of_ranks(save, ranks)
     faults = [f"rank {rank}: {end.stderr}" for rank, end in enumerate(ends) if end.status]
     assert not faults, "\n".join(faults)
     return [pickle.loads((folder / str(rank)).read_bytes()) for rank in range(ranks)]
 
 
-def ends_of_ranks(function: Callable[[], Any], ranks: int = 2, timeout: float = 240) -> list[Done]:
+def ends_of_ranks(function: Callable[[], Any], ranks: int = 2) -> list[Done]:
     """Run ``function`` on each rank; return how each of them ended."""
     if torch.cuda.is_available():
         pytest.skip("ranks on the CPU, of a machine without a GPU")
@@ -47,11 +48,11 @@ def ends_of_ranks(function: Callable[[], Any], ranks: int = 2, timeout: float = 
         )
         for rank in range(ranks)
     ]
-    return [fork.wait(timeout) for fork in forks]
+    return [fork.wait() for fork in forks]
 
 
 def _rank(function: Callable[[], Any], rank: int, ranks: int, store: Path) -> None:
     torch.set_num_threads(1)
     # They meet in a file, which Composer would not have them do: a port that was free may be taken by now.
-    torch.distributed.init_process_group("gloo", f"file://{store}", timedelta(seconds=120), ranks, rank)
+    torch.distributed.init_process_group("gloo", f"file://{store}", timedelta(seconds=HANGS), ranks, rank)
     function()

@@ -18,6 +18,7 @@ TECHNIQUES = (
     "fast_layernorm",
     "gradient_checkpointing",
     "torch_compile",
+    "layer_freezing",
     "lora",
     "sparse_upcycling",
 )
@@ -99,6 +100,18 @@ REFUSALS = (
         r"^(MPNet|DebertaV2)\w+ does not support scaled_dot_product_attention in transformers$",
         "transformers does not support SDPA for these models; `unpadding` uses its own attention",
         families=("mpnet", "deberta_v2"),
+    ),
+    Refusal(
+        ("layer_freezing",),
+        r"^the blocks of ALBERT run several times each, so the first of them are the last, too$",
+        "its blocks run several times each, so only its embeddings can be frozen",
+        families=("albert",),
+    ),
+    Refusal(
+        ("layer_freezing",),
+        r"^\S+\.weight is tied to the embeddings and would be frozen, too; load the model with tie_word_embeddings=F",
+        "the head's weights are the embeddings'; `tie_word_embeddings=False` loads it with its own",
+        head="mlm",
     ),
     Refusal(
         ("sparse_upcycling",),

@@ -14,6 +14,7 @@ from composer_speedups.tune import candidates, trials
 from composer_speedups.tune.__main__ import main
 from tests.conftest import ROOT
 from tests.helpers.forks import Fork
+from tests.helpers.hangs import HANGS
 from tests.helpers.jobs import SHORT
 
 __all__ = ["search"]
@@ -51,5 +52,5 @@ def search(
     monkeypatch.setattr(trials, "_run", forked)
     monkeypatch.setattr(candidates, "technique_names", lambda: techniques)
     given = ["-f", str(ROOT / "yamls" / "quickstart.yaml"), *SHORT, "trainer.max_duration=400ba", "trainer.device=cpu"]
-    main([*given, "tune.budget_seconds=300", "tune.steps=8", *overrides])
+    main([*given, f"tune.budget_seconds={HANGS:.0f}", "tune.steps=8", *overrides])
     return json.loads(Path("quickstart.tuned.json").read_text()), len(trained)

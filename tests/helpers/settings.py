@@ -133,6 +133,13 @@ ENTRIES: dict[str, Entry] = {
         loss_bound=0.05,
         evidence=(*SWAPPED, "compensated"),
     ),
+    "layer_freezing": Entry(
+        [{"layers": 1}, {"layers": "embeddings", "start": "0.5dur"}],
+        same=("logits",),
+        loss_bound=0.05,
+        evidence=("frozen", "froze_after_batches", "frozen_parameters", "trained_parameters", "optimizer_bytes"),
+        also=(Entry([{"layers": "auto", "interval": "1ba"}], same=("logits",), loss_bound=0.05, evidence=("frozen",)),),
+    ),
     "lora": Entry(
         # Above the defaults, with which a base of random weights learns next to nothing at the tests' rate.
         [{"targets": "all-linear", "alpha": 64.0}, {"targets": ["query", "dense"], "rank": 4, "alpha": 64.0}],

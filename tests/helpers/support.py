@@ -65,7 +65,7 @@ TASKS = {
         },
     ),
     "multilabel": TaskRow(
-        "`text`; `labels`, a list of names, or 0/1 columns in `data.label_columns`",
+        "`text`; `labels`, a list of names or `a;b`, or 0/1 columns in `data.label_columns`",
         "binary cross entropy",
         {"micro_f1": "F1 micro", "macro_f1": "F1 macro", "map": "mean average precision", "loss": ""},
     ),

@@ -22,12 +22,15 @@ from triton.runtime.jit import JITFunction  # noqa: E402
 
 from composer_speedups.algorithms.fused_layers.float8_layer import OPERANDS, float8_layer  # noqa: E402
 from composer_speedups.algorithms.fused_layers.layer import fused_layer  # noqa: E402
+from composer_speedups.algorithms.fused_layers.low_rank import LayerAdapters  # noqa: E402
+from composer_speedups.algorithms.lora.functional import apply_lora  # noqa: E402
 from composer_speedups.families import bert  # noqa: E402
 from composer_speedups.families.family import DropoutRates  # noqa: E402
 from composer_speedups.kernels import Shape  # noqa: E402
 from composer_speedups.kernels.adamw import AdamWTables, adamw_step  # noqa: E402
 from composer_speedups.kernels.attention import attention_backward, attention_forward  # noqa: E402
 from composer_speedups.kernels.compile_ahead import launches  # noqa: E402
+from composer_speedups.kernels.dropout import dropped  # noqa: E402
 from composer_speedups.kernels.embeddings import embed  # noqa: E402
 from composer_speedups.kernels.first_token_attention import first_token_attention  # noqa: E402
 from composer_speedups.kernels.float8 import (  # noqa: E402
@@ -40,6 +43,7 @@ from composer_speedups.kernels.float8 import (  # noqa: E402
     new_scales,
 )
 from composer_speedups.kernels.gelu import gelu_backward, gelu_float8, gelu_forward  # noqa: E402
+from composer_speedups.kernels.narrow import gelu_backward_narrow, gelu_narrow, narrow_products  # noqa: E402
 from composer_speedups.kernels.norm import add_norm_backward, add_norm_forward  # noqa: E402
 from composer_speedups.kernels.sums import partial_sums, totals  # noqa: E402
 from tests.helpers.exhaustive import others_exhaustive  # noqa: E402
@@ -129,6 +133,20 @@ def gelu(dropout: float, dtype: torch.dtype) -> None:
     totals([norms, gelu_backward(gelu_forward(x), x)[2], norms, partial_sums(tokens(256, 3 * HIDDEN, dtype=dtype))])
 
 
+def narrow(dropout: float, dtype: torch.dtype) -> None:
+    """As for adapters of rank 8: three of query, key and value together, and one of each other matmul."""
+    x, wide, qkv = (tokens(256, units * HIDDEN, dtype=dtype) for units in (1, 4, 3))
+    for rank, y in ((24, qkv), (8, x)):
+        z, b = tokens(256, rank, dtype=dtype), tokens(y.shape[1], rank, dtype=dtype)
+        narrow_products(y, z, b)
+        narrow_products(x, z)
+    gelu_narrow(wide, right := tokens(4 * HIDDEN, 8, dtype=dtype))
+    gelu_narrow(wide, right, write=False)
+    gelu_backward_narrow(wide, wide, z, right, z)
+    dropped(x, 0.1, SEED)
+    dropped(x, 0.1, SEED, add_to=x)
+
+
 def adamw(dropout: float, dtype: torch.dtype) -> None:
     tensors = [torch.zeros(300, HIDDEN), torch.zeros(HIDDEN)]
     tables = AdamWTables(tensors, tensors, tensors, [torch.zeros(())] * 2)
@@ -148,6 +166,8 @@ def float8(dropout: float, dtype: torch.dtype) -> None:
     add_norm_backward(x, x, statistics, weight, dropout, SEED, weight, x, gradient)
     gelu_float8(wide, scales[0])
     gelu_backward(wide, wide, Float8.like(wide, GRADIENT, scales[0]))
+    narrow_8, operand = tokens(256, 8), Float8.like(wide, GRADIENT, scales[0])
+    gelu_backward_narrow(wide, wide, narrow_8, tokens(4 * HIDDEN, 8), narrow_8, operand)
     qkv, logs = tokens(256, 3 * HIDDEN), torch.zeros(12, 256)
     attention_forward(qkv, CU, 256, 12, dropout, SEED, operand=Float8.like(x, ACTIVATION, scales[0]))
     attention_backward(x, qkv, x, logs, CU, 256, dropout, SEED, operand=Float8.like(qkv, GRADIENT, scales[0]))
@@ -165,7 +185,7 @@ def embeddings(
 
 
 # Number of launches
-LAUNCHES = {norms: 3, attention: 3, first_token: 2, gelu: 4, embeddings: 2, float8: 21, adamw: 1}
+LAUNCHES = {norms: 3, attention: 3, first_token: 2, gelu: 4, embeddings: 2, float8: 23, adamw: 1, narrow: 9}
 
 
 @pytest.fixture(scope="module")
@@ -207,17 +227,22 @@ def test_every_launch_compiles_and_spills_no_registers(
 
 
 @pytest.mark.parametrize("dropouts", [DropoutRates(0.1, 0.1, 0.1), DropoutRates(0.1, 0.0, 0.6)])
-@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize(("rows", "rank"), [(1, 0), (5, 0), (5, 8)])
 @pytest.mark.parametrize("in_float8", [False, True])
 def test_every_launch_of_a_model_is_compiled_ahead(
-    dropouts: DropoutRates, rows: int, in_float8: bool, launched: list[Launch]
+    dropouts: DropoutRates, rows: int, rank: int, in_float8: bool, launched: list[Launch]
 ) -> None:
     hidden, heads = 192, 3  # a quarter of BERT-base, whose matmuls take ten seconds on a CPU in bf16
     sizes = {"hidden_size": hidden, "intermediate_size": 4 * hidden, "num_attention_heads": heads}
     config = BertConfig(vocab_size=64, num_hidden_layers=1, **sizes)
-    modules = bert.FAMILY.layer_modules(BertModel(config).encoder.layer[0])  # type: ignore[misc]
+    model = BertModel(config)
+    if rank:
+        apply_lora(model, rank=rank, modules_to_save=[])
+    modules = bert.FAMILY.layer_modules(model.encoder.layer[0])  # type: ignore[misc]
+    ranks = LayerAdapters.of(modules).ranks()
+    assert ranks == ((3 * rank, rank, rank, rank) if rank else ())
     shape = Shape(hidden, 4 * hidden, heads, *dropouts, embedding=hidden, embedded=0.1)
-    for some in launches(shape, torch.bfloat16, torch.device("cpu"), float8=in_float8):
+    for some in launches(shape, torch.bfloat16, torch.device("cpu"), float8=in_float8, ranks=ranks):
         for launch in some:
             launch()
     ahead = {launch.key() for launch in launched}
@@ -237,5 +262,9 @@ def test_every_launch_of_a_model_is_compiled_ahead(
         layer(DropoutRates(0.0, 0.0, 0.0), learn=False)
         embeddings(0.0, torch.bfloat16, rows, hidden=hidden)
         first_token(0.0, torch.bfloat16, rows, hidden, heads)
-    assert len(launched) == (5 + 6 + 4 + 5 + 2 if not in_float8 else 14 + 10 + 4 + 14 + 2)
+    expected = 5 + 6 + 4 + 5 + 2 if not in_float8 else 14 + 10 + 4 + 14 + 2
+    # Adapters: a cast, both products of three gradients, one of three inputs, and two kernels for sums instead of one.
+    # GELU's kernels compute the others. In 8 bits, GELU's result is read again in the forward pass.
+    expected += (1 + 6 + 1 + in_float8) * bool(rank)
+    assert len(launched) == expected
     assert {launch.key() for launch in launched} <= ahead

@@ -13,6 +13,7 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.helpers.exhaustive import others_exhaustive
+from tests.helpers.hangs import HANGS
 
 # Program → lines of its output by what they hold: interpreted, and compiled where it differs.
 PROGRAMS = {
@@ -25,6 +26,7 @@ PROGRAMS = {
         {" agrees": 18, "of the gradient's norm": 2},
         {" agrees": 4 * 18, "of the gradient's norm": 4},
     ),
+    "adapters": ({" agrees": 170}, {}),
     "kernels_at_one_shape": ({" agrees": 123}, {}),
 }
 
@@ -35,7 +37,7 @@ def run(program: str, *, interpret: bool) -> str:
     environment = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""} if interpret else {"TRITON_INTERPRET": "0"}
     command = [sys.executable, "-W", "ignore", "-m", f"tests.reference.{program}"]
     done = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, timeout=300
+        command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, timeout=HANGS
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout

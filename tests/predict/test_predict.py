@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import csv
+import datetime
 import json
 import os
 import shutil
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ from composer_speedups.data.builtin import builtin_reviews, builtin_samples
 from composer_speedups.predict import rows
 from composer_speedups.predict.__main__ import main, read_request
 from composer_speedups.predict.model import FinishedModel
+from tests.helpers.exhaustive import others_exhaustive
 from tests.helpers.jobs import run
 
 TEXTS = builtin_reviews(60, 5, "eval", 0.15)["text"]
@@ -87,6 +91,31 @@ def test_other_formats_hold_the_same_predictions(finished: Path, suffix: str) ->
         assert [row["probabilities.positive"] for row in table] == [
             row["probabilities"]["positive"] for row in expected
         ]
+
+
+def test_rows_without_text_have_null_predictions_and_the_others_their_own(
+    finished: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(rows, "_ROWS_PER_BLOCK", 3)
+    main([str(finished), "--input", save(TEXTS[:8])])
+    expected = predictions()
+    null = {"label": None, "probability": None, "probabilities": {"negative": None, "positive": None}}
+    assert "null" not in capsys.readouterr().err
+    texts = ["", *TEXTS[1:3], " ", "", "", *TEXTS[6:8]]
+    save(texts)
+    for index in (0, 3, 4, 5):
+        expected[index] = {"text": texts[index], **null}
+    for suffix in ("jsonl", "csv", "parquet"):
+        main([str(finished), "--input", "in.jsonl", f"output=out.{suffix}"])
+        said = capsys.readouterr().err
+        assert "input: in.jsonl: 4 of 8 rows are invalid (row 1: text is empty, row 4: text is empty, " in said
+        assert said.rstrip().endswith("predictions of such rows are null")
+    for row, wanted in zip(predictions("out.jsonl"), expected, strict=True):
+        assert (row["text"], row["label"]) == (wanted["text"], wanted["label"])
+        assert row["probabilities"] == pytest.approx(wanted["probabilities"], abs=1e-6)
+    assert pyarrow.parquet.read_table("out.parquet").to_pylist() == predictions("out.jsonl")
+    table = pyarrow.csv.read_csv("out.csv").to_pylist()
+    assert [row["label"] or None for row in table] == [row["label"] for row in expected]
 
 
 def test_an_interrupted_call_resumes_and_ends_with_the_same_file(
@@ -221,8 +250,19 @@ def test_an_output_that_cannot_be_written_is_one_line(finished: Path) -> None:
         (["inptu=in.jsonl"], r"unknown key 'inptu'; did you mean 'input'"),
         (["input=none.jsonl"], r"input: none\.jsonl \(relative to /.*\) is not a file"),
         (["input=other.jsonl"], r"input: other\.jsonl has no column 'text' \(it has: review\); set text_columns"),
-        (["input=empty.jsonl"], r"input: empty\.jsonl, row 2: text is empty"),
+        (["input=empty.jsonl"], r"input: empty\.jsonl: 2 of 2 .* \(row 1: text is empty, row 2: .*; text_columns"),
         (["input=in.jsonl", "text_columns=a,b"], r"text_columns: the run reads 1 columns, not 2"),
+        (
+            ["input=in.jsonl", "--evaluate"],
+            r"input: in\.jsonl has no column 'label' \(it has: text\); set label_c",
+        ),
+        (["input=in.jsonl", "--evaluate", "output=x.csv"], r"output has no effect with evaluate, which only prints"),
+        (["input=in.jsonl", "label_column=y"], r"label_column is for --evaluate; predictions need no labels"),
+        (["input=in.jsonl", "--evaluate", "label_columns=a"], r"label_columns: the run reads 0 columns, not 1"),
+        (
+            ["input=unknown.jsonl", "--evaluate"],
+            r"input: unknown\.jsonl, row 1: label is 'so'; it must be one of",
+        ),
         (["input=in.jsonl", "device=gpu"], r"device: there is no GPU here"),
     ],
 )
@@ -232,7 +272,8 @@ def test_a_bad_argument_or_row_is_one_line_and_nothing_is_written(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     save(TEXTS[:2])
     save(TEXTS[:2], "other.jsonl", "review")
-    save(["fine", " "], "empty.jsonl")
+    save(["", " "], "empty.jsonl")
+    Path("unknown.jsonl").write_text('{"text": "fine", "label": "so"}\n')
     with pytest.raises((ConfigError, DataError), match=message) as error:
         main([str(finished), *arguments])
     assert "\n" not in str(error.value)
@@ -245,10 +286,13 @@ def test_a_run_that_cannot_predict_is_one_line(finished: Path) -> None:
     unfinished.mkdir()
     bare.mkdir()
     bare.joinpath("report.json").write_text((finished / "report.json").read_text())
+    shutil.copytree(finished / "model", "stock")
+    Path("stock/task.json").unlink()
     for folder, message in {
         "nowhere": "is not a folder; name a run's folder, such as runs/NAME",
-        "unfinished": r"has no report\.json, so its training has not finished",
+        "unfinished": r"has no model/, so its training has not finished",
         "bare": r"has no model/; train with export=true",
+        "stock": r"has no task\.json, which train\.py writes beside a model; train it again",
     }.items():
         with pytest.raises(ConfigError, match=f"^RUN: {folder}.* {message}"):
             main([folder, "--input", "in.jsonl"])
@@ -268,22 +312,23 @@ DAMAGES: dict[str, Any] = {
     "empty": lambda text: "",
     "bytes": lambda text: b"\xff\xfe\x00",
     "deep": lambda text: "[" * 200_000,
-    "no config": lambda text: "{}",
-    "another task": lambda text: changed(text, "config", "model", "task", to="config"),
-    "length is a text": lambda text: changed(text, "config", "data", "max_length", to="long"),
-    "length beyond the positions": lambda text: changed(text, "config", "data", "max_length", to=100_000),
-    "a column is null": lambda text: changed(text, "config", "data", "text_columns", to=[None]),
+    "no settings": lambda text: "{}",
+    "another task": lambda text: changed(text, "model", "task", to="config"),
+    "too many columns": lambda text: changed(text, "data", "text_columns", to=["a", "b", "c"]),
+    "length is a text": lambda text: changed(text, "data", "max_length", to="long"),
+    "length beyond the positions": lambda text: changed(text, "data", "max_length", to=100_000),
+    "a column is null": lambda text: changed(text, "data", "text_columns", to=[None]),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_report_is_refused_in_one_line(finished: Path, damage: str) -> None:
+def test_a_damaged_task_file_is_refused_in_one_line(finished: Path, damage: str) -> None:
     save(TEXTS[:2])
     shutil.copytree(finished, "copy")
-    report = Path("copy/report.json")
-    content = DAMAGES[damage](report.read_text())
-    report.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(ConfigError, match=r"^RUN: copy/report\.json is damaged \(.+\); train again$") as error:
+    file = Path("copy/model/task.json")
+    content = DAMAGES[damage](file.read_text())
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ConfigError, match=r"^RUN: copy/model/task\.json is damaged \(.+\); train again$") as error:
         main(["copy", "--input", "in.jsonl"])
     assert len(str(error.value)) < 300
     assert not Path("in.predictions.jsonl.partial").exists()
@@ -302,20 +347,84 @@ def test_labels_that_are_damaged_are_refused_in_one_line(finished: Path, labels:
 @pytest.mark.refuses("predict", task="mlm")
 def test_a_masked_language_model_is_refused(finished: Path) -> None:
     save(TEXTS[:2])
-    copy = Path("masked")
-    shutil.copytree(finished, copy)
-    report = json.loads((copy / "report.json").read_text())
-    report["config"]["model"]["task"] = "mlm"
-    (copy / "report.json").write_text(json.dumps(report))
+    shutil.copytree(finished, "masked")
+    file = Path("masked/model/task.json")
+    file.write_text(changed(file.read_text(), "model", "task", to="mlm"))
     with pytest.raises(ConfigError, match=r"^RUN: a masked language model does not predict anything for a text"):
         main(["masked", "--input", "in.jsonl"])
+
+
+def test_the_exported_model_alone_predicts_the_same(finished: Path) -> None:
+    main([str(finished), "--input", save(TEXTS[:5])])
+    expected = predictions()
+    shutil.copytree(finished / "model", "elsewhere")
+    main(["elsewhere", "--input", "in.jsonl", "output=out.jsonl"])
+    assert predictions("out.jsonl") == expected
+
+
+ROWS: list[dict[str, Any]] = [
+    {"id": 7, "text": TEXTS[0], "label": "positive", "score": float("nan")},
+    {"id": 9, "text": TEXTS[1], "label": "negative", "input_label": "x", "probabilities.negative": 0.5, "tags": ["a"]},
+]
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "csv", "parquet"])
+def test_the_columns_of_the_input_are_in_the_output(finished: Path, suffix: str) -> None:
+    Path("in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    main([str(finished), "input=in.jsonl", f"output=out.{suffix}"])
+    answers = {"label", "probability", "probabilities"}
+    given = ["id", "text", "input_input_label", "score", "input_label", "input_probabilities.negative", "tags"]
+    if suffix == "jsonl":
+        first, second = predictions("out.jsonl")
+        assert "NaN" not in Path("out.jsonl").read_text(), "which is not JSON"
+        assert {name: first[name] for name in first if name not in answers} == {
+            "id": 7,
+            "text": TEXTS[0],
+            "input_input_label": "positive",
+            "score": None,
+        }
+        assert second["input_probabilities.negative"] == 0.5
+    elif suffix == "parquet":
+        first, second = pyarrow.parquet.read_table("out.parquet").to_pylist()
+        assert list(first) == [*given, "label", "probability", "probabilities"]
+    else:
+        with open("out.csv", newline="") as file:
+            first, second = csv.DictReader(file)
+        assert list(first) == [
+            *given,
+            "label",
+            "probability",
+            "probabilities.negative",
+            "probabilities.positive",
+        ]
+    assert (str(second["id"]), second["input_input_label"], second["input_label"]) == ("9", "negative", "x")
+    assert second["tags"] in (["a"], '["a"]')
+    assert {first["label"], second["label"]} <= {"negative", "positive"}
+
+
+def test_columns_that_parquet_cannot_hold_are_refused_before_anything_is_computed(finished: Path) -> None:
+    rows = [{"text": TEXTS[0], "mixed": 1}, {"text": TEXTS[1], "mixed": "one"}]
+    Path("in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(ConfigError, match=r"^output: a \.parquet file cannot hold these rows \(.+\); choose a \.jsonl"):
+        main([str(finished), "input=in.jsonl", "output=out.parquet"])
+    assert not list(Path().glob("out*"))
+
+
+def test_values_of_a_parquet_file_are_written_as_text(finished: Path) -> None:
+    table = pyarrow.table({"text": TEXTS[:2], "when": [datetime.date(2026, 1, 2), None], "x": [Decimal("1.5"), None]})
+    pyarrow.parquet.write_table(table, "in.parquet")
+    main([str(finished), "input=in.parquet"])
+    first, second = predictions()
+    assert (first["when"], first["x"], second["when"]) == ("2026-01-02", "1.5", None)
+    main([str(finished), "input=in.parquet", "output=out.parquet"])
+    assert pyarrow.parquet.read_table("out.parquet").select(["text", "when", "x"]).equals(table)
 
 
 def test_help_names_every_key(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         read_request(["--help"])
     shown = capsys.readouterr().out
-    assert all(f"\n  {name}: " in shown for name in ("input", "output", "text_columns", "batch_size", "precision"))
+    assert all(f"\n  {name}: " in shown for name in ("input", "output", "evaluate", "text_columns", "precision"))
 
 
 def stock_answer(task: str, folder: Path, row: dict[str, Any]) -> dict[str, Any]:
@@ -339,12 +448,85 @@ def stock_answer(task: str, folder: Path, row: dict[str, Any]) -> dict[str, Any]
     if task == "token_classification":
         words, probabilities = encoded.word_ids(0), logits.softmax(-1)
         first = [i for i, word in enumerate(words) if word is not None and word != words[i - 1]]
+        unread = [None] * (len(row["tokens"]) - len(first))  # words beyond the maximum length
         return {
-            "tags": [names[int(probabilities[i].argmax())] for i in first],
-            "probabilities": [float(probabilities[i].max()) for i in first],
+            "words": row["tokens"],
+            "tags": [names[int(probabilities[i].argmax())] for i in first] + unread,
+            "probabilities": [float(probabilities[i].max()) for i in first] + unread,
         }
     score = {"score": float(logits[0])}
     return score if task == "regression" else {**score, "probability": float(logits[0].sigmoid())}
+
+
+def test_text_is_split_at_whitespace_into_words_with_a_tag_each() -> None:
+    own = ["model.task=token_classification", "data.label_all_pieces=true", "data.max_length=16"]
+    run(*own, "trainer.max_duration=3ba", "run_name=done", "plot=false", "data.length_scale=0.2")
+    sentence = " ".join(builtin_samples("token_classification", 1, 5, "eval", 0.2)["tokens"][0][:4])
+    words = [*sentence.split(), "\u200b", *("unbelievable" for _ in range(20))]  # one without pieces, then too many
+    Path("lists.jsonl").write_text(json.dumps({"tokens": words}) + "\n")
+    Path("texts.jsonl").write_text(json.dumps({"id": 3, "text": "  ".join(words) + "\n"}) + "\n")
+    Path("other.csv").write_text(f"sentence\n{sentence}\n")
+    for name, *more in (["lists"], ["texts"], ["other", "text_columns=sentence"]):
+        (file,) = Path().glob(f"{name}.*")
+        main(["runs/done/model", "--input", str(file), *more])
+    (answer,), (expected,), (short,) = (
+        predictions(f"{name}.predictions.jsonl") for name in ("texts", "lists", "other")
+    )
+    assert answer.pop("id") == 3
+    assert answer.pop("text").split() == expected.pop("tokens")[: len(words)]
+    assert answer == expected
+    assert answer["words"] == words
+    assert len(answer["tags"]) == len(answer["probabilities"]) == len(words)
+    assert answer["tags"][4] is None, "the tokenizer drops it"
+    assert answer["tags"][-1] is answer["probabilities"][-1] is None, "beyond data.max_length"
+    assert None not in answer["tags"][:4]
+    assert short["words"] == sentence.split()
+    Path("written.jsonl").write_text(json.dumps({"tokens": str(["a", "b"])}) + "\n")
+    with pytest.raises(DataError, match=r"^input: written\.jsonl, row 1: tokens is .*, a list written as text; use"):
+        main(["runs/done", "--input", "written.jsonl"])
+
+
+def evaluated(text: str) -> dict[str, float]:
+    return {line.rsplit(maxsplit=1)[0].strip(): float(line.rsplit(maxsplit=1)[1]) for line in text.splitlines()[1:]}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("more", [[], ["model.loss=cosine", "data.label_column=score"]], ids=["ranking", "cosine"])
+def test_evaluate_embeddings(more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    check_evaluation("embedding", capsys, *more)
+
+
+@pytest.mark.parametrize(
+    "task",
+    others_exhaustive(
+        ["token_classification", "classification", "multilabel", "regression", "reranking", "mlm"],
+        "token_classification".__eq__,
+    ),
+)
+def test_evaluate_prints_the_metrics_of_training(task: str, capsys: pytest.CaptureFixture[str]) -> None:
+    check_evaluation(task, capsys)
+
+
+def check_evaluation(task: str, capsys: pytest.CaptureFixture[str], *more: str) -> None:
+    """The metrics of a run, computed anew from the file of its validation samples, and with other samples not."""
+    samples = {split: builtin_samples(task, 24, 5, split, 0.2) for split in ("train", "eval")}
+    for split, columns in samples.items():
+        rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+        if "score" in " ".join(more):
+            rows = [{**row, "score": i / 24} for i, row in enumerate(rows)]
+        Path(f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    files = ["data.source=files", "data.train_file=train.jsonl", "data.eval_file=eval.jsonl"]
+    files += ["data.train_samples=null", "data.eval_samples=null", f"model.task={task}"]
+    report = run(*files, "trainer.max_duration=6ba", "run_name=done", "plot=false", *more)
+    expected = {name: value for name, value in report["metrics"].items() if not name.startswith("train_")}
+    capsys.readouterr()
+    main(["runs/done", "--input", "eval.jsonl", "--evaluate", "batch_size=5"])
+    printed = capsys.readouterr().out
+    assert printed.startswith("eval.jsonl: 24 rows\n")
+    assert evaluated(printed) == pytest.approx(expected, rel=1e-3, abs=1e-3), "padded then, unpadded now"
+    main(["runs/done/model", "input=train.jsonl", "evaluate=true"])
+    assert evaluated(capsys.readouterr().out) != pytest.approx(expected, rel=1e-3, abs=1e-3)
+    assert not list(Path().glob("*predictions*"))
 
 
 @pytest.mark.supports("predict")
@@ -360,10 +542,11 @@ def test_the_other_tasks_predict_what_their_exports_compute(task: str) -> None:
     for row, answer in list(zip(given, answers, strict=True))[::4]:
         expected = stock_answer(task, Path("runs/done/model"), row)
         for name, value in expected.items():
-            numbers = name != "tags"
-            assert flat(answer[name]) == (pytest.approx(flat(value), abs=2e-5) if numbers else value), name
+            numbers = name not in ("words", "tags")
+            assert flat(answer[name]) == (pytest.approx(flat(value), abs=2e-5) if numbers else flat(value)), name
 
 
 def flat(value: Any) -> Any:
-    """Numbers for pytest.approx; names as they are."""
-    return list(value.values()) if isinstance(value, dict) else value
+    """Numbers for pytest.approx, -1 for None; names as they are."""
+    values = list(value.values()) if isinstance(value, dict) else value
+    return [-1 if item is None else item for item in values] if isinstance(values, list) else values

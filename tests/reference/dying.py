@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 
 from composer.core import Callback, State
 from composer.loggers import Logger
@@ -25,7 +24,6 @@ class Dying(Callback):
     def batch_start(self, state: State, logger: Logger) -> None:
         if state.timestamp.batch.value != 2 or str(dist.get_global_rank()) != os.environ["DYING_RANK"]:
             return
-        print(f"dying at {time.time()}", file=sys.stderr, flush=True)
         if os.environ["DYING_HOW"] == "raise":
             raise ArithmeticError("the rank's own words")
         if os.environ["DYING_HOW"] == "refuse":

@@ -474,8 +474,13 @@ def layers(*, in_float8: bool) -> None:
         near(f"layer, {'its result' if i == 0 else f'gradient {i}'}", ours, theirs)
 
 
-def gated_layers(window: int | None, *, first: bool, dropouts: Sequence[DropoutRates]) -> None:
-    """Compare the gated layer with torch's operators, which test_fused_layers.py compares with the stock models."""
+def gated_layers(
+    window: int | None, *, first: bool, dropouts: Sequence[DropoutRates], frozen: Sequence[str] = ()
+) -> None:
+    """Compare the gated layer with torch's operators, which test_fused_layers.py compares with the stock models.
+
+    ``frozen`` names modules whose weights have no gradients.
+    """
     lengths, heads, hidden, inner, size = [5, 0, 70, 1], 2, 32, 24, 16
     sizes = [(hidden, 3 * hidden), (hidden, hidden), (hidden, 2 * inner), (inner, hidden)]
     qkv, out, up, down = (nn.Linear(*shape, bias=False, device=DEVICE) for shape in sizes)
@@ -484,6 +489,9 @@ def gated_layers(window: int | None, *, first: bool, dropouts: Sequence[DropoutR
     modules = GatedLayerModules(qkv, out, up, down, before, after, heads, window)
     for parameter in modules.parameters():
         nn.init.normal_(parameter, std=0.2)
+    for name in frozen:
+        getattr(modules, name).weight.requires_grad_(False)
+    trained = [parameter for parameter in modules.parameters() if parameter.requires_grad]
     cu = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32, device=DEVICE)
     tokens = sum(lengths)
     angles = random(tokens, size // 2).repeat(1, 2)
@@ -508,8 +516,7 @@ def gated_layers(window: int | None, *, first: bool, dropouts: Sequence[DropoutR
     ]
     grad = random(tokens, hidden)
     gradients = [
-        torch.autograd.grad(result, [leaf, *modules.parameters()], grad)
-        for result, leaf in zip(results, leaves, strict=True)
+        torch.autograd.grad(result, [leaf, *trained], grad) for result, leaf in zip(results, leaves, strict=True)
     ]
     near(f"gated layer, window {window}", *results)
     for i, (ours, theirs) in enumerate(zip(*gradients, strict=True)):

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import signal
 import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +24,7 @@ from composer_speedups.repeat.runs import Run, planned_runs, table
 from composer_speedups.train.config.load import save_config
 from composer_speedups.train.config.schema import Config
 from tests.conftest import ROOT
+from tests.helpers.hangs import HANGS, wait_until
 from tests.helpers.jobs import SHORT
 
 QUICKSTART = str(ROOT / "yamls" / "quickstart.yaml")
@@ -47,7 +45,7 @@ folder = Path(config.runs_folder, config.run_name)
 folder.mkdir(exist_ok=True)
 save_config(config, folder / "config.yaml")
 Path(f"{config.run_name}.pid").write_text(str(os.getpid()))
-time.sleep(600 if str(config.seed) in os.environ.get("SLOW", "") else 0.3)
+time.sleep(10_000 if str(config.seed) in os.environ.get("SLOW", "") else 0.3)
 with open("calls.jsonl", "a") as calls:
     calls.write(json.dumps([config.run_name, os.environ.get("CUDA_VISIBLE_DEVICES"), began, time.time()]) + "\\n")
 with exit_codes():
@@ -70,13 +68,6 @@ def finish(run: Run, config: Config | None = None, **metrics: float | None) -> N
     run.folder.mkdir(parents=True)
     save_config(config or run.config, run.folder / "config.yaml")
     (run.folder / "report.json").write_text(json.dumps({"metrics": metrics}))
-
-
-def wait_until(condition: Callable[[], Any], seconds: float = 240) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 @pytest.mark.parametrize(
@@ -215,6 +206,14 @@ def test_runs_are_spread_over_gpus_and_only_failed_ones_are_repeated(
     assert "failed" not in capsys.readouterr().out
 
 
+def has_ended(process: psutil.Process) -> bool:
+    """Whether a process has ended, even if nothing reaps it."""
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
 def start_command(program: str, *arguments: str) -> subprocess.Popen[bytes]:
     code = (
         "import functools, sys, composer_speedups.repeat.__main__ as r; sys.path.append('.'); "
@@ -243,12 +242,11 @@ def test_a_stopped_command_leaves_no_run_behind_and_continues(
     monkeypatch.setenv("SLOW", "2")
     command = start_command(stub, *arguments)
     pid = Path("quickstart-seed2.pid")
-    wait_until(lambda: pid.exists() and pid.read_text())
+    wait_until(lambda: pid.exists() and pid.read_text(), "the second run does not start")
     run = psutil.Process(int(pid.read_text()))
     command.send_signal(signum)
-    assert command.wait(60) == status
-    with contextlib.suppress(psutil.NoSuchProcess):
-        wait_until(lambda: run.status() == psutil.STATUS_ZOMBIE, 30)
+    assert command.wait(HANGS) == status
+    wait_until(lambda: has_ended(run), "the run does not end")
     monkeypatch.delenv("SLOW")
     main(arguments, stub)
     calls = [json.loads(call)[0] for call in Path("calls.jsonl").read_text().splitlines()]
@@ -285,13 +283,14 @@ def test_two_real_runs_train_at_the_same_time(capsys: pytest.CaptureFixture[str]
 def test_a_killed_command_resumes_the_run_that_it_trained() -> None:
     arguments = [*BRIEF, "trainer.max_duration=100ba", "trainer.eval_batches=2", "checkpoint.interval=20ba"]
     command = start_command("composer_speedups.train", *arguments)
-    wait_until(lambda: [*Path("runs/quickstart-seed2/checkpoints").glob("ep*-rank0.pt")])
+    wait_until(lambda: [*Path("runs/quickstart-seed2/checkpoints").glob("ep*-rank0.pt")], "no checkpoint is written")
+    runs = psutil.Process(command.pid).children(recursive=True)
     assert Path("runs/quickstart-seed1/report.json").exists()
     command.kill()
     command.wait()
     finished = Path("runs/quickstart-seed1/report.json").stat().st_mtime_ns
     assert not Path("runs/quickstart-seed2/report.json").exists()
-    time.sleep(1)  # the kernel kills the run, too
+    wait_until(lambda: all(map(has_ended, runs)), "the kernel does not kill the run, too")
     main(arguments)
     assert Path("runs/quickstart-seed1/report.json").stat().st_mtime_ns == finished
     first, second = reports()

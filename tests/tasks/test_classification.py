@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from sklearn.utils.class_weight import compute_class_weight
 from torch.nn import functional as F
 
 from composer_speedups.core.errors import ConfigError, DataError
+from composer_speedups.data.loader import build_data
+from composer_speedups.data.sources import load_samples
 from composer_speedups.data.tokens import load_tokenizer
 from composer_speedups.tasks.classification import Classification
 from composer_speedups.tasks.models import build_model
 from composer_speedups.tasks.multilabel import Multilabel
+from composer_speedups.tasks.regression import Regression
 from composer_speedups.tasks.task import build_task
 from composer_speedups.train.config.schema import DataConfig, ModelConfig
+from tests.data.samples import files, save
 from tests.helpers.jobs import run
 from tests.helpers.ranks import on_ranks
 from tests.reference.tolerance import assert_near
@@ -31,11 +38,22 @@ def test_classes_are_learned_from_the_samples_in_order() -> None:
     assert learned(["no", "yes", "maybe", "no"]) == ["maybe", "no", "yes"]
     assert learned([10, 2, 1, 2]) == ["1", "2", "10"], "numeric labels are sorted as numbers"
     assert learned([0.0, 1.0, None]) == ["0", "1"], "integers with gaps are floats"
-    assert learned([True, False]) == ["0", "1"]
+    assert learned([True, False, None]) == ["False", "True"], "as a CSV file has them"
     assert learned([1, 0, -1]) == ["0", "1"], "-1 marks a row without a label"
     assert learned([0, 0], ["neg", "pos"]) == ["neg", "pos"]
     with pytest.raises(DataError, match=r"f\.csv: the column label has only the class a; .*data\.labels"):
         learned(["a", "a", None])
+
+
+def test_booleans_are_the_classes_that_they_name_in_any_order_and_case() -> None:
+    for names in (["True", "False"], ["true", "false"]):
+        task = Classification(labels=names)
+        assert [task.label(value, "f") for value in (True, False, "True", "false", "TRUE")] == [0, 1, 0, 1, 0]
+    assert [Classification(labels=["no", "yes"]).label(value, "f") for value in (True, False)] == [1, 0]
+    assert [Classification(labels=["0", "1"]).label(value, "f") for value in (True, False)] == [1, 0]
+    for value in (True, "True"):
+        with pytest.raises(DataError, match=r"f: label is '?True'?, not a number; for classes set model\.task"):
+            Regression().label(value, "f")
 
 
 def test_a_label_is_a_name_or_position_and_others_are_refused_with_row_and_value() -> None:
@@ -87,6 +105,38 @@ def test_weights_for_another_number_of_classes_are_refused() -> None:
         Classification(labels=["a", "b", "c"], class_weights=[1, 2]).head_settings()
 
 
+def test_class_weights_by_name_are_1_for_the_others() -> None:
+    task = Classification(labels=["a", "b", "c"], class_weights={"c": 3, "a": 0.5})
+    assert task.weights() == [0.5, 1.0, 3]
+    assert Classification(labels="1", class_weights={1: 2}).weights() == [2], "integers name integer classes"
+    with pytest.raises(ConfigError, match=r"model\.class_weights has no class 'span'; did you mean 'spam'\?"):
+        Classification(labels=["ham", "spam"], class_weights={"span": 2}).head_settings()
+
+
+def test_balanced_class_weights_are_those_of_scikit_learn() -> None:
+    labels = [0] * 6 + [2] * 2 + [1]
+    task = Classification(labels=["a", "b", "c", "absent"], class_weights="balanced")
+    with pytest.raises(ConfigError, match=r"balanced needs the labels of the training samples; call task\.learn_"):
+        task.head_settings()
+    task.learn_frequencies(labels)
+    expected = compute_class_weight("balanced", classes=np.arange(3), y=labels)
+    assert task.weights() == pytest.approx([*expected, 1.0])
+    outputs, batch = {"logits": torch.randn(9, 4)}, {"labels": torch.tensor(labels)}
+    weights = torch.tensor([*expected, 1.0], dtype=torch.float32)
+    torch.testing.assert_close(task.loss(outputs, batch), F.cross_entropy(outputs["logits"], batch["labels"], weights))
+
+
+def test_balanced_weights_count_the_samples_that_are_trained_on() -> None:
+    name = save({"text": ["so good"] * 12 + ["so bad"] * 4, "label": ["good"] * 12 + ["bad"] * 4}, "a.csv")
+    task = Classification(class_weights="balanced")
+    data = build_data(files(name, batch_size=4, train_samples=8), task, model_name="", on_gpu=False)
+    drawn = Counter(int(label) for batch in data.train.dataloader for label in batch["labels"])
+    assert task.weights() == pytest.approx([8 / (2 * drawn[0]), 8 / (2 * drawn[1])])
+    streamed = files(name, streaming=True, tokenizer="unused")
+    with pytest.raises(ConfigError, match=r"model\.class_weights balanced counts all labels up front"):
+        build_data(streamed, Classification(class_weights="balanced"), model_name="", on_gpu=False)
+
+
 def test_predictions_name_the_class_and_its_probability() -> None:
     (prediction,) = Classification(labels=["a", "b"]).predictions(torch.tensor([[0.0, 1.0]]), {})
     assert (prediction["label"], prediction["probability"]) == ("b", pytest.approx(0.7310586))
@@ -112,14 +162,48 @@ def test_a_stored_classifiers_labels_determine_the_order() -> None:
         build_model(config, build_task(config, DataConfig(labels=["a", "b", "c"])), tokenizer, 16)
 
 
+@pytest.mark.parametrize(
+    ("cells", "lists"),
+    [
+        (
+            ["billing;tech", "tech", "", "Doe, Jane ; billing"],
+            [["billing", "tech"], ["tech"], [], ["Doe, Jane", "billing"]],
+        ),
+        (["a|b", "b"], [["a", "b"], ["b"]]),
+        (["a, b", "b"], [["a", "b"], ["b"]]),
+        (['["a", "b;c"]', "[]", '["a"]'], [["a", "b;c"], [], ["a"]]),
+        (["['a', 'b']", "['b']"], [["a", "b"], ["b"]]),
+        ([["a;b"], ["c", "d"]], [["a;b"], ["c", "d"]]),
+    ],
+)
+def test_multilabel_reads_lists_that_are_written_as_text(cells: list[Any], lists: list[list[str]]) -> None:
+    task = Multilabel()
+    task.learn({"text": ["x"], "labels": cells}, {}, "f.csv")
+    assert task.labels == sorted({name for names in lists for name in names})
+    for known in (task, Multilabel(labels=task.labels)):  # a stream's labels are not learned from the column
+        for cell, names in zip(cells, lists, strict=True):
+            assert known.label(cell, "f") == [float(name in names) for name in task.labels]
+    with pytest.raises(DataError, match=r"f: labels holds '(new|a)'; it must be one of"):
+        task.label(f"{lists[0][0]};new", "f")
+
+
+def test_a_multilabel_file_of_0_and_1_columns_is_told_to_name_them() -> None:
+    name = save({"text": ["a", "b"], "billing": [0, 1], "tech": [1, 0]}, "a.csv")
+    said = (
+        r"a\.csv has no column 'labels' \(it has: text, billing, tech\); set data\.label_column, or data\.label_columns"
+    )
+    with pytest.raises(DataError, match=said):
+        load_samples(files(name), Multilabel())
+
+
 def test_multilabel_reads_lists_and_columns() -> None:
     task = Multilabel()
     task.learn({"text": ["x"], "labels": [["b", "a"], [], None, ["c"]]}, {}, "f.jsonl")
     assert task.labels == ["a", "b", "c"]
     assert task.label(["c", "a"], "f, row 1") == [1.0, 0.0, 1.0]
     assert task.label([], "f, row 1") == [0.0, 0.0, 0.0]
-    with pytest.raises(DataError, match="f, row 2: labels is 'a'; it must be a list of labels"):
-        task.label("a", "f, row 2")
+    with pytest.raises(DataError, match=r"f, row 2: labels is 1; it must be a list .*data\.label_columns"):
+        task.label(1, "f, row 2")
     with pytest.raises(DataError, match="f, row 2: labels holds 'd'; it must be one of a, b, c"):
         task.label(["d"], "f, row 2")
     columns = Multilabel(label_columns=["toxic", "spam"])

@@ -446,7 +446,7 @@ def compared_on_a_rank(tokenizer: Any, kind: type) -> Any:
 
 
 def test_one_rank_may_compare_a_part_of_its_batch(tokenizer: Any) -> None:
-    (rows_0, apart_0), (rows_1, apart_1) = on_ranks(lambda: compared_on_a_rank(tokenizer, FinetuneModel), timeout=60)
+    (rows_0, apart_0), (rows_1, apart_1) = on_ranks(lambda: compared_on_a_rank(tokenizer, FinetuneModel))
     assert rows_0 == [18, 18, 18]
     assert rows_1 == [18, 18, 9, 9, 18]
     assert max(apart_0, apart_1) < 1e-4

@@ -98,13 +98,42 @@ def test_entity_f1_equals_seqevals_over_batches() -> None:
     assert 0 < float(metric.compute()) == pytest.approx(f1_score(expected, predicted))
 
 
+@pytest.mark.parametrize("all_pieces", [False, True])
+def test_a_prediction_has_the_tag_of_each_words_first_piece(all_pieces: bool) -> None:
+    tokenizer = wordpiece()
+    task = TokenClassification(labels=TAGS, label_all_pieces=all_pieces)
+    words = [*WORDS[-1][:3], "\u200b", *WORDS[-1][3:]]  # one without pieces
+    encoded = task.encode({"text_1": [words]}, tokenizer, 200)
+    (ids,), (labels,) = encoded["input_ids"], encoded["token_labels"]
+    first, expected = 1, {}
+    for word, text in enumerate(words):
+        if pieces := tokenizer(text, add_special_tokens=False).input_ids:
+            expected[first], first = word, first + len(pieces)
+    assert len(expected) == len(words) - 1 < len(ids) - 2 - 3, "words of several pieces"
+    assert {i: label for i, label in enumerate(labels) if label != -100} == expected
+    logits = torch.randn(1, len(ids), len(TAGS), generator=torch.Generator().manual_seed(0)) * 5
+    (prediction,) = task.predictions(logits, {"labels": torch.tensor([labels])})
+    answer = task.with_text(prediction, [words])
+    of_word = {word: TAGS[int(logits[0, i].argmax())] for i, word in expected.items()}
+    assert len(set(of_word.values())) > 1
+    assert answer["words"] == words
+    assert answer["tags"] == [of_word.get(word) for word in range(len(words))]
+    assert [p is None for p in answer["probabilities"]] == [tag is None for tag in answer["tags"]]
+    assert list(answer) == ["words", "tags", "probabilities"]
+
+
 def test_bad_rows_are_named() -> None:
     task = TokenClassification(labels=TAGS)
     for row, message in (
         ({"tokens": ["a", "b"], "ner_tags": ["O"]}, "f, row 2: 2 words in tokens, and 1 tags in ner_tags"),
-        ({"tokens": "a b", "ner_tags": ["O"]}, "f, row 2: tokens is 'a b'; every sample needs a list of words"),
-        ({"tokens": [], "ner_tags": []}, "f, row 2: tokens is .*; every sample needs a list of words"),
-        ({"tokens": ["a", None], "ner_tags": ["O", "O"]}, "f, row 2: tokens is .*; every sample needs a list of words"),
+        ({"tokens": "a b", "ner_tags": ["O"]}, "f, row 2: 2 words in tokens, and 1 tags in ner_tags"),
+        (
+            {"tokens": "['a', 'b']", "ner_tags": ["O", "O"]},
+            "f, row 2: tokens is .*, a list written as text; use .jsonl",
+        ),
+        ({"tokens": " ", "ner_tags": []}, "f, row 2: tokens is empty; every sample needs words"),
+        ({"tokens": [], "ner_tags": []}, "f, row 2: tokens is .*; every sample needs words"),
+        ({"tokens": ["a", None], "ner_tags": ["O", "O"]}, "f, row 2: tokens is .*; every sample needs words"),
         ({"tokens": ["a"], "ner_tags": "O"}, "f, row 2: ner_tags is 'O'; it must be a list of tags, one per word"),
         ({"tokens": ["a"], "ner_tags": ["B-CITY"]}, "f, row 2: ner_tags holds 'B-CITY'; it must be one of O, B-PER"),
     ):

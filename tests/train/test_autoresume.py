@@ -164,12 +164,15 @@ def test_a_run_with_the_default_name_starts_over() -> None:
     assert Config().run_name == "run"
 
 
-def test_signals_are_deferred_only_during_training(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signals_are_deferred_only_during_training(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     before = signal.getsignal(signal.SIGTERM)
     with StopSignals() as stop:
         with pytest.raises(SystemExit) as ended:
             signal.raise_signal(signal.SIGTERM)
         assert ended.value.code == 143
+        assert capfd.readouterr().err == "\nSIGTERM: stopped at once; no checkpoint was written\n"
         stop.defer()
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGTERM)  # Composer's launcher forwards it as SIGTERM

@@ -6,6 +6,8 @@ import os
 import random
 import resource
 import signal
+import subprocess
+import sys
 import time
 import warnings
 from collections.abc import Iterator
@@ -16,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from composer_speedups.core.errors import UserError
+from composer_speedups.core.errors import MASK, UserError
 from composer_speedups.core.registry import build_techniques
 from composer_speedups.core.technique import screen
 from composer_speedups.train import application
@@ -24,11 +26,11 @@ from composer_speedups.train.cli import exit_codes, read_command_line
 from composer_speedups.train.trainer import context_of, open_device
 from tests.conftest import ROOT
 from tests.helpers.forks import Fork
+from tests.helpers.hangs import HANGS
 from tests.helpers.jobs import fork_train
 from tests.helpers.mutations import Mutation, files, overrides
 
 QUICKSTART = str(ROOT / "yamls" / "quickstart.yaml")
-SECONDS = 10  # limit for one check, which takes milliseconds
 
 # Valid configs with these keys are not run: endless runs, hundreds of processes, an account, a compiler.
 NOT_RUN = ("max_duration", "workers", "wandb", "torch_compile")
@@ -51,10 +53,10 @@ def refusal(mutation: Mutation) -> str | None:
 @contextmanager
 def _in_time() -> Iterator[None]:
     def late(*_: Any) -> None:
-        raise TimeoutError(f"the check takes more than {SECONDS} s")
+        raise TimeoutError(f"the check takes more than {HANGS:.0f} s")
 
     before = signal.signal(signal.SIGALRM, late)
-    signal.alarm(SECONDS)
+    signal.alarm(int(HANGS))
     try:
         yield
     finally:
@@ -81,14 +83,14 @@ def check_all(seed: int, each: int) -> tuple[int, list[Mutation]]:
     return tried, passed
 
 
-def run_all(mutations: list[Mutation], seconds: float = 60) -> dict[int, int]:
+def run_all(mutations: list[Mutation]) -> dict[int, int]:
     """Train two batches with each mutation; return the counts by exit status. Failures must end with one line."""
     ended: dict[int, int] = {}
     for mutation in mutations:
         if any(name in argument for argument in mutation.arguments for name in NOT_RUN) or mutation.file is not None:
             continue
         base = ["trainer.max_duration=2ba", "trainer.eval_batches=1", "trainer.device=cpu"]
-        done = fork_train(*base, *mutation.arguments).wait(seconds)
+        done = fork_train(*base, *mutation.arguments).wait()
         assert done.status in (0, 1, 2), f"{mutation.what!a}: {done.stderr[-3000:]}"
         assert "Traceback" not in done.stderr, f"{mutation.what!a}: {done.stderr[-3000:]}"
         if done.status:
@@ -137,6 +139,49 @@ def test_errors_that_only_a_run_finds_are_one_line(override: str, message: str) 
     assert done.status == 2, done.stderr
     assert message in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr
+
+
+WITHOUT_TORCH = """
+import sys
+from composer_speedups.core.errors import UserError
+from composer_speedups.{program} import main
+try:
+    main({arguments!r})
+except UserError as error:
+    print(error, "torch" in sys.modules, "datasets" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "arguments", "message"),
+    [
+        ("train.application", ["data.train_file=none.csv"], "data.train_file: none.csv (relative to /"),
+        ("train.application", ["data.train_file=no-*.csv"], "data.train_file: there is no file no-*.csv"),
+        ("train.application", ["data.train_file=a.csv", "model.name=./none"], "model.name: ./none (relative to /"),
+        ("predict.__main__", ["done", "input=none.csv"], "input: none.csv (relative to /"),
+        ("predict.__main__", ["none", "input=a.csv"], "RUN: none (relative to /"),
+    ],
+)
+def test_missing_files_are_noticed_before_imports(program: str, arguments: list[str], message: str) -> None:
+    Path("a.csv").write_text("text,label\na,b\n")
+    Path("done").mkdir()
+    Path("done/task.json").touch()
+    custom = ["-f", str(ROOT / "yamls" / "custom.yaml")] if program == "train.application" else []
+    code = WITHOUT_TORCH.format(program=program, arguments=[*custom, *arguments])
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith(message)
+    assert done.stdout.endswith(" False False\n")
+    assert not Path("runs").exists()
+
+
+def test_a_warning_is_one_line_without_its_place_in_the_source() -> None:
+    before = warnings.formatwarning
+    with exit_codes():
+        said = warnings.formatwarning("first\nsecond https://me:secret@host/x", UserWarning, "a.py", 3)
+        internal = warnings.formatwarning("internal", FutureWarning, "a.py", 3)
+    assert said == f"warning: first second https://{MASK}@host/x\n"
+    assert internal == "a.py:3: FutureWarning: internal\n"
+    assert warnings.formatwarning is before
 
 
 def test_a_refused_run_allocates_no_gpu_memory() -> None:

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from composer_speedups.train import application
 from composer_speedups.train.config.load import load_config
 from tests.conftest import ROOT
 from tests.helpers.forks import Done, Fork
+from tests.helpers.hangs import HANGS, wait_until
 from tests.helpers.jobs import SHORT, fork_train, run
 
 TRAIN = [sys.executable, str(ROOT / "train.py")]
@@ -32,7 +32,7 @@ YAMLS = list((ROOT / "yamls").rglob("*.yaml"))
 
 
 def start(command: list[str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=HANGS)
 
 
 def compose(*arguments: str) -> Done:
@@ -44,7 +44,7 @@ def compose(*arguments: str) -> Done:
         sys.argv = ["composer", *arguments]
         sys.exit(launcher.main())
 
-    return Fork(job).wait(300)
+    return Fork(job).wait()
 
 
 @pytest.mark.pins
@@ -178,9 +178,7 @@ def test_two_ranks_on_the_cpu_train_like_one() -> None:
 def test_a_killed_run_leaves_nothing_half_written() -> None:
     process = fork_train("trainer.max_duration=100000ba", "trainer.eval_interval=100000ba", "checkpoint.interval=20ba")
     folder = Path("runs/quickstart")
-    deadline = time.monotonic() + 120
-    while not list(folder.glob("checkpoints/*.pt")) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_until(lambda: list(folder.glob("checkpoints/*.pt")) or process.ends_within(0), "no checkpoint is written")
     process.signal(signal.SIGKILL)
     assert process.wait().status == -signal.SIGKILL
     assert list(folder.glob("checkpoints/*.pt")), "the run never wrote its first checkpoint"

@@ -283,6 +283,35 @@ def test_text_is_kept_as_written_although_yaml_reads_a_boolean_number_or_date() 
         load_config(file, ["data.labels=[yes, null]"])
 
 
+def test_one_text_is_a_list_and_other_containers_are_refused_with_an_example() -> None:
+    config = load_config(write("data: {text_columns: review, labels: no}", "my.yaml"))
+    assert (config.data.text_columns, config.data.labels) == (["review"], ["no"])
+    for value in ("{a: b}", "{}"):
+        with pytest.raises(ConfigError, match=r"data\.text_columns must be a list, such as \[text\], not \{"):
+            load_config(overrides=[f"data.text_columns={value}"])
+    with pytest.raises(ConfigError, match=r"loggers\.wandb\.tags must be a list, such as \[baseline\], not \{'a'"):
+        load_config(overrides=["loggers.wandb={tags: {a: 1}}"])
+
+
+def test_class_weights_are_balanced_a_list_or_a_mapping_from_names_as_written() -> None:
+    weights = "{no: 1, spam: 2.5, 007: 3}"
+    file = write(f"model: {{class_weights: {weights}}}", "my.yaml")
+    expected = {"no": 1.0, "spam": 2.5, "007": 3.0}
+    for config in (load_config(file), load_config(overrides=[f"model.class_weights={weights}"])):
+        assert config.model.class_weights == expected
+        save_config(config, Path("again.yaml"))
+        assert load_config("again.yaml") == config
+    assert load_config(file, ["model.class_weights.no=4"]).model.class_weights == {**expected, "no": 4.0}
+    assert load_config(file, ["model.class_weights=balanced"]).model.class_weights == "balanced"
+    for value, message in (
+        ("equal", "must be 'balanced' or a list of numbers or a mapping or null, such as balanced or .*, not 'equal'"),
+        ("{a: true}", "must be 'balanced' or .*, not {'a': True}"),
+        ("{a: 0}", "must be above 0, not 0"),
+    ):
+        with pytest.raises(ConfigError, match=rf"model\.class_weights {message}"):
+            load_config(overrides=[f"model.class_weights={value}"])
+
+
 def test_a_bad_technique_setting_names_the_file_or_the_command_line() -> None:
     file = write("algorithms: {torch_compile: {scope: block}}", "my.yaml")
     for override, message in [

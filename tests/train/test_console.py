@@ -53,6 +53,7 @@ def test_a_run_prints_five_lines_and_then_lines_with_one_based_epochs_and_full_m
     assert lines[2].split(maxsplit=1)[1] == "fused_optimizer, sdpa_attention"
     assert "8 samples, 2ep in all, on " in lines[3]
     assert lines[4].split()[1] == "runs/quickstart/"
+    assert lines[4].endswith("checkpoint.interval is not set, so an interrupted run is lost")
     for text in (out, err):
         assert "google-bert" not in text, "the weights are random, not of this model"
         assert "deprecated" not in text

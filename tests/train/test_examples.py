@@ -16,6 +16,7 @@ import yaml
 from composer_speedups.core.command_line import parse_command_line
 from composer_speedups.train.config.load import load_config
 from tests.conftest import ROOT
+from tests.helpers.hangs import HANGS
 from tests.helpers.jobs import SHORT
 
 EXAMPLES = ROOT / "examples"
@@ -116,7 +117,7 @@ def test_two_nodes_on_this_machine_train_together(launcher: str) -> None:
         for rank in "01"
     ]
     for node in nodes:
-        _, stderr = node.communicate(timeout=300)
+        _, stderr = node.communicate(timeout=HANGS)
         assert node.returncode == 0, stderr[-3000:]
     report = json.loads(Path("runs/quickstart/report.json").read_text())
     assert report["training"]["ranks"] == 2

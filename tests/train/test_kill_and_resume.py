@@ -139,7 +139,7 @@ def test_every_technique_is_killed_and_resumed(tmp_path: Path) -> None:
                 "points": [at(point, counts.get(point, 1)), at("random", i)],
             }
         )
-    results = run_cases(tmp_path, cases, timeout=600)
+    results = run_cases(tmp_path, cases)
     kills = 0
     for name, _ in _techniques():
         output = (tmp_path / f"{name}.out").read_text()[-3000:]

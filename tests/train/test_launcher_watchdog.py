@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -16,6 +15,7 @@ import pytest
 from composer_speedups.train import launcher_watchdog
 from composer_speedups.train.launcher_watchdog import ending_with_launcher
 from tests.conftest import ROOT
+from tests.helpers.hangs import HANGS
 
 # A process with a launcher's name, which starts a rank and waits.
 _LAUNCHER = """
@@ -58,7 +58,7 @@ def test_a_rank_gets_sigterm_when_its_launcher_ends(how: signal.Signals) -> None
     assert ends
     assert rank.is_running(), "the rank runs as long as its launcher"
     process.send_signal(how)
-    rank.wait(20)
+    rank.wait(HANGS)
     told, explained = process.communicate()[1].splitlines()
     assert told == "told"
     assert explained == f"train.py: the launcher (process {process.pid}) ended before its ranks, so this rank stops"
@@ -87,10 +87,9 @@ def test_other_processes_outlive_their_parent_and_say_nothing(
     assert ends is not killed
     if killed:
         process.kill()
-        process.wait()
-        time.sleep(0.2)
+        process.wait()  # by then, the kernel would have sent the rank a signal
     assert rank.is_running()
-    assert process.communicate(timeout=20)[1] == ""  # closes stdin, which ends the rank
+    assert process.communicate(timeout=HANGS)[1] == ""  # closes stdin, which ends the rank
 
 
 @pytest.mark.parametrize(

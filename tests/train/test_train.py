@@ -100,7 +100,13 @@ def test_the_saved_config_and_a_checkpoint_reproduce_the_run(finished: Path) -> 
     assert after["config"]["checkpoint"].pop("load") != before["config"]["checkpoint"].pop("load")
     assert after["config"] == before["config"]
     curves = saved_state(resumed)["callbacks"]["LearningCurves"]
-    assert curves == saved_state(finished)["callbacks"]["LearningCurves"]
+    first = saved_state(finished)["callbacks"]["LearningCurves"]
+    assert {**curves, "seconds": 0, "elapsed": 0} == {**first, "seconds": 0, "elapsed": 0}
+    shown = after["evaluations"]
+    assert [e["batch"] for e in shown] == list(curves["evaluations"])
+    assert [e["seconds"] for e in shown] == sorted(e["seconds"] for e in shown)
+    assert shown[-1]["seconds"] > first["elapsed"], "the time of earlier processes counts"
+    assert {name: shown[-1][name] for name in ("accuracy", "loss")}.items() <= after["metrics"].items()
     assert list(curves["losses"]) == list(range(1, 19))
     assert {"accuracy", "loss"} <= set(curves["evaluations"][6])
     height, width = imread(resumed / "throughput.png").shape[:2]

@@ -8,13 +8,15 @@ from __future__ import annotations
 import json
 import textwrap
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from composer_speedups.train.config.load import load_config
+from composer_speedups.tasks.config import ModelConfig
+from composer_speedups.tasks.task import checked_task
+from composer_speedups.train.config.load import load_config, load_with_origins
 from tests.conftest import ROOT
 from tests.helpers.jobs import run
 from tests.helpers.stand_ins import make_stand_ins
@@ -157,3 +159,11 @@ def test_fp32_means_fp32_on_a_gpu() -> None:
         "float32_matmul_precision": "highest",
     }
     assert json.loads(Path("runs/bert_imdb_fp32/report.json").read_text())["throughput"]["peak"]["precision"] == "fp32"
+
+
+@pytest.mark.parametrize("task", get_args(get_type_hints(ModelConfig)["task"]))
+def test_custom_trains_every_task_with_the_tasks_own_columns(task: str) -> None:
+    config, origins = load_with_origins(ROOT / "yamls" / "custom.yaml", [f"model.task={task}"])
+    built = checked_task(config, origins)
+    assert built.texts == list(type(built).default_texts)
+    assert built.label_column == type(built).default_label

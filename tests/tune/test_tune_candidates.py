@@ -91,8 +91,8 @@ def test_a_candidate_replaces_conflicting_techniques_but_never_the_recipe() -> N
     added = apply_candidate(Candidate("fused", {"unpadding": {}, "fused_layers": {}}), few)
     assert added == {**few, "fused_layers": {}}, "settings that are there stay"
     fused = Candidate("fused", {"unpadding": {}, "fused_layers": {}})
-    with pytest.raises(Refused, match="lora is part of the recipe and stays"):
-        apply_candidate(fused, {"lora": {}})
+    with pytest.raises(Refused, match="sparse_upcycling is part of the recipe and stays"):
+        apply_candidate(fused, {"sparse_upcycling": {}})
     with pytest.raises(Refused, match="already in the set"):
         apply_candidate(Candidate("x", {"torch_compile": {"scope": "model"}}), {"torch_compile": {}})
 

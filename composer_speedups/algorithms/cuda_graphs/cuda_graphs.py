@@ -55,7 +55,7 @@ class CUDAGraphs(Technique):
     def reset(self) -> None:
         super().reset()
         self._calls: GraphedCalls | None = None
-        self._batches = 0  # number of batches trained by this process
+        self._batches = 0  # number of batches that this process trained with the present parameters
 
     def requirements(self, context: Context) -> Iterable[Requirement]:
         yield needs_cuda(context, "capturing graphs")
@@ -77,6 +77,8 @@ class CUDAGraphs(Technique):
         state.outputs, state.loss = None, None  # type: ignore[assignment]  # as before the first batch
         assert self._calls is not None
         self._calls.accumulate = not isinstance(state.model, DistributedDataParallel)  # DDP needs autograd's hooks
+        if self._calls.forget_outdated():
+            self._batches = 0  # DDP has new buckets
         self._wait_for_buckets(state.model)
 
     def batch_end(self, state: State) -> None:

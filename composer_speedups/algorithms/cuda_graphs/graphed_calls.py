@@ -37,7 +37,7 @@ class GraphedCalls:
             values, in tuples. They are treated as arguments. If one is None or empty, the call runs the original
             function.
         cut_behind: Blocks after which the backward pass is cut into segments with one graph each (see
-            :mod:`.segments`); empty by default.
+            :mod:`.segments`); empty by default. It is not cut behind frozen blocks, before which it ends.
         accumulate: Whether a backward pass adds the gradients to ``parameter.grad`` itself; False by default. See
             :class:`.Captured`.
         pool: Memory pool shared by the graphs, from ``torch.cuda.graph_pool_handle``; None gives each graph its own.
@@ -64,6 +64,8 @@ class GraphedCalls:
         self.accumulate = False
         self.pool: Any = None
         self._graphs: dict[Hashable, _Graph] = {}
+        self._parameters: list[nn.Parameter] = []
+        self._trained: list[bool] | None = None  # which of them required gradients in the last call
         self._gradients: SharedGradients | None = None
         self._attribute: str | None = None
         self.replays = self.eager_calls = self.eager_first = 0
@@ -83,6 +85,7 @@ class GraphedCalls:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.model.training or not torch.is_grad_enabled():
             return self.original(*args, **kwargs)
+        self.forget_outdated()
         args = tuple(dict(a) if isinstance(a, Mapping) else a for a in args)  # pytree does not support UserDict
         carried = tuple(getattr(module, attribute) for module, attribute in self.carries())
         leaves, spec = tree_flatten((args, kwargs, carried))
@@ -98,6 +101,21 @@ class GraphedCalls:
             return self.original(*args, **kwargs)
         self.replays += 1
         return graph(leaves)
+
+    def forget_outdated(self) -> bool:
+        """Drop all graphs if parameters were frozen or thawed since the last call; return whether they were.
+
+        Later calls are captured again. Calls whose backward pass is due keep their graphs.
+        """
+        self._parameters = self._parameters or list(self.model.parameters())
+        before, self._trained = self._trained, [parameter.requires_grad for parameter in self._parameters]
+        if before is None or before == self._trained:
+            return False
+        if self._graphs and self.pool is not None:  # a pool whose graphs were freed cannot be used again
+            self.pool = torch.cuda.graph_pool_handle()
+        self._graphs.clear()
+        self._gradients = None
+        return True
 
     def _capture(self, key: Hashable, leaves: list[Any], spec: TreeSpec) -> _Graph | None:
         """Capture and keep the graph of a shape; None if there are ``max_graphs`` already, or if it failed."""
@@ -195,8 +213,9 @@ class _Graph:
                 placeholders = self._placeholders.of(gradients.parameters)
                 recorder.settle()
                 with capturing():
+                    trained = [block for block in calls.cut_behind if any(p.requires_grad for p in block.parameters())]
                     self._replay = Captured(
-                        self._call, static, placeholders, gradients, recorder, calls.cut_behind, calls.accumulate
+                        self._call, static, placeholders, gradients, recorder, trained, calls.accumulate
                     )
         except torch.OutOfMemoryError:
             raise

@@ -65,7 +65,11 @@ def _main(run: Mapping[str, Any]) -> None:
     fp16 = settings.get("mixed_precision", {}).get("dtype") == "fp16" or run["precision"] == "amp_fp16"
     float8 = settings["fused_layers"].get("precision") == "fp8"
     dtype = torch.float16 if fp16 else torch.bfloat16
-    compile_ahead(shape, dtype, torch.device("cuda", 0), float8=float8).close()
+    ranks: tuple[int, ...] = ()
+    if (lora := settings.get("lora")) is not None and not {"targets", "dropout"} & lora.keys():
+        rank = lora.get("rank", 8)
+        ranks = (3 * rank, rank, rank, rank)
+    compile_ahead(shape, dtype, torch.device("cuda", 0), float8=float8, ranks=ranks).close()
 
 
 if __name__ == "__main__":

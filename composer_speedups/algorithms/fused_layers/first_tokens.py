@@ -22,7 +22,8 @@ def compute_first_tokens(model: nn.Module) -> None:
         if len(encoders) != 1 or family is None or not isinstance(outer, ModelAroundEncoder):
             continue
         blocks, reads = blocks_of(encoders[0]), family.reads(type(outer).__name__, outer.config)
-        if outer.call_rules.first_token_readers is not None or reads is not Reads.FIRST_TOKEN:
+        known = outer.call_rules.first_token_readers
+        if (known is not None and known.is_unchanged()) or reads is not Reads.FIRST_TOKEN:
             continue
         if isinstance(blocks[-1], FusedLayer) and not model_differences(outer, name, skip=[blocks]):
             inside = {*blocks.modules(), *outer.get_input_embeddings().modules()}

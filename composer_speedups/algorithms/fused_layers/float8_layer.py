@@ -1,4 +1,7 @@
-"""An encoder layer of BERT's kind as one autograd function with 8-bit matmuls; weights' gradients are in 16 bits.
+"""An encoder layer of BERT's kind as one autograd function with 8-bit matmuls.
+
+Gradients of weights, and adapters' products and gradients, are in 16 bits. As in :mod:`.layer`, only the gradients that
+are wanted are computed.
 
 The kernel that computes a tensor also writes its 8-bit copy. The 16-bit tensor is only written if it is needed, for the
 residual or for a weight's gradient. See :mod:`~composer_speedups.kernels.float8` for the scales.
@@ -13,8 +16,11 @@ from typing import Any
 
 from torch import Tensor
 
-from composer_speedups.algorithms.fused_layers.layer import (
-    NO_SECOND_DERIVATIVE,
+from composer_speedups.algorithms.fused_layers.layer import NO_SECOND_DERIVATIVE
+from composer_speedups.algorithms.fused_layers.low_rank import LayerAdapters, gelu_gradients, gradients_of
+from composer_speedups.algorithms.fused_layers.products import (
+    PARAMETERS,
+    WEIGHTS,
     parameter_gradients,
     products,
     weight_gradient,
@@ -32,7 +38,7 @@ from composer_speedups.kernels.float8 import (
     cast_weights,
     scaled_product,
 )
-from composer_speedups.kernels.gelu import gelu_backward, gelu_float8
+from composer_speedups.kernels.gelu import gelu_float8
 from composer_speedups.kernels.norm import add_norm_backward, add_norm_forward
 
 __all__ = ["OPERANDS", "float8_layer"]
@@ -73,13 +79,17 @@ def float8_layer(
 
     Args:
         x_TH: The layer's input, bf16; sums and statistics are float32.
-        modules, rates: The layer's modules, whose widths are multiples of 16, and dropout rates.
+        modules, rates: The layer's modules, whose widths are multiples of 16 and whose Linears may have adapters, and
+            dropout rates.
         cu_seqlens, longest: See :class:`~composer_speedups.packing.tokens.TokenLayout`.
         scales: One row per operand of :data:`OPERANDS`, from :func:`~composer_speedups.kernels.float8.new_scales`.
         learn: Record this pass's magnitudes in ``scales``, for the next pass.
     """
     begun = begin_scales(scales, _GRADIENTS, keep=learn)
-    return _Float8Layer.apply(x_TH, cu_seqlens, longest, modules, rates, begun, *modules.parameters())
+    adapters, tokens = LayerAdapters.of(modules), (cu_seqlens, longest)
+    return _Float8Layer.apply(
+        x_TH, *tokens, modules, rates, begun, adapters, *modules.parameters(), *adapters.tensors()
+    )
 
 
 class _Float8Layer(FirstDerivative):
@@ -94,34 +104,46 @@ class _Float8Layer(FirstDerivative):
         modules: LayerModules,
         rates: DropoutRates,
         scales: Tensor,
-        *parameters: Tensor,
+        adapters: LayerAdapters,
+        *tensors: Tensor,
     ) -> Tensor:
-        x, dtype = x.contiguous(), x.dtype
+        x, dtype, parameters = x.contiguous(), x.dtype, tensors[:PARAMETERS]
+        merged = adapters.merged(parameters)
         rows = scales[_Row.QKV_WEIGHT : _Row.DOWN_WEIGHT + 1]
-        weights, turned = cast_weights([parameters[i] for i in (0, 2, 4, 6, 10, 12)], rows.unbind())
+        weights, turned = cast_weights([merged[i] for i in WEIGHTS], rows.unbind())
+        del merged
         qkv_w, out_w, up_w, down_w = weights
         ((qkv_b, out_b, up_b, down_b),) = products(parameters, dtype, kinds=(1,))
         norm1_w, norm1_b, norm2_w, norm2_b = (parameters[i] for i in (8, 9, 14, 15))
-        seeds = draw_seeds(3, x.device, dropout=any(rates))
+        seeds = draw_seeds(9 if adapters.drop else 3, x.device, dropout=any(rates) or adapters.drop)
+        needs = ctx.needs_input_grad
+        branches = adapters.branches(seeds[3:], dtype, needs[_ADAPTERS:])
+        on_qkv, on_out, on_up, on_down = branches
         qkv = scaled_product(cast_float8(x, scales[_Row.X]), qkv_w, dtype, qkv_b)
+        z_qkv = on_qkv.forward(x, qkv)
         attended8 = Float8.like(x, ACTIVATION, scales[_Row.ATTENDED])
         attended, logs = attention_forward(
             qkv, cu, longest, modules.heads, rates.attention_weights, seeds[0], operand=attended8
         )
         summed1 = scaled_product(attended8, out_w, dtype, out_b)
+        z_out = on_out.forward(attended, summed1)
         eps = modules.attention_norm.eps, modules.output_norm.eps
         hidden8 = Float8.like(x, ACTIVATION, scales[_Row.HIDDEN])
         hidden, summed1, stats1 = add_norm_forward(
             summed1, x, norm1_w, norm1_b, eps[0], rates.attention, seeds[1], hidden8
         )
         up = scaled_product(hidden8, up_w, dtype, up_b)
+        z_up = on_up.forward(hidden, up)
         summed2 = scaled_product(gelu_float8(up, scales[_Row.ACTIVATED]), down_w, dtype, down_b)
+        z_down = on_down.from_gelu(up, summed2)
         out, summed2, stats2 = add_norm_forward(summed2, hidden, norm2_w, norm2_b, eps[1], rates.output, seeds[2])
+        needs_x = any(needs[_FIRST + i] for i in WEIGHTS[:3]) or adapters.read_input(needs[_ADAPTERS:])
         ctx.save_for_backward(
-            x, qkv, attended, logs, summed1, stats1, up, summed2, stats2, cu, *seeds, norm1_w, norm1_b, norm2_w,
-            *(weight.values for weight in turned),
+            x if needs_x else None, qkv, attended, logs, summed1, stats1, up, summed2, stats2, cu,
+            norm1_w, norm1_b, norm2_w, *(weight.values for weight in turned), z_qkv, z_out, z_up, z_down,
+            *seeds[:3],
         )  # fmt: skip
-        ctx.longest, ctx.rates, ctx.scales = longest, rates, scales
+        ctx.longest, ctx.rates, ctx.scales, ctx.branches = longest, rates, scales, branches
         # Another forward pass before this backward pass may cast the weights with other scales.
         ctx.weight_scales = rows.clone().unbind()
         ctx.dtypes = [p.dtype for p in parameters]
@@ -129,35 +151,51 @@ class _Float8Layer(FirstDerivative):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        (x, qkv, attended, logs, summed1, stats1, up, summed2, stats2, cu, seed0, seed1, seed2,
-         norm1_w, norm1_b, norm2_w, *turned) = ctx.saved_tensors  # fmt: skip
-        qkv_w, out_w, up_w, down_w = map(Float8, turned, ctx.weight_scales)
-        rates, scales, dtype = ctx.rates, ctx.scales, x.dtype
+        (x, qkv, attended, logs, summed1, stats1, up, summed2, stats2, cu,
+         norm1_w, norm1_b, norm2_w, *rest) = ctx.saved_tensors  # fmt: skip
+        qkv_w, out_w, up_w, down_w = map(Float8, rest[:4], ctx.weight_scales)
+        (z_qkv, z_out, z_up, z_down), seeds = rest[4:8], rest[8:]
+        rates, scales, dtype = ctx.rates, ctx.scales, qkv.dtype
+        needs = ctx.needs_input_grad
+        wanted = needs[_FIRST:_ADAPTERS]
+        on_qkv, on_out, on_up, on_down = ctx.branches
 
         def operand(like: Tensor, row: _Row) -> Float8:
             return Float8.like(like, GRADIENT, scales[row])
 
         d_down8, d_up8 = operand(grad, _Row.D_DOWN), operand(up, _Row.D_UP)
         d_hidden, d_down, sums2, _ = add_norm_backward(
-            grad.contiguous(), summed2, stats2, norm2_w, rates.output, seed2, operand=d_down8
+            grad.contiguous(), summed2, stats2, norm2_w, rates.output, seeds[2], operand=d_down8
         )
-        d_up, activated, sums_up = gelu_backward(scaled_product(d_down8, down_w, dtype), up, d_up8)
-        d_down_w = weight_gradient(d_down, activated, ctx.dtypes[12])
-        del activated, d_down, d_down8
+        d_activated = scaled_product(d_down8, down_w, dtype)
+        d_up, sums_up, d_down_w, dz_up = gelu_gradients(
+            d_activated, up, d_down, on_up, on_down, z_up, z_down, wanted, ctx.dtypes, d_up8
+        )
+        del d_activated, d_down, d_down8
         more = scaled_product(d_up8, up_w, dtype)
+        dz_up = on_up.through(d_up, z_up, more) if dz_up is None else dz_up
         d_out8 = operand(grad, _Row.D_OUT)
         d_x, d_out, sums1, hidden = add_norm_backward(
-            d_hidden, summed1, stats1, norm1_w, rates.attention, seed1, norm1_b, more, d_out8
+            d_hidden, summed1, stats1, norm1_w, rates.attention, seeds[1], norm1_b, more, d_out8
         )
         assert hidden is not None
-        d_up_w = weight_gradient(d_up, hidden, ctx.dtypes[10])
+        d_up_w = weight_gradient(d_up, hidden, ctx.dtypes[10]) if wanted[10] else None
+        on_up.finish(hidden, dz_up)
         del d_up, d_up8, hidden, d_hidden, more
-        d_out_w = weight_gradient(d_out, attended, ctx.dtypes[6])
+        d_out_w = weight_gradient(d_out, attended, ctx.dtypes[6]) if wanted[6] else None
         d_attended, d_qkv8 = scaled_product(d_out8, out_w, dtype), operand(qkv, _Row.D_QKV)
+        on_out.finish(attended, on_out.through(d_out, z_out, d_attended))
         d_qkv, sums_qkv = attention_backward(
-            d_attended, qkv, attended, logs, cu, ctx.longest, rates.attention_weights, seed0, operand=d_qkv8
+            d_attended, qkv, attended, logs, cu, ctx.longest, rates.attention_weights, seeds[0], operand=d_qkv8
         )
-        d_weights = weight_gradient(d_qkv, x, ctx.dtypes[0]), d_out_w, d_up_w, d_down_w
-        gradients = parameter_gradients(ctx.dtypes, d_weights, (sums2, sums_up, sums1, sums_qkv))
-        d_x += scaled_product(d_qkv8, qkv_w, dtype)
-        return d_x, None, None, None, None, None, *gradients
+        d_qkv_w = weight_gradient(d_qkv, x, ctx.dtypes[0]) if any(wanted[i] for i in WEIGHTS[:3]) else None
+        if needs[0]:
+            d_x += scaled_product(d_qkv8, qkv_w, dtype)
+        on_qkv.finish(x, on_qkv.through(d_qkv, z_qkv, d_x if needs[0] else None))
+        d_weights = d_qkv_w, d_out_w, d_up_w, d_down_w
+        gradients = parameter_gradients(ctx.dtypes, wanted, d_weights, (sums2, sums_up, sums1, sums_qkv))
+        return d_x if needs[0] else None, *[None] * 6, *gradients, *gradients_of(ctx.branches)
+
+
+_FIRST = 7  # number of the first parameter among the function's inputs
+_ADAPTERS = _FIRST + PARAMETERS  # number of the first tensor of an adapter

@@ -16,16 +16,18 @@ from composer_speedups.algorithms.fused_layers.modules import (
     FusedGatedLayer,
     FusedLayer,
 )
+from composer_speedups.core.adapters import is_adapted
 from composer_speedups.core.requirements import needs_triton, require, unsuitable_device
 from composer_speedups.core.stock import Untouched, built_on_meta, differences
 from composer_speedups.families.blocks import blocks_of
 from composer_speedups.families.family import config_value, family_of, family_titles
-from composer_speedups.packing.derived_classes import derived_class, restore_class
+from composer_speedups.packing.derived_classes import derived_class, restore_class, stock_class
 from composer_speedups.packing.encoder import unpadded_encoders
 from composer_speedups.surgery.already_applied import refuse_other_settings
 
 __all__ = ["apply_fused_layers", "float8_scales", "load_float8_scales", "undo_fused_layers", "unfused_layers"]
 _HEAD_SIZES = (16, 32, 64, 128)
+_NO_ADAPTERS = "fused_layers supports adapters in BERT's layers and similar ones, not in {}"
 _FLOAT8_CAPABILITY = (8, 9)  # compute capability of torch._scaled_mm
 
 LastLayer = Literal["needed", "all"]
@@ -37,9 +39,11 @@ def apply_fused_layers(
 ) -> list[str]:
     """Make the encoder layers of an unpadded model compute with fused kernels.
 
-    A layer is fused only if it is exactly what transformers builds from the model's configuration. A layer with any
-    difference (a PEFT adapter, a hook, another activation, a quantized or pruned weight, a missing bias) runs its own
-    forward on the packed tokens. So does a layer that is changed later.
+    A layer is fused only if it is exactly what transformers builds from the model's configuration, with or without
+    PEFT's LoRA adapters on its Linears. A layer with any difference (another kind of adapter such as DoRA, several
+    active adapters, a hook, another activation, a quantized or pruned weight, a missing bias) runs its own forward on
+    the packed tokens. So does a layer that is changed later, until the function is called again. Parameters may be
+    frozen: only the gradients that are wanted are computed.
 
     Args:
         model: A model changed by :func:`apply_unpadding`; changed in place, except for its parameters, their names and
@@ -83,6 +87,9 @@ def fuse(model: nn.Module, last_layer: LastLayer, precision: Precision, owner: i
         check_float8(layers.values())
     if _on_gpu(layers.values()):
         require(needs_triton())
+    for name, layer in layers.items():
+        if name in reasons and isinstance(layer, FusedLayer) and not _why_not(layer, name, _config_around(model, name)):
+            layer.untouched = Untouched.inside(layer)  # it has got adapters since, or lost them
     mixins = _new_mixins(model, layers.keys() - reasons.keys())
     for name, mixin in mixins.items():
         module: Any = model.get_submodule(name)
@@ -210,11 +217,8 @@ def unfused_layers(model: nn.Module) -> dict[str, str]:
     for name, layer in _layers(model).items():
         config = encoders[id(layer)].packing.config
         if isinstance(layer, FusedLayer):
-            reason = (
-                None
-                if layer.untouched.is_unchanged()
-                else _why_not(layer, name, config, built) or f"{name} was changed"
-            )
+            changed = not layer.untouched.is_unchanged() or layer.refused_adapter() is not None
+            reason = (_why_not(layer, name, config, built) or f"{name} was changed") if changed else None
         else:
             reason = _unsupported(config, layer) or _why_not(layer, name, config, built)
         if reason:
@@ -256,8 +260,11 @@ def _unsupported(config: Any, layer: nn.Module) -> str | None:
     if size not in _HEAD_SIZES:
         return f"fused_layers supports heads of {', '.join(map(str, _HEAD_SIZES))} units, and these have {size}"
     family = family_of(type(layer))
-    if family is not None and family.gated and any(name.endswith("bias") for name, _ in layer.named_parameters()):
-        return f"fused_layers supports {type(layer).__name__} without biases, and this one has some"
+    if family is not None and family.gated:
+        if any(name.endswith("bias") for name, _ in layer.named_parameters()):
+            return f"fused_layers supports {type(layer).__name__} without biases, and this one has some"
+        if any(map(is_adapted, layer.modules())):
+            return _NO_ADAPTERS.format(type(layer).__name__)
     return None
 
 
@@ -266,6 +273,8 @@ def _why_not(module: nn.Module, name: str, config: Any, built: dict[Any, nn.Modu
 
     ``built`` caches the modules built for the comparison, for further modules of the class.
     """
+    if isinstance(module, FusedGatedLayer) and any(map(is_adapted, module.modules())):
+        return _NO_ADAPTERS.format(stock_class(type(module)).__name__)
     built = {} if built is None else built
     # ModernBERT's layers differ by their index.
     index = {name: value for name, value in vars(module).items() if name == "layer_idx"}

@@ -57,7 +57,6 @@ class FusedLayers(ParityCheckedTechnique):
         Conflict(
             "float8_linear", "fused_layers computes the matmuls itself; for 8-bit matmuls, set its precision: fp8"
         ),
-        Conflict("lora", "fused_layers computes the layers from their own weights and would ignore the adapters"),
         Conflict(
             "sparse_upcycling",
             "fused_layers computes the feed-forward layers itself and would ignore the experts",
@@ -114,11 +113,13 @@ class FusedLayers(ParityCheckedTechnique):
             self.reapply(state)
         device, other = device_of(state), isinstance(self._layers[0], FusedGatedLayer | FusedDisentangledLayer)
         if device.type == "cuda" and not other:  # compile_ahead supports only layers like BERT's
+            from composer_speedups.algorithms.fused_layers.low_rank import LayerAdapters  # imports Triton
             from composer_speedups.kernels.compile_ahead import compile_ahead
 
             dtype = torch.float16 if state.precision == Precision.AMP_FP16 else torch.bfloat16
             shape = modules_shape(self._layers[0], next(iter(self._embeddings), None))
-            self._compiling = compile_ahead(shape, dtype, device, float8=self.precision == "fp8")
+            ranks = LayerAdapters.of(self._layers[0].layer_modules()).ranks()
+            self._compiling = compile_ahead(shape, dtype, device, float8=self.precision == "fp8", ranks=ranks)
         unfused = unfused_layers(state.model)
         return {"layers": len(self._layers), **({"unfused": unfused} if unfused else {})}
 

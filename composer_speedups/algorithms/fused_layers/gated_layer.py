@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from composer_speedups.algorithms.fused_layers.layer import NO_SECOND_DERIVATIVE, weight_gradient
+from composer_speedups.algorithms.fused_layers.layer import NO_SECOND_DERIVATIVE
+from composer_speedups.algorithms.fused_layers.products import weight_gradient
 from composer_speedups.families.family import DropoutRates, GatedLayerModules
 from composer_speedups.kernels.attention import attention_backward, attention_forward
 from composer_speedups.kernels.dropout import draw_seeds
@@ -94,19 +95,19 @@ class _GatedLayer(FirstDerivative):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         (x, stats1, qkv, attended, logs, summed, stats2, up, cos, sin, cu, seed0, seed1, seed2,
          qkv_w, out_w, up_w, down_w, *norms) = ctx.saved_tensors  # fmt: skip
-        rates, dtypes, dtype = ctx.rates, ctx.dtypes, qkv.dtype
+        rates, dtypes, dtype, wanted = ctx.rates, ctx.dtypes, qkv.dtype, ctx.needs_input_grad[_FIRST:]
         grad = grad.contiguous()
         d_down = grad.to(dtype)
         d_up, gated = geglu_backward(torch.mm(d_down, down_w), up, rates.output, seed2)
-        d_down_w = weight_gradient(d_down, gated, dtypes[3])
+        d_down_w = weight_gradient(d_down, gated, dtypes[3]) if wanted[3] else None
         del d_down, gated
         d_x, d_out, d_norm2, normed = pre_norm_backward(
             torch.mm(d_up, up_w), grad, summed, stats2, norms[-1], rates.attention, seed1, sublayer=True
         )
         assert d_out is not None
-        d_up_w = weight_gradient(d_up, normed, dtypes[2])
+        d_up_w = weight_gradient(d_up, normed, dtypes[2]) if wanted[2] else None
         del d_up, normed
-        d_out_w = weight_gradient(d_out, attended, dtypes[1])
+        d_out_w = weight_gradient(d_out, attended, dtypes[1]) if wanted[1] else None
         d_qkv, _ = attention_backward(
             torch.mm(d_out, out_w), qkv, attended, logs, cu, ctx.longest, rates.attention_weights, seed0, ctx.window
         )
@@ -118,10 +119,14 @@ class _GatedLayer(FirstDerivative):
         else:
             normed = x.to(dtype)
             d_x += d_normed
-        d_qkv_w = weight_gradient(d_qkv, normed, dtypes[0])
+        d_qkv_w = weight_gradient(d_qkv, normed, dtypes[0]) if wanted[0] else None
         gradients = [d_qkv_w, d_out_w, d_up_w, d_down_w, *d_norms]
-        wanted = [g.to(dtype) for g, dtype in zip(gradients, dtypes, strict=True)]
-        return d_x, None, None, None, None, None, None, None, *wanted
+        each = zip(gradients, dtypes, wanted, strict=True)
+        found = [g.to(dtype) if want and g is not None else None for g, dtype, want in each]
+        return d_x if ctx.needs_input_grad[0] else None, *[None] * (_FIRST - 1), *found
+
+
+_FIRST = 8  # number of the first parameter among the function's inputs
 
 
 def _in_dtype(weights: tuple[Tensor, ...], dtype: torch.dtype) -> list[Tensor]:

@@ -1,27 +1,40 @@
 """An encoder layer of BERT's kind as one autograd function; its forward pass is four matmuls and four kernels.
 
-DeBERTa's layers have another attention kernel.
+DeBERTa's layers have another attention kernel. Only the gradients that are wanted are computed: a frozen weight has no
+third matmul, and the first layer over frozen embeddings has no input gradient.
 
 Shapes: T packed tokens, H hidden units, F feed-forward units, A heads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from composer_speedups.algorithms.fused_layers.low_rank import (
+    LayerAdapters,
+    gelu_and_z,
+    gelu_gradients,
+    gradients_of,
+)
+from composer_speedups.algorithms.fused_layers.products import (
+    PARAMETERS,
+    WEIGHTS,
+    parameter_gradients,
+    products,
+    weight_gradient,
+)
 from composer_speedups.families.family import DropoutRates, LayerModules
 from composer_speedups.kernels.attention import attention_backward, attention_forward
-from composer_speedups.kernels.casts import cast_together
 from composer_speedups.kernels.disentangled_attention import disentangled_backward, disentangled_forward
 from composer_speedups.kernels.dropout import draw_seeds
 from composer_speedups.kernels.first_derivative import FirstDerivative
-from composer_speedups.kernels.gelu import gelu_backward, gelu_forward
 from composer_speedups.kernels.norm import add_norm_backward, add_norm_forward
-from composer_speedups.kernels.sums import partial_sums, totals
+from composer_speedups.kernels.sums import partial_sums
+
+__all__ = ["NO_SECOND_DERIVATIVE", "disentangled_layer", "fused_layer"]
 
 NO_SECOND_DERIVATIVE = (
     "fused_layers has no second derivative (create_graph=True); call undo_fused_layers(model), or remove fused_layers"
@@ -33,10 +46,11 @@ def fused_layer(x_TH: Tensor, modules: LayerModules, rates: DropoutRates, cu_seq
 
     Args:
         x_TH: The layer's input, bf16 or fp16. Matmuls have its dtype; sums and statistics are float32.
-        modules, rates: The layer's modules and dropout rates.
+        modules, rates: The layer's modules, whose Linears may have adapters, and dropout rates.
         cu_seqlens, longest: See :class:`~composer_speedups.packing.tokens.TokenLayout`.
     """
-    return _Layer.apply(x_TH, cu_seqlens, longest, modules, rates, None, None, *modules.parameters())
+    adapters, tokens = LayerAdapters.of(modules), (cu_seqlens, longest)
+    return _Layer.apply(x_TH, *tokens, modules, rates, None, None, adapters, *modules.parameters(), *adapters.tensors())
 
 
 def disentangled_layer(
@@ -53,7 +67,10 @@ def disentangled_layer(
     For ``positions`` (P, 2·H), which get a gradient, and ``entries``, see
     :func:`~composer_speedups.kernels.disentangled_attention.disentangled_forward`.
     """
-    return _Layer.apply(x_TH, cu_seqlens, longest, modules, rates, positions, entries, *modules.parameters())
+    adapters, tokens = LayerAdapters.of(modules), (cu_seqlens, longest)
+    return _Layer.apply(
+        x_TH, *tokens, modules, rates, positions, entries, adapters, *modules.parameters(), *adapters.tensors()
+    )
 
 
 class _Layer(FirstDerivative):
@@ -69,95 +86,89 @@ class _Layer(FirstDerivative):
         rates: DropoutRates,
         positions: Tensor | None,
         entries: Tensor | None,
-        *parameters: Tensor,
+        adapters: LayerAdapters,
+        *tensors: Tensor,
     ) -> Tensor:
-        x = x.contiguous()
-        (qkv_w, out_w, up_w, down_w), (qkv_b, out_b, up_b, down_b) = products(parameters, x.dtype)
+        x, parameters = x.contiguous(), tensors[:PARAMETERS]
+        (qkv_w, out_w, up_w, down_w), (qkv_b, out_b, up_b, down_b) = products(adapters.merged(parameters), x.dtype)
         norm1_w, norm1_b, norm2_w, norm2_b = (parameters[i] for i in (8, 9, 14, 15))
-        seeds = draw_seeds(3, x.device, dropout=any(rates))
+        seeds = draw_seeds(9 if adapters.drop else 3, x.device, dropout=any(rates) or adapters.drop)
+        needs = ctx.needs_input_grad
+        branches = adapters.branches(seeds[3:], x.dtype, needs[_ADAPTERS:])
+        on_qkv, on_out, on_up, on_down = branches
         qkv = torch.addmm(qkv_b, x, qkv_w.t())
+        z_qkv = on_qkv.forward(x, qkv)
         attention_inputs = (cu, longest, modules.heads, rates.attention_weights, seeds[0])
         if positions is None or entries is None:
             attended, logs = attention_forward(qkv, *attention_inputs)
         else:
             attended, logs = disentangled_forward(qkv, positions, entries, *attention_inputs)
         summed1 = torch.addmm(out_b, attended, out_w.t())
+        z_out = on_out.forward(attended, summed1)
         eps = modules.attention_norm.eps, modules.output_norm.eps
         hidden, summed1, stats1 = add_norm_forward(summed1, x, norm1_w, norm1_b, eps[0], rates.attention, seeds[1])
         up = torch.addmm(up_b, hidden, up_w.t())
-        summed2 = torch.addmm(down_b, gelu_forward(up), down_w.t())
+        z_up = on_up.forward(hidden, up)
+        activated, z_down = gelu_and_z(on_down, up)
+        summed2 = torch.addmm(down_b, activated, down_w.t())
+        if z_down is None:
+            z_down = on_down.forward(activated, summed2)
+        del activated
         out, summed2, stats2 = add_norm_forward(summed2, hidden, norm2_w, norm2_b, eps[1], rates.output, seeds[2])
+        needs_x = any(needs[_FIRST + i] for i in WEIGHTS[:3]) or adapters.read_input(needs[_ADAPTERS:])
         ctx.save_for_backward(
-            x, qkv, attended, logs, summed1, stats1, up, summed2, stats2, cu, *seeds,
+            x if needs_x else None, qkv, attended, logs, summed1, stats1, up, summed2, stats2, cu,
             qkv_w, out_w, up_w, down_w, norm1_w, norm1_b, norm2_w, positions, entries,
+            z_qkv, z_out, z_up, z_down, *seeds[:3],
         )  # fmt: skip
-        ctx.longest, ctx.rates = longest, rates
+        ctx.longest, ctx.rates, ctx.branches = longest, rates, branches
         ctx.dtypes = [p.dtype for p in parameters]
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        (x, qkv, attended, logs, summed1, stats1, up, summed2, stats2, cu, seed0, seed1, seed2,
-         qkv_w, out_w, up_w, down_w, norm1_w, norm1_b, norm2_w, positions, entries) = ctx.saved_tensors  # fmt: skip
-        rates = ctx.rates
+        (x, qkv, attended, logs, summed1, stats1, up, summed2, stats2, cu,
+         qkv_w, out_w, up_w, down_w, norm1_w, norm1_b, norm2_w, positions, entries,
+         z_qkv, z_out, z_up, z_down, *seeds) = ctx.saved_tensors  # fmt: skip
+        rates, needs = ctx.rates, ctx.needs_input_grad
+        wanted = needs[_FIRST:_ADAPTERS]
+        on_qkv, on_out, on_up, on_down = ctx.branches
         # Without dropout, the first two gradients of a norm are the same tensor, so it is added to only after the
         # matmuls that read it.
-        d_hidden, d_down, sums2, _ = add_norm_backward(grad.contiguous(), summed2, stats2, norm2_w, rates.output, seed2)
-        d_up, activated, sums_up = gelu_backward(torch.mm(d_down, down_w), up)
-        d_down_w = weight_gradient(d_down, activated, ctx.dtypes[12])
-        del activated, d_down
+        d_hidden, d_down, sums2, _ = add_norm_backward(
+            grad.contiguous(), summed2, stats2, norm2_w, rates.output, seeds[2]
+        )
+        d_up, sums_up, d_down_w, dz_up = gelu_gradients(
+            torch.mm(d_down, down_w), up, d_down, on_up, on_down, z_up, z_down, wanted, ctx.dtypes
+        )
+        del d_down
         d_hidden.addmm_(d_up, up_w)
+        dz_up = on_up.through(d_up, z_up, d_hidden) if dz_up is None else dz_up
         d_x, d_out, sums1, hidden = add_norm_backward(
-            d_hidden, summed1, stats1, norm1_w, rates.attention, seed1, norm1_b
+            d_hidden, summed1, stats1, norm1_w, rates.attention, seeds[1], norm1_b
         )
         assert hidden is not None
-        d_up_w = weight_gradient(d_up, hidden, ctx.dtypes[10])
+        d_up_w = weight_gradient(d_up, hidden, ctx.dtypes[10]) if wanted[10] else None
+        on_up.finish(hidden, dz_up)
         del d_up, hidden
-        d_out_w = weight_gradient(d_out, attended, ctx.dtypes[6])
+        d_out_w = weight_gradient(d_out, attended, ctx.dtypes[6]) if wanted[6] else None
         d_attended, d_positions = torch.mm(d_out, out_w), None
-        attention_inputs = (attended, logs, cu, ctx.longest, rates.attention_weights, seed0)
+        on_out.finish(attended, on_out.through(d_out, z_out, d_attended))
+        attention_inputs = (attended, logs, cu, ctx.longest, rates.attention_weights, seeds[0])
         if positions is None:
             d_qkv, sums_qkv = attention_backward(d_attended, qkv, *attention_inputs)
         else:
             d_qkv, d_positions = disentangled_backward(d_attended, qkv, positions, entries, *attention_inputs)
             d_positions = d_positions.to(positions.dtype)
             sums_qkv = partial_sums(d_qkv)
-        d_weights = weight_gradient(d_qkv, x, ctx.dtypes[0]), d_out_w, d_up_w, d_down_w
-        gradients = parameter_gradients(ctx.dtypes, d_weights, (sums2, sums_up, sums1, sums_qkv))
-        d_x.addmm_(d_qkv, qkv_w)
-        return d_x, None, None, None, None, d_positions, None, *gradients
+        d_qkv_w = weight_gradient(d_qkv, x, ctx.dtypes[0]) if any(wanted[i] for i in WEIGHTS[:3]) else None
+        if needs[0]:
+            d_x.addmm_(d_qkv, qkv_w)
+        on_qkv.finish(x, on_qkv.through(d_qkv, z_qkv, d_x if needs[0] else None))
+        d_weights = d_qkv_w, d_out_w, d_up_w, d_down_w
+        gradients = parameter_gradients(ctx.dtypes, wanted, d_weights, (sums2, sums_up, sums1, sums_qkv))
+        return d_x if needs[0] else None, *[None] * 4, d_positions, None, None, *gradients, *gradients_of(ctx.branches)
 
 
-def products(parameters: Sequence[Tensor], dtype: torch.dtype, kinds: Sequence[int] = (0, 1)) -> list[list[Tensor]]:
-    """Return the four matmuls' weights (kind 0) and biases (kind 1) in a dtype; query, key and value are one matmul."""
-    copies = iter(cast_together([parameters[i + kind] for kind in kinds for i in (0, 2, 4, 6, 10, 12)], dtype))
-    results = []
-    for _ in kinds:
-        query, _, _, *others = (next(copies) for _ in range(6))
-        # The copies of query, key and value follow one another in memory.
-        three = query.as_strided((3 * len(query), *query.shape[1:]), query.stride())
-        results.append([three, *others])
-    return results
-
-
-def parameter_gradients(
-    dtypes: Sequence[torch.dtype], weights: Sequence[Tensor], partial_sums: Sequence[Tensor]
-) -> list[Tensor]:
-    """Return the gradients of a layer's parameters, in their order and dtypes.
-
-    Args:
-        dtypes: The parameters' dtypes.
-        weights: Gradients of the four matmuls' weights: qkv, out, up, down.
-        partial_sums: Of the second norm, of the up projection, of the first norm and of qkv, from their kernels.
-    """
-    (d_qkv_w, d_out_w, d_up_w, d_down_w), (norm2, d_up_b, norm1, d_qkv_b) = weights, totals(partial_sums)
-    gradients = [g for pair in zip(d_qkv_w.chunk(3), d_qkv_b.chunk(3), strict=True) for g in pair]
-    gradients += [d_out_w, norm1[2], norm1[0], norm1[1], d_up_w, d_up_b, d_down_w, norm2[2], norm2[0], norm2[1]]
-    return [g.to(dtype) for g, dtype in zip(gradients, dtypes, strict=True)]
-
-
-def weight_gradient(grad_TO: Tensor, x_TI: Tensor, dtype: torch.dtype) -> Tensor:
-    """Compute a weight's gradient (O, I); torch 2.8 and newer write float32 directly."""
-    if dtype == torch.float32 and grad_TO.is_cuda and hasattr(torch.ops.aten.mm, "dtype"):
-        return torch.mm(grad_TO.t(), x_TI, out_dtype=torch.float32)
-    return torch.mm(grad_TO.t(), x_TI)
+_FIRST = 8  # number of the first parameter among the function's inputs
+_ADAPTERS = _FIRST + PARAMETERS  # number of the first tensor of an adapter

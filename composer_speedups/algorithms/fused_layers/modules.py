@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from composer_speedups.core.adapters import adapter_of, adapter_refusal, merged_weight
 from composer_speedups.core.stock import Untouched
 from composer_speedups.core.trainer_state import autocast_dtype
 from composer_speedups.families.family import DropoutRates, Family, LayerModules, family_of
@@ -78,6 +79,11 @@ class FusedLayer(nn.Module):
             *(site[1].p if site is not None and (in_training or site[0].training) else 0.0 for site in self.dropouts())
         )
 
+    def refused_adapter(self) -> str | None:
+        """Return why the kernels do not support the adapter that is active now, such as one of several; None if they
+        do."""
+        return next(filter(None, map(adapter_refusal, self.layer_modules().linears())), None)
+
     def forward(
         self,
         hidden_states: Tensor,
@@ -94,7 +100,7 @@ class FusedLayer(nn.Module):
         if layout is None:
             self.ran = "stock"
             return super().forward(hidden_states, *args, **kwargs)
-        if not self.untouched.is_unchanged():
+        if not self.untouched.is_unchanged() or self.refused_adapter() is not None:
             self.ran = "unfused"
             return super().forward(hidden_states, *args, layout=layout, **kwargs)
         x_TH = hidden_states.squeeze(0)
@@ -136,8 +142,7 @@ class FusedLayer(nn.Module):
         """
         modules, rates, first_BH = self.layer_modules(), self.rates(), _first_tokens(x_TH, layout)
         key_value = _projected(x_TH, modules.key, modules.value)
-        query_BH = F.linear(first_BH, modules.query.weight, modules.query.bias)
-        attended_BH = _attend(query_BH, key_value, layout, modules.heads, rates.attention_weights)
+        attended_BH = _attend(modules.query(first_BH), key_value, layout, modules.heads, rates.attention_weights)
         return _scatter_first_tokens(_after_attention(attended_BH, first_BH, modules, rates), layout, len(x_TH))
 
 
@@ -146,6 +151,10 @@ class FusedGatedLayer(FusedLayer):
 
     ``position_embeddings`` are the cosines and sines of the tokens' rotary angles, (1, T, D).
     """
+
+    def refused_adapter(self) -> str | None:
+        """Return None: no adapter is supported, so one that was added later is a change of the layer."""
+        return None
 
     def by_kernels(self, x_TH: Tensor, layout: TokenLayout, dtype: torch.dtype, **kwargs: Any) -> Tensor:
         """Map (T, H) to (T, H) with Triton kernels and matmuls in ``dtype``."""
@@ -198,7 +207,7 @@ class FusedDisentangledLayer(FusedLayer):
         relative = kwargs.get("relative_pos")
         if not isinstance(relative, Relative):
             self.ran = "stock"
-        elif not self.untouched.is_unchanged():
+        elif not self.untouched.is_unchanged() or self.refused_adapter() is not None:
             self.ran = "unfused"
         else:
             out_TH = self._disentangled(hidden_states.squeeze(0), relative, kwargs["rel_embeddings"])
@@ -213,8 +222,7 @@ class FusedDisentangledLayer(FusedLayer):
         if relative.first_tokens_only and self.is_last:
             self.ran = "first tokens"
             first_BH = _first_tokens(x_TH, layout)
-            query_BH = F.linear(first_BH, modules.query.weight, modules.query.bias)
-            query_BAD = query_BH.unflatten(-1, (modules.heads, -1))
+            query_BAD = modules.query(first_BH).unflatten(-1, (modules.heads, -1))
             key_value = _projected(x_TH, modules.key, modules.value)
             key, value = (repad(half, layout, modules.heads) for half in key_value.chunk(2, -1))
             table = self.position_table(rel_embeddings)
@@ -242,9 +250,12 @@ def plain_layer(x_TH: Tensor, modules: LayerModules, rates: DropoutRates, layout
 
 
 def _projected(x_TH: Tensor, *linears: nn.Linear) -> Tensor:
-    """Apply several Linears as one matmul, and concatenate their results."""
-    weight, bias = (torch.cat([getattr(linear, name) for linear in linears]) for name in ("weight", "bias"))
-    return F.linear(x_TH, weight, bias)
+    """Apply several Linears, which may have adapters, as one matmul, and concatenate their results."""
+    adapters = [adapter_of(linear) for linear in linears]
+    if any(adapter is not None and adapter.dropout > 0 for adapter in adapters):  # each with an input of its own
+        return torch.cat([linear(x_TH) for linear in linears], -1)
+    weights = [merged_weight(linear.weight, adapter) for linear, adapter in zip(linears, adapters, strict=True)]
+    return F.linear(x_TH, torch.cat(weights), torch.cat([linear.bias for linear in linears]))
 
 
 def _attend(

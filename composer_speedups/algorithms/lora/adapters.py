@@ -11,7 +11,6 @@ from torch.nn import Parameter
 from transformers import PreTrainedModel
 
 from composer_speedups.core.stock import outermost_models
-from composer_speedups.families.family import family_of
 
 ADAPTER = "default"  # PEFT's name for a single adapter
 _SETTINGS = "_lora_settings"  # attribute of the model
@@ -61,21 +60,22 @@ def wanted_settings(
     rank: int,
     alpha: float,
     dropout: float,
-    targets: str | Sequence[str] | None,
+    targets: str | Sequence[str],
     modules_to_save: Sequence[str] | None,
 ) -> dict[str, Any]:
-    """Return the settings of adapters, with None replaced by the model's defaults.
+    """Return the settings of adapters, with None replaced by the model's own modules to save.
 
     Raises:
-        ValueError: Wrong targets, or None for a model without default targets.
+        ValueError: ``targets`` is text other than ``"all-linear"``.
     """
+    if isinstance(targets, str) and targets != "all-linear":
+        raise ValueError(f"targets must be 'all-linear' or a list of names, not {targets!r}")
     saved = head_names(model) if modules_to_save is None else modules_to_save
-    names = _target_names(model, targets)
     return {
         "rank": rank,
         "alpha": alpha,
         "dropout": dropout,
-        "targets": names if isinstance(names, str) else sorted(set(names)),
+        "targets": targets if isinstance(targets, str) else sorted(set(targets)),
         "modules_to_save": sorted(set(saved)),
     }
 
@@ -130,34 +130,13 @@ def insert(model: nn.Module, settings: dict[str, Any]) -> list[str]:
     return list(adapted_layers(model))
 
 
-def _target_names(model: nn.Module, targets: str | Sequence[str] | None) -> str | list[str]:
-    if isinstance(targets, str):
-        if targets != "all-linear":
-            raise ValueError(f"targets must be 'all-linear' or a list of names, not {targets!r}")
-        return targets
-    if targets is not None:
-        return list(targets)
-    if (family := family_of(type(model))) is not None:
-        return list(family.query_and_value)
-    from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
-
-    kind = str(getattr(getattr(model, "config", None), "model_type", ""))
-    default = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(kind)
-    if default is None:
-        raise ValueError(
-            f"{kind or type(model).__name__} models have no default targets; set targets to 'all-linear' or to some of "
-            f"{_linear_names(model)}"
-        )
-    return list(default) if not isinstance(default, str) else default
-
-
-def _check_targets(model: nn.Module, config: Any, names: str | Sequence[str]) -> None:
+def _check_targets(model: nn.Module, config: Any, names: Sequence[str]) -> None:
     """Refuse a name that matches nothing; PEFT ignores it if another name matches."""
     from peft.tuners.tuners_utils import _ExcludedModule, check_target_module_exists
 
-    for name in [names] if isinstance(names, str) else names:
+    for name in names:
         one = copy.copy(config)
-        one.target_modules = name if isinstance(names, str) else {name}
+        one.target_modules = {name}
         matched = {
             key: module
             for key, module in model.named_modules()

@@ -29,7 +29,7 @@ def apply_lora(
     optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
     rank: int = 8,
     alpha: float = 16.0,
-    targets: Literal["all-linear"] | list[str] | None = None,
+    targets: Literal["all-linear"] | list[str] = "all-linear",
     dropout: float = 0.0,
     modules_to_save: list[str] | None = None,
 ) -> list[str]:
@@ -42,8 +42,8 @@ def apply_lora(
             and each new parameter joins the group of the weight that it replaces.
         rank: Rank of the adapters. Default 8.
         alpha: The adapters' output is scaled by alpha / rank. Default 16, a scale of 2.
-        targets: Name suffixes of the Linear modules to adapt, or ``"all-linear"``. None is PEFT's default: the query
-            and value projections.
+        targets: Name suffixes of the Linear modules to adapt. Default ``"all-linear"``: all of them except for the
+            head, as PEFT selects them.
         dropout: Dropout of the adapters' input, 0 to below 1. Default 0.
         modules_to_save: Modules to train and save in full. None selects all modules on top of a Hugging Face encoder,
             such as the new classifier; for a masked LM, whose head is pretrained, there are none.
@@ -54,7 +54,8 @@ def apply_lora(
     Raises:
         ValueError: A number out of range, a target that does not match, or a model with other adapters.
 
-    Source: arXiv 2106.09685; PEFT.
+    Sources: Hu et al., arXiv 2106.09685; PEFT; for adapters on all Linear modules, Schulman et al., "LoRA Without
+    Regret", Thinking Machines Lab, 2025.
     """
     if not 1 <= rank <= MAX_RANK:
         raise ValueError(f"rank must be 1 to {MAX_RANK}, not {rank}")

@@ -39,8 +39,8 @@ class LoRA(Technique):
     """Rank of the adapters."""
     alpha: float = Field(16.0, gt=0)
     """The adapters' output is scaled by alpha / rank."""
-    targets: Literal["all-linear"] | list[str] | None = Field(None)
-    """Name suffixes of the Linear modules to adapt; null for query and value."""
+    targets: Literal["all-linear"] | list[str] = Field("all-linear")
+    """Name suffixes of the Linear modules to adapt; all-linear for all of them except for the head."""
     dropout: float = Field(0.0, ge=0, lt=1)
     """Dropout of the adapters' input."""
     modules_to_save: list[str] | None = Field(None)

@@ -43,6 +43,8 @@ class HostAdamW(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Update every parameter with a gradient; the copies of the new weights may still run when it returns."""
         loss = None if closure is None else closure()  # with gradients enabled, by swap_optimizer's hook
+        for removed in self._buffers.keys() - self.state.keys():  # such as those of layers that were frozen
+            del self._buffers[removed]
         chunks = list(self._chunks())
         self.copied_bytes = 2 * sum(p.nbytes for _, chunk in chunks for p in chunk)
         for stream in {self._stream(chunk[0].device) for _, chunk in chunks}:

@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 from typing_extensions import TypedDict
 
 from composer_speedups.core.errors import ConfigError, UserError, first_line
-from composer_speedups.core.technique import refuse_other_techniques
+from composer_speedups.core.technique import refuse_other_techniques, techniques_of
 from composer_speedups.core.temporary_attribute import temporary_attribute
 
 __all__ = ["DamagedCheckpointError", "check_checkpoint", "keep_loadable", "restricted_loading", "validate"]
@@ -323,6 +323,9 @@ def keep_loadable(held: dict[str, Any], state: State, *, weights_only: bool) -> 
     elif state.fsdp_config_version != 1:  # FSDP1's flat parameters have other names and shapes; torch checks them
         match_template(loaded["model"], get_model_state_dict(state.model), "state/model")
         if not weights_only:
+            for technique in techniques_of(state.algorithms):
+                if technique.freezes_on_load and _class(technique) in loaded["algorithms"]:
+                    technique.load_state_dict(loaded["algorithms"][_class(technique)])
             optimizers = {_class(o): get_optimizer_state_dict(state.model, o) for o in state.optimizers}
             match_template(loaded["optimizers"], optimizers, "state/optimizers")
     held.clear()

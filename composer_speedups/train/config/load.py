@@ -166,10 +166,20 @@ def _keep_text(raw: dict[Any, Any], node: Any, cls: type[Settings]) -> None:
         held, section = raw[name], section_of(fields[name])
         if section is not None and isinstance(held, dict):
             _keep_text(held, value, section)
+        elif isinstance(held, dict):
+            raw[name] = _keys_as_written(held, value)
         elif str in leaf_types(fields[name].annotation):
             listed = isinstance(held, list) and isinstance(value, yaml.SequenceNode)
             pairs = zip(held, value.value, strict=True) if listed else ()
             raw[name] = [_as_written(*pair) for pair in pairs] if listed else _as_written(held, value)
+
+
+def _keys_as_written(held: dict[Any, Any], node: Any) -> dict[Any, Any]:
+    """A mapping with its keys as text, such as the class names ``no`` and ``1``; unchanged if it merges another."""
+    names = [key.value for key, _ in node.value] if isinstance(node, yaml.MappingNode) else []
+    if len(names) != len(held) or "<<" in names or not all(isinstance(name, str) for name in names):
+        return held
+    return dict(zip(names, held.values(), strict=True))
 
 
 def _as_written(value: Any, node: Any) -> Any:

@@ -193,7 +193,7 @@ class WandbConfig(Settings):
     """User or team of the run."""
     group: str | None = None
     """Group of the run."""
-    tags: list[str] = Field(default_factory=list)
+    tags: list[str] = Field(default_factory=list, examples=["[baseline]"])
     """Tags of the run."""
     mode: Literal["online", "offline", "disabled"] = "online"
     """offline needs no account and writes to runs/<run_name>/wandb."""
@@ -230,7 +230,8 @@ class Config(Settings):
     export: bool = True
     """Write the trained model to runs/<run_name>/model in transformers' format."""
     plot: bool = True
-    """Draw samples/s, loss and accuracy over the run to runs/<run_name>/throughput.png."""
+    """Draw samples/s, loss and accuracy over the run to runs/<run_name>/throughput.png, and the confusion matrix of a
+    classification to confusion.png."""
     algorithms: Techniques = Field(default_factory=dict)
     """Techniques by name, each with its settings: {tf32_matmul: {}, torch_compile: {scope: blocks}}."""
     baseline: BaselineConfig | None = None

@@ -1,0 +1,74 @@
+"""Precision, recall and F1 of each class, and the confusion matrix."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from composer.core import Callback, State
+from composer.loggers import Logger
+
+from composer_speedups.tasks.metrics import MacroF1
+
+__all__ = ["ClassReport"]
+
+
+class ClassReport(Callback):
+    """Keeps the counts of true and predicted classes of each evaluation with the metric :class:`.MacroF1`.
+
+    Attributes:
+        names: Names of the classes.
+        counts: Batches trained → the number of samples whose true class is i and whose predicted class is j, (K, K); or
+            with more than 100 classes, how often each is the true one, the predicted one, and both, (3, K).
+    """
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.counts: dict[int, npt.NDArray[np.int64]] = {}
+
+    def eval_end(self, state: State, logger: Logger) -> None:
+        metrics = state.eval_metrics.get(state.dataloader_label or "", {})
+        for metric in metrics.values():
+            if isinstance(metric, MacroF1) and metric.update_called:
+                metric.compute()  # computed and cached by Composer
+                assert metric.seen is not None
+                self.names = list(metric.names)
+                self.counts[state.timestamp.batch.value] = metric.seen.cpu().numpy()
+
+    def summary(self, batch: int | None = None) -> dict[str, Any]:
+        """The section ``classes`` of report.json; empty if there was no such evaluation.
+
+        Args:
+            batch: The number of batches trained before the evaluation; None for the last one.
+
+        Returns:
+            ``batch``; ``classes``: name → ``precision``, ``recall``, ``f1`` (None where undefined), ``samples`` and
+            ``predicted``; ``confusion``: for each true class, how often each class was predicted, in the order of
+            ``classes``, or None with more than 100 classes.
+        """
+        batch = batch if batch is not None else max(self.counts, default=-1)
+        if batch not in self.counts:
+            return {}
+        counts = self.counts[batch]
+        whole = counts.shape[0] == counts.shape[1] == len(self.names)
+        true_K, predicted_K, hits_K = (
+            (counts.sum(1), counts.sum(0), counts.diagonal()) if whole else (counts[0], counts[1], counts[2])
+        )
+        classes = {
+            name: {
+                "precision": _ratio(hits, predicted),
+                "recall": _ratio(hits, true),
+                "f1": _ratio(2 * hits, true + predicted),
+                "samples": true,
+                "predicted": predicted,
+            }
+            for name, true, predicted, hits in zip(
+                self.names, true_K.tolist(), predicted_K.tolist(), hits_K.tolist(), strict=True
+            )
+        }
+        return {"batch": batch, "classes": classes, "confusion": counts.tolist() if whole else None}
+
+
+def _ratio(part: int, whole: int) -> float | None:
+    return part / whole if whole else None

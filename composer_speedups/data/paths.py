@@ -1,0 +1,82 @@
+"""The files that the config names. Importing this module is quick, so that a missing file is noticed at once."""
+
+from __future__ import annotations
+
+import glob
+import os
+from pathlib import Path
+
+from composer_speedups.core.errors import DataError, first_line
+from composer_speedups.core.files import with_working_directory
+from composer_speedups.tasks.data_config import DataConfig
+
+__all__ = ["TEXT_FORMATS", "check_data_files", "check_file", "find_files", "is_address", "suffix_of"]
+
+TEXT_FORMATS = (".csv", ".tsv", ".jsonl", ".conll", ".txt")
+
+
+def check_data_files(config: DataConfig) -> None:
+    """Refuse a missing local file, as far as can be seen without reading any.
+
+    Raises:
+        DataError: Names the key, the file, and the fix.
+    """
+    for key, name in (("data.train_file", config.train_file), ("data.eval_file", config.eval_file)):
+        is_shards = config.source == "mds" and key == "data.train_file"
+        if name is not None and not is_shards and not is_address(name) and not os.path.isdir(os.path.expanduser(name)):
+            find_files(name, key)
+
+
+def check_file(path: str, key: str) -> None:
+    """Refuse a file of another format, and a local one that is missing or empty; ``key`` names it in the config.
+
+    Raises:
+        DataError: Names the key, the file, and the fix.
+    """
+    if suffix_of(path) not in (".parquet", *TEXT_FORMATS):
+        raise DataError(f"{key}: {path} must end in .parquet, {', '.join(TEXT_FORMATS)}")
+    if is_address(path):
+        return
+    if not os.path.isfile(path):  # pathlib raises for names that are too long
+        raise DataError(f"{key}: {with_working_directory(path)} is not a file; name an existing one")
+    if os.path.getsize(path) == 0:
+        raise DataError(f"{key}: {path} is empty; use a file with samples")
+
+
+def find_files(name: str, key: str) -> list[str]:
+    """The file that ``name`` names, or all files that match it as a pattern, in the order of their names.
+
+    ``name`` is a path, which may begin with ``~``, or an address that fsspec can open. ``key`` names it in the config.
+
+    Raises:
+        DataError: There is no such file, or :func:`check_file` refuses one.
+    """
+    path = os.path.expanduser(name)
+    paths = [path]
+    if is_address(path) and glob.has_magic(path):
+        paths = _matching_addresses(path, key)
+    elif glob.has_magic(path) and not os.path.isfile(path):
+        paths = sorted(glob.glob(path, recursive=True))
+    if not paths:
+        raise DataError(f"{key}: there is no file {with_working_directory(name)}")
+    for path in paths:
+        check_file(path, key)
+    return paths
+
+
+def is_address(path: str) -> bool:
+    """Whether it is an address that fsspec opens, such as ``s3://bucket/train.csv``, and not a local path."""
+    return "://" in path
+
+
+def suffix_of(path: str) -> str:
+    return Path(path).suffix.lower()
+
+
+def _matching_addresses(pattern: str, key: str) -> list[str]:
+    import fsspec  # takes longer than all other imports of this module
+
+    try:
+        return [file.full_name for file in fsspec.open_files(pattern)]
+    except (OSError, ValueError, ImportError) as error:  # a package for this kind of address is missing
+        raise DataError(f"{key}: {pattern} cannot be read ({first_line(error)})") from error

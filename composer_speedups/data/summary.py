@@ -1,0 +1,98 @@
+"""What is known of a run's samples before training, for the console and the report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+__all__ = ["DataSummary", "DroppedRows", "Truncation", "invalid_rows"]
+
+_MOST_LISTED = 10  # invalid rows that messages and the report describe
+
+
+@dataclass(frozen=True)
+class DroppedRows:
+    """Invalid rows that ``data.on_invalid: drop`` left out.
+
+    Attributes:
+        where: The file or dataset with its config key.
+        rows: Number of rows, with the invalid ones.
+        problems: The error of each invalid row, such as ``row 6: text is empty; every sample needs text there``.
+    """
+
+    where: str
+    rows: int
+    problems: Sequence[str]
+
+    def __str__(self) -> str:
+        return f"{len(self.problems):,} of {self.rows:,} rows of {self.where} ({_listed(self.problems)})"
+
+    def report(self) -> dict[str, Any]:
+        first = [_without_advice(problem) for problem in self.problems[:_MOST_LISTED]]
+        return {"source": self.where, "rows": self.rows, "dropped": len(self.problems), "first": first}
+
+
+@dataclass(frozen=True)
+class Truncation:
+    """How many training samples ``data.max_length`` truncates.
+
+    Attributes:
+        fraction: Truncated samples as a fraction of all, 0 to 1.
+        length_for_95_percent: Tokens of ``data.max_length`` that would keep 95% of the samples whole.
+        exact: Whether all samples were measured, and not a part of them.
+    """
+
+    fraction: float
+    length_for_95_percent: int
+    exact: bool
+
+    def __str__(self) -> str:
+        if not self.fraction:
+            return "no sample is truncated"
+        about = "" if self.exact else "about "
+        share = f"{about}{self.fraction:.0%}" if self.fraction >= 0.01 else f"{about}{self.fraction:.1%}"
+        longer = f"; {self.length_for_95_percent:,} tokens would keep 95% whole" if self.fraction > 0.05 else ""
+        return f"{share} of the samples are truncated{longer}"
+
+
+@dataclass
+class DataSummary:
+    """Filled while the data is built.
+
+    Attributes:
+        dropped: Data sets of which rows were dropped.
+        truncation: None for samples that are streamed, packed or random tokens.
+    """
+
+    dropped: list[DroppedRows] = field(default_factory=list)
+    truncation: Truncation | None = None
+
+    def report(self) -> dict[str, Any]:
+        """The section ``data`` of report.json."""
+        truncation = None if self.truncation is None else asdict(self.truncation)
+        return {"dropped": [rows.report() for rows in self.dropped], "truncation": truncation}
+
+    def lines(self) -> dict[str, str]:
+        """Name → text of the lines that a run prints before training."""
+        return {"dropped": "; ".join(map(str, self.dropped))} if self.dropped else {}
+
+
+def invalid_rows(where: str, rows: int, problems: Sequence[str], fix: str) -> str:
+    """An error message that counts the invalid rows of ``rows``, describes the first ten, and names the fix.
+
+    ``problems`` are as in :class:`DroppedRows`.
+    """
+    if len(problems) == 1:
+        return f"{where}, {problems[0]}; {fix}"
+    _, _, advice = problems[0].rpartition("; ")
+    advice = "" if advice == problems[0] else f"; {advice}"
+    return f"{where}: {len(problems):,} of {rows:,} rows are invalid ({_listed(problems)}){advice}; {fix}"
+
+
+def _listed(problems: Sequence[str]) -> str:
+    return ", ".join(map(_without_advice, problems[:_MOST_LISTED])) + (", …" if len(problems) > _MOST_LISTED else "")
+
+
+def _without_advice(problem: str) -> str:
+    return problem.rpartition("; ")[0] or problem

@@ -1,0 +1,238 @@
+"""Products of a tall tensor with narrow ones, for low-rank adapters: each kernel reads the tall tensor once.
+
+A general matmul reads a tall operand once for each product, and such products take as long as their reading. Here one
+kernel computes both products of a gradient, and the kernels of GELU compute those of its input and result on the way.
+Programs write partial results, which are added in a fixed order; those of gradients are left to :func:`.sums.totals`,
+which adds several of them at once.
+
+Shapes: T tokens, C columns, F units of the feed-forward layer, R columns of the narrow tensors (at most
+:data:`MAX_WIDTH`).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from composer_speedups.kernels.float8 import Float8, note_magnitude, scale_of, settle
+from composer_speedups.kernels.gelu import normal_distribution
+from composer_speedups.kernels.sums import strips_and_groups
+
+__all__ = ["MAX_WIDTH", "gelu_backward_narrow", "gelu_narrow", "narrow_products"]
+
+MAX_WIDTH = 64
+_TILE = {"ROWS": 64, "COLUMNS": 128, "num_warps": 4}
+_GELU_TILE = {"ROWS": 16, "COLUMNS": 64, "num_warps": 4}  # larger tiles spill registers
+
+
+def narrow_products(
+    x_TC: Tensor, left_TR: Tensor | None = None, right_CR: Tensor | None = None, *, turned: bool = False
+) -> tuple[Tensor | None, Tensor | None]:
+    """Compute x · right and leftᵀ · x, each if its operand is given.
+
+    Args:
+        x_TC: Contiguous.
+        left_TR: Contiguous, of any floating dtype; rounded to the dtype of x. None for no second product.
+        right_CR: Contiguous, of the dtype of x; None for no first product.
+        turned: Return the second product transposed.
+
+    Returns:
+        x · right (T, R), float32; and partial sums of leftᵀ · x over tokens, float32 (P, R, C), or (P, C, R) if turned.
+    """
+    return _products(x_TC, left_TR, right_CR, None, turned=turned)
+
+
+def gelu_narrow(x_TF: Tensor, right_FR: Tensor, *, write: bool = True) -> tuple[Tensor | None, Tensor]:
+    """Compute GELU(x) (T, F), unless ``write`` is False, and GELU(x) · right (T, R), float32."""
+    result = torch.empty_like(x_TF) if write else None
+    product, _ = _products(x_TF, None, right_FR, result, gelu=True)
+    assert product is not None
+    return result, product
+
+
+def _products(
+    x: Tensor,
+    left: Tensor | None,
+    right: Tensor | None,
+    result: Tensor | None,
+    *,
+    gelu: bool = False,
+    turned: bool = False,
+) -> tuple[Tensor | None, Tensor | None]:
+    tokens, columns = x.shape
+    widths = {"LEFT": _width(left), "RIGHT": _width(right)}
+    strips, groups = strips_and_groups(x, _TILE["COLUMNS"])
+    product = None if right is None else x.new_empty(strips, tokens, right.shape[1], dtype=torch.float32)
+    gradient = None if left is None else _partial(x, groups, left, turned=turned)
+    pointers = [x if tensor is None else tensor for tensor in (left, right, result, product, gradient)]
+    ranks = [0 if tensor is None else tensor.shape[1] for tensor in (left, right)]
+    _narrow[(strips, groups)](
+        x, *pointers, tokens, columns, *ranks, **widths, GELU=gelu, WRITE=result is not None, TURNED=turned, **_TILE
+    )
+    return None if product is None else product.sum(0), gradient
+
+
+def gelu_backward_narrow(
+    grad_TF: Tensor,
+    x_TF: Tensor,
+    left_TR: Tensor | None = None,
+    right_FR: Tensor | None = None,
+    result_left_TR: Tensor | None = None,
+    operand: Float8 | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Compute the gradient of GELU, and products with it and with GELU's recomputed result, which is not written.
+
+    Args:
+        grad_TF: Gradient of GELU's result; contiguous. Overwritten with the gradient of x.
+        x_TF: GELU's input; contiguous.
+        left_TR, right_FR: Narrow operands for the gradient of x; both or none.
+        result_left_TR: Narrow operand for GELU's result.
+        operand: Also receives the gradient of x in 8 bits, settled.
+
+    Returns:
+        The gradient of x (T, F); its product with right (T, R), float32; partial sums over tokens of its product with
+        left, float32 (P, F, R), and those of result_leftᵀ · GELU(x), float32 (P, R, F). Products without operands are
+        None.
+    """
+    tokens, features = x_TF.shape
+    widths = {"GRAD": _width(right_FR), "RESULT": _width(result_left_TR)}
+    strips, groups = strips_and_groups(x_TF, _GELU_TILE["COLUMNS"])
+    product = gradient = result = None
+    if left_TR is not None and right_FR is not None:
+        product = x_TF.new_empty(strips, tokens, right_FR.shape[1], dtype=torch.float32)
+        gradient = _partial(x_TF, groups, left_TR, turned=True)
+    if result_left_TR is not None:
+        result = _partial(x_TF, groups, result_left_TR, turned=False)
+    given = (left_TR, right_FR, result_left_TR, product, gradient, result)
+    pointers = [x_TF if tensor is None else tensor for tensor in given]
+    ranks = [0 if tensor is None else tensor.shape[1] for tensor in (right_FR, result_left_TR)]
+    _gelu_backward_narrow[(strips, groups)](
+        grad_TF, x_TF, *pointers, *(operand or (x_TF, x_TF)), tokens, features, *ranks, **widths,
+        FLOAT8=operand is not None, **_GELU_TILE,
+    )  # fmt: skip
+    if operand is not None:
+        settle(operand, grad_TF)
+    return grad_TF, None if product is None else product.sum(0), gradient, result
+
+
+def _partial(x: Tensor, groups: int, left: Tensor, *, turned: bool) -> Tensor:
+    columns, rank = x.shape[1], left.shape[1]
+    return x.new_empty(groups, *((columns, rank) if turned else (rank, columns)), dtype=torch.float32)
+
+
+def _width(tensor: Tensor | None) -> int:
+    """The kernels' width for a narrow tensor: a power of two of at least 16, as tl.dot needs; 0 without one."""
+    return 0 if tensor is None else max(16, triton.next_power_of_2(tensor.shape[1]))
+
+
+@triton.jit
+def _narrow(
+    x_ptr, left_ptr, right_ptr, result_ptr, product_ptr, gradient_ptr, tokens, columns, left_rank, right_rank,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, GELU: tl.constexpr, WRITE: tl.constexpr, TURNED: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    strip, group = tl.program_id(0), tl.program_id(1)
+    column = strip * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < columns
+    if RIGHT > 0:
+        right_column = tl.arange(0, RIGHT)
+        right = tl.load(
+            right_ptr + column[:, None] * right_rank + right_column[None, :],
+            mask=inside[:, None] & (right_column < right_rank)[None, :], other=0.0,
+        )  # fmt: skip
+    if LEFT > 0:
+        left_column = tl.arange(0, LEFT)
+        total = tl.zeros((LEFT, COLUMNS), tl.float32)
+    for start in range(group * ROWS, tokens, tl.num_programs(1) * ROWS):
+        row = start + tl.arange(0, ROWS)
+        real = row < tokens
+        at = row.to(tl.int64)[:, None] * columns + column[None, :]
+        x = tl.load(x_ptr + at, mask=real[:, None] & inside[None, :], other=0.0)
+        if GELU:
+            wide = x.to(tl.float32)
+            x = (wide * normal_distribution(wide, tl.exp2(-0.7213475204444817 * wide * wide))).to(x.dtype)
+        if WRITE:
+            tl.store(result_ptr + at, x, mask=real[:, None] & inside[None, :])
+        if RIGHT > 0:
+            product_at = (strip.to(tl.int64) * tokens + row)[:, None] * right_rank + right_column[None, :]
+            tl.store(
+                product_ptr + product_at, tl.dot(x, right), mask=real[:, None] & (right_column < right_rank)[None, :]
+            )
+        if LEFT > 0:
+            left = tl.load(
+                left_ptr + row[:, None] * left_rank + left_column[None, :],
+                mask=real[:, None] & (left_column < left_rank)[None, :], other=0.0,
+            )  # fmt: skip
+            total = tl.dot(tl.trans(left.to(x.dtype)), x, total)
+    if LEFT > 0:
+        if TURNED:
+            gradient_at = (group * columns + column)[None, :] * left_rank + left_column[:, None]
+        else:
+            gradient_at = (group * left_rank + left_column)[:, None] * columns + column[None, :]
+        tl.store(gradient_ptr + gradient_at, total, mask=(left_column < left_rank)[:, None] & inside[None, :])
+
+
+@triton.jit
+def _gelu_backward_narrow(
+    grad_ptr, x_ptr, left_ptr, right_ptr, result_left_ptr, product_ptr, gradient_ptr, result_ptr, out8_ptr, scales_ptr,
+    tokens, features, grad_rank, result_rank,
+    GRAD: tl.constexpr, RESULT: tl.constexpr, FLOAT8: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    strip, group = tl.program_id(0), tl.program_id(1)
+    column = strip * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < features
+    if GRAD > 0:
+        grad_column = tl.arange(0, GRAD)
+        narrow = grad_column < grad_rank
+        right = tl.load(
+            right_ptr + column[:, None] * grad_rank + grad_column[None, :], mask=inside[:, None] & narrow[None, :],
+            other=0.0,
+        )  # fmt: skip
+        grad_total = tl.zeros((GRAD, COLUMNS), tl.float32)
+    if RESULT > 0:
+        result_column = tl.arange(0, RESULT)
+        result_narrow = result_column < result_rank
+        result_total = tl.zeros((RESULT, COLUMNS), tl.float32)
+    if FLOAT8:
+        scale = scale_of(scales_ptr)
+        largest = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in range(group * ROWS, tokens, tl.num_programs(1) * ROWS):
+        row = start + tl.arange(0, ROWS)
+        real = row < tokens
+        valid = real[:, None] & inside[None, :]
+        at = row.to(tl.int64)[:, None] * features + column[None, :]
+        x = tl.load(x_ptr + at, mask=valid, other=0.0).to(tl.float32)
+        grad = tl.load(grad_ptr + at, mask=valid, other=0.0).to(tl.float32)
+        bell = tl.exp2(-0.7213475204444817 * x * x)  # exp(-x²/2), used for Φ and its derivative
+        below = normal_distribution(x, bell)
+        rounded = (grad * (below + x * 0.3989422804014327 * bell)).to(grad_ptr.dtype.element_ty)
+        tl.store(grad_ptr + at, rounded, mask=valid)
+        if FLOAT8:
+            wide = rounded.to(tl.float32)
+            tl.store(out8_ptr + at, (wide * scale).to(out8_ptr.dtype.element_ty), mask=valid)
+            largest = tl.maximum(largest, tl.abs(wide))
+        if GRAD > 0:
+            narrow_at = row[:, None] * grad_rank + grad_column[None, :]
+            left = tl.load(left_ptr + narrow_at, mask=real[:, None] & narrow[None, :], other=0.0)
+            grad_total = tl.dot(tl.trans(left.to(rounded.dtype)), rounded, grad_total)
+            product_at = (strip.to(tl.int64) * tokens + row)[:, None] * grad_rank + grad_column[None, :]
+            tl.store(product_ptr + product_at, tl.dot(rounded, right), mask=real[:, None] & narrow[None, :])
+        if RESULT > 0:
+            left_at = row[:, None] * result_rank + result_column[None, :]
+            result_left = tl.load(result_left_ptr + left_at, mask=real[:, None] & result_narrow[None, :], other=0.0)
+            result_left = result_left.to(x_ptr.dtype.element_ty)
+            result_total = tl.dot(tl.trans(result_left), (x * below).to(x_ptr.dtype.element_ty), result_total)
+    if FLOAT8:
+        note_magnitude(scales_ptr, group * tl.num_programs(0) + strip, tl.max(tl.max(largest, 1), 0))
+    if GRAD > 0:
+        tl.store(
+            gradient_ptr + (group * features + column)[None, :] * grad_rank + grad_column[:, None], grad_total,
+            mask=narrow[:, None] & inside[None, :],
+        )  # fmt: skip
+    if RESULT > 0:
+        tl.store(
+            result_ptr + (group * result_rank + result_column)[:, None] * features + column[None, :], result_total,
+            mask=result_narrow[:, None] & inside[None, :],
+        )  # fmt: skip

@@ -1,0 +1,84 @@
+"""Precision, recall, F1 and the confusion matrix of evaluations: those of scikit-learn, and of the exported weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sklearn.metrics import confusion_matrix, precision_recall_fscore_support
+
+from composer_speedups.callbacks.class_report import ClassReport
+from composer_speedups.tasks.metrics import MacroF1
+from composer_speedups.train.plot import plot_confusion
+from tests.helpers.jobs import run
+from tests.helpers.ranks import on_ranks
+
+
+class Evaluated:
+    """A state after an evaluation with these metrics."""
+
+    dataloader_label = "eval"
+
+    def __init__(self, metric: MacroF1, batch: int) -> None:
+        self.eval_metrics = {"eval": {"MacroF1": metric}}
+        self.timestamp = type("Timestamp", (), {"batch": type("Time", (), {"value": batch})})
+
+
+@pytest.mark.parametrize("classes", [4, 101])
+def test_the_classes_metrics_are_scikit_learns(classes: int) -> None:
+    generator = torch.Generator().manual_seed(3)
+    logits, labels = torch.randn(400, classes, generator=generator), torch.randint(classes, (400,), generator=generator)
+    names, predicted = [f"c{i}" for i in range(classes)], logits.argmax(-1)
+    metric, report = MacroF1(classes, names), ClassReport()
+    for rows in torch.arange(400).split(150):
+        metric.update(logits[rows], labels[rows])
+    state: Any = Evaluated(metric, 7)
+    report.eval_end(state, None)  # type: ignore[arg-type]
+    result = report.summary()
+    assert result["batch"] == 7
+    expected = precision_recall_fscore_support(labels, predicted, labels=range(classes), zero_division=np.nan)
+    for key, column in zip(("precision", "recall", "f1", "samples"), expected, strict=True):
+        values = [np.nan if (v := result["classes"][name][key]) is None else v for name in names]
+        np.testing.assert_allclose(values, column, err_msg=key)
+    matrix = confusion_matrix(labels, predicted, labels=range(classes)).tolist()
+    assert result["confusion"] == (matrix if classes <= 100 else None)
+
+
+def test_a_class_that_is_never_predicted_has_no_precision() -> None:
+    metric, report = MacroF1(3), ClassReport()
+    metric.update(torch.eye(3)[[0, 0, 0]], torch.tensor([0, 0, 1]))
+    state: Any = Evaluated(metric, 1)
+    report.eval_end(state, None)  # type: ignore[arg-type]
+    classes = report.summary()["classes"]
+    assert classes["1"] == {"precision": None, "recall": 0.0, "f1": 0.0, "samples": 1, "predicted": 0}
+    assert classes["2"] == {"precision": None, "recall": None, "f1": None, "samples": 0, "predicted": 0}
+    assert report.summary(2) == {}, "an evaluation of an earlier process"
+
+
+def test_the_report_has_the_evaluation_of_the_exported_weights_and_a_picture() -> None:
+    best = "checkpoint.best={metric: loss, mode: max}"  # the first evaluation, before the loss decreases
+    report = run("trainer.max_duration=18ba", "trainer.eval_interval=6ba", best, "plot=true", "optimizer.lr=1e-3")
+    evaluation = report["classes"]
+    assert evaluation["batch"] == report["best"]["batch"]
+    assert [*evaluation["classes"]] == ["negative", "positive"]
+    matrix = np.array(evaluation["confusion"])
+    assert matrix.sum() == 16
+    assert matrix.trace() / 16 == pytest.approx(report["metrics"]["accuracy"])
+    assert Path("runs/quickstart/confusion.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.exhaustive
+def test_two_ranks_report_the_counts_of_all_samples() -> None:
+    brief = ["trainer.max_duration=2ba", "data.eval_samples=18", "model.dropout=0", "trainer.device=cpu"]
+    alone = run(*brief, "run_name=alone")["classes"]
+    both, _ = on_ranks(lambda: run(*brief, "run_name=both"))
+    assert both["classes"]["confusion"] == alone["confusion"]
+    assert np.sum(alone["confusion"]) == 18
+
+
+def test_class_names_are_drawn_as_text() -> None:
+    plot_confusion([[1, 0], [2, 3]], ["$x^", "y" * 300], "run", Path("confusion.png"))
+    assert Path("confusion.png").read_bytes().startswith(b"\x89PNG")

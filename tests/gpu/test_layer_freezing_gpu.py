@@ -1,0 +1,173 @@
+"""Frozen layers on a GPU: fused kernels beside the untouched model, graphs captured again, memory, and two GPUs."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from composer_speedups import (
+    CUDAGraphs,
+    FusedLayers,
+    LayerFreezing,
+    MixedPrecision,
+    SDPAAttention,
+    TorchCompile,
+    Unpadding,
+    apply_cuda_graphs,
+    apply_fused_layers,
+    apply_layer_freezing,
+    apply_sdpa_attention,
+    apply_unpadding,
+    plan_unpadding,
+)
+from tests.algorithms.test_cuda_graphs_segments import bert
+from tests.gpu.test_cuda_graphs_ranks_gpu import GRAPHS, UNPADDED
+from tests.gpu.test_fsdp_gpu import job
+from tests.helpers.common import batch, final_weights, make_trainer, plain_batches, tiny_bert
+from tests.helpers.masks import masked_batch, random_masks
+from tests.helpers.models import tiny_model
+from tests.reference.loop import gradients
+from tests.reference.nearness import distance, values
+from tests.reference.tolerance import assert_near
+
+pytestmark = pytest.mark.gpu
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+def on_gpu(inputs: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.cuda() for name, value in inputs.items()}
+
+
+@pytest.mark.parametrize("family", ["bert", "modernbert", "deberta_v2"])
+@pytest.mark.parametrize("layers", ["embeddings", 1, 2])
+def test_errors_of_fused_layers_are_at_most_three_times_those_of_the_frozen_padded_model(
+    family: Any, layers: Any
+) -> None:
+    stock = tiny_model(family).cuda()
+    apply_layer_freezing(stock, layers=layers)
+    ours = copy.deepcopy(stock)
+    apply_unpadding(ours)
+    apply_fused_layers(ours)
+    exact, theirs, mine = [], [], []
+    for seed, mask in enumerate(random_masks(25, widest=64), 200):
+        inputs = on_gpu(masked_batch(mask, "classification", seed=seed))
+        exact.append(values(stock, inputs, None))
+        theirs.append(values(stock, inputs, torch.bfloat16))
+        mine.append(values(ours, inputs, torch.bfloat16))
+        assert gradients(ours).keys() == gradients(stock).keys()
+    for i, what in enumerate(["logits", "gradients"]):
+        reference = torch.cat([step[i] for step in exact])
+        error = distance(torch.cat([step[i] for step in mine]), reference)
+        assert 0 < error <= 3 * distance(torch.cat([step[i] for step in theirs]), reference), what
+
+
+def test_fused_graphs_are_captured_again_and_compute_the_eager_gradients() -> None:
+    eager = bert().cuda()
+    apply_unpadding(eager)
+    apply_fused_layers(eager, last_layer="all")
+    graphed = copy.deepcopy(eager)
+    calls = apply_cuda_graphs(graphed, max_graphs=1)
+    for layers in (None, "embeddings", 3):
+        for seed in range(2):
+            inputs = batch([12, 7, 16, 10], seed=seed)
+            for model in (eager, graphed):
+                if layers is not None:
+                    apply_layer_freezing(model, layers=layers)
+                model.zero_grad()
+                plan_unpadding(model, inputs["attention_mask"])
+                with torch.autocast("cuda", torch.bfloat16):
+                    model(**on_gpu(inputs)).loss.backward()
+            assert_near(gradients(graphed), gradients(eager), torch.bfloat16, f"{layers}")
+        assert calls.graphs == 1
+    assert (calls.replays, calls.eager_calls) == (6, 0)
+    calls.release()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_replays_train_like_eager_calls(dropout: float, compiled: bool) -> None:
+    runs, graphs = [], CUDAGraphs()
+    for techniques in ([], [graphs]):
+        algorithms: list[Any] = [*techniques, LayerFreezing(layers=1, start="3ba"), SDPAAttention()]
+        algorithms += [TorchCompile(scope="blocks")] if compiled else []
+        trainer = make_trainer(algorithms, model=tiny_bert(dropout=dropout), batches=plain_batches(8), gpu=True)
+        trainer.fit()
+        runs.append(final_weights(trainer))
+        trainer.close()
+        torch.compiler.reset()
+    if not (compiled and dropout):  # compiled code draws dropout in its own order
+        assert_near(runs[1], runs[0], what="weights")
+    assert {k: graphs.evidence[k] for k in ("graphs", "replays", "eager_calls")} == {
+        "graphs": 1,
+        "replays": 7,
+        "eager_calls": 1,
+    }
+
+
+def test_the_fast_set_trains_with_frozen_layers() -> None:
+    runs, freezing, graphs = [], LayerFreezing(layers=1, start="3ba"), CUDAGraphs(max_graphs=1)
+    for techniques in ([], [graphs]):
+        algorithms: list[Any] = [*techniques, freezing, Unpadding(), FusedLayers(), MixedPrecision("bf16")]
+        trainer = make_trainer(algorithms, model=tiny_bert(), batches=plain_batches(8), gpu=True)
+        trainer.fit()
+        runs.append(final_weights(trainer))
+        trainer.close()
+    assert_near(runs[1], runs[0], torch.bfloat16, "weights")
+    assert freezing.evidence["froze_after_batches"] == {"embeddings and 1 block": 3}
+    assert graphs.evidence["replays"] == 7
+
+
+def test_activations_gradients_and_graphs_of_frozen_layers_are_freed() -> None:
+    """A model whose activations are much larger than its weights; a third of the blocks still trains."""
+
+    def used(layers: int | None, *, graphs: bool) -> int:
+        """Peak memory of a step, or the memory of all graphs, after layers were frozen."""
+        gc.collect()
+        torch.cuda.empty_cache()
+        model = tiny_model("bert", layers=6).cuda()
+        apply_sdpa_attention(model)
+        inputs = on_gpu(batch([16] * 512))
+        calls = apply_cuda_graphs(model) if graphs else None
+        model(**inputs).loss.backward()
+        if layers is not None:
+            apply_layer_freezing(model, layers=layers)
+        model.zero_grad()
+        gc.collect()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        model(**inputs).loss.backward()
+        if calls is None:
+            return torch.cuda.max_memory_allocated() - before
+        gc.collect()
+        torch.cuda.empty_cache()
+        segments = torch.cuda.memory_snapshot()
+        held = sum(segment["total_size"] for segment in segments if segment["segment_pool_id"] != (0, 0))
+        calls.release()
+        return held
+
+    for graphs in (False, True):
+        whole, frozen = (used(layers, graphs=graphs) for layers in (None, 4))
+        assert frozen < 0.7 * whole, f"with graphs: {graphs}"
+
+
+@two_gpus
+def test_two_gpus_freeze_like_one_and_capture_into_the_new_buckets(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("one", "two")]
+    for folder in folders:
+        folder.mkdir()
+    freezing = "algorithms.layer_freezing={layers: 6, start: 3ba}"
+    one, two = job(folders[0], 1, *UNPADDED, freezing), job(folders[1], 2, *UNPADDED, GRAPHS, freezing)
+    for metric, value in one["metrics"].items():
+        assert two["metrics"][metric] == pytest.approx(value, rel=1e-3, abs=1e-3), metric
+    evidence = two["algorithms"]["cuda_graphs"]["evidence"]
+    assert evidence["eager_calls"] == 4, "DDP rebuilds its buckets in the second batch, also after the change"
+    assert evidence["replays"] == two["training"]["batches"] - 4
+    assert evidence["backward_segments"] == 3, "each segment has two of the six blocks that still train"
+    assert two["ddp"]["overlapped_steps"] > 0
+    frozen = two["algorithms"]["layer_freezing"]["evidence"]
+    assert two["ddp"]["mib_a_step"] * 2**20 == 4 * frozen["trained_parameters"]
