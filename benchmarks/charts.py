@@ -33,7 +33,7 @@ from composer_speedups.core.files import write_atomically
 
 _BLUE, _RED, _GREY, _INK = "#2b7bba", "#c44e52", "#909090", "#767676"
 _TEXTS = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
-_STYLE: dict[str, Any] = {**dict.fromkeys(_TEXTS, _INK), "savefig.transparent": True}
+_STYLE: Any = {**dict.fromkeys(_TEXTS, _INK), "savefig.transparent": True}
 _COLOURS = (_RED, _BLUE, "#3a923a", "#8c564b")
 _DIGEST = "Rows"  # key of the PNG's text that identifies the rows it shows
 _MEASURES = {
