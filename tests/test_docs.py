@@ -75,3 +75,5 @@ def test_the_notebook_trains() -> None:
     printed = json.dumps([cell.get("outputs") for cell in notebook.cells])
     assert "times as fast" in printed
     assert "negative" in printed or "positive" in printed
+    report = json.loads(Path("runs/quickstart/report.json").read_text())
+    assert report["metrics"]["accuracy"] > 0.8
