@@ -5,6 +5,8 @@
 - ``bars``: samples/s of configurations with their spread, at every point of the matrix.
 - ``seconds``: the same for the duration of whole processes, from a table with ``fresh: true``.
 
+Charts have no background, and inks that can be read on a light and on a dark page.
+
 The rows are those of the last call that has the configurations; by default all of the call's are drawn. ``waterfall``
 and ``losses`` draw the first point of the matrix.
 """
@@ -19,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image
@@ -28,7 +31,9 @@ from benchmarks.table_file import Table
 from benchmarks.tables import committed
 from composer_speedups.core.files import write_atomically
 
-_BLUE, _RED, _GREY = "#2b7bba", "#c44e52", "#555555"
+_BLUE, _RED, _GREY, _INK = "#2b7bba", "#c44e52", "#909090", "#767676"
+_TEXTS = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
+_STYLE: Any = {**dict.fromkeys(_TEXTS, _INK), "savefig.transparent": True}
 _COLOURS = (_RED, _BLUE, "#3a923a", "#8c564b")
 _DIGEST = "Rows"  # key of the PNG's text that identifies the rows it shows
 _MEASURES = {
@@ -122,7 +127,7 @@ def _bars(axes: Axes, rows: Sequence[Row], measure: str, first: str) -> None:
         axes.barh(place, median, color=_GREY if row["configuration"] == first else _BLUE, height=0.62)
         if value["min"] < value["max"]:
             spread = [[median - value["min"]], [value["max"] - median]]
-            axes.errorbar(median, place, xerr=spread, color="black", capsize=3, linewidth=1.0)
+            axes.errorbar(median, place, xerr=spread, color=_INK, capsize=3, linewidth=1.0)
         text = f"{median:.1f}" if measure == "process_seconds" else f"{median:,.0f}"
         if base is not None and row["configuration"] != first:
             text += f"  ×{base / median if measure == 'process_seconds' else median / base:.2f}"
@@ -196,9 +201,10 @@ def last_call(kind: str, rows: Sequence[Row], configurations: Sequence[str] = ()
 def draw(kind: str, rows: Sequence[Row], path: Path) -> None:
     """Write a PNG that contains :func:`_digest_of` its rows."""
     draws = {"waterfall": waterfall, "losses": loss_curves}
-    figure = draws[kind](rows) if kind in draws else configuration_bars(rows, _MEASURES[kind])
     image = io.BytesIO()
-    figure.savefig(image, format="png", metadata={_DIGEST: _digest_of(rows, _MEASURES[kind])})
+    with rc_context(_STYLE):
+        figure = draws[kind](rows) if kind in draws else configuration_bars(rows, _MEASURES[kind])
+        figure.savefig(image, format="png", metadata={_DIGEST: _digest_of(rows, _MEASURES[kind])})
     write_atomically(path, image.getvalue())
 
 

@@ -22,7 +22,7 @@ from composer_speedups.core.technique import FSDP, Stage, Technique, conflicts_b
 from composer_speedups.families.family import Family, family_named
 from composer_speedups.families.family import families as known_families
 from composer_speedups.tasks.config import ModelConfig
-from tests.helpers.refusals import FAILING, HEADS, INPUTS, REFUSALS, TECHNIQUES, UNDEFINED, refusal_of
+from tests.helpers.refusals import FAILING, HEADS, INPUTS, MISSING, REFUSALS, TECHNIQUES, UNDEFINED, refusal_of
 from tests.helpers.support import TASKS, WAYS, read_record
 
 ROOT = Path(__file__).parent.parent
@@ -76,6 +76,8 @@ def refusals() -> list[str]:
         refused = [*map(_title, line.families), HEADS.get(line.head, ""), line.input and f"a {line.input}"]
         lines.append(f"{number}. {names} with {', '.join(filter(None, refused))}: {line.why}.")
     lines += ["", f"- Inputs tried with each: {', '.join(INPUTS)}."]
+    for head, without in MISSING.items():
+        lines.append(f"- transformers has no head for {HEADS[head]} for {', '.join(map(_title, without))}.")
     for (family, given), why in FAILING.items():
         lines.append(f"- Not compared: {_title(family)} with a {given}, on which the untouched model fails: {why}.")
     for (technique, family, head, given), what in UNDEFINED.items():

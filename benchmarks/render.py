@@ -40,7 +40,7 @@ __all__: list[str]
 _KINDS = {
     declared: "conflicts families families_short heads order ranks refusals support support_legend tasks techniques "
     "techniques_short",
-    tables: "accuracy across best call effect jobs kernels kinds mutants starts steps suite time_to_accuracy",
+    tables: "accuracy best call effect jobs kernels kinds mutants steps suite time_to_accuracy",
 }
 
 
@@ -74,7 +74,7 @@ def _figure(request: str) -> str:
     if module is None:
         raise ValueError(f"no table of kind {kind!r}")
     name, _, more = rest.partition(" ")
-    if kind in ("across", "best"):
+    if kind == "best":
         arguments = [part.strip() for part in rest.split("|")]
     else:
         arguments = [name, *(part.strip() for part in more.split("|"))] if more else rest.split()

@@ -85,32 +85,26 @@ _ALIASES = {"batch": "data.batch_size"}
 
 
 def select(selection: str) -> list[Row]:
-    """The timed rows of ``TABLE [KEY=VALUE …] [; CONFIGURATION]``.
+    """The rows of ``TABLE [KEY=VALUE …]`` that have measurements.
 
-    ``KEY`` is a key of the row or of an override on its command line; ``batch`` is ``data.batch_size``. ``KEY!=VALUE``
-    excludes rows.
+    ``KEY`` is a key of the row or of an override on its command line; ``batch`` is ``data.batch_size``. A comma
+    separates alternative values. The value of ``call`` is the beginning of the call's time: ``2026-01-02T03:04``.
 
     Raises:
         ValueError: There are none.
     """
-    where, _, name = (part.strip() for part in selection.partition(";"))
-    table, *conditions = where.split()
+    table, *conditions = selection.split()
 
     def meets(row: Row, condition: str) -> bool:
         key, _, wanted = condition.partition("=")
-        key, negated = _ALIASES.get(key, key).removesuffix("!"), key.endswith("!")
+        key = _ALIASES.get(key, key)
         value = str(row[key]) if key in row else override_of(row, key)
-        return (value == wanted) is not negated
+        alternatives = wanted.split(",")
+        return str(value).startswith(tuple(alternatives)) if key == "call" else value in alternatives
 
-    rows = [
-        row
-        for row in rows_of(table)
-        if row["samples_per_sec"]
-        and name in ("", row["configuration"])
-        and all(meets(row, condition) for condition in conditions)
-    ]
+    rows = [row for row in rows_of(table) if all(meets(row, condition) for condition in conditions)]
     if not rows:
-        raise ValueError(f"no timed row of '{selection}'")
+        raise ValueError(f"no row of '{selection}'")
     return rows
 
 
@@ -285,30 +279,16 @@ def time_to_accuracy(name: str, reference: str) -> list[str]:
     return _figure(columns, lines, rows)
 
 
-def across(*selections: str) -> list[str]:
-    """One configuration as several tables measured it, each ``TABLE KEY=VALUE …; CONFIGURATION``."""
-
-    def line(name: str, rows: Sequence[Row]) -> list[str]:
-        runs = [rate for row in rows for rate in row["samples_per_sec"]["runs"]]
-        least_most = dict.fromkeys(map(_spell_rate, (min(runs), max(runs))))
-        return [name, str(len({row["call"] for row in rows})), str(len(runs)), "–".join(least_most)]
-
-    selected = [select(selection) for selection in selections]
-    every = [row for rows in selected for row in rows]
-    lines = [line(f"`{rows[0]['table']}`, {rows[0]['configuration']}", rows) for rows in selected]
-    columns = ("table, configuration", "calls", "runs", "samples/s (least–most)")
-    return [*table(columns, [*lines, line("**all**", every)]), "", where_of(every, counted=False)]
-
-
 # Figures that set the suite beside its peers
 
 
-def steps(name: str) -> list[str]:
+def steps(name: str, conditions: str = "") -> list[str]:
     """Every configuration at each batch size: its rate and median step, compared with the first one's of the call.
 
-    The rate is of all steady steps together; where a host runs ahead of the GPU, the median step is the host's.
+    The rate is of all steady steps together; where a host runs ahead of the GPU, the median step is the host's. The
+    ``conditions`` select rows; see :func:`select`.
     """
-    rows, lines = rows_of(name), []
+    rows, lines = select(f"{name} {conditions}"), []
     for row, base in _by_call(rows):
         if not row["samples_per_sec"]:
             cells = [str(row["data.batch_size"]), row["configuration"], describe_errors(row), *[""] * 4]
@@ -377,7 +357,7 @@ _PEERS = {"hf_trainer": "HF Trainer", "flattened_loop": "expert's loop"}
 
 def _call_with_peers(selection: str) -> list[Row]:
     """The fast set, the fast set with fp8, and the fastest configuration of each peer, of one call."""
-    rows = select(selection)
+    rows = [row for row in select(selection) if row["samples_per_sec"]]
     calls = []
     for call in sorted({row["call"] for row in rows}):
         of_call = {row["configuration"]: row for row in rows if row["call"] == call}
@@ -411,25 +391,6 @@ def jobs(name: str) -> list[str]:
         "both evaluations, s",
     ]
     return _figure_by_call(head, lines, rows)
-
-
-def starts(name: str) -> list[str]:
-    """Where the time from the start of each process to the end of its first step goes; of the last run."""
-    rows = rows_of(name)
-    phases = ("imports", "data", "model", "first_step")
-    lines = []
-    for row in rows:
-        spent = [row["startup"][f"{phase}_seconds"] for phase in phases]
-        total = row["startup"]["to_first_step_seconds"]
-        cells = (f"{seconds:.1f}" for seconds in (total, *spent, total - sum(spent)))
-        lines.append((row["call"], [row["configuration"], *cells]))
-    columns = [
-        "configuration",
-        "start to end of first step, s",
-        *(phase.replace("_", " ") for phase in phases),
-        "the rest",
-    ]
-    return _figure_by_call(columns, lines, rows)
 
 
 def kernels(name: str) -> list[str]:
@@ -470,16 +431,17 @@ def _ran_on(environment: Row) -> str:
 
 
 def mutants() -> list[str]:
-    """Samples of mutants and what the tests made of them; ``again`` is a later try of those that were left."""
+    """What the tests made of the last sample of mutants, for each package and choice of tests."""
+    last = {(row["package"], row.get("exhaustive", True)): row for row in every_gpus_rows("mutants")}
     lines = [
         [
-            f"`{row['package']}`",
-            "those left, again" if row.get("again") else f"seed {row['seed']}",
-            "all" if row.get("exhaustive", True) else "default",
+            f"`{package}`",
+            f"seed {row['seed']}",
+            "all" if exhaustive else "default",
             *(str(row.get(kind, "–")) for kind in ("mutants", "killed", "timed_out", "survived", "not_run")),
             f"{row['call'][:10]}, {commit_of(row)}",
         ]
-        for row in every_gpus_rows("mutants")
+        for (package, exhaustive), row in sorted(last.items())
     ]
     kinds_of_end = ("killed", "timed out", "survived", "not run on a CPU")
     return table(("package", "sample", "tests", "mutants", *kinds_of_end, "date, commit"), lines)

@@ -1,12 +1,19 @@
-"""MkDocs hooks: the cards and the reference of techniques become pages, without a copy of them in the repository."""
+"""MkDocs hooks: the cards and the references of techniques and of config keys become pages, without a copy of them in
+the repository.
+"""
 
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File, Files
+
+from composer_speedups.core.settings import Settings, doc_of, key_line, keys_of, section_of
+from composer_speedups.train.config.schema import Config
+from composer_speedups.tune.settings import PREFIX, TuneConfig
 
 ROOT = Path(__file__).parent.parent
 CARDS = sorted((ROOT / "composer_speedups" / "algorithms").glob("*/README.md"))
@@ -15,17 +22,20 @@ _ROLE = re.compile(r":(?:py:)?(?:attr|class|func|meth|mod):<code>[.~]?(.*?)</cod
 
 
 def on_config(config: Any) -> Any:
-    """Add the cards to the navigation, below "Techniques"."""
+    """Add the cards to the navigation, below "Techniques", and a link to the repository, if pyproject.toml names it."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    config.repo_url = project["urls"].get("Repository")
     techniques = next(section["Techniques"] for section in config.nav if "Techniques" in section)
     techniques += [{card.parent.name: f"techniques/{card.parent.name}.md"} for card in CARDS]
     return config
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add a page for each card, and the reference of all classes and functions of techniques."""
+    """Add a page for each card, and the references of the techniques' classes and functions and of all config keys."""
     for card in CARDS:
         files.append(File.generated(config, f"techniques/{card.parent.name}.md", content=_card(card.read_text())))
     files.append(File.generated(config, "api/algorithms.md", content=_reference()))
+    files.append(File.generated(config, "api/config.md", content=_config_keys()))
     return files
 
 
@@ -54,3 +64,23 @@ def _reference() -> str:
             lines += ["", f"## {technique}", "", f"[The card of {technique}](../techniques/{technique}.md)", ""]
         lines += [f"::: {module}.{name}", "    options: {heading_level: 3}", ""]
     return "\n".join(lines)
+
+
+def _config_keys() -> str:
+    """Every key with its type, default, bounds and description, as ``--help`` prints them."""
+    lines = ["# Config keys", ""]
+    lines += ["The keys of a YAML and of `key=value`, as `--help` prints them: key, type, default, bounds and"]
+    lines += ["what it does. The settings of the techniques are under [Algorithms](algorithms.md)."]
+    lines += ["", "## The run", "", *_keys(Config)]
+    return "\n".join([*lines, "", f"## {PREFIX}", "", "How `tune` searches.", "", *_keys(TuneConfig, PREFIX)])
+
+
+def _keys(settings: type[Settings], prefix: str = "") -> list[str]:
+    lines = []
+    for key, field, owner in keys_of(settings, prefix):
+        doc = doc_of(owner, key.rpartition(".")[2]).replace("<", "&lt;")
+        if section_of(field) is None:
+            lines.append(f"- `{key_line(key, field)}`<br>{doc}")
+        else:
+            lines += ["", f"{'#' * (2 + key.count('.'))} {key}", "", doc, ""]
+    return lines

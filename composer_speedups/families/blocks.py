@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
 from composer_speedups.families.family import family_of
@@ -13,7 +15,14 @@ def blocks_of(encoder: nn.Module) -> nn.ModuleList:
     """The blocks of an encoder of a known family."""
     family = family_of(type(encoder))
     assert family is not None
-    return getattr(encoder, family.blocks)  # type: ignore[no-any-return]
+    return _at(encoder, family.blocks)  # type: ignore[no-any-return]
+
+
+def _at(module: Any, path: str) -> Any:
+    """The module at a path; None if there is none."""
+    for name in path.split("."):
+        module = getattr(module, name, None)
+    return module
 
 
 def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
@@ -36,7 +45,7 @@ def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
         if isinstance(module, nn.ModuleList) and len({type(m) for m in module}) == 1 and not inside:
             lists[name] = module
     encoders = [(module, family) for module in model.modules() if (family := family_of(type(module))) is not None]
-    known = [vars(module)["_modules"].get(family.blocks) for module, family in encoders]
+    known = [_at(module, family.blocks) for module, family in encoders]
     lists = {name: blocks for name, blocks in lists.items() if any(blocks is other for other in known)} or lists
     if not lists:
         raise ValueError("the model has no ModuleList with blocks of one class")

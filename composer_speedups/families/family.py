@@ -66,7 +66,7 @@ def default_head_reads(model_class: str, config: Any) -> Reads:
 
 
 class LayerModules(NamedTuple):
-    """The modules of a post-norm block, and its number of attention heads."""
+    """The modules of a block without a gated feed-forward layer, and its number of attention heads."""
 
     query: nn.Linear
     key: nn.Linear
@@ -131,8 +131,10 @@ class Family:
         name: The family's folder in transformers, which is its ``model_type`` except for hyphens.
         title: The name for documentation and messages.
         encoder: The class that runs the blocks and receives the attention mask.
-        blocks: The encoder's attribute that lists the blocks, each once, even if it runs several times.
+        blocks: Path of the encoder's list of the blocks, each once, even if it runs several times.
         layer: The class of a block.
+        inner_layer: The class of the layers in a block that runs several times per forward pass; ``fused_layers`` fuses
+            them instead of the block. Empty if blocks run once.
         attention: The class of a block's attention module, if ``packed_attention`` replaces it.
         embeddings: The class that turns token ids into the first hidden state.
         repeats_blocks: Whether blocks run several times each.
@@ -140,11 +142,13 @@ class Family:
             ``Class.attribute``; models may lack them.
         feed_forward: Path of the module with the feed-forward layer, and names of its first Linear, its activation and
             its second Linear; None for other kinds of feed-forward layers.
-        layer_modules: Block → its modules (:class:`GatedLayerModules` if ``gated``); None if ``fused_layers`` does not
-            support the block.
+        layer_modules: Block, or its inner layer, → its modules (:class:`GatedLayerModules` if ``gated``); None if
+            ``fused_layers`` does not support it.
         position_table: For disentangled attention: block and relative embeddings (P, H) → keys and queries of relative
             positions (P, 2·A·D). None for other kinds of attention.
-        position_bias: Whether attention adds a bias between slots to the scores.
+        rotary: Whether post-norm blocks rotate queries and keys by their positions.
+        pre_norm: Whether blocks have pre-norms, but not a gated feed-forward layer.
+        position_bias: Whether attention adds a bias by distance to the scores, as a :class:`.PositionBias`.
         refuses: Encoder → the reason why it cannot run on packed tokens; None if it can.
         gated: Whether blocks have pre-norms, rotary positions and a gated feed-forward layer.
         dropouts: Block → for each of :class:`DropoutRates`, the module whose mode decides and the module with the
@@ -160,9 +164,9 @@ class Family:
         block_flops: Config and real tokens of each row, int64 (rows,) → FLOPs of one forward pass through all blocks;
             None for those of :func:`.flops.block_flops`.
         hidden, inner, heads, embedding: Keys of config.json: widths, and the number of attention heads.
-        activation: Key of the feed-forward layer's activation.
+        activation: Key of the feed-forward layer's activation; None if it always is the exact GELU.
         attention_dropout, attention_output_dropout, hidden_dropout: Keys of the dropout probabilities of attention
-            weights, of the attention output (None: no dropout), and of the outputs of blocks and embeddings.
+            weights, of the attention output, and of the outputs of blocks and embeddings; None: no dropout.
     """
 
     name: str
@@ -170,6 +174,7 @@ class Family:
     encoder: str
     blocks: str = "layer"
     layer: str
+    inner_layer: str = ""
     attention: str = ""
     embeddings: str
     repeats_blocks: bool = False
@@ -178,6 +183,8 @@ class Family:
     layer_modules: Callable[[Any], Any] | None = None
     gated: bool = False
     position_table: Callable[[Any, Tensor], Tensor] | None = None
+    rotary: bool = False
+    pre_norm: bool = False
     position_bias: bool = False
     refuses: Callable[[Any], str | None] = lambda _: None
     dropouts: Callable[[Any], list[tuple[nn.Module, nn.Dropout] | None]] | None = None
@@ -191,14 +198,19 @@ class Family:
     inner: str = "intermediate_size"
     heads: str = "num_attention_heads"
     embedding: str = "hidden_size"
-    activation: str = "hidden_act"
+    activation: str | None = "hidden_act"
     attention_dropout: str = "attention_probs_dropout_prob"
     attention_output_dropout: str | None = "hidden_dropout_prob"
-    hidden_dropout: str = "hidden_dropout_prob"
+    hidden_dropout: str | None = "hidden_dropout_prob"
+
+    @property
+    def has_berts_layers(self) -> bool:
+        """Whether the fused kernels of BERT's layers and embeddings fit, with a bias by distance or without one."""
+        return not (self.gated or self.rotary or self.pre_norm or self.position_table is not None)
 
     def has(self, role: str, kind: type) -> bool:
-        """Whether a class is exactly the family's ``"encoder"``, ``"layer"``, ``"attention"`` or ``"embeddings"``
-        class."""
+        """Whether a class is exactly the family's ``"encoder"``, ``"layer"``, ``"inner_layer"``, ``"attention"`` or
+        ``"embeddings"`` class."""
         module = f"transformers.models.{self.name}.modeling_{self.name}"
         changed = "_derived_from" in vars(kind)  # by this package, which keeps the names of models
         return not changed and (kind.__module__, kind.__qualname__) == (module, getattr(self, role))
@@ -254,7 +266,8 @@ def config_value(config: Any, key: str, default: Any = None) -> Any:
     """
     known = family_named(str(getattr(config, "model_type", "")))
     for family in families() if known is None else [known]:
-        value = getattr(config, getattr(family, key), None)
+        name = getattr(family, key)
+        value = None if name is None else getattr(config, name, None)
         if value is not None:
             return value
     return default
@@ -267,8 +280,11 @@ def kernel_shape(config: Mapping[str, Any]) -> Shape:
         KeyError: The family has no fused kernels, or a key is missing.
     """
     family = family_named(config["model_type"])
-    if family is None or family.layer_modules is None or family.gated or family.position_table is not None:
+    if family is None or family.layer_modules is None:
         raise KeyError(config["model_type"])
+    if not family.has_berts_layers:
+        raise KeyError(config["model_type"])
+    assert family.hidden_dropout is not None
     dropped = family.attention_output_dropout
     return Shape(
         hidden=config[family.hidden],
@@ -279,4 +295,5 @@ def kernel_shape(config: Mapping[str, Any]) -> Shape:
         output=config[family.hidden_dropout],
         embedding=config[family.embedding],
         embedded=config[family.hidden_dropout],
+        biased=family.position_bias,
     )

@@ -1,10 +1,9 @@
 """ModernBERT and its unpadded version.
 
-It has no encoder module: the model itself packs the tokens before its embeddings. Positions are applied inside
-attention, so they are packed too. Local layers attend to a window of slots on either side, which equals a window of
-packed tokens only in rows without holes.
+It has no encoder module: the model itself packs the tokens before its embeddings. Local layers attend to a window of
+slots on either side, which equals a window of packed tokens only in rows without holes.
 
-Shapes: B rows, S slots per row, T packed tokens, H hidden units.
+Shapes: T packed tokens, H hidden units.
 """
 
 from __future__ import annotations
@@ -13,56 +12,30 @@ from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor, nn
-from transformers.utils.generic import can_return_tuple
 
 from composer_speedups.families.family import Family, GatedLayerModules, Reads, default_head_reads
 from composer_speedups.families.flops import block_flops
-from composer_speedups.packing.encoder import UnpaddedEncoder, UnpaddedModel
-from composer_speedups.packing.tokens import TokenLayout, gather_tokens, mark_dynamic
+from composer_speedups.families.rotary import UnpaddedRotaryModel, packed_angles
+from composer_speedups.packing.tokens import TokenLayout, mark_dynamic
 
 __all__ = ["FAMILY"]
 
 
-class _UnpaddedModernBert(UnpaddedModel):
-    """Token ids (B, S) or embeddings (B, S, H) → transformers' output with the last hidden state (B, S, H), zeros at
-    padding."""
+class _UnpaddedModernBert(UnpaddedRotaryModel):
+    """As :class:`UnpaddedRotaryModel`, with other angles in local layers, and a norm behind the last layer."""
 
     config: Any
     embeddings: nn.Module
-    layers: nn.ModuleList
-    rotary_emb: nn.Module
     final_norm: nn.Module
 
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        plan = self._call_plan()
-        if plan.layout is None:
-            stock: Any = super(UnpaddedEncoder, self)
-            output = stock.forward(input_ids, attention_mask, position_ids, inputs_embeds=inputs_embeds, **kwargs)
-            return self._padded(plan, output)
-        if inputs_embeds is None:
-            assert input_ids is not None
-            hidden = self.embeddings(input_ids=_pick(input_ids, plan.layout))
-        else:
-            packed = gather_tokens(inputs_embeds.flatten(0, 1), plan.layout.indices_T)
-            hidden = self.embeddings(inputs_embeds=packed.unsqueeze(0))
-        if plan.first_tokens_only:
-            # a keyword argument, so that it is also passed when a layer is recomputed
-            kwargs["first_tokens_only"] = True
-        positions = self._positions(position_ids, plan.layout)
-        return self._output(self._packed_layers(hidden, positions, plan.layout, kwargs), plan)
+    def _embedded(self, inputs: dict[str, Any], layout: TokenLayout) -> Tensor:
+        return self.embeddings(**self._packed_inputs(inputs, layout))  # type: ignore[no-any-return]
 
-    def _packed_layers(self, hidden: Tensor, positions: Tensor, layout: TokenLayout, kwargs: dict[str, Any]) -> Tensor:
-        """(1, T, H) → (1, T, H), through the layers and the last norm."""
+    def _packed_layers(
+        self, hidden: Tensor, position_ids: Tensor | None, layout: TokenLayout, kwargs: dict[str, Any]
+    ) -> Tensor:
         kinds = self.config.layer_types or []
-        angles = {kind: self.rotary_emb(hidden, positions, kind) for kind in sorted(set(kinds))}
+        angles = {kind: packed_angles(self.rotary_emb, hidden, position_ids, layout, kind) for kind in sorted({*kinds})}
         for layer, kind in zip(self.layers, kinds, strict=True):
             mark_dynamic(hidden, *angles[kind])
             hidden = layer(
@@ -72,20 +45,7 @@ class _UnpaddedModernBert(UnpaddedModel):
                 layout=layout,
                 **kwargs,
             )
-        return self.final_norm(hidden)
-
-    @staticmethod
-    def _positions(position_ids: Tensor | None, layout: TokenLayout) -> Tensor:
-        """(1, T): slots within their rows, or the caller's positions, (B, S) or (1, S)."""
-        if position_ids is None:
-            return (layout.indices_T % layout.mask_BS.shape[1]).unsqueeze(0)
-        return _pick(position_ids.expand(layout.mask_BS.shape), layout)
-
-
-def _pick(values_BS: Tensor, layout: TokenLayout) -> Tensor:
-    """Integers per slot, (B, S) → per packed token, (1, T)."""
-    flat = values_BS.reshape(-1)
-    return flat.index_select(0, layout.indices_T.clamp(max=len(flat) - 1)).unsqueeze(0)
+        return self.final_norm(hidden)  # type: ignore[no-any-return]
 
 
 def _reads(model_class: str, config: Any) -> Reads:

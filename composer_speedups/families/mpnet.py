@@ -1,36 +1,31 @@
 """MPNet: BERT's blocks with a relative position bias added to the scores, and its unpadded version.
 
 Its attention does not use transformers' attention interface, so the class of the attention modules is changed too. The
-bias is defined between slots of a row, so queries, keys and values are moved back to their slots, and everything else
-stays packed.
+bias depends on distances between slots; packed tokens have the same distances if their row has no holes.
 
-Shapes: B rows, S slots per row, T packed tokens, A heads, D units per head, H hidden units.
+Shapes: T packed tokens, A heads, D units per head, H hidden units, L a bound on the length of a row.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from functools import lru_cache
+from types import SimpleNamespace
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
-from composer_speedups.families.family import Family
-from composer_speedups.packing.attention import unpadded_attention
+from composer_speedups.families.family import Family, LayerModules
+from composer_speedups.packing.attention import PositionBias, unpadded_attention
 from composer_speedups.packing.encoder import UnpaddedEncoder
 from composer_speedups.packing.tokens import TokenLayout, mark_dynamic
 
 __all__ = ["FAMILY"]
 
 
-class _PackedBias(NamedTuple):
-    """Replaces the bias (B, A, S, S): the bias of one row, and the layout of the packed tokens."""
-
-    bias_1ASS: Tensor
-    layout: TokenLayout
-
-
 class _UnpaddedAttention(nn.Module):
-    """The methods of an attention module that accepts packed tokens with a :class:`_PackedBias`."""
+    """The methods of an attention module that accepts packed tokens with a :class:`PositionBias`."""
 
     prefix = "Unpadded"
 
@@ -44,8 +39,8 @@ class _UnpaddedAttention(nn.Module):
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, position_bias: Any = None, **kwargs: Any
     ) -> tuple[Tensor, ...]:
-        """(1, T, H) → (1, T, H) with a packed bias; otherwise calls the original method."""
-        if not isinstance(position_bias, _PackedBias):
+        """(1, T, H) → (1, T, H) with a bias of packed tokens; otherwise calls the original method."""
+        if not isinstance(position_bias, PositionBias):
             return super().forward(hidden_states, attention_mask, position_bias, **kwargs)  # type: ignore[misc, no-any-return]
         heads = self.num_attention_heads
         query, key, value = (
@@ -53,22 +48,16 @@ class _UnpaddedAttention(nn.Module):
         )
         dropped = self.dropout.p if self.dropout.training else 0.0
         attended_1TAD, _ = unpadded_attention(
-            self,
-            query,
-            key,
-            value,
-            None,
-            dropped,
-            layout=position_bias.layout,
-            position_bias=position_bias.bias_1ASS,
+            self, query, key, value, None, dropped, layout=position_bias.layout, position_bias=position_bias
         )
         return (self.o(attended_1TAD.flatten(2)),)
 
 
 class _UnpaddedMPNet(UnpaddedEncoder):
-    """As :class:`UnpaddedEncoder`, with one position bias for all rows."""
+    """As :class:`UnpaddedEncoder`, with a position bias by distance, which all layers share."""
 
     layer: nn.ModuleList
+    relative_attention_bias: nn.Embedding
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, return_dict: bool = False, **kwargs: Any
@@ -76,13 +65,41 @@ class _UnpaddedMPNet(UnpaddedEncoder):
         output = super().forward(hidden_states, attention_mask, return_dict=True, **kwargs)
         return output if return_dict else output.to_tuple()
 
-    def _packed(self, packed: Tensor, layout: TokenLayout, return_dict: bool = True, **kwargs: Any) -> Any:
-        bias_1ASS = self.compute_position_bias(packed.new_empty(1, layout.mask_BS.shape[1]))  # type: ignore[operator]
+    def _packed(
+        self,
+        packed: Tensor,
+        layout: TokenLayout,
+        return_dict: bool = True,
+        first_tokens_only: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        buckets = _buckets(self, layout.longest, packed.device)
+        by_distance = self.relative_attention_bias(buckets).float().t()  # (A, 2·L + 1)
+        bias = PositionBias(layout, by_distance, first_tokens_only)
         for layer in self.layer:
             mark_dynamic(packed)
-            packed = layer(packed, None, _PackedBias(bias_1ASS, layout), layout=layout, **kwargs)[0]
+            packed = layer(packed, position_bias=bias, layout=layout, **kwargs)[0]
         last: Any = packed
         return BaseModelOutput(last_hidden_state=last)
+
+
+@torch.compiler.disable  # transformers' function copies the buckets to the device
+def _buckets(encoder: Any, longest: int, device: torch.device) -> Tensor:
+    """The table's entry for each distance from -L to L of a query from a key, int64 (2·L + 1,)."""
+    return _cached_buckets(encoder.compute_position_bias.__func__, longest, device)
+
+
+@lru_cache(maxsize=16)  # batches round the length up to a multiple of 128; CUDA graph capture forbids copies
+def _cached_buckets(compute_position_bias: Any, longest: int, device: torch.device) -> Tensor:
+    """Those that the untouched model looks up: its function is called with a table that returns the entries."""
+    # imported here, since few models need it
+    from transformers.models.mpnet.modeling_mpnet import MPNetEncoder
+
+    bucket_of = MPNetEncoder.relative_position_bucket
+    entries = SimpleNamespace(relative_position_bucket=bucket_of, relative_attention_bias=lambda x: x.unsqueeze(-1))
+    with torch.no_grad():
+        of_slots = compute_position_bias(entries, torch.empty(1, longest + 1, device=device))[0, 0]  # (L + 1, L + 1)
+    return torch.cat([of_slots[0].flip(0), of_slots[1:, 0]])
 
 
 def _positions(embeddings: Any, ids_BS: Tensor) -> Tensor:
@@ -91,6 +108,19 @@ def _positions(embeddings: Any, ids_BS: Tensor) -> Tensor:
     from transformers.models.mpnet.modeling_mpnet import create_position_ids_from_input_ids
 
     return create_position_ids_from_input_ids(ids_BS, embeddings.padding_idx)  # type: ignore[no-any-return]
+
+
+def _modules(layer: Any) -> LayerModules:
+    attention = layer.attention.attn
+    return LayerModules(
+        attention.q, attention.k, attention.v, attention.o, layer.attention.LayerNorm,
+        layer.intermediate.dense, layer.output.dense, layer.output.LayerNorm, attention.num_attention_heads,
+    )  # fmt: skip
+
+
+def _dropouts(layer: Any) -> list[Any]:
+    modules = layer.attention.attn.dropout, layer.attention.dropout, layer.output.dropout
+    return [(module, module) for module in modules]
 
 
 FAMILY = Family(
@@ -102,7 +132,10 @@ FAMILY = Family(
     embeddings="MPNetEmbeddings",
     around_blocks=("MPNetEncoder.relative_attention_bias",),
     feed_forward=("intermediate.dense", "intermediate.intermediate_act_fn", "output.dense"),
+    layer_modules=_modules,
     position_bias=True,
+    dropouts=_dropouts,
+    max_width_with_holes=lambda _: 0,
     positions=_positions,
     packed_encoder=_UnpaddedMPNet,
     packed_attention=_UnpaddedAttention,

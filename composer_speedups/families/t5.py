@@ -1,21 +1,23 @@
 """T5's encoder: pre-norms without bias, and a relative position bias that the first block computes for all.
 
-Its stack embeds the ids itself, so it packs before its embeddings, as ModernBERT does. The bias is defined between
-slots of a row: queries, keys and values are moved back to their slots in attention, and everything else stays packed.
-Models with T5's decoder are refused.
+Its stack embeds the ids itself, so it packs behind its embeddings. The bias depends on distances between slots; packed
+tokens have the same distances if their row has no holes. Models with T5's decoder are refused.
 
-Shapes: B rows, S slots per row, T packed tokens, A heads, H hidden units.
+Shapes: B rows, S slots per row, T packed tokens, A heads, H hidden units, L a bound on the length of a row.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.utils.generic import can_return_tuple
 
 from composer_speedups.families.family import Family, Reads, default_head_reads
 from composer_speedups.families.flops import block_flops
+from composer_speedups.packing.attention import PositionBias
 from composer_speedups.packing.encoder import UnpaddedEncoder, UnpaddedModel
 from composer_speedups.packing.tokens import TokenLayout, gather_tokens, mark_dynamic
 
@@ -53,12 +55,31 @@ class _UnpaddedT5(UnpaddedModel):
     def _packed_blocks(self, packed: Tensor, layout: TokenLayout, kwargs: dict[str, Any]) -> Tensor:
         """(1, T, H) → (1, T, H), through the blocks and the last norm."""
         first: Any = self.block[0]
-        width = layout.mask_BS.shape[1]
-        bias_1ASS = first.layer[0].SelfAttention.compute_bias(width, width, device=packed.device)
+        attention = first.layer[0].SelfAttention
+        table, furthest = attention.relative_attention_bias, attention.relative_attention_max_distance
+        buckets = _buckets(layout.longest, table.num_embeddings, furthest, packed.device)
+        bias = PositionBias(layout, table(buckets).float().t())
         for block in self.block:
             mark_dynamic(packed)
-            packed = block(packed, None, bias_1ASS, layout=layout, **kwargs)[0]
+            packed = block(packed, None, bias, layout=layout, **kwargs)[0]
         return self.dropout(self.final_layer_norm(packed))  # type: ignore[no-any-return]
+
+
+@torch.compiler.disable  # the cache is not part of a graph
+def _buckets(longest: int, entries: int, furthest: int, device: torch.device) -> Tensor:
+    """The table's entry for each distance from -L to L of a query from a key, int64 (2·L + 1,), computed by
+    transformers' function on the device, so that its logarithm is the untouched model's."""
+    return _cached_buckets(longest, entries, furthest, device)
+
+
+@lru_cache(maxsize=16)  # batches round the length up to a multiple of 128; CUDA graph capture forbids copies
+def _cached_buckets(longest: int, entries: int, furthest: int, device: torch.device) -> Tensor:
+    # imported here, since few models need it
+    from transformers.models.t5.modeling_t5 import T5Attention
+
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        ahead = torch.arange(longest, -longest - 1, -1, device=device)  # of the key, relative to the query
+        return T5Attention._relative_position_bucket(ahead, num_buckets=entries, max_distance=furthest)  # type: ignore[no-any-return]
 
 
 def _reads(model_class: str, config: Any) -> Reads:
@@ -81,6 +102,7 @@ FAMILY = Family(
     embeddings="",  # the stack's Embedding is torch's
     position_bias=True,
     reads=_reads,
+    max_width_with_holes=lambda _: 0,
     packed_encoder=_UnpaddedT5,
     block_flops=_block_flops,
     hidden="d_model",

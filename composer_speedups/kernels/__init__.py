@@ -8,9 +8,11 @@ The same seed drops the same numbers, so pass the forward pass's seed to the bac
 
 =================================== =================================================================================
 ``attention.attention_forward``     qkv (T, 3·H), cu_seqlens int32 (R + 1,) → out (T, H), logs float32 (A, T);
-                                    ``window`` limits the distance of the attended tokens to either side
+                                    ``window`` limits the distance of the attended tokens to either side; ``bias``,
+                                    float32 (A, 2·L + 1), is added to the scores by distance
 ``attention.attention_backward``    gradient of out, and the above → gradient of qkv (T, 3·H), and partial sums of it
-                                    over tokens (P, 3·H)
+                                    over tokens (P, 3·H); ``grad_bias`` receives the gradient of ``bias``
+``biased_attention.attend``         attention with a bias by distance, with autograd
 ``disentangled_attention.``         DeBERTa's attention: ``disentangled_forward`` and ``disentangled_backward`` also
                                     have a table of positions (P, 2·H) with a gradient; ``attend`` is the autograd
                                     operator
@@ -28,7 +30,7 @@ The same seed drops the same numbers, so pass the forward pass's seed to the bac
 ``pre_norm.pre_norm_forward``       LayerNorm(residual + dropout(sublayer)), with a float32 residual stream (T, H) →
                                     result, sum (T, H), statistics float32 (2, T)
 ``pre_norm.pre_norm_backward``      gradients of the result and of the sum → of residual and sublayer (T, H), of the
-                                    weight float32 (H,), and the recomputed result
+                                    weight float32 (H,), or of weight and bias (2, H), and the recomputed result
 ``rotary.rotate``                   rotates the queries and keys in qkv (T, 3·H) by their positions, or back, in place
 ``narrow.narrow_products``          x (T, C), left (T, R), right (C, R) → x · right (T, R) and leftᵀ · x (R, C) in
                                     float32, for R up to 64
@@ -80,6 +82,7 @@ class Shape(NamedTuple):
         attention_weights, attention, output: Dropout of a layer's attention weights, attention output and output.
         embedding: Width of the embeddings.
         embedded: Dropout of the embeddings' output.
+        biased: Whether attention has a bias by distance.
     """
 
     hidden: int
@@ -90,3 +93,4 @@ class Shape(NamedTuple):
     output: float
     embedding: int
     embedded: float
+    biased: bool = False

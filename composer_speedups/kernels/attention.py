@@ -25,6 +25,7 @@ _FORWARD = {"ROWS": 64, "COLUMNS": 64, "num_warps": 4, "num_stages": 2, "maxnreg
 _QUERIES = {"ROWS": 64, "COLUMNS": 64, "num_warps": 4, "num_stages": 2, "maxnreg": 168}
 _KEYS = {"ROWS": 32, "COLUMNS": 64, "num_warps": 4, "num_stages": 2, "maxnreg": 168}
 assert _QUERIES["ROWS"] == _KEYS["COLUMNS"]  # the kernels share rows of partial sums
+assert _QUERIES["ROWS"] == _QUERIES["COLUMNS"]  # sums over diagonals take square blocks
 
 
 def attention_forward(
@@ -36,8 +37,10 @@ def attention_forward(
     seed: Tensor,
     window: int | None = None,
     operand: Float8 | None = None,
+    bias: Tensor | None = None,
+    scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute softmax(q kᵀ / √D) v for each row.
+    """Compute softmax(q kᵀ / √D + bias) v for each row.
 
     Args:
         qkv: (T, 3·A·D), contiguous: the queries of all heads, then the keys, then the values.
@@ -49,6 +52,9 @@ def attention_forward(
         window: A token attends to the tokens of its row at most this many tokens before or after it, and other pairs
             are not computed; None attends to the whole row.
         operand: Also receives the result in 8 bits, settled.
+        bias: Added to the scaled scores by distance, float32 (A, 2·L + 1), contiguous, L being ``longest``: for each
+            head, of distances from -L to L. A distance is the query's position minus the key's. None adds nothing.
+        scale: Scale of q kᵀ; None for 1/√D.
 
     Returns:
         The result (T, A·D), and the base-2 logarithms of the softmax's denominators, float32 (A, T).
@@ -57,10 +63,12 @@ def attention_forward(
     size = hidden // heads
     out = torch.empty(tokens, hidden, device=qkv.device, dtype=qkv.dtype)
     logs = torch.empty(heads, tokens, device=qkv.device, dtype=torch.float32)
+    scale = size**-0.5 if scale is None else scale
     _attention_forward[(triton.cdiv(longest, _FORWARD["ROWS"]), heads, len(cu_seqlens) - 1)](
-        qkv, cu_seqlens, out, logs, seed, *(operand or (out, seed)), tokens, size**-0.5 * 1.4426950408889634,
-        threshold_of(dropout), 1 / (1 - dropout), HIDDEN=hidden, SIZE=size, DROPOUT=dropout > 0,
-        WINDOW=_window(window), FLOAT8=operand is not None, **_options(_FORWARD, size),
+        qkv, cu_seqlens, out, logs, seed, *(operand or (out, seed)), _unscaled(bias, scale, logs), longest, tokens,
+        scale * 1.4426950408889634, threshold_of(dropout), 1 / (1 - dropout), HIDDEN=hidden, SIZE=size,
+        DROPOUT=dropout > 0, WINDOW=_window(window), FLOAT8=operand is not None, BIAS=bias is not None,
+        **_options(_FORWARD, size),
     )  # fmt: skip
     if operand is not None:
         settle(operand, out)
@@ -78,6 +86,9 @@ def attention_backward(
     seed: Tensor,
     window: int | None = None,
     operand: Float8 | None = None,
+    bias: Tensor | None = None,
+    grad_bias: Tensor | None = None,
+    scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradient of ``qkv``, (T, 3·A·D), and partial sums of it over tokens, float32 (P, 3·A·D).
 
@@ -85,9 +96,10 @@ def attention_backward(
 
     Args:
         grad_out: Gradient of ``out``; contiguous.
-        qkv, cu_seqlens, longest, dropout, seed, window: As in :func:`attention_forward`.
+        qkv, cu_seqlens, longest, dropout, seed, window, bias, scale: As in :func:`attention_forward`.
         out, logs: As returned by :func:`attention_forward`.
         operand: Also receives the gradient in 8 bits, settled.
+        grad_bias: Receives the gradient of ``bias``, float32 (A, 2·L + 1); required with a bias.
     """
     tokens, hidden = out.shape
     heads = logs.shape[0]
@@ -95,28 +107,43 @@ def attention_backward(
     grad = torch.empty_like(qkv)
     delta = torch.empty_like(logs)
     bits = torch.empty_like(logs, dtype=torch.int32)
-    scale, rows = size**-0.5, len(cu_seqlens) - 1
+    scale, rows = size**-0.5 if scale is None else scale, len(cu_seqlens) - 1
     blocks = triton.cdiv(longest, _QUERIES["ROWS"])  # of queries, and as many of keys
     partial = torch.empty(rows * blocks, 3 * hidden, device=qkv.device, dtype=torch.float32)
-    common = (tokens, scale, threshold_of(dropout), 1 / (1 - dropout))
+    # each block of queries sums its scores' gradients by distance
+    by_block = delta
+    if bias is not None:
+        by_block = torch.zeros(rows * blocks, *bias.shape, device=qkv.device, dtype=torch.float32)
+    common = (_unscaled(bias, scale, logs), longest, tokens, scale, threshold_of(dropout), 1 / (1 - dropout))
     constants = {"HIDDEN": hidden, "SIZE": size, "DROPOUT": dropout > 0, "WINDOW": _window(window)}
-    constants |= {"FLOAT8": operand is not None}
+    constants |= {"FLOAT8": operand is not None, "BIAS": bias is not None}
     written = (grad, partial, *(operand or (grad, seed)))
     _attention_query_gradients[(blocks, heads, rows)](
-        grad_out, qkv, out, logs, delta, bits, *written, cu_seqlens, seed, *common, **constants,
-        **_options(_QUERIES, size),
+        grad_out, qkv, out, logs, delta, bits, *written, by_block, cu_seqlens, seed, *common,
+        **constants, **_options(_QUERIES, size, limited=bias is None),
     )  # fmt: skip
     _attention_key_gradients[(blocks, heads, rows)](
-        grad_out, qkv, logs, delta, bits, *written, cu_seqlens, *common, **constants, **_options(_KEYS, size)
-    )
+        grad_out, qkv, logs, delta, bits, *written, cu_seqlens, *common, **constants,
+        **_options(_KEYS, size, limited=bias is None),
+    )  # fmt: skip
     if operand is not None:
         settle(operand, grad)
+    if bias is not None:
+        assert grad_bias is not None
+        torch.sum(by_block, 0, out=grad_bias)
     return grad, partial
 
 
-def _options(options: dict[str, int], size: int) -> dict[str, int]:
-    """Return a kernel's constants; wide heads need more registers than the limits allow."""
-    return options if size <= 64 else {name: value for name, value in options.items() if name != "maxnreg"}
+def _unscaled(bias: Tensor | None, scale: float, unused: Tensor) -> Tensor:
+    """The bias of scores before they are scaled; any float32 tensor if there is none."""
+    return unused if bias is None else bias / scale
+
+
+def _options(options: dict[str, int], size: int, *, limited: bool = True) -> dict[str, int]:
+    """Return a kernel's constants; wide heads, and the backward pass with a bias, need more registers than the limits
+    allow."""
+    limited = limited and size <= 64
+    return options if limited else {name: value for name, value in options.items() if name != "maxnreg"}
 
 
 def _window(window: int | None) -> int:
@@ -135,9 +162,10 @@ def _reach(first, count: tl.constexpr, length, block: tl.constexpr, WINDOW: tl.c
 
 @triton.jit
 def _attention_forward(
-    qkv_ptr, cu_seqlens_ptr, out_ptr, logs_ptr, seed_ptr, out8_ptr, scales_ptr, tokens, scale, threshold, kept_scale,
+    qkv_ptr, cu_seqlens_ptr, out_ptr, logs_ptr, seed_ptr, out8_ptr, scales_ptr, bias_ptr, longest, tokens, scale,
+    threshold, kept_scale,
     HIDDEN: tl.constexpr, SIZE: tl.constexpr, DROPOUT: tl.constexpr, WINDOW: tl.constexpr, FLOAT8: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1)
     start = tl.load(cu_seqlens_ptr + tl.program_id(2))
@@ -159,7 +187,10 @@ def _attention_forward(
         key_at = (start + keys).to(tl.int64)[:, None] * (3 * HIDDEN) + HIDDEN + head * SIZE + units[None, :]
         k = tl.load(qkv_ptr + key_at, mask=keys[:, None] < length, other=0.0)
         v = tl.load(qkv_ptr + key_at + HIDDEN, mask=keys[:, None] < length, other=0.0)
-        scores = tl.where(keys[None, :] < length, tl.dot(q, tl.trans(k)), float("-inf"))
+        scores = tl.dot(q, tl.trans(k))
+        if BIAS:
+            scores += _bias_of(bias_ptr, longest, head, queries[:, None], keys[None, :], length)
+        scores = tl.where(keys[None, :] < length, scores, float("-inf"))
         if WINDOW >= 0:
             scores = tl.where(tl.abs(queries[:, None] - keys[None, :]) <= WINDOW, scores, float("-inf"))
         higher = tl.maximum(most, tl.max(scores, 1) * scale)
@@ -184,6 +215,19 @@ def _attention_forward(
 
 
 @triton.jit
+def _bias_of(bias_ptr, longest, head, queries, keys, length):
+    """Return the unscaled bias of pairs of a query and a key, 0 outside of the row."""
+    at = head * (2 * longest + 1) + longest + queries - keys
+    return tl.load(bias_ptr + at, mask=(queries < length) & (keys < length), other=0.0)
+
+
+@triton.jit
+def _store_by_distance(by_distance_ptr, distances, sums, longest):
+    """Store one sum for each distance; those beyond the longest row are 0 and left out."""
+    tl.store(by_distance_ptr + distances, sums, mask=tl.abs(distances) <= longest)
+
+
+@triton.jit
 def _store_float8(x, out8_ptr, at, valid, scales_ptr):
     """Store a block in 8 bits, and record its largest magnitude; ``x`` is 0 where it is not valid."""
     x = x.to(tl.float32)
@@ -199,13 +243,14 @@ def _store_float8(x, out8_ptr, at, valid, scales_ptr):
 @triton.jit
 def _attention_query_gradients(
     grad_out_ptr, qkv_ptr, out_ptr, logs_ptr, delta_ptr, bits_ptr, grad_ptr, partial_ptr, grad8_ptr, scales_ptr,
-    cu_seqlens_ptr, seed_ptr, tokens, scale, threshold, kept_scale,
+    by_block_ptr, cu_seqlens_ptr, seed_ptr, bias_ptr, longest, tokens, scale, threshold, kept_scale,
     HIDDEN: tl.constexpr, SIZE: tl.constexpr, DROPOUT: tl.constexpr, WINDOW: tl.constexpr, FLOAT8: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of a block of queries.
 
-    For the keys' kernel, it stores the sum of gradient times output and the random bits of each query, (A, T).
+    For the keys' kernel, it stores the sum of gradient times output and the random bits of each query, (A, T). With a
+    bias, it stores the sums of the scores' gradients by distance, (P, A, 2·L + 1) for P blocks.
     """
     head = tl.program_id(1)
     start = tl.load(cu_seqlens_ptr + tl.program_id(2))
@@ -230,13 +275,21 @@ def _attention_query_gradients(
     if DROPOUT:
         tl.store(bits_ptr + head * tokens + start + queries, row_bits.to(tl.int32, bitcast=True), mask=valid)
     grad = tl.zeros((ROWS, SIZE), tl.float32)
+    if BIAS:
+        local = tl.arange(0, ROWS)
+        block = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
+        by_block_ptr += (block * tl.num_programs(1) + head).to(tl.int64) * (2 * longest + 1) + longest
+        unfinished = tl.zeros((ROWS,), tl.float32)
     from_key, to_key = _reach(first, ROWS, length, COLUMNS, WINDOW)
     for begin in range(from_key, to_key, COLUMNS):
         keys = begin + tl.arange(0, COLUMNS)
         key_at = (start + keys).to(tl.int64)[:, None] * (3 * HIDDEN) + HIDDEN + head * SIZE + units[None, :]
         k = tl.load(qkv_ptr + key_at, mask=keys[:, None] < length, other=0.0)
         v = tl.load(qkv_ptr + key_at + HIDDEN, mask=keys[:, None] < length, other=0.0)
-        scores = tl.dot(q, tl.trans(k)) * (scale * 1.4426950408889634)
+        scores = tl.dot(q, tl.trans(k))
+        if BIAS:
+            scores += _bias_of(bias_ptr, longest, head, queries[:, None], keys[None, :], length)
+        scores *= scale * 1.4426950408889634
         weights = tl.where(keys[None, :] < length, tl.exp2(scores - logs[:, None]), 0.0)
         if WINDOW >= 0:
             weights = tl.where(tl.abs(queries[:, None] - keys[None, :]) <= WINDOW, weights, 0.0)
@@ -244,8 +297,19 @@ def _attention_query_gradients(
         if DROPOUT:
             bits = mix_bits(row_bits[:, None], spread_bits(keys)[None, :])
             grad_weights = tl.where(bits >= threshold, grad_weights, 0.0)
-        grad_scores = weights * (grad_weights - delta[:, None])
-        grad += tl.dot(grad_scores.to(k.dtype), k)
+        grad_scores = (weights * (grad_weights - delta[:, None])).to(k.dtype)
+        grad += tl.dot(grad_scores, k)
+        if BIAS:
+            # Column e of the turned block has the pairs at distance first - begin - e, and below them those at ROWS
+            # more. The latter complete the distances of the former in the block of keys before.
+            diagonal = local[:, None] + local[None, :]
+            turned = tl.gather(grad_scores, diagonal % ROWS, 1).to(tl.float32)
+            finished = unfinished + tl.sum(tl.where(diagonal >= ROWS, turned, 0.0), 0)
+            unfinished = tl.sum(tl.where(diagonal < ROWS, turned, 0.0), 0)
+            _store_by_distance(by_block_ptr, first - begin + ROWS - local, finished, longest)
+    if BIAS:
+        last = (to_key - from_key + COLUMNS - 1) // COLUMNS * COLUMNS + from_key - COLUMNS  # the last block of keys
+        _store_by_distance(by_block_ptr, first - last - local, unfinished, longest)
     _store_gradient(grad * scale, grad_ptr, partial_ptr + units, grad8_ptr, at, valid, scales_ptr, FLOAT8)
 
 
@@ -263,9 +327,9 @@ def _store_gradient(grad, grad_ptr, partial_ptr, grad8_ptr, at, valid, scales_pt
 @triton.jit
 def _attention_key_gradients(
     grad_out_ptr, qkv_ptr, logs_ptr, delta_ptr, bits_ptr, grad_ptr, partial_ptr, grad8_ptr, scales_ptr,
-    cu_seqlens_ptr, tokens, scale, threshold, kept_scale,
+    cu_seqlens_ptr, bias_ptr, longest, tokens, scale, threshold, kept_scale,
     HIDDEN: tl.constexpr, SIZE: tl.constexpr, DROPOUT: tl.constexpr, WINDOW: tl.constexpr, FLOAT8: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of a block of keys and values; matrices have a row per key and a column per query."""
     head = tl.program_id(1)
@@ -296,7 +360,10 @@ def _attention_key_gradients(
         grad_out = tl.load(grad_out_ptr + out_at, mask=real[:, None], other=0.0)
         logs = tl.load(logs_ptr + head * tokens + start + queries, mask=real, other=float("inf"))
         delta = tl.load(delta_ptr + head * tokens + start + queries, mask=real, other=0.0)
-        scores = tl.dot(k, tl.trans(q)) * (scale * 1.4426950408889634)
+        scores = tl.dot(k, tl.trans(q))
+        if BIAS:
+            scores += _bias_of(bias_ptr, longest, head, queries[None, :], keys[:, None], length)
+        scores *= scale * 1.4426950408889634
         weights = tl.exp2(scores - logs[None, :])  # 0 past the end of the row
         if WINDOW >= 0:
             weights = tl.where(tl.abs(queries[None, :] - keys[:, None]) <= WINDOW, weights, 0.0)

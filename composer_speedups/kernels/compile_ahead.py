@@ -52,6 +52,7 @@ def launches(
     ids, table = zeros(1, _TOKENS, dtype=torch.int64), zeros(1, shape.embedding)
     grad_embedded, weight_E = zeros(1, _TOKENS, shape.embedding, dtype=dtype), table[0]
     norms = zeros(1, 3, shape.hidden)
+    bias, grad_bias = (zeros(shape.heads, 2 * _TOKENS + 1) if shape.biased else None for _ in range(2))
     scales, rate = new_scales(1, device)[0], shape.attention_weights
 
     def layer(*, in_float8: bool) -> tuple[list[Launch], list[Launch]]:
@@ -60,7 +61,7 @@ def launches(
 
         def attention(dropout: float) -> Launch:
             arguments = qkv_T3H, cu_seqlens, _TOKENS, shape.heads, dropout, seed
-            return partial(attention_forward, *arguments, operand=operand(x_TH))
+            return partial(attention_forward, *arguments, operand=operand(x_TH), bias=bias)
 
         def norm(dropout: float) -> Launch:
             return partial(add_norm_forward, x_TH, x_TH, weight_H, weight_H, 1e-12, dropout, seed, operand(x_TH))
@@ -72,7 +73,11 @@ def launches(
 
         attention_arguments = x_TH, qkv_T3H, x_TH, logs, cu_seqlens, _TOKENS, rate, seed
         training: list[Launch] = [
-            partial(attention_backward, *attention_arguments, operand=operand(qkv_T3H, GRADIENT)), attention(rate),
+            partial(
+                attention_backward, *attention_arguments, operand=operand(qkv_T3H, GRADIENT), bias=bias,
+                grad_bias=grad_bias,
+            ),
+            attention(rate),
             norm_gradients(shape.attention, weight_H), norm_gradients(shape.output, None),
             *(norm(dropout) for dropout in sorted({shape.attention, shape.output})),
             partial(gelu_backward, x_TF, x_TF, operand(x_TF, GRADIENT)),

@@ -26,8 +26,9 @@ def pre_norm_forward(
     dropout: float,
     seed: Tensor,
     dtype: torch.dtype,
+    bias_H: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute LayerNorm(residual + dropout(sublayer)), without a bias.
+    """Compute LayerNorm(residual + dropout(sublayer)).
 
     Args:
         residual_TH: float32, contiguous.
@@ -37,6 +38,7 @@ def pre_norm_forward(
         dropout: Dropout probability of ``sublayer_TH``.
         seed: int32 (1,), on the device; the same seed gives the same mask.
         dtype: Dtype of the result.
+        bias_H: Bias of the LayerNorm, or None.
 
     Returns:
         The result (T, H), the sum before the norm, float32 (T, H; ``residual_TH`` itself without a sublayer), and its
@@ -48,9 +50,11 @@ def pre_norm_forward(
     statistics = torch.empty(2, tokens, device=residual_TH.device, dtype=torch.float32)
     block = triton.next_power_of_2(hidden)
     _pre_norm_forward[(tokens,)](
-        residual_TH, residual_TH if sublayer_TH is None else sublayer_TH, summed, weight_H, out, statistics, seed,
+        residual_TH, residual_TH if sublayer_TH is None else sublayer_TH, summed, weight_H,
+        weight_H if bias_H is None else bias_H, out, statistics, seed,
         tokens, hidden, eps, threshold_of(dropout), 1 / (1 - dropout),
-        SUBLAYER=sublayer_TH is not None, DROPOUT=dropout > 0, BLOCK=block, num_warps=max(1, min(8, block // 512)),
+        SUBLAYER=sublayer_TH is not None, BIAS=bias_H is not None, DROPOUT=dropout > 0, BLOCK=block,
+        num_warps=max(1, min(8, block // 512)),
     )  # fmt: skip
     return out, summed, statistics
 
@@ -63,6 +67,7 @@ def pre_norm_backward(
     weight_H: Tensor,
     dropout: float,
     seed: Tensor,
+    bias_H: Tensor | None = None,
     *,
     sublayer: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
@@ -72,12 +77,13 @@ def pre_norm_backward(
         grad_TH: Gradient of the result; contiguous.
         grad_summed_TH: Gradient of the sum from its other uses, float32; contiguous.
         summed_TH, statistics: As returned by the forward pass.
-        weight_H, dropout, seed: As in the forward pass.
+        weight_H, dropout, seed, bias_H: As in the forward pass.
         sublayer: Whether the forward pass had ``sublayer_TH``.
 
     Returns:
         The gradient of the residual, float32 (T, H); of ``sublayer_TH`` (T, H, in ``grad_TH``'s dtype; None without a
-        sublayer); of the weight, float32 (H,); and the forward pass's result (T, H, in ``grad_TH``'s dtype).
+        sublayer); of the weight, float32 (H,), or with a bias of weight and bias, (2, H); and the forward pass's result
+        (T, H, in ``grad_TH``'s dtype).
     """
     tokens, hidden = grad_TH.shape
     grad_residual, again = torch.empty_like(grad_summed_TH), torch.empty_like(grad_TH)
@@ -85,21 +91,23 @@ def pre_norm_backward(
     block = triton.next_power_of_2(hidden)
     warps = max(1, min(8, block // 256))
     programs = backward_programs(grad_TH, warps)
-    partial = torch.empty(programs, hidden, device=grad_TH.device, dtype=torch.float32)
+    sums = (hidden,) if bias_H is None else (2, hidden)
+    partial = torch.empty(programs, *sums, device=grad_TH.device, dtype=torch.float32)
     _pre_norm_backward[(programs,)](
-        grad_TH, grad_summed_TH, summed_TH, statistics, weight_H,
+        grad_TH, grad_summed_TH, summed_TH, statistics, weight_H, weight_H if bias_H is None else bias_H,
         grad_residual, again if grad_sublayer is None else grad_sublayer, again, partial, seed,
         tokens, hidden, threshold_of(dropout), 1 / (1 - dropout),
-        SUBLAYER=sublayer, DROPOUT=dropout > 0, ROWS=BACKWARD["ROWS"], BLOCK=block, num_warps=warps,
+        SUBLAYER=sublayer, BIAS=bias_H is not None, DROPOUT=dropout > 0, ROWS=BACKWARD["ROWS"], BLOCK=block,
+        num_warps=warps,
     )  # fmt: skip
     return grad_residual, grad_sublayer, partial.sum(0), again
 
 
 @triton.jit
 def _pre_norm_forward(
-    residual_ptr, sublayer_ptr, summed_ptr, weight_ptr, out_ptr, statistics_ptr, seed_ptr,
+    residual_ptr, sublayer_ptr, summed_ptr, weight_ptr, bias_ptr, out_ptr, statistics_ptr, seed_ptr,
     tokens, hidden, eps, threshold, scale,
-    SUBLAYER: tl.constexpr, DROPOUT: tl.constexpr, BLOCK: tl.constexpr,
+    SUBLAYER: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
@@ -115,17 +123,20 @@ def _pre_norm_forward(
         tl.store(summed_ptr + at, summed, mask=valid)
     centred, mean, inverse = standardize(summed, valid, hidden, eps)
     weight = tl.load(weight_ptr + columns, mask=valid, other=0.0).to(tl.float32)
-    tl.store(out_ptr + at, (centred * inverse * weight).to(out_ptr.dtype.element_ty), mask=valid)
+    out = centred * inverse * weight
+    if BIAS:
+        out += tl.load(bias_ptr + columns, mask=valid, other=0.0).to(tl.float32)
+    tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=valid)
     tl.store(statistics_ptr + row, mean)
     tl.store(statistics_ptr + tokens + row, inverse)
 
 
 @triton.jit
 def _pre_norm_backward(
-    grad_ptr, grad_summed_ptr, summed_ptr, statistics_ptr, weight_ptr,
+    grad_ptr, grad_summed_ptr, summed_ptr, statistics_ptr, weight_ptr, bias_ptr,
     grad_residual_ptr, grad_sublayer_ptr, again_ptr, partial_ptr, seed_ptr,
     tokens, hidden, threshold, scale,
-    SUBLAYER: tl.constexpr, DROPOUT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    SUBLAYER: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
@@ -133,6 +144,9 @@ def _pre_norm_backward(
     weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     if DROPOUT:
         seed = load_seed(seed_ptr)
+    if BIAS:
+        bias = tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+        sum_bias = tl.zeros((BLOCK,), tl.float32)
     sum_weight = tl.zeros((BLOCK,), tl.float32)
     for first in range(program * ROWS, tokens, tl.num_programs(0) * ROWS):
         rows = first + tl.arange(0, ROWS)
@@ -145,7 +159,11 @@ def _pre_norm_backward(
         inverse = tl.load(statistics_ptr + tokens + rows, mask=real, other=0.0)
         normed = (summed - mean[:, None]) * inverse[:, None]  # multiplied by zeros past the end of a row
         weighted = grad * weight[None, :]
-        tl.store(again_ptr + at, (normed * weight[None, :]).to(again_ptr.dtype.element_ty), mask=valid)
+        again = normed * weight[None, :]
+        if BIAS:
+            again += bias[None, :]
+            sum_bias += tl.sum(grad, 0)
+        tl.store(again_ptr + at, again.to(again_ptr.dtype.element_ty), mask=valid)
         sum_weight += tl.sum(grad * normed, 0)
         along = tl.sum(weighted * normed, 1) / hidden
         across = tl.sum(weighted, 1) / hidden
@@ -156,4 +174,8 @@ def _pre_norm_backward(
             if DROPOUT:
                 grad_sum = tl.where(kept(seed, rows[:, None], columns[None, :], threshold), grad_sum * scale, 0.0)
             tl.store(grad_sublayer_ptr + at, grad_sum.to(grad_sublayer_ptr.dtype.element_ty), mask=valid)
-    tl.store(partial_ptr + program * hidden + columns, sum_weight, mask=inside)
+    if BIAS:
+        tl.store(partial_ptr + program * 2 * hidden + columns, sum_weight, mask=inside)
+        tl.store(partial_ptr + (program * 2 + 1) * hidden + columns, sum_bias, mask=inside)
+    else:
+        tl.store(partial_ptr + program * hidden + columns, sum_weight, mask=inside)

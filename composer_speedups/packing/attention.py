@@ -1,36 +1,65 @@
 """Variable-length attention over packed tokens, as an attention implementation of transformers.
 
+It is torch's flash kernel in 16 bits on a GPU, or with a bias by distance a Triton kernel; elsewhere torch's operators.
+
 transformers chooses an attention function by ``config._attn_implementation``. The attention modules of an unpadded
 encoder get a :class:`PackedAttentionConfig`, so that they call this one; the model's own config does not change.
 
-Shapes: B rows, S slots per row, T packed tokens, A heads, D units per head, H = A·D.
+Shapes: B rows, S slots per row, T packed tokens, A heads, D units per head, H = A·D, L a bound on the length of a row.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from importlib.util import find_spec
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.modeling_utils import AttentionInterface
 
+from composer_speedups.kernels.compiler import missing_c_compiler
 from composer_speedups.packing.tokens import TokenLayout, gather_tokens, scatter_tokens
 
 __all__ = [
     "IMPLEMENTATION",
     "PackedAttentionConfig",
+    "PositionBias",
     "attention_over_padded_rows",
+    "first_tokens_attention",
     "has_16_bit_kernels",
     "pack_heads",
     "real_keys",
     "repad",
     "supports_flash_attention",
+    "supports_triton_attention",
     "unpadded_attention",
 ]
 
 IMPLEMENTATION = "unpadded"  # transformers assumes the flash-attn package for any name that contains "flash"
+
+
+class PositionBias(NamedTuple):
+    """Replaces a bias that is added to the scores of all pairs of slots, (1, A, S, S).
+
+    Attributes:
+        layout: The layout of the packed tokens. Rows have no holes, so packed tokens have the distances of their slots.
+        by_distance: float32 (A, 2·L + 1), L being ``layout.longest``: for each head, the bias of distances from -L to L
+            of a query from a key.
+        first_tokens_only: Only each row's first token of the encoder's result is read.
+    """
+
+    layout: TokenLayout
+    by_distance: Tensor
+    first_tokens_only: bool = False
+
+    def of_slots(self) -> Tensor:
+        """The bias of all pairs of slots, (1, A, S, S)."""
+        slots, longest = self.layout.mask_BS.shape[1], self.layout.longest
+        near = self.by_distance[:, longest - slots + 1 : longest + slots]
+        return near.unfold(1, slots, 1).flip(2).unsqueeze(0)
 
 
 class PackedAttentionConfig:
@@ -67,22 +96,22 @@ def unpadded_attention(
     scaling: float | None = None,
     layout: TokenLayout | None = None,
     sliding_window: int | None = None,
-    position_bias: Tensor | None = None,
+    position_bias: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention with transformers' signature.
 
     Args:
         module: The attention module.
-        query, key, value: (1, A, T, D) with a layout, otherwise (B, A, S, D).
+        query, key, value: (1, A, T, D) with a layout, otherwise (B, A, S, D). Keys and values may have fewer heads,
+            each for several consecutive heads of queries.
         attention_mask: Not used with a layout.
         dropout: Dropout probability of the attention weights.
         scaling: Scale of the scores; None for 1/√D.
         layout: The layout of the packed tokens. Without it, the untouched model's attention function is called.
         sliding_window: A token attends only to tokens of its row at a smaller distance than this; None for all. Flash
             attention counts packed tokens, so rows must not have holes.
-        position_bias: Added to the scores between the slots of each row, (1, A, S, S). Not supported by flash
-            attention.
+        position_bias: Added to the scaled scores; a :class:`PositionBias` with a layout.
         kwargs: Passed on to the untouched model's function.
 
     Returns:
@@ -97,7 +126,16 @@ def unpadded_attention(
         return attend(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)  # type: ignore[no-any-return]
     window = None if sliding_window is None else sliding_window - 1  # the largest distance on either side
     heads = query.shape[1]
+    if key.shape[1] != heads:
+        key, value = (x.repeat_interleave(heads // x.shape[1], 1) for x in (key, value))
     packed_TAD = [x.squeeze(0).transpose(0, 1) for x in (query, key, value)]
+    if position_bias is not None and supports_triton_attention(query.device, query.dtype, query.shape[-1]):
+        from composer_speedups.kernels.biased_attention import attend  # imports Triton
+
+        qkv = torch.cat([x.flatten(1) for x in packed_TAD], 1)
+        rows = layout.cu_seqlens, layout.longest
+        out_TH = attend(qkv, position_bias.by_distance.contiguous(), *rows, heads, dropout, scaling)
+        return out_TH.view(1, -1, heads, query.shape[-1]), None
     if position_bias is None and supports_flash_attention(query.device, query.dtype, query.shape[-1]):
         out_TAD = torch.ops.aten._flash_attention_forward(
             *packed_TAD,
@@ -119,7 +157,7 @@ def unpadded_attention(
         distance_SS = _distances(layout.mask_BS.shape[1], query.device)
         mask = (mask & (distance_SS <= window)) | (distance_SS == 0)
     if position_bias is not None:
-        bias = position_bias.to(query.dtype)
+        bias = position_bias.of_slots().to(query.dtype)
         mask = bias.masked_fill(~mask, torch.finfo(bias.dtype).min)  # (B, A, S, S)
     query_TH, key_TH, value_TH = (x.flatten(1) for x in packed_TAD)
     out_TH = attention_over_padded_rows(query_TH, key_TH, value_TH, layout, heads, mask, dropout, scaling)
@@ -145,9 +183,29 @@ def attention_over_padded_rows(
     return pack_heads(out_BASD, layout)
 
 
+def first_tokens_attention(
+    query_BAD: Tensor, key_BASD: Tensor, value_BASD: Tensor, bias: PositionBias, dropout: float
+) -> Tensor:
+    """The attention output of each row's first token only, (B, A·D), with the scores' bias and the scale 1/√D."""
+    slots, longest = key_BASD.shape[2], bias.layout.longest
+    bias_AS = bias.by_distance[:, longest - slots + 1 : longest + 1].flip(1).to(query_BAD.dtype)  # distances 0, -1, …
+    mask = bias_AS[None, :, None].masked_fill(~real_keys(bias.layout), torch.finfo(bias_AS.dtype).min)
+    return F.scaled_dot_product_attention(query_BAD.unsqueeze(2), key_BASD, value_BASD, mask, dropout).flatten(1)
+
+
 def supports_flash_attention(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
     """Whether torch's flash kernel supports these tensors. Others are computed on padded rows with SDPA."""
     return head_size % 8 == 0 and head_size <= 256 and has_16_bit_kernels(device, dtype)
+
+
+def supports_triton_attention(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
+    """Whether this package's attention kernels support these tensors."""
+    return head_size in (16, 32, 64, 128) and has_16_bit_kernels(device, dtype) and _runs_triton()
+
+
+@functools.cache
+def _runs_triton() -> bool:
+    return find_spec("triton") is not None and missing_c_compiler() is None
 
 
 def has_16_bit_kernels(device: torch.device, dtype: torch.dtype) -> bool:

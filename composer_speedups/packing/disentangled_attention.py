@@ -6,24 +6,16 @@ of the table of relative positions.
 
 from __future__ import annotations
 
-import functools
-from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from composer_speedups.kernels.compiler import missing_c_compiler
-from composer_speedups.packing.attention import has_16_bit_kernels, pack_heads, real_keys, repad
+from composer_speedups.packing.attention import pack_heads, real_keys, repad, supports_triton_attention
 from composer_speedups.packing.tokens import TokenLayout
 
-__all__ = ["Relative", "disentangled_attention", "first_tokens_attention", "position_scores"]
-
-
-@functools.cache
-def _runs_triton() -> bool:
-    return find_spec("triton") is not None and missing_c_compiler() is None
+__all__ = ["Relative", "disentangled_attention", "first_tokens_disentangled_attention", "position_scores"]
 
 
 class Relative(NamedTuple):
@@ -57,7 +49,7 @@ def disentangled_attention(
         (T, A·D).
     """
     layout, size = relative.layout, query.shape[1] // heads
-    if supports_kernel(query.device, query.dtype, size):
+    if supports_triton_attention(query.device, query.dtype, size):
         from composer_speedups.kernels.disentangled_attention import attend  # imports Triton
 
         qkv = torch.cat([query, key, value], 1)
@@ -67,7 +59,7 @@ def disentangled_attention(
     return pack_heads(_attention(queries, keys, values, bias_BASS, layout, dropout), layout)
 
 
-def first_tokens_attention(
+def first_tokens_disentangled_attention(
     query_BAD: Tensor, key_BASD: Tensor, value_BASD: Tensor, positions: Tensor, relative: Relative, dropout: float
 ) -> Tensor:
     """The attention output of each row's first token only, (B, A·D)."""
@@ -85,11 +77,6 @@ def position_scores(query_BAQD: Tensor, key_BASD: Tensor, positions: Tensor, rel
     by_query = (query_BAQD @ table_2APD[0]).gather(3, entry_QS.expand(len(query_BAQD), heads, -1, -1))
     by_key = (key_BASD @ table_2APD[1]).gather(3, entry_QS.T.expand(len(key_BASD), heads, -1, -1))
     return by_query + by_key.transpose(2, 3)
-
-
-def supports_kernel(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
-    """Whether the Triton kernel supports these tensors."""
-    return head_size in (16, 32, 64, 128) and has_16_bit_kernels(device, dtype) and _runs_triton()
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, layout: TokenLayout, dropout: float) -> Tensor:

@@ -245,7 +245,8 @@ def test_a_layer_whose_parameters_change_runs_its_own_forward(
     del inputs["labels"]
     with torch.no_grad():
         assert_near([ours(**inputs).logits], [model(**inputs).logits])
-    assert [layer.ran for layer in fused] == ["unfused", "torch"]
+    expected = ["unfused"] if family == "albert" else ["unfused", "torch"]  # ALBERT's only layer runs twice
+    assert [layer.ran for layer in fused] == expected
     (reason,) = unfused_layers(ours).values()
     assert not reason.endswith("was changed"), "it says what was"
 

@@ -114,7 +114,13 @@ def test_scales_of_another_model_are_refused(on_any_device: None) -> None:
         load_float8_scales(model, {name: [[2**40] * 64] * 12 for name in held})
 
 
-KINDS = [("modernbert", "ModernBertEncoderLayer"), ("deberta_v2", "DebertaV2Layer")]
+KINDS = [
+    ("modernbert", "ModernBertEncoderLayer"),
+    ("deberta_v2", "DebertaV2Layer"),
+    ("albert", "AlbertLayer"),
+    ("esm", "EsmLayer"),
+    ("jina_embeddings_v3", "JinaEmbeddingsV3Layer"),
+]
 
 
 @pytest.mark.parametrize(("family", "layer"), KINDS)

@@ -38,7 +38,8 @@ from tests.helpers.ranks import on_ranks
 from tests.reference.loop import eval_logits, gradients
 from tests.reference.tolerance import assert_near
 
-WITH_ADAPTERS = [family for family in FUSED if family != "modernbert"]
+WITHOUT_ADAPTERS = {"modernbert": "ModernBertEncoderLayer", "esm": "EsmLayer"}
+WITH_ADAPTERS = [family for family in FUSED if family not in WITHOUT_ADAPTERS]
 Change = Callable[[Any], Any]
 
 
@@ -142,10 +143,12 @@ def test_adapters_that_the_kernels_do_not_know_run_unfused_and_say_so(adapters: 
     compare(ours, reference, batch([5, 9, 3]))
 
 
-def test_modernbert_with_adapters_is_refused_by_name() -> None:
-    model = adapted(tiny_model("modernbert"))
+@pytest.mark.parametrize("family", WITHOUT_ADAPTERS)
+def test_other_layers_with_adapters_are_refused_by_name(family: Any) -> None:
+    model = adapted(tiny_model(family))
     apply_unpadding(model, 8, check="never")
-    with pytest.raises(ValueError, match=r"adapters in BERT's layers and similar ones, not in ModernBertEncoderLayer"):
+    what = f"adapters in BERT's layers and similar ones, not in {WITHOUT_ADAPTERS[family]}"
+    with pytest.raises(ValueError, match=what):
         apply_fused_layers(model)
 
 

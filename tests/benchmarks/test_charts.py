@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from matplotlib.axes import Axes
+from PIL import Image
 
 from benchmarks import charts
 from benchmarks.table_file import Table
@@ -87,6 +88,8 @@ def test_each_bar_of_the_waterfall_spans_its_techniques_gain(drawn: Drawn) -> No
     charts.draw("waterfall", [row("fp32", 300), row("+ x", 1200), row("+ y", 1140)], Path("waterfall.png"))
     assert drawn.bars == [(0, 300), (300, 1200), (1200, 1140)]
     assert drawn.labels == ["300", "1,200  ×4.00", "1,140  ×0.95"]
+    with Image.open("waterfall.png") as image:
+        assert image.convert("RGBA").getpixel((0, 0))[3] == 0, "no background: pages are light or dark"  # type: ignore[index]
     width, height = size_of(Path("waterfall.png"))
     assert width == 1200
     assert height > 300

@@ -60,20 +60,23 @@ def test_each_line_is_of_one_call_and_its_ratio_of_two_lines(rows: list[dict[str
     assert tables.steps("any")[3] == "| 8 | + a | 100 | 2.00 | 10.0 (2.00) | 2.0 | 3 |", "one call has no letter"
 
 
-def test_rows_are_selected_by_point_override_and_configuration(rows: list[dict[str, Any]]) -> None:
-    rows += [row("ours", "1", 100), row("ours", "1", 200) | {"data.batch_size": 16}, row("theirs", "1", 300)]
-    rows += [row("ours", "2", 400, overrides=["model.size=base", "model.size=large"]), row("ours", "3", 1)]
-    rows[-1]["samples_per_sec"] = None
+def test_rows_are_selected_by_point_override_and_call(rows: list[dict[str, Any]]) -> None:
+    rows += [row("a", "2026-01-01T05", 100), row("b", "2026-01-01T06", 200) | {"data.batch_size": 16}]
+    rows += [row("c", "2026-01-02T05", 400, overrides=["model.size=base", "model.size=large"])]
 
-    def rates(selection: str) -> list[float]:
-        return [row["samples_per_sec"]["median"] for row in tables.select(selection)]
+    def selected(selection: str) -> str:
+        return "".join(row["configuration"] for row in tables.select(selection))
 
-    assert rates("t batch=16; ours") == [200]
-    assert rates("t; theirs") == [300]
-    assert rates("t model.size=large") == [400], "the last override holds"
-    assert rates("t model.size!=large batch=8; ours") == [100]
-    with pytest.raises(ValueError, match="no timed row of 't batch=9; ours'"):
-        tables.select("t batch=9; ours")
+    assert selected("t") == "abc"
+    assert selected("t batch=16") == "b"
+    assert selected("t batch=8,16 configuration=a,b") == "ab"
+    assert selected("t model.size=large") == "c", "the last override holds"
+    assert selected("t call=2026-01-01") == "ab", "a call is named by the beginning of its time"
+    assert selected("t call=2026-01-01T06,2026-01-02") == "bc"
+    assert selected("t call=2026-01-01 batch=8") == "a"
+    assert tables.steps("t", "call=2026-01-02 batch=8")[2] == "| 8 | c | 400 | 1.00 | 2.5 (1.00) | 2.0 | 3 |"
+    with pytest.raises(ValueError, match="no row of 't batch=1'"):
+        tables.select("t batch=1")
 
 
 def test_the_fast_set_is_compared_with_the_fastest_peer_of_its_call(rows: list[dict[str, Any]]) -> None:
@@ -192,21 +195,6 @@ def test_whole_jobs_are_compared_with_the_first_configuration_of_the_same_call(r
     assert "| 60.0 (50.0–70.0) |" in tables.jobs("any")[2]
 
 
-def test_one_configuration_across_tables_has_its_calls_runs_and_range(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = {
-        "s": [row("fast", "2026-01-01", 300, table="s"), row("fast", "2026-01-02", 500, table="s")],
-        "u": [row("ours", "2026-01-03", 400, table="u"), row("other", "2026-01-03", 9, table="u")],
-    }
-    monkeypatch.setattr(tables, "rows_of", lambda name: kept[name])
-    assert tables.across("s; fast", "u; ours")[2:5] == [
-        "| `s`, fast | 2 | 2 | 300–500 |",
-        "| `u`, ours | 1 | 1 | 400 |",
-        "| **all** | 3 | 3 | 300–500 |",
-    ]
-    with pytest.raises(ValueError, match="no timed row of 'u; fast'"):
-        tables.across("u; fast")
-
-
 def test_kernels_are_those_of_the_last_row(rows: list[dict[str, Any]]) -> None:
     kernel = {"name": "norm_backward", "us": 50.0, "torch_us": 125.0, "copy_us": 40.0}
     for call, factor in (("2026-01-01", 3), ("2026-01-02", 1)):
@@ -214,11 +202,16 @@ def test_kernels_are_those_of_the_last_row(rows: list[dict[str, Any]]) -> None:
     assert tables.kernels("any")[2:4] == ["| norm backward | 50 | 125 | 2.50 | 40 |", ""]
 
 
-def test_the_phases_of_a_start_add_up(rows: list[dict[str, Any]]) -> None:
-    spent = {"interpreter": 0.5, "imports": 4.0, "data": 1.0, "model": 0.5, "trainer": 0.25, "first_step": 2.0}
-    startup = {f"{phase}_seconds": seconds for phase, seconds in spent.items()}
-    rows.append(row("ours", "2026-01-01", 1, startup={**startup, "to_first_step_seconds": sum(spent.values())}))
-    assert tables.starts("any")[2] == "| ours | 8.2 | 4.0 | 1.0 | 0.5 | 2.0 | 0.8 |"
+def test_each_package_shows_its_last_sample_of_mutants(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = {"mutants": 6, "killed": 4, "timed_out": 1, "survived": 1, "environment": ENVIRONMENT}
+    kept = [{"package": "b", "seed": seed, "call": f"2026-01-0{seed}T", **counts} for seed in (1, 2)]
+    kept += [{**kept[0], "exhaustive": False}, {**kept[0], "package": "a", "exhaustive": True, "not_run": 3}]
+    monkeypatch.setattr(tables, "every_gpus_rows", lambda name: kept)
+    assert tables.mutants()[2:] == [
+        "| `a` | seed 1 | all | 6 | 4 | 1 | 1 | 3 | 2026-01-01, 0123456 |",
+        "| `b` | seed 1 | default | 6 | 4 | 1 | 1 | – | 2026-01-01, 0123456 |",
+        "| `b` | seed 2 | all | 6 | 4 | 1 | 1 | – | 2026-01-02, 0123456 |",
+    ]
 
 
 def test_a_configuration_without_a_seed_has_a_dash_and_no_mean(rows: list[dict[str, Any]]) -> None:

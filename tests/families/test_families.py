@@ -23,7 +23,7 @@ from composer_speedups.packing.encoder import unpadded_encoders
 from tests.algorithms.test_unpadding_properties import values
 from tests.helpers.common import batch
 from tests.helpers.exhaustive import family_params
-from tests.helpers.models import COPIES, ENCODERS, EVERY, FUSED, HEADS, Family, tiny_model
+from tests.helpers.models import COPIES, ENCODERS, EVERY, FUSED, HEADS, ROTARY, Family, tiny_model
 from tests.reference.tolerance import assert_near
 
 PACKAGE = Path(composer_speedups.__file__).parent
@@ -49,10 +49,13 @@ def modules_with_role(model: nn.Module, role: str) -> list[nn.Module]:
 def test_a_family_file_matches_the_model(name: Family) -> None:
     model, family = tiny_model(name, layers=3), get_family(name)
     assert family_of(type(model)) is family
-    (encoder,), layers, (embeddings,) = (modules_with_role(model, role) for role in ("encoder", "layer", "embeddings"))
+    (encoder,), layers, embeddings = (modules_with_role(model, role) for role in ("encoder", "layer", "embeddings"))
     assert [*blocks_of(encoder)] == layers == [*repeated_blocks(model).values()]
-    assert isinstance(next(m for m in embeddings.modules() if isinstance(m, nn.Embedding)), nn.Embedding)
-    keys = ("hidden", "inner", "heads", "embedding", "activation", "attention_dropout", "hidden_dropout")
+    assert [any(isinstance(m, nn.Embedding) for m in module.modules()) for module in embeddings] == (
+        [] if name == "eurobert" else [True]
+    )
+    keys = {"hidden", "inner", "heads", "embedding", "activation", "attention_dropout", "hidden_dropout"}
+    keys -= {key for key in ("activation", "hidden_dropout") if getattr(family, key) is None}
     assert all(config_value(model.config, key) is not None for key in keys)
     assert all(getattr(family, key) in model.config.to_dict() for key in keys), "config.json has these keys"
 
@@ -60,28 +63,33 @@ def test_a_family_file_matches_the_model(name: Family) -> None:
 @pytest.mark.parametrize("name", family_params([*FUSED, *COPIES]))
 def test_modules_and_dropouts_cover_the_whole_block(name: Family) -> None:
     model, family = tiny_model(name, dropout=0.2, attention_dropout=0.3), get_family(name)
-    block = modules_with_role(model, "layer")[0]
+    block = modules_with_role(model, "inner_layer" if family.inner_layer else "layer")[0]
     modules = family.layer_modules(block)
     assert {id(p) for p in modules.parameters()} == {id(p) for p in block.parameters()}
     assert (modules.up.out_features, modules.heads) == (64, 2)
-    if family.gated:  # attention dropout is not a module
-        assert [dropout[1].p for dropout in family.dropouts(block)] == [0.3, 0.3, 0.2]
+    if family.gated or name in ROTARY:  # attention dropout is not a module
+        rates = [0.3, 0.3, 0.2] if family.gated else [0.3, 0.2, 0.2]
+        assert [dropout[1].p for dropout in family.dropouts(block)] == rates
     held = {
         dropout[1] for dropout in family.dropouts(block) if dropout is not None and isinstance(dropout[1], nn.Module)
     }
     if family.position_table is not None:  # applied to the relative embeddings, an argument of the block
         held.add(block.attention.self.pos_dropout)
+    if name == "albert":  # its forward pass does not use this module
+        held.add(block.dropout)
     assert held == {m for m in block.modules() if isinstance(m, nn.Dropout)}
-    if family.gated or family.position_table is not None:
-        with pytest.raises(KeyError, match=r"modernbert|deberta-v2"):
+    if not family.has_berts_layers:
+        with pytest.raises(KeyError, match=r"modernbert|esm|jina_embeddings_v3|deberta-v2"):
             kernel_shape(model.config.to_dict())
         return
-    up, activation, down = family.feed_forward or ("",) * 3
-    holder = next(m for m in block.modules() if _has(m, up))
-    assert (holder.get_submodule(up), holder.get_submodule(down)) == (modules.up, modules.down)
-    assert holder.get_submodule(activation)
+    if family.feed_forward is not None:
+        up, activation, down = family.feed_forward
+        holder = next(m for m in block.modules() if _has(m, up))
+        assert (holder.get_submodule(up), holder.get_submodule(down)) == (modules.up, modules.down)
+        assert holder.get_submodule(activation)
     shape = kernel_shape(model.config.to_dict())
     assert (shape.hidden, shape.inner, shape.heads, shape.attention_weights) == (32, 64, 2, 0.3)
+    assert shape.biased == family.position_bias
 
 
 def _has(module: nn.Module, path: str) -> bool:
@@ -91,7 +99,7 @@ def _has(module: nn.Module, path: str) -> bool:
 @every_family
 @pytest.mark.parametrize("head", HEADS)
 def test_tokens_that_the_usual_heads_read(name: Family, head: Any) -> None:
-    model, family = tiny_model(name, head, classifier_pooling="cls"), get_family(name)
+    model, family = tiny_model(name, head), get_family(name)
     expected = {"classification": Reads.FIRST_TOKEN, "mlm": Reads.LABELLED_TOKENS}[head]
     assert family.reads(type(model).__name__, model.config) is expected
     assert family.reads("MyOwnModel", model.config) is Reads.UNKNOWN
@@ -103,6 +111,9 @@ def test_tokens_that_family_specific_heads_read() -> None:
     assert electra.reads("ElectraForPreTraining", None) is Reads.REAL_TOKENS
     pooled = tiny_model("modernbert", classifier_pooling="mean")
     assert modernbert.reads(type(pooled).__name__, pooled.config) is Reads.REAL_TOKENS
+    for pooling in ("mean", "late"):
+        pooled = tiny_model("eurobert", classifier_pooling=pooling)
+        assert get_family("eurobert").reads(type(pooled).__name__, pooled.config) is Reads.REAL_TOKENS
 
 
 def test_repeated_blocks_prefers_a_known_encoder_to_the_longest_module_list() -> None:
@@ -167,7 +178,7 @@ def test_only_the_family_file_names_the_classes_of_a_family() -> None:
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_positions_match_the_embeddings_default(name: Family, side: str) -> None:
     """RoBERTa-like embeddings count only ids that are not padding."""
-    if name in ("modernbert", "deberta_v2"):
+    if name in ("modernbert", "deberta_v2", *ROTARY):
         pytest.skip("positions are applied inside attention")
     (embeddings,) = modules_with_role(tiny_model(name), "embeddings")
     padding = 0 if embeddings.word_embeddings.padding_idx is None else embeddings.word_embeddings.padding_idx

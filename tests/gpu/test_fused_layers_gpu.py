@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from composer_speedups import CUDAGraphs, FusedLayers, MixedPrecision, Unpadding, apply_fused_layers, apply_unpadding
 from composer_speedups.algorithms.fused_layers.modules import FusedEmbeddings, FusedLayer
 from composer_speedups.core.errors import CannotRunError
 from composer_speedups.kernels import Shape
+from composer_speedups.packing.attention import PositionBias, unpadded_attention
 from composer_speedups.packing.disentangled_attention import Relative, disentangled_attention
 from composer_speedups.packing.encoder import unpadded_encoders
 from composer_speedups.packing.tokens import lay_out_tokens
@@ -94,7 +96,7 @@ def test_kernels_compiled_ahead_run() -> None:
 
 
 @pytest.mark.parametrize("with_graphs", [False, True])
-@pytest.mark.parametrize("family", ["bert", "deberta_v2"])
+@pytest.mark.parametrize("family", ["bert", "deberta_v2", "mpnet", "esm", "jina_embeddings_v3"])
 def test_it_trains_under_composer(family: Any, with_graphs: bool) -> None:
     technique, graphs = FusedLayers(), CUDAGraphs()
     algorithms: list[Any] = [technique, Unpadding(), MixedPrecision("bf16"), *([graphs] if with_graphs else [])]
@@ -209,8 +211,32 @@ def test_the_kernel_is_as_accurate_as_its_dtype_allows(dtype: torch.dtype) -> No
         assert (ours.double() - exact).norm() / exact.norm() < (5e-3 if dtype == torch.bfloat16 else 1e-3)
 
 
-def test_loss_and_gradients_in_bf16_match_the_untouched_model() -> None:
-    reference, ours = tiny_model("deberta_v2", "mlm").cuda(), tiny_model("deberta_v2", "mlm").cuda()
+@pytest.mark.parametrize("scaling", [None, 1.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_kernel_with_a_bias_is_as_accurate_as_its_dtype_allows(dtype: torch.dtype, scaling: float | None) -> None:
+    torch.manual_seed(0)
+    heads, size, lengths = 3, 64, [200, 0, 70, 1, 256]
+    mask = torch.arange(256, device="cuda") < torch.tensor(lengths, device="cuda")[:, None]
+    layout = lay_out_tokens(mask, sum(lengths), 64)
+    shape = (1, heads, len(layout.indices_T), size)
+    given = [torch.randn(shape, device="cuda").mul(0.3).to(dtype) for _ in range(3)]  # scores of usual size unscaled
+    given.append(torch.randn(heads, 2 * layout.longest + 1, device="cuda"))
+    grad = torch.randn(1, shape[2], heads, size, device="cuda", dtype=dtype)
+    grad[:, sum(lengths) :] = 0
+    results = []
+    for wanted, of_bias in ((dtype, torch.float32), (torch.float64, torch.float64)):
+        query, key, value = leaves = [x.to(wanted).requires_grad_() for x in given[:3]]
+        leaves.append(given[3].to(of_bias).requires_grad_())
+        settings: Any = {"scaling": scaling, "layout": layout, "position_bias": PositionBias(layout, leaves[3])}
+        attended = unpadded_attention(nn.Identity(), query, key, value, None, **settings)[0]
+        results.append([attended[:, : sum(lengths)], *torch.autograd.grad(attended, leaves, grad.to(wanted))])
+    for ours, exact in zip(*results, strict=True):
+        assert (ours.double() - exact).norm() / exact.norm() < (1e-2 if dtype == torch.bfloat16 else 2e-3)
+
+
+@pytest.mark.parametrize("family", ["deberta_v2", "mpnet", "esm", "jina_embeddings_v3"])
+def test_loss_and_gradients_in_bf16_match_the_untouched_model(family: Any) -> None:
+    reference, ours = tiny_model(family, "mlm").cuda(), tiny_model(family, "mlm").cuda()
     apply_unpadding(ours)
     apply_fused_layers(ours)
     inputs: Any = {k: v.cuda() for k, v in batch([60, 3, 17, 31]).items()}

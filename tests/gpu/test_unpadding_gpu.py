@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from composer.core import Algorithm, Event, State
 from composer.loggers import Logger
 
 from composer_speedups import Unpadding, apply_unpadding
-from composer_speedups.algorithms.unpadding.evidence import DISENTANGLED, FLASH, operators_among
+from composer_speedups.algorithms.unpadding.evidence import BIASED, DISENTANGLED, FLASH, operators_among
 from composer_speedups.core.operator_recorder import OperatorRecorder
 from composer_speedups.packing.encoder import unpadded_encoders
 from tests.helpers.common import batch, make_trainer, tiny_bert
@@ -25,8 +26,10 @@ from tests.reference.nearness import distance, values
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")]
 
 
-@pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("family", UNPADDED)
+OWN_KERNELS = {"mpnet": BIASED, "t5": BIASED, "deberta_v2": DISENTANGLED}  # the flash kernel has no relative positions
+
+
+@pytest.mark.parametrize(("family", "head"), [*product(UNPADDED, HEADS), ("t5", "tokens")])
 def test_errors_of_the_flash_kernel_are_close_to_the_padded_models(family: str, head: str) -> None:
     """Over random masks, the bf16 error of logits and gradients is at most 1.5 times the padded model's."""
     padded = tiny_model(family, head).cuda()
@@ -42,11 +45,10 @@ def test_errors_of_the_flash_kernel_are_close_to_the_padded_models(family: str, 
         with recorder:
             unpadded_bf16.append(values(unpadded, inputs, torch.bfloat16))
         if unpadded_encoders(unpadded)[0].ran == "unpadded":
-            if family == "mpnet":  # adds a bias to the scores, which the flash kernel cannot do
-                assert {name.startswith("scaled_dot_product") for name in operators_among(recorder.counts)} == {True}
-            elif family == "deberta_v2":
-                assert operators_among(recorder.counts) == [DISENTANGLED, f"{DISENTANGLED}_backward"]
-                assert recorder.counts[DISENTANGLED] == 2
+            if family in OWN_KERNELS:
+                own = OWN_KERNELS[family]
+                assert operators_among(recorder.counts) == [own, f"{own}_backward"]
+                assert recorder.counts[own] == 2
             else:
                 assert operators_among(recorder.counts) == [FLASH.strip("_")]
                 assert recorder.counts[FLASH] == 2

@@ -64,8 +64,8 @@ def masked_batch(mask: Tensor, head: str, *, seed: int = 0) -> Batch:
     """Return random tokens for a mask, with labels that the loss ignores at padding."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(2, VOCABULARY, mask.shape, generator=generator)
-    if head == "mlm":
-        labels = ids.masked_fill(mask == 0, -100)
+    if head in ("mlm", "tokens"):
+        labels = (ids if head == "mlm" else ids % 2).masked_fill(mask == 0, -100)
     else:
         labels = torch.randint(0, 2, (len(mask),), generator=generator).masked_fill(mask.sum(-1) == 0, -100)
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}

@@ -18,8 +18,12 @@ from transformers import (
     DebertaV2Config,
     DistilBertConfig,
     ElectraConfig,
+    EsmConfig,
+    EuroBertConfig,
+    JinaEmbeddingsV3Config,
     ModernBertConfig,
     MPNetConfig,
+    NomicBertConfig,
     PreTrainedConfig,
     RobertaConfig,
     T5Config,
@@ -39,15 +43,21 @@ Family = Literal[
     "mpnet",
     "modernbert",
     "deberta_v2",
+    "esm",
+    "eurobert",
+    "nomic_bert",
+    "jina_embeddings_v3",
     "t5",
 ]
 Head = Literal["classification", "tokens", "choice", "answering", "mlm"]
 FAMILIES: tuple[Family, ...] = ("bert", "roberta", "distilbert", "electra")
-UNPADDED: tuple[Family, ...] = (*FAMILIES, "albert", "mpnet", "modernbert", "deberta_v2")
+ROTARY: tuple[Family, ...] = ("esm", "eurobert", "nomic_bert", "jina_embeddings_v3")
+UNPADDED: tuple[Family, ...] = (*FAMILIES, "albert", "mpnet", "modernbert", "deberta_v2", *ROTARY)
 COPIES: tuple[Family, ...] = ("xlm_roberta", "camembert")  # RoBERTa's code by other names; tests/families has them
 EVERY: tuple[Family, ...] = (*UNPADDED, *COPIES)
 ENCODERS: tuple[Family, ...] = ("t5",)  # most of their heads are on a decoder; tests/families/test_t5.py has the others
-FUSED: tuple[Family, ...] = (*FAMILIES, "modernbert", "deberta_v2")  # whose layers fused_layers supports
+# whose layers fused_layers supports
+FUSED: tuple[Family, ...] = (*FAMILIES, "modernbert", "deberta_v2", "albert", "mpnet", "esm", "jina_embeddings_v3")
 HEADS: tuple[Head, ...] = ("classification", "mlm")  # one that reads a slot a row, and one that reads all
 
 _AUTO: dict[Head, Any] = {
@@ -101,6 +111,12 @@ def _config(family: Family, layers: int, dropout: float, attention_dropout: floa
             attention_dropout=attention_dropout,
             **rates,
         )
+    if family == "eurobert":
+        sizes = {"num_hidden_layers": layers, "num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 32}
+        tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "mask_token_id": 3}
+        settings = {"attention_dropout": attention_dropout, "intermediate_size": 64, "classifier_pooling": "bos"}
+        settings |= {"tie_word_embeddings": True}
+        return EuroBertConfig(**common, **sizes, **tokens, **settings)
     if family == "t5":
         sizes = {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_heads": 2, "num_layers": layers, "vocab_size": VOCABULARY}
         sizes |= {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 16}
@@ -109,6 +125,8 @@ def _config(family: Family, layers: int, dropout: float, attention_dropout: floa
     common |= {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": attention_dropout}
     if family == "mpnet":
         return MPNetConfig(**common)
+    if family == "esm":  # with what ESM-2 has; tests/families/test_esm.py has its token_dropout
+        return EsmConfig(**common, position_embedding_type="rotary", pad_token_id=1, mask_token_id=3)
     common |= {"type_vocab_size": 2}
     if family == "deberta_v2":  # as v3 has it, with buckets of several distances within the tests' rows
         own: dict[str, Any] = {"relative_attention": True, "position_buckets": 6, "norm_rel_ebd": "layer_norm"}
@@ -117,8 +135,13 @@ def _config(family: Family, layers: int, dropout: float, attention_dropout: floa
     if family == "electra":
         common |= {"summary_last_dropout": dropout}  # of its head for multiple choice
         return ElectraConfig(embedding_size=16, **common)  # smaller than the hidden size: a projection between
+    if family == "nomic_bert":
+        return NomicBertConfig(**common)
+    if family == "jina_embeddings_v3":
+        return JinaEmbeddingsV3Config(**common)
     if family == "albert":
-        return AlbertConfig(embedding_size=16, classifier_dropout_prob=dropout, **common)
+        own = {"embedding_size": 16, "classifier_dropout_prob": dropout, "hidden_act": "gelu"}  # as version 1 has it
+        return AlbertConfig(**own, **common)
     like_bert = {"roberta": RobertaConfig, "xlm_roberta": XLMRobertaConfig, "camembert": CamembertConfig}
     return like_bert.get(family, BertConfig)(**common)
 

@@ -9,7 +9,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-__all__ = ["FAILING", "HEADS", "INPUTS", "REFUSALS", "TECHNIQUES", "UNDEFINED", "Refusal", "left_padded", "refusal_of"]
+__all__ = [
+    "FAILING",
+    "HEADS",
+    "INPUTS",
+    "MISSING",
+    "REFUSALS",
+    "TECHNIQUES",
+    "UNDEFINED",
+    "Refusal",
+    "left_padded",
+    "refusal_of",
+]
 
 TECHNIQUES = (
     "unpadding",
@@ -73,27 +84,27 @@ REFUSALS = (
     ),
     Refusal(
         ("fused_layers",),
-        r"^fused_layers cannot fuse any layer: .* supports the layers of .* and this model's are AlbertLayerGroup$",
-        "a layer that runs several times per forward pass is not supported",
-        families=("albert",),
-    ),
-    Refusal(
-        ("fused_layers",),
-        r"^fused_layers cannot fuse any layer: .* supports the layers of .* and this model's are MPNetLayer$",
-        "its attention kernel does not support a relative position bias",
-        families=("mpnet",),
-    ),
-    Refusal(
-        ("fused_layers",),
         r"^fused_layers cannot fuse any layer: .* supports the layers of .* and this model's are T5Block$",
         "its kernels do not support pre-norm layers without biases and with a relative position bias",
         families=("t5",),
     ),
     Refusal(
+        ("fused_layers",),
+        r"^fused_layers cannot fuse any layer: .* supports the layers of .* and this model's are EuroBertDecoderLayer$",
+        "its kernels do not support RMS norms, SiLU and keys that several heads share",
+        families=("eurobert",),
+    ),
+    Refusal(
+        ("fused_layers",),
+        r"^fused_layers cannot fuse any layer: .* supports the layers of .* and this model's are NomicBertLayer$",
+        "its kernels do not support SiLU and post-norm layers with a gate",
+        families=("nomic_bert",),
+    ),
+    Refusal(
         ("fast_layernorm",),
         r"^no torch\.nn\.LayerNorm was found in the model$",
-        "its norms are RMS norms",
-        families=("t5",),
+        "their norms are RMS norms",
+        families=("t5", "eurobert"),
     ),
     Refusal(
         ("sdpa_attention",),
@@ -115,9 +126,10 @@ REFUSALS = (
     ),
     Refusal(
         ("sparse_upcycling",),
-        r"^sparse_upcycling supports the feed-forward layers of .*, and this is (ALBERT|ModernBERT|T5's encoder)$",
-        "their feed-forward layers are shared between blocks or gated",
-        families=("albert", "modernbert", "t5"),
+        r"^sparse_upcycling supports the feed-forward layers of .*, "
+        r"and this is (ALBERT|ModernBERT|T5's encoder|ESM-2|EuroBERT|NomicBERT)$",
+        "their feed-forward layers are shared between blocks, are gated, or have no module for the activation",
+        families=("albert", "modernbert", "t5", "esm", "eurobert", "nomic_bert"),
     ),
     Refusal(
         ("sparse_upcycling",),
@@ -136,8 +148,18 @@ UNDEFINED = {
 Padding without real tokens in its local window attends to nothing, and eager attention and SDPA differ there."""
 
 
-FAILING = {("deberta_v2", "4-D mask"): "its embeddings are multiplied by the mask"}
+FAILING = {
+    ("deberta_v2", "4-D mask"): "its embeddings are multiplied by the mask",
+    ("esm", "4-D mask"): "its embeddings are multiplied by the mask",
+}
 """Family and input for which the untouched model fails, and why."""
+
+
+MISSING = {
+    "choice": ("esm", "eurobert", "nomic_bert", "jina_embeddings_v3"),
+    "answering": ("esm", "eurobert", "nomic_bert"),
+}
+"""Head and the families for which transformers does not have it."""
 
 
 def refusal_of(technique: str, family: str, head: str, kind: str = "") -> Refusal | None:
@@ -160,5 +182,5 @@ def left_padded(family: str, head: str) -> Iterator[str]:
         yield "left padding"
     if head == "pooling":  # the labels are its own module's, so that the row may have one
         yield "a row of padding"
-    if family in ("modernbert", "deberta_v2"):  # a hole moves tokens into others' windows, and changes distances
+    if family in ("modernbert", "deberta_v2", "mpnet", "t5"):  # a hole changes distances, and who is in a window
         yield "holes"

@@ -45,6 +45,7 @@ from composer_speedups.kernels.float8 import (  # noqa: E402
 from composer_speedups.kernels.gelu import gelu_backward, gelu_float8, gelu_forward  # noqa: E402
 from composer_speedups.kernels.narrow import gelu_backward_narrow, gelu_narrow, narrow_products  # noqa: E402
 from composer_speedups.kernels.norm import add_norm_backward, add_norm_forward  # noqa: E402
+from composer_speedups.kernels.pre_norm import pre_norm_backward, pre_norm_forward  # noqa: E402
 from composer_speedups.kernels.sums import partial_sums, totals  # noqa: E402
 from tests.helpers.exhaustive import others_exhaustive  # noqa: E402
 
@@ -113,10 +114,26 @@ def norms(dropout: float, dtype: torch.dtype) -> None:
         add_norm_backward(x, x, torch.zeros(2, 256), weight, dropout, SEED, bias)
 
 
+def pre_norms(dropout: float, dtype: torch.dtype) -> None:
+    width = 1280  # of ESM-2
+    residual, sublayer, weight = torch.zeros(256, width), tokens(256, width, dtype=dtype), torch.zeros(width)
+    pre_norm_forward(residual, sublayer, weight, 1e-5, dropout, SEED, dtype, weight)
+    statistics = torch.zeros(2, 256)
+    pre_norm_backward(sublayer, residual, residual, statistics, weight, dropout, SEED, weight, sublayer=True)
+
+
 def attention(dropout: float, dtype: torch.dtype) -> None:
     qkv, out = tokens(256, 3 * HIDDEN, dtype=dtype), tokens(256, HIDDEN, dtype=dtype)
     attention_forward(qkv, CU, 256, 12, dropout, SEED)
     attention_backward(out, qkv, out, torch.zeros(12, 256), CU, 256, dropout, SEED)
+
+
+def biased_attention(dropout: float, dtype: torch.dtype) -> None:
+    qkv, out = tokens(256, 3 * HIDDEN, dtype=dtype), tokens(256, HIDDEN, dtype=dtype)
+    bias = torch.zeros(12, 2 * 256 + 1)
+    attention_forward(qkv, CU, 256, 12, dropout, SEED, bias=bias)
+    inputs = out, qkv, out, torch.zeros(12, 256), CU, 256, dropout, SEED
+    attention_backward(*inputs, bias=bias, grad_bias=torch.zeros_like(bias))
 
 
 def first_token(
@@ -185,7 +202,10 @@ def embeddings(
 
 
 # Number of launches
-LAUNCHES = {norms: 3, attention: 3, first_token: 2, gelu: 4, embeddings: 2, float8: 23, adamw: 1, narrow: 9}
+LAUNCHES = {
+    norms: 3, pre_norms: 2, attention: 3, biased_attention: 3, first_token: 2, gelu: 4, embeddings: 2, float8: 23,
+    adamw: 1, narrow: 9,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -229,8 +249,9 @@ def test_every_launch_compiles_and_spills_no_registers(
 @pytest.mark.parametrize("dropouts", [DropoutRates(0.1, 0.1, 0.1), DropoutRates(0.1, 0.0, 0.6)])
 @pytest.mark.parametrize(("rows", "rank"), [(1, 0), (5, 0), (5, 8)])
 @pytest.mark.parametrize("in_float8", [False, True])
+@pytest.mark.parametrize("biased", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_every_launch_of_a_model_is_compiled_ahead(
-    dropouts: DropoutRates, rows: int, rank: int, in_float8: bool, launched: list[Launch]
+    dropouts: DropoutRates, rows: int, rank: int, in_float8: bool, biased: bool, launched: list[Launch]
 ) -> None:
     hidden, heads = 192, 3  # a quarter of BERT-base, whose matmuls take ten seconds on a CPU in bf16
     sizes = {"hidden_size": hidden, "intermediate_size": 4 * hidden, "num_attention_heads": heads}
@@ -241,19 +262,19 @@ def test_every_launch_of_a_model_is_compiled_ahead(
     modules = bert.FAMILY.layer_modules(model.encoder.layer[0])  # type: ignore[misc]
     ranks = LayerAdapters.of(modules).ranks()
     assert ranks == ((3 * rank, rank, rank, rank) if rank else ())
-    shape = Shape(hidden, 4 * hidden, heads, *dropouts, embedding=hidden, embedded=0.1)
+    shape = Shape(hidden, 4 * hidden, heads, *dropouts, embedding=hidden, embedded=0.1, biased=biased)
     for some in launches(shape, torch.bfloat16, torch.device("cpu"), float8=in_float8, ranks=ranks):
         for launch in some:
             launch()
     ahead = {launch.key() for launch in launched}
     launched.clear()
     x, cu = tokens(512, hidden).requires_grad_(), torch.tensor([0, 300, 512], dtype=torch.int32)
-    scales = new_scales(len(OPERANDS))
+    scales, bias = new_scales(len(OPERANDS)), torch.zeros(heads, 2 * 512 + 1) if biased else None
 
     def layer(rates: DropoutRates, *, learn: bool) -> Tensor:
         if in_float8:
-            return float8_layer(x, modules, rates, cu, 512, scales, learn=learn)
-        return fused_layer(x, modules, rates, cu, 512)
+            return float8_layer(x, modules, rates, cu, 512, scales, bias, learn=learn)
+        return fused_layer(x, modules, rates, cu, 512, bias)
 
     layer(dropouts, learn=True).backward(tokens(512, hidden))
     embeddings(0.1, torch.bfloat16, rows, (0, 1), hidden)

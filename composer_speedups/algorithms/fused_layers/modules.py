@@ -21,8 +21,14 @@ from composer_speedups.core.stock import Untouched
 from composer_speedups.core.trainer_state import autocast_dtype
 from composer_speedups.families.family import DropoutRates, Family, LayerModules, family_of
 from composer_speedups.kernels import Shape
-from composer_speedups.packing.attention import attention_over_padded_rows, real_keys, repad
-from composer_speedups.packing.disentangled_attention import Relative, first_tokens_attention
+from composer_speedups.packing.attention import (
+    PositionBias,
+    attention_over_padded_rows,
+    first_tokens_attention,
+    real_keys,
+    repad,
+)
+from composer_speedups.packing.disentangled_attention import Relative, first_tokens_disentangled_attention
 from composer_speedups.packing.tokens import TokenLayout
 
 
@@ -117,18 +123,20 @@ class FusedLayer(nn.Module):
             out_TH = self.by_torch(x_TH, layout, **kwargs)
         return out_TH.unsqueeze(0)
 
-    def by_kernels(self, x_TH: Tensor, layout: TokenLayout, dtype: torch.dtype, **_: Any) -> Tensor:
-        """Map (T, H) to (T, H) with Triton kernels and matmuls in ``dtype``."""
+    def by_kernels(
+        self, x_TH: Tensor, layout: TokenLayout, dtype: torch.dtype, bias: Tensor | None = None, **_: Any
+    ) -> Tensor:
+        """Map (T, H) to (T, H) with Triton kernels and matmuls in ``dtype``; ``bias`` is that of the scores."""
         inputs = (x_TH.to(dtype), self.layer_modules(), self.rates(), layout.cu_seqlens, layout.longest)
         if self.precision == "autocast":
             from composer_speedups.algorithms.fused_layers.layer import fused_layer  # imports Triton
 
-            return fused_layer(*inputs)
+            return fused_layer(*inputs, bias)
         if dtype != torch.bfloat16:
             raise ValueError(f"fused_layers with precision='fp8' needs bf16 autocast, and the compute dtype is {dtype}")
         from composer_speedups.algorithms.fused_layers.float8_layer import float8_layer  # imports Triton
 
-        return float8_layer(*inputs, self.float8_scales, learn=self.training and torch.is_grad_enabled())
+        return float8_layer(*inputs, self.float8_scales, bias, learn=self.training and torch.is_grad_enabled())
 
     def by_torch(self, x_TH: Tensor, layout: TokenLayout, **_: Any) -> Tensor:
         """Map (T, H) to (T, H) with torch's operators."""
@@ -156,7 +164,9 @@ class FusedGatedLayer(FusedLayer):
         """Return None: no adapter is supported, so one that was added later is a change of the layer."""
         return None
 
-    def by_kernels(self, x_TH: Tensor, layout: TokenLayout, dtype: torch.dtype, **kwargs: Any) -> Tensor:
+    def by_kernels(
+        self, x_TH: Tensor, layout: TokenLayout, dtype: torch.dtype, bias: Tensor | None = None, **kwargs: Any
+    ) -> Tensor:
         """Map (T, H) to (T, H) with Triton kernels and matmuls in ``dtype``."""
         from composer_speedups.algorithms.fused_layers.gated_layer import gated_layer  # imports Triton
 
@@ -175,21 +185,156 @@ class FusedGatedLayer(FusedLayer):
         cos_TD, sin_TD = (angles.squeeze(0) for angles in kwargs["position_embeddings"])
         normed_TH = x_TH if modules.attention_norm is None else modules.attention_norm(x_TH)
         query, key_value = modules.qkv.weight.split([x_TH.shape[1], 2 * x_TH.shape[1]])
-        query_BAD = F.linear(_first_tokens(normed_TH, layout), query).unflatten(-1, (modules.heads, -1))
-        query_BAD = _rotated(query_BAD, *(_first_tokens(angles, layout) for angles in (cos_TD, sin_TD)))
-        key_TH, value_TH = F.linear(normed_TH, key_value).chunk(2, -1)
-        key_TH = _rotated(key_TH.unflatten(-1, (modules.heads, -1)), cos_TD, sin_TD).flatten(1)
-        key_value = torch.cat([key_TH, value_TH], 1)
+        query_BH, key_value = F.linear(_first_tokens(normed_TH, layout), query), F.linear(normed_TH, key_value)
+        query_BH, key_value = _rotated_first(query_BH, key_value, cos_TD, sin_TD, layout, modules.heads)
         settings = (modules.heads, rates.attention_weights, modules.window)
-        attended_BH = _attend(query_BAD.flatten(1), key_value, layout, *settings)
+        attended_BH = _attend(query_BH, key_value, layout, *settings)
         summed = _first_tokens(x_TH, layout) + F.dropout(modules.out(attended_BH), rates.attention)
         activated, gate = modules.up(modules.output_norm(summed)).chunk(2, -1)
         out_BH = summed + modules.down(F.dropout(F.gelu(activated) * gate, rates.output))
         return _scatter_first_tokens(out_BH, layout, len(x_TH))
 
 
-class FusedDisentangledLayer(FusedLayer):
-    """Mixin for fused DeBERTa layers; they return (1, T, H) and None, like the original without attention weights."""
+class FusedRotaryLayer(FusedLayer):
+    """Mixin for fused post-norm layers with rotary positions.
+
+    ``position_embeddings`` are the cosines and sines of the tokens' rotary angles, (1, T, D).
+    """
+
+    def by_kernels(
+        self, x_TH: Tensor, layout: TokenLayout, dtype: torch.dtype, bias: Tensor | None = None, **kwargs: Any
+    ) -> Tensor:
+        """Map (T, H) to (T, H) with Triton kernels and matmuls in ``dtype``."""
+        from composer_speedups.algorithms.fused_layers.layer import fused_layer  # imports Triton
+
+        cos_TD, sin_TD = (angles.squeeze(0) for angles in kwargs["position_embeddings"])
+        inputs = (x_TH.to(dtype), self.layer_modules(), self.rates(), layout.cu_seqlens, layout.longest)
+        return fused_layer(*inputs, bias, (cos_TD, sin_TD))
+
+    def by_torch(self, x_TH: Tensor, layout: TokenLayout, **kwargs: Any) -> Tensor:
+        """Map (T, H) to (T, H) with the original forward."""
+        stock: Any = super(FusedLayer, self)
+        return stock.forward(x_TH.unsqueeze(0), layout=layout, **kwargs).squeeze(0)  # type: ignore[no-any-return]
+
+    def first_tokens(self, x_TH: Tensor, layout: TokenLayout, **kwargs: Any) -> Tensor:
+        """Compute the output of each row's first token, with zeros elsewhere, (T, H) → (T, H)."""
+        modules, rates, first_BH = self.layer_modules(), self.rates(), _first_tokens(x_TH, layout)
+        cos_TD, sin_TD = (angles.squeeze(0) for angles in kwargs["position_embeddings"])
+        key_value = _projected(x_TH, modules.key, modules.value)
+        query_BH = modules.query(first_BH)
+        query_BH, key_value = _rotated_first(query_BH, key_value, cos_TD, sin_TD, layout, modules.heads)
+        attended_BH = _attend(query_BH, key_value, layout, modules.heads, rates.attention_weights)
+        return _scatter_first_tokens(_after_attention(attended_BH, first_BH, modules, rates), layout, len(x_TH))
+
+
+class FusedPreNormLayer(FusedLayer):
+    """Mixin for fused layers with pre-norms and without a gate; with kernels, the residual stream is float32.
+
+    ``position_embeddings`` are the cosines and sines of the tokens' rotary angles, (1, T, D), or None.
+    """
+
+    def refused_adapter(self) -> str | None:
+        """Return None: no adapter is supported, so one that was added later is a change of the layer."""
+        return None
+
+    def by_kernels(
+        self, x_TH: Tensor, layout: TokenLayout, dtype: torch.dtype, bias: Tensor | None = None, **kwargs: Any
+    ) -> Tensor:
+        """Map (T, H) to (T, H) with Triton kernels and matmuls in ``dtype``."""
+        from composer_speedups.algorithms.fused_layers.pre_norm_layer import pre_norm_layer  # imports Triton
+
+        inputs = (x_TH, self.layer_modules(), self.rates(), _angles_of(kwargs))
+        return pre_norm_layer(*inputs, layout.cu_seqlens, layout.longest, dtype).to(x_TH.dtype)
+
+    def by_torch(self, x_TH: Tensor, layout: TokenLayout, **kwargs: Any) -> Tensor:
+        """Map (T, H) to (T, H) with the original forward."""
+        stock: Any = super(FusedLayer, self)
+        return stock.forward(x_TH.unsqueeze(0), layout=layout, **kwargs).squeeze(0)  # type: ignore[no-any-return]
+
+    def first_tokens(self, x_TH: Tensor, layout: TokenLayout, **kwargs: Any) -> Tensor:
+        """Compute the output of each row's first token, with zeros elsewhere, (T, H) → (T, H)."""
+        modules, rates, angles = self.layer_modules(), self.rates(), _angles_of(kwargs)
+        normed_TH = modules.attention_norm(x_TH)
+        key_value = _projected(normed_TH, modules.key, modules.value)
+        query_BH = modules.query(_first_tokens(normed_TH, layout))
+        if angles is not None:
+            query_BH, key_value = _rotated_first(query_BH, key_value, *angles, layout, modules.heads)
+        attended_BH = _attend(query_BH, key_value, layout, modules.heads, rates.attention_weights)
+        summed = _first_tokens(x_TH, layout) + F.dropout(modules.out(attended_BH), rates.attention)
+        down = modules.down(F.gelu(modules.up(modules.output_norm(summed))))
+        return _scatter_first_tokens(summed + F.dropout(down, rates.output), layout, len(x_TH))
+
+
+class FusedPositionedLayer(FusedLayer):
+    """Mixin for fused layers that get the layout in the argument with the tokens' positions.
+
+    Attributes:
+        positions: The name of the argument, and its class for packed tokens.
+    """
+
+    positions: ClassVar[tuple[str, type[Any]]]
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Map (1, T, H) to (1, T, H), in a tuple, with positions of packed tokens; else call the original forward."""
+        name, kind = self.positions
+        positions = kwargs.get(name)
+        if not isinstance(positions, kind):
+            self.ran = "stock"
+        elif not self.untouched.is_unchanged() or self.refused_adapter() is not None:
+            self.ran = "unfused"
+        else:
+            out_TH = self._fused(hidden_states.squeeze(0), positions, **kwargs)
+            if out_TH is not None:
+                return out_TH.unsqueeze(0), None
+            self.ran = "torch"
+        return super(FusedLayer, self).forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
+
+    def _fused(self, x_TH: Tensor, positions: Any, **kwargs: Any) -> Tensor | None:
+        """Return (T, H) and set :attr:`ran`, or return None if the kernels cannot run."""
+        modules, rates, layout = self.layer_modules(), self.rates(), positions.layout
+        if positions.first_tokens_only and self.is_last:
+            self.ran = "first tokens"
+            first_BH = _first_tokens(x_TH, layout)
+            query_BAD = modules.query(first_BH).unflatten(-1, (modules.heads, -1))
+            key_value = _projected(x_TH, modules.key, modules.value)
+            key, value = (repad(half, layout, modules.heads) for half in key_value.chunk(2, -1))
+            attended_BH = self.attended_first(query_BAD, key, value, positions, rates.attention_weights, **kwargs)
+            return _scatter_first_tokens(_after_attention(attended_BH, first_BH, modules, rates), layout, len(x_TH))
+        dtype = autocast_dtype(x_TH.device.type, x_TH.dtype)
+        if not x_TH.is_cuda or dtype == torch.float32:
+            return None
+        self.ran = "triton" if self.precision == "autocast" else "triton, fp8"
+        return self.with_positions(x_TH, positions, dtype, **kwargs)
+
+    def attended_first(
+        self, query_BAD: Tensor, key_BASD: Tensor, value_BASD: Tensor, positions: Any, dropout: float, **kwargs: Any
+    ) -> Tensor:
+        """Return the attention output of each row's first token, (B, A·D)."""
+        raise NotImplementedError
+
+    def with_positions(self, x_TH: Tensor, positions: Any, dtype: torch.dtype, **kwargs: Any) -> Tensor:
+        """Map (T, H) to (T, H) with Triton kernels and matmuls in ``dtype``."""
+        raise NotImplementedError
+
+
+class FusedBiasedLayer(FusedPositionedLayer):
+    """Mixin for fused MPNet layers, whose scores have a bias by distance."""
+
+    positions = ("position_bias", PositionBias)
+
+    def attended_first(
+        self, query_BAD: Tensor, key_BASD: Tensor, value_BASD: Tensor, positions: Any, dropout: float, **_: Any
+    ) -> Tensor:
+        return first_tokens_attention(query_BAD, key_BASD, value_BASD, positions, dropout)
+
+    def with_positions(self, x_TH: Tensor, positions: Any, dtype: torch.dtype, **_: Any) -> Tensor:
+        return self.by_kernels(x_TH, positions.layout, dtype, positions.by_distance)
+
+
+class FusedDisentangledLayer(FusedPositionedLayer):
+    """Mixin for fused DeBERTa layers, which get the relative embeddings in another argument."""
+
+    positions = ("relative_pos", Relative)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -202,42 +347,18 @@ class FusedDisentangledLayer(FusedLayer):
         """Return the keys and queries of positions; replaced in subclasses by the :class:`Family`'s function."""
         raise NotImplementedError
 
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Return (1, T, H) and None if the positions are :class:`Relative`, else call the original forward."""
-        relative = kwargs.get("relative_pos")
-        if not isinstance(relative, Relative):
-            self.ran = "stock"
-        elif not self.untouched.is_unchanged() or self.refused_adapter() is not None:
-            self.ran = "unfused"
-        else:
-            out_TH = self._disentangled(hidden_states.squeeze(0), relative, kwargs["rel_embeddings"])
-            if out_TH is not None:
-                return out_TH.unsqueeze(0), None
-            self.ran = "torch"
-        return super(FusedLayer, self).forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
+    def attended_first(
+        self, query_BAD: Tensor, key_BASD: Tensor, value_BASD: Tensor, positions: Any, dropout: float, **kwargs: Any
+    ) -> Tensor:
+        table = self.position_table(kwargs["rel_embeddings"])
+        return first_tokens_disentangled_attention(query_BAD, key_BASD, value_BASD, table, positions, dropout)
 
-    def _disentangled(self, x_TH: Tensor, relative: Relative, rel_embeddings: Tensor) -> Tensor | None:
-        """Return (T, H) and set :attr:`ran`, or return None if the kernels cannot run."""
-        modules, rates, layout = self.layer_modules(), self.rates(), relative.layout
-        if relative.first_tokens_only and self.is_last:
-            self.ran = "first tokens"
-            first_BH = _first_tokens(x_TH, layout)
-            query_BAD = modules.query(first_BH).unflatten(-1, (modules.heads, -1))
-            key_value = _projected(x_TH, modules.key, modules.value)
-            key, value = (repad(half, layout, modules.heads) for half in key_value.chunk(2, -1))
-            table = self.position_table(rel_embeddings)
-            attended_BH = first_tokens_attention(query_BAD, key, value, table, relative, rates.attention_weights)
-            return _scatter_first_tokens(_after_attention(attended_BH, first_BH, modules, rates), layout, len(x_TH))
-        dtype = autocast_dtype(x_TH.device.type, x_TH.dtype)
-        if not x_TH.is_cuda or dtype == torch.float32:
-            return None
+    def with_positions(self, x_TH: Tensor, positions: Any, dtype: torch.dtype, **kwargs: Any) -> Tensor:
         from composer_speedups.algorithms.fused_layers.layer import disentangled_layer  # imports Triton
 
-        self.ran = "triton"
-        table = self.position_table(rel_embeddings).to(dtype)
-        return disentangled_layer(
-            x_TH.to(dtype), modules, rates, table, relative.entries, layout.cu_seqlens, layout.longest
-        )
+        table, layout = self.position_table(kwargs["rel_embeddings"]).to(dtype), positions.layout
+        inputs = (x_TH.to(dtype), self.layer_modules(), self.rates(), table, positions.entries)
+        return disentangled_layer(*inputs, layout.cu_seqlens, layout.longest)
 
 
 def plain_layer(x_TH: Tensor, modules: LayerModules, rates: DropoutRates, layout: TokenLayout) -> Tensor:
@@ -272,6 +393,23 @@ def _attend(
         seen = seen & (torch.arange(seen.shape[-1], device=seen.device) <= window)
     query = query_BH.unflatten(-1, (heads, 1, -1))
     return F.scaled_dot_product_attention(query, key, value, seen, dropout).flatten(1)
+
+
+def _angles_of(inputs: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
+    """Cosines and sines of rotary angles among a layer's arguments, (1, T, D) → (T, D); None without any."""
+    angles = inputs.get("position_embeddings")
+    return None if angles is None else (angles[0].squeeze(0), angles[1].squeeze(0))
+
+
+def _rotated_first(
+    query_BH: Tensor, key_value: Tensor, cos_TD: Tensor, sin_TD: Tensor, layout: TokenLayout, heads: int
+) -> tuple[Tensor, Tensor]:
+    """Rotate the queries of each row's first token, (B, H), and the keys of all tokens, in (T, 2·H)."""
+    first_BD = [_first_tokens(angles, layout) for angles in (cos_TD, sin_TD)]
+    query_BH = _rotated(query_BH.unflatten(-1, (heads, -1)), *first_BD).flatten(1)
+    key_TH, value_TH = key_value.chunk(2, -1)
+    key_TH = _rotated(key_TH.unflatten(-1, (heads, -1)), cos_TD, sin_TD).flatten(1)
+    return query_BH, torch.cat([key_TH, value_TH], 1)
 
 
 def _rotated(x_TAD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
@@ -373,4 +511,5 @@ def modules_shape(layer: FusedLayer, embeddings: FusedEmbeddings | None) -> Shap
         hidden, modules.up.out_features, modules.heads, *rates,
         hidden if embeddings is None else embeddings.LayerNorm.weight.shape[0],
         embedded if embeddings is None else embeddings.dropout.p,
+        isinstance(layer, FusedBiasedLayer),
     )  # fmt: skip

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from composer_speedups.distributed.ddp import rebuild_reducer
 from composer_speedups.families.blocks import blocks_of
 from composer_speedups.families.first_layers import first_layers, only_encoder
+from composer_speedups.surgery.ddp_reducer import rebuild_reducer
 
 __all__ = ["apply_layer_freezing", "gradient_norms_of_blocks", "settled_blocks"]
 

@@ -231,5 +231,6 @@ def _check(encoder: _Encoder) -> None:
         raise ValueError(f"unpadding does not support {family.title} with {reason}")
     if getattr(config, "chunk_size_feed_forward", 0):
         raise ValueError("unpadding needs chunk_size_feed_forward=0: chunks need a fixed number of tokens")
-    if getattr(config, "position_embedding_type", None) not in (None, "absolute"):
-        raise ValueError(f"unpadding supports absolute positions, and these are {config.position_embedding_type}")
+    if getattr(config, "position_embedding_type", None) not in (None, "absolute", "rotary"):
+        kind = config.position_embedding_type
+        raise ValueError(f"unpadding supports absolute and rotary positions, and these are {kind}")

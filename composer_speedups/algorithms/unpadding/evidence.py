@@ -13,13 +13,14 @@ from composer_speedups.core.operator_recorder import OperatorRecorder
 from composer_speedups.core.trainer_state import compute_dtype, device_of, is_compiled
 from composer_speedups.families.blocks import blocks_of
 from composer_speedups.families.family import family_of
-from composer_speedups.packing.attention import unpadded_attention
+from composer_speedups.packing.attention import PositionBias, unpadded_attention
 from composer_speedups.packing.disentangled_attention import Relative, disentangled_attention
 from composer_speedups.packing.encoder import UnpaddedEncoder
 from composer_speedups.packing.tokens import TokenLayout, lay_out_tokens
 
 FLASH = "_flash_attention_forward"
 DISENTANGLED = "disentangled_attention"
+BIASED = "biased_attention"
 
 
 class FirstForward:
@@ -108,7 +109,7 @@ class FirstForward:
 
 def operators_among(counts: dict[str, int]) -> list[str]:
     """The attention operators in a count of aten operators."""
-    known = [name for name in counts if name.startswith(("_scaled_dot_product", FLASH, DISENTANGLED))]
+    known = [name for name in counts if name.startswith(("_scaled_dot_product", FLASH, DISENTANGLED, BIASED))]
     # SDPA's math kernel is decomposed before dispatch; no other attention uses this softmax operator.
     return sorted(name.strip("_") for name in known) or ["scaled_dot_product_math"] * ("_safe_softmax" in counts)
 
@@ -131,8 +132,9 @@ def _probe_attention(state: State, encoder: UnpaddedEncoder) -> list[str]:
                     packed, packed, packed, packed[:2].repeat(1, 2), Relative(layout, entries), heads, 0.0
                 )
             return operators_among(recorder.counts)
-        biased = family is not None and family.position_bias
-        bias = query.new_zeros(1, heads, 4, 4) if biased else None
+        bias = None
+        if family is not None and family.position_bias:
+            bias = PositionBias(layout, torch.zeros(heads, 2 * layout.longest + 1, device=device))
         with recorder:
             unpadded_attention(encoder, query, query, query, None, layout=layout, position_bias=bias)
     return operators_among(recorder.counts)

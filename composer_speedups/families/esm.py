@@ -1,0 +1,85 @@
+"""ESM, such as the protein models ESM-2: pre-norm blocks with rotary or absolute positions, and their unpadded version.
+
+The embeddings scale each row by its share of masked tokens (``token_dropout``) and read the attention mask, so the
+model embeds the padded batch as the untouched model does, and packs the result.
+
+Shapes: B rows, S slots per row, T packed tokens, H hidden units.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
+
+from composer_speedups.families.family import Family, LayerModules
+from composer_speedups.families.rotary import UnpaddedRotaryModel, packed_angles
+from composer_speedups.packing.call import CallPlan
+from composer_speedups.packing.tokens import TokenLayout, gather_tokens, mark_dynamic
+
+__all__ = ["FAMILY"]
+
+
+class _UnpaddedEsm(UnpaddedRotaryModel):
+    """As :class:`UnpaddedRotaryModel`, with the blocks in a module of their own."""
+
+    embeddings: nn.Module
+    encoder: nn.Module
+    pooler: nn.Module | None
+    rotary_embeddings: nn.Module | None  # None with absolute positions, which the embeddings add
+
+    def _embedded(self, inputs: dict[str, Any], layout: TokenLayout) -> Tensor:
+        embedded = inputs["inputs_embeds"]  # to which the untouched model adds nothing
+        if embedded is None:
+            names = ("input_ids", "attention_mask", "position_ids")
+            embedded = self.embeddings(**{name: inputs[name] for name in names})
+        return gather_tokens(embedded.flatten(0, 1), layout.indices_T).unsqueeze(0)
+
+    def _packed_layers(
+        self, hidden: Tensor, position_ids: Tensor | None, layout: TokenLayout, kwargs: dict[str, Any]
+    ) -> Tensor:
+        angles = None
+        mark_dynamic(hidden)
+        if self.rotary_embeddings is not None:
+            angles = packed_angles(self.rotary_embeddings, hidden, position_ids, layout)
+            mark_dynamic(*angles)
+        kwargs["encoder_attention_mask"] = None  # of a second input, which a decoder has
+        output: Any = self.encoder(hidden, attention_mask=None, position_embeddings=angles, layout=layout, **kwargs)
+        return output[0]  # type: ignore[no-any-return]
+
+    def _output(self, last: Tensor, plan: CallPlan) -> Any:
+        hidden: Any = self._scattered(last, plan)
+        pooled = None if self.pooler is None else self.pooler(hidden)
+        return BaseModelOutputWithPoolingAndCrossAttentions(last_hidden_state=hidden, pooler_output=pooled)
+
+
+def _modules(layer: Any) -> LayerModules:
+    attention = layer.attention.self
+    return LayerModules(
+        attention.query, attention.key, attention.value, layer.attention.output.dense, layer.attention.LayerNorm,
+        layer.intermediate.dense, layer.output.dense, layer.LayerNorm, attention.num_attention_heads,
+    )  # fmt: skip
+
+
+def _dropouts(layer: Any) -> list[Any]:
+    attention = layer.attention.self
+    weights = SimpleNamespace(p=attention.dropout)  # not a separate module
+    projected, out = layer.attention.output.dropout, layer.output.dropout
+    return [(attention, weights), (projected, projected), (out, out)]
+
+
+FAMILY = Family(
+    name="esm",
+    title="ESM-2",
+    encoder="EsmModel",
+    blocks="encoder.layer",
+    layer="EsmLayer",
+    embeddings="EsmEmbeddings",
+    layer_modules=_modules,
+    pre_norm=True,
+    dropouts=_dropouts,
+    packed_encoder=_UnpaddedEsm,
+    activation=None,
+)

@@ -1,0 +1,65 @@
+"""EuroBERT: pre-norm blocks with RMS norms, rotary positions, gated feed-forward layers and, in its larger models,
+keys and values that several heads share; and its unpadded version.
+
+Shapes: T packed tokens, H hidden units.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from composer_speedups.families.family import Family, Reads, default_head_reads
+from composer_speedups.families.flops import block_flops
+from composer_speedups.families.rotary import UnpaddedRotaryModel
+from composer_speedups.packing.tokens import TokenLayout
+
+__all__ = ["FAMILY"]
+
+
+class _UnpaddedEuroBert(UnpaddedRotaryModel):
+    """As :class:`UnpaddedRotaryModel`, with a norm behind the last layer."""
+
+    embed_tokens: nn.Module
+    norm: nn.Module
+
+    def _embedded(self, inputs: dict[str, Any], layout: TokenLayout) -> Tensor:
+        packed = self._packed_inputs(inputs, layout)
+        return packed["inputs_embeds"] if "inputs_embeds" in packed else self.embed_tokens(packed["input_ids"])
+
+    def _packed_layers(
+        self, hidden: Tensor, position_ids: Tensor | None, layout: TokenLayout, kwargs: dict[str, Any]
+    ) -> Tensor:
+        return self.norm(super()._packed_layers(hidden, position_ids, layout, kwargs))  # type: ignore[no-any-return]
+
+
+def _reads(model_class: str, config: Any) -> Reads:
+    pools_real_tokens = getattr(config, "classifier_pooling", None) in ("mean", "late")
+    if pools_real_tokens and model_class.endswith("ForSequenceClassification"):
+        return Reads.REAL_TOKENS
+    return default_head_reads(model_class, config)
+
+
+def _block_flops(config: Any, lengths: Tensor) -> int:
+    width = config.num_attention_heads * config.head_dim
+    key_width = config.num_key_value_heads * config.head_dim
+    shared = 4 * config.hidden_size * (width - key_width)  # of keys and values, by which their matrices are narrower
+    flops = block_flops(config, lengths, feed_forward_matrices=3, attention_width=width)
+    return flops - config.num_hidden_layers * int(lengths.sum()) * shared
+
+
+FAMILY = Family(
+    name="eurobert",
+    title="EuroBERT",
+    encoder="EuroBertModel",
+    blocks="layers",
+    layer="EuroBertDecoderLayer",
+    embeddings="",  # torch's Embedding
+    reads=_reads,
+    packed_encoder=_UnpaddedEuroBert,
+    block_flops=_block_flops,
+    attention_dropout="attention_dropout",
+    attention_output_dropout=None,
+    hidden_dropout=None,
+)

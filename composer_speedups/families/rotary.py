@@ -1,0 +1,122 @@
+"""The unpadded version of models that embed the tokens themselves and rotate queries and keys by their positions.
+
+Such a model packs the tokens before its embeddings. Positions are applied inside attention, so they are packed too.
+
+Shapes: B rows, S slots per row, T packed tokens, D units per head, H hidden units.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutputWithPooling
+from transformers.utils.generic import can_return_tuple
+
+from composer_speedups.packing.call import CallPlan
+from composer_speedups.packing.encoder import UnpaddedEncoder, UnpaddedModel
+from composer_speedups.packing.tokens import TokenLayout, gather_tokens, mark_dynamic
+
+__all__ = ["UnpaddedRotaryBert", "UnpaddedRotaryModel", "packed_angles"]
+
+_INPUTS = ("input_ids", "token_type_ids", "position_ids", "inputs_embeds", "attention_mask")
+
+
+class UnpaddedRotaryModel(UnpaddedModel):
+    """Token ids (B, S) or embeddings (B, S, H) → transformers' output with the last hidden state (B, S, H), zeros at
+    padding."""
+
+    rotary_emb: Any
+    layers: nn.ModuleList
+
+    @can_return_tuple
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        plan = self._call_plan()
+        if plan.layout is None:
+            stock: Any = super(UnpaddedEncoder, self)
+            return self._padded(plan, stock.forward(*args, **kwargs))
+        kwargs |= dict(zip(self.argument_names, args, strict=False))
+        inputs = {name: kwargs.pop(name, None) for name in _INPUTS}
+        if plan.first_tokens_only:
+            # a keyword argument, so that it is also passed when a layer is recomputed
+            kwargs["first_tokens_only"] = True
+        packed = self._embedded(inputs, plan.layout)
+        return self._output(self._packed_layers(packed, inputs["position_ids"], plan.layout, kwargs), plan)
+
+    def _embedded(self, inputs: dict[str, Any], layout: TokenLayout) -> Tensor:
+        """The model's arguments by name → the first hidden state, (1, T, H)."""
+        raise NotImplementedError
+
+    def _packed_layers(
+        self, hidden: Tensor, position_ids: Tensor | None, layout: TokenLayout, kwargs: dict[str, Any]
+    ) -> Tensor:
+        """(1, T, H) → (1, T, H), through the layers and the last norm."""
+        angles = packed_angles(self.rotary_emb, hidden, position_ids, layout)
+        for layer in self.layers:
+            mark_dynamic(hidden, *angles)
+            hidden = layer(hidden, attention_mask=None, position_embeddings=angles, layout=layout, **kwargs)
+        return hidden
+
+    @staticmethod
+    def _packed_inputs(inputs: dict[str, Any], layout: TokenLayout) -> dict[str, Tensor]:
+        """Token ids, (1, T), or embeddings, (1, T, H), by name; and token types, if the model was called with some."""
+        ids, embeddings, types = (inputs[name] for name in ("input_ids", "inputs_embeds", "token_type_ids"))
+        packed = {}
+        if ids is not None:
+            packed["input_ids"] = _pick(ids, layout)
+        else:
+            packed["inputs_embeds"] = gather_tokens(embeddings.flatten(0, 1), layout.indices_T).unsqueeze(0)
+        if types is not None:
+            packed["token_type_ids"] = _pick(types.expand(layout.mask_BS.shape), layout)
+        return packed
+
+
+class UnpaddedRotaryBert(UnpaddedRotaryModel):
+    """As :class:`UnpaddedRotaryModel`, with BERT's embeddings except for positions, and with a pooler or None."""
+
+    embeddings: nn.Module
+    pooler: nn.Module | None
+
+    def _embedded(self, inputs: dict[str, Any], layout: TokenLayout) -> Tensor:
+        return self.embeddings(**self._packed_inputs(inputs, layout))  # type: ignore[no-any-return]
+
+    def _output(self, last: Tensor, plan: CallPlan) -> Any:
+        hidden: Any = self._scattered(last, plan)
+        pooled = None if self.pooler is None else self.pooler(hidden)
+        return BaseModelOutputWithPooling(last_hidden_state=hidden, pooler_output=pooled)
+
+
+def packed_angles(
+    rotary: Callable[..., tuple[Tensor, Tensor]],
+    hidden: Tensor,
+    position_ids: Tensor | None,
+    layout: TokenLayout,
+    *kind: str,
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of the packed tokens' rotary angles, (1, T, D) each.
+
+    Computed for the padded slots, as in the untouched model: some kinds of angles depend on the longest row.
+
+    Args:
+        rotary: The model's module, (hidden state, positions, *kind) → cosines and sines of positions.
+        hidden: A tensor with the hidden states' device and dtype.
+        position_ids: The caller's positions, (B, S) or (1, S); None for slots within the row.
+        layout: The layout of the packed tokens.
+    """
+    width = layout.mask_BS.shape[1]
+    if position_ids is None:
+        position_ids = torch.arange(width, device=layout.indices_T.device).unsqueeze(0)
+    cos, sin = rotary(hidden, position_ids, *kind)
+    slots = len(cos) * width
+    # one row of positions is that of all rows; unused entries take any
+    indices_T = layout.indices_T % width if len(cos) == 1 else layout.indices_T.clamp(max=slots - 1)
+    cos, sin = (angles.flatten(0, 1).index_select(0, indices_T).unsqueeze(0) for angles in (cos, sin))
+    return cos, sin
+
+
+def _pick(values_BS: Tensor, layout: TokenLayout) -> Tensor:
+    """Integers per slot, (B, S) → per packed token, (1, T)."""
+    flat = values_BS.reshape(-1)
+    return flat.index_select(0, layout.indices_T.clamp(max=len(flat) - 1)).unsqueeze(0)
