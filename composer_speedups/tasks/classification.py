@@ -56,6 +56,8 @@ class Classification(TaskWithClasses):
         super().check_data(data)
         up_front = "balanced counts all labels up front; streaming cannot provide them; give the weights by class name"
         refuse_if(isinstance(self.class_weights, str) and data.streams, "model.class_weights", up_front)
+        too_few = f"needs at least two classes, such as [negative, positive], not {data.labels}"
+        refuse_if(data.labels is not None and len(data.labels) < 2, "data.labels", too_few)
 
     def stratum(self, example: Example) -> int:
         return example["labels"]  # type: ignore[no-any-return]

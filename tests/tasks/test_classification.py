@@ -212,3 +212,9 @@ def test_multilabel_reads_lists_and_columns() -> None:
         columns.example({"text": "x", "toxic": 1, "spam": 2}, "f, row 4", training=True)
     with pytest.raises(ConfigError, match=r"data\.labels names 1 labels for 2 data\.label_columns"):
         Multilabel(label_columns=["toxic", "spam"], labels=["a"])
+
+
+def test_fewer_than_two_classes_are_refused() -> None:
+    data = DataConfig(labels="complaint")  # type: ignore[arg-type]  # one text for a list
+    with pytest.raises(ConfigError, match=r"needs at least two classes, such as \[negative, positive\], not"):
+        Classification(labels=["complaint"]).check_data(data)
