@@ -18,7 +18,6 @@ from composer_speedups import (
     apply_cuda_graphs,
     apply_fused_layers,
     apply_unpadding,
-    plan_unpadding,
     undo_fused_layers,
 )
 from composer_speedups.algorithms.fused_layers.functional import float8_scales, load_float8_scales
@@ -37,6 +36,7 @@ from tests.helpers.common import (
 from tests.helpers.masks import masked_batch, random_masks
 from tests.helpers.models import FAMILIES, HEADS, tiny_model
 from tests.helpers.waiting import check_planned_steps
+from tests.reference.loop import losses_on_a_gpu, on_gpu
 from tests.reference.nearness import distance, values
 
 pytestmark = [
@@ -58,10 +58,6 @@ def in_float8(model: Any, last_layer: Any = "all", precision: Any = "fp8") -> An
 
 def layers_of(model: Any) -> list[FusedLayer]:
     return [layer for layer in model.modules() if isinstance(layer, FusedLayer)]
-
-
-def on_gpu(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: value.cuda() for name, value in inputs.items()}
 
 
 @pytest.mark.parametrize("head", HEADS)
@@ -161,18 +157,7 @@ def test_losses_and_scales_are_the_same_with_and_without_graphs() -> None:
         model: Any = in_float8(tiny_bert()).train()
         if with_graphs:
             apply_cuda_graphs(model)  # captures at the first call, before any scale is known
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        of_this_run = []
-        for i in range(5):
-            step = batch([12, 7, 16, 10], seed=i)
-            plan_unpadding(model, step["attention_mask"])
-            with torch.autocast("cuda", torch.bfloat16):
-                loss = model(**on_gpu(step)).loss
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            of_this_run.append(float(loss.detach()))
-        losses.append(of_this_run)
+        losses.append(losses_on_a_gpu(model, [batch([12, 7, 16, 10], seed=i) for i in range(5)]))
         scales.append([[row[0] for row in rows] for rows in float8_scales(model).values()])
     assert losses[1] == pytest.approx(losses[0], rel=2e-2)
     without, captured = (torch.tensor(numbers, dtype=torch.int32).view(torch.float32) for numbers in scales)

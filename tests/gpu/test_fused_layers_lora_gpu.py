@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from torch import Tensor
 
 from composer_speedups import (
     CUDAGraphs,
@@ -23,7 +22,6 @@ from composer_speedups import (
     apply_fused_layers,
     apply_recommended,
     apply_unpadding,
-    plan_unpadding,
 )
 from composer_speedups.algorithms.fused_layers.modules import FusedLayer
 from tests.helpers.common import (
@@ -39,6 +37,7 @@ from tests.helpers.common import (
 from tests.helpers.masks import masked_batch, random_masks
 from tests.helpers.models import FUSED, HEADS, tiny_model
 from tests.helpers.waiting import check_planned_steps
+from tests.reference.loop import losses_on_a_gpu, on_gpu
 from tests.reference.nearness import distance, values
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")]
@@ -62,10 +61,6 @@ def fused(model: Any, last_layer: Any = "needed", precision: Any = "autocast") -
     apply_unpadding(model, 8, check="never")
     apply_fused_layers(model, last_layer, precision)
     return model
-
-
-def on_gpu(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: value.cuda() for name, value in inputs.items()}
 
 
 def ran(model: Any) -> list[str | None]:
@@ -132,20 +127,8 @@ def test_losses_are_the_same_with_and_without_graphs(precision: Any) -> None:
         model = fused(adapted(tiny_bert()).train(), "needed", precision)
         if with_graphs:
             apply_cuda_graphs(model)
-        trained_parameters = [p for p in model.parameters() if p.requires_grad]
-        optimizer = torch.optim.SGD(trained_parameters, lr=0.1)
-        of_this_run = []
-        for i in range(5):
-            step = batch([12, 7, 16, 10], seed=i)
-            plan_unpadding(model, step["attention_mask"])
-            with torch.autocast("cuda", torch.bfloat16):
-                loss = model(**on_gpu(step)).loss
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            of_this_run.append(float(loss.detach()))
-        losses.append(of_this_run)
-        weights.append([p.detach().clone() for p in trained_parameters])
+        losses.append(losses_on_a_gpu(model, [batch([12, 7, 16, 10], seed=i) for i in range(5)]))
+        weights.append([p.detach().clone() for p in model.parameters() if p.requires_grad])
         assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
     assert losses[1] == pytest.approx(losses[0], rel=2e-2)
     for one, other in zip(*weights, strict=True):

@@ -31,16 +31,12 @@ from tests.gpu.test_fsdp_gpu import job
 from tests.helpers.common import batch, final_weights, make_trainer, plain_batches, tiny_bert
 from tests.helpers.masks import masked_batch, random_masks
 from tests.helpers.models import tiny_model
-from tests.reference.loop import gradients
+from tests.reference.loop import gradients, on_gpu
 from tests.reference.nearness import distance, values
 from tests.reference.tolerance import assert_near
 
 pytestmark = pytest.mark.gpu
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-
-
-def on_gpu(inputs: dict[str, Any]) -> dict[str, Any]:
-    return {name: value.cuda() for name, value in inputs.items()}
 
 
 @pytest.mark.parametrize("family", ["bert", "modernbert", "deberta_v2"])

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from composer_speedups import plan_unpadding
+
 EPS = 1e-3
 
 
@@ -49,6 +51,25 @@ def train_on(
 
 
 @torch.no_grad()
+def on_gpu(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.cuda() for name, value in inputs.items()}
+
+
+def losses_on_a_gpu(model: Any, batches: list[dict[str, Tensor]]) -> list[float]:
+    """Train an unpadded model on a GPU in bf16 with SGD, planning each batch; return the losses."""
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    losses = []
+    for step in batches:
+        plan_unpadding(model, step["attention_mask"])
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = model(**on_gpu(step)).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
 def eval_logits(model: Any, batches: list[dict[str, Tensor]]) -> list[Tensor]:
     """Return the logits of the rows with a real token; attention over padding only is undefined."""
     training = model.training

@@ -103,7 +103,7 @@ class LayerFreezing(Technique):
     def engage(self, state: State) -> dict[str, Any]:
         with self.refusals():
             check_freezing(state.model, 1 if self.layers == "auto" else check_layers(self.layers))
-            if self._frozen is None and self.layers != "auto" and _is_zero(self.start):
+            if self._frozen is None and self.layers != "auto" and _number(self.start) == 0:
                 self._freeze(state, check_layers(self.layers))
         blocks = len(blocks_of(only_encoder(state.model)))
         if self.layers == "auto" and blocks == 1:
@@ -277,10 +277,6 @@ def _sums(parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
 
 def _number(time: str) -> float:
     return float(Time.from_timestring(time).value)
-
-
-def _is_zero(time: str) -> bool:
-    return _number(time) == 0
 
 
 def _elapsed(like: str, state: State) -> float:
