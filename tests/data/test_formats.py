@@ -390,7 +390,7 @@ def test_configuration_and_revision_reach_the_hub(monkeypatch: pytest.MonkeyPatc
         calls.append((args, kwargs))
         return Dataset.from_dict(ROWS)
 
-    monkeypatch.setattr("composer_speedups.data.reader.load_dataset", load_dataset)
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
     load_samples(DataConfig(hub_name="a/b", hub_config="c", hub_revision="v2", eval_split=None), Classification())
     assert calls == [(("a/b", "c"), {"split": "train", "revision": "v2", "streaming": False})]
 
