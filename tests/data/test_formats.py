@@ -124,7 +124,7 @@ def test_a_pattern_reads_all_matching_files(read: Reader) -> None:
 def test_files_of_a_pattern_must_have_the_columns_and_rows_are_numbered_through() -> None:
     save({"text": ["a"] * 6, "label": [0, 1] * 3}, "part-0.csv")
     save({"text": ["x", ""], "label": [0, 0]}, "part-1.csv")
-    with pytest.raises(DataError, match=r"data\.train_file: part-\*\.csv, row 8: text is empty"):
+    with pytest.raises(DataError, match=r"data\.train_file: part-\*\.csv, row 8, headers not counted: text is empty"):
         in_memory("part-*.csv")
     save({"texts": ["x"], "label": [3]}, "part-1.csv")
     with pytest.raises(
@@ -287,11 +287,11 @@ def test_missing_labels_are_refused_although_a_class_is_called_none() -> None:
             in_memory(save(rows, name), task)
     with pytest.raises(
         DataError,
-        match=r"a\.csv: 2 of 4 .* \(row 2: label is empty, row 4: .* empty\); .* None, yes .*",
+        match=r"a\.csv: 2 of 4 .* \(row 2, headers not counted: label is empty, row 4: .* empty\); .* None, yes .*",
     ):
         in_memory("a.csv")
     many: Rows = {"text": ["a"] * 3000, "label": ["", "no", "yes"] * 1000}
-    with pytest.raises(DataError, match=r"e\.csv: 1,000 of 3,000 .* \(row 1: .*, row 28: [^,]*, …\); it"):
+    with pytest.raises(DataError, match=r"e\.csv: 1,000 of 3,000 .* \(row 1 .*, row 28: [^,]*, …\); it"):
         in_memory(save(many, "e.csv"))
 
 
