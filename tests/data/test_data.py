@@ -70,7 +70,10 @@ def test_an_unreachable_hub_names_the_key_and_alternatives() -> None:
 
 
 BAD_ROWS: list[tuple[dict[str, Any], str]] = [
-    ({"txt": ["a"], "label": [1]}, r"has no column 'text' \(it has: txt, label\); set data\.text_columns"),
+    (
+        {"txt": ["a"], "label": [1]},
+        r"has no column 'text'; did you mean 'txt'\? \(it has: txt, label\); set data\.text_columns",
+    ),
     ({"text": ["a"], "lable": [1]}, r"has no column 'label'"),
     ({"text": ["a", ""], "label": [1, 0]}, "row 2: text is empty"),
     ({"text": ["a", " \n"], "label": [1, 0]}, "row 2: text is empty"),
@@ -130,7 +133,7 @@ def test_a_held_out_fraction_is_of_the_valid_rows_and_all_invalid_rows_are_liste
     assert (len(train), len(held)) == (7, 3)
     assert sorted([*train["text_1"], *held["text_1"]]) == sorted(rows["text"][::2])
     assert [entry["dropped"] for entry in summary.report()["dropped"]] == [10]
-    with pytest.raises(DataError, match=r"bad\.csv: 10 of 20 .* \(row 2 .*, row 20: [^…]*\); every .*drop"):
+    with pytest.raises(DataError, match=r"bad\.csv: 10 of 20 .* \(row 2, .*, row 20: [^…]*\); every .*drop"):
         load_samples(dataclasses.replace(config, on_invalid="stop"), Classification())
     name = save({"text": ["", ""], "label": [0, 1]}, "none.csv")
     with pytest.raises(DataError, match=r"2 of 2 rows are invalid .*; use a file with valid rows"):
