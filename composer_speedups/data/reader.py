@@ -186,8 +186,8 @@ def load_rows(paths: Sequence[str], key: str, columns: Sequence[tuple[str, str]]
 
 
 def check_columns_of_files(paths: Sequence[str], key: str, columns: Sequence[tuple[str, str]]) -> None:
-    """Refuse what :func:`load_rows` would refuse for its columns, but read only the schema, the first row, or in .jsonl,
-    where rows may lack keys, the rows up to the first one that completes the columns.
+    """Refuse what :func:`load_rows` would refuse for its columns, but read only the schema or the first row, or in
+    .jsonl, where rows may lack keys, the rows up to the first one that completes the columns.
 
     Raises:
         DataError: A file cannot be read, or lacks a column.

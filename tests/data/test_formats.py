@@ -114,6 +114,8 @@ def test_named_columns_are_checked_up_front_as_they_are_when_rows_are_read(suffi
     name, cut = f"a.{suffix}", f"cut.{suffix}"
     save(ROWS, name)
     save({key: values[:0] for key, values in ROWS.items()}, cut)
+    if suffix == "jsonl":
+        Path(cut).write_text("\n")
     columns = {"text_columns": [["text"], ["txt"]], "label_column": ["label", "lable"]}
     for text, label in itertools.product(*columns.values()):
         config = files(name, name, text_columns=text, label_column=label)
