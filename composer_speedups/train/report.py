@@ -173,12 +173,20 @@ def summary_table(report: dict[str, Any], folder: str) -> str:
     lines = ["", f"{report['run_name']}: {folder}/report.json"]
     lines += [f"  {name:<15} {_number(value):>10}  {note}".rstrip() for name, value, note in rows if value is not None]
     for name, entry in report["algorithms"].items():
-        evidence = ", ".join(f"{k} {v}" for k, v in entry["evidence"].items())
-        mark = "engaged" if entry["engaged"] else "NOT engaged"
-        lines.append(f"  {name:<18} {mark}: {evidence}"[:160])
+        lines.append(f"  {name:<18} {_engagement(entry)}")
     if report["baseline"]:
         lines += ["", _against_baseline(report)]
     return "\n".join(lines)
+
+
+def _engagement(entry: dict[str, Any]) -> str:
+    """``engaged: layers 12``; or why a technique is not engaged, with the fix."""
+    evidence = entry["evidence"]
+    if entry["engaged"] or "unavailable" not in evidence:
+        mark = "engaged" if entry["engaged"] else "NOT engaged"
+        return f"{mark}: {', '.join(f'{key} {value}' for key, value in evidence.items())}"[:140]
+    applied = f" ({evidence['applied']})" if "applied" in evidence else ""
+    return f"NOT engaged{applied}: {evidence['unavailable']}; {evidence['fix']}"
 
 
 def _class_rows(evaluation: dict[str, Any]) -> Iterator[tuple[str, float | None, str]]:

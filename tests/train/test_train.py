@@ -161,7 +161,10 @@ def test_with_warn_a_run_continues_and_reports_what_did_not_engage() -> None:
     entry = report["algorithms"]["tf32_matmul"]
     assert entry["engaged"] is False
     assert "CUDA GPU" in entry["evidence"]["unavailable"]
-    assert "NOT engaged" in summary_table(report, "runs/quickstart")
+    reason = (
+        "NOT engaged: TF32 needs a CUDA GPU of compute capability 8.0 or newer, and this run is on the cpu; remove the"
+    )
+    assert reason in summary_table(report, "runs/quickstart")
 
 
 def test_a_run_without_validation_and_callbacks_writes_a_report() -> None:
