@@ -15,7 +15,7 @@ from composer_speedups.callbacks.best_weights import BestWeights
 from composer_speedups.callbacks.class_report import ClassReport
 from composer_speedups.callbacks.divergence import DivergenceGuard
 from composer_speedups.callbacks.early_stopping import EarlyStopping
-from composer_speedups.callbacks.engagement import EngagementReport
+from composer_speedups.callbacks.engagement import EngagementReport, describe_evidence
 from composer_speedups.callbacks.finite_loss import FiniteLoss
 from composer_speedups.callbacks.learning_curves import LearningCurves
 from composer_speedups.callbacks.loss_scale import LossScaleMonitor
@@ -173,20 +173,12 @@ def summary_table(report: dict[str, Any], folder: str) -> str:
     lines = ["", f"{report['run_name']}: {folder}/report.json"]
     lines += [f"  {name:<15} {_number(value):>10}  {note}".rstrip() for name, value, note in rows if value is not None]
     for name, entry in report["algorithms"].items():
-        lines.append(f"  {name:<18} {_engagement(entry)}")
+        mark = "engaged" if entry["engaged"] else "NOT engaged"
+        line = f"  {name:<18} {mark}: {describe_evidence(entry['evidence'])}"
+        lines.append(line[:160] if entry["engaged"] else line)
     if report["baseline"]:
         lines += ["", _against_baseline(report)]
     return "\n".join(lines)
-
-
-def _engagement(entry: dict[str, Any]) -> str:
-    """``engaged: layers 12``; or why a technique is not engaged, with the fix."""
-    evidence = entry["evidence"]
-    if entry["engaged"] or "unavailable" not in evidence:
-        mark = "engaged" if entry["engaged"] else "NOT engaged"
-        return f"{mark}: {', '.join(f'{key} {value}' for key, value in evidence.items())}"[:140]
-    applied = f" ({evidence['applied']})" if "applied" in evidence else ""
-    return f"NOT engaged{applied}: {evidence['unavailable']}; {evidence['fix']}"
 
 
 def _class_rows(evaluation: dict[str, Any]) -> Iterator[tuple[str, float | None, str]]:

@@ -198,7 +198,7 @@ def test_tokens_and_tokenizer_are_cached() -> None:
 
 
 def test_a_tokenizer_that_cannot_be_loaded_is_refused_in_one_line() -> None:
-    with pytest.raises(ConfigError, match=r"data\.tokenizer: 'no-such-folder' cannot be loaded .*, a local folder"):
+    with pytest.raises(ConfigError, match=r"data\.tokenizer: 'no-such-folder' cannot be loaded .*; use a local folder"):
         load_tokenizer(DataConfig(tokenizer="no-such-folder"), "x", ROWS["text"])
     with pytest.raises(ConfigError, match=r"there is no folder no-such-folder \(relative to /.*\); use a local folder"):
         load_tokenizer(DataConfig(tokenizer="no-such-folder"), "x", ROWS["text"])
