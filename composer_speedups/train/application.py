@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from composer_speedups.core.files import check_folder
 from composer_speedups.core.settings import Origins
-from composer_speedups.data.paths import check_data_files
+from composer_speedups.data.file_checks import check_data_files
 from composer_speedups.train.cli import exit_codes, read_command_line
 from composer_speedups.train.config.schema import Config
 from composer_speedups.train.launcher_watchdog import ending_with_launcher

@@ -18,8 +18,8 @@ import pytest
 from datasets import ClassLabel, Dataset, Features, List, Value
 
 from composer_speedups.core.errors import DataError
+from composer_speedups.data.file_checks import check_data_files
 from composer_speedups.data.loader import build_data
-from composer_speedups.data.paths import check_data_files
 from composer_speedups.data.reader import load_rows
 from composer_speedups.data.sources import load_samples
 from composer_speedups.data.tokens import load_tokenizer
