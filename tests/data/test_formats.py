@@ -116,8 +116,7 @@ def test_named_columns_are_checked_up_front_as_they_are_when_rows_are_read(suffi
     save({key: values[:0] for key, values in ROWS.items()}, cut)
     if suffix == "jsonl":
         Path(cut).write_text("\n")
-    columns = {"text_columns": [["text"], ["txt"]], "label_column": ["label", "lable"]}
-    for text, label in itertools.product(*columns.values()):
+    for text, label in itertools.product([["text"], ["txt"]], ["label", "lable"]):
         config = files(name, name, text_columns=text, label_column=label)
         if (text, label) == (["text"], "label"):
             check_data_files(config)
