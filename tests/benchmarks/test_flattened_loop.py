@@ -12,6 +12,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from benchmarks.peers import flattened_loop
 from composer_speedups.core.errors import ConfigError
+from composer_speedups.core.operator_recorder import compile_counts
 from tests.helpers.common import Batch, batch, tiny_bert
 from tests.helpers.models import tiny_model
 from tests.reference.tolerance import assert_near
@@ -74,6 +75,28 @@ def test_flattened_batches_have_the_loss_logits_and_gradients_of_padded_ones(fam
         with torch.no_grad():
             plain = reference(**{**inputs, "input_ids": inputs["input_ids"].clamp(min=MASK + 1)}).logits
         assert not torch.allclose(plain, expected.logits, atol=1e-3), "the masked tokens change the result"
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", ["bert", "esm"])
+def test_all_shapes_share_one_compiled_graph(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in for the kernel of a GPU; any operator that waits for a GPU's result would break the graph."""
+
+    def attention(_: Any, query: Any, key: Any, value: Any, *__: Any, **___: Any) -> tuple[Any, None]:
+        assert query.dtype == key.dtype == value.dtype, "the kernel takes one dtype"
+        return (query + key + value).transpose(1, 2), None
+
+    monkeypatch.setattr(flattened_loop, "varlen_attention", attention)
+    model = flattened(untouched(family), one_product=True, bf16_layernorm=True)
+    torch._dynamo.reset()
+    before = compile_counts()
+    classify = torch.compile(flattened_loop.classify, dynamic=True, fullgraph=True, backend="aot_eager")
+    for lengths, multiple in (([12, 7, 16, 1], 64), ([3, 9, 1, 2, 4], 8), ([16] * 9, 128)):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss, _ = classify(model, flattened_loop.flattened(inputs_of(lengths, family), multiple))
+        loss.backward()
+    assert compile_counts().since(before).graphs == 1
+    torch._dynamo.reset()
 
 
 def test_other_models_are_refused_by_name() -> None:
