@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.modeling_utils import AttentionInterface
 
-from composer_speedups.kernels.autocast import to_autocast_dtype
 from composer_speedups.kernels.compiler import missing_c_compiler
+from composer_speedups.packing.autocast import to_autocast_dtype
 from composer_speedups.packing.tokens import TokenLayout, gather_tokens, scatter_tokens
 
 __all__ = [

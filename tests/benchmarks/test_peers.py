@@ -159,7 +159,11 @@ def test_hf_trainer_groups_samples_by_length() -> None:
             "peer.attention=sdpa",
             "unknown key 'peer.attention'; the flattened loop has torch_c",
         ),
-        (flattened_loop, "model.task=mlm", "trains BertForSequenceClassification only, not BertForMaskedLM"),
+        (
+            flattened_loop,
+            "model.task=mlm",
+            "BertForSequenceClassification and EsmForSequenceClassification only, not BertForMaskedLM",
+        ),
         (bare_loop, "trainer.max_duration=64sp", "trainer.max_duration: peers support epochs and batches"),
         (bare_loop, "trainer.microbatch_tokens=99", "trainer.microbatch_tokens: the peers do not"),
         (bare_loop, "trainer.microbatch_size=4", "trainer.microbatch_size: the peers do not"),

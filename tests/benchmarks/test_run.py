@@ -240,7 +240,7 @@ def test_unknown_tables_are_refused() -> None:
     with pytest.raises(SystemExit) as ended:
         runner.main(["finetune", "--help"])
     assert ended.value.code == 0
-    with pytest.raises(SystemExit, match=r"no such table; there are compiled, .*ladder, leave_one_out"):
+    with pytest.raises(SystemExit, match=r"no such table; there are base_accuracy, compiled, .*ladder, leave_one_out"):
         runner.main(["nothing"])
 
 

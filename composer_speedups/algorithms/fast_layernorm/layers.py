@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from composer_speedups.kernels.autocast import to_autocast_dtype
+from composer_speedups.packing.autocast import to_autocast_dtype
 
 Implementation = Literal["low_precision", "triton", "apex"]
 

@@ -13,7 +13,7 @@ from torchao.float8.float8_linear import Float8Linear
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
 from composer_speedups.core.operator_recorder import OperatorRecorder
-from composer_speedups.kernels.autocast import to_autocast_dtype
+from composer_speedups.packing.autocast import to_autocast_dtype
 
 _ROWS = 16  # torch._scaled_mm needs inner dimensions that are a multiple of it: the rows, in the weight's gradient
 _ADDED = "_added_for_float8"  # names of the attributes that a plain Linear does not have

@@ -20,7 +20,6 @@ from composer_speedups.core.adapters import adapter_of, adapter_refusal, merged_
 from composer_speedups.core.stock import Untouched
 from composer_speedups.families.family import DropoutRates, Family, LayerModules, family_of
 from composer_speedups.kernels import Shape
-from composer_speedups.kernels.autocast import autocast_dtype
 from composer_speedups.packing.attention import (
     PositionBias,
     attention_over_padded_rows,
@@ -28,6 +27,7 @@ from composer_speedups.packing.attention import (
     real_keys,
     repad,
 )
+from composer_speedups.packing.autocast import autocast_dtype
 from composer_speedups.packing.disentangled_attention import Relative, first_tokens_disentangled_attention
 from composer_speedups.packing.tokens import TokenLayout
 

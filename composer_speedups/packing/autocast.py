@@ -9,8 +9,9 @@ __all__ = ["autocast_dtype", "to_autocast_dtype"]
 
 
 def autocast_dtype(device_type: str, otherwise: torch.dtype) -> torch.dtype:
-    """The dtype of autocast on a device type; ``otherwise`` if autocast is off."""
-    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else otherwise
+    """The dtype of autocast on a CPU or GPU; ``otherwise`` if autocast is off, and on other devices, such as meta."""
+    enabled = device_type in ("cpu", "cuda") and torch.is_autocast_enabled(device_type)
+    return torch.get_autocast_dtype(device_type) if enabled else otherwise
 
 
 def to_autocast_dtype(x: Tensor) -> Tensor:
