@@ -2,40 +2,49 @@
 
 A mutant is a module with one change by an operator of Cosmic Ray: another comparison, number, arithmetic or boolean
 operator, a loop without iterations, a removed decorator. The script draws a sample of them and runs tests against each,
-in a copy of the working tree: first the tests that are named after the module, then those that ``mutants.toml`` lists
-for the package. Cosmic Ray is not a development dependency:
+in a copy of the working tree: first the quick tests that are named after the module, then, if these pass, the tests
+that ``mutants.toml`` lists for the package. Cosmic Ray is not a development dependency:
 
     uv run --with "cosmic-ray>=8.7,<9" python -m benchmarks.mutants callbacks
 
 Keys are ``sample``, the number of mutants (20), ``seed`` of the draw (1), the number of ``jobs`` (2), and
-``exhaustive``: false runs only those of the tests that plain ``pytest`` runs, true (the default) all that need no GPU.
+
+- ``exhaustive``: false runs only those of the tests that plain ``pytest`` runs; true, the default, all without a GPU.
+- ``contexts=FILE``: data of coverage.py. The test files of the whole suite that execute the mutated line then run in
+  place of the package's tests. Such data comes from ``uv run --with pytest-cov pytest -n 2 --cov=composer_speedups
+  --cov-context=test``, which misses lines that only processes started by a test execute, unless these are recorded too.
+- ``again=CALL``: tries only the survivors of an earlier row again, with the tests of today.
 
 A mutant is ``killed`` if a test fails, ``timed_out`` after the time that the file allows, and ``survived`` if all tests
-pass, also where no test runs the line on a CPU. A row in ``results/cpu/mutants.jsonl`` has the counts and the
-survivors. A location is drawn first and then one of its operators, because Cosmic Ray has eleven operators for each
-arithmetic operation.
+pass, also where no test runs the line on a CPU. The tests that failed run once more on the unchanged code, where they
+must pass. A row in ``results/cpu/mutants.jsonl`` has the counts, the survivors, and which test killed which mutant. A
+location is drawn first and then one of its operators, because Cosmic Ray has eleven operators for each arithmetic
+operation. A change that is no valid Python is not drawn.
 """
 
 from __future__ import annotations
 
+import ast
 import os
 import random
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
 import tomllib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from pydantic import Field
 
-from benchmarks.rows import append_row, call_time
+from benchmarks.rows import RESULTS, append_row, call_time, read_rows
 from composer_speedups.core.command_line import parse_command_line, read_settings
 from composer_speedups.core.errors import ConfigError, did_you_mean
 from composer_speedups.core.settings import Settings
@@ -55,6 +64,8 @@ class Sample(Settings):
     seed: int = Field(1)
     jobs: int = Field(2, ge=1)
     exhaustive: bool = Field(True)
+    contexts: str = Field("")
+    again: str = Field("")
 
 
 def modules_of(package: str) -> list[Path]:
@@ -62,22 +73,56 @@ def modules_of(package: str) -> list[Path]:
     return sorted(path.relative_to(ROOT) for path in (ROOT / PACKAGES[package]["modules"]).rglob("*.py"))
 
 
-def tests_of(module: Path, package: str) -> list[str]:
-    """The test files named after a module or its technique's folder, and then the package's tests."""
-    area = module.parts[1]
-    name = module.parts[2] if area == "algorithms" else module.stem
-    patterns = [f"tests/{area}/test_{name}*.py", *PACKAGES[package]["tests"]]
+def _existing(patterns: Sequence[str]) -> list[str]:
+    """The paths that match, relative to the repository, in the order of the patterns."""
     paths = [str(path.relative_to(ROOT)) for pattern in patterns for path in sorted(ROOT.glob(pattern))]
     return list(dict.fromkeys(paths))
 
 
-def draw(mutations: Sequence[Any], sample: int, seed: int) -> list[Any]:
+def tests_named_after(module: Path) -> list[str]:
+    """The test files named after a module or its folder within the package."""
+    area, *folders = module.parts[1:-1]
+    return _existing([f"tests/{area}/test_{folders[0] if folders else module.stem}*.py"])
+
+
+def tests_executing(module: Path, line: int, contexts: str) -> list[str]:
+    """The test files that execute a line's statement, as coverage.py recorded it, by the number of such tests."""
+    from coverage import CoverageData
+
+    data = CoverageData(basename=contexts)
+    data.read()
+    statements = [node for node in ast.walk(ast.parse((ROOT / module).read_text())) if isinstance(node, ast.stmt)]
+    first = max(node.lineno for node in statements if node.lineno <= line <= (node.end_lineno or 0))
+    tests = Counter[str]()
+    for measured in data.measured_files():
+        if Path(measured).parts[-len(module.parts) :] == module.parts:
+            by_line = data.contexts_by_lineno(measured)
+            executing = {test for at in range(first, line + 1) for test in by_line.get(at, []) if "::" in test}
+            tests.update(test.split("::")[0] for test in executing)
+    return _existing([file for file, _ in tests.most_common()])
+
+
+def is_python(mutation: Any) -> bool:
+    """Whether the changed module can be compiled; Cosmic Ray also takes the ``*`` of a signature for a product."""
+    from cosmic_ray.mutating import mutate_code
+    from cosmic_ray.plugins import get_operator
+
+    operator = get_operator(mutation.operator_name)(**mutation.operator_args)
+    try:
+        compile(mutate_code((ROOT / mutation.module_path).read_text(), operator, mutation.occurrence), "mutant", "exec")
+    except SyntaxError:
+        return False
+    return True
+
+
+def draw(mutations: Sequence[Any], sample: int, seed: int, allowed: Callable[[Any], bool]) -> list[Any]:
     """Draw mutations at different locations, one operator each, without the operators that ``mutants.toml`` excludes.
 
     Args:
         mutations: Cosmic Ray's ``MutationSpec`` of every possible change.
         sample: How many to draw; fewer if there are fewer locations.
         seed: Of the draw.
+        allowed: A drawn mutation for which this is False is left out, and another is drawn.
     """
     excluded = re.compile("|".join(CONFIG["cosmic-ray"]["filters"]["operators-filter"]["exclude-operators"]))
     locations: dict[Any, list[Any]] = {}
@@ -86,7 +131,8 @@ def draw(mutations: Sequence[Any], sample: int, seed: int) -> list[Any]:
             at = (str(mutation.module_path), mutation.start_pos, mutation.end_pos)
             locations.setdefault(at, []).append(mutation)
     chance = random.Random(seed)
-    return [chance.choice(locations[at]) for at in chance.sample(sorted(locations), min(sample, len(locations)))]
+    order = chance.sample(sorted(locations), len(locations))
+    return list(islice(filter(allowed, (chance.choice(locations[at]) for at in order)), sample))
 
 
 def every_mutation(package: str) -> list[Any]:
@@ -107,17 +153,52 @@ def enter_copy(folder: str) -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join([str(copy), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
-def try_mutation(mutation: Any, command: str) -> dict[str, str]:
-    """Test one mutation, or the unchanged code, in the working directory; return outcome, changed lines and output."""
+def try_mutation(mutation: Any, commands: Sequence[str]) -> dict[str, str]:
+    """Test a mutation in the working directory until a command fails.
+
+    Returns the outcome, the changed lines, and for a killed mutant the test that failed, or the end of the output.
+    """
     from cosmic_ray.mutating import mutate_and_test
     from cosmic_ray.work_item import TestOutcome
 
-    result = mutate_and_test([mutation] if mutation else [], command, CONFIG["cosmic-ray"]["timeout"])
     outcomes = {TestOutcome.KILLED: "killed", TestOutcome.SURVIVED: "survived", TestOutcome.INCOMPETENT: "not_possible"}
-    outcome = "timed_out" if result.output == "timeout" else outcomes[result.test_outcome]
+    for command in commands:
+        result = mutate_and_test([mutation], command, CONFIG["cosmic-ray"]["timeout"])
+        outcome = "timed_out" if result.output == "timeout" else outcomes[result.test_outcome]
+        if outcome == "killed" and re.search(r"^(\d+ deselected|no tests ran) in ", result.output or "", re.MULTILINE):
+            outcome = "survived"
+        if outcome != "survived":
+            break
     lines = [line for line in (result.diff or "").splitlines() if re.match(r"[+-](?![+-]{2} )", line)]
     changed = "\n".join(f"{line[0]} {line[1:].strip()}" for line in lines)
-    return {"outcome": outcome, "changed": changed, "output": result.output or ""}
+    tried = {"outcome": outcome, "changed": changed}
+    if outcome == "killed":
+        output = result.output or ""
+        failed = re.search(r"^(?:FAILED|ERROR) (\S+\.py(?:::.+?)?)(?: - |$)", output, re.MULTILINE)
+        tried["by"] = failed[1] if failed else output[-500:]
+    return tried
+
+
+def name_of(mutation: Any) -> tuple[str, int, str]:
+    """A mutation's module, line and operator."""
+    return str(mutation.module_path), mutation.start_pos[0], mutation.operator_name
+
+
+def _command(*, exhaustive: bool, quick: bool = False) -> str:
+    """Pytest's command for tests that need no GPU; ``quick`` leaves out those that start a training process."""
+    unwanted = ["gpu", "long", *["exhaustive"] * (not exhaustive), *["slow"] * quick]
+    return f"{CONFIG['cosmic-ray']['test-command']} -m '{' and '.join(f'not {marker}' for marker in unwanted)}'"
+
+
+def commands_for(mutation: Any, package: str, settings: Sample) -> list[str]:
+    """The commands that test a mutation, the quickest first."""
+    named = tests_named_after(mutation.module_path)
+    others = (
+        tests_executing(mutation.module_path, mutation.start_pos[0], settings.contexts) if settings.contexts else []
+    )
+    every_test = list(dict.fromkeys([*named, *(others or _existing(PACKAGES[package]["tests"]))]))
+    quick = [f"{_command(exhaustive=False, quick=True)} {shlex.join(named)}"] if named else []
+    return [*quick, f"{_command(exhaustive=settings.exhaustive)} {shlex.join(every_test)}"]
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -129,27 +210,35 @@ def main(arguments: Sequence[str]) -> None:
     if package not in PACKAGES:
         raise ConfigError(f"{package}: no such package in mutants.toml{did_you_mean(package, PACKAGES)}")
     settings, _ = read_settings(Sample, line.overrides)
-    command = CONFIG["cosmic-ray"]["test-command"] + " -m 'not gpu and not long'" * settings.exhaustive
     os.chdir(ROOT)
     began, call = time.monotonic(), call_time()
     where = {**environment(), "gpu": None}  # with the commit, while the files are those that are copied
-    drawn = draw(every_mutation(package), settings.sample, settings.seed)
-    tests = [tests_of(mutation.module_path, package) for mutation in drawn]
+    drawn = draw(every_mutation(package), settings.sample, settings.seed, is_python)
+    killed_before, timed_out_before = 0, 0
+    if settings.again:
+        (before,) = (row for row in read_rows(RESULTS / "cpu" / "mutants.jsonl") if row["call"] == settings.again)
+        left = {(mutant["module"], mutant["line"], mutant["operator"]) for mutant in before["left"]}
+        drawn = [mutation for mutation in drawn if name_of(mutation) in left]
+        if len(drawn) != len(left):
+            raise ConfigError(
+                f"again={settings.again}: give the sample and seed of that row; its code must be unchanged"
+            )
+        killed_before, timed_out_before = before["killed"], before["timed_out"]
+    commands = [commands_for(mutation, package, settings) for mutation in drawn]
     tried: list[dict[str, Any]] = []
     with (
         tempfile.TemporaryDirectory() as folder,
         ProcessPoolExecutor(settings.jobs, initializer=enter_copy, initargs=(folder,)) as pool,
     ):
-        every_test = list(dict.fromkeys(test for selected in tests for test in selected))
-        unchanged = pool.submit(try_mutation, None, f"{command} {shlex.join(every_test)}").result()
-        if unchanged["outcome"] != "survived":
-            raise SystemExit(f"{unchanged['output']}\nthe tests do not pass without a mutant: {shlex.join(every_test)}")
-        commands = [f"{command} {shlex.join(selected)}" for selected in tests]
         for mutation, result in zip(drawn, pool.map(try_mutation, drawn, commands), strict=True):
-            module, number, operator = str(mutation.module_path), mutation.start_pos[0], mutation.operator_name
-            del result["output"]
+            module, number, operator = name_of(mutation)
             tried.append({"module": module, "line": number, "operator": operator, **result})
-            print(f"{result['outcome']}: {module}:{number} {operator}", flush=True)
+            print(tried[-1], flush=True)
+        killers = sorted({mutant["by"] for mutant in tried if ".py" in mutant.get("by", "").split("::")[0]})
+    if killers:
+        checked = subprocess.run([*shlex.split(_command(exhaustive=True)), *killers], capture_output=True, text=True)
+        if checked.returncode:
+            raise SystemExit(f"{checked.stdout}\nthese tests do not pass without a mutant: {shlex.join(killers)}")
     counts = Counter(mutant["outcome"] for mutant in tried if mutant["outcome"] != "not_possible")
     row = {
         "table": "mutants",
@@ -157,14 +246,19 @@ def main(arguments: Sequence[str]) -> None:
         "package": package,
         "seed": settings.seed,
         "exhaustive": settings.exhaustive,
-        "mutants": counts.total(),
-        **{outcome: counts[outcome] for outcome in ("killed", "timed_out", "survived")},
+        "tests": "files that execute the line" if settings.contexts else "the package's",
+        "again": settings.again or None,
+        "mutants": counts.total() + killed_before + timed_out_before,
+        "killed": counts["killed"] + killed_before,
+        "timed_out": counts["timed_out"] + timed_out_before,
+        "survived": counts["survived"],
         "seconds": round(time.monotonic() - began),
         "left": [mutant for mutant in tried if mutant["outcome"] == "survived"],
+        "gone": [mutant for mutant in tried if mutant["outcome"] in ("killed", "timed_out")],
         "environment": where,
     }
     append_row(row, "mutants")
-    print({key: value for key, value in row.items() if key not in ("left", "environment")})
+    print({key: value for key, value in row.items() if key not in ("left", "gone", "environment")})
 
 
 if __name__ == "__main__":
