@@ -10,8 +10,8 @@ that ``mutants.toml`` lists for the package. Cosmic Ray is not a development dep
 Keys are ``sample``, the number of mutants (20), ``seed`` of the draw (1), the number of ``jobs`` (2), and
 
 - ``exhaustive``: false runs only those of the tests that plain ``pytest`` runs; true, the default, all without a GPU.
-- ``contexts=FILE``: data of coverage.py. The test files of the whole suite that execute the mutated line then run in
-  place of the package's tests. Such data comes from ``uv run --with pytest-cov pytest -n 2 --cov=composer_speedups
+- ``contexts=FILE``: data of coverage.py. The test functions of the whole suite that execute the mutated line then run
+  in place of the package's tests. Such data comes from ``uv run --with pytest-cov pytest -n 2 --cov=composer_speedups
   --cov-context=test``, which misses lines that only processes started by a test execute, unless these are recorded too.
 - ``again=CALL``: tries only the survivors of an earlier row again, with the tests of today.
 
@@ -38,7 +38,7 @@ import tomllib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from itertools import islice
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,7 @@ from composer_speedups.train.environment import environment
 ROOT = Path(__file__).parent.parent
 CONFIG = tomllib.loads((ROOT / "benchmarks" / "mutants.toml").read_text())
 PACKAGES: dict[str, Any] = CONFIG["packages"]
+_FIRST = 30  # of the tests that execute a line, so many run before the others
 _NOT_COPIED = shutil.ignore_patterns(".*", "results", "runs", "site", "__pycache__")
 
 
@@ -86,20 +87,22 @@ def tests_named_after(module: Path) -> list[str]:
 
 
 def tests_executing(module: Path, line: int, contexts: str) -> list[str]:
-    """The test files that execute a line's statement, as coverage.py recorded it, by the number of such tests."""
+    """The test functions that execute a line's statement, as coverage.py recorded it: one of each file, then the rest."""
     from coverage import CoverageData
 
     data = CoverageData(basename=contexts)
     data.read()
     statements = [node for node in ast.walk(ast.parse((ROOT / module).read_text())) if isinstance(node, ast.stmt)]
     first = max(node.lineno for node in statements if node.lineno <= line <= (node.end_lineno or 0))
-    tests = Counter[str]()
+    files: dict[str, dict[str, None]] = {}
     for measured in data.measured_files():
         if Path(measured).parts[-len(module.parts) :] == module.parts:
             by_line = data.contexts_by_lineno(measured)
-            executing = {test for at in range(first, line + 1) for test in by_line.get(at, []) if "::" in test}
-            tests.update(test.split("::")[0] for test in executing)
-    return _existing([file for file, _ in tests.most_common()])
+            for test in sorted({test for at in range(first, line + 1) for test in by_line.get(at, [])}):
+                if found := re.match(r"(tests/.+?\.py)(::\w+)+", test):  # without parameters and phase
+                    files.setdefault(found[1], {})[found[0]] = None
+    rounds = zip_longest(*(tests for file, tests in sorted(files.items()) if (ROOT / file).exists()))
+    return [test for tests in rounds for test in tests if test]
 
 
 def is_python(mutation: Any) -> bool:
@@ -132,7 +135,7 @@ def draw(mutations: Sequence[Any], sample: int, seed: int, allowed: Callable[[An
             locations.setdefault(at, []).append(mutation)
     chance = random.Random(seed)
     order = chance.sample(sorted(locations), len(locations))
-    return list(islice(filter(allowed, (chance.choice(locations[at]) for at in order)), sample))
+    return list(islice(filter(allowed, (chance.choice(sorted(locations[at], key=repr)) for at in order)), sample))
 
 
 def every_mutation(package: str) -> list[Any]:
@@ -192,13 +195,15 @@ def _command(*, exhaustive: bool, quick: bool = False) -> str:
 
 def commands_for(mutation: Any, package: str, settings: Sample) -> list[str]:
     """The commands that test a mutation, the quickest first."""
-    named = tests_named_after(mutation.module_path)
-    others = (
-        tests_executing(mutation.module_path, mutation.start_pos[0], settings.contexts) if settings.contexts else []
-    )
-    every_test = list(dict.fromkeys([*named, *(others or _existing(PACKAGES[package]["tests"]))]))
-    quick = [f"{_command(exhaustive=False, quick=True)} {shlex.join(named)}"] if named else []
-    return [*quick, f"{_command(exhaustive=settings.exhaustive)} {shlex.join(every_test)}"]
+    named, executing = tests_named_after(mutation.module_path), list[str]()
+    if settings.contexts:
+        executing = tests_executing(mutation.module_path, mutation.start_pos[0], settings.contexts)
+    quick = [tests for tests in (named, executing[:_FIRST]) if tests]
+    last = executing or list(dict.fromkeys([*named, *_existing(PACKAGES[package]["tests"])]))
+    return [
+        *(f"{_command(exhaustive=False, quick=True)} {shlex.join(tests)}" for tests in quick),
+        f"{_command(exhaustive=settings.exhaustive)} {shlex.join(last)}",
+    ]
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -246,7 +251,7 @@ def main(arguments: Sequence[str]) -> None:
         "package": package,
         "seed": settings.seed,
         "exhaustive": settings.exhaustive,
-        "tests": "files that execute the line" if settings.contexts else "the package's",
+        "tests": "those that execute the line" if settings.contexts else "the package's",
         "again": settings.again or None,
         "mutants": counts.total() + killed_before + timed_out_before,
         "killed": counts["killed"] + killed_before,

@@ -56,17 +56,27 @@ def test_a_sample_has_one_operator_of_each_location() -> None:
     assert not_first == [mutation for mutation in drawn if mutation.start_pos[0] > 0], "another is drawn instead"
 
 
-def test_the_test_files_that_execute_a_line_are_those_of_its_statement(tmp_path: Path) -> None:
+def test_the_tests_that_execute_a_line_are_those_of_its_statement(tmp_path: Path) -> None:
     coverage = pytest.importorskip("coverage", reason="coverage.py is no development dependency")
     module = Path("composer_speedups/kernels/casts.py")
     source = (ROOT / module).read_text().splitlines()
     first = next(number for number, line in enumerate(source, 1) if line.endswith("("))  # the statement goes on below
     data = coverage.CoverageData(basename=str(tmp_path / "data"))
-    for test, line in (("tests/kernels/test_capture.py::test_a (call)", first), ("tests/gone.py::test_b|run", first)):
+    tests = ["tests/kernels/test_capture.py::test_a[x y] (call)", "tests/kernels/test_capture.py::test_a[z] (call)"]
+    tests += [
+        "tests/kernels/test_capture.py::test_b|run",
+        "tests/test_docs.py::test_c|run",
+        "tests/gone.py::test_d|run",
+    ]
+    for test in ["", *tests]:
         data.set_context(test)
-        data.add_lines({str(tmp_path / "copy" / module): [line]})
+        data.add_lines({str(tmp_path / "copy" / module): [first]})
     data.write()
-    assert mutants.tests_executing(module, first + 1, str(tmp_path / "data")) == ["tests/kernels/test_capture.py"]
+    assert mutants.tests_executing(module, first + 1, str(tmp_path / "data")) == [
+        "tests/kernels/test_capture.py::test_a",
+        "tests/test_docs.py::test_c",
+        "tests/kernels/test_capture.py::test_b",
+    ]
     assert mutants.tests_executing(module, 1, str(tmp_path / "data")) == []
 
 
