@@ -87,7 +87,7 @@ def tests_named_after(module: Path) -> list[str]:
 
 
 def tests_executing(module: Path, line: int, contexts: str) -> list[str]:
-    """The test functions that execute a line's statement, as coverage.py recorded it: one of each file, then the rest."""
+    """The test functions that execute a line's statement, by coverage.py's data: one of each file, then the others."""
     from coverage import CoverageData
 
     data = CoverageData(basename=contexts)
