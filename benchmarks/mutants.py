@@ -10,9 +10,10 @@ that ``mutants.toml`` lists for the package. Cosmic Ray is not a development dep
 Keys are ``sample``, the number of mutants (20), ``seed`` of the draw (1), the number of ``jobs`` (2), and
 
 - ``exhaustive``: false runs only those of the tests that plain ``pytest`` runs; true, the default, all without a GPU.
-- ``contexts=FILE``: data of coverage.py. The test functions of the whole suite that execute the mutated line then run
-  in place of the package's tests. Such data comes from ``uv run --with pytest-cov pytest -n 2 --cov=composer_speedups
-  --cov-context=test``, which misses lines that only processes started by a test execute, unless these are recorded too.
+- ``contexts=FILE``: data of coverage.py. The tests of the whole suite that execute the mutated line then run in place
+  of those of the module and package, first a few that execute little else, at last all with each of their parameters.
+  Such data comes from ``uv run --with pytest-cov pytest -n 2 --cov=composer_speedups --cov-context=test``, which
+  misses lines that only processes started by a test execute, unless these are recorded too.
 - ``again=CALL``: tries only the survivors of an earlier row again, with the tests of today.
 
 A mutant is ``killed`` if a test fails, ``timed_out`` after the time that the file allows, and ``survived`` if all tests
@@ -38,7 +39,7 @@ import tomllib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from itertools import islice, zip_longest
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ from composer_speedups.train.environment import environment
 ROOT = Path(__file__).parent.parent
 CONFIG = tomllib.loads((ROOT / "benchmarks" / "mutants.toml").read_text())
 PACKAGES: dict[str, Any] = CONFIG["packages"]
-_FIRST = 30  # of the tests that execute a line, so many run before the others
+_FIRST = 10  # of the tests that execute a line, so many run before the others
 _NOT_COPIED = shutil.ignore_patterns(".*", "results", "runs", "site", "__pycache__")
 
 
@@ -87,22 +88,22 @@ def tests_named_after(module: Path) -> list[str]:
 
 
 def tests_executing(module: Path, line: int, contexts: str) -> list[str]:
-    """The test functions that execute a line's statement, by coverage.py's data: one of each file, then the others."""
+    """The tests that execute a line's statement, by coverage.py's data; those with the fewest lines come first."""
     from coverage import CoverageData
 
     data = CoverageData(basename=contexts)
     data.read()
     statements = [node for node in ast.walk(ast.parse((ROOT / module).read_text())) if isinstance(node, ast.stmt)]
     first = max(node.lineno for node in statements if node.lineno <= line <= (node.end_lineno or 0))
-    files: dict[str, dict[str, None]] = {}
+    executing, lines = set[str](), Counter[str]()
     for measured in data.measured_files():
+        by_line = data.contexts_by_lineno(measured)
+        lines.update(test for tests in by_line.values() for test in tests)
         if Path(measured).parts[-len(module.parts) :] == module.parts:
-            by_line = data.contexts_by_lineno(measured)
-            for test in sorted({test for at in range(first, line + 1) for test in by_line.get(at, [])}):
-                if found := re.match(r"(tests/.+?\.py)(::\w+)+", test):  # without parameters and phase
-                    files.setdefault(found[1], {})[found[0]] = None
-    rounds = zip_longest(*(tests for file, tests in sorted(files.items()) if (ROOT / file).exists()))
-    return [test for tests in rounds for test in tests if test]
+            executing.update(test for at in range(first, line + 1) for test in by_line.get(at, []))
+    phase = re.compile(r" \((?:setup|call|teardown)\)$|\|(?:setup|run|teardown)$")
+    tests = dict.fromkeys(phase.sub("", test) for test in sorted(executing, key=lambda test: (lines[test], test)))
+    return [test for test in tests if (ROOT / test.partition("::")[0]).is_file()]
 
 
 def is_python(mutation: Any) -> bool:
@@ -168,6 +169,8 @@ def try_mutation(mutation: Any, commands: Sequence[str]) -> dict[str, str]:
     for command in commands:
         result = mutate_and_test([mutation], command, CONFIG["cosmic-ray"]["timeout"])
         outcome = "timed_out" if result.output == "timeout" else outcomes[result.test_outcome]
+        if "ERROR: not found" in (result.output or ""):
+            raise RuntimeError(result.output)
         if outcome == "killed" and re.search(r"^(\d+ deselected|no tests ran) in ", result.output or "", re.MULTILINE):
             outcome = "survived"
         if outcome != "survived":
@@ -195,15 +198,17 @@ def _command(*, exhaustive: bool, quick: bool = False) -> str:
 
 def commands_for(mutation: Any, package: str, settings: Sample) -> list[str]:
     """The commands that test a mutation, the quickest first."""
-    named, executing = tests_named_after(mutation.module_path), list[str]()
+    named = tests_named_after(mutation.module_path)
+    every = _command(exhaustive=settings.exhaustive)
     if settings.contexts:
         executing = tests_executing(mutation.module_path, mutation.start_pos[0], settings.contexts)
-    quick = [tests for tests in (named, executing[:_FIRST]) if tests]
-    last = executing or list(dict.fromkeys([*named, *_existing(PACKAGES[package]["tests"])]))
-    return [
-        *(f"{_command(exhaustive=False, quick=True)} {shlex.join(tests)}" for tests in quick),
-        f"{_command(exhaustive=settings.exhaustive)} {shlex.join(last)}",
-    ]
+        functions = dict.fromkeys(test.partition("[")[0] for test in executing)
+        chunks = [executing[:_FIRST], executing[_FIRST : 6 * _FIRST], list(functions)]
+        if executing:
+            return [f"{every} {shlex.join(tests)}" for tests in chunks if tests]
+    tests = list(dict.fromkeys([*named, *_existing(PACKAGES[package]["tests"])]))
+    quick = [f"{_command(exhaustive=False, quick=True)} {shlex.join(named)}"] if named else []
+    return [*quick, f"{every} {shlex.join(tests)}"]
 
 
 def main(arguments: Sequence[str]) -> None:

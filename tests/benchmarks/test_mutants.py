@@ -68,14 +68,15 @@ def test_the_tests_that_execute_a_line_are_those_of_its_statement(tmp_path: Path
         "tests/test_docs.py::test_c|run",
         "tests/gone.py::test_d|run",
     ]
-    for test in ["", *tests]:
+    for lines, test in enumerate(["", *reversed(tests)], 1):
         data.set_context(test)
-        data.add_lines({str(tmp_path / "copy" / module): [first]})
+        data.add_lines({str(tmp_path / "copy" / module): [first], str(tmp_path / "other.py"): list(range(1, lines))})
     data.write()
     assert mutants.tests_executing(module, first + 1, str(tmp_path / "data")) == [
-        "tests/kernels/test_capture.py::test_a",
         "tests/test_docs.py::test_c",
         "tests/kernels/test_capture.py::test_b",
+        "tests/kernels/test_capture.py::test_a[z]",
+        "tests/kernels/test_capture.py::test_a[x y]",
     ]
     assert mutants.tests_executing(module, 1, str(tmp_path / "data")) == []
 
