@@ -26,6 +26,7 @@ operation. A change that is no valid Python is not drawn.
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import random
 import re
@@ -87,17 +88,22 @@ def tests_named_after(module: Path) -> list[str]:
     return _existing([f"tests/{area}/test_{folders[0] if folders else module.stem}*.py"])
 
 
-def tests_executing(module: Path, line: int, contexts: str) -> list[str]:
-    """The tests that execute a line's statement, by coverage.py's data; those with the fewest lines come first."""
+@functools.cache
+def _recorded(contexts: str) -> dict[str, dict[int, list[str]]]:
+    """The tests that execute each line of each file."""
     from coverage import CoverageData
 
     data = CoverageData(basename=contexts)
     data.read()
+    return {measured: data.contexts_by_lineno(measured) for measured in data.measured_files()}
+
+
+def tests_executing(module: Path, line: int, contexts: str) -> list[str]:
+    """The tests that execute a line's statement, by coverage.py's data; those with the fewest lines come first."""
     statements = [node for node in ast.walk(ast.parse((ROOT / module).read_text())) if isinstance(node, ast.stmt)]
     first = max(node.lineno for node in statements if node.lineno <= line <= (node.end_lineno or 0))
     executing, lines = set[str](), Counter[str]()
-    for measured in data.measured_files():
-        by_line = data.contexts_by_lineno(measured)
+    for measured, by_line in _recorded(contexts).items():
         lines.update(test for tests in by_line.values() for test in tests)
         if Path(measured).parts[-len(module.parts) :] == module.parts:
             executing.update(test for at in range(first, line + 1) for test in by_line.get(at, []))
