@@ -98,15 +98,29 @@ def _recorded(contexts: str) -> dict[str, dict[int, list[str]]]:
     return {measured: data.contexts_by_lineno(measured) for measured in data.measured_files()}
 
 
+def _executed_with(tree: ast.Module, line: int) -> range:
+    """The lines that a test executes if it depends on a line.
+
+    They are those of its statement. What is executed when the module is imported, such as a default of a parameter or
+    of a class's field, has those of its function, its class, or the module.
+    """
+    holders = [node for node in ast.walk(tree) if isinstance(node, ast.stmt)]
+    holders = [node for node in holders if node.lineno <= line <= (node.end_lineno or 0)]  # from the outside inwards
+    blocks = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    if not isinstance(holders[-1], blocks) and any(isinstance(node, ast.FunctionDef) for node in holders):
+        return range(holders[-1].lineno, line + 1)
+    block = next((node for node in reversed(holders) if isinstance(node, blocks)), None)
+    return range(block.lineno, (block.end_lineno or 0) + 1) if block else range(1, (tree.body[-1].end_lineno or 0) + 1)
+
+
 def tests_executing(module: Path, line: int, contexts: str) -> list[str]:
-    """The tests that execute a line's statement, by coverage.py's data; those with the fewest lines come first."""
-    statements = [node for node in ast.walk(ast.parse((ROOT / module).read_text())) if isinstance(node, ast.stmt)]
-    first = max(node.lineno for node in statements if node.lineno <= line <= (node.end_lineno or 0))
+    """The tests that execute a line, by coverage.py's data; those that execute the fewest lines come first."""
+    span = _executed_with(ast.parse((ROOT / module).read_text()), line)
     executing, lines = set[str](), Counter[str]()
     for measured, by_line in _recorded(contexts).items():
         lines.update(test for tests in by_line.values() for test in tests)
         if Path(measured).parts[-len(module.parts) :] == module.parts:
-            executing.update(test for at in range(first, line + 1) for test in by_line.get(at, []))
+            executing.update(test for at in span for test in by_line.get(at, []))
     phase = re.compile(r" \((?:setup|call|teardown)\)$|\|(?:setup|run|teardown)$")
     tests = dict.fromkeys(phase.sub("", test) for test in sorted(executing, key=lambda test: (lines[test], test)))
     return [test for test in tests if (ROOT / test.partition("::")[0]).is_file()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 from typing import NamedTuple
 
@@ -78,7 +79,16 @@ def test_the_tests_that_execute_a_line_are_those_of_its_statement(tmp_path: Path
         "tests/kernels/test_capture.py::test_a[z]",
         "tests/kernels/test_capture.py::test_a[x y]",
     ]
-    assert mutants.tests_executing(module, 1, str(tmp_path / "data")) == []
+    elsewhere = next(number for number, line in enumerate(source, 1) if line.startswith("def ")) + 1
+    assert mutants.tests_executing(module, elsewhere + 6, str(tmp_path / "data")) == []
+
+
+def test_a_default_is_executed_with_its_function_class_or_module() -> None:
+    tree = ast.parse(
+        "class A:\n  x: int = 0\n  def f(\n    self, y=1,\n  ):\n    a = 1\n    return (a,\n      y)\n\nB = 3\n"
+    )
+    lines = {line: list(mutants._executed_with(tree, line)) for line in (2, 4, 6, 8, 10)}
+    assert lines == {2: [*range(1, 9)], 4: [*range(3, 9)], 6: [6], 8: [7, 8], 10: [*range(1, 11)]}
 
 
 @pytest.mark.parametrize(
