@@ -56,7 +56,7 @@ from composer_speedups.train.environment import environment
 ROOT = Path(__file__).parent.parent
 CONFIG = tomllib.loads((ROOT / "benchmarks" / "mutants.toml").read_text())
 PACKAGES: dict[str, Any] = CONFIG["packages"]
-_FIRST = 10  # of the tests that execute a line, so many run before the others
+_FIRST = 16  # of the tests that execute a line, so many run before the others
 _NOT_COPIED = shutil.ignore_patterns(".*", "results", "runs", "site", "__pycache__")
 
 
@@ -222,8 +222,9 @@ def commands_for(mutation: Any, package: str, settings: Sample) -> list[str]:
     every = _command(exhaustive=settings.exhaustive)
     if settings.contexts:
         executing = tests_executing(mutation.module_path, mutation.start_pos[0], settings.contexts)
+        executing.sort(key=lambda test: test.partition("::")[0] not in named)
         functions = dict.fromkeys(test.partition("[")[0] for test in executing)
-        chunks = [executing[:_FIRST], executing[_FIRST : 6 * _FIRST], list(functions)]
+        chunks = [executing[:_FIRST], executing[_FIRST : 5 * _FIRST], list(functions)]
         if executing:
             return [f"{every} {shlex.join(tests)}" for tests in chunks if tests]
     tests = list(dict.fromkeys([*named, *_existing(PACKAGES[package]["tests"])]))
