@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from matplotlib.figure import Figure
 from sklearn.metrics import confusion_matrix, precision_recall_fscore_support
 
 from composer_speedups.callbacks.class_report import ClassReport
@@ -82,3 +83,12 @@ def test_two_ranks_report_the_counts_of_all_samples() -> None:
 def test_class_names_are_drawn_as_text() -> None:
     plot_confusion([[1, 0], [2, 3]], ["$x^", "y" * 300], "run", Path("confusion.png"))
     assert Path("confusion.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.exhaustive
+def test_counts_are_white_on_dark_cells_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Figure] = []
+    monkeypatch.setattr("composer_speedups.train.plot._write", lambda figure, path: drawn.append(figure))
+    plot_confusion([[1, 3], [2, 2]], ["no", "yes"], "run", Path("confusion.png"))
+    colors = [(text.get_text(), text.get_color()) for text in drawn[0].axes[0].texts]
+    assert colors == [("1", "black"), ("3", "white"), ("2", "black"), ("2", "black")]
