@@ -14,13 +14,17 @@ Keys are ``sample``, the number of mutants (20), ``seed`` of the draw (1), the n
   of those of the module and package, first a few that execute little else, at last all with each of their parameters.
   Such data comes from ``uv run --with pytest-cov pytest -n 2 --cov=composer_speedups --cov-context=test``, which
   misses lines that only processes started by a test execute, unless these are recorded too.
+- ``quick``: true runs only the first of these tests.
 - ``again=CALL``: tries only the survivors of an earlier row again, with the tests of today.
 
 A mutant is ``killed`` if a test fails, ``timed_out`` after the time that the file allows, and ``survived`` if all tests
-pass, also where no test runs the line on a CPU. The tests that failed run once more on the unchanged code, where they
-must pass. A row in ``results/cpu/mutants.jsonl`` has the counts, the survivors, and which test killed which mutant. A
-location is drawn first and then one of its operators, because Cosmic Ray has eleven operators for each arithmetic
-operation. A change that is no valid Python is not drawn.
+pass. Survivors that someone has read and listed in ``mutants.toml`` are ``equivalent``, if the changed code computes
+the same, or ``not_run``, if no test can run the line without a GPU; ``again`` does not try these. The tests that failed
+run once more on the unchanged code, where they must pass.
+
+A row in ``results/cpu/mutants.jsonl`` has the counts, the survivors, and which test killed which mutant. A location is
+drawn first and then one of its operators, because Cosmic Ray has eleven operators for each arithmetic operation. A
+change that is no valid Python is not drawn.
 """
 
 from __future__ import annotations
@@ -69,6 +73,7 @@ class Sample(Settings):
     exhaustive: bool = Field(True)
     contexts: str = Field("")
     again: str = Field("")
+    quick: bool = Field(False)
 
 
 def modules_of(package: str) -> list[Path]:
@@ -178,7 +183,7 @@ def enter_copy(folder: str) -> None:
 
 
 def try_mutation(mutation: Any, commands: Sequence[str]) -> dict[str, str]:
-    """Test a mutation in the working directory until a command fails.
+    """Test a mutation in the working directory until a command fails; without a command, it survives.
 
     Returns the outcome, the changed lines, and for a killed mutant the test that failed, or the end of the output.
     """
@@ -186,7 +191,7 @@ def try_mutation(mutation: Any, commands: Sequence[str]) -> dict[str, str]:
     from cosmic_ray.work_item import TestOutcome
 
     outcomes = {TestOutcome.KILLED: "killed", TestOutcome.SURVIVED: "survived", TestOutcome.INCOMPETENT: "not_possible"}
-    for command in commands:
+    for command in commands or ["true"]:
         result = mutate_and_test([mutation], command, CONFIG["cosmic-ray"]["timeout"])
         outcome = "timed_out" if result.output == "timeout" else outcomes[result.test_outcome]
         if "ERROR: not found" in (result.output or ""):
@@ -210,6 +215,15 @@ def name_of(mutation: Any) -> tuple[str, int, str]:
     return str(mutation.module_path), mutation.start_pos[0], mutation.operator_name
 
 
+def judged_by_reading(mutant: dict[str, Any]) -> dict[str, Any]:
+    """A mutant with the outcome that ``mutants.toml`` gives to it, and the reason, if it survived."""
+    if mutant["outcome"] == "survived":
+        for entry in CONFIG["judged"]:
+            if entry["module"] == mutant["module"] and entry["changed"] in mutant["changed"].splitlines():
+                return {**mutant, "outcome": entry["outcome"], "why": entry["why"]}
+    return mutant
+
+
 def _command(*, exhaustive: bool, quick: bool = False) -> str:
     """Pytest's command for tests that need no GPU; ``quick`` leaves out those that start a training process."""
     unwanted = ["gpu", "long", *["exhaustive"] * (not exhaustive), *["slow"] * quick]
@@ -226,10 +240,11 @@ def commands_for(mutation: Any, package: str, settings: Sample) -> list[str]:
         functions = dict.fromkeys(test.partition("[")[0] for test in executing)
         chunks = [executing[:_FIRST], executing[_FIRST : 5 * _FIRST], list(functions)]
         if executing:
+            chunks = chunks[:2] if settings.quick else chunks
             return [f"{every} {shlex.join(tests)}" for tests in chunks if tests]
     tests = list(dict.fromkeys([*named, *_existing(PACKAGES[package]["tests"])]))
     quick = [f"{_command(exhaustive=False, quick=True)} {shlex.join(named)}"] if named else []
-    return [*quick, f"{every} {shlex.join(tests)}"]
+    return quick if settings.quick else [*quick, f"{every} {shlex.join(tests)}"]
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -245,47 +260,45 @@ def main(arguments: Sequence[str]) -> None:
     began, call = time.monotonic(), call_time()
     where = {**environment(), "gpu": None}  # with the commit, while the files are those that are copied
     drawn = draw(every_mutation(package), settings.sample, settings.seed, is_python)
-    killed_before, timed_out_before = 0, 0
-    if settings.again:
-        (before,) = (row for row in read_rows(RESULTS / "cpu" / "mutants.jsonl") if row["call"] == settings.again)
-        left = {(mutant["module"], mutant["line"], mutant["operator"]) for mutant in before["left"]}
-        drawn = [mutation for mutation in drawn if name_of(mutation) in left]
-        if len(drawn) != len(left):
-            raise ConfigError(
-                f"again={settings.again}: give the sample and seed of that row; its code must be unchanged"
-            )
-        killed_before, timed_out_before = before["killed"], before["timed_out"]
-    commands = [commands_for(mutation, package, settings) for mutation in drawn]
     tried: list[dict[str, Any]] = []
+    if settings.again:
+        (earlier,) = (row for row in read_rows(RESULTS / "cpu" / "mutants.jsonl") if row["call"] == settings.again)
+        left = [judged_by_reading(mutant) for mutant in earlier["left"]]
+        places = {(mutant["module"], mutant["line"], mutant["operator"]): mutant["outcome"] for mutant in left}
+        if len({name_of(mutation) for mutation in drawn} & places.keys()) != len(left):
+            raise ConfigError(f"again={settings.again}: give that row's sample and seed; its code must be unchanged")
+        drawn = [mutation for mutation in drawn if places.get(name_of(mutation)) == "survived"]
+        tried = [*earlier["gone"], *(mutant for mutant in left if mutant["outcome"] != "survived")]
+    commands = [commands_for(mutation, package, settings) for mutation in drawn]
     with (
         tempfile.TemporaryDirectory() as folder,
         ProcessPoolExecutor(settings.jobs, initializer=enter_copy, initargs=(folder,)) as pool,
     ):
         for mutation, result in zip(drawn, pool.map(try_mutation, drawn, commands), strict=True):
             module, number, operator = name_of(mutation)
-            tried.append({"module": module, "line": number, "operator": operator, **result})
+            tried.append(judged_by_reading({"module": module, "line": number, "operator": operator, **result}))
             print(tried[-1], flush=True)
-        killers = sorted({mutant["by"] for mutant in tried if ".py" in mutant.get("by", "").split("::")[0]})
+    killers = sorted({mutant["by"] for mutant in tried if ".py" in mutant.get("by", "").split("::")[0]})
     if killers:
         checked = subprocess.run([*shlex.split(_command(exhaustive=True)), *killers], capture_output=True, text=True)
         if checked.returncode:
             raise SystemExit(f"{checked.stdout}\nthese tests do not pass without a mutant: {shlex.join(killers)}")
-    counts = Counter(mutant["outcome"] for mutant in tried if mutant["outcome"] != "not_possible")
+    tried = [mutant for mutant in tried if mutant["outcome"] != "not_possible"]
+    counts = Counter(mutant["outcome"] for mutant in tried)
+    tests = "those that execute the line" if settings.contexts else "the package's"
     row = {
         "table": "mutants",
         "call": call,
         "package": package,
         "seed": settings.seed,
         "exhaustive": settings.exhaustive,
-        "tests": "those that execute the line" if settings.contexts else "the package's",
+        "tests": f"the first of {tests}" if settings.quick else tests,
         "again": settings.again or None,
-        "mutants": counts.total() + killed_before + timed_out_before,
-        "killed": counts["killed"] + killed_before,
-        "timed_out": counts["timed_out"] + timed_out_before,
-        "survived": counts["survived"],
+        "mutants": counts.total(),
+        **{outcome: counts[outcome] for outcome in ("killed", "timed_out", "survived", "equivalent", "not_run")},
         "seconds": round(time.monotonic() - began),
         "left": [mutant for mutant in tried if mutant["outcome"] == "survived"],
-        "gone": [mutant for mutant in tried if mutant["outcome"] in ("killed", "timed_out")],
+        "gone": [mutant for mutant in tried if mutant["outcome"] != "survived"],
         "environment": where,
     }
     append_row(row, "mutants")
