@@ -233,18 +233,20 @@ def _command(*, exhaustive: bool, quick: bool = False) -> str:
 def commands_for(mutation: Any, package: str, settings: Sample) -> list[str]:
     """The commands that test a mutation, the quickest first."""
     named = tests_named_after(mutation.module_path)
+    of_package = list(dict.fromkeys([*named, *_existing(PACKAGES[package]["tests"])]))
     every = _command(exhaustive=settings.exhaustive)
+    commands = [f"{_command(exhaustive=False, quick=True)} {shlex.join(named)}"] if named else []
+    last = [f"{every} {shlex.join(of_package)}"]
     if settings.contexts:
         executing = tests_executing(mutation.module_path, mutation.start_pos[0], settings.contexts)
         executing.sort(key=lambda test: test.partition("::")[0] not in named)
-        functions = dict.fromkeys(test.partition("[")[0] for test in executing)
-        chunks = [executing[:_FIRST], executing[_FIRST : 5 * _FIRST], list(functions)]
+        functions = list(dict.fromkeys(test.partition("[")[0] for test in executing))
         if executing:
-            chunks = chunks[:2] if settings.quick else chunks
-            return [f"{every} {shlex.join(tests)}" for tests in chunks if tests]
-    tests = list(dict.fromkeys([*named, *_existing(PACKAGES[package]["tests"])]))
-    quick = [f"{_command(exhaustive=False, quick=True)} {shlex.join(named)}"] if named else []
-    return quick if settings.quick else [*quick, f"{every} {shlex.join(tests)}"]
+            chunks = [executing[:_FIRST], executing[_FIRST : 5 * _FIRST]]
+            commands = [f"{every} {shlex.join(tests)}" for tests in chunks if tests]
+            # If few tests execute the line, others that are marked exhaustive may be the ones that do.
+            last = [f"{every} {shlex.join(functions)}", *(last if len(executing) < _FIRST else [])]
+    return commands if settings.quick else [*commands, *last]
 
 
 def main(arguments: Sequence[str]) -> None:
