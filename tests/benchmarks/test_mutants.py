@@ -91,6 +91,16 @@ def test_a_default_is_executed_with_its_function_class_or_module() -> None:
     assert lines == {2: [*range(1, 9)], 4: [*range(3, 9)], 6: [6], 8: [7, 8], 10: [*range(1, 11)]}
 
 
+@pytest.mark.parametrize("entry", mutants.CONFIG["judged"], ids=lambda entry: entry["changed"])
+def test_a_survivor_that_someone_has_read_has_the_outcome_and_reason_of_the_file(entry: dict[str, str]) -> None:
+    assert (ROOT / entry["module"]).is_file()
+    assert entry["outcome"] in ("equivalent", "not_run")
+    mutant = {"module": entry["module"], "outcome": "survived", "changed": f"- before\n{entry['changed']}"}
+    assert mutants.judged_by_reading(mutant) == {**mutant, "outcome": entry["outcome"], "why": entry["why"]}
+    for other in ({"outcome": "killed"}, {"changed": "- before\n+ after"}, {"module": "another.py"}):
+        assert mutants.judged_by_reading({**mutant, **other}) == {**mutant, **other}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
