@@ -15,7 +15,7 @@ Keys are ``sample``, the number of mutants (20), ``seed`` of the draw (1), the n
   Such data comes from ``uv run --with pytest-cov pytest -n 2 --cov=composer_speedups --cov-context=test``, which
   misses lines that only processes started by a test execute, unless these are recorded too.
 - ``quick``: true runs only the first of these tests.
-- ``again=CALL``: tries only the survivors of an earlier row again, with the tests of today.
+- ``again=CALL``: tries only the mutants that an earlier row has left alive again, with the tests of today.
 
 A mutant is ``killed`` if a test fails, ``timed_out`` after the time that the file allows, and ``survived`` if all tests
 pass. Survivors that someone has read and listed in ``mutants.toml`` are ``equivalent``, if the changed code computes
@@ -61,6 +61,7 @@ ROOT = Path(__file__).parent.parent
 CONFIG = tomllib.loads((ROOT / "benchmarks" / "mutants.toml").read_text())
 PACKAGES: dict[str, Any] = CONFIG["packages"]
 _FIRST = 16  # of the tests that execute a line, so many run before the others
+_LEFT = ("survived", "timed_out")
 _NOT_COPIED = shutil.ignore_patterns(".*", "results", "runs", "site", "__pycache__")
 
 
@@ -216,8 +217,8 @@ def name_of(mutation: Any) -> tuple[str, int, str]:
 
 
 def judged_by_reading(mutant: dict[str, Any]) -> dict[str, Any]:
-    """A mutant with the outcome that ``mutants.toml`` gives to it, and the reason, if it survived."""
-    if mutant["outcome"] == "survived":
+    """A mutant with the outcome that ``mutants.toml`` gives to it, and the reason, if it was not killed."""
+    if mutant["outcome"] in _LEFT:
         for entry in CONFIG["judged"]:
             if entry["module"] == mutant["module"] and entry["changed"] in mutant["changed"].splitlines():
                 return {**mutant, "outcome": entry["outcome"], "why": entry["why"]}
@@ -269,8 +270,8 @@ def main(arguments: Sequence[str]) -> None:
         places = {(mutant["module"], mutant["line"], mutant["operator"]): mutant["outcome"] for mutant in left}
         if len({name_of(mutation) for mutation in drawn} & places.keys()) != len(left):
             raise ConfigError(f"again={settings.again}: give that row's sample and seed; its code must be unchanged")
-        drawn = [mutation for mutation in drawn if places.get(name_of(mutation)) == "survived"]
-        tried = [*earlier["gone"], *(mutant for mutant in left if mutant["outcome"] != "survived")]
+        drawn = [mutation for mutation in drawn if places.get(name_of(mutation)) in _LEFT]
+        tried = [*earlier["gone"], *(mutant for mutant in left if mutant["outcome"] not in _LEFT)]
     commands = [commands_for(mutation, package, settings) for mutation in drawn]
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -299,8 +300,8 @@ def main(arguments: Sequence[str]) -> None:
         "mutants": counts.total(),
         **{outcome: counts[outcome] for outcome in ("killed", "timed_out", "survived", "equivalent", "not_run")},
         "seconds": round(time.monotonic() - began),
-        "left": [mutant for mutant in tried if mutant["outcome"] == "survived"],
-        "gone": [mutant for mutant in tried if mutant["outcome"] != "survived"],
+        "left": [mutant for mutant in tried if mutant["outcome"] in _LEFT],
+        "gone": [mutant for mutant in tried if mutant["outcome"] not in _LEFT],
         "environment": where,
     }
     append_row(row, "mutants")

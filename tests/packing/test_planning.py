@@ -137,6 +137,7 @@ def test_a_choice_without_tokens_is_computed_as_in_the_untouched_model(way: str)
         batches = [batch([5, 3, 6, 1, 2, 4]), inputs]
         batches[0] = {**batches[0], **{n: batches[0][n].view(3, 2, 6) for n in ("input_ids", "attention_mask")}}
         batches[0]["labels"] = inputs["labels"]
+        batches.append(batches[0])
         technique = Unpadding(8)
         trainers = [trained([technique], model=model, batches=batches), trained(model=reference, batches=batches)]
         assert_near(final_weights(trainers[0]), final_weights(trainers[1]), what="weights")
