@@ -60,14 +60,14 @@ def apply_recommended(model: nn.Module, check: Check = "auto") -> dict[str, list
         check: When to compare the model with the untouched one; see :func:`apply_unpadding`.
 
     Returns:
-        Name of each technique that engaged → the modules that it changed. If unpadding does not support the model,
-        ``sdpa_attention`` is used instead.
+        Name of each technique that engaged → the modules that it changed, none if an earlier call changed them. If
+        unpadding does not support the model, ``sdpa_attention`` is used instead.
 
     Raises:
         ValueError: The model contains no transformers model, or none of the techniques supports it.
 
     Warns:
-        UserWarning: A technique does not support the model, with the reason.
+        UserWarning: A technique does not support the model, with the reason; or the model has all of them already.
 
     Example:
         ``model = AutoModelForSequenceClassification.from_pretrained(…); apply_recommended(model)``; see ``examples/``.
@@ -89,4 +89,7 @@ def apply_recommended(model: nn.Module, check: Check = "auto") -> dict[str, list
         done["fused_layers"] = apply_fused_layers(model, **RECOMMENDED["fused_layers"])
     except ValueError as error:
         warnings.warn(f"fused_layers is left out: {error}", UserWarning, stacklevel=2)
+    if not any(done.values()):
+        in_place = " and ".join(done)
+        warnings.warn(f"nothing is changed: the model has {in_place} already", UserWarning, stacklevel=2)
     return done

@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
 from composer_speedups.callbacks.config import BestWeightsConfig
-from composer_speedups.callbacks.evaluated_metric import find_metric, reported_values
+from composer_speedups.callbacks.evaluated_metric import find_metric
 from composer_speedups.callbacks.saved_callback import SavedCallback
 from composer_speedups.core.errors import ConfigError
+from composer_speedups.tasks.metrics import reported_values
 
 __all__ = ["BestWeights"]
 
@@ -89,7 +90,8 @@ class BestWeights(BestWeightsConfig, SavedCallback, eq=False):
     def eval_end(self, state: State, logger: Logger) -> None:
         if state.dataloader_label != self.dataloader_label:
             return
-        shared = [reported_values(state, self.dataloader_label)]
+        names = state.eval_metrics[self.dataloader_label]
+        shared = [reported_values({name: state.eval_metric_values[name] for name in names})]
         dist.broadcast_object_list(shared)
         self.last = shared[0][self._reported]
         if not self._is_best(self.last):

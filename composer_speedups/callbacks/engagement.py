@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -14,7 +15,7 @@ from composer_speedups.callbacks.peaks import precision_in_force
 from composer_speedups.core.technique import TechniqueGuard, techniques_of
 from composer_speedups.core.trainer_state import weight_dtypes
 
-__all__ = ["EngagementReport", "numerics_of"]
+__all__ = ["EngagementReport", "describe_evidence", "numerics_of"]
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +79,14 @@ class EngagementReport(TechniqueGuard):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self.numerics = dict(state.get("numerics", {}))
+
+
+def describe_evidence(evidence: Mapping[str, Any]) -> str:
+    """A technique's evidence in a line, or why it did not engage, and the fix."""
+    if "unavailable" not in evidence:
+        return ", ".join(f"{key} {value}" for key, value in evidence.items())
+    applied = f" ({evidence['applied']})" if "applied" in evidence else ""
+    return f"{evidence['unavailable']}{applied}; {evidence['fix']}"
 
 
 def numerics_of(state: State) -> dict[str, str]:

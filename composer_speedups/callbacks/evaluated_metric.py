@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
-from composer.core import State
-
 from composer_speedups.core.errors import ConfigError, did_you_mean
 from composer_speedups.tasks.metrics import reported_name
 
-__all__ = ["EvaluatedMetric", "find_metric", "reported_values"]
+__all__ = ["EvaluatedMetric", "find_metric"]
 
 _SMALLER_IS_BETTER = ("loss", "error", "perplexity", "entropy")
 
@@ -52,14 +50,3 @@ def find_metric(metrics: Mapping[str, Any], name: str, key: str = "metric") -> E
     if larger_is_better is None:
         larger_is_better = not any(word in reported.lower() for word in _SMALLER_IS_BETTER)
     return EvaluatedMetric(logged, reported, "max" if larger_is_better else "min")
-
-
-def reported_values(state: State, label: str) -> dict[str, float]:
-    """The scalar metrics of the evaluation that has just ended, by their names in report.json.
-
-    Args:
-        state: The Trainer's state at EVAL_END.
-        label: The evaluator's label.
-    """
-    values = {name: state.eval_metric_values[name] for name in state.eval_metrics[label]}
-    return {reported_name(name): float(value) for name, value in values.items() if not getattr(value, "ndim", 0)}

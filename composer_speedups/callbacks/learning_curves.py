@@ -9,7 +9,7 @@ from composer.loggers import Logger
 
 from composer_speedups.callbacks.saved_callback import SavedCallback
 from composer_speedups.core.process_age import process_age
-from composer_speedups.tasks.metrics import reported_name
+from composer_speedups.tasks.metrics import reported_values
 
 __all__ = ["LearningCurves"]
 
@@ -46,8 +46,7 @@ class LearningCurves(SavedCallback):
             self.losses[state.timestamp.batch.value] = float(state.total_loss_dict["loss/train/total"])
 
     def eval_after_all(self, state: State, logger: Logger) -> None:
-        values = {reported_name(name): float(value) for name, value in state.eval_metric_values.items()}
-        self.evaluations[state.timestamp.batch.value] = values
+        self.evaluations[state.timestamp.batch.value] = reported_values(state.eval_metric_values)
         self.seconds[state.timestamp.batch.value] = self.elapsed + process_age()
 
     def of_evaluations(self, name: str) -> dict[int, float]:

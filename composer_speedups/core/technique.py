@@ -412,12 +412,14 @@ def screen(techniques: Sequence[Technique], context: Context) -> None:
     """Check conflicts and requirements before anything is built or changed.
 
     Each technique is checked in the context that the techniques which engage before it leave
-    (:meth:`Technique.context_after`), whatever the order of the list. A refused technique leaves it as it was.
+    (:meth:`Technique.context_after`), whatever the order of the list. A technique that the run continues without leaves
+    it as it was.
 
-    A technique with unmet requirements raises a TechniqueError. If its ``on_unavailable`` is ``"warn"``, it warns and
-    is marked as not engaged instead.
+    A technique with unmet requirements raises a TechniqueError, which also names the others that cannot engage. If its
+    ``on_unavailable`` is ``"warn"``, it warns and is marked as not engaged instead.
     """
     refuse_conflicts(techniques)
+    refused: list[TechniqueError] = []
     for technique in techniques_of(techniques):
         try:
             for conflict in technique.conflicts:
@@ -429,10 +431,17 @@ def screen(techniques: Sequence[Technique], context: Context) -> None:
                     other = ", or set on_unavailable=warn to continue without it" if stops else ""
                     raise TechniqueError(technique.name, reason, fix + other)
         except TechniqueError as error:
-            technique.unavailable(error)
-        else:
-            after = technique.context_after(context)
-            context = replace(after, techniques=context.techniques | {technique.name})
+            if technique.on_unavailable == "warn":
+                technique.unavailable(error)
+                continue
+            refused.append(error)  # the others are checked as if it engaged, since its error is to be fixed
+        after = technique.context_after(context)
+        context = replace(after, techniques=context.techniques | {technique.name})
+    if refused:
+        first, *others = refused
+        names = ", ".join(error.technique for error in others)
+        also = f"; these cannot engage either: {names}" if others else ""
+        raise TechniqueError(first.technique, first.reason, first.fix + also)
 
 
 def engage_all(state: State) -> None:

@@ -1,4 +1,4 @@
-"""The files that the config names. Importing this module is quick, so that a missing file is noticed at once."""
+"""Paths, patterns and addresses of files. Importing this module is quick, so that a missing file is noticed at once."""
 
 from __future__ import annotations
 
@@ -8,23 +8,10 @@ from pathlib import Path
 
 from composer_speedups.core.errors import DataError, first_line
 from composer_speedups.core.files import with_working_directory
-from composer_speedups.tasks.data_config import DataConfig
 
-__all__ = ["TEXT_FORMATS", "check_data_files", "check_file", "find_files", "is_address", "suffix_of"]
+__all__ = ["TEXT_FORMATS", "check_file", "find_files", "is_address", "suffix_of"]
 
 TEXT_FORMATS = (".csv", ".tsv", ".jsonl", ".conll", ".txt")
-
-
-def check_data_files(config: DataConfig) -> None:
-    """Refuse a missing local file, as far as can be seen without reading any.
-
-    Raises:
-        DataError: Names the key, the file, and the fix.
-    """
-    for key, name in (("data.train_file", config.train_file), ("data.eval_file", config.eval_file)):
-        is_shards = config.source == "mds" and key == "data.train_file"
-        if name is not None and not is_shards and not is_address(name) and not os.path.isdir(os.path.expanduser(name)):
-            find_files(name, key)
 
 
 def check_file(path: str, key: str) -> None:

@@ -1,5 +1,7 @@
 """Read rows of files, saved datasets and the hub. Memory, streams and ``predict`` share one reader per format.
 
+``datasets`` takes seconds to import, so only the functions that need it do: columns of files are checked before that.
+
 A cell of a .csv or .tsv file is text exactly as written: ``NA``, ``007`` and ``1.0`` are not converted.
 """
 
@@ -13,20 +15,23 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import fsspec
 import pyarrow
 import pyarrow.parquet
-from datasets import ClassLabel, Dataset, DatasetDict, Features, load_dataset, load_from_disk
 
-from composer_speedups.core.errors import DataError, first_line
+from composer_speedups.core.errors import DataError, did_you_mean, first_line
 from composer_speedups.data.paths import TEXT_FORMATS, is_address, suffix_of
 from composer_speedups.tasks.data_config import DataConfig
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 __all__ = [
     "Row",
     "check_columns",
+    "check_columns_of_files",
     "class_names",
     "declared_classes",
     "hub_dataset",
@@ -180,6 +185,27 @@ def load_rows(paths: Sequence[str], key: str, columns: Sequence[tuple[str, str]]
     return rows
 
 
+def check_columns_of_files(paths: Sequence[str], key: str, columns: Sequence[tuple[str, str]]) -> None:
+    """Refuse what :func:`load_rows` would refuse for its columns, but read only the schema or the first row, or in
+    .jsonl, where rows may lack keys, the rows up to the first one that completes the columns.
+
+    Raises:
+        DataError: A file cannot be read, or lacks a column.
+    """
+    for path in paths if columns else ():
+        names = dict[str, None]()
+        if suffix_of(path) not in _TEXT_READERS:
+            with _readable(path, key), pyarrow.parquet.ParquetFile(path) as parquet:
+                names.update(dict.fromkeys(parquet.schema_arrow.names if parquet.metadata.num_rows else ()))
+        else:
+            for row in iterate_rows([path], key):
+                names.update(dict.fromkeys(row))
+                if suffix_of(path) != ".jsonl" or all(column in names for column, _ in columns):
+                    break
+        if names:  # there are rows
+            check_columns(names, columns, f"{key}: {path}")
+
+
 def _version(path: str) -> tuple[int, ...] | None:
     """A value that changes when a local file is written or removed; None for an address."""
     try:
@@ -198,7 +224,9 @@ def check_columns(names: Iterable[str], needed: Sequence[tuple[str, str]], where
     existing = list(names)
     for column, key in needed:
         if column not in existing:
-            raise DataError(f"{where} has no column {column!r} (it has: {', '.join(existing) or 'none'}); set {key}")
+            hint = did_you_mean(column, existing, otherwise="")
+            known = ", ".join(existing) or "none"
+            raise DataError(f"{where} has no column {column!r}{hint} (it has: {known}); set {key}")
 
 
 def _not_utf8(path: str) -> str:
@@ -229,6 +257,8 @@ def declared_classes(path: str, key: str) -> dict[str, list[str]]:
         return {}
     with _readable(path, key), _open(path, "rb") as file:
         schema = pyarrow.parquet.read_schema(file)
+    from datasets import Features
+
     try:
         return class_names(Features.from_arrow_schema(schema))
     except Exception as error:  # of various classes, for JSON from the file
@@ -240,6 +270,8 @@ def declared_classes(path: str, key: str) -> dict[str, list[str]]:
 
 def class_names(features: Mapping[str, Any]) -> dict[str, list[str]]:
     """Column → the class names that ``datasets`` stores for its integers, in a file or on the hub."""
+    from datasets import ClassLabel
+
     inner = {name: getattr(feature, "feature", feature) for name, feature in features.items()}
     return {name: list(feature.names) for name, feature in inner.items() if isinstance(feature, ClassLabel)}
 
@@ -261,6 +293,8 @@ def hub_dataset(config: DataConfig, split: str, *, streaming: bool = False) -> t
     Raises:
         DataError: It cannot be loaded.
     """
+    from datasets import load_dataset
+
     where = f"data.hub_name {config.hub_name!r}, split {split!r}"
     names = config.hub_name, config.hub_config
     try:
@@ -278,6 +312,8 @@ def saved_dataset(name: str, key: str) -> Dataset:
     Raises:
         DataError: It is not one, or has several splits.
     """
+    from datasets import DatasetDict, load_from_disk
+
     path = os.path.expanduser(name)
     try:
         saved = load_from_disk(path)

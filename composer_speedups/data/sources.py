@@ -59,7 +59,6 @@ class _Split(NamedTuple):
         *,
         training: bool,
         places: Sequence[int] | None = None,
-        fix: str = "data.on_invalid=drop leaves out invalid rows",
     ) -> dict[int, Example]:
         """The samples of the rows at ``places``, or of all rows: place → sample.
 
@@ -74,7 +73,7 @@ class _Split(NamedTuple):
             except DataError as error:
                 invalid.append(str(error))
         if invalid and (on_invalid == "stop" or not examples):
-            fix = fix if examples else "use a file with valid rows"
+            fix = "data.on_invalid=drop leaves out invalid rows" if examples else "use a file with valid rows"
             raise DataError(invalid_rows(self.where, len(places), invalid, fix))
         if invalid:
             summary.dropped.append(DroppedRows(self.where, len(places), invalid))
@@ -134,20 +133,22 @@ def load_validation(config: DataConfig, task: Task, summary: DataSummary | None 
     return _validation_samples(held, task, config, summary or DataSummary())
 
 
-def labelled_samples(rows: list[Row], declared: dict[str, list[str]], where: str, task: Task) -> Dataset:
-    """The samples of rows that were read already, as :func:`load_validation` returns them.
+def labelled_samples(
+    rows: list[Row], declared: dict[str, list[str]], where: str, task: Task, summary: DataSummary
+) -> Dataset:
+    """The samples of rows that were read already, as :func:`load_validation` returns them, without invalid rows.
 
     Args:
         rows: The rows.
         declared: Column → the class names that the file declares for its integers.
         where: The file, for errors.
         task: A task that knows its classes.
+        summary: Receives the invalid rows.
 
     Raises:
-        DataError: There are no rows, or invalid ones.
+        DataError: There are no valid rows.
     """
-    split = _named(rows, declared, where)
-    examples = split.checked(task, "stop", DataSummary(), training=False, fix="correct or remove invalid rows")
+    examples = _named(rows, declared, where).checked(task, "drop", summary, training=False)
     return Dataset.from_list(task.prepared([*examples.values()], training=False))
 
 

@@ -18,7 +18,8 @@ class DroppedRows:
     Attributes:
         where: The file or dataset with its config key.
         rows: Number of rows, with the invalid ones.
-        problems: The error of each invalid row, such as ``row 6: text is empty; every sample needs text there``.
+        problems: The error of each invalid row, such as ``row 6: text is empty; every sample needs text there``. Rows
+            are counted from 1, without header lines, and over all files of a pattern.
     """
 
     where: str
@@ -26,10 +27,11 @@ class DroppedRows:
     problems: Sequence[str]
 
     def __str__(self) -> str:
-        return f"{len(self.problems):,} of {self.rows:,} rows of {self.where} ({_listed(self.problems)})"
+        problems = _counted(self.where, self.problems)
+        return f"{len(problems):,} of {self.rows:,} rows of {self.where} ({_listed(problems)})"
 
     def report(self) -> dict[str, Any]:
-        first = [_without_advice(problem) for problem in self.problems[:_MOST_LISTED]]
+        first = [_without_advice(problem) for problem in _counted(self.where, self.problems)[:_MOST_LISTED]]
         return {"source": self.where, "rows": self.rows, "dropped": len(self.problems), "first": first}
 
 
@@ -83,11 +85,19 @@ def invalid_rows(where: str, rows: int, problems: Sequence[str], fix: str) -> st
 
     ``problems`` are as in :class:`DroppedRows`.
     """
+    problems = _counted(where, problems)
     if len(problems) == 1:
         return f"{where}, {problems[0]}; {fix}"
     _, _, advice = problems[0].rpartition("; ")
     advice = "" if advice == problems[0] else f"; {advice}"
     return f"{where}: {len(problems):,} of {rows:,} rows are invalid ({_listed(problems)}){advice}; {fix}"
+
+
+def _counted(where: str, problems: Sequence[str]) -> list[str]:
+    """The problems; in files with a header line, the first one says how rows are counted."""
+    first, *others = problems
+    note = ", headers not counted:" if where.endswith((".csv", ".tsv")) else ":"
+    return [first.replace(":", note, 1), *others]
 
 
 def _listed(problems: Sequence[str]) -> str:

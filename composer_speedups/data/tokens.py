@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -58,13 +57,7 @@ def load_tokenizer(
         if splits_words and getattr(tokenizer, "add_prefix_space", True) is False:
             tokenizer = pretrained_tokenizer(name, add_prefix_space=True)
     except Exception as error:  # OSError, ValueError, KeyError and classes of the hub
-        if os.path.isdir(name):
-            fix = "save the model's tokenizer in that folder, or name a folder that has it in data.tokenizer"
-        else:
-            fix = (
-                "use a local folder, or random weights and a tokenizer trained for them: model.init=random "
-                "model.size=tiny data.tokenizer=wordpiece"
-            )
+        fix = "save the model's tokenizer in that folder, or name a folder that has it in data.tokenizer"
         raise cannot_be_loaded(key, name, error, fix) from error
     if tokenizer.pad_token_id is None:
         raise ConfigError(

@@ -168,6 +168,7 @@ class FinishedModel:
             batched=True,
             remove_columns=samples.column_names,
             keep_in_memory=True,
+            new_fingerprint="tokens",  # otherwise datasets would hash the function, and with it the model
             desc="tokenizing",
         )
         tokens = self.task.arranged(FlatTokens(encoded), self.max_length, training=False)

@@ -23,7 +23,7 @@ from composer_speedups.core.files import LockedFileError, atomic_file, finite, l
 from composer_speedups.data.paths import check_file
 from composer_speedups.data.reader import Row, check_columns, declared_classes, load_rows
 from composer_speedups.data.sources import labelled_samples
-from composer_speedups.data.summary import invalid_rows
+from composer_speedups.data.summary import DataSummary, invalid_rows
 from composer_speedups.predict.model import FinishedModel
 
 __all__ = ["evaluate_file", "predict_file", "predicted"]
@@ -73,15 +73,22 @@ def predict_file(model: FinishedModel, source: Path, output: Path, batch_size: i
 def evaluate_file(model: FinishedModel, source: Path, batch_size: int) -> str:
     """Return the metrics of the task for the labelled rows of ``source``, a line each.
 
+    Rows without text, or whose label is missing or unknown, are left out; a line on stderr lists them.
+
     Raises:
-        DataError: A file that cannot be read, a missing column, or an invalid row, which is named.
+        DataError: A file that cannot be read, a missing column, or no valid row.
         ConfigError: A metric needs a package that is missing.
     """
     rows = _read_rows(model, source, labelled=True)
-    declared = declared_classes(str(source), "input")
-    metrics = model.evaluate(labelled_samples(rows, declared, f"input: {source}", model.task), batch_size)
-    lines = [f"{source}: {len(rows):,} rows", *(f"  {name:<15} {value:>10.6g}" for name, value in metrics.items())]
-    return "\n".join(lines)
+    where, summary = f"input: {source}", DataSummary()
+    samples = labelled_samples(rows, declared_classes(str(source), "input"), where, model.task, summary)
+    problems = [problem for dropped in summary.dropped for problem in dropped.problems]
+    if problems:
+        print(invalid_rows(where, len(rows), problems, "the metrics leave out such rows"), file=sys.stderr)
+    metrics = model.evaluate(samples, batch_size)
+    left_out = f", {len(problems):,} of them left out" if problems else ""
+    head = f"{source}: {len(rows):,} rows{left_out}"
+    return "\n".join([head, *(f"  {name:<15} {value:>10.6g}" for name, value in metrics.items())])
 
 
 def predicted(model: FinishedModel, rows: Sequence[Row], batch_size: int) -> Iterator[list[Row]]:

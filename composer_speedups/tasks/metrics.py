@@ -29,6 +29,7 @@ __all__ = [
     "gather_alike",
     "gather_lists",
     "reported_name",
+    "reported_values",
 ]
 
 _CHUNK = 1024  # number of anchors compared at a time
@@ -66,6 +67,12 @@ def reported_name(logged: str) -> str:
     return _REPORTED_NAMES.get(logged, logged)
 
 
+def reported_values(values: Mapping[str, Any]) -> dict[str, float]:
+    """The values of an evaluation's metrics that are scalars, by their names in report.json instead of the logged
+    ones."""
+    return {reported_name(name): float(value) for name, value in values.items() if not getattr(value, "ndim", 0)}
+
+
 def final_metrics(state: State) -> dict[str, float]:
     """The metrics of the last training batch (``train_``) and of the last evaluation.
 
@@ -85,7 +92,7 @@ def final_metrics(state: State) -> dict[str, float]:
 
 def computed(metrics: Mapping[str, Metric]) -> dict[str, float]:
     """The values of metrics by their names in reports, without those that were not updated. Collective."""
-    return {reported_name(k): float(metric.compute()) for k, metric in metrics.items() if metric.update_called}
+    return reported_values({k: metric.compute() for k, metric in metrics.items() if metric.update_called})
 
 
 def gather_alike(tensor: Tensor, group: Any = None) -> list[Tensor]:

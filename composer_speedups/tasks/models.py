@@ -189,7 +189,7 @@ def _loaded(auto: Any, name: str, asked: ModelConfig, task: Task, settings: dict
     except ConfigError:
         raise
     except Exception as error:  # OSError, ValueError, and classes of safetensors and the hub
-        fix = "use a local folder, or model.init=random with model.size"
+        fix = "use another folder, or model.init=random with model.size"
         raise cannot_be_loaded("model.name", name, error, fix) from error
     for key, has, needs in sorted(info["mismatched_keys"]):
         raise ConfigError(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from composer_speedups.core.files import check_folder
 from composer_speedups.core.settings import Origins
-from composer_speedups.data.paths import check_data_files
+from composer_speedups.data.file_checks import check_data_files
 from composer_speedups.train.cli import exit_codes, read_command_line
 from composer_speedups.train.config.schema import Config
 from composer_speedups.train.launcher_watchdog import ending_with_launcher
@@ -43,12 +43,13 @@ def main(arguments: list[str]) -> None:
 
 
 def check_paths(config: Config) -> None:
-    """Refuse missing files and folders before the imports, which take most of the time until the first step.
+    """Refuse missing files, columns and folders before the imports, which take most of the time until the first step.
 
     Raises:
         UserError: Names the key, the path and the fix.
     """
-    check_data_files(config.data)
+    in_batch_negatives = config.model.task == "embedding" and config.model.loss != "cosine"
+    check_data_files(config.data, training_labels=not in_batch_negatives)
     if config.model.size is None:  # otherwise the name is not read
         check_folder(config.model.name, "model.name")
     check_folder(config.data.tokenizer or "", "data.tokenizer")

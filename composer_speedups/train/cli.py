@@ -67,13 +67,16 @@ def read_command_line(arguments: Sequence[str]) -> tuple[Config, Origins]:
 
 @contextlib.contextmanager
 def exit_codes(program: str = "train.py") -> Iterator[None]:
-    """Turn errors into one line on stderr, which begins with ``program``, and an exit status.
+    """Turn errors into one line on stderr, which begins with ``program``, or with the name of the console command if
+    the process was started by one, and an exit status.
 
     User errors exit with 2. A run that fails exits with 1: a technique had no effect or cannot run, the loss was NaN or
     infinite, a data worker died, the disk is full, or a logger, the plot or the report failed. A run that a signal
     ended after a checkpoint exits with 128 plus the signal's number. Other exceptions keep their traceback and exit
     with Python's status 1.
     """
+    typed = os.path.basename(sys.argv[0])
+    program = typed if typed.startswith("composer-speedups") else program
     formatted, warnings.formatwarning = warnings.formatwarning, _in_one_line
     try:
         yield

@@ -13,7 +13,7 @@ from composer.loggers import Logger, LoggerDestination
 from composer.utils import dist
 from tqdm import tqdm
 
-from composer_speedups.tasks.metrics import reported_name
+from composer_speedups.tasks.metrics import reported_values
 from composer_speedups.tasks.model_names import SIZES
 
 if TYPE_CHECKING:
@@ -110,10 +110,8 @@ class TrainingProgress(LoggerDestination):
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
         self._rate = metrics.get("throughput/samples_per_sec", self._rate)
         self._loss = metrics.get("loss/train/total", self._loss)
-        for name, value in metrics.items():
-            if name.startswith(_EVALUATION):
-                name = name.removeprefix(_EVALUATION)
-                self._metrics[reported_name(name)] = float(value)
+        evaluated = {k.removeprefix(_EVALUATION): v for k, v in metrics.items() if k.startswith(_EVALUATION)}
+        self._metrics |= reported_values(evaluated)
 
     def fit_start(self, state: State, logger: Logger) -> None:
         self._recent.append((self._now(), _fraction(state)))

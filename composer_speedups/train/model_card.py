@@ -8,6 +8,7 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from composer_speedups.callbacks.engagement import describe_evidence
 from composer_speedups.core.files import write_atomically
 from composer_speedups.tasks.task import task_class
 
@@ -126,8 +127,7 @@ def _training(report: dict[str, Any]) -> str:
 def _techniques(algorithms: dict[str, Any]) -> str:
     rows = []
     for name, entry in algorithms.items():
-        evidence = ", ".join(f"{key} {value}" for key, value in entry["evidence"].items())
-        rows.append((f"`{name}`", "yes" if entry["engaged"] else "no", evidence))
+        rows.append((f"`{name}`", "yes" if entry["engaged"] else "no", describe_evidence(entry["evidence"])))
     return _table(("technique", "engaged", "evidence"), rows)
 
 

@@ -1,4 +1,7 @@
-"""runs/<name>/throughput.png: samples/s of every batch, and below it the losses and the accuracy; and confusion.png."""
+"""runs/<name>/throughput.png: samples/s of every batch, and below it the losses and the accuracy; and confusion.png.
+
+Charts have no background, and inks that can be read on a light and on a dark page.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from composer import Trainer
 from composer.utils import dist
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -23,7 +27,12 @@ from composer_speedups.train.report import callback_of
 if TYPE_CHECKING:
     from composer_speedups.train.run_folder import RunFolder
 
-__all__ = ["plot_confusion", "plot_run", "write_plot"]
+__all__ = ["CHART_STYLE", "INK", "plot_confusion", "plot_run", "write_plot"]
+
+INK = "#767676"
+_TEXTS = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
+CHART_STYLE: Any = {**dict.fromkeys(_TEXTS, INK), "savefig.transparent": True}
+"""Matplotlib's settings for a chart, in force while it is drawn and saved."""
 
 _MOST_DRAWN = 30  # classes of a picture
 
@@ -49,6 +58,7 @@ def write_plot(trainer: Trainer, config: Config, folder: RunFolder, evaluation: 
         plot_run(monitor, curves, config.run_name, folder / "throughput.png", world=dist.get_world_size())
 
 
+@rc_context(CHART_STYLE)
 def plot_confusion(matrix: Sequence[Sequence[int]], names: Sequence[str], title: str, path: Path) -> None:
     """Draw the confusion matrix of an evaluation, colored by the share of each true class, and write a PNG.
 
@@ -73,6 +83,7 @@ def plot_confusion(matrix: Sequence[Sequence[int]], names: Sequence[str], title:
     _write(figure, path)
 
 
+@rc_context(CHART_STYLE)
 def plot_run(
     monitor: ThroughputMonitor, curves: LearningCurves | None, title: str, path: Path, *, world: int = 1
 ) -> None:
@@ -119,7 +130,7 @@ def _draw_rates(axes: Axes, monitor: ThroughputMonitor, world: int) -> None:
     axes.plot(index, [rate([b]) for b in batches], color="tab:blue", alpha=0.35, linewidth=0.8, label="each batch")
     axes.plot(index, means, color="tab:blue", linewidth=1.8, label=f"mean of {window} batches")
     if steady := monitor.summary().get("samples_per_sec"):
-        axes.axhline(steady, color="black", linewidth=0.8, linestyle=":", label=f"steady state: {steady:,.0f}/s")
+        axes.axhline(steady, color=INK, linewidth=0.8, linestyle=":", label=f"steady state: {steady:,.0f}/s")
     for i, mark in enumerate(monitor.eval_marks):
         axes.axvline(mark, color="tab:orange", linewidth=1.2, label="evaluation" if i == 0 else None)
     if unsteady := [(batch.index - 0.5, 1) for batch in batches if not batch.steady]:  # start and width

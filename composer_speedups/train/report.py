@@ -15,7 +15,7 @@ from composer_speedups.callbacks.best_weights import BestWeights
 from composer_speedups.callbacks.class_report import ClassReport
 from composer_speedups.callbacks.divergence import DivergenceGuard
 from composer_speedups.callbacks.early_stopping import EarlyStopping
-from composer_speedups.callbacks.engagement import EngagementReport
+from composer_speedups.callbacks.engagement import EngagementReport, describe_evidence
 from composer_speedups.callbacks.finite_loss import FiniteLoss
 from composer_speedups.callbacks.learning_curves import LearningCurves
 from composer_speedups.callbacks.loss_scale import LossScaleMonitor
@@ -173,9 +173,9 @@ def summary_table(report: dict[str, Any], folder: str) -> str:
     lines = ["", f"{report['run_name']}: {folder}/report.json"]
     lines += [f"  {name:<15} {_number(value):>10}  {note}".rstrip() for name, value, note in rows if value is not None]
     for name, entry in report["algorithms"].items():
-        evidence = ", ".join(f"{k} {v}" for k, v in entry["evidence"].items())
         mark = "engaged" if entry["engaged"] else "NOT engaged"
-        lines.append(f"  {name:<18} {mark}: {evidence}"[:160])
+        line = f"  {name:<18} {mark}: {describe_evidence(entry['evidence'])}"
+        lines.append(line[:160] if entry["engaged"] else line)
     if report["baseline"]:
         lines += ["", _against_baseline(report)]
     return "\n".join(lines)

@@ -6,11 +6,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from composer.core import Event
 from composer.loggers import InMemoryLogger
 from composer.utils import dist
+from PIL import Image
 
 from composer_speedups import Float8Linear, FusedLayers, MixedPrecision, ThroughputMonitor, TorchCompile
 from composer_speedups.callbacks import peaks
@@ -130,7 +132,12 @@ def test_training_data_evaluation_and_checkpoints_are_timed_separately(tmp_path:
     assert [value for _, value in logged] == pytest.approx([4.0] * 6)
     assert monitor.eval_marks == [4, 8]
     plot_run(monitor, None, "a run", tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    with Image.open(tmp_path / "plot.png") as image:
+        pixels = np.array(image)  # height × width × RGBA
+    assert pixels[0, 0, 3] == 0, "no background"
+    opaque = pixels[pixels[..., 3] == 255][:, :3]
+    assert opaque.size
+    assert opaque.max(-1).min() > 90, "nothing is black, which a dark page would hide"
 
 
 def test_mfu_is_flops_divided_by_time_and_peak(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,6 +45,25 @@ def test_a_failed_run_exits_with_1_and_a_bad_config_with_2(
     assert capsys.readouterr().err == f"train.py: {error}\n"
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("typed", "shown"),
+    [
+        ("/usr/bin/composer-speedups-train", "composer-speedups-train"),
+        ("composer-speedups-predict", "composer-speedups-predict"),
+        ("/package/train/__main__.py", "program"),
+    ],
+)
+def test_messages_begin_with_the_console_command_that_was_typed(
+    typed: str, shown: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("os._exit", sys.exit)
+    monkeypatch.setattr(sys, "argv", [typed])
+    with pytest.raises(SystemExit), exit_codes("program"):
+        raise ConfigError("no")
+    assert capsys.readouterr().err == f"{shown}: no\n"
+
+
 def _train(*arguments: str) -> None:
     """Run train.py with SDPA's requirements disabled, so that GPU-only kernels are tried on a CPU."""
     SDPAAttention.requirements = lambda *_: ()  # type: ignore[method-assign, assignment]

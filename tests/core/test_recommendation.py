@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import GPT2Config, GPT2ForSequenceClassification
 
-from composer_speedups import apply_recommended
+from composer_speedups import apply_recommended, apply_unpadding
 from tests.conftest import ROOT
 from tests.helpers.common import awkward_batches
 from tests.helpers.exhaustive import family_params, others_exhaustive
@@ -52,6 +52,19 @@ def test_a_model_that_unpadding_does_not_support_gets_sdpa_and_a_warning() -> No
         changes = apply_recommended(model)
     assert set(changes) == {"sdpa_attention"}
     assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.exhaustive
+def test_a_second_call_says_that_the_techniques_are_in_place() -> None:
+    model = tiny_model("bert", "classification")
+    assert all(apply_recommended(model).values())
+    with pytest.warns(UserWarning, match=r"^nothing is changed: the model has unpadding and fused_layers already$"):
+        assert apply_recommended(model) == {"unpadding": [], "fused_layers": []}
+    other = tiny_model("bert", "classification")
+    apply_unpadding(other)
+    changes = apply_recommended(other)  # a warning would be an error
+    assert not changes["unpadding"]
+    assert changes["fused_layers"]
 
 
 def test_a_module_without_a_transformers_model_is_an_error() -> None:

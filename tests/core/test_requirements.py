@@ -17,6 +17,7 @@ from composer_speedups import (
     FusedOptimizer,
     LowBitOptimizer,
     MixedPrecision,
+    TF32Matmul,
     TorchCompile,
     Unpadding,
     apply_fast_layernorm,
@@ -114,6 +115,17 @@ def test_a_refused_technique_sets_nothing(hopper: None, monkeypatch: pytest.Monk
         pytest.raises(TechniqueError, match="this run is fp32"),
     ):
         screen([FastLayerNorm(), refused], on_gpu("fp32"))
+
+
+@pytest.mark.exhaustive
+def test_an_error_names_all_techniques_that_cannot_engage() -> None:
+    said = r"^early_loss: .*on the cpu; remove the technique, .*; these cannot engage either: mixed_precision, "
+    for techniques in (recommended(), recommended()[::-1]):
+        with pytest.raises(TechniqueError, match=said) as error:
+            screen(techniques, Context(torch.device("cpu")))
+        assert str(error.value).endswith(": mixed_precision, tf32_matmul, cuda_graphs"), "fused_layers has unpadding"
+    with pytest.raises(TechniqueError, match=r"without it$"):
+        screen([TF32Matmul(), Unpadding()], Context(torch.device("cpu")))
 
 
 def test_autocast_on_a_cpu_is_a_precision_too() -> None:

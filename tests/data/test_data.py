@@ -70,7 +70,10 @@ def test_an_unreachable_hub_names_the_key_and_alternatives() -> None:
 
 
 BAD_ROWS: list[tuple[dict[str, Any], str]] = [
-    ({"txt": ["a"], "label": [1]}, r"has no column 'text' \(it has: txt, label\); set data\.text_columns"),
+    (
+        {"txt": ["a"], "label": [1]},
+        r"has no column 'text'; did you mean 'txt'\? \(it has: txt, label\); set data\.text_columns",
+    ),
     ({"text": ["a"], "lable": [1]}, r"has no column 'label'"),
     ({"text": ["a", ""], "label": [1, 0]}, "row 2: text is empty"),
     ({"text": ["a", " \n"], "label": [1, 0]}, "row 2: text is empty"),
@@ -113,10 +116,13 @@ def test_invalid_rows_can_be_dropped_from_training_and_validation_and_are_counte
     training, validation = summary.report()["dropped"]
     assert training == {
         "source": "data.train_file: bad.csv", "rows": 20, "dropped": 3,
-        "first": ["row 5: text is empty", "row 6: text is empty", "row 10: text is empty"],
+        "first": ["row 5, headers not counted: text is empty", "row 6: text is empty", "row 10: text is empty"],
     }  # fmt: skip
     assert (validation["source"], validation["dropped"]) == ("data.eval_file: eval.csv", 1)
-    assert "3 of 20 rows of data.train_file: bad.csv (row 5: text is empty, row 6" in summary.lines()["dropped"]
+    shown = (
+        "3 of 20 rows of data.train_file: bad.csv (row 5, headers not counted: text is empty, row 6: text is empty, "
+    )
+    assert shown in summary.lines()["dropped"]
 
 
 def test_a_held_out_fraction_is_of_the_valid_rows_and_all_invalid_rows_are_listed() -> None:
@@ -127,7 +133,7 @@ def test_a_held_out_fraction_is_of_the_valid_rows_and_all_invalid_rows_are_liste
     assert (len(train), len(held)) == (7, 3)
     assert sorted([*train["text_1"], *held["text_1"]]) == sorted(rows["text"][::2])
     assert [entry["dropped"] for entry in summary.report()["dropped"]] == [10]
-    with pytest.raises(DataError, match=r"bad\.csv: 10 of 20 .* \(row 2: .*, row 20: [^…]*\); every .*drop"):
+    with pytest.raises(DataError, match=r"bad\.csv: 10 of 20 .* \(row 2, .*, row 20: [^…]*\); every .*drop"):
         load_samples(dataclasses.replace(config, on_invalid="stop"), Classification())
     name = save({"text": ["", ""], "label": [0, 1]}, "none.csv")
     with pytest.raises(DataError, match=r"2 of 2 rows are invalid .*; use a file with valid rows"):
@@ -326,5 +332,5 @@ def test_classes_include_those_that_only_held_out_rows_have() -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_a_bad_row_is_numbered_as_in_the_file_despite_held_out_rows(seed: int) -> None:
     name = save({"text": ["a", "b", "c", "d", " ", "f"], "label": [0, 1] * 3}, "a.csv")
-    with pytest.raises(DataError, match=r"^data\.train_file: a\.csv, row 5: text is empty"):
+    with pytest.raises(DataError, match=r"^data\.train_file: a\.csv, row 5, headers not counted: text is empty"):
         load_samples(files(name, eval_fraction=0.5, seed=seed), Classification())

@@ -3,6 +3,7 @@ held-out fractions, and truncated text pairs."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from datetime import date
 from decimal import Decimal
@@ -17,6 +18,7 @@ import pytest
 from datasets import ClassLabel, Dataset, Features, List, Value
 
 from composer_speedups.core.errors import DataError
+from composer_speedups.data.file_checks import check_data_files
 from composer_speedups.data.loader import build_data
 from composer_speedups.data.reader import load_rows
 from composer_speedups.data.sources import load_samples
@@ -106,6 +108,42 @@ def test_comments_and_blank_lines_of_conll_files_are_skipped(read: Reader) -> No
     assert read("a.conll", TokenClassification()) == expected
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("suffix", ["csv", "tsv", "jsonl", "parquet"])
+def test_named_columns_are_checked_up_front_as_they_are_when_rows_are_read(suffix: str) -> None:
+    name, cut = f"a.{suffix}", f"cut.{suffix}"
+    save(ROWS, name)
+    save({key: values[:0] for key, values in ROWS.items()}, cut)
+    if suffix == "jsonl":
+        Path(cut).write_text("\n")
+    for text, label in itertools.product([["text"], ["txt"]], ["label", "lable"]):
+        config = files(name, name, text_columns=text, label_column=label)
+        if (text, label) == (["text"], "label"):
+            check_data_files(config)
+            continue
+        with pytest.raises(DataError) as late:
+            load_samples(config, Classification(text_columns=text, label_column=label))
+        with pytest.raises(DataError) as early:
+            check_data_files(config)
+        assert str(early.value) == str(late.value)
+        assert "did you mean 'text'?" in str(early.value) or "did you mean 'label'?" in str(early.value)
+        check_data_files(files(cut, text_columns=text, label_column=label))  # it has no rows, which is another error
+
+
+@pytest.mark.exhaustive
+def test_rows_of_jsonl_may_lack_keys_and_unread_columns_are_not_looked_for() -> None:
+    Path("a.jsonl").write_text('{"note": 1}\n{"text": "a", "label": 0}\n')
+    check_data_files(files("a.jsonl", label_column="label", text_columns=["text"]))
+    save({"one": ["a"], "two": ["b"], "not": ["c"]}, "pairs.csv")
+    save({"one": ["a"], "two": ["b"], "score": ["1"]}, "scores.csv")
+    pairs: dict[str, Any] = {"text_columns": ["one", "two", "not"], "label_column": "score"}
+    check_data_files(files("pairs.csv", "scores.csv", **pairs), training_labels=False)
+    with pytest.raises(DataError, match=r"pairs\.csv has no column 'score'"):
+        check_data_files(files("pairs.csv", "scores.csv", **pairs))
+    with pytest.raises(DataError, match=r"data\.eval_file: pairs\.csv has no column 'score'"):
+        check_data_files(files("pairs.csv", "pairs.csv", **pairs), training_labels=False)
+
+
 @both
 def test_a_pattern_reads_all_matching_files(read: Reader) -> None:
     Path("parts").mkdir()
@@ -124,11 +162,11 @@ def test_a_pattern_reads_all_matching_files(read: Reader) -> None:
 def test_files_of_a_pattern_must_have_the_columns_and_rows_are_numbered_through() -> None:
     save({"text": ["a"] * 6, "label": [0, 1] * 3}, "part-0.csv")
     save({"text": ["x", ""], "label": [0, 0]}, "part-1.csv")
-    with pytest.raises(DataError, match=r"data\.train_file: part-\*\.csv, row 8: text is empty"):
+    with pytest.raises(DataError, match=r"data\.train_file: part-\*\.csv, row 8, headers not counted: text is empty"):
         in_memory("part-*.csv")
     save({"texts": ["x"], "label": [3]}, "part-1.csv")
     with pytest.raises(
-        DataError, match=r"part-1\.csv has no column 'text' \(it has: texts, label\); set data\.text_col"
+        DataError, match=r"part-1\.csv has no column 'text'; did you mean 'texts'\? \(it has: texts, label\); set"
     ):
         in_memory("part-*.csv")
 
@@ -287,11 +325,11 @@ def test_missing_labels_are_refused_although_a_class_is_called_none() -> None:
             in_memory(save(rows, name), task)
     with pytest.raises(
         DataError,
-        match=r"a\.csv: 2 of 4 .* \(row 2: label is empty, row 4: .* empty\); .* None, yes .*",
+        match=r"a\.csv: 2 of 4 .* \(row 2, headers not counted: label is empty, row 4: .* empty\); .* None, yes .*",
     ):
         in_memory("a.csv")
     many: Rows = {"text": ["a"] * 3000, "label": ["", "no", "yes"] * 1000}
-    with pytest.raises(DataError, match=r"e\.csv: 1,000 of 3,000 .* \(row 1: .*, row 28: [^,]*, …\); it"):
+    with pytest.raises(DataError, match=r"e\.csv: 1,000 of 3,000 .* \(row 1, .*, row 28: [^,]*, …\); it"):
         in_memory(save(many, "e.csv"))
 
 
@@ -390,7 +428,7 @@ def test_configuration_and_revision_reach_the_hub(monkeypatch: pytest.MonkeyPatc
         calls.append((args, kwargs))
         return Dataset.from_dict(ROWS)
 
-    monkeypatch.setattr("composer_speedups.data.reader.load_dataset", load_dataset)
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
     load_samples(DataConfig(hub_name="a/b", hub_config="c", hub_revision="v2", eval_split=None), Classification())
     assert calls == [(("a/b", "c"), {"split": "train", "revision": "v2", "streaming": False})]
 

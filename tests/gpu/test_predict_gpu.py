@@ -10,6 +10,7 @@ import pytest
 
 from composer_speedups.data.builtin import builtin_samples
 from composer_speedups.data.sources import labelled_samples
+from composer_speedups.data.summary import DataSummary
 from composer_speedups.predict.model import FinishedModel
 from tests.helpers.jobs import run
 
@@ -26,7 +27,7 @@ def test_metrics_are_those_of_the_cpu(task: str) -> None:
 
     def metrics(**where: str) -> dict[str, float]:
         model = FinishedModel.load(Path("runs/done/model"), evaluates=True, **where)
-        return model.evaluate(labelled_samples(rows, {}, "rows", model.task), 16)
+        return model.evaluate(labelled_samples(rows, {}, "rows", model.task, DataSummary()), 16)
 
     expected = metrics(device="cpu")
     assert len(expected) >= 2

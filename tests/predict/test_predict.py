@@ -15,6 +15,7 @@ import pyarrow.csv
 import pyarrow.parquet
 import pytest
 import torch
+from datasets.fingerprint import Hasher
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
 
 from composer_speedups.core.errors import ConfigError, DataError
@@ -526,6 +527,31 @@ def check_evaluation(task: str, capsys: pytest.CaptureFixture[str], *more: str) 
     assert evaluated(printed) == pytest.approx(expected, rel=1e-3, abs=1e-3), "padded then, unpadded now"
     main(["runs/done/model", "input=train.jsonl", "evaluate=true"])
     assert evaluated(capsys.readouterr().out) != pytest.approx(expected, rel=1e-3, abs=1e-3)
+
+
+@pytest.mark.exhaustive
+def test_evaluate_leaves_invalid_rows_out_and_counts_them(
+    finished: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed: list[Any] = []
+    monkeypatch.setattr(Hasher, "update", lambda self, value: hashed.append(value))
+    valid = [(text, "positive" if i % 3 else "negative") for i, text in enumerate(TEXTS[:6])]
+    invalid = [("", "positive"), ("fine", ""), ("fine", "so")]
+    for name, samples in {"valid.csv": valid, "all.csv": [valid[0], *invalid, *valid[1:]]}.items():
+        with open(name, "w", newline="") as file:
+            csv.writer(file).writerows([("text", "label"), *samples])
+    main([str(finished), "--input", "valid.csv", "--evaluate"])
+    whole = capfd.readouterr()
+    assert "valid.csv: 6 rows\n" in whole.out
+    assert "invalid" not in whole.err
+    main([str(finished), "--input", "all.csv", "--evaluate"])
+    printed = capfd.readouterr()
+    assert "all.csv: 9 rows, 3 of them left out\n" in printed.out
+    assert evaluated(printed.out) == evaluated(whole.out)
+    first = "row 2, headers not counted: text is empty, row 3: label is empty, row 4: label is 'so'"
+    assert f"input: all.csv: 3 of 9 rows are invalid ({first})" in printed.err
+    assert "; the metrics leave out such rows\n" in printed.err
+    assert not any(map(callable, hashed)), "datasets would hash what the function refers to: the model"
     assert not list(Path().glob("*predictions*"))
 
 

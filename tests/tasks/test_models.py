@@ -199,8 +199,11 @@ def test_a_folder_without_a_tokenizer_is_refused(family: Any) -> None:
 
 
 def test_a_name_that_cannot_be_loaded_is_not_answered_with_another_vocabulary() -> None:
-    fix = "use a local folder, or random weights and a tokenizer trained for them: model.init=random model.size=tiny"
-    with pytest.raises(ConfigError, match=rf"^model\.name: 'no/such' cannot be loaded .*; {fix} data\.tokenizer=word"):
+    fix = (
+        r"use model\.name=minilm .*, a local folder, or random weights: model\.init=random .* data\.tokenizer=wordpiece"
+    )
+    rate = r"optimizer\.lr=1e-3, since the learning rate of a recipe is for pretrained weights$"
+    with pytest.raises(ConfigError, match=rf"^model\.name: 'no/such' cannot be loaded .*, {fix} {rate}"):
         load_tokenizer(DataConfig(), "no/such", None)
 
 

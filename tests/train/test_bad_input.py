@@ -150,6 +150,9 @@ try:
 except UserError as error:
     print(error, "torch" in sys.modules, "datasets" in sys.modules)
 """
+COLUMN = (
+    "data.train_file: a.csv has no column 'lable'; did you mean 'label'? (it has: text, label); set data.label_column"
+)
 
 
 @pytest.mark.parametrize(
@@ -158,11 +161,12 @@ except UserError as error:
         ("train.application", ["data.train_file=none.csv"], "data.train_file: none.csv (relative to /"),
         ("train.application", ["data.train_file=no-*.csv"], "data.train_file: there is no file no-*.csv"),
         ("train.application", ["data.train_file=a.csv", "model.name=./none"], "model.name: ./none (relative to /"),
+        ("train.application", ["data.train_file=a.csv", "data.label_column=lable"], COLUMN),
         ("predict.__main__", ["done", "input=none.csv"], "input: none.csv (relative to /"),
         ("predict.__main__", ["none", "input=a.csv"], "RUN: none (relative to /"),
     ],
 )
-def test_missing_files_are_noticed_before_imports(program: str, arguments: list[str], message: str) -> None:
+def test_missing_files_and_columns_are_noticed_before_imports(program: str, arguments: list[str], message: str) -> None:
     Path("a.csv").write_text("text,label\na,b\n")
     Path("done").mkdir()
     Path("done/task.json").touch()

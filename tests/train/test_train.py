@@ -128,7 +128,7 @@ def test_conflicts_and_bad_data_are_refused_before_a_model_is_built(monkeypatch:
         run("algorithms.tf32_matmul={}", "trainer.device=cpu")
     assert not Path("runs").exists()
     Path("bad.csv").write_text("text,label\nfine,1\nwrong,0\nlate,0.5\n")
-    with pytest.raises(DataError, match=r"bad\.csv, row 3: label is '0\.5'"):
+    with pytest.raises(DataError, match=r"bad\.csv, row 3, headers not counted: label is '0\.5'"):
         run("data.source=files", "data.train_file=bad.csv")
 
 
@@ -161,7 +161,10 @@ def test_with_warn_a_run_continues_and_reports_what_did_not_engage() -> None:
     entry = report["algorithms"]["tf32_matmul"]
     assert entry["engaged"] is False
     assert "CUDA GPU" in entry["evidence"]["unavailable"]
-    assert "NOT engaged" in summary_table(report, "runs/quickstart")
+    reason = (
+        "NOT engaged: TF32 needs a CUDA GPU of compute capability 8.0 or newer, and this run is on the cpu; remove the"
+    )
+    assert reason in summary_table(report, "runs/quickstart")
 
 
 def test_a_run_without_validation_and_callbacks_writes_a_report() -> None:
