@@ -30,10 +30,9 @@ from benchmarks.rows import Row, describe_errors, point_of
 from benchmarks.table_file import Table
 from benchmarks.tables import committed
 from composer_speedups.core.files import write_atomically
+from composer_speedups.train.plot import CHART_STYLE, INK
 
-_BLUE, _RED, _GREY, _INK = "#2b7bba", "#c44e52", "#909090", "#767676"
-_TEXTS = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
-_STYLE: Any = {**dict.fromkeys(_TEXTS, _INK), "savefig.transparent": True}
+_BLUE, _RED, _GREY = "#2b7bba", "#c44e52", "#909090"
 _COLOURS = (_RED, _BLUE, "#3a923a", "#8c564b")
 _DIGEST = "Rows"  # key of the PNG's text that identifies the rows it shows
 _MEASURES = {
@@ -127,7 +126,7 @@ def _bars(axes: Axes, rows: Sequence[Row], measure: str, first: str) -> None:
         axes.barh(place, median, color=_GREY if row["configuration"] == first else _BLUE, height=0.62)
         if value["min"] < value["max"]:
             spread = [[median - value["min"]], [value["max"] - median]]
-            axes.errorbar(median, place, xerr=spread, color=_INK, capsize=3, linewidth=1.0)
+            axes.errorbar(median, place, xerr=spread, color=INK, capsize=3, linewidth=1.0)
         text = f"{median:.1f}" if measure == "process_seconds" else f"{median:,.0f}"
         if base is not None and row["configuration"] != first:
             text += f"  ×{base / median if measure == 'process_seconds' else median / base:.2f}"
@@ -202,7 +201,7 @@ def draw(kind: str, rows: Sequence[Row], path: Path) -> None:
     """Write a PNG that contains :func:`_digest_of` its rows."""
     draws = {"waterfall": waterfall, "losses": loss_curves}
     image = io.BytesIO()
-    with rc_context(_STYLE):
+    with rc_context(CHART_STYLE):
         figure = draws[kind](rows) if kind in draws else configuration_bars(rows, _MEASURES[kind])
         figure.savefig(image, format="png", metadata={_DIGEST: _digest_of(rows, _MEASURES[kind])})
     write_atomically(path, image.getvalue())

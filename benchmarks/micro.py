@@ -1,8 +1,8 @@
-"""python -m benchmarks.micro [rows=128] [longest=256] [hidden=768] [heads=12] [dropout=0.1]
+"""python -m benchmarks.micro [rows=128] [longest=256] [hidden=768] [heads=12] [dropout=0.1] [rank=8]
 
 Times each kernel of fused_layers separately in bf16, compared with PyTorch's operators for the same work, and with the
 time to read its inputs and write its outputs once at the rate of a large copy. The rows have the lengths of IMDB's
-reviews. Prints Markdown, and appends a row to benchmarks/results/<gpu>/micro.jsonl.
+reviews; ``rank`` is that of LoRA adapters. Prints Markdown, and appends a row to benchmarks/results/<gpu>/micro.jsonl.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ class Shape(Settings):
     hidden: int = Field(768, ge=1)
     heads: int = Field(12, ge=1)
     dropout: float = Field(0.1, ge=0, lt=1)
+    rank: int = Field(8, ge=1, le=16)
 
 
 class Case(NamedTuple):
@@ -143,6 +144,7 @@ def copied_per_microsecond(size: int = 2**30) -> float:
 def cases(shape: Shape) -> list[Case]:
     from composer_speedups.kernels.attention import attention_backward, attention_forward
     from composer_speedups.kernels.gelu import gelu_backward, gelu_forward
+    from composer_speedups.kernels.narrow import gelu_backward_narrow, gelu_narrow, narrow_products
     from composer_speedups.kernels.norm import add_norm_backward, add_norm_forward
 
     longest, hidden, heads, dropout = shape.longest, shape.hidden, shape.heads, shape.dropout
@@ -178,6 +180,13 @@ def cases(shape: Shape) -> list[Case]:
 
     leaf = up.clone().requires_grad_()
     normed, activated = plain_norm(), F.gelu(leaf)
+    z, z_qkv = random(tokens, shape.rank), random(tokens, 3 * shape.rank)
+    on_qkv, on_up = random(3 * hidden, 3 * shape.rank), random(4 * hidden, shape.rank)
+
+    def gelu_backward_and_products() -> Any:
+        d_x = torch.autograd.grad(activated, leaf, d_up, retain_graph=True)[0]
+        return d_x, d_x @ on_up, d_x.t() @ z, z.t() @ F.gelu(up)
+
     return [
         Case("attention", lambda: attention_forward(qkv, cu, longest, heads, dropout, seed),
              lambda: flash(q, k, v, cu, cu, longest, longest, dropout, False, False), 4 * unit, products),
@@ -189,6 +198,12 @@ def cases(shape: Shape) -> list[Case]:
         Case("gelu", lambda: gelu_forward(up), lambda: F.gelu(up), 8 * unit),
         Case("gelu_backward", lambda: gelu_backward(d_up, up),
              lambda: (torch.autograd.grad(activated, leaf, d_up, retain_graph=True)[0].sum(0), F.gelu(up)), 16 * unit),
+        Case("adapters_qkv_backward", lambda: narrow_products(qkv, z_qkv, on_qkv, turned=True),
+             lambda: (qkv @ on_qkv, qkv.t() @ z_qkv), 3 * unit),
+        Case("adapters_input_backward", lambda: narrow_products(x, z_qkv), lambda: z_qkv.t() @ x, unit),
+        Case("gelu_with_adapter", lambda: gelu_narrow(up, on_up), lambda: F.gelu(up) @ on_up, 8 * unit),
+        Case("gelu_backward_with_adapters", lambda: gelu_backward_narrow(d_up, up, z, on_up, z),
+             gelu_backward_and_products, 12 * unit),
     ]  # fmt: skip
 
 

@@ -492,8 +492,13 @@ def ms_by_kind(row: Row) -> dict[str, float]:
 
 
 def call(name: str, count: int | str = 1) -> list[str]:
-    """The rows of a table's last committed calls, one table each: failed ones too, without what random weights say."""
+    """The rows of a table's last committed calls, one table each: failed ones too, without what random weights say.
+
+    If there are none, a sentence says so.
+    """
     rows = committed(name)
+    if not rows:
+        return [f"Not measured yet: `python -m benchmarks.run {Path(name).name}` does it."]
     lines: list[str] = []
     for when in sorted({row["call"] for row in rows})[-int(count) :]:
         one = [row for row in rows if row["call"] == when]

@@ -16,7 +16,8 @@ The keys, with the fastest values that were found as defaults:
 - ``peer.one_product`` (true): Query, key and value are one matmul.
 - ``peer.bf16_layernorm`` (true): LayerNorm returns bf16, where autocast would make it float32.
 
-On a CPU, attention runs text by text. The model must be a BertForSequenceClassification.
+On a CPU, attention runs text by text. The model must be a BertForSequenceClassification, or an
+EsmForSequenceClassification with rotary positions, such as ESM-2.
 """
 
 from __future__ import annotations
@@ -31,9 +32,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
-from transformers import BertForSequenceClassification
+from transformers import BertForSequenceClassification, EsmForSequenceClassification
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
+from transformers.models.esm.modeling_esm import apply_rotary_pos_emb
 
 from benchmarks.peers.bare_loop import Loop
 from benchmarks.peers.job import build_job, plan_of, read_arguments, set_attention
@@ -74,9 +76,7 @@ def main(arguments: list[str]) -> None:
         torch.set_num_threads(1)  # waking threads takes longer than flattening a batch
     with RunFolder(config) as folder:
         job = build_job(config, on_gpu=on_gpu)
-        if not isinstance(job.model.model, BertForSequenceClassification):
-            kind = type(job.model.model).__name__
-            raise ConfigError(f"model.name: the flattened loop trains BertForSequenceClassification only, not {kind}")
+        check_model(job.model.model)
         set_attention(job.model, ATTENTION)
         prepare(job.model.model, flags)
         model = job.model.to(torch_device(device))
@@ -96,11 +96,19 @@ def main(arguments: list[str]) -> None:
         meter.write(folder, "flattened_loop", evidence)
 
 
-def prepare(model: BertForSequenceClassification, flags: Flags) -> None:
+def check_model(model: Any) -> None:
+    """Raise ConfigError for a model that the loop does not train."""
+    if isinstance(model, EsmForSequenceClassification) and model.config.position_embedding_type != "rotary":
+        raise ConfigError("model.name: the flattened loop trains ESM with rotary positions only, such as ESM-2")
+    if not isinstance(model, (BertForSequenceClassification, EsmForSequenceClassification)):
+        kinds = "BertForSequenceClassification and EsmForSequenceClassification"
+        raise ConfigError(f"model.name: the flattened loop trains {kinds} only, not {type(model).__name__}")
+
+
+def prepare(model: Any, flags: Flags) -> None:
     """Change a model's layers as the flags say; parameters keep their values."""
     if flags.one_product:
-        layers: Any = model.bert.encoder.layer
-        for layer in layers:
+        for layer in model.base_model.encoder.layer:
             layer.attention.self = SelfAttention(layer.attention.self)
     if flags.bf16_layernorm:
         for module in model.modules():
@@ -109,11 +117,12 @@ def prepare(model: BertForSequenceClassification, flags: Flags) -> None:
 
 
 class SelfAttention(nn.Module):
-    """BertSelfAttention with one matmul for query, key and value."""
+    """The self-attention of BERT or ESM with one matmul for query, key and value."""
 
     def __init__(self, stock: Any) -> None:
         super().__init__()
-        self.config, self.scaling, self.dropout = stock.config, stock.scaling, stock.dropout
+        self.config = stock.config
+        self.rate: float = getattr(stock.dropout, "p", stock.dropout)  # BERT has a module, ESM a number
         self.heads, self.size = stock.num_attention_heads, stock.attention_head_size
         products = [stock.query, stock.key, stock.value]
         self.qkv = nn.Linear(products[0].in_features, 3 * products[0].out_features)
@@ -121,11 +130,19 @@ class SelfAttention(nn.Module):
             self.qkv.weight.copy_(torch.cat([product.weight for product in products]))
             self.qkv.bias.copy_(torch.cat([product.bias for product in products]))
 
-    def forward(self, hidden_states: Tensor, attention_mask: Any = None, **kwargs: Any) -> tuple[Tensor, None]:
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Any = None,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
         heads = self.qkv(hidden_states).unflatten(-1, (3, self.heads, self.size))
         query, key, value = (x.transpose(1, 2) for x in heads.unbind(-3))
-        dropout = self.dropout.p if self.training else 0.0
-        out, _ = varlen_attention(self, query, key, value, attention_mask, dropout, self.scaling, **kwargs)
+        if position_embeddings is not None:
+            query, key = apply_rotary_pos_emb(query, key, *position_embeddings, unsqueeze_dim=1)
+        dropout, scaling = self.rate if self.training else 0.0, self.size**-0.5
+        out, _ = varlen_attention(self, query, key, value, attention_mask, dropout, scaling, **kwargs)
         return out.flatten(2), None
 
 
@@ -137,8 +154,9 @@ class AutocastLayerNorm(nn.LayerNorm):
             return super().forward(x)
         dtype = torch.get_autocast_dtype(x.device.type)
         with torch.autocast(x.device.type, enabled=False):
-            weight, bias = self.weight.to(dtype), self.bias.to(dtype)
-            return F.layer_norm(x.to(dtype), self.normalized_shape, weight, bias, self.eps)
+            weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
+            # The residual stream of a pre-norm model is float32, and is not rounded before its norms.
+            return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps).to(dtype)
 
 
 class FlattenedLoop(Loop):
@@ -277,12 +295,30 @@ def classify(model: Any, flat: Flat) -> tuple[Tensor, Tensor]:
     """Return the mean cross entropy and the logits (B, classes)."""
     starts = flat.starts
     ids, types, positions = flat.tokens[:3, None, :-1].unbind(0)
-    hidden = model.bert(
-        input_ids=ids, token_type_ids=types, position_ids=positions, starts=starts, longest=flat.longest
-    ).last_hidden_state
-    first = hidden.squeeze(0).index_select(0, starts[:-2])
-    logits = model.classifier(model.dropout(model.bert.pooler(first.unsqueeze(1))))
+    inputs: dict[str, Any] = {"position_ids": positions, "starts": starts, "longest": flat.longest}
+    if model.base_model_prefix == "esm":
+        inputs["inputs_embeds"] = embedded_proteins(model.esm.embeddings, ids, starts)
+    else:
+        inputs |= {"input_ids": ids, "token_type_ids": types}
+    hidden = model.base_model(**inputs).last_hidden_state
+    first = hidden.squeeze(0).index_select(0, starts[:-2]).unsqueeze(1)
+    if model.base_model_prefix == "bert":
+        first = model.dropout(model.bert.pooler(first))
+    logits = model.classifier(first)
     return F.cross_entropy(logits, flat.labels), logits
+
+
+def embedded_proteins(embeddings: Any, ids: Tensor, starts: Tensor) -> Tensor:
+    """Embed ids (1, T) as EsmEmbeddings does, which scales each text by its share of masked tokens."""
+    embedded = embeddings.word_embeddings(ids)
+    if embeddings.token_dropout:
+        masked = ids == embeddings.mask_token_id
+        masked_before = F.pad(masked.squeeze(0).cumsum(0), (1, 0)).index_select(0, starts)
+        share = masked_before.diff() / starts.diff()
+        text = torch.bucketize(torch.arange(ids.shape[1], device=ids.device), starts[1:], right=True)
+        scale = (1 - 0.15 * 0.8) / (1 - share)  # relative to the share in ESM's pre-training
+        embedded = embedded.masked_fill(masked.unsqueeze(-1), 0.0) * scale.index_select(0, text).unsqueeze(-1)
+    return embedded if embeddings.layer_norm is None else embeddings.layer_norm(embedded)
 
 
 def varlen_attention(

@@ -27,7 +27,7 @@ from composer_speedups.core.errors import ConfigError, UserError, did_you_mean
 
 __all__ = [
     "DURATION_UNITS", "ComposerTime", "FileName", "InvalidSettingError", "Origins", "Settings", "doc_of", "fields_of",
-    "help_lines", "key_line", "keys_help", "keys_of", "leaf_types", "refuse_if", "section_of",
+    "help_lines", "key_line", "keys_help", "keys_of", "leaf_types", "refuse_if", "section_of", "time_units",
 ]  # fmt: skip
 
 DURATION_UNITS = ("ep", "ba", "sp", "tok")  # units of Composer's time strings
@@ -181,6 +181,12 @@ def keys_of(cls: type[Settings], prefix: str = "") -> Iterator[tuple[str, FieldI
         yield prefix + name, field, cls
         if (section := section_of(field)) is not None:
             yield from keys_of(section, f"{prefix}{name}.")
+
+
+def time_units(field: FieldInfo) -> tuple[str, ...]:
+    """The units of a field that is a :class:`ComposerTime`; empty for another field."""
+    units: tuple[str, ...] = _bounds(field).get("units", ())
+    return units
 
 
 def doc_of(cls: Any, name: str) -> str:

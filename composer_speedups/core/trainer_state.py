@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from composer_speedups.kernels.autocast import autocast_dtype
+
 if TYPE_CHECKING:
     from composer.core import State
     from composer.devices import Device
 
 __all__ = [
     "any_rank",
-    "autocast_dtype",
     "close_host_group",
     "compute_dtype",
     "device_of",
@@ -182,11 +183,6 @@ def max_over_ranks(device: Device, number: int) -> int:
 def any_rank(device: Device, here: bool) -> bool:
     """Whether ``here`` is true on any rank, so that all ranks continue in the same way. Collective."""
     return bool(max_over_ranks(device, int(here)))
-
-
-def autocast_dtype(device_type: str, otherwise: torch.dtype) -> torch.dtype:
-    """The dtype of autocast on a device type; ``otherwise`` if autocast is off."""
-    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else otherwise
 
 
 def compute_dtype(state: State) -> torch.dtype:

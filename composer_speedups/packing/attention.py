@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.modeling_utils import AttentionInterface
 
+from composer_speedups.kernels.autocast import to_autocast_dtype
 from composer_speedups.kernels.compiler import missing_c_compiler
 from composer_speedups.packing.tokens import TokenLayout, gather_tokens, scatter_tokens
 
@@ -125,6 +126,8 @@ def unpadded_attention(
         attend = module.config.padded_attention()  # type: ignore[operator, union-attr]
         return attend(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)  # type: ignore[no-any-return]
     window = None if sliding_window is None else sliding_window - 1  # the largest distance on either side
+    # the operators below are not in autocast's lists, and float32 rotary angles leave queries and keys in float32
+    query, key, value = (to_autocast_dtype(x) for x in (query, key, value))
     heads = query.shape[1]
     if key.shape[1] != heads:
         key, value = (x.repeat_interleave(heads // x.shape[1], 1) for x in (key, value))

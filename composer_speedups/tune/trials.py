@@ -20,11 +20,11 @@ from typing import Any
 
 from composer_speedups.callbacks.config import MemoryConfig, ThroughputConfig
 from composer_speedups.core.errors import TechniqueError, UserError
-from composer_speedups.core.registry import build_techniques
+from composer_speedups.core.registry import build_techniques, technique_class
 from composer_speedups.core.requirements import Context
-from composer_speedups.core.settings import Origins
+from composer_speedups.core.settings import Origins, fields_of, time_units
 from composer_speedups.core.subprocesses import kill_process_group
-from composer_speedups.core.technique import screen
+from composer_speedups.core.technique import Technique, screen
 from composer_speedups.data.loader import build_data
 from composer_speedups.tasks.models import resolve_name
 from composer_speedups.tasks.task import build_task, checked_task
@@ -103,6 +103,27 @@ class OriginalRun:
             return str(error).removeprefix("config: ")
         return None
 
+    def with_shares(self, algorithms: Algorithms) -> dict[str, Any]:
+        """Express techniques' times, such as ``start: 1ep``, as shares of the planned run, which hold in a trial, too.
+
+        Times remain as they are if they cannot be shares, lie behind the end, or the run is planned in tokens, whose
+        number per batch is not known before a trial.
+        """
+        return {
+            name: {key: self._share(technique_class(name), key, value) for key, value in settings.items()}
+            for name, settings in algorithms.items()
+        }
+
+    def _share(self, technique: type[Technique], key: str, value: Any) -> Any:
+        field = fields_of(technique).get(key)
+        time = re.fullmatch(r"(\d+)(ba|ep)", str(value))
+        planned_in_tokens = self.config.trainer.max_duration.endswith("tok")
+        if field is None or "dur" not in time_units(field) or time is None or planned_in_tokens:
+            return value
+        batches = int(time[1]) * (self.batches_per_epoch if time[2] == "ep" else 1)
+        share = batches / self.planned_steps(Outcome("ok"))
+        return f"{share:.6f}dur" if 0 < share <= 1 else value
+
     def measure(self, algorithms: Algorithms, *, steps: int, timeout: float, batch_size: int | None = None) -> Outcome:
         """Train ``steps`` steps with these techniques in a child process that is killed soon after ``timeout`` seconds.
 
@@ -111,7 +132,7 @@ class OriginalRun:
         """
         with tempfile.TemporaryDirectory(prefix="tune-") as name:
             folder = Path(name)
-            trial = trial_config(self.config, algorithms, steps, folder, batch_size)
+            trial = trial_config(self.config, self.with_shares(algorithms), steps, folder, batch_size)
             save_config(trial, folder / "trial.yaml", credentials=True)  # a folder that other users cannot read
             caches = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
             started = time.monotonic()

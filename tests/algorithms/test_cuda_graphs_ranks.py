@@ -95,8 +95,8 @@ def technique_on_ddp(microbatches: int, segments: int, frozen_after: int | None 
     model, rows = tiny_bert(), SAME[:microbatches]
     shared = ddp_of(model)
     technique: Any = CUDAGraphs()
-    technique._calls = calls = graphed(model, segments=segments)
-    technique.engaged, technique.in_force, calls.eager_first = True, True, 1
+    technique._watch_over(calls := graphed(model, segments=segments))
+    technique.engaged = technique.in_force = True
     state: Any = SimpleNamespace(model=shared, algorithms=[])
     logger: Any = InMemoryLogger()
 

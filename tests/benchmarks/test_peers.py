@@ -12,6 +12,7 @@ import torch
 
 from benchmarks.peers import bare_loop, flattened_loop, stock_composer
 from benchmarks.peers.job import plan_of, read_arguments
+from benchmarks.proteins import write_proteins
 from composer_speedups import EmptyCache
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.data.builtin import builtin_reviews
@@ -70,6 +71,22 @@ def test_peers_train_the_same_steps_and_report_the_same_keys(overrides: list[str
         assert report["training"] | {"microbatch_size": 8} == ours["training"]
         assert report["memory"]["peak_gib"] > 0
         assert report["wall_seconds"] > 0
+
+
+@pytest.mark.exhaustive
+def test_peers_train_the_same_steps_of_esm(tmp_path: Path) -> None:
+    """Of a small model on generated proteins, some of which are cut off and some padded."""
+    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    write_proteins(tmp_path, 48, **shape)
+    job = [f"model.name={tmp_path}", "model.size=null", "model.init=random", "data.source=files", "data.tokenizer=null"]
+    job += [f"data.train_file={tmp_path}/train.parquet", "data.eval_samples=null"]
+    job += ["trainer.max_duration=3ba", "data.max_length=256"]
+    ours, expected = run(*JOB, *job), losses_of_ours()
+    assert ours["throughput"]["padding_fraction"] > 0
+    for module in (flattened_loop, hf_trainer):
+        report = peer(module, *job)
+        torch.testing.assert_close(report["losses"], expected, atol=6e-5, rtol=0)
+        assert report["training"] | {"microbatch_size": 8} == ours["training"]
 
 
 @pytest.mark.exhaustive

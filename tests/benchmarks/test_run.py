@@ -203,7 +203,8 @@ TABLES = [path.stem for path in sorted((ROOT / "benchmarks" / "tables").glob("*.
 )
 def test_every_configuration_of_the_repositorys_tables_is_valid(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its keys, and that its techniques go together; a GPU is assumed."""
-    monkeypatch.setenv("IMDB_DIR", "imdb")
+    for folder in ("IMDB_DIR", "PROTEINS_DIR"):
+        monkeypatch.setenv(folder, "folder")
     read = read_table(ROOT / "benchmarks" / "tables" / f"{name}.yaml")
     for configuration in {configuration.name: configuration for configuration in configurations_of(read)}.values():
         read_config = read_arguments if configuration.peer else read_command_line

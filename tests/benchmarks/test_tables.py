@@ -280,3 +280,8 @@ def test_a_call_is_shown_with_its_failures_and_its_scaling(monkeypatch: pytest.M
     ]
     assert tables.call("scaling", 2)[2:4] == ["| 1 GPU, a | 1.0 | 1.00 | 2.0 | 3.0 |", ""]
     assert tables.call("scaling", 2)[6:] == tables.call("scaling")
+
+
+def test_a_table_without_rows_says_how_to_measure_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "RESULTS", Path("no-results"))
+    assert tables.call("some-gpu/esm2") == ["Not measured yet: `python -m benchmarks.run esm2` does it."]

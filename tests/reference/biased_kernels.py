@@ -151,6 +151,53 @@ def layers(name: Any) -> None:
         check_slopes(scalar, [leaf, modules.query.weight, modules.up.bias])
 
 
+def frozen_weights() -> None:
+    """Compare the pre-norm layer's wanted gradients with those of a layer that computes all, and count matmuls."""
+    layer: Any = next(iter(repeated_blocks(tiny_model("esm", "tokens").to(DEVICE).train()).values()))
+    family = family_named("esm")
+    assert family is not None
+    assert family.layer_modules is not None
+    modules, tokens = family.layer_modules(layer), sum(LENGTHS)
+    cu = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0)], dtype=torch.int32, device=DEVICE)
+    x, grad, angles = random(tokens, 32), 0.02 * random(tokens, 32), random(tokens, 8).repeat(1, 2)
+    every = dict(layer.named_parameters())
+
+    def gradients(trained: list[str], *, of_input: bool, rotary: bool) -> tuple[dict[str, Tensor | None], int]:
+        """The gradients, and the number of matmuls of the backward pass."""
+        for name, parameter in every.items():
+            parameter.grad = None
+            parameter.requires_grad_(name in trained)
+        leaf = x.clone().requires_grad_(of_input)
+        positions = (angles.cos(), angles.sin()) if rotary else None
+        result = pre_norm_layer(leaf, modules, DropoutRates(0.0, 0.0, 0.0), positions, cu, LONGEST, x.dtype)
+        with patch.object(torch, "mm", side_effect=torch.mm) as mm:
+            result.backward(grad)
+        found: dict[str, Tensor | None] = {name: p.grad for name, p in every.items()}
+        return {"its input": leaf.grad, **found}, mm.call_count
+
+    linears = [name for name, p in every.items() if p.dim() == 2]
+    for rotary in (True, False):
+        exact, all_matmuls = gradients(list(every), of_input=True, rotary=rotary)
+        assert all_matmuls == 8, "two per matmul of the forward pass"
+        choices = {  # what is trained, whether the input has a gradient, and the number of matmuls
+            "all but weights": ([name for name in every if name not in linears], True, 4),
+            "only norms": ([name for name in every if "LayerNorm" in name], False, 4),
+            "only the value": ([name for name in every if ".value." in name], False, 5),
+            "only the query's bias": ([name for name in every if name.endswith("query.bias")], False, 3),
+            "output, up and down": ([n for n in linears if ".self." not in n], False, 6),
+            "nothing": ([], True, 4),
+        }
+        for what, (trained, of_input, least) in choices.items():
+            found, matmuls = gradients(trained, of_input=of_input, rotary=rotary)
+            assert matmuls == least, (what, matmuls)
+            for name, gradient in found.items():
+                wanted = of_input if name == "its input" else name in trained
+                assert (gradient is not None) == wanted, (what, name)
+                if gradient is not None:
+                    torch.testing.assert_close(gradient, exact[name])  # the same kernels
+            print(f"pre-norm layer, rotary {rotary}, {what} trained: agrees")
+
+
 def models(name: Any, *, fused: bool) -> None:
     """Compare the loss and gradients of a whole model with the untouched one's. Its layers share the bias's table."""
     stock = tiny_model(name, "tokens").to(DEVICE).train()
@@ -187,6 +234,7 @@ def main() -> int:
     operators()
     for name in ("mpnet", "jina_embeddings_v3", "esm"):
         layers(name)
+    frozen_weights()
     models("mpnet", fused=False)
     models("mpnet", fused=True)
     models("t5", fused=False)

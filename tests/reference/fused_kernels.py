@@ -310,18 +310,19 @@ def rotations() -> None:
 def check_slopes(scalar: Callable[[], Tensor], leaves: Sequence[Tensor]) -> None:
     """Check that the slope of ``scalar`` along its gradient is the gradient's norm.
 
-    It is not if the backward pass uses other dropout masks than the forward pass.
+    It is not if the backward pass uses other dropout masks than the forward pass. The steps are long, because Triton's
+    attention rounds float32 operands to TF32 on a GPU.
     """
     for leaf, gradient in zip(leaves, torch.autograd.grad(scalar(), leaves), strict=True):
         norm = gradient.norm()
         values = []
         for sign in (1, -1):
             with torch.no_grad():
-                step = sign * 0.02 * gradient / norm
+                step = sign * 0.1 * gradient / norm
                 leaf.add_(step)
                 values.append(scalar())
                 leaf.sub_(step)
-        slope = (values[0] - values[1]) / 0.04
+        slope = (values[0] - values[1]) / 0.2
         assert abs(float(slope / norm) - 1) < 0.01, (slope, norm)
     print("slopes equal the gradients' norms")
 

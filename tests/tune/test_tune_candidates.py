@@ -97,6 +97,20 @@ def test_a_candidate_replaces_conflicting_techniques_but_never_the_recipe() -> N
         apply_candidate(Candidate("x", {"torch_compile": {"scope": "model"}}), {"torch_compile": {}})
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_recipes_that_freeze_weights_join_the_recommended_set_only_if_recipes_are_allowed(device: str) -> None:
+    by_label = {candidate.label: candidate for candidate in candidates_for({}, device)}
+    lora, freezing = by_label["lora"], by_label["layer_freezing"]
+    assert lora.kind == freezing.kind == "recipe"
+    assert forbidden(lora.kind, ["lower_precision"])
+    with_lora = apply_candidate(lora, RECOMMENDED)
+    assert with_lora == {**RECOMMENDED, "lora": {}}, "the fused layers compute the adapters"
+    assert apply_candidate(freezing, RECOMMENDED) == {**RECOMMENDED, "layer_freezing": {}}
+    with pytest.raises(Refused, match=r"LoRA already freezes the layers.*lora is part of the recipe and stays"):
+        apply_candidate(freezing, with_lora)
+    assert not any("sharded_optimizer" in candidate.adds for candidate in by_label.values()), "tune has one process"
+
+
 def test_the_recommended_set_replaces_a_compiled_one() -> None:
     original = load_config(ROOT / "yamls" / "bert_imdb.yaml").algorithms
     (recommended,) = [c for c in candidates_for(original, "cuda") if c.label == "the recommended set"]

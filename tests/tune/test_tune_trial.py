@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from composer_speedups.core.registry import technique_class
 from composer_speedups.core.requirements import Context
 from composer_speedups.train.config.load import load_config
 from composer_speedups.train.config.schema import Config
 from composer_speedups.tune.results import Outcome
 from composer_speedups.tune.trials import OriginalRun, outcome_of, outcome_of_failure, trial_config
 from tests.conftest import ROOT
+from tests.helpers.searches import search
 
 CPU = Context(torch.device("cpu"))
 QUICKSTART = str(ROOT / "yamls" / "quickstart.yaml")
@@ -41,6 +43,40 @@ def test_the_length_of_the_planned_run_is_counted_in_steps() -> None:
     for duration, steps in {"2ep": 50, "7ba": 7, "81sp": 3, "80sp": 2, "5500tok": 6}.items():
         run.config.trainer.max_duration = duration
         assert run.planned_steps(Outcome("ok", tokens_per_step=1000.0)) == steps
+
+
+def test_times_of_techniques_are_the_same_shares_of_a_trial_as_of_the_planned_run() -> None:
+    run = OriginalRun(Config(), CPU)
+    run.batches_per_epoch = 25
+
+    def start(planned: str, given: str) -> str:
+        run.config.trainer.max_duration = planned
+        settings = {"layers": "auto", "start": given, "interval": "5ba"}
+        shares = run.with_shares({"layer_freezing": settings, "lora": {"rank": 4, "targets": ["1ep"]}})
+        assert shares["lora"] == {"rank": 4, "targets": ["1ep"]}, "no times"
+        technique_class("layer_freezing")(**shares["layer_freezing"])  # the settings are valid
+        return shares["layer_freezing"]["start"]
+
+    assert start("4ep", "1ep") == start("100ba", "25ba") == "0.250000dur"
+    assert start("100ba", "4ep") == "1.000000dur"
+    assert start("100ba", "101ba") == "101ba", "which is never reached in the planned run either"
+    assert (start("4ep", "0ep"), start("4ep", "0.3dur"), start("9000tok", "1ep")) == ("0ep", "0.3dur", "1ep")
+
+
+def test_a_trial_divides_batches_into_micro_batches_as_the_original_run() -> None:
+    config = load_config(QUICKSTART, ["trainer.microbatch_tokens=512"])
+    trainer = trial_config(config, {}, 12, Path("folder"), 64).trainer
+    assert (trainer.microbatch_tokens, trainer.on_out_of_memory) == (512, "stop")
+
+
+@pytest.mark.exhaustive
+def test_layers_that_freeze_late_are_measured_in_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    late = ["algorithms.layer_freezing={layers: 1, start: 100ba}", "tune.allow=[recipe]"]
+    searched, _ = search(monkeypatch, ["foreach_optimizer"], *late)
+    original = searched["trials"][0]
+    assert original["algorithms"]["layer_freezing"] == {"layers": 1, "start": "100ba"}, "of 400"
+    froze = original["outcome"]["evidence"]["layer_freezing"]["froze_after_batches"]
+    assert froze == {"embeddings and 1 block": 2}, "of the trial's 8 steps"
 
 
 @pytest.mark.exhaustive

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from composer.core import State
 from pydantic import Field
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from composer_speedups.algorithms.cuda_graphs.functional import apply_cuda_graphs
@@ -55,6 +54,7 @@ class CUDAGraphs(Technique):
     def reset(self) -> None:
         super().reset()
         self._calls: GraphedCalls | None = None
+        self._in_buckets = False  # whether DDP keeps gradients in its buckets
         self._batches = 0  # number of batches that this process trained with the present parameters
 
     def requirements(self, context: Context) -> Iterable[Requirement]:
@@ -66,20 +66,25 @@ class CUDAGraphs(Technique):
         )
 
     def engage(self, state: State) -> dict[str, Any]:
-        self._calls = apply_cuda_graphs(state.model, self.max_graphs)
-        self._calls.on_failure = self._cannot_capture
-        self._calls.pool = torch.cuda.graph_pool_handle()  # Composer runs each backward pass before the next forward
-        self._calls.eager_first = 1  # other techniques observe the first forward pass, which a capture would forbid
+        calls = apply_cuda_graphs(state.model, self.max_graphs)
+        calls.pool = torch.cuda.graph_pool_handle()  # Composer runs each backward pass before the next forward
+        self._watch_over(calls)
         return {"max_graphs": self.max_graphs}
+
+    def _watch_over(self, calls: GraphedCalls) -> None:
+        self._calls = calls
+        calls.on_failure, calls.on_outdated = self._cannot_capture, self._wait_for_buckets
+        calls.eager_first = 1  # other techniques observe the first forward pass, which a capture would forbid
 
     def before_forward(self, state: State) -> None:
         # Release the last batch's autograd graph. It belongs to the main stream, on which nothing can be captured.
         state.outputs, state.loss = None, None  # type: ignore[assignment]  # as before the first batch
         assert self._calls is not None
-        self._calls.accumulate = not isinstance(state.model, DistributedDataParallel)  # DDP needs autograd's hooks
-        if self._calls.forget_outdated():
-            self._batches = 0  # DDP has new buckets
-        self._wait_for_buckets(state.model)
+        ddp = state.model if isinstance(state.model, DistributedDataParallel) else None
+        self._calls.accumulate = ddp is None  # DDP needs autograd's hooks
+        self._in_buckets = ddp is not None and ddp.gradient_as_bucket_view
+        if self._batches == 0:
+            self._wait_for_buckets()
 
     def batch_end(self, state: State) -> None:
         assert self._calls is not None
@@ -88,10 +93,14 @@ class CUDAGraphs(Technique):
             trained = (p for p in state.model.parameters() if p.requires_grad)
             self._calls.begin({p: p.grad.detach() for p in trained if p.grad is not None})
 
-    def _wait_for_buckets(self, model: nn.Module) -> None:
-        """If DDP keeps gradients in its buckets, delay capturing, so that graphs write to the final buckets."""
-        if self._calls is not None and self._batches == 0 and isinstance(model, DistributedDataParallel):
-            self._calls.held = model.gradient_as_bucket_view
+    def _wait_for_buckets(self) -> None:
+        """If DDP keeps gradients in its buckets, delay capturing, so that graphs write to the final buckets.
+
+        Called before the first forward pass, and in the first one after parameters were frozen or thawed: DDP then has
+        new buckets.
+        """
+        assert self._calls is not None
+        self._calls.held, self._batches = self._in_buckets, 0
 
     def _cannot_capture(self, error: CaptureError) -> None:
         self.unavailable(

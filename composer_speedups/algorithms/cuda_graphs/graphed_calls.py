@@ -49,6 +49,8 @@ class GraphedCalls:
         held: Whether all training calls run the original function until :meth:`begin`; False by default.
         on_failure: Called with the :class:`CaptureError` of a call that cannot be captured; raises it by default. If it
             returns, all later calls run the original function.
+        on_outdated: Called after the graphs were dropped, because parameters were frozen or thawed, and before the call
+            that noticed goes on; does nothing by default.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class GraphedCalls:
         self.replays = self.eager_calls = self.eager_first = 0
         self.held = False
         self.on_failure: Callable[[CaptureError], None] = _raise
+        self.on_outdated: Callable[[], object] = int
 
     @property
     def graphs(self) -> int:
@@ -85,7 +88,7 @@ class GraphedCalls:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.model.training or not torch.is_grad_enabled():
             return self.original(*args, **kwargs)
-        self.forget_outdated()
+        self._forget_outdated()
         args = tuple(dict(a) if isinstance(a, Mapping) else a for a in args)  # pytree does not support UserDict
         carried = tuple(getattr(module, attribute) for module, attribute in self.carries())
         leaves, spec = tree_flatten((args, kwargs, carried))
@@ -102,20 +105,20 @@ class GraphedCalls:
         self.replays += 1
         return graph(leaves)
 
-    def forget_outdated(self) -> bool:
-        """Drop all graphs if parameters were frozen or thawed since the last call; return whether they were.
+    def _forget_outdated(self) -> None:
+        """Drop all graphs if parameters were frozen or thawed since the last call, and say so to :attr:`on_outdated`.
 
         Later calls are captured again. Calls whose backward pass is due keep their graphs.
         """
         self._parameters = self._parameters or list(self.model.parameters())
         before, self._trained = self._trained, [parameter.requires_grad for parameter in self._parameters]
         if before is None or before == self._trained:
-            return False
+            return
         if self._graphs and self.pool is not None:  # a pool whose graphs were freed cannot be used again
             self.pool = torch.cuda.graph_pool_handle()
         self._graphs.clear()
         self._gradients = None
-        return True
+        self.on_outdated()
 
     def _capture(self, key: Hashable, leaves: list[Any], spec: TreeSpec) -> _Graph | None:
         """Capture and keep the graph of a shape; None if there are ``max_graphs`` already, or if it failed."""

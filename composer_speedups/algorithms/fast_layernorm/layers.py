@@ -8,18 +8,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from composer_speedups.kernels.autocast import to_autocast_dtype
+
 Implementation = Literal["low_precision", "triton", "apex"]
 
 
 class LowPrecisionLayerNorm(nn.LayerNorm):
     """torch's LayerNorm with input, weights and output in the autocast dtype; without autocast, a plain LayerNorm.
 
+    Autocast itself does not cast the input of a LayerNorm, so the residual stream would otherwise be float32.
+
     The kernel computes mean, variance and the normalization in float32. On a GPU, Composer's LPLayerNorm computes the
     same; on a CPU, it ignores autocast.
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        x = _to_autocast_dtype(input)
+        x = to_autocast_dtype(input)
         if not torch.is_autocast_enabled(x.device.type):
             return super().forward(x)
         weight, bias = (p if p is None else p.to(x.dtype) for p in (self.weight, self.bias))
@@ -38,7 +42,7 @@ class TritonLayerNorm(nn.LayerNorm):
     def forward(self, input: Tensor) -> Tensor:
         from liger_kernel.ops import LigerLayerNormFunction  # an extra
 
-        return LigerLayerNormFunction.apply(_to_autocast_dtype(input), self.weight, self.bias, self.eps)
+        return LigerLayerNormFunction.apply(to_autocast_dtype(input), self.weight, self.bias, self.eps)
 
 
 class ApexLayerNorm(nn.LayerNorm):
@@ -54,7 +58,7 @@ class ApexLayerNorm(nn.LayerNorm):
     def forward(self, input: Tensor) -> Tensor:
         from apex.normalization.fused_layer_norm import fused_layer_norm_affine  # an extra
 
-        x = _to_autocast_dtype(input)
+        x = to_autocast_dtype(input)
         weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
         return fused_layer_norm_affine(x, weight, bias, self.normalized_shape, self.eps)
 
@@ -75,12 +79,3 @@ def is_supported(module: nn.Module, implementation: Implementation) -> bool:
         return True
     affine = module.weight is not None and module.bias is not None
     return affine and (implementation == "apex" or len(module.normalized_shape) == 1)  # type: ignore[arg-type]
-
-
-def _to_autocast_dtype(x: Tensor) -> Tensor:
-    """Cast to the autocast dtype if autocast is enabled.
-
-    Autocast itself does not cast the inputs of these kernels, so the residual stream would otherwise be float32.
-    """
-    device_type = x.device.type
-    return x.to(torch.get_autocast_dtype(device_type)) if torch.is_autocast_enabled(device_type) else x

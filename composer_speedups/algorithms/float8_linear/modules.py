@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torchao.float8.float8_linear import Float8Linear
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
 from composer_speedups.core.operator_recorder import OperatorRecorder
+from composer_speedups.kernels.autocast import to_autocast_dtype
 
 _ROWS = 16  # torch._scaled_mm needs inner dimensions that are a multiple of it: the rows, in the weight's gradient
 _ADDED = "_added_for_float8"  # names of the attributes that a plain Linear does not have
@@ -28,9 +28,7 @@ class RowPaddedFloat8Linear(Float8Linear):  # type: ignore[misc]
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        device_type = input.device.type
-        if torch.is_autocast_enabled(device_type):  # torchao checks only a GPU's autocast
-            input = input.to(torch.get_autocast_dtype(device_type))
+        input = to_autocast_dtype(input)  # torchao casts only on a GPU
         rows = input.shape[:-1].numel()
         if rows == 0:  # an expert without tokens, of which torchao could not compute the maximum
             return F.linear(input, self.weight, self.bias)

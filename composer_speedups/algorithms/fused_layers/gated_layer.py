@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from composer_speedups.algorithms.fused_layers.layer import NO_SECOND_DERIVATIVE
-from composer_speedups.algorithms.fused_layers.products import weight_gradient
+from composer_speedups.algorithms.fused_layers.products import in_dtypes, weight_gradient
 from composer_speedups.families.family import DropoutRates, GatedLayerModules
 from composer_speedups.kernels.attention import attention_backward, attention_forward
 from composer_speedups.kernels.dropout import draw_seeds
@@ -121,8 +121,7 @@ class _GatedLayer(FirstDerivative):
             d_x += d_normed
         d_qkv_w = weight_gradient(d_qkv, normed, dtypes[0]) if wanted[0] else None
         gradients = [d_qkv_w, d_out_w, d_up_w, d_down_w, *d_norms]
-        each = zip(gradients, dtypes, wanted, strict=True)
-        found = [g.to(dtype) if want and g is not None else None for g, dtype, want in each]
+        found = in_dtypes(gradients, dtypes, wanted)
         return d_x if ctx.needs_input_grad[0] else None, *[None] * (_FIRST - 1), *found
 
 

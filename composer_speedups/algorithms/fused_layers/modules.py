@@ -18,9 +18,9 @@ from torch.nn import functional as F
 
 from composer_speedups.core.adapters import adapter_of, adapter_refusal, merged_weight
 from composer_speedups.core.stock import Untouched
-from composer_speedups.core.trainer_state import autocast_dtype
 from composer_speedups.families.family import DropoutRates, Family, LayerModules, family_of
 from composer_speedups.kernels import Shape
+from composer_speedups.kernels.autocast import autocast_dtype
 from composer_speedups.packing.attention import (
     PositionBias,
     attention_over_padded_rows,

@@ -1,6 +1,7 @@
 """An encoder layer with pre-norms and BERT's feed-forward layer as one autograd function, such as ESM-2's.
 
-The residual stream is float32, because no norm rescales it; all matmuls are in the autocast dtype.
+The residual stream is float32, because no norm rescales it; all matmuls are in the autocast dtype. As in :mod:`.layer`,
+only the gradients that are wanted are computed.
 
 Shapes: T packed tokens, H hidden units, D units per head.
 """
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from composer_speedups.algorithms.fused_layers.layer import NO_SECOND_DERIVATIVE
-from composer_speedups.algorithms.fused_layers.products import products, weight_gradient
+from composer_speedups.algorithms.fused_layers.products import in_dtypes, products, weight_gradient
 from composer_speedups.families.family import DropoutRates, LayerModules
 from composer_speedups.kernels.attention import attention_backward, attention_forward
 from composer_speedups.kernels.dropout import draw_seeds
@@ -100,28 +101,41 @@ class _PreNormLayer(FirstDerivative):
         (x, stats1, qkv, attended, logs, summed, stats2, up, cos, sin, cu, seed0, seed1,
          qkv_w, out_w, up_w, down_w, norm1_w, norm1_b, norm2_w, norm2_b) = ctx.saved_tensors  # fmt: skip
         rates, dtypes, d_down = ctx.rates, ctx.dtypes, d_down.contiguous()
+        needs_x, wanted = ctx.needs_input_grad[0], ctx.needs_input_grad[_FIRST:]
         d_up, activated, sums_up = gelu_backward(torch.mm(d_down, down_w), up)
-        d_down_w, sums_down = weight_gradient(d_down, activated, dtypes[12]), partial_sums(d_down)
+        d_down_w = weight_gradient(d_down, activated, dtypes[12]) if wanted[12] else None
+        sums_down = partial_sums(d_down) if wanted[13] else None
         del activated, d_down
         d_x, d_out, d_norm2, normed = pre_norm_backward(
             torch.mm(d_up, up_w), d_summed.contiguous(), summed, stats2, norm2_w, rates.attention, seed1, norm2_b,
             sublayer=True,
         )  # fmt: skip
         assert d_out is not None
-        d_up_w = weight_gradient(d_up, normed, dtypes[10])
+        d_up_w = weight_gradient(d_up, normed, dtypes[10]) if wanted[10] else None
         del d_up, normed
-        d_out_w, sums_out = weight_gradient(d_out, attended, dtypes[6]), partial_sums(d_out)
+        d_out_w = weight_gradient(d_out, attended, dtypes[6]) if wanted[6] else None
+        sums_out = partial_sums(d_out) if wanted[7] else None
         attention_inputs = (qkv, attended, logs, cu, ctx.longest, rates.attention_weights, seed0)
+        sums_qkv: Tensor | None
         d_qkv, sums_qkv = attention_backward(torch.mm(d_out, out_w), *attention_inputs)
+        del d_out
         if cos is not None:
             rotate(d_qkv, cos, sin, ctx.heads, back=True)
-            sums_qkv = partial_sums(d_qkv)
-        d_x, _, d_norm1, normed = pre_norm_backward(
-            torch.mm(d_qkv, qkv_w), d_x, x, stats1, norm1_w, 0.0, seed0, norm1_b, sublayer=False
-        )
-        d_qkv_w = weight_gradient(d_qkv, normed, dtypes[0])
-        d_qkv_b, d_out_b, d_up_b, d_down_b = totals([sums_qkv, sums_out, sums_up, sums_down])
-        gradients = [g for pair in zip(d_qkv_w.chunk(3), d_qkv_b.chunk(3), strict=True) for g in pair]
-        gradients += [d_out_w, d_out_b, *d_norm1, d_up_w, d_up_b, d_down_w, d_down_b, *d_norm2]
-        wanted = [g.to(dtype) for g, dtype in zip(gradients, dtypes, strict=True)]
-        return d_x, None, None, None, None, None, None, None, *wanted
+            sums_qkv = partial_sums(d_qkv) if any(wanted[1:6:2]) else None
+        d_norm1 = d_qkv_w = None
+        if needs_x or any(wanted[:6:2]) or any(wanted[8:10]):
+            d_x, _, d_norm1, normed = pre_norm_backward(
+                torch.mm(d_qkv, qkv_w), d_x, x, stats1, norm1_w, 0.0, seed0, norm1_b, sublayer=False
+            )
+            d_qkv_w = weight_gradient(d_qkv, normed, dtypes[0]) if any(wanted[:6:2]) else None
+        sums = [sums_qkv, sums_out, sums_up, sums_down]
+        found = iter(totals([partial for partial in sums if partial is not None]))
+        d_qkv_b, d_out_b, d_up_b, d_down_b = (None if partial is None else next(found) for partial in sums)
+        thirds = [[None] * 3 if three is None else three.chunk(3) for three in (d_qkv_w, d_qkv_b)]
+        gradients: list[Tensor | None] = [g for pair in zip(*thirds, strict=True) for g in pair]
+        gradients += [d_out_w, d_out_b, *((None, None) if d_norm1 is None else d_norm1)]
+        gradients += [d_up_w, d_up_b, d_down_w, d_down_b, *d_norm2]
+        return d_x if needs_x else None, *[None] * (_FIRST - 1), *in_dtypes(gradients, dtypes, wanted)
+
+
+_FIRST = 8  # number of the first parameter among the function's inputs

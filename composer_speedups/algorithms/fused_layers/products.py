@@ -13,7 +13,7 @@ from torch import Tensor
 from composer_speedups.kernels.casts import cast_together
 from composer_speedups.kernels.sums import totals
 
-__all__ = ["PARAMETERS", "WEIGHTS", "parameter_gradients", "products", "weight_gradient"]
+__all__ = ["PARAMETERS", "WEIGHTS", "in_dtypes", "parameter_gradients", "products", "weight_gradient"]
 
 PARAMETERS = 16  # of a layer: weights and biases of six Linears and two LayerNorms
 WEIGHTS = (0, 2, 4, 6, 10, 12)  # of query, key, value, out, up, down; the gradients of others are sums over tokens
@@ -50,10 +50,15 @@ def parameter_gradients(
     thirds = [[None] * 3 if three is None else three.chunk(3) for three in (d_qkv_w, d_qkv_b)]
     gradients: list[Tensor | None] = [g for pair in zip(*thirds, strict=True) for g in pair]
     gradients += [d_out_w, norm1[2], norm1[0], norm1[1], d_up_w, d_up_b, d_down_w, norm2[2], norm2[0], norm2[1]]
-    return [
-        g.to(dtype) if want and g is not None else None
-        for g, dtype, want in zip(gradients, dtypes, wanted, strict=True)
-    ]
+    return in_dtypes(gradients, dtypes, wanted)
+
+
+def in_dtypes(
+    gradients: Sequence[Tensor | None], dtypes: Sequence[torch.dtype], wanted: Sequence[bool]
+) -> list[Tensor | None]:
+    """Return each gradient in its parameter's dtype; None for those that are not wanted."""
+    each = zip(gradients, dtypes, wanted, strict=True)
+    return [g.to(dtype) if want and g is not None else None for g, dtype, want in each]
 
 
 def _sums(wanted: Sequence[bool], partial_sums: Sequence[Tensor | None]) -> list[Tensor | None]:

@@ -55,7 +55,7 @@ class LayerFreezing(Technique):
             when=lambda self, other: other.stable_embedding,
         ),
     )
-    gain = 1.05
+    gain = 1.05  # of the default settings: tune measures time, and more frozen blocks always take less
     freezes_on_load = True
     checkpoint_fields = Technique.checkpoint_fields | {
         "frozen": int | None,

@@ -31,7 +31,7 @@ class ShardedOptimizer(OptimizerSwapTechnique):
         Conflict(slot="optimizer implementation"),
         Conflict(FSDP, "FSDP already shards the optimizer's state"),
     )
-    trials = ()
+    trials = ()  # tune measures one process, in which nothing is split
     purpose = "saves memory"
 
     def swap(self, state: State) -> Optimizer:
