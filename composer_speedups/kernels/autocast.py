@@ -10,7 +10,8 @@ __all__ = ["autocast_dtype", "to_autocast_dtype"]
 
 def autocast_dtype(device_type: str, otherwise: torch.dtype) -> torch.dtype:
     """The dtype of autocast on a device type; ``otherwise`` if autocast is off."""
-    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else otherwise
+    enabled = device_type != "meta" and torch.is_autocast_enabled(device_type)  # which torch refuses for meta tensors
+    return torch.get_autocast_dtype(device_type) if enabled else otherwise
 
 
 def to_autocast_dtype(x: Tensor) -> Tensor:
