@@ -57,30 +57,27 @@ def test_a_sample_has_one_operator_of_each_location() -> None:
     assert not_first == [mutation for mutation in drawn if mutation.start_pos[0] > 0], "another is drawn instead"
 
 
-def test_the_tests_that_execute_a_line_are_those_of_its_statement(tmp_path: Path) -> None:
-    coverage = pytest.importorskip("coverage", reason="coverage.py is no development dependency")
+def test_the_tests_that_execute_a_line_are_those_of_its_statement(monkeypatch: pytest.MonkeyPatch) -> None:
     module = Path("composer_speedups/kernels/casts.py")
     source = (ROOT / module).read_text().splitlines()
     first = next(number for number, line in enumerate(source, 1) if line.endswith("("))  # the statement goes on below
-    data = coverage.CoverageData(basename=str(tmp_path / "data"))
     tests = ["tests/kernels/test_capture.py::test_a[x y] (call)", "tests/kernels/test_capture.py::test_a[z] (call)"]
     tests += [
         "tests/kernels/test_capture.py::test_b|run",
         "tests/test_docs.py::test_c|run",
         "tests/gone.py::test_d|run",
     ]
-    for lines, test in enumerate(["", *reversed(tests)], 1):
-        data.set_context(test)
-        data.add_lines({str(tmp_path / "copy" / module): [first], str(tmp_path / "other.py"): list(range(1, lines))})
-    data.write()
-    assert mutants.tests_executing(module, first + 1, str(tmp_path / "data")) == [
+    executed = {line: tests[: len(tests) - line] for line in range(len(tests))}  # the first test executes most
+    recorded = {f"/copy/{module}": {first: ["", *tests]}, "/copy/other.py": executed}
+    monkeypatch.setattr(mutants, "_recorded", lambda contexts: recorded)
+    assert mutants.tests_executing(module, first + 1, "data") == [
         "tests/test_docs.py::test_c",
         "tests/kernels/test_capture.py::test_b",
         "tests/kernels/test_capture.py::test_a[z]",
         "tests/kernels/test_capture.py::test_a[x y]",
     ]
-    elsewhere = next(number for number, line in enumerate(source, 1) if line.startswith("def ")) + 1
-    assert mutants.tests_executing(module, elsewhere + 6, str(tmp_path / "data")) == []
+    elsewhere = next(number for number, line in enumerate(source, 1) if line.startswith("    numbers = "))
+    assert mutants.tests_executing(module, elsewhere, "data") == []
 
 
 def test_a_default_is_executed_with_its_function_class_or_module() -> None:
