@@ -10,10 +10,10 @@ that ``mutants.toml`` lists for the package. Cosmic Ray is not a development dep
 Keys are ``sample``, the number of mutants (20), ``seed`` of the draw (1), the number of ``jobs`` (2), and
 
 - ``exhaustive``: false runs only those of the tests that plain ``pytest`` runs; true, the default, all without a GPU.
-- ``contexts=FILE``: data of coverage.py. The tests of the whole suite that execute the mutated line then run in place
-  of those of the module and package, first a few that execute little else, at last all with each of their parameters.
-  Such data comes from ``uv run --with pytest-cov pytest -n 2 --cov=composer_speedups --cov-context=test``, which
-  misses lines that only processes started by a test execute, unless these are recorded too.
+- ``contexts=FILE``: data of coverage.py (``--with coverage``). The tests of the whole suite that execute the mutated
+  line then run in place of those of the module and package, first a few that execute little else, at last all with each
+  of their parameters. Such data comes from ``uv run --with pytest-cov pytest -n 2 --cov=composer_speedups
+  --cov-context=test``, which misses lines that only processes started by a test execute, unless these are recorded too.
 - ``quick``: true runs only the first of these tests.
 - ``again=CALL``: tries only the mutants that an earlier row has left alive again, with the tests of today.
 
