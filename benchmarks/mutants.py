@@ -2,40 +2,55 @@
 
 A mutant is a module with one change by an operator of Cosmic Ray: another comparison, number, arithmetic or boolean
 operator, a loop without iterations, a removed decorator. The script draws a sample of them and runs tests against each,
-in a copy of the working tree: first the tests that are named after the module, then those that ``mutants.toml`` lists
-for the package. Cosmic Ray is not a development dependency:
+in a copy of the working tree: first the quick tests that are named after the module, then, if these pass, the tests
+that ``mutants.toml`` lists for the package. Cosmic Ray is not a development dependency:
 
     uv run --with "cosmic-ray>=8.7,<9" python -m benchmarks.mutants callbacks
 
 Keys are ``sample``, the number of mutants (20), ``seed`` of the draw (1), the number of ``jobs`` (2), and
-``exhaustive``: false runs only those of the tests that plain ``pytest`` runs, true (the default) all that need no GPU.
+
+- ``exhaustive``: false runs only those of the tests that plain ``pytest`` runs; true, the default, all without a GPU.
+- ``contexts=FILE``: data of coverage.py (``--with coverage``). The tests of the whole suite that execute the mutated
+  line then run in place of those of the module and package, first a few that execute little else, at last all with each
+  of their parameters. Such data comes from ``uv run --with pytest-cov pytest -n 2 --cov=composer_speedups
+  --cov-context=test``, which misses lines that only processes started by a test execute, unless these are recorded too.
+- ``quick``: true runs only the first of these tests.
+- ``again=CALL``: tries only the mutants that an earlier row has left alive again, with the tests of today.
 
 A mutant is ``killed`` if a test fails, ``timed_out`` after the time that the file allows, and ``survived`` if all tests
-pass, also where no test runs the line on a CPU. A row in ``results/cpu/mutants.jsonl`` has the counts and the
-survivors. A location is drawn first and then one of its operators, because Cosmic Ray has eleven operators for each
-arithmetic operation.
+pass. Survivors that someone has read and listed in ``mutants.toml`` are ``equivalent``, if the changed code computes
+the same, or ``not_run``, if no test can run the line without a GPU; ``again`` does not try these. The tests that failed
+run once more on the unchanged code, where they must pass.
+
+A row in ``results/cpu/mutants.jsonl`` has the counts, the survivors, and which test killed which mutant. A location is
+drawn first and then one of its operators, because Cosmic Ray has eleven operators for each arithmetic operation. A
+change that is no valid Python is not drawn.
 """
 
 from __future__ import annotations
 
+import ast
+import functools
 import os
 import random
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
 import tomllib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from pydantic import Field
 
-from benchmarks.rows import append_row, call_time
+from benchmarks.rows import RESULTS, append_row, call_time, read_rows
 from composer_speedups.core.command_line import parse_command_line, read_settings
 from composer_speedups.core.errors import ConfigError, did_you_mean
 from composer_speedups.core.settings import Settings
@@ -45,6 +60,8 @@ from composer_speedups.train.environment import environment
 ROOT = Path(__file__).parent.parent
 CONFIG = tomllib.loads((ROOT / "benchmarks" / "mutants.toml").read_text())
 PACKAGES: dict[str, Any] = CONFIG["packages"]
+_FIRST = 16  # of the tests that execute a line, so many run before the others
+_LEFT = ("survived", "timed_out")
 _NOT_COPIED = shutil.ignore_patterns(".*", "results", "runs", "site", "__pycache__")
 
 
@@ -55,6 +72,9 @@ class Sample(Settings):
     seed: int = Field(1)
     jobs: int = Field(2, ge=1)
     exhaustive: bool = Field(True)
+    contexts: str = Field("")
+    again: str = Field("")
+    quick: bool = Field(False)
 
 
 def modules_of(package: str) -> list[Path]:
@@ -62,22 +82,77 @@ def modules_of(package: str) -> list[Path]:
     return sorted(path.relative_to(ROOT) for path in (ROOT / PACKAGES[package]["modules"]).rglob("*.py"))
 
 
-def tests_of(module: Path, package: str) -> list[str]:
-    """The test files named after a module or its technique's folder, and then the package's tests."""
-    area = module.parts[1]
-    name = module.parts[2] if area == "algorithms" else module.stem
-    patterns = [f"tests/{area}/test_{name}*.py", *PACKAGES[package]["tests"]]
+def _existing(patterns: Sequence[str]) -> list[str]:
+    """The paths that match, relative to the repository, in the order of the patterns."""
     paths = [str(path.relative_to(ROOT)) for pattern in patterns for path in sorted(ROOT.glob(pattern))]
     return list(dict.fromkeys(paths))
 
 
-def draw(mutations: Sequence[Any], sample: int, seed: int) -> list[Any]:
+def tests_named_after(module: Path) -> list[str]:
+    """The test files named after a module or its folder within the package."""
+    area, *folders = module.parts[1:-1]
+    return _existing([f"tests/{area}/test_{folders[0] if folders else module.stem}*.py"])
+
+
+@functools.cache
+def _recorded(contexts: str) -> dict[str, dict[int, list[str]]]:
+    """The tests that execute each line of each file."""
+    from coverage import CoverageData
+
+    data = CoverageData(basename=contexts)
+    data.read()
+    return {measured: data.contexts_by_lineno(measured) for measured in data.measured_files()}
+
+
+def _executed_with(tree: ast.Module, line: int) -> range:
+    """The lines that a test executes if it depends on a line.
+
+    They are those of its statement. What is executed when the module is imported, such as a default of a parameter or
+    of a class's field, has those of its function, its class, or the module.
+    """
+    holders = [node for node in ast.walk(tree) if isinstance(node, ast.stmt)]
+    holders = [node for node in holders if node.lineno <= line <= (node.end_lineno or 0)]  # from the outside inwards
+    blocks = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    if not isinstance(holders[-1], blocks) and any(isinstance(node, ast.FunctionDef) for node in holders):
+        return range(holders[-1].lineno, line + 1)
+    block = next((node for node in reversed(holders) if isinstance(node, blocks)), None)
+    return range(block.lineno, (block.end_lineno or 0) + 1) if block else range(1, (tree.body[-1].end_lineno or 0) + 1)
+
+
+def tests_executing(module: Path, line: int, contexts: str) -> list[str]:
+    """The tests that execute a line, by coverage.py's data; those that execute the fewest lines come first."""
+    span = _executed_with(ast.parse((ROOT / module).read_text()), line)
+    executing, lines = set[str](), Counter[str]()
+    for measured, by_line in _recorded(contexts).items():
+        lines.update(test for tests in by_line.values() for test in tests)
+        if Path(measured).parts[-len(module.parts) :] == module.parts:
+            executing.update(test for at in span for test in by_line.get(at, []))
+    phase = re.compile(r" \((?:setup|call|teardown)\)$|\|(?:setup|run|teardown)$")
+    tests = dict.fromkeys(phase.sub("", test) for test in sorted(executing, key=lambda test: (lines[test], test)))
+    return [test for test in tests if (ROOT / test.partition("::")[0]).is_file()]
+
+
+def is_python(mutation: Any) -> bool:
+    """Whether the changed module can be compiled; Cosmic Ray also takes the ``*`` of a signature for a product."""
+    from cosmic_ray.mutating import mutate_code
+    from cosmic_ray.plugins import get_operator
+
+    operator = get_operator(mutation.operator_name)(**mutation.operator_args)
+    try:
+        compile(mutate_code((ROOT / mutation.module_path).read_text(), operator, mutation.occurrence), "mutant", "exec")
+    except SyntaxError:
+        return False
+    return True
+
+
+def draw(mutations: Sequence[Any], sample: int, seed: int, allowed: Callable[[Any], bool]) -> list[Any]:
     """Draw mutations at different locations, one operator each, without the operators that ``mutants.toml`` excludes.
 
     Args:
         mutations: Cosmic Ray's ``MutationSpec`` of every possible change.
         sample: How many to draw; fewer if there are fewer locations.
         seed: Of the draw.
+        allowed: A drawn mutation for which this is False is left out, and another is drawn.
     """
     excluded = re.compile("|".join(CONFIG["cosmic-ray"]["filters"]["operators-filter"]["exclude-operators"]))
     locations: dict[Any, list[Any]] = {}
@@ -86,7 +161,8 @@ def draw(mutations: Sequence[Any], sample: int, seed: int) -> list[Any]:
             at = (str(mutation.module_path), mutation.start_pos, mutation.end_pos)
             locations.setdefault(at, []).append(mutation)
     chance = random.Random(seed)
-    return [chance.choice(locations[at]) for at in chance.sample(sorted(locations), min(sample, len(locations)))]
+    order = chance.sample(sorted(locations), len(locations))
+    return list(islice(filter(allowed, (chance.choice(sorted(locations[at], key=repr)) for at in order)), sample))
 
 
 def every_mutation(package: str) -> list[Any]:
@@ -107,17 +183,71 @@ def enter_copy(folder: str) -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join([str(copy), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
-def try_mutation(mutation: Any, command: str) -> dict[str, str]:
-    """Test one mutation, or the unchanged code, in the working directory; return outcome, changed lines and output."""
+def try_mutation(mutation: Any, commands: Sequence[str]) -> dict[str, str]:
+    """Test a mutation in the working directory until a command fails; without a command, it survives.
+
+    Returns the outcome, the changed lines, and for a killed mutant the test that failed, or the end of the output.
+    """
     from cosmic_ray.mutating import mutate_and_test
     from cosmic_ray.work_item import TestOutcome
 
-    result = mutate_and_test([mutation] if mutation else [], command, CONFIG["cosmic-ray"]["timeout"])
     outcomes = {TestOutcome.KILLED: "killed", TestOutcome.SURVIVED: "survived", TestOutcome.INCOMPETENT: "not_possible"}
-    outcome = "timed_out" if result.output == "timeout" else outcomes[result.test_outcome]
+    for command in commands or ["true"]:
+        result = mutate_and_test([mutation], command, CONFIG["cosmic-ray"]["timeout"])
+        outcome = "timed_out" if result.output == "timeout" else outcomes[result.test_outcome]
+        if "ERROR: not found" in (result.output or ""):
+            raise RuntimeError(result.output)
+        if outcome == "killed" and re.search(r"^(\d+ deselected|no tests ran) in ", result.output or "", re.MULTILINE):
+            outcome = "survived"
+        if outcome != "survived":
+            break
     lines = [line for line in (result.diff or "").splitlines() if re.match(r"[+-](?![+-]{2} )", line)]
     changed = "\n".join(f"{line[0]} {line[1:].strip()}" for line in lines)
-    return {"outcome": outcome, "changed": changed, "output": result.output or ""}
+    tried = {"outcome": outcome, "changed": changed}
+    if outcome == "killed":
+        output = result.output or ""
+        failed = re.search(r"^(?:FAILED|ERROR) (\S+\.py(?:::.+?)?)(?: - |$)", output, re.MULTILINE)
+        tried["by"] = failed[1] if failed else output[-500:]
+    return tried
+
+
+def name_of(mutation: Any) -> tuple[str, int, str]:
+    """A mutation's module, line and operator."""
+    return str(mutation.module_path), mutation.start_pos[0], mutation.operator_name
+
+
+def judged_by_reading(mutant: dict[str, Any]) -> dict[str, Any]:
+    """A mutant with the outcome that ``mutants.toml`` gives to it, and the reason, if it was not killed."""
+    if mutant["outcome"] in _LEFT:
+        for entry in CONFIG["judged"]:
+            if entry["module"] == mutant["module"] and entry["changed"] in mutant["changed"].splitlines():
+                return {**mutant, "outcome": entry["outcome"], "why": entry["why"]}
+    return mutant
+
+
+def _command(*, exhaustive: bool, quick: bool = False) -> str:
+    """Pytest's command for tests that need no GPU; ``quick`` leaves out those that start a training process."""
+    unwanted = ["gpu", "long", *["exhaustive"] * (not exhaustive), *["slow"] * quick]
+    return f"{CONFIG['cosmic-ray']['test-command']} -m '{' and '.join(f'not {marker}' for marker in unwanted)}'"
+
+
+def commands_for(mutation: Any, package: str, settings: Sample) -> list[str]:
+    """The commands that test a mutation, the quickest first."""
+    named = tests_named_after(mutation.module_path)
+    of_package = list(dict.fromkeys([*named, *_existing(PACKAGES[package]["tests"])]))
+    every = _command(exhaustive=settings.exhaustive)
+    commands = [f"{_command(exhaustive=False, quick=True)} {shlex.join(named)}"] if named else []
+    last = [f"{every} {shlex.join(of_package)}"]
+    if settings.contexts:
+        executing = tests_executing(mutation.module_path, mutation.start_pos[0], settings.contexts)
+        executing.sort(key=lambda test: test.partition("::")[0] not in named)
+        functions = list(dict.fromkeys(test.partition("[")[0] for test in executing))
+        if executing:
+            chunks = [executing[:_FIRST], executing[_FIRST : 5 * _FIRST]]
+            commands = [f"{every} {shlex.join(tests)}" for tests in chunks if tests]
+            # If few tests execute the line, others that are marked exhaustive may be the ones that do.
+            last = [f"{every} {shlex.join(functions)}", *(last if len(executing) < _FIRST else [])]
+    return commands if settings.quick else [*commands, *last]
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -129,42 +259,53 @@ def main(arguments: Sequence[str]) -> None:
     if package not in PACKAGES:
         raise ConfigError(f"{package}: no such package in mutants.toml{did_you_mean(package, PACKAGES)}")
     settings, _ = read_settings(Sample, line.overrides)
-    command = CONFIG["cosmic-ray"]["test-command"] + " -m 'not gpu and not long'" * settings.exhaustive
     os.chdir(ROOT)
     began, call = time.monotonic(), call_time()
     where = {**environment(), "gpu": None}  # with the commit, while the files are those that are copied
-    drawn = draw(every_mutation(package), settings.sample, settings.seed)
-    tests = [tests_of(mutation.module_path, package) for mutation in drawn]
+    drawn = draw(every_mutation(package), settings.sample, settings.seed, is_python)
     tried: list[dict[str, Any]] = []
+    if settings.again:
+        (earlier,) = (row for row in read_rows(RESULTS / "cpu" / "mutants.jsonl") if row["call"] == settings.again)
+        left = [judged_by_reading(mutant) for mutant in earlier["left"]]
+        places = {(mutant["module"], mutant["line"], mutant["operator"]): mutant["outcome"] for mutant in left}
+        if len({name_of(mutation) for mutation in drawn} & places.keys()) != len(left):
+            raise ConfigError(f"again={settings.again}: give that row's sample and seed; its code must be unchanged")
+        drawn = [mutation for mutation in drawn if places.get(name_of(mutation)) in _LEFT]
+        tried = [*earlier["gone"], *(mutant for mutant in left if mutant["outcome"] not in _LEFT)]
+    commands = [commands_for(mutation, package, settings) for mutation in drawn]
     with (
         tempfile.TemporaryDirectory() as folder,
         ProcessPoolExecutor(settings.jobs, initializer=enter_copy, initargs=(folder,)) as pool,
     ):
-        every_test = list(dict.fromkeys(test for selected in tests for test in selected))
-        unchanged = pool.submit(try_mutation, None, f"{command} {shlex.join(every_test)}").result()
-        if unchanged["outcome"] != "survived":
-            raise SystemExit(f"{unchanged['output']}\nthe tests do not pass without a mutant: {shlex.join(every_test)}")
-        commands = [f"{command} {shlex.join(selected)}" for selected in tests]
         for mutation, result in zip(drawn, pool.map(try_mutation, drawn, commands), strict=True):
-            module, number, operator = str(mutation.module_path), mutation.start_pos[0], mutation.operator_name
-            del result["output"]
-            tried.append({"module": module, "line": number, "operator": operator, **result})
-            print(f"{result['outcome']}: {module}:{number} {operator}", flush=True)
-    counts = Counter(mutant["outcome"] for mutant in tried if mutant["outcome"] != "not_possible")
+            module, number, operator = name_of(mutation)
+            tried.append(judged_by_reading({"module": module, "line": number, "operator": operator, **result}))
+            print(tried[-1], flush=True)
+    killers = sorted({mutant["by"] for mutant in tried if ".py" in mutant.get("by", "").split("::")[0]})
+    if killers:
+        checked = subprocess.run([*shlex.split(_command(exhaustive=True)), *killers], capture_output=True, text=True)
+        if checked.returncode:
+            raise SystemExit(f"{checked.stdout}\nthese tests do not pass without a mutant: {shlex.join(killers)}")
+    tried = [mutant for mutant in tried if mutant["outcome"] != "not_possible"]
+    counts = Counter(mutant["outcome"] for mutant in tried)
+    tests = "those that execute the line" if settings.contexts else "the package's"
     row = {
         "table": "mutants",
         "call": call,
         "package": package,
         "seed": settings.seed,
         "exhaustive": settings.exhaustive,
+        "tests": f"the first of {tests}" if settings.quick else tests,
+        "again": settings.again or None,
         "mutants": counts.total(),
-        **{outcome: counts[outcome] for outcome in ("killed", "timed_out", "survived")},
+        **{outcome: counts[outcome] for outcome in ("killed", "timed_out", "survived", "equivalent", "not_run")},
         "seconds": round(time.monotonic() - began),
-        "left": [mutant for mutant in tried if mutant["outcome"] == "survived"],
+        "left": [mutant for mutant in tried if mutant["outcome"] in _LEFT],
+        "gone": [mutant for mutant in tried if mutant["outcome"] not in _LEFT],
         "environment": where,
     }
     append_row(row, "mutants")
-    print({key: value for key, value in row.items() if key not in ("left", "environment")})
+    print({key: value for key, value in row.items() if key not in ("left", "gone", "environment")})
 
 
 if __name__ == "__main__":

@@ -438,12 +438,15 @@ def mutants() -> list[str]:
             f"`{package}`",
             f"seed {row['seed']}",
             "all" if exhaustive else "default",
-            *(str(row.get(kind, "–")) for kind in ("mutants", "killed", "timed_out", "survived", "not_run")),
+            *(
+                str(row.get(kind, "–"))
+                for kind in ("mutants", "killed", "timed_out", "survived", "equivalent", "not_run")
+            ),
             f"{row['call'][:10]}, {commit_of(row)}",
         ]
         for (package, exhaustive), row in sorted(last.items())
     ]
-    kinds_of_end = ("killed", "timed out", "survived", "not run on a CPU")
+    kinds_of_end = ("killed", "timed out", "survived", "equivalent", "not run on a CPU")
     return table(("package", "sample", "tests", "mutants", *kinds_of_end, "date, commit"), lines)
 
 

@@ -168,6 +168,18 @@ def test_scalars_of_composers_loop_are_not_sent_to_the_device(copies: Watched, m
     assert not read & senders
 
 
+@pytest.mark.exhaustive
+def test_only_a_zero_is_created_on_the_device(copies: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of a host tensor to a GPU makes the host wait."""
+    sent: list[float] = []
+    moved = DeviceCPU.tensor_to_device
+    monkeypatch.setattr(DeviceCPU, "tensor_to_device", lambda self, x: sent.append(float(x)) or moved(self, x))  # type: ignore[func-returns-value]
+    interception = functional._intercept(DeviceCPU())
+    assert [float(interception._move(torch.tensor([value]))) for value in (0.0, -1.0, 1.0)] == [0.0, -1.0, 1.0]
+    assert sent == [-1.0, 1.0]
+    interception.undo()
+
+
 def test_a_loop_that_bypasses_the_interception_is_detected(copies: Watched) -> None:
     trainer = make_trainer([EarlyLoss()])
     trainer.state.device.tensor_to_device = DeviceCPU.tensor_to_device.__get__(trainer.state.device)  # type: ignore[method-assign]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from composer.core import State
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from transformers import BertForMultipleChoice, DebertaV2Config, MPNetConfig, PreTrainedModel
@@ -51,6 +52,23 @@ def test_recording_the_kernel_draws_no_random_numbers() -> None:
         trained(algorithms)
         states.append(torch.random.get_rng_state())
     torch.testing.assert_close(states[0], states[1], rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+def test_the_probe_draws_no_random_numbers_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    states: list[torch.Tensor] = []
+    probe = SDPAAttention._kernel_for
+
+    def noted(self: SDPAAttention, state: State) -> str | None:
+        states.append(torch.cuda.get_rng_state())
+        kernel = probe(self, state)
+        states.append(torch.cuda.get_rng_state())
+        return kernel
+
+    monkeypatch.setattr(SDPAAttention, "_kernel_for", noted)
+    trained([SDPAAttention()], gpu=True)
+    assert len(states) == 2
+    torch.testing.assert_close(states[1], states[0], rtol=0, atol=0)
 
 
 def test_flash_is_refused_on_a_cpu() -> None:

@@ -208,9 +208,9 @@ def test_each_package_shows_its_last_sample_of_mutants(monkeypatch: pytest.Monke
     kept += [{**kept[0], "exhaustive": False}, {**kept[0], "package": "a", "exhaustive": True, "not_run": 3}]
     monkeypatch.setattr(tables, "every_gpus_rows", lambda name: kept)
     assert tables.mutants()[2:] == [
-        "| `a` | seed 1 | all | 6 | 4 | 1 | 1 | 3 | 2026-01-01, 0123456 |",
-        "| `b` | seed 1 | default | 6 | 4 | 1 | 1 | – | 2026-01-01, 0123456 |",
-        "| `b` | seed 2 | all | 6 | 4 | 1 | 1 | – | 2026-01-02, 0123456 |",
+        "| `a` | seed 1 | all | 6 | 4 | 1 | 1 | – | 3 | 2026-01-01, 0123456 |",
+        "| `b` | seed 1 | default | 6 | 4 | 1 | 1 | – | – | 2026-01-01, 0123456 |",
+        "| `b` | seed 2 | all | 6 | 4 | 1 | 1 | – | – | 2026-01-02, 0123456 |",
     ]
 
 

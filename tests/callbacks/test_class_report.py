@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from matplotlib.figure import Figure
 from PIL import Image
 from sklearn.metrics import confusion_matrix, precision_recall_fscore_support
 
@@ -85,3 +86,12 @@ def test_class_names_are_drawn_as_text() -> None:
     with Image.open("confusion.png") as image:
         assert image.format == "PNG"
         assert image.getpixel((0, 0))[3] == 0, "no background"
+
+
+@pytest.mark.exhaustive
+def test_counts_are_white_on_dark_cells_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Figure] = []
+    monkeypatch.setattr("composer_speedups.train.plot._write", lambda figure, path: drawn.append(figure))
+    plot_confusion([[1, 3], [2, 2]], ["no", "yes"], "run", Path("confusion.png"))
+    colors = [(text.get_text(), text.get_color()) for text in drawn[0].axes[0].texts]
+    assert colors == [("1", "black"), ("3", "white"), ("2", "black"), ("2", "black")]

@@ -204,6 +204,15 @@ def test_a_head_of_ones_own_is_observed_whatever_its_name() -> None:
     assert ran(model) == ["padded"]
 
 
+@pytest.mark.exhaustive
+def test_a_head_of_ones_own_with_a_query_key_mask() -> None:
+    """Which positions are padding is not known, so the gradient cannot be observed."""
+    reference, model = pair(of(BertForBoth).train())
+    causal = torch.ones(6, 6).tril().bool().expand(3, 1, 6, 6)
+    compared(reference, model, lambda module: module(**{**batch([6, 6, 6], 6), "attention_mask": causal}))
+    assert ran(model) == ["padded"]
+
+
 @pytest.mark.parametrize("head", ["classification", "pretraining", "as many labels as slots", "regression"])
 def test_a_row_without_tokens_stays_padded_if_its_first_slot_is_read(head: str) -> None:
     inputs = without_labels(batch([5, 0, 9], 12))

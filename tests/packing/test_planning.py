@@ -14,7 +14,7 @@ from composer_speedups import TorchCompile, Unpadding, apply_unpadding, plan_unp
 from composer_speedups.algorithms.unpadding import host_counts
 from composer_speedups.packing import planning
 from composer_speedups.packing.encoder import unpadded_encoders
-from composer_speedups.packing.planning import Packing
+from composer_speedups.packing.planning import Packing, PlannedBatch
 from composer_speedups.packing.tokens import row_counts
 from tests.helpers.common import Batch, batch, final_weights, make_trainer, tiny_bert, trained
 from tests.helpers.models import tiny_model
@@ -40,6 +40,23 @@ def test_the_counts_of_a_chunk_are_those_of_its_rows(view: Any, counts: list[int
     whole = MASK.view(2, 2, 3).clone()
     packing = Packing(None, 8, known_counts=((whole, [2, 1, 3, 1]),))
     assert packing._known_counts_of(view(whole)) == counts
+
+
+def test_a_batch_of_several_texts_is_planned_for_the_view_of_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled code cannot see whose view a mask is. It takes the only planned mask of the same size."""
+    planned = [PlannedBatch(MASK.view(2, 2, 3).clone(), None, None) for _ in range(2)]
+    first, other = (batch.mask.flatten(0, 1) for batch in planned)
+    packing = Packing(None, 8, planned=tuple(planned))
+
+    def found(mask: Tensor, packing: Packing = packing) -> list[int]:
+        chosen = packing._planned_for(mask, mask.shape)
+        return [number for number, batch in enumerate(planned) if any(batch is one for one in chosen)]
+
+    assert [found(mask) for mask in (first, other, first[:2], first.clone())] == [[0], [1], [], []]
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    alone = Packing(None, 8, planned=(planned[1],))
+    assert [found(mask, alone) for mask in (other, first.clone(), first[:2])] == [[1], [1], []]
+    assert found(first) == [], "either could be meant"
 
 
 @pytest.mark.parametrize("mask", ["none", "of one row"])
@@ -120,6 +137,7 @@ def test_a_choice_without_tokens_is_computed_as_in_the_untouched_model(way: str)
         batches = [batch([5, 3, 6, 1, 2, 4]), inputs]
         batches[0] = {**batches[0], **{n: batches[0][n].view(3, 2, 6) for n in ("input_ids", "attention_mask")}}
         batches[0]["labels"] = inputs["labels"]
+        batches.append(batches[0])
         technique = Unpadding(8)
         trainers = [trained([technique], model=model, batches=batches), trained(model=reference, batches=batches)]
         assert_near(final_weights(trainers[0]), final_weights(trainers[1]), what="weights")

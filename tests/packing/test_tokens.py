@@ -85,16 +85,21 @@ def test_gathering_and_scattering_have_the_right_gradients() -> None:
     torch.testing.assert_close(back, x_NH * plan.mask_BS.flatten()[:, None])
 
 
-class Windows(TorchDispatchMode):
+class FlashCalls(TorchDispatchMode):
+    """Records the windows of flash attention's calls, and the other settings of its forward pass."""
+
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[tuple[str, Any, Any]] = []
+        self.settings: list[Any] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if "flash" in str(func):
             name = func.overloadpacket.__name__
             self.seen.append((name, kwargs.get("window_size_left"), kwargs.get("window_size_right")))
+            if name == "_flash_attention_forward":
+                self.settings = [*args[5:], kwargs.get("scale")]
         return func(*args, **kwargs)
 
 
@@ -108,7 +113,7 @@ def test_the_flash_call_has_the_right_signature_shapes_and_window(
     mask, indices = torch.empty(3, 9, dtype=torch.bool, **meta), torch.empty(64, dtype=torch.long, **meta)
     layout = TokenLayout(mask, indices, torch.empty(5, dtype=torch.int32, **meta), 128)
     query = torch.empty(1, 2, 64, 16, dtype=torch.bfloat16, **meta, requires_grad=True)
-    with Windows() as windows:
+    with FlashCalls() as calls:
         output, weights = unpadded_attention(
             nn.Identity(), query, query, query, None, 0.1, 0.25, layout, sliding_window
         )
@@ -117,7 +122,20 @@ def test_the_flash_call_has_the_right_signature_shapes_and_window(
     assert query.grad is not None
     assert query.grad.shape == query.shape
     names = ["_flash_attention_forward", "_flash_attention_backward"]
-    assert windows.seen == [(name, reach, reach) for name in names]
+    longest, dropout, causal, debug_mask = 128, 0.1, False, False
+    assert calls.settings == [longest, longest, dropout, causal, debug_mask, 0.25]
+    assert calls.seen == [(name, reach, reach) for name in names]
+
+
+@pytest.mark.exhaustive
+def test_shared_key_heads_of_as_many_tokens_as_query_heads() -> None:
+    """Two key heads serve four query heads; sizes that are equal by chance must not be mistaken for each other."""
+    layout = lay_out_tokens(torch.ones(2, 2, dtype=torch.long), 4, 1)
+    query, key, value = (torch.randn(1, heads, 4, 8) for heads in (4, 2, 2))
+    output, _ = unpadded_attention(nn.Identity(), query, key, value, None, layout=layout)
+    rows = [x.repeat_interleave(4 // x.shape[1], 1).view(4, 2, 2, 8) for x in (query, key, value)]  # (A, B, S, D)
+    expected = nn.functional.scaled_dot_product_attention(*rows).view(4, 4, 8).transpose(0, 1)
+    torch.testing.assert_close(output[0], expected)
 
 
 def test_the_flash_kernel_needs_a_gpu_half_precision_and_a_supported_head_size() -> None:

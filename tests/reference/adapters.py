@@ -124,7 +124,8 @@ def compare_float8() -> None:
         for i, (ours, theirs) in enumerate(zip(*results, strict=True)):
             what = f"8-bit layer with adapters, {'its result' if i == 0 else f'gradient {i}'}"
             distance = float((ours.float() - theirs).norm() / theirs.norm())
-            assert 0 < distance < 0.35, (what, distance)
+            # Without the share of the adapters of Q, K and V, the input's gradient differs by 0.28.
+            assert 0 < distance < (0.24 if i == 1 else 0.35), (what, distance)
             print(what, "agrees")
 
 

@@ -136,7 +136,7 @@ def norms(dropout: float) -> None:
 
 
 def adamws() -> None:
-    """Several steps in two groups, with tensors whose size and address are not multiples of 16 bytes."""
+    """Early and late steps, with tensors whose size and address are not multiples of 16 bytes."""
     shapes = [(300, 40), (7,), (1,), (4097,), (3, 5, 7), (2048,)]
     memory = random(sum(math.prod(shape) for shape in shapes)).float()
     expected = [memory.new_empty(shape).copy_(random(*shape)).requires_grad_() for shape in shapes]
@@ -153,7 +153,10 @@ def adamws() -> None:
     tables = AdamWTables(actual_parameters, averages, squares, steps)
     assert tables.fits(actual_parameters, averages, squares, steps)
     assert not tables.fits([tensor.clone() for tensor in actual_parameters], averages, squares, steps)
-    for scale in (1.0, 1e-4, 1.0, 100.0):
+    for number, scale in enumerate((1.0, 1e-4, 1.0, 100.0)):
+        if number == 2:  # later, the bias correction 1 - betaⁿ is computed in another way
+            for step in (*steps, *(reference.state[parameter]["step"] for parameter in expected)):
+                step += 100
         for parameter in expected:
             parameter.grad = random(*parameter.shape).float() * scale
         reference.step()

@@ -177,6 +177,8 @@ def test_signals_are_deferred_only_during_training(
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGTERM)  # Composer's launcher forwards it as SIGTERM
         assert stop.received == signal.SIGINT
+        later = "finishing the batch and writing a checkpoint; Ctrl-C (again) stops at once"
+        assert capfd.readouterr().err == f"\nSIGINT: {later}\n\nSIGTERM: {later}\n"
         monkeypatch.setattr("os._exit", lambda status: (_ for _ in ()).throw(Crash(status)))
         with pytest.raises(Crash, match="130"):
             signal.raise_signal(signal.SIGINT)
@@ -184,6 +186,7 @@ def test_signals_are_deferred_only_during_training(
     with StopSignals() as stop:
         stop.ignore()
         signal.raise_signal(signal.SIGTERM)
+    assert capfd.readouterr().err == ""
 
 
 def test_each_batch_is_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:

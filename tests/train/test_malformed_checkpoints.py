@@ -256,3 +256,15 @@ def test_an_unreachable_object_store_is_refused_in_one_line(monkeypatch: pytest.
     monkeypatch.setattr(composer_trainer, "maybe_create_object_store_from_uri", fails)
     with pytest.raises(ConfigError, match=r"checkpoint\.load: s3://bucket/a\.pt cannot be loaded \(No module named"):
         run("checkpoint.load=s3://bucket/a.pt", *BRIEF)
+
+
+@pytest.mark.exhaustive
+def test_a_long_error_of_an_object_store_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    from composer.trainer import trainer as composer_trainer
+
+    def fails(_: str) -> Any:
+        raise OSError("x" * 301)
+
+    monkeypatch.setattr(composer_trainer, "maybe_create_object_store_from_uri", fails)
+    with pytest.raises(ConfigError, match=r"cannot be loaded \(x{300}\); "):
+        run("checkpoint.load=s3://bucket/a.pt", *BRIEF)
