@@ -367,7 +367,8 @@ def test_experts_outside_the_optimizer_are_detected() -> None:
     assert_not_engaged(trainer, "optimizer does not train the experts")
 
 
-@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("scope", ["model", "blocks"])
 def test_it_works_with_torch_compile(scope: Any) -> None:
     _check_compiled(scope, "aot_eager", gpu=False)
 

@@ -13,6 +13,7 @@ from composer_speedups.core.errors import NotEngagedError, TechniqueError
 from composer_speedups.core.requirements import Context
 from composer_speedups.core.technique import screen
 from tests.helpers.common import Recorder, awkward_batches, make_trainer, plain_batches, tiny_bert, trained
+from tests.helpers.exhaustive import others_exhaustive
 from tests.helpers.models import tiny_model
 from tests.reference.loop import eval_logits, gradients, train_plainly
 from tests.reference.tolerance import assert_near
@@ -34,7 +35,12 @@ def test_the_function_keeps_names_outputs_and_gradients(scope: Any, backend: str
     assert_near(gradients(model), gradients(reference))
 
 
-@pytest.mark.parametrize("backend", sorted({*torch._dynamo.list_backends(), "eager", "aot_eager"} - {"inductor"}))
+@pytest.mark.parametrize(
+    "backend",
+    others_exhaustive(
+        sorted({*torch._dynamo.list_backends(), "eager", "aot_eager"} - {"inductor"}), lambda name: name != "aot_eager"
+    ),
+)
 @pytest.mark.pins
 def test_every_public_backend_trains_or_is_refused_with_a_reason(backend: str) -> None:
     technique, model = TorchCompile(backend=backend), tiny_bert()
@@ -85,6 +91,7 @@ def test_blocks_share_one_graph_and_a_new_shape_counts_as_a_recompile() -> None:
     assert technique.evidence["recompiles"] == 1
 
 
+@pytest.mark.exhaustive
 def test_counts_are_right_after_many_compilations() -> None:
     """torch keeps the metrics of its last 64 compilations."""
     for _ in range(65):
@@ -95,6 +102,7 @@ def test_counts_are_right_after_many_compilations() -> None:
     assert technique.evidence["compile_seconds"] > 0
 
 
+@pytest.mark.exhaustive
 def test_graph_breaks_are_counted() -> None:
     model = tiny_model("bert", layers=1)
     inner = model.bert.pooler

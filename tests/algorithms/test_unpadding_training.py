@@ -31,7 +31,7 @@ from tests.helpers.common import (
     tiny_bert,
     trained,
 )
-from tests.helpers.exhaustive import SCOPES, family_params
+from tests.helpers.exhaustive import family_params
 from tests.helpers.jobs import run
 from tests.helpers.masks import masked_batch
 from tests.helpers.models import UNPADDED, Family, tiny_model
@@ -182,7 +182,8 @@ def test_a_forward_pass_that_raises_is_cleaned_up(monkeypatch: pytest.MonkeyPatc
     assert not unpadded_encoders(trainer.state.model)
 
 
-@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("scope", ["model", "blocks"])
 def test_a_compiled_run_has_one_graph_and_evidence_from_a_probe(scope: Any) -> None:
     unpadding, compiled = Unpadding(1), TorchCompile(scope=scope, backend="aot_eager")
     batches = [batch([12, 7, 16, 10 - i], seed=i) for i in range(4)]

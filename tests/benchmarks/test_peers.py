@@ -240,8 +240,9 @@ def pairs() -> None:
     Path("pairs.jsonl").write_text("\n".join(lines))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("pairs")
-@pytest.mark.parametrize("padding", ["longest", pytest.param("max_length", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("padding", ["longest", "max_length"])
 def test_sentence_transformers_trains_the_same_steps(padding: str) -> None:
     job = [*EMBEDDING, f"data.padding={padding}", "model.pooling=cls"]
     ours = run(*JOB, *job)

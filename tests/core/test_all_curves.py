@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from tests.helpers.common import Recorder, learnable_batches, trained
-from tests.helpers.exhaustive import others_exhaustive
 from tests.helpers.settings import Case, cases
 
 WINDOW = 20  # steps of the moving average; the loss of one batch of 16 rows is too noisy
@@ -20,7 +19,8 @@ def inexact(*, gpu: bool) -> list[Any]:
     return [c for c in cases(gpu=gpu) if c.values[0].entry.loss_bound is not None]
 
 
-@pytest.mark.parametrize("case", others_exhaustive(inexact(gpu=False), lambda case: case.name == "mixed_precision"))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", inexact(gpu=False))
 def test_the_loss_curve_stays_within_its_bound(case: Case) -> None:
     _check(case, gpu=False)
 

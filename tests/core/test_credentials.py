@@ -169,6 +169,7 @@ def test_the_command_line_is_masked_within_the_context(monkeypatch: pytest.Monke
     assert sys.argv is arguments
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_run_writes_no_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither the config, the report, nor the files of any logger contain one."""

@@ -85,9 +85,8 @@ def _quickstart(task: str, *overrides: str) -> dict[str, Any]:
     return run(f"model.task={task}", *quiet, *overrides, short=False)
 
 
-@pytest.mark.parametrize(
-    "task", [task if task == "embedding" else pytest.param(task, marks=pytest.mark.exhaustive) for task in TASKS]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("task", TASKS)
 def test_a_tiny_bert_starts_at_chance_and_learns_the_samples_in_seconds(task: str) -> None:
     _, metric, chance, (batches, least), _ = TASKS[task]
     sizes = (f"data.train_samples={32 * batches}", "data.eval_samples=400", "data.length_scale=0.06")

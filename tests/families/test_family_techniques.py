@@ -62,7 +62,7 @@ every_combination = pytest.mark.parametrize(
     ("family", "technique"),
     others_exhaustive(  # compiling takes seconds
         product(EVERY, TECHNIQUES),
-        lambda pair: pair[0] in DEFAULT_FAMILIES and (pair[0] == "bert" or pair[1] != "torch_compile"),
+        lambda pair: pair[0] in DEFAULT_FAMILIES and pair[1] != "torch_compile",
     ),
 )
 TYPED = {family for family in EVERY if family not in ("distilbert", "mpnet", "modernbert", "esm", "eurobert")}

@@ -170,7 +170,7 @@ class TwoTextsEach(ComposerModel):
         return torch.nn.functional.cross_entropy(outputs, torch.arange(len(outputs)))
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_two_masks_of_one_shape_have_a_layout_each(compiled: bool) -> None:
     batches = []
     for seed in range(3):

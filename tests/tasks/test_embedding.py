@@ -235,7 +235,8 @@ def test_captured_batches_are_planned_before_replay(tokenizer: Any, monkeypatch:
     assert (calls.graphs, calls.replays, calls.eager_calls) == (1, 2, 1)
 
 
-@pytest.mark.parametrize("cache", [None, pytest.param(5, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("cache", [None, 5])
 def test_compiled_and_checkpointed_layers_compute_the_same(cache: int | None, tokenizer: Any) -> None:
     task = Embedding(text_columns=THREE, gradient_cache=cache)
     model = built(task, tokenizer)

@@ -53,6 +53,7 @@ def test_the_weights_of_the_best_evaluation_are_exported(capsys: pytest.CaptureF
     assert [ln.split()[0] for ln in capsys.readouterr().out.splitlines() if line in ln] == ["exported"]
 
 
+@pytest.mark.exhaustive
 def test_the_adapters_of_the_best_evaluation_are_exported() -> None:
     assert_exports_the_best("algorithms.lora={}")
     adapters = [load_file(f"runs/{name}/adapter/adapter_model.safetensors") for name in ("whole", "short")]
@@ -66,6 +67,7 @@ def test_two_ranks_export_the_weights_of_the_best_evaluation(settings: tuple[str
     assert first == second
 
 
+@pytest.mark.exhaustive
 def test_a_resumed_run_exports_the_same_weights() -> None:
     """From checkpoints before and after the best evaluation, and from the one after the last batch, which precedes the
     last evaluation."""

@@ -161,6 +161,7 @@ def test_the_yaml_names_original_techniques_as_kept_or_removed() -> None:
     assert "- sdpa_attention: in the original YAML, which takes 90.7 s without it" in Path("x.yaml").read_text()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_real_search_ends_with_a_yaml_that_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first trial is a process from the start, the others are forked with their imports done."""
