@@ -54,6 +54,7 @@ class PhaseClock:
         self.now = now
         self._phase: str | None = None
         self._since = 0.0
+        self._in_fit = True  # or evaluating outside of fit()
         self.seconds: dict[str, float] = defaultdict(float)
 
     def event(self, event: Event) -> None:
@@ -61,6 +62,10 @@ class PhaseClock:
         phase = _BEGINS.get(event)
         if phase is None or (self._phase == "eval" and event != Event.EVAL_AFTER_ALL):
             return  # evaluation has its own BEFORE_DATALOADER and AFTER_DATALOADER events
+        if event == Event.EVAL_BEFORE_ALL:
+            self._in_fit = self._phase is not None
+        elif event == Event.EVAL_AFTER_ALL and not self._in_fit:
+            phase = "done"
         now = self.now()
         if self._phase is not None:
             self.seconds[self._phase] += now - self._since
@@ -205,6 +210,8 @@ class ThroughputMonitor(ThroughputConfig, Callback, eq=False):
         self.clock.event(Event.EVAL_AFTER_ALL)
         if self.batches:
             self.eval_marks.append(self.batches[-1].index)
+        if self._summary:  # if the last interval is incomplete, Composer evaluates after FIT_END
+            self._summary["eval_seconds"] = self.totals["eval"] + self.clock.seconds["eval"]
 
     def _is_steady(self) -> bool:
         """Whether the batch that is about to end belongs to the steady state."""

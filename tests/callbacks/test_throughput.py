@@ -140,6 +140,29 @@ def test_training_data_evaluation_and_checkpoints_are_timed_separately(tmp_path:
     assert opaque.max(-1).min() > 90, "nothing is black, which a dark page would hide"
 
 
+@pytest.mark.exhaustive
+def test_an_evaluation_after_the_last_interval_counts_and_ends_before_the_next_fit() -> None:
+    clock, monitor = timed(warmup_batches=0)
+    rows = Batches([{k: v[0] for k, v in batch([8]).items()} for _ in range(4)])
+    trainer = make_trainer(
+        batches=plain_batches(3),
+        callbacks=[monitor],
+        eval_dataloader=torch.utils.data.DataLoader(rows, batch_size=2),
+        eval_interval="5ba",  # longer than the run
+    )
+    clock.pass_during(trainer, "_eval_loop", 100.0)
+    clock.pass_during(trainer.state.model, "forward", 0.25)
+    trainer.fit()
+    assert monitor.summary()["eval_seconds"] == pytest.approx(100 + 2 * 0.25)
+    clock.now += 1000
+    trainer.fit(duration="1ba")
+    trainer.close()
+    summary = monitor.summary()
+    assert summary["eval_seconds"] == pytest.approx(2 * (100 + 2 * 0.25))
+    assert summary["between_batches_seconds"] == 0
+    assert summary["warmup_seconds"] == 0
+
+
 def test_mfu_is_flops_divided_by_time_and_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, monitor = timed(warmup_batches=0)
     monkeypatch.setattr(module, "device_peak", lambda *_: module.Peak(1e6, "fp32", "datasheet"))
