@@ -222,7 +222,7 @@ def _one_line_from_wandb() -> Iterator[None]:
             raise
         raise ConfigError(
             f"loggers.wandb: Weights & Biases cannot start a run ({first_line(error)}); "
-            "fix its keys, or set mode=offline"
+            "fix its keys, or set loggers.wandb.mode=offline"
         ) from error
 
 

@@ -25,7 +25,6 @@ _MAX_BASELINE = 1 / 3  # maximum fraction of the budget for runs of the original
 _TRIALS_RESERVE = 0.4  # fraction of the budget that separate trials leave for stacking, confirming and batch sizes
 _MAX_PAIRS = 0.25  # maximum fraction of the budget reserved for the confirming pairs, but at least one pair
 _MIN_RUNS = 4.5  # minimum budget in runs: the original one, a trial, a pair to confirm it, and some margin
-_NO_TIME = "no time was left; increase tune.budget_seconds to try it"
 _print = partial(print, flush=True)
 
 
@@ -101,6 +100,7 @@ class Search:
 
     def _try_separately(self) -> None:
         verdicts = {v.candidate.label: v for v in self.result.verdicts}
+        no_time = ""  # one reason for all, which are listed together
         for verdict in self.result.verdicts:
             candidate = verdict.candidate
             first = verdicts.get(candidate.fallback_of or "")
@@ -118,13 +118,14 @@ class Search:
             keep = max(_TRIALS_RESERVE * self._settings.budget_seconds, self._reserve)
             outcome = self._measure(changed, candidate.label, keep)
             if outcome is None:
-                verdict.state, verdict.reason = "untried", _NO_TIME
+                no_time = no_time or self._no_time(keep)
+                verdict.state, verdict.reason = "untried", no_time
                 continue
             verdict.state = "measured" if outcome.ok else "failed"
             verdict.alone, verdict.reason = outcome, outcome.reason
             verdict.alone_seconds = self._plan(outcome) if outcome.ok else None
         states = {v.state for v in self.result.verdicts}
-        if not states & {"measured", "failed"} and _NO_TIME in [v.reason for v in self.result.verdicts]:
+        if no_time and not states & {"measured", "failed"}:
             raise self._budget_error(self._wall)
 
     def _stack(self) -> None:
@@ -156,7 +157,7 @@ class Search:
         outcome = self._measure(changed, f"+ {verdict.candidate.label}", self._reserve)
         if outcome is None:
             if refused:
-                verdict.state, verdict.reason = "untried", _NO_TIME
+                verdict.state, verdict.reason = "untried", self._no_time(self._reserve)
             return
         if verdict.alone is None:
             verdict.state = "measured" if outcome.ok else "failed"
@@ -259,7 +260,7 @@ class Search:
         remain."""
         key, left = key_of(algorithms), self._left - keep
         if key not in self._seen:
-            if left < 1.2 * self._wall:
+            if left < self._longest_trial:
                 return None
             self._seen[key] = self._once(algorithms, label, self.result.trial_steps, left)
         return self._seen[key]
@@ -301,6 +302,19 @@ class Search:
         steps = max(_PROBE_STEPS, min(MAX_STEPS, int(training / probe.step_seconds)))
         longer = probe.wall_seconds + (steps - _PROBE_STEPS) * probe.step_seconds
         return steps if self._spent + longer <= baselines else _PROBE_STEPS
+
+    @property
+    def _longest_trial(self) -> float:
+        return 1.2 * self._wall
+
+    def _no_time(self, keep: float) -> str:
+        """Why :meth:`_measure` returned None."""
+        budget = self._settings.budget_seconds
+        return (
+            f"a trial may take {self._longest_trial:.0f} s, and {max(0.0, self._left - keep):.0f} s were left for it: "
+            f"of the budget of {budget:g} s, {self._spent:.0f} s were spent and {keep:.0f} s are kept for combining and "
+            "confirming; increase tune.budget_seconds to try it"
+        )
 
     @property
     def _spent(self) -> float:

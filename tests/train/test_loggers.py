@@ -35,6 +35,16 @@ def test_tensorboard_and_the_file_get_every_metric_that_wandb_gets(wandb_run: Wa
     assert min(rates) > 0
 
 
+@pytest.mark.exhaustive
+def test_wandbs_own_variable_sets_the_mode_that_the_config_leaves_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    import wandb
+
+    wandb.teardown()  # of an earlier test
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    run("trainer.max_duration=4ba", "loggers.wandb={}")
+    assert "loss/train/total" in read_wandb(Path("runs/quickstart")).history
+
+
 @pytest.mark.filterwarnings("ignore:continuing without:UserWarning")
 @pytest.mark.pins
 def test_the_recommended_set_in_a_trainer_of_ones_own_logs_to_all_of_them() -> None:

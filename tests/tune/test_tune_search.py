@@ -235,6 +235,11 @@ def test_the_budget_is_kept_and_untried_candidates_are_named(budget: float) -> N
     assert bool(untried) == (budget < 110)
     assert any(v.state == "measured" for v in result.verdicts)
     assert all("tune.budget_seconds" in v.reason for v in untried)
+    if budget == 60:
+        assert untried[0].reason == (
+            "a trial may take 12 s, and 6 s were left for it: of the budget of 60 s, 30 s were spent and 24 s are kept "
+            "for combining and confirming; increase tune.budget_seconds to try it"
+        )
 
 
 @pytest.mark.parametrize("repeats", [2, 20])

@@ -205,8 +205,8 @@ class WandbConfig(Settings):
     """Group of the run."""
     tags: list[str] = Field(default_factory=list, examples=["[baseline]"])
     """Tags of the run."""
-    mode: Literal["online", "offline", "disabled"] = "online"
-    """offline needs no account and writes to runs/<run_name>/wandb."""
+    mode: Literal["online", "offline", "disabled"] | None = None
+    """offline needs no account and writes to runs/<run_name>/wandb; null follows WANDB_MODE, and is online without it."""
 
 
 class TensorboardConfig(Settings):
