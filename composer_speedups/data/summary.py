@@ -18,7 +18,7 @@ class DroppedRows:
     Attributes:
         where: The file or dataset with its config key.
         rows: Number of rows, with the invalid ones.
-        problems: The error of each invalid row, such as ``row 6: text is empty; every sample needs text there``. Rows
+        problems: The error of each invalid row, such as ``row 6: text is empty; every sample needs text``. Rows
             are counted from 1, without header lines, and over all files of a pattern.
     """
 
@@ -88,9 +88,9 @@ def invalid_rows(where: str, rows: int, problems: Sequence[str], fix: str) -> st
     problems = _counted(where, problems)
     if len(problems) == 1:
         return f"{where}, {problems[0]}; {fix}"
-    _, _, advice = problems[0].rpartition("; ")
-    advice = "" if advice == problems[0] else f"; {advice}"
-    return f"{where}: {len(problems):,} of {rows:,} rows are invalid ({_listed(problems)}){advice}; {fix}"
+    advice = dict.fromkeys(problem.rpartition("; ")[2] for problem in problems if "; " in problem)
+    invalid = f"{len(problems):,} of {rows:,} rows are invalid ({_listed(problems)})"
+    return "; ".join([f"{where}: {invalid}", *advice, fix])
 
 
 def _counted(where: str, problems: Sequence[str]) -> list[str]:

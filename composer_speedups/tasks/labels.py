@@ -84,14 +84,14 @@ class TaskWithClasses(Task):
                 "model.task=regression"
             )
         raise DataError(
-            f"{where}: {self.label_column} {'holds' if among else 'is'} {shown(value)}; it must be one of "
+            f"{where}: {self.label_column} {'holds' if among else 'is'} {shown(value)}; every label must be one of "
             f"{', '.join(names[:20])} (data.labels)"
         )
 
     def classes_of(self, value: Any, where: str, expected: str) -> list[int]:
         """The indices of a list of labels; ``expected`` describes it for errors."""
         if not _is_list(value):
-            raise DataError(f"{where}: {self.label_column} is {shown(value)}; it must be {expected}")
+            raise DataError(f"{where}: {self.label_column} is {shown(value)}; every label must be {expected}")
         return [self.class_of(label, where, among=True) for label in value]
 
     def head_settings(self) -> dict[str, Any]:

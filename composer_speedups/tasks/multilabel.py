@@ -111,7 +111,7 @@ class Multilabel(TaskWithClasses):
     def _flag(self, value: Any, where: str, column: str) -> float:
         flag = _FLAGS.get(str(value).lower())
         if flag is None:
-            raise DataError(f"{where}: {column} is {shown(value)}; it must be 0 or 1")
+            raise DataError(f"{where}: {column} is {shown(value)}; every label must be 0 or 1")
         return flag
 
     def head_settings(self) -> dict[str, Any]:

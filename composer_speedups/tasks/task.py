@@ -186,11 +186,11 @@ class Task:
         text = row.get(column)
         if isinstance(text, (int, float)) and not isinstance(text, bool) and not math.isnan(text):
             raise DataError(
-                f"{where}: {column} is {shown(text)}, a number; every sample needs text there, and data.text_columns "
+                f"{where}: {column} is {shown(text)}, a number; every sample needs text, and data.text_columns "
                 "names the column of the texts"
             )
         if not isinstance(text, str) or not text.strip():
-            raise DataError(f"{where}: {column} is {shown(text)}; every sample needs text there")
+            raise DataError(f"{where}: {column} is {shown(text)}; every sample needs text")
         return text
 
     def label(self, value: Any, where: str) -> Any:
@@ -355,7 +355,7 @@ def number(value: Any, where: str, column: str) -> float:
     if str(value).strip().lower() in ("true", "false"):
         raise DataError(f"{where}: {column} is {shown(value)}, not a number; for classes set model.task=classification")
     if not math.isfinite(parsed):
-        raise DataError(f"{where}: {column} is {shown(value)}; it must be a finite number")
+        raise DataError(f"{where}: {column} is {shown(value)}; every label must be a finite number")
     return parsed
 
 

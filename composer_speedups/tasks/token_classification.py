@@ -50,7 +50,7 @@ class TokenClassification(TaskWithClasses):
         if isinstance(words, str):
             words = words.split()
         if not isinstance(words, (list, tuple)) or not words or not all(isinstance(word, str) for word in words):
-            raise DataError(f"{where}: {column} is {shown(row.get(column))}; every sample needs words there")
+            raise DataError(f"{where}: {column} is {shown(row.get(column))}; every sample needs words")
         tags = row.get(str(self.label_column))
         if isinstance(tags, (list, tuple)) and len(tags) != len(words):
             raise DataError(f"{where}: {len(words)} words in {column}, and {len(tags)} tags in {self.label_column}")

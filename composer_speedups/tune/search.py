@@ -312,8 +312,8 @@ class Search:
         budget = self._settings.budget_seconds
         return (
             f"a trial may take {self._longest_trial:.0f} s, and {max(0.0, self._left - keep):.0f} s were left for it: "
-            f"of the budget of {budget:g} s, {self._spent:.0f} s were spent and {keep:.0f} s are kept for combining and "
-            "confirming; increase tune.budget_seconds to try it"
+            f"of the budget of {budget:g} s, {self._spent:.0f} s were spent and {keep:.0f} s are kept for combining "
+            "and confirming; increase tune.budget_seconds to try it"
         )
 
     @property

@@ -78,8 +78,8 @@ BAD_ROWS: list[tuple[dict[str, Any], str]] = [
     ({"text": ["a", ""], "label": [1, 0]}, "row 2: text is empty"),
     ({"text": ["a", " \n"], "label": [1, 0]}, "row 2: text is empty"),
     ({"text": ["a", None], "label": [1, 0]}, "row 2: text is empty"),
-    ({"text": ["a", "b", "c"], "label": [1, 0, -1]}, "row 3: label is -1; it must be one of 0, 1"),
-    ({"text": ["a", "b", "c"], "label": [0, 1, None]}, "row 3: label is empty; it must be one of 0, 1"),
+    ({"text": ["a", "b", "c"], "label": [1, 0, -1]}, "row 3: label is -1; every label must be one of 0, 1"),
+    ({"text": ["a", "b", "c"], "label": [0, 1, None]}, "row 3: label is empty; every label must be one of 0, 1"),
     (
         {"text": ["a", "b"], "label": ["pos", "pos"]},
         "the column label has only the class pos; there must be two or more",

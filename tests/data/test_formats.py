@@ -80,9 +80,9 @@ def test_numbers_in_text_files_are_labels_as_in_other_formats(read: Reader) -> N
         assert read(flags, task)["labels"] == [[0.0, 1.0], [1.0, 0.0], [1.0, 1.0]]
         with pytest.raises(DataError, match=r"label is '?0\.5'?, which is not a class; for numbers set model"):
             read(save({"text": texts, "label": [1.0, 0.0, 0.5]}, name))
-        with pytest.raises(DataError, match=r"joy is '?2'?; it must be 0 or 1"):
+        with pytest.raises(DataError, match=r"joy is '?2'?; every label must be 0 or 1"):
             read(save({"text": texts, "joy": [0, 1, 2], "fear": [0] * 3}, name), task)
-    with pytest.raises(DataError, match=r"label is 'NA'; it must be one of 0, 1 "):
+    with pytest.raises(DataError, match=r"label is 'NA'; every label must be one of 0, 1 "):
         read(save({"text": texts, "label": ["0", "1", "NA"]}, "a.csv"))
 
 
@@ -195,7 +195,7 @@ def test_class_names_come_from_the_dataset_and_minus_one_is_missing(read: Reader
     assert read("a.parquet", task) == {"text_1": ["a", "b"], "labels": [[1.0, 0.0, 1.0], [0.0, 0.0, 0.0]]}
     assert task.labels == ["joy", "anger", "fear"]
     save_rows(Path("b.parquet"), {"text": ["a", "b"], "label": [0, -1]}, NAMED)
-    with pytest.raises(DataError, match=r"label is empty; it must be one of yes, no "):
+    with pytest.raises(DataError, match=r"label is empty; every label must be one of yes, no "):
         read("b.parquet")
 
 
@@ -203,7 +203,7 @@ def test_class_names_come_from_the_dataset_and_minus_one_is_missing(read: Reader
 def test_configured_labels_order_the_head(read: Reader) -> None:
     task = Classification(labels=["yes", "no"])
     assert read(save({**ROWS, "label": ["no", "yes"] * 10}, "a.csv"), task)["labels"] == [1, 0] * 10
-    with pytest.raises(DataError, match=r"label is 'maybe'; it must be one of yes, no \(data\.labels\)"):
+    with pytest.raises(DataError, match=r"label is 'maybe'; every label must be one of yes, no \(data\.labels\)"):
         read(save({"text": ["a", "b"], "label": ["no", "maybe"]}, "b.csv"), task)
 
 
@@ -226,7 +226,7 @@ def test_values_of_json_keep_their_types_and_missing_ones_are_refused(read: Read
     Path("a.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     assert read("a.jsonl", Classification(labels=["1", "x"])) == {"text_1": ["a", "b", "c"], "labels": [0, 1, 0]}
     Path("b.jsonl").write_text("{}\n" * 3)
-    with pytest.raises(DataError, match=r"text is empty.*; every sample needs text there"):
+    with pytest.raises(DataError, match=r"text is empty.*; every sample needs text"):
         read("b.jsonl", Classification(labels=["1", "x"]))
 
 
@@ -329,7 +329,7 @@ def test_missing_labels_are_refused_although_a_class_is_called_none() -> None:
     ):
         in_memory("a.csv")
     many: Rows = {"text": ["a"] * 3000, "label": ["", "no", "yes"] * 1000}
-    with pytest.raises(DataError, match=r"e\.csv: 1,000 of 3,000 .* \(row 1, .*, row 28: [^,]*, …\); it"):
+    with pytest.raises(DataError, match=r"e\.csv: 1,000 of 3,000 .* \(row 1, .*, row 28: [^,]*, …\); every"):
         in_memory(save(many, "e.csv"))
 
 
@@ -347,7 +347,9 @@ def test_labels_may_be_dates_or_whole_decimals_and_other_types_are_named() -> No
         read([b"x", b"y"])
     for bad, shown in ((float("nan"), "nan"), (None, "empty"), (float("inf"), "inf")):
         name = save({"text": ["a", "b"], "label": [1.0, bad]}, "b.parquet")
-        with pytest.raises(DataError, match=rf"b\.parquet, row 2: label is {shown}; it must be a finite number"):
+        with pytest.raises(
+            DataError, match=rf"b\.parquet, row 2: label is {shown}; every label must be a finite number"
+        ):
             in_memory(name, Regression())
 
 

@@ -101,9 +101,9 @@ def tokenizer_in(folder: str) -> Any:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"text": " ", "label": 1}, r"a streamed row: text is empty; every sample needs text there"),
+        ({"text": " ", "label": 1}, r"a streamed row: text is empty; every sample needs text"),
         ({"words": "a", "label": 1}, r"a streamed row: text is empty"),
-        ({"text": "a", "label": 2}, r"a streamed row: label is 2; it must be one of 0, 1 \(data\.labels\)"),
+        ({"text": "a", "label": 2}, r"a streamed row: label is 2; every label must be one of 0, 1 \(data\.labels\)"),
         ({"text": "a"}, r"a streamed row: label is empty"),
     ],
 )

@@ -262,7 +262,7 @@ def test_an_output_that_cannot_be_written_is_one_line(finished: Path) -> None:
         (["input=in.jsonl", "--evaluate", "label_columns=a"], r"label_columns: the run reads 0 columns, not 1"),
         (
             ["input=unknown.jsonl", "--evaluate"],
-            r"input: unknown\.jsonl, row 1: label is 'so'; it must be one of",
+            r"input: unknown\.jsonl, row 1: label is 'so'; every label must be one of",
         ),
         (["input=in.jsonl", "device=gpu"], r"device: there is no GPU here"),
     ],
@@ -550,7 +550,8 @@ def test_evaluate_leaves_invalid_rows_out_and_counts_them(
     assert evaluated(printed.out) == evaluated(whole.out)
     first = "row 2, headers not counted: text is empty, row 3: label is empty, row 4: label is 'so'"
     assert f"input: all.csv: 3 of 9 rows are invalid ({first})" in printed.err
-    assert "; the metrics leave out such rows\n" in printed.err
+    advice = "every sample needs text; every label must be one of negative, positive (data.labels)"
+    assert f"; {advice}; the metrics leave out such rows\n" in printed.err
     assert not any(map(callable, hashed)), "datasets would hash what the function refers to: the model"
     assert not list(Path().glob("*predictions*"))
 

@@ -61,10 +61,12 @@ def test_a_label_is_a_name_or_position_and_others_are_refused_with_row_and_value
     good = ("good", " bad ", 1, 0.0, "1", "0.0")
     assert [task.label(value, "f, row 1") for value in good] == [1, 0, 1, 0, 1, 0]
     assert [numbered.label(value, "f, row 1") for value in (1, "2", "1.0")] == [0, 1, 0]
-    with pytest.raises(DataError, match="label is 0; it must be one of 1, 2"):  # integer class names are not positions
+    with pytest.raises(
+        DataError, match="label is 0; every label must be one of 1, 2"
+    ):  # integer class names are not positions
         numbered.label(0, "f, row 1")
     for value, shown in (("great", "'great'"), (2, "2"), (-1, "-1"), (None, "empty"), (float("nan"), "nan")):
-        with pytest.raises(DataError, match=rf"f, row 3: label is {shown}; it must be one of bad, good"):
+        with pytest.raises(DataError, match=rf"f, row 3: label is {shown}; every label must be one of bad, good"):
             task.label(value, "f, row 3")
 
 
@@ -183,7 +185,7 @@ def test_multilabel_reads_lists_that_are_written_as_text(cells: list[Any], lists
     for known in (task, Multilabel(labels=task.labels)):  # a stream's labels are not learned from the column
         for cell, names in zip(cells, lists, strict=True):
             assert known.label(cell, "f") == [float(name in names) for name in task.labels]
-    with pytest.raises(DataError, match=r"f: labels holds '(new|a)'; it must be one of"):
+    with pytest.raises(DataError, match=r"f: labels holds '(new|a)'; every label must be one of"):
         task.label(f"{lists[0][0]};new", "f")
 
 
@@ -202,13 +204,13 @@ def test_multilabel_reads_lists_and_columns() -> None:
     assert task.labels == ["a", "b", "c"]
     assert task.label(["c", "a"], "f, row 1") == [1.0, 0.0, 1.0]
     assert task.label([], "f, row 1") == [0.0, 0.0, 0.0]
-    with pytest.raises(DataError, match=r"f, row 2: labels is 1; it must be a list .*data\.label_columns"):
+    with pytest.raises(DataError, match=r"f, row 2: labels is 1; every label must be a list .*data\.label_columns"):
         task.label(1, "f, row 2")
-    with pytest.raises(DataError, match="f, row 2: labels holds 'd'; it must be one of a, b, c"):
+    with pytest.raises(DataError, match="f, row 2: labels holds 'd'; every label must be one of a, b, c"):
         task.label(["d"], "f, row 2")
     columns = Multilabel(label_columns=["toxic", "spam"])
     assert columns.example({"text": "x", "toxic": 1, "spam": False}, "f", training=True)["labels"] == [1.0, 0.0]
-    with pytest.raises(DataError, match="f, row 4: spam is 2; it must be 0 or 1"):
+    with pytest.raises(DataError, match="f, row 4: spam is 2; every label must be 0 or 1"):
         columns.example({"text": "x", "toxic": 1, "spam": 2}, "f, row 4", training=True)
     with pytest.raises(ConfigError, match=r"data\.labels names 1 labels for 2 data\.label_columns"):
         Multilabel(label_columns=["toxic", "spam"], labels=["a"])

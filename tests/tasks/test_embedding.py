@@ -590,8 +590,8 @@ def test_bad_rows_name_the_row_and_the_column(files: None) -> None:
         train_in_process("data.text_columns=[query,positive]")
     for score, shown in ((None, "empty"), (math.nan, "nan")):
         write_rows("train.jsonl", [*ROWS[:2], {**ROWS[2], "score": score}])
-        with pytest.raises(DataError, match=rf"row 3: score is {shown}; it must be a finite number"):
+        with pytest.raises(DataError, match=rf"row 3: score is {shown}; every label must be a finite number"):
             train_in_process("model.loss=cosine", "data.label_column=score")
     write_rows("train.jsonl", [ROWS[0], {**ROWS[1], "positive": " "}])
-    with pytest.raises(DataError, match=r"row 2: positive is empty; every sample needs text there"):
+    with pytest.raises(DataError, match=r"row 2: positive is empty; every sample needs text"):
         train_in_process()

@@ -241,7 +241,10 @@ def test_bad_settings_and_rows_are_refused(files: list[dict[str, Any]]) -> None:
     good = ROWS[0]
     for value, shown in ((2, "2"), (math.nan, "nan"), (None, "empty")):
         write_rows("train.jsonl", [{**good, "label": 1}, {**good, "label": value}])
-        with pytest.raises(DataError, match=rf"row 2: label is {shown}; (with model.loss=bce it must be|it must be a)"):
+        with pytest.raises(
+            DataError,
+            match=rf"row 2: label is {shown}; (with model.loss=bce every label must be|every label must be a)",
+        ):
             train_in_process()
     write_rows("train.jsonl", [{**good, "label": 1}, {**good, "label": 1}])
     with pytest.raises(DataError, match=r"no query has two documents with different labels, .*; use bce"):

@@ -134,8 +134,14 @@ def test_bad_rows_are_named() -> None:
         ({"tokens": " ", "ner_tags": []}, "f, row 2: tokens is empty; every sample needs words"),
         ({"tokens": [], "ner_tags": []}, "f, row 2: tokens is .*; every sample needs words"),
         ({"tokens": ["a", None], "ner_tags": ["O", "O"]}, "f, row 2: tokens is .*; every sample needs words"),
-        ({"tokens": ["a"], "ner_tags": "O"}, "f, row 2: ner_tags is 'O'; it must be a list of tags, one per word"),
-        ({"tokens": ["a"], "ner_tags": ["B-CITY"]}, "f, row 2: ner_tags holds 'B-CITY'; it must be one of O, B-PER"),
+        (
+            {"tokens": ["a"], "ner_tags": "O"},
+            "f, row 2: ner_tags is 'O'; every label must be a list of tags, one per word",
+        ),
+        (
+            {"tokens": ["a"], "ner_tags": ["B-CITY"]},
+            "f, row 2: ner_tags holds 'B-CITY'; every label must be one of O, B-PER",
+        ),
     ):
         with pytest.raises(DataError, match=message):
             task.example(row, "f, row 2", training=True)

@@ -206,7 +206,7 @@ class WandbConfig(Settings):
     tags: list[str] = Field(default_factory=list, examples=["[baseline]"])
     """Tags of the run."""
     mode: Literal["online", "offline", "disabled"] | None = None
-    """offline needs no account and writes to runs/<run_name>/wandb; null follows WANDB_MODE, and is online without it."""
+    """offline needs no account and writes to runs/<run_name>/wandb; null follows WANDB_MODE, or is online."""
 
 
 class TensorboardConfig(Settings):
