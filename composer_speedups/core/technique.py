@@ -22,7 +22,7 @@ from composer.loggers import Logger
 from composer.utils.reproducibility import seed_context
 from pydantic import Field
 
-from composer_speedups.core.errors import ConfigError, NotEngagedError, TechniqueError
+from composer_speedups.core.errors import ConfigError, NotEngagedError, TechniqueError, UserError
 from composer_speedups.core.requirements import Context, Requirement
 from composer_speedups.core.settings import Settings
 
@@ -258,7 +258,8 @@ class Technique(Settings, Algorithm, eq=False, strict=True):
             raise error
         if self.engaged is not False:
             continuing = "although" if isinstance(error, NotEngagedError) else "without"
-            warnings.warn(f"continuing {continuing} {error}", UserWarning, stacklevel=3)
+            said = f"continuing {continuing} {error.technique}: {error.reason} (to silence this: {error.fix})"
+            warnings.warn(str(UserError(said)), UserWarning, stacklevel=3)
         self.engaged = False
         self.in_force = self.in_force and isinstance(error, NotEngagedError)
         self.evidence = {"unavailable": error.reason, "fix": error.fix}
@@ -287,6 +288,8 @@ class Technique(Settings, Algorithm, eq=False, strict=True):
     def match(self, event: Event, state: State | None = None) -> bool:
         if isinstance(self, Event):  # called on a class in the place of an instance; the arguments are event and state
             techniques_of(cast(State, event).algorithms)  # raises
+        if event == Event.INIT and state is not None:
+            techniques_of(state.algorithms)  # raises before Composer calls match of something that has none
         if event in (Event.INIT, Event.FIT_END) or self._hears(event):
             return True
         if self._verified or not self.engaged:
@@ -361,15 +364,19 @@ def techniques_of(algorithms: Sequence[Algorithm]) -> list[Technique]:
     """The techniques of this package in a list of algorithms, in the order they engage.
 
     Raises:
-        ConfigError: A class instead of its instance.
+        ConfigError: A class instead of its instance, a name, or a list in the list.
     """
-    if classes := [a for a in algorithms if isinstance(a, type)]:
-        raise _class_refused(classes[0])
+    if others := [a for a in algorithms if not hasattr(a, "match") or isinstance(a, type)]:
+        raise _refused(others[0])
     return sorted((a for a in algorithms if isinstance(a, Technique)), key=lambda t: (t.stage, t.name))
 
 
-def _class_refused(cls: type) -> ConfigError:
-    return ConfigError(f"algorithms: {cls.__name__} is a class, not a technique; write {cls.__name__}()")
+def _refused(other: Any) -> ConfigError:
+    if isinstance(other, type) and issubclass(other, Algorithm):
+        return ConfigError(f"algorithms: {other.__name__} is a class, not a technique; write {other.__name__}()")
+    if isinstance(other, list):
+        return ConfigError("algorithms: a list is in the list; write its items, as in [*recommended(), LoRA()]")
+    return ConfigError(f"algorithms: {other!r:.80} is no technique; write an instance, such as Unpadding()")
 
 
 def sort_techniques(algorithms: Sequence[Algorithm], event: Event) -> Sequence[Algorithm]:
@@ -428,7 +435,7 @@ def screen(techniques: Sequence[Technique], context: Context) -> None:
             for met, reason, fix in technique.requirements(context):
                 if not met:
                     stops = technique.on_unavailable == "stop"
-                    other = ", or set on_unavailable=warn to continue without it" if stops else ""
+                    other = ', or set on_unavailable="warn" to continue without it' if stops else ""
                     raise TechniqueError(technique.name, reason, fix + other)
         except TechniqueError as error:
             if technique.on_unavailable == "warn":

@@ -175,7 +175,7 @@ def summary_table(report: dict[str, Any], folder: str) -> str:
     for name, entry in report["algorithms"].items():
         mark = "engaged" if entry["engaged"] else "NOT engaged"
         line = f"  {name:<18} {mark}: {describe_evidence(entry['evidence'])}"
-        lines.append(line[:160] if entry["engaged"] else line)
+        lines.append(f"{line[:159]}…" if entry["engaged"] and len(line) > 160 else line)
     if report["baseline"]:
         lines += ["", _against_baseline(report)]
     return "\n".join(lines)

@@ -10,6 +10,7 @@ import pytest
 from composer.core import Event, State
 from pydantic import Field
 
+from composer_speedups import recommended
 from composer_speedups.core.errors import CannotRunError, ConfigError, TechniqueError
 from composer_speedups.core.technique import Conflict, Stage, Technique, refuse_conflicts, techniques_of
 from tests.helpers.common import make_trainer, plain_batches, trained
@@ -103,6 +104,14 @@ def test_a_class_instead_of_an_instance_and_an_unknown_setting_are_one_clear_lin
     for function in (refuse_conflicts, techniques_of):
         with pytest.raises(ConfigError, match=said):
             function(toys)
+    mixed: Any = {
+        "a list is in the list; write its items": [Toy(), [Toy()]],
+        "'toy' is no technique; write an instance": [Toy(), "toy"],
+        "<function recommended .*> is no technique": [Toy(), recommended],
+    }
+    for said, algorithms in mixed.items():
+        with pytest.raises(ConfigError, match=f"^algorithms: {said}"):
+            trained(algorithms=algorithms)
     with pytest.raises(TypeError, match=r"^Toy has no setting 'cuont'; did you mean 'count'\?$"):
         Toy(cuont=3)  # type: ignore[call-arg]
 
@@ -133,7 +142,7 @@ def test_a_technique_receives_only_the_events_it_has_methods_for() -> None:
 def test_a_technique_that_was_withdrawn_receives_only_fit_end() -> None:
     toy = Toy(on_unavailable="warn")
     trainer = make_trainer([toy])
-    with pytest.warns(UserWarning, match="continuing without toy: no kernel; remove it"):
+    with pytest.warns(UserWarning, match="continuing without toy: no kernel .to silence this: remove it"):
         toy.unavailable(CannotRunError("toy", "no kernel", "remove it"))
     assert toy.evidence == {"unavailable": "no kernel", "fix": "remove it", "applied": "withdrawn"}
     received = {Event.INIT, Event.FIT_END}

@@ -128,7 +128,7 @@ def test_an_unavailable_technique_is_one_line_and_exit_status_2() -> None:
     assert done.status == 2
     line = done.stderr.splitlines()[-1]
     assert line.startswith("train.py: tf32_matmul: TF32 needs a CUDA GPU")
-    assert "on_unavailable=warn" in line
+    assert 'on_unavailable="warn"' in line
     assert "Traceback" not in done.stderr
     assert not Path("runs").exists()
 
