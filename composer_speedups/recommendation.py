@@ -78,7 +78,8 @@ def apply_recommended(model: nn.Module, check: Check = "auto") -> dict[str, list
     from composer_speedups.algorithms.sdpa_attention.functional import apply_sdpa_attention
     from composer_speedups.algorithms.unpadding.functional import apply_unpadding
 
-    if not any(isinstance(module, PreTrainedModel) for module in model.modules()):
+    modules: Any = getattr(model, "modules", list)
+    if not any(isinstance(module, PreTrainedModel) for module in modules()):
         raise ValueError(f"apply_recommended found no transformers model in {type(model).__name__}; pass one")
     try:
         done = {"unpadding": apply_unpadding(model, check=check)}

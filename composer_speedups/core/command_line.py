@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import types
 import typing
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from pydantic.fields import FieldInfo
 from composer_speedups.core.errors import ConfigError, did_you_mean
 from composer_speedups.core.settings import Origins, Settings, fields_of
 
-__all__ = ["COMMAND_LINE", "CommandLine", "find_config", "parse_command_line", "read_settings"]
+__all__ = ["COMMAND_LINE", "CommandLine", "find_config", "parse_command_line", "read_settings", "usage_as_typed"]
 
 COMMAND_LINE = "command line"
 _PACKAGE = Path(__file__).parents[1]
@@ -36,18 +37,29 @@ class CommandLine(NamedTuple):
         return file
 
 
-def parse_command_line(arguments: Sequence[str], *words: str, several_files: bool = False) -> CommandLine:
+def usage_as_typed(usage: str) -> str:
+    """A program's usage, with its console command in place of ``python -m …`` if that is what started it."""
+    command = Path(sys.argv[0]).stem
+    name = command.removeprefix("composer-speedups-")
+    return usage if name == command else usage.replace(f"python -m composer_speedups.{name} ", f"{command} ")
+
+
+def parse_command_line(
+    arguments: Sequence[str], *words: str, several_files: bool = False, more: str = ""
+) -> CommandLine:
     """Split a command line into ``--help``, ``key=value`` pairs, and ``-f FILE`` or positional words.
 
     Args:
         arguments: The arguments without the program's name.
         words: Names of the positional words that the program takes instead of ``-f FILE``, such as ``PROJECT``.
         several_files: Take more than one ``-f FILE``, and ``-f FOLDER/all`` for all configs of a folder of the package.
+        more: Options that follow the words, for errors.
 
     Raises:
         ConfigError: An argument of another form, a missing or superfluous file or word, or an unknown config name.
     """
     names, positional, overrides, wants_help = list[str](), [], [], False
+    usage = " ".join([*words, more]).strip()
     rest = iter(arguments)
     for argument in rest:
         if argument in ("-h", "--help"):
@@ -65,11 +77,12 @@ def parse_command_line(arguments: Sequence[str], *words: str, several_files: boo
         elif argument.startswith("--") and "=" in argument:
             raise ConfigError(f"{COMMAND_LINE}: cannot read {argument!r}; did you mean {argument[2:]!r}?")
         else:
-            expected = " ".join(words) or "-f FILE"
+            expected = usage or "-f FILE"
             raise ConfigError(f"{COMMAND_LINE}: cannot read {argument!r}; expected {expected} or key=value")
     if not wants_help and len(positional) != len(words):
-        expected, received = " ".join(words), " ".join(arguments)
-        raise ConfigError(f"{COMMAND_LINE}: expected {expected} and then key=value, not {received!r}; see --help")
+        raise ConfigError(
+            f"{COMMAND_LINE}: expected {usage} and then key=value, not {' '.join(arguments)!r}; see --help"
+        )
     if not wants_help and not words and not names:
         raise ConfigError(f"{COMMAND_LINE}: no config file; add -f quickstart, or --help for all keys")
     folders = {name: _configs_of_folder(name) for name in names if several_files}

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from composer_speedups.core.command_line import parse_command_line, read_settings
+from composer_speedups.core.command_line import parse_command_line, read_settings, usage_as_typed
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.core.settings import Settings, fields_of, keys_help
 from composer_speedups.data.paths import check_file
@@ -82,9 +82,9 @@ def read_request(arguments: Sequence[str]) -> tuple[Path, Request]:
     Raises:
         ConfigError: Names the argument and the fix.
     """
-    command_line = parse_command_line(_as_pairs(arguments), "RUN")
+    command_line = parse_command_line(_as_pairs(arguments), "RUN", more="--input FILE")
     if command_line.help:
-        print(_USAGE + keys_help(Request))
+        print(usage_as_typed(_USAGE) + keys_help(Request))
         raise SystemExit(0)
     request, _ = read_settings(Request, command_line.overrides)
     if not request.input:

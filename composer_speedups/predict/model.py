@@ -111,7 +111,7 @@ class FinishedModel:
             warnings.simplefilter("always")
             done = apply_recommended(self.model)
         self._plans = "unpadding" in done
-        self.engaged = [f"{name}: {len(changed)} modules" for name, changed in done.items()]
+        self.engaged = [f"{name}: {len(changed)} module{'s' * (len(changed) != 1)}" for name, changed in done.items()]
         self.engaged += [str(warning.message) for warning in caught]
 
     def encode(self, rows: Sequence[Mapping[str, Any]]) -> Columns:

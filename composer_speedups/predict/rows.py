@@ -25,6 +25,7 @@ from composer_speedups.data.reader import Row, check_columns, declared_classes, 
 from composer_speedups.data.sources import labelled_samples
 from composer_speedups.data.summary import DataSummary, invalid_rows
 from composer_speedups.predict.model import FinishedModel
+from composer_speedups.tasks.metrics import class_of_metric
 
 __all__ = ["evaluate_file", "predict_file", "predicted"]
 
@@ -88,7 +89,9 @@ def evaluate_file(model: FinishedModel, source: Path, batch_size: int) -> str:
     metrics = model.evaluate(samples, batch_size)
     left_out = f", {len(problems):,} of them left out" if problems else ""
     head = f"{source}: {len(rows):,} rows{left_out}"
-    return "\n".join([head, *(f"  {name:<15} {value:>10.6g}" for name, value in metrics.items())])
+    classes = getattr(model.task, "classes", ())
+    lines = (f"  {name:<15} {value:>10.6g}  {class_of_metric(name, classes)}" for name, value in metrics.items())
+    return "\n".join([head, *map(str.rstrip, lines)])
 
 
 def predicted(model: FinishedModel, rows: Sequence[Row], batch_size: int) -> Iterator[list[Row]]:

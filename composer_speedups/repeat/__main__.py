@@ -11,7 +11,7 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field
 
-from composer_speedups.core.command_line import parse_command_line, read_settings
+from composer_speedups.core.command_line import parse_command_line, read_settings, usage_as_typed
 from composer_speedups.core.errors import ConfigError, RunFailedError
 from composer_speedups.core.files import make_folder
 from composer_speedups.core.settings import Settings, fields_of, keys_help
@@ -64,7 +64,8 @@ def main(arguments: Sequence[str], program: str = TRAIN) -> None:
     """
     command_line = parse_command_line(arguments, several_files=True)
     if command_line.help:
-        print(f"{_USAGE}{keys_help(RepeatConfig)}\n\nAll other keys are those of composer train.py --help.")
+        usage = usage_as_typed(_USAGE)
+        print(f"{usage}{keys_help(RepeatConfig)}\n\nAll other keys are those of composer train.py --help.")
         return
     own = [pair for pair in command_line.overrides if pair.partition("=")[0] in fields_of(RepeatConfig)]
     settings, _ = read_settings(RepeatConfig, own)

@@ -67,6 +67,16 @@ def reported_name(logged: str) -> str:
     return _REPORTED_NAMES.get(logged, logged)
 
 
+def class_of_metric(reported: str, classes: Sequence[str]) -> str:
+    """``of positive``: the class that a metric is of, for a printed line; empty for metrics of all classes.
+
+    Args:
+        reported: The metric's name in reports.
+        classes: Names of the task's classes, if it has any.
+    """
+    return f"of {classes[1]}" if reported.endswith("binary_f1") and len(classes) == 2 else ""
+
+
 def reported_values(values: Mapping[str, Any]) -> dict[str, float]:
     """The values of an evaluation's metrics that are scalars, by their names in report.json instead of the logged
     ones."""

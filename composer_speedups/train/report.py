@@ -27,7 +27,7 @@ from composer_speedups.core.process_age import process_age
 from composer_speedups.core.trainer_state import device_of
 from composer_speedups.data.summary import DataSummary
 from composer_speedups.distributed.ddp import sums_of
-from composer_speedups.tasks.metrics import final_metrics
+from composer_speedups.tasks.metrics import class_of_metric, final_metrics
 from composer_speedups.train.config.load import written
 from composer_speedups.train.config.schema import Config
 from composer_speedups.train.environment import environment
@@ -137,7 +137,7 @@ def _token_bound(config: dict[str, Any]) -> str:
 def summary_table(report: dict[str, Any], folder: str) -> str:
     """Format the report as a table for the console. Lines of techniques are cut at 160 columns."""
     throughput, memory, metrics = report["throughput"], report["memory"], report["metrics"]
-    ddp = report["ddp"] or {}
+    ddp, classes = report["ddp"] or {}, [*report["classes"].get("classes", {})]
     ranks = f" on {report['training']['ranks']} ranks" if report["training"]["ranks"] > 1 else ""
     rows = [
         ("samples/s", throughput.get("samples_per_sec"), f"steady state, data wait included{ranks}"),
@@ -156,7 +156,7 @@ def summary_table(report: dict[str, Any], folder: str) -> str:
             memory.get("peak_gib"),
             f"GiB {'of the GPU' if report['environment']['gpu'] else 'resident'}",
         ),
-        *((name.replace("_", " "), value, "") for name, value in metrics.items()),
+        *((name.replace("_", " "), value, class_of_metric(name, classes)) for name, value in metrics.items()),
         *_class_rows(report["classes"]),
         _best_row(report["best"], exported=report["config"]["export"]),
         _early_stopping_row(report["early_stopping"], report["training"]),

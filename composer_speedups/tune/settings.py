@@ -7,6 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from composer_speedups.core.command_line import usage_as_typed
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.core.files import with_working_directory
 from composer_speedups.core.settings import Settings, keys_help
@@ -52,7 +53,8 @@ class TuneConfig(Settings):
 
 def help_text() -> str:
     """The usage, and every ``tune.*`` key with its type, default, bounds and doc line."""
-    return f"{_USAGE}{keys_help(TuneConfig, PREFIX)}\n\nAll other keys are those of composer train.py --help.\n"
+    usage = usage_as_typed(_USAGE)
+    return f"{usage}{keys_help(TuneConfig, PREFIX)}\n\nAll other keys are those of composer train.py --help.\n"
 
 
 def output_for(file: str, output: str | None) -> Path:

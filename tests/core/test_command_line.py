@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Literal
 
 import pytest
@@ -10,6 +11,7 @@ from pydantic import Field
 from composer_speedups.core.command_line import CommandLine, parse_command_line, read_settings
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.core.settings import Settings, keys_help
+from composer_speedups.tune.settings import help_text
 
 
 class Request(Settings):
@@ -90,3 +92,16 @@ def test_help_has_every_key_with_its_type_default_bounds_and_doc() -> None:
     assert lines[2:4] == ["  x.share: float = 0.5  [> 0]", "      Share of the time."]
     assert lines[4] == "  x.kinds: list[a|b] = []"
     assert len(lines) == 10
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("started", "said"),
+    [
+        ("/bin/composer-speedups-tune", "composer-speedups-tune"),
+        ("tune/__main__.py", "python -m composer_speedups.tune"),
+    ],
+)
+def test_the_usage_has_the_command_that_was_typed(started: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", [started, "--help"])
+    assert help_text().startswith(f"usage: {said} -f FILE ")

@@ -68,6 +68,9 @@ def test_a_second_call_says_that_the_techniques_are_in_place() -> None:
 
 
 def test_a_module_without_a_transformers_model_is_an_error() -> None:
+    name: Any = "bert"
+    with pytest.raises(ValueError, match=r"^apply_recommended found no transformers model in str; pass one$"):
+        apply_recommended(name)
     with pytest.raises(ValueError, match=r"^apply_recommended found no transformers model in Linear"):
         apply_recommended(nn.Linear(2, 2))
 

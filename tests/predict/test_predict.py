@@ -73,7 +73,7 @@ def test_the_model_runs_unpadded(finished: Path) -> None:
     model = FinishedModel.load(finished)
     encoded = model.encode([{"text": text} for text in TEXTS])
     model.predict(encoded, 16)
-    assert model.engaged == ["unpadding: 1 modules", "fused_layers: 3 modules"]
+    assert model.engaged == ["unpadding: 1 module", "fused_layers: 3 modules"]
     (encoder,) = [m for m in model.model.modules() if type(m).__name__.endswith("Encoder")]
     assert encoder.packing.planned, "each batch was laid out before its forward pass"
 
@@ -488,7 +488,7 @@ def test_text_is_split_at_whitespace_into_words_with_a_tag_each() -> None:
 
 
 def evaluated(text: str) -> dict[str, float]:
-    return {line.rsplit(maxsplit=1)[0].strip(): float(line.rsplit(maxsplit=1)[1]) for line in text.splitlines()[1:]}
+    return {name: float(value) for name, value, *_ in map(str.split, text.splitlines()[1:])}
 
 
 @pytest.mark.exhaustive
@@ -547,6 +547,7 @@ def test_evaluate_leaves_invalid_rows_out_and_counts_them(
     main([str(finished), "--input", "all.csv", "--evaluate"])
     printed = capfd.readouterr()
     assert "all.csv: 9 rows, 3 of them left out\n" in printed.out
+    assert [line.split()[2:] for line in printed.out.splitlines() if "binary_f1" in line] == [["of", "positive"]]
     assert evaluated(printed.out) == evaluated(whole.out)
     first = "row 2, headers not counted: text is empty, row 3: label is empty, row 4: label is 'so'"
     assert f"input: all.csv: 3 of 9 rows are invalid ({first})" in printed.err
