@@ -135,7 +135,7 @@ def _token_bound(config: dict[str, Any]) -> str:
 
 
 def summary_table(report: dict[str, Any], folder: str) -> str:
-    """Format the report as a table for the console. Lines of techniques are cut at 160 columns."""
+    """Format the report as a table for the console. Evidence is cut at 160 columns, with "…"."""
     throughput, memory, metrics = report["throughput"], report["memory"], report["metrics"]
     ddp, classes = report["ddp"] or {}, [*report["classes"].get("classes", {})]
     ranks = f" on {report['training']['ranks']} ranks" if report["training"]["ranks"] > 1 else ""

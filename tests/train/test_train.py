@@ -165,6 +165,9 @@ def test_with_warn_a_run_continues_and_reports_what_did_not_engage() -> None:
         "NOT engaged: TF32 needs a CUDA GPU of compute capability 8.0 or newer, and this run is on the cpu; remove the"
     )
     assert reason in summary_table(report, "runs/quickstart")
+    report["algorithms"] = {"unpadding": {"engaged": True, "evidence": {"modules": "x" * 200}}}
+    (line,) = (line for line in summary_table(report, "").splitlines() if "unpadding" in line)
+    assert (len(line), line[-2:]) == (160, "x…")
 
 
 def test_a_run_without_validation_and_callbacks_writes_a_report() -> None:
