@@ -7,7 +7,7 @@
 
 Charts have no background, and inks that can be read on a light and on a dark page.
 
-The rows are those of the last call that has the configurations; by default all of the call's are drawn. ``waterfall``
+The rows are those of one call (:func:`call_shown`); by default all of the call's are drawn. ``waterfall``
 and ``losses`` draw the first point of the matrix.
 """
 
@@ -175,8 +175,10 @@ def _digest_of(rows: Sequence[Row], measure: str) -> str:
     return hashlib.sha256(json.dumps([measure, values], sort_keys=True).encode()).hexdigest()
 
 
-def last_call(kind: str, rows: Sequence[Row], configurations: Sequence[str] = ()) -> list[Row]:
+def call_shown(kind: str, rows: Sequence[Row], configurations: Sequence[str] = ()) -> list[Row]:
     """The rows that a chart shows: those of the last call in which all configurations (by default: any) were measured.
+
+    Bars of given configurations are of the call in which the first, which the others are compared with, was fastest.
 
     Raises:
         SystemExit: No call has them.
@@ -184,7 +186,11 @@ def last_call(kind: str, rows: Sequence[Row], configurations: Sequence[str] = ()
     measure = _MEASURES[kind]
     named = [row for row in rows if not configurations or row["configuration"] in configurations]
     measured = [row for row in named if row.get(measure)]
-    for call in sorted({row["call"] for row in measured}, reverse=True):
+    calls = sorted({row["call"] for row in measured}, reverse=True)
+    if kind == "bars" and configurations:
+        first = {row["call"]: row[measure]["median"] for row in measured if row["configuration"] == configurations[0]}
+        calls = sorted(first, key=lambda call: first[call], reverse=True)
+    for call in calls:
         of_call = [row for row in measured if row["call"] == call]
         first_point = {row["configuration"]: row for row in of_call if point_of(row) == point_of(of_call[0])}
         if set(configurations) <= set(first_point):
@@ -212,7 +218,7 @@ def draw_table(table: Table, rows: Sequence[Row], path: Path) -> bool:
     kind = kind_of(table, rows)
     if not any(row.get(_MEASURES[kind]) for row in rows):
         return False
-    draw(kind, last_call(kind, rows), path)
+    draw(kind, call_shown(kind, rows), path)
     return True
 
 
@@ -245,7 +251,7 @@ class Chart(NamedTuple):
         Raises:
             SystemExit: There are none.
         """
-        return last_call(self.kind, committed(self.table), self.configurations)
+        return call_shown(self.kind, committed(self.table), self.configurations)
 
     def is_stale(self) -> bool:
         """Whether the committed rows differ from those that the file shows."""

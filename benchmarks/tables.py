@@ -352,7 +352,7 @@ def best(*selections: str) -> list[str]:
     return _figure(columns, lines, rows)
 
 
-_PEERS = {"hf_trainer": "HF Trainer", "flattened_loop": "expert's loop"}
+_PEERS = {"hf_trainer": "HF Trainer", "flattened_loop": "flattened loop"}
 
 
 def _call_with_peers(selection: str) -> list[Row]:

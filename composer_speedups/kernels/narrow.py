@@ -11,6 +11,8 @@ Shapes: T tokens, C columns, F units of the feed-forward layer, R columns of the
 
 from __future__ import annotations
 
+import os
+
 import torch
 import triton
 import triton.language as tl
@@ -24,7 +26,8 @@ __all__ = ["MAX_WIDTH", "gelu_backward_narrow", "gelu_narrow", "narrow_products"
 
 MAX_WIDTH = 64
 _TILE = {"ROWS": 64, "COLUMNS": 128, "num_warps": 4}
-_GELU_TILE = {"ROWS": 16, "COLUMNS": 64, "num_warps": 4}  # larger tiles spill registers
+_GELU_TILE = {"ROWS": 16, "COLUMNS": 64, "num_warps": 4}
+_COMPILED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "0")
 
 
 def narrow_products(
@@ -128,6 +131,15 @@ def _width(tensor: Tensor | None) -> int:
 
 
 @triton.jit
+def _computed_once(x):
+    """Return x, which has 16 bits. Without this assembly, the compiler computes x again for each of its uses, since it
+    prefers arithmetic to moving x between threads; GELU's backward kernel would have four times the instructions."""
+    if _COMPILED and x.dtype.primitive_bitwidth == 16:
+        x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
+    return x
+
+
+@triton.jit
 def _narrow(
     x_ptr, left_ptr, right_ptr, result_ptr, product_ptr, gradient_ptr, tokens, columns, left_rank, right_rank,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, GELU: tl.constexpr, WRITE: tl.constexpr, TURNED: tl.constexpr,
@@ -152,7 +164,8 @@ def _narrow(
         x = tl.load(x_ptr + at, mask=real[:, None] & inside[None, :], other=0.0)
         if GELU:
             wide = x.to(tl.float32)
-            x = (wide * normal_distribution(wide, tl.exp2(-0.7213475204444817 * wide * wide))).to(x.dtype)
+            below = normal_distribution(wide, tl.exp2(-0.7213475204444817 * wide * wide))
+            x = _computed_once((wide * below).to(x.dtype))
         if WRITE:
             tl.store(result_ptr + at, x, mask=real[:, None] & inside[None, :])
         if RIGHT > 0:
@@ -207,7 +220,7 @@ def _gelu_backward_narrow(
         grad = tl.load(grad_ptr + at, mask=valid, other=0.0).to(tl.float32)
         bell = tl.exp2(-0.7213475204444817 * x * x)  # exp(-x²/2), used for Φ and its derivative
         below = normal_distribution(x, bell)
-        rounded = (grad * (below + x * 0.3989422804014327 * bell)).to(grad_ptr.dtype.element_ty)
+        rounded = _computed_once((grad * (below + x * 0.3989422804014327 * bell)).to(grad_ptr.dtype.element_ty))
         tl.store(grad_ptr + at, rounded, mask=valid)
         if FLOAT8:
             wide = rounded.to(tl.float32)
@@ -223,7 +236,8 @@ def _gelu_backward_narrow(
             left_at = row[:, None] * result_rank + result_column[None, :]
             result_left = tl.load(result_left_ptr + left_at, mask=real[:, None] & result_narrow[None, :], other=0.0)
             result_left = result_left.to(x_ptr.dtype.element_ty)
-            result_total = tl.dot(tl.trans(result_left), (x * below).to(x_ptr.dtype.element_ty), result_total)
+            result = _computed_once((x * below).to(x_ptr.dtype.element_ty))
+            result_total = tl.dot(tl.trans(result_left), result, result_total)
     if FLOAT8:
         note_magnitude(scales_ptr, group * tl.num_programs(0) + strip, tl.max(tl.max(largest, 1), 0))
     if GRAD > 0:

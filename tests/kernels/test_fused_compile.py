@@ -214,6 +214,13 @@ def compiled_kernels(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tmp_path_factory.mktemp("triton"))
 
 
+def listed(kernel: Any, what: str) -> str:
+    """What cuobjdump prints of a compiled kernel: ``-sass`` for its instructions, ``-res-usage`` for its registers."""
+    Path("kernel.cubin").write_bytes(kernel.asm["cubin"])
+    tool = Path(triton.__path__[0]) / "backends" / "nvidia" / "bin" / "cuobjdump"
+    return subprocess.run([tool, what, "kernel.cubin"], capture_output=True, text=True, check=True).stdout
+
+
 @pytest.mark.pins
 @pytest.mark.parametrize(
     "case", others_exhaustive(LAUNCHES, lambda case: case not in (float8, narrow, biased_attention))
@@ -237,15 +244,30 @@ def test_every_launch_compiles_and_spills_no_registers(
     compiled = [launch.compile(architecture) for launch in launched]
     if architecture == 90:  # the block sizes were chosen for it
         for kernel in compiled:
-            Path("kernel.cubin").write_bytes(kernel.asm["cubin"])
-            tool = Path(triton.__path__[0]) / "backends" / "nvidia" / "bin" / "cuobjdump"
-            used = subprocess.run(
-                [tool, "-res-usage", "kernel.cubin"], capture_output=True, text=True, check=True
-            ).stdout
+            used = listed(kernel, "-res-usage")
             registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", used).groups())  # type: ignore[union-attr]
             least = 8 if case is float8 else 0  # the norm's backward kernel spills to stay within 128 registers
             assert stack <= least, kernel.metadata.name
             assert registers <= 255, kernel.metadata.name
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("backward", [False, True])
+def test_gelu_is_computed_once_for_all_of_its_products(
+    backward: bool, launched: list[Launch], compiled_kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GELU has two instructions of the special function unit per number: an exponential and a reciprocal."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", compiled_kernels)
+    wide, z, right = tokens(256, 4 * HIDDEN), tokens(256, 8), tokens(4 * HIDDEN, 8)
+    if backward:
+        gelu_backward_narrow(wide, wide, z, right, z)
+    else:
+        gelu_narrow(wide, right)
+    (launch,) = launched
+    sizes = {launch.fn.arg_names[i]: value for (i,), value in launch.constants.items()}
+    per_thread = sizes["ROWS"] * sizes["COLUMNS"] // (32 * launch.options["num_warps"])
+    listing = listed(launch.compile(90), "-sass")
+    assert len(re.findall(r"\bMUFU\b", listing)) == 2 * per_thread
 
 
 @pytest.mark.parametrize("dropouts", [DropoutRates(0.1, 0.1, 0.1), DropoutRates(0.1, 0.0, 0.6)])
