@@ -422,6 +422,8 @@ def test_values_of_a_parquet_file_are_written_as_text(finished: Path) -> None:
 
 
 def test_help_names_every_key(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match=r"^command line: expected RUN --input FILE and then key=value, not ''; see"):
+        read_request([])
     with pytest.raises(SystemExit, match="0"):
         read_request(["--help"])
     shown = capsys.readouterr().out
