@@ -79,10 +79,15 @@ def test_the_last_call_with_all_configurations_is_drawn_at_one_point() -> None:
     assert drawn("waterfall", "fp32", "+ y") == [("fp32", 2), ("+ y", 4)]
     assert drawn("waterfall") == [("fp32", 9)]
     assert drawn("bars") == [("fp32", 9), ("+ x", 0)], "failed configurations, too"
-    assert drawn("bars", "fp32", "+ x") == [("fp32", 9), ("+ x", 0)], "the call in which the first was fastest"
-    assert drawn("bars", "fp32", "+ y") == [("fp32", 2), ("+ y", 4), ("fp32", 20)], "every point"
+    assert drawn("bars", "fp32", "+ x") == [("fp32", 2), ("+ x", 3), ("fp32", 20)], "every point"
     with pytest.raises(SystemExit, match="no call has rows of z with samples_per_sec"):
         drawn("waterfall", "z")
+
+
+def test_bars_are_of_the_call_in_which_the_first_configuration_was_fastest() -> None:
+    rows = [row("peer", 5, call="2026-01-01"), row("ours", 6, call="2026-01-01"), row("peer", 4), row("ours", 9)]
+    assert [r["call"] for r in charts.call_shown("bars", rows, ["peer", "ours"])] == ["2026-01-01"] * 2
+    assert [r["samples_per_sec"]["median"] for r in charts.call_shown("bars", rows)] == [4, 9]
 
 
 def test_each_bar_of_the_waterfall_spans_its_techniques_gain(drawn: Drawn) -> None:

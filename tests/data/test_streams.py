@@ -147,6 +147,7 @@ def stream_run(*overrides: str) -> dict[str, Any]:
     )
 
 
+@pytest.mark.exhaustive
 def test_a_run_trains_on_a_stream_and_resumes_at_the_same_row() -> None:
     tokenizer_in("words")
     pyarrow.parquet.write_table(pyarrow.table(builtin_reviews(44, 1, "train", 0.1)), "train.parquet")

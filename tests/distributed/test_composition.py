@@ -34,6 +34,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
     return one
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", first_cases(), ids=lambda case: case.name)
 def test_ranks_train_like_one_process_or_the_technique_is_refused(
     case: Case, outcomes: dict[str, dict[str, Any]]
