@@ -72,14 +72,14 @@ def apply_recommended(model: nn.Module, check: Check = "auto") -> dict[str, list
     Example:
         ``model = AutoModelForSequenceClassification.from_pretrained(…); apply_recommended(model)``; see ``examples/``.
     """
-    from transformers import PreTrainedModel  # imported here so that the set itself stays plain data
+    from torch.nn import Module  # imported here so that the set itself stays plain data
+    from transformers import PreTrainedModel
 
     from composer_speedups.algorithms.fused_layers.functional import apply_fused_layers
     from composer_speedups.algorithms.sdpa_attention.functional import apply_sdpa_attention
     from composer_speedups.algorithms.unpadding.functional import apply_unpadding
 
-    modules: Any = getattr(model, "modules", list)
-    if not any(isinstance(module, PreTrainedModel) for module in modules()):
+    if not isinstance(model, Module) or not any(isinstance(module, PreTrainedModel) for module in model.modules()):
         raise ValueError(f"apply_recommended found no transformers model in {type(model).__name__}; pass one")
     try:
         done = {"unpadding": apply_unpadding(model, check=check)}

@@ -15,7 +15,15 @@ from pydantic.fields import FieldInfo
 from composer_speedups.core.errors import ConfigError, did_you_mean
 from composer_speedups.core.settings import Origins, Settings, fields_of
 
-__all__ = ["COMMAND_LINE", "CommandLine", "find_config", "parse_command_line", "read_settings", "usage_as_typed"]
+__all__ = [
+    "COMMAND_LINE",
+    "CommandLine",
+    "console_command",
+    "find_config",
+    "parse_command_line",
+    "read_settings",
+    "usage_as_typed",
+]
 
 COMMAND_LINE = "command line"
 _PACKAGE = Path(__file__).parents[1]
@@ -37,11 +45,18 @@ class CommandLine(NamedTuple):
         return file
 
 
+def console_command() -> str | None:
+    """The name of the console command of this package that started the process; None if none did."""
+    command = Path(sys.argv[0]).name
+    return command if command.startswith("composer-speedups") else None
+
+
 def usage_as_typed(usage: str) -> str:
     """A program's usage, with its console command in place of ``python -m …`` if that is what started it."""
-    command = Path(sys.argv[0]).stem
-    name = command.removeprefix("composer-speedups-")
-    return usage if name == command else usage.replace(f"python -m composer_speedups.{name} ", f"{command} ")
+    command = console_command()
+    if command is None:
+        return usage
+    return usage.replace(f"python -m composer_speedups.{command.removeprefix('composer-speedups-')} ", f"{command} ")
 
 
 def parse_command_line(

@@ -51,7 +51,6 @@ The same seed drops the same numbers, so pass the forward pass's seed to the bac
                                     ``embed_forward`` and ``embed_backward`` are the two passes
 ``compile_ahead.compile_ahead``     compiles the kernels of a :class:`Shape` in threads
 ``first_derivative.``               ``FirstDerivative``: base class of autograd functions without a second derivative
-``autocast.autocast_dtype``         the dtype of autocast on a type of device; ``to_autocast_dtype`` casts to it
 ``compiler.missing_c_compiler``     which C compiler Triton does not find
 =================================== =================================================================================
 

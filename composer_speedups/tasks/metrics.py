@@ -24,6 +24,7 @@ __all__ = [
     "MeanLoss",
     "Pearson",
     "Recall",
+    "class_of_metric",
     "computed",
     "final_metrics",
     "gather_alike",

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 
 from composer_speedups.core.catalogue import describe
-from composer_speedups.core.command_line import parse_command_line
+from composer_speedups.core.command_line import console_command, parse_command_line
 from composer_speedups.core.errors import (
     CannotRunError,
     Interrupted,
@@ -75,8 +75,7 @@ def exit_codes(program: str = "train.py") -> Iterator[None]:
     ended after a checkpoint exits with 128 plus the signal's number. Other exceptions keep their traceback and exit
     with Python's status 1.
     """
-    typed = os.path.basename(sys.argv[0])
-    program = typed if typed.startswith("composer-speedups") else program
+    program = console_command() or program
     formatted, warnings.formatwarning = warnings.formatwarning, _in_one_line
     try:
         yield

@@ -94,6 +94,24 @@ def test_angles_that_depend_on_the_width_of_the_batch() -> None:
 
 
 @pytest.mark.parametrize("family", ROTARY)
+def test_packed_attention_has_autocasts_dtype(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    """float32 angles leave queries and keys in float32, for which there is no flash kernel."""
+    asked = []
+
+    def supports(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
+        asked.append(dtype)
+        return False
+
+    monkeypatch.setattr("composer_speedups.packing.attention.supports_flash_attention", supports)
+    model = tiny_model(family)
+    apply_unpadding(model, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(**draw(family, "classification", "right padding"))
+    assert [encoder.ran for encoder in unpadded_encoders(model)] == ["unpadded"]
+    assert set(asked) == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("family", ROTARY)
 def test_dropout_masks_are_the_same_without_padding(family: Family) -> None:
     inputs = draw(family, "tokens", "no padding")
     actual = []

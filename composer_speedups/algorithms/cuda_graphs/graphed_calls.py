@@ -73,7 +73,7 @@ class GraphedCalls:
         self.replays = self.eager_calls = self.eager_first = 0
         self.held = False
         self.on_failure: Callable[[CaptureError], None] = _raise
-        self.on_outdated: Callable[[], object] = int
+        self.on_outdated: Callable[[], object] = lambda: None
 
     @property
     def graphs(self) -> int:

@@ -15,7 +15,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from composer_speedups.algorithms.fused_layers.layer import NO_SECOND_DERIVATIVE
-from composer_speedups.algorithms.fused_layers.products import in_dtypes, products, weight_gradient
+from composer_speedups.algorithms.fused_layers.products import (
+    in_dtypes,
+    of_query_key_value,
+    products,
+    totals_of,
+    weight_gradient,
+)
 from composer_speedups.families.family import DropoutRates, LayerModules
 from composer_speedups.kernels.attention import attention_backward, attention_forward
 from composer_speedups.kernels.dropout import draw_seeds
@@ -23,7 +29,7 @@ from composer_speedups.kernels.first_derivative import FirstDerivative
 from composer_speedups.kernels.gelu import gelu_backward, gelu_forward
 from composer_speedups.kernels.pre_norm import pre_norm_backward, pre_norm_forward
 from composer_speedups.kernels.rotary import rotate
-from composer_speedups.kernels.sums import partial_sums, totals
+from composer_speedups.kernels.sums import partial_sums
 
 __all__ = ["pre_norm_layer"]
 
@@ -128,11 +134,8 @@ class _PreNormLayer(FirstDerivative):
                 torch.mm(d_qkv, qkv_w), d_x, x, stats1, norm1_w, 0.0, seed0, norm1_b, sublayer=False
             )
             d_qkv_w = weight_gradient(d_qkv, normed, dtypes[0]) if any(wanted[:6:2]) else None
-        sums = [sums_qkv, sums_out, sums_up, sums_down]
-        found = iter(totals([partial for partial in sums if partial is not None]))
-        d_qkv_b, d_out_b, d_up_b, d_down_b = (None if partial is None else next(found) for partial in sums)
-        thirds = [[None] * 3 if three is None else three.chunk(3) for three in (d_qkv_w, d_qkv_b)]
-        gradients: list[Tensor | None] = [g for pair in zip(*thirds, strict=True) for g in pair]
+        d_qkv_b, d_out_b, d_up_b, d_down_b = totals_of([sums_qkv, sums_out, sums_up, sums_down])
+        gradients = of_query_key_value(d_qkv_w, d_qkv_b)
         gradients += [d_out_w, d_out_b, *((None, None) if d_norm1 is None else d_norm1)]
         gradients += [d_up_w, d_up_b, d_down_w, d_down_b, *d_norm2]
         return d_x if needs_x else None, *[None] * (_FIRST - 1), *in_dtypes(gradients, dtypes, wanted)

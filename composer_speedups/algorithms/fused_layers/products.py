@@ -13,7 +13,16 @@ from torch import Tensor
 from composer_speedups.kernels.casts import cast_together
 from composer_speedups.kernels.sums import totals
 
-__all__ = ["PARAMETERS", "WEIGHTS", "in_dtypes", "parameter_gradients", "products", "weight_gradient"]
+__all__ = [
+    "PARAMETERS",
+    "WEIGHTS",
+    "in_dtypes",
+    "of_query_key_value",
+    "parameter_gradients",
+    "products",
+    "totals_of",
+    "weight_gradient",
+]
 
 PARAMETERS = 16  # of a layer: weights and biases of six Linears and two LayerNorms
 WEIGHTS = (0, 2, 4, 6, 10, 12)  # of query, key, value, out, up, down; the gradients of others are sums over tokens
@@ -47,10 +56,21 @@ def parameter_gradients(
     """
     (d_qkv_w, d_out_w, d_up_w, d_down_w), (sums2, d_up_b, sums1, d_qkv_b) = weights, _sums(wanted, partial_sums)
     norm2, norm1 = ([None] * 3 if sums is None else sums.unbind() for sums in (sums2, sums1))
-    thirds = [[None] * 3 if three is None else three.chunk(3) for three in (d_qkv_w, d_qkv_b)]
-    gradients: list[Tensor | None] = [g for pair in zip(*thirds, strict=True) for g in pair]
+    gradients = of_query_key_value(d_qkv_w, d_qkv_b)
     gradients += [d_out_w, norm1[2], norm1[0], norm1[1], d_up_w, d_up_b, d_down_w, norm2[2], norm2[0], norm2[1]]
     return in_dtypes(gradients, dtypes, wanted)
+
+
+def of_query_key_value(weight: Tensor | None, bias: Tensor | None) -> list[Tensor | None]:
+    """Return the gradients of weight and bias of query, key and value in turn, from those of their one matmul."""
+    thirds = [[None] * 3 if three is None else three.chunk(3) for three in (weight, bias)]
+    return [gradient for pair in zip(*thirds, strict=True) for gradient in pair]
+
+
+def totals_of(partial_sums: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Return the total of each tensor of partial sums, of which at least one is given; None for the others."""
+    found = iter(totals([partial for partial in partial_sums if partial is not None]))
+    return [None if partial is None else next(found) for partial in partial_sums]
 
 
 def in_dtypes(
@@ -64,8 +84,7 @@ def in_dtypes(
 def _sums(wanted: Sequence[bool], partial_sums: Sequence[Tensor | None]) -> list[Tensor | None]:
     if not any(want for i, want in enumerate(wanted) if i not in WEIGHTS):
         return [None] * len(partial_sums)
-    found = iter(totals([partial for partial in partial_sums if partial is not None]))
-    return [None if partial is None else next(found) for partial in partial_sums]
+    return totals_of(partial_sums)
 
 
 def weight_gradient(grad_TO: Tensor, x_TI: Tensor, dtype: torch.dtype) -> Tensor:
