@@ -134,7 +134,7 @@ def _width(tensor: Tensor | None) -> int:
 def _computed_once(x):
     """Return x, which has 16 bits. Without this assembly, the compiler computes x again for each of its uses, since it
     prefers arithmetic to moving x between threads; GELU's backward kernel would have four times the instructions."""
-    if _COMPILED and x.dtype.primitive_bitwidth == 16:
+    if _COMPILED and x.dtype != tl.float32:
         x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
     return x
 
