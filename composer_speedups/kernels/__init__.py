@@ -38,6 +38,8 @@ The same seed drops the same numbers, so pass the forward pass's seed to the bac
 ``narrow.gelu_backward_narrow``     as ``gelu.gelu_backward``, with such products instead of GELU's result and the sums
 ``dropout.dropped``                 dropout(x) of (T, C), or added to another tensor in place
 ``casts.cast_together``             up to twelve tensors → copies in another dtype, one after the other in memory
+``merged_weights.merged_weights``   a layer's six weights and their adapters' A and B → W + scale · B · A in another
+                                    dtype, one after the other in memory
 ``sums.totals``                     up to four partial sums over tokens, float32 (P, …) → their totals (…)
 ``sums.partial_sums``               (T, F) → partial sums over tokens, float32 (P, F)
 ``gelu.gelu_float8``                GELU's input (T, F) → GELU's result in 8 bits

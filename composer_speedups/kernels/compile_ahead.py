@@ -25,6 +25,7 @@ from composer_speedups.kernels.float8 import (
     new_scales,
 )
 from composer_speedups.kernels.gelu import gelu_backward, gelu_float8, gelu_forward
+from composer_speedups.kernels.merged_weights import merged_weights
 from composer_speedups.kernels.narrow import MAX_WIDTH, gelu_backward_narrow, gelu_narrow, narrow_products
 from composer_speedups.kernels.norm import add_norm_backward, add_norm_forward
 from composer_speedups.kernels.sums import totals
@@ -111,7 +112,13 @@ def launches(
             partial(cast_float8, x_TH, scales), partial(begin_scales, new_scales(3, device), 1, keep=True),
             partial(cast_together, biases, dtype),
         ]  # fmt: skip
-    return training + (_of_adapters(x_TH, qkv_T3H, x_TF, ranks, float8=float8) if ranks else []), evaluation
+    if ranks:
+        adapters = [(zeros(1, weight.shape[1]), zeros(len(weight), 1), 1.0) for weight in weights]
+        outputs = (dtype, torch.float32)[: 1 + float8]
+        training += [partial(merged_weights, weights, adapters, output) for output in outputs]
+        training.append(partial(cast_together, biases, dtype))
+        training += _of_adapters(x_TH, qkv_T3H, x_TF, ranks, float8=float8)
+    return training, evaluation
 
 
 def _of_adapters(

@@ -43,6 +43,7 @@ from composer_speedups.kernels.float8 import (  # noqa: E402
     new_scales,
 )
 from composer_speedups.kernels.gelu import gelu_backward, gelu_float8, gelu_forward  # noqa: E402
+from composer_speedups.kernels.merged_weights import merged_weights  # noqa: E402
 from composer_speedups.kernels.narrow import gelu_backward_narrow, gelu_narrow, narrow_products  # noqa: E402
 from composer_speedups.kernels.norm import add_norm_backward, add_norm_forward  # noqa: E402
 from composer_speedups.kernels.pre_norm import pre_norm_backward, pre_norm_forward  # noqa: E402
@@ -72,7 +73,9 @@ class Launch(NamedTuple):
         for i, (name, value) in enumerate(given.items()):
             if isinstance(value, Tensor):
                 launch.signature[name] = f"*{TYPES[value.dtype]}"
-            elif fn.params[i].is_constexpr or (value == 1 and not fn.params[i].do_not_specialize):
+            elif fn.params[i].is_constexpr or (
+                value == 1 and isinstance(value, int) and not fn.params[i].do_not_specialize
+            ):
                 launch.signature[name], launch.constants[i,] = "constexpr", value
             else:
                 whole = "i32" if -(2**31) <= value < 2**31 else "i64"
@@ -162,6 +165,9 @@ def narrow(dropout: float, dtype: torch.dtype) -> None:
     gelu_backward_narrow(wide, wide, z, right, z)
     dropped(x, 0.1, SEED)
     dropped(x, 0.1, SEED, add_to=x)
+    square, up = torch.zeros(HIDDEN, HIDDEN), torch.zeros(4 * HIDDEN, HIDDEN)
+    weights = [*[square] * 4, up, up.t().contiguous()]
+    merged_weights(weights, [(torch.zeros(8, w.shape[1]), torch.zeros(len(w), 8), 2.0) for w in weights], dtype)
 
 
 def adamw(dropout: float, dtype: torch.dtype) -> None:
@@ -204,7 +210,7 @@ def embeddings(
 # Number of launches
 LAUNCHES = {
     norms: 3, pre_norms: 2, attention: 3, biased_attention: 3, first_token: 2, gelu: 4, embeddings: 2, float8: 23,
-    adamw: 1, narrow: 9,
+    adamw: 1, narrow: 10,
 }  # fmt: skip
 
 
@@ -308,8 +314,9 @@ def test_every_launch_of_a_model_is_compiled_ahead(
         embeddings(0.0, torch.bfloat16, rows, hidden=hidden)
         first_token(0.0, torch.bfloat16, rows, hidden, heads)
     expected = 5 + 6 + 4 + 5 + 2 if not in_float8 else 14 + 10 + 4 + 14 + 2
-    # Adapters: a cast, both products of three gradients, one of three inputs, and two kernels for sums instead of one.
-    # GELU's kernels compute the others. In 8 bits, GELU's result is read again in the forward pass.
-    expected += (1 + 6 + 1 + in_float8) * bool(rank)
+    # Adapters: a cast, both products of three gradients, one of three inputs, two kernels for sums instead of one, and
+    # weights merged in both passes. GELU's kernels compute the others. In 8 bits, GELU's result is read again in the
+    # forward pass.
+    expected += (1 + 6 + 1 + 2 + in_float8) * bool(rank)
     assert len(launched) == expected
     assert {launch.key() for launch in launched} <= ahead

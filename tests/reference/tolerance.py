@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-# fp32: the same sums in another order. bf16: 8 bits of mantissa, a few layers, values near 1.
+# fp32: the same sums in another order, which also depends on the kind of CPU. bf16: 8 bits of mantissa, a few layers, values near 1.
 TOLERANCES: dict[torch.dtype, dict[str, float]] = {
-    torch.float32: {"rtol": 1e-4, "atol": 1e-5},
+    torch.float32: {"rtol": 1e-4, "atol": 3e-5},
     torch.bfloat16: {"rtol": 5e-2, "atol": 2e-2},
     torch.float16: {"rtol": 1e-2, "atol": 4e-3},
     # 3 bits of mantissa, two layers with large weights; test_float8_linear.py has tighter bounds, layer by layer.

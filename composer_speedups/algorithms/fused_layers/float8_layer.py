@@ -113,9 +113,9 @@ class _Float8Layer(FirstDerivative):
     ) -> Tensor:
         x, dtype, parameters = x.contiguous(), x.dtype, tensors[:PARAMETERS]
         bias = None if bias is None else bias.contiguous()
-        merged = adapters.merged(parameters)
+        merged = adapters.merged(parameters, parameters[0].dtype)
         rows = scales[_Row.QKV_WEIGHT : _Row.DOWN_WEIGHT + 1]
-        weights, turned = cast_weights([merged[i] for i in WEIGHTS], rows.unbind())
+        weights, turned = cast_weights(merged or [parameters[i] for i in WEIGHTS], rows.unbind())
         del merged
         qkv_w, out_w, up_w, down_w = weights
         ((qkv_b, out_b, up_b, down_b),) = products(parameters, dtype, kinds=(1,))

@@ -106,7 +106,9 @@ class _Layer(FirstDerivative):
     ) -> Tensor:
         x, parameters = x.contiguous(), tensors[:PARAMETERS]
         bias, cos, sin = (None if given is None else given.contiguous() for given in (bias, cos, sin))
-        (qkv_w, out_w, up_w, down_w), (qkv_b, out_b, up_b, down_b) = products(adapters.merged(parameters), x.dtype)
+        (qkv_w, out_w, up_w, down_w), (qkv_b, out_b, up_b, down_b) = products(
+            parameters, x.dtype, merged=adapters.merged(parameters, x.dtype)
+        )
         norm1_w, norm1_b, norm2_w, norm2_b = (parameters[i] for i in (8, 9, 14, 15))
         seeds = draw_seeds(9 if adapters.drop else 3, x.device, dropout=any(rates) or adapters.drop)
         needs = ctx.needs_input_grad

@@ -1,7 +1,7 @@
 """LoRA adapters of a fused layer: added to the weights before the matmuls, and their gradients.
 
-An adapter changes its Linear's weight W to W + s · B · A. That sum is computed once per forward pass, in the weight's
-own precision and before it is rounded to the matmuls' dtype, so adapters cost the matmuls nothing. Updates that are
+An adapter changes its Linear's weight W to W + s · B · A. That sum is computed once per forward pass, in float32 and
+before it is rounded to the matmuls' dtype, so adapters cost the matmuls nothing. Updates that are
 smaller than a rounding step of the weight still count on average, as those of float32 weights in mixed precision do.
 Only an adapter with dropout, whose input differs from its Linear's, is a product of its own.
 
@@ -22,12 +22,13 @@ import torch
 from torch import Tensor
 
 from composer_speedups.algorithms.fused_layers.products import WEIGHTS, weight_gradient
-from composer_speedups.core.adapters import Adapter, adapter_of, merged_weight
+from composer_speedups.core.adapters import Adapter, adapter_of
 from composer_speedups.families.family import LayerModules
 from composer_speedups.kernels.casts import cast_together
 from composer_speedups.kernels.dropout import dropped
 from composer_speedups.kernels.float8 import Float8
 from composer_speedups.kernels.gelu import gelu_backward, gelu_forward
+from composer_speedups.kernels.merged_weights import merged_weights
 from composer_speedups.kernels.narrow import MAX_WIDTH, gelu_backward_narrow, gelu_narrow, narrow_products
 from composer_speedups.kernels.sums import MAX_TENSORS, totals
 
@@ -68,12 +69,13 @@ class LayerAdapters:
         """Return A and B of each adapter."""
         return [tensor for adapter in self.linears if adapter is not None for tensor in (adapter.a, adapter.b)]
 
-    def merged(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """Return the layer's parameters, with the merged weight of each Linear that has one."""
-        merged = [*parameters]
-        for i, adapter in zip(WEIGHTS, self.linears, strict=True):
-            merged[i] = merged_weight(parameters[i], adapter)
-        return merged
+    def merged(self, parameters: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor] | None:
+        """Return the weights of the layer's Linears with their adapters in ``dtype``, one after the other in memory.
+
+        An adapter with dropout is not part of the weight. None if no adapter is.
+        """
+        added = [None if a is None or a.dropout > 0 else (a.a, a.b, a.scale) for a in self.linears]
+        return merged_weights([parameters[i] for i in WEIGHTS], added, dtype) if any(added) else None
 
     def read_input(self, wanted: Sequence[bool]) -> bool:
         """Whether gradients of the adapters of query, key and value are wanted, which the layer's input is for.

@@ -28,9 +28,19 @@ PARAMETERS = 16  # of a layer: weights and biases of six Linears and two LayerNo
 WEIGHTS = (0, 2, 4, 6, 10, 12)  # of query, key, value, out, up, down; the gradients of others are sums over tokens
 
 
-def products(parameters: Sequence[Tensor], dtype: torch.dtype, kinds: Sequence[int] = (0, 1)) -> list[list[Tensor]]:
-    """Return the four matmuls' weights (kind 0) and biases (kind 1) in a dtype; query, key and value are one matmul."""
-    copies = iter(cast_together([parameters[i + kind] for kind in kinds for i in WEIGHTS], dtype))
+def products(
+    parameters: Sequence[Tensor],
+    dtype: torch.dtype,
+    kinds: Sequence[int] = (0, 1),
+    merged: Sequence[Tensor] | None = None,
+) -> list[list[Tensor]]:
+    """Return the four matmuls' weights (kind 0) and biases (kind 1) in a dtype; query, key and value are one matmul.
+
+    ``merged`` are the weights of the six Linears with their adapters, in that dtype and one after the other in memory,
+    which take the place of the parameters.
+    """
+    cast = [kind for kind in kinds if kind or merged is None]
+    copies = iter([*(merged or ()), *cast_together([parameters[i + kind] for kind in cast for i in WEIGHTS], dtype)])
     results = []
     for _ in kinds:
         query, _, _, *others = (next(copies) for _ in range(6))
