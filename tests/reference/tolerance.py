@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-# fp32: the same sums in another order, which also depends on the kind of CPU. bf16: 8 bits of mantissa, a few layers, values near 1.
+# fp32: the same sums in another order, which also depends on the kind of CPU.
+# bf16: 8 bits of mantissa, a few layers, values near 1.
 TOLERANCES: dict[torch.dtype, dict[str, float]] = {
     torch.float32: {"rtol": 1e-4, "atol": 3e-5},
     torch.bfloat16: {"rtol": 5e-2, "atol": 2e-2},
