@@ -52,11 +52,13 @@ def console_command() -> str | None:
 
 
 def usage_as_typed(usage: str) -> str:
-    """A program's usage, with its console command in place of ``python -m …`` if that is what started it."""
+    """A program's usage, with its console command in place of ``python -m …`` or ``composer train.py`` if that is what
+    started it."""
     command = console_command()
     if command is None:
         return usage
-    return usage.replace(f"python -m composer_speedups.{command.removeprefix('composer-speedups-')} ", f"{command} ")
+    module = f"python -m composer_speedups.{command.removeprefix('composer-speedups-')} "
+    return usage.replace(module, f"{command} ").replace("usage: composer train.py ", f"usage: {command} ")
 
 
 def parse_command_line(

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 
 from composer_speedups.core.catalogue import describe
-from composer_speedups.core.command_line import console_command, parse_command_line
+from composer_speedups.core.command_line import console_command, parse_command_line, usage_as_typed
 from composer_speedups.core.errors import (
     CannotRunError,
     Interrupted,
@@ -33,7 +33,7 @@ usage: composer train.py -f FILE [key=value ...]
 Fine-tune a Hugging Face encoder with Composer and the techniques that FILE lists. FILE is a YAML file, or the name of
 one of the package, such as quickstart or glue/mrpc. Later key=value pairs override FILE; values are YAML:
 data.batch_size=64, algorithms.torch_compile={}, algorithms.torch_compile.scope=blocks,
-algorithms.tf32_matmul=null (removes it). composer-speedups-train takes the same arguments.
+algorithms.tf32_matmul=null (removes it). composer train.py and composer-speedups-train take the same arguments.
 --print-config prints the complete config as YAML and trains nothing.
 
 exit status: 0 done; 1 the run failed, or a logger, the plot or the report did after the model was exported;
@@ -110,7 +110,7 @@ def _in_one_line(
 
 def help_text() -> str:
     """The usage, every key with its type, default and doc line, and every technique with its settings."""
-    return "\n".join([_USAGE, "keys:", keys_help(Config), "", _TECHNIQUES, *_techniques(), ""])
+    return "\n".join([usage_as_typed(_USAGE), "keys:", keys_help(Config), "", _TECHNIQUES, *_techniques(), ""])
 
 
 def _techniques() -> Iterator[str]:

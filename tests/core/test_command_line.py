@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Literal
 
 import pytest
@@ -11,6 +12,7 @@ from pydantic import Field
 from composer_speedups.core.command_line import CommandLine, parse_command_line, read_settings
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.core.settings import Settings, keys_help
+from composer_speedups.train import cli
 from composer_speedups.tune.settings import help_text
 
 
@@ -96,12 +98,16 @@ def test_help_has_every_key_with_its_type_default_bounds_and_doc() -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("started", "said"),
+    ("usage", "started", "said"),
     [
-        ("/bin/composer-speedups-tune", "composer-speedups-tune"),
-        ("tune/__main__.py", "python -m composer_speedups.tune"),
+        (help_text, "/bin/composer-speedups-tune", "composer-speedups-tune"),
+        (help_text, "tune/__main__.py", "python -m composer_speedups.tune"),
+        (cli.help_text, "/bin/composer-speedups-train", "composer-speedups-train"),
+        (cli.help_text, "train.py", "composer train.py"),
     ],
 )
-def test_the_usage_has_the_command_that_was_typed(started: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_usage_has_the_command_that_was_typed(
+    usage: Callable[[], str], started: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "argv", [started, "--help"])
-    assert help_text().startswith(f"usage: {said} -f FILE ")
+    assert usage().startswith(f"usage: {said} -f FILE ")
