@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,7 @@ def load_tokenizer(
 
 def _trained(config: DataConfig, texts: list[str]) -> PreTrainedTokenizerFast:
     folder = Path(config.cache_dir) / "tokenizers" / _digest(texts, config.vocab_size)
-    if not folder.is_dir():
+    if not os.path.isdir(folder):  # also False if the name is too long, which make_folder reports
         make_folder(folder.parent, "data.cache_dir")
         with replace_folder(folder, keep_existing=True) as partial:  # another process may create it first
             _train_wordpiece(texts, config.vocab_size).save_pretrained(partial)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -100,7 +101,7 @@ def read_request(arguments: Sequence[str]) -> tuple[Path, Request]:
         raise ConfigError(f"output: {request.output} must end in {', '.join(_FORMATS)}")
     if Path(request.output).resolve() == Path(request.input).resolve():
         raise ConfigError(f"output: {request.output} is the input itself; choose another name")
-    if not Path(request.output).absolute().parent.is_dir():
+    if not os.path.isdir(Path(request.output).absolute().parent):
         raise ConfigError(f"output: there is no folder {Path(request.output).parent}; create it first")
     return Path(command_line.words[0]).expanduser(), request
 

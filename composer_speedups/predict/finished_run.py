@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from composer_speedups.core.errors import ConfigError
@@ -17,7 +18,7 @@ def exported_folder(run: Path) -> Path:
     Raises:
         ConfigError: There is none; names the folder and the fix.
     """
-    if not run.is_dir():
+    if not os.path.isdir(run):  # Path.is_dir raises an error for a name that is too long
         raise ConfigError(f"RUN: {with_working_directory(run)} is not a folder; name a run's folder, such as runs/NAME")
     for folder in (run, run / "model"):
         if (folder / TASK_FILE).is_file():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Literal
 
@@ -66,12 +67,18 @@ def output_for(file: str, output: str | None) -> Path:
     path = Path(output or f"{Path(file).stem}.tuned.yaml")
     if path.suffix not in (".yaml", ".yml"):
         raise ConfigError(f"tune.output: {path} does not end in .yaml; choose a name that does")
-    if not path.parent.is_dir():
+    if not os.path.isdir(path.parent):
         shown = with_working_directory(path.parent)
         raise ConfigError(f"tune.output: there is no folder {shown}; create it, or choose another")
-    if path.is_dir() or (path.exists() and path.samefile(file)):
+    try:
+        path.stat()
+    except FileNotFoundError:
+        return path
+    except OSError as error:
+        raise ConfigError(f"tune.output: {path} cannot be written ({error.strerror}); choose another name") from error
+    if path.is_dir() or path.samefile(file):
         taken = "a folder" if path.is_dir() else "the original YAML"
         raise ConfigError(f"tune.output: {path} is {taken}; choose another")
-    if path.exists() and not path.read_text(errors="replace").startswith(FIRST_LINE_START):
+    if not path.read_text(errors="replace").startswith(FIRST_LINE_START):
         raise ConfigError(f"tune.output: {path} exists and was not written by this command; choose another name")
     return path

@@ -297,6 +297,8 @@ def test_a_run_that_cannot_predict_is_one_line(finished: Path) -> None:
     }.items():
         with pytest.raises(ConfigError, match=f"^RUN: {folder}.* {message}"):
             main([folder, "--input", "in.jsonl"])
+    with pytest.raises(ConfigError, match=r"^RUN: long.* is not a folder"):
+        main(["long" * 999, "--input", "in.jsonl"])
 
 
 def changed(text: str, *keys: str, to: Any) -> str:

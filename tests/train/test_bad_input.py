@@ -130,6 +130,7 @@ def test_thousands_of_mutated_configs() -> None:
     [
         ("data.train_samples=1000000000", "data.train_samples must be at most 1,000,000 with data.source: builtin"),
         ("runs_folder=/dev/null/x", "runs_folder: /dev/null/x/quickstart is not writable"),
+        (f"data.cache_dir={'long' * 999}", "cannot be created (File name too long); choose another folder"),
         ("data.cache_dir=/dev/null/x", "data.cache_dir: /dev/null/x/tokenizers cannot be created"),
         ("loggers.wandb={mode: offline, project: a/b}", "loggers.wandb: Weights & Biases cannot start a run"),
     ],

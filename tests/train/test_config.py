@@ -206,6 +206,17 @@ def test_aliases_and_interpolations_of_ordinary_configs_are_resolved(monkeypatch
     assert config.algorithms == {"unpadding": {"multiple": 5}}
 
 
+def test_a_name_beside_a_size_of_the_file_is_refused() -> None:
+    data = "data: {tokenizer: wordpiece}"
+    file = write(f"{data}\nmodel: {{init: random, size: tiny}}", "my.yaml")
+    with pytest.raises(ConfigError, match=r"command line: model\.name has no effect .* my\.yaml; add model\.init=pret"):
+        load_config(file, ["model.name=mine"])
+    assert load_config(file, ["model.name=mine", "model.size=null"]).model.name == "mine"
+    assert load_config(file, ["model.name=mine", "model.size=base"]).model.size == "base"
+    named = write(f"{data}\nmodel: {{name: mine, init: random}}", "named.yaml")
+    assert load_config(named, ["model.size=base"]).model.size == "base"
+
+
 @pytest.mark.parametrize("text", ["", "\n\n", "# run_name: mine\n", "null", "~", "---\n"])
 def test_a_file_without_keys_does_not_start_the_default_run(text: str) -> None:
     with pytest.raises(ConfigError) as error:

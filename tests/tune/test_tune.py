@@ -80,6 +80,7 @@ def test_the_output_is_checked_before_anything_is_measured() -> None:
         ("x.txt", "does not end in .yaml"),
         ("no/x.yaml", r"no folder no \(relative to /"),
         ("mine.yaml", "was not written by this command"),
+        (f"{'long' * 99}.yaml", r"cannot be written \(File name too long\); choose another"),
         (QUICKSTART, "is the original YAML"),
     ]:
         with pytest.raises(ConfigError, match=message):

@@ -80,6 +80,11 @@ def load_with_origins(
                 "itself, best as ${oc.env:NAME}"
             )
     config = Config.read(values, origins=origin_of)
+    if config.model.size is not None and origin_of["model.name"] == COMMAND_LINE != origin_of["model.size"]:
+        raise ConfigError(
+            f"{COMMAND_LINE}: model.name has no effect on the model with random weights that model.size asks for in "
+            f"{origin_of['model.size']}; add model.init=pretrained model.size=null"
+        )
     resolved = dataclasses.asdict(config)
     references = ((path, text) for path, text in _leaves(merged) if isinstance(text, str) and "${" in text)
     config.interpolations = {path: (text, _at(resolved, path)) for path, text in references}
