@@ -19,8 +19,9 @@ def cast_together(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]
     """Return copies of the tensors in ``dtype``, one after the other in one buffer.
 
     Args:
-        tensors: Up to twelve contiguous tensors on one device.
+        tensors: Up to twelve tensors on one device.
     """
+    tensors = [x.contiguous() for x in tensors]
     numbers = [x.numel() for x in tensors]
     out = torch.empty(sum(numbers), device=tensors[0].device, dtype=dtype)
     unused = _MAX_TENSORS - len(tensors)

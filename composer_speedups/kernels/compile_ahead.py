@@ -110,13 +110,13 @@ def launches(
         training += [
             partial(gelu_float8, x_TF, scales), partial(cast_weights, weights, [scales] * 4),
             partial(cast_float8, x_TH, scales), partial(begin_scales, new_scales(3, device), 1, keep=True),
-            partial(cast_together, biases, dtype),
         ]  # fmt: skip
+    if float8 or ranks:  # whose weights have a kernel of their own
+        training.append(partial(cast_together, biases, dtype))
     if ranks:
         adapters = [(zeros(1, weight.shape[1]), zeros(len(weight), 1), 1.0) for weight in weights]
         outputs = (dtype, torch.float32)[: 1 + float8]
         training += [partial(merged_weights, weights, adapters, output) for output in outputs]
-        training.append(partial(cast_together, biases, dtype))
         training += _of_adapters(x_TH, qkv_T3H, x_TF, ranks, float8=float8)
     return training, evaluation
 

@@ -133,12 +133,13 @@ def cast_weights(weights: Sequence[Tensor], scales: Sequence[Tensor]) -> tuple[l
 
     Args:
         weights: Weights of query, key, value and attention's output (H, H), and of the feed-forward layer (F, H) and
-            (H, F); contiguous, of the same floating dtype. H and F are multiples of 16.
+            (H, F); of the same floating dtype. H and F are multiples of 16.
         scales: A row for each of the four matmuls.
 
     Returns:
         The weight (O, I) of each matmul, with query, key and value as one, and their transposes (I, O).
     """
+    weights = [weight.contiguous() for weight in weights]
     query, up = weights[0], weights[4]
     hidden, inner = query.shape[0], up.shape[0]
     shapes = [(3 * hidden, hidden), (hidden, hidden), (inner, hidden), (hidden, inner)]

@@ -1,6 +1,6 @@
 """Add low-rank adapters to a layer's weights while casting them, with one kernel that reads each weight once.
 
-``torch.addmm`` and a cast read and write each number four times more.
+``torch.addmm`` and a cast move almost four times as many bytes.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ def merged_weights(
 
     Args:
         weights: Weights (O, I) of query, key, value and attention's output (H, H), and of the feed-forward layer (F, H)
-            and (H, F); contiguous.
-        adapters: A (R, I), B (O, R) and the scale for each weight; contiguous. None adds nothing.
+            and (H, F).
+        adapters: A (R, I), B (O, R) and the scale for each weight. None adds nothing.
     """
+    weights = [weight.contiguous() for weight in weights]
     hidden, inner = weights[4].shape[1], weights[4].shape[0]
     out = torch.empty(sum(weight.numel() for weight in weights), device=weights[0].device, dtype=dtype)
-    of_a, of_b, scales = zip(
-        *(adapter or (weight, weight, 0.0) for weight, adapter in zip(weights, adapters, strict=True)), strict=True
-    )
+    given = [adapter or (weight, weight, 0.0) for weight, adapter in zip(weights, adapters, strict=True)]
+    of_a, of_b = [a.contiguous() for a, _, _ in given], [b.contiguous() for _, b, _ in given]
+    scales = [scale for _, _, scale in given]
     ranks = [0 if adapter is None else len(adapter[0]) for adapter in adapters]
     tiles = [triton.cdiv(len(w), _MERGE["ROWS"]) * triton.cdiv(w.shape[1], _MERGE["COLUMNS"]) for w in weights]
     _merge_together[(sum(tiles),)](*weights, *of_a, *of_b, out, *ranks, *scales, hidden, inner, **_MERGE)

@@ -179,7 +179,7 @@ def test_a_run_writes_no_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
         "data.hub_name=https://me:hunter3@host/x?sig=hunter4",
         "data.eval_file=null",
         "model.name=${oc.env:PASSWORD}",
-        "model.size=tiny",  # of the file, it would refuse the name
+        "model.size=tiny",  # the size in quickstart.yaml would refuse a name of the command line
         "loggers={wandb: {mode: offline}, tensorboard: {}, file: {}}",
         "algorithms.torch_compile=null",
     ]

@@ -192,6 +192,7 @@ def gelus() -> None:
 
 def casts() -> None:
     sources = [random(*shape) for shape in ((64, 64), (70, 64), (3,), (5000,), (1, 1))]
+    sources[1] = sources[1].t().contiguous().t()
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         copies = cast_together(sources, dtype)
         for source, copy in zip(sources, copies, strict=True):
@@ -202,7 +203,7 @@ def casts() -> None:
 
 
 def merged() -> None:
-    """Adapters of different ranks, one of them missing and one in fp16, for weights of any width."""
+    """Adapters of different ranks, one of them missing and one in fp16, for weights of any width and layout."""
     for hidden, inner in ((40, 150), (130, 18)):
         weights = [random(*shape).float() for shape in (*[(hidden, hidden)] * 4, (inner, hidden), (hidden, inner))]
         ranks, scales = (8, None, 3, 1, 16, 40), (2.0, 0.0, 0.5, -1.0, 0.25, 1.0)
@@ -210,7 +211,9 @@ def merged() -> None:
             None if rank is None else (random(rank, weight.shape[1]), random(len(weight), rank), scale)
             for rank, weight, scale in zip(ranks, weights, scales, strict=True)
         ]
+        weights[4], weights[0] = (weight.t().contiguous().t() for weight in (weights[4], weights[0]))
         adapters[4] = tuple(x.half() if torch.is_tensor(x) else x for x in adapters[4])
+        adapters[5] = tuple(x.t().contiguous().t() if torch.is_tensor(x) else x for x in adapters[5])
         for dtype in (torch.float32, torch.float16):
             for weight, adapter, found in zip(weights, adapters, merged_weights(weights, adapters, dtype), strict=True):
                 wanted = weight.double()
@@ -463,6 +466,7 @@ def float8_kernels(dropout: float) -> None:
         d_qkv, _ = attention_backward(grad_out, qkv, out, logs, cu, 128, dropout, seed(), operand=gradient)
         check_cast(f"attention's gradient in 8 bits, {attempt}", gradient, d_qkv)
         weights = [0.02 * random(hidden, hidden) for _ in range(4)] + [random(inner, hidden), random(hidden, inner)]
+        weights[4] = weights[4].t().contiguous().t()
         products = [torch.cat(weights[:3]), *weights[3:]]
         for straight, turned, product in zip(*cast_weights(weights, rows[8:].unbind()), products, strict=True):
             check_cast(f"a weight, {attempt}", straight, product)

@@ -1,9 +1,9 @@
 """LoRA adapters of a fused layer: added to the weights before the matmuls, and their gradients.
 
 An adapter changes its Linear's weight W to W + s · B · A. That sum is computed once per forward pass, in float32 and
-before it is rounded to the matmuls' dtype, so adapters cost the matmuls nothing. Updates that are
-smaller than a rounding step of the weight still count on average, as those of float32 weights in mixed precision do.
-Only an adapter with dropout, whose input differs from its Linear's, is a product of its own.
+before it is rounded to the matmuls' dtype, so adapters cost the matmuls nothing. Updates that are smaller than a
+rounding step of the weight still count on average, as those of float32 weights in mixed precision do. Only an adapter
+with dropout, whose input differs from its Linear's, is a product of its own.
 
 In place of a weight's gradient, there are four narrow products for those of A and B: z = s · x · Aᵀ in the forward
 pass, and dz = dy · B, dA = s · dzᵀ · x and dB = dyᵀ · z in the backward pass. They take as long as reading x and dy.
