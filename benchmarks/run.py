@@ -24,7 +24,8 @@ A table is a YAML file under benchmarks/tables (or its name without .yaml)::
 
 ``peer`` names a module of benchmarks.peers that runs instead of train.py, with the same base and overrides. A
 configuration with ``ranks`` is started by ``composer -n RANKS``. Every run starts with empty compile caches; with
-``warm``, the runs of a configuration share a compile cache that an additional, unrecorded run has filled.
+``warm``, the runs of a configuration share a compile cache that an additional, unrecorded run has filled; its runs with
+other seeds use the same.
 
 On the command line, repeats=2, jobs=1, ahead=1 and data.batch_size=40 replace the table's values.
 "configurations=[fp32, + TF32]" selects configurations; the first one is the one to compare with. Other overrides come
@@ -97,6 +98,7 @@ def run_table(table: Table, name: str, results: Path = RESULTS) -> list[Row]:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
     stopped, caches = threading.Event(), tempfile.TemporaryDirectory()
+    compiled = [(c.name, {key: value for key, value in c.point.items() if key != "seed"}) for c in configurations]
     workers = Workers(table.ahead, fresh=table.fresh)
     waiting = [(repeat, i) for repeat in range(repeats) for i, row in enumerate(call.rows) if repeat >= row["repeats"]]
     total = repeats * len(configurations)
@@ -106,7 +108,7 @@ def run_table(table: Table, name: str, results: Path = RESULTS) -> list[Row]:
         if stopped.is_set():
             return
         configuration = configurations[index]
-        own, shared = Path(caches.name) / f"{index}", Path(caches.name) / "shared"
+        own, shared = Path(caches.name) / f"{compiled.index(compiled[index])}", Path(caches.name) / "shared"
         try:
             if configuration.warm and not own.exists():
                 run_once(table.base, configuration, workers, own)

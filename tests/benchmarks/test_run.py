@@ -156,6 +156,25 @@ def test_a_warm_configuration_fills_its_cache_in_an_unrecorded_run(monkeypatch: 
     assert [(row["peer"], row["warm"], row["losses"]) for row in rows] == [(None, w, [0.7, 0.6]) for w in (False, True)]
 
 
+def test_runs_with_other_seeds_use_one_filled_cache_and_those_with_other_sizes_do_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    caches: list[tuple[Any, Any]] = []
+
+    def fake(base: str, configuration: Configuration, workers: Workers, cache: Path | None) -> dict[str, Any]:
+        assert cache is not None
+        cache.mkdir(exist_ok=True)
+        caches.append((configuration.point["data.batch_size"], cache))
+        return REPORT
+
+    monkeypatch.setattr(runner, "run_once", fake)
+    matrix = {"seed": [1, 2], "data.batch_size": [8, 16]}
+    read = read_table(table(matrix=matrix, repeats=1, configurations={"warm": {"warm": True}}))
+    runner.run_table(read, "table", Path("results"))
+    assert len(caches) == 4 + 2  # one more run per batch size fills its cache
+    assert len(set(caches)) == len({cache for _, cache in caches}) == 2
+
+
 def test_runs_that_share_compiled_kernels_have_one_cache_and_are_all_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     caches: list[Path | None] = []
 
