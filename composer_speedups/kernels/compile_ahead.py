@@ -139,8 +139,9 @@ def _of_adapters(
         z, b, dz = narrow(_TOKENS, up), narrow(x_TF.shape[1], up), narrow(_TOKENS, down, torch.float32)
         for operand in (None, Float8.like(x_TF, GRADIENT, new_scales(1, x_TF.device)[0]))[: 1 + float8]:
             training.append(partial(gelu_backward_narrow, x_TF, x_TF, z, b, dz, operand))
-        if (a := narrow(x_TF.shape[1], down)) is not None:
-            training += [partial(gelu_narrow, x_TF, a, write=write) for write in (True, False)[: 1 + float8]]
+        if down:
+            a = x_TF.new_zeros(down, x_TF.shape[1])
+            training += [partial(gelu_narrow, x_TF, a.t(), write=write) for write in (True, False)[: 1 + float8]]
     return training
 
 

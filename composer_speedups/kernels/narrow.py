@@ -25,8 +25,11 @@ from composer_speedups.kernels.sums import strips_and_groups
 __all__ = ["MAX_WIDTH", "gelu_backward_narrow", "gelu_narrow", "narrow_products"]
 
 MAX_WIDTH = 64
-_TILE = {"ROWS": 64, "COLUMNS": 128, "num_warps": 4}
-_GELU_TILE = {"ROWS": 16, "COLUMNS": 64, "num_warps": 4}
+# Wide tiles: each strip of columns writes its own partial products, which are as many bytes as a narrow tensor. So few
+# programs per multiprocessor that all of them run at a time.
+_TILE = {"ROWS": 32, "COLUMNS": 256, "num_warps": 4}
+_GELU_TILE = {"ROWS": 32, "COLUMNS": 128}
+_PROGRAMS = 4
 _COMPILED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "0")
 
 
@@ -38,7 +41,7 @@ def narrow_products(
     Args:
         x_TC: Contiguous.
         left_TR: Contiguous, of any floating dtype; rounded to the dtype of x. None for no second product.
-        right_CR: Contiguous, of the dtype of x; None for no first product.
+        right_CR: Of the dtype of x; None for no first product.
         turned: Return the second product transposed.
 
     Returns:
@@ -66,14 +69,16 @@ def _products(
 ) -> tuple[Tensor | None, Tensor | None]:
     tokens, columns = x.shape
     widths = {"LEFT": _width(left), "RIGHT": _width(right)}
-    strips, groups = strips_and_groups(x, _TILE["COLUMNS"])
+    strips, groups = strips_and_groups(x, _TILE["COLUMNS"], _PROGRAMS)
     product = None if right is None else x.new_empty(strips, tokens, right.shape[1], dtype=torch.float32)
     gradient = None if left is None else _partial(x, groups, left, turned=turned)
     pointers = [x if tensor is None else tensor for tensor in (left, right, result, product, gradient)]
     ranks = [0 if tensor is None else tensor.shape[1] for tensor in (left, right)]
+    strides = (0, 0) if right is None else right.stride()
     _narrow[(strips, groups)](
-        x, *pointers, tokens, columns, *ranks, **widths, GELU=gelu, WRITE=result is not None, TURNED=turned, **_TILE
-    )
+        x, *pointers, tokens, columns, *ranks, *strides, **widths, GELU=gelu, WRITE=result is not None, TURNED=turned,
+        **_TILE,
+    )  # fmt: skip
     return None if product is None else product.sum(0), gradient
 
 
@@ -101,7 +106,7 @@ def gelu_backward_narrow(
     """
     tokens, features = x_TF.shape
     widths = {"GRAD": _width(right_FR), "RESULT": _width(result_left_TR)}
-    strips, groups = strips_and_groups(x_TF, _GELU_TILE["COLUMNS"])
+    strips, groups = strips_and_groups(x_TF, _GELU_TILE["COLUMNS"], _PROGRAMS)
     product = gradient = result = None
     if left_TR is not None and right_FR is not None:
         product = x_TF.new_empty(strips, tokens, right_FR.shape[1], dtype=torch.float32)
@@ -113,7 +118,7 @@ def gelu_backward_narrow(
     ranks = [0 if tensor is None else tensor.shape[1] for tensor in (right_FR, result_left_TR)]
     _gelu_backward_narrow[(strips, groups)](
         grad_TF, x_TF, *pointers, *(operand or (x_TF, x_TF)), tokens, features, *ranks, **widths,
-        FLOAT8=operand is not None, **_GELU_TILE,
+        FLOAT8=operand is not None, **_GELU_TILE, num_warps=4 if max(widths.values()) <= 16 else 8,  # or spills
     )  # fmt: skip
     if operand is not None:
         settle(operand, grad_TF)
@@ -142,6 +147,7 @@ def _computed_once(x):
 @triton.jit
 def _narrow(
     x_ptr, left_ptr, right_ptr, result_ptr, product_ptr, gradient_ptr, tokens, columns, left_rank, right_rank,
+    right_stride, right_rank_stride,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, GELU: tl.constexpr, WRITE: tl.constexpr, TURNED: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -151,7 +157,7 @@ def _narrow(
     if RIGHT > 0:
         right_column = tl.arange(0, RIGHT)
         right = tl.load(
-            right_ptr + column[:, None] * right_rank + right_column[None, :],
+            right_ptr + column[:, None] * right_stride + right_column[None, :] * right_rank_stride,
             mask=inside[:, None] & (right_column < right_rank)[None, :], other=0.0,
         )  # fmt: skip
     if LEFT > 0:

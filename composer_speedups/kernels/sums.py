@@ -26,11 +26,11 @@ def multiprocessors(x: Tensor) -> int:
     return torch.cuda.get_device_properties(x.device).multi_processor_count
 
 
-def strips_and_groups(x_TC: Tensor, width: int) -> tuple[int, int]:
+def strips_and_groups(x_TC: Tensor, width: int, programs: int = 8) -> tuple[int, int]:
     """Return the grid of a kernel that sums over tokens: strips of ``width`` columns, and groups of tokens per strip,
-    each of which writes one row of partial sums."""
+    each of which writes one row of partial sums; together at most about ``programs`` programs per multiprocessor."""
     strips = triton.cdiv(x_TC.shape[1], width)
-    return strips, max(1, 8 * multiprocessors(x_TC) // strips) if x_TC.is_cuda else 3
+    return strips, max(1, programs * multiprocessors(x_TC) // strips) if x_TC.is_cuda else 3
 
 
 def partial_sums(x_TC: Tensor) -> Tensor:

@@ -184,7 +184,7 @@ class Branch:
     def from_gelu(self, x_TF: Tensor, y_TO: Tensor) -> Tensor | None:
         """Do as :meth:`forward` for the input GELU(x), which is only written to memory for adapters with dropout."""
         if self.active and self.is_simple:
-            return gelu_narrow(x_TF, self.a_RI.t().contiguous(), write=False)[1]
+            return gelu_narrow(x_TF, self.a_RI.t(), write=False)[1]
         return self.forward(gelu_forward(x_TF), y_TO) if self.active else None
 
     def through(self, dy_TO: Tensor, z_TR: Tensor | None, dx_TI: Tensor | None) -> Tensor | None:
@@ -267,7 +267,7 @@ def gradients_of(branches: Sequence[Branch]) -> list[Tensor | None]:
 def gelu_and_z(branch: Branch, x_TF: Tensor) -> tuple[Tensor, Tensor | None]:
     """Compute GELU(x) (T, F), and z of a branch that reads it, if the kernel supports the branch."""
     if branch.active and branch.is_simple:
-        result, z_TR = gelu_narrow(x_TF, branch.a_RI.t().contiguous())
+        result, z_TR = gelu_narrow(x_TF, branch.a_RI.t())
         assert result is not None
         return result, z_TR
     return gelu_forward(x_TF), None
