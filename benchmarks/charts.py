@@ -4,6 +4,8 @@
 - ``losses``: overlaid loss curves of two to four configurations, from a table with ``losses: true``.
 - ``bars``: samples/s of configurations with their spread, at every point of the matrix.
 - ``seconds``: the same for the duration of whole processes, from a table with ``fresh: true``.
+- ``time_to_accuracy``: seconds from the start of a process to an accuracy, over all seeds; the first configuration is
+  the reference of :func:`~benchmarks.tables.reached_by`.
 
 Charts have no background, and inks that can be read on a light and on a dark page.
 
@@ -28,7 +30,7 @@ from PIL import Image
 
 from benchmarks.rows import Row, describe_errors, point_of
 from benchmarks.table_file import Table
-from benchmarks.tables import committed
+from benchmarks.tables import committed, reached_by
 from composer_speedups.core.files import write_atomically
 from composer_speedups.train.plot import CHART_STYLE, INK
 
@@ -40,6 +42,7 @@ _MEASURES = {
     "losses": "losses",
     "bars": "samples_per_sec",
     "seconds": "process_seconds",
+    "time_to_accuracy": "evaluations",
 }
 
 
@@ -133,6 +136,33 @@ def _bars(axes: Axes, rows: Sequence[Row], measure: str, first: str) -> None:
         _label(axes, text, value["max"], place)
 
 
+def accuracy_bars(rows: Sequence[Row]) -> Figure:
+    """Each configuration's median time to the accuracy of the first one, with its minimum and maximum over the seeds.
+
+    A configuration shows instead how many of its runs reached that accuracy, unless all of them did.
+    """
+    names = list(dict.fromkeys(row["configuration"] for row in rows))
+    reached = reached_by(rows, names[0])
+    figure = _figure(1.1 + 0.36 * len(names))
+    axes = figure.add_subplot()
+    base, longest = reached.median(names[0]), 0.0
+    for place, name in enumerate(names):
+        times = [seconds for seconds in reached.seconds[name] if seconds is not None]
+        median = reached.median(name)
+        if median is None:
+            _label(axes, f"{len(times)} of {len(reached.seconds[name])} runs reached it", 0, place, color=_RED)
+            continue
+        axes.barh(place, median, color=_BLUE if place else _GREY, height=0.62)
+        spread = [[median - min(times)], [max(times) - median]]
+        axes.errorbar(median, place, xerr=spread, color=INK, capsize=3, linewidth=1.0)
+        ratio = f"  ×{base / median:.2f}" if place and base is not None else ""
+        _label(axes, f"{median:.1f}{ratio}", max(times), place)
+        longest = max(longest, *times)
+    axes.set_xlabel(f"seconds from the start of the process to an accuracy of {reached.target:.4f}\n{_source(rows[0])}")
+    _style_bars(axes, [{"configuration": name} for name in names], longest)
+    return figure
+
+
 def _figure(height: float) -> Figure:
     return Figure(figsize=(8.0, height), dpi=150, layout="constrained")  # README shows it about 800 pixels wide
 
@@ -194,7 +224,7 @@ def call_shown(kind: str, rows: Sequence[Row], configurations: Sequence[str] = (
         of_call = [row for row in measured if row["call"] == call]
         first_point = {row["configuration"]: row for row in of_call if point_of(row) == point_of(of_call[0])}
         if set(configurations) <= set(first_point):
-            if kind in ("bars", "seconds"):  # every point, and failed configurations
+            if kind in ("bars", "seconds", "time_to_accuracy"):  # every point, and failed configurations
                 shown = [row for row in named if row["call"] == call]
                 points = [point_of(row) for row in shown]
                 order = [*configurations, *(row["configuration"] for row in shown)]
@@ -205,7 +235,7 @@ def call_shown(kind: str, rows: Sequence[Row], configurations: Sequence[str] = (
 
 def draw(kind: str, rows: Sequence[Row], path: Path) -> None:
     """Write a PNG that contains :func:`_digest_of` its rows."""
-    draws = {"waterfall": waterfall, "losses": loss_curves}
+    draws = {"waterfall": waterfall, "losses": loss_curves, "time_to_accuracy": accuracy_bars}
     image = io.BytesIO()
     with rc_context(CHART_STYLE):
         figure = draws[kind](rows) if kind in draws else configuration_bars(rows, _MEASURES[kind])

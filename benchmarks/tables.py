@@ -10,7 +10,7 @@ import shlex
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -243,39 +243,50 @@ def accuracy(name: str, *only: str) -> list[str]:
     return [*table(columns, lines), "", where_of(rows, counted=False)]
 
 
-def time_to_accuracy(name: str, reference: str) -> list[str]:
-    """Seconds from the start of a process until held-out accuracy first reached a target, over the table's seeds.
+class Reached(NamedTuple):
+    """How long each run of each configuration took to reach a target, and its final accuracy."""
+
+    target: float
+    seconds: dict[str, list[float | None]]  # None for a run that did not reach it
+    finals: dict[str, list[float]]
+
+    def median(self, configuration: str) -> float | None:
+        """The median time; None if a run did not reach the target."""
+        times = [seconds for seconds in self.seconds[configuration] if seconds is not None]
+        return statistics.median(times) if len(times) == len(self.seconds[configuration]) else None
+
+
+def reached_by(rows: Sequence[Row], reference: str) -> Reached:
+    """Seconds from the start of each run's process until held-out accuracy first reached a target.
 
     The target is the mean final accuracy of the configuration ``reference``, minus its standard deviation over seeds.
     """
-    rows = [row for row in rows_of(name) if row.get("evaluations")]
     runs = {
         configuration: [run for row in rows if row["configuration"] == configuration for run in row["evaluations"]]
         for configuration in dict.fromkeys(row["configuration"] for row in rows)
     }
     finals = {configuration: [run[-1]["accuracy"] for run in own] for configuration, own in runs.items()}
     target = statistics.fmean(finals[reference]) - statistics.stdev(finals[reference])
-    medians: dict[str, float] = {}
-    lines = []
-    for configuration, own in runs.items():
-        reached = [next((e["seconds"] for e in run if e["accuracy"] >= target), None) for run in own]
-        times = sorted(seconds for seconds in reached if seconds is not None)
-        if len(times) == len(own):
-            medians[configuration] = statistics.median(times)
+    seconds = {
+        configuration: [next((e["seconds"] for e in run if e["accuracy"] >= target), None) for run in own]
+        for configuration, own in runs.items()
+    }
+    return Reached(target, seconds, finals)
+
+
+def time_to_accuracy(name: str, reference: str) -> list[str]:
+    """The time to the target of :func:`reached_by`, over the table's seeds; ratios are to the ``reference``."""
+    rows = [row for row in rows_of(name) if row.get("evaluations")]
+    reached = reached_by(rows, reference)
+    lines, base = [], reached.median(reference)
+    for configuration, seconds in reached.seconds.items():
+        times = sorted(time for time in seconds if time is not None)
         spread = f"{statistics.median(times):.1f} ({times[0]:.1f}–{times[-1]:.1f})" if times else "–"
-        ratio = "–"
-        if configuration in medians and reference in medians:
-            ratio = f"{medians[reference] / medians[configuration]:.2f}"
-        lines.append(
-            [
-                configuration,
-                spread,
-                ratio,
-                f"{len(times)} of {len(own)}",
-                f"{statistics.fmean(finals[configuration]):.4f}",
-            ]
-        )
-    columns = ["configuration", f"seconds to {target:.4f}", "ratio", "runs that reached it", "final accuracy"]
+        median = reached.median(configuration)
+        ratio = "–" if median is None or base is None else f"{base / median:.2f}"
+        final = f"{statistics.fmean(reached.finals[configuration]):.4f}"
+        lines.append([configuration, spread, ratio, f"{len(times)} of {len(seconds)}", final])
+    columns = ["configuration", f"seconds to {reached.target:.4f}", "ratio", "runs that reached it", "final accuracy"]
     return _figure(columns, lines, rows)
 
 

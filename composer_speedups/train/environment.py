@@ -19,6 +19,7 @@ _PACKAGES = {
     "transformers": "transformers",
     "datasets": "datasets",
     "triton": "triton",
+    "apex": "apex",
 }
 
 _GPU_STATE = {  # name in a report → name in nvidia-smi's query

@@ -113,6 +113,24 @@ def test_bars_show_value_and_ratio_or_why_a_run_failed(drawn: Drawn) -> None:
     assert drawn.labels == ["60.0", "20.0  ×3.00"]
 
 
+def test_bars_show_the_time_to_the_accuracy_of_the_first_configuration(drawn: Drawn) -> None:
+    def ran(name: str, seed: int, *evaluations: tuple[float, float]) -> dict[str, Any]:
+        return row(name, 1, seed=seed, evaluations=[[{"seconds": s, "accuracy": a} for s, a in evaluations]])
+
+    rows = [
+        ran("full", 1, (10, 0.7), (20, 0.91), (30, 0.90)),
+        ran("full", 2, (10, 0.6), (32, 0.92)),
+        ran("ours", 1, (5, 0.899), (12, 0.90)),
+        ran("ours", 2, (14, 0.93)),
+        ran("weak", 1, (1, 0.8)),
+        ran("weak", 2, (1, 0.95)),
+    ]
+    shown = charts.call_shown("time_to_accuracy", rows, ["full", "weak", "ours"])
+    charts.draw("time_to_accuracy", shown, Path("accuracy.png"))
+    assert drawn.labels == ["26.0", "1 of 2 runs reached it", "9.5  ×2.74"]
+    assert drawn.bars == [(0, 26), (0, 9.5)]
+
+
 def test_curves_are_smoothed_over_the_recorded_batches() -> None:
     assert charts.smooth([4.0, 2.0, 0.0, 1.0], 2).tolist() == [4.0, 3.0, 1.0, 0.5]
     assert charts.smooth([4.0, 2.0], 10).tolist() == [4.0, 3.0]
