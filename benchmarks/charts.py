@@ -28,7 +28,7 @@ from PIL import Image
 
 from benchmarks.rows import Row, describe_errors, point_of
 from benchmarks.table_file import Table
-from benchmarks.tables import committed
+from benchmarks.tables import PEERS, committed
 from composer_speedups.core.files import write_atomically
 from composer_speedups.train.plot import CHART_STYLE, INK
 
@@ -95,8 +95,9 @@ def smooth(losses: Sequence[float], window: int) -> np.ndarray:
 def configuration_bars(rows: Sequence[Row], measure: str) -> Figure:
     """Each configuration's median as a bar with its minimum and maximum, with one panel per point of the matrix.
 
-    A configuration without a value shows the reason instead. The first configuration is grey; the others are labelled
-    with their ratio to it, or if ``measure`` is ``process_seconds``, with the first one's ratio to theirs.
+    A configuration without a value shows the reason instead. The first configuration and the programs that the fast set
+    is compared with are grey. The others are labelled with their ratio to the first one, or if ``measure`` is
+    ``process_seconds``, with the first one's ratio to theirs.
     """
     panels: dict[str, list[Row]] = {}
     for row in rows:
@@ -123,7 +124,8 @@ def _bars(axes: Axes, rows: Sequence[Row], measure: str, first: str) -> None:
             _label(axes, describe_errors(row).partition(":")[0] or "not measured", 0, place, color=_RED)
             continue
         median = value["median"]
-        axes.barh(place, median, color=_GREY if row["configuration"] == first else _BLUE, height=0.62)
+        grey = row["configuration"] == first or row.get("peer") in PEERS
+        axes.barh(place, median, color=_GREY if grey else _BLUE, height=0.62)
         if value["min"] < value["max"]:
             spread = [[median - value["min"]], [value["max"] - median]]
             axes.errorbar(median, place, xerr=spread, color=INK, capsize=3, linewidth=1.0)

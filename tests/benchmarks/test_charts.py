@@ -36,10 +36,11 @@ def table(**keys: Any) -> Table:
 
 
 class Drawn:
-    """The spans of the bars and the labels of a figure."""
+    """The spans and colours of the bars and the labels of a figure."""
 
     def __init__(self) -> None:
         self.bars: list[tuple[float, float]] = []
+        self.colours: list[str] = []
         self.labels: list[str] = []
 
 
@@ -50,6 +51,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> Drawn:
 
     def record_bar(self: Axes, y: float, width: float, *, left: float = 0, **kwargs: Any) -> Any:
         record.bars.append((left, left + width))
+        record.colours.append(kwargs["color"])
         return barh(self, y, width, left=left, **kwargs)
 
     def record_label(self: Axes, text: str, *args: Any, **kwargs: Any) -> Any:
@@ -111,6 +113,12 @@ def test_bars_show_value_and_ratio_or_why_a_run_failed(drawn: Drawn) -> None:
     timed = [row(name, 1, process_seconds={"median": s, "min": s, "max": s}) for name, s in seconds.items()]
     charts.draw_table(table(fresh=True), timed, Path("seconds.png"))
     assert drawn.labels == ["60.0", "20.0  ×3.00"]
+
+
+def test_bars_of_other_programs_are_grey(drawn: Drawn) -> None:
+    peers = {"loop": "flattened_loop", "HF Trainer": "hf_trainer", "ours": None, "own Trainer": "own_trainer"}
+    charts.draw_table(table(), [row(name, 100, peer=peer) for name, peer in peers.items()], Path("bars.png"))
+    assert drawn.colours == [charts._GREY, charts._GREY, charts._BLUE, charts._BLUE]
 
 
 def test_curves_are_smoothed_over_the_recorded_batches() -> None:
