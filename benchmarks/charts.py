@@ -30,7 +30,7 @@ from PIL import Image
 
 from benchmarks.rows import Row, describe_errors, point_of
 from benchmarks.table_file import Table
-from benchmarks.tables import committed, reached_by
+from benchmarks.tables import PEERS, committed, reached_by
 from composer_speedups.core.files import write_atomically
 from composer_speedups.train.plot import CHART_STYLE, INK
 
@@ -98,8 +98,9 @@ def smooth(losses: Sequence[float], window: int) -> np.ndarray:
 def configuration_bars(rows: Sequence[Row], measure: str) -> Figure:
     """Each configuration's median as a bar with its minimum and maximum, with one panel per point of the matrix.
 
-    A configuration without a value shows the reason instead. The first configuration is grey; the others are labelled
-    with their ratio to it, or if ``measure`` is ``process_seconds``, with the first one's ratio to theirs.
+    A configuration without a value shows the reason instead. The first configuration and the programs that the fast set
+    is compared with are grey. The others are labelled with their ratio to the first one, or if ``measure`` is
+    ``process_seconds``, with the first one's ratio to theirs.
     """
     panels: dict[str, list[Row]] = {}
     for row in rows:
@@ -126,7 +127,8 @@ def _bars(axes: Axes, rows: Sequence[Row], measure: str, first: str) -> None:
             _label(axes, describe_errors(row).partition(":")[0] or "not measured", 0, place, color=_RED)
             continue
         median = value["median"]
-        axes.barh(place, median, color=_GREY if row["configuration"] == first else _BLUE, height=0.62)
+        grey = row["configuration"] == first or row.get("peer") in PEERS
+        axes.barh(place, median, color=_GREY if grey else _BLUE, height=0.62)
         if value["min"] < value["max"]:
             spread = [[median - value["min"]], [value["max"] - median]]
             axes.errorbar(median, place, xerr=spread, color=INK, capsize=3, linewidth=1.0)
@@ -141,7 +143,8 @@ def accuracy_bars(rows: Sequence[Row]) -> Figure:
 
     A configuration shows instead how many of its runs reached that accuracy, unless all of them did.
     """
-    names = list(dict.fromkeys(row["configuration"] for row in rows))
+    peers = {row["configuration"]: row.get("peer") in PEERS for row in rows}
+    names = list(peers)
     reached = reached_by(rows, names[0])
     figure = _figure(1.1 + 0.36 * len(names))
     axes = figure.add_subplot()
@@ -152,7 +155,7 @@ def accuracy_bars(rows: Sequence[Row]) -> Figure:
         if median is None:
             _label(axes, f"{len(times)} of {len(reached.seconds[name])} runs reached it", 0, place, color=_RED)
             continue
-        axes.barh(place, median, color=_BLUE if place else _GREY, height=0.62)
+        axes.barh(place, median, color=_BLUE if place and not peers[name] else _GREY, height=0.62)
         spread = [[median - min(times)], [max(times) - median]]
         axes.errorbar(median, place, xerr=spread, color=INK, capsize=3, linewidth=1.0)
         ratio = f"  ×{base / median:.2f}" if place and base is not None else ""

@@ -2,7 +2,8 @@
 
 A table's rows are in ``results/<gpu>/<table>.jsonl``, one per configuration and point of the matrix. Rows of one call
 have the same time in ``call``. The file is rewritten atomically after every run. Until a call is finished, its rows
-have a key ``unfinished`` with the identity of the call, by which it can be resumed.
+have a key ``unfinished`` with the identity of the call, by which it can be resumed. The rows of a stopped call that are
+committed have no such key: other commits cannot resume it, and ``repeats`` says how often each configuration ran.
 """
 
 from __future__ import annotations

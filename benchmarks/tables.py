@@ -341,7 +341,7 @@ def best(*selections: str) -> list[str]:
             [
                 gpu, str(override_of(fast, "model.size")), f"{fast['data.batch_size']} × {length}",
                 f"{fast['algorithms']['unpadding']['evidence']['padding_of_the_run']:.0%}",
-                *(by_kind.get(kind, "–") for kind in _PEERS), _spread(fast), _ratio(fast, strongest),
+                *(by_kind.get(kind, "–") for kind in PEERS), _spread(fast), _ratio(fast, strongest),
                 _spread(float8), _ratio(float8, strongest),
                 f"{fast['peak_memory_gib']['median'] / strongest['peak_memory_gib']['median']:.0%}",
             ]
@@ -351,7 +351,7 @@ def best(*selections: str) -> list[str]:
         "BERT",
         "batch × tokens",
         "padding",
-        *_PEERS.values(),
+        *PEERS.values(),
         "fast set",
         "ratio",
         "with fp8",
@@ -363,7 +363,7 @@ def best(*selections: str) -> list[str]:
     return _figure(columns, lines, rows)
 
 
-_PEERS = {"hf_trainer": "HF Trainer", "flattened_loop": "flattened loop"}
+PEERS = {"hf_trainer": "HF Trainer", "flattened_loop": "flattened loop"}
 
 
 def _call_with_peers(selection: str) -> list[Row]:
@@ -374,7 +374,7 @@ def _call_with_peers(selection: str) -> list[Row]:
         of_call = {row["configuration"]: row for row in rows if row["call"] == call}
         peers = [
             max(of_kind, key=_rate)
-            for kind in _PEERS
+            for kind in PEERS
             if (of_kind := [row for row in of_call.values() if row["peer"] == kind])
         ]
         if peers and {"fast set", "fast set, fp8"} <= set(of_call):
@@ -521,8 +521,9 @@ def call(name: str, count: int | str = 1) -> list[str]:
 def markdown(rows: Sequence[Row], without: Sequence[str] = ()) -> list[str]:
     """The rows of a call as a table, speed-up over the first configuration of each point.
 
-    Several ranks have an efficiency: their speed-up over the configuration of one rank with the same name after a comma
-    ("1 GPU, 128 each" for "2 GPUs, 128 each"), over their number.
+    Several ranks have an efficiency: their speed-up over a configuration of one rank, over their number. It is the one
+    with the same name after a comma, such as "1 GPU, 128 each" for "2 GPUs, 128 each", or else with the longest
+    beginning of that name, such as the same one for "2 GPUs, 128 each, bf16 sums".
     Seconds of whole runs and processes, accuracy and published figures have columns where rows have them.
     """
     more = [column for column, (name, _) in _MORE.items() if any(row.get(name) is not None for row in rows)]
@@ -568,12 +569,13 @@ def _mfu(row: Row) -> str:
 
 def _efficiency(row: Row, rows: Sequence[Row]) -> str:
     def after_comma(row: Row) -> str:
-        return str(row["configuration"]).partition(", ")[2]
+        return f"{row['configuration'].partition(', ')[2]}, "
 
-    same = [other for other in rows if other["ranks"] == 1 and after_comma(other) == after_comma(row)]
-    if row["ranks"] == 1 or not row["samples_per_sec"] or not (same and same[0]["samples_per_sec"]):
+    same = [other for other in rows if other["ranks"] == 1 and after_comma(row).startswith(after_comma(other))]
+    base = max(same, key=lambda other: len(after_comma(other)), default=None)
+    if row["ranks"] == 1 or not row["samples_per_sec"] or not (base and base["samples_per_sec"]):
         return ""
-    return f"{_rate(row) / _rate(same[0]) / row['ranks']:.1%}"
+    return f"{_rate(row) / _rate(base) / row['ranks']:.1%}"
 
 
 def _median_step(row: Row) -> str:

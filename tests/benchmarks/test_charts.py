@@ -36,10 +36,11 @@ def table(**keys: Any) -> Table:
 
 
 class Drawn:
-    """The spans of the bars and the labels of a figure."""
+    """The spans and colours of the bars and the labels of a figure."""
 
     def __init__(self) -> None:
         self.bars: list[tuple[float, float]] = []
+        self.colours: list[str] = []
         self.labels: list[str] = []
 
 
@@ -50,6 +51,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> Drawn:
 
     def record_bar(self: Axes, y: float, width: float, *, left: float = 0, **kwargs: Any) -> Any:
         record.bars.append((left, left + width))
+        record.colours.append(kwargs["color"])
         return barh(self, y, width, left=left, **kwargs)
 
     def record_label(self: Axes, text: str, *args: Any, **kwargs: Any) -> Any:
@@ -129,6 +131,12 @@ def test_bars_show_the_time_to_the_accuracy_of_the_first_configuration(drawn: Dr
     charts.draw("time_to_accuracy", shown, Path("accuracy.png"))
     assert drawn.labels == ["26.0", "1 of 2 runs reached it", "9.5  ×2.74"]
     assert drawn.bars == [(0, 26), (0, 9.5)]
+
+
+def test_bars_of_other_programs_are_grey(drawn: Drawn) -> None:
+    peers = {"loop": "flattened_loop", "HF Trainer": "hf_trainer", "ours": None, "own Trainer": "own_trainer"}
+    charts.draw_table(table(), [row(name, 100, peer=peer) for name, peer in peers.items()], Path("bars.png"))
+    assert drawn.colours == [charts._GREY, charts._GREY, charts._BLUE, charts._BLUE]
 
 
 def test_curves_are_smoothed_over_the_recorded_batches() -> None:

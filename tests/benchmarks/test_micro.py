@@ -53,5 +53,9 @@ def test_every_kernel_is_timed_beside_pytorch(monkeypatch: pytest.MonkeyPatch) -
         "norm_backward",
         "gelu",
         "gelu_backward",
+        "adapters_qkv_backward",
+        "adapters_input_backward",
+        "gelu_with_adapter",
+        "gelu_backward_with_adapters",
     ]
     assert all(kernel["us"] > 0 and kernel["torch_us"] > 0 for kernel in rows[0]["kernels"])

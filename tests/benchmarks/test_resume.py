@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from benchmarks import run as runner
-from benchmarks.rows import Call, read_rows
+from benchmarks.rows import RESULTS, Call, read_rows
 from benchmarks.table_file import Configuration, read_table
 from benchmarks.worker import Workers
 from tests.benchmarks.test_run import REPORT, table
@@ -79,6 +79,12 @@ def test_an_abandoned_call_becomes_rows_when_a_new_one_begins(monkeypatch: pytes
     assert [(row["configuration"], row["repeats"]) for row in written[:2]] == [("plain", 1), ("+ x", 1)]
     assert written[2:] == rows
     assert len({row["call"] for row in written}) == 2
+
+
+def test_no_committed_call_is_unfinished() -> None:
+    """``resume=true`` can always be given, but would be refused after a call that was stopped at another commit."""
+    unfinished = {str(path) for path in RESULTS.glob("*/*.jsonl") for row in read_rows(path) if "unfinished" in row}
+    assert not unfinished, "remove the key from the rows of a call that nobody will resume"
 
 
 @pytest.mark.parametrize(

@@ -263,7 +263,8 @@ def test_a_call_is_shown_with_its_failures_and_its_scaling(monkeypatch: pytest.M
         kept("1 GPU, b", "2026-01-02", 60, 1),
     ]
     lines += [kept("2 GPUs, a", "2026-01-02", 90, 2), kept("2 GPUs, b", "2026-01-02", 60, 2)]
-    lines += [kept("2 GPUs, alone", "2026-01-02", 60, 2)]
+    lines += [kept("2 GPUs, alone", "2026-01-02", 60, 2), kept("2 GPUs, a, plain", "2026-01-02", 80, 2)]
+    lines += [kept("2 GPUs, ab", "2026-01-02", 80, 2)]
     lines += [kept("4 GPUs, a", "2026-01-02", None, 4, "train.py: needs 4 | fewer")]
     (tmp_path / "scaling.jsonl").write_text("\n".join(lines))
     monkeypatch.setattr(tables, "COMMITTED", tmp_path)
@@ -275,6 +276,8 @@ def test_a_call_is_shown_with_its_failures_and_its_scaling(monkeypatch: pytest.M
         "| 2 GPUs, a | 90.0 | 1.80 | 2.0 | 3.0 | 11.1 | 90.0% |",
         "| 2 GPUs, b | 60.0 | 1.20 | 2.0 | 3.0 | 16.7 | 50.0% |",
         "| 2 GPUs, alone | 60.0 | 1.20 | 2.0 | 3.0 | 16.7 |  |",
+        "| 2 GPUs, a, plain | 80.0 | 1.60 | 2.0 | 3.0 | 12.5 | 80.0% |",
+        "| 2 GPUs, ab | 80.0 | 1.60 | 2.0 | 3.0 | 12.5 |  |",
         "| 4 GPUs, a | failed: needs 4 / fewer |  |  |  |  |  |",
         "",
     ]

@@ -130,7 +130,7 @@ def test_the_headline_shows_its_row() -> None:
     """It is the only sentence with measured figures."""
     text = (ROOT / "README.md").read_text()
     headline = re.search(
-        r"^\*\*BERT-base on an H100: ([\d.]+) times as fast as the loop .* and ([\d.]+) times with FP8\.\*\*$",
+        r"^\*\*BERT-base on an H200: ([\d.]+) times as fast as the loop .* and ([\d.]+) times with FP8\.\*\*$",
         text,
         re.M,
     )
@@ -152,7 +152,7 @@ def test_the_readme_can_be_read_in_one_sitting() -> None:
 @pytest.mark.parametrize("path", documents(), ids=lambda p: str(p.relative_to(ROOT)))
 def test_no_other_sentence_holds_measured_figures(path: Path) -> None:
     text = re.sub(
-        r"^```.*?^```|^\|.*?$|^\*\*BERT-base on an H100.*?$", "", path.read_text(), flags=re.DOTALL | re.MULTILINE
+        r"^```.*?^```|^\|.*?$|^\*\*BERT-base on an H200.*?$", "", path.read_text(), flags=re.DOTALL | re.MULTILINE
     )
     figures = re.findall(r"\d[\d,.]* (?:samples|tokens)/s|\d[\d.]* times as|\b0\.[89]\d\d\d\b|<!-- value.*", text)
     assert not figures, "a table holds figures, and a sentence says what it shows"
