@@ -116,9 +116,10 @@ def gelu_backward_narrow(
     given = (left_TR, right_FR, result_left_TR, product, gradient, result)
     pointers = [x_TF if tensor is None else tensor for tensor in given]
     ranks = [0 if tensor is None else tensor.shape[1] for tensor in (right_FR, result_left_TR)]
+    warps = 4 if operand is None and max(widths.values()) <= 16 else 8  # four have too few registers for more
     _gelu_backward_narrow[(strips, groups)](
         grad_TF, x_TF, *pointers, *(operand or (x_TF, x_TF)), tokens, features, *ranks, **widths,
-        FLOAT8=operand is not None, **_GELU_TILE, num_warps=4 if max(widths.values()) <= 16 else 8,  # or spills
+        FLOAT8=operand is not None, **_GELU_TILE, num_warps=warps,
     )  # fmt: skip
     if operand is not None:
         settle(operand, grad_TF)
