@@ -8,8 +8,11 @@ clipping. As in sentence-transformers, each column of texts is encoded by a call
 tokenized ahead of training. ``algorithms`` and ``trainer.precision`` are ignored; instead there are
 
 - ``peer.preset`` and ``peer.attention``: as in :mod:`.hf_trainer`.
-- ``peer.flatten``: true for flattened inputs, which sentence-transformers 6 pools without padding, with torch's
-  variable-length flash attention, which has dropout; default false. The model must be BERT's.
+- ``peer.flatten``: true for sentence-transformers' unpadded inputs: a column's texts are one row without padding, and
+  each is pooled from its own tokens. Default false. Attention is torch's variable-length flash attention, which has
+  dropout; on a CPU, it runs text by text. The model must be a BertModel.
+- ``peer.multiple``: with ``peer.flatten``, round the tokens of a row up to a multiple of it. Matmuls are slow at odd
+  numbers. Default 1: no rounding, as in sentence-transformers.
 - ``peer.NAME`` for every other name: a field of SentenceTransformerTrainingArguments.
 
 It trains only: a config with evaluation data is refused. Writes report.json like train.py.
@@ -27,6 +30,8 @@ import torch
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
 from sentence_transformers.losses import MultipleNegativesRankingLoss
 from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import BertModel
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
@@ -39,8 +44,12 @@ from composer_speedups.train.cli import exit_codes
 from composer_speedups.train.config.schema import Config
 from composer_speedups.train.run_folder import RunFolder
 
-_OWN_FLAGS: dict[str, Any] = {"preset": "best", "attention": "sdpa", "flatten": False}
-_FLAT = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")  # named as in transformers
+_OWN_FLAGS: dict[str, Any] = {
+    "preset": "best",
+    "attention": "sdpa",
+    "flatten": False,
+    "multiple": 1,
+}
 
 
 def main(arguments: list[str]) -> None:
@@ -63,19 +72,21 @@ def main(arguments: list[str]) -> None:
             on_gpu=on_gpu,
             folder=folder.path,
         )
+        _check_flags(own, job.model.model)
         meter = meter_of(config, job, args, on_gpu=on_gpu)
         if own["flatten"]:
             own["attention"] = ATTENTION
-            AttentionInterface.register(ATTENTION, _flat_attention)
+            AttentionInterface.register(ATTENTION, varlen_attention)
             AttentionMaskInterface.register(ATTENTION, lambda *_, **__: None)
+            if on_gpu:
+                torch.set_num_threads(1)  # waking threads takes longer than flattening a batch
         set_attention(job.model, own["attention"])
         encoder = _encoder(job, config)
-        transformer: Any = encoder[0]
-        if own["flatten"] and transformer.model_forward_params is not None:
-            transformer.model_forward_params |= {*_FLAT, "position_ids"}
+        if own["flatten"]:
+            accept_flat_rows(encoder)
         trainer = _Peer(
             job,
-            flatten=own["flatten"],
+            flags=own,
             plan=plan,
             meter=meter,
             config=config,
@@ -102,49 +113,85 @@ def _encoder(job: Job, config: Config) -> SentenceTransformer:
     return encoder
 
 
+def _check_flags(own: Mapping[str, Any], model: nn.Module) -> None:
+    """Raise ConfigError for flags that exclude each other, or that the model does not support."""
+    multiple = own["multiple"]
+    if type(multiple) is not int or multiple < 1:
+        raise ConfigError(f"peer.multiple: must be a positive integer, not {multiple!r}")
+    if not own["flatten"] and multiple != 1:
+        raise ConfigError("peer.multiple: only flattened inputs are rounded; set peer.flatten=true")
+    if own["flatten"] and own["attention"] != "sdpa":
+        raise ConfigError("peer.attention: flattened inputs have their own attention; remove it, or peer.flatten")
+    if own["flatten"] and type(model) is not BertModel:
+        raise ConfigError(f"peer.flatten: supports BertModel only, not {type(model).__name__}")
+
+
+def accept_flat_rows(encoder: SentenceTransformer) -> None:
+    """Let the model accept the inputs of :func:`flat_row`, and pool only real tokens."""
+    transformer: Any = encoder[0]
+    if transformer.model_forward_params is not None:
+        transformer.model_forward_params |= {"position_ids", "starts", "longest"}
+    encoder.insert(1, _RealTokens())
+
+
+class _RealTokens(nn.Module):
+    """Removes the unused tokens at the end of a row, before sentence-transformers pools the others."""
+
+    def forward(self, features: dict[str, Any]) -> dict[str, Any]:
+        features["token_embeddings"] = features["token_embeddings"][:, : features["seq_idx"].shape[1]]
+        return features
+
+
 class _Peer(JobTrainer, SentenceTransformerTrainer):
     """sentence-transformers' Trainer on a job."""
 
-    def __init__(self, *args: Any, flatten: bool, **kwargs: Any) -> None:
-        self._flatten = flatten
-        super().__init__(*args, **kwargs)
+    def __init__(self, job: Job, *, flags: Mapping[str, Any], **kwargs: Any) -> None:
+        self._flags = flags
+        super().__init__(job, **kwargs)
 
-    def inputs_of(self, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Turn tokens (R, N, S) into N texts' ``text_n_input_ids`` and ``text_n_attention_mask``, each (R, S)."""
+    def inputs_of(self, batch: Mapping[str, Tensor]) -> Mapping[str, Any]:
+        """Turn tokens (R, N, S) into N texts' ``text_n_input_ids`` and ``text_n_attention_mask``, each (R, S), or into
+        the inputs of :func:`flat_row`."""
         texts = zip(batch["input_ids"].unbind(1), batch["attention_mask"].unbind(1), strict=True)
-        found: dict[str, Tensor] = {}
+        found: dict[str, Any] = {}
         for n, (ids, mask) in enumerate(texts):
-            if self._flatten:
-                found |= {f"text_{n}_{name}": value for name, value in _flat(ids, mask.bool()).items()}
-                continue
-            width = int(mask.sum(-1).max()) if self._config.data.padding == "longest" else mask.shape[1]
-            found |= {f"text_{n}_input_ids": ids[:, :width], f"text_{n}_attention_mask": mask[:, :width]}
+            if self._flags["flatten"]:
+                inputs = flat_row(ids, mask.bool(), self._flags["multiple"])
+            else:
+                width = int(mask.sum(-1).max()) if self._config.data.padding == "longest" else mask.shape[1]
+                inputs = {"input_ids": ids[:, :width], "attention_mask": mask[:, :width]}
+            found |= {f"text_{n}_{name}": self._pinned(value) for name, value in inputs.items()}
         return found
 
+    def _pinned(self, value: Any) -> Any:
+        """A tensor in pinned memory, where the loader would put it, so that copying it does not wait for the GPU."""
+        pin = self.args.dataloader_pin_memory and isinstance(value, Tensor)
+        return value.contiguous().pin_memory() if pin else value
 
-def _flat(ids: Tensor, real: Tensor) -> dict[str, Any]:
-    """Return tokens (R, S) as one row, as DataCollatorWithFlattening of transformers does."""
-    starts = torch.nn.functional.pad(real.sum(-1).cumsum(0), (1, 0)).to(torch.int32)
+
+def flat_row(ids: Tensor, real: Tensor, multiple: int) -> dict[str, Any]:
+    """Flatten a column's texts (R, S) on the CPU.
+
+    Returns:
+        As from the collator of sentence-transformers, with T real tokens: ``cu_seq_lens_q`` (R + 1) and ``seq_idx``
+        (1, T), which its pooling reads; and ``input_ids`` and ``position_ids``, but with unused tokens at the end
+        (1, T rounded up). For :func:`.varlen_attention`: ``starts``, to which the unused tokens are another text, and
+        ``longest``, a bound on the tokens of a text.
+    """
+    ends = real.sum(-1).cumsum(0)
+    total = int(ends[-1])
+    unused = -total % multiple
     positions = torch.arange(real.shape[1]).expand_as(real)
-    longest = int(starts.diff().max())
-    row = {"input_ids": ids[real][None], "position_ids": positions[real][None]}
-    return row | dict(zip(_FLAT, (starts, starts, longest, longest), strict=True))
-
-
-def _flat_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: None,
-    *,
-    cu_seq_lens_q: Tensor | None = None,
-    max_length_q: int = 0,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    return varlen_attention(module, query, key, value, mask, dropout, scaling, cu_seq_lens_q, max_length_q)
+    texts = torch.arange(len(real), dtype=torch.int32)[:, None].expand_as(real)
+    cu_seq_lens = F.pad(ends, (1, 0)).to(torch.int32)
+    return {
+        "input_ids": F.pad(ids[real][None], (0, unused)),
+        "position_ids": F.pad(positions[real][None], (0, unused)),
+        "seq_idx": texts[real][None],
+        "cu_seq_lens_q": cu_seq_lens,
+        "starts": cu_seq_lens if multiple == 1 else F.pad(cu_seq_lens, (0, 1), value=total + unused),
+        "longest": max(real.shape[1], multiple),
+    }
 
 
 if __name__ == "__main__":
