@@ -13,6 +13,9 @@ tokenized ahead of training. ``algorithms`` and ``trainer.precision`` are ignore
   dropout; on a CPU, it runs text by text. The model must be a BertModel.
 - ``peer.multiple``: with ``peer.flatten``, round the tokens of a row up to a multiple of it. Matmuls are slow at odd
   numbers. Default 1: no rounding, as in sentence-transformers.
+- ``peer.unsloth``: true for Unsloth's unpadding (its ``use_unpadding=True``): the encoder's layers run on real tokens;
+  embeddings and pooling are padded. Default false. Needs a GPU, the packages unsloth and xformers, a BertModel or
+  RobertaModel, ``model.pooling=mean`` and ``peer.torch_compile=false``.
 - ``peer.NAME`` for every other name: a field of SentenceTransformerTrainingArguments.
 
 It trains only: a config with evaluation data is refused. Writes report.json like train.py.
@@ -31,14 +34,14 @@ from sentence_transformers import SentenceTransformer, SentenceTransformerTraine
 from sentence_transformers.losses import MultipleNegativesRankingLoss
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import BertModel
+from transformers import BertModel, TrainingArguments
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
 from benchmarks.peers.flattened_loop import ATTENTION, varlen_attention
 from benchmarks.peers.job import Job, build_job, plan_of, set_attention
 from benchmarks.peers.job_trainer import JobTrainer, meter_of, read_flags, training_arguments
-from composer_speedups.core.errors import ConfigError
+from composer_speedups.core.errors import ConfigError, first_line
 from composer_speedups.tasks.embedding import Embedding
 from composer_speedups.train.cli import exit_codes
 from composer_speedups.train.config.schema import Config
@@ -49,6 +52,7 @@ _OWN_FLAGS: dict[str, Any] = {
     "attention": "sdpa",
     "flatten": False,
     "multiple": 1,
+    "unsloth": False,
 }
 
 
@@ -72,7 +76,7 @@ def main(arguments: list[str]) -> None:
             on_gpu=on_gpu,
             folder=folder.path,
         )
-        _check_flags(own, job.model.model)
+        _check_flags(own, job.model.model, args)
         meter = meter_of(config, job, args, on_gpu=on_gpu)
         if own["flatten"]:
             own["attention"] = ATTENTION
@@ -84,6 +88,8 @@ def main(arguments: list[str]) -> None:
         encoder = _encoder(job, config)
         if own["flatten"]:
             accept_flat_rows(encoder)
+        if own["unsloth"]:
+            _unpad_with_unsloth(encoder)
         trainer = _Peer(
             job,
             flags=own,
@@ -113,7 +119,7 @@ def _encoder(job: Job, config: Config) -> SentenceTransformer:
     return encoder
 
 
-def _check_flags(own: Mapping[str, Any], model: nn.Module) -> None:
+def _check_flags(own: Mapping[str, Any], model: nn.Module, args: TrainingArguments) -> None:
     """Raise ConfigError for flags that exclude each other, or that the model does not support."""
     multiple = own["multiple"]
     if type(multiple) is not int or multiple < 1:
@@ -124,6 +130,10 @@ def _check_flags(own: Mapping[str, Any], model: nn.Module) -> None:
         raise ConfigError("peer.attention: flattened inputs have their own attention; remove it, or peer.flatten")
     if own["flatten"] and type(model) is not BertModel:
         raise ConfigError(f"peer.flatten: supports BertModel only, not {type(model).__name__}")
+    if own["unsloth"] and own["flatten"]:
+        raise ConfigError("peer.unsloth: unpads padded inputs; remove it, or peer.flatten")
+    if own["unsloth"] and args.torch_compile:
+        raise ConfigError("peer.unsloth: Unsloth does not unpad a compiled model; set peer.torch_compile=false")
 
 
 def accept_flat_rows(encoder: SentenceTransformer) -> None:
@@ -142,12 +152,34 @@ class _RealTokens(nn.Module):
         return features
 
 
+def _unpad_with_unsloth(encoder: SentenceTransformer) -> None:
+    """Patch the model as Unsloth's ``FastSentenceTransformer.from_pretrained`` does with ``use_unpadding=True``.
+
+    Raises:
+        ConfigError: Unsloth is missing, or does not support the model or the environment.
+    """
+    try:
+        from unsloth.models._sentence_transformer_unpadding import enable_sentence_transformer_unpadding
+    except (ImportError, NotImplementedError) as error:  # the latter without a GPU
+        raise ConfigError(f"peer.unsloth: Unsloth cannot be imported ({first_line(error)})") from error
+    if not enable_sentence_transformer_unpadding(encoder):
+        needs = "BertModel or RobertaModel, model.pooling=mean, peer.attention=sdpa, and xformers or flash-attn"
+        raise ConfigError(f"peer.unsloth: Unsloth does not unpad this model here; it needs {needs}")
+
+
 class _Peer(JobTrainer, SentenceTransformerTrainer):
     """sentence-transformers' Trainer on a job."""
 
     def __init__(self, job: Job, *, flags: Mapping[str, Any], **kwargs: Any) -> None:
         self._flags = flags
+        self._rows_in_calls: list[int] = []  # of the encoder; 1 if the texts are one row
+        if flags["unsloth"]:
+            model: Any = job.model.model
+            model.encoder.layer[0].register_forward_pre_hook(self._note_rows)
         super().__init__(job, **kwargs)
+
+    def _note_rows(self, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        self._rows_in_calls.append(len(inputs[0]))
 
     def inputs_of(self, batch: Mapping[str, Tensor]) -> Mapping[str, Any]:
         """Turn tokens (R, N, S) into N texts' ``text_n_input_ids`` and ``text_n_attention_mask``, each (R, S), or into
@@ -167,6 +199,14 @@ class _Peer(JobTrainer, SentenceTransformerTrainer):
         """A tensor in pinned memory, where the loader would put it, so that copying it does not wait for the GPU."""
         pin = self.args.dataloader_pin_memory and isinstance(value, Tensor)
         return value.contiguous().pin_memory() if pin else value
+
+    def _evidence(self) -> dict[str, Any]:
+        evidence = super()._evidence()
+        if self._flags["unsloth"]:
+            evidence["unpadded_calls"] = self._rows_in_calls.count(1)
+            if not evidence["unpadded_calls"]:
+                raise ConfigError("peer.unsloth: Unsloth unpadded no batch; it needs a GPU, bf16, and padded batches")
+        return evidence
 
 
 def flat_row(ids: Tensor, real: Tensor, multiple: int) -> dict[str, Any]:
