@@ -8,8 +8,14 @@ clipping. As in sentence-transformers, each column of texts is encoded by a call
 tokenized ahead of training. ``algorithms`` and ``trainer.precision`` are ignored; instead there are
 
 - ``peer.preset`` and ``peer.attention``: as in :mod:`.hf_trainer`.
-- ``peer.flatten``: true for flattened inputs, which sentence-transformers 6 pools without padding, with torch's
-  variable-length flash attention, which has dropout; default false. The model must be BERT's.
+- ``peer.flatten``: true for sentence-transformers' unpadded inputs: a column's texts are one row without padding, and
+  each is pooled from its own tokens. Default false. Attention is torch's variable-length flash attention, which has
+  dropout; on a CPU, it runs text by text. The model must be a BertModel.
+- ``peer.multiple``: with ``peer.flatten``, round the tokens of a row up to a multiple of it. Matmuls are slow at odd
+  numbers. Default 1: no rounding, as in sentence-transformers.
+- ``peer.unsloth``: true for Unsloth's unpadding (its ``use_unpadding=True``): the encoder's layers run on real tokens;
+  embeddings and pooling are padded. Default false. Needs a GPU, the packages unsloth and xformers, a BertModel or
+  RobertaModel, ``model.pooling=mean`` and ``peer.torch_compile=false``.
 - ``peer.NAME`` for every other name: a field of SentenceTransformerTrainingArguments.
 
 It trains only: a config with evaluation data is refused. Writes report.json like train.py.
@@ -27,20 +33,27 @@ import torch
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
 from sentence_transformers.losses import MultipleNegativesRankingLoss
 from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import BertModel, TrainingArguments
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
 from benchmarks.peers.flattened_loop import ATTENTION, varlen_attention
 from benchmarks.peers.job import Job, build_job, plan_of, set_attention
 from benchmarks.peers.job_trainer import JobTrainer, meter_of, read_flags, training_arguments
-from composer_speedups.core.errors import ConfigError
+from composer_speedups.core.errors import ConfigError, first_line
 from composer_speedups.tasks.embedding import Embedding
 from composer_speedups.train.cli import exit_codes
 from composer_speedups.train.config.schema import Config
 from composer_speedups.train.run_folder import RunFolder
 
-_OWN_FLAGS: dict[str, Any] = {"preset": "best", "attention": "sdpa", "flatten": False}
-_FLAT = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")  # named as in transformers
+_OWN_FLAGS: dict[str, Any] = {
+    "preset": "best",
+    "attention": "sdpa",
+    "flatten": False,
+    "multiple": 1,
+    "unsloth": False,
+}
 
 
 def main(arguments: list[str]) -> None:
@@ -63,19 +76,23 @@ def main(arguments: list[str]) -> None:
             on_gpu=on_gpu,
             folder=folder.path,
         )
+        _check_flags(own, job.model.model, args)
         meter = meter_of(config, job, args, on_gpu=on_gpu)
         if own["flatten"]:
             own["attention"] = ATTENTION
-            AttentionInterface.register(ATTENTION, _flat_attention)
+            AttentionInterface.register(ATTENTION, varlen_attention)
             AttentionMaskInterface.register(ATTENTION, lambda *_, **__: None)
+            if on_gpu:
+                torch.set_num_threads(1)  # waking threads takes longer than flattening a batch
         set_attention(job.model, own["attention"])
         encoder = _encoder(job, config)
-        transformer: Any = encoder[0]
-        if own["flatten"] and transformer.model_forward_params is not None:
-            transformer.model_forward_params |= {*_FLAT, "position_ids"}
+        if own["flatten"]:
+            accept_flat_rows(encoder)
+        if own["unsloth"]:
+            _unpad_with_unsloth(encoder)
         trainer = _Peer(
             job,
-            flatten=own["flatten"],
+            flags=own,
             plan=plan,
             meter=meter,
             config=config,
@@ -102,49 +119,119 @@ def _encoder(job: Job, config: Config) -> SentenceTransformer:
     return encoder
 
 
+def _check_flags(own: Mapping[str, Any], model: nn.Module, args: TrainingArguments) -> None:
+    """Raise ConfigError for flags that exclude each other, or that the model does not support."""
+    multiple = own["multiple"]
+    if type(multiple) is not int or multiple < 1:
+        raise ConfigError(f"peer.multiple: must be a positive integer, not {multiple!r}")
+    if not own["flatten"] and multiple != 1:
+        raise ConfigError("peer.multiple: only flattened inputs are rounded; set peer.flatten=true")
+    if own["flatten"] and own["attention"] != "sdpa":
+        raise ConfigError("peer.attention: flattened inputs have their own attention; remove it, or peer.flatten")
+    if own["flatten"] and type(model) is not BertModel:
+        raise ConfigError(f"peer.flatten: supports BertModel only, not {type(model).__name__}")
+    if own["unsloth"] and own["flatten"]:
+        raise ConfigError("peer.unsloth: unpads padded inputs; remove it, or peer.flatten")
+    if own["unsloth"] and args.torch_compile:
+        raise ConfigError("peer.unsloth: Unsloth does not unpad a compiled model; set peer.torch_compile=false")
+
+
+def accept_flat_rows(encoder: SentenceTransformer) -> None:
+    """Let the model accept the inputs of :func:`flat_row`, and pool only real tokens."""
+    transformer: Any = encoder[0]
+    if transformer.model_forward_params is not None:
+        transformer.model_forward_params |= {"position_ids", "starts", "longest"}
+    encoder.insert(1, _RealTokens())
+
+
+class _RealTokens(nn.Module):
+    """Removes the unused tokens at the end of a row, before sentence-transformers pools the others."""
+
+    def forward(self, features: dict[str, Any]) -> dict[str, Any]:
+        features["token_embeddings"] = features["token_embeddings"][:, : features["seq_idx"].shape[1]]
+        return features
+
+
+def _unpad_with_unsloth(encoder: SentenceTransformer) -> None:
+    """Patch the model as Unsloth's ``FastSentenceTransformer.from_pretrained`` does with ``use_unpadding=True``.
+
+    Raises:
+        ConfigError: Unsloth is missing, or does not support the model or the environment.
+    """
+    try:
+        from unsloth.models._sentence_transformer_unpadding import enable_sentence_transformer_unpadding
+    except (ImportError, NotImplementedError) as error:  # the latter without a GPU
+        raise ConfigError(f"peer.unsloth: Unsloth cannot be imported ({first_line(error)})") from error
+    if not enable_sentence_transformer_unpadding(encoder):
+        needs = "BertModel or RobertaModel, model.pooling=mean, peer.attention=sdpa, and xformers or flash-attn"
+        raise ConfigError(f"peer.unsloth: Unsloth does not unpad this model here; it needs {needs}")
+
+
 class _Peer(JobTrainer, SentenceTransformerTrainer):
     """sentence-transformers' Trainer on a job."""
 
-    def __init__(self, *args: Any, flatten: bool, **kwargs: Any) -> None:
-        self._flatten = flatten
-        super().__init__(*args, **kwargs)
+    def __init__(self, job: Job, *, flags: Mapping[str, Any], **kwargs: Any) -> None:
+        self._flags = flags
+        self._rows_in_calls: list[int] = []  # of the encoder; 1 if the texts are one row
+        if flags["unsloth"]:
+            model: Any = job.model.model
+            model.encoder.layer[0].register_forward_pre_hook(self._note_rows)
+        super().__init__(job, **kwargs)
 
-    def inputs_of(self, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Turn tokens (R, N, S) into N texts' ``text_n_input_ids`` and ``text_n_attention_mask``, each (R, S)."""
+    def _note_rows(self, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        self._rows_in_calls.append(len(inputs[0]))
+
+    def inputs_of(self, batch: Mapping[str, Tensor]) -> Mapping[str, Any]:
+        """Turn tokens (R, N, S) into N texts' ``text_n_input_ids`` and ``text_n_attention_mask``, each (R, S), or into
+        the inputs of :func:`flat_row`."""
         texts = zip(batch["input_ids"].unbind(1), batch["attention_mask"].unbind(1), strict=True)
-        found: dict[str, Tensor] = {}
+        found: dict[str, Any] = {}
         for n, (ids, mask) in enumerate(texts):
-            if self._flatten:
-                found |= {f"text_{n}_{name}": value for name, value in _flat(ids, mask.bool()).items()}
-                continue
-            width = int(mask.sum(-1).max()) if self._config.data.padding == "longest" else mask.shape[1]
-            found |= {f"text_{n}_input_ids": ids[:, :width], f"text_{n}_attention_mask": mask[:, :width]}
+            if self._flags["flatten"]:
+                inputs = flat_row(ids, mask.bool(), self._flags["multiple"])
+            else:
+                width = int(mask.sum(-1).max()) if self._config.data.padding == "longest" else mask.shape[1]
+                inputs = {"input_ids": ids[:, :width], "attention_mask": mask[:, :width]}
+            found |= {f"text_{n}_{name}": self._pinned(value) for name, value in inputs.items()}
         return found
 
+    def _pinned(self, value: Any) -> Any:
+        """A tensor in pinned memory, where the loader would put it, so that copying it does not wait for the GPU."""
+        pin = self.args.dataloader_pin_memory and isinstance(value, Tensor)
+        return value.contiguous().pin_memory() if pin else value
 
-def _flat(ids: Tensor, real: Tensor) -> dict[str, Any]:
-    """Return tokens (R, S) as one row, as DataCollatorWithFlattening of transformers does."""
-    starts = torch.nn.functional.pad(real.sum(-1).cumsum(0), (1, 0)).to(torch.int32)
+    def _evidence(self) -> dict[str, Any]:
+        evidence = super()._evidence()
+        if self._flags["unsloth"]:
+            evidence["unpadded_calls"] = self._rows_in_calls.count(1)
+            if not evidence["unpadded_calls"]:
+                raise ConfigError("peer.unsloth: Unsloth unpadded no batch; it needs a GPU, bf16, and padded batches")
+        return evidence
+
+
+def flat_row(ids: Tensor, real: Tensor, multiple: int) -> dict[str, Any]:
+    """Flatten a column's texts (R, S) on the CPU.
+
+    Returns:
+        As from the collator of sentence-transformers, with T real tokens: ``cu_seq_lens_q`` (R + 1) and ``seq_idx``
+        (1, T), which its pooling reads; and ``input_ids`` and ``position_ids``, but with unused tokens at the end
+        (1, T rounded up). For :func:`.varlen_attention`: ``starts``, to which the unused tokens are another text, and
+        ``longest``, a bound on the tokens of a text.
+    """
+    ends = real.sum(-1).cumsum(0)
+    total = int(ends[-1])
+    unused = -total % multiple
     positions = torch.arange(real.shape[1]).expand_as(real)
-    longest = int(starts.diff().max())
-    row = {"input_ids": ids[real][None], "position_ids": positions[real][None]}
-    return row | dict(zip(_FLAT, (starts, starts, longest, longest), strict=True))
-
-
-def _flat_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: None,
-    *,
-    cu_seq_lens_q: Tensor | None = None,
-    max_length_q: int = 0,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    return varlen_attention(module, query, key, value, mask, dropout, scaling, cu_seq_lens_q, max_length_q)
+    texts = torch.arange(len(real), dtype=torch.int32)[:, None].expand_as(real)
+    cu_seq_lens = F.pad(ends, (1, 0)).to(torch.int32)
+    return {
+        "input_ids": F.pad(ids[real][None], (0, unused)),
+        "position_ids": F.pad(positions[real][None], (0, unused)),
+        "seq_idx": texts[real][None],
+        "cu_seq_lens_q": cu_seq_lens,
+        "starts": cu_seq_lens if multiple == 1 else F.pad(cu_seq_lens, (0, 1), value=total + unused),
+        "longest": max(real.shape[1], multiple),
+    }
 
 
 if __name__ == "__main__":

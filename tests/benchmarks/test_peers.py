@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from transformers import DataCollatorWithFlattening, RobertaConfig
 
 from benchmarks.peers import bare_loop, flattened_loop, stock_composer
 from benchmarks.peers.job import plan_of, read_arguments
@@ -256,9 +259,57 @@ def test_sentence_transformers_trains_the_same_steps(padding: str) -> None:
     torch.testing.assert_close(compiled["losses"], report["losses"], atol=1e-4, rtol=0)
     graphs = [run["algorithms"]["sentence_trainer"]["evidence"]["graphs"] for run in (report, compiled)]
     assert graphs[0] == 0 < graphs[1]
-    flat = peer(sentence_trainer, *job, "peer.flatten=true", name="flattened")
-    torch.testing.assert_close(flat["losses"], report["losses"], atol=1e-4, rtol=0)
-    assert flat["algorithms"]["sentence_trainer"]["evidence"]["attention"] == "torch_varlen"
+
+
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("pairs")
+@pytest.mark.parametrize("pooling", ["mean", "cls"])
+def test_sentence_transformers_trains_the_same_steps_on_flattened_texts(pooling: str) -> None:
+    job = [*EMBEDDING, f"model.pooling={pooling}"]
+    padded = peer(sentence_trainer, *job)
+    compiled = ["peer.torch_compile=true", "peer.torch_compile_backend=eager"]
+    for flags in ([], ["peer.multiple=16"], ["peer.multiple=16", *compiled]):
+        flat = peer(sentence_trainer, *job, "peer.flatten=true", *flags, name="flattened")
+        torch.testing.assert_close(flat["losses"], padded["losses"], atol=1e-4, rtol=0)
+        assert flat["throughput"]["padding_fraction"] == pytest.approx(padded["throughput"]["padding_fraction"])
+        evidence = flat["algorithms"]["sentence_trainer"]["evidence"]
+        assert (evidence["attention"], evidence["flatten"]) == ("torch_varlen", True)
+        assert (evidence["graphs"] > 0) == ("peer.torch_compile=true" in flags)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("pairs")
+@pytest.mark.parametrize("compiled", ["false", "true"])
+def test_flattened_texts_have_the_loss_of_padded_ones_on_a_gpu(compiled: str) -> None:
+    job = [*EMBEDDING, "trainer.max_duration=1ba", "trainer.device=gpu"]
+    padded = peer(sentence_trainer, *job, "peer.torch_compile=false")
+    flat = peer(sentence_trainer, *job, f"peer.torch_compile={compiled}", "peer.flatten=true", "peer.multiple=16")
+    torch.testing.assert_close(flat["losses"], padded["losses"], atol=0.05, rtol=0.02)
+
+
+def test_a_flat_row_is_what_sentence_transformers_makes_of_the_texts() -> None:
+    collator = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
+    ids = torch.tensor([[2, 5, 3, 0], [2, 3, 0, 0], [2, 7, 8, 3]])
+    expected = collator([{"input_ids": row[row > 0]} for row in ids])
+    row = sentence_trainer.flat_row(ids, ids > 0, multiple=1)
+    for name in ("input_ids", "position_ids", "seq_idx", "cu_seq_lens_q"):
+        torch.testing.assert_close(row[name], expected[name])
+    torch.testing.assert_close(row["starts"], expected["cu_seq_lens_q"])
+    assert row["longest"] >= expected["max_length_q"]
+
+
+@pytest.mark.parametrize("multiple", [3, 8, 9])  # of 9 tokens
+def test_a_flat_row_is_rounded_up_with_tokens_of_another_text(multiple: int) -> None:
+    ids = torch.tensor([[2, 5, 3, 0], [2, 3, 0, 0], [2, 7, 8, 3]])
+    exact = sentence_trainer.flat_row(ids, ids > 0, multiple=1)
+    row = sentence_trainer.flat_row(ids, ids > 0, multiple)
+    assert row["input_ids"].shape == row["position_ids"].shape == (1, {3: 9, 8: 16, 9: 9}[multiple])
+    assert row["starts"].tolist() == [*exact["starts"].tolist(), row["input_ids"].shape[1]]
+    assert row["longest"] >= row["starts"].diff().max()
+    for name in ("input_ids", "position_ids"):
+        torch.testing.assert_close(row[name][:, :9], exact[name])
+    for name in ("seq_idx", "cu_seq_lens_q"):
+        torch.testing.assert_close(row[name], exact[name])
 
 
 @pytest.mark.usefixtures("pairs")
@@ -281,13 +332,46 @@ def test_sentence_transformers_reads_each_column_at_its_own_length() -> None:
 
 @pytest.mark.usefixtures("pairs")
 def test_sentence_transformers_refuses_other_jobs() -> None:
+    shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    RobertaConfig(vocab_size=400, **shape).save_pretrained("roberta")
     for overrides, line in (
         ([], "model.task: this peer trains embeddings with model.loss=ranking only"),
         ([*EMBEDDING, "data.eval_file=pairs.jsonl"], "data.eval_file: this peer does not evaluate"),
         ([*EMBEDDING, "peer.presett=plain"], "unknown key 'peer.presett'; did you mean 'preset'"),
+        ([*EMBEDDING, "peer.flatten=true", "peer.attention=eager"], "peer.attention: flattened inputs have their own"),
+        ([*EMBEDDING, "peer.multiple=8"], "peer.multiple: only flattened inputs are rounded; set peer.flatten=true"),
+        ([*EMBEDDING, "peer.flatten=true", "peer.multiple=0"], "peer.multiple: must be a positive integer, not 0"),
+        (
+            [*EMBEDDING, "model.name=roberta", "model.size=null", "peer.flatten=true"],
+            "peer.flatten: supports BertModel only, not RobertaModel",
+        ),
+        ([*EMBEDDING, "peer.unsloth=true", "peer.flatten=true"], "peer.unsloth: unpads padded inputs"),
+        (
+            [*EMBEDDING, "peer.unsloth=true", "peer.torch_compile=true"],
+            "peer.unsloth: Unsloth does not unpad a compiled model; set peer.torch_compile=false",
+        ),
     ):
         with pytest.raises(ConfigError, match=re.escape(line)):
             peer(sentence_trainer, *overrides, name="refused")
+
+
+@pytest.mark.usefixtures("pairs")
+def test_unsloth_unpads_or_the_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused() -> str:
+        with pytest.raises(ConfigError) as raised:
+            peer(sentence_trainer, *EMBEDDING, "trainer.max_duration=1ba", "peer.unsloth=true", name="refused")
+        return str(raised.value)
+
+    monkeypatch.setitem(sys.modules, "unsloth", None)
+    assert refused().startswith("peer.unsloth: Unsloth cannot be imported")
+    module = ModuleType("unsloth.models._sentence_transformer_unpadding")
+    for name in ("unsloth", "unsloth.models"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(module, "enable_sentence_transformer_unpadding", lambda encoder: False, raising=False)
+    assert refused().startswith("peer.unsloth: Unsloth does not unpad this model here; it needs BertModel")
+    monkeypatch.setattr(module, "enable_sentence_transformer_unpadding", lambda encoder: True)
+    assert refused().startswith("peer.unsloth: Unsloth unpadded no batch")
 
 
 @pytest.mark.exhaustive
