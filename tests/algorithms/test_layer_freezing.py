@@ -356,6 +356,16 @@ def test_auto_needs_two_intervals_and_says_when_nothing_settled(monkeypatch: pyt
     assert "settled" in technique.evidence["note"]
 
 
+def test_auto_continues_in_a_longer_fit() -> None:
+    technique = LayerFreezing("auto", interval="0.25dur")
+    trainer = make_trainer([technique], model=bert(), batches=plain_batches(8))
+    trainer.fit()
+    assert technique.evidence["comparisons"] == 3  # of intervals of 2 batches
+    trainer.fit(duration="8ba")  # intervals are of 4 batches now
+    trainer.close()
+    assert technique.evidence["comparisons"] == 5
+
+
 # Ranks
 
 

@@ -131,6 +131,13 @@ class LayerFreezing(Technique):
         self._weights = _sums(self._parameters(state))  # after a checkpoint was loaded
         if self.layers == "auto" and self._began_at is None and self._is_due(state):
             self._began_at = _elapsed(self.interval, state)
+        if self._began_at is not None:
+            self._interval_number = self._intervals(state)  # a later max_duration makes intervals in dur longer
+
+    def _intervals(self, state: State) -> int:
+        """The number of intervals that are over."""
+        assert self._began_at is not None
+        return int((_elapsed(self.interval, state) - self._began_at) / _number(self.interval) + 1e-6)
 
     def watch(self, state: State) -> None:
         if self._frozen is not None and not is_compiled(state.model):  # a hook would become part of the compiled code
@@ -158,11 +165,9 @@ class LayerFreezing(Technique):
         elif self._began_at is None:
             if self._is_due(state):
                 self._began_at = _elapsed(self.interval, state)
-        elif self._norms is not None:
-            passed = (_elapsed(self.interval, state) - self._began_at) / _number(self.interval)
-            if int(passed + 1e-6) > self._interval_number:
-                self._interval_number = int(passed + 1e-6)
-                self._compare(state)
+        elif self._norms is not None and (passed := self._intervals(state)) > self._interval_number:
+            self._interval_number = passed
+            self._compare(state)
 
     def _compare(self, state: State) -> None:
         assert self._norms is not None
