@@ -530,6 +530,24 @@ def test_a_start_after_the_end_is_detected() -> None:
     assert_not_engaged(make_trainer([LayerFreezing(start="5ba")]), "training ended before start=5ba")
 
 
+class Stops(Callback):
+    """Stops training after the second batch, as early stopping may."""
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        if state.timestamp.batch == 2:
+            state.stop_training()
+
+
+@pytest.mark.parametrize(
+    ("technique", "before"),
+    [(LayerFreezing(start="3ba"), "start=3ba"), (LayerFreezing("auto", interval="2ba"), "two intervals of 2ba")],
+)
+def test_a_run_that_is_stopped_before_the_start_is_not_lost(technique: LayerFreezing, before: str) -> None:
+    trained([technique], callbacks=[Stops()])
+    assert technique.evidence["frozen"] == "nothing"
+    assert technique.evidence["note"].startswith(f"training was stopped before {before}")
+
+
 @pytest.mark.parametrize(
     ("model", "layers", "message"),
     [
