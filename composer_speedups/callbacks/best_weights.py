@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
 from composer_speedups.callbacks.config import BestWeightsConfig
-from composer_speedups.callbacks.evaluated_metric import find_metric
+from composer_speedups.callbacks.evaluated_metric import find_metric, is_evaluation_of
 from composer_speedups.callbacks.saved_callback import SavedCallback
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.tasks.metrics import reported_values
@@ -26,6 +26,7 @@ class BestWeights(BestWeightsConfig, SavedCallback, eq=False):
     The copy is in the host memory of rank 0, and part of every checkpoint, which becomes larger by the size of the
     model: a run that is resumed from any checkpoint has exactly the best weights up to that point. The first of several
     equal evaluations is kept; an evaluation whose value is NaN or infinite is not. On several ranks, rank 0 decides.
+    ``trainer.eval()`` counts, too, but not on other data that it is given, such as a test set.
 
         best = BestWeights("accuracy")
         trainer = Trainer(..., callbacks=[best])
@@ -84,12 +85,16 @@ class BestWeights(BestWeightsConfig, SavedCallback, eq=False):
             self.weights = {}
 
     def fit_start(self, state: State, logger: Logger) -> None:
+        self._find(state)
+
+    def _find(self, state: State) -> None:
         found = find_metric(state.eval_metrics.get(self.dataloader_label, {}), self.metric)
         self._reported, self.mode = found.reported, self.mode or found.mode
 
     def eval_end(self, state: State, logger: Logger) -> None:
-        if state.dataloader_label != self.dataloader_label:
+        if not is_evaluation_of(state, self.dataloader_label):
             return
+        self._find(state)  # trainer.eval() may come before fit()
         names = state.eval_metrics[self.dataloader_label]
         shared = [reported_values({name: state.eval_metric_values[name] for name in names})]
         dist.broadcast_object_list(shared)

@@ -11,7 +11,7 @@ from composer.core import State, Timestamp
 from composer.loggers import Logger
 
 from composer_speedups.callbacks.config import EarlyStoppingConfig
-from composer_speedups.callbacks.evaluated_metric import find_metric
+from composer_speedups.callbacks.evaluated_metric import find_metric, is_evaluation_of
 from composer_speedups.callbacks.saved_callback import SavedCallback
 from composer_speedups.core.trainer_state import any_rank
 
@@ -77,7 +77,7 @@ class EarlyStopping(EarlyStoppingConfig, SavedCallback, eq=False):
             state.stop_training()  # the run was interrupted after training had stopped
 
     def eval_end(self, state: State, logger: Logger) -> None:
-        if self._stopper is None or state.dataloader_label != self.dataloader_label:
+        if self._stopper is None or not is_evaluation_of(state, self.dataloader_label):
             return
         until = state.max_duration
         unfinished = until is not None and state.timestamp < until

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
+from composer.core import State
+
 from composer_speedups.core.errors import ConfigError, did_you_mean
 from composer_speedups.tasks.metrics import reported_name
 
-__all__ = ["EvaluatedMetric", "find_metric"]
+__all__ = ["EvaluatedMetric", "find_metric", "is_evaluation_of"]
 
 _SMALLER_IS_BETTER = ("loss", "error", "perplexity", "entropy")
 
@@ -50,3 +52,10 @@ def find_metric(metrics: Mapping[str, Any], name: str, key: str = "metric") -> E
     if larger_is_better is None:
         larger_is_better = not any(word in reported.lower() for word in _SMALLER_IS_BETTER)
     return EvaluatedMetric(logged, reported, "max" if larger_is_better else "min")
+
+
+def is_evaluation_of(state: State, label: str) -> bool:
+    """Whether the Trainer's own evaluator with this label is running, and not other data given to ``trainer.eval()``,
+    which has the label ``eval`` unless it is named."""
+    own = next((evaluator for evaluator in state.evaluators if evaluator.label == label), None)
+    return own is not None and state.dataloader is own.dataloader.dataloader

@@ -5,15 +5,25 @@ from __future__ import annotations
 from copy import copy
 from typing import Any, ClassVar
 
-from composer.core import Callback
+from composer.core import Callback, State
+from composer.loggers import Logger
 
 __all__ = ["SavedCallback"]
 
 
 class SavedCallback(Callback):
-    """A callback of which checkpoints hold the attributes in :attr:`checkpoint_fields`, with their types."""
+    """A callback of which checkpoints hold the attributes in :attr:`checkpoint_fields`, with their types.
+
+    In each Trainer that it is given to, it starts anew.
+    """
 
     checkpoint_fields: ClassVar[dict[str, Any]]
+
+    def init(self, state: State, logger: Logger) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Initialize the attributes that are not settings."""
 
     def state_dict(self) -> dict[str, Any]:
         return {name: copy(getattr(self, name)) for name in self.checkpoint_fields}

@@ -356,6 +356,16 @@ def test_auto_needs_two_intervals_and_says_when_nothing_settled(monkeypatch: pyt
     assert "settled" in technique.evidence["note"]
 
 
+def test_auto_continues_in_a_longer_fit() -> None:
+    technique = LayerFreezing("auto", interval="0.25dur")
+    trainer = make_trainer([technique], model=bert(), batches=plain_batches(8))
+    trainer.fit()
+    assert technique.evidence["comparisons"] == 3  # of intervals of 2 batches
+    trainer.fit(duration="8ba")  # intervals are of 4 batches now
+    trainer.close()
+    assert technique.evidence["comparisons"] == 5
+
+
 # Ranks
 
 
@@ -518,6 +528,24 @@ def test_a_backward_pass_of_frozen_layers_is_detected() -> None:
 @pytest.mark.exhaustive
 def test_a_start_after_the_end_is_detected() -> None:
     assert_not_engaged(make_trainer([LayerFreezing(start="5ba")]), "training ended before start=5ba")
+
+
+class Stops(Callback):
+    """Stops training after the second batch, as early stopping may."""
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        if state.timestamp.batch == 2:
+            state.stop_training()
+
+
+@pytest.mark.parametrize(
+    ("technique", "before"),
+    [(LayerFreezing(start="3ba"), "start=3ba"), (LayerFreezing("auto", interval="2ba"), "two intervals of 2ba")],
+)
+def test_a_run_that_is_stopped_before_the_start_is_not_lost(technique: LayerFreezing, before: str) -> None:
+    trained([technique], callbacks=[Stops()])
+    assert technique.evidence["frozen"] == "nothing"
+    assert technique.evidence["note"].startswith(f"training was stopped before {before}")
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from composer.models import HuggingFaceModel
-from peft import PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model, inject_adapter_in_model
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, BertForMaskedLM
@@ -43,6 +43,7 @@ from tests.helpers.common import (
     plain_batches,
     tiny_bert,
     trained,
+    without_labels,
 )
 from tests.helpers.exhaustive import others_exhaustive
 from tests.helpers.jobs import run
@@ -280,6 +281,27 @@ def test_merged_weights_equal_pefts() -> None:
         {n: merged[f"{n}.weight"] for n in adapted_layers(theirs)},
         {n: layer.get_base_layer().weight.data for n, layer in adapted_layers(theirs).items()},
     )
+
+
+def test_a_merged_adapter_is_not_added_twice_and_adapters_of_others_are_left_out() -> None:
+    model, stock, batches = trained_bert(), tiny_bert(seed=5), awkward_batches()
+    expected = eval_logits(model, batches)
+    config = LoraConfig(r=2, target_modules=["query"], modules_to_save=["classifier"])
+    with pytest.warns(UserWarning, match="multiple adapters"):  # PEFT's
+        inject_adapter_in_model(config, model, "other")
+    for layer in adapted_layers(model).values():
+        layer.merge(adapter_names=["default"])
+    stock.load_state_dict(merged_state_dict(model))
+    assert_near(eval_logits(stock, batches), expected)
+
+
+def test_adapters_in_a_model_in_eval_mode_have_no_dropout() -> None:
+    """``from_pretrained`` returns a model in eval mode, into which trained adapters may be loaded."""
+    model, batches = tiny_bert().eval(), awkward_batches()
+    apply_lora(model, rank=4, dropout=0.5)
+    model.load_state_dict(trained_bert().state_dict())
+    inputs = without_labels(batches[0])
+    assert_near(model(**inputs).logits, trained_bert().eval()(**inputs).logits)
 
 
 @pytest.mark.pins

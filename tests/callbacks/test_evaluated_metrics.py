@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -86,7 +86,11 @@ def _no_values() -> Iterator[None]:
 
 
 def trainer_with(
-    callback: Callback, values: list[float], kind: type[Scripted] = CrossEntropy, **settings: Any
+    callback: Callback,
+    values: list[float],
+    kind: type[Scripted] = CrossEntropy,
+    extra: Sequence[Callback] = (),
+    **settings: Any,
 ) -> Trainer:
     """Return a Trainer that evaluates after every second batch, to these values."""
     kind.values = {2 * (i + 1): value for i, value in enumerate(values)}
@@ -96,7 +100,7 @@ def trainer_with(
         batches=plain_batches(LENGTH),
         eval_dataloader=data_spec(plain_batches(1)),
         eval_interval="2ba",
-        callbacks=[Weights(), callback],
+        callbacks=[Weights(), callback, *extra],
         **settings,
     )
 
@@ -160,6 +164,37 @@ def test_without_a_finite_value_the_last_weights_remain() -> None:
     assert not callback.restore(trainer.state)
     assert callback.summary() == {}
     torch.testing.assert_close(weights_of(trainer.state), recorded(trainer)[LENGTH], rtol=0, atol=0)
+
+
+def test_an_evaluation_of_other_data_does_not_count() -> None:
+    best, stopping = BestWeights(), EarlyStopping(patience="6ba")
+    trainer = trainer_with(best, [5.0, 4.0, 3.0, 2.0, 3.0, 4.0], extra=[stopping])
+    trainer.fit()
+    CrossEntropy.values = {LENGTH: 0.5}
+    with pytest.warns(UserWarning, match="label 'eval' was already provided"):  # Composer's
+        trainer.eval(data_spec(plain_batches(1)))
+    trainer.close()
+    assert (best.batch, best.last, stopping.best) == (8, 4.0, 2.0)
+
+
+def test_an_evaluation_before_training_counts_by_any_name_of_the_metric() -> None:
+    best = BestWeights("MulticlassAccuracy")
+    trainer = trainer_with(best, [0.1, 0.2, 0.3, 0.4, 0.3, 0.2], MulticlassAccuracy)
+    MulticlassAccuracy.values = {0: 0.9, **MulticlassAccuracy.values}
+    untrained = weights_of(trainer.state)
+    trainer.eval()
+    fit_and_close(trainer)
+    assert (best.batch, best.mode) == (0, "max")
+    torch.testing.assert_close(dict(best.weights), untrained, rtol=0, atol=0)
+
+
+def test_a_second_trainer_starts_anew() -> None:
+    best, stopping = BestWeights(), EarlyStopping(patience="2ba")
+    fit_and_close(trainer_with(best, [5.0, 1.0, 3.0, 3.0, 3.0, 3.0], extra=[stopping]))
+    assert stopping.stopped
+    trainer = fit_and_close(trainer_with(best, [5.0, 4.0, 3.0, 2.5, 2.0, 1.5], extra=[stopping]))
+    assert trainer.state.timestamp.batch.value == LENGTH
+    assert (best.batch, best.metrics, stopping.best, stopping.stopped) == (LENGTH, {"loss": 1.5}, 1.5, False)
 
 
 @pytest.mark.parametrize("loaded", [2, 6, 10])

@@ -12,7 +12,7 @@ from composer.loggers import InMemoryLogger
 
 from composer_speedups import MemoryAnatomy
 from composer_speedups.callbacks.memory import _bytes
-from tests.helpers.common import batch, plain_batches, tiny_bert, trained
+from tests.helpers.common import batch, fit_and_close, make_trainer, plain_batches, tiny_bert, trained
 from tests.helpers.jobs import run
 
 
@@ -69,8 +69,9 @@ def test_activations_do_not_include_parameters_saved_by_the_forward_pass() -> No
 
 def test_the_peak_of_a_resumed_run_covers_all_its_processes() -> None:
     anatomy = MemoryAnatomy(interval=1)
+    trainer = make_trainer(callbacks=[anatomy])
     anatomy.load_state_dict({"parts": {"peak_gib": 4096.0, "weights_gib": 1.0}})
-    trained(callbacks=[anatomy])
+    fit_and_close(trainer)
     summary = anatomy.summary()
     assert summary["peak_gib"] == 4096.0
     assert summary["weights_gib"] < 1.0, "measured again"

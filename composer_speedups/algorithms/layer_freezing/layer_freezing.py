@@ -95,6 +95,7 @@ class LayerFreezing(Technique):
         self._interval_number = self._batches = self._comparisons = 0
         self._norms: Tensor | None = None  # sums over the batches of this interval, (blocks,)
         self._norms_before: list[float] = []  # means of the last interval
+        self._until: Time[Any] | None = None  # max_duration, which a callback that stops training early replaces
 
     def requirements(self, context: Context) -> Iterable[Requirement]:
         if self.layers == "auto":
@@ -128,9 +129,17 @@ class LayerFreezing(Technique):
     # Events
 
     def fit_start(self, state: State) -> None:
+        self._until = state.max_duration
         self._weights = _sums(self._parameters(state))  # after a checkpoint was loaded
         if self.layers == "auto" and self._began_at is None and self._is_due(state):
             self._began_at = _elapsed(self.interval, state)
+        if self._began_at is not None:
+            self._interval_number = self._intervals(state)  # a later max_duration makes intervals in dur longer
+
+    def _intervals(self, state: State) -> int:
+        """The number of intervals that are over."""
+        assert self._began_at is not None
+        return int((_elapsed(self.interval, state) - self._began_at) / _number(self.interval) + 1e-6)
 
     def watch(self, state: State) -> None:
         if self._frozen is not None and not is_compiled(state.model):  # a hook would become part of the compiled code
@@ -158,11 +167,9 @@ class LayerFreezing(Technique):
         elif self._began_at is None:
             if self._is_due(state):
                 self._began_at = _elapsed(self.interval, state)
-        elif self._norms is not None:
-            passed = (_elapsed(self.interval, state) - self._began_at) / _number(self.interval)
-            if int(passed + 1e-6) > self._interval_number:
-                self._interval_number = int(passed + 1e-6)
-                self._compare(state)
+        elif self._norms is not None and (passed := self._intervals(state)) > self._interval_number:
+            self._interval_number = passed
+            self._compare(state)
 
     def _compare(self, state: State) -> None:
         assert self._norms is not None
@@ -191,7 +198,7 @@ class LayerFreezing(Technique):
     def verify(self, state: State) -> dict[str, Any]:
         parameters = self._parameters(state)
         if not parameters:
-            return self._nothing_frozen() if self.ended else {}
+            return self._nothing_frozen(state) if self.ended else {}
         self._check_effect(parameters)
         trained = sum(p.numel() for p in state.model.parameters() if p.requires_grad)
         return {
@@ -204,15 +211,16 @@ class LayerFreezing(Technique):
             **({"comparisons": self._comparisons} if self.layers == "auto" else {}),
         }
 
-    def _nothing_frozen(self) -> dict[str, Any]:
-        if self.layers != "auto":
-            raise self.not_engaged(f"training ended before start={self.start}", "set an earlier start")
-        if not self._comparisons:
-            raise self.not_engaged(
-                f"training ended before two intervals of {self.interval} were over", "set a shorter interval"
-            )
-        note = "no block's gradients settled before those of the blocks behind it"
-        return {"frozen": "nothing", "comparisons": self._comparisons, "note": note}
+    def _nothing_frozen(self, state: State) -> dict[str, Any]:
+        if self.layers == "auto" and self._comparisons:
+            note = "no block's gradients settled before those of the blocks behind it"
+            return {"frozen": "nothing", "comparisons": self._comparisons, "note": note}
+        due, fix = f"start={self.start}", "set an earlier start"
+        if self.layers == "auto":
+            due, fix = f"two intervals of {self.interval} were over", "set a shorter interval"
+        if state.max_duration is not self._until:  # early stopping may come before
+            return {"frozen": "nothing", "note": f"training was stopped before {due}"}
+        raise self.not_engaged(f"training ended before {due}", fix)
 
     def _check_effect(self, parameters: dict[str, nn.Parameter]) -> None:
         fix = "do not change requires_grad and the frozen weights after INIT"

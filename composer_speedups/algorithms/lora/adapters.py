@@ -126,6 +126,8 @@ def insert(model: nn.Module, settings: dict[str, Any]) -> list[str]:
             children = ", ".join(name for name, _ in model.named_children())
             raise ValueError(f"modules_to_save: the model has no module {name!r}; its children are {children}")
     inject_adapter_in_model(config, model, adapter_name=ADAPTER)
+    for layer in adapted_layers(model).values():
+        layer.train(layer.get_base_layer().training)  # PEFT's modules start in training mode
     vars(model)[_SETTINGS] = settings
     return list(adapted_layers(model))
 

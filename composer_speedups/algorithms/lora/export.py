@@ -18,7 +18,8 @@ from composer_speedups.core.files import replace_folder
 def merged_state_dict(model: nn.Module, weights: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
     """Return the state dict of the equivalent model without adapters, whose weights are W + alpha / rank · B A.
 
-    ``model.save_pretrained(folder, state_dict=merged_state_dict(model))`` saves it. ``model`` is not changed.
+    ``model.save_pretrained(folder, state_dict=merged_state_dict(model))`` saves it. ``model`` is not changed. An
+    adapter that PEFT already merged into W is not added again, and other adapters, which the user added, are left out.
 
     Args:
         model: The Hugging Face model (or plain module) that :func:`apply_lora` changed.
@@ -33,8 +34,9 @@ def merged_state_dict(model: nn.Module, weights: dict[str, Tensor] | None = None
     for name, layer in adapted_layers(model).items():
         a, b = (weights.pop(f"{name}.lora_{m}.{ADAPTER}.weight").float() for m in "AB")
         base = weights[f"{name}.base_layer.weight"]
-        merged = base.float() + layer.scaling[ADAPTER] * (b @ a)
-        weights[f"{name}.base_layer.weight"] = merged.to(base.dtype)
+        if ADAPTER not in layer.merged_adapters:
+            merged = base.float() + layer.scaling[ADAPTER] * (b @ a)
+            weights[f"{name}.base_layer.weight"] = merged.to(base.dtype)
     for name in trained_copies(model):
         original = f"{name}.original_module."
         for key in [key for key in weights if key.startswith(original)]:
@@ -42,7 +44,10 @@ def merged_state_dict(model: nn.Module, weights: dict[str, Tensor] | None = None
             weights[key] = weights.pop(copied)
     stock_prefixes = {f"{name}.base_layer.": f"{name}." for name in adapted_layers(model)}
     stock_prefixes |= {f"{name}.original_module.": f"{name}." for name in trained_copies(model)}
-    return {_replace_prefix(key, stock_prefixes): tensor for key, tensor in weights.items()}
+    stock = {_replace_prefix(key, stock_prefixes): tensor for key, tensor in weights.items()}
+    others = tuple(f"{name}.{part}" for name in adapted_layers(model) for part in ("lora_A.", "lora_B."))
+    others += tuple(f"{name}.modules_to_save." for name in trained_copies(model))
+    return {key: tensor for key, tensor in stock.items() if not key.startswith(others)}
 
 
 def _replace_prefix(key: str, replacements: dict[str, str]) -> str:
