@@ -83,8 +83,8 @@ class LayerModules(NamedTuple):
         return [self.query, self.key, self.value, self.out, self.up, self.down]
 
     def parameters(self) -> list[Tensor]:
-        """Weight and bias of each module, in the order in which the fused layer takes them."""
-        return [p for module in self[:-1] for p in (module.weight, module.bias)]  # type: ignore[union-attr]
+        """Weight and bias of each module, contiguous, in the order in which the fused layer takes them."""
+        return [p.contiguous() for module in self[:-1] for p in (module.weight, module.bias)]  # type: ignore[union-attr]
 
 
 class GatedLayerModules(NamedTuple):
@@ -105,9 +105,9 @@ class GatedLayerModules(NamedTuple):
     window: int | None
 
     def parameters(self) -> list[Tensor]:
-        """The weights in the order in which the fused layer takes them."""
+        """The weights, contiguous, in the order in which the fused layer takes them."""
         modules = (self.qkv, self.out, self.up, self.down, self.attention_norm, self.output_norm)
-        return [module.weight for module in modules if module is not None]
+        return [module.weight.contiguous() for module in modules if module is not None]
 
 
 class DropoutRates(NamedTuple):

@@ -48,9 +48,8 @@ def embed(
         dtype: Dtype of the result.
         no_gradient: The word and position whose embeddings have no gradient (``padding_idx``); -1 for none.
     """
-    return _Embed.apply(
-        ids_BS, positions, types, word, position, token_type, weight_H, bias_H, eps, dropout, dtype, no_gradient
-    )
+    parameters = (p.contiguous() for p in (word, position, token_type, weight_H, bias_H))
+    return _Embed.apply(ids_BS, positions, types, *parameters, eps, dropout, dtype, no_gradient)
 
 
 class _Embed(FirstDerivative):

@@ -22,7 +22,16 @@ from composer_speedups.families.family import DropoutRates, LayerModules
 from composer_speedups.kernels.dropout import draw_seeds, dropped
 from composer_speedups.kernels.float8 import GRADIENT, Float8, new_scales
 from composer_speedups.kernels.narrow import gelu_backward_narrow, gelu_narrow, narrow_products
-from tests.reference.fused_kernels import DEVICE, check_cast, gated_layers, near, plain_attention, random, seed
+from tests.reference.fused_kernels import (
+    DEVICE,
+    check_cast,
+    gated_layers,
+    in_another_layout,
+    near,
+    plain_attention,
+    random,
+    seed,
+)
 from tests.reference.masked_layer import HEADS, LENGTHS, modules_on
 
 TOKENS, SEED = sum(LENGTHS), 5
@@ -45,6 +54,8 @@ class Masked(nn.Module):
 def modules_with(adapters: Adapters, train: Sequence[str] = ()) -> LayerModules:
     """Return a layer's modules with frozen parameters, except for the adapters and for names that end in ``train``."""
     modules = modules_on(DEVICE)
+    nn.init.normal_(modules.attention_norm.weight)
+    modules.attention_norm.weight = nn.Parameter(in_another_layout(modules.attention_norm.weight.detach()))
     for module in modules[:-1]:
         for name, parameter in module.named_parameters():  # type: ignore[union-attr]
             parameter.requires_grad_(name in train)

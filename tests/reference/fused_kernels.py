@@ -106,6 +106,11 @@ def near(what: str, actual: Tensor | None, expected: Tensor | None) -> None:
     print(what, "agrees")
 
 
+def in_another_layout(x: Tensor) -> Tensor:
+    """Return a copy of x that is not contiguous."""
+    return x.repeat_interleave(2, -1)[..., ::2]
+
+
 def seed(number: int = 12345) -> Tensor:
     return torch.tensor([number], dtype=torch.int32, device=DEVICE)
 
@@ -595,7 +600,7 @@ def embeddings(dropout: float, *, mixed: bool) -> None:
         positions = torch.randint(0, 9, (rows, width), device=DEVICE)
         types = torch.randint(0, 2, (rows, width), device=DEVICE)
     tables: list[Any] = [random(n, hidden) for n in (30, 10, 2)] + [random(hidden), random(hidden)]
-    ours: Any = [t.clone().requires_grad_() for t in tables]
+    ours: Any = [(in_another_layout(t) if mixed else t.clone()).requires_grad_() for t in tables]
     theirs = [t.clone().requires_grad_() for t in tables]
     w, p, k, weight, bias = ours
     out = embed(ids, positions, types, w, p, k, weight, bias, 1e-5, dropout, torch.float32, (1, 2))
