@@ -73,7 +73,8 @@ class EarlyStopping(EarlyStoppingConfig, SavedCallback, eq=False):
         comparison = "less" if self.mode == "min" else "greater"
         self._stopper = EarlyStopper(found.logged, self.dataloader_label, comparison, self.min_delta, self.patience)
         self._set_best()
-        if self._had_stopped:
+        self.stopped, self._had_stopped = self._had_stopped, False  # a later fit() continues
+        if self.stopped:
             state.stop_training()  # the run was interrupted after training had stopped
 
     def eval_end(self, state: State, logger: Logger) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 import warnings
@@ -82,7 +83,7 @@ class _Split(NamedTuple):
 
 def load_samples(config: DataConfig, task: Task, summary: DataSummary | None = None) -> tuple[Dataset, Dataset | None]:
     """Load training and validation samples as returned by :meth:`.Task.example`; the task learns its labels from the
-    former.
+    valid ones of the former.
 
     Args:
         config: The keys under ``data``.
@@ -102,8 +103,12 @@ def load_samples(config: DataConfig, task: Task, summary: DataSummary | None = N
     drawn = None
     if config.eval_fraction is None:
         held = _split(config, task, "eval", task.columns(training=False))
-    train.teach(task)  # from all rows, because a class may occur only in those held out
-    examples = train.checked(task, config.on_invalid, summary, training=True)
+    trial = task if config.on_invalid == "stop" else copy.copy(task)
+    train.teach(trial)  # from all rows, because a class may occur only in those held out
+    examples = train.checked(trial, config.on_invalid, summary, training=True)
+    if trial is not task:  # a label may occur only in rows that were dropped, and is then no class
+        train._replace(rows=[train.rows[place] for place in examples]).teach(task)
+        examples = {place: task.example(train.rows[place], f"row {place + 1}", training=True) for place in examples}
     if config.eval_fraction is not None:
         drawn = _held_out(train, examples, task, config)
         examples = {place: examples[place] for place in examples.keys() - drawn}

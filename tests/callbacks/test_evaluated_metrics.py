@@ -239,6 +239,20 @@ def test_it_stops_where_composers_own_early_stopper_does(
         assert resumed.summary() == callback.summary()
 
 
+def test_a_later_fit_continues_and_resumes() -> None:
+    values = [1.0, 4.0, 3.0, 0.5, 0.4, 0.3]
+    stopping = EarlyStopping(patience="2ba")
+    trainer = trainer_with(stopping, values, save_folder="saved", **SAVING)
+    trainer.fit()
+    assert (trainer.state.timestamp.batch.value, stopping.stopped) == (6, True)
+    trainer.fit(duration="6ba")
+    trainer.close()
+    assert (trainer.state.timestamp.batch.value, stopping.stopped) == (LENGTH, False)
+    resumed = EarlyStopping(patience="2ba")
+    trainer = fit_and_close(trainer_with(resumed, values, load_path="saved/ba8.pt"))
+    assert (trainer.state.timestamp.batch.value, resumed.summary()) == (LENGTH, stopping.summary())
+
+
 def test_larger_values_of_an_accuracy_are_improvements_and_a_nan_is_not() -> None:
     callback = EarlyStopping("accuracy", patience="2ba")
     trainer = fit_and_close(trainer_with(callback, [NAN, 0.1, 0.2, 0.3, 0.2, 0.2], MulticlassAccuracy))

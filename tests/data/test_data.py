@@ -125,6 +125,17 @@ def test_invalid_rows_can_be_dropped_from_training_and_validation_and_are_counte
     assert shown in summary.lines()["dropped"]
 
 
+def test_labels_that_only_dropped_rows_have_are_no_classes() -> None:
+    rows = {"text": [*"abcdefgh", "", "i"], "label": [*["9", "10"] * 4, "a text in the wrong column", ""]}
+    task = Classification()
+    train, _ = load_samples(files(save(rows, "bad.csv"), on_invalid="drop"), task)
+    assert task.classes == ["9", "10"]
+    assert train["labels"] == [0, 1] * 4
+    rows["label"] = [*["9"] * 8, "10", "9"]
+    with pytest.raises(DataError, match="has only the class 9"):
+        load_samples(files(save(rows, "bad.csv"), on_invalid="drop"), Classification())
+
+
 def test_a_held_out_fraction_is_of_the_valid_rows_and_all_invalid_rows_are_listed() -> None:
     rows = {**ROWS, "text": ["" if i % 2 else text for i, text in enumerate(ROWS["text"])], "label": [0, 0, 1, 1] * 5}
     config = files(save(rows, "bad.csv"), eval_fraction=0.3, on_invalid="drop")

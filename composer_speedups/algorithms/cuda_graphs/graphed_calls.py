@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from composer_speedups.algorithms.cuda_graphs.capture import Captured, CUDARecorder, Recorder, SharedGradients
+from composer_speedups.core.adapters import is_adapted
 from composer_speedups.core.errors import first_line
 from composer_speedups.core.operator_recorder import capturing
 from composer_speedups.core.temporary_attribute import temporary_attribute
@@ -67,7 +68,9 @@ class GraphedCalls:
         self.pool: Any = None
         self._graphs: dict[Hashable, _Graph] = {}
         self._parameters: list[nn.Parameter] = []
-        self._trained: list[bool] | None = None  # which of them required gradients in the last call
+        self._read_settings: Callable[[], list[Any]] | None = None
+        self._trained: list[bool] | None = None  # which of the parameters required gradients in the last call
+        self._settings: list[Any] = []  # of the modules in the last call
         self._gradients: SharedGradients | None = None
         self._attribute: str | None = None
         self.replays = self.eager_calls = self.eager_first = 0
@@ -106,19 +109,23 @@ class GraphedCalls:
         return graph(leaves)
 
     def _forget_outdated(self) -> None:
-        """Drop all graphs if parameters were frozen or thawed since the last call, and say so to :attr:`on_outdated`.
+        """Drop all graphs if, since the last call, modules were given other settings, or parameters were frozen or
+        thawed, which :attr:`on_outdated` is told.
 
         Later calls are captured again. Calls whose backward pass is due keep their graphs.
         """
         self._parameters = self._parameters or list(self.model.parameters())
+        self._read_settings = self._read_settings or _reader_of_settings(self.model)
         before, self._trained = self._trained, [parameter.requires_grad for parameter in self._parameters]
-        if before is None or before == self._trained:
+        settings_before, self._settings = self._settings, self._read_settings()
+        if before is None or (before == self._trained and settings_before == self._settings):
             return
         if self._graphs and self.pool is not None:  # a pool whose graphs were freed cannot be used again
             self.pool = torch.cuda.graph_pool_handle()
         self._graphs.clear()
-        self._gradients = None
-        self.on_outdated()
+        if before != self._trained:
+            self._gradients = None
+            self.on_outdated()
 
     def _capture(self, key: Hashable, leaves: list[Any], spec: TreeSpec) -> _Graph | None:
         """Capture and keep the graph of a shape; None if there are ``max_graphs`` already, or if it failed."""
@@ -157,6 +164,14 @@ class GraphedCalls:
         self._graphs.clear()
         self._gradients = None
         self.max_graphs = 0
+
+
+def _reader_of_settings(model: nn.Module) -> Callable[[], list[Any]]:
+    """A function that returns what a graph has as constants: modes, dropout rates and scales of LoRA adapters."""
+    modules: list[Any] = [*model.modules()]
+    dropouts = [module for module in modules if isinstance(module, nn.Dropout)]
+    scales = [module.scaling for module in modules if is_adapted(module)]
+    return lambda: [*[m.training for m in modules], *[m.p for m in dropouts], *[n for s in scales for n in s.values()]]
 
 
 def _raise(error: CaptureError) -> None:
