@@ -169,6 +169,9 @@ class ThroughputMonitor(ThroughputConfig, Callback, eq=False):
         self._gaps: list[tuple[int, Any, Any]] = []  # position of a batch, and CUDA events around the time before it
         self._summary: dict[str, Any] = {}
 
+    def init(self, state: State, logger: Logger) -> None:
+        self.reset()  # in each Trainer that it is given to, it starts anew
+
     def fit_start(self, state: State, logger: Logger) -> None:
         self.clock.event(Event.FIT_START)
         self._graphs, self._capturing = counters["stats"]["unique_graphs"], capture_seconds()

@@ -48,9 +48,14 @@ class Clock:
 
 def timed(**settings: Any) -> tuple[Clock, ThroughputMonitor]:
     """Return a clock, and a monitor that reads it."""
-    clock, monitor = Clock(), ThroughputMonitor(**settings)
-    monitor.clock = PhaseClock(clock)
-    return clock, monitor
+    clock = Clock()
+
+    class Timed(ThroughputMonitor):
+        def reset(self) -> None:
+            super().reset()
+            self.clock = PhaseClock(clock)
+
+    return clock, Timed(**settings)
 
 
 @pytest.mark.pins
@@ -161,6 +166,17 @@ def test_an_evaluation_after_the_last_interval_counts_and_ends_before_the_next_f
     assert summary["eval_seconds"] == pytest.approx(2 * (100 + 2 * 0.25))
     assert summary["between_batches_seconds"] == 0
     assert summary["warmup_seconds"] == 0
+
+
+def test_a_monitor_counts_only_the_batches_of_its_last_trainer() -> None:
+    clock, monitor = timed(warmup_batches=0)
+    for seconds in (8.0, 2.0):
+        trainer = make_trainer(batches=plain_batches(2), callbacks=[monitor])
+        clock.pass_during(trainer.state.model, "forward", seconds)
+        trainer.fit()
+        trainer.close()
+    assert len(monitor.batches) == 2
+    assert monitor.summary()["step_seconds"] == pytest.approx(2.0)
 
 
 def test_mfu_is_flops_divided_by_time_and_peak(monkeypatch: pytest.MonkeyPatch) -> None:
