@@ -29,6 +29,7 @@ class _UnpaddedModernBert(UnpaddedRotaryModel):
     final_norm: nn.Module
 
     def _embedded(self, inputs: dict[str, Any], layout: TokenLayout) -> Tensor:
+        inputs = {**inputs, "token_type_ids": None}  # as the untouched model, which ignores those of BERT's tokenizer
         return self.embeddings(**self._packed_inputs(inputs, layout))  # type: ignore[no-any-return]
 
     def _packed_layers(

@@ -50,6 +50,8 @@ def test_shared_positions_inputs_embeds_and_masks_per_layer_type() -> None:
     inputs = masked_batch(draw_mask("right padding", 3), "mlm")
     shared = {**inputs, "position_ids": torch.arange(inputs["input_ids"].shape[1]).flip(0)[None]}
     assert_near(values(model, shared), values(reference, shared))
+    typed = {**inputs, "token_type_ids": inputs["attention_mask"].clone()}  # of BERT's tokenizer; ModernBERT has none
+    assert_near(values(model, typed), values(reference, typed))
     embedded = []
     for network in (reference, model):
         given = network.get_input_embeddings()(inputs["input_ids"]).detach().requires_grad_()
