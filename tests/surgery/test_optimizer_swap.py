@@ -164,6 +164,25 @@ def test_closures_run_with_gradients_enabled(positional: bool) -> None:
     assert (model.weight != before).all()
 
 
+def test_hooks_move_to_the_new_optimizer() -> None:
+    model, called = linear(), []
+    old = AdamW(model.parameters(), lr=1e-3)
+    handles = [
+        old.register_step_pre_hook(lambda *_: called.append("pre")),
+        old.register_step_post_hook(lambda *_: called.append("post")),
+        old.register_state_dict_pre_hook(lambda *_: called.append("state dict")),
+    ]
+    new = swapped(old)
+    new.step(closure(model, new))
+    new.state_dict()
+    assert called == ["pre", "post", "state dict"]
+    for handle in handles:
+        handle.remove()
+    new.step(closure(model, new))
+    new.state_dict()
+    assert len(called) == 3
+
+
 def test_load_state_dict_refuses_the_state_of_another_optimizer() -> None:
     old = AdamW((model := linear()).parameters())
     foreign = copy.deepcopy(old.state_dict())
