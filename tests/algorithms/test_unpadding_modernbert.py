@@ -68,6 +68,16 @@ def test_shared_positions_inputs_embeds_and_masks_per_layer_type() -> None:
         model()
 
 
+def test_a_layer_attends_as_its_own_kind() -> None:
+    reference, model, encoder = pair("modernbert")
+    inputs = masked_batch(draw_mask("right padding", 3), "classification")
+    values(model, inputs)
+    for network in (reference, model):
+        network.model.layers[1] = network.model.layers[0]
+    assert_near(values(model, inputs), values(reference, inputs))
+    assert encoder.ran == "unpadded"
+
+
 def test_the_saved_folder_equals_the_stock_models(tmp_path: Path) -> None:
     saved = []
     for name, network in zip(("stock", "unpadded"), pair("modernbert")[:2], strict=True):
