@@ -63,8 +63,8 @@ def swap_optimizer(old: Optimizer, label: str, factory: Factory, *, stock_state:
 
     Returns:
         The new optimizer, or ``old`` itself if it already has that label. Each group keeps ``lr``, ``initial_lr``,
-        ``weight_decay`` and additional keys. It takes over the hooks of ``old``. Closures run with gradients enabled,
-        even if the new class calls them without.
+        ``weight_decay`` and additional keys; groups that are added later get the defaults of ``old``. It takes over the
+        hooks of ``old``. Closures run with gradients enabled, even if the new class calls them without.
 
     Raises:
         UnfitOptimizerError: ``old`` is another kind of optimizer, has state, or has a setting that would be lost.
@@ -73,6 +73,8 @@ def swap_optimizer(old: Optimizer, label: str, factory: Factory, *, stock_state:
         return old
     _check_source(old, label)
     new = factory([_carried(group, old) for group in old.param_groups])
+    new.defaults.update(_defaults(old, factory))
+    new.defaults[LABEL] = label
     assert len(new.param_groups) == len(old.param_groups)
     for ours, theirs in zip(new.param_groups, old.param_groups, strict=True):
         assert all(a is b for a, b in zip(ours["params"], theirs["params"], strict=True))
@@ -185,6 +187,15 @@ def _carried(group: dict[str, Any], old: Optimizer) -> dict[str, Any]:
             )
         carried["weight_decay"] /= group["initial_lr"]
     return carried
+
+
+def _defaults(old: Optimizer, factory: Factory) -> dict[str, Any]:
+    """The settings, by their names in the new optimizer, of a group that has none of its own."""
+    parameters = [p for group in old.param_groups for p in group["params"]]
+    settings = {**old.defaults, "params": parameters, "initial_lr": old.defaults["lr"] or 1.0}
+    (group,) = factory([_carried(settings, old)]).param_groups
+    # torchao makes a tensor of the learning rate, which each group must have for itself
+    return {k: float(v) if isinstance(v, torch.Tensor) else v for k, v in group.items() if k not in ("params", "step")}
 
 
 def _remove_label(_optimizer: Optimizer, state: dict[str, Any]) -> None:
