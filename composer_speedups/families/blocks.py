@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from composer_speedups.families.family import family_of
+from composer_speedups.packing.derived_classes import stock_class
 
 __all__ = ["blocks_of", "repeated_blocks"]
 
@@ -42,7 +43,7 @@ def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
     lists: dict[str, nn.ModuleList] = {}
     for name, module in model.named_modules():
         inside = any(name.startswith(f"{outer}.") for outer in lists)
-        if isinstance(module, nn.ModuleList) and len({type(m) for m in module}) == 1 and not inside:
+        if isinstance(module, nn.ModuleList) and len({stock_class(type(m)) for m in module}) == 1 and not inside:
             lists[name] = module
     encoders = [(module, family) for module in model.modules() if (family := family_of(type(module))) is not None]
     known = [_at(module, family.blocks) for module, family in encoders]

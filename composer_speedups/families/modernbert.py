@@ -29,12 +29,13 @@ class _UnpaddedModernBert(UnpaddedRotaryModel):
     final_norm: nn.Module
 
     def _embedded(self, inputs: dict[str, Any], layout: TokenLayout) -> Tensor:
+        inputs = {**inputs, "token_type_ids": None}  # as the untouched model, which ignores those of BERT's tokenizer
         return self.embeddings(**self._packed_inputs(inputs, layout))  # type: ignore[no-any-return]
 
     def _packed_layers(
         self, hidden: Tensor, position_ids: Tensor | None, layout: TokenLayout, kwargs: dict[str, Any]
     ) -> Tensor:
-        kinds = self.config.layer_types or []
+        kinds: list[str] = [layer.attention_type for layer in self.layers]  # type: ignore[misc]
         angles = {kind: packed_angles(self.rotary_emb, hidden, position_ids, layout, kind) for kind in sorted({*kinds})}
         for layer, kind in zip(self.layers, kinds, strict=True):
             mark_dynamic(hidden, *angles[kind])

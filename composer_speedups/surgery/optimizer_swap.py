@@ -6,6 +6,7 @@ refused in one line, while torch would accept it and fail later, or train with a
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -31,6 +32,11 @@ Factory = Callable[[Groups], Optimizer]
 
 _CARRIED = ("params", "lr", "betas", "eps", "weight_decay")
 _IMPLEMENTATION = ("foreach", "fused", "capturable", "decoupled_weight_decay")  # settings that do not affect the result
+_HOOKS = [
+    f"_optimizer_{method}_{when}_hooks"
+    for method in ("step", "state_dict", "load_state_dict")
+    for when in ("pre", "post")
+]
 _OTHER_MATHS = ("amsgrad", "maximize", "differentiable")
 
 
@@ -47,7 +53,7 @@ def swap_optimizer(old: Optimizer, label: str, factory: Factory, *, stock_state:
 
     Args:
         old: ``torch.optim.AdamW`` (``Adam`` if its settings make it equivalent, or Composer's ``DecoupledAdamW``) that
-            has not stepped yet. It is not changed and must not step afterwards.
+            has not stepped yet and must not step afterwards.
         label: Names the new optimizer and every setting that its state depends on, for example ``"Adafactor"``.
         factory: Receives a list of groups with ``params``, ``lr``, ``betas``, ``eps`` and ``weight_decay`` (with
             torch's meaning) and returns the new optimizer with the same number of groups in that order. Groups may be
@@ -57,8 +63,8 @@ def swap_optimizer(old: Optimizer, label: str, factory: Factory, *, stock_state:
 
     Returns:
         The new optimizer, or ``old`` itself if it already has that label. Each group keeps ``lr``, ``initial_lr``,
-        ``weight_decay`` and additional keys. Closures run with gradients enabled, even if the new class calls them
-        without.
+        ``weight_decay`` and additional keys; groups that are added later get the defaults of ``old``. It takes over the
+        hooks of ``old``. Closures run with gradients enabled, even if the new class calls them without.
 
     Raises:
         UnfitOptimizerError: ``old`` is another kind of optimizer, has state, or has a setting that would be lost.
@@ -67,12 +73,18 @@ def swap_optimizer(old: Optimizer, label: str, factory: Factory, *, stock_state:
         return old
     _check_source(old, label)
     new = factory([_carried(group, old) for group in old.param_groups])
+    new.defaults.update(_defaults(old, factory))
+    new.defaults[LABEL] = label
     assert len(new.param_groups) == len(old.param_groups)
     for ours, theirs in zip(new.param_groups, old.param_groups, strict=True):
         assert all(a is b for a, b in zip(ours["params"], theirs["params"], strict=True))
         known = {*_CARRIED, *_IMPLEMENTATION, *_OTHER_MATHS}
         ours.update({key: value for key, value in theirs.items() if key not in known})
         ours[LABEL] = label
+    for hooks in _HOOKS:  # the dicts themselves, so that the user's handles still remove them
+        getattr(old, hooks).update(getattr(new, hooks))
+        setattr(new, hooks, getattr(old, hooks))
+        setattr(old, hooks, OrderedDict())
     new.register_step_pre_hook(closure_with_gradients)
     if stock_state:
         new.register_state_dict_post_hook(_remove_label)
@@ -175,6 +187,15 @@ def _carried(group: dict[str, Any], old: Optimizer) -> dict[str, Any]:
             )
         carried["weight_decay"] /= group["initial_lr"]
     return carried
+
+
+def _defaults(old: Optimizer, factory: Factory) -> dict[str, Any]:
+    """The settings, by their names in the new optimizer, of a group that has none of its own."""
+    parameters = [p for group in old.param_groups for p in group["params"]]
+    settings = {**old.defaults, "params": parameters, "initial_lr": old.defaults["lr"] or 1.0}
+    (group,) = factory([_carried(settings, old)]).param_groups
+    # torchao makes a tensor of the learning rate, which each group must have for itself
+    return {k: float(v) if isinstance(v, torch.Tensor) else v for k, v in group.items() if k not in ("params", "step")}
 
 
 def _remove_label(_optimizer: Optimizer, state: dict[str, Any]) -> None:

@@ -16,7 +16,9 @@ from composer_speedups import (
     MixedPrecision,
     SDPAAttention,
     TorchCompile,
+    apply_fused_layers,
     apply_gradient_checkpointing,
+    apply_unpadding,
     undo_gradient_checkpointing,
 )
 from composer_speedups.algorithms.gradient_checkpointing import recompute
@@ -230,6 +232,14 @@ def test_a_checkpoint_function_that_recomputes_nothing_is_detected(monkeypatch: 
     monkeypatch.setattr(recompute, "checkpoint", keep)
     with pytest.raises(NotEngagedError, match="no block was recomputed in the first backward pass"):
         trained([GradientCheckpointing()])
+
+
+def test_blocks_of_which_only_some_are_fused_are_recomputed() -> None:
+    model = tiny_bert().train()
+    model.bert.encoder.layer[0].intermediate.register_forward_hook(lambda *_: None)
+    apply_unpadding(model)
+    apply_fused_layers(model)
+    assert apply_gradient_checkpointing(model) == LAYERS
 
 
 def test_models_that_cannot_be_recomputed_are_refused() -> None:

@@ -157,6 +157,18 @@ def test_bad_settings_are_refused() -> None:
         apply_torch_compile(nn.Sequential(nn.Linear(2, 2)), "blocks")
 
 
+def test_blocks_that_cannot_share_code_because_of_hooks_are_refused() -> None:
+    model = tiny_bert()
+    layers = model.bert.encoder.layer
+    handle = layers[1].intermediate.register_forward_hook(lambda _m, _i, output: 2 * output)
+    with pytest.raises(ValueError, match=r"different hooks on modules inside them.*use scope='model'"):
+        apply_torch_compile(model, "blocks", "eager")
+    assert all(layer._compiled_call_impl is None for layer in layers)
+    handle.remove()
+    layers[1].register_forward_hook(lambda *_: None)  # runs outside of the shared code
+    assert len(apply_torch_compile(model, "blocks", "eager")) == 2
+
+
 def test_inductor_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setattr("shutil.which", lambda _: None)

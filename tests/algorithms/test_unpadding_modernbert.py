@@ -50,6 +50,8 @@ def test_shared_positions_inputs_embeds_and_masks_per_layer_type() -> None:
     inputs = masked_batch(draw_mask("right padding", 3), "mlm")
     shared = {**inputs, "position_ids": torch.arange(inputs["input_ids"].shape[1]).flip(0)[None]}
     assert_near(values(model, shared), values(reference, shared))
+    typed = {**inputs, "token_type_ids": inputs["attention_mask"].clone()}  # of BERT's tokenizer; ModernBERT has none
+    assert_near(values(model, typed), values(reference, typed))
     embedded = []
     for network in (reference, model):
         given = network.get_input_embeddings()(inputs["input_ids"]).detach().requires_grad_()
@@ -64,6 +66,16 @@ def test_shared_positions_inputs_embeds_and_masks_per_layer_type() -> None:
     assert encoder.ran == "padded"
     with pytest.raises(ValueError, match="exactly one of input_ids or inputs_embeds"):
         model()
+
+
+def test_a_layer_attends_as_its_own_kind() -> None:
+    reference, model, encoder = pair("modernbert")
+    inputs = masked_batch(draw_mask("right padding", 3), "classification")
+    values(model, inputs)
+    for network in (reference, model):
+        network.model.layers[1] = network.model.layers[0]
+    assert_near(values(model, inputs), values(reference, inputs))
+    assert encoder.ran == "unpadded"
 
 
 def test_the_saved_folder_equals_the_stock_models(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, OneCycleLR, StepLR
 
-from composer_speedups import AdafactorOptimizer
+from composer_speedups import AdafactorOptimizer, apply_adafactor
 from composer_speedups.core.errors import NotEngagedError, TechniqueError
 from composer_speedups.core.optimizer_evidence import StepWatch, state_bytes, state_dtypes
 from composer_speedups.surgery.optimizer_swap import (
@@ -162,6 +162,49 @@ def test_closures_run_with_gradients_enabled(positional: bool) -> None:
     loss = new.step(compute) if positional else new.step(closure=compute)
     assert loss.requires_grad
     assert (model.weight != before).all()
+
+
+@pytest.mark.parametrize("cls", [AdamW, DecoupledAdamW])
+def test_a_group_that_is_added_later_has_the_old_optimizers_defaults(cls: Any) -> None:
+    models = [linear(), linear()]
+    olds = [cls([model.weight], lr=1e-2, betas=(0.8, 0.9), eps=1e-3, weight_decay=1e-3) for model in models]
+    optimizers = [olds[0], swapped(olds[1])]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        optimizer.add_param_group({"params": [model.bias]})
+        if cls is DecoupledAdamW:  # its own groups lack this one
+            optimizer.param_groups[-1].setdefault("initial_lr", 1e-2)
+        for _ in range(3):
+            optimizer.step(closure(model, optimizer))
+    torch.testing.assert_close([*models[1].parameters()], [*models[0].parameters()])
+    optimizers[1].load_state_dict(copy.deepcopy(optimizers[1].state_dict()))
+
+
+def test_adafactors_later_groups_have_a_learning_rate() -> None:
+    model = linear()
+    optimizer = apply_adafactor(AdamW([model.weight], lr=1e-2))
+    optimizer.add_param_group({"params": [model.bias]})
+    before = model.bias.detach().clone()
+    optimizer.step(closure(model, optimizer))
+    assert not torch.equal(model.bias, before)
+
+
+def test_hooks_move_to_the_new_optimizer() -> None:
+    model, called = linear(), []
+    old = AdamW(model.parameters(), lr=1e-3)
+    handles = [
+        old.register_step_pre_hook(lambda *_: called.append("pre")),
+        old.register_step_post_hook(lambda *_: called.append("post")),
+        old.register_state_dict_pre_hook(lambda *_: called.append("state dict")),
+    ]
+    new = swapped(old)
+    new.step(closure(model, new))
+    new.state_dict()
+    assert called == ["pre", "post", "state dict"]
+    for handle in handles:
+        handle.remove()
+    new.step(closure(model, new))
+    new.state_dict()
+    assert len(called) == 3
 
 
 def test_load_state_dict_refuses_the_state_of_another_optimizer() -> None:

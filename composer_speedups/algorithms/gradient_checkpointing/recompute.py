@@ -1,7 +1,6 @@
 """Replace the ``forward`` of a block so that its activations are recomputed in the backward pass.
 
-The new ``forward`` is an attribute of the block; the block's class, parameters and their names do not change. Hooks of
-the block run around the new ``forward``, so they run once per step and not again during recomputation.
+Hooks of the block run around the new ``forward``, so they run once per step and not again during recomputation.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from types import MethodType
 from typing import Any
 
 import torch
@@ -17,20 +15,17 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from composer_speedups.core.temporary_attribute import temporary_attribute
+from composer_speedups.surgery.instance_forward import Inner, call_inner, has_forward, replace_forward, restore_forward
 
-# Attributes of a block: the ``forward`` that the instance already had, if any, and the number of recomputations.
-_PREVIOUS_FORWARD, _COUNT = "_forward_before_checkpointing", "_recomputations"
+_COUNT = "_recomputations"  # attribute of a block: the number of recomputations
 
 
 def wrap(block: nn.Module) -> bool:
     """Make ``block`` recompute its activations in the backward pass; return False if it already does."""
     if is_checkpointed(block):
         return False
-    attributes = vars(block)
-    if "forward" in attributes:  # another wrapper, on the instance
-        attributes[_PREVIOUS_FORWARD] = attributes["forward"]
-    attributes["forward"] = MethodType(_forward, block)  # a deep copy of the block gets a method of the copy
-    attributes[_COUNT] = 0
+    replace_forward(block, _forward)
+    vars(block)[_COUNT] = 0
     return True
 
 
@@ -38,16 +33,14 @@ def undo(block: nn.Module) -> bool:
     """Restore the block's ``forward``; return False if :func:`wrap` has not replaced it."""
     if not is_checkpointed(block):
         return False
-    attributes = vars(block)
-    del attributes["forward"], attributes[_COUNT]
-    if _PREVIOUS_FORWARD in attributes:
-        attributes["forward"] = attributes.pop(_PREVIOUS_FORWARD)
+    restore_forward(block)
+    del vars(block)[_COUNT]
     return True
 
 
 def is_checkpointed(block: nn.Module) -> bool:
     """Return whether :func:`wrap` has replaced the block's ``forward``."""
-    return getattr(vars(block).get("forward"), "__func__", None) is _forward
+    return has_forward(block, _forward)
 
 
 def recomputations(block: nn.Module) -> int:
@@ -55,26 +48,18 @@ def recomputations(block: nn.Module) -> int:
     return int(vars(block).get(_COUNT, 0))
 
 
-def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    if not (self.training and torch.is_grad_enabled()):
-        return _previous_forward(self, *args, **kwargs)
+def _forward(block: nn.Module, inner: Inner, /, *args: Any, **kwargs: Any) -> Any:
+    if not (block.training and torch.is_grad_enabled()):
+        return call_inner(block, inner, *args, **kwargs)
     if kwargs.get("past_key_values") is not None:
         raise ValueError("a block that writes a key-value cache cannot be recomputed; set use_cache=False")
-    return checkpoint(partial(_counted_forward, self), *args, use_reentrant=False, **kwargs)
+    return checkpoint(partial(_counted_forward, block, inner), *args, use_reentrant=False, **kwargs)
 
 
-def _counted_forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _counted_forward(block: nn.Module, inner: Inner, /, *args: Any, **kwargs: Any) -> Any:
     if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:  # inside a backward pass
         vars(block)[_COUNT] += 1
-    return _previous_forward(block, *args, **kwargs)
-
-
-def _previous_forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    previous = getattr(block, _PREVIOUS_FORWARD, None)
-    if previous is not None:
-        return previous(*args, **kwargs)
-    # Not a bound method: compiled code would be specific to one block's method, and could not be reused by the others.
-    return type(block).forward(block, *args, **kwargs)
+    return call_inner(block, inner, *args, **kwargs)
 
 
 class GraphWatch:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+import inspect
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from composer_speedups.surgery.instance_forward import Inner, call_inner, has_forward, replace_forward
+
 __all__ = ["apply_mixed_precision"]
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_DTYPE = "_autocast_dtype"  # attribute of a model
 LOAD_FLOAT32 = "load the model with dtype=torch.float32"
 
 
@@ -45,9 +47,12 @@ def apply_mixed_precision(model: nn.Module, dtype: Literal["bf16", "fp16"] = "bf
 
 def wrap_forward(model: nn.Module, dtype: Literal["bf16", "fp16"]) -> None:
     """Run the model's ``forward`` under autocast from now on."""
-    original = getattr(model.forward, "without_autocast", model.forward)
-    device = next(model.parameters()).device.type
-    model.forward = _under_autocast(original, device, DTYPES[dtype])  # type: ignore[method-assign]
+    vars(model)[_DTYPE] = DTYPES[dtype]
+    if not has_forward(model, _under_autocast):
+        signature = inspect.signature(model.forward)  # by which HF Trainer and Composer choose a batch's entries
+        plain = [parameter.replace(annotation=parameter.empty) for parameter in signature.parameters.values()]
+        forward: Any = replace_forward(model, _under_autocast)
+        forward.__signature__ = inspect.Signature(plain)  # without annotations, which cannot all be pickled
 
 
 def half_weights(model: nn.Module) -> str | None:
@@ -61,11 +66,14 @@ def half_weights(model: nn.Module) -> str | None:
     return None
 
 
-def _under_autocast(forward: Callable[..., Any], device: str, dtype: torch.dtype) -> Callable[..., Any]:
-    @functools.wraps(forward)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        with torch.autocast(device, dtype):
-            return forward(*args, **kwargs)
+def _under_autocast(model: nn.Module, inner: Inner, /, *args: Any, **kwargs: Any) -> Any:
+    with torch.autocast(_device_of(model).type, vars(model)[_DTYPE]):
+        return call_inner(model, inner, *args, **kwargs)
 
-    wrapped.without_autocast = forward  # type: ignore[attr-defined]
-    return wrapped
+
+def _device_of(model: nn.Module) -> torch.device:
+    for parameter in model.parameters():
+        return parameter.device
+    # a replica of torch.nn.DataParallel, whose parameters are plain attributes
+    values = (value for module in model.modules() for value in vars(module).values())
+    return next(value.device for value in values if isinstance(value, torch.Tensor))

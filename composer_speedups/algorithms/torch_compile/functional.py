@@ -45,8 +45,8 @@ def apply_torch_compile(
         Names of the compiled modules; empty if the model is already compiled with the same settings.
 
     Raises:
-        ValueError: An unknown scope, no repeated block for ``"blocks"``, compilation is disabled in torch, or the model
-            is already compiled with other settings or by other code.
+        ValueError: An unknown scope, no repeated block for ``"blocks"`` or blocks with different hooks inside,
+            compilation is disabled in torch, or the model is already compiled with other settings or by other code.
 
     Source: torch.nn.Module.compile.
     """
@@ -84,6 +84,26 @@ def _targets(model: nn.Module, scope: Scope) -> dict[str, nn.Module]:
     if scope != "blocks":
         raise ValueError(f"scope must be 'model' or 'blocks', not {scope!r}")
     try:
-        return repeated_blocks(model)
+        blocks = repeated_blocks(model)
     except ValueError as error:
         raise ValueError(f"{error}; use scope='model'") from error
+    first, *others = map(_hooks_inside, blocks.values())
+    if any(hooks != first for hooks in others):
+        raise ValueError(
+            "the blocks have different hooks on modules inside them, and the code that they share would run those of "
+            "the block that is compiled first; use scope='model', or remove the hooks"
+        )
+    return blocks
+
+
+def _hooks_inside(block: nn.Module) -> list[tuple[str, Any]]:
+    """The hooks of the modules in a block. torch does not check them before it reuses a block's code for another."""
+    return [
+        (name, hook)
+        for name, module in block.named_modules()
+        for hooks in (
+            module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
+        )
+        for hook in hooks.values()
+        if module is not block
+    ]  # fmt: skip

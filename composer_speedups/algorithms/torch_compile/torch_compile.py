@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import stat
@@ -207,9 +208,12 @@ def _folder_problem(folder: Path) -> str | None:
 
 def _has_compiled_code(module: nn.Module) -> bool:
     """Return whether dynamo has compiled code for ``module.forward`` or a function that it wraps."""
-    function: Any = inspect.unwrap(getattr(module.forward, "__func__", module.forward), stop=_is_compiled)
-    return _is_compiled(function)
+    forward: Any = module.forward
+    while isinstance(forward, functools.partial):
+        forward = forward.func
+    return _is_compiled(inspect.unwrap(getattr(forward, "__func__", forward), stop=_is_compiled))
 
 
 def _is_compiled(function: Any) -> bool:
-    return bool(_debug_get_cache_entry_list(function.__code__))
+    code = getattr(function, "__code__", None)  # other callables have none
+    return code is not None and bool(_debug_get_cache_entry_list(code))

@@ -1,0 +1,77 @@
+"""Replace the ``forward`` of one module, so that its copies, pickles and replicas compute with their own parameters.
+
+The new ``forward`` is an attribute of the module: the module's class, parameters and their names do not change, and a
+class that is assigned later is used. It is not a closure or a bound method, because torch.nn.DataParallel would keep
+the original module in one, ``copy.deepcopy`` in a closure, and neither can be pickled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+__all__ = ["Inner", "call_inner", "has_forward", "replace_forward", "restore_forward"]
+
+_REPLICATE = "_replicate_for_data_parallel"  # torch.nn.DataParallel calls it on each module
+Inner = Callable[..., Any] | None
+
+
+def replace_forward(module: nn.Module, function: Callable[..., Any]) -> partial[Any]:
+    """Make ``module.forward(…)`` call ``function(module, inner, …)``, and return the new ``forward``.
+
+    Args:
+        module: Changed in place.
+        function: A function at the top level of a file, which passes ``module`` and ``inner`` on to
+            :func:`call_inner`. ``inner`` is the ``forward`` that the instance had already; None for the class's.
+    """
+    attributes = vars(module)
+    forward = partial(function, module, attributes.get("forward"))
+    forward.__module__ = __name__  # by which it is known as this package's
+    attributes["forward"], attributes[_REPLICATE] = forward, partial(_replicate, module)
+    return forward
+
+
+def call_inner(module: nn.Module, inner: Inner, /, *args: Any, **kwargs: Any) -> Any:
+    """Run the ``forward`` that was replaced."""
+    if inner is not None:
+        return inner(*args, **kwargs)
+    # Not a bound method: compiled code would be specific to one block's method, and could not be reused by the others.
+    return type(module).forward(module, *args, **kwargs)
+
+
+def has_forward(module: nn.Module, function: Callable[..., Any]) -> bool:
+    """Return whether the module runs ``function`` since :func:`replace_forward`."""
+    forward: Any = vars(module).get("forward")
+    return _is_ours(forward) and forward.func is function
+
+
+def restore_forward(module: nn.Module) -> None:
+    """Undo the last :func:`replace_forward`."""
+    attributes = vars(module)
+    inner = attributes.pop("forward").args[1]
+    if inner is not None:
+        attributes["forward"] = inner
+    if not _is_ours(inner):
+        del attributes[_REPLICATE]
+
+
+def _is_ours(forward: Any) -> bool:
+    return isinstance(forward, partial) and forward.__module__ == __name__
+
+
+def _replicate(module: nn.Module) -> nn.Module:
+    replica: nn.Module = type(module)._replicate_for_data_parallel(module)  # type: ignore[no-untyped-call]
+    attributes = vars(replica)
+    attributes["forward"] = _rebound(attributes["forward"], replica)
+    return replica
+
+
+def _rebound(forward: Any, replica: nn.Module) -> Any:
+    if not _is_ours(forward):
+        return forward
+    rebound = partial(forward.func, replica, _rebound(forward.args[1], replica))
+    vars(rebound).update(vars(forward))
+    return rebound
