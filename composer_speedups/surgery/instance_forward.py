@@ -28,9 +28,9 @@ def replace_forward(module: nn.Module, function: Callable[..., Any]) -> partial[
             :func:`call_inner`. ``inner`` is the ``forward`` that the instance had already; None for the class's.
     """
     attributes = vars(module)
-    forward = partial(function, module, attributes.get("forward"))
-    forward.__module__ = __name__  # by which it is known as this package's
-    attributes["forward"], attributes[_REPLICATE] = forward, partial(_replicate, module)
+    forward, replicate = partial(function, module, attributes.get("forward")), partial(_replicate, module)
+    forward.__module__ = replicate.__module__ = __name__  # by which they are known as this package's
+    attributes["forward"], attributes[_REPLICATE] = forward, replicate
     return forward
 
 
