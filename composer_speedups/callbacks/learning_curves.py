@@ -32,7 +32,7 @@ class LearningCurves(SavedCallback):
         "elapsed": float,
     }
 
-    def __init__(self) -> None:
+    def reset(self) -> None:
         self.losses: dict[int, float] = {}
         self.evaluations: dict[int, dict[str, float]] = {}
         self.seconds: dict[int, float] = {}

@@ -32,7 +32,7 @@ class LossScaleMonitor(SavedCallback):
 
     checkpoint_fields: ClassVar[dict[str, Any]] = {"skips": int}
 
-    def __init__(self) -> None:
+    def reset(self) -> None:
         self.scale: float | None = None
         self.skips = 0
         self._sent: HostCopy | None = None

@@ -19,6 +19,9 @@ class SavedCallback(Callback):
 
     checkpoint_fields: ClassVar[dict[str, Any]]
 
+    def __init__(self) -> None:
+        self.reset()
+
     def init(self, state: State, logger: Logger) -> None:
         self.reset()
 

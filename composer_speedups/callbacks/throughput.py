@@ -11,13 +11,14 @@ from functools import partialmethod
 from typing import Any, ClassVar
 
 import torch
-from composer.core import Callback, Event, State
+from composer.core import Event, State
 from composer.loggers import Logger
 from composer.utils import dist
 from torch._dynamo.utils import counters
 
 from composer_speedups.callbacks.config import FIRST_VALUE_BY, ThroughputConfig
 from composer_speedups.callbacks.peaks import Peak, device_peak, precision_in_force
+from composer_speedups.callbacks.saved_callback import SavedCallback
 from composer_speedups.core.operator_recorder import capture_seconds
 from composer_speedups.core.trainer_state import device_of, model_of
 from composer_speedups.families.flops import batch_lengths, training_flops
@@ -114,7 +115,7 @@ def own_batches(gathered: Sequence[Sequence[Sequence[Any]]]) -> list[Batch]:
     return [Batch(*row) for row in gathered[dist.get_global_rank()]]
 
 
-class ThroughputMonitor(ThroughputConfig, Callback, eq=False):
+class ThroughputMonitor(ThroughputConfig, SavedCallback, eq=False):
     """Logs samples/s, real tokens/s, padding, MFU, and the time that is not spent on training.
 
     Rates are samples (or tokens) divided by the time of training steps *and* of waiting for data. Evaluation and
@@ -168,9 +169,6 @@ class ThroughputMonitor(ThroughputConfig, Callback, eq=False):
         self._ended: Any = None  # CUDA event at the end of the last batch
         self._gaps: list[tuple[int, Any, Any]] = []  # position of a batch, and CUDA events around the time before it
         self._summary: dict[str, Any] = {}
-
-    def init(self, state: State, logger: Logger) -> None:
-        self.reset()  # in each Trainer that it is given to, it starts anew
 
     def fit_start(self, state: State, logger: Logger) -> None:
         self.clock.event(Event.FIT_START)

@@ -197,6 +197,13 @@ def test_a_second_trainer_starts_anew() -> None:
     assert (best.batch, best.metrics, stopping.best, stopping.stopped) == (LENGTH, {"loss": 1.5}, 1.5, False)
 
 
+def test_the_curves_of_a_second_trainer_do_not_go_on_from_the_first() -> None:
+    curves = LearningCurves()
+    for length in (LENGTH, 1):
+        fit_and_close(make_trainer(batches=plain_batches(length), callbacks=[curves]))
+        assert [*curves.losses] == [*range(1, length + 1)]
+
+
 @pytest.mark.parametrize("loaded", [2, 6, 10])
 def test_a_resumed_run_has_the_best_weights_of_the_uninterrupted_one(loaded: int) -> None:
     """The best evaluation comes after batch 6, and a later one would be best of those after batch 10."""
