@@ -127,15 +127,19 @@ def _bars(axes: Axes, rows: Sequence[Row], measure: str, first: str) -> None:
             _label(axes, describe_errors(row).partition(":")[0] or "not measured", 0, place, color=_RED)
             continue
         median = value["median"]
-        grey = row["configuration"] == first or row.get("peer") in PEERS
-        axes.barh(place, median, color=_GREY if grey else _BLUE, height=0.62)
-        if value["min"] < value["max"]:
-            spread = [[median - value["min"]], [value["max"] - median]]
-            axes.errorbar(median, place, xerr=spread, color=INK, capsize=3, linewidth=1.0)
         text = f"{median:.1f}" if measure == "process_seconds" else f"{median:,.0f}"
         if base is not None and row["configuration"] != first:
             text += f"  ×{base / median if measure == 'process_seconds' else median / base:.2f}"
-        _label(axes, text, value["max"], place)
+        grey = row["configuration"] == first or row.get("peer") in PEERS
+        _bar(axes, place, text, median, value["min"], value["max"], grey=grey)
+
+
+def _bar(axes: Axes, place: int, text: str, median: float, least: float, most: float, *, grey: bool) -> None:
+    axes.barh(place, median, color=_GREY if grey else _BLUE, height=0.62)
+    if least < most:
+        spread = [[median - least], [most - median]]
+        axes.errorbar(median, place, xerr=spread, color=INK, capsize=3, linewidth=1.0)
+    _label(axes, text, most, place)
 
 
 def accuracy_bars(rows: Sequence[Row]) -> Figure:
@@ -150,17 +154,13 @@ def accuracy_bars(rows: Sequence[Row]) -> Figure:
     axes = figure.add_subplot()
     base, longest = reached.median(names[0]), 0.0
     for place, name in enumerate(names):
-        times = [seconds for seconds in reached.seconds[name] if seconds is not None]
-        median = reached.median(name)
+        times, median = reached.times(name), reached.median(name)
         if median is None:
             _label(axes, f"{len(times)} of {len(reached.seconds[name])} runs reached it", 0, place, color=_RED)
             continue
-        axes.barh(place, median, color=_BLUE if place and not peers[name] else _GREY, height=0.62)
-        spread = [[median - min(times)], [max(times) - median]]
-        axes.errorbar(median, place, xerr=spread, color=INK, capsize=3, linewidth=1.0)
         ratio = f"  ×{base / median:.2f}" if place and base is not None else ""
-        _label(axes, f"{median:.1f}{ratio}", max(times), place)
-        longest = max(longest, *times)
+        _bar(axes, place, f"{median:.1f}{ratio}", median, times[0], times[-1], grey=not place or peers[name])
+        longest = max(longest, times[-1])
     axes.set_xlabel(f"seconds from the start of the process to an accuracy of {reached.target:.4f}\n{_source(rows[0])}")
     _style_bars(axes, [{"configuration": name} for name in names], longest)
     return figure

@@ -250,9 +250,13 @@ class Reached(NamedTuple):
     seconds: dict[str, list[float | None]]  # None for a run that did not reach it
     finals: dict[str, list[float]]
 
+    def times(self, configuration: str) -> list[float]:
+        """The times of the runs that reached the target, sorted."""
+        return sorted(seconds for seconds in self.seconds[configuration] if seconds is not None)
+
     def median(self, configuration: str) -> float | None:
         """The median time; None if a run did not reach the target."""
-        times = [seconds for seconds in self.seconds[configuration] if seconds is not None]
+        times = self.times(configuration)
         return statistics.median(times) if len(times) == len(self.seconds[configuration]) else None
 
 
@@ -280,7 +284,7 @@ def time_to_accuracy(name: str, reference: str) -> list[str]:
     reached = reached_by(rows, reference)
     lines, base = [], reached.median(reference)
     for configuration, seconds in reached.seconds.items():
-        times = sorted(time for time in seconds if time is not None)
+        times = reached.times(configuration)
         spread = f"{statistics.median(times):.1f} ({times[0]:.1f}–{times[-1]:.1f})" if times else "–"
         median = reached.median(configuration)
         ratio = "–" if median is None or base is None else f"{base / median:.2f}"
