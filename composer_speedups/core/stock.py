@@ -24,9 +24,9 @@ from transformers.modeling_utils import AttentionInterface
 from composer_speedups.core.adapters import adapter_refusal, without_adapter
 from composer_speedups.packing.derived_classes import is_derived
 
-__all__ = ["Untouched", "built_on_meta", "changes_to", "differences", "model_differences", "outermost_models"]
+__all__ = ["HOOKS", "Untouched", "built_on_meta", "changes_to", "differences", "model_differences", "outermost_models"]
 
-_HOOKS = {
+HOOKS = {  # attribute of a module → what one of its entries is
     "_forward_pre_hooks": "a forward pre-hook",
     "_forward_hooks": "a forward hook",
     "_backward_pre_hooks": "a backward pre-hook",
@@ -116,7 +116,7 @@ def _other_module(
 
 
 def _hooks_on(module: nn.Module, name: str, *, ours: bool) -> Iterator[str]:
-    for attribute, description in _HOOKS.items():
+    for attribute, description in HOOKS.items():
         hooks = getattr(module, attribute).values()
         if any(not (_is_recorder(hook) or (ours and _is_ours(hook))) for hook in hooks):
             yield f"{name} has {description}"
@@ -208,7 +208,7 @@ class Untouched:
         self._settings = [(module, _methods(type(module)), *_settings(module)) for module in self._modules]
         self._parameters = [module._parameters for module in self._modules if module._parameters]
         self._types = self._types_now()
-        self._hooks = [getattr(module, kind) for module in self._modules for kind in _HOOKS]
+        self._hooks = [getattr(module, kind) for module in self._modules for kind in HOOKS]
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the functions of classes, which a pickle does not hold and a loaded class has anew."""

@@ -11,6 +11,7 @@ import torch._inductor
 import torch._inductor.config
 from torch import nn
 
+from composer_speedups.core.stock import HOOKS
 from composer_speedups.core.trainer_state import is_composer_model
 from composer_speedups.families.blocks import repeated_blocks
 from composer_speedups.surgery.already_applied import refuse_other_settings
@@ -101,9 +102,7 @@ def _hooks_inside(block: nn.Module) -> list[tuple[str, Any]]:
     return [
         (name, hook)
         for name, module in block.named_modules()
-        for hooks in (
-            module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
-        )
-        for hook in hooks.values()
         if module is not block
-    ]  # fmt: skip
+        for kind in HOOKS
+        for hook in getattr(module, kind).values()
+    ]
