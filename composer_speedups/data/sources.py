@@ -107,8 +107,10 @@ def load_samples(config: DataConfig, task: Task, summary: DataSummary | None = N
     train.teach(trial)  # from all rows, because a class may occur only in those held out
     examples = train.checked(trial, config.on_invalid, summary, training=True)
     if trial is not task:  # a label may occur only in rows that were dropped, and is then no class
-        train._replace(rows=[train.rows[place] for place in examples]).teach(task)
-        examples = {place: task.example(train.rows[place], f"row {place + 1}", training=True) for place in examples}
+        kept = train._replace(rows=[train.rows[place] for place in examples])
+        kept.teach(task)
+        if len(kept.rows) < len(train.rows):
+            examples = {place: task.example(train.rows[place], f"row {place + 1}", training=True) for place in examples}
     if config.eval_fraction is not None:
         drawn = _held_out(train, examples, task, config)
         examples = {place: examples[place] for place in examples.keys() - drawn}
