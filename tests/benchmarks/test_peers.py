@@ -280,7 +280,8 @@ def test_sentence_transformers_trains_the_same_steps_on_flattened_texts(pooling:
 @pytest.mark.gpu
 @pytest.mark.usefixtures("pairs")
 @pytest.mark.parametrize("compiled", ["false", "true"])
-def test_flattened_texts_have_the_loss_of_padded_ones_on_a_gpu(compiled: str) -> None:
+def test_flattened_texts_have_the_loss_of_padded_ones_on_a_gpu(compiled: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # HF Trainer would use all GPUs
     job = [*EMBEDDING, "trainer.max_duration=1ba", "trainer.device=gpu"]
     padded = peer(sentence_trainer, *job, "peer.torch_compile=false")
     flat = peer(sentence_trainer, *job, f"peer.torch_compile={compiled}", "peer.flatten=true", "peer.multiple=16")
