@@ -26,10 +26,11 @@ __all__ = ["MAX_WIDTH", "gelu_backward_narrow", "gelu_narrow", "narrow_products"
 
 MAX_WIDTH = 64
 # Wide tiles: each strip of columns writes its own partial products, which are as many bytes as a narrow tensor. So few
-# programs per multiprocessor that all of them run at a time.
+# programs per multiprocessor that all of them run at a time. The 8-bit variant of GELU's gradient has too few registers
+# for a wide tile of four warps, and is slower with eight.
 _TILE = {"ROWS": 32, "COLUMNS": 256, "num_warps": 4}
-_GELU_TILE = {"ROWS": 32, "COLUMNS": 128}
-_PROGRAMS = 4
+_GELU_TILE, _GELU_FLOAT8_TILE = {"ROWS": 32, "COLUMNS": 128}, {"ROWS": 16, "COLUMNS": 64}
+_PROGRAMS, _FLOAT8_PROGRAMS = 4, 8
 _COMPILED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "0")
 
 
@@ -106,7 +107,8 @@ def gelu_backward_narrow(
     """
     tokens, features = x_TF.shape
     widths = {"GRAD": _width(right_FR), "RESULT": _width(result_left_TR)}
-    strips, groups = strips_and_groups(x_TF, _GELU_TILE["COLUMNS"], _PROGRAMS)
+    tile, programs = (_GELU_TILE, _PROGRAMS) if operand is None else (_GELU_FLOAT8_TILE, _FLOAT8_PROGRAMS)
+    strips, groups = strips_and_groups(x_TF, tile["COLUMNS"], programs)
     product = gradient = result = None
     if left_TR is not None and right_FR is not None:
         product = x_TF.new_empty(strips, tokens, right_FR.shape[1], dtype=torch.float32)
@@ -116,10 +118,9 @@ def gelu_backward_narrow(
     given = (left_TR, right_FR, result_left_TR, product, gradient, result)
     pointers = [x_TF if tensor is None else tensor for tensor in given]
     ranks = [0 if tensor is None else tensor.shape[1] for tensor in (right_FR, result_left_TR)]
-    warps = 4 if operand is None and max(widths.values()) <= 16 else 8  # four have too few registers for more
     _gelu_backward_narrow[(strips, groups)](
         grad_TF, x_TF, *pointers, *(operand or (x_TF, x_TF)), tokens, features, *ranks, **widths,
-        FLOAT8=operand is not None, **_GELU_TILE, num_warps=warps,
+        FLOAT8=operand is not None, **tile, num_warps=4 if operand is not None or max(widths.values()) <= 16 else 8,
     )  # fmt: skip
     if operand is not None:
         settle(operand, grad_TF)
