@@ -7,6 +7,7 @@ import gc
 import weakref
 from collections import UserDict
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -223,3 +224,13 @@ def test_compile_modes_that_capture_graphs_conflict() -> None:
     ):
         screen([CUDAGraphs(), TorchCompile(mode="reduce-overhead")], Context(torch.device("cpu")))
     refuse_conflicts([CUDAGraphs(), TorchCompile()])
+
+
+@pytest.mark.parametrize(("lengths", "noted"), [([4, 5, 6], True), ([4, 5, *[4] * 20, 6], False), ([4, 4, 4], False)])
+def test_a_note_says_that_too_many_shapes_occurred(lengths: list[int], noted: bool) -> None:
+    technique, model = CUDAGraphs(max_graphs=2), tiny_bert()
+    technique._calls, technique.ended = graphed(model, max_graphs=2), True
+    for length in lengths:
+        model(**batch([length] * 2))
+    note = technique.verify(SimpleNamespace()).get("note")  # type: ignore[arg-type]
+    assert note is None if not noted else note.startswith("1 of 3 batches ran without a graph")

@@ -17,6 +17,8 @@ from composer_speedups.core.requirements import Context, Requirement, needs_cuda
 from composer_speedups.core.technique import FSDP, Conflict, Stage, Technique, Variant
 from composer_speedups.distributed.ddp import BUCKETS_SETTLED
 
+_NOTED_SHARE = 0.1  # of batches without a graph
+
 
 class CUDAGraphs(Technique):
     """Replays the forward and backward pass as CUDA graphs, which saves the time of kernel launches.
@@ -120,8 +122,12 @@ class CUDAGraphs(Technique):
         evidence: dict[str, Any] = {name: getattr(self._calls, name) for name in ("graphs", "replays", "eager_calls")}
         if self._calls.backward_segments > 1:
             evidence["backward_segments"] = self._calls.backward_segments
-        if self.ended and self._calls.eager_calls > self._calls.replays:
-            evidence["note"] = "most batches had a shape that was not captured; raise max_graphs, or round the shapes"
+        eager, batches = self._calls.eager_calls, self._calls.eager_calls + self._calls.replays
+        if self.ended and self._calls.graphs == self.max_graphs and eager > _NOTED_SHARE * batches:
+            evidence["note"] = (
+                f"{eager} of {batches} batches ran without a graph, most of them because there are max_graphs already; "
+                "raise max_graphs, or unpadding's pad_to_multiple_of, such as 512, so that fewer shapes occur"
+            )
         return evidence
 
     def close(self) -> None:
