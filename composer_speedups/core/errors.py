@@ -150,11 +150,15 @@ def did_you_mean(name: object, known: Iterable[str], prefix: str = "", *, otherw
         otherwise: By default, ``; known:`` and all known names.
     """
     wanted, known = str(name), list(known)
-    close = difflib.get_close_matches(wanted, known, n=1, cutoff=0.75)
+    section, _, leaf = wanted.rpartition(".")
+    siblings = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == section}
+    close = [siblings[match] for match in difflib.get_close_matches(leaf, siblings, n=1, cutoff=0.7)]
+    if not siblings:  # the section may be misspelt
+        close = difflib.get_close_matches(wanted, known, n=1, cutoff=0.75)
     if not close:
         leaves = {key.rpartition(".")[2]: key for key in reversed(known)}
         cutoff = 0.5 if len(known) <= 20 else 0.7
-        matches = difflib.get_close_matches(wanted.rpartition(".")[2], leaves, n=1, cutoff=cutoff)
+        matches = difflib.get_close_matches(leaf, leaves, n=1, cutoff=cutoff)
         close = [leaves[leaf] for leaf in matches] or [key for key in known if wanted in key]
     if close:
         return f"; did you mean {prefix + close[0]!r}?"

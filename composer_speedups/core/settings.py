@@ -390,6 +390,15 @@ def _one_line(
         raise ConfigError(problem if origins is None else f"{origins[key]}: {problem}") from None
 
 
+def _keys_beside(name: str, known: Sequence[str]) -> str | None:
+    """``; optimizer has: lr, beta1``, for an unknown key that no other is like."""
+    section = name.rpartition(".")[0]
+    beside = [key.rpartition(".")[2] for key in known if key.rpartition(".")[0] == section]
+    if section and 0 < len(beside) <= 20:
+        return f"; {section} has: {', '.join(beside)}"
+    return "; --help lists all keys" if len(known) > 20 else None
+
+
 def _explain(error: ValidationError, cls: type[Settings], values: Any, prefix: str) -> tuple[str, str]:
     """The key of the first error, and a sentence about it; unknown keys come before invalid values."""
     errors = error.errors(include_url=False)
@@ -407,7 +416,9 @@ def _explain(error: ValidationError, cls: type[Settings], values: Any, prefix: s
     if first["type"] in _UNKNOWN:
         name = ".".join([*names, str(location[-1])])
         known = [key for key, _, _ in keys_of(cls)]
-        hint = did_you_mean(name, known, prefix, otherwise="; --help lists all keys" if len(known) > 20 else None)
+        hint = did_you_mean(name, known, prefix, otherwise=_keys_beside(name, known))
+        if meant := getattr(cls, "also_called", {}).get(str(location[-1])):
+            hint = f"; did you mean {meant!r}?"
         return prefix + name, f"unknown key {prefix + name!r}{hint}"
     if isinstance(cause, InvalidSettingError):
         key = f"{key}.{cause.key}".removeprefix(".")
