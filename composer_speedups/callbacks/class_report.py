@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,9 @@ from composer.loggers import Logger
 
 from composer_speedups.tasks.metrics import MacroF1
 
-__all__ = ["ClassReport"]
+__all__ = ["ClassReport", "class_rows", "metrics_by_class"]
+
+_MOST_ROWS = 10
 
 
 class ClassReport(Callback):
@@ -52,22 +55,48 @@ class ClassReport(Callback):
             return {}
         counts = self.counts[batch]
         whole = counts.shape[0] == counts.shape[1] == len(self.names)
-        true_K, predicted_K, hits_K = (
-            (counts.sum(1), counts.sum(0), counts.diagonal()) if whole else (counts[0], counts[1], counts[2])
-        )
-        classes = {
-            name: {
-                "precision": _ratio(hits, predicted),
-                "recall": _ratio(hits, true),
-                "f1": _ratio(2 * hits, true + predicted),
-                "samples": true,
-                "predicted": predicted,
-            }
-            for name, true, predicted, hits in zip(
-                self.names, true_K.tolist(), predicted_K.tolist(), hits_K.tolist(), strict=True
-            )
+        return {
+            "batch": batch,
+            "classes": metrics_by_class(self.names, counts),
+            "confusion": counts.tolist() if whole else None,
         }
-        return {"batch": batch, "classes": classes, "confusion": counts.tolist() if whole else None}
+
+
+def metrics_by_class(names: Sequence[str], counts: npt.NDArray[np.int64]) -> dict[str, dict[str, Any]]:
+    """Name → ``precision``, ``recall``, ``f1`` (None where undefined), ``samples`` and ``predicted``.
+
+    Args:
+        names: Names of the K classes.
+        counts: As in :attr:`ClassReport.counts`.
+    """
+    whole = counts.shape[0] == counts.shape[1] == len(names)
+    true_K, predicted_K, hits_K = (
+        (counts.sum(1), counts.sum(0), counts.diagonal()) if whole else (counts[0], counts[1], counts[2])
+    )
+    return {
+        name: {
+            "precision": _ratio(hits, predicted),
+            "recall": _ratio(hits, true),
+            "f1": _ratio(2 * hits, true + predicted),
+            "samples": true,
+            "predicted": predicted,
+        }
+        for name, true, predicted, hits in zip(
+            names, true_K.tolist(), predicted_K.tolist(), hits_K.tolist(), strict=True
+        )
+    }
+
+
+def class_rows(classes: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, float | None, str]]:
+    """``F1 of spam``, 0.812, ``precision 0.9, recall 0.74, 31 samples`` for each of up to ten classes.
+
+    Args:
+        classes: From :func:`metrics_by_class`.
+    """
+    for name, values in classes.items() if len(classes) <= _MOST_ROWS else ():
+        shown = [f"{key} {values[key]:.4g}" for key in ("precision", "recall") if values[key] is not None]
+        label = f"F1 of {name}" if len(name) < 11 else f"F1 of {name[:9]}…"
+        yield label, values["f1"], ", ".join([*shown, f"{values['samples']:,} samples"])
 
 
 def _ratio(part: int, whole: int) -> float | None:

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Collection, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from datasets import Dataset
 from pydantic import BaseModel, BeforeValidator, ValidationError
 
 from composer_speedups.algorithms.unpadding.functional import plan_unpadding
+from composer_speedups.callbacks.class_report import metrics_by_class
 from composer_speedups.core.errors import ConfigError, first_line
 from composer_speedups.core.pretrained import pretrained_config, pretrained_model, pretrained_tokenizer
 from composer_speedups.core.settings import Settings, fields_of
@@ -24,14 +25,21 @@ from composer_speedups.predict.finished_run import exported_folder
 from composer_speedups.recommendation import apply_recommended
 from composer_speedups.tasks.config import TASK_FILE, ModelConfig
 from composer_speedups.tasks.data_config import DataConfig
-from composer_speedups.tasks.metrics import computed
+from composer_speedups.tasks.metrics import MacroF1, computed
 from composer_speedups.tasks.models import FinetuneModel, has_token_types, positions_of
 from composer_speedups.tasks.task import Task, build_task
 
-__all__ = ["FinishedModel"]
+__all__ = ["Evaluation", "FinishedModel"]
 
 Columns = dict[str, list[Any]]
 T = TypeVar("T", bound=BaseModel)
+
+
+class Evaluation(NamedTuple):
+    """The metrics of a task by their names in report.json, and those of each class of a classification."""
+
+    metrics: dict[str, float]
+    classes: dict[str, dict[str, Any]]
 
 
 class FinishedModel:
@@ -153,8 +161,8 @@ class FinishedModel:
         return [prediction for _, prediction in sorted(zip(order, predictions, strict=True), key=itemgetter(0))]
 
     @torch.no_grad()
-    def evaluate(self, samples: Dataset, batch_size: int) -> dict[str, float]:
-        """The metrics of the task's evaluation, by their names in report.json.
+    def evaluate(self, samples: Dataset, batch_size: int) -> Evaluation:
+        """Evaluate as training does.
 
         Args:
             samples: From :func:`.labelled_samples`.
@@ -186,7 +194,11 @@ class FinishedModel:
             outputs = wrapped.eval_forward(batch, {"logits": logits})  # as in training, it takes the labels out of it
             for metric in metrics.values():
                 wrapped.update_metric(batch, outputs, metric)
-        return computed(metrics)
+        values, classes = computed(metrics), dict[str, dict[str, Any]]()
+        for metric in metrics.values():
+            if isinstance(metric, MacroF1) and metric.seen is not None:
+                classes = metrics_by_class(metric.names, metric.seen.cpu().numpy())
+        return Evaluation(values, classes)
 
     def _logits(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         device = self.model.device

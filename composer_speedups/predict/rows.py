@@ -18,6 +18,7 @@ from typing import IO, Any
 import pyarrow
 import pyarrow.parquet
 
+from composer_speedups.callbacks.class_report import class_rows
 from composer_speedups.core.errors import ConfigError, DataError, first_line
 from composer_speedups.core.files import LockedFileError, atomic_file, finite, lock_file, remove_unfinished
 from composer_speedups.data.paths import check_file
@@ -86,11 +87,12 @@ def evaluate_file(model: FinishedModel, source: Path, batch_size: int) -> str:
     problems = [problem for dropped in summary.dropped for problem in dropped.problems]
     if problems:
         print(invalid_rows(where, len(rows), problems, "the metrics leave out such rows"), file=sys.stderr)
-    metrics = model.evaluate(samples, batch_size)
+    metrics, by_class = model.evaluate(samples, batch_size)
     left_out = f", {len(problems):,} of them left out" if problems else ""
     head = f"{source}: {len(rows):,} rows{left_out}"
     classes = getattr(model.task, "classes", ())
-    lines = (f"  {name:<15} {value:>10.6g}  {class_of_metric(name, classes)}" for name, value in metrics.items())
+    lines = [f"  {name:<15} {value:>10.6g}  {class_of_metric(name, classes)}" for name, value in metrics.items()]
+    lines += [f"  {name:<15} {value:>10.6g}  {note}" for name, value, note in class_rows(by_class) if value is not None]
     return "\n".join([head, *map(str.rstrip, lines)])
 
 

@@ -22,6 +22,7 @@ _PIPELINES = {
     "mlm": "fill-mask",
 }
 _OTHER_PIPELINE = "text-classification"
+_MOST_CLASSES = 100
 _VERSIONS = ("composer_speedups", "commit", "torch", "composer", "transformers", "datasets", "triton", "python", "gpu")
 
 
@@ -71,6 +72,7 @@ def model_card(report: dict[str, Any]) -> ModelCard:
         "Use": _usage(task),
         "Data": _data(data),
         "Metrics": _table(("metric", "value"), [(name, f"{value:.6g}") for name, value in metrics.items()]),
+        "Classes": _classes(report["classes"].get("classes", {})),
         "Training": _training(report),
         "Techniques": _techniques(report["algorithms"]),
         "Versions": _table(
@@ -112,6 +114,12 @@ def _data(data: dict[str, Any]) -> str:
     if data["eval_fraction"] is not None:
         held_out = f"validated on {data['eval_fraction']:g} of these samples"
     return ", ".join(filter(None, [origin, trained, held_out, f"at most {data['max_length']} tokens per text"])) + "."
+
+
+def _classes(classes: dict[str, dict[str, Any]]) -> str:
+    shown = ("precision", "recall", "f1", "samples")
+    rows = [(name, *("–" if v[key] is None else f"{v[key]:.4g}" for key in shown)) for name, v in classes.items()]
+    return _table(("class", *shown), rows) if 0 < len(rows) <= _MOST_CLASSES else ""
 
 
 def _training(report: dict[str, Any]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -12,7 +11,7 @@ from composer.loggers import Logger
 from composer.utils import dist
 
 from composer_speedups.callbacks.best_weights import BestWeights
-from composer_speedups.callbacks.class_report import ClassReport
+from composer_speedups.callbacks.class_report import ClassReport, class_rows
 from composer_speedups.callbacks.divergence import DivergenceGuard
 from composer_speedups.callbacks.early_stopping import EarlyStopping
 from composer_speedups.callbacks.engagement import EngagementReport, describe_evidence
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
 __all__ = ["StartupTimes", "build_report", "callback_of", "summary_table", "write_report"]
 
 C = TypeVar("C", bound=Callback)
-_MOST_CLASS_ROWS = 10
 _GUARDS = (FiniteLoss, LossScaleMonitor, DivergenceGuard)
 
 
@@ -157,7 +155,7 @@ def summary_table(report: dict[str, Any], folder: str) -> str:
             f"GiB {'of the GPU' if report['environment']['gpu'] else 'resident'}",
         ),
         *((name.replace("_", " "), value, class_of_metric(name, classes)) for name, value in metrics.items()),
-        *_class_rows(report["classes"]),
+        *class_rows(report["classes"].get("classes", {})),
         _best_row(report["best"], exported=report["config"]["export"]),
         _early_stopping_row(report["early_stopping"], report["training"]),
         ("gradients", ddp.get("mib_a_step"), f"MiB reduced per step, {_overlap(ddp, report['training'])}"),
@@ -179,15 +177,6 @@ def summary_table(report: dict[str, Any], folder: str) -> str:
     if report["baseline"]:
         lines += ["", _against_baseline(report)]
     return "\n".join(lines)
-
-
-def _class_rows(evaluation: dict[str, Any]) -> Iterator[tuple[str, float | None, str]]:
-    """``F1 of spam 0.812  precision 0.9, recall 0.74, 31 samples`` for up to ten classes."""
-    classes = evaluation.get("classes", {})
-    for name, values in classes.items() if len(classes) <= _MOST_CLASS_ROWS else ():
-        shown = [f"{key} {_number(values[key])}" for key in ("precision", "recall") if values[key] is not None]
-        label = f"F1 of {name}" if len(name) < 11 else f"F1 of {name[:9]}…"
-        yield label, values["f1"], ", ".join([*shown, f"{values['samples']:,} samples"])
 
 
 def _best_row(best: dict[str, Any], *, exported: bool) -> tuple[str, int | None, str]:

@@ -492,7 +492,8 @@ def test_text_is_split_at_whitespace_into_words_with_a_tag_each() -> None:
 
 
 def evaluated(text: str) -> dict[str, float]:
-    return {name: float(value) for name, value, *_ in map(str.split, text.splitlines()[1:])}
+    lines = [line.split() for line in text.splitlines()[1:] if not line.startswith("  F1 of ")]
+    return {name: float(value) for name, value, *_ in lines}
 
 
 @pytest.mark.exhaustive
@@ -529,6 +530,9 @@ def check_evaluation(task: str, capsys: pytest.CaptureFixture[str], *more: str) 
     printed = capsys.readouterr().out
     assert printed.startswith("eval.jsonl: 24 rows\n")
     assert evaluated(printed) == pytest.approx(expected, rel=1e-3, abs=1e-3), "padded then, unpadded now"
+    for name, values in report["classes"].get("classes", {}).items():
+        assert f"  F1 of {name:<9} {values['f1'] or 0:>10.6g}  " in printed
+        assert f"recall {values['recall']:.4g}, {values['samples']} samples" in printed
     main(["runs/done/model", "input=train.jsonl", "evaluate=true"])
     assert evaluated(capsys.readouterr().out) != pytest.approx(expected, rel=1e-3, abs=1e-3)
 

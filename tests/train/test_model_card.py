@@ -30,10 +30,15 @@ def changed(report: dict[str, Any], **sections: dict[str, Any]) -> dict[str, Any
 def test_an_exported_model_has_a_card_of_its_report() -> None:
     report = run(*BRIEF, "algorithms.unpadding={}", "algorithms.sdpa_attention=null")
     text = Path("runs/done/model/README.md").read_text()
+    modes = {path.stat().st_mode for path in Path("runs/done/model").iterdir()}
+    assert len(modes) == 1, "whoever may read the configuration may read the weights"
     data = read(text)
     assert (data.library_name, data.pipeline_tag) == ("transformers", "text-classification")
     assert (data.base_model, data.datasets, data.eval_results) == (None, None, None)
     assert f"| accuracy | {report['metrics']['accuracy']:.6g} |" in text
+    for name, values in report["classes"]["classes"].items():
+        precision = "–" if values["precision"] is None else f"{values['precision']:.4g}"
+        assert f"| {name} | {precision} | {values['recall']:.4g} | {values['f1']:.4g} | {values['samples']} |" in text
     assert "trained from random weights" in text
     assert "built-in samples, at most 48 tokens per text." in text
     assert "AutoModelForSequenceClassification.from_pretrained" in text
