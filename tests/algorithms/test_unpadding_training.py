@@ -75,6 +75,14 @@ def test_the_evidence_notes_a_run_without_padding() -> None:
     assert technique.evidence["padding_of_the_run"] == 0
 
 
+@pytest.mark.parametrize(("multiple", "noted"), [(32, True), (8, False)])
+def test_the_evidence_notes_a_batch_that_packing_does_not_make_smaller(multiple: int, noted: bool) -> None:
+    technique = Unpadding(multiple)
+    fit(technique, batches=[batch([16, 1], seed=i) for i in range(2)])
+    assert [technique.evidence[f"first_batch_{what}"] for what in ("slots", "packed")] == [32, 32 if noted else 24]
+    assert ("lower pad_to_multiple_of" in technique.evidence.get("note", "")) is noted
+
+
 class Sabotage(Algorithm):
     """Undo unpadding after INIT; ``change`` says how."""
 

@@ -104,6 +104,8 @@ class FirstForward:
             evidence |= {"first_batch_slots": slots, "first_batch_tokens": tokens, "first_batch_packed": packed}
             if tokens == slots:
                 evidence["note"] = "the first batch has no padding to remove"
+            elif packed >= slots:
+                evidence["note"] = "the first batch is no smaller packed than padded; lower pad_to_multiple_of"
         return evidence
 
 
