@@ -52,11 +52,19 @@ def _csv_rows(file: Any, **dialect: Any) -> Iterator[Row]:
     lines = csv.reader(file, strict=True, **dialect)
     names = next(lines, [])
     _check_distinct(names)
-    for cells in lines:
+    for cells in _numbered(lines):
         if cells and len(cells) != len(names):
             raise ValueError(f"line {lines.line_num} has {len(cells)} cells, and the header has {len(names)}")
         if cells:  # no empty line
             yield dict(zip(names, cells, strict=True))
+
+
+def _numbered(lines: Any) -> Iterator[list[str]]:
+    """The lines of a csv.reader, whose errors then have a line number."""
+    try:
+        yield from lines
+    except csv.Error as error:
+        raise ValueError(f"line {lines.line_num}: {error}") from error
 
 
 def _tsv_rows(file: Any) -> Iterator[Row]:
@@ -226,7 +234,8 @@ def check_columns(names: Iterable[str], needed: Sequence[tuple[str, str]], where
         if column not in existing:
             hint = did_you_mean(column, existing, otherwise="")
             known = ", ".join(existing) or "none"
-            raise DataError(f"{where} has no column {column!r}{hint} (it has: {known}); set {key}")
+            value = "[NAME]" if key.endswith("columns") else "NAME"
+            raise DataError(f"{where} has no column {column!r}{hint} (it has: {known}); set {key}={value}")
 
 
 def _not_utf8(path: str) -> str:

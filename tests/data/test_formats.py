@@ -234,6 +234,7 @@ MALFORMED = {
     "cut.jsonl": ('{"text": "a", "label": 1}\n{"text": ', r"line 2 is not JSON: .*"),
     "half.jsonl": ('{"text": "\\ud800", "label": 1}\n', r"line 1 is not JSON: .*surrogates not allowed"),
     "list.jsonl": ('["a", 1]\n', "line 1 is not a JSON object"),
+    "quoted.csv": ('text,label\nfine,1\n"a"b,1\n', "line 3: ',' expected after '\"'"),
     "ragged.csv": ("text,label\nfine,1\na,1,2,3\n", "line 3 has 4 cells, and the header has 2"),
     "open.csv": ('text,label\nfine,1\n"never closed,0\nfine,1\n', ".*end of data"),
     "twice.csv": ("text,text,label\na,b,1\n", "it has two columns 'text'"),
