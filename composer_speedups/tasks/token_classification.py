@@ -101,7 +101,7 @@ class TokenClassification(TaskWithClasses):
         if not training and any(name.startswith(("B-", "I-")) for name in names):
             if importlib.util.find_spec("seqeval") is None:
                 raise ConfigError(
-                    "model.task: the F1 of token_classification needs seqeval; pip install 'composer_speedups[ner]'"
+                    "model.task: the F1 of token_classification needs seqeval; pip install '.[ner]' in a clone"
                 )
             metrics.append(EntityF1(names))
         return {type(metric).__name__: metric for metric in metrics}

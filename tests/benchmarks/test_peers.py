@@ -23,9 +23,9 @@ from composer_speedups.train.config.load import load_config
 from tests.conftest import ROOT
 from tests.helpers.jobs import SHORT, run
 
-pytest.importorskip("accelerate", reason="HF Trainer needs accelerate; pip install 'composer_speedups[bench]'")
+pytest.importorskip("accelerate", reason="HF Trainer needs accelerate; pip install '.[bench]' in a clone")
 
-pytest.importorskip("sentence_transformers", reason="needs pip install 'composer_speedups[bench]'")
+pytest.importorskip("sentence_transformers", reason="needs pip install '.[bench]' in a clone")
 
 from benchmarks.peers import hf_trainer, sentence_trainer  # behind importorskip
 

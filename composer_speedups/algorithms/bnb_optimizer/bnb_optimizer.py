@@ -58,7 +58,7 @@ class BnbOptimizer(OptimizerSwapTechnique):
         return "rounding" if settings.get("bits") == 32 and not settings.get("stable_embedding") else "recipe"
 
     def requirements(self, context: Context) -> Iterable[Requirement]:
-        yield needs_package("bitsandbytes", "composer_speedups[bnb]")
+        yield needs_package("bitsandbytes", ".[bnb]")
         if self.paged:
             yield needs_cuda(context, "paged optimizer state")
 

@@ -71,7 +71,7 @@ def requirements_of(implementation: Implementation, context: Context) -> Iterabl
     """What an implementation requires of the machine; ``"low_precision"`` requires nothing."""
     if implementation == "triton":
         yield needs_cuda(context, "Liger's Triton kernel", (7, 0))
-        yield needs_package("liger_kernel", "composer_speedups[liger]")
+        yield needs_package("liger_kernel", ".[liger]")
         yield needs_c_compiler("Triton")
     if implementation == "apex":
         yield needs_cuda(context, "Apex's kernel", (7, 0))

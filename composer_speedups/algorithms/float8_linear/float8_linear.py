@@ -67,7 +67,7 @@ class Float8Linear(Technique):
         return None if self.emulate else "fp8"  # the emulation multiplies in float32
 
     def requirements(self, context: Context) -> Iterable[Requirement]:
-        yield needs_package("torchao", "composer_speedups[torchao]")
+        yield needs_package("torchao", ".[torchao]")
         if not self.emulate:
             yield needs_cuda(context, f"{self.recipe} float8", CAPABILITY[self.recipe])
         yield needs_autocast(context, "float8_linear")

@@ -37,7 +37,7 @@ class KahanOptimizer(OptimizerSwapTechnique):
     )
 
     def requirements(self, context: Context) -> Iterable[Requirement]:
-        yield needs_package("optimi", "composer_speedups[optimi]")
+        yield needs_package("optimi", ".[optimi]")
         if context.device.type == "cuda":
             yield needs_cuda(context, "bfloat16", (8, 0))
         yield Requirement(

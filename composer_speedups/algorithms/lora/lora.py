@@ -56,7 +56,7 @@ class LoRA(Technique):
         self._rate = 0.0
 
     def requirements(self, context: Context) -> Iterable[Requirement]:
-        yield needs_package("peft", "composer_speedups[lora]")
+        yield needs_package("peft", ".[lora]")
 
     def engage(self, state: State) -> dict[str, Any]:
         settings = (self.rank, self.alpha, self.targets, self.dropout, self.modules_to_save)

@@ -48,7 +48,7 @@ class LowBitOptimizer(OptimizerSwapTechnique):
     """Compile the optimizer's step; null compiles it on a GPU only."""
 
     def requirements(self, context: Context) -> Iterable[Requirement]:
-        yield needs_package("torchao", "composer_speedups[torchao]")
+        yield needs_package("torchao", ".[torchao]")
         on_gpu = context.device.type == "cuda"
         if on_gpu and self.compiled is not False:
             yield from needs_triton()
