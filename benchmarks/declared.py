@@ -41,11 +41,12 @@ _STAGES = {
 
 
 def families() -> list[str]:
-    """Families × techniques: "yes", or "no" with the number of the reason in :func:`refusals`."""
-    lines = [
-        [family.title, *(_supported(technique, family.name, "mlm") for technique in TECHNIQUES)]
-        for family in _families_by_title()
-    ]
+    """Families × techniques: "yes" if some head is supported, or "no" with the number of the reason in
+    :func:`refusals`."""
+    lines = []
+    for family in _families_by_title():
+        cells = [[_supported(technique, family.name, head) for head in HEADS] for technique in TECHNIQUES]
+        lines.append([family.title, *("yes" if "yes" in cell else cell[0] for cell in cells)])
     return table(["family", *_quoted(TECHNIQUES)], lines)
 
 
@@ -173,7 +174,7 @@ def techniques_short() -> list[str]:
         card, sentence = _card_and_summary(technique.name)
         purpose, same = technique.purpose.removeprefix("saves "), _EXACTNESS[technique.exactness]
         lines.append([f"[`{technique.name}`]({card})", sentence, purpose, same])
-    return table(["technique", "what it does", "saves", "result"], lines)
+    return table(["technique", "what it does", "meant to save", "result"], lines)
 
 
 _EXACTNESS = {

@@ -29,8 +29,8 @@ def recommended(on_unavailable: OnUnavailable = "stop") -> list[Technique]:
     """Return the fastest stable techniques for BERT, RoBERTa and similar encoders, on one or several GPUs.
 
     None of them changes the recipe; each is exact up to the rounding of 16-bit mixed precision. Matmuls in 8 bits, with
-    ``FusedLayers(precision="fp8")``, are not among them: they need a GPU of compute capability 8.9, and are faster
-    only for wide layers. ``tune`` tries them, and the card of ``fused_layers`` has figures.
+    ``FusedLayers(precision="fp8")``, are not among them: they need a GPU of compute capability 8.9, and round the
+    operands of matmuls to 8 bits. ``tune`` tries them, and the card of ``fused_layers`` has figures.
 
     Args:
         on_unavailable: ``"stop"``: a technique that cannot engage on this GPU or model stops the run, with the reason
