@@ -39,7 +39,8 @@ def measure_baseline(config: Config, device: Device) -> dict[str, Any] | None:
 
     Returns:
         ``algorithms`` (names), ``batches``, ``samples_per_sec`` of the baseline and ``run_samples_per_sec`` of the
-        run's techniques, over all ranks; None without a baseline.
+        run's techniques, over all ranks, and ``turn_ratios``, by which factor the run's are faster in each turn on
+        rank 0, without turns in which neither was in its steady state; None without a baseline.
     """
     if config.baseline is None:
         return None
@@ -56,12 +57,14 @@ def measure_baseline(config: Config, device: Device) -> dict[str, Any] | None:
         for trainer in trainers * _TURNS:
             with failed_run(trainer):
                 trainer.fit(duration=f"{batches}ba")
-        before, now = (dist.get_world_size() * _steady_rate_of(trainer, batches) for trainer in trainers)
+        theirs, ours = (_batches_of(trainer) for trainer in trainers)
+        before, now = (dist.get_world_size() * steady_rate(each, batches) for each in (theirs, ours))
     return {
         "algorithms": [technique.name for technique in sets[0] if technique.engaged],
         "batches": batches * _TURNS,
         "samples_per_sec": before,
         "run_samples_per_sec": now,
+        "turn_ratios": turn_ratios(theirs, ours, batches),
     }
 
 
@@ -79,14 +82,27 @@ def _short_trainer(config: Config, techniques: list[Technique], device: Device) 
     return build_trainer(short, model, data._replace(eval=None), techniques, device)
 
 
-def _steady_rate_of(trainer: Trainer, turn: int) -> float:
+def _batches_of(trainer: Trainer) -> list[Batch]:
     monitor = callback_of(trainer.state, ThroughputMonitor)
     assert monitor is not None
-    return steady_rate(monitor.batches, turn)
+    return monitor.batches
 
 
 def steady_rate(batches: Sequence[Batch], turn: int) -> float:
     """Samples/s of one rank over steady batches, without the first batch of each turn, which skips data trained
     before."""
-    steady = [batch for i, batch in enumerate(batches) if batch.steady and i % turn] or batches
-    return sum(batch.samples for batch in steady) / sum(batch.seconds for batch in steady)
+    return _rate([batch for i, batch in enumerate(batches) if batch.steady and i % turn] or batches)
+
+
+def turn_ratios(before: Sequence[Batch], now: Sequence[Batch], turn: int) -> list[float]:
+    """The ratio of the two rates in each turn in which both sets have steady batches, its first batch aside."""
+    ratios = []
+    for start in range(0, min(len(before), len(now)), turn):
+        old, new = ([b for b in each[start + 1 : start + turn] if b.steady] for each in (before, now))
+        if old and new:
+            ratios.append(_rate(new) / _rate(old))
+    return ratios
+
+
+def _rate(batches: Sequence[Batch]) -> float:
+    return sum(batch.samples for batch in batches) / sum(batch.seconds for batch in batches)

@@ -16,7 +16,7 @@ from composer.loggers import Logger
 from composer_speedups.callbacks.throughput import Batch
 from composer_speedups.core.errors import ConfigError, TechniqueError
 from composer_speedups.train import application, console
-from composer_speedups.train.baseline import steady_rate
+from composer_speedups.train.baseline import steady_rate, turn_ratios
 from composer_speedups.train.config.load import load_config
 from composer_speedups.train.console import TrainingProgress
 from tests.conftest import ROOT
@@ -120,6 +120,11 @@ def test_the_baselines_rate_excludes_warm_up_and_the_first_batch_of_each_turn() 
 
     turns = [batch(1, 9.0, False), batch(2, 7.0, False), batch(3, 1.0), batch(4, 5.0), batch(5, 3.0), batch(6, 4.0)]
     assert steady_rate(turns, turn=3) == 3 * 8 / (1.0 + 3.0 + 4.0)
+    slower = [batch(i, 2 * b.seconds, b.steady) for i, b in enumerate(turns)]
+    assert turn_ratios(slower, turns, turn=3) == [2.0, 2.0]
+    assert turn_ratios(slower, turns[:2], turn=3) == [], "no steady batch"
+    uneven = [*turns[:4], batch(5, 6.0), batch(6, 8.0)]
+    assert turn_ratios(uneven, turns, turn=3) == [1.0, 2.0]
 
 
 @pytest.mark.parametrize(
