@@ -63,7 +63,10 @@ def main(arguments: Sequence[str]) -> None:
     run, request = read_request(arguments)
     exported_folder(run)
     check_file(request.input, "input")
-    from composer_speedups.predict.model import FinishedModel  # imports torch, which --help does not need
+    from composer_speedups.data.reader import load_rows
+
+    rows, source = load_rows([request.input], "input", None), Path(request.input)
+    from composer_speedups.predict.model import FinishedModel  # imports torch, which a refusal does not need
     from composer_speedups.predict.rows import evaluate_file, predict_file
 
     columns = {key: value for key in _COLUMNS if (value := getattr(request, key)) is not None}
@@ -72,9 +75,9 @@ def main(arguments: Sequence[str]) -> None:
     for line in model.engaged:
         print(line, file=sys.stderr)
     if request.evaluate:
-        print(evaluate_file(model, Path(request.input), request.batch_size))
+        print(evaluate_file(model, rows, source, request.batch_size))
     else:
-        print(predict_file(model, Path(request.input), Path(str(request.output)), request.batch_size))
+        print(predict_file(model, rows, source, Path(str(request.output)), request.batch_size))
 
 
 def read_request(arguments: Sequence[str]) -> tuple[Path, Request]:

@@ -21,8 +21,7 @@ import pyarrow.parquet
 from composer_speedups.callbacks.class_report import class_rows
 from composer_speedups.core.errors import ConfigError, DataError, first_line
 from composer_speedups.core.files import LockedFileError, atomic_file, finite, lock_file, remove_unfinished
-from composer_speedups.data.paths import check_file
-from composer_speedups.data.reader import Row, check_columns, declared_classes, load_rows
+from composer_speedups.data.reader import Row, check_columns, declared_classes
 from composer_speedups.data.sources import labelled_samples
 from composer_speedups.data.summary import DataSummary, invalid_rows
 from composer_speedups.predict.model import FinishedModel
@@ -33,8 +32,8 @@ __all__ = ["evaluate_file", "predict_file", "predicted"]
 _ROWS_PER_BLOCK = 2048  # rows that are sorted by length, computed and written together
 
 
-def predict_file(model: FinishedModel, source: Path, output: Path, batch_size: int) -> str:
-    """Write every row of ``source`` with its predictions to ``output``.
+def predict_file(model: FinishedModel, rows: list[Row], source: Path, output: Path, batch_size: int) -> str:
+    """Write every row of ``source``, which are ``rows``, with its predictions to ``output``.
 
     A column of the input that has the name of a prediction is written as ``input_<name>``.
 
@@ -46,11 +45,11 @@ def predict_file(model: FinishedModel, source: Path, output: Path, batch_size: i
         A line with the number of rows, the rate and the path.
 
     Raises:
-        DataError: A file that cannot be read, a missing column, or no row with text.
+        DataError: A missing column, or no row with text.
         ConfigError: Another process writes to ``output``, the partial file belongs to another call, or a Parquet file
             cannot hold the columns of the input.
     """
-    rows = _read_rows(model, source, labelled=False)
+    _check(model, rows, source, labelled=False)
     readable, problems = _with_stand_ins(model, rows, f"input: {source}")
     if problems:
         line = invalid_rows(f"input: {source}", len(rows), [*problems.values()], "predictions of such rows are null")
@@ -72,16 +71,16 @@ def predict_file(model: FinishedModel, source: Path, output: Path, batch_size: i
     return f"{output}: {len(rows):,} rows{rate}"
 
 
-def evaluate_file(model: FinishedModel, source: Path, batch_size: int) -> str:
-    """Return the metrics of the task for the labelled rows of ``source``, a line each.
+def evaluate_file(model: FinishedModel, rows: list[Row], source: Path, batch_size: int) -> str:
+    """Return the metrics of the task for the labelled rows of ``source``, which are ``rows``, a line each.
 
     Rows without text, or whose label is missing or unknown, are left out; a line on stderr lists them.
 
     Raises:
-        DataError: A file that cannot be read, a missing column, or no valid row.
+        DataError: A missing column, or no valid row.
         ConfigError: A metric needs a package that is missing.
     """
-    rows = _read_rows(model, source, labelled=True)
+    _check(model, rows, source, labelled=True)
     where, summary = f"input: {source}", DataSummary()
     samples = labelled_samples(rows, declared_classes(str(source), "input"), where, model.task, summary)
     problems = [problem for dropped in summary.dropped for problem in dropped.problems]
@@ -108,10 +107,8 @@ def predicted(model: FinishedModel, rows: Sequence[Row], batch_size: int) -> Ite
             yield [model.task.with_text(prediction, model.texts(row)) for prediction, row in block]
 
 
-def _read_rows(model: FinishedModel, source: Path, *, labelled: bool) -> list[Row]:
-    """All columns of all rows, among them those that the model reads, and those of the labels if ``labelled``."""
-    check_file(str(source), "input")
-    rows = load_rows([str(source)], "input", None)
+def _check(model: FinishedModel, rows: list[Row], source: Path, *, labelled: bool) -> None:
+    """Refuse rows without the columns that the model reads, or without those of the labels if ``labelled``."""
     names = _names(rows)
     model.choose_columns(names)
     needed = [(column, "text_columns") for column in model.columns]
@@ -119,7 +116,6 @@ def _read_rows(model: FinishedModel, source: Path, *, labelled: bool) -> list[Ro
         needed = [(column, key.removeprefix("data.")) for column, key in model.task.columns(training=False)]
     if rows:
         check_columns(names, needed, f"input: {source}")
-    return rows
 
 
 def _with_stand_ins(model: FinishedModel, rows: Sequence[Row], where: str) -> tuple[list[Row], dict[int, str]]:

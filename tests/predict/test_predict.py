@@ -7,6 +7,8 @@ import datetime
 import json
 import os
 import shutil
+import subprocess
+import sys
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,16 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.chdir(folder)
         run("trainer.max_duration=30ba", "run_name=done", "plot=false")
     return folder / "runs" / "done"
+
+
+@pytest.mark.parametrize("more", [[], ["--evaluate"]], ids=["predict", "evaluate"])
+def test_a_broken_file_is_refused_before_torch_is_imported(finished: Path, tmp_path: Path, more: list[str]) -> None:
+    (tmp_path / "in.csv").write_text('text\n"a"b\n')
+    code = "import sys; sys.modules['torch'] = None; import composer_speedups.predict.__main__ as p; p.command()"
+    command = [sys.executable, "-c", code, str(finished), "--input", str(tmp_path / "in.csv"), *more]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.startswith("predict: input: ")) == (2, True), done.stderr
+    assert "cannot be read (line 2: " in done.stderr
 
 
 def save(texts: list[str], name: str = "in.jsonl", column: str = "text") -> str:
