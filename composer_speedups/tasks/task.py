@@ -116,6 +116,9 @@ class Task:
         """
         random = data.source == "random" and not self.trains_on_random_tokens
         refuse_if(random, "data.source", f"random has no labels for model.task: {self.name}; use builtin")
+        is_text = self.label_column in self.texts
+        reads = f"{self.label_column!r} is also among data.text_columns, so the model would read the label"
+        refuse_if(is_text, "data.label_column", f"{reads}; name another column")
 
     @property
     def needs_whole_batch(self) -> bool:

@@ -231,3 +231,9 @@ def test_a_label_that_is_listed_twice_is_refused() -> None:
         Multilabel(label_columns=["a", "a"])
     with pytest.raises(ConfigError, match=r"^data\.labels lists 'x' twice"):
         Multilabel(label_columns=["a", "b"], labels=["x", "x"])
+
+
+def test_a_label_column_that_is_also_a_text_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^data\.label_column 'label' is also among data\.text_columns, so"):
+        Classification(text_columns=["text", "label"]).check_data(DataConfig(source="builtin"))
+    Multilabel(text_columns=["labels"], label_columns=["a", "b"]).check_data(DataConfig(source="builtin"))
