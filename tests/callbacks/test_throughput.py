@@ -190,6 +190,20 @@ def test_mfu_is_flops_divided_by_time_and_peak(monkeypatch: pytest.MonkeyPatch) 
     assert monitor.summary()["mfu"] == pytest.approx(flops / 2.0 / 1e6)
 
 
+def test_with_a_mask_of_pairs_of_tokens_every_position_counts() -> None:
+    """It counted pairs as tokens, 16 for each, and reported a padding of -1025%."""
+    masks = [inputs["attention_mask"] for inputs in plain_batches()]
+    pairs: list[Any] = [mask[:, None, None, :].expand(4, 1, 16, 16).bool() for mask in masks]
+    batches = [{**inputs, "attention_mask": mask} for inputs, mask in zip(plain_batches(), pairs, strict=True)]
+    clock, monitor = timed(warmup_batches=0)
+    trainer = make_trainer(callbacks=[monitor], batches=batches)
+    clock.pass_during(trainer.state.model, "forward", 2.0)
+    trainer.fit()
+    trainer.close()
+    assert monitor.summary()["padding_fraction"] == 0
+    assert monitor.summary()["tokens_per_sec"] == 4 * 16 / 2.0
+
+
 @pytest.mark.parametrize("head", ["classification", "tokens", "mlm"])
 def test_only_a_masked_lm_counts_the_vocabulary(head: Any) -> None:
     """A token classifier's labels are (B, S), too."""
