@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
 from composer_speedups.callbacks.config import BestWeightsConfig
-from composer_speedups.callbacks.evaluated_metric import find_metric, is_evaluation_of
+from composer_speedups.callbacks.evaluated_metric import is_evaluation_of, metric_of_evaluator
 from composer_speedups.callbacks.saved_callback import SavedCallback
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.tasks.metrics import reported_values
@@ -49,8 +49,8 @@ class BestWeights(BestWeightsConfig, SavedCallback, eq=False):
         last: The metric's value at the last evaluation.
 
     Raises:
-        ConfigError: From ``fit``, if the evaluation has no such metric; at loading, if the weights in the checkpoint do
-            not fit the model.
+        ConfigError: From ``fit``, if there is no such evaluator or metric; at loading, if the weights in the checkpoint
+            do not fit the model.
     """
 
     dataloader_label: str = "eval"
@@ -88,7 +88,7 @@ class BestWeights(BestWeightsConfig, SavedCallback, eq=False):
         self._find(state)
 
     def _find(self, state: State) -> None:
-        found = find_metric(state.eval_metrics.get(self.dataloader_label, {}), self.metric)
+        found = metric_of_evaluator(state, self.dataloader_label, self.metric)
         self._reported, self.mode = found.reported, self.mode or found.mode
 
     def eval_end(self, state: State, logger: Logger) -> None:

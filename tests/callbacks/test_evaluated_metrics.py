@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from composer import Trainer
+from composer import Evaluator, Trainer
 from composer.callbacks import EarlyStopper
 from composer.core import Callback, State
 from composer.loggers import Logger
@@ -278,6 +278,11 @@ def test_an_unknown_metric_is_refused_before_training(kind: Any) -> None:
         trainer.fit()
     with pytest.raises(ConfigError, match="there is no evaluation"):
         make_trainer(callbacks=[kind()]).fit()
+    named = [Evaluator(label=label, dataloader=data_spec(plain_batches(1))) for label in ("dev", "test")]
+    with pytest.raises(
+        ConfigError, match=r"^dataloader_label: no evaluator has the label 'eval'; set it to one of dev, test$"
+    ):
+        make_trainer(callbacks=[kind()], eval_dataloader=named, eval_interval="1ba").fit()
 
 
 def _train_on_a_rank() -> dict[str, Any]:
