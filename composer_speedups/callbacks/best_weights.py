@@ -12,7 +12,12 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
 from composer_speedups.callbacks.config import BestWeightsConfig
-from composer_speedups.callbacks.evaluated_metric import is_evaluation_of, metric_of_evaluator
+from composer_speedups.callbacks.evaluated_metric import (
+    EVALUATED_FIELDS,
+    compares_alike,
+    is_evaluation_of,
+    metric_of_evaluator,
+)
 from composer_speedups.callbacks.saved_callback import SavedCallback
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.tasks.metrics import reported_values
@@ -56,7 +61,7 @@ class BestWeights(BestWeightsConfig, SavedCallback, eq=False):
     dataloader_label: str = "eval"
     """Label of the evaluator."""
 
-    checkpoint_fields: ClassVar[dict[str, Any]] = {
+    checkpoint_fields: ClassVar[dict[str, Any]] = EVALUATED_FIELDS | {
         "batch": int | None,
         "metrics": dict[str, float],
         "weights": dict[str, Tensor],
@@ -70,6 +75,9 @@ class BestWeights(BestWeightsConfig, SavedCallback, eq=False):
         self.weights: dict[str, Tensor] = {}
         self._reported = self.metric  # the metric's name in report.json
         self.last: float | None = None
+
+    def owns(self, state: dict[str, Any]) -> bool:
+        return compares_alike(vars(self), state)
 
     def after_load(self, state: State, logger: Logger) -> None:
         if self.batch is None:

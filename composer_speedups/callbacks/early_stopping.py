@@ -11,7 +11,12 @@ from composer.core import State, Timestamp
 from composer.loggers import Logger
 
 from composer_speedups.callbacks.config import EarlyStoppingConfig
-from composer_speedups.callbacks.evaluated_metric import is_evaluation_of, metric_of_evaluator
+from composer_speedups.callbacks.evaluated_metric import (
+    EVALUATED_FIELDS,
+    compares_alike,
+    is_evaluation_of,
+    metric_of_evaluator,
+)
 from composer_speedups.callbacks.saved_callback import SavedCallback
 from composer_speedups.core.trainer_state import any_rank
 
@@ -49,7 +54,7 @@ class EarlyStopping(EarlyStoppingConfig, SavedCallback, eq=False):
     dataloader_label: str = "eval"
     """Label of the evaluator."""
 
-    checkpoint_fields: ClassVar[dict[str, Any]] = {
+    checkpoint_fields: ClassVar[dict[str, Any]] = EVALUATED_FIELDS | {
         "best": float | None,
         "best_epoch": int,
         "best_batch": int,
@@ -63,6 +68,9 @@ class EarlyStopping(EarlyStoppingConfig, SavedCallback, eq=False):
         self.stopped = self._had_stopped = False
         self._reported = self.metric  # the metric's name in report.json
         self._stopper: Any = None  # Composer declares its attributes as None
+
+    def owns(self, state: dict[str, Any]) -> bool:
+        return compares_alike(vars(self), state)
 
     def after_load(self, state: State, logger: Logger) -> None:
         self._had_stopped = self.stopped
