@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import itertools
 import os
@@ -151,7 +152,9 @@ def _mds(config: DataConfig, seed: int) -> Any:
 
     name = str(config.train_file)
     remote = name if is_address(name) else None
-    local = str(Path(config.cache_dir) / "mds") if remote else str(Path(name).expanduser())
+    # the package reads whatever shards it finds in the local folder
+    cache = Path(config.cache_dir) / "mds" / hashlib.sha256(name.encode()).hexdigest()[:16]
+    local = str(cache if remote else Path(name).expanduser())
     if remote is None and not Path(local, "index.json").is_file():
         shown = with_working_directory(name)
         raise DataError(f"data.train_file: {shown} has no index.json; name a folder or address of MDS shards")

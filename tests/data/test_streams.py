@@ -218,6 +218,18 @@ def test_mds_without_its_package_is_refused_in_one_line(monkeypatch: pytest.Monk
         stream_of_samples(config, 0)
 
 
+def test_each_address_of_mds_shards_has_a_cache_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package reads the shards in its local folder, also those of another address, without downloading."""
+    streaming = pytest.importorskip("streaming", reason="needs mosaicml-streaming; docs/data.md has its install line")
+    opened: list[Any] = []
+    monkeypatch.setattr(streaming, "StreamingDataset", lambda **settings: opened.append(settings))
+    for name in ("s3://bucket/one", "s3://bucket/other", "s3://bucket/one"):
+        stream_of_samples(DataConfig(source="mds", train_file=name), 0)
+    one, other, again = (Path(settings["local"]) for settings in opened)
+    assert (one == again, one == other) == (True, False)
+    assert one.parent == other.parent == Path(DataConfig.cache_dir) / "mds"
+
+
 def test_mds_shards_go_to_one_rank_each(monkeypatch: pytest.MonkeyPatch) -> None:
     streaming = pytest.importorskip("streaming", reason="needs mosaicml-streaming; docs/data.md has its install line")
     with streaming.MDSWriter(out="shards", columns={"text": "str", "label": "int"}) as writer:
