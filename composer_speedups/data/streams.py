@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from composer.utils import dist
 from datasets import IterableDataset
@@ -28,7 +29,7 @@ from composer_speedups.data.reader import (
     with_class_names,
 )
 from composer_speedups.tasks.data_config import DataConfig
-from composer_speedups.tasks.task import Task
+from composer_speedups.tasks.task import Task, shown
 
 __all__ = ["EndlessSamples", "Tokenized", "stream_of_samples"]
 
@@ -73,7 +74,7 @@ class Tokenized:
         declared: Column → the class names that the dataset stores for its integers.
 
     Raises:
-        DataError: A row without text, or with an unknown label.
+        DataError: A row without text or token ids, or with an unknown label.
     """
 
     def __init__(
@@ -91,11 +92,21 @@ class Tokenized:
         return self.collate(Ragged.of(self.task.encode(columns, self.tokenizer, self.max_length)))
 
     def _tokenized(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-        columns = {"input_ids": [list(row["input_ids"])[: self.max_length] for row in rows]}
+        columns = {"input_ids": [_token_ids(row["input_ids"])[: self.max_length] for row in rows]}
         label = self.task.label_column
         if label is not None:
             columns["labels"] = [self.task.label(row.get(label), "a streamed row") for row in rows]
         return columns
+
+
+def _token_ids(value: Any) -> list[int]:
+    """The column ``input_ids`` of a row; bytes, whose values would pass for token ids, are refused."""
+    ids = np.asarray(value)
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise DataError(
+            f"a streamed row: input_ids is {shown(value)}, not a list of integers (in MDS shards: ndarray:int32)"
+        )
+    return list(ids.tolist())
 
 
 def stream_of_samples(config: DataConfig, seed: int) -> tuple[Any, dict[str, list[str]]]:

@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -105,6 +106,11 @@ def tokenizer_in(folder: str) -> Any:
         ({"words": "a", "label": 1}, r"a streamed row: text is empty"),
         ({"text": "a", "label": 2}, r"a streamed row: label is 2; every label must be one of 0, 1 \(data\.labels\)"),
         ({"text": "a"}, r"a streamed row: label is empty"),
+        ({"input_ids": b"\x02\x00\x09\x00", "label": 1}, r"input_ids is b'.*', not a list of integers \(in MDS shards"),
+        ({"input_ids": "[2, 9]", "label": 1}, r"input_ids is '\[2, 9\]', not a list of integers"),
+        ({"input_ids": [2.5, 9.0], "label": 1}, r"input_ids is \[2\.5, 9\.0\], not a list of integers"),
+        ({"input_ids": [[2, 9]], "label": 1}, r"input_ids is \[\[2, 9\]\], not a list of integers"),
+        ({"input_ids": [], "label": 1}, r"input_ids is \[\], not a list of integers"),
     ],
 )
 def test_a_bad_streamed_row_is_refused_in_one_line(row: dict[str, Any], message: str) -> None:
@@ -117,6 +123,7 @@ def test_a_bad_streamed_row_is_refused_in_one_line(row: dict[str, Any], message:
     tokenized = collate([{"input_ids": [2, 9, 3], "label": 1}])
     assert tokenized.tokens["input_ids"].tolist() == [2, 9, 3]
     assert tokenized.rows["labels"].tolist() == [1]
+    assert collate([{"input_ids": np.array([2, 9], np.uint16), "label": 1}]).tokens["input_ids"].tolist() == [2, 9]
 
 
 @pytest.mark.parametrize("workers", [0, 1])
