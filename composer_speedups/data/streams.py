@@ -92,21 +92,23 @@ class Tokenized:
         return self.collate(Ragged.of(self.task.encode(columns, self.tokenizer, self.max_length)))
 
     def _tokenized(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-        columns = {"input_ids": [_token_ids(row["input_ids"])[: self.max_length] for row in rows]}
+        columns = {"input_ids": [_token_ids(row)[: self.max_length] for row in rows]}
         label = self.task.label_column
         if label is not None:
             columns["labels"] = [self.task.label(row.get(label), "a streamed row") for row in rows]
         return columns
 
 
-def _token_ids(value: Any) -> list[int]:
-    """The column ``input_ids`` of a row; bytes, whose values would pass for token ids, are refused."""
+def _token_ids(row: Mapping[str, Any]) -> list[int]:
+    """The column ``input_ids`` of a row, without the padding that its ``attention_mask`` marks, if it has one. Bytes,
+    whose values would pass for token ids, are refused."""
+    value, mask = row["input_ids"], row.get("attention_mask")
     ids = np.asarray(value)
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise DataError(
             f"a streamed row: input_ids is {shown(value)}, not a list of integers (in MDS shards: ndarray:int32)"
         )
-    return list(ids.tolist())
+    return list((ids if mask is None else ids[np.asarray(mask) != 0]).tolist())
 
 
 def stream_of_samples(config: DataConfig, seed: int) -> tuple[Any, dict[str, list[str]]]:

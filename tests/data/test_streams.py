@@ -99,6 +99,13 @@ def tokenizer_in(folder: str) -> Any:
     return tokenizer
 
 
+def test_the_padding_of_streamed_tokens_is_not_taken_for_tokens() -> None:
+    row = {"input_ids": [2, 9, 3, 0, 0], "attention_mask": [1, 1, 1, 0, 0], "label": 1}
+    collate: Any = Tokenized(lambda rows: rows, tokenizer_in("words"), Classification(), 256, {})
+    assert collate([row]).tokens["input_ids"].tolist() == [2, 9, 3]
+    assert collate([{**row, "attention_mask": np.ones(5)}]).lengths.tolist() == [5]
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
