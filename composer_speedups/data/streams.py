@@ -16,7 +16,7 @@ from composer.utils import dist
 from datasets import IterableDataset
 from datasets.distributed import split_dataset_by_node
 
-from composer_speedups.core.errors import ConfigError, DataError
+from composer_speedups.core.errors import ConfigError, DataError, first_line
 from composer_speedups.core.files import with_working_directory
 from composer_speedups.data.flat import Ragged
 from composer_speedups.data.paths import find_files, is_address
@@ -169,12 +169,16 @@ def _mds(config: DataConfig, seed: int) -> Any:
     cache = Path(config.cache_dir) / "mds" / hashlib.sha256(name.encode()).hexdigest()[:16]
     local = str(cache if remote else Path(name).expanduser())
     if remote is None and not Path(local, "index.json").is_file():
-        shown = with_working_directory(name)
-        raise DataError(f"data.train_file: {shown} has no index.json; name a folder or address of MDS shards")
-    return StreamingDataset(
-        remote=remote,
-        local=local,
-        shuffle=True,
-        shuffle_seed=seed,
-        batch_size=config.batch_size // dist.get_world_size(),
-    )
+        folder = with_working_directory(name)
+        raise DataError(f"data.train_file: {folder} has no index.json; name a folder or address of MDS shards")
+    try:
+        return StreamingDataset(
+            remote=remote,
+            local=local,
+            shuffle=True,
+            shuffle_seed=seed,
+            batch_size=config.batch_size // dist.get_world_size(),
+        )
+    except Exception as error:  # of the package and of cloud providers: different exception classes
+        problem = f"{type(error).__name__}: {first_line(error)}"
+        raise DataError(f"data.train_file: {name} cannot be opened as MDS shards ({problem})") from error

@@ -254,6 +254,13 @@ def test_mds_shards_go_to_one_rank_each(monkeypatch: pytest.MonkeyPatch) -> None
     assert sorted(rows) == sorted(f"review {row}" for row in range(ROWS))
     with pytest.raises(DataError, match=r"nowhere .* has no index\.json"):
         stream_of_samples(DataConfig(source="mds", train_file="nowhere"), 0)
+    Path("broken").mkdir()
+    for index, problem in {"{}": "KeyError: 'version'", "": "JSONDecodeError: .*"}.items():
+        Path("broken/index.json").write_text(index)
+        with pytest.raises(DataError, match=rf"^data\.train_file: broken cannot be opened as MDS shards \({problem}\)"):
+            stream_of_samples(DataConfig(source="mds", train_file="broken"), 0)
+    with pytest.raises(DataError, match=r"^data\.train_file: nothing://at/all cannot be opened as MDS shards \(.*"):
+        stream_of_samples(DataConfig(source="mds", train_file="nothing://at/all"), 0)
     tokenizer_in("words")
     mds = [
         "data.streaming=false",
