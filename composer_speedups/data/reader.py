@@ -37,6 +37,7 @@ __all__ = [
     "hub_dataset",
     "iterate_rows",
     "load_rows",
+    "no_rows",
     "saved_dataset",
     "with_class_names",
 ]
@@ -185,6 +186,12 @@ def load_rows(paths: Sequence[str], key: str, columns: Sequence[tuple[str, str]]
         if names:  # there are rows
             check_columns(names, columns or (), f"{key}: {path}")
     return rows
+
+
+def no_rows(where: str) -> DataError:
+    """The error for a data set, described by ``where``, without rows."""
+    header = " after its header line" if where.endswith((".csv", ".tsv")) else ""
+    return DataError(f"{where} has no rows{header}; use a file with samples")
 
 
 def check_columns_of_files(paths: Sequence[str], key: str, columns: Sequence[tuple[str, str]]) -> None:

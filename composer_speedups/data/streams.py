@@ -25,6 +25,7 @@ from composer_speedups.data.reader import (
     declared_classes,
     hub_dataset,
     iterate_rows,
+    no_rows,
     saved_dataset,
     with_class_names,
 )
@@ -138,6 +139,8 @@ def _shuffled_rows(config: DataConfig, seed: int) -> tuple[IterableDataset, dict
         rows = saved.to_iterable_dataset(num_shards=max(1, min(_MAX_SHARDS, len(saved))))
         return rows.shuffle(**shuffle), class_names(saved.features)
     paths = find_files(name, key)
+    if next(iterate_rows(paths, key), None) is None:  # without batches, the run would never end
+        raise no_rows(f"{key}: {name}")
     # datasets divides the list of files among ranks and workers, and draws their order. It reads several files in turn,
     # with a thread for each, which takes longer than reading a row. Therefore a turn is a block of rows.
     blocks = IterableDataset.from_generator(_blocks, gen_kwargs={"paths": paths, "key": key})

@@ -232,6 +232,17 @@ def test_mds_without_its_package_is_refused_in_one_line(monkeypatch: pytest.Monk
         stream_of_samples(config, 0)
 
 
+@pytest.mark.parametrize("name", ["a.csv", "a.jsonl", "a.parquet"])
+def test_a_stream_without_rows_is_refused(name: str) -> None:
+    """It has no batches, so a run of some batches would go from epoch to epoch for ever."""
+    if name == "a.parquet":
+        Dataset.from_dict({"text": [], "label": []}).to_parquet(name)
+    else:
+        Path(name).write_text({"a.csv": "text,label\n", "a.jsonl": "\n"}[name])
+    with pytest.raises(DataError, match=rf"^data\.train_file: {name} has no rows.*; use a file with samples$"):
+        stream_of_samples(DataConfig(source="files", streaming=True, train_file=name), 0)
+
+
 def test_each_address_of_mds_shards_has_a_cache_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """The package reads the shards in its local folder, also those of another address, without downloading."""
     streaming = pytest.importorskip("streaming", reason="needs mosaicml-streaming; docs/data.md has its install line")
