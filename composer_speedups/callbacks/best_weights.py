@@ -12,7 +12,12 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
 from composer_speedups.callbacks.config import BestWeightsConfig
-from composer_speedups.callbacks.evaluated_metric import find_metric, is_evaluation_of
+from composer_speedups.callbacks.evaluated_metric import (
+    EVALUATED_FIELDS,
+    compares_alike,
+    is_evaluation_of,
+    metric_of_evaluator,
+)
 from composer_speedups.callbacks.saved_callback import SavedCallback
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.tasks.metrics import reported_values
@@ -49,14 +54,14 @@ class BestWeights(BestWeightsConfig, SavedCallback, eq=False):
         last: The metric's value at the last evaluation.
 
     Raises:
-        ConfigError: From ``fit``, if the evaluation has no such metric; at loading, if the weights in the checkpoint do
-            not fit the model.
+        ConfigError: From ``fit``, if there is no such evaluator or metric; at loading, if the weights in the checkpoint
+            do not fit the model.
     """
 
     dataloader_label: str = "eval"
     """Label of the evaluator."""
 
-    checkpoint_fields: ClassVar[dict[str, Any]] = {
+    checkpoint_fields: ClassVar[dict[str, Any]] = EVALUATED_FIELDS | {
         "batch": int | None,
         "metrics": dict[str, float],
         "weights": dict[str, Tensor],
@@ -70,6 +75,9 @@ class BestWeights(BestWeightsConfig, SavedCallback, eq=False):
         self.weights: dict[str, Tensor] = {}
         self._reported = self.metric  # the metric's name in report.json
         self.last: float | None = None
+
+    def owns(self, state: dict[str, Any]) -> bool:
+        return compares_alike(vars(self), state)
 
     def after_load(self, state: State, logger: Logger) -> None:
         if self.batch is None:
@@ -88,7 +96,7 @@ class BestWeights(BestWeightsConfig, SavedCallback, eq=False):
         self._find(state)
 
     def _find(self, state: State) -> None:
-        found = find_metric(state.eval_metrics.get(self.dataloader_label, {}), self.metric)
+        found = metric_of_evaluator(state, self.dataloader_label, self.metric)
         self._reported, self.mode = found.reported, self.mode or found.mode
 
     def eval_end(self, state: State, logger: Logger) -> None:

@@ -10,6 +10,7 @@ import numpy.typing as npt
 from composer.core import Callback, State
 from composer.loggers import Logger
 
+from composer_speedups.callbacks.evaluated_metric import is_evaluation_of
 from composer_speedups.tasks.metrics import MacroF1
 
 __all__ = ["ClassReport", "class_rows", "metrics_by_class"]
@@ -20,19 +21,32 @@ _MOST_ROWS = 10
 class ClassReport(Callback):
     """Keeps the counts of true and predicted classes of each evaluation with the metric :class:`.MacroF1`.
 
+    ``trainer.eval()`` counts, too, but not on other data that it is given. In each Trainer it starts anew.
+
+    Args:
+        dataloader_label: Label of the evaluator. Default ``"eval"``.
+
     Attributes:
         names: Names of the classes.
         counts: Batches trained → the number of samples whose true class is i and whose predicted class is j, (K, K); or
             with more than 100 classes, how often each is the true one, the predicted one, and both, (3, K).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, dataloader_label: str = "eval") -> None:
+        self.dataloader_label = dataloader_label
+        self._begin()
+
+    def _begin(self) -> None:
         self.names: list[str] = []
         self.counts: dict[int, npt.NDArray[np.int64]] = {}
 
+    def init(self, state: State, logger: Logger) -> None:
+        self._begin()
+
     def eval_end(self, state: State, logger: Logger) -> None:
-        metrics = state.eval_metrics.get(state.dataloader_label or "", {})
-        for metric in metrics.values():
+        if not is_evaluation_of(state, self.dataloader_label):
+            return
+        for metric in state.eval_metrics[self.dataloader_label].values():
             if isinstance(metric, MacroF1) and metric.update_called:
                 metric.compute()  # computed and cached by Composer
                 assert metric.seen is not None

@@ -11,7 +11,12 @@ from composer.core import State, Timestamp
 from composer.loggers import Logger
 
 from composer_speedups.callbacks.config import EarlyStoppingConfig
-from composer_speedups.callbacks.evaluated_metric import find_metric, is_evaluation_of
+from composer_speedups.callbacks.evaluated_metric import (
+    EVALUATED_FIELDS,
+    compares_alike,
+    is_evaluation_of,
+    metric_of_evaluator,
+)
 from composer_speedups.callbacks.saved_callback import SavedCallback
 from composer_speedups.core.trainer_state import any_rank
 
@@ -43,13 +48,13 @@ class EarlyStopping(EarlyStoppingConfig, SavedCallback, eq=False):
         stopped: Whether training was stopped before its ``max_duration``.
 
     Raises:
-        ConfigError: From ``fit``, if the evaluation has no such metric.
+        ConfigError: From ``fit``, if there is no such evaluator or metric.
     """
 
     dataloader_label: str = "eval"
     """Label of the evaluator."""
 
-    checkpoint_fields: ClassVar[dict[str, Any]] = {
+    checkpoint_fields: ClassVar[dict[str, Any]] = EVALUATED_FIELDS | {
         "best": float | None,
         "best_epoch": int,
         "best_batch": int,
@@ -64,11 +69,14 @@ class EarlyStopping(EarlyStoppingConfig, SavedCallback, eq=False):
         self._reported = self.metric  # the metric's name in report.json
         self._stopper: Any = None  # Composer declares its attributes as None
 
+    def owns(self, state: dict[str, Any]) -> bool:
+        return compares_alike(vars(self), state)
+
     def after_load(self, state: State, logger: Logger) -> None:
         self._had_stopped = self.stopped
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        found = find_metric(state.eval_metrics.get(self.dataloader_label, {}), self.metric)
+        found = metric_of_evaluator(state, self.dataloader_label, self.metric)
         self._reported, self.mode = found.reported, self.mode or found.mode
         comparison = "less" if self.mode == "min" else "greater"
         self._stopper = EarlyStopper(found.logged, self.dataloader_label, comparison, self.min_delta, self.patience)

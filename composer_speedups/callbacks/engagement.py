@@ -39,12 +39,15 @@ class EngagementReport(TechniqueGuard):
 
     def __init__(self) -> None:
         super().__init__()
+        self._begin()
+
+    def _begin(self) -> None:
         self.numerics: dict[str, str] = {}
         self._reported = False
         self._logged: dict[str, Any] = {}
 
     def init(self, state: State, logger: Logger) -> None:
-        self._logged = {}
+        self._begin()  # of a Trainer, which may be a second one
         self._algorithms = state.algorithms
 
     def batch_end(self, state: State, logger: Logger) -> None:

@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, NotRequired
 
 from composer.core import State
 
 from composer_speedups.core.errors import ConfigError, did_you_mean
 from composer_speedups.tasks.metrics import reported_name
 
-__all__ = ["EvaluatedMetric", "find_metric", "is_evaluation_of"]
+__all__ = [
+    "EVALUATED_FIELDS",
+    "EvaluatedMetric",
+    "compares_alike",
+    "find_metric",
+    "is_evaluation_of",
+    "metric_of_evaluator",
+]
 
+EVALUATED_FIELDS: dict[str, Any] = {  # in checkpoints, to tell several callbacks apart; older ones lack them
+    "dataloader_label": NotRequired[str],
+    "metric": NotRequired[str],
+    "mode": NotRequired[str | None],
+}
 _SMALLER_IS_BETTER = ("loss", "error", "perplexity", "entropy")
 
 
@@ -52,6 +64,30 @@ def find_metric(metrics: Mapping[str, Any], name: str, key: str = "metric") -> E
     if larger_is_better is None:
         larger_is_better = not any(word in reported.lower() for word in _SMALLER_IS_BETTER)
     return EvaluatedMetric(logged, reported, "max" if larger_is_better else "min")
+
+
+def metric_of_evaluator(state: State, label: str, name: str) -> EvaluatedMetric:
+    """Find a metric of the Trainer's evaluator with this label; see :func:`find_metric`.
+
+    Raises:
+        ConfigError: There is no such evaluator, or it has no such metric.
+    """
+    labels = [evaluator.label for evaluator in state.evaluators]
+    if labels and label not in labels:
+        raise ConfigError(
+            f"dataloader_label: no evaluator has the label {label!r}; set it to one of {', '.join(labels)}"
+        )
+    return find_metric(state.eval_metrics.get(label, {}), name)
+
+
+def compares_alike(settings: Mapping[str, Any], others: Mapping[str, Any]) -> bool:
+    """Whether settings with ``dataloader_label``, ``metric`` and ``mode`` compare the same values; one that is missing
+    or None may be any."""
+    for name in EVALUATED_FIELDS:
+        one, other = (reported_name(values.get(name) or "") for values in (settings, others))
+        if one and other and one != other:
+            return False
+    return True
 
 
 def is_evaluation_of(state: State, label: str) -> bool:

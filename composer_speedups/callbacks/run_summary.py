@@ -45,6 +45,9 @@ class RunSummary(Callback):
             self._named = True
             log_changing_hyperparameters(state, logger, {"techniques": techniques_label(state)})
 
+    def fit_start(self, state: State, logger: Logger) -> None:
+        self._trained = False  # in a later fit(), evaluations come before its end again
+
     def fit_end(self, state: State, logger: Logger) -> None:
         self._trained = True
         # a technique may have been disabled during training
@@ -56,6 +59,7 @@ class RunSummary(Callback):
             self._log(state, logger)  # if the last interval is incomplete, Composer evaluates after FIT_END
 
     def init(self, state: State, logger: Logger) -> None:
+        self._named = self._trained = False  # of a Trainer, which may be a second one
         for late in state.callbacks[state.callbacks.index(self) :]:
             if isinstance(late, (ThroughputMonitor, MemoryAnatomy)):
                 raise ValueError(f"callbacks: RunSummary must come after {type(late).__name__}; put it last")

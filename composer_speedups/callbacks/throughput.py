@@ -337,10 +337,11 @@ class ThroughputMonitor(ThroughputConfig, SavedCallback, eq=False):
         }
 
     def _exclude_batches_unsteady_on_any_rank(self) -> None:
-        unsteady = [batch.index for batch in self.batches if not batch.steady]
-        everywhere = set().union(*dist.all_gather_object(unsteady))
-        for batch in self.batches:
-            if batch.steady and batch.index in everywhere:
+        # by their positions: fit(reset_time=True) numbers its batches from 1 again
+        unsteady = [position for position, batch in enumerate(self.batches) if not batch.steady]
+        anywhere = set().union(*dist.all_gather_object(unsteady))
+        for position, batch in enumerate(self.batches):
+            if batch.steady and position in anywhere:
                 batch.steady = False
                 self._unsteady += batch.seconds
 

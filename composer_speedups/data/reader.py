@@ -37,6 +37,7 @@ __all__ = [
     "hub_dataset",
     "iterate_rows",
     "load_rows",
+    "no_rows",
     "saved_dataset",
     "with_class_names",
 ]
@@ -44,6 +45,8 @@ __all__ = [
 Row = dict[str, Any]
 
 _MAX_CELL = 2**31 - 1  # characters of a cell; Python's default of 131,072 is less than some documents have
+_ZIP = b"PK\x03\x04"  # first bytes of a file
+_PACKERS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"\xfd7zX": "xz", b"BZh": "bzip2"}  # likewise
 _BATCH = 1024  # rows of a parquet file that are converted to Python values at a time
 
 
@@ -193,6 +196,12 @@ def load_rows(paths: Sequence[str], key: str, columns: Sequence[tuple[str, str]]
     return rows
 
 
+def no_rows(where: str) -> DataError:
+    """The error for a data set, described by ``where``, without rows."""
+    header = " after its header line" if where.endswith((".csv", ".tsv")) else ""
+    return DataError(f"{where} has no rows{header}; use a file with samples")
+
+
 def check_columns_of_files(paths: Sequence[str], key: str, columns: Sequence[tuple[str, str]]) -> None:
     """Refuse what :func:`load_rows` would refuse for its columns, but read only the schema or the first row, or in
     .jsonl, where rows may lack keys, the rows up to the first one that completes the columns.
@@ -242,15 +251,22 @@ def _not_utf8(path: str) -> str:
     """Describe the first byte that is not UTF-8, with the fix."""
     before = 0
     with _open(path, "rb") as lines:
+        head = lines.read(4)
+        lines.seek(0)
         for number, line in enumerate(lines, start=1):
             try:
                 line.decode()
             except UnicodeDecodeError as error:
+                new = f"new{Path(path).suffix}"
+                if head == _ZIP:
+                    return f"is a ZIP archive or a spreadsheet; save its rows as a {Path(path).suffix} file in UTF-8"
+                if packer := next((name for begin, name in _PACKERS.items() if head.startswith(begin)), None):
+                    return f"is compressed; unpack it first, for example with: {packer} -dc < {path} > {new}"
                 is_utf16 = number == 1 and line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
                 return (
                     f"is not UTF-8: byte {line[error.start]:#04x} in line {number} (byte "
                     f"{before + error.start + 1} of the file); save it as UTF-8, for example with: "
-                    f"iconv -f {'utf-16' if is_utf16 else 'latin1'} -t utf-8 {path} > new{Path(path).suffix}"
+                    f"iconv -f {'utf-16' if is_utf16 else 'latin1'} -t utf-8 {path} > {new}"
                 )
             before += len(line)
     return "changed while it was being read"

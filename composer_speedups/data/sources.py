@@ -25,6 +25,7 @@ from composer_speedups.data.reader import (
     declared_classes,
     hub_dataset,
     load_rows,
+    no_rows,
     saved_dataset,
     with_class_names,
 )
@@ -201,8 +202,7 @@ def _from_dataset(dataset: Dataset, where: str, needed: Needed) -> _Split:
 
 def _named(rows: list[Row], declared: dict[str, list[str]], where: str) -> _Split:
     if not rows:
-        header = " after its header line" if where.endswith((".csv", ".tsv")) else ""
-        raise DataError(f"{where} has no rows{header}; use a file with samples")
+        raise no_rows(where)
     return _Split([with_class_names(row, declared) for row in rows] if declared else rows, declared, where)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import itertools
 import os
@@ -9,12 +10,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from composer.utils import dist
 from datasets import IterableDataset
 from datasets.distributed import split_dataset_by_node
 
-from composer_speedups.core.errors import ConfigError, DataError
+from composer_speedups.core.errors import ConfigError, DataError, first_line
 from composer_speedups.core.files import with_working_directory
 from composer_speedups.data.flat import Ragged
 from composer_speedups.data.paths import find_files, is_address
@@ -23,11 +25,12 @@ from composer_speedups.data.reader import (
     declared_classes,
     hub_dataset,
     iterate_rows,
+    no_rows,
     saved_dataset,
     with_class_names,
 )
 from composer_speedups.tasks.data_config import DataConfig
-from composer_speedups.tasks.task import Task
+from composer_speedups.tasks.task import Task, shown
 
 __all__ = ["EndlessSamples", "Tokenized", "stream_of_samples"]
 
@@ -72,7 +75,7 @@ class Tokenized:
         declared: Column → the class names that the dataset stores for its integers.
 
     Raises:
-        DataError: A row without text, or with an unknown label.
+        DataError: A row without text or token ids, or with an unknown label.
     """
 
     def __init__(
@@ -90,11 +93,23 @@ class Tokenized:
         return self.collate(Ragged.of(self.task.encode(columns, self.tokenizer, self.max_length)))
 
     def _tokenized(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-        columns = {"input_ids": [list(row["input_ids"])[: self.max_length] for row in rows]}
+        columns = {"input_ids": [_token_ids(row)[: self.max_length] for row in rows]}
         label = self.task.label_column
         if label is not None:
             columns["labels"] = [self.task.label(row.get(label), "a streamed row") for row in rows]
         return columns
+
+
+def _token_ids(row: Mapping[str, Any]) -> list[int]:
+    """The column ``input_ids`` of a row, without the padding that its ``attention_mask`` marks, if it has one. Bytes,
+    whose values would pass for token ids, are refused."""
+    value, mask = row["input_ids"], row.get("attention_mask")
+    ids = np.asarray(value)
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise DataError(
+            f"a streamed row: input_ids is {shown(value)}, not a list of integers (in MDS shards: ndarray:int32)"
+        )
+    return list((ids if mask is None else ids[np.asarray(mask) != 0]).tolist())
 
 
 def stream_of_samples(config: DataConfig, seed: int) -> tuple[Any, dict[str, list[str]]]:
@@ -124,6 +139,8 @@ def _shuffled_rows(config: DataConfig, seed: int) -> tuple[IterableDataset, dict
         rows = saved.to_iterable_dataset(num_shards=max(1, min(_MAX_SHARDS, len(saved))))
         return rows.shuffle(**shuffle), class_names(saved.features)
     paths = find_files(name, key)
+    if next(iterate_rows(paths, key), None) is None:  # without batches, the run would never end
+        raise no_rows(f"{key}: {name}")
     # datasets divides the list of files among ranks and workers, and draws their order. It reads several files in turn,
     # with a thread for each, which takes longer than reading a row. Therefore a turn is a block of rows.
     blocks = IterableDataset.from_generator(_blocks, gen_kwargs={"paths": paths, "key": key})
@@ -151,14 +168,20 @@ def _mds(config: DataConfig, seed: int) -> Any:
 
     name = str(config.train_file)
     remote = name if is_address(name) else None
-    local = str(Path(config.cache_dir) / "mds") if remote else str(Path(name).expanduser())
+    # the package reads whatever shards it finds in the local folder
+    cache = Path(config.cache_dir) / "mds" / hashlib.sha256(name.encode()).hexdigest()[:16]
+    local = str(cache if remote else Path(name).expanduser())
     if remote is None and not Path(local, "index.json").is_file():
-        shown = with_working_directory(name)
-        raise DataError(f"data.train_file: {shown} has no index.json; name a folder or address of MDS shards")
-    return StreamingDataset(
-        remote=remote,
-        local=local,
-        shuffle=True,
-        shuffle_seed=seed,
-        batch_size=config.batch_size // dist.get_world_size(),
-    )
+        folder = with_working_directory(name)
+        raise DataError(f"data.train_file: {folder} has no index.json; name a folder or address of MDS shards")
+    try:
+        return StreamingDataset(
+            remote=remote,
+            local=local,
+            shuffle=True,
+            shuffle_seed=seed,
+            batch_size=config.batch_size // dist.get_world_size(),
+        )
+    except Exception as error:  # of the package and of cloud providers: different exception classes
+        problem = f"{type(error).__name__}: {first_line(error)}"
+        raise DataError(f"data.train_file: {name} cannot be opened as MDS shards ({problem})") from error

@@ -18,12 +18,13 @@ def batch_lengths(batch: Any) -> torch.Tensor | None:
     """Real tokens of each row, int64, with the shape of the token ids without their last dimension; None without token
     ids.
 
-    Without an attention mask every position counts as real.
+    Without an attention mask every position counts as real, and likewise with one that has no number for each position,
+    such as a mask of the pairs of tokens.
     """
     if not hasattr(batch, "get") or not isinstance(batch.get("input_ids"), torch.Tensor):
         return None
     mask = batch.get("attention_mask")
-    if mask is None:
+    if getattr(mask, "shape", None) != batch["input_ids"].shape:
         *rows, width = batch["input_ids"].shape
         return torch.full(rows, width)
     if mask.device.type == "cpu":  # NumPy, because torch would wake all its threads for such a small sum

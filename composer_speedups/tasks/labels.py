@@ -11,7 +11,7 @@ from decimal import Decimal
 from typing import Any
 
 from composer_speedups.core.errors import DataError
-from composer_speedups.tasks.task import Task, as_list, shown
+from composer_speedups.tasks.task import Task, as_list, refuse_twice, shown
 
 __all__ = ["TaskWithClasses"]
 
@@ -30,6 +30,10 @@ class TaskWithClasses(Task):
     """
 
     labels: str | Sequence[str] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        refuse_twice(self.classes, "data.labels")
 
     @property
     def lacks_classes(self) -> bool:

@@ -17,7 +17,7 @@ from torchmetrics.classification import MultilabelAveragePrecision, MultilabelF1
 from composer_speedups.core.errors import ConfigError, DataError
 from composer_speedups.tasks.labels import TaskWithClasses
 from composer_speedups.tasks.metrics import MeanLoss
-from composer_speedups.tasks.task import Example, as_list, shown
+from composer_speedups.tasks.task import Example, as_list, refuse_twice, shown
 
 __all__ = ["Multilabel"]
 
@@ -67,6 +67,7 @@ class Multilabel(TaskWithClasses):
         if self.label_columns:
             self.label_column = None
             self.label_columns = as_list(self.label_columns)
+            refuse_twice(self.label_columns, "data.label_columns")
             self.labels = as_list(self.labels or self.label_columns)
             if len(self.labels) != len(self.label_columns):
                 raise ConfigError(

@@ -31,6 +31,7 @@ __all__ = [
     "checked_task",
     "joined",
     "number",
+    "refuse_twice",
     "shown",
     "specific_keys",
     "task_class",
@@ -115,6 +116,9 @@ class Task:
         """
         random = data.source == "random" and not self.trains_on_random_tokens
         refuse_if(random, "data.source", f"random has no labels for model.task: {self.name}; use builtin")
+        is_text = self.label_column in self.texts
+        reads = f"{self.label_column!r} is also among data.text_columns, so the model would read the label"
+        refuse_if(is_text, "data.label_column", f"{reads}; name another column")
 
     @property
     def needs_whole_batch(self) -> bool:
@@ -333,6 +337,16 @@ def task_class(name: str) -> type[Task]:
 def as_list(names: str | Sequence[str]) -> list[str]:
     """The names as a list; one string is one name."""
     return [names] if isinstance(names, str) else list(names)
+
+
+def refuse_twice(names: Sequence[str], key: str) -> None:
+    """Refuse a name that the config key lists twice: predictions have one entry per name.
+
+    Raises:
+        ConfigError: Names the key and the name.
+    """
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ConfigError(f"{key} lists {twice!r} twice; list it once")
 
 
 def joined(texts: list[dict[str, list[Any]]]) -> dict[str, list[Any]]:

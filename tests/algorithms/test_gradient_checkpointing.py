@@ -177,6 +177,13 @@ def test_frozen_blocks_at_the_bottom_are_not_recomputed() -> None:
     assert any(name.startswith("bert.encoder.layer.1") for name in recorder.first_gradients)
 
 
+def test_a_second_trainer_does_not_count_what_the_first_recomputed() -> None:
+    model = tiny_bert()
+    trained([GradientCheckpointing()], model=model)
+    model.bert.requires_grad_(False)
+    assert_not_engaged(make_trainer([GradientCheckpointing()], model=model), "no block was recomputed")
+
+
 def test_hooks_run_once_and_evaluation_recomputes_nothing() -> None:
     model, calls = tiny_bert(), []
     layer = model.bert.encoder.layer[0]

@@ -366,6 +366,18 @@ def test_auto_continues_in_a_longer_fit() -> None:
     assert technique.evidence["comparisons"] == 5
 
 
+def test_a_later_fit_that_freezes_no_longer_says_that_nothing_settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    technique, settled = LayerFreezing("auto", interval="2ba"), [0, 0, 1, 1]
+    function = "composer_speedups.algorithms.layer_freezing.layer_freezing.settled_blocks"
+    monkeypatch.setattr(function, lambda *_: settled.pop(0))
+    trainer = make_trainer([technique], batches=plain_batches(6))
+    trainer.fit()
+    assert (technique.evidence["frozen"], "note" in technique.evidence) == ("nothing", True)
+    trainer.fit(duration="4ba")
+    trainer.close()
+    assert (technique.evidence["frozen"], "note" in technique.evidence) == ("embeddings and 1 block", False)
+
+
 # Ranks
 
 

@@ -8,10 +8,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from composer.loggers import FileLogger, InMemoryLogger, LoggerDestination, MLFlowLogger, TensorboardLogger, WandBLogger
 
 from composer_speedups import EngagementReport, RunSummary, Unpadding
-from tests.helpers.common import awkward_batches, batch, make_trainer, plain_batches, trained
+from tests.helpers.common import awkward_batches, batch, make_trainer, plain_batches, tiny_bert, trained
 from tests.helpers.wandb_runs import read_wandb
 
 PADDING = "techniques/unpadding/padding_of_the_run"
@@ -130,3 +131,10 @@ def test_a_report_in_a_second_trainer_forgets_the_first() -> None:
         logger = InMemoryLogger()
         trained(techniques, batches=[batch([3, 5])], callbacks=[report], loggers=[logger])
     assert not [key for key in logger.hyperparameters if key.startswith("techniques/")]
+
+
+def test_a_report_in_a_second_trainer_has_its_dtypes() -> None:
+    report = EngagementReport()
+    for dtype in (torch.float32, torch.bfloat16):
+        trained(model=tiny_bert().to(dtype), callbacks=[report])
+        assert report.numerics["weights"] == str(dtype).removeprefix("torch.")

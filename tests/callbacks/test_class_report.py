@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from composer import Evaluator
+from composer.models import HuggingFaceModel
 from matplotlib.figure import Figure
 from PIL import Image
 from sklearn.metrics import confusion_matrix, precision_recall_fscore_support
@@ -15,6 +18,7 @@ from sklearn.metrics import confusion_matrix, precision_recall_fscore_support
 from composer_speedups.callbacks.class_report import ClassReport
 from composer_speedups.tasks.metrics import MacroF1
 from composer_speedups.train.plot import plot_confusion
+from tests.helpers.common import data_spec, make_trainer, plain_batches, tiny_bert
 from tests.helpers.jobs import run
 from tests.helpers.ranks import on_ranks
 
@@ -22,11 +26,11 @@ from tests.helpers.ranks import on_ranks
 class Evaluated:
     """A state after an evaluation with these metrics."""
 
-    dataloader_label = "eval"
-
     def __init__(self, metric: MacroF1, batch: int) -> None:
+        self.dataloader = object()
+        self.evaluators = [SimpleNamespace(label="eval", dataloader=SimpleNamespace(dataloader=self.dataloader))]
         self.eval_metrics = {"eval": {"MacroF1": metric}}
-        self.timestamp = type("Timestamp", (), {"batch": type("Time", (), {"value": batch})})
+        self.timestamp = SimpleNamespace(batch=SimpleNamespace(value=batch))
 
 
 @pytest.mark.parametrize("classes", [4, 101])
@@ -58,6 +62,23 @@ def test_a_class_that_is_never_predicted_has_no_precision() -> None:
     assert classes["1"] == {"precision": None, "recall": 0.0, "f1": 0.0, "samples": 1, "predicted": 0}
     assert classes["2"] == {"precision": None, "recall": None, "f1": None, "samples": 0, "predicted": 0}
     assert report.summary(2) == {}, "an evaluation of an earlier process"
+
+
+def test_only_the_evaluator_of_its_label_and_the_last_trainer_count() -> None:
+    report = ClassReport()
+    for length in (4, 2):
+        metrics: Any = [MacroF1(2, ["no", "yes"])]
+        model = HuggingFaceModel(tiny_bert(), use_logits=True, metrics=[], eval_metrics=metrics)
+        loaders = {"eval": data_spec(plain_batches(1)), "other": data_spec(plain_batches(3))}
+        own = [Evaluator(label=label, dataloader=loader) for label, loader in loaders.items()]
+        batches, settings = plain_batches(length), {"eval_dataloader": own, "eval_interval": "1ba"}
+        trainer = make_trainer(model=model, batches=batches, callbacks=[report], **settings)
+        trainer.fit()
+        with pytest.warns(UserWarning, match="label 'eval' was already provided"):  # Composer's
+            trainer.eval(data_spec(plain_batches(5)))
+        trainer.close()
+        assert [*report.counts] == [*range(1, length + 1)]
+        assert np.sum(report.summary()["confusion"]) == 4, "the samples of one batch"
 
 
 def test_the_report_has_the_evaluation_of_the_exported_weights_and_a_picture() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from composer import Trainer
+from composer import Evaluator, Trainer
 from composer.callbacks import EarlyStopper
 from composer.core import Callback, State
 from composer.loggers import Logger
@@ -219,6 +219,49 @@ def test_a_resumed_run_has_the_best_weights_of_the_uninterrupted_one(loaded: int
     torch.testing.assert_close(weights_of(trainer.state), dict(whole.weights), rtol=0, atol=0)
 
 
+def _of_two_metrics() -> tuple[list[Callback], Any]:
+    CrossEntropy.values = dict(zip(range(2, 14, 2), [3.0, 1.0, 2.0, 4.0, 5.0, 6.0], strict=True))
+    MulticlassAccuracy.values = dict(zip(range(2, 14, 2), [0.1, 0.2, 0.9, 0.3, 0.3, 0.3], strict=True))
+    metrics: Any = [kind(sync_on_compute=False) for kind in (CrossEntropy, MulticlassAccuracy)]
+    names = ("loss", "MulticlassAccuracy")
+    callbacks: list[Any] = [BestWeights(name) for name in names]
+    callbacks += [EarlyStopping(name, patience=f"{LENGTH}ba") for name in names]
+    return callbacks, HuggingFaceModel(tiny_bert(), use_logits=True, eval_metrics=metrics, metrics=[])
+
+
+def _trained_on_two_metrics(callbacks: list[Callback], model: Any, **settings: Any) -> list[Any]:
+    evaluation: dict[str, Any] = {"eval_dataloader": data_spec(plain_batches(1)), "eval_interval": "2ba"}
+    batches = plain_batches(LENGTH)
+    fit_and_close(
+        make_trainer(model=model, batches=batches, callbacks=[Weights(), *callbacks], **evaluation, **settings)
+    )
+    return [callback.summary() for callback in callbacks]  # type: ignore[attr-defined]
+
+
+def test_callbacks_of_two_metrics_resume_with_their_own_states() -> None:
+    """Composer's checkpoints hold one state per class."""
+    whole = _trained_on_two_metrics(*_of_two_metrics(), save_folder="saved", **SAVING)
+    assert [summary["batch"] for summary in whole[:2]] == [4, 6]
+    assert [summary["best_batch"] for summary in whole[2:]] == [4, 6]
+    assert _trained_on_two_metrics(*_of_two_metrics(), load_path="saved/ba8.pt") == whole
+    callbacks, model = _of_two_metrics()
+    resumed = _trained_on_two_metrics([*reversed(callbacks)], model, load_path="saved/ba8.pt")
+    assert [*reversed(resumed)] == whole, "in any order"
+
+
+def test_a_callback_of_another_metric_than_the_checkpoints_starts_anew() -> None:
+    """A loss of 0.05 would be an accuracy that no evaluation stays below."""
+    values = [0.05, 0.06, 0.07, 0.2, 0.3, 0.4]
+    fit_and_close(trainer_with(EarlyStopping(patience="30ba"), values, save_folder="saved", **SAVING))
+    changed = EarlyStopping("accuracy", patience="30ba")
+    with pytest.warns(UserWarning, match=r"the checkpoint has no state of EarlyStopping\(metric='accuracy'"):
+        trainer = trainer_with(
+            changed, [0.9, 0.9, 0.01, 0.02, 0.03, 0.04], MulticlassAccuracy, load_path="saved/ba4.pt"
+        )
+    fit_and_close(trainer)
+    assert (changed.best, changed.best_batch) == (pytest.approx(0.04), LENGTH)
+
+
 @pytest.mark.parametrize(
     ("values", "settings", "stops"),
     [
@@ -278,6 +321,11 @@ def test_an_unknown_metric_is_refused_before_training(kind: Any) -> None:
         trainer.fit()
     with pytest.raises(ConfigError, match="there is no evaluation"):
         make_trainer(callbacks=[kind()]).fit()
+    named = [Evaluator(label=label, dataloader=data_spec(plain_batches(1))) for label in ("dev", "test")]
+    with pytest.raises(
+        ConfigError, match=r"^dataloader_label: no evaluator has the label 'eval'; set it to one of dev, test$"
+    ):
+        make_trainer(callbacks=[kind()], eval_dataloader=named, eval_interval="1ba").fit()
 
 
 def _train_on_a_rank() -> dict[str, Any]:

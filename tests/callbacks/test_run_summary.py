@@ -12,13 +12,17 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from composer_speedups import FusedOptimizer, MemoryAnatomy, RunSummary, SDPAAttention, TF32Matmul, ThroughputMonitor
 from composer_speedups.callbacks.run_summary import techniques_label
-from tests.helpers.common import Batches, make_trainer, plain_batches, tiny_bert
+from tests.helpers.common import Batches, data_spec, make_trainer, plain_batches, tiny_bert
 from tests.helpers.wandb_runs import WandbRun
 
 
 def _logged(trainer: Any) -> dict[str, list[float]]:
     (logger,) = trainer.logger.destinations
     return {name: [float(value) for _, value in values] for name, values in logger.data.items()}
+
+
+def _accuracy() -> Any:
+    return [MulticlassAccuracy(num_classes=2, average="micro")]
 
 
 def test_the_summary_covers_the_whole_steady_state() -> None:
@@ -36,8 +40,7 @@ def test_the_summary_covers_the_whole_steady_state() -> None:
 
 def test_an_evaluation_after_fit_end_is_in_the_summary() -> None:
     """Four batches with an evaluation every three: the last evaluation runs after FIT_END."""
-    metrics: Any = [MulticlassAccuracy(num_classes=2, average="micro")]
-    model = HuggingFaceModel(tiny_bert(), use_logits=True, metrics=metrics)
+    model = HuggingFaceModel(tiny_bert(), use_logits=True, metrics=_accuracy())
     evaluation = DataSpec(
         DataLoader(Batches(plain_batches(2)), batch_size=None),
         split_batch=lambda b, n: [b],
@@ -49,6 +52,21 @@ def test_an_evaluation_after_fit_end_is_in_the_summary() -> None:
     assert len(logged["metrics/eval/MulticlassAccuracy"]) == 2
     assert logged["summary/accuracy"][-1] == logged["metrics/eval/MulticlassAccuracy"][-1]
     assert len(logged["summary/accuracy"]) == 2, "once at FIT_END and once after the following evaluation"
+
+
+def test_a_later_fit_and_a_second_trainer_have_one_summary_each() -> None:
+    """The evaluations within them are not its end. Weights & Biases draws one bar for a value that is logged once."""
+    summary = RunSummary()
+    for fits in (1, 2):
+        model = HuggingFaceModel(tiny_bert(), use_logits=True, metrics=_accuracy())
+        settings: dict[str, Any] = {"eval_dataloader": data_spec(plain_batches(1)), "eval_interval": "2ba"}
+        trainer = make_trainer(model=model, callbacks=[summary], **settings)
+        for _ in range(fits):
+            trainer.fit(duration="4ba")
+        trainer.close()
+        logged = _logged(trainer)
+        assert len(logged["metrics/eval/MulticlassAccuracy"]) == 2 * fits
+        assert len(logged["summary/accuracy"]) == fits
 
 
 @pytest.mark.parametrize("late", [ThroughputMonitor, MemoryAnatomy])

@@ -179,6 +179,19 @@ def test_a_monitor_counts_only_the_batches_of_its_last_trainer() -> None:
     assert monitor.summary()["step_seconds"] == pytest.approx(2.0)
 
 
+def test_a_fit_that_resets_the_time_keeps_its_steady_batches() -> None:
+    """Its first batches have the numbers of those that warmed up."""
+    clock, monitor = timed(warmup_batches=2)
+    trainer = make_trainer(batches=plain_batches(4), callbacks=[monitor])
+    clock.pass_during(trainer.state.model, "forward", 2.0)
+    trainer.fit()
+    trainer.fit(duration="4ba", reset_time=True)
+    trainer.close()
+    summary = monitor.summary()
+    assert (summary["other_batches"], summary["steady_batches"]) == (2, 6)
+    assert summary["warmup_seconds"] == pytest.approx(2 * 2.0)
+
+
 def test_mfu_is_flops_divided_by_time_and_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, monitor = timed(warmup_batches=0)
     monkeypatch.setattr(module, "device_peak", lambda *_: module.Peak(1e6, "fp32", "datasheet"))
@@ -188,6 +201,20 @@ def test_mfu_is_flops_divided_by_time_and_peak(monkeypatch: pytest.MonkeyPatch) 
     trainer.close()
     flops = module.training_flops(tiny_bert().config, torch.tensor([12, 7, 16, 10]), "classification")
     assert monitor.summary()["mfu"] == pytest.approx(flops / 2.0 / 1e6)
+
+
+def test_with_a_mask_of_pairs_of_tokens_every_position_counts() -> None:
+    """It counted pairs as tokens, 16 for each, and reported a padding of -1025%."""
+    masks = [inputs["attention_mask"] for inputs in plain_batches()]
+    pairs: list[Any] = [mask[:, None, None, :].expand(4, 1, 16, 16).bool() for mask in masks]
+    batches = [{**inputs, "attention_mask": mask} for inputs, mask in zip(plain_batches(), pairs, strict=True)]
+    clock, monitor = timed(warmup_batches=0)
+    trainer = make_trainer(callbacks=[monitor], batches=batches)
+    clock.pass_during(trainer.state.model, "forward", 2.0)
+    trainer.fit()
+    trainer.close()
+    assert monitor.summary()["padding_fraction"] == 0
+    assert monitor.summary()["tokens_per_sec"] == 4 * 16 / 2.0
 
 
 @pytest.mark.parametrize("head", ["classification", "tokens", "mlm"])

@@ -3,8 +3,13 @@ held-out fractions, and truncated text pairs."""
 
 from __future__ import annotations
 
+import bz2
+import gzip
+import io
 import itertools
 import json
+import lzma
+import zipfile
 from datetime import date
 from decimal import Decimal
 from pathlib import Path
@@ -291,6 +296,33 @@ def test_a_file_that_is_not_utf8_is_named_with_the_position_and_the_fix(name: st
     Path(name).write_bytes(text.encode(encoding))
     fix = rf"save it as UTF-8, for example with: iconv -f {encoding} -t utf-8 {name} > new\.\w+$"
     with pytest.raises(DataError, match=rf"^data\.train_file: {name} is not UTF-8: .*{position}.*{fix}"):
+        read(name, Classification(labels=["0", "1"]))
+
+
+def _zipped(content: bytes) -> bytes:
+    archive = io.BytesIO()
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as file:
+        file.writestr("xl/worksheets/sheet1.xml", content)
+    return archive.getvalue()
+
+
+@both
+@pytest.mark.parametrize(
+    ("pack", "said"),
+    [
+        (gzip.compress, r"is compressed; unpack it first, for example with: gzip -dc < a\.\w+ > new\.\w+$"),
+        (lzma.compress, "is compressed; unpack it first, for example with: xz "),
+        (bz2.compress, "is compressed; unpack it first, for example with: bzip2 "),
+        (_zipped, r"is a ZIP archive or a spreadsheet; save its rows as a \.\w+ file in UTF-8$"),
+    ],
+)
+@pytest.mark.parametrize("name", ["a.csv", "a.jsonl"])
+def test_a_packed_file_with_the_name_of_a_text_is_not_taken_for_latin1(
+    name: str, pack: Any, said: str, read: Reader
+) -> None:
+    """With iconv, as the error suggested, its bytes would have become text."""
+    Path(name).write_bytes(pack("".join(f"text {number} é,1\n" for number in range(500)).encode()))
+    with pytest.raises(DataError, match=rf"^data\.train_file: {name} {said}"):
         read(name, Classification(labels=["0", "1"]))
 
 

@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -98,6 +99,13 @@ def tokenizer_in(folder: str) -> Any:
     return tokenizer
 
 
+def test_the_padding_of_streamed_tokens_is_not_taken_for_tokens() -> None:
+    row = {"input_ids": [2, 9, 3, 0, 0], "attention_mask": [1, 1, 1, 0, 0], "label": 1}
+    collate: Any = Tokenized(lambda rows: rows, tokenizer_in("words"), Classification(), 256, {})
+    assert collate([row]).tokens["input_ids"].tolist() == [2, 9, 3]
+    assert collate([{**row, "attention_mask": np.ones(5)}]).lengths.tolist() == [5]
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
@@ -105,6 +113,11 @@ def tokenizer_in(folder: str) -> Any:
         ({"words": "a", "label": 1}, r"a streamed row: text is empty"),
         ({"text": "a", "label": 2}, r"a streamed row: label is 2; every label must be one of 0, 1 \(data\.labels\)"),
         ({"text": "a"}, r"a streamed row: label is empty"),
+        ({"input_ids": b"\x02\x00\x09\x00", "label": 1}, r"input_ids is b'.*', not a list of integers \(in MDS shards"),
+        ({"input_ids": "[2, 9]", "label": 1}, r"input_ids is '\[2, 9\]', not a list of integers"),
+        ({"input_ids": [2.5, 9.0], "label": 1}, r"input_ids is \[2\.5, 9\.0\], not a list of integers"),
+        ({"input_ids": [[2, 9]], "label": 1}, r"input_ids is \[\[2, 9\]\], not a list of integers"),
+        ({"input_ids": [], "label": 1}, r"input_ids is \[\], not a list of integers"),
     ],
 )
 def test_a_bad_streamed_row_is_refused_in_one_line(row: dict[str, Any], message: str) -> None:
@@ -117,6 +130,7 @@ def test_a_bad_streamed_row_is_refused_in_one_line(row: dict[str, Any], message:
     tokenized = collate([{"input_ids": [2, 9, 3], "label": 1}])
     assert tokenized.tokens["input_ids"].tolist() == [2, 9, 3]
     assert tokenized.rows["labels"].tolist() == [1]
+    assert collate([{"input_ids": np.array([2, 9], np.uint16), "label": 1}]).tokens["input_ids"].tolist() == [2, 9]
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -218,6 +232,29 @@ def test_mds_without_its_package_is_refused_in_one_line(monkeypatch: pytest.Monk
         stream_of_samples(config, 0)
 
 
+@pytest.mark.parametrize("name", ["a.csv", "a.jsonl", "a.parquet"])
+def test_a_stream_without_rows_is_refused(name: str) -> None:
+    """It has no batches, so a run of some batches would go from epoch to epoch for ever."""
+    if name == "a.parquet":
+        Dataset.from_dict({"text": [], "label": []}).to_parquet(name)
+    else:
+        Path(name).write_text({"a.csv": "text,label\n", "a.jsonl": "\n"}[name])
+    with pytest.raises(DataError, match=rf"^data\.train_file: {name} has no rows.*; use a file with samples$"):
+        stream_of_samples(DataConfig(source="files", streaming=True, train_file=name), 0)
+
+
+def test_each_address_of_mds_shards_has_a_cache_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package reads the shards in its local folder, also those of another address, without downloading."""
+    streaming = pytest.importorskip("streaming", reason="needs mosaicml-streaming; docs/data.md has its install line")
+    opened: list[Any] = []
+    monkeypatch.setattr(streaming, "StreamingDataset", lambda **settings: opened.append(settings))
+    for name in ("s3://bucket/one", "s3://bucket/other", "s3://bucket/one"):
+        stream_of_samples(DataConfig(source="mds", train_file=name), 0)
+    one, other, again = (Path(settings["local"]) for settings in opened)
+    assert (one == again, one == other) == (True, False)
+    assert one.parent == other.parent == Path(DataConfig.cache_dir) / "mds"
+
+
 def test_mds_shards_go_to_one_rank_each(monkeypatch: pytest.MonkeyPatch) -> None:
     streaming = pytest.importorskip("streaming", reason="needs mosaicml-streaming; docs/data.md has its install line")
     with streaming.MDSWriter(out="shards", columns={"text": "str", "label": "int"}) as writer:
@@ -228,6 +265,13 @@ def test_mds_shards_go_to_one_rank_each(monkeypatch: pytest.MonkeyPatch) -> None
     assert sorted(rows) == sorted(f"review {row}" for row in range(ROWS))
     with pytest.raises(DataError, match=r"nowhere .* has no index\.json"):
         stream_of_samples(DataConfig(source="mds", train_file="nowhere"), 0)
+    Path("broken").mkdir()
+    for index, problem in {"{}": "KeyError: 'version'", "": "JSONDecodeError: .*"}.items():
+        Path("broken/index.json").write_text(index)
+        with pytest.raises(DataError, match=rf"^data\.train_file: broken cannot be opened as MDS shards \({problem}\)"):
+            stream_of_samples(DataConfig(source="mds", train_file="broken"), 0)
+    with pytest.raises(DataError, match=r"^data\.train_file: nothing://at/all cannot be opened as MDS shards \(.*"):
+        stream_of_samples(DataConfig(source="mds", train_file="nothing://at/all"), 0)
     tokenizer_in("words")
     mds = [
         "data.streaming=false",

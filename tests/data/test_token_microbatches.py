@@ -50,6 +50,13 @@ def test_tokens_of_all_texts_of_a_sample_count_and_without_a_mask_every_position
     assert [len(part["input_ids"]) for part in split_by_tokens(8)({"input_ids": torch.ones(3, 4)}, 3)] == [2, 1]
 
 
+def test_with_a_mask_of_pairs_of_tokens_every_position_counts() -> None:
+    """Sums of its rows would be numbers of pairs."""
+    ids, pairs = torch.ones(3, 4, dtype=torch.int64), torch.ones(3, 1, 4, 4)
+    parts = split_by_tokens(8)({"input_ids": ids, "attention_mask": pairs}, 3)
+    assert [len(part["input_ids"]) for part in parts] == [2, 1]
+
+
 def test_what_cannot_be_split_is_refused() -> None:
     with pytest.raises(ValueError, match="max_tokens must be at least 1, not 0"):
         split_by_tokens(0)

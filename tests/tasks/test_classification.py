@@ -220,3 +220,20 @@ def test_fewer_than_two_classes_are_refused() -> None:
     data = DataConfig(labels="complaint")  # type: ignore[arg-type]  # one text for a list
     with pytest.raises(ConfigError, match=r"needs at least two classes, such as \[negative, positive\], not"):
         Classification(labels=["complaint"]).check_data(data)
+
+
+def test_a_label_that_is_listed_twice_is_refused() -> None:
+    """Predictions are mappings from label to probability, which would have lost one of the two."""
+    for kind in (Classification, Multilabel):
+        with pytest.raises(ConfigError, match=r"^data\.labels lists 'a' twice; list it once"):
+            kind(labels=["a", "b", "a"])
+    with pytest.raises(ConfigError, match=r"^data\.label_columns lists 'a' twice"):
+        Multilabel(label_columns=["a", "a"])
+    with pytest.raises(ConfigError, match=r"^data\.labels lists 'x' twice"):
+        Multilabel(label_columns=["a", "b"], labels=["x", "x"])
+
+
+def test_a_label_column_that_is_also_a_text_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^data\.label_column 'label' is also among data\.text_columns, so"):
+        Classification(text_columns=["text", "label"]).check_data(DataConfig(source="builtin"))
+    Multilabel(text_columns=["labels"], label_columns=["a", "b"]).check_data(DataConfig(source="builtin"))

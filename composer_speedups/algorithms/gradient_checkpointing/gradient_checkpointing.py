@@ -8,7 +8,12 @@ from composer.core import State
 from pydantic import Field
 
 from composer_speedups.algorithms.gradient_checkpointing.functional import apply_gradient_checkpointing
-from composer_speedups.algorithms.gradient_checkpointing.recompute import GraphWatch, is_checkpointed, recomputations
+from composer_speedups.algorithms.gradient_checkpointing.recompute import (
+    GraphWatch,
+    forget_recomputations,
+    is_checkpointed,
+    recomputations,
+)
 from composer_speedups.core.technique import Conflict, Stage, Technique
 from composer_speedups.core.trainer_state import is_compiled, model_of
 
@@ -45,7 +50,10 @@ class GradientCheckpointing(Technique):
     def engage(self, state: State) -> dict[str, Any]:
         with self.refusals():
             apply_gradient_checkpointing(state.model, self.every)
-        return {"blocks": sum(is_checkpointed(module) for module in model_of(state).modules())}
+        blocks = [module for module in model_of(state).modules() if is_checkpointed(module)]
+        for block in blocks:
+            forget_recomputations(block)  # of an earlier Trainer
+        return {"blocks": len(blocks)}
 
     def watch(self, state: State) -> None:
         if is_compiled(state.model):

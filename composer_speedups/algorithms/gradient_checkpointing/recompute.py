@@ -25,7 +25,7 @@ def wrap(block: nn.Module) -> bool:
     if is_checkpointed(block):
         return False
     replace_forward(block, _forward)
-    vars(block)[_COUNT] = 0
+    forget_recomputations(block)
     return True
 
 
@@ -46,6 +46,11 @@ def is_checkpointed(block: nn.Module) -> bool:
 def recomputations(block: nn.Module) -> int:
     """Return how often the block was recomputed; recomputations in compiled code are not counted."""
     return int(vars(block).get(_COUNT, 0))
+
+
+def forget_recomputations(block: nn.Module) -> None:
+    """Count the recomputations of a block from 0 again."""
+    vars(block)[_COUNT] = 0
 
 
 def _forward(block: nn.Module, inner: Inner, /, *args: Any, **kwargs: Any) -> Any:

@@ -200,6 +200,7 @@ class LayerFreezing(Technique):
         if not parameters:
             return self._nothing_frozen(state) if self.ended else {}
         self._check_effect(parameters)
+        self.evidence.pop("note", None)  # of an earlier fit, in which nothing was frozen
         trained = sum(p.numel() for p in state.model.parameters() if p.requires_grad)
         return {
             "frozen": _described(self._frozen or 0),
