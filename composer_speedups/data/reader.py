@@ -104,7 +104,8 @@ def _conll_rows(file: Any) -> Iterator[Row]:
             sentence = []
         elif fields and fields[0] != "-DOCSTART-" and not line.startswith("# "):
             if len(fields) == 1:
-                raise ValueError(f"line {number} has a word without a tag: {line.strip()[:40]}")
+                untagged = f"line {number} has a word without a tag: {line.strip()[:40]}"
+                raise ValueError(f"{untagged}; to predict tags, use a .txt file with a sentence per line")
             sentence.append(fields)
 
 
@@ -243,8 +244,12 @@ def check_columns(names: Iterable[str], needed: Sequence[tuple[str, str]], where
         if column not in existing:
             hint = did_you_mean(column, existing, otherwise="")
             known = ", ".join(existing) or "none"
-            value = "[NAME]" if key.endswith("columns") else "NAME"
-            raise DataError(f"{where} has no column {column!r}{hint} (it has: {known}); set {key}={value}")
+            name, _, more = key.partition(
+                ","
+            )  # such as: data.label_column, or data.label_columns for columns of 0 and 1
+            value = "[NAME]" if name.endswith("columns") else "NAME"
+            fix = f"set {name}={value}{',' * bool(more)}{more}"
+            raise DataError(f"{where} has no column {column!r}{hint} (it has: {known}); {fix}")
 
 
 def _not_utf8(path: str) -> str:

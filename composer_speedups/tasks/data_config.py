@@ -140,7 +140,7 @@ class DataConfig(Settings):
             no_texts = "wordpiece is trained on all texts up front; streaming cannot provide them; name a tokenizer"
             refuse_if(wordpiece, "tokenizer", no_texts)
         if self.eval_fraction is not None:
-            both = "and data.eval_file both define the validation samples; remove one of them"
+            both = "and data.eval_file both define the validation samples; set one of them to null"
             refuse_if(self.eval_file is not None, "eval_fraction", both)
             in_memory = source in ("hub", "files") and not self.streaming
             refuse_if(not in_memory, "eval_fraction", "needs data.source: hub or files, read into memory")

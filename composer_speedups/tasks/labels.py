@@ -87,6 +87,11 @@ class TaskWithClasses(Task):
                 f"{where}: {self.label_column} is {shown(value)}, which is not a class; for numbers set "
                 "model.task=regression"
             )
+        if isinstance(value, list) and not among:
+            raise DataError(
+                f"{where}: {self.label_column} is a list, {shown(value)}; set model.task=multilabel, or "
+                "model.task=token_classification if it has a label for each word"
+            )
         raise DataError(
             f"{where}: {self.label_column} {'holds' if among else 'is'} {shown(value)}; every label must be one of "
             f"{', '.join(names[:20])} (data.labels)"

@@ -243,7 +243,10 @@ MALFORMED = {
     "ragged.csv": ("text,label\nfine,1\na,1,2,3\n", "line 3 has 4 cells, and the header has 2"),
     "open.csv": ('text,label\nfine,1\n"never closed,0\nfine,1\n', ".*end of data"),
     "twice.csv": ("text,text,label\na,b,1\n", "it has two columns 'text'"),
-    "a.conll": ("# id 1\nAnn B-PER\nran\n", "line 3 has a word without a tag: ran"),
+    "a.conll": (
+        "# id 1\nAnn B-PER\nran\n",
+        "line 3 has a word without a tag: ran; to predict tags, use a .txt file with a sentence per line",
+    ),
     "cut.parquet": ("PAR1" + "\0" * 50, ".*"),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -189,10 +190,18 @@ def test_multilabel_reads_lists_that_are_written_as_text(cells: list[Any], lists
         task.label(f"{lists[0][0]};new", "f")
 
 
+def test_lists_of_labels_are_told_the_tasks_that_read_them() -> None:
+    Path("a.jsonl").write_text('{"text": "a", "label": ["x"]}\n{"text": "b", "label": ["x", "y"]}\n')
+    said = r"row 1: label is a list, \['x'\]; set model\.task=multilabel, or model\.task=token_classification"
+    with pytest.raises(DataError, match=said):
+        load_samples(files("a.jsonl"), Classification(labels=["x", "y"]))
+
+
 def test_a_multilabel_file_of_0_and_1_columns_is_told_to_name_them() -> None:
     name = save({"text": ["a", "b"], "billing": [0, 1], "tech": [1, 0]}, "a.csv")
     said = (
-        r"a\.csv has no column 'labels' \(it has: text, billing, tech\); set data\.label_column, or data\.label_columns"
+        r"a\.csv has no column 'labels' \(it has: text, billing, tech\); set data\.label_column=NAME, or "
+        r"data\.label_columns for columns of 0 and 1$"
     )
     with pytest.raises(DataError, match=said):
         load_samples(files(name), Multilabel())
