@@ -1,6 +1,6 @@
 """Train on several GPUs with your own Composer Trainer, the recommended techniques and train.py's data parallelism.
 
-It needs a GPU; on a CPU, the recommended techniques stop it. docs/tutorials/own-trainer.md has a Trainer for a CPU.
+On a CPU, the recommended techniques stop it; --on-unavailable warn trains without those that need a GPU.
 
     composer -n 2 examples/own_trainer.py                          # BERT-base with random weights, random tokens
     composer -n 2 examples/own_trainer.py --model FOLDER --lengths lengths.txt --batch-size 128 --duration 200ba
