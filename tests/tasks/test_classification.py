@@ -192,7 +192,7 @@ def test_multilabel_reads_lists_that_are_written_as_text(cells: list[Any], lists
 
 def test_lists_of_labels_are_told_the_tasks_that_read_them() -> None:
     Path("a.jsonl").write_text('{"text": "a", "label": ["x"]}\n{"text": "b", "label": ["x", "y"]}\n')
-    said = r"row 1: label is a list, \['x'\]; set model\.task=multilabel, or model\.task=token_classification"
+    said = r"row 2: label is a list, \['x', 'y'\]\); set model\.task=multilabel, or model\.task=token_classification"
     with pytest.raises(DataError, match=said):
         load_samples(files("a.jsonl"), Classification(labels=["x", "y"]))
 
