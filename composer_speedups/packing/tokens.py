@@ -160,10 +160,12 @@ def lay_out_tokens(mask_BS: Tensor, total: int, pad_to_multiple_of: int = MULTIP
         mask_BS: Nonzero at real tokens, at any positions.
         total: Number of real tokens, which determines the shapes. A wrong number raises; on a GPU, at its next
             synchronization.
-        pad_to_multiple_of: T is rounded up to a multiple of it, and is at least this.
+        pad_to_multiple_of: T is rounded up to a multiple of it, but to no more than the slots, rounded up to a multiple
+            of :data:`MULTIPLE`.
     """
     mask_BS = mask_BS.bool()
-    packed, slots = round_up(total, pad_to_multiple_of), mask_BS.numel()
+    slots = mask_BS.numel()
+    packed = min(round_up(total, pad_to_multiple_of), round_up(slots, MULTIPLE))
     real_N = mask_BS.flatten()
     ends_B = mask_BS.sum(-1).cumsum(0)
     torch._assert_async(ends_B[-1] == total, "the attention mask changed after its tokens were counted")

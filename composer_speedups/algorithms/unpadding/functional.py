@@ -28,8 +28,9 @@ def apply_unpadding(
     Args:
         model: A transformers model of a supported family (BERT, RoBERTa and others), or a module that contains some;
             changed in place. Its parameters, their names and its ``state_dict`` do not change.
-        pad_to_multiple_of: The number of packed tokens is rounded up to a multiple of it. Default 64, because matmuls
-            with a number of tokens that is not a multiple of 8 are slow.
+        pad_to_multiple_of: The number of packed tokens is rounded up to a multiple of it, but not beyond the padded
+            batch, rounded up to 64. Default 64, because matmuls with a number of tokens that is not a multiple of 8 are
+            slow.
         mlm_head: Tokens for which a masked-LM head computes logits in training calls with labels. ``"all"`` is every
             token, padding included, as in the untouched model; ``"labelled"`` is those with a label, so that the logits
             are (1, M, vocabulary) for M labelled tokens, rounded up to ``pad_to_multiple_of``. The loss is the same.
