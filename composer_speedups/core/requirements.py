@@ -88,7 +88,7 @@ class Context:
 
 def needs_cuda(context: Context, what: str, capability: tuple[int, int] = (0, 0)) -> Requirement:
     """Require a CUDA GPU of a minimum compute capability, such as (8, 0) for Ampere."""
-    fix = "remove the technique, in a YAML with algorithms.NAME=null"
+    fix = "remove the technique"
     wanted = "a CUDA GPU"
     if capability > (0, 0):
         wanted += f" of compute capability {capability[0]}.{capability[1]} or newer"

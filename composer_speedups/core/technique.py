@@ -258,7 +258,9 @@ class Technique(Settings, Algorithm, eq=False, strict=True):
             raise error
         if self.engaged is not False:
             continuing = "although" if isinstance(error, NotEngagedError) else "without"
-            said = f"continuing {continuing} {error.technique}: {error.reason} (to silence this: {error.fix})"
+            removed = error.fix.endswith("remove the technique")
+            key = f", algorithms.{error.technique}=null in a YAML" if removed else ""
+            said = f"continuing {continuing} {error.technique}: {error.reason} (to silence this: {error.fix}{key})"
             warnings.warn(str(UserError(said)), UserWarning, stacklevel=3)
         self.engaged = False
         self.in_force = self.in_force and isinstance(error, NotEngagedError)

@@ -199,7 +199,8 @@ def test_on_unavailable_warn_is_suggested_only_if_it_is_not_set(technique: Any) 
     ):
         screen([technique()], CPU)
     warning = technique(on_unavailable="warn")
-    with pytest.warns(UserWarning, match=r"continuing without .* \(to silence this: .*remove the technique\)$"):
+    said = r"continuing without (\w+): .*: .*remove the technique, algorithms\.\1=null in a YAML\)$"
+    with pytest.warns(UserWarning, match=said):
         screen([warning], CPU)
     assert warning.evidence["fix"].endswith("remove the technique")
 
