@@ -153,11 +153,12 @@ def replace_folder(folder: Path, *, keep_existing: bool = False) -> Iterator[Pat
     """Yield an empty folder that replaces ``folder`` if the block ends without an error.
 
     With ``keep_existing``, a folder that another process has created in the meantime is kept, and the new one is
-    deleted.
+    deleted. Weights in it get the mode of any new file, since safetensors lets only their owner read them.
     """
     partial = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f"{_PREFIX}{folder.name}."))
     try:
         yield partial
+        _share_weights(partial)
         partial.chmod(0o755)
         if not keep_existing:
             shutil.rmtree(folder, ignore_errors=True)
@@ -170,6 +171,14 @@ def replace_folder(folder: Path, *, keep_existing: bool = False) -> Iterator[Pat
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+
+
+def _share_weights(folder: Path) -> None:
+    new = folder / f"{_PREFIX}mode"  # a new file, whose mode the umask decides
+    new.touch()
+    for weights in folder.rglob("*.safetensors"):
+        shutil.copymode(new, weights)
+    new.unlink()
 
 
 def remove_unfinished(folder: Path, name: str = "") -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +52,6 @@ def export_model(state: State, folder: Path) -> Path:
             if isinstance(wrapped, FinetuneModel):
                 wrapped.task.export(partial, wrapped.config.hidden_size, wrapped.max_length)
                 write_json(partial / TASK_FILE, wrapped.task.settings(wrapped.max_length))
-            for weights_file in partial.glob("*.safetensors"):  # which safetensors lets only their owner read
-                shutil.copymode(partial / "config.json", weights_file)
     dist.barrier()
     return folder
 

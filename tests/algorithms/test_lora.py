@@ -309,6 +309,7 @@ def test_peft_loads_the_adapter_folder_into_a_fresh_base(tmp_path: Path) -> None
     model, batches = trained_bert(), awkward_batches()
     save_adapter(model, tmp_path / "adapter")
     save_adapter(HuggingFaceModel(model), tmp_path / "adapter")  # overwrites it, from the ComposerModel
+    assert len({path.stat().st_mode for path in (tmp_path / "adapter").iterdir()}) == 1, "all may read the weights, too"
     loaded = PeftModel.from_pretrained(tiny_bert(), str(tmp_path / "adapter"))
     assert_near(eval_logits(loaded, batches), eval_logits(model, batches))
     stock = loaded.merge_and_unload()
