@@ -78,12 +78,14 @@ class Settings:
 
     Attributes:
         not_recorded: Settings that ``repr`` leaves out.
+        also_called: Names of settings in other programs → the key that an error message suggests for them.
 
     Raises:
         ConfigError: A value is invalid; names the key.
     """
 
     not_recorded: ClassVar[tuple[str, ...]] = ()
+    also_called: ClassVar[Mapping[str, str]] = {}
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
     __pydantic_fields__: ClassVar[dict[str, FieldInfo]]
     _eq: ClassVar[bool] = True
@@ -416,9 +418,10 @@ def _explain(error: ValidationError, cls: type[Settings], values: Any, prefix: s
     if first["type"] in _UNKNOWN:
         name = ".".join([*names, str(location[-1])])
         known = [key for key, _, _ in keys_of(cls)]
-        hint = did_you_mean(name, known, prefix, otherwise=_keys_beside(name, known))
-        if meant := getattr(cls, "also_called", {}).get(str(location[-1])):
+        if meant := cls.also_called.get(str(location[-1])):
             hint = f"; did you mean {meant!r}?"
+        else:
+            hint = did_you_mean(name, known, prefix, otherwise=_keys_beside(name, known))
         return prefix + name, f"unknown key {prefix + name!r}{hint}"
     if isinstance(cause, InvalidSettingError):
         key = f"{key}.{cause.key}".removeprefix(".")

@@ -229,7 +229,7 @@ class LoggersConfig(Settings):
 
 
 class Config(Settings):
-    also_called: ClassVar[dict[str, str]] = {  # names in other programs, above all transformers' TrainingArguments
+    also_called: ClassVar[Mapping[str, str]] = {  # above all in transformers' TrainingArguments
         "learning_rate": "optimizer.lr",
         "epochs": "trainer.max_duration",
         "num_train_epochs": "trainer.max_duration",
