@@ -68,11 +68,10 @@ class ClassReport(Callback):
         if batch not in self.counts:
             return {}
         counts = self.counts[batch]
-        whole = counts.shape[0] == counts.shape[1] == len(self.names)
         return {
             "batch": batch,
             "classes": metrics_by_class(self.names, counts),
-            "confusion": counts.tolist() if whole else None,
+            "confusion": counts.tolist() if _is_whole(counts, self.names) else None,
         }
 
 
@@ -83,9 +82,10 @@ def metrics_by_class(names: Sequence[str], counts: npt.NDArray[np.int64]) -> dic
         names: Names of the K classes.
         counts: As in :attr:`ClassReport.counts`.
     """
-    whole = counts.shape[0] == counts.shape[1] == len(names)
     true_K, predicted_K, hits_K = (
-        (counts.sum(1), counts.sum(0), counts.diagonal()) if whole else (counts[0], counts[1], counts[2])
+        (counts.sum(1), counts.sum(0), counts.diagonal())
+        if _is_whole(counts, names)
+        else (counts[0], counts[1], counts[2])
     )
     return {
         name: {
@@ -111,6 +111,10 @@ def class_rows(classes: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, 
         shown = [f"{key} {values[key]:.4g}" for key in ("precision", "recall") if values[key] is not None]
         label = f"F1 of {name}" if len(name) < 11 else f"F1 of {name[:9]}…"
         yield label, values["f1"], ", ".join([*shown, f"{values['samples']:,} samples"])
+
+
+def _is_whole(counts: npt.NDArray[np.int64], names: Sequence[str]) -> bool:
+    return counts.shape[0] == counts.shape[1] == len(names)
 
 
 def _ratio(part: int, whole: int) -> float | None:

@@ -40,7 +40,7 @@ def measure_baseline(config: Config, device: Device) -> dict[str, Any] | None:
     Returns:
         ``algorithms`` (names), ``batches``, ``samples_per_sec`` of the baseline and ``run_samples_per_sec`` of the
         run's techniques, over all ranks, and ``turn_ratios``, by which factor the run's are faster in each turn on
-        rank 0, without turns in which neither was in its steady state; None without a baseline.
+        rank 0, without turns in which one of them was not in its steady state; None without a baseline.
     """
     if config.baseline is None:
         return None
