@@ -10,6 +10,7 @@ A table is a YAML file under benchmarks/tables (or its name without .yaml)::
     cumulative: true                  # a configuration includes the overrides of those above it, except peers
     jobs: 4                           # concurrent runs, for accuracy; speeds are not recorded
     ahead: 8                          # processes that import together and then wait for their turn
+    warm_jobs: 4                      # concurrent unrecorded runs that fill compile caches
     fresh: true                       # cold processes (except Python's bytecode), timed from start to end
     share_compiled: true              # all runs share a compile cache, so that only first runs compile
     losses: true                      # rows keep the loss of every batch of the last run
@@ -25,9 +26,9 @@ A table is a YAML file under benchmarks/tables (or its name without .yaml)::
 ``peer`` names a module of benchmarks.peers that runs instead of train.py, with the same base and overrides. A
 configuration with ``ranks`` is started by ``composer -n RANKS``. Every run starts with empty compile caches; with
 ``warm``, the runs of a configuration share a compile cache that an additional, unrecorded run has filled; its runs with
-other seeds use the same.
+other seeds use the same. All caches are filled before the first recorded run.
 
-On the command line, repeats=2, jobs=1, ahead=1 and data.batch_size=40 replace the table's values.
+On the command line, repeats=2, jobs=1, ahead=1, warm_jobs=1 and data.batch_size=40 replace the table's values.
 "configurations=[fp32, + TF32]" selects configurations; the first one is the one to compare with. Other overrides come
 last. Rows are written to benchmarks/results/<gpu>/<table>.jsonl, one per configuration and point of the matrix, with
 the median, minimum and maximum of its runs. Rows of one call have the same time in ``call``, and only those are
@@ -104,16 +105,21 @@ def run_table(table: Table, name: str, results: Path = RESULTS) -> list[Row]:
     total = repeats * len(configurations)
     bar = tqdm(total=total, initial=total - len(waiting), desc=name, unit="run", disable=None, dynamic_ncols=True)
 
+    def cache_of(index: int) -> Path | None:
+        if configurations[index].warm:
+            return Path(caches.name) / f"{compiled.index(compiled[index])}"
+        return Path(caches.name) / "shared" if table.share_compiled else None
+
+    def fill(index: int) -> None:
+        if not stopped.is_set():
+            run_once(table.base, configurations[index], workers, cache_of(index))
+
     def run(repeat: int, index: int) -> None:
         if stopped.is_set():
             return
         configuration = configurations[index]
-        own, shared = Path(caches.name) / f"{compiled.index(compiled[index])}", Path(caches.name) / "shared"
         try:
-            if configuration.warm and not own.exists():
-                run_once(table.base, configuration, workers, own)
-            cache = own if configuration.warm else shared if table.share_compiled else None
-            report = run_once(table.base, configuration, workers, cache)
+            report = run_once(table.base, configuration, workers, cache_of(index))
             if stopped.is_set():  # it was stopped, which does not count as a failure
                 return
             call.add(index, report)
@@ -125,14 +131,18 @@ def run_table(table: Table, name: str, results: Path = RESULTS) -> list[Row]:
         sys.stdout.flush()
         bar.update()
 
-    pool, finished = ThreadPoolExecutor(table.jobs), False
+    fillers, pool, finished = ThreadPoolExecutor(table.warm_jobs), ThreadPoolExecutor(table.jobs), False
+    to_fill = {compiled.index(compiled[i]) for _, i in waiting if configurations[i].warm}
     try:
+        for future in [fillers.submit(fill, i) for i in sorted(to_fill)]:
+            future.result()
         for future in [pool.submit(run, repeat, i) for repeat, i in waiting]:
             future.result()
         finished = not stopped.is_set()
     finally:
         stopped.set()
         workers.close()
+        fillers.shutdown(cancel_futures=True)
         pool.shutdown(cancel_futures=True)
         caches.cleanup()
         bar.close()

@@ -60,6 +60,7 @@ class Table(_Keys):
     cumulative: bool = False
     jobs: int = Field(1, ge=1)
     ahead: int = Field(1, ge=1)
+    warm_jobs: int = Field(1, ge=1)
     fresh: bool = False
     share_compiled: bool = False
     losses: bool = False
@@ -81,8 +82,8 @@ class Table(_Keys):
 
 
 def read_table(path: Path, overrides: Sequence[str] = ()) -> Table:
-    """Read a table. Overrides replace ``repeats``, ``jobs``, ``ahead`` and axes of the matrix, select configurations or
-    resume; others apply to all configurations.
+    """Read a table. Overrides replace ``repeats``, ``jobs``, ``ahead``, ``warm_jobs`` and axes of the matrix, select
+    configurations or resume; others apply to all configurations.
 
     Raises:
         SystemExit: Names the key, and says what is allowed.
@@ -95,7 +96,7 @@ def read_table(path: Path, overrides: Sequence[str] = ()) -> Table:
         key, sign, value = override.partition("=")
         if not sign:
             raise SystemExit(f"{override}: must be key=value, like repeats=2")
-        if key in ("repeats", "jobs", "ahead", "resume"):
+        if key in ("repeats", "jobs", "ahead", "warm_jobs", "resume"):
             keys[key] = value
         elif key == "configurations":
             keys["only"] = yaml.safe_load(value)

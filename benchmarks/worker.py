@@ -30,8 +30,8 @@ _READY = "ready\n"
 class _Process:
     """A Python process in its own process group, which is killed with this process if ``setpriv`` is installed.
 
-    Only a thread that lives until the last run may start one. Those of the pool in benchmarks.run do, because the pool
-    is shut down after the workers are closed.
+    Only a thread that lives until the last run may start one. Those of the pools in benchmarks.run do, because the
+    pools are shut down after the workers are closed.
 
     Args:
         arguments: Arguments of the Python interpreter.

@@ -6,6 +6,7 @@ import io
 import json
 import re
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -150,10 +151,29 @@ def test_a_warm_configuration_fills_its_cache_in_an_unrecorded_run(monkeypatch: 
     monkeypatch.setattr(runner, "run_once", fake)
     read = read_table(table(matrix={}, configurations={"cold": [], "warm": {"warm": True}}))
     rows = runner.run_table(read, "table", Path("results"))
-    assert [cache is not None for cache in caches] == [False, True, True, False, True]
+    assert [cache is not None for cache in caches] == [True, False, True, False, True]
     assert len({cache for cache in caches if cache}) == 1
     assert [len(row["process_seconds"]["runs"]) for row in rows] == [2, 2]
     assert [(row["peer"], row["warm"], row["losses"]) for row in rows] == [(None, w, [0.7, 0.6]) for w in (False, True)]
+
+
+def test_all_caches_are_filled_concurrently_before_the_first_recorded_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    both, ran = threading.Barrier(2, timeout=60), []
+
+    def fake(base: str, configuration: Configuration, workers: Workers, cache: Path) -> dict[str, Any]:
+        if not cache.exists():
+            both.wait()  # raises BrokenBarrierError if one waits alone
+            cache.mkdir()
+        else:
+            assert both.n_waiting == 0
+            ran.append((configuration.overrides[-1], len([*cache.parent.iterdir()])))
+        return REPORT
+
+    monkeypatch.setattr(runner, "run_once", fake)
+    declared = {"a": {"warm": True, "set": ["a=2"]}, "b": {"warm": True, "set": ["b=2"]}}
+    read = read_table(table(matrix={}, repeats=2, configurations=declared), ["warm_jobs=2"])
+    runner.run_table(read, "table", Path("results"))
+    assert ran == [("a=2", 2), ("b=2", 2)] * 2
 
 
 def test_runs_with_other_seeds_use_one_filled_cache_and_those_with_other_sizes_do_not(
