@@ -184,7 +184,7 @@ def _style(axes: Axes, **grid: Any) -> None:
 def _style_bars(axes: Axes, rows: Sequence[Row], longest: float) -> None:
     """Name the configurations from top to bottom, and leave room for the labels of bars."""
     axes.set_yticks(range(len(rows)), [row["configuration"] for row in rows])
-    axes.invert_yaxis()
+    axes.set_ylim(len(rows) - 0.5, -0.5)  # not around the bars alone: a configuration may have none
     axes.set_xlim(0, 1.28 * longest)
     axes.xaxis.set_major_formatter("{x:,.0f}")
     _style(axes, axis="x")

@@ -117,11 +117,12 @@ def _repeats(rows: Sequence[Row]) -> str:
     batches = ""
     if all(duration.endswith("ba") for duration in durations):
         batches = f", {_range(int(duration.removesuffix('ba')) for duration in durations)} batches each"
+    each = "configuration and seed" if any("seed" in row for row in rows) else "configuration"
     if counts == {1}:
-        return f"One run of each configuration{batches}. "
+        return f"One run of each {each}{batches}. "
     single = "; one run where no range is given" if 1 in counts else ""
     middle = "median or, of two runs, mean" if 2 in counts else "median"
-    return f"{_range(counts)} runs of each configuration{batches}: {middle} (least–most){single}. "
+    return f"{_range(counts)} runs of each {each}{batches}: {middle} (least–most){single}. "
 
 
 def _range(counts: Iterable[int]) -> str:
@@ -290,7 +291,8 @@ def time_to_accuracy(name: str, reference: str) -> list[str]:
         ratio = "–" if median is None or base is None else f"{base / median:.2f}"
         final = f"{statistics.fmean(reached.finals[configuration]):.4f}"
         lines.append([configuration, spread, ratio, f"{len(times)} of {len(seconds)}", final])
-    columns = ["configuration", f"seconds to {reached.target:.4f}", "ratio", "runs that reached it", "final accuracy"]
+    to_target = f"seconds to {reached.target:.4f} (least–most)"
+    columns = ["configuration", to_target, "ratio", "runs that reached it", "final accuracy"]
     return _figure(columns, lines, rows)
 
 

@@ -131,6 +131,8 @@ def test_bars_show_the_time_to_the_accuracy_of_the_first_configuration(drawn: Dr
     charts.draw("time_to_accuracy", shown, Path("accuracy.png"))
     assert drawn.labels == ["26.0", "1 of 2 runs reached it", "9.5  ×2.74"]
     assert drawn.bars == [(0, 26), (0, 9.5)]
+    figure = charts.accuracy_bars(charts.call_shown("time_to_accuracy", rows, ["full", "ours", "weak"]))
+    assert figure.axes[0].get_ylim() == (2.5, -0.5), "a last configuration without a bar has room, too"
 
 
 def test_bars_of_other_programs_are_grey(drawn: Drawn) -> None:

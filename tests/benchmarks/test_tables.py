@@ -108,7 +108,7 @@ def test_the_fast_set_is_compared_with_the_fastest_peer_of_its_call(rows: list[d
 def test_time_to_accuracy_is_that_of_the_first_evaluation_at_the_target(rows: list[dict[str, Any]]) -> None:
     def ran(configuration: str, seed: int, *evaluations: tuple[float, float]) -> None:
         run = [{"batch": i, "seconds": s, "accuracy": a} for i, (s, a) in enumerate(evaluations)]
-        rows.append(row(configuration, "2026-01-01", 1, seed=seed, evaluations=[run]))
+        rows.append(row(configuration, "2026-01-01", 1, seed=seed, evaluations=[run], repeats=1))
 
     ran("full", 1, (10, 0.7), (20, 0.91), (30, 0.90))
     ran("full", 2, (10, 0.6), (20, 0.7), (32, 0.92))
@@ -117,12 +117,13 @@ def test_time_to_accuracy_is_that_of_the_first_evaluation_at_the_target(rows: li
     ran("weak", 1, (1, 0.8))
     ran("weak", 2, (1, 0.95))
     text = tables.time_to_accuracy("t", "full")
-    assert text[0].startswith("| configuration | seconds to 0.8959 |"), "0.91 less a standard deviation of 0.0141"
+    assert text[0].startswith("| configuration | seconds to 0.8959 (least–most) |"), "0.91 less a deviation of 0.0141"
     assert text[2:5] == [
         "| full | 26.0 (20.0–32.0) | 1.00 | 2 of 2 | 0.9100 |",
         "| ours | 9.5 (5.0–14.0) | 2.74 | 2 of 2 | 0.9150 |",
         "| weak | 1.0 (1.0–1.0) | – | 1 of 2 | 0.8750 |",
     ]
+    assert text[-1].startswith("One run of each configuration and seed. ")
 
 
 def test_lines_of_several_gpus_name_them(monkeypatch: pytest.MonkeyPatch) -> None:
