@@ -11,7 +11,7 @@ from composer.core import Callback, State
 from composer.loggers import Logger
 
 from composer_speedups.callbacks.evaluated_metric import is_evaluation_of
-from composer_speedups.tasks.metrics import MacroF1
+from composer_speedups.tasks.metrics import ByClass
 
 __all__ = ["ClassReport", "class_rows", "metrics_by_class"]
 
@@ -19,7 +19,7 @@ _MOST_ROWS = 10
 
 
 class ClassReport(Callback):
-    """Keeps the counts of true and predicted classes of each evaluation with the metric :class:`.MacroF1`.
+    """Keeps how often each class was true and predicted in each evaluation, from its :class:`.ByClass` metric.
 
     ``trainer.eval()`` counts, too, but not on other data that it is given. In each Trainer it starts anew.
 
@@ -27,9 +27,10 @@ class ClassReport(Callback):
         dataloader_label: Label of the evaluator. Default ``"eval"``.
 
     Attributes:
-        names: Names of the classes.
-        counts: Batches trained → the number of samples whose true class is i and whose predicted class is j, (K, K); or
-            with more than 100 classes, how often each is the true one, the predicted one, and both, (3, K).
+        names: Names of the K classes.
+        counts: Batches trained → how often each class is a true one, a predicted one, and both, (3, K).
+        confusions: Batches trained → the number of samples whose true class is i and whose predicted class is j,
+            (K, K); None with several labels per sample, or more than 100 classes.
     """
 
     def __init__(self, dataloader_label: str = "eval") -> None:
@@ -39,6 +40,7 @@ class ClassReport(Callback):
     def _begin(self) -> None:
         self.names: list[str] = []
         self.counts: dict[int, npt.NDArray[np.int64]] = {}
+        self.confusions: dict[int, npt.NDArray[np.int64] | None] = {}
 
     def init(self, state: State, logger: Logger) -> None:
         self._begin()
@@ -47,11 +49,13 @@ class ClassReport(Callback):
         if not is_evaluation_of(state, self.dataloader_label):
             return
         for metric in state.eval_metrics[self.dataloader_label].values():
-            if isinstance(metric, MacroF1) and metric.update_called:
+            if isinstance(metric, ByClass) and metric.update_called:
                 metric.compute()  # computed and cached by Composer
                 assert metric.seen is not None
+                batch, confusion = state.timestamp.batch.value, metric.confusion
                 self.names = list(metric.names)
-                self.counts[state.timestamp.batch.value] = metric.seen.cpu().numpy()
+                self.counts[batch] = metric.seen.cpu().numpy()
+                self.confusions[batch] = None if confusion is None else confusion.cpu().numpy()
 
     def summary(self, batch: int | None = None) -> dict[str, Any]:
         """The section ``classes`` of report.json; empty if there was no such evaluation.
@@ -62,16 +66,16 @@ class ClassReport(Callback):
         Returns:
             ``batch``; ``classes``: name → ``precision``, ``recall``, ``f1`` (None where undefined), ``samples`` and
             ``predicted``; ``confusion``: for each true class, how often each class was predicted, in the order of
-            ``classes``, or None with more than 100 classes.
+            ``classes``, or None as in ``confusions``.
         """
         batch = batch if batch is not None else max(self.counts, default=-1)
         if batch not in self.counts:
             return {}
-        counts = self.counts[batch]
+        confusion = self.confusions[batch]
         return {
             "batch": batch,
-            "classes": metrics_by_class(self.names, counts),
-            "confusion": counts.tolist() if _is_whole(counts, self.names) else None,
+            "classes": metrics_by_class(self.names, self.counts[batch]),
+            "confusion": None if confusion is None else confusion.tolist(),
         }
 
 
@@ -82,11 +86,6 @@ def metrics_by_class(names: Sequence[str], counts: npt.NDArray[np.int64]) -> dic
         names: Names of the K classes.
         counts: As in :attr:`ClassReport.counts`.
     """
-    true_K, predicted_K, hits_K = (
-        (counts.sum(1), counts.sum(0), counts.diagonal())
-        if _is_whole(counts, names)
-        else (counts[0], counts[1], counts[2])
-    )
     return {
         name: {
             "precision": _ratio(hits, predicted),
@@ -95,9 +94,7 @@ def metrics_by_class(names: Sequence[str], counts: npt.NDArray[np.int64]) -> dic
             "samples": true,
             "predicted": predicted,
         }
-        for name, true, predicted, hits in zip(
-            names, true_K.tolist(), predicted_K.tolist(), hits_K.tolist(), strict=True
-        )
+        for name, (true, predicted, hits) in zip(names, counts.T.tolist(), strict=True)
     }
 
 
@@ -111,10 +108,6 @@ def class_rows(classes: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, 
         shown = [f"{key} {values[key]:.4g}" for key in ("precision", "recall") if values[key] is not None]
         label = f"F1 of {name}" if len(name) < 11 else f"F1 of {name[:9]}…"
         yield label, values["f1"], ", ".join([*shown, f"{values['samples']:,} samples"])
-
-
-def _is_whole(counts: npt.NDArray[np.int64], names: Sequence[str]) -> bool:
-    return counts.shape[0] == counts.shape[1] == len(names)
 
 
 def _ratio(part: int, whole: int) -> float | None:

@@ -25,7 +25,7 @@ from composer_speedups.predict.finished_run import exported_folder
 from composer_speedups.recommendation import apply_recommended
 from composer_speedups.tasks.config import TASK_FILE, ModelConfig
 from composer_speedups.tasks.data_config import DataConfig
-from composer_speedups.tasks.metrics import MacroF1, computed
+from composer_speedups.tasks.metrics import ByClass, computed
 from composer_speedups.tasks.models import FinetuneModel, has_token_types, positions_of
 from composer_speedups.tasks.task import Task, build_task
 
@@ -196,7 +196,7 @@ class FinishedModel:
                 wrapped.update_metric(batch, outputs, metric)
         values, classes = computed(metrics), dict[str, dict[str, Any]]()
         for metric in metrics.values():
-            if isinstance(metric, MacroF1) and metric.seen is not None:
+            if isinstance(metric, ByClass) and metric.seen is not None:
                 classes = metrics_by_class(metric.names, metric.seen.cpu().numpy())
         return Evaluation(values, classes)
 

@@ -10,6 +10,7 @@ from composer.core import State
 from torch import Tensor
 from torch.nn import functional as F
 from torchmetrics import Metric
+from torchmetrics.classification import MultilabelF1Score
 from torchmetrics.functional import pearson_corrcoef
 from torchmetrics.utilities import dim_zero_cat
 from torchmetrics.utilities.distributed import gather_all_tensors
@@ -18,10 +19,12 @@ from composer_speedups.packing.tokens import IGNORED
 
 __all__ = [
     "BinaryF1",
+    "ByClass",
     "EntityF1",
     "MacroF1",
     "Matthews",
     "MeanLoss",
+    "MultilabelMacroF1",
     "Pearson",
     "Recall",
     "class_of_metric",
@@ -153,16 +156,28 @@ class ClassCounts(Metric):
         hits_K.index_add_(0, labels_R, (labels_R == predicted_R).long())
 
 
-class MacroF1(ClassCounts):
+class ByClass:
+    """What a metric keeps after :meth:`compute`, so that it can be told class by class.
+
+    Attributes:
+        names: Names of the K classes.
+        seen: How often each class is a true class, a predicted class, and both, over all ranks, (3, K); None before.
+        confusion: How often each true class was predicted as each class, (K, K); None before, and if not counted.
+    """
+
+    names: list[str]
+    seen: Tensor | None = None
+    confusion: Tensor | None = None
+
+
+class MacroF1(ClassCounts, ByClass):
     """The mean of F1 over classes. Classes that occur neither as true nor as predicted class are ignored.
+
+    The confusion matrix is counted for up to 100 classes.
 
     Args:
         num_classes: Number of classes K.
         names: Names of the classes. Default: their numbers.
-
-    Attributes:
-        seen: After :meth:`compute`, the confusion matrix over all ranks, (true class, predicted class); with more than
-            100 classes, ``counts``.
     """
 
     pairs: Tensor
@@ -170,7 +185,6 @@ class MacroF1(ClassCounts):
     def __init__(self, num_classes: int, names: Sequence[str] | None = None) -> None:
         super().__init__(num_classes)
         self.names = list(names or map(str, range(num_classes)))
-        self.seen: Tensor | None = None
         self._is_small = num_classes <= _MOST_PAIRED
         size = num_classes if self._is_small else 0
         self.add_state("pairs", default=torch.zeros(size, size, dtype=torch.int64), dist_reduce_fx="sum")
@@ -182,10 +196,27 @@ class MacroF1(ClassCounts):
             self.pairs.view(-1).index_add_(0, pairs_R, torch.ones_like(pairs_R))
 
     def compute(self) -> Tensor:
-        self.seen = (self.pairs if self._is_small else self.counts).clone()
+        self.seen, self.confusion = self.counts.clone(), self.pairs.clone() if self._is_small else None
         true_K, predicted_K, hits_K = self.counts
         all_K = true_K + predicted_K
         return (2 * hits_K[all_K > 0] / all_K[all_K > 0]).mean()
+
+
+class MultilabelMacroF1(MultilabelF1Score, ByClass):
+    """torchmetrics' mean of F1 over labels, at a probability of 0.5.
+
+    Args:
+        names: Names of the labels.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__(num_labels=len(names), average="macro", validate_args=False)
+        self.names = list(names)
+
+    def compute(self) -> Tensor:
+        hits_K: Any = self.tp
+        self.seen = torch.stack([hits_K + self.fn, hits_K + self.fp, hits_K])
+        return super().compute()
 
 
 class BinaryF1(ClassCounts):

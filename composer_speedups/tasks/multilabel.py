@@ -16,7 +16,7 @@ from torchmetrics.classification import MultilabelAveragePrecision, MultilabelF1
 
 from composer_speedups.core.errors import ConfigError, DataError
 from composer_speedups.tasks.labels import TaskWithClasses
-from composer_speedups.tasks.metrics import MeanLoss
+from composer_speedups.tasks.metrics import MeanLoss, MultilabelMacroF1
 from composer_speedups.tasks.task import Example, as_list, refuse_twice, shown
 
 __all__ = ["Multilabel"]
@@ -125,7 +125,7 @@ class Multilabel(TaskWithClasses):
             "BinaryCrossEntropy": MeanLoss(F.binary_cross_entropy_with_logits),
         }
         if not training:
-            metrics["MacroF1"] = MultilabelF1Score(average="macro", **settings)
+            metrics["MacroF1"] = MultilabelMacroF1(self.classes)
             metrics["MeanAveragePrecision"] = MultilabelAveragePrecision(average="macro", **settings)
         return metrics
 

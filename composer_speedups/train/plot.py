@@ -38,8 +38,8 @@ _MOST_DRAWN = 30  # classes of a picture
 
 
 def write_plot(trainer: Trainer, config: Config, folder: RunFolder, evaluation: Mapping[str, Any]) -> None:
-    """Write throughput.png and, for up to 30 classes, confusion.png on rank 0, unless ``plot`` is false or nothing was
-    measured.
+    """Write throughput.png and, if there is a confusion matrix of up to 30 classes, confusion.png on rank 0, unless
+    ``plot`` is false or nothing was measured.
 
     Args:
         trainer: The Trainer after ``fit``.
@@ -49,7 +49,7 @@ def write_plot(trainer: Trainer, config: Config, folder: RunFolder, evaluation: 
     """
     if dist.get_global_rank() != 0 or not config.plot:
         return
-    if evaluation and len(evaluation["classes"]) <= _MOST_DRAWN:
+    if evaluation and evaluation["confusion"] is not None and len(evaluation["classes"]) <= _MOST_DRAWN:
         names, title = [*evaluation["classes"]], f"{config.run_name}, after batch {evaluation['batch']}"
         plot_confusion(evaluation["confusion"], names, title, folder / "confusion.png")
     monitor = callback_of(trainer.state, ThroughputMonitor)

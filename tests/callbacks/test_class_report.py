@@ -16,7 +16,7 @@ from PIL import Image
 from sklearn.metrics import confusion_matrix, precision_recall_fscore_support
 
 from composer_speedups.callbacks.class_report import ClassReport
-from composer_speedups.tasks.metrics import MacroF1
+from composer_speedups.tasks.metrics import ByClass, MacroF1, MultilabelMacroF1
 from composer_speedups.train.plot import plot_confusion
 from tests.helpers.common import data_spec, make_trainer, plain_batches, tiny_bert
 from tests.helpers.jobs import run
@@ -26,7 +26,7 @@ from tests.helpers.ranks import on_ranks
 class Evaluated:
     """A state after an evaluation with these metrics."""
 
-    def __init__(self, metric: MacroF1, batch: int) -> None:
+    def __init__(self, metric: ByClass, batch: int) -> None:
         self.dataloader = object()
         self.evaluators = [SimpleNamespace(label="eval", dataloader=SimpleNamespace(dataloader=self.dataloader))]
         self.eval_metrics = {"eval": {"MacroF1": metric}}
@@ -51,6 +51,35 @@ def test_the_classes_metrics_are_scikit_learns(classes: int) -> None:
         np.testing.assert_allclose(values, column, err_msg=key)
     matrix = confusion_matrix(labels, predicted, labels=range(classes)).tolist()
     assert result["confusion"] == (matrix if classes <= 100 else None)
+
+
+@pytest.mark.parametrize("labels", [2, 3], ids="{} labels".format)
+def test_the_metrics_of_several_labels_a_sample_are_scikit_learns(labels: int) -> None:
+    """With three labels, the counts have the shape of a confusion matrix, and are none."""
+    generator = torch.Generator().manual_seed(5)
+    chances = torch.rand(60, labels, generator=generator)
+    truth = torch.rand(60, labels, generator=generator) < 0.4
+    names = [f"l{i}" for i in range(labels)]
+    metric, report = MultilabelMacroF1(names), ClassReport()
+    for rows in torch.arange(60).split(25):
+        metric.update(chances[rows], truth[rows].long())
+    state: Any = Evaluated(metric, 3)
+    report.eval_end(state, None)  # type: ignore[arg-type]
+    result = report.summary()
+    expected = precision_recall_fscore_support(truth, chances > 0.5)
+    for key, column in zip(("precision", "recall", "f1", "samples"), expected, strict=True):
+        np.testing.assert_allclose([result["classes"][name][key] for name in names], column, err_msg=key)
+    assert float(metric.compute()) == pytest.approx(expected[2].mean())
+    assert result["confusion"] is None
+
+
+def test_a_multilabel_run_reports_its_labels_without_a_picture() -> None:
+    report = run("model.task=multilabel", "plot=true", "baseline=null")
+    classes = report["classes"]["classes"]
+    assert len(classes) > 1
+    scores = [values["f1"] or 0.0 for values in classes.values()]
+    assert np.mean(scores) == pytest.approx(report["metrics"]["macro_f1"])
+    assert not Path("runs/quickstart/confusion.png").exists()
 
 
 def test_a_class_that_is_never_predicted_has_no_precision() -> None:
