@@ -93,23 +93,34 @@ class Tokenized:
         return self.collate(Ragged.of(self.task.encode(columns, self.tokenizer, self.max_length)))
 
     def _tokenized(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-        columns = {"input_ids": [_token_ids(row)[: self.max_length] for row in rows]}
+        vocabulary = len(self.tokenizer)
+        columns = {"input_ids": [_token_ids(row, vocabulary)[: self.max_length] for row in rows]}
         label = self.task.label_column
         if label is not None:
             columns["labels"] = [self.task.label(row.get(label), "a streamed row") for row in rows]
         return columns
 
 
-def _token_ids(row: Mapping[str, Any]) -> list[int]:
+def _token_ids(row: Mapping[str, Any], vocabulary: int) -> list[int]:
     """The column ``input_ids`` of a row, without the padding that its ``attention_mask`` marks, if it has one. Bytes,
-    whose values would pass for token ids, are refused."""
+    whose values would pass for token ids, are refused, and so are ids that the tokenizer does not have: on a GPU, a
+    look-up beyond the embeddings ends the process with an assertion that names neither."""
     value, mask = row["input_ids"], row.get("attention_mask")
     ids = np.asarray(value)
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise DataError(
             f"a streamed row: input_ids is {shown(value)}, not a list of integers (in MDS shards: ndarray:int32)"
         )
-    return list((ids if mask is None else ids[np.asarray(mask) != 0]).tolist())
+    ids = ids if mask is None else ids[np.asarray(mask) != 0]
+    if not ids.size:
+        raise DataError("a streamed row: input_ids has no token that its attention_mask keeps; leave the row out")
+    if ids.min() < 0 or ids.max() >= vocabulary:
+        wrong = ids.min() if ids.min() < 0 else ids.max()
+        raise DataError(
+            f"a streamed row: input_ids has {wrong}, and the tokenizer's ids are 0 to {vocabulary - 1:,}; set "
+            "data.tokenizer to the one that made them"
+        )
+    return list(ids.tolist())
 
 
 def stream_of_samples(config: DataConfig, seed: int) -> tuple[Any, dict[str, list[str]]]:

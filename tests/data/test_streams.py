@@ -118,6 +118,15 @@ def test_the_padding_of_streamed_tokens_is_not_taken_for_tokens() -> None:
         ({"input_ids": [2.5, 9.0], "label": 1}, r"input_ids is \[2\.5, 9\.0\], not a list of integers"),
         ({"input_ids": [[2, 9]], "label": 1}, r"input_ids is \[\[2, 9\]\], not a list of integers"),
         ({"input_ids": [], "label": 1}, r"input_ids is \[\], not a list of integers"),
+        (
+            {"input_ids": [2, 3], "attention_mask": [0, 0], "label": 1},
+            r"input_ids has no token that its attention_mask",
+        ),
+        (
+            {"input_ids": [2, 90000], "label": 1},
+            r"input_ids has 90000, and the tokenizer's ids are 0 to .*; set data\.tok",
+        ),
+        ({"input_ids": [-1, 2], "label": 1}, r"input_ids has -1, and the tokenizer's ids are 0 to"),
     ],
 )
 def test_a_bad_streamed_row_is_refused_in_one_line(row: dict[str, Any], message: str) -> None:
