@@ -161,7 +161,8 @@ def accuracy_bars(rows: Sequence[Row]) -> Figure:
         ratio = f"  ×{base / median:.2f}" if place and base is not None else ""
         _bar(axes, place, f"{median:.1f}{ratio}", median, times[0], times[-1], grey=not place or peers[name])
         longest = max(longest, times[-1])
-    axes.set_xlabel(f"seconds from the start of the process to an accuracy of {reached.target:.4f}\n{_source(rows[0])}")
+    to_target = f"seconds from the start of the process to an accuracy of {reached.target:.4f} (shorter is better)"
+    axes.set_xlabel(f"{to_target}\n{_source(rows[0])}")
     _style_bars(axes, [{"configuration": name} for name in names], longest)
     return figure
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from torch import nn
@@ -25,16 +25,20 @@ RECOMMENDED: dict[str, dict[str, Any]] = {
 """YAML name → settings, the same as in ``yamls/bert_imdb_fast.yaml``."""
 
 
-def recommended(on_unavailable: OnUnavailable = "stop") -> list[Technique]:
+def recommended(on_unavailable: OnUnavailable = "stop", precision: Literal["bf16", "fp8"] = "bf16") -> list[Technique]:
     """Return the fastest stable techniques for BERT, RoBERTa and similar encoders, on one or several GPUs.
 
-    None of them changes the recipe; each is exact up to the rounding of 16-bit mixed precision. Matmuls in 8 bits, with
-    ``FusedLayers(precision="fp8")``, are not among them: they need a GPU of compute capability 8.9, and round the
-    operands of matmuls to 8 bits. ``tune`` tries them, and the card of ``fused_layers`` has figures.
+    None of them changes the recipe; each is exact up to the rounding of 16-bit mixed precision.
 
     Args:
         on_unavailable: ``"stop"``: a technique that cannot engage on this GPU or model stops the run, with the reason
             and the fix. ``"warn"``: the run warns and continues without it. See :class:`Technique`.
+        precision: ``"fp8"`` rounds the operands of the layers' matmuls to 8 bits
+            (``FusedLayers(precision="fp8")``), on a GPU of compute capability 8.9 or newer; everything else stays in
+            bf16. The card of ``fused_layers`` has figures. Default ``"bf16"``.
+
+    Raises:
+        ValueError: Another precision.
 
     Example:
         ``Trainer(model=model, algorithms=recommended(), …)``. On several GPUs, add the callbacks and the sampler of
@@ -43,8 +47,11 @@ def recommended(on_unavailable: OnUnavailable = "stop") -> list[Technique]:
     # imported here because it needs Composer; the set itself is plain data
     from composer_speedups.core.registry import technique_class
 
+    if precision not in ("bf16", "fp8"):
+        raise ValueError(f'recommended: precision must be "bf16" or "fp8", not {precision!r}')
+    chosen = RECOMMENDED | ({"fused_layers": {"precision": "fp8"}} if precision == "fp8" else {})
     build: Any = technique_class
-    return [build(name)(**settings, on_unavailable=on_unavailable) for name, settings in RECOMMENDED.items()]
+    return [build(name)(**settings, on_unavailable=on_unavailable) for name, settings in chosen.items()]
 
 
 def apply_recommended(model: nn.Module, check: Check = "auto") -> dict[str, list[str]]:

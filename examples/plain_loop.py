@@ -24,7 +24,7 @@ def main(arguments: list[str] | None = None) -> list[float]:
     """Train for one epoch; return the loss of each batch."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="folder or hub id; default: random weights")
-    parser.add_argument("--samples", type=int, default=640)
+    parser.add_argument("--samples", type=int, default=6400)
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--stock", action="store_true", help="do not change the model")
     args = parser.parse_args(arguments)
@@ -68,7 +68,9 @@ def main(arguments: list[str] | None = None) -> list[float]:
         optimizer.zero_grad()
         losses.append(loss.detach())
     values = [float(loss) for loss in losses]
-    print(f"{len(rows) / (time.perf_counter() - start):,.0f} samples/s, last loss {values[-1]:.4f}")
+    seconds, tenth = time.perf_counter() - start, max(1, len(values) // 10)
+    first, last = (sum(part) / tenth for part in (values[:tenth], values[-tenth:]))
+    print(f"{len(rows) / seconds:,.0f} samples/s; mean loss {first:.4f} at the start, {last:.4f} at the end")
     return values
 
 

@@ -6,7 +6,7 @@ and the callbacks of ``composer_speedups.distributed``, as in ``examples/own_tra
 suite.
 
 - ``peer.distributed``: false for Composer's own DDP and garbage collection; default true.
-- ``peer.float8``: true for ``FusedLayers(precision="fp8")``; default false.
+- ``peer.float8``: true for ``recommended(precision="fp8")``; default false.
 - ``peer.plain_loader``: true for a plain ``torch.utils.data.DataLoader`` over padded samples, with ``data.workers``
   workers and pinned memory, on one GPU; default false, which is ``train.py``'s loader.
 """
@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.peers.job import build_job, read_arguments
 from benchmarks.peers.meter import monitors
-from composer_speedups import FusedLayers, recommended
+from composer_speedups import recommended
 from composer_speedups.callbacks.engagement import EngagementReport
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.data.loader import real_tokens
@@ -53,9 +53,7 @@ def main(arguments: list[str]) -> None:
     with RunFolder(config) as folder:
         job = build_job(config, on_gpu=on_gpu)
         loader = plain_loader(job.train, config.data.workers, on_gpu=on_gpu) if flags["plain_loader"] else job.train
-        algorithms = recommended(config.on_unavailable)
-        if flags["float8"]:
-            algorithms = [FusedLayers(precision="fp8") if type(t) is FusedLayers else t for t in algorithms]
+        algorithms = recommended(config.on_unavailable, "fp8" if flags["float8"] else "bf16")
         trainer = Trainer(
             model=job.model,
             train_dataloader=DataSpec(loader, get_num_tokens_in_batch=real_tokens),

@@ -95,7 +95,8 @@ def parse_command_line(
             raise ConfigError(f"{COMMAND_LINE}: cannot read {argument!r}; did you mean {argument[2:]!r}?")
         else:
             expected = usage or "-f FILE"
-            raise ConfigError(f"{COMMAND_LINE}: cannot read {argument!r}; expected {expected} or key=value")
+            hint = "; quote a value that has blanks, as in 'key={name: value}'" if argument[-1:] in ("}", "]") else ""
+            raise ConfigError(f"{COMMAND_LINE}: cannot read {argument!r}; expected {expected} or key=value{hint}")
     if not wants_help and len(positional) != len(words):
         raise ConfigError(
             f"{COMMAND_LINE}: expected {usage} and then key=value, not {' '.join(arguments)!r}; see --help"

@@ -259,7 +259,7 @@ class Technique(Settings, Algorithm, eq=False, strict=True):
         if self.engaged is not False:
             continuing = "although" if isinstance(error, NotEngagedError) else "without"
             removed = error.fix.endswith("remove the technique")
-            key = f", algorithms.{error.technique}=null in a YAML" if removed else ""
+            key = f", with train.py by algorithms.{error.technique}=null" if removed else ""
             said = f"continuing {continuing} {error.technique}: {error.reason} (to silence this: {error.fix}{key})"
             warnings.warn(str(UserError(said)), UserWarning, stacklevel=3)
         self.engaged = False

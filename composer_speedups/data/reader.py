@@ -57,7 +57,8 @@ def _csv_rows(file: Any, **dialect: Any) -> Iterator[Row]:
     _check_distinct(names)
     for cells in _numbered(lines):
         if cells and len(cells) != len(names):
-            raise ValueError(f"line {lines.line_num} has {len(cells)} cells, and the header has {len(names)}")
+            fix = "; put texts with commas in double quotes" if len(cells) > len(names) else ""
+            raise ValueError(f"line {lines.line_num} has {len(cells)} cells, and the header has {len(names)}{fix}")
         if cells:  # no empty line
             yield dict(zip(names, cells, strict=True))
 
@@ -242,6 +243,12 @@ def check_columns(names: Iterable[str], needed: Sequence[tuple[str, str]], where
     existing = list(names)
     for column, key in needed:
         if column not in existing:
+            mark = next((mark for mark in (";", "\t", "|") if mark in existing[0]), "") if len(existing) == 1 else ""
+            if mark:
+                raise DataError(
+                    f"{where} has no column {column!r}, but only {existing[0]!r}: its cells are separated by {mark!r}; "
+                    "save it with commas between cells"
+                )
             hint = did_you_mean(column, existing, otherwise="")
             known = ", ".join(existing) or "none"
             name, _, more = key.partition(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -72,8 +73,8 @@ def exit_codes(program: str = "train.py") -> Iterator[None]:
 
     User errors exit with 2. A run that fails exits with 1: a technique had no effect or cannot run, the loss was NaN or
     infinite, a data worker died, the disk is full, or a logger, the plot or the report failed. A run that a signal
-    ended after a checkpoint exits with 128 plus the signal's number. Other exceptions keep their traceback and exit
-    with Python's status 1.
+    ended after a checkpoint exits with 128 plus the signal's number, and so does a program that Ctrl-C ended. Other
+    exceptions keep their traceback and exit with Python's status 1.
     """
     program = console_command() or program
     formatted, warnings.formatwarning = warnings.formatwarning, _in_one_line
@@ -84,6 +85,9 @@ def exit_codes(program: str = "train.py") -> Iterator[None]:
         print(f"{program}: {stop}", file=sys.stderr, flush=True)
         gc.freeze()
         raise
+    except KeyboardInterrupt:  # in training, StopSignals handles it
+        print(f"{program}: interrupted", file=sys.stderr, flush=True)
+        raise SystemExit(128 + signal.SIGINT) from None
     except Exception as error:
         if not isinstance(error, UserError):
             reason = out_of_space(error)

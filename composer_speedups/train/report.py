@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -135,7 +136,7 @@ def _token_bound(config: dict[str, Any]) -> str:
 def summary_table(report: dict[str, Any], folder: str) -> str:
     """Format the report as a table for the console. Evidence is cut at 160 columns, with "…"."""
     throughput, memory, metrics = report["throughput"], report["memory"], report["metrics"]
-    ddp, classes = report["ddp"] or {}, [*report["classes"].get("classes", {})]
+    ddp = report["ddp"] or {}
     ranks = f" on {report['training']['ranks']} ranks" if report["training"]["ranks"] > 1 else ""
     rows = [
         ("samples/s", throughput.get("samples_per_sec"), f"steady state, data wait included{ranks}"),
@@ -154,7 +155,7 @@ def summary_table(report: dict[str, Any], folder: str) -> str:
             memory.get("peak_gib"),
             f"GiB {'of the GPU' if report['environment']['gpu'] else 'resident'}",
         ),
-        *((name.replace("_", " "), value, class_of_metric(name, classes)) for name, value in metrics.items()),
+        *((name.replace("_", " "), value, _note_on(name, report["classes"])) for name, value in metrics.items()),
         *class_rows(report["classes"].get("classes", {})),
         _best_row(report["best"], exported=report["config"]["export"]),
         _early_stopping_row(report["early_stopping"], report["training"]),
@@ -177,6 +178,21 @@ def summary_table(report: dict[str, Any], folder: str) -> str:
     if report["baseline"]:
         lines += ["", _against_baseline(report)]
     return "\n".join(lines)
+
+
+def _note_on(metric: str, section: Mapping[str, Any]) -> str:
+    """What a metric of the summary is of: ``of the last batch``, ``of spam``, or ``every sample was predicted as ham``.
+
+    Args:
+        metric: Its name in the report.
+        section: The report's section ``classes``.
+    """
+    classes = section.get("classes", {})
+    predicted = [name for name, values in classes.items() if values["predicted"]]
+    differ = sum(values["samples"] > 0 for values in classes.values()) > 1
+    if metric == "accuracy" and section.get("confusion") and differ and len(predicted) == 1:
+        return f"every sample was predicted as {predicted[0]}"
+    return "of the last batch" if metric.startswith("train_") else class_of_metric(metric, [*classes])
 
 
 def _best_row(best: dict[str, Any], *, exported: bool) -> tuple[str, int | None, str]:

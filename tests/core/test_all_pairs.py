@@ -199,7 +199,7 @@ def test_on_unavailable_warn_is_suggested_only_if_it_is_not_set(technique: Any) 
     ):
         screen([technique()], CPU)
     warning = technique(on_unavailable="warn")
-    said = r"continuing without (\w+): .*: .*remove the technique, algorithms\.\1=null in a YAML\)$"
+    said = r"continuing without (\w+): .*: .*remove the technique, with train\.py by algorithms\.\1=null\)$"
     with pytest.warns(UserWarning, match=said):
         screen([warning], CPU)
     assert warning.evidence["fix"].endswith("remove the technique")

@@ -47,6 +47,7 @@ def test_config_files_words_and_overrides_are_separated() -> None:
         (["quickstart"], [], "cannot read 'quickstart'; expected -f FILE or key=value"),
         (["--lr=3"], [], "cannot read '--lr=3'; did you mean 'lr=3'"),
         (["=3"], [], "cannot read '=3'"),
+        (["a={b:", "c}"], [], "cannot read 'c}'; expected -f FILE or key=value; quote a value that has blanks"),
         (["-f", "x.yaml"], ["PROJECT"], "cannot read '-f'; expected PROJECT or key=value"),
         ([""], ["PROJECT"], "cannot read ''"),
         (["seed=3"], ["PROJECT"], "expected PROJECT and then key=value, not 'seed=3'; see --help"),

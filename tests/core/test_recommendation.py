@@ -6,14 +6,14 @@ import copy
 import importlib.util
 import sys
 import warnings
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 from torch import nn
 from transformers import GPT2Config, GPT2ForSequenceClassification
 
-from composer_speedups import apply_recommended, apply_unpadding
+from composer_speedups import apply_recommended, apply_unpadding, recommended
 from tests.conftest import ROOT
 from tests.helpers.common import awkward_batches
 from tests.helpers.exhaustive import family_params, others_exhaustive
@@ -65,6 +65,20 @@ def test_a_second_call_says_that_the_techniques_are_in_place() -> None:
     changes = apply_recommended(other)  # a warning would be an error
     assert not changes["unpadding"]
     assert changes["fused_layers"]
+
+
+_PRECISIONS: tuple[Literal["bf16", "fp8"], ...] = ("bf16", "fp8")
+
+
+def test_fp8_changes_nothing_but_the_precision_of_the_fused_layers() -> None:
+    plain, eight = ([repr(t) for t in recommended(precision=precision)] for precision in _PRECISIONS)
+    [(before, after)] = [pair for pair in zip(plain, eight, strict=True) if pair[0] != pair[1]]
+    assert before.startswith("FusedLayers(")
+    assert "fp8" not in before
+    assert "precision='fp8'" in after
+    wrong: Any = "fp16"
+    with pytest.raises(ValueError, match=r'^recommended: precision must be "bf16" or "fp8", not \'fp16\'$'):
+        recommended(precision=wrong)
 
 
 def test_a_module_without_a_transformers_model_is_an_error() -> None:

@@ -176,6 +176,13 @@ def test_files_of_a_pattern_must_have_the_columns_and_rows_are_numbered_through(
         in_memory("part-*.csv")
 
 
+def test_a_file_with_another_separator_is_called_that() -> None:
+    Path("a.csv").write_text("text;label\nfine;1\n")
+    said = r"a\.csv has no column 'text', but only 'text;label': its cells are separated by ';'; save it with commas"
+    with pytest.raises(DataError, match=said):
+        in_memory("a.csv")
+
+
 @both
 def test_a_folder_that_datasets_wrote_is_read_with_its_class_names(read: Reader) -> None:
     dataset = Dataset.from_dict({**ROWS, "label": [1, 0] * 10}, NAMED)
@@ -240,7 +247,11 @@ MALFORMED = {
     "half.jsonl": ('{"text": "\\ud800", "label": 1}\n', r"line 1 is not JSON: .*surrogates not allowed"),
     "list.jsonl": ('["a", 1]\n', "line 1 is not a JSON object"),
     "quoted.csv": ('text,label\nfine,1\n"a"b,1\n', "line 3: ',' expected after '\"'"),
-    "ragged.csv": ("text,label\nfine,1\na,1,2,3\n", "line 3 has 4 cells, and the header has 2"),
+    "ragged.csv": (
+        "text,label\nfine,1\na,1,2,3\n",
+        "line 3 has 4 cells, and the header has 2; put texts with commas in double quotes",
+    ),
+    "short.csv": ("text,label\nfine,1\na\n", "line 3 has 1 cells, and the header has 2"),
     "open.csv": ('text,label\nfine,1\n"never closed,0\nfine,1\n', ".*end of data"),
     "twice.csv": ("text,text,label\na,b,1\n", "it has two columns 'text'"),
     "a.conll": (

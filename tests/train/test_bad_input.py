@@ -189,6 +189,13 @@ def test_a_warning_is_one_line_without_its_place_in_the_source() -> None:
     assert warnings.formatwarning is before
 
 
+def test_ctrl_c_outside_of_training_ends_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended, exit_codes("predict"):
+        raise KeyboardInterrupt
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == "predict: interrupted\n"
+
+
 def test_a_refused_run_allocates_no_gpu_memory() -> None:
     override = "algorithms={fused_optimizer: {}, foreach_optimizer: {}}"  # refused only after all imports
 

@@ -298,7 +298,7 @@ class Config(Settings):
         )
         refuse_if(data.tokenizer == "wordpiece" and model.init == "pretrained", "data.tokenizer", foreign)
         nameless = data.tokenizer is None and model.init == "random" and model.size is not None
-        missing = "is missing; a random model has no tokenizer: name one, or wordpiece to train it"
+        missing = "is missing; a random model has no tokenizer: set data.tokenizer=wordpiece to train one, or name one"
         refuse_if(nameless, "data.tokenizer", missing)
         both = "and algorithms.mixed_precision both set the precision; remove one of them"
         refuse_if(precision != "fp32" and "mixed_precision" in self.algorithms, "trainer.precision", both)
