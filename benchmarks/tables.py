@@ -282,7 +282,8 @@ def reached_by(rows: Sequence[Row], reference: str) -> Reached:
 def time_to_accuracy(name: str, reference: str) -> list[str]:
     """The time to the target of :func:`reached_by` in the last call, over its seeds; ratios are to ``reference``."""
     rows = [row for row in rows_of(name) if row.get("evaluations")]
-    rows = [row for row in rows if row["call"] == rows[-1]["call"]]
+    last = max((row["call"] for row in rows), default="")
+    rows = [row for row in rows if row["call"] == last]
     reached = reached_by(rows, reference)
     lines, base = [], reached.median(reference)
     for configuration, seconds in reached.seconds.items():

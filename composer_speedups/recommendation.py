@@ -49,7 +49,8 @@ def recommended(on_unavailable: OnUnavailable = "stop", precision: Literal["bf16
 
     if precision not in ("bf16", "fp8"):
         raise ValueError(f'recommended: precision must be "bf16" or "fp8", not {precision!r}')
-    chosen = RECOMMENDED | ({"fused_layers": {"precision": "fp8"}} if precision == "fp8" else {})
+    layers = RECOMMENDED["fused_layers"] | ({"precision": "fp8"} if precision == "fp8" else {})
+    chosen = RECOMMENDED | {"fused_layers": layers}
     build: Any = technique_class
     return [build(name)(**settings, on_unavailable=on_unavailable) for name, settings in chosen.items()]
 

@@ -87,8 +87,8 @@ class EngagementReport(TechniqueGuard):
 def describe_evidence(evidence: Mapping[str, Any]) -> str:
     """A technique's evidence in a line, or why it did not engage, and the fix."""
     if "unavailable" not in evidence:
-        first = [key for key in ("note",) if key in evidence]  # what the summary shows may be cut off behind it
-        return ", ".join(f"{key} {evidence[key]}" for key in dict.fromkeys([*first, *evidence]))
+        note_first = sorted(evidence, key=lambda key: key != "note")  # the summary may cut off what comes later
+        return ", ".join(f"{key} {evidence[key]}" for key in note_first)
     applied = f" ({evidence['applied']})" if "applied" in evidence else ""
     return f"{evidence['unavailable']}{applied}; {evidence['fix']}"
 

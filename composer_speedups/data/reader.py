@@ -13,6 +13,7 @@ import csv
 import itertools
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,7 +58,8 @@ def _csv_rows(file: Any, **dialect: Any) -> Iterator[Row]:
     _check_distinct(names)
     for cells in _numbered(lines):
         if cells and len(cells) != len(names):
-            fix = "; put texts with commas in double quotes" if len(cells) > len(names) else ""
+            more_commas = len(cells) > len(names) and lines.dialect.delimiter == ","
+            fix = "; put texts with commas in double quotes" if more_commas else ""
             raise ValueError(f"line {lines.line_num} has {len(cells)} cells, and the header has {len(names)}{fix}")
         if cells:  # no empty line
             yield dict(zip(names, cells, strict=True))
@@ -243,11 +245,10 @@ def check_columns(names: Iterable[str], needed: Sequence[tuple[str, str]], where
     existing = list(names)
     for column, key in needed:
         if column not in existing:
-            mark = next((mark for mark in (";", "\t", "|") if mark in existing[0]), "") if len(existing) == 1 else ""
-            if mark:
+            if len(existing) == 1 and where.endswith(".csv") and (mark := re.search(r"[;\t|]", existing[0])):
                 raise DataError(
-                    f"{where} has no column {column!r}, but only {existing[0]!r}: its cells are separated by {mark!r}; "
-                    "save it with commas between cells"
+                    f"{where} has no column {column!r}, but only {existing[0]!r}: its cells are separated by "
+                    f"{mark[0]!r}; save it with commas between cells"
                 )
             hint = did_you_mean(column, existing, otherwise="")
             known = ", ".join(existing) or "none"

@@ -103,8 +103,8 @@ class Tokenized:
 
 def _token_ids(row: Mapping[str, Any], vocabulary: int) -> list[int]:
     """The column ``input_ids`` of a row, without the padding that its ``attention_mask`` marks, if it has one. Bytes,
-    whose values would pass for token ids, are refused, and so are ids that the tokenizer does not have: on a GPU, a
-    look-up beyond the embeddings ends the process with an assertion that names neither."""
+    whose values would pass for token ids, are refused, and so are ids that the tokenizer does not have: on a GPU,
+    looking them up would end in an assertion that names neither the id nor the row."""
     value, mask = row["input_ids"], row.get("attention_mask")
     ids = np.asarray(value)
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
@@ -114,10 +114,10 @@ def _token_ids(row: Mapping[str, Any], vocabulary: int) -> list[int]:
     ids = ids if mask is None else ids[np.asarray(mask) != 0]
     if not ids.size:
         raise DataError("a streamed row: input_ids has no token that its attention_mask keeps; leave the row out")
-    if ids.min() < 0 or ids.max() >= vocabulary:
-        wrong = ids.min() if ids.min() < 0 else ids.max()
+    foreign = ids[(ids < 0) | (ids >= vocabulary)]
+    if foreign.size:
         raise DataError(
-            f"a streamed row: input_ids has {wrong}, and the tokenizer's ids are 0 to {vocabulary - 1:,}; set "
+            f"a streamed row: input_ids has {foreign[0]}, and the tokenizer's ids are 0 to {vocabulary - 1:,}; set "
             "data.tokenizer to the one that made them"
         )
     return list(ids.tolist())

@@ -110,13 +110,13 @@ def test_time_to_accuracy_is_that_of_the_first_evaluation_at_the_target(rows: li
         run = [{"batch": i, "seconds": s, "accuracy": a} for i, (s, a) in enumerate(evaluations)]
         rows.append(row(configuration, call, 1, seed=seed, evaluations=[run], repeats=1))
 
-    ran("full", 3, (99, 0.99), call="2026-01-01")
     ran("full", 1, (10, 0.7), (20, 0.91), (30, 0.90))
     ran("full", 2, (10, 0.6), (20, 0.7), (32, 0.92))
     ran("ours", 1, (5, 0.899), (12, 0.90))
     ran("ours", 2, (6, 0.5), (14, 0.93))
     ran("weak", 1, (1, 0.8))
     ran("weak", 2, (1, 0.95))
+    ran("full", 3, (99, 0.99), call="2026-01-01")
     text = tables.time_to_accuracy("t", "full")
     assert text[0].startswith("| configuration | seconds to 0.8959 (least–most) |"), "0.91 less a deviation of 0.0141"
     assert text[2:5] == [

@@ -181,6 +181,11 @@ def test_a_file_with_another_separator_is_called_that() -> None:
     said = r"a\.csv has no column 'text', but only 'text;label': its cells are separated by ';'; save it with commas"
     with pytest.raises(DataError, match=said):
         in_memory("a.csv")
+    Path("a.tsv").write_text("text;label\nfine;1\n")
+    save({"text|label": ["fine"]}, "a.parquet")
+    for other in ("a.tsv", "a.parquet"):  # commas would not help
+        with pytest.raises(DataError, match=r"has no column 'text'.* \(it has: text.label\); set data\.text_columns="):
+            in_memory(other)
 
 
 @both
@@ -252,6 +257,7 @@ MALFORMED = {
         "line 3 has 4 cells, and the header has 2; put texts with commas in double quotes",
     ),
     "short.csv": ("text,label\nfine,1\na\n", "line 3 has 1 cells, and the header has 2"),
+    "ragged.tsv": ("text\tlabel\nfine\t1\ta\n", "line 2 has 3 cells, and the header has 2"),
     "open.csv": ('text,label\nfine,1\n"never closed,0\nfine,1\n', ".*end of data"),
     "twice.csv": ("text,text,label\na,b,1\n", "it has two columns 'text'"),
     "a.conll": (
