@@ -9,6 +9,7 @@ from typing import Any, Literal
 import pytest
 import torch
 
+from composer_speedups.algorithms.apex_optimizer.functional import installed as apex_installed
 from composer_speedups.core.catalogue import technique_names
 from composer_speedups.core.registry import technique_class
 from composer_speedups.core.technique import Exactness, Technique
@@ -246,7 +247,7 @@ def cases(*, gpu: bool = False) -> list[Any]:
 
 
 def _skip(package: str | None) -> list[pytest.MarkDecorator]:
-    if package is None or importlib.util.find_spec(package) is not None:
+    if package is None or (apex_installed() if package == "apex" else importlib.util.find_spec(package) is not None):
         return []
     where = "; no package index has a build of it, and its tests on the CPU use a stand-in" if package == "apex" else ""
     return [pytest.mark.skip(reason=f"needs the package {package}, and it is not installed{where}")]

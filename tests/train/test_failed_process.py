@@ -32,3 +32,12 @@ def test_the_reason_of_a_crash_is_not_a_line_of_its_stack(kind: str, reason: str
     output = f"begins\n  what(): why\nFatal Python error: {kind}\n\nCurrent thread 0x2:\n\nExtension modules: a, b\n"
     assert own_line(output) == reason
     assert own_line(f"train.py: {kind}\n{output}") == kind
+
+
+def test_the_reason_is_the_last_exception_rather_than_what_follows_it() -> None:
+    traceback = '  File "a.py", line 1, in f\n    raise ValueError("x: y")\nValueError: bad\n'
+    last = "\nDuring handling of the above exception\n\npkg.errors.CompilationError: at 262:30:\n    tl.dot(\n"
+    advice = "\nSet VARIABLE=1 for the internal stack trace\n"
+    assert own_line(traceback + advice) == "ValueError: bad"
+    assert own_line(traceback + last + advice) == "pkg.errors.CompilationError: at 262:30:"
+    assert own_line("the job failed\nan Error: seen\nended\n") == "ended"
