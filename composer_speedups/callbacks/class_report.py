@@ -13,7 +13,7 @@ from composer.loggers import Logger
 from composer_speedups.callbacks.evaluated_metric import is_evaluation_of
 from composer_speedups.tasks.metrics import ByClass
 
-__all__ = ["ClassReport", "class_rows", "metrics_by_class"]
+__all__ = ["ClassReport", "class_rows", "metrics_by_class", "note_on_metric"]
 
 _MOST_ROWS = 10
 
@@ -108,6 +108,21 @@ def class_rows(classes: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, 
         shown = [f"{key} {values[key]:.4g}" for key in ("precision", "recall") if values[key] is not None]
         label = f"F1 of {name}" if len(name) < 11 else f"F1 of {name[:9]}…"
         yield label, values["f1"], ", ".join([*shown, f"{values['samples']:,} samples"])
+
+
+def note_on_metric(metric: str, classes: Mapping[str, Mapping[str, Any]]) -> str:
+    """What a printed metric is of: ``of spam``, or ``every sample was predicted as ham``; otherwise empty.
+
+    Args:
+        metric: Its name in reports.
+        classes: From :func:`metrics_by_class`; empty if the task has none.
+    """
+    predicted = {name: values["predicted"] for name, values in classes.items() if values["predicted"]}
+    samples = [values["samples"] for values in classes.values() if values["samples"]]
+    one_of_each = sum(predicted.values()) == sum(samples)  # not several labels per sample
+    if metric == "accuracy" and len(predicted) == 1 < len(samples) and one_of_each:
+        return f"every sample was predicted as {next(iter(predicted))}"
+    return f"of {[*classes][1]}" if metric.endswith("binary_f1") and len(classes) == 2 else ""
 
 
 def _ratio(part: int, whole: int) -> float | None:

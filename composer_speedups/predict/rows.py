@@ -18,14 +18,13 @@ from typing import IO, Any
 import pyarrow
 import pyarrow.parquet
 
-from composer_speedups.callbacks.class_report import class_rows
+from composer_speedups.callbacks.class_report import class_rows, note_on_metric
 from composer_speedups.core.errors import ConfigError, DataError, first_line
 from composer_speedups.core.files import LockedFileError, atomic_file, finite, lock_file, remove_unfinished
 from composer_speedups.data.reader import Row, check_columns, declared_classes
 from composer_speedups.data.sources import labelled_samples
 from composer_speedups.data.summary import DataSummary, invalid_rows
 from composer_speedups.predict.model import FinishedModel
-from composer_speedups.tasks.metrics import class_of_metric
 
 __all__ = ["evaluate_file", "predict_file", "predicted"]
 
@@ -89,8 +88,7 @@ def evaluate_file(model: FinishedModel, rows: list[Row], source: Path, batch_siz
     metrics, by_class = model.evaluate(samples, batch_size)
     left_out = f", {len(problems):,} of them left out" if problems else ""
     head = f"{source}: {len(rows):,} rows{left_out}"
-    classes = getattr(model.task, "classes", ())
-    lines = [f"  {name:<15} {value:>10.6g}  {class_of_metric(name, classes)}" for name, value in metrics.items()]
+    lines = [f"  {name:<15} {value:>10.6g}  {note_on_metric(name, by_class)}" for name, value in metrics.items()]
     lines += [f"  {name:<15} {value:>10.6g}  {note}" for name, value, note in class_rows(by_class) if value is not None]
     return "\n".join([head, *map(str.rstrip, lines)])
 

@@ -27,7 +27,6 @@ __all__ = [
     "MultilabelMacroF1",
     "Pearson",
     "Recall",
-    "class_of_metric",
     "computed",
     "final_metrics",
     "gather_alike",
@@ -69,16 +68,6 @@ def reported_name(logged: str) -> str:
     A metric that this package does not know keeps its logged name.
     """
     return _REPORTED_NAMES.get(logged, logged)
-
-
-def class_of_metric(reported: str, classes: Sequence[str]) -> str:
-    """``of positive``: the class that a metric is of, for a printed line; empty for metrics of all classes.
-
-    Args:
-        reported: The metric's name in reports.
-        classes: Names of the task's classes, if it has any.
-    """
-    return f"of {classes[1]}" if reported.endswith("binary_f1") and len(classes) == 2 else ""
 
 
 def reported_values(values: Mapping[str, Any]) -> dict[str, float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -12,7 +11,7 @@ from composer.loggers import Logger
 from composer.utils import dist
 
 from composer_speedups.callbacks.best_weights import BestWeights
-from composer_speedups.callbacks.class_report import ClassReport, class_rows
+from composer_speedups.callbacks.class_report import ClassReport, class_rows, note_on_metric
 from composer_speedups.callbacks.divergence import DivergenceGuard
 from composer_speedups.callbacks.early_stopping import EarlyStopping
 from composer_speedups.callbacks.engagement import EngagementReport, describe_evidence
@@ -27,7 +26,7 @@ from composer_speedups.core.process_age import process_age
 from composer_speedups.core.trainer_state import device_of
 from composer_speedups.data.summary import DataSummary
 from composer_speedups.distributed.ddp import sums_of
-from composer_speedups.tasks.metrics import class_of_metric, final_metrics
+from composer_speedups.tasks.metrics import final_metrics
 from composer_speedups.train.config.load import written
 from composer_speedups.train.config.schema import Config
 from composer_speedups.train.environment import environment
@@ -136,7 +135,9 @@ def _token_bound(config: dict[str, Any]) -> str:
 def summary_table(report: dict[str, Any], folder: str) -> str:
     """Format the report as a table for the console. Evidence is cut at 160 columns, with "…"."""
     throughput, memory, metrics = report["throughput"], report["memory"], report["metrics"]
-    ddp = report["ddp"] or {}
+    ddp, classes = report["ddp"] or {}, report["classes"].get("classes", {})
+    notes = {name: note_on_metric(name, classes) for name in metrics}
+    notes |= {name: "of the last batch" for name in metrics if name.startswith("train_")}
     ranks = f" on {report['training']['ranks']} ranks" if report["training"]["ranks"] > 1 else ""
     rows = [
         ("samples/s", throughput.get("samples_per_sec"), f"steady state, data wait included{ranks}"),
@@ -155,8 +156,8 @@ def summary_table(report: dict[str, Any], folder: str) -> str:
             memory.get("peak_gib"),
             f"GiB {'of the GPU' if report['environment']['gpu'] else 'resident'}",
         ),
-        *((name.replace("_", " "), value, _note_on(name, report["classes"])) for name, value in metrics.items()),
-        *class_rows(report["classes"].get("classes", {})),
+        *((name.replace("_", " "), value, notes[name]) for name, value in metrics.items()),
+        *class_rows(classes),
         _best_row(report["best"], exported=report["config"]["export"]),
         _early_stopping_row(report["early_stopping"], report["training"]),
         ("gradients", ddp.get("mib_a_step"), f"MiB reduced per step, {_overlap(ddp, report['training'])}"),
@@ -178,21 +179,6 @@ def summary_table(report: dict[str, Any], folder: str) -> str:
     if report["baseline"]:
         lines += ["", _against_baseline(report)]
     return "\n".join(lines)
-
-
-def _note_on(metric: str, section: Mapping[str, Any]) -> str:
-    """What a metric of the summary is of: ``of the last batch``, ``of spam``, or ``every sample was predicted as ham``.
-
-    Args:
-        metric: Its name in the report.
-        section: The report's section ``classes``.
-    """
-    classes = section.get("classes", {})
-    predicted = [name for name, values in classes.items() if values["predicted"]]
-    differ = sum(values["samples"] > 0 for values in classes.values()) > 1
-    if metric == "accuracy" and section.get("confusion") and differ and len(predicted) == 1:
-        return f"every sample was predicted as {predicted[0]}"
-    return "of the last batch" if metric.startswith("train_") else class_of_metric(metric, [*classes])
 
 
 def _best_row(best: dict[str, Any], *, exported: bool) -> tuple[str, int | None, str]:

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 from sklearn.metrics import confusion_matrix, precision_recall_fscore_support
 
-from composer_speedups.callbacks.class_report import ClassReport
+from composer_speedups.callbacks.class_report import ClassReport, note_on_metric
 from composer_speedups.tasks.metrics import ByClass, MacroF1, MultilabelMacroF1
 from composer_speedups.train.plot import plot_confusion
 from tests.helpers.common import data_spec, make_trainer, plain_batches, tiny_bert
@@ -145,3 +145,18 @@ def test_counts_are_white_on_dark_cells_only(monkeypatch: pytest.MonkeyPatch) ->
     plot_confusion([[1, 3], [2, 2]], ["no", "yes"], "run", Path("confusion.png"))
     colors = [(text.get_text(), text.get_color()) for text in drawn[0].axes[0].texts]
     assert colors == [("1", "black"), ("3", "white"), ("2", "black"), ("2", "black")]
+
+
+def test_a_note_says_if_every_sample_was_predicted_as_one_class() -> None:
+    def classes(*predicted: int, true: tuple[int, ...] = (8, 8)) -> dict[str, Any]:
+        counts = zip(("no", "yes"), true, predicted, strict=True)
+        return {name: {"samples": samples, "predicted": count} for name, samples, count in counts}
+
+    assert note_on_metric("accuracy", classes(16, 0)) == "every sample was predicted as no"
+    assert note_on_metric("accuracy", classes(0, 16)) == "every sample was predicted as yes"
+    assert note_on_metric("accuracy", classes(15, 1)) == ""
+    assert note_on_metric("accuracy", classes(16, 0, true=(16, 0))) == "", "there is but one class"
+    assert note_on_metric("accuracy", classes(9, 0)) == "", "several labels a sample"
+    assert note_on_metric("macro_f1", classes(16, 0)) == ""
+    assert note_on_metric("binary_f1", classes(15, 1)) == "of yes"
+    assert note_on_metric("binary_f1", {}) == ""

@@ -16,7 +16,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from composer_speedups.core.errors import ConfigError, DataError, TechniqueError
 from composer_speedups.train import application
 from composer_speedups.train.config.load import load_config
-from composer_speedups.train.report import _note_on, summary_table
+from composer_speedups.train.report import summary_table
 from composer_speedups.train.trainer import open_device
 from tests.helpers.jobs import run
 
@@ -170,18 +170,6 @@ def test_with_warn_a_run_continues_and_reports_what_did_not_engage() -> None:
     assert (len(line), line[-2:]) == (160, "x…")
     report["algorithms"] = {"unpadding": {"engaged": True, "evidence": {"modules": "x" * 200, "note": "saves nothing"}}}
     assert "unpadding          engaged: note saves nothing, modules xx" in summary_table(report, "")
-
-
-def test_the_summary_says_if_every_sample_was_predicted_as_one_class() -> None:
-    def section(*predicted: int) -> dict[str, Any]:
-        classes = {name: {"samples": 8, "predicted": n} for name, n in zip(("no", "yes"), predicted, strict=True)}
-        return {"classes": classes, "confusion": [[predicted[0] // 2, predicted[1] // 2]] * 2}
-
-    assert _note_on("accuracy", section(16, 0)) == "every sample was predicted as no"
-    assert _note_on("accuracy", section(15, 1)) == ""
-    assert _note_on("accuracy", section(16, 0) | {"confusion": None}) == "", "several labels a sample"
-    assert _note_on("binary_f1", section(15, 1)) == "of yes"
-    assert _note_on("train_accuracy", {}) == "of the last batch"
 
 
 def test_a_run_without_validation_and_callbacks_writes_a_report() -> None:
