@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from composer_speedups.core.errors import Interrupted
 from composer_speedups.core.files import check_folder
 from composer_speedups.core.settings import Origins
 from composer_speedups.data.file_checks import check_data_files
@@ -133,4 +134,15 @@ def train(
 def command() -> None:
     """Entry point of ``composer train.py``, ``python -m composer_speedups.train`` and ``composer-speedups-train``."""
     with exit_codes():
-        main(sys.argv[1:])
+        try:
+            main(sys.argv[1:])
+        except Interrupted:
+            _leave_ranks()
+            raise
+        _leave_ranks()
+
+
+def _leave_ranks() -> None:
+    from composer_speedups.train.trainer import leave_ranks  # imports torch; a run has imported it
+
+    leave_ranks()

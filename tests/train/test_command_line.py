@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import contextlib
 import json
 import os
 import signal
@@ -13,16 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from composer_speedups import __version__
 from composer_speedups.core.command_line import find_config, parse_command_line
-from composer_speedups.core.errors import ConfigError
+from composer_speedups.core.errors import ConfigError, Interrupted
 from composer_speedups.train import application
 from composer_speedups.train.config.load import load_config
 from tests.conftest import ROOT
 from tests.helpers.forks import Done, Fork
 from tests.helpers.hangs import HANGS, wait_until
 from tests.helpers.jobs import SHORT, fork_train, run
+from tests.helpers.ranks import on_ranks
 
 TRAIN = [sys.executable, str(ROOT / "train.py")]
 MODULE = [sys.executable, "-m", "composer_speedups.train"]
@@ -173,6 +176,24 @@ def test_two_ranks_on_the_cpu_train_like_one() -> None:
     assert two["throughput"]["samples_per_sec"] > 0
     assert two["throughput"]["padding_fraction"] == pytest.approx(one["throughput"]["padding_fraction"], abs=0.1)
     assert Path("runs/two/model/model.safetensors").exists()
+
+
+@pytest.mark.parametrize("stopped", [False, True], ids=["to the end", "stopped by a signal"])
+def test_ranks_on_the_cpu_leave_their_group_before_the_process_ends(stopped: bool) -> None:
+    """A thread of gloo that releases a tensor while the interpreter ends would abort the process."""
+
+    def rank() -> bool:
+        def main(_: list[str]) -> None:
+            torch.distributed.all_reduce(torch.ones(2))
+            if stopped:
+                raise Interrupted(signal.SIGTERM, batch=3)
+
+        application.main = main  # in this process, a fork
+        with contextlib.suppress(Interrupted):
+            application.command()
+        return torch.distributed.is_initialized()
+
+    assert on_ranks(rank) == [False, False]
 
 
 def test_a_killed_run_leaves_nothing_half_written() -> None:
