@@ -111,12 +111,15 @@ def class_rows(classes: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, 
 
 
 def note_on_metric(metric: str, classes: Mapping[str, Mapping[str, Any]]) -> str:
-    """What a printed metric is of: ``of spam``, or ``every sample was predicted as ham``; otherwise empty.
+    """What a printed metric is of: ``of the last batch``, ``of spam``, or ``every sample was predicted as ham``; empty
+    for others.
 
     Args:
         metric: Its name in reports.
         classes: From :func:`metrics_by_class`; empty if the task has none.
     """
+    if metric.startswith("train_"):
+        return "of the last batch"
     predicted = {name: values["predicted"] for name, values in classes.items() if values["predicted"]}
     samples = [values["samples"] for values in classes.values() if values["samples"]]
     one_of_each = sum(predicted.values()) == sum(samples)  # not several labels per sample

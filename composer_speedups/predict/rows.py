@@ -88,8 +88,8 @@ def evaluate_file(model: FinishedModel, rows: list[Row], source: Path, batch_siz
     metrics, by_class = model.evaluate(samples, batch_size)
     left_out = f", {len(problems):,} of them left out" if problems else ""
     head = f"{source}: {len(rows):,} rows{left_out}"
-    lines = [f"  {name:<15} {value:>10.6g}  {note_on_metric(name, by_class)}" for name, value in metrics.items()]
-    lines += [f"  {name:<15} {value:>10.6g}  {note}" for name, value, note in class_rows(by_class) if value is not None]
+    shown = [*((name, value, note_on_metric(name, by_class)) for name, value in metrics.items()), *class_rows(by_class)]
+    lines = [f"  {name:<15} {value:>10.6g}  {note}" for name, value, note in shown if value is not None]
     return "\n".join([head, *map(str.rstrip, lines)])
 
 

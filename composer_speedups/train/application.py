@@ -143,6 +143,12 @@ def command() -> None:
 
 
 def _leave_ranks() -> None:
-    from composer_speedups.train.trainer import leave_ranks  # imports torch; a run has imported it
+    """Leave the process group of ranks on a CPU.
 
-    leave_ranks()
+    Otherwise a thread of gloo that still holds a tensor when the interpreter ends aborts the process ("terminate called
+    without an active exception"), and the launcher reports a failed run.
+    """
+    from torch import distributed  # imported by the run
+
+    if distributed.is_initialized() and distributed.get_backend() == "gloo":
+        distributed.destroy_process_group()

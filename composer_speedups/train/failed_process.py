@@ -10,7 +10,7 @@ __all__ = ["crash_location", "failure_reason", "own_line", "ran_out_of_memory"]
 
 _MAX_MESSAGE = 300  # characters of a failed process's message
 _KILLED_STATUSES = (-signal.SIGKILL, 128 + signal.SIGKILL)  # sent by the kernel's out-of-memory killer
-_EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(Error|Exception): ")  # the last line of a traceback
+_CAUSE = re.compile(r"([A-Za-z_][\w.]*(Error|Exception)|Fatal Python error|what\(\)): ")
 _OUT_OF_MEMORY = (
     "out of memory",  # train.py's own line, and those of torch and CUDA
     "outofmemoryerror",  # torch's class, in a traceback
@@ -31,8 +31,8 @@ def failure_reason(status: int, output: str) -> str:
 
 
 def own_line(output: str) -> str:
-    """train.py's own error line without its prefix, or else the line of the last exception, or else the last nonempty
-    line of the output; empty if there is none.
+    """train.py's own error line without its prefix, or else the last line that names an exception or a crash, or else
+    the last nonempty line of the output; empty if there is none.
 
     Stacks printed by faulthandler are ignored: the caller of ``abort`` has printed the reason before them.
     """
@@ -41,8 +41,8 @@ def own_line(output: str) -> str:
     output = before if kind == "Aborted" else before + fatal + kind
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     own = [line.partition("train.py: ")[2] for line in lines if "train.py: " in line]
-    exceptions = [line for line in lines if _EXCEPTION.match(line)]  # torch prints advice after its own
-    return (own or exceptions or lines or [""])[-1]
+    causes = [line for line in lines if _CAUSE.match(line)]  # torch prints advice below its exceptions
+    return (own or causes or lines or [""])[-1]
 
 
 def crash_location(output: str) -> str:

@@ -136,8 +136,6 @@ def summary_table(report: dict[str, Any], folder: str) -> str:
     """Format the report as a table for the console. Evidence is cut at 160 columns, with "…"."""
     throughput, memory, metrics = report["throughput"], report["memory"], report["metrics"]
     ddp, classes = report["ddp"] or {}, report["classes"].get("classes", {})
-    notes = {name: note_on_metric(name, classes) for name in metrics}
-    notes |= {name: "of the last batch" for name in metrics if name.startswith("train_")}
     ranks = f" on {report['training']['ranks']} ranks" if report["training"]["ranks"] > 1 else ""
     rows = [
         ("samples/s", throughput.get("samples_per_sec"), f"steady state, data wait included{ranks}"),
@@ -156,7 +154,7 @@ def summary_table(report: dict[str, Any], folder: str) -> str:
             memory.get("peak_gib"),
             f"GiB {'of the GPU' if report['environment']['gpu'] else 'resident'}",
         ),
-        *((name.replace("_", " "), value, notes[name]) for name, value in metrics.items()),
+        *((name.replace("_", " "), value, note_on_metric(name, classes)) for name, value in metrics.items()),
         *class_rows(classes),
         _best_row(report["best"], exported=report["config"]["export"]),
         _early_stopping_row(report["early_stopping"], report["training"]),

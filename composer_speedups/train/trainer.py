@@ -55,7 +55,7 @@ from composer_speedups.train.out_of_memory import MicrobatchHistory, MicrobatchT
 if TYPE_CHECKING:
     from composer_speedups.train.run_folder import RunFolder
 
-__all__ = ["build_data_and_model", "build_trainer", "context_of", "join_ranks", "leave_ranks", "open_device"]
+__all__ = ["build_data_and_model", "build_trainer", "context_of", "join_ranks", "open_device"]
 
 
 def open_device(config: TrainerConfig) -> Device:
@@ -97,16 +97,6 @@ def join_ranks(config: TrainerConfig, device: Device) -> None:
     """Join the process group before any rank reads data. A single process joins one only if its model is sharded."""
     if dist.get_world_size() > 1 or config.fsdp or config.parallelism_config:
         dist.initialize_dist(device, config.dist_timeout)
-
-
-def leave_ranks() -> None:
-    """Leave the process group of ranks on a CPU, at the end of the program.
-
-    Otherwise a thread of gloo that still holds a tensor when the interpreter ends aborts the process ("terminate called
-    without an active exception"), and the launcher reports a failed run.
-    """
-    if torch.distributed.is_initialized() and torch.distributed.get_backend() == "gloo":
-        torch.distributed.destroy_process_group()
 
 
 def context_of(config: TrainerConfig, device: Device) -> Context:

@@ -160,3 +160,4 @@ def test_a_note_says_if_every_sample_was_predicted_as_one_class() -> None:
     assert note_on_metric("macro_f1", classes(16, 0)) == ""
     assert note_on_metric("binary_f1", classes(15, 1)) == "of yes"
     assert note_on_metric("binary_f1", {}) == ""
+    assert note_on_metric("train_accuracy", classes(16, 0)) == "of the last batch"

@@ -32,6 +32,7 @@ def test_the_reason_of_a_crash_is_not_a_line_of_its_stack(kind: str, reason: str
     output = f"begins\n  what(): why\nFatal Python error: {kind}\n\nCurrent thread 0x2:\n\nExtension modules: a, b\n"
     assert own_line(output) == reason
     assert own_line(f"train.py: {kind}\n{output}") == kind
+    assert own_line(f"ValueError: logged, and handled\n{output}") == reason
 
 
 def test_the_reason_is_the_last_exception_rather_than_what_follows_it() -> None:
