@@ -21,8 +21,8 @@ import composer_speedups
 from benchmarks.peers.job import Job, Plan, build_job, plan_of, read_arguments
 from benchmarks.peers.meter import Meter
 from composer_speedups import plan_unpadding
+from composer_speedups.core.compile_counts import compile_counts
 from composer_speedups.core.errors import ConfigError
-from composer_speedups.core.operator_recorder import compile_counts
 from composer_speedups.core.registry import build_techniques
 from composer_speedups.core.technique import Technique, screen, techniques_of
 from composer_speedups.core.trainer_state import torch_device

@@ -14,7 +14,7 @@ import transformers
 from datasets import Dataset
 from pydantic import BaseModel, BeforeValidator, ValidationError
 
-from composer_speedups.algorithms.unpadding.functional import plan_unpadding
+from composer_speedups.algorithms.unpadding.plan import plan_unpadding
 from composer_speedups.callbacks.class_report import metrics_by_class
 from composer_speedups.core.errors import ConfigError, first_line
 from composer_speedups.core.pretrained import pretrained_config, pretrained_model, pretrained_tokenizer
@@ -117,9 +117,9 @@ class FinishedModel:
     def _engage(self) -> None:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            done = apply_recommended(self.model)
+            done = apply_recommended(self.model).evidence
         self._plans = "unpadding" in done
-        self.engaged = [f"{name}: {len(changed)} module{'s' * (len(changed) != 1)}" for name, changed in done.items()]
+        self.engaged = [f"{name}: {', '.join(f'{k} {v}' for k, v in found.items())}" for name, found in done.items()]
         self.engaged += [str(warning.message) for warning in caught]
 
     def encode(self, rows: Sequence[Mapping[str, Any]]) -> Columns:
