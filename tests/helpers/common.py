@@ -188,7 +188,7 @@ def fit_and_close(trainer: Trainer) -> Trainer:
 
 
 def assert_not_engaged(trainer: Trainer, message: str) -> None:
-    """Check that training stops with the Refusal of a technique without effect that matches the regular expression ``message``."""
+    """Check that training stops, because a technique had no effect; ``message`` is a regular expression."""
     with pytest.raises(Refusal, match=f"was applied but did not take effect: .*{message}"):
         fit_and_close(trainer)
 
