@@ -27,7 +27,7 @@ from tests.helpers.support import TASKS, WAYS, read_record
 ROOT = Path(__file__).parent.parent
 _STAGES = {
     "FLAGS": "process-wide flags and precision",
-    "SURGERY": "modules and weights changed",
+    "LAYERS": "modules and weights changed",
     "KERNELS": "layers computed by kernels that build on surgery",
     "ADAPTERS": "parameters frozen or added",
     "OPTIMIZER": "over the final parameters",

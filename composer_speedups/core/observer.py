@@ -32,6 +32,8 @@ class Operators(TorchDispatchMode):
     An operator on a tensor subclass, such as torchao's, is counted as ``Subclass.operator``, too.
     """
 
+    supports_higher_order_operators = True
+
     def __init__(self, seen: FirstBatch) -> None:
         super().__init__()
         self.seen = seen
@@ -47,7 +49,7 @@ class Operators(TorchDispatchMode):
         return not hasattr(TorchDispatchMode, "ignore_compile_internals")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = str(func.overloadpacket.__name__)
+        name = str(getattr(func, "overloadpacket", func).__name__)
         self.seen.operators[name] += 1
         for kind in types:
             self.seen.operators[f"{kind.__name__}.{name}"] += 1

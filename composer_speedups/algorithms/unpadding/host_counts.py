@@ -9,12 +9,14 @@ version: they are not used for another tensor, nor for one that was changed in p
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from composer.devices import Device
 from torch import Tensor
 
 from composer_speedups.packing.tokens import row_counts, token_masks
+
+if TYPE_CHECKING:
+    from composer.devices import Device
 
 __all__ = ["HostCounts", "MaskFacts"]
 
