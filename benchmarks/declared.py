@@ -15,7 +15,7 @@ import torch
 import yaml
 
 from benchmarks.tables import table
-from composer_speedups.core.catalogue import technique_names
+from composer_speedups.core.catalogue import folder_of, technique_names
 from composer_speedups.core.registry import technique_class
 from composer_speedups.core.requirements import Context
 from composer_speedups.core.technique import FSDP, Stage, Technique, conflicts_between
@@ -161,9 +161,13 @@ def techniques() -> list[str]:
 
 
 def _card_and_summary(name: str) -> tuple[str, str]:
-    """The path of a technique's card, and the card's first sentence."""
-    card = f"composer_speedups/algorithms/{name}/README.md"
-    _, summary, *_ = (ROOT / card).read_text().split("\n\n")
+    """The path of a technique's card, and the card's first sentence; a card of several has a section for each."""
+    folder = folder_of(name).name
+    card = f"composer_speedups/algorithms/{folder}/README.md"
+    text = (ROOT / card).read_text()
+    if folder != name:
+        card, text = f"{card}#{name}", text[text.index(f"### {name}\n") :]
+    _, summary, *_ = text.split("\n\n")
     return card, re.split(r"(?<=\.)\s", summary.replace("\n", " "))[0].rstrip(".")
 
 
@@ -217,13 +221,16 @@ def ranks() -> list[str]:
 
 
 def conflicts(name: str) -> list[str]:
-    """The lines of a card's section: every technique that conflicts with this one, and why."""
-    one = technique_class(name)
-    others = [technique for technique in _classes() if technique.name != name]
-    lines = [f"- `{other.name}`: {reason}" for other in others if (reason := _reason(one, other))]
-    for slot in (conflict.slot for conflict in one.conflicts if conflict.slot):
-        same = _quoted([other.name for other in others if any(c.slot == slot for c in other.conflicts)])
-        lines += [f"- {', '.join(same)}: each sets the {slot}"] if same else []
+    """The lines of a card's section: every technique that conflicts with this one, or with one of this folder."""
+    ones = [technique for technique in _classes() if name in (technique.name, folder_of(technique.name).name)]
+    several, lines = len(ones) > 1, []
+    for one, other in ((one, other) for one in ones for other in _classes() if other not in ones):
+        if reason := _reason(one, other):
+            lines.append(f"- {f'`{one.name}`, ' if several else ''}`{other.name}`: {reason}")
+    for slot in sorted({conflict.slot for one in ones for conflict in one.conflicts if conflict.slot}):
+        sharing = [t for t in _classes() if any(c.slot == slot for c in t.conflicts) and (several or t not in ones)]
+        same = ", ".join(_quoted([technique.name for technique in sharing]))
+        lines += [f"- {'any two of ' if several else ''}{same}: each sets the {slot}"] if same else []
     return lines or ["None."]
 
 

@@ -1,6 +1,7 @@
 """The available techniques and the keys that each task reads, known without importing torch.
 
-A technique is a folder with a module of the same name that defines one subclass of ``Technique``. What ``--help`` and
+A technique is a folder with a module of the same name that defines one subclass of ``Technique``. A folder whose
+package lists several names as ``TECHNIQUES`` has a module that defines a subclass for each. What ``--help`` and
 the package's lazy namespace need to know of the techniques is in the generated file ``_catalogue.json``;
 ``python -m benchmarks.render`` writes it from the classes. Further folders can be added to
 ``composer_speedups.algorithms.__path__``: their techniques, which the file does not list, are imported instead.
@@ -9,6 +10,7 @@ the package's lazy namespace need to know of the techniques is in the generated 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import pkgutil
 from functools import cache
@@ -24,6 +26,7 @@ __all__ = [
     "description_of",
     "folder_of",
     "keys_by_task",
+    "module_of",
     "public_names",
     "technique_names",
 ]
@@ -35,18 +38,32 @@ class Description(NamedTuple):
     name: str
     class_name: str
     summary: str  # first line of the class's docstring
-    functions: list[str]  # ``__all__`` of functional.py
+    functions: list[str]  # ``__all__`` of functional.py, if there is one
     help: list[str]  # two lines for each setting, without on_unavailable, which every technique has
 
 
 def technique_names() -> list[str]:
     """YAML names of all techniques, sorted."""
-    return sorted(module.name for module in pkgutil.iter_modules(_folders()) if module.ispkg)
+    return sorted(_modules())
+
+
+def module_of(name: str) -> str:
+    """The module that defines a technique's class."""
+    return _modules()[name]
 
 
 def folder_of(name: str) -> Path:
     """The folder of a technique's modules and card."""
-    return next(folder for path in _folders() if (folder := Path(path) / name).is_dir())
+    folder = _modules()[name].rpartition(".")[2]
+    return next(found for path in _folders() if (found := Path(path) / folder).is_dir())
+
+
+def _modules() -> dict[str, str]:
+    modules: dict[str, str] = {}
+    for folder in (found.name for found in pkgutil.iter_modules(_folders()) if found.ispkg):
+        package = importlib.import_module(f"composer_speedups.algorithms.{folder}")
+        modules |= dict.fromkeys(getattr(package, "TECHNIQUES", (folder,)), f"{package.__name__}.{folder}")
+    return modules
 
 
 def _folders() -> list[str]:
@@ -71,11 +88,17 @@ def _describe(name: str) -> Description:
 
 def description_of(name: str) -> Description:
     """A technique from its class, which is imported."""
-    folder = f"composer_speedups.algorithms.{name}"
-    module, functional = (importlib.import_module(f"{folder}.{file}") for file in (name, "functional"))
+    module = importlib.import_module(module_of(name))
     cls = next(c for c in vars(module).values() if isinstance(c, type) and vars(c).get("name") == name)
+    functional, functions = _functional(name), []
+    if importlib.util.find_spec(functional) is not None:
+        functions = sorted(importlib.import_module(functional).__all__)
     lines = list(help_lines(cls, omit="on_unavailable"))
-    return Description(name, cls.__name__, (cls.__doc__ or "").split("\n")[0], sorted(functional.__all__), lines)
+    return Description(name, cls.__name__, (cls.__doc__ or "").split("\n")[0], functions, lines)
+
+
+def _functional(name: str) -> str:
+    return f"{module_of(name).rpartition('.')[0]}.functional"
 
 
 @cache
@@ -83,9 +106,8 @@ def public_names() -> dict[str, str]:
     """Name of each public class and function → its module, for ``from composer_speedups import …``."""
     public = {}
     for technique in describe():
-        folder = f"composer_speedups.algorithms.{technique.name}"
-        public[technique.class_name] = f"{folder}.{technique.name}"
-        public |= dict.fromkeys(technique.functions, f"{folder}.functional")
+        public[technique.class_name] = module_of(technique.name)
+        public |= dict.fromkeys(technique.functions, _functional(technique.name))
     return public
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from composer_speedups.core.catalogue import technique_names
+from composer_speedups.core.catalogue import module_of, technique_names
 from composer_speedups.core.errors import ConfigError, did_you_mean
 from composer_speedups.core.settings import Origins
 from composer_speedups.core.technique import Technique
@@ -28,14 +28,13 @@ def technique_class(name: str) -> type[Technique]:
     """
     if name not in technique_names():
         raise ConfigError(f"unknown technique {name!r}{did_you_mean(name, technique_names())}")
-    module = importlib.import_module(f"composer_speedups.algorithms.{name}.{name}")
+    module = importlib.import_module(module_of(name))
     classes = [
         c
         for c in vars(module).values()
-        if inspect.isclass(c) and issubclass(c, Technique) and c.__module__ == module.__name__
+        if inspect.isclass(c) and issubclass(c, Technique) and c.__module__ == module.__name__ and c.name == name
     ]
-    assert len(classes) == 1, f"{module.__name__} must define exactly one Technique"
-    assert classes[0].name == name, f"{classes[0].__name__}.name must be {name!r}, the name of its folder"
+    assert len(classes) == 1, f"{module.__name__} must define exactly one Technique with the name {name!r}"
     return classes[0]
 
 

@@ -32,7 +32,7 @@ from composer_speedups import (
     settled_blocks,
 )
 from composer_speedups.core.errors import TechniqueError
-from composer_speedups.core.optimizer_evidence import state_bytes
+from composer_speedups.core.optimizer_state import state_bytes
 from composer_speedups.core.registry import technique_class
 from composer_speedups.core.requirements import Context
 from composer_speedups.core.technique import refuse_conflicts, screen

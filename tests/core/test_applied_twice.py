@@ -14,15 +14,14 @@ from torch import nn
 
 from composer_speedups import (
     TorchCompile,
-    apply_bnb_optimizer,
     apply_gradient_checkpointing,
     apply_lora,
-    apply_lowbit_optimizer,
     apply_mixed_precision,
     apply_sdpa_attention,
     apply_torch_compile,
     apply_unpadding,
 )
+from composer_speedups.algorithms.optimizers import TECHNIQUES as OPTIMIZERS
 from composer_speedups.core.catalogue import technique_names
 from composer_speedups.core.errors import TechniqueError
 from tests.helpers.common import batch, make_trainer, tiny_bert, without_labels
@@ -30,11 +29,6 @@ from tests.helpers.models import fit_batches, tiny_model
 
 # Technique → the settings of the first call, and the settings that a second call is refused with, one at a time.
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "adafactor": ({}, {"scale_parameter": True}),
-    "bnb_optimizer": (
-        {},
-        {"bits": 32, "paged": True, "stable_embedding": True, "embeddings_32bit": False, "min_8bit_size": 1024},
-    ),
     "fast_layernorm": ({}, {"implementation": "apex"}),
     "float8_linear": ({"emulate": True}, {"recipe": "rowwise", "min_features": 64, "emulate": False}),
     "fused_layers": ({}, {"last_layer": "all", "precision": "fp8"}),
@@ -44,7 +38,6 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"rank": 4},
         {"rank": 2, "alpha": 8.0, "targets": ["query"], "dropout": 0.1, "modules_to_save": ["pooler"]},
     ),
-    "lowbit_optimizer": ({}, {"bits": 4, "embeddings_32bit": False, "min_size": 1024, "compiled": True}),
     "sparse_upcycling": ({"every": 1}, {"experts": 2, "every": 2, "top_k": 3}),
     "torch_compile": (
         {"backend": "eager"},
@@ -52,12 +45,12 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
 }
 # A later call replaces the settings; see the tests below and each technique's own tests.
-REPLACED = {"cuda_graphs", "fused_optimizer", "mixed_precision", "sdpa_attention", "tf32_matmul", "unpadding"}
+REPLACED = {"cuda_graphs", "mixed_precision", "sdpa_attention", "tf32_matmul", "unpadding"}
 NEEDS = {"fused_layers": apply_unpadding}
 
 
 def test_every_function_with_settings_is_in_one_of_the_lists() -> None:
-    with_settings = {name for name in technique_names() if _settings(name)}
+    with_settings = {name for name in technique_names() if name not in OPTIMIZERS and _settings(name)}
     assert with_settings == set(REFUSED) | REPLACED
     for name, (_, others) in REFUSED.items():
         assert set(others) == _settings(name)
@@ -149,18 +142,6 @@ def test_a_trainer_refuses_different_settings_with_the_techniques_name() -> None
     apply_torch_compile(model, backend="eager")
     with pytest.raises(TechniqueError, match="torch_compile: the model already has compiled modules with backend='ea"):
         make_trainer([TorchCompile(backend="aot_eager")], model=model)
-
-
-def test_settings_that_the_optimizers_label_omits_are_compared() -> None:
-    for function, settings in ((apply_bnb_optimizer, {"paged": True}), (apply_lowbit_optimizer, {"compiled": False})):
-        model = tiny_bert()
-        optimizer = function(model, torch.optim.AdamW(model.parameters(), lr=1e-3), **settings)
-        assert function(model, optimizer, **settings) is optimizer
-        with pytest.raises(ValueError, match=r"and (paged=False|compiled=None) was requested"):
-            function(model, optimizer)
-
-
-# Functions whose second call replaces the settings of the first.
 
 
 def test_a_second_attention_backend_or_dtype_replaces_the_first() -> None:

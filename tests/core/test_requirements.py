@@ -22,11 +22,9 @@ from composer_speedups import (
     Unpadding,
     apply_fast_layernorm,
     apply_fused_layers,
-    apply_fused_optimizer,
     apply_unpadding,
 )
 from composer_speedups.algorithms.fused_layers import functional as fused_layers
-from composer_speedups.algorithms.fused_optimizer import functional as fused_optimizer
 from composer_speedups.core.errors import TechniqueError
 from composer_speedups.core.requirements import Context
 from composer_speedups.core.technique import Technique, screen
@@ -89,10 +87,9 @@ def test_the_recommended_set_accepts_eight_bits(hopper: None) -> None:
 @pytest.mark.parametrize(
     ("technique", "said"),
     [
-        (lambda: FusedOptimizer(kernel="triton"), "kernel: triton does not support loss scaling"),
         (Float8Linear, "float8_linear needs bf16, and this run is fp16"),
     ],
-    ids=["fused_optimizer", "float8_linear"],
+    ids=["float8_linear"],
 )
 def test_fp16_is_refused_before_the_model_is_built(hopper: None, technique: Any, said: str) -> None:
     for refused in ([technique(), MixedPrecision("fp16")], [MixedPrecision("fp16"), technique()]):
@@ -103,12 +100,6 @@ def test_fp16_is_refused_before_the_model_is_built(hopper: None, technique: Any,
 
 def test_a_refused_technique_sets_nothing(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
     simulate_gpu(monkeypatch, (7, 5))  # without bf16
-    refused = MixedPrecision("bf16", on_unavailable="warn")
-    with (
-        pytest.warns(UserWarning, match="continuing without mixed_precision"),
-        pytest.raises(TechniqueError, match="fused_optimizer: kernel: triton does not support loss scaling"),
-    ):
-        screen([FusedOptimizer(kernel="triton"), refused], on_gpu("amp_fp16"))
     refused = MixedPrecision("bf16", on_unavailable="warn")
     with (
         pytest.warns(UserWarning, match="continuing without mixed_precision"),
@@ -136,7 +127,6 @@ def test_autocast_on_a_cpu_is_a_precision_too() -> None:
 
 WITH_TRITON: dict[str, Any] = {
     "fused_layers": lambda: [MixedPrecision("bf16"), Unpadding(), FusedLayers()],
-    "fused_optimizer": lambda: [FusedOptimizer(kernel="triton")],
     "fast_layernorm": lambda: [FastLayerNorm("triton")],
     "lowbit_optimizer": lambda: [LowBitOptimizer()],
     "torch_compile": lambda: [TorchCompile()],
@@ -171,11 +161,6 @@ def test_the_functions_need_it_too(no_compiler: None, monkeypatch: pytest.Monkey
     with pytest.raises(ValueError, match=said):
         apply_fused_layers(model)
     assert not any("Fused" in type(module).__name__ for module in model.modules()), "a refusal changes nothing"
-    optimizer = torch.optim.AdamW(model.parameters())
-    monkeypatch.setattr(fused_optimizer, "reason_against", lambda optimizer: None)
-    with pytest.raises(ValueError, match=said):
-        apply_fused_optimizer(optimizer, "triton")
-    assert not optimizer.param_groups[0]["fused"], "a refusal changes nothing"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     pytest.importorskip("liger_kernel", reason="fast_layernorm's Triton kernel is Liger's")
     with pytest.raises(ValueError, match=said):

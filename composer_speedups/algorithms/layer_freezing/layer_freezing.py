@@ -20,7 +20,7 @@ from composer_speedups.algorithms.layer_freezing.functional import (
     settled_blocks,
 )
 from composer_speedups.core.errors import TechniqueError
-from composer_speedups.core.optimizer_evidence import state_bytes
+from composer_speedups.core.optimizer_state import state_bytes
 from composer_speedups.core.requirements import Context, Requirement, needs_bf16
 from composer_speedups.core.settings import ComposerTime, refuse_if
 from composer_speedups.core.technique import FSDP, Conflict, Stage, Technique
