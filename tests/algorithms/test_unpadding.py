@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertForQuestionAnswering, BertLMHeadModel
 
 from composer_speedups import Unpadding, apply_unpadding, plan_unpadding, undo_unpadding
-from composer_speedups.core.operator_recorder import OperatorRecorder
+from composer_speedups.core.compile_counts import OperatorRecorder
 from composer_speedups.packing.attention import unpadded_attention
 from composer_speedups.packing.encoder import unpadded_encoders
 from composer_speedups.packing.tokens import lay_out_tokens

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from composer_speedups import Unpadding, apply_torch_compile, plan_unpadding
+from composer_speedups.core.compile_counts import compile_counts
 from composer_speedups.core.errors import NotEngagedError
-from composer_speedups.core.operator_recorder import compile_counts
 from tests.helpers.common import batch, trained
 from tests.helpers.masks import draw_mask, masked_batch
 from tests.helpers.models import tiny_model

@@ -17,7 +17,7 @@ from composer_speedups import (
     plan_unpadding,
 )
 from composer_speedups.algorithms.gradient_checkpointing.recompute import recomputations
-from composer_speedups.core.operator_recorder import compile_counts
+from composer_speedups.core.compile_counts import compile_counts
 from composer_speedups.packing.encoder import unpadded_encoders
 from tests.helpers.common import Batches, batch, make_trainer, plain_batches, tiny_bert
 from tests.helpers.exhaustive import SCOPES, family_params

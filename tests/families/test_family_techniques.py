@@ -33,7 +33,7 @@ from composer_speedups.algorithms.gradient_checkpointing.recompute import recomp
 from composer_speedups.algorithms.lora.adapters import ADAPTER, adapted_layers, trained_copies
 from composer_speedups.algorithms.sparse_upcycling.experts import SparseFeedForward
 from composer_speedups.algorithms.torch_compile.torch_compile import _has_compiled_code
-from composer_speedups.core.operator_recorder import OperatorRecorder, compile_counts
+from composer_speedups.core.compile_counts import OperatorRecorder, compile_counts
 from composer_speedups.families.blocks import repeated_blocks
 from composer_speedups.families.family import family_named
 from composer_speedups.packing.encoder import unpadded_encoders

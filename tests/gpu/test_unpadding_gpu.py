@@ -13,7 +13,7 @@ from composer.loggers import Logger
 
 from composer_speedups import Unpadding, apply_unpadding
 from composer_speedups.algorithms.unpadding.evidence import BIASED, DISENTANGLED, FLASH, operators_among
-from composer_speedups.core.operator_recorder import OperatorRecorder
+from composer_speedups.core.compile_counts import OperatorRecorder
 from composer_speedups.packing.encoder import unpadded_encoders
 from tests.helpers.common import batch, make_trainer, tiny_bert
 from tests.helpers.masks import masked_batch, random_masks
