@@ -28,7 +28,7 @@ ROOT = Path(__file__).parent.parent
 _STAGES = {
     "FLAGS": "process-wide flags and precision",
     "LAYERS": "modules and weights changed",
-    "KERNELS": "layers computed by kernels that build on surgery",
+    "KERNELS": "layers computed by kernels of this package",
     "ADAPTERS": "parameters frozen or added",
     "OPTIMIZER": "over the final parameters",
     "COMPILE": "of the final modules",

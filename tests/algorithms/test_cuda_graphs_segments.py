@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from transformers import BertForMaskedLM, BertForSequenceClassification
 
-from composer_speedups import CUDAGraphs, apply_unpadding, plan_unpadding
+from composer_speedups import CUDAGraphs, Unpadding, apply, plan_unpadding
+from composer_speedups.core.run import Run
 from tests.helpers.common import batch, tiny_config
 from tests.helpers.rerun import Logged, graphed
 from tests.reference.loop import gradients
@@ -82,7 +83,7 @@ def test_hooks_of_parameters_and_second_derivatives_are_not_passed_by() -> None:
 @pytest.mark.parametrize("segments", [3, LAYERS])
 def test_an_unpadded_model_is_cut_too(segments: int) -> None:
     reference, model = bert(), bert()
-    apply_unpadding(model, 16)
+    apply(model, [Unpadding(16, check="never")])
     calls = graphed(model, max_graphs=3, segments=segments)
     for seed, lengths in enumerate([[12, 7, 9], [1, 16, 4], [3, 2, 1], [16, 15, 16]]):
         inputs = batch(lengths, 16, seed=seed)
@@ -121,4 +122,4 @@ def test_the_evidence_counts_segments() -> None:
     for segments, expected in ((1, None), (3, 3)):
         technique._calls = graphed(copy.deepcopy(model), segments=segments)
         technique._calls.model(**given(None, [5, 4], 0))
-        assert technique.verify(None).get("backward_segments") == expected  # type: ignore[arg-type]
+        assert technique.summary(Run(torch.device("cpu"))).get("backward_segments") == expected

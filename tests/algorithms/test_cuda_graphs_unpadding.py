@@ -8,9 +8,9 @@ import pytest
 import torch
 from composer.models import HuggingFaceModel
 
-from composer_speedups import CUDAGraphs, Unpadding, apply_unpadding, plan_unpadding
+from composer_speedups import Unpadding, apply, plan_unpadding
 from composer_speedups.algorithms.cuda_graphs.graphed_calls import GraphedCalls
-from composer_speedups.core.technique import refuse_conflicts
+from composer_speedups.core.host import host_of
 from composer_speedups.packing.encoder import unpadded_encoders
 from composer_speedups.packing.planning import Packing
 from tests.helpers.common import Recorder, batch, make_trainer, tiny_bert
@@ -23,7 +23,7 @@ def graphed_pair(max_graphs: int = 3) -> tuple[Any, Any, GraphedCalls]:
     reference, model = tiny_bert(), tiny_bert()
     for network in (reference, model):
         network.config.problem_type = "single_label_classification"
-    apply_unpadding(model, 16)
+    apply(model, [Unpadding(16, check="never")])
     return reference, model, graphed(model, max_graphs)
 
 
@@ -91,7 +91,7 @@ def test_composers_batches_are_planned_before_their_replays() -> None:
     technique = Unpadding(16)
     trainer = make_trainer([technique], model=model, batches=batches, callbacks=[recorder])
     calls = graphed(trainer.state.model)
-    calls.eager_first = 1
+    calls.paused = lambda: host_of(trainer.state).run.observing
     trainer.fit()
     trainer.close()
     assert_near(recorder.losses, expected)
@@ -99,19 +99,15 @@ def test_composers_batches_are_planned_before_their_replays() -> None:
     assert technique.engaged
 
 
-def test_cuda_graphs_and_unpadding_do_not_conflict() -> None:
-    refuse_conflicts([CUDAGraphs(), Unpadding()])
-
-
 def test_a_compared_model_replays_with_the_plans_of_its_batches() -> None:
-    """The comparison with the untouched model withdraws unpadding and applies it again."""
+    """The comparison with the untouched model leaves no plan behind."""
     batches = [batch([9, 16, 3, 12], 16, seed=seed) for seed in range(4)]
     recorders = []
     for check in ("never", "always"):
         model, recorder = HuggingFaceModel(tiny_bert()), Recorder()
         trainer = make_trainer([Unpadding(16, check=check)], model=model, batches=batches, callbacks=[recorder])
         calls = graphed(model, max_graphs=1)
-        calls.eager_first = 1
+        calls.paused = lambda: host_of(trainer.state).run.observing  # noqa: B023
         trainer.fit()
         trainer.close()
         assert calls.replays == 3, check
