@@ -166,7 +166,7 @@ def test_settings_that_conflict_with_other_techniques_are_refused() -> None:
     with pytest.raises(Refusal, match=r"torch_compile: conflicts with cuda_graphs: with this mode or backend"):
         check([CUDAGraphs(), TorchCompile(mode="reduce-overhead")], gpu)
     for settings in ({"dynamic": False}, {"mode": "reduce-overhead"}):
-        with pytest.raises(Refusal, match="torch_compile: conflicts with unpadding: .* remove torch_compile or unpad"):
+        with pytest.raises(Refusal, match=r"torch_compile: conflicts with unpadding: .* remove torch_compile or unpad"):
             check([Unpadding(), TorchCompile(**settings)], gpu)  # type: ignore[arg-type]
     check([CUDAGraphs(), Unpadding(), TorchCompile()], gpu)
 
