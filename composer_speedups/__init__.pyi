@@ -25,7 +25,6 @@ from composer_speedups.algorithms.fused_layers.functional import apply_fused_lay
 from composer_speedups.algorithms.fused_layers.functional import float8_scales as float8_scales
 from composer_speedups.algorithms.fused_layers.functional import load_float8_scales as load_float8_scales
 from composer_speedups.algorithms.fused_layers.functional import undo_fused_layers as undo_fused_layers
-from composer_speedups.algorithms.fused_layers.functional import unfused_layers as unfused_layers
 from composer_speedups.algorithms.fused_layers.fused_layers import FusedLayers as FusedLayers
 from composer_speedups.algorithms.fused_optimizer.functional import apply_fused_optimizer as apply_fused_optimizer
 from composer_speedups.algorithms.fused_optimizer.fused_optimizer import FusedOptimizer as FusedOptimizer
@@ -61,8 +60,9 @@ from composer_speedups.algorithms.tf32_matmul.tf32_matmul import TF32Matmul as T
 from composer_speedups.algorithms.torch_compile.functional import apply_torch_compile as apply_torch_compile
 from composer_speedups.algorithms.torch_compile.torch_compile import TorchCompile as TorchCompile
 from composer_speedups.algorithms.unpadding.functional import apply_unpadding as apply_unpadding
-from composer_speedups.algorithms.unpadding.functional import plan_unpadding as plan_unpadding
 from composer_speedups.algorithms.unpadding.functional import undo_unpadding as undo_unpadding
+from composer_speedups.algorithms.unpadding.functional import untouched as untouched
+from composer_speedups.algorithms.unpadding.functional import with_row_lengths as with_row_lengths
 from composer_speedups.algorithms.unpadding.unpadding import Unpadding as Unpadding
 from composer_speedups.callbacks.best_weights import BestWeights as BestWeights
 from composer_speedups.callbacks.divergence import DivergenceGuard as DivergenceGuard

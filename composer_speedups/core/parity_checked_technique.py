@@ -6,7 +6,6 @@ other model, the first micro-batch runs through the untouched and the changed mo
 
 from __future__ import annotations
 
-import itertools
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import KW_ONLY
@@ -17,34 +16,33 @@ from composer.core import Event, State, get_precision_context
 from pydantic import Field
 from torch import Tensor
 
-from composer_speedups.core.comparison import (
+from composer_speedups.core.errors import CannotRunError, first_line
+from composer_speedups.core.stock import changes_to
+from composer_speedups.core.technique import Technique, techniques_of
+from composer_speedups.core.trainer_state import any_rank, loss_of_this_rank, model_of, world_size
+from composer_speedups.packing.comparison import (
     SIXTEEN_BITS,
     Check,
+    Difference,
     Outcome,
     compare,
     measure,
     tolerance_of,
     with_padding,
 )
-from composer_speedups.core.errors import CannotRunError, first_line
-from composer_speedups.core.stock import changes_to
-from composer_speedups.core.technique import Technique, techniques_of
-from composer_speedups.core.trainer_state import any_rank, loss_of_this_rank, model_of, world_size
-from composer_speedups.packing.call import forced
-from composer_speedups.packing.tokens import token_masks
+from composer_speedups.packing.rows import token_masks
+from composer_speedups.packing.untouched import untouched
 
 __all__ = ["ParityCheckedTechnique"]
 
 _FIX = "remove it for this model; or, if the difference is intended, set check: never"
-_owners = itertools.count(1)
 
 
 class ParityCheckedTechnique(Technique):
-    """A technique that can be undone and reapplied, so that the changed model can be compared with the untouched one.
+    """A technique whose model is compared with the untouched one.
 
     Raises:
-        CannotRunError: In the first micro-batch, if the changed model's result differs. With ``on_unavailable: warn``,
-            a warning instead, and the technique is withdrawn.
+        CannotRunError: In the first micro-batch, if the changed model's result differs.
     """
 
     not_recorded = (*Technique.not_recorded, "check")
@@ -56,18 +54,12 @@ class ParityCheckedTechnique(Technique):
 
     def reset(self) -> None:
         super().reset()
-        # marks its changes to the model, so that an earlier Trainer does not undo them when it closes
-        self.owner = next(_owners)
         self._because: str | None = None  # why a comparison is due; None if none is due
         self._evaluated = False  # compared at least once; an evaluation does not compare again
 
     @abstractmethod
     def withdraw(self, state: State) -> None:
         """Restore the model; also called when the Trainer closes."""
-
-    @abstractmethod
-    def reapply(self, state: State) -> None:
-        """Change the model as :meth:`engage` did. Raises ValueError if that is no longer possible."""
 
     def close(self) -> None:
         super().close()
@@ -91,10 +83,10 @@ class ParityCheckedTechnique(Technique):
 
 
 def compare_with_untouched(event: Event, state: State) -> None:
-    """Compare all due techniques together; only if the result differs, one at a time.
+    """Compare the first micro-batch with the untouched model's, if that is due.
 
     Raises:
-        CannotRunError: Names the technique, the difference, and how the model deviates from transformers' own.
+        CannotRunError: Names the techniques, the difference, and how the model deviates from transformers' own.
     """
     training = event == Event.BEFORE_FORWARD
     engaged = [t for t in techniques_of(state.algorithms) if isinstance(t, ParityCheckedTechnique) and t.engaged]
@@ -103,54 +95,26 @@ def compare_with_untouched(event: Event, state: State) -> None:
         return
     for technique in due:
         technique._evaluated = True
-    trial = _Comparison(state, engaged, gradients=training)
-    failure = ""
+    trial, names = _Comparison(state, engaged, gradients=training), " and ".join(technique.name for technique in due)
+    failure, difference = "", Difference(None, None, None)
     try:
-        changed, untouched = trial.changed_and_untouched(due)
+        difference = compare(*trial.untouched_and_changed(), trial.tolerance)
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
         failure = first_line(error)
-        for technique in reversed(due):
-            technique.withdraw(state)
     if any_rank(trial.state.device, bool(failure)):
-        for technique in due:
-            reason = f"the comparison with the untouched model failed ({failure or 'on another rank'})"
-            technique.unavailable(CannotRunError(technique.name, reason, _FIX))
-        return
-    difference = compare(untouched, changed, trial.tolerance)
-    if not any_rank(trial.state.device, difference.beyond is not None):
-        for technique in due:
-            technique.reapply(state)
-            technique.evidence["compared_with_untouched"] = difference.evidence() | {"because": technique._because}
-    else:
-        _find_the_cause(trial, due, untouched)
+        reason = f"the comparison with the untouched model failed ({failure or 'on another rank'})"
+        raise CannotRunError(names, reason, _FIX)
+    if any_rank(trial.state.device, difference.beyond is not None):
+        reason = f"{difference.beyond or 'another rank found a difference'} on the first batch"
+        raise CannotRunError(
+            names, f"its result differs from the untouched model's: {reason} ({due[0]._because})", _FIX
+        )
     for technique in due:
+        technique.evidence["compared_with_untouched"] = difference.evidence() | {"because": technique._because}
         if training:
             technique._because = None
-
-
-def _find_the_cause(trial: _Comparison, due: Sequence[ParityCheckedTechnique], untouched: Outcome) -> None:
-    """Reapply the techniques one at a time, and leave out each one that makes the model differ."""
-    for technique in due:
-        try:
-            technique.reapply(trial.state)
-        except ValueError as error:  # it depends on a technique that was left out
-            technique.unavailable(CannotRunError(technique.name, str(error), "remove it for this model"))
-            continue
-        difference = compare(untouched, trial.outcome(), trial.tolerance)
-        if not any_rank(trial.state.device, difference.beyond is not None):
-            technique.evidence["compared_with_untouched"] = difference.evidence() | {"because": technique._because}
-            continue
-        technique.withdraw(trial.state)
-        reason = f"{difference.beyond or 'another rank found a difference'} on the first batch"
-        technique.unavailable(
-            CannotRunError(
-                technique.name,
-                f"its result differs from the untouched model's: {reason} ({technique._because})",
-                _FIX,
-            )
-        )
 
 
 class _Comparison:
@@ -173,20 +137,14 @@ class _Comparison:
         mask = token_masks(self._batch).get("attention_mask")
         return None if mask is None else mask.flatten(1)
 
-    def changed_and_untouched(self, techniques: Sequence[ParityCheckedTechnique]) -> tuple[Outcome, Outcome]:
-        """Run the model with the techniques and then without them. They are withdrawn afterwards."""
+    def untouched_and_changed(self) -> tuple[Outcome, Outcome]:
+        """Run the untouched and the changed model."""
         while True:
             try:
                 changed = self.outcome()
-                for technique in reversed(techniques):
-                    technique.withdraw(self.state)
-                return changed, self.outcome()
+                with untouched(self._model):
+                    return self.outcome(), changed
             except RuntimeError as error:
-                try:
-                    for technique in techniques:
-                        technique.reapply(self.state)
-                except ValueError:
-                    raise error from None
                 if not isinstance(error, torch.OutOfMemoryError) or self._sharded:
                     raise
                 if world_size() > 1 and not _loss_respects_loss_ranks(self._model):
@@ -208,8 +166,7 @@ class _Comparison:
         return True
 
     def outcome(self) -> Outcome:
-        with forced("packed"):  # a difference is found here, not by the guard of later batches
-            return measure(self._model, self._call, self._mask, gradients=self._gradients)
+        return measure(self._model, self._call, self._mask, gradients=self._gradients)
 
     def _call(self) -> tuple[Any, Tensor | None]:
         if self.tolerance is SIXTEEN_BITS:  # compared in the precision of training

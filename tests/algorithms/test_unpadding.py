@@ -14,7 +14,7 @@ from composer_speedups import Unpadding, apply_unpadding, plan_unpadding, undo_u
 from composer_speedups.core.operator_recorder import OperatorRecorder
 from composer_speedups.packing.attention import unpadded_attention
 from composer_speedups.packing.encoder import unpadded_encoders
-from composer_speedups.packing.tokens import lay_out_tokens
+from composer_speedups.packing.layout import lay_out
 from tests.helpers.common import batch, tiny_bert
 from tests.helpers.exhaustive import family_params
 from tests.helpers.masks import masked_batch, random_masks
@@ -67,7 +67,7 @@ def test_unused_entries_and_padding_have_no_influence(multiple: int) -> None:
     reference, model, encoder = pair("bert", "mlm", multiple)
     inputs = masked_batch(random_masks(3)[2], "mlm")
     compare(reference, model, inputs)
-    packed = lay_out_tokens(inputs["attention_mask"], int(inputs["attention_mask"].sum()), multiple).indices_T
+    packed = lay_out(inputs["attention_mask"], int(inputs["attention_mask"].sum()), multiple).indices_T
     assert len(packed) == {1: 23, 8: 24, 64: 64, 200: 64}[multiple], "at most its 34 slots, rounded up to 64"
     hidden = torch.randn(*inputs["input_ids"].shape, 32, requires_grad=True)
     mask = inputs["attention_mask"].bool()
@@ -180,7 +180,7 @@ def test_attention_dropout_is_applied_only_in_training(family: str) -> None:
 def test_dropped_weights_are_scaled_as_in_eager_attention() -> None:
     """With values of 1, a row's output is the sum of the kept weights, divided by the probability of keeping."""
     mask = torch.ones(8, 32, dtype=torch.bool)
-    plan = lay_out_tokens(mask, mask.numel(), 64)
+    plan = lay_out(mask, mask.numel(), 64)
     query, value = torch.zeros(1, 2, 256, 4), torch.ones(1, 2, 256, 4)
     torch.manual_seed(0)
     sums, weights = unpadded_attention(nn.Identity(), query, query, value, None, dropout=0.25, layout=plan)

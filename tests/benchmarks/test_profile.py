@@ -19,7 +19,7 @@ from benchmarks.profile import Kernel, busy, by_kind, by_name, exposed, kernels_
 from composer_speedups import apply_fused_layers, apply_unpadding
 from composer_speedups.algorithms.fused_layers.modules import FusedLayer
 from composer_speedups.core.errors import ConfigError
-from composer_speedups.packing.tokens import lay_out_tokens
+from composer_speedups.packing.layout import lay_out
 from tests.conftest import ROOT
 from tests.helpers.common import tiny_bert
 from tests.helpers.jobs import SHORT
@@ -167,7 +167,7 @@ def test_the_floor_of_fused_layers_is_that_of_the_stock_model_and_its_products_a
             return func(*args, **(kwargs or {}))
 
     tokens = 64
-    x, plan = torch.randn(1, tokens, 32, requires_grad=True), lay_out_tokens(torch.ones(4, 16), tokens)
+    x, plan = torch.randn(1, tokens, 32, requires_grad=True), lay_out(torch.ones(4, 16), tokens)
     with Products():
         first(x, layout=plan).sum().backward()
     floor = sum(3 * product.rows * product.inputs * product.outputs for product in expected[: len(expected) // 2])

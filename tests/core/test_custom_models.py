@@ -42,12 +42,12 @@ from composer_speedups import (
 from composer_speedups.algorithms.fused_layers.modules import FusedLayer
 from composer_speedups.algorithms.unpadding.functional import plan_unpadding
 from composer_speedups.core import parity_checked_technique
-from composer_speedups.core.comparison import FLOAT32, Outcome, compare
 from composer_speedups.core.errors import CannotRunError, TechniqueError
 from composer_speedups.core.stock import changes_to
+from composer_speedups.packing.comparison import FLOAT32, Outcome, compare
 from composer_speedups.packing.encoder import unpadded_encoders
+from composer_speedups.packing.layout import lay_out
 from composer_speedups.packing.planning import PlannedBatch
-from composer_speedups.packing.tokens import lay_out_tokens
 from tests.helpers.common import (
     Batch,
     Batches,
@@ -760,7 +760,7 @@ def test_a_mask_without_a_plan_is_planned_in_the_forward_pass() -> None:
     planned, another = batch([9, 16, 3, 12]), batch([4, 4, 16, 1])
     (encoder,) = unpadded_encoders(model)
     mask = planned["attention_mask"]
-    encoder.packing.planned = (PlannedBatch(mask, None, lay_out_tokens(mask, int(mask.sum()), 8)),)
+    encoder.packing.planned = (PlannedBatch(mask, None, lay_out(mask, int(mask.sum()), 8)),)
     assert_same(model, reference, planned)
     assert encoder.packing.counted == 0
     assert_same(model, reference, another)

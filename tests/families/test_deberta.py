@@ -13,7 +13,7 @@ from composer_speedups import apply_fused_layers, apply_unpadding
 from composer_speedups.algorithms.fused_layers.modules import FusedLayer
 from composer_speedups.families.deberta_v2 import _entries
 from composer_speedups.packing.encoder import unpadded_encoders
-from composer_speedups.packing.tokens import rows_with_holes
+from composer_speedups.packing.layout import rows_with_holes
 from tests.families.test_family_techniques import draw, outcome
 from tests.helpers.models import tiny_model
 from tests.reference.tolerance import assert_near

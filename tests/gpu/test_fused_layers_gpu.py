@@ -16,7 +16,7 @@ from composer_speedups.kernels import Shape
 from composer_speedups.packing.attention import PositionBias, unpadded_attention
 from composer_speedups.packing.disentangled_attention import Relative, disentangled_attention
 from composer_speedups.packing.encoder import unpadded_encoders
-from composer_speedups.packing.tokens import lay_out_tokens
+from composer_speedups.packing.layout import lay_out
 from tests.core.test_custom_models import (
     INPUTS,
     BiEncoder,
@@ -194,7 +194,7 @@ def test_the_kernel_is_as_accurate_as_its_dtype_allows(dtype: torch.dtype) -> No
     torch.manual_seed(0)
     heads, size, lengths = 3, 64, [200, 0, 70, 1, 256]
     mask = torch.arange(256, device="cuda") < torch.tensor(lengths, device="cuda")[:, None]
-    plan = lay_out_tokens(mask, sum(lengths), 64)
+    plan = lay_out(mask, sum(lengths), 64)
     distances = torch.arange(-plan.longest, plan.longest + 1, device="cuda")
     relative = Relative(plan, (distances // 8 + 32).clamp(0, 63).int())
     tokens = len(plan.indices_T)
@@ -217,7 +217,7 @@ def test_the_kernel_with_a_bias_is_as_accurate_as_its_dtype_allows(dtype: torch.
     torch.manual_seed(0)
     heads, size, lengths = 3, 64, [200, 0, 70, 1, 256]
     mask = torch.arange(256, device="cuda") < torch.tensor(lengths, device="cuda")[:, None]
-    layout = lay_out_tokens(mask, sum(lengths), 64)
+    layout = lay_out(mask, sum(lengths), 64)
     shape = (1, heads, len(layout.indices_T), size)
     given = [torch.randn(shape, device="cuda").mul(0.3).to(dtype) for _ in range(3)]  # scores of usual size unscaled
     given.append(torch.randn(heads, 2 * layout.longest + 1, device="cuda"))

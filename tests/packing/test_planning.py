@@ -15,7 +15,7 @@ from composer_speedups.algorithms.unpadding import host_counts
 from composer_speedups.packing import planning
 from composer_speedups.packing.encoder import unpadded_encoders
 from composer_speedups.packing.planning import Packing, PlannedBatch
-from composer_speedups.packing.tokens import row_counts
+from composer_speedups.packing.rows import row_counts
 from tests.helpers.common import Batch, batch, final_weights, make_trainer, tiny_bert, trained
 from tests.helpers.models import tiny_model
 from tests.reference.loop import gradients

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from composer_speedups.packing.autocast import to_autocast_dtype
+from composer_speedups.packing.untouched import is_untouched
 
 Implementation = Literal["low_precision", "triton", "apex"]
 
@@ -23,6 +24,8 @@ class LowPrecisionLayerNorm(nn.LayerNorm):
     """
 
     def forward(self, input: Tensor) -> Tensor:
+        if is_untouched():
+            return super().forward(input)
         x = to_autocast_dtype(input)
         if not torch.is_autocast_enabled(x.device.type):
             return super().forward(x)
@@ -40,6 +43,8 @@ class TritonLayerNorm(nn.LayerNorm):
     """
 
     def forward(self, input: Tensor) -> Tensor:
+        if is_untouched():
+            return super().forward(input)
         from liger_kernel.ops import LigerLayerNormFunction  # an extra
 
         return LigerLayerNormFunction.apply(to_autocast_dtype(input), self.weight, self.bias, self.eps)
@@ -56,6 +61,8 @@ class ApexLayerNorm(nn.LayerNorm):
     """
 
     def forward(self, input: Tensor) -> Tensor:
+        if is_untouched():
+            return super().forward(input)
         from apex.normalization.fused_layer_norm import fused_layer_norm_affine  # an extra
 
         x = to_autocast_dtype(input)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
@@ -10,13 +11,7 @@ from composer.core import Precision, State
 from composer.utils import dist
 from pydantic import Field
 
-from composer_speedups.algorithms.fused_layers.functional import (
-    float8_scales,
-    fuse,
-    load_float8_scales,
-    unfuse,
-    unfused_layers,
-)
+from composer_speedups.algorithms.fused_layers.fusing import float8_scales, fuse, load_float8_scales, unfuse
 from composer_speedups.algorithms.fused_layers.modules import (
     FusedEmbeddings,
     FusedLayer,
@@ -34,6 +29,7 @@ from composer_speedups.core.requirements import (
 from composer_speedups.core.technique import Conflict, Exactness, Stage, Variant
 from composer_speedups.core.trainer_state import device_of, model_of
 from composer_speedups.families.family import family_of
+from composer_speedups.kernels.observing import counting
 
 
 class FusedLayers(ParityCheckedTechnique):
@@ -89,7 +85,7 @@ class FusedLayers(ParityCheckedTechnique):
         self._layers: list[FusedLayer] = []
         self._embeddings: list[FusedEmbeddings] = []
         self._compiling: Any = None  # a kernels.compile_ahead.Compiling, whose module imports Triton
-        self._loaded: dict[str, list[list[int]]] = {}  # scales from the checkpoint
+        self._seen: Counter[str] = Counter()  # what ran in the first forward pass
 
     @property
     def matmul_precision(self) -> str | None:
@@ -109,7 +105,9 @@ class FusedLayers(ParityCheckedTechnique):
 
     def engage(self, state: State) -> dict[str, Any]:
         with self.refusals():
-            self.reapply(state)
+            fuse(state.model, self.last_layer, self.precision)
+        self._layers = [layer for layer in state.model.modules() if isinstance(layer, FusedLayer)]
+        self._embeddings = [module for module in state.model.modules() if isinstance(module, FusedEmbeddings)]
         device, family = device_of(state), family_of(type(self._layers[0]))
         if device.type == "cuda" and family is not None and family.has_berts_layers:  # for which compile_ahead is
             from composer_speedups.algorithms.fused_layers.low_rank import LayerAdapters  # imports Triton
@@ -119,18 +117,10 @@ class FusedLayers(ParityCheckedTechnique):
             shape = modules_shape(self._layers[0], next(iter(self._embeddings), None))
             ranks = LayerAdapters.of(self._layers[0].layer_modules()).ranks()
             self._compiling = compile_ahead(shape, dtype, device, float8=self.precision == "fp8", ranks=ranks)
-        unfused = unfused_layers(state.model)
-        return {"layers": len(self._layers), **({"unfused": unfused} if unfused else {})}
-
-    def reapply(self, state: State) -> None:
-        fuse(state.model, self.last_layer, self.precision, self.owner)
-        self._layers = [layer for layer in state.model.modules() if isinstance(layer, FusedLayer)]
-        self._embeddings = [module for module in state.model.modules() if isinstance(module, FusedEmbeddings)]
-        if self._loaded:
-            load_float8_scales(model_of(state), self._loaded)
+        return {"layers": len(self._layers)}
 
     def withdraw(self, state: State) -> None:
-        unfuse(state.model, self.owner)
+        unfuse(state.model)
 
     def state_dict(self) -> dict[str, Any]:
         # Scales differ by rank. Every rank creates the whole checkpoint, which rank 0 writes, so they are gathered.
@@ -145,15 +135,15 @@ class FusedLayers(ParityCheckedTechnique):
         scales = state.get("float8_scales", [])
         trainer_state = self._state() if self._state is not None else None
         if trainer_state is not None and self.precision == "fp8" and self.in_force and scales:
-            self._loaded = scales[dist.get_global_rank() % len(scales)]
             with self.refusals("load the weights only"):
-                load_float8_scales(model_of(trainer_state), self._loaded)
+                load_float8_scales(model_of(trainer_state), scales[dist.get_global_rank() % len(scales)])
 
     def fit_start(self, state: State) -> None:
         if self._compiling is not None and getattr(state.train_dataloader, "num_workers", None):
             self._compiling.close()  # workers are forked next, and would inherit locks of the threads
 
     def watch(self, state: State) -> None:
+        self._seen = self.watching.enter_context(counting())
         if self._compiling is not None:
             self._compiling.wait()
 
@@ -167,20 +157,25 @@ class FusedLayers(ParityCheckedTechnique):
         super().close()
 
     def verify(self, state: State) -> dict[str, Any]:
-        ran = [layer.ran for layer in self._layers]
-        wrong = [way for way in ran if way in (None, "stock")]
-        if wrong:
-            reason = "did not run" if wrong[0] is None else "ran the stock model's code"
-            raise self.not_engaged(f"{len(wrong)} of {len(ran)} layers {reason}", "keep unpadding engaged")
-        unfused = unfused_layers(state.model)
-        if set(ran) == {"unfused"}:
-            reason = f"no layer ran fused ({next(iter(unfused.values()), 'they were changed')})"
-            raise self.not_engaged(reason, "do not change the layers after INIT")
-        if self.precision == "fp8" and "triton, fp8" not in ran:
+        ran = {way: self._seen[name] for name, way in _WAYS.items() if self._seen[name]}
+        if not ran:
+            how = "ran the stock model's code" if self._seen["stock_layer"] else "did not run"
+            raise self.not_engaged(f"the layers {how}", "keep unpadding engaged")
+        if self.precision == "fp8" and not self._seen["fused_layer_fp8"]:
             raise self.not_engaged("no layer computed in 8 bits", "remove precision: fp8 for this model")
-        ways = sorted(set(filter(None, ran)))
+        embedded = [way for name, way in _EMBEDDED.items() if self._seen[name]]
         return {
-            **({"unfused": unfused} if unfused else {}),
-            "layers_ran": ", ".join(f"{ran.count(way)} {way}" for way in ways),
-            "embeddings_ran": ", ".join(sorted({module.ran or "not at all" for module in self._embeddings})),
+            "layers_ran": ", ".join(f"{count} {way}" for way, count in ran.items()),
+            "embeddings_ran": ", ".join(embedded) or "not at all",
         }
+
+
+# what the layers and embeddings report → how report.json names it
+_WAYS = {
+    "fused_layer": "by fused kernels",
+    "fused_layer_fp8": "by fused kernels in 8 bits",
+    "first_tokens": "for first tokens",
+    "torch_layer": "by torch",
+    "unfused_layer": "unfused, because of their adapters",
+}
+_EMBEDDED = {"fused_embeddings": "by a fused kernel", "stock_embeddings": "by the stock code"}

@@ -21,6 +21,7 @@ from composer_speedups.core.stock import outermost_models
 from composer_speedups.core.technique import Stage
 from composer_speedups.core.trainer_state import compute_dtype, device_of, is_compiled
 from composer_speedups.families.family import config_value
+from composer_speedups.packing.untouched import remember_attention
 
 _CHANGED_BY = "_sdpa_attention_of"  # attribute of a model: owner of the change, and the attention before it
 
@@ -59,16 +60,14 @@ class SDPAAttention(ParityCheckedTechnique):
             raise TechniqueError(self.name, "the model has no Hugging Face model", "remove it")
         implementations = {module: module.config._attn_implementation or "eager" for module in models}
         with self.refusals("remove it"):
-            self.reapply(state)
+            apply_sdpa_attention(state.model, self.backend)
         for module, implementation in implementations.items():
             # Take over changes of an earlier Trainer's technique that is not closed.
             earlier = vars(module).get(_CHANGED_BY)
             self._before.setdefault(module, implementation if earlier is None else earlier[1])
-            vars(module)[_CHANGED_BY] = (self.owner, self._before[module])
+            vars(module)[_CHANGED_BY] = (id(self), self._before[module])
+            remember_attention(module, self._before[module])
         return {"backend": self.backend, "implementation_before": ", ".join(sorted(set(implementations.values())))}
-
-    def reapply(self, state: State) -> None:
-        apply_sdpa_attention(state.model, self.backend)
 
     def withdraw(self, state: State) -> None:
         for module, before in self._before.items():
@@ -76,7 +75,7 @@ class SDPAAttention(ParityCheckedTechnique):
                 module.set_attn_implementation(before)
 
     def _owns(self, module: PreTrainedModel) -> bool:
-        return vars(module).get(_CHANGED_BY, (None,))[0] == self.owner
+        return vars(module).get(_CHANGED_BY, (None,))[0] == id(self)
 
     @property
     def compare_in_training_precision(self) -> bool:

@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+from collections import Counter
+from collections.abc import MutableMapping
 from typing import Any
 
-import torch
 from composer.core import State
 from pydantic import Field
 
-from composer_speedups.algorithms.unpadding.encoder_swap import restore_encoders, swap_encoders
-from composer_speedups.algorithms.unpadding.evidence import FirstForward
+from composer_speedups.algorithms.unpadding.encoder_swap import restore_encoders, unpad
 from composer_speedups.algorithms.unpadding.functional import LARGEST_MULTIPLE
-from composer_speedups.algorithms.unpadding.host_counts import HostCounts, MaskFacts
 from composer_speedups.core.errors import TechniqueError
+from composer_speedups.core.operator_recorder import OperatorRecorder
 from composer_speedups.core.parity_checked_technique import ParityCheckedTechnique
 from composer_speedups.core.technique import Conflict, Stage
+from composer_speedups.core.trainer_state import is_compiled
+from composer_speedups.families.blocks import blocks_of
+from composer_speedups.kernels.observing import counting
+from composer_speedups.packing.call import KnownBatch, know_batch, take_row_lengths
 from composer_speedups.packing.encoder import UnpaddedEncoder, unpadded_encoders
-from composer_speedups.packing.labelled_head import (
-    LabelledHead,
-    MLMHead,
-    count_labels,
-    labelled_heads,
-)
-from composer_speedups.packing.planning import Packing, PlannedBatch
-from composer_speedups.packing.tokens import MULTIPLE, token_masks
+from composer_speedups.packing.labelled_head import LabelledHead, MLMHead, labelled_heads
+from composer_speedups.packing.layout import MULTIPLE, Layout
+from composer_speedups.packing.rows import ROW_LABELS, as_numpy, count_rows, lengths_key, token_masks
 
 
 class Unpadding(ParityCheckedTechnique):
@@ -59,126 +58,97 @@ class Unpadding(ParityCheckedTechnique):
         super().reset()
         self._encoders: list[UnpaddedEncoder] = []
         self._heads: list[LabelledHead] = []
-        self._host: HostCounts | None = None
-        self._guard = False
-        self._counted_on_device = 0  # masks of micro-batches whose tokens were counted on the device
-        self._first = FirstForward()
+        self._layout: Layout | None = None  # of the first training batch
         # totals of the training batches: real tokens and slots of the masks, labelled tokens and slots of the labels
         self._tokens = self._slots = self._labelled = self._label_slots = 0
         self._kept_padded = 0  # training micro-batches that an encoder could not pack
+        self._uncounted = 0  # masks of micro-batches that have no row lengths
+        self._seen: Counter[str] = Counter()  # what ran in the first forward pass
+        self._operators: dict[str, int] = {}
 
     def engage(self, state: State) -> dict[str, Any]:
-        self._guard = self._because is not None  # the first batch is compared; later ones may read padding
         with self.refusals():
-            self.reapply(state)
+            unpad(state.model, self.pad_to_multiple_of, self.mlm_head)
+        self._encoders, self._heads = unpadded_encoders(state.model), labelled_heads(state.model)
         if self._heads and getattr(state.model, "get_metrics", lambda **_: {})(is_train=True):
-            self.withdraw(state)
+            restore_encoders(state.model)
             raise TechniqueError(
                 self.name,
                 "with mlm_head: labelled, training computes no logits of other tokens, and training metrics read them",
                 "set model.train_metrics: false (in a HuggingFaceModel, use eval_metrics only), or mlm_head: all",
             )
-        self._host = HostCounts(state.device, self._count)
         return {"encoders": len(self._encoders)}
 
-    def reapply(self, state: State) -> None:
-        swap_encoders(state.model, self.pad_to_multiple_of, self.mlm_head, self.owner, guard=self._guard)
-        self._encoders, self._heads = unpadded_encoders(state.model), labelled_heads(state.model)
-
     def withdraw(self, state: State) -> None:
-        restore_encoders(state.model, self.owner)
+        restore_encoders(state.model)
+
+    def after_dataloader(self, state: State) -> None:
+        self._count(state)
+        for name, mask in token_masks(state.batch).items():
+            lengths = state.batch.get(lengths_key(name))
+            if lengths is not None:
+                counted = lengths if lengths.numpy().min(initial=0) >= 0 else as_numpy(mask) != 0
+                self._tokens += int(counted.sum())
+                self._slots += mask.numel()
+        if self._heads and ROW_LABELS in state.batch:
+            self._labelled += int(state.batch[ROW_LABELS].sum())
+            self._label_slots += state.batch["labels"].numel()
+
+    def eval_batch_start(self, state: State) -> None:
+        self._count(state)
+
+    def _count(self, state: State) -> None:
+        """Add the row lengths to the batch, while it is on the CPU."""
+        entries = count_rows(state.batch, self._rules(), labels=bool(self._heads))
+        if entries:
+            state.batch = copy.copy(state.batch)  # the loader's own object may come again
+            state.batch.update(entries)
 
     def before_forward(self, state: State) -> None:
-        facts = self._plan(state)
-        self._tokens += sum(fact.tokens for fact in facts.values())
-        self._slots += sum(state.batch[name].numel() for name in facts)
-        self._kept_padded += any(batch.layout is None for packing in self._packings() for batch in packing.planned)
-        labels = state.batch.get("labels") if self._heads and isinstance(state.batch, Mapping) else None
-        if isinstance(labels, torch.Tensor) and labels.ndim == 2:
-            on_host = self._host_counts().of(labels)
-            total = count_labels(labels if on_host is None else on_host)
-            self._labelled += total
-            self._label_slots += labels.numel()
-            for head in self._heads:
-                head.plan(labels, total)
+        known = self._take(state)
+        self._layout = self._layout or next((rows.layout for rows in known.rows), None)
+        self._kept_padded += any(rows.layout is None for rows in known.rows)
+        self._uncounted += len(token_masks(state.batch)) - len(known.rows)
 
     def eval_before_forward(self, state: State) -> None:
-        self._plan(state)
+        self._take(state)
 
     predict_before_forward = eval_before_forward
 
-    def batch_end(self, state: State) -> None:
-        self._forget()  # not earlier, because the backward pass may recompute parts of the forward pass
+    def after_forward(self, state: State) -> None:
+        know_batch(KnownBatch())
 
-    eval_after_forward = predict_after_forward = fit_end = batch_end
+    eval_after_forward = predict_after_forward = batch_end = after_forward
 
-    def _plan(self, state: State) -> dict[str, MaskFacts]:
-        """Plan the packing of the micro-batch on its device, and return what is known of its masks, by name."""
-        packings = self._packings()
-        if not packings:
-            return {}
-        facts = {name: self._facts(name, mask, state.batch) for name, mask in token_masks(state.batch).items()}
-        for packing in packings:
-            planned = []
-            for name, fact in facts.items():
-                mask = state.batch[name]
-                labels = self._host_counts().labels_of(name, mask, state.batch)
-                planned.append(PlannedBatch(mask, labels, packing.layout(mask.flatten(0, -2), fact.counts)))
-            packing.plan(
-                planned,
-                [(state.batch[name], fact.counts) for name, fact in facts.items() if state.batch[name].ndim > 2],
-            )
-        return facts
+    def _take(self, state: State) -> KnownBatch:
+        """Take the row lengths out of the micro-batch on its device, for the forward pass that comes."""
+        known = KnownBatch()
+        if isinstance(state.batch, MutableMapping):
+            known = take_row_lengths(state.batch, self._rules(), self.pad_to_multiple_of)
+        know_batch(known)
+        return known
 
-    def _facts(self, name: str, mask: torch.Tensor, batch: Mapping[str, Any]) -> MaskFacts:
-        host = self._host_counts()
-        labels = host.labels_of(name, mask, batch)
-        fact: MaskFacts | None = host.of(mask)
-        if fact is not None and (labels is None or host.of(labels) is not None):
-            return fact
-        self._counted_on_device += mask.device.type != "cpu"
-        return host.facts(mask, labels)
-
-    def _host_counts(self) -> HostCounts:
-        assert self._host is not None, "it is engaged"
-        return self._host
-
-    def _packings(self) -> list[Packing]:
-        """Those of the encoders whose class was not restored."""
-        return [encoder.packing for encoder in self._encoders if isinstance(encoder, UnpaddedEncoder)]
-
-    def _count(self, mask: torch.Tensor, labels: torch.Tensor | None, tokens: Sequence[int]) -> list[int]:
-        """See :meth:`.Packing.count`. A row stays padded if one of the encoders cannot pack it."""
-        counts = [packing.count(mask, labels, tokens) for packing in self._packings()]
-        return [min(row) for row in zip(*counts, strict=True)]  # STAYS_PADDED is the smallest
-
-    def _forget(self) -> None:
-        for head in self._heads:
-            head.forget_plan()
-        for packing in self._packings():
-            packing.plan()
+    def _rules(self) -> list[Any]:
+        return [encoder.packing.rules for encoder in self._encoders]
 
     def watch(self, state: State) -> None:
-        self._first.watch(state, self._encoders, self.watching)
-
-    def stop_watching(self, state: State) -> None:
-        self._first.stop()
-
-    def close(self) -> None:
-        self._forget()
-        if self._host is not None:
-            self._host.close()
-        super().close()
+        self._seen = self.watching.enter_context(counting())
+        if not is_compiled(state.model):  # Dynamo would not compile a frame under it
+            self._operators = self.watching.enter_context(OperatorRecorder()).counts
 
     def verify(self, state: State) -> dict[str, Any]:
-        failure = self._first.failure()
-        if failure is not None:
-            raise self.not_engaged(*failure)
-        evidence = self._first.evidence()
+        layers = sum(len(blocks_of(encoder)) for encoder in self._encoders)
+        evidence: dict[str, Any] = {"layers": layers}
+        if is_compiled(state.model):
+            evidence["attention"] = "compiled"
+        else:
+            self._check_first_forward(layers)
+            evidence["attention"] = ", ".join(_attention(self._seen, self._operators))
+        evidence |= _sizes(self._layout)
         if self._slots:
             evidence["padding_of_the_run"] = round(1 - self._tokens / self._slots, 4)
         if self.mlm_head == "labelled":
-            if not any(head.ran for head in self._heads):
+            if not self._seen["labelled_head"] and evidence["attention"] != "compiled":
                 raise self.not_engaged("the masked-LM head computed every token", "pass labels (B, S) to the model")
             evidence["head_tokens"] = (
                 round(self._labelled / self._label_slots, 4)
@@ -187,6 +157,58 @@ class Unpadding(ParityCheckedTechnique):
             )
         if self._kept_padded:
             evidence["micro_batches_kept_padded"] = self._kept_padded
-        if self._counted_on_device:
-            evidence["masks_counted_on_the_device"] = self._counted_on_device
+        if self._uncounted:
+            evidence["masks_counted_on_the_device"] = self._uncounted
         return evidence
+
+    def _check_first_forward(self, layers: int) -> None:
+        ran = self._seen
+        if not ran["packed_encoder"]:
+            if ran["padded_encoder"] and self._kept_padded:
+                raise self.not_engaged(*_PADDED)
+            how = "padded" if ran["padded_encoder"] else "without its encoder"
+            raise self.not_engaged(f"the first forward pass ran {how}", "do not change attention and output settings")
+        if ran["packed_layer"] < layers:
+            reason = f"{ran['packed_layer']} of {layers} layers ran on packed tokens"
+            raise self.not_engaged(reason, "do not change the encoder's layers")
+        if not _attention(ran, self._operators):
+            raise self.not_engaged("no variable-length attention ran", "do not change the model's attention")
+
+
+_PADDED = (
+    "the head reads padding (rows begin with padding, or padding has a label), or rows have holes, which change the "
+    "distances between packed tokens",
+    "pad on the right, without holes, and give padding the label -100",
+)
+# what reports itself → the name of its attention
+_KERNELS = {
+    "fused_layer": "fused_layers' own",
+    "fused_layer_fp8": "fused_layers' own",
+    "biased_attention": "biased_attention",
+    "disentangled_attention": "disentangled_attention",
+}
+
+
+def _attention(ran: Counter[str], operators: dict[str, int]) -> list[str]:
+    """The attention kernels and operators that ran."""
+    known = [name for name in operators if name.startswith(("_scaled_dot_product", "_flash_attention_forward"))]
+    # SDPA's math kernel is decomposed before dispatch; no other attention uses this softmax operator.
+    found = sorted(name.strip("_") for name in known) or ["scaled_dot_product_math"] * ("_safe_softmax" in operators)
+    return [*dict.fromkeys(title for name, title in _KERNELS.items() if ran[name]), *found]
+
+
+def _sizes(layout: Layout | None) -> dict[str, Any]:
+    """What the first batch was packed to."""
+    if layout is None:
+        return {}
+    slots, packed, tokens = layout.mask_BS.numel(), len(layout.indices_T), int(layout.mask_BS.sum())
+    sizes: dict[str, Any] = {
+        "first_batch_slots": slots,
+        "first_batch_tokens": tokens,
+        "first_batch_packed": packed,
+    }
+    if tokens == slots:
+        sizes["note"] = "the first batch has no padding to remove"
+    elif packed >= slots:
+        sizes["note"] = "the first batch is no smaller packed than padded; lower pad_to_multiple_of"
+    return sizes
