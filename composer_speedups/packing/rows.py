@@ -46,6 +46,9 @@ class RowLengths(Tensor):
     def cuda(self, *args: Any, **kwargs: Any) -> RowLengths:
         return self
 
+    def __deepcopy__(self, memo: Any) -> RowLengths:
+        return self  # they do not change; Composer copies each micro-batch
+
     def pin_memory(self, *args: Any, **kwargs: Any) -> RowLengths:
         return self
 

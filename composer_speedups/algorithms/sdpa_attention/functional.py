@@ -14,6 +14,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from composer_speedups.core.stock import outermost_models
 from composer_speedups.packing.encoder import unpadded_encoders
+from composer_speedups.packing.untouched import remember_attention
 from composer_speedups.surgery.already_applied import NoEffectWarning
 
 __all__ = ["apply_sdpa_attention"]
@@ -73,6 +74,8 @@ def apply_sdpa_attention(
         for config, attention in previous:
             config._attn_implementation = attention
         raise
+    for module, (_, attention) in zip(nested, previous, strict=True):
+        remember_attention(module, attention or "eager")
     return before
 
 

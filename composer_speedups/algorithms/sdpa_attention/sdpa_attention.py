@@ -66,13 +66,14 @@ class SDPAAttention(ParityCheckedTechnique):
             earlier = vars(module).get(_CHANGED_BY)
             self._before.setdefault(module, implementation if earlier is None else earlier[1])
             vars(module)[_CHANGED_BY] = (id(self), self._before[module])
-            remember_attention(module, self._before[module])
         return {"backend": self.backend, "implementation_before": ", ".join(sorted(set(implementations.values())))}
 
     def withdraw(self, state: State) -> None:
         for module, before in self._before.items():
             if module.config._attn_implementation == registered_name(self.backend) and self._owns(module):
                 module.set_attn_implementation(before)
+                for inside in module.modules():
+                    remember_attention(inside, None)
 
     def _owns(self, module: PreTrainedModel) -> bool:
         return vars(module).get(_CHANGED_BY, (None,))[0] == id(self)
