@@ -4,7 +4,7 @@ Whether an encoder may pack a batch depends on what transformers does not pass t
 labels, and which code reads the result. Each model around an encoder (``BertModel`` and
 ``BertForSequenceClassification`` around ``BertEncoder``) therefore gets a class derived from its own, whose ``forward``
 describes the call in a :class:`Call` for as long as it runs. Calls are kept per thread, and a model finds its encoder
-by name, so that replicas, threads and direct calls of ``forward`` each have their own.
+by name, so that threads and direct calls of ``forward`` each have their own.
 
 Shapes: B rows, S slots per row, M slots that a masked-LM head reads, H hidden units.
 """
@@ -32,8 +32,8 @@ __all__ = [
     "ModelAroundEncoder",
     "call_of",
     "forced",
-    "is_replica",
     "models_around_encoders",
+    "refuse_replicas",
     "unwrapped",
 ]
 
@@ -94,6 +94,8 @@ class CallRules:
         encoder_paths: The names of the encoders inside it.
         around_directly: Whether it calls its encoder itself, not through another model.
         unknown_reader: See :class:`Call`; applies when it is the outermost model.
+        pooling: The configuration's ``classifier_pooling``, which decides what the head reads. With another one, which
+            heads look up in each call, batches stay padded.
         check: The setting by which ``first_calls`` was chosen.
         first_calls: A check of its first calls; None for no check.
         first_token_readers: The modules that read the encoder's result, if they read only first tokens; otherwise None.
@@ -105,6 +107,7 @@ class CallRules:
     encoder_paths: tuple[str, ...] = ()
     around_directly: bool = False
     unknown_reader: bool = False
+    pooling: str | None = None
     check: str = "never"
     first_calls: FirstCalls | None = None
     first_token_readers: Any = None
@@ -138,9 +141,12 @@ def forced(mode: Literal["padded", "packed"]) -> Iterator[None]:
         _current.forced = before
 
 
-def is_replica(module: nn.Module) -> bool:
-    """Whether a module is a copy that torch.nn.DataParallel made for one forward pass."""
-    return bool(vars(module).get("_is_replica", False))
+def refuse_replicas(*_: Any) -> Any:
+    """Raise ValueError, since torch.nn.DataParallel, which copies a model for each call, is not supported."""
+    raise ValueError(
+        "composer_speedups does not support nn.DataParallel; start one process per GPU (torchrun), or set "
+        "CUDA_VISIBLE_DEVICES to one GPU"
+    )
 
 
 class FirstCalls(Protocol):
@@ -160,6 +166,7 @@ class ModelAroundEncoder(nn.Module):
     inner_forward: ClassVar[Callable[..., Any]]
     argument_names: ClassVar[list[str]]
     call_rules: CallRules
+    _replicate_for_data_parallel = refuse_replicas
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -199,7 +206,8 @@ class ModelAroundEncoder(nn.Module):
     def _outermost_call(self: Any, encoders: tuple[Any, ...], positional: list[str], inputs: dict[str, Any]) -> Call:
         rules = self.call_rules
         call = Call(encoders, self, unknown_reader=rules.unknown_reader)
-        call.padded = _current.forced == "padded" or _is_traced()
+        other_pooling = getattr(self.config, "classifier_pooling", None) != rules.pooling
+        call.padded = _current.forced == "padded" or other_pooling or _is_traced() or _has_adapter_per_row(self)
         call.trust_unknown_reader = _current.forced == "packed"
         if rules.first_calls is not None and _current.forced is None and not call.padded:
             call.padded = rules.first_calls.before(self, (), inputs, positional)
@@ -247,14 +255,24 @@ def _argument_names(model_class: type[Any]) -> list[str]:
 
 
 def _is_traced() -> bool:
-    """Whether the call is exported, traced by torch.jit, or transformed by torch.func.
+    """Whether the call is exported, traced by torch.jit, transformed by torch.func, or differentiated in forward mode.
 
     Such a call can neither read the number of tokens on the host nor use this package's autograd functions.
     """
     if torch.compiler.is_dynamo_compiling():  # where is_exporting() is always true
         return False
     transformed = torch._C._functorch.peek_interpreter_stack() is not None
-    return transformed or torch.jit.is_tracing() or torch.compiler.is_exporting()
+    forward_mode = torch.autograd.forward_ad._current_level >= 0
+    return transformed or forward_mode or torch.jit.is_tracing() or torch.compiler.is_exporting()
+
+
+def _has_adapter_per_row(model: nn.Module) -> bool:
+    """Whether PEFT was called with ``adapter_names``, for which it hooks each of its layers during the call."""
+    if not hasattr(model, "peft_config"):
+        return False
+    adapted = next((module for module in model.modules() if hasattr(type(module), "adapter_layer_names")), None)
+    hooks = [] if adapted is None else adapted._forward_pre_hooks.values()
+    return any("adapter_names" in getattr(hook, "keywords", ()) for hook in hooks)
 
 
 def _selected_hidden_states(output: Any, slots_M: Tensor) -> Any:

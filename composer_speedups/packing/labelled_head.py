@@ -73,7 +73,7 @@ class LabelledHead:
         if not (model.training and torch.is_grad_enabled() and labels is not None and labels.ndim == 2):
             return
         base = unwrapped(model.base_model)
-        if not isinstance(base, ModelAroundEncoder):  # a wrapper, whose model may be a replica in another thread
+        if not isinstance(base, ModelAroundEncoder):  # a wrapper
             return
         indices_M, slots = self._layout_of(labels).indices_T, labels.numel()
         call.head_slots, call.head_base = indices_M, base

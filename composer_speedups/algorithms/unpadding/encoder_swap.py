@@ -13,7 +13,7 @@ from composer_speedups.core.comparison import Check
 from composer_speedups.families.blocks import blocks_of
 from composer_speedups.families.family import Family, Reads, family_of, family_titles
 from composer_speedups.packing.attention import PackedAttentionConfig
-from composer_speedups.packing.call import CallRules, ModelAroundEncoder
+from composer_speedups.packing.call import CallRules, ModelAroundEncoder, refuse_replicas
 from composer_speedups.packing.derived_classes import derived_class, restore_class, stock_class
 from composer_speedups.packing.encoder import UnpaddedEncoder, unpadded_encoders
 from composer_speedups.packing.labelled_head import (
@@ -68,6 +68,8 @@ def swap_encoders(
         ValueError: The model has no encoder, one that cannot run unpadded, or a head that does not support
             ``mlm_head``. Nothing is changed.
     """
+    if any(isinstance(module, nn.DataParallel) for module in model.modules()):
+        refuse_replicas()
     encoders = _find_encoders(model)
     for encoder in encoders.values():
         _check(encoder)
@@ -97,7 +99,7 @@ def swap_encoders(
         rules = vars(around).get("call_rules") or CallRules()
         rules.encoder_paths = paths
         rules.around_directly = any(around is base for encoder in encoders.values() for base in encoder.direct_parents)
-        rules.check = check
+        rules.check, rules.pooling = check, getattr(around.config, "classifier_pooling", None)
         rules.unknown_reader = may_read_padding and not _has_known_head(around) and not reads_real_tokens
         is_outermost = any(around is outer for encoder in encoders.values() for outer in encoder.outermost_models)
         if mlm_head == "labelled" and is_outermost:

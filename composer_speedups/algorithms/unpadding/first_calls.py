@@ -24,7 +24,7 @@ from composer_speedups.core.comparison import (
     with_padding,
 )
 from composer_speedups.core.stock import model_differences, outermost_models
-from composer_speedups.packing.call import ModelAroundEncoder, forced, is_replica
+from composer_speedups.packing.call import ModelAroundEncoder, forced
 from composer_speedups.packing.derived_classes import derived_class, restore_class, wrap_forward
 from composer_speedups.packing.tokens import run_eagerly
 
@@ -115,8 +115,6 @@ class _FirstCalls:
 
     @run_eagerly(_COMPARED_EAGERLY)
     def _compare(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], positional: Sequence[str]) -> bool:
-        if is_replica(module):  # DataParallel's, whose parameters have no gradients of their own
-            return bool(self._because)
         gradients = torch.is_grad_enabled()
         self._because = self._because or next(iter(model_differences(module, self._name)), "")
         if not self._because:

@@ -49,6 +49,7 @@ def apply_unpadding(
     Padding slots of the last hidden state are zeros. Where the code that reads them is unknown (a model without a head,
     or token labels that the model does not get), batches stay padded until a backward pass has shown that no gradient
     arrives at padding; if one does, they stay padded for good, with a warning. A later gradient at padding is an error.
+    Code that reads padding where no gradient flows, such as behind ``detach()``, is not seen, and reads zeros.
     ``check="never"`` skips this too. A frozen model without a head has no gradients: its batches stay padded except
     under ``torch.no_grad()``.
 
