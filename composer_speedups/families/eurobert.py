@@ -24,9 +24,8 @@ class _UnpaddedEuroBert(UnpaddedRotaryModel):
     embed_tokens: nn.Module
     norm: nn.Module
 
-    def _embedded(self, inputs: dict[str, Any], layout: Layout) -> Tensor:
-        packed = self._packed_inputs(inputs, layout)
-        return packed["inputs_embeds"] if "inputs_embeds" in packed else self.embed_tokens(packed["input_ids"])
+    def _embed(self, inputs: dict[str, Any]) -> Tensor:
+        return inputs["inputs_embeds"] if "inputs_embeds" in inputs else self.embed_tokens(inputs["input_ids"])
 
     def _packed_layers(
         self, hidden: Tensor, position_ids: Tensor | None, layout: Layout, kwargs: dict[str, Any]

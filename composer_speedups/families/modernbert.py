@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from composer_speedups.families.family import Block, Family, GatedLayerModules, Reads, default_head_reads
 from composer_speedups.families.flops import block_flops
 from composer_speedups.families.rotary import UnpaddedRotaryModel, packed_angles
+from composer_speedups.packing.call import Call
 from composer_speedups.packing.layout import Layout, mark_dynamic
 
 __all__ = ["FAMILY"]
@@ -24,13 +25,18 @@ __all__ = ["FAMILY"]
 class _UnpaddedModernBert(UnpaddedRotaryModel):
     """As :class:`UnpaddedRotaryModel`, with other angles in local layers, and a norm behind the last layer."""
 
-    config: Any
     embeddings: nn.Module
     final_norm: nn.Module
 
-    def _embedded(self, inputs: dict[str, Any], layout: Layout) -> Tensor:
-        inputs = {**inputs, "token_type_ids": None}  # as the untouched model, which ignores those of BERT's tokenizer
-        return self.embeddings(**self._packed_inputs(inputs, layout))  # type: ignore[no-any-return]
+    def prepare_call(self, call: Call, inputs: dict[str, Any]) -> dict[str, Any]:
+        # The untouched model's masks have the configuration's window, packed attention has that of its modules.
+        local: Any = next((layer for layer in self.layers if layer.attention_type == "sliding_attention"), None)
+        call.padded |= local is not None and local.attn.sliding_window != self.config.sliding_window + 1
+        return super().prepare_call(call, inputs)
+
+    def _embed(self, inputs: dict[str, Any]) -> Tensor:
+        inputs.pop("token_type_ids", None)  # as the untouched model, which ignores those of BERT's tokenizer
+        return self.embeddings(**inputs)  # type: ignore[no-any-return]
 
     def _packed_layers(
         self, hidden: Tensor, position_ids: Tensor | None, layout: Layout, kwargs: dict[str, Any]

@@ -21,13 +21,15 @@ from composer_speedups.packing.layout import Layout, mark_dynamic
 
 __all__ = ["UnpaddedRotaryBert", "UnpaddedRotaryModel", "packed_angles"]
 
-_INPUTS = ("input_ids", "token_type_ids", "position_ids", "inputs_embeds", "attention_mask")
+_EMBEDDED = ("input_ids", "token_type_ids", "inputs_embeds")
+_INPUTS = (*_EMBEDDED, "position_ids", "attention_mask")
 
 
 class UnpaddedRotaryModel(UnpaddedModel):
     """Token ids (B, S) or embeddings (B, S, H) → transformers' output with the last hidden state (B, S, H), zeros at
     padding."""
 
+    config: Any
     rotary_emb: Any
     layers: nn.ModuleList
 
@@ -47,6 +49,15 @@ class UnpaddedRotaryModel(UnpaddedModel):
 
     def _embedded(self, inputs: dict[str, Any], layout: Layout) -> Tensor:
         """The model's arguments by name → the first hidden state, (1, T, H)."""
+        embedding: Any = self.get_input_embeddings()  # type: ignore[operator]
+        if embedding._forward_hooks or embedding._forward_pre_hooks:
+            # They get the padded batch: the noise of NEFTune's hook depends on the width of its rows.
+            padded = self._embed({name: inputs[name] for name in _EMBEDDED if inputs[name] is not None})
+            return layout.gather(padded).unsqueeze(0)
+        return self._embed(self._packed_inputs(inputs, layout))
+
+    def _embed(self, inputs: dict[str, Any]) -> Tensor:
+        """Token ids or embeddings, and token types, by name, all padded or all packed → the first hidden state."""
         raise NotImplementedError
 
     def _packed_layers(
@@ -54,7 +65,7 @@ class UnpaddedRotaryModel(UnpaddedModel):
     ) -> Tensor:
         """(1, T, H) → (1, T, H), through the layers and the last norm."""
         angles = packed_angles(self.rotary_emb, hidden, position_ids, layout)
-        for layer in self.layers:
+        for layer in [*self.layers][: self.config.num_hidden_layers]:  # as the untouched model
             mark_dynamic(hidden, *angles)
             hidden = layer(hidden, attention_mask=None, position_embeddings=angles, layout=layout, **kwargs)
         return hidden
@@ -79,8 +90,8 @@ class UnpaddedRotaryBert(UnpaddedRotaryModel):
     embeddings: nn.Module
     pooler: nn.Module | None
 
-    def _embedded(self, inputs: dict[str, Any], layout: Layout) -> Tensor:
-        return self.embeddings(**self._packed_inputs(inputs, layout))  # type: ignore[no-any-return]
+    def _embed(self, inputs: dict[str, Any]) -> Tensor:
+        return self.embeddings(**inputs)  # type: ignore[no-any-return]
 
     def _output(self, last: Tensor, plan: CallPlan) -> Any:
         hidden: Any = self._scattered(last, plan)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from composer_speedups.packing.derived_classes import stock_class, wrap_forward
-from composer_speedups.packing.layout import MULTIPLE, Layout, lay_out
+from composer_speedups.packing.layout import COUNTED_ON_HOST_MESSAGE, MULTIPLE, Layout, lay_out, run_eagerly
 from composer_speedups.packing.rows import (
     IGNORED,
     ROW_LABELS,
@@ -46,6 +46,7 @@ __all__ = [
     "know_batch",
     "known_batch",
     "models_around_encoders",
+    "refuse_replicas",
     "take_row_lengths",
     "unwrapped",
     "with_known_batch",
@@ -106,6 +107,8 @@ class CallRules:
         encoder_paths: The names of the encoders inside it.
         around_directly: Whether it calls its encoder itself, not through another model.
         unknown_reader: See :class:`Call`; applies when it is the outermost model.
+        pooling: The configuration's ``classifier_pooling``, which decides what the head reads. With another one, which
+            heads look up in each call, batches stay padded.
         pad_to_multiple_of: The number of packed tokens is rounded up to a multiple of it.
         first_calls: A check of its first calls; None for no check.
         first_tokens_only: Whether everything that reads the encoder's result reads only first tokens.
@@ -116,6 +119,7 @@ class CallRules:
     encoder_paths: tuple[str, ...] = ()
     around_directly: bool = False
     unknown_reader: bool = False
+    pooling: str | None = None
     pad_to_multiple_of: int = MULTIPLE
     first_calls: FirstCalls | None = None
     first_tokens_only: bool = False
@@ -195,6 +199,7 @@ def with_known_batch(batch: KnownBatch) -> Iterator[None]:
         _current.batch = before
 
 
+@run_eagerly(COUNTED_ON_HOST_MESSAGE)
 def take_row_lengths(batch: MutableMapping[str, Any], rules: Sequence[RowRules], pad_to_multiple_of: int) -> KnownBatch:
     """Take the row lengths out of a batch, and lay out its tokens on the batch's device, without synchronizing.
 
@@ -204,9 +209,10 @@ def take_row_lengths(batch: MutableMapping[str, Any], rules: Sequence[RowRules],
         rules: Those with which the rows were counted.
         pad_to_multiple_of: The number of packed tokens is rounded up to a multiple of it.
     """
-    rows, labelled = [], batch.pop(ROW_LABELS, None)
+    entries = {name: batch.pop(name) for name, value in [*batch.items()] if isinstance(value, RowLengths)}
+    rows, labels, labelled = [], labels_of(batch), None
     for name, mask in token_masks(batch).items():
-        lengths = batch.pop(lengths_key(name), None)
+        lengths = entries.get(lengths_key(name))
         if lengths is None or lengths.shape != mask.shape[:-1]:
             continue
         counts, mask_BS, layout = lengths.flatten().tolist(), mask.flatten(0, -2), None
@@ -215,10 +221,17 @@ def take_row_lengths(batch: MutableMapping[str, Any], rules: Sequence[RowRules],
                 rule.assert_lengths(mask_BS, sum(count > 0 for count in counts))
             layout = lay_out(mask_BS, sum(counts), pad_to_multiple_of)
         rows.append(KnownRows(mask, layout, lengths))
-    labels, tokens = labels_of(batch), None
-    if labelled is not None and labels is not None and labels.ndim == 2:
-        tokens = lay_out(labels != IGNORED, sum(labelled.tolist()), pad_to_multiple_of)
-    return KnownBatch(tuple(rows), tokens)
+    if ROW_LABELS in entries and labels is not None and labels.ndim == 2:
+        labelled = lay_out(labels != IGNORED, sum(entries[ROW_LABELS].tolist()), pad_to_multiple_of)
+    return KnownBatch(tuple(rows), labelled)
+
+
+def refuse_replicas(*_: Any) -> Any:
+    """Raise ValueError, since torch.nn.DataParallel, which copies a model for each call, is not supported."""
+    raise ValueError(
+        "composer_speedups does not support nn.DataParallel; start one process per GPU (torchrun), or set "
+        "CUDA_VISIBLE_DEVICES to one GPU"
+    )
 
 
 class FirstCalls(Protocol):
@@ -236,6 +249,7 @@ class ModelAroundEncoder(nn.Module):
     inner_forward: ClassVar[Callable[..., Any]]
     argument_names: ClassVar[list[str]]
     call_rules: CallRules
+    _replicate_for_data_parallel = refuse_replicas
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -256,7 +270,7 @@ class ModelAroundEncoder(nn.Module):
         inputs = {**dict(zip(positional, args, strict=True)), **kwargs}
         at_paths = [_module_at(self, path) for path in self.call_rules.encoder_paths]
         encoders = tuple(module for module in at_paths if hasattr(type(module), "prepare_call"))
-        if _LENGTHS in inputs or ROW_LABELS in inputs:  # the collator's, in a loop of one's own
+        if any(isinstance(value, RowLengths) for value in inputs.values()):  # the collator's, in a loop of one's own
             rules = [encoder.packing.rules for encoder in encoders]
             known = take_row_lengths(inputs, rules, self.call_rules.pad_to_multiple_of)
             with with_known_batch(known):
@@ -283,7 +297,8 @@ class ModelAroundEncoder(nn.Module):
     def _outermost_call(self: Any, encoders: tuple[Any, ...], positional: list[str], inputs: dict[str, Any]) -> Call:
         rules = self.call_rules
         call = Call(encoders, self, unknown_reader=rules.unknown_reader, first_tokens_only=rules.first_tokens_only)
-        call.padded = is_untouched() or _is_traced()
+        other_pooling = getattr(self.config, "classifier_pooling", None) != rules.pooling
+        call.padded = is_untouched() or other_pooling or _is_traced() or _has_adapter_per_row(self)
         if rules.first_calls is not None and not call.padded:
             rules.first_calls.compare(self, inputs, positional)
         labels = inputs.get("labels")
@@ -328,14 +343,24 @@ def _argument_names(model_class: type[Any]) -> list[str]:
 
 
 def _is_traced() -> bool:
-    """Whether the call is exported, traced by torch.jit, or transformed by torch.func.
+    """Whether the call is exported, traced by torch.jit, transformed by torch.func, or differentiated in forward mode.
 
     Such a call can neither read the number of tokens on the host nor use this package's autograd functions.
     """
     if torch.compiler.is_dynamo_compiling():  # where is_exporting() is always true
         return False
     transformed = torch._C._functorch.peek_interpreter_stack() is not None
-    return transformed or torch.jit.is_tracing() or torch.compiler.is_exporting()
+    forward_mode = torch.autograd.forward_ad._current_level >= 0
+    return transformed or forward_mode or torch.jit.is_tracing() or torch.compiler.is_exporting()
+
+
+def _has_adapter_per_row(model: nn.Module) -> bool:
+    """Whether PEFT was called with ``adapter_names``, for which it hooks each of its layers during the call."""
+    if not hasattr(model, "peft_config"):
+        return False
+    adapted = next((module for module in model.modules() if hasattr(type(module), "adapter_layer_names")), None)
+    hooks = [] if adapted is None else adapted._forward_pre_hooks.values()
+    return any("adapter_names" in getattr(hook, "keywords", ()) for hook in hooks)
 
 
 def _selected_hidden_states(output: Any, layout: Layout) -> Any:

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from composer_speedups.kernels.first_derivative import FirstDerivative
+
 __all__ = ["COUNTED_ON_HOST_MESSAGE", "MULTIPLE", "Layout", "lay_out", "mark_dynamic", "round_up", "run_eagerly"]
 
 
@@ -108,6 +110,12 @@ def mark_dynamic(*packed: Tensor) -> None:
             torch._dynamo.maybe_mark_dynamic(tensor, 1)
 
 
+_NO_SECOND_DERIVATIVE = (
+    "unpadding has no second derivative (create_graph=True); remove unpadding, and load the model with "
+    "attn_implementation='eager'"
+)
+
+
 # Each is the other's backward pass. torch's backward of index_select adds into its result, with atomics or a sort;
 # unique indices only need a copy.
 
@@ -120,13 +128,13 @@ def _scatter(x_TH: Tensor, indices_T: Tensor, slots: int) -> Tensor:
     padded = x_TH.new_zeros(slots + 1, x_TH.shape[1])  # the last row receives the unused entries
     padded.index_copy_(0, indices_T, x_TH)
     # The last row is cut off in place, because pooling code may change the result in place, which autograd forbids for
-    # a view that a custom function returns. Compiled code, and a tensor that requires grad (in a backward pass that is
-    # itself differentiated), cannot be resized.
-    can_resize = not torch.compiler.is_compiling() and not padded.requires_grad
-    return padded.resize_(slots, x_TH.shape[1]) if can_resize else padded[:slots]
+    # a view that a custom function returns. Compiled code cannot resize.
+    return padded[:slots] if torch.compiler.is_compiling() else padded.resize_(slots, x_TH.shape[1])
 
 
-class _Gather(torch.autograd.Function):
+class _Gather(FirstDerivative):
+    refusal = _NO_SECOND_DERIVATIVE
+
     @staticmethod
     def forward(ctx: Any, x_NH: Tensor, indices_T: Tensor) -> Tensor:
         ctx.save_for_backward(indices_T)
@@ -139,7 +147,9 @@ class _Gather(torch.autograd.Function):
         return _scatter(grad_TH, indices_T, ctx.slots), None
 
 
-class _Scatter(torch.autograd.Function):
+class _Scatter(FirstDerivative):
+    refusal = _NO_SECOND_DERIVATIVE
+
     @staticmethod
     def forward(ctx: Any, x_TH: Tensor, indices_T: Tensor, slots: int) -> Tensor:
         ctx.save_for_backward(indices_T)

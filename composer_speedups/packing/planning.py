@@ -69,6 +69,7 @@ class Packing:
     def _can_pack(self, mask: Any, inputs: dict[str, Any]) -> bool:
         return (
             (mask is None or (isinstance(mask, Tensor) and mask.ndim == 2))
+            and not getattr(self.config, "is_decoder", False)  # which models look up in each call
             and inputs.get("encoder_hidden_states") is None
             and inputs.get("past_key_values") is None
             and (inputs.get("input_ids") is None) != (inputs.get("inputs_embeds") is None)

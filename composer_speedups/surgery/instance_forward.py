@@ -1,8 +1,8 @@
-"""Replace the ``forward`` of one module, so that its copies, pickles and replicas compute with their own parameters.
+"""Replace the ``forward`` of one module, so that its copies and pickles compute with their own parameters.
 
 The new ``forward`` is an attribute of the module: the module's class, parameters and their names do not change, and a
-class that is assigned later is used. It is not a closure or a bound method, because torch.nn.DataParallel would keep
-the original module in one, ``copy.deepcopy`` in a closure, and neither can be pickled.
+class that is assigned later is used. It is not a closure, in which ``copy.deepcopy`` would keep the original module and
+which cannot be pickled. torch.nn.DataParallel, whose replicas would compute with the original module, is refused.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from functools import partial
 from typing import Any
 
 from torch import nn
+
+from composer_speedups.packing.call import refuse_replicas
 
 __all__ = ["Inner", "call_inner", "has_forward", "replace_forward", "restore_forward"]
 
@@ -28,9 +30,9 @@ def replace_forward(module: nn.Module, function: Callable[..., Any]) -> partial[
             :func:`call_inner`. ``inner`` is the ``forward`` that the instance had already; None for the class's.
     """
     attributes = vars(module)
-    forward, replicate = partial(function, module, attributes.get("forward")), partial(_replicate, module)
-    forward.__module__ = replicate.__module__ = __name__  # by which they are known as this package's
-    attributes["forward"], attributes[_REPLICATE] = forward, replicate
+    forward = partial(function, module, attributes.get("forward"))
+    forward.__module__ = __name__  # by which it is known as this package's
+    attributes["forward"], attributes[_REPLICATE] = forward, refuse_replicas
     return forward
 
 
@@ -60,18 +62,3 @@ def restore_forward(module: nn.Module) -> None:
 
 def _is_ours(forward: Any) -> bool:
     return isinstance(forward, partial) and forward.__module__ == __name__
-
-
-def _replicate(module: nn.Module) -> nn.Module:
-    replica: nn.Module = type(module)._replicate_for_data_parallel(module)  # type: ignore[no-untyped-call]
-    attributes = vars(replica)
-    attributes["forward"] = _rebound(attributes["forward"], replica)
-    return replica
-
-
-def _rebound(forward: Any, replica: nn.Module) -> Any:
-    if not _is_ours(forward):
-        return forward
-    rebound = partial(forward.func, replica, _rebound(forward.args[1], replica))
-    vars(rebound).update(vars(forward))
-    return rebound

@@ -1,6 +1,6 @@
 """Calls of an unpadded model by other ways than its usual one: what the untouched model computes, or a refusal.
 
-Positional arguments, labels that never reach the model, replicas, threads, a direct call of ``forward``, code that
+Positional arguments, labels that never reach the model, threads, a direct call of ``forward``, code that
 reads padding, tracing, and the transformations of torch. Each case is a way in which other projects call a model.
 """
 
@@ -238,74 +238,7 @@ def test_a_module_of_ones_own_that_reads_padding_is_refused(gradients: bool) -> 
         assert_near([model(inputs["input_ids"], inputs["attention_mask"])], [reference(*list(inputs.values())[:2])])
 
 
-# Replicas and threads.
-
-
-def replica_of(module: Any) -> Any:
-    """A copy as torch.nn.DataParallel makes it, on the same device."""
-    made = {original: original._replicate_for_data_parallel() for original in module.modules()}
-    for original, copied in made.items():
-        for name, child in original._modules.items():
-            if child is not None:
-                copied._modules[name] = made[child]
-        for name, parameter in original._parameters.items():
-            if parameter is None:
-                copied._parameters[name] = None
-            else:
-                object.__setattr__(copied, name, parameter * 1)
-    return made[module]
-
-
-@pytest.mark.parametrize("family", family_params(UNPADDED))
-def test_replicas_use_their_own_batch(family: Family) -> None:
-    reference, model = tiny_model(family, "tokens"), tiny_model(family, "tokens")
-    apply_unpadding(model, 8)
-    if family in FUSED:
-        apply_fused_layers(model)
-    labelled = labelled_padding(reference)
-    ignored = {**labelled, "labels": labelled["labels"].masked_fill(labelled["attention_mask"] == 0, -100)}
-    shorter = {name: values.flip(0) for name, values in ignored.items()}
-    model(**shorter)  # must leave nothing behind
-    replicas = [replica_of(model), replica_of(model)]
-    losses: dict[int, Tensor] = {}
-    gate = threading.Barrier(2)
-
-    def call(index: int, inputs: Batch) -> None:
-        gate.wait()
-        losses[index] = replicas[index](**inputs).loss
-
-    workers = [threading.Thread(target=call, args=arguments) for arguments in enumerate((labelled, ignored))]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    assert_near([losses[0], losses[1]], [reference(**labelled).loss, reference(**ignored).loss])
-    for module in (model, reference):
-        module.zero_grad()
-    (losses[0] + losses[1]).backward()
-    (reference(**labelled).loss + reference(**ignored).loss).backward()
-    assert_near(gradients(model), gradients(reference))
-
-
-def test_replicas_of_a_model_that_was_not_called_before_run_unpadded() -> None:
-    reference, model = tiny_bert(), tiny_bert()
-    apply_unpadding(model, 8)
-    apply_fused_layers(model)
-    replica, inputs = replica_of(model), batch([5, 12, 9])
-    assert_near([replica(**inputs).loss], [reference(**inputs).loss])
-    assert ran(replica) == ["unpadded"]
-    model(**inputs).loss.backward()
-    assert ran(model) == ["unpadded"], "a replica's call does not have the model compared"
-
-
-def test_replicas_of_a_model_that_is_not_compared_yet_stay_padded() -> None:
-    reference, model = tiny_bert(), tiny_bert()
-    for module in (reference, model):
-        module.bert.pooler = MeanPooler()
-    apply_unpadding(model, 8)
-    replica, inputs = replica_of(model), batch([5, 12, 9])
-    assert_near([replica(**inputs).loss], [reference(**inputs).loss])
-    assert ran(replica) == ["padded"]
+# Threads.
 
 
 def test_threads_that_call_the_head_and_the_base_get_their_own_results() -> None:

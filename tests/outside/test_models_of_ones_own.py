@@ -31,7 +31,7 @@ from composer_speedups.packing.encoder import unpadded_encoders
 from tests.helpers.common import Batch, Recorder, batch, data_spec, make_trainer, tiny_bert, tiny_config, without_labels
 from tests.helpers.exhaustive import others_exhaustive
 from tests.helpers.models import FUSED, Family, fit_batches, tiny_model
-from tests.outside.test_calls_by_other_ways import compared, labelled_padding, ran, replica_of
+from tests.outside.test_calls_by_other_ways import compared, labelled_padding, ran
 from tests.reference.loop import gradients
 from tests.reference.tolerance import assert_near
 
@@ -357,17 +357,6 @@ def _with_bert(kind: Any) -> Any:
     return made
 
 
-def test_a_replica_is_not_compared() -> None:
-    """A replica's parameters have no gradients of their own, so a comparison would see none."""
-    reference, model = pair(tiny_bert(), check="always")
-    inputs = batch([5, 12, 9])
-    for expected in ("padded", "unpadded"):
-        replica = replica_of(model)
-        assert_near([replica(**inputs).loss], [reference(**inputs).loss])
-        assert ran(replica) == [expected]
-        compared(reference, model, lambda module: module(**inputs).loss)
-
-
 def test_building_a_reference_does_not_change_other_threads() -> None:
     """transformers' ``no_init_weights`` would: a layer built meanwhile, or after two at once, held garbage."""
     functions = dict(vars(nn.init))
@@ -548,7 +537,7 @@ def compiled_part(part: nn.Module) -> Any:
 @pytest.mark.parametrize(
     ("path", "wrap"),
     [
-        *product(["bert.encoder", "bert"], [compiled_part, LikeFSDP1, Wrapper, nn.DataParallel]),
+        *product(["bert.encoder", "bert"], [compiled_part, LikeFSDP1, Wrapper]),
         ("bert.encoder", checkpoint_wrapper),
     ],
 )
@@ -592,9 +581,7 @@ def parameter_gradients(model: Any) -> list[Tensor]:
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
-@pytest.mark.parametrize(
-    "wrap", others_exhaustive([compiled_part, Wrapper, nn.DataParallel], lambda wrap: wrap is Wrapper)
-)
+@pytest.mark.parametrize("wrap", others_exhaustive([compiled_part, Wrapper], lambda wrap: wrap is Wrapper))
 @pytest.mark.parametrize("called_before", [False, True])
 def test_a_head_on_labelled_tokens_whose_base_is_wrapped_later(wrap: Any, called_before: bool) -> None:
     """10 labels are rounded up to 64, which is also the number of slots: all shapes would fit, with wrong values."""

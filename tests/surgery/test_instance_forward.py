@@ -1,4 +1,4 @@
-"""Modules whose ``forward`` a technique replaced: copies, pickles and replicas compute with their own parameters."""
+"""Modules whose ``forward`` a technique replaced: copies and pickles compute with their own parameters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from composer_speedups import (
 from composer_speedups.packing.encoder import unpadded_encoders
 from composer_speedups.surgery.instance_forward import call_inner, has_forward, replace_forward, restore_forward
 from tests.helpers.common import batch, tiny_bert
-from tests.outside.test_calls_by_other_ways import replica_of
 
 
 def saved_and_loaded(model: nn.Module) -> Any:
@@ -30,7 +29,7 @@ def saved_and_loaded(model: nn.Module) -> Any:
     return torch.load(file, weights_only=False)
 
 
-@pytest.mark.parametrize("twin_of", [copy.deepcopy, saved_and_loaded, replica_of])
+@pytest.mark.parametrize("twin_of", [copy.deepcopy, saved_and_loaded])
 @pytest.mark.parametrize("apply", [apply_mixed_precision, apply_gradient_checkpointing])
 def test_a_twin_computes_with_its_own_parameters(apply: Any, twin_of: Any) -> None:
     model, inputs = tiny_bert().train(), batch([5, 9, 2])
@@ -38,11 +37,8 @@ def test_a_twin_computes_with_its_own_parameters(apply: Any, twin_of: Any) -> No
     twin = twin_of(model)
     expected = model(**inputs).logits
     torch.testing.assert_close(twin(**inputs).logits, expected)
-    for module in twin.modules():  # a replica's parameters are plain attributes
-        for name in ("weight", "bias"):
-            tensor = getattr(module, name, None)
-            if tensor is not None:
-                tensor.detach().zero_()
+    for parameter in twin.parameters():
+        parameter.detach().zero_()
     assert not twin(**inputs).logits.any()
     torch.testing.assert_close(model(**inputs).logits, expected)
     if apply is apply_mixed_precision:
@@ -78,6 +74,5 @@ def test_forwards_of_the_instance_are_kept() -> None:
     assert linear(torch.ones(1)).item() == 8
     restore_forward(linear)
     assert has_forward(linear, doubled)
-    assert linear._replicate_for_data_parallel()(torch.ones(1)).item() == 4
     restore_forward(linear)
     assert linear.forward is first

@@ -15,7 +15,7 @@ from composer_speedups.core.stock import outermost_models
 from composer_speedups.families.blocks import blocks_of
 from composer_speedups.families.family import Family, Reads, family_of, family_titles
 from composer_speedups.packing.attention import PackedAttentionConfig
-from composer_speedups.packing.call import CallRules, ModelAroundEncoder
+from composer_speedups.packing.call import CallRules, ModelAroundEncoder, refuse_replicas
 from composer_speedups.packing.comparison import Check
 from composer_speedups.packing.derived_classes import derived_class, restore_class, stock_class
 from composer_speedups.packing.encoder import UnpaddedEncoder
@@ -70,6 +70,8 @@ def unpad(
         ValueError: The model has no encoder, one that cannot run unpadded, or a head that does not support
             ``mlm_head``. Nothing is changed.
     """
+    if any(isinstance(module, nn.DataParallel) for module in model.modules()):
+        refuse_replicas()
     encoders = _find_encoders(model)
     for encoder in encoders.values():
         _check(encoder)
@@ -97,6 +99,7 @@ def unpad(
             paths,
             around_directly=any(around is base for encoder in encoders.values() for base in encoder.direct_parents),
             unknown_reader=check != "never" and not _has_known_head(around) and not reads_real_tokens,
+            pooling=getattr(around.config, "classifier_pooling", None),
             pad_to_multiple_of=pad_to_multiple_of,
             first_calls=FirstCall(around_name, check, partial(restore_encoders, model)) if compared else None,
             labelled_head=LabelledHead(pad_to_multiple_of) if mlm_head == "labelled" and is_outermost else None,
