@@ -15,10 +15,9 @@ import torch
 import yaml
 
 from benchmarks.tables import table
-from composer_speedups.core.catalogue import technique_names
-from composer_speedups.core.registry import technique_class
-from composer_speedups.core.requirements import Context
-from composer_speedups.core.technique import FSDP, Stage, Technique, conflicts_between
+from composer_speedups.core.registry import folder_of, technique_class, technique_names
+from composer_speedups.core.run import Run
+from composer_speedups.core.technique import FSDP, Order, Technique
 from composer_speedups.families.family import Family, family_named
 from composer_speedups.families.family import families as known_families
 from composer_speedups.tasks.config import ModelConfig
@@ -162,7 +161,7 @@ def techniques() -> list[str]:
 
 def _card_and_summary(name: str) -> tuple[str, str]:
     """The path of a technique's card, and the card's first sentence."""
-    card = f"composer_speedups/algorithms/{name}/README.md"
+    card = f"composer_speedups/algorithms/{folder_of(name).name}/README.md"
     _, summary, *_ = (ROOT / card).read_text().split("\n\n")
     return card, re.split(r"(?<=\.)\s", summary.replace("\n", " "))[0].rstrip(".")
 
@@ -172,12 +171,12 @@ def techniques_short() -> list[str]:
     lines = []
     for technique in _classes():
         card, sentence = _card_and_summary(technique.name)
-        purpose, same = technique.purpose.removeprefix("saves "), _EXACTNESS[technique.exactness]
+        purpose, same = technique.purpose.removeprefix("saves "), _EFFECTS[technique.effect]
         lines.append([f"[`{technique.name}`]({card})", sentence, purpose, same])
     return table(["technique", "what it does", "meant to save", "result"], lines)
 
 
-_EXACTNESS = {
+_EFFECTS = {
     "exact": "the same",
     "rounding": "the same up to rounding",
     "lower_precision": "the same in lower precision",
@@ -189,21 +188,17 @@ def order() -> list[str]:
     """Two tables: the stages in the order of techniques, and the conflicts with their reasons."""
     every = _classes()
     stages = []
-    for stage in Stage:
-        engaged = ", ".join(_quoted([t.name for t in every if t.stage == stage]))
+    for stage in Order:
+        engaged = ", ".join(_quoted([t.name for t in every if t.order == stage]))
         stages.append([str(stage + 1), f"{stage.name.lower()}: {_STAGES[stage.name]}", engaged])
     conflicting = []
-    for slot in sorted({c.slot for t in every for c in t.conflicts if c.slot}):
-        names = _quoted([t.name for t in every if any(c.slot == slot for c in t.conflicts)])
-        if len(names) > 1:
-            conflicting.append([f"any two of {', '.join(names)}", f"both set the {slot}"])
     for one, other in combinations(every, 2):
         if reason := _reason(one, other):
             conflicting.append([f"`{one.name}`, `{other.name}`", reason])
     return [
         *table(["order", "stage", "techniques"], stages),
         "",
-        *table(["techniques that conflict", "reason, and its condition if they do not always conflict"], conflicting),
+        *table(["techniques that conflict", "reason"], conflicting),
     ]
 
 
@@ -211,7 +206,7 @@ def ranks() -> list[str]:
     """Which techniques support DDP and FSDP, and why the others do not."""
     lines = []
     for technique in _classes():
-        fsdp = next((c.why for c in technique.conflicts if c.other == FSDP), "yes")
+        fsdp = technique.not_with.get(FSDP, "yes")
         lines.append([f"`{technique.name}`", _needs_one_rank(technique) or "yes", fsdp])
     return table(["technique", "DDP", "FSDP"], lines)
 
@@ -221,9 +216,6 @@ def conflicts(name: str) -> list[str]:
     one = technique_class(name)
     others = [technique for technique in _classes() if technique.name != name]
     lines = [f"- `{other.name}`: {reason}" for other in others if (reason := _reason(one, other))]
-    for slot in (conflict.slot for conflict in one.conflicts if conflict.slot):
-        same = _quoted([other.name for other in others if any(c.slot == slot for c in other.conflicts)])
-        lines += [f"- {', '.join(same)}: each sets the {slot}"] if same else []
     return lines or ["None."]
 
 
@@ -232,14 +224,11 @@ def _classes() -> list[type[Technique]]:
 
 
 def _needs_one_rank(technique: type[Technique]) -> str | None:
-    """The reason of the first requirement that one rank meets and two do not; None without one."""
-    unmet = [
-        [need.reason for need in technique().requirements(Context(torch.device("cpu"), ranks=ranks)) if not need.met]
-        for ranks in (1, 2)
-    ]
+    """The reason of the first refusal with two ranks that one rank does not get; None without one."""
+    unmet = [[refusal.reason for refusal in technique().needs(Run(torch.device("cpu"), ranks=n))] for n in (1, 2)]
     return next((reason for reason in unmet[1] if reason not in unmet[0]), None)
 
 
 def _reason(one: type[Technique], other: type[Technique]) -> str | None:
-    """Why the two conflict, with some settings or with any; not because both set the same slot."""
-    return next((c.why for _, _, c in conflicts_between(one, other) if c.slot is None), None)
+    """Why the two always conflict."""
+    return one.not_with.get(other.name) or other.not_with.get(one.name)

@@ -40,16 +40,16 @@ from benchmarks.rows import RESULTS, Row, append_row, call_time
 from benchmarks.tables import table
 from composer_speedups.callbacks.engagement import EngagementReport
 from composer_speedups.core.command_line import read_settings
+from composer_speedups.core.engaging import check
 from composer_speedups.core.registry import build_techniques
 from composer_speedups.core.settings import Settings
-from composer_speedups.core.technique import screen
 from composer_speedups.core.trainer_state import device_of, torch_device
 from composer_speedups.families.flops import batch_lengths
 from composer_speedups.packing.layout import MULTIPLE, round_up
 from composer_speedups.train.cli import exit_codes, read_command_line
 from composer_speedups.train.environment import environment
 from composer_speedups.train.run_folder import RunFolder
-from composer_speedups.train.trainer import build_data_and_model, build_trainer, context_of, join_ranks, open_device
+from composer_speedups.train.trainer import build_data_and_model, build_trainer, join_ranks, open_device, run_of
 
 _PREFIX = "profile."
 _KEPT = 40  # number of kernels in a row
@@ -183,7 +183,7 @@ def main(arguments: list[str], results: Path = RESULTS) -> Row:
     config.callbacks.throughput = config.callbacks.memory = None
     techniques = build_techniques(config.algorithms, config.on_unavailable, origins)
     device = open_device(config.trainer)
-    screen(techniques, context_of(config.trainer, device))
+    check(techniques, run_of(config.trainer, device))
     where = torch_device(device)
     join_ranks(config.trainer, device)
     with RunFolder(config) as folder:

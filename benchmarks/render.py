@@ -1,5 +1,4 @@
-"""python -m benchmarks.render [--check]: write the tables and charts of README.md, docs and the cards, and the stub and
-the catalogue of the package.
+"""python -m benchmarks.render [--check]: write the tables and charts of README.md, docs and the cards.
 
 A table stands between ``<!-- rows: KIND ARGUMENTS -->`` and ``<!-- end rows -->``. Its kind is a function of
 :mod:`benchmarks.declared` (what the code declares) or :mod:`benchmarks.tables` (measured rows), and its arguments are
@@ -13,30 +12,17 @@ Sentences hold no measured figures, so that no marker is needed in them.
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import composer_speedups
 from benchmarks import declared, tables
 from benchmarks.charts import Chart
-from composer_speedups.core.catalogue import description_of, technique_names
-from composer_speedups.tasks.task import specific_keys
 
 ROOT = Path(__file__).parent.parent
-STUB = ROOT / "composer_speedups" / "__init__.pyi"
-CATALOGUE = ROOT / "composer_speedups" / "_catalogue.json"
 _FIGURE = re.compile(r"(<!-- rows: (.*?) -->\n).*?(<!-- end rows -->)", re.DOTALL)
 _CHART = re.compile(r"<!-- chart: (.*?) -->")
-_STUB_HEAD = """\
-# Written by python -m benchmarks.render: what __init__.py imports when it is first asked for.
-
-__version__: str
-__all__: list[str]
-
-"""
 _KINDS = {
     declared: "conflicts families families_short heads order ranks refusals support support_legend tasks techniques "
     "techniques_short",
@@ -81,22 +67,6 @@ def _figure(request: str) -> str:
     return "\n".join(getattr(module, kind)(*arguments))
 
 
-def package_stub() -> str:
-    """The text of ``__init__.pyi``, which lists the lazy names for type checkers, with one import per public name."""
-    modules = composer_speedups._public()  # type: ignore[attr-defined]
-    by_module = sorted(modules.items(), key=lambda item: (item[1], item[0]))
-    imports = (f"from {module} import {name} as {name}\n" for name, module in by_module)
-    return _STUB_HEAD + "".join(imports)
-
-
-def package_catalogue() -> str:
-    """The text of ``_catalogue.json``, from the classes of the techniques and tasks; see ``core/catalogue.py``."""
-    techniques = {name: description_of(name)._asdict() for name in technique_names()}
-    for entry in techniques.values():
-        del entry["name"]
-    return json.dumps({"techniques": techniques, "tasks": specific_keys()}, indent=1, ensure_ascii=False) + "\n"
-
-
 def main(arguments: Sequence[str]) -> None:
     check, stale = "--check" in arguments, []
     for path in documents():
@@ -111,11 +81,6 @@ def main(arguments: Sequence[str]) -> None:
             for chart in charts:
                 chart.draw()
             path.write_text(rendered)
-    for generated, text in ((CATALOGUE, package_catalogue()), (STUB, package_stub())):
-        if not generated.exists() or generated.read_text() != text:
-            stale.append(generated)
-            if not check:
-                generated.write_text(text)
     if stale:
         print("stale:" if check else "written:", *(path.relative_to(ROOT) for path in stale))
     raise SystemExit(1 if stale and check else 0)

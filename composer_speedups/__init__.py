@@ -2,9 +2,7 @@
 
     from composer_speedups import FusedOptimizer, MixedPrecision, TorchCompile
 
-Every technique has a class and an ``apply_`` function, which are discovered by their folder under ``algorithms`` and
-imported on first use, so that reading a config and ``--help`` need not import torch. ``__init__.pyi`` lists them for
-type checkers and editors; ``python -m benchmarks.render`` writes it.
+Names are imported on first use: the techniques, which need neither torch nor Composer to be declared, and those below.
 """
 
 from __future__ import annotations
@@ -27,25 +25,32 @@ _OTHERS = {
     "OverlappedDDP": "composer_speedups.distributed.ddp",
     "RunSummary": "composer_speedups.callbacks.run_summary",
     "ThroughputMonitor": "composer_speedups.callbacks.throughput",
+    "apply": "composer_speedups.core.apply",
     "apply_recommended": "composer_speedups.recommendation",
+    "load_sparse_upcycling": "composer_speedups.algorithms.sparse_upcycling.upcycle",
+    "merged_state_dict": "composer_speedups.algorithms.lora.export",
     "recommended": "composer_speedups.recommendation",
+    "save_adapter": "composer_speedups.algorithms.lora.export",
     "share_cores": "composer_speedups.distributed.host",
     "split_by_tokens": "composer_speedups.data.token_microbatches",
+    "untouched": "composer_speedups.packing.untouched",
+    "with_row_lengths": "composer_speedups.packing.encoder",
 }
 
 
 def _public() -> dict[str, str]:
     """Public name → the module that defines it."""
-    from composer_speedups.core.catalogue import public_names
+    from composer_speedups.core.registry import technique_class, technique_names
 
-    return _OTHERS | public_names()
+    techniques = map(technique_class, technique_names())
+    return _OTHERS | {technique.__name__: technique.__module__ for technique in techniques}
 
 
 def __getattr__(name: str) -> Any:
     if name == "__all__":
         return sorted(_public())
-    if not name.startswith("_") and name in _public():
-        return getattr(importlib.import_module(_public()[name]), name)
+    if not name.startswith("_") and (module := _OTHERS.get(name) or _public().get(name)) is not None:
+        return getattr(importlib.import_module(module), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

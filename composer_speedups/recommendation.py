@@ -5,11 +5,13 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING, Any, Literal
 
+from composer_speedups.core.errors import Refusal
+
 if TYPE_CHECKING:
     from torch import nn
 
-    from composer_speedups.core.comparison import Check
-    from composer_speedups.core.technique import OnUnavailable, Technique
+    from composer_speedups.core.apply import Applied
+    from composer_speedups.core.technique import Check, OnUnavailable, Technique
 
 __all__ = ["RECOMMENDED", "apply_recommended", "recommended"]
 
@@ -44,20 +46,17 @@ def recommended(on_unavailable: OnUnavailable = "stop", precision: Literal["bf16
         ``Trainer(model=model, algorithms=recommended(), …)``. On several GPUs, add the callbacks and the sampler of
         :mod:`composer_speedups.distributed`, as in ``examples/own_trainer.py``.
     """
-    # imported here because it needs Composer; the set itself is plain data
     from composer_speedups.core.registry import technique_class
 
     if precision not in ("bf16", "fp8"):
         raise ValueError(f'recommended: precision must be "bf16" or "fp8", not {precision!r}')
-    layers = RECOMMENDED["fused_layers"] | ({"precision": "fp8"} if precision == "fp8" else {})
-    chosen = RECOMMENDED | {"fused_layers": layers}
+    chosen = RECOMMENDED | {"fused_layers": {"precision": precision}}
     build: Any = technique_class
     return [build(name)(**settings, on_unavailable=on_unavailable) for name, settings in chosen.items()]
 
 
-def apply_recommended(model: nn.Module, check: Check = "auto") -> dict[str, list[str]]:
-    """Apply unpadding, fused layers and attention to a model for any training loop: plain PyTorch, HF Trainer and
-    others.
+def apply_recommended(model: nn.Module, check: Check = "auto") -> Applied:
+    """Apply the recommended techniques that a model alone supports, for any training loop: unpadding and fused layers.
 
     The model computes the same result up to rounding, in training and evaluation. Precision, the optimizer and CUDA
     graphs are not changed, since they belong to the loop; :func:`recommended` includes them for Composer's Trainer.
@@ -65,40 +64,39 @@ def apply_recommended(model: nn.Module, check: Check = "auto") -> dict[str, list
     Args:
         model: A transformers model, or a module that contains some; changed in place. Its parameters, their names and
             its ``state_dict`` do not change, so the optimizer may be built before or after.
-        check: When to compare the model with the untouched one; see :func:`apply_unpadding`.
+        check: When to compare the model with the untouched one; a setting of these techniques.
 
     Returns:
-        Name of each technique that engaged → the modules that it changed, none if an earlier call changed them. If
-        unpadding does not support the model, ``sdpa_attention`` is used instead.
+        The handle of :func:`.apply`, whose ``evidence`` has the techniques that engaged. If unpadding does not support
+        the model, ``sdpa_attention`` is used instead.
 
     Raises:
-        ValueError: The model contains no transformers model, or none of the techniques supports it.
+        Refusal: The model contains no transformers model, or none of the techniques supports it.
 
     Warns:
-        UserWarning: A technique does not support the model, with the reason; or the model has all of them already.
+        UserWarning: A technique does not support the model, with the reason.
 
     Example:
         ``model = AutoModelForSequenceClassification.from_pretrained(…); apply_recommended(model)``; see ``examples/``.
     """
-    from torch.nn import Module  # imported here so that the set itself stays plain data
+    from torch.nn import Module
     from transformers import PreTrainedModel
 
-    from composer_speedups.algorithms.fused_layers.functional import apply_fused_layers
-    from composer_speedups.algorithms.sdpa_attention.functional import apply_sdpa_attention
-    from composer_speedups.algorithms.unpadding.functional import apply_unpadding
+    from composer_speedups.core.apply import apply
+    from composer_speedups.core.registry import technique_class
 
     if not isinstance(model, Module) or not any(isinstance(module, PreTrainedModel) for module in model.modules()):
-        raise ValueError(f"apply_recommended found no transformers model in {type(model).__name__}; pass one")
+        reason = f"found no transformers model in {type(model).__name__}"
+        raise Refusal("apply_recommended", reason, "pass one")
+
+    def build(name: str) -> Technique:
+        return technique_class(name)(**RECOMMENDED.get(name, {}), check=check)  # type: ignore[call-arg]
+
     try:
-        done = {"unpadding": apply_unpadding(model, check=check)}
-    except ValueError as error:
-        warnings.warn(f"unpadding and fused_layers are left out: {error}", UserWarning, stacklevel=2)
-        return {"sdpa_attention": list(apply_sdpa_attention(model))}
-    try:
-        done["fused_layers"] = apply_fused_layers(model, **RECOMMENDED["fused_layers"])
-    except ValueError as error:
+        return apply(model, [build("unpadding"), build("fused_layers")])
+    except Refusal as error:
+        if error.who != "fused_layers":
+            warnings.warn(f"unpadding and fused_layers are left out: {error}", UserWarning, stacklevel=2)
+            return apply(model, [build("sdpa_attention")])
         warnings.warn(f"fused_layers is left out: {error}", UserWarning, stacklevel=2)
-    if not any(done.values()):
-        in_place = " and ".join(done)
-        warnings.warn(f"nothing is changed: the model has {in_place} already", UserWarning, stacklevel=2)
-    return done
+    return apply(model, [build("unpadding")])

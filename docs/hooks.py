@@ -11,13 +11,13 @@ from typing import Any
 
 from mkdocs.structure.files import File, Files
 
+from composer_speedups.core.registry import folder_of, technique_class, technique_names
 from composer_speedups.core.settings import Settings, doc_of, key_line, keys_of, section_of
 from composer_speedups.train.config.schema import Config
 from composer_speedups.tune.settings import PREFIX, TuneConfig
 
 ROOT = Path(__file__).parent.parent
 CARDS = sorted((ROOT / "composer_speedups" / "algorithms").glob("*/README.md"))
-STUB = ROOT / "composer_speedups" / "__init__.pyi"
 _ROLE = re.compile(r":(?:py:)?(?:attr|class|func|meth|mod):<code>[.~]?(.*?)</code>")
 
 
@@ -55,14 +55,11 @@ def _card(text: str) -> str:
 
 
 def _reference() -> str:
-    names = re.findall(r"^from (composer_speedups\.algorithms\.\S+) import (\w+) as", STUB.read_text(), re.MULTILINE)
-    lines = ["# Algorithms", "", "Classes for Composer's Trainer, and functions for any loop."]
-    technique = ""
-    for module, name in names:
-        if module.split(".")[2] != technique:
-            technique = module.split(".")[2]
-            lines += ["", f"## {technique}", "", f"[The card of {technique}](../techniques/{technique}.md)", ""]
-        lines += [f"::: {module}.{name}", "    options: {heading_level: 3}", ""]
+    lines = ["# Algorithms", "", "For Composer's Trainer, and with `apply` for any other loop."]
+    for name in technique_names():
+        technique, card = technique_class(name), folder_of(name).name
+        lines += ["", f"## {name}", "", f"[The card](../techniques/{card}.md)", ""]
+        lines += [f"::: {technique.__module__}.{technique.__name__}", "    options: {heading_level: 3}", ""]
     return "\n".join(lines)
 
 

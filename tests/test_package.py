@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import importlib
 import json
 import subprocess
 import sys
@@ -15,8 +13,9 @@ import yaml
 from packaging.requirements import Requirement
 
 import composer_speedups
-from benchmarks.render import CATALOGUE, STUB, package_catalogue, package_stub
 from composer_speedups.__main__ import command
+from composer_speedups.tasks.task import specific_keys
+from composer_speedups.train.config.schema import KEYS_OF_TASKS
 from tests.conftest import ROOT
 
 IMPORT = """
@@ -44,7 +43,7 @@ def test_the_package_imports_in_a_third_of_a_second_without_a_warning() -> None:
 
 def test_every_public_name_is_listed_and_can_be_imported() -> None:
     names = composer_speedups.__all__
-    assert {"Unpadding", "apply_unpadding", "ThroughputMonitor", "recommended"} <= set(names)
+    assert {"Unpadding", "apply", "apply_recommended", "untouched", "ThroughputMonitor", "recommended"} <= set(names)
     assert set(names) <= set(dir(composer_speedups))
     for name in names:
         assert getattr(composer_speedups, name).__name__ == name
@@ -52,22 +51,8 @@ def test_every_public_name_is_listed_and_can_be_imported() -> None:
         composer_speedups.Unpading  # type: ignore[attr-defined]  # noqa: B018
 
 
-def test_the_catalogue_without_imports_is_that_of_the_classes() -> None:
-    assert CATALOGUE.read_text() == package_catalogue(), "run python -m benchmarks.render"
-
-
-def test_type_checkers_see_the_names_that_the_package_has() -> None:
-    assert STUB.read_text() == package_stub(), "run python -m benchmarks.render"
-    stated = {}
-    for node in ast.walk(ast.parse(STUB.read_text())):
-        if isinstance(node, ast.ImportFrom):
-            for alias in node.names:
-                assert alias.asname == alias.name, "a stub exports only `import X as X`"
-                stated[alias.name] = str(node.module)
-    assert sorted(stated) == composer_speedups.__all__
-    for name, module in stated.items():
-        assert getattr(importlib.import_module(module), name) is getattr(composer_speedups, name)
-    assert (ROOT / "composer_speedups" / "py.typed").exists()
+def test_the_keys_of_tasks_are_those_that_the_tasks_read() -> None:
+    assert specific_keys() == KEYS_OF_TASKS
 
 
 def test_the_version_is_defined_once(capsys: pytest.CaptureFixture[str]) -> None:

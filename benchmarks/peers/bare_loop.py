@@ -1,15 +1,13 @@
 """python -m benchmarks.peers.bare_loop -f FILE [key=value ...]: the config's job in a plain PyTorch loop.
 
-It accepts train.py's config, including techniques: each is applied by its function (``apply_unpadding``,
-``apply_torch_compile`` …) in the usual order. It does not use Composer, the techniques' classes or their evidence, so
-comparing it with train.py shows the overhead of the suite.
+It accepts train.py's config, including techniques, which :func:`composer_speedups.apply` applies. It does not use
+Composer, so comparing it with train.py shows the overhead of the suite.
 """
 
 from __future__ import annotations
 
-import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,45 +15,43 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-import composer_speedups
 from benchmarks.peers.job import Job, Plan, build_job, plan_of, read_arguments
 from benchmarks.peers.meter import Meter
+from composer_speedups import apply
+from composer_speedups.core.compile_counts import compile_counts
 from composer_speedups.core.errors import ConfigError
-from composer_speedups.core.operator_recorder import compile_counts
 from composer_speedups.core.registry import build_techniques
-from composer_speedups.core.technique import Technique, screen, techniques_of
 from composer_speedups.core.trainer_state import torch_device
 from composer_speedups.packing.encoder import with_counted_rows
-from composer_speedups.tasks.models import FinetuneModel
 from composer_speedups.train.cli import exit_codes
 from composer_speedups.train.config.schema import Config
 from composer_speedups.train.optimization import build_optimizer
 from composer_speedups.train.run_folder import RunFolder
-from composer_speedups.train.trainer import context_of, open_device
-
-_LEFT_OUT = {"on_unavailable", "allow_cpu"}  # settings of a class that its function does not need
+from composer_speedups.train.trainer import open_device
 
 _COMPOSERS = {"early_loss"}  # depends on Composer's loop
-_BETWEEN_BATCHES = {"empty_cache"}  # its function has no effect when applied once
 
 
 def main(arguments: list[str]) -> None:
     config, flags = read_arguments(arguments)
     if flags:
         raise ConfigError(f"unknown key 'peer.{next(iter(flags))}'; the bare loop has no keys of its own")
-    techniques = techniques_of(build_techniques(config.algorithms, config.on_unavailable))
+    wanted = {name: settings for name, settings in config.algorithms.items() if name not in _COMPOSERS}
+    techniques = build_techniques(wanted, config.on_unavailable)
+    precision = _precision(config)
+    if precision != "fp32" and "mixed_precision" not in wanted:
+        techniques += build_techniques({"mixed_precision": {"dtype": precision.removeprefix("amp_")}})
     device = open_device(config.trainer)
-    screen(techniques, context_of(config.trainer, device))
     with RunFolder(config) as folder:
         job = build_job(config, on_gpu=torch_device(device).type == "cuda")
         plan = plan_of(config, len(job.train))
         model = job.model.to(torch_device(device))
         before = compile_counts()
-        optimizer, scaler = apply_all(techniques, config, model, build_optimizer(model, config.optimizer))
-        meter = Meter(config, model, device, _precision(config))
-        Loop(config, job, optimizer, scaler, meter).fit(plan)
+        applied = apply(model, techniques, build_optimizer(model, config.optimizer))
+        meter = Meter(config, model, device, precision)
+        Loop(config, job, applied.optimizer, torch.amp.GradScaler(enabled=False), meter).fit(plan)
         evidence = {
-            "techniques": [repr(technique) for technique in techniques if technique.name not in _COMPOSERS],
+            "techniques": list(map(repr, techniques)),
             "graphs": compile_counts().since(before).graphs,
         }
         meter.write(folder, "bare_loop", evidence)
@@ -66,39 +62,6 @@ def _precision(config: Config) -> str:
     if mixed is not None or "mixed_precision" in config.algorithms:
         return f"amp_{(mixed or {}).get('dtype', 'bf16')}"
     return config.trainer.precision
-
-
-def apply_all(
-    techniques: list[Technique], config: Config, model: FinetuneModel, optimizer: Optimizer
-) -> tuple[Optimizer, torch.amp.GradScaler]:
-    """Apply each technique by its function; return the optimizer and the scaler.
-
-    Raises:
-        ConfigError: A technique whose function lacks a setting of its class, or that acts between batches.
-    """
-    scaler = torch.amp.GradScaler(enabled=False)
-    if config.trainer.precision != "fp32":
-        dtype: Any = config.trainer.precision.removeprefix("amp_")
-        scaler = composer_speedups.apply_mixed_precision(model, dtype)
-    for technique in (t for t in techniques if t.name not in _COMPOSERS):
-        result = _apply(technique, config.algorithms[technique.name] or {}, model, optimizer)
-        if isinstance(result, Optimizer):
-            optimizer = result
-        elif isinstance(result, torch.amp.GradScaler):
-            scaler = result
-    return optimizer, scaler
-
-
-def _apply(technique: Technique, settings: Mapping[str, Any], model: nn.Module, optimizer: Optimizer) -> Any:
-    function: Callable[..., Any] = getattr(composer_speedups, f"apply_{technique.name}")
-    parameters = inspect.signature(function).parameters
-    settings = {name: value for name, value in settings.items() if name not in _LEFT_OUT}
-    unknown = [f".{name}" for name in settings if name not in parameters]
-    if unknown or technique.name in _BETWEEN_BATCHES:
-        key = f"algorithms.{technique.name}{unknown[0] if unknown else ''}"
-        raise ConfigError(f"{key}: the bare loop does not support it; remove it")
-    given = {"model": model, "optimizer": optimizer, "optimizers": optimizer}
-    return function(**{name: value for name, value in given.items() if name in parameters}, **settings)
 
 
 class Loop:

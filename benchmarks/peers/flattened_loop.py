@@ -40,8 +40,8 @@ from transformers.models.esm.modeling_esm import apply_rotary_pos_emb
 from benchmarks.peers.bare_loop import Loop
 from benchmarks.peers.job import build_job, plan_of, read_arguments, set_attention
 from benchmarks.peers.meter import Meter
+from composer_speedups.core.compile_counts import capturing, compile_counts
 from composer_speedups.core.errors import ConfigError
-from composer_speedups.core.operator_recorder import capturing, compile_counts
 from composer_speedups.core.trainer_state import torch_device
 from composer_speedups.train.cli import exit_codes
 from composer_speedups.train.optimization import build_optimizer

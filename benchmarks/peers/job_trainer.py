@@ -15,8 +15,8 @@ from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 
 from benchmarks.peers.job import Job, Plan, read_arguments
 from benchmarks.peers.meter import Meter
+from composer_speedups.core.compile_counts import compile_counts
 from composer_speedups.core.errors import ConfigError, did_you_mean, first_line
-from composer_speedups.core.operator_recorder import compile_counts
 from composer_speedups.train.config.schema import Config
 from composer_speedups.train.run_folder import RunFolder
 

@@ -23,8 +23,8 @@ from composer.loggers import Logger
 
 from benchmarks.peers.job import build_job, read_arguments, set_attention
 from benchmarks.peers.meter import monitors, write_report
+from composer_speedups.core.compile_counts import compile_counts
 from composer_speedups.core.errors import ConfigError, did_you_mean
-from composer_speedups.core.operator_recorder import compile_counts
 from composer_speedups.data.loader import real_tokens
 from composer_speedups.train.cli import exit_codes
 from composer_speedups.train.optimization import build_optimizer, build_scheduler

@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
-from composer.core import State
+from composer.core import Callback, State
 from composer.loggers import Logger
 
 from composer_speedups.callbacks.changing_hyperparameters import log_changing_hyperparameters
 from composer_speedups.callbacks.peaks import precision_in_force
-from composer_speedups.core.technique import TechniqueGuard, techniques_of
+from composer_speedups.core.engaging import refuse_other_techniques, techniques_of
+from composer_speedups.core.technique import Technique
 from composer_speedups.core.trainer_state import weight_dtypes
 
 __all__ = ["EngagementReport", "describe_evidence", "numerics_of"]
@@ -20,7 +21,7 @@ __all__ = ["EngagementReport", "describe_evidence", "numerics_of"]
 log = logging.getLogger(__name__)
 
 
-class EngagementReport(TechniqueGuard):
+class EngagementReport(Callback):
     """Logs each technique's evidence after the first batch and at the end of the run.
 
     ``techniques/<name>/engaged`` and ``techniques/<name>/<evidence>`` are logged as hyperparameters, so that dashboards
@@ -35,10 +36,10 @@ class EngagementReport(TechniqueGuard):
             first batch.
     """
 
-    checkpoint_fields: ClassVar[dict[str, Any]] = TechniqueGuard.checkpoint_fields | {"numerics": dict[str, str]}
+    checkpoint_fields: ClassVar[dict[str, Any]] = {"techniques": list[str], "numerics": dict[str, str]}
 
     def __init__(self) -> None:
-        super().__init__()
+        self._techniques: list[Technique] = []
         self._begin()
 
     def _begin(self) -> None:
@@ -48,7 +49,7 @@ class EngagementReport(TechniqueGuard):
 
     def init(self, state: State, logger: Logger) -> None:
         self._begin()  # of a Trainer, which may be a second one
-        self._algorithms = state.algorithms
+        self._techniques = techniques_of(state.algorithms)
 
     def batch_end(self, state: State, logger: Logger) -> None:
         if not self._reported:
@@ -77,10 +78,10 @@ class EngagementReport(TechniqueGuard):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"numerics": self.numerics}
+        return {"techniques": sorted(map(repr, self._techniques)), "numerics": self.numerics}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
+        refuse_other_techniques(state["techniques"], self._techniques)
         self.numerics = dict(state.get("numerics", {}))
 
 

@@ -15,7 +15,6 @@ from composer_speedups.callbacks.config import FiniteLossConfig
 from composer_speedups.callbacks.nonfinite import circumstances, nonfinite_gradients, nonfinite_weights
 from composer_speedups.callbacks.saved_callback import SavedCallback
 from composer_speedups.core.errors import NonFiniteError
-from composer_speedups.core.technique import techniques_of
 from composer_speedups.core.trainer_state import any_rank
 from composer_speedups.distributed.gradient_readers import reads_no_gradients
 from composer_speedups.distributed.host_scalars import HostCopy
@@ -90,10 +89,7 @@ class FiniteLoss(FiniteLossConfig, SavedCallback, eq=False):
         step = circumstances(state, ended=False)
         if weights := self._bad_weights(state):
             raise NonFiniteError(f"loss: {loss} at {step}; {weights} are not finite: {_advice(state)}")
-        if self._trained == 0 and self._resumed:
-            for technique in techniques_of(state.algorithms):
-                technique.postpone()
-        elif self._trained == 0:
+        if self._trained == 0 and not self._resumed:
             raise NonFiniteError(f"loss: {loss} at {step}: the first batch is never skipped; {_advice(state)}")
         if self.in_row > self.max_skips:
             raise NonFiniteError(

@@ -8,7 +8,7 @@ import torch
 from composer.core import State
 from torch import Tensor
 
-from composer_speedups.core.technique import techniques_of
+from composer_speedups.core.engaging import techniques_of
 from composer_speedups.core.trainer_state import local_shard
 
 __all__ = ["circumstances", "nonfinite_gradients", "nonfinite_weights"]

@@ -11,7 +11,7 @@ import torch
 from composer.callbacks.speed_monitor import get_gpu_flops_available
 from composer.core import State
 
-from composer_speedups.core.technique import techniques_of
+from composer_speedups.core.engaging import techniques_of
 from composer_speedups.core.trainer_state import device_of, weight_dtypes
 
 __all__ = ["Peak", "device_peak", "precision_in_force"]

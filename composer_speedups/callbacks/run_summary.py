@@ -11,7 +11,8 @@ from composer_speedups.callbacks.best_weights import BestWeights
 from composer_speedups.callbacks.changing_hyperparameters import log_changing_hyperparameters
 from composer_speedups.callbacks.memory import MemoryAnatomy
 from composer_speedups.callbacks.throughput import ThroughputMonitor
-from composer_speedups.core.technique import Technique, techniques_of
+from composer_speedups.core.engaging import techniques_of
+from composer_speedups.core.technique import Technique
 from composer_speedups.tasks.metrics import final_metrics
 
 __all__ = ["RunSummary", "techniques_label"]

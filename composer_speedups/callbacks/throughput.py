@@ -19,7 +19,7 @@ from torch._dynamo.utils import counters
 from composer_speedups.callbacks.config import FIRST_VALUE_BY, ThroughputConfig
 from composer_speedups.callbacks.peaks import Peak, device_peak, precision_in_force
 from composer_speedups.callbacks.saved_callback import SavedCallback
-from composer_speedups.core.operator_recorder import capture_seconds
+from composer_speedups.core.compile_counts import capture_seconds
 from composer_speedups.core.trainer_state import device_of, model_of
 from composer_speedups.families.flops import batch_lengths, training_flops
 from composer_speedups.packing.labelled_head import head_tokens

@@ -20,17 +20,14 @@ from composer_speedups.core.temporary_attribute import temporary_attribute
 
 __all__ = [
     "MASK",
-    "CannotRunError",
     "ConfigError",
     "DataError",
     "DivergedError",
     "Interrupted",
     "NonFiniteError",
-    "NotEngagedError",
     "NotRecordedError",
+    "Refusal",
     "RunFailedError",
-    "TechniqueError",
-    "UserError",
     "WriteError",
     "causes_of",
     "did_you_mean",
@@ -55,25 +52,39 @@ _INTERPOLATED_PASSWORD = re.compile(f"(?:(?:[^:$]*|{_INTERPOLATION}):)?(?:{_INTE
 _PARAMETER = re.compile(r"(?P<name>[?&;#][^=&;#\s]+)=(?P<value>(?:\$\{[^{}]*\}|[^&;#\s}])*)")
 
 
-class UserError(ValueError):
-    """Bad input. ``train.py`` prints the message as one line and exits with status 2. Long messages are shortened."""
+class Refusal(ValueError):
+    """A refused configuration, input or combination of techniques, or a run that failed. It is one line.
 
-    def __init__(self, message: str) -> None:
+    A program prints it and exits with :attr:`status`. Long messages are shortened, and credentials in URLs are masked.
+
+    Args:
+        who: The key, file or technique that is refused; or the whole sentence, if ``reason`` is not given.
+        reason: Why.
+        fix: What the user can do about it.
+    """
+
+    status = 2
+
+    def __init__(self, who: str, reason: str = "", fix: str = "") -> None:
+        self.who, self.reason, self.fix = who, reason, fix
+        message = who + (f": {reason}" if reason else "") + (f"; {fix}" if fix else "")
         plain = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(message.split()))
         line = mask_urls(plain)  # job logs keep the message
         super().__init__(line if len(line) <= 2000 else f"{line[:1200]} […] {line[-600:]}")
 
 
-class ConfigError(UserError):
+class ConfigError(Refusal):
     """An invalid YAML key, override or value."""
 
 
-class DataError(UserError):
+class DataError(Refusal):
     """An invalid dataset, file or row."""
 
 
-class RunFailedError(UserError):
-    """A run failed after it started; exit status 1."""
+class RunFailedError(Refusal):
+    """A run failed after it started."""
+
+    status = 1
 
 
 class NonFiniteError(RunFailedError):
@@ -82,22 +93,6 @@ class NonFiniteError(RunFailedError):
 
 class DivergedError(RunFailedError):
     """The loss climbed far above its level at the last good checkpoint."""
-
-
-class TechniqueError(UserError):
-    """A technique cannot be used: a requirement is missing, or it conflicts with another technique."""
-
-    def __init__(self, technique: str, reason: str, fix: str) -> None:
-        self.technique, self.reason, self.fix = technique, reason, fix
-        super().__init__(f"{technique}: {reason}; {fix}")
-
-
-class CannotRunError(TechniqueError):
-    """A technique engaged, but the first batches show that it cannot run on this machine or model."""
-
-
-class NotEngagedError(TechniqueError):
-    """A technique was applied but left no evidence that it took effect."""
 
 
 class WriteError(RunFailedError):

@@ -1,17 +1,14 @@
-"""Process-wide flags that a run sets while it trains or evaluates, and restores afterwards."""
+"""Process-wide flags that a run sets while it trains or evaluates, and gives back afterwards."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from composer.core import Callback, State
+from composer.core import Callback
 
-from composer_speedups.core.technique import Technique
-
-__all__ = ["MATMUL_PRECISION", "FlagTechnique", "Float32Matmuls", "ProcessFlag"]
+__all__ = ["MATMUL_PRECISION", "Float32Matmuls", "ProcessFlag"]
 
 
 class ProcessFlag:
@@ -54,46 +51,20 @@ class ProcessFlag:
 MATMUL_PRECISION = ProcessFlag(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision)
 
 
-class _HoldsFlag:
-    """Sets a process-wide flag during ``fit``, ``eval`` and ``predict`` of its own Trainer only.
-
-    Several Trainers in one process therefore do not affect each other, in whatever order they run and close. After an
-    exception the flag is restored when the Trainer closes.
-    """
-
-    flag: ClassVar[ProcessFlag]
-
-    @abstractmethod
-    def wanted_flag(self) -> Any:
-        """The flag's value while the Trainer runs."""
-
-    def fit_start(self, state: State, *_: Any) -> None:
-        self.flag.take(self, self.wanted_flag())
-
-    def fit_end(self, state: State, *_: Any) -> None:
-        self.flag.give_back(self)
-
-    eval_standalone_start = eval_before_all = predict_start = fit_start
-    eval_standalone_end = eval_after_all = predict_end = fit_end
-
-    def close(self, *_: Any) -> None:
-        self.flag.release(self)
-
-
-class FlagTechnique(_HoldsFlag, Technique):
-    """A technique that sets a process-wide flag during ``fit``, ``eval`` and ``predict`` of its own Trainer only."""
-
-    def engage(self, state: State) -> dict[str, Any]:
-        return {"before": self.flag.read(), "during": self.wanted_flag()}
-
-
-class Float32Matmuls(_HoldsFlag, Callback):
+class Float32Matmuls(Callback):
     """Keeps float32 matmuls in true float32 during ``fit``, ``eval`` and ``predict`` of its own Trainer.
 
     Composer's ``DeviceGPU`` sets TF32 when it is constructed, which affects every Trainer in the process.
     """
 
-    flag = MATMUL_PRECISION
+    def fit_start(self, *_: Any) -> None:
+        MATMUL_PRECISION.take(self, "highest")
 
-    def wanted_flag(self) -> str:
-        return "highest"
+    def fit_end(self, *_: Any) -> None:
+        MATMUL_PRECISION.give_back(self)
+
+    eval_standalone_start = eval_before_all = predict_start = fit_start
+    eval_standalone_end = eval_after_all = predict_end = fit_end
+
+    def close(self, *_: Any) -> None:
+        MATMUL_PRECISION.release(self)

@@ -1,42 +1,57 @@
-"""YAML name → technique class, for train.py, the package's namespace and the tests.
+"""YAML name → technique class, for the configuration, the package's namespace and the tests.
 
-Techniques are discovered by their folders (see :mod:`.catalogue`), so adding one does not change any list.
+A technique is a folder under ``algorithms`` with a module of the same name, which declares it without importing torch
+or Composer. Further folders can be added to ``composer_speedups.algorithms.__path__``.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
+import pkgutil
 from collections.abc import Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any
 
-from composer_speedups.core.catalogue import technique_names
 from composer_speedups.core.errors import ConfigError, did_you_mean
 from composer_speedups.core.settings import Origins
 from composer_speedups.core.technique import Technique
 
-__all__ = ["build_techniques", "technique_class"]
+__all__ = ["build_techniques", "folder_of", "technique_class", "technique_names"]
 
 
 @cache
+def _classes() -> dict[str, type[Technique]]:
+    found = {}
+    for folder in pkgutil.iter_modules(importlib.import_module("composer_speedups.algorithms").__path__):
+        module = importlib.import_module(f"composer_speedups.algorithms.{folder.name}.{folder.name}")
+        for kind in vars(module).values():
+            declared = inspect.isclass(kind) and issubclass(kind, Technique) and kind.__module__ == module.__name__
+            if declared and "name" in vars(kind):  # otherwise a base class
+                found[kind.name] = kind
+    return dict(sorted(found.items()))
+
+
+def technique_names() -> list[str]:
+    """YAML names of all techniques, sorted."""
+    return list(_classes())
+
+
 def technique_class(name: str) -> type[Technique]:
     """The class with a YAML name.
 
     Raises:
         ConfigError: No technique has this name; the message suggests the closest one.
     """
-    if name not in technique_names():
-        raise ConfigError(f"unknown technique {name!r}{did_you_mean(name, technique_names())}")
-    module = importlib.import_module(f"composer_speedups.algorithms.{name}.{name}")
-    classes = [
-        c
-        for c in vars(module).values()
-        if inspect.isclass(c) and issubclass(c, Technique) and c.__module__ == module.__name__
-    ]
-    assert len(classes) == 1, f"{module.__name__} must define exactly one Technique"
-    assert classes[0].name == name, f"{classes[0].__name__}.name must be {name!r}, the name of its folder"
-    return classes[0]
+    if name not in _classes():
+        raise ConfigError(f"unknown technique {name!r}{did_you_mean(name, _classes())}")
+    return _classes()[name]
+
+
+def folder_of(name: str) -> Path:
+    """The folder of a technique's modules and card."""
+    return Path(inspect.getfile(technique_class(name))).parent
 
 
 def build_techniques(

@@ -1,158 +1,102 @@
-"""A technique's requirements on the machine and the run, each with the fix that its error names."""
+"""What techniques need of the machine and the run. Each function yields a refusal, or nothing if the need is met."""
 
 from __future__ import annotations
 
 import importlib.util
 import shutil
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
-import torch
+from composer_speedups.core.errors import Refusal
 
 if TYPE_CHECKING:
-    from composer.core import State
+    import torch
 
-from composer_speedups.core.trainer_state import device_of, world_size
-from composer_speedups.kernels.compiler import missing_c_compiler
+    from composer_speedups.core.run import Run
 
 __all__ = [
-    "Context",
-    "Requirement",
     "needs_autocast",
     "needs_bf16",
     "needs_c_compiler",
+    "needs_composer",
     "needs_cpp_compiler",
     "needs_cuda",
     "needs_package",
     "needs_triton",
-    "require",
     "unsuitable_device",
 ]
 
 
-class Requirement(NamedTuple):
-    met: bool
-    reason: str  # why the technique cannot engage, as the end of "NAME: …"
-    fix: str  # what the user can do about it
+def needs_cuda(who: str, run: Run, what: str, capability: tuple[int, int] = (0, 0)) -> Iterator[Refusal]:
+    """A CUDA GPU of a minimum compute capability, such as (8, 0) for Ampere."""
+    reason = unsuitable_device(run.device, what, capability, "this run is")
+    if reason is not None:
+        yield Refusal(who, reason, "remove the technique")
 
 
-def require(requirements: Iterable[Requirement]) -> None:
-    """Check requirements in a technique's function.
-
-    Raises:
-        ValueError: The first one that is not met, as "reason; fix".
-    """
-    for met, reason, fix in requirements:
-        if not met:
-            raise ValueError(f"{reason}; {fix}")
-
-
-@dataclass(frozen=True)
-class Context:
-    """Properties of a run that are known before its model is built.
-
-    Attributes:
-        device: The rank's device.
-        precision: Precision of the forward pass: ``fp32``, ``amp_bf16`` or ``amp_fp16``. It is the Trainer's, unless
-            a technique sets another one (:meth:`.Technique.context_after`), which the techniques after it see.
-        techniques: YAML names of the techniques that engage in this run.
-        ranks: Number of processes that train together.
-        microbatch_size: Samples per forward pass and device, ``"auto"``, or None for whole batches.
-        sharded: Whether FSDP or tensor parallelism shards the model across ranks.
-    """
-
-    device: torch.device
-    precision: str = "fp32"
-    techniques: frozenset[str] = frozenset()
-    ranks: int = 1
-    microbatch_size: int | float | str | None = None
-    sharded: bool = False
-
-    @classmethod
-    def of(cls, state: State) -> Context:
-        microbatch = "auto" if state.auto_microbatching else state.device_train_microbatch_size
-        return cls(
-            device_of(state),
-            state.precision.value,
-            ranks=world_size(),
-            microbatch_size=microbatch,
-            sharded=state.fsdp_config is not None or state.tp_config is not None,
-        )
-
-    @property
-    def autocast(self) -> bool:
-        """Whether the forward pass runs under autocast."""
-        return self.precision != "fp32"
-
-
-def needs_cuda(context: Context, what: str, capability: tuple[int, int] = (0, 0)) -> Requirement:
-    """Require a CUDA GPU of a minimum compute capability, such as (8, 0) for Ampere."""
-    fix = "remove the technique"
+def unsuitable_device(
+    device: torch.device, what: str, capability: tuple[int, int], subject: str = "the model is"
+) -> str | None:
+    """Why ``device`` cannot compute ``what``; None if it can."""
     wanted = "a CUDA GPU"
     if capability > (0, 0):
         wanted += f" of compute capability {capability[0]}.{capability[1]} or newer"
-    if context.device.type != "cuda":
-        return Requirement(False, f"{what} needs {wanted}, and this run is on the {context.device.type}", fix)
-    have = torch.cuda.get_device_capability(context.device)
-    name = torch.cuda.get_device_name(context.device)
-    return Requirement(have >= capability, f"{what} needs {wanted}, and {name} is {have[0]}.{have[1]}", fix)
+    if device.type != "cuda":
+        return f"{what} needs {wanted}, and {subject} on the {device.type}"
+    import torch
+
+    have = torch.cuda.get_device_capability(device)
+    name = torch.cuda.get_device_name(device)
+    return None if have >= capability else f"{what} needs {wanted}, and {name} is {have[0]}.{have[1]}"
 
 
-def unsuitable_device(device: torch.device, what: str, capability: tuple[int, int]) -> str | None:
-    """Why a model on ``device`` cannot compute ``what``, for a technique's function; None if it can."""
-    on_gpu = device.type == "cuda"
-    if (torch.cuda.get_device_capability(device) if on_gpu else (0, 0)) >= capability:
-        return None
-    place = torch.cuda.get_device_name(device) if on_gpu else f"the {device.type}"
-    wanted = ".".join(map(str, capability))
-    return f"{what} needs a CUDA GPU of compute capability {wanted} or newer, and the model is on {place}"
+def needs_package(who: str, module: str, requirement: str) -> Iterator[Refusal]:
+    """An importable package, which ``requirement`` installs; ``.[NAME]`` is an extra of this package."""
+    if importlib.util.find_spec(module) is None:
+        where = " in a clone of composer_speedups" if requirement.startswith(".[") else ""
+        yield Refusal(who, f"the package {module!r} is not installed", f"pip install {requirement!r}{where}")
 
 
-def needs_package(module: str, requirement: str) -> Requirement:
-    """Require an importable package, which ``requirement`` installs; ``.[NAME]`` is an extra of this package."""
-    installed = importlib.util.find_spec(module) is not None
-    where = " in a clone of composer_speedups" if requirement.startswith(".[") else ""
-    return Requirement(installed, f"the package {module!r} is not installed", f"pip install {requirement!r}{where}")
+def needs_triton(who: str) -> Iterator[Refusal]:
+    """Triton, and the C compiler that it needs when a kernel is launched for the first time."""
+    yield from needs_package(who, "triton", "triton")
+    yield from needs_c_compiler(who, "Triton")
 
 
-def needs_triton() -> Iterator[Requirement]:
-    """Require Triton, and the C compiler that it needs when a kernel is launched for the first time."""
-    yield needs_package("triton", "triton")
-    yield needs_c_compiler("Triton")
+def needs_c_compiler(who: str, what: str) -> Iterator[Refusal]:
+    """A C compiler that Triton finds."""
+    from composer_speedups.kernels.compiler import missing_c_compiler
+
+    if (missing := missing_c_compiler()) is not None:
+        yield Refusal(who, f"{what} needs a C compiler: {missing}", "install gcc, or set CC")
 
 
-def needs_c_compiler(what: str) -> Requirement:
-    """Require a C compiler that Triton finds."""
-    missing = missing_c_compiler()
-    return Requirement(missing is None, f"{what} needs a C compiler: {missing}", "install gcc, or set CC")
-
-
-def needs_cpp_compiler(what: str, fix: str) -> Requirement:
-    """Require a C++ compiler with which torch.compile can compile for a CPU."""
+def needs_cpp_compiler(who: str, what: str, fix: str) -> Iterator[Refusal]:
+    """A C++ compiler with which torch.compile can compile for a CPU."""
     from torch._inductor import config  # a slow import, which only compilation on a CPU needs
 
     # inductor tries $CXX, or g++ (clang++ on macOS). None stands for a download, which is off by default.
     cxx: Any = config.cpp.cxx
     compilers = [cxx] if isinstance(cxx, str) else [name for name in cxx if name is not None]
-    return Requirement(
-        any(map(shutil.which, compilers)), f"{what} needs the C++ compiler {' or '.join(compilers)}", fix
-    )
+    if not any(map(shutil.which, compilers)):
+        yield Refusal(who, f"{what} needs the C++ compiler {' or '.join(compilers)}", fix)
 
 
-def needs_autocast(context: Context, what: str) -> Requirement:
-    """Require mixed precision, from the ``mixed_precision`` technique or the Trainer's precision."""
-    return Requirement(
-        context.autocast,
-        f"{what} needs mixed precision, and this run is fp32",
-        "add mixed_precision, or remove the technique",
-    )
+def needs_autocast(who: str, run: Run, what: str) -> Iterator[Refusal]:
+    """Mixed precision, from the ``mixed_precision`` technique or the Trainer's precision; other loops set it later."""
+    if not run.autocast and not run.in_other_loop:
+        reason = f"{what} needs mixed precision, and this run is fp32"
+        yield Refusal(who, reason, "add mixed_precision, or remove the technique")
 
 
-def needs_bf16(context: Context, what: str) -> Requirement:
-    """Require a run whose mixed precision is not fp16, which is Composer's default on a GPU."""
-    return Requirement(
-        context.precision != "amp_fp16",
-        f"{what} needs bf16, and this run is fp16",
-        "add mixed_precision with dtype bf16, or set the precision to amp_bf16",
-    )
+def needs_bf16(who: str, run: Run, what: str) -> Iterator[Refusal]:
+    """A run whose mixed precision is not fp16, which is Composer's default on a GPU."""
+    if run.precision == "amp_fp16":
+        fix = "add mixed_precision with dtype bf16, or set the precision to amp_bf16"
+        yield Refusal(who, f"{what} needs bf16, and this run is fp16", fix)
+
+
+def needs_composer(who: str, run: Run, what: str) -> Iterator[Refusal]:
+    """Composer's training loop."""
+    if run.in_other_loop:
+        yield Refusal(who, f"{what} needs Composer's Trainer, and this is another loop", "leave it out")

@@ -34,6 +34,7 @@ class Run:
         techniques: The techniques of this run by name, in the order in which they engage.
         state: Composer's State; None in other loops.
         logger: Composer's Logger; None in other loops.
+        observing: Whether the present batch is observed, so that nothing may be captured.
         undo: Gives back forwards, classes, hooks and flags, in reverse order, when the run closes. Parameters,
             adapters, experts and the optimizer's state stay.
     """
@@ -46,10 +47,16 @@ class Run:
     ranks: int = 1
     microbatch_size: int | float | str | None = None
     sharded: bool = False
-    techniques: Mapping[str, Technique] = field(default_factory=dict)
+    techniques: dict[str, Technique] = field(default_factory=dict)
     state: State | None = None
     logger: Logger | None = None
+    observing: bool = False
     undo: ExitStack = field(default_factory=ExitStack)
+
+    @property
+    def in_other_loop(self) -> bool:
+        """Whether the model is trained by another loop than Composer's."""
+        return self.model is not None and self.state is None
 
     @property
     def autocast(self) -> bool:
@@ -59,6 +66,15 @@ class Run:
     def give_back(self, function: Callable[..., object], *args: Any) -> None:
         """Call ``function(*args)`` when the run closes."""
         self.undo.callback(function, *args)
+
+    def log(self, metrics: Mapping[str, Any]) -> None:
+        """Log metrics to all loggers of Composer's Trainer."""
+        if self.logger is not None:
+            self.logger.log_metrics(dict(metrics))
+
+    def __reduce__(self) -> Any:
+        """None in a copy or a pickle of the model, which refers to its run: only the model itself is in the run."""
+        return type(None), ()
 
 
 @dataclass
@@ -71,10 +87,12 @@ class FirstBatch:
         matmul_dtypes: The dtypes of the results of matrix products outside of compiled code, such as ``bfloat16``.
         ran: What this package's own code reported (:func:`composer_speedups.kernels.observing.ran`), by name: kernels
             launched, encoders that ran packed, blocks that were recomputed, graphs that were replayed.
-        graphs: Graphs that torch.compile captured.
+        graphs: Graphs that torch.compile captured since the techniques engaged; likewise the next two.
         graph_breaks: Graph breaks.
         recompiles: Recompilations because of a failed guard.
-        moved: Number of parameters that the step changed; None if all learning rates are 0.
+        steps: Number of optimizer steps.
+        moved: Number of parameters that the step changed, among those that have a gradient; None if all learning rates
+            are 0 or so small that a step may round to nothing.
         trained: Number of parameters that have a gradient.
         outputs: The dtypes of the model's outputs.
         ended: Whether training is over, so that there will be no further batch.
@@ -86,6 +104,7 @@ class FirstBatch:
     graphs: int = 0
     graph_breaks: int = 0
     recompiles: int = 0
+    steps: int = 0
     moved: int | None = None
     trained: int = 0
     outputs: set[str] = field(default_factory=set)

@@ -23,7 +23,7 @@ from pydantic.dataclasses import dataclass
 from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from composer_speedups.core.errors import ConfigError, UserError, did_you_mean
+from composer_speedups.core.errors import ConfigError, Refusal, did_you_mean
 
 __all__ = [
     "DURATION_UNITS", "ComposerTime", "FileName", "InvalidSettingError", "Origins", "Settings", "doc_of", "fields_of",
@@ -426,7 +426,7 @@ def _explain(error: ValidationError, cls: type[Settings], values: Any, prefix: s
     if isinstance(cause, InvalidSettingError):
         key = f"{key}.{cause.key}".removeprefix(".")
         return key, f"{key} {cause.problem}"
-    if isinstance(cause, UserError):
+    if isinstance(cause, Refusal):
         raise cause
     if cause is not None:  # check_settings() names no key of its class; a check of a field ends a sentence about it
         return key, f"{key} {cause}" if section is None else f"{key}: {cause}".removeprefix(": ")

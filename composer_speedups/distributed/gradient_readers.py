@@ -10,6 +10,7 @@ from composer import Trainer
 from composer.core import Event, State
 from torch.optim import optimizer as torch_optimizer
 
+from composer_speedups.core.host import Host
 from composer_speedups.core.technique import Technique
 from composer_speedups.distributed.composer_loop import is_defined_in_composer, other_composer
 
@@ -53,17 +54,19 @@ def reader_of_gradients(state: State, closure: Callable[[], Any] | None) -> str 
         *((callback, _CALLBACK_METHODS) for callback in state.callbacks),
     ]:
         for name in names:
+            if isinstance(listener, Host) and not any(map(listener.hears, _EVENTS)):
+                continue
             method = getattr(listener, name)
             if not is_defined_in_composer(method) and getattr(method, "reads_gradients", True):
                 return f"{type(listener).__name__}.{name}"
     for algorithm in state.algorithms:
-        # Other algorithms may match any event; techniques handle a fixed set.
-        if not isinstance(algorithm, Technique) or any(algorithm.match(event, state) for event in _EVENTS):
+        if not isinstance(algorithm, Technique):  # it may match any event; techniques are called by their host
             return type(algorithm).__name__
     if any(getattr(p, "_post_accumulate_grad_hooks", None) for p in state.model.parameters()):
         return "a hook on a parameter's gradient"
     shared = (torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks)
     for optimizer in state.optimizers:
-        if any((*shared, optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)):
+        hooks = (*shared, optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+        if any(getattr(hook, "reads_gradients", True) for kind in hooks for hook in kind.values()):
             return f"a hook on {type(optimizer).__name__}.step"
     return None

@@ -160,7 +160,7 @@ class KnownBatch(NamedTuple):
         """The model's argument with the row lengths of a mask (B, S), by name, of which chunks of the batch take their
         slice; empty if they are not known."""
         known = [rows.lengths for rows in self.rows if rows.is_for(mask) and rows.lengths is not None]
-        return {_LENGTHS: known[0].flatten()} if known else {}
+        return {_LENGTHS: known[0].flatten()} if known else {}  # type: ignore[dict-item]
 
 
 class _Current(threading.local):

@@ -58,7 +58,7 @@ def main(arguments: Sequence[str]) -> None:
     """Write predictions, and print where they are and how fast they were computed; or print metrics.
 
     Raises:
-        UserError: Names an argument, the run or the file.
+        Refusal: Names an argument, the run or the file.
     """
     run, request = read_request(arguments)
     exported_folder(run)

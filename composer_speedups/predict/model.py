@@ -116,8 +116,8 @@ class FinishedModel:
     def _engage(self) -> None:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            done = apply_recommended(self.model)
-        self.engaged = [f"{name}: {len(changed)} module{'s' * (len(changed) != 1)}" for name, changed in done.items()]
+            done = apply_recommended(self.model).evidence
+        self.engaged = [f"{name}: {', '.join(f'{k} {v}' for k, v in found.items())}" for name, found in done.items()]
         self.engaged += [str(warning.message) for warning in caught]
 
     def encode(self, rows: Sequence[Mapping[str, Any]]) -> Columns:

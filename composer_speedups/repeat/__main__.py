@@ -60,7 +60,7 @@ def main(arguments: Sequence[str], program: str = TRAIN) -> None:
     """Train the runs that have not finished, and print the table of all; ``program`` is the module that trains.
 
     Raises:
-        UserError: An unknown key or invalid value; or, after the table, that a run failed.
+        Refusal: An unknown key or invalid value; or, after the table, that a run failed.
     """
     command_line = parse_command_line(arguments, several_files=True)
     if command_line.help:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from composer_speedups.core.files import replace_folder, write_json
-from composer_speedups.core.technique import techniques_of
+from composer_speedups.core.host import host_of
 from composer_speedups.core.trainer_state import model_of
 from composer_speedups.tasks.config import TASK_FILE
 from composer_speedups.tasks.models import FinetuneModel
@@ -42,9 +42,9 @@ def export_model(state: State, folder: Path) -> Path:
         weights = _tied_again(wrapped.model, get_model_state_dict(wrapped.model, options=options))
     if dist.get_global_rank() == 0:
         weights = wrapped.model.state_dict() if weights is None else weights
-        for technique in techniques_of(state.algorithms):
-            if technique.applied:
-                weights = technique.export(state, weights, folder)
+        if (host := host_of(state)) is not None:
+            for technique in host.run.techniques.values():
+                weights = technique.export(host.run, weights, folder)
         with replace_folder(folder) as partial:
             wrapped.model.save_pretrained(str(partial), state_dict=weights)
             if wrapped.tokenizer is not None:

@@ -31,7 +31,7 @@ def main(arguments: list[str]) -> None:
     """Run the training program.
 
     Raises:
-        UserError: An unknown key, an invalid value, or a technique that cannot engage.
+        Refusal: An unknown key, an invalid value, or a technique that cannot engage.
         NotRecordedError: A logger, the report or the plot failed. The model was exported before.
     """
     clock = StartupClock()
@@ -47,7 +47,7 @@ def check_paths(config: Config) -> None:
     """Refuse missing files, columns and folders before the imports, which take most of the time until the first step.
 
     Raises:
-        UserError: Names the key, the path and the fix.
+        Refusal: Names the key, the path and the fix.
     """
     in_batch_negatives = config.model.task == "embedding" and config.model.loss != "cosine"
     check_data_files(config.data, training_labels=not in_batch_negatives)
@@ -69,8 +69,8 @@ def train(
         from composer.utils import dist, reproducibility
 
         from composer_speedups.callbacks.best_weights import BestWeights
+        from composer_speedups.core.engaging import check
         from composer_speedups.core.registry import build_techniques
-        from composer_speedups.core.technique import screen
         from composer_speedups.core.trainer_state import torch_device
         from composer_speedups.data.loader import build_data
         from composer_speedups.tasks.export import export_model
@@ -85,7 +85,7 @@ def train(
         from composer_speedups.train.recording import Recording
         from composer_speedups.train.report import StartupTimes, callback_of, write_report
         from composer_speedups.train.run_folder import RunFolder
-        from composer_speedups.train.trainer import build_trainer, context_of, join_ranks, open_device
+        from composer_speedups.train.trainer import build_trainer, join_ranks, open_device, run_of
 
         techniques = build_techniques(config.algorithms, config.on_unavailable, origins)
         task = checked_task(config, origins)
@@ -93,7 +93,7 @@ def train(
     cpu = prefetch_cpu_model()
     device = open_device(config.trainer)
     for asked in (techniques, baseline_techniques(config)):
-        screen(asked, context_of(config.trainer, device))  # before any GPU memory is allocated
+        check(asked, run_of(config.trainer, device))  # before any GPU memory is allocated
     join_ranks(config.trainer, device)
     clock.lap("device")
 

@@ -10,20 +10,11 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 
-from composer_speedups.core.catalogue import describe
 from composer_speedups.core.command_line import console_command, parse_command_line, usage_as_typed
-from composer_speedups.core.errors import (
-    CannotRunError,
-    Interrupted,
-    NotEngagedError,
-    NotRecordedError,
-    RunFailedError,
-    UserError,
-    WriteError,
-    mask_urls,
-)
+from composer_speedups.core.errors import Interrupted, NotRecordedError, Refusal, WriteError, mask_urls
 from composer_speedups.core.files import out_of_space
-from composer_speedups.core.settings import Origins, keys_help
+from composer_speedups.core.registry import technique_class, technique_names
+from composer_speedups.core.settings import Origins, help_lines, keys_help
 from composer_speedups.train.config.schema import Config
 
 __all__ = ["exit_codes", "help_text", "read_command_line"]
@@ -71,10 +62,10 @@ def exit_codes(program: str = "train.py") -> Iterator[None]:
     """Turn errors into one line on stderr, which begins with ``program``, or with the name of the console command if
     the process was started by one, and an exit status.
 
-    User errors exit with 2. A run that fails exits with 1: a technique had no effect or cannot run, the loss was NaN or
-    infinite, a data worker died, the disk is full, or a logger, the plot or the report failed. A run that a signal
-    ended after a checkpoint exits with 128 plus the signal's number, and so does a program that Ctrl-C ended. Other
-    exceptions keep their traceback and exit with Python's status 1.
+    A refusal exits with 2, also of a technique that had no effect in the first batch. A run that fails exits with 1:
+    the loss was NaN or infinite, a data worker died, the disk is full, or a logger, the plot or the report failed. A
+    run that a signal ended after a checkpoint exits with 128 plus the signal's number, and so does a program that
+    Ctrl-C ended. Other exceptions keep their traceback and exit with Python's status 1.
     """
     program = console_command() or program
     formatted, warnings.formatwarning = warnings.formatwarning, _in_one_line
@@ -89,7 +80,7 @@ def exit_codes(program: str = "train.py") -> Iterator[None]:
         print(f"{program}: interrupted", file=sys.stderr, flush=True)
         raise SystemExit(128 + signal.SIGINT) from None
     except Exception as error:
-        if not isinstance(error, UserError):
+        if not isinstance(error, Refusal):
             reason = out_of_space(error)
             if reason is None:
                 raise
@@ -98,7 +89,7 @@ def exit_codes(program: str = "train.py") -> Iterator[None]:
             print(f"{program}: {line}", file=sys.stderr, flush=True)
         sys.stdout.flush()
         # Composer's clean-up at exit would only add tracebacks of an unfinished Trainer.
-        os._exit(1 if isinstance(error, (CannotRunError, NotEngagedError, RunFailedError)) else 2)
+        os._exit(error.status)
     finally:
         warnings.formatwarning = formatted
 
@@ -118,6 +109,8 @@ def help_text() -> str:
 
 
 def _techniques() -> Iterator[str]:
-    for technique in describe():
-        yield f"  {technique.name}: {technique.summary.replace('``', '')}"
-        yield from (f"    {line}" for line in technique.help or ["no settings"])
+    for name in technique_names():
+        technique = technique_class(name)
+        summary = (technique.__doc__ or "").split("\n")[0].replace("``", "")
+        yield f"  {name}: {summary}"
+        yield from (f"    {line}" for line in [*help_lines(technique, omit="on_unavailable")] or ["no settings"])

@@ -20,7 +20,7 @@ from composer.devices import Device
 from composer.utils import dist
 from torch.utils.data import dataloader
 
-from composer_speedups.core.errors import Interrupted, RunFailedError, UserError, first_line
+from composer_speedups.core.errors import Interrupted, Refusal, RunFailedError, first_line
 from composer_speedups.core.trainer_state import max_over_ranks
 
 __all__ = ["StopSignals", "failed_run", "train_to_end"]
@@ -137,7 +137,7 @@ def failed_run(trainer: Trainer, stop: StopSignals | None = None) -> Iterator[No
     """
     try:
         yield
-    except (EOFError, MemoryError, OSError, RuntimeError, UserError) as error:
+    except (EOFError, MemoryError, OSError, RuntimeError, Refusal) as error:
         _restore_sigchld()
         for worker in multiprocessing.active_children():
             worker.kill()  # a worker that hangs would outlive the run

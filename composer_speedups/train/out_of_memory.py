@@ -15,7 +15,7 @@ from pydantic import PositiveInt
 from typing_extensions import TypedDict
 
 from composer_speedups.core.errors import first_line
-from composer_speedups.core.technique import techniques_of
+from composer_speedups.core.host import in_force
 from composer_speedups.core.trainer_state import model_of
 from composer_speedups.distributed.fsdp import offloading
 from composer_speedups.distributed.gradient_readers import reads_no_gradients
@@ -147,7 +147,7 @@ def _half_of(state: State, rows: int, wanted: str, error: torch.OutOfMemoryError
         raise torch.OutOfMemoryError(f"{first}\n{_no_micro_batches_message(task, state, rows)}") from error
     half = max(1, rows // 2)
     ranks = dist.get_world_size()
-    fixed = [t.name for t in techniques_of(state.algorithms) if t.in_force and t.fixed_shapes]
+    fixed = [t.name for t in in_force(state) if t.fixed_shapes]
     fix = f"set trainer.microbatch_size={half}"
     if rows == 1:
         reason, fix = "1 is the minimum", "lower data.max_length, or use a smaller model"

@@ -32,9 +32,9 @@ from composer_speedups.callbacks.run_summary import RunSummary
 from composer_speedups.callbacks.throughput import ThroughputMonitor
 from composer_speedups.callbacks.wandb_axes import WandbAxes
 from composer_speedups.core.errors import ConfigError, first_line, masked_command_line
-from composer_speedups.core.flags import MATMUL_PRECISION, FlagTechnique, Float32Matmuls
-from composer_speedups.core.requirements import Context
-from composer_speedups.core.technique import Technique, refuse_conflicts, sort_techniques
+from composer_speedups.core.flags import Float32Matmuls
+from composer_speedups.core.run import Run
+from composer_speedups.core.technique import Technique
 from composer_speedups.core.trainer_state import torch_device
 from composer_speedups.data.loader import Data, build_data
 from composer_speedups.data.token_microbatches import split_by_tokens
@@ -55,7 +55,7 @@ from composer_speedups.train.out_of_memory import MicrobatchHistory, MicrobatchT
 if TYPE_CHECKING:
     from composer_speedups.train.run_folder import RunFolder
 
-__all__ = ["build_data_and_model", "build_trainer", "context_of", "join_ranks", "open_device"]
+__all__ = ["build_data_and_model", "build_trainer", "join_ranks", "open_device", "run_of"]
 
 
 def open_device(config: TrainerConfig) -> Device:
@@ -99,9 +99,9 @@ def join_ranks(config: TrainerConfig, device: Device) -> None:
         dist.initialize_dist(device, config.dist_timeout)
 
 
-def context_of(config: TrainerConfig, device: Device) -> Context:
-    """The properties of the run that techniques may check before the model is built."""
-    return Context(
+def run_of(config: TrainerConfig, device: Device) -> Run:
+    """What techniques may check of the run before the model is built."""
+    return Run(
         torch_device(device),
         config.precision,
         ranks=dist.get_world_size(),
@@ -167,7 +167,6 @@ def build_trainer(
             optimizers=build_optimizer(model, config.optimizer),
             schedulers=build_scheduler(config.scheduler),
             algorithms=[*techniques, *_gradient_clipping(config.optimizer)],
-            algorithm_passes=[refuse_conflicts, sort_techniques],
             # the saver last, so that it saves the state of all others
             callbacks=[*_callbacks(config, techniques), *callbacks, *_saver(checkpoint, folder, stop)],
             loggers=loggers_of(config, folder),
@@ -240,9 +239,7 @@ def _check_rates(trainer: Trainer, wanted: float) -> None:
 def _callbacks(config: Config, techniques: Sequence[Technique]) -> list[Callback]:
     """The callbacks that the config names, and those of every run."""
     named = config.callbacks
-    sets_matmul_precision = any(
-        isinstance(t, FlagTechnique) and t.flag is MATMUL_PRECISION and t.engaged is not False for t in techniques
-    )
+    sets_matmul_precision = any(t.name == "tf32_matmul" and t.engaged is not False for t in techniques)
     return [
         EngagementReport(),
         MicrobatchHistory(),

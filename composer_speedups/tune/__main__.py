@@ -21,7 +21,7 @@ def main(arguments: list[str]) -> None:
     """Read the arguments, search, and write the YAML.
 
     Raises:
-        UserError: An unknown key, an invalid value, or an original run that fails.
+        Refusal: An unknown key, an invalid value, or an original run that fails.
     """
     command_line = parse_command_line(arguments)
     if command_line.help:

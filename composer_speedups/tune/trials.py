@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from composer_speedups.callbacks.config import MemoryConfig, ThroughputConfig
-from composer_speedups.core.errors import TechniqueError, UserError
+from composer_speedups.core.errors import Refusal, TechniqueError
 from composer_speedups.core.registry import build_techniques, technique_class
 from composer_speedups.core.requirements import Context
 from composer_speedups.core.settings import Origins, fields_of, time_units
@@ -49,7 +49,7 @@ class OriginalRun:
         program: The module that trains in a trial; replaced in tests.
 
     Raises:
-        UserError: A technique that must engage cannot, as in train.py.
+        Refusal: A technique that must engage cannot, as in train.py.
 
     Attributes:
         techniques: The config's techniques that can engage here.
@@ -99,7 +99,7 @@ class OriginalRun:
             screen(build_techniques(whole.algorithms), self.context)
         except TechniqueError as error:
             return f"{error.technique}: {error.reason}"
-        except UserError as error:
+        except Refusal as error:
             return str(error).removeprefix("config: ")
         return None
 

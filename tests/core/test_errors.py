@@ -1,12 +1,10 @@
-"""Exceptions: the first line, escaped control characters, causes, and torch's errors in one line."""
+"""Exceptions: the first line, escaped control characters, causes, and refusals."""
 
 from __future__ import annotations
 
 import pytest
-import torch
 
-from composer_speedups.core.errors import TechniqueError, UserError, causes_of, first_line
-from composer_speedups.core.operator_recorder import cannot_run
+from composer_speedups.core.errors import ConfigError, DataError, Refusal, RunFailedError, causes_of, first_line
 
 
 @pytest.mark.parametrize(
@@ -24,7 +22,7 @@ def test_the_first_line_of_an_error_is_never_empty(message: str, line: str) -> N
 
 
 def test_control_characters_in_messages_are_escaped() -> None:
-    assert str(UserError("key\nof \x1b[31mred \udc80 Größe")) == r"key of \x1b[31mred \udc80 Größe"
+    assert str(Refusal("key\nof \x1b[31mred \udc80 Größe")) == r"key of \x1b[31mred \udc80 Größe"
 
 
 def test_causes_of_starts_with_the_error_and_ends_with_the_root_cause() -> None:
@@ -34,18 +32,9 @@ def test_causes_of_starts_with_the_error_and_ends_with_the_root_cause() -> None:
     assert list(causes_of(third)) == [third, second, first]
 
 
-@pytest.mark.parametrize(
-    ("message", "line"), [("\nno kernel\nin detail", "no kernel"), ("", "RuntimeError")], ids=["lines", "nothing"]
-)
-def test_a_torch_error_becomes_one_line(message: str, line: str) -> None:
-    with pytest.raises(TechniqueError) as raised, cannot_run("some_technique", "it cannot run", "remove it"):
-        raise RuntimeError(message)
-    assert str(raised.value) == f"some_technique: it cannot run ({line}); remove it"
-    assert isinstance(raised.value.__cause__, RuntimeError)
-
-
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), KeyError("input_ids")])
-def test_out_of_memory_and_unrelated_errors_are_not_changed(error: Exception) -> None:
-    with pytest.raises(type(error)) as raised, cannot_run("some_technique", "it cannot run", "remove it"):
-        raise error
-    assert raised.value is error
+def test_a_refusal_is_one_line_of_who_reason_and_fix_and_knows_its_exit_status() -> None:
+    refusal = Refusal("unpadding", "no\nmask", "pass one")
+    assert (str(refusal), refusal.reason, refusal.status) == ("unpadding: no mask; pass one", "no\nmask", 2)
+    assert str(ConfigError("data.file is missing")) == "data.file is missing"
+    assert (ConfigError("x").status, DataError("x").status, RunFailedError("x").status) == (2, 2, 1)
+    assert len(str(Refusal("who", "x" * 5000, "fix"))) < 2000

@@ -24,8 +24,8 @@ current = torch.get_float32_matmul_precision
 @pytest.fixture(autouse=True)
 def tf32_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Allow TF32Matmul on a CPU, where the flag exists but does not change matmuls."""
-    monkeypatch.setattr(TF32Matmul, "requirements", lambda *_: ())
-    monkeypatch.setattr(TF32Matmul, "verify", lambda *_: {})
+    monkeypatch.setattr(TF32Matmul, "needs", lambda *_: ())
+    monkeypatch.setattr(TF32Matmul, "proof", lambda *_: {})
     yield
     assert MATMUL_PRECISION._held == [], "a Trainer of this test is still open"
 

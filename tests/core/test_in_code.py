@@ -1,13 +1,11 @@
-"""Techniques in users' own code: Trainers with stock Composer models, and functions on plain modules.
+"""Techniques in users' own code: Trainers with stock Composer models, and plain modules in other loops.
 
-Every technique of tests/helpers/settings.py either works or is refused in one line, by a TechniqueError with its name
-(in a Trainer) or a ValueError (by a function). On a CPU, techniques that need a GPU are refused.
+Every technique of tests/helpers/settings.py either works or is refused in one line, by a Refusal with its name. On a
+CPU, techniques that need a GPU are refused.
 """
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -23,18 +21,15 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from transformers import AutoModelForSequenceClassification
 
-from composer_speedups import TorchCompile
-from composer_speedups.core.catalogue import technique_names
-from composer_speedups.core.errors import TechniqueError
-from composer_speedups.core.registry import technique_class
-from composer_speedups.core.technique import Technique, refuse_conflicts
-from composer_speedups.surgery.already_applied import NoEffectWarning
+from composer_speedups import TorchCompile, apply
+from composer_speedups.core.engaging import check
+from composer_speedups.core.errors import Refusal
+from composer_speedups.core.registry import technique_class, technique_names
+from composer_speedups.core.run import Run
+from composer_speedups.core.technique import Technique
 from tests.helpers.common import final_weights, plain_batches, tiny_config
 from tests.helpers.exhaustive import others_exhaustive
 from tests.helpers.settings import ENTRIES, Case
-
-# Functions warn if they find nothing to change
-pytestmark = pytest.mark.filterwarnings(f"ignore::{NoEffectWarning.__module__}.{NoEffectWarning.__qualname__}")
 
 
 def vectors() -> DataLoader[Any]:
@@ -103,11 +98,11 @@ def test_a_stock_composer_model_trains_or_the_technique_is_refused(case: Case, m
     refusal = trainer = None
     try:
         trainer = train(techniques, *MODELS[model]())
-    except TechniqueError as error:
+    except Refusal as error:
         refusal = error
     if refusal is not None:
-        assert refusal.technique in {t.name for t in techniques}
-        assert str(refusal).startswith(f"{refusal.technique}: ")
+        assert refusal.who in {t.name for t in techniques}
+        assert str(refusal).startswith(f"{refusal.who}: ")
         assert "\n" not in str(refusal)
         assert refusal.fix
         return
@@ -118,12 +113,12 @@ def test_a_stock_composer_model_trains_or_the_technique_is_refused(case: Case, m
 
 def test_supported_techniques_engage_on_stock_models() -> None:
     """Without this test, refusing everything would pass."""
-    general = {"foreach_optimizer", "fused_optimizer", "mixed_precision", "torch_compile"}
+    general = {"fused_optimizer", "mixed_precision", "torch_compile"}
     for model, names in {
         "mlp": general | {"fast_layernorm"},
         "bert": general | {"fast_layernorm", "sdpa_attention"},
     }.items():
-        techniques = [_first(name) for name in sorted(names - {"foreach_optimizer", "torch_compile"})]
+        techniques = [_first(name) for name in sorted(names - {"torch_compile"})]
         # An MLP has no repeated blocks; the whole model is the default.
         techniques.append(_first("torch_compile") if model == "bert" else TorchCompile(backend="aot_eager"))
         assert ("blocks" in repr(techniques)) == (model == "bert")
@@ -135,7 +130,7 @@ def test_all_compatible_techniques_train_a_stock_bert_together() -> None:
     """Combine as many techniques as do not conflict, in reverse order."""
     together: list[Technique] = []
     for name, entry in sorted(ENTRIES.items()):
-        if entry.variants and entry.stock_checkpoint and technique_class(name).exactness != "recipe":
+        if entry.variants and entry.stock_checkpoint and technique_class(name).effect != "recipe":
             together = _with(together, _first(name))
     assert len(together) >= 5
     trainer = train(together[::-1], *bert())
@@ -149,38 +144,30 @@ def _first(name: str) -> Technique:
 
 def _with(techniques: list[Technique], another: Technique) -> list[Technique]:
     try:
-        refuse_conflicts([*techniques, another])
-    except TechniqueError:
+        check([*techniques, another], Run(torch.device("cpu"), precision="amp_bf16"))
+    except Refusal:
         return techniques
     return [*techniques, another]
 
 
-@pytest.mark.parametrize("kind", ["mlp", "convnet", "bert"])
+@pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("case", CASES)
-def test_a_function_works_on_a_plain_module_or_is_refused(case: Case, kind: str) -> None:
-    """Apply the function, then train for two steps without Composer."""
-    torch.manual_seed(0)
+def test_apply_works_on_a_plain_module_or_refuses(case: Case, kind: str) -> None:
+    """Apply the techniques, train for two steps without Composer, and undo."""
     wrapped, loader = MODELS[kind]()
     model: Any = wrapped.model if kind == "bert" else wrapped.module
-    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    module = importlib.import_module(f"composer_speedups.algorithms.{case.name}.functional")
-    function = getattr(module, f"apply_{case.name}")
-    parameters = inspect.signature(function).parameters
-    offered: dict[str, Any] = {"model": model, "optimizer": optimizer, "optimizers": optimizer, "device": DeviceCPU()}
-    offered.update(case.arguments)
-    before, refusal, result = torch.get_float32_matmul_precision(), None, None
+    techniques = case.build_all()
+    flag, kinds = torch.get_float32_matmul_precision(), [type(module) for module in model.modules()]
     try:
-        result = function(**{name: value for name, value in offered.items() if name in parameters})
-    except ValueError as error:  # the base class of TechniqueError
-        refusal = str(error)
-    finally:
-        torch.set_float32_matmul_precision(before)
-    if refusal is not None:
-        assert "\n" not in refusal
-        assert len(refusal) > 20
+        applied = apply(model, techniques, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    except Refusal as refusal:
+        assert refusal.who in {technique.name for technique in techniques}
+        assert refusal.reason
+        assert refusal.fix
+        assert "\n" not in str(refusal)
+        assert [type(module) for module in model.modules()] == kinds
         return
-    model = result if isinstance(result, nn.Module) else model
-    optimizer = result if isinstance(result, torch.optim.Optimizer) else optimizer
+    optimizer: Any = applied.optimizer
     model.train()
     for batch in itertools.islice(loader, 2):
         loss = _loss(model, batch)
@@ -188,7 +175,38 @@ def test_a_function_works_on_a_plain_module_or_is_refused(case: Case, kind: str)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+    assert set(case.entry.evidence) <= set(applied.evidence[case.name])
     assert all(p.isfinite().all() for p in model.parameters())
+    applied.undo()
+    assert torch.get_float32_matmul_precision() == flag
+    if case.entry.stock_checkpoint:
+        assert [type(module) for module in model.modules()] == kinds
+
+
+def test_supported_techniques_apply_to_a_bert() -> None:
+    """Without this test, refusing everything would pass."""
+    model: Any = bert()[0].model
+    names = {"foreach_optimizer", "mixed_precision", "fast_layernorm", "torch_compile"}
+    applied = apply(model, [_first(name) for name in names], torch.optim.AdamW(model.parameters()))
+    assert set(applied.evidence) == names
+    assert set(apply(bert()[0].model, [_first("unpadding"), _first("fused_layers")]).evidence) == {
+        "unpadding", "fused_layers"
+    }  # fmt: skip
+
+
+def test_a_technique_without_effect_raises_at_the_step_and_another_set_is_refused() -> None:
+    model: Any = bert()[0].model
+    applied = apply(model, [_first("gradient_checkpointing")], optimizer := torch.optim.SGD(model.parameters(), lr=1.0))
+    with pytest.raises(Refusal, match=r"^techniques: the model is in use with \[GradientCheckpointing.*undo\(\)"):
+        apply(model, [_first("fast_layernorm"), _first("mixed_precision")])
+    model.train()
+    for block in model.bert.encoder.layer:
+        del block.forward
+    _loss(model, plain_batches(1)[0]).backward()
+    with pytest.raises(Refusal, match=r"^gradient_checkpointing: was applied but did not take effect"):
+        optimizer.step()
+    assert torch._C._len_torch_dispatch_stack() == 0
+    applied.undo()
 
 
 def _loss(model: Any, batch: Any) -> Tensor:
@@ -198,10 +216,9 @@ def _loss(model: Any, batch: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("name", technique_names())
-def test_class_and_function_are_public(name: str) -> None:
+def test_the_class_is_public(name: str) -> None:
     import composer_speedups
 
     cls = technique_class(name)
     assert getattr(composer_speedups, cls.__name__) is cls
-    assert callable(getattr(composer_speedups, f"apply_{name}"))
-    assert {cls.__name__, f"apply_{name}"} <= set(composer_speedups.__all__)
+    assert cls.__name__ in composer_speedups.__all__

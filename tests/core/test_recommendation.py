@@ -13,7 +13,8 @@ import torch
 from torch import nn
 from transformers import GPT2Config, GPT2ForSequenceClassification
 
-from composer_speedups import apply_recommended, apply_unpadding, recommended
+from composer_speedups import Unpadding, apply, apply_recommended, recommended
+from composer_speedups.core.errors import Refusal
 from tests.conftest import ROOT
 from tests.helpers.common import awkward_batches
 from tests.helpers.exhaustive import family_params, others_exhaustive
@@ -28,8 +29,8 @@ def test_logits_losses_and_gradients_match_the_untouched_model(family: Family, h
     untouched = copy.deepcopy(model)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        changes = apply_recommended(model)
-    assert changes["unpadding"]
+        changes = apply_recommended(model).evidence
+    assert changes["unpadding"]["encoders"] == 1
     assert ("fused_layers" in changes) == (not any("fused_layers is left out" in str(w.message) for w in caught))
     batches = fit_batches(untouched, awkward_batches())
     for ours, theirs in zip(real_logits(model, batches), real_logits(untouched, batches), strict=True):
@@ -48,23 +49,23 @@ def test_logits_losses_and_gradients_match_the_untouched_model(family: Family, h
 def test_a_model_that_unpadding_does_not_support_gets_sdpa_and_a_warning() -> None:
     config = GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2, n_positions=64, pad_token_id=0)
     model: Any = GPT2ForSequenceClassification._from_config(config, attn_implementation="eager")
-    with pytest.warns(UserWarning, match=r"fused_layers are left out: unpadding supports .* this is gpt2"):
-        changes = apply_recommended(model)
-    assert set(changes) == {"sdpa_attention"}
+    with pytest.warns(UserWarning, match=r"fused_layers are left out: unpadding: supports .* this is gpt2"):
+        applied = apply_recommended(model)
+    assert set(applied.evidence) == {"sdpa_attention"}
     assert model.config._attn_implementation == "sdpa"
 
 
-@pytest.mark.exhaustive
-def test_a_second_call_says_that_the_techniques_are_in_place() -> None:
+def test_a_second_call_engages_anew_and_another_set_is_refused() -> None:
     model = tiny_model("bert", "classification")
-    assert all(apply_recommended(model).values())
-    with pytest.warns(UserWarning, match=r"^nothing is changed: the model has unpadding and fused_layers already$"):
-        assert apply_recommended(model) == {"unpadding": [], "fused_layers": []}
-    other = tiny_model("bert", "classification")
-    apply_unpadding(other)
-    changes = apply_recommended(other)  # a warning would be an error
-    assert not changes["unpadding"]
-    assert changes["fused_layers"]
+    first = apply_recommended(model)
+    second = apply_recommended(model)
+    kinds = [type(module) for module in model.modules()]
+    first.undo()  # gives back nothing any more
+    assert [type(module) for module in model.modules()] == kinds
+    with pytest.raises(Refusal, match="the model is in use with .Unpadding.*FusedLayers"):
+        apply(model, [Unpadding()])
+    second.undo()
+    apply(model, [Unpadding()])
 
 
 _PRECISIONS: tuple[Literal["bf16", "fp8"], ...] = ("bf16", "fp8")
@@ -83,9 +84,9 @@ def test_fp8_changes_nothing_but_the_precision_of_the_fused_layers() -> None:
 
 def test_a_module_without_a_transformers_model_is_an_error() -> None:
     name: Any = "bert"
-    with pytest.raises(ValueError, match=r"^apply_recommended found no transformers model in str; pass one$"):
+    with pytest.raises(ValueError, match=r"^apply_recommended: found no transformers model in str; pass one$"):
         apply_recommended(name)
-    with pytest.raises(ValueError, match=r"^apply_recommended found no transformers model in Linear"):
+    with pytest.raises(ValueError, match=r"^apply_recommended: found no transformers model in Linear"):
         apply_recommended(nn.Linear(2, 2))
 
 

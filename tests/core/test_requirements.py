@@ -20,19 +20,13 @@ from composer_speedups import (
     TF32Matmul,
     TorchCompile,
     Unpadding,
-    apply_fast_layernorm,
-    apply_fused_layers,
-    apply_fused_optimizer,
-    apply_unpadding,
 )
-from composer_speedups.algorithms.fused_layers import functional as fused_layers
-from composer_speedups.algorithms.fused_optimizer import functional as fused_optimizer
-from composer_speedups.core.errors import TechniqueError
-from composer_speedups.core.requirements import Context
-from composer_speedups.core.technique import Technique, screen
+from composer_speedups.core.engaging import check
+from composer_speedups.core.errors import Refusal
+from composer_speedups.core.run import Run
+from composer_speedups.core.technique import Technique
 from composer_speedups.kernels.compiler import missing_c_compiler
 from composer_speedups.recommendation import recommended
-from tests.helpers.common import tiny_bert
 
 PRECISIONS = ("fp32", "amp_fp16", "amp_bf16")  # of a Trainer on a GPU; amp_fp16 is Composer's default
 
@@ -48,8 +42,8 @@ def simulate_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
 
 
-def on_gpu(precision: str) -> Context:
-    return Context(torch.device("cuda"), precision)
+def on_gpu(precision: str) -> Run:
+    return Run(torch.device("cuda"), precision)
 
 
 def in_float8(dtype: Any) -> list[Technique]:
@@ -62,28 +56,28 @@ def test_mixed_precision_sets_the_precision_that_others_require(
     hopper: None, precision: str, order: tuple[int, ...]
 ) -> None:
     bf16 = in_float8("bf16")
-    screen([bf16[i] for i in order], on_gpu(precision))
+    check([bf16[i] for i in order], on_gpu(precision))
     fp16 = in_float8("fp16")
-    with pytest.raises(TechniqueError, match="fused_layers: precision: fp8 needs bf16, and this run is fp16"):
-        screen([fp16[i] for i in order], on_gpu(precision))
+    with pytest.raises(Refusal, match="fused_layers: precision: fp8 needs bf16, and this run is fp16"):
+        check([fp16[i] for i in order], on_gpu(precision))
 
 
 def test_the_default_precision_is_refused_with_a_fix_that_works(hopper: None) -> None:
     eight_bits = [Unpadding(), FusedLayers(precision="fp8")]
-    with pytest.raises(TechniqueError, match="this run is fp16; add mixed_precision with dtype bf16, or set the prec"):
-        screen(eight_bits, on_gpu("amp_fp16"))
-    screen([*eight_bits, MixedPrecision("bf16")], on_gpu("amp_fp16"))
-    screen(eight_bits, on_gpu("amp_bf16"))
+    with pytest.raises(Refusal, match="this run is fp16; add mixed_precision with dtype bf16, or set the prec"):
+        check(eight_bits, on_gpu("amp_fp16"))
+    check([*eight_bits, MixedPrecision("bf16")], on_gpu("amp_fp16"))
+    check(eight_bits, on_gpu("amp_bf16"))
 
 
 def test_the_kernels_of_fused_layers_need_sixteen_bits(hopper: None) -> None:
-    with pytest.raises(TechniqueError, match="compute in 16 bits: it needs mixed precision, and this run is fp32"):
-        screen([FusedLayers(), Unpadding()], on_gpu("fp32"))
+    with pytest.raises(Refusal, match="compute in 16 bits: it needs mixed precision, and this run is fp32"):
+        check([FusedLayers(), Unpadding()], on_gpu("fp32"))
 
 
 def test_the_recommended_set_accepts_eight_bits(hopper: None) -> None:
     eight_bits = [t for t in recommended() if t.name != "fused_layers"] + [FusedLayers(precision="fp8")]
-    screen(eight_bits, on_gpu("amp_fp16"))
+    check(eight_bits, on_gpu("amp_fp16"))
 
 
 @pytest.mark.parametrize(
@@ -96,9 +90,9 @@ def test_the_recommended_set_accepts_eight_bits(hopper: None) -> None:
 )
 def test_fp16_is_refused_before_the_model_is_built(hopper: None, technique: Any, said: str) -> None:
     for refused in ([technique(), MixedPrecision("fp16")], [MixedPrecision("fp16"), technique()]):
-        with pytest.raises(TechniqueError, match=said):
-            screen(refused, on_gpu("fp32"))
-    screen([technique(), MixedPrecision("bf16")], on_gpu("amp_fp16"))
+        with pytest.raises(Refusal, match=said):
+            check(refused, on_gpu("fp32"))
+    check([technique(), MixedPrecision("bf16")], on_gpu("amp_fp16"))
 
 
 def test_a_refused_technique_sets_nothing(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,32 +100,32 @@ def test_a_refused_technique_sets_nothing(hopper: None, monkeypatch: pytest.Monk
     refused = MixedPrecision("bf16", on_unavailable="warn")
     with (
         pytest.warns(UserWarning, match="continuing without mixed_precision"),
-        pytest.raises(TechniqueError, match="fused_optimizer: kernel: triton does not support loss scaling"),
+        pytest.raises(Refusal, match="fused_optimizer: kernel: triton does not support loss scaling"),
     ):
-        screen([FusedOptimizer(kernel="triton"), refused], on_gpu("amp_fp16"))
+        check([FusedOptimizer(kernel="triton"), refused], on_gpu("amp_fp16"))
     refused = MixedPrecision("bf16", on_unavailable="warn")
     with (
         pytest.warns(UserWarning, match="continuing without mixed_precision"),
-        pytest.raises(TechniqueError, match="this run is fp32"),
+        pytest.raises(Refusal, match="this run is fp32"),
     ):
-        screen([FastLayerNorm(), refused], on_gpu("fp32"))
+        check([FastLayerNorm(), refused], on_gpu("fp32"))
 
 
 @pytest.mark.exhaustive
 def test_an_error_names_all_techniques_that_cannot_engage() -> None:
     said = r"^early_loss: .*on the cpu; remove the technique, .*; these cannot engage either: mixed_precision, "
     for techniques in (recommended(), recommended()[::-1]):
-        with pytest.raises(TechniqueError, match=said) as error:
-            screen(techniques, Context(torch.device("cpu")))
+        with pytest.raises(Refusal, match=said) as error:
+            check(techniques, Run(torch.device("cpu")))
         assert str(error.value).endswith(": mixed_precision, tf32_matmul, cuda_graphs"), "fused_layers has unpadding"
-    with pytest.raises(TechniqueError, match=r"without it$"):
-        screen([TF32Matmul(), Unpadding()], Context(torch.device("cpu")))
+    with pytest.raises(Refusal, match=r"without it$"):
+        check([TF32Matmul(), Unpadding()], Run(torch.device("cpu")))
 
 
 def test_autocast_on_a_cpu_is_a_precision_too() -> None:
-    screen([MixedPrecision("bf16", allow_cpu=True), FastLayerNorm()], Context(torch.device("cpu")))
-    with pytest.raises(TechniqueError, match="low-precision LayerNorm needs mixed precision, and this run is fp32"):
-        screen([FastLayerNorm()], Context(torch.device("cpu")))
+    check([MixedPrecision("bf16", allow_cpu=True), FastLayerNorm()], Run(torch.device("cpu")))
+    with pytest.raises(Refusal, match="low-precision LayerNorm needs mixed precision, and this run is fp32"):
+        check([FastLayerNorm()], Run(torch.device("cpu")))
 
 
 WITH_TRITON: dict[str, Any] = {
@@ -155,37 +149,18 @@ def test_a_triton_kernel_needs_a_c_compiler(name: str, no_compiler: None, monkey
     if name in PACKAGES:
         pytest.importorskip(PACKAGES[name], reason="the technique needs this package")
     with pytest.raises(
-        TechniqueError,
+        Refusal,
         match=rf"^{name}: Triton needs a C compiler: neither gcc nor clang is installed; install gcc, or set CC",
     ):
-        screen(WITH_TRITON[name](), on_gpu("amp_bf16"))
+        check(WITH_TRITON[name](), on_gpu("amp_bf16"))
     monkeypatch.setattr("shutil.which", lambda program: program if program == "clang" else None)
-    screen(WITH_TRITON[name](), on_gpu("amp_bf16"))
-
-
-def test_the_functions_need_it_too(no_compiler: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = "Triton needs a C compiler: neither gcc nor clang is installed; install gcc, or set CC"
-    model = tiny_bert()
-    apply_unpadding(model)
-    monkeypatch.setattr(fused_layers, "_on_gpu", lambda layers: True)
-    with pytest.raises(ValueError, match=said):
-        apply_fused_layers(model)
-    assert not any("Fused" in type(module).__name__ for module in model.modules()), "a refusal changes nothing"
-    optimizer = torch.optim.AdamW(model.parameters())
-    monkeypatch.setattr(fused_optimizer, "reason_against", lambda optimizer: None)
-    with pytest.raises(ValueError, match=said):
-        apply_fused_optimizer(optimizer, "triton")
-    assert not optimizer.param_groups[0]["fused"], "a refusal changes nothing"
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    pytest.importorskip("liger_kernel", reason="fast_layernorm's Triton kernel is Liger's")
-    with pytest.raises(ValueError, match=said):
-        apply_fast_layernorm(model, implementation="triton")
+    check(WITH_TRITON[name](), on_gpu("amp_bf16"))
 
 
 def test_torchs_kernels_need_no_c_compiler(no_compiler: None) -> None:
-    screen([FusedOptimizer(), FastLayerNorm()], on_gpu("amp_bf16"))
+    check([FusedOptimizer(), FastLayerNorm()], on_gpu("amp_bf16"))
     cpu: list[Technique] = [FusedLayers(), Unpadding()]
-    screen(cpu, Context(torch.device("cpu")))
+    check(cpu, Run(torch.device("cpu")))
 
 
 @pytest.mark.parametrize(

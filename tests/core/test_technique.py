@@ -1,25 +1,33 @@
-"""The base class Technique: the constructor, the checks of settings, and the events that a technique receives."""
+"""The contract: settings, misuse, order, all or none, the observed batch, and what a technique without effect does."""
 
 from __future__ import annotations
 
 import inspect
 import math
+import weakref
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import pytest
-from composer.core import Event, State
+import torch
+from composer.core import Callback, Event, State
+from composer.loggers import Logger
 from pydantic import Field
+from torch import nn
 
-from composer_speedups import recommended
-from composer_speedups.core.errors import CannotRunError, ConfigError, TechniqueError
-from composer_speedups.core.technique import Conflict, Stage, Technique, refuse_conflicts, techniques_of
-from tests.helpers.common import make_trainer, plain_batches, trained
+from composer_speedups import MixedPrecision, apply, recommended
+from composer_speedups.core.engaging import check, techniques_of
+from composer_speedups.core.errors import ConfigError, Refusal
+from composer_speedups.core.host import host_of
+from composer_speedups.core.run import FirstBatch, Run
+from composer_speedups.core.technique import NOT_YET, Order, Technique
+from tests.helpers.common import final_weights, fit_and_close, make_trainer, plain_batches, tiny_bert, trained
 
 
 class Toy(Technique):
     name = "toy"
-    stage = Stage.FLAGS
-    exactness = "exact"
+    order = Order.FLAGS
+    effect = "exact"
 
     count: int = Field(4, ge=1, le=8)
     """How many."""
@@ -38,24 +46,23 @@ class Toy(Technique):
         super().reset()
         self.calls: list[str] = []
 
-    def engage(self, state: State) -> dict[str, Any]:
+    def engage(self, run: Run) -> dict[str, Any]:
+        run.give_back(self.calls.append, "undone")
         return {}
 
-    def verify(self, state: State) -> dict[str, Any]:
-        self.calls.append("verify")
+    def proof(self, run: Run, seen: FirstBatch) -> Mapping[str, Any]:
+        self.calls.append("proof")
         return {}
 
-    def batch_end(self, state: State) -> None:
+    def summary(self, run: Run) -> Mapping[str, Any]:
+        self.calls.append("summary")
+        return {}
+
+    def batch_end(self, run: Run) -> None:
         self.calls.append("batch_end")
 
-    def fit_end(self, state: State) -> None:
+    def fit_end(self, run: Run) -> None:
         self.calls.append("fit_end")
-
-    def eval_before_forward(self, state: State) -> None:
-        self.calls.append("eval_before_forward")
-
-    def watch(self, state: State) -> None:
-        self.calls.append("watch")
 
 
 def test_the_constructor_follows_the_declared_settings() -> None:
@@ -94,16 +101,14 @@ def test_an_invalid_setting_is_refused_by_name(settings: dict[str, Any], message
         Toy(**settings)
 
 
-def test_a_class_instead_of_an_instance_and_an_unknown_setting_are_one_clear_line() -> None:
+def test_misuse_is_one_clear_line() -> None:
     said = r"^algorithms: Toy is a class, not a technique; write Toy\(\)$"
     lists: list[Any] = [[Toy], [Toy(), Toy]]
     for algorithms in lists:
         with pytest.raises(ConfigError, match=said):
             trained(algorithms=algorithms)
-    toys: Any = [Toy]
-    for function in (refuse_conflicts, techniques_of):
         with pytest.raises(ConfigError, match=said):
-            function(toys)
+            techniques_of(algorithms)
     mixed: Any = {
         "a list is in the list; write its items": [Toy(), [Toy()]],
         "'toy' is no technique; write an instance": [Toy(), "toy"],
@@ -114,91 +119,251 @@ def test_a_class_instead_of_an_instance_and_an_unknown_setting_are_one_clear_lin
             trained(algorithms=algorithms)
     with pytest.raises(TypeError, match=r"^Toy has no setting 'cuont'; did you mean 'count'\?$"):
         Toy(cuont=3)  # type: ignore[call-arg]
+    with pytest.raises(Refusal, match=r"^apply: the model is a str, not a torch\.nn\.Module"):
+        apply("bert", [])  # type: ignore[arg-type]
+    with pytest.raises(Refusal, match=r"DataParallel is not supported; use DistributedDataParallel$"):
+        apply(nn.DataParallel(tiny_bert()), [Toy()])
 
 
-@pytest.mark.parametrize("final", ["match", "apply", "run_event"])
-def test_overriding_match_apply_or_run_event_is_refused(final: str) -> None:
-    with pytest.raises(
-        TypeError, match=rf"Listener\.{final} would never be called: match and apply are final.*batch_end"
-    ):
-        type("Listener", (Toy,), {final: lambda *_: True})
-
-
-def test_a_technique_receives_only_the_events_it_has_methods_for() -> None:
+def test_events_proof_and_summary_come_in_this_order() -> None:
     toy = Toy()
     trainer = make_trainer([toy], batches=plain_batches(3))
-    always = {Event.INIT, Event.FIT_END}
-    own = {Event.BATCH_END, Event.EVAL_BEFORE_FORWARD}
-    first = {Event.BEFORE_FORWARD, Event.AFTER_FORWARD}
-    assert {event for event in Event if toy.match(event, trainer.state)} == always | own | first
     trainer.fit()
-    assert {event for event in Event if toy.match(event, trainer.state)} == always | own
-    assert toy.calls == ["watch", "batch_end", "verify", "batch_end", "batch_end", "verify", "fit_end"]
+    assert toy.calls == ["batch_end", "proof", "batch_end", "batch_end", "summary", "fit_end"]
     trainer.fit(duration="1ba")
-    assert toy.calls[7:] == ["batch_end", "verify", "fit_end"], "at the end of each fit()"
+    assert toy.calls[6:] == ["batch_end", "summary", "fit_end"]
+    trainer.close()
+    assert toy.calls[9:] == ["undone"]
+
+
+def test_the_host_is_called_before_the_callbacks_that_read_the_evidence() -> None:
+    class Seen(Callback):
+        def batch_end(self, state: State, logger: Logger) -> None:
+            seen.append(list(toy.calls))
+
+    seen: list[list[str]] = []
+    toy = Toy()
+    trained([toy], batches=plain_batches(1), callbacks=[Seen()])
+    assert seen == [["batch_end", "proof"]]
+
+
+def test_techniques_engage_in_the_stated_order_and_are_undone_in_reverse_even_if_one_raises() -> None:
+    calls: list[str] = []
+
+    class One(Toy):
+        def engage(self, run: Run) -> dict[str, Any]:
+            calls.append(self.name)
+            run.give_back(self.undo)
+            return {}
+
+        def undo(self) -> None:
+            calls.append(f"undo {self.name}")
+            if self.name == "b":
+                raise RuntimeError("cannot undo")
+
+    def build(kind: str, order: Order) -> Technique:
+        return type(kind, (One,), {"name": kind, "order": order})()  # type: ignore[no-any-return]
+
+    trainer = make_trainer([build("c", Order.COMPILE), build("a", Order.FLAGS), build("b", Order.LAYERS)])
+    assert calls == ["a", "b", "c"]
+    host = host_of(trainer.state)
+    assert host is not None
+    with pytest.raises(RuntimeError, match="cannot undo"):
+        host.close(trainer.state, trainer.logger)
+    assert calls[3:] == ["undo c", "undo b", "undo a"]
     trainer.close()
 
 
-def test_a_technique_that_was_withdrawn_receives_only_fit_end() -> None:
-    toy = Toy(on_unavailable="warn")
-    trainer = make_trainer([toy])
-    with pytest.warns(UserWarning, match="continuing without toy: no kernel .to silence this: remove it"):
-        toy.unavailable(CannotRunError("toy", "no kernel", "remove it"))
-    assert toy.evidence == {"unavailable": "no kernel", "fix": "remove it", "applied": "withdrawn"}
-    received = {Event.INIT, Event.FIT_END}
-    assert {event for event in Event if toy.match(event, trainer.state)} == received
-    trainer.fit()
+class Refused(Toy):
+    name = "refused"
+    order = Order.COMPILE
+
+    def engage(self, run: Run) -> dict[str, Any]:
+        raise self.refusal("the model has none", "remove it")
+
+
+def test_a_refusal_undoes_the_techniques_before_it() -> None:
+    toy = Toy()
+    with pytest.raises(Refusal, match=r"^refused: the model has none; remove it"):
+        make_trainer([Refused(), toy])
+    assert toy.calls == ["undone"]
+
+
+def test_warn_continues_without_a_technique_that_cannot_engage_and_rechecks_the_others() -> None:
+    class Needs(Toy):
+        name = "needs"
+        order = Order.GRAPHS
+
+        def needs(self, run: Run) -> Any:
+            if "refused" not in run.techniques:
+                yield self.refusal("refused must engage", "add it")
+
+    refused, toy = Refused(on_unavailable="warn"), Toy()
+    with pytest.warns(UserWarning, match=r"continuing without refused: the model has none .to silence this: remove it"):
+        trained([refused, toy], batches=plain_batches(1))
+    assert refused.engaged is False
+    assert refused.evidence == {"unavailable": "the model has none", "fix": "remove it"}
+    assert refused.calls == []
+    assert toy.engaged is True
+    with pytest.warns(UserWarning, match="without refused"), pytest.raises(Refusal, match=r"^needs: refused must"):
+        make_trainer([Refused(on_unavailable="warn"), Needs()])
+
+
+class Late(Toy):
+    """Proves its effect in the second observed batch at the earliest."""
+
+    name = "late"
+
+    def proof(self, run: Run, seen: FirstBatch) -> Mapping[str, Any]:
+        self.calls.append("ended" if seen.ended else "proof")
+        return {"steps": seen.steps} if self.calls.count("proof") == self.count else NOT_YET
+
+
+def test_not_yet_asks_again_after_the_next_batch_and_silence_is_no_effect() -> None:
+    late = Late(count=2)
+    trained([late], batches=plain_batches(3))
+    assert [call for call in late.calls if call != "batch_end"] == ["proof", "proof", "summary", "fit_end", "undone"]
+    silent = Late(count=8)
+    with pytest.raises(Refusal, match=r"^late: was applied but did not take effect: nothing was seen of it until the"):
+        trained([silent], batches=plain_batches(2))
+    assert silent.calls.count("ended") == 1
+
+
+class Vain(Toy):
+    name = "vain"
+
+    def proof(self, run: Run, seen: FirstBatch) -> Mapping[str, Any]:
+        raise self.no_effect("nothing happened", "remove it")
+
+
+def test_a_technique_without_effect_stops_the_run_or_stays_in_force() -> None:
+    with pytest.raises(Refusal, match=r"^vain: was applied but did not take effect: nothing happened; remove it$"):
+        trained([Vain()])
+    vain = Vain(on_unavailable="warn")
+    with pytest.warns(UserWarning, match="continuing although vain: was applied but did not take effect"):
+        trained([vain], batches=plain_batches(2))
+    assert vain.engaged is False
+    assert vain.evidence["applied"] == "had no effect, kept"
+    assert vain.calls == ["batch_end", "batch_end", "fit_end", "undone"]
+
+
+class Watching(Toy):
+    """Keeps what was observed."""
+
+    name = "watching"
+    order = Order.GRAPHS
+    seen: FirstBatch
+
+    def proof(self, run: Run, seen: FirstBatch) -> Mapping[str, Any]:
+        self.seen = seen
+        return {"batch": 0 if run.state is None else run.state.timestamp.batch.value}
+
+
+def test_the_first_batch_whose_step_was_taken_is_observed() -> None:
+    """Operators of the forward and backward pass and of the step, dtypes, and moved parameters."""
+    watching = Watching()
+    trainer = trained([MixedPrecision("bf16", allow_cpu=True), watching], batches=plain_batches(2))
+    seen, parameters = watching.seen, len(list(trainer.state.model.parameters()))
+    assert {"native_layer_norm", "native_layer_norm_backward", "addcdiv_", "embedding_dense_backward"} <= set(
+        seen.operators
+    )
+    assert seen.operators["native_layer_norm"] == 5
+    assert seen.matmul_dtypes == {"bfloat16"}
+    assert "float32" in seen.outputs or "bfloat16" in seen.outputs
+    assert seen.steps == 1
+    assert seen.moved is not None
+    assert 0 < seen.moved <= seen.trained == parameters
+
+    class Skipping(Callback):
+        def after_train_batch(self, state: State, logger: Logger) -> None:
+            if state.timestamp.batch.value == 0:
+                for parameter in state.model.parameters():
+                    parameter.grad = None
+
+    trained([watching], batches=plain_batches(3), callbacks=[Skipping()])
+    assert watching.evidence["batch"] == 2
+
+
+def test_a_rate_of_zero_moves_nothing_and_proves_nothing() -> None:
+    watching, model = Watching(), tiny_bert()
+    trained([watching], model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0), batches=plain_batches(1))
+    assert watching.seen.moved is None
+    assert watching.seen.steps == 1
+
+
+def test_a_batch_that_raises_leaves_no_observer_behind() -> None:
+    bad = plain_batches(1)
+    bad[0]["input_ids"] = bad[0]["input_ids"] + 10_000
+    trainer = make_trainer([Toy()], batches=bad)
+    with pytest.raises(IndexError):
+        trainer.fit()
+    assert torch._C._len_torch_dispatch_stack() == 1
+    make_trainer([Toy()]).close()  # the next Trainer begins
+    assert torch._C._len_torch_dispatch_stack() == 0
     trainer.close()
-    assert toy.calls == ["fit_end"]
-    assert (toy.engaged, toy.applied, toy.in_force) == (False, True, False)
 
 
-def test_a_technique_without_effect_still_receives_its_own_events() -> None:
-    toy = Toy(on_unavailable="warn")
-    trainer = make_trainer([toy])
-    with pytest.warns(UserWarning, match="continuing although toy: was applied but did not take effect"):
-        toy.unavailable(toy.not_engaged("nothing happened", "remove it"))
-    assert toy.evidence["applied"] == "had no effect, kept"
-    received = {Event.INIT, Event.FIT_END, Event.BATCH_END, Event.EVAL_BEFORE_FORWARD}
-    assert {event for event in Event if toy.match(event, trainer.state)} == received
-    trainer.fit(duration="1ba")
-    trainer.close()
-    assert toy.calls == ["batch_end", "fit_end"], "it is not verified"
+def test_torch_compile_compiles_under_the_observer() -> None:
+    torch._dynamo.reset()
+    watching, graphs = Watching(), list[Any]()
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    model = tiny_bert()
+    model.bert.encoder.layer[0].compile(backend=backend)
+    trained([watching], model=model, batches=plain_batches(2))
+    assert watching.seen.graphs == len(graphs) == 1
+    torch._dynamo.reset()
 
 
-def test_a_technique_that_never_engaged_receives_no_event_of_its_own() -> None:
-    class Refused(Toy):
-        def engage(self, state: State) -> dict[str, Any]:
-            raise TechniqueError("toy", "the model has none", "remove it")
-
-    toy = Refused(on_unavailable="warn")
-    with pytest.warns(UserWarning, match="continuing without toy"):
-        trainer = trained([toy])
-    assert toy.evidence == {"unavailable": "the model has none", "fix": "remove it"}
-    assert {event for event in Event if toy.match(event, trainer.state)} == {
-        Event.INIT, Event.FIT_END
-    }  # fmt: skip
-    assert toy.calls == []
+def test_another_set_is_refused_while_one_is_in_force() -> None:
+    model = tiny_bert()
+    first = make_trainer([Toy()], model=model)
+    with pytest.raises(Refusal, match=r"^techniques: the model is in use with \[Toy\(.*\], and this run has \[Vain\("):
+        make_trainer([Vain()], model=model)
+    first.close()
+    make_trainer([Vain()], model=model).close()
 
 
-def test_a_postponed_verification_runs_one_batch_later() -> None:
-    class Postponed(Toy):
-        def batch_end(self, state: State) -> None:
-            super().batch_end(state)
-            if state.timestamp.batch.value == 1:
-                self.postpone()
+def test_a_changed_model_is_collected() -> None:
+    model = tiny_bert()
+    alive = weakref.ref(apply(model, [Toy()])._run)
+    assert alive() is not None
+    del model
+    import gc
 
-    toy = Postponed()
-    trained([toy], batches=plain_batches(3))
-    assert toy.calls == ["watch", "batch_end", "watch", "batch_end", "verify", "batch_end", "verify", "fit_end"]
+    gc.collect()
+    assert alive() is None
 
 
-def test_a_conflict_may_depend_on_the_settings_of_both() -> None:
+def test_two_techniques_that_exclude_each_other_are_refused_in_either_order() -> None:
     class Other(Toy):
         name = "other"
-        conflicts = (Conflict("toy", "four is enough", when=lambda self, other: self.count + other.count > 8),)
+        not_with = {"toy": "four is enough"}  # noqa: RUF012
 
-    refuse_conflicts([Toy(4), Other(4)])
-    for techniques in ([Toy(4), Other(5)], [Other(5), Toy(4)]):
-        with pytest.raises(ValueError, match=r"^other: conflicts with toy: four is enough; remove other or toy$"):
-            refuse_conflicts(techniques)
+    for techniques in ([Toy(), Other()], [Other(), Toy()]):
+        with pytest.raises(Refusal, match=r"^other: conflicts with toy: four is enough; remove other or toy$"):
+            check(techniques, Run(torch.device("cpu")))
+    with pytest.raises(Refusal, match=r"^toy: is listed twice; list it once$"):
+        check([Toy(), Toy()], Run(torch.device("cpu")))
+
+
+def test_a_step_costs_one_look_up_after_the_proof() -> None:
+    class Silent(Watching):
+        batch_end = fit_end = None  # type: ignore[assignment]
+
+    trainer = make_trainer([Silent()], batches=plain_batches(2))
+    host = host_of(trainer.state)
+    assert host is not None
+    assert host.hears(Event.BATCH_START)
+    fit_and_close(trainer)
+    assert {event for event in Event if host.hears(event)} == {Event.AFTER_LOAD, Event.FIT_END}
+
+
+def test_training_with_a_technique_that_does_nothing_is_bit_equal_to_training_without() -> None:
+    """The observer, the host and the comparison change no number."""
+    settings: dict[str, Any] = {"batches": plain_batches(3)}
+    weights = [final_weights(trained(t, model=tiny_bert(dropout=0.1), **settings)) for t in ([], [Toy(), Watching()])]
+    torch.testing.assert_close(*weights, rtol=0, atol=0)

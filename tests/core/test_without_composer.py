@@ -1,69 +1,68 @@
-"""The techniques' functions work in any training loop: they can be imported and called without Composer."""
+"""What needs neither Composer nor torch: declarations and ``--help``; and what needs no Composer: other loops."""
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
-from typing import Any
 
-import pytest
-
-from composer_speedups.core.catalogue import public_names
 from tests.conftest import ROOT
 from tests.helpers.hangs import HANGS
 
-# apply_early_loss changes a Composer Device, so it needs Composer.
-FUNCTIONS = sorted(n for n, m in public_names().items() if m.endswith(".functional") and n != "apply_early_loss")
-
-PROGRAM = """
-import json, sys, warnings
+DENY = """
+import sys
 
 class Deny:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == "composer":
+        if name.partition(".")[0] in DENIED:
             raise ImportError(f"{name} is not installed")
 
 sys.meta_path.insert(0, Deny())
+"""
+
+DECLARATIONS = """
 import composer_speedups
+from composer_speedups.core.registry import technique_class, technique_names
+from composer_speedups.train.cli import help_text
 
-results = {}
-for name in json.loads(sys.argv[1]):
-    try:
-        results[name] = callable(getattr(composer_speedups, name)) or "cannot be called"
-    except ImportError as error:
-        results[name] = str(error)
-try:
-    from torch.optim import AdamW
-    from transformers import BertConfig, BertForSequenceClassification
+for name in technique_names():
+    technique = technique_class(name)()
+    assert getattr(composer_speedups, type(technique).__name__) is type(technique)
+    assert f"  {name}: " in help_text()
+assert len(technique_names()) > 12
+"""
 
-    sizes = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, vocab_size=9)
-    model = BertForSequenceClassification(BertConfig(**sizes))
-    composer_speedups.apply_sdpa_attention(model)
-    assert composer_speedups.apply_unpadding(model) and composer_speedups.apply_fused_layers(model)
-    assert composer_speedups.apply_gradient_checkpointing(model) and composer_speedups.apply_fast_layernorm(model)
-    assert composer_speedups.apply_torch_compile(model, "blocks", "eager")
-    assert composer_speedups.apply_foreach_optimizer(AdamW(model.parameters()))
-    assert composer_speedups.apply_adafactor(AdamW(model.parameters()))
-    results["calls"] = True
-except BaseException as error:
-    results["calls"] = repr(error)
-assert "composer" not in sys.modules
-print(json.dumps(results))
+OTHER_LOOP = """
+import torch
+from transformers import BertConfig, BertForSequenceClassification
+from composer_speedups import FastLayerNorm, FusedLayers, GradientCheckpointing, MixedPrecision, TorchCompile
+from composer_speedups import Unpadding, apply, apply_recommended
+
+sizes = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, vocab_size=9)
+some = [FastLayerNorm(), MixedPrecision(allow_cpu=True), TorchCompile("blocks", "eager")]
+for techniques in ([Unpadding(), FusedLayers(), GradientCheckpointing()], some, None):
+    model = BertForSequenceClassification(BertConfig(**sizes)).train()
+    optimizer = torch.optim.AdamW(model.parameters())
+    applied = apply_recommended(model) if techniques is None else apply(model, techniques, optimizer)
+    mask = torch.tensor([[1, 1, 1], [1, 0, 0]])
+    for _ in range(2):
+        model(input_ids=torch.ones_like(mask), attention_mask=mask, labels=torch.tensor([0, 1])).loss.backward()
+        optimizer.step()
+    assert all(len(found) > 1 for found in applied.evidence.values()), applied.evidence
+    applied.undo()
 """
 
 
-@pytest.fixture(scope="module")
-def loaded() -> dict[str, Any]:
-    names = json.dumps(FUNCTIONS)
+def _runs(program: str, *denied: str) -> None:
+    text = f"DENIED = {denied!r}\n{DENY}\n{program}"
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PROGRAM, names], cwd=ROOT, capture_output=True, text=True, timeout=HANGS
+        [sys.executable, "-W", "ignore", "-c", text], cwd=ROOT, capture_output=True, text=True, timeout=HANGS
     )
-    assert done.returncode == 0, done.stderr[-2000:]
-    results: dict[str, Any] = json.loads(done.stdout)
-    return results
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
-@pytest.mark.parametrize("name", [*FUNCTIONS, "calls"])
-def test_a_function_does_not_need_composer(name: str, loaded: dict[str, Any]) -> None:
-    assert loaded[name] is True
+def test_declarations_and_help_need_neither_torch_nor_composer() -> None:
+    _runs(DECLARATIONS, "torch", "composer", "transformers", "numpy")
+
+
+def test_other_loops_do_not_need_composer() -> None:
+    _runs(OTHER_LOOP, "composer")

@@ -12,8 +12,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from composer_speedups.algorithms.cuda_graphs.capture import Captured, CUDARecorder, Recorder, SharedGradients
 from composer_speedups.core.adapters import is_adapted
+from composer_speedups.core.compile_counts import capturing
 from composer_speedups.core.errors import first_line
-from composer_speedups.core.operator_recorder import capturing
 from composer_speedups.packing.call import KnownBatch, known_batch, with_known_batch
 from composer_speedups.packing.untouched import is_untouched
 
@@ -45,8 +45,7 @@ class GraphedCalls:
             With a shared pool, every call's backward pass must run before the next call.
         replays: Number of calls that replayed a graph.
         eager_calls: Number of training calls that did not replay a graph.
-        eager_first: Number of further training calls that run the original function, so that they can be observed; 0 by
-            default.
+        paused: Returns whether this call must run the original function, because it is observed; never by default.
         held: Whether all training calls run the original function until :meth:`begin`; False by default.
         on_failure: Called with the :class:`CaptureError` of a call that cannot be captured; raises it by default. If it
             returns, all later calls run the original function.
@@ -73,7 +72,8 @@ class GraphedCalls:
         self._settings: list[Any] = []  # of the modules in the last call
         self._gradients: SharedGradients | None = None
         self._attribute: str | None = None
-        self.replays = self.eager_calls = self.eager_first = 0
+        self.replays = self.eager_calls = 0
+        self.paused: Callable[[], bool] = bool
         self.held = False
         self.on_failure: Callable[[CaptureError], None] = _raise
         self.on_outdated: Callable[[], object] = lambda: None
@@ -97,8 +97,7 @@ class GraphedCalls:
         leaves, spec = tree_flatten((args, kwargs, known))
         leaves = _without_repeats(leaves)
         missing = self.reads_known_batch and not known.rows
-        key = None if self.held or self.eager_first or missing else _key(leaves, spec)
-        self.eager_first = max(self.eager_first - 1, 0)
+        key = None if self.held or missing or self.paused() else _key(leaves, spec)
         graph = None
         if key is not None:
             graph = self._graphs[key] if key in self._graphs else self._capture(key, leaves, spec)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from composer.core import State
+from composer_speedups.core.errors import Refusal
+from composer_speedups.core.requirements import needs_composer, needs_cuda
+from composer_speedups.core.technique import Order, Technique
 
-from composer_speedups.algorithms.early_loss.functional import apply_early_loss
-from composer_speedups.core.errors import TechniqueError
-from composer_speedups.core.requirements import Context, Requirement, needs_cuda
-from composer_speedups.core.technique import Stage, Technique
-from composer_speedups.distributed.host_scalars import Interception
+if TYPE_CHECKING:
+    from composer_speedups.core.run import FirstBatch, Run
+    from composer_speedups.distributed.host_scalars import Interception
 
 
 class EarlyLoss(Technique):
@@ -21,50 +21,57 @@ class EarlyLoss(Technique):
     Then the host prepares the next batch while the GPU computes gradients. The logged values are the same.
 
     Raises:
-        TechniqueError: At INIT, without a GPU, with a training loop that differs from the tested versions of Composer,
-            or on ranks that have only NCCL, which synchronizes with the GPU, and that gloo cannot connect.
+        Refusal: At INIT, without a GPU, in a training loop that differs from the tested versions of Composer, or on
+            ranks that have only NCCL, which synchronizes with the GPU, and that gloo cannot connect.
     """
 
     name = "early_loss"
-    stage = Stage.FLAGS
-    exactness = "exact"
-    gain = 1.2
+    order = Order.FLAGS
+    effect = "exact"
 
     def reset(self) -> None:
         super().reset()
         self._interception: Interception | None = None
 
-    def requirements(self, context: Context) -> Iterable[Requirement]:
-        yield needs_cuda(context, "reading the loss before the batch is over")
+    def needs(self, run: Run) -> Iterable[Refusal]:
+        yield from needs_composer(self.name, run, "reading the loss before the batch is over")
+        yield from needs_cuda(self.name, run, "reading the loss before the batch is over")
 
-    def engage(self, state: State) -> dict[str, Any]:
+    def engage(self, run: Run) -> dict[str, Any]:
+        from composer_speedups.distributed.host_scalars import Interception
+
+        assert run.state is not None
         try:
-            self._interception = apply_early_loss(state.device)
+            self._interception = Interception(run.state.device)
+            self._interception.install()  # collective, if gloo must connect the ranks
         except ValueError as error:
-            reason, _, fix = str(error).removeprefix("early_loss ").partition("; ")
-            raise TechniqueError(self.name, reason, fix or "remove it") from error
+            reason, _, fix = str(error).partition("; ")
+            raise self.refusal(reason, fix or "remove it") from error
+        run.give_back(self._interception.undo)
         return {}
 
-    def before_forward(self, state: State) -> None:
-        if self._interception is not None:
-            self._interception.readback.begin_microbatch()
+    def before_forward(self, run: Run) -> None:
+        assert self._interception is not None
+        self._interception.readback.begin_microbatch()
 
-    def verify(self, state: State) -> dict[str, Any]:
+    def proof(self, run: Run, seen: FirstBatch) -> dict[str, Any]:
+        assert self._interception is not None
+        first = self._interception.readback.first
+        if first is None:
+            raise self.no_effect("Composer read no loss through it", "remove code that replaces the Trainer's loop")
+        value, on_device = first
+        if not math.isclose(value, float(on_device), rel_tol=1e-6):  # the order of the sum over ranks may differ
+            raise self.no_effect(f"it read {value}, and the GPU has {float(on_device)}", "report this as a bug")
+        return self._counts()
+
+    def summary(self, run: Run) -> dict[str, Any]:
+        counts = self._counts()
+        if 2 * counts["read_before_the_batch_was_over"] < counts["losses_read"]:
+            note = "most batches had ended when the host read their loss: this GPU does not wait for the host"
+            return {**counts, "note": note}
+        return counts
+
+    def _counts(self) -> dict[str, Any]:
         assert self._interception is not None
         readback = self._interception.readback
-        if readback.first is None:
-            raise self.not_engaged("Composer read no loss through it", "remove code that replaces the Trainer's loop")
-        value, on_device = readback.first
-        if not math.isclose(value, float(on_device), rel_tol=1e-6):  # the order of the sum over ranks may differ
-            raise self.not_engaged(f"it read {value}, and the GPU has {float(on_device)}", "report this as a bug")
-        reads, early = readback.reads, readback.early_reads
-        evidence: dict[str, Any] = {"losses_read": reads, "read_before_the_batch_was_over": early}
-        if self.ended and 2 * early < reads:
-            evidence["note"] = (
-                "most batches had ended when the host read their loss: this GPU does not wait for the host"
-            )
-        return evidence
-
-    def close(self) -> None:
-        if self._interception is not None:
-            self._interception.undo()
+        return {"losses_read": readback.reads, "read_before_the_batch_was_over": readback.early_reads}

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from composer.core import State
 from pydantic import Field
 
-from composer_speedups.algorithms.empty_cache.functional import apply_empty_cache
-from composer_speedups.core.requirements import Context, Requirement, needs_cuda
-from composer_speedups.core.technique import Stage, Technique
-from composer_speedups.core.trainer_state import device_of
+from composer_speedups.core.errors import Refusal
+from composer_speedups.core.requirements import needs_composer, needs_cuda
+from composer_speedups.core.technique import Order, Technique
 
-GIB = 2**30
+if TYPE_CHECKING:
+    from composer_speedups.core.run import FirstBatch, Run
 
 
 class EmptyCache(Technique):
@@ -23,13 +21,14 @@ class EmptyCache(Technique):
     It frees memory for other processes and reduces fragmentation, but does not save time.
 
     Raises:
-        TechniqueError: At INIT, without a GPU.
+        Refusal: At INIT, without a GPU.
+
+    Source: torch.cuda.empty_cache.
     """
 
     name = "empty_cache"
-    stage = Stage.FLAGS
-    exactness = "exact"
-    trials = ()
+    order = Order.FLAGS
+    effect = "exact"
     purpose = "saves memory"
 
     every: int = Field(100, ge=1)
@@ -39,19 +38,28 @@ class EmptyCache(Technique):
         super().reset()
         self._times = self._freed = 0
 
-    def requirements(self, context: Context) -> Iterable[Requirement]:
-        yield needs_cuda(context, "the allocator's cache")
+    def needs(self, run: Run) -> Iterable[Refusal]:
+        yield from needs_composer(self.name, run, "the interval")
+        yield from needs_cuda(self.name, run, "the allocator's cache")
 
-    def engage(self, state: State) -> dict[str, Any]:
+    def engage(self, run: Run) -> dict[str, Any]:
         return {"every": self.every}
 
-    def batch_end(self, state: State) -> None:
-        if not self._times or state.timestamp.batch.value % self.every == 0:
-            with torch.cuda.device(device_of(state)):
-                self._freed += apply_empty_cache()
+    def batch_end(self, run: Run) -> None:
+        assert run.state is not None
+        if not self._times or run.state.timestamp.batch.value % self.every == 0:
+            import torch
+
+            with torch.cuda.device(run.device):
+                before = torch.cuda.memory_reserved()
+                torch.cuda.empty_cache()
+                self._freed += before - torch.cuda.memory_reserved()
             self._times += 1
 
-    def verify(self, state: State) -> dict[str, Any]:
+    def proof(self, run: Run, seen: FirstBatch) -> dict[str, Any]:
         if not self._times:
-            raise self.not_engaged("the cache was never emptied", "do not suppress the event BATCH_END")
-        return {"times_emptied": self._times, "gib_given_back": round(self._freed / GIB, 3)}
+            raise self.no_effect("the cache was never emptied", "do not suppress the event BATCH_END")
+        return self.summary(run)
+
+    def summary(self, run: Run) -> dict[str, Any]:
+        return {"times_emptied": self._times, "gib_given_back": round(self._freed / 2**30, 3)}

@@ -2,171 +2,137 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-import torch
-from composer.core import Precision, State
-from composer.utils import dist
 from pydantic import Field
 
-from composer_speedups.algorithms.fused_layers.fusing import float8_scales, fuse, load_float8_scales, unfuse
-from composer_speedups.algorithms.fused_layers.modules import (
-    FusedEmbeddings,
-    FusedLayer,
-    modules_shape,
-)
-from composer_speedups.core.parity_checked_technique import ParityCheckedTechnique
-from composer_speedups.core.requirements import (
-    Context,
-    Requirement,
-    needs_autocast,
-    needs_bf16,
-    needs_cuda,
-    needs_triton,
-)
-from composer_speedups.core.technique import Conflict, Exactness, Stage, Variant
-from composer_speedups.core.trainer_state import device_of, model_of
-from composer_speedups.families.family import family_of
-from composer_speedups.kernels.observing import counting
+from composer_speedups.core.errors import Refusal
+from composer_speedups.core.requirements import needs_autocast, needs_bf16, needs_cuda, needs_triton
+from composer_speedups.core.technique import ComparedTechnique, Effect, Order
+
+if TYPE_CHECKING:
+    from composer_speedups.core.run import FirstBatch, Run
 
 
-class FusedLayers(ParityCheckedTechnique):
+class FusedLayers(ComparedTechnique):
     """Computes each encoder layer as one function, with one QKV matmul and fused kernels between the matmuls.
 
     Raises:
-        TechniqueError: At INIT, without ``unpadding``, for a model without a supported layer, and on a GPU in fp32 or
-            without Triton; with ``precision="fp8"``, also on a CPU, on a GPU older than Ada and in fp16. In the first
-            batch, for a custom model whose results differ.
+        Refusal: At INIT, without ``unpadding``, for a model without a supported layer, and on a GPU in fp32 or without
+            Triton; with ``precision="fp8"``, also on a CPU, on a GPU older than Ada and in fp16. In the first batch,
+            for a custom model whose results differ.
     """
 
     name = "fused_layers"
-    stage = Stage.KERNELS
-    exactness = "lower_precision"
-    conflicts = (
-        Conflict(
-            "fast_layernorm",
-            "fused_layers computes the LayerNorms itself, so fast_layernorm would have no effect",
-        ),
-        Conflict(
-            "float8_linear", "fused_layers computes the matmuls itself; for 8-bit matmuls, set its precision: fp8"
-        ),
-        Conflict(
-            "sparse_upcycling",
-            "fused_layers computes the feed-forward layers itself and would ignore the experts",
-        ),
-        Conflict(
-            "torch_compile",
-            "fused_layers runs Triton kernels of its own, which leave torch_compile nothing to fuse",
-        ),
-    )
-    gain = 1.8
-    trials = (
-        Variant(with_techniques={"unpadding": {}}),
-        Variant({"precision": "fp8"}, with_techniques={"unpadding": {}}, device="cuda", gain=1.9),
-    )
-    checkpoint_fields = ParityCheckedTechnique.checkpoint_fields | {"float8_scales": list[dict[str, list[list[int]]]]}
+    order = Order.KERNELS
+    effect = "lower_precision"
+    not_with: ClassVar = {
+        "fast_layernorm": "fused_layers computes the LayerNorms itself, so fast_layernorm would have no effect",
+        "float8_linear": "fused_layers computes the matmuls itself; for 8-bit matmuls, set its precision: fp8",
+        "sparse_upcycling": "fused_layers computes the feed-forward layers itself and would ignore the experts",
+        "torch_compile": "fused_layers runs Triton kernels of its own, which leave torch_compile nothing to fuse",
+    }
 
     last_layer: Literal["needed", "all"] = Field("needed")
     """needed computes in the last layer only each row's first token under a classification head, which reads nothing
     else; all computes every token."""
-    precision: Literal["autocast", "fp8"] = Field("autocast")
-    """autocast computes the layers' matmuls in autocast's dtype; fp8 computes results and input gradients in 8 bits,
-    on Ada, Hopper and newer GPUs."""
+    precision: Literal["bf16", "fp8"] = Field("bf16")
+    """bf16 computes the layers' matmuls in autocast's dtype; fp8 computes results and input gradients in 8 bits, on
+    Ada, Hopper and newer GPUs."""
 
     @classmethod
-    def exactness_with(cls, settings: Mapping[str, Any], device: str | None) -> Exactness:
+    def effect_with(cls, settings: Mapping[str, Any], device: str | None) -> Effect:
         """Return "rounding" on a CPU, where it computes in the run's precision; the kernels on a GPU need 16 bits."""
-        return "rounding" if device == "cpu" else cls.exactness
+        return "rounding" if device == "cpu" else cls.effect
 
     def reset(self) -> None:
         super().reset()
-        self._layers: list[FusedLayer] = []
-        self._embeddings: list[FusedEmbeddings] = []
+        self._layers: list[Any] = []
         self._compiling: Any = None  # a kernels.compile_ahead.Compiling, whose module imports Triton
-        self._seen: Counter[str] = Counter()  # what ran in the first forward pass
 
     @property
     def matmul_precision(self) -> str | None:
         return "fp8" if self.precision == "fp8" else None
 
-    def requirements(self, context: Context) -> Iterable[Requirement]:
-        yield Requirement(
-            "unpadding" in context.techniques, "it needs packed tokens, and nothing packs them", "add unpadding"
-        )
-        if context.device.type == "cuda":
-            yield needs_autocast(context, "its kernels compute in 16 bits: it")
-            yield needs_cuda(context, "a Triton kernel", (8, 0))
-            yield from needs_triton()
+    def needs(self, run: Run) -> Iterable[Refusal]:
+        if "unpadding" not in run.techniques:
+            yield self.refusal("it needs packed tokens, and nothing packs them", "add unpadding")
+        if run.device.type == "cuda":
+            yield from needs_autocast(self.name, run, "its kernels compute in 16 bits: it")
+            yield from needs_cuda(self.name, run, "a Triton kernel", (8, 0))
+            yield from needs_triton(self.name)
         if self.precision == "fp8":
-            yield needs_cuda(context, "precision: fp8", (8, 9))
-            yield needs_bf16(context, "precision: fp8")
+            yield from needs_cuda(self.name, run, "precision: fp8", (8, 9))
+            yield from needs_bf16(self.name, run, "precision: fp8")
 
-    def engage(self, state: State) -> dict[str, Any]:
-        with self.refusals():
-            fuse(state.model, self.last_layer, self.precision)
-        self._layers = [layer for layer in state.model.modules() if isinstance(layer, FusedLayer)]
-        self._embeddings = [module for module in state.model.modules() if isinstance(module, FusedEmbeddings)]
-        device, family = device_of(state), family_of(type(self._layers[0]))
-        if device.type == "cuda" and family is not None and family.has_berts_layers:  # for which compile_ahead is
+    def engage(self, run: Run) -> dict[str, Any]:
+        from composer_speedups.algorithms.fused_layers.fusing import fuse, unfuse
+        from composer_speedups.algorithms.fused_layers.modules import FusedEmbeddings, FusedLayer, modules_shape
+        from composer_speedups.families.family import family_of
+
+        try:
+            fuse(run.model, self.last_layer, self.precision)
+        except ValueError as error:
+            raise self.refusal(str(error).removeprefix("fused_layers "), "remove it for this model") from error
+        run.give_back(unfuse, run.model)
+        self._layers = [layer for layer in run.model.modules() if isinstance(layer, FusedLayer)]
+        embeddings = next((module for module in run.model.modules() if isinstance(module, FusedEmbeddings)), None)
+        family = family_of(type(self._layers[0]))
+        if run.device.type == "cuda" and family is not None and family.has_berts_layers:  # for which compile_ahead is
+            import torch
+
             from composer_speedups.algorithms.fused_layers.low_rank import LayerAdapters  # imports Triton
             from composer_speedups.kernels.compile_ahead import compile_ahead
 
-            dtype = torch.float16 if state.precision == Precision.AMP_FP16 else torch.bfloat16
-            shape = modules_shape(self._layers[0], next(iter(self._embeddings), None))
+            dtype = torch.float16 if run.precision == "amp_fp16" else torch.bfloat16
+            shape = modules_shape(self._layers[0], embeddings)
             ranks = LayerAdapters.of(self._layers[0].layer_modules()).ranks()
-            self._compiling = compile_ahead(shape, dtype, device, float8=self.precision == "fp8", ranks=ranks)
+            self._compiling = compile_ahead(shape, dtype, run.device, float8=self.precision == "fp8", ranks=ranks)
+            run.give_back(lambda: self._compiling.close(cancel=True))
         return {"layers": len(self._layers)}
 
-    def withdraw(self, state: State) -> None:
-        unfuse(state.model)
-
-    def state_dict(self) -> dict[str, Any]:
-        # Scales differ by rank. Every rank creates the whole checkpoint, which rank 0 writes, so they are gathered.
-        state = self._state() if self._state is not None else None
-        scales: list[dict[str, list[list[int]]]] = []
-        if self.precision == "fp8" and self.in_force and state is not None:
-            scales = dist.all_gather_object(float8_scales(model_of(state)))
-        return super().state_dict() | {"float8_scales": scales}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        scales = state.get("float8_scales", [])
-        trainer_state = self._state() if self._state is not None else None
-        if trainer_state is not None and self.precision == "fp8" and self.in_force and scales:
-            with self.refusals("load the weights only"):
-                load_float8_scales(model_of(trainer_state), scales[dist.get_global_rank() % len(scales)])
-
-    def fit_start(self, state: State) -> None:
-        if self._compiling is not None and getattr(state.train_dataloader, "num_workers", None):
+    def fit_start(self, run: Run) -> None:
+        if self._compiling is not None and getattr(run.state.train_dataloader, "num_workers", None):  # type: ignore
             self._compiling.close()  # workers are forked next, and would inherit locks of the threads
 
-    def watch(self, state: State) -> None:
-        self._seen = self.watching.enter_context(counting())
-        if self._compiling is not None:
+    def before_forward(self, run: Run) -> None:
+        if self._compiling is not None and run.observing:
             self._compiling.wait()
 
-    def stop_watching(self, state: State) -> None:
+    def state(self, run: Run) -> dict[str, Any]:
+        # Scales differ by rank. Every rank creates the whole checkpoint, which rank 0 writes, so they are gathered.
+        if self.precision != "fp8":
+            return {}
+        from composer.utils import dist
+
+        from composer_speedups.algorithms.fused_layers.fusing import float8_scales
+
+        return {"float8_scales": dist.all_gather_object(float8_scales(run.model))}
+
+    def load_state(self, run: Run, state: Mapping[str, Any]) -> None:
+        from composer.utils import dist
+
+        from composer_speedups.algorithms.fused_layers.fusing import load_float8_scales
+
+        scales = state["float8_scales"]
+        try:
+            load_float8_scales(run.model, scales[dist.get_global_rank() % len(scales)])
+        except ValueError as error:
+            raise self.refusal(str(error), "load the weights only") from error
+
+    def proof(self, run: Run, seen: FirstBatch) -> dict[str, Any]:
         if self._compiling is not None:
             self._compiling.close()  # no kernel may be launched during a capture of CUDA graphs, which may come next
-
-    def close(self) -> None:
-        if self._compiling is not None:
-            self._compiling.close(cancel=True)
-        super().close()
-
-    def verify(self, state: State) -> dict[str, Any]:
-        ran = {way: self._seen[name] for name, way in _WAYS.items() if self._seen[name]}
+        ran = {way: seen.ran[name] for name, way in _WAYS.items() if seen.ran[name]}
         if not ran:
-            how = "ran the stock model's code" if self._seen["stock_layer"] else "did not run"
-            raise self.not_engaged(f"the layers {how}", "keep unpadding engaged")
-        if self.precision == "fp8" and not self._seen["fused_layer_fp8"]:
-            raise self.not_engaged("no layer computed in 8 bits", "remove precision: fp8 for this model")
-        embedded = [way for name, way in _EMBEDDED.items() if self._seen[name]]
+            how = "ran the stock model's code" if seen.ran["stock_layer"] else "did not run"
+            raise self.no_effect(f"the layers {how}", "keep unpadding engaged")
+        if self.precision == "fp8" and not seen.ran["fused_layer_fp8"]:
+            raise self.no_effect("no layer computed in 8 bits", "remove precision: fp8 for this model")
         return {
             "layers_ran": ", ".join(f"{count} {way}" for way, count in ran.items()),
-            "embeddings_ran": ", ".join(embedded) or "not at all",
+            "embeddings_ran": next((way for name, way in _EMBEDDED.items() if seen.ran[name]), "not at all"),
         }
 
 

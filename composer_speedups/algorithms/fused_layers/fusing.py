@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from composer_speedups.algorithms.fused_layers.modules import WITHOUT_ADAPTERS, FusedEmbeddings, FusedLayer
 from composer_speedups.core.adapters import is_adapted
-from composer_speedups.core.requirements import needs_triton, require, unsuitable_device
+from composer_speedups.core.requirements import unsuitable_device
 from composer_speedups.core.stock import built_on_meta, differences, hooks_on, model_differences, outermost_models
 from composer_speedups.families.blocks import blocks_of
 from composer_speedups.families.family import Block, Reads, config_value, family_of, family_titles
@@ -24,10 +24,10 @@ _HEAD_SIZES = (16, 32, 64, 128)
 _FLOAT8_CAPABILITY = (8, 9)  # compute capability of torch._scaled_mm
 
 LastLayer = Literal["needed", "all"]
-Precision = Literal["autocast", "fp8"]
+Precision = Literal["bf16", "fp8"]
 
 
-def fuse(model: nn.Module, last_layer: LastLayer = "needed", precision: Precision = "autocast") -> list[str]:
+def fuse(model: nn.Module, last_layer: LastLayer = "needed", precision: Precision = "bf16") -> list[str]:
     """Make the encoder layers of an unpadded model compute with fused kernels.
 
     Args:
@@ -40,9 +40,8 @@ def fuse(model: nn.Module, last_layer: LastLayer = "needed", precision: Precisio
 
     Raises:
         ValueError: The model has no unpadded encoder, or a layer that is not exactly what transformers builds from the
-            model's configuration, or of a kind without fused kernels; it is on a GPU, and Triton or its C compiler is
-            missing; or for ``"fp8"``, it is not on a CUDA GPU of compute capability 8.9 or newer, or has widths that
-            are not multiples of 16. Nothing is changed.
+            model's configuration, or of a kind without fused kernels; or for ``"fp8"``, it is not on a CUDA GPU of
+            compute capability 8.9 or newer, or has widths that are not multiples of 16. Nothing is changed.
     """
     encoders = unpadded_encoders(model)
     if not encoders:
@@ -57,8 +56,6 @@ def fuse(model: nn.Module, last_layer: LastLayer = "needed", precision: Precisio
             raise ValueError(f"fused_layers cannot fuse every layer: {reason}")
     if precision == "fp8":
         check_float8(layers.values())
-    if any(parameter.is_cuda for layer in layers.values() for parameter in layer.parameters()):
-        require(needs_triton())
     embeddings = dict(_embeddings(model))
     for module in fresh.values():
         module.__class__ = derived_class(FusedLayer, type(module))

@@ -15,7 +15,7 @@ row, P entries of the table of relative positions.
 from __future__ import annotations
 
 from enum import IntEnum, auto
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -183,7 +183,7 @@ class _Layer(FirstDerivative):
             saved = [weight.values for weight in turned]
             # Another forward pass before this backward pass may cast the weights with other scales.
             ctx.weight_scales = rows.clone().unbind()
-        qkv_w, out_w, up_w, down_w = weights
+        qkv_w, out_w, up_w, down_w = (cast(Any, weight) for weight in weights)
         norm1_w, norm1_b, norm2_w, norm2_b = (parameters[i] for i in (8, 9, 14, 15))
         seeds = draw_seeds(9 if adapters.drop else 3, x.device, dropout=any(rates) or adapters.drop)
         needs = ctx.needs_input_grad

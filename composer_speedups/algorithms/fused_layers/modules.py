@@ -69,7 +69,7 @@ class FusedLayer(nn.Module):
     prefix = "Fused"
     own_buffers = ("float8_scales",)
     family: ClassVar[Family]
-    precision: str = "autocast"
+    precision: str = "bf16"
     float8_scales: Tensor
     is_last: bool = False
 
@@ -121,7 +121,7 @@ class FusedLayer(nn.Module):
             ran("first_tokens")
             out_TH = self.first_tokens(x_TH, packed)
         elif x_TH.is_cuda and dtype != torch.float32:
-            ran("fused_layer" if self.precision == "autocast" else "fused_layer_fp8")
+            ran("fused_layer_fp8" if self.precision == "fp8" else "fused_layer")
             out_TH = self.by_kernels(x_TH, packed, dtype)
         elif self.family.block is Block.POST_NORM:
             ran("torch_layer")
@@ -166,7 +166,7 @@ class FusedLayer(nn.Module):
         positions = Positions(bias=bias, angles=packed.angles)
         if packed.embeddings is not None:
             positions = Positions(table=self._table(packed).to(dtype), entries=packed.positions.entries)
-        if self.precision == "autocast":
+        if self.precision != "fp8":
             return fused_layer(x_TH.to(dtype), modules, rates, *rows, positions)
         if dtype != torch.bfloat16:
             raise ValueError(f"fused_layers with precision='fp8' needs bf16 autocast, and the compute dtype is {dtype}")

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from composer_speedups.algorithms.lora.adapters import ADAPTER, adapted_layers, adapter_host, trained_copies
+from composer_speedups.algorithms.lora.modules import ADAPTER, adapted_layers, adapter_host, trained_copies
 from composer_speedups.core.files import replace_folder
 
 
@@ -22,7 +22,7 @@ def merged_state_dict(model: nn.Module, weights: dict[str, Tensor] | None = None
     adapter that PEFT already merged into W is not added again, and other adapters, which the user added, are left out.
 
     Args:
-        model: The Hugging Face model (or plain module) that :func:`apply_lora` changed.
+        model: The Hugging Face model (or plain module) with LoRA's adapters.
         weights: The full state dict of ``model``, for a model that is sharded over ranks; None for
             ``model.state_dict()``.
 
@@ -62,7 +62,7 @@ def save_adapter(model: nn.Module, folder: Path | str, weights: dict[str, Tensor
     base model's name or path, if it is known.
 
     Args:
-        model: The model that :func:`apply_lora` changed, or a ComposerModel that contains it.
+        model: The model with LoRA's adapters, or a ComposerModel that contains it.
         folder: The folder to write; its parent must exist.
         weights: The full state dict of the Hugging Face model, for a model that is sharded over ranks; None for
             ``model.state_dict()``.
@@ -74,7 +74,7 @@ def save_adapter(model: nn.Module, folder: Path | str, weights: dict[str, Tensor
 
     model = adapter_host(model)
     if not adapted_layers(model):
-        raise ValueError("the model has no adapters; call apply_lora first")
+        raise ValueError("the model has no adapters; add the technique lora")
     # With save_embedding_layers="auto", PEFT would look up the base model on the hub to check its vocabulary size.
     adapter_weights = get_peft_model_state_dict(model, weights, ADAPTER, save_embedding_layers=False)
     config: Any = copy.copy(model.peft_config[ADAPTER])  # type: ignore[union-attr, index]

@@ -2,40 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-import torch
-from composer.core import State
 from pydantic import Field
-from torch import Tensor, nn
-from torch.nn import Parameter
 
-from composer_speedups.algorithms.lora.adapters import ADAPTER, adapted_layers, adapter_host, trained_copies
-from composer_speedups.algorithms.lora.export import merged_state_dict, save_adapter
-from composer_speedups.algorithms.lora.functional import MAX_RANK, apply_lora
-from composer_speedups.core.requirements import Context, Requirement, needs_package
-from composer_speedups.core.technique import Conflict, Stage, Technique
-from composer_speedups.core.trainer_state import model_of
+from composer_speedups.core.errors import Refusal
+from composer_speedups.core.requirements import needs_package
+from composer_speedups.core.technique import NOT_YET, Order, Technique
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.nn import Parameter
+
+    from composer_speedups.core.run import FirstBatch, Run
+
+_MAX_RANK = 4096  # larger than the hidden size of any BERT
 
 
 class LoRA(Technique):
     """Freezes the base model, and trains low-rank adapters (PEFT) and the whole classifier.
 
     Raises:
-        TechniqueError: At INIT, without PEFT, or if a target does not match.
+        Refusal: At INIT, without PEFT, if a target does not match, or if the model has other adapters.
+
+    Sources: Hu et al., arXiv 2106.09685; PEFT; for adapters on all Linear modules, Schulman et al., "LoRA Without
+    Regret", Thinking Machines Lab, 2025.
     """
 
     name = "lora"
-    stage = Stage.ADAPTERS
-    exactness = "recipe"
-    conflicts = (
-        Conflict("sparse_upcycling", "LoRA freezes the experts and the router, so the experts would remain equal"),
-    )
-    gain = 1.15
+    order = Order.ADAPTERS
+    effect = "recipe"
+    not_with: ClassVar = {
+        "sparse_upcycling": "LoRA freezes the experts and the router, so the experts would remain equal"
+    }
 
-    rank: int = Field(8, ge=1, le=MAX_RANK)
+    rank: int = Field(8, ge=1, le=_MAX_RANK)
     """Rank of the adapters."""
     alpha: float = Field(16.0, gt=0)
     """The adapters' output is scaled by alpha / rank."""
@@ -44,7 +47,8 @@ class LoRA(Technique):
     dropout: float = Field(0.0, ge=0, lt=1)
     """Dropout of the adapters' input."""
     modules_to_save: list[str] | None = Field(None)
-    """Modules to train in full; null for the classification head."""
+    """Modules to train in full; null for the classification head, and for none in a masked LM, whose head is
+    pretrained."""
 
     @staticmethod
     def required_on_load() -> bool:
@@ -52,18 +56,28 @@ class LoRA(Technique):
 
     def reset(self) -> None:
         super().reset()
-        self._before: dict[str, Tensor] = {}
-        self._rate = 0.0
+        self._frozen: dict[str, Tensor] = {}  # sums of the frozen weights when training began
 
-    def requirements(self, context: Context) -> Iterable[Requirement]:
-        yield needs_package("peft", ".[lora]")
+    def needs(self, run: Run) -> Iterable[Refusal]:
+        yield from needs_package(self.name, "peft", ".[lora]")
 
-    def engage(self, state: State) -> dict[str, Any]:
-        settings = (self.rank, self.alpha, self.targets, self.dropout, self.modules_to_save)
-        with self.refusals():
-            apply_lora(state.model, state.optimizers, *settings)
-        inner = adapter_host(state.model)
-        trained, frozen = _trained_and_frozen(inner)
+    def engage(self, run: Run) -> dict[str, Any]:
+        from composer_speedups.algorithms.lora.modules import (
+            adapted_layers,
+            adapter_host,
+            add_adapters,
+            trained_and_frozen,
+            trained_copies,
+        )
+
+        settings = {n: getattr(self, n) for n in ("rank", "alpha", "targets", "dropout", "modules_to_save")}
+        try:
+            add_adapters(run.model, run.optimizers, **settings)
+        except ValueError as error:
+            raise self.refusal(str(error), "remove it for this model") from error
+        inner = adapter_host(run.model)
+        trained, frozen = trained_and_frozen(inner)
+        self.fit_start(run)
         return {
             "modules": len(adapted_layers(inner)),
             "trained_whole": ", ".join(trained_copies(inner)),
@@ -71,74 +85,52 @@ class LoRA(Technique):
             "total_parameters": sum(p.numel() for p in (*trained.values(), *frozen.values())),
         }
 
-    def watch(self, state: State) -> None:
-        """Record the sums of the weights and the learning rate before the first step."""
-        if not self._before:
-            trained, frozen = _trained_and_frozen(adapter_host(model_of(state)))
-            self._before = _sums({**trained, **frozen})
-            self._rate = max(float(group["lr"]) for o in state.optimizers for group in o.param_groups)
+    def fit_start(self, run: Run) -> None:
+        from composer_speedups.algorithms.lora.modules import adapter_host, sums, trained_and_frozen
 
-    def verify(self, state: State) -> dict[str, Any]:
-        """Check that the adapters have gradients and changed, and that frozen weights do not and did not."""
-        if not self._before:
-            return {}
-        inner = adapter_host(model_of(state))
-        trained, frozen = _trained_and_frozen(inner)
-        before, self._before = self._before, {}
-        now = _sums({**trained, **frozen})
-        adapters = [layer.lora_B[ADAPTER].weight for layer in adapted_layers(inner).values()]
-        moved = [name for name in trained if not torch.equal(now[name], before[name])]
-        changed = [name for name in frozen if not torch.equal(now[name], before[name])]
-        gradients = [p.grad for p in adapters if p.grad is not None and bool(p.grad.count_nonzero())]
-        if changed or any(p.grad is not None for p in frozen.values()):
-            raise self.not_engaged(
-                f"frozen weights were trained ({changed[0] if changed else 'they have gradients'})",
+        self._frozen = sums(trained_and_frozen(adapter_host(run.model))[1])  # after a checkpoint was loaded
+
+    def proof(self, run: Run, seen: FirstBatch) -> Mapping[str, Any]:
+        """Adapters have gradients and changed; frozen weights do not and did not."""
+        import torch
+
+        from composer_speedups.algorithms.lora.modules import adapter_host, adapter_weights, sums, trained_and_frozen
+
+        inner = adapter_host(run.model)
+        trained, frozen = trained_and_frozen(inner)
+        now = sums(frozen)
+        changed = next((name for name, value in self._frozen.items() if not torch.equal(now[name], value)), None)
+        if changed is not None or any(p.grad is not None for p in frozen.values()):
+            raise self.no_effect(
+                f"frozen weights were trained ({changed or 'they have gradients'})",
                 "do not change the optimizer's groups and requires_grad after INIT",
             )
-        if not gradients and not moved:
-            raise self.not_engaged("no adapter got a gradient", "do not disable the adapters after INIT")
-        if left_out := _left_out(trained, state):
-            raise self.not_engaged(f"the optimizer does not have {left_out}", "do not change its groups after INIT")
-        skipped = any(not bool(g.isfinite().all()) for g in gradients)  # fp16 skips a step that overflowed
+        if left_out := self._left_out(trained, run):
+            raise self.no_effect(f"the optimizer does not have {left_out}", "do not change its groups after INIT")
+        gradients = [p.grad for p in adapter_weights(inner) if p.grad is not None and bool(p.grad.count_nonzero())]
+        if not gradients and not seen.moved:
+            raise self.no_effect("no adapter got a gradient", "do not disable the adapters after INIT")
         evidence = {"adapters_with_gradient": len(gradients), "base_unchanged": True}
-        if not moved and self._rate == 0 and state.timestamp.batch.value <= 2:
-            self._before = before  # the learning rate warms up from 0; check again at the end
-            return evidence
-        if not moved and not skipped and _peak_rate(state) > 0:
-            raise self.not_engaged("no step changed an adapter", "do not change the optimizer after INIT")
-        return {**evidence, "parameters_moved": len(moved)}
+        if seen.moved is None:
+            return evidence if seen.ended else NOT_YET  # the learning rate warms up from 0
+        if seen.moved == 0:
+            raise self.no_effect("no step changed an adapter", "do not change the optimizer after INIT")
+        return {**evidence, "parameters_moved": seen.moved}
 
-    def export(self, state: State, weights: dict[str, Any], folder: Path) -> dict[str, Any]:
+    def export(self, run: Run, weights: dict[str, Any], folder: Path) -> dict[str, Any]:
         """Save the adapters in ``adapter/`` next to ``folder``, and return the merged weights."""
-        inner = adapter_host(model_of(state))
+        from composer_speedups.algorithms.lora.export import merged_state_dict, save_adapter
+        from composer_speedups.algorithms.lora.modules import adapter_host
+
+        inner: nn.Module = adapter_host(run.model)
         save_adapter(inner, folder.parent / "adapter", weights)
         return merged_state_dict(inner, weights)
 
-
-def _trained_and_frozen(model: nn.Module) -> tuple[dict[str, Parameter], dict[str, Parameter]]:
-    """Return the trained and the frozen parameters, according to PEFT's modules, not to requires_grad."""
-    added = [m[ADAPTER] for layer in adapted_layers(model).values() for m in (layer.lora_A, layer.lora_B)]
-    added += [wrapper.modules_to_save[ADAPTER] for wrapper in trained_copies(model).values()]
-    ours = {p for module in added for p in module.parameters()}
-    named = dict(model.named_parameters())
-    return {n: p for n, p in named.items() if p in ours}, {n: p for n, p in named.items() if p not in ours}
-
-
-@torch.no_grad()
-def _sums(parameters: dict[str, Parameter]) -> dict[str, Tensor]:
-    """Return float64 sums, which any update changes; the tensors' version would not show changes through ``.data``."""
-    return {name: p.sum(dtype=torch.float64) for name, p in parameters.items()}
-
-
-def _peak_rate(state: State) -> float:
-    groups = [group for optimizer in state.optimizers for group in optimizer.param_groups]
-    return max(float(group.get("initial_lr", group["lr"])) for group in groups)  # the latter may have decayed to 0
-
-
-def _left_out(trained: dict[str, Parameter], state: State) -> str | None:
-    """Return a trained parameter that is in no group; None for an optimizer of copies, for example on the host."""
-    held = {id(p) for optimizer in state.optimizers for group in optimizer.param_groups for p in group["params"]}
-    mine = {name: id(p) for name, p in trained.items()}
-    if held.isdisjoint(mine.values()):
-        return None
-    return next((name for name, key in mine.items() if key not in held), None)
+    @staticmethod
+    def _left_out(trained: dict[str, Parameter], run: Run) -> str | None:
+        """A trained parameter that is in no group; None for an optimizer of copies, for example on the host."""
+        held = {id(p) for optimizer in run.optimizers for group in optimizer.param_groups for p in group["params"]}
+        mine = {name: id(p) for name, p in trained.items()}
+        if held.isdisjoint(mine.values()):
+            return None
+        return next((name for name, key in mine.items() if key not in held), None)

@@ -2,55 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-from composer.core import State
 from pydantic import Field
-from torch import Tensor, nn
 
-from composer_speedups.algorithms.sparse_upcycling.experts import sparse_layers
-from composer_speedups.algorithms.sparse_upcycling.functional import (
-    MAX_EXPERTS,
-    apply_sparse_upcycling,
-    check_settings,
-    load_balancing_loss,
-)
-from composer_speedups.core.technique import Conflict, Stage, Technique
+from composer_speedups.core.errors import Refusal
+from composer_speedups.core.settings import refuse_if
+from composer_speedups.core.technique import Order, Technique
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import Tensor
+
+    from composer_speedups.core.run import FirstBatch, Run
 
 
 class SparseUpcycling(Technique):
     """Replaces every n-th feed-forward layer by experts and a router, which adds parameters, not speed.
 
     Raises:
-        TechniqueError: At INIT, if the model has no supported feed-forward layers.
+        Refusal: At INIT, if the model has no supported feed-forward layers.
+
+    Source: Sparse Upcycling, arXiv 2212.05055, without its capacity limit: no token is dropped.
     """
 
     name = "sparse_upcycling"
-    stage = Stage.SURGERY
-    exactness = "recipe"
-    conflicts = (
-        Conflict(
-            "cuda_graphs",
-            "sparse_upcycling copies the tokens per expert to the host, which is not allowed while a CUDA graph is "
-            "captured",
-        ),
-    )
-    trials = ()
+    order = Order.LAYERS
+    effect = "recipe"
+    not_with: ClassVar = {
+        "cuda_graphs": "sparse_upcycling copies the tokens per expert to the host, which is not allowed while a CUDA "
+        "graph is captured"
+    }
     purpose = "adds capacity"
 
-    experts: int = Field(4, ge=2, le=MAX_EXPERTS)
+    experts: int = Field(4, ge=2, le=1024)
     """Experts per layer."""
     every: int = Field(2, ge=1)
     """Replace every n-th layer."""
     top_k: int = Field(2, ge=2)
-    """Experts per token, at most all of them."""
+    """Experts per token, at most all of them. With one expert, its weight would always be 1, and the router would get
+    no gradient from the task."""
     load_balancing: float = Field(0.01, ge=0)
     """Coefficient of the load-balancing loss, which is summed over layers; 0 disables it."""
 
     def check_settings(self) -> None:
-        check_settings(self.experts, self.every, self.top_k)
+        refuse_if(self.top_k > self.experts, "top_k", f"must be 2 to experts={self.experts}, not {self.top_k}")
 
     @staticmethod
     def required_on_load() -> bool:
@@ -58,102 +56,94 @@ class SparseUpcycling(Technique):
 
     def reset(self) -> None:
         super().reset()
-        self._rows: dict[str, list[int]] = {}  # by layer: output rows of each expert in the first batch
         self._reached = False  # whether the backward pass reached the load-balancing loss
         self._losses: list[Tensor] = []  # load-balancing losses of this batch's micro-batches
         self._balance = 0.0  # load-balancing loss of the last batch, summed over layers
         self._load: dict[str, Tensor] = {}  # by layer: shares of the real tokens' slots in the last micro-batch
-        self._first: dict[str, Any] = {}
 
-    def engage(self, state: State) -> dict[str, Any]:
-        before = sum(p.numel() for p in state.model.parameters())
-        with self.refusals():
-            apply_sparse_upcycling(state.model, state.optimizers, self.experts, self.every, self.top_k)
+    def needs(self, run: Run) -> Iterable[Refusal]:
+        from composer_speedups.core.requirements import needs_composer
+
+        if self.load_balancing:
+            yield from needs_composer(self.name, run, "the load-balancing loss")
+
+    def engage(self, run: Run) -> dict[str, Any]:
+        from composer_speedups.algorithms.sparse_upcycling.modules import sparse_layers
+        from composer_speedups.algorithms.sparse_upcycling.upcycle import upcycle
+
+        before = sum(p.numel() for p in run.model.parameters())
+        try:
+            upcycle(run.model, run.optimizers, experts=self.experts, every=self.every, top_k=self.top_k)
+        except ValueError as error:
+            raise self.refusal(str(error), "remove it for this model") from error
         return {
-            "layers": len(sparse_layers(state.model)),
+            "layers": len(sparse_layers(run.model)),
             "experts": self.experts,
-            "parameters_added": sum(p.numel() for p in state.model.parameters()) - before,
+            "parameters_added": sum(p.numel() for p in run.model.parameters()) - before,
             "checkpoint": "has experts; load an exported model with load_sparse_upcycling",
         }
 
-    def batch_end(self, state: State) -> None:
-        if self._losses:
-            self._balance = float(torch.stack(self._losses).mean())
-            self._losses = []
-            self.log_metrics({"load_balancing_loss": self._balance / len(sparse_layers(state.model))})
+    def after_loss(self, run: Run) -> None:
+        from composer_speedups.algorithms.sparse_upcycling.modules import (
+            add_to_loss,
+            load_balancing_loss,
+            sparse_layers,
+        )
 
-    def after_loss(self, state: State) -> None:
-        try:
-            balance = load_balancing_loss(state.model)
-        except ValueError as error:
+        assert run.state is not None
+        balance = load_balancing_loss(run.model)
+        if balance is None:
             fix = "use gradient checkpointing without use_reentrant, or remove sparse_upcycling"
-            self.unavailable(self.not_engaged(str(error), fix))
-            return
+            raise self.no_effect("there was no forward pass in training mode with gradients", fix)
         self._losses.append(balance.detach())
-        self._load = dict(sparse_layers(state.model)[0].routing.load)  # evaluation clears it
+        self._load = dict(sparse_layers(run.model)[0].routing.load)  # evaluation clears it
         if not self.load_balancing:
             return
-        if not self._verified:
+        if not self._reached:
             balance.register_hook(self._note_gradient)
-        state.loss = add_to_loss(state.loss, self.load_balancing * balance)
+        run.state.loss = add_to_loss(run.state.loss, self.load_balancing * balance)
 
     def _note_gradient(self, gradient: Tensor) -> None:
         self._reached = True
 
-    def watch(self, state: State) -> None:
-        """Count the output rows of each expert over the micro-batches."""
-        for layer in sparse_layers(state.model):
-            counts = self._rows.setdefault(layer.name, [0] * len(layer.experts))
-            for index, expert in enumerate(layer.experts):
-                self.watching.callback(expert.register_forward_hook(_count_into(counts, index)).remove)
+    def batch_end(self, run: Run) -> None:
+        import torch
 
-    def verify(self, state: State) -> dict[str, Any]:
-        layers = sparse_layers(state.model)
-        if not self._first:
-            self._check_effect(state)
-            self._first = {
-                "rows_per_expert": [sum(rows) for rows in zip(*self._rows.values(), strict=True)],
-                "load_balancing_loss": round(self._balance / len(layers), 4),
-                "share_in_first_batch": self._shares(),
-            }
-            return self._first
+        if self._losses:
+            self._balance = float(torch.stack(self._losses).mean())
+            self._losses = []
+            run.log({f"{self.name}/load_balancing_loss": self._balance / len(self._load)})
+
+    def proof(self, run: Run, seen: FirstBatch) -> Mapping[str, Any]:
+        from composer_speedups.algorithms.sparse_upcycling.modules import sparse_layers
+
+        layers, fix = sparse_layers(run.model), "do not change the model and its loss after INIT, or remove it"
+        ran = {
+            layer.name: sum(bool(seen.ran[f"{layer.name} expert {i}"]) for i in range(self.experts)) for layer in layers
+        }
+        for name, count in ran.items():
+            if count < self.top_k:
+                raise self.no_effect(f"only {count} experts of {name} ran in the first batch", fix)
+        if run.state is not None and self.load_balancing and not self._reached:
+            raise self.no_effect("the load-balancing loss was not part of the backward pass", fix)
+        trained = {id(p) for optimizer in run.optimizers for g in optimizer.param_groups for p in g["params"]}
+        ours = [p for layer in layers for p in layer.parameters()]
+        if trained and not run.sharded and not trained.issuperset(map(id, ours)):  # FSDP has other parameters
+            raise self.no_effect("the optimizer does not train the experts and their router", fix)
+        return {
+            "experts_that_ran": min(ran.values()),
+            "load_balancing_loss": round(self._balance / len(layers), 4),
+            "share_in_first_batch": self._shares(),
+        }
+
+    def summary(self, run: Run) -> dict[str, Any]:
         return {"share_in_last_batch": self._shares()}
 
-    def _check_effect(self, state: State) -> None:
-        layers, fix = sparse_layers(state.model), "do not change the model and its loss after INIT, or remove it"
-        for layer in layers:
-            used = sum(rows > 0 for rows in self._rows.get(layer.name, []))
-            if used < self.top_k:
-                raise self.not_engaged(f"only {used} experts of {layer.name} ran in the first batch", fix)
-        if self.load_balancing and not self._reached:
-            raise self.not_engaged("the load-balancing loss was not part of the backward pass", fix)
-        trained = {id(p) for optimizer in state.optimizers for g in optimizer.param_groups for p in g["params"]}
-        ours = [p for layer in layers for p in layer.parameters()]
-        if not state.fsdp_enabled and not trained.issuperset(map(id, ours)):  # FSDP has other parameters
-            raise self.not_engaged("the optimizer does not train the experts and their router", fix)
-
     def _shares(self) -> str:
-        """Return the smallest and largest share of a layer's real tokens per expert; an even load is 1/experts."""
+        """The smallest and largest share of a layer's real tokens per expert; an even load is 1/experts."""
+        import torch
+
+        if not self._load:
+            return "not seen"
         shares = torch.stack(list(self._load.values()))
         return f"{float(shares.min()):.3f}–{float(shares.max()):.3f}"
-
-
-def _count_into(counts: list[int], index: int) -> Callable[..., None]:
-    def count(module: nn.Module, args: Any, output: Tensor) -> None:
-        counts[index] += len(output)
-
-    return count
-
-
-def add_to_loss(loss: Any, extra: Tensor) -> Any:
-    """Add a term to a ComposerModel's loss and return it in the same form.
-
-    Composer accepts a tensor, a list or tuple of tensors (which it sums), or a dict (of which it uses ``total``, or
-    else the sum).
-    """
-    if isinstance(loss, dict):
-        total = {"total": loss["total"] + extra} if "total" in loss else {}
-        return {**loss, **total, "load_balancing": extra}
-    if isinstance(loss, (list, tuple)):
-        return [*loss, extra]
-    return loss + extra

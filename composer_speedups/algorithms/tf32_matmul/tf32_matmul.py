@@ -3,45 +3,68 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-from composer.core import State
 from pydantic import Field
 
-from composer_speedups.core.flags import MATMUL_PRECISION, FlagTechnique
-from composer_speedups.core.requirements import Context, Requirement, needs_cuda
-from composer_speedups.core.technique import Stage, Variant
-from composer_speedups.core.trainer_state import device_of
+from composer_speedups.core.errors import Refusal
+from composer_speedups.core.requirements import needs_cuda
+from composer_speedups.core.technique import Order, Technique
+
+if TYPE_CHECKING:
+    import torch
+
+    from composer_speedups.core.run import FirstBatch, Run
 
 
-class TF32Matmul(FlagTechnique):
+class TF32Matmul(Technique):
     """Computes float32 matmuls in TF32 ("high"), or in bf16 if torch supports it ("medium").
 
+    In Composer's Trainer the flag is set during ``fit``, ``eval`` and ``predict`` only, so that several Trainers in one
+    process do not affect each other.
+
     Raises:
-        TechniqueError: At INIT, without a GPU of compute capability 8.0 (Ampere) or newer.
+        Refusal: At INIT, without a GPU of compute capability 8.0 (Ampere) or newer.
+
+    Source: torch.set_float32_matmul_precision.
     """
 
     name = "tf32_matmul"
-    stage = Stage.FLAGS
-    exactness = "lower_precision"
-    flag = MATMUL_PRECISION
-    gain = 2.9
-    trials = (Variant({"precision": "high"}),)
+    order = Order.FLAGS
+    effect = "lower_precision"
 
     precision: Literal["high", "medium"] = Field("high")
     """high is TF32; medium is bf16 if torch supports it."""
 
-    def requirements(self, context: Context) -> Iterable[Requirement]:
-        yield needs_cuda(context, "TF32", (8, 0))
+    def needs(self, run: Run) -> Iterable[Refusal]:
+        yield from needs_cuda(self.name, run, "TF32", (8, 0))
 
-    def wanted_flag(self) -> str:
-        return self.precision
+    def engage(self, run: Run) -> dict[str, Any]:
+        from composer_speedups.core.flags import MATMUL_PRECISION
 
-    def verify(self, state: State) -> dict[str, Any]:
-        error = matmul_error(device_of(state))
+        before = MATMUL_PRECISION.read()
+        if run.in_other_loop:
+            self.fit_start(run)
+        run.give_back(MATMUL_PRECISION.release, self)
+        return {"before": before, "during": self.precision}
+
+    def fit_start(self, run: Run) -> None:
+        from composer_speedups.core.flags import MATMUL_PRECISION
+
+        MATMUL_PRECISION.take(self, self.precision)
+
+    def fit_end(self, run: Run) -> None:
+        from composer_speedups.core.flags import MATMUL_PRECISION
+
+        MATMUL_PRECISION.give_back(self)
+
+    eval_standalone_start = eval_before_all = predict_start = fit_start
+    eval_standalone_end = eval_after_all = predict_end = fit_end
+
+    def proof(self, run: Run, seen: FirstBatch) -> dict[str, Any]:
+        error = matmul_error(run.device)
         if error < 1e-5:
-            raise self.not_engaged(
+            raise self.no_effect(
                 f"a float32 matmul still has full precision (relative error {error:.1e})",
                 "look for code that sets torch's matmul precision during fit",
             )
@@ -50,6 +73,8 @@ class TF32Matmul(FlagTechnique):
 
 def matmul_error(device: torch.device) -> float:
     """Relative error of a float32 matmul on ``device`` compared with float64: about 1e-7 in float32, 3e-4 in TF32."""
+    import torch
+
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(256, 256, generator=generator, dtype=torch.float64).float() for _ in range(2))
     exact = a.double() @ b.double()

@@ -34,8 +34,9 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from typing_extensions import TypedDict
 
-from composer_speedups.core.errors import ConfigError, UserError, first_line
-from composer_speedups.core.technique import refuse_other_techniques, techniques_of
+from composer_speedups.core.engaging import refuse_other_techniques, techniques_of
+from composer_speedups.core.errors import ConfigError, Refusal, first_line
+from composer_speedups.core.host import Host, host_of
 from composer_speedups.core.temporary_attribute import temporary_attribute
 
 __all__ = ["DamagedCheckpointError", "check_checkpoint", "keep_loadable", "restricted_loading", "validate"]
@@ -149,7 +150,7 @@ def _one_line(name: str, weights_only: bool = False, kind: type[ConfigError] = C
     """Raise errors as a ConfigError that begins with ``name``; of class ``kind`` if the file is damaged."""
     try:
         yield
-    except UserError:
+    except Refusal:
         raise
     except pickle.UnpicklingError as error:
         reason = str(error).partition("WeightsUnpickler error:")[2].strip() or str(error)  # torch's, without its advice
@@ -323,9 +324,8 @@ def keep_loadable(held: dict[str, Any], state: State, *, weights_only: bool) -> 
     elif state.fsdp_config_version != 1:  # FSDP1's flat parameters have other names and shapes; torch checks them
         match_template(loaded["model"], get_model_state_dict(state.model), "state/model")
         if not weights_only:
-            for technique in techniques_of(state.algorithms):
-                if technique.freezes_on_load and _class(technique) in loaded["algorithms"]:
-                    technique.load_state_dict(loaded["algorithms"][_class(technique)])
+            if (host := host_of(state)) is not None:  # a technique may freeze parameters, which then have no state
+                host.load_state_dict(loaded["callbacks"]["Host"])
             optimizers = {_class(o): get_optimizer_state_dict(state.model, o) for o in state.optimizers}
             match_template(loaded["optimizers"], optimizers, "state/optimizers")
     held.clear()
@@ -348,8 +348,9 @@ def _keep_states(loaded: dict[str, Any], state: State) -> None:
 
     Algorithms become a dict, in which Composer looks the run's own up; it would evaluate the entries of a list.
     """
-    techniques = (str(held.get("repr")) for _, held in loaded["algorithms"] if "evidence" in held)
-    refuse_other_techniques(sorted(techniques), state.algorithms)
+    host = loaded["callbacks"].get("Host")
+    names = validate(host, Host.checkpoint_fields, "state/callbacks/Host")["techniques"] if host else []
+    refuse_other_techniques(names, techniques_of(state.algorithms))
     schedulers = {_class(scheduler): scheduler.state_dict() for scheduler in state.schedulers}
     scaler = {_class(state.scaler): state.scaler.state_dict()} if state.scaler else {}
     loaded |= {

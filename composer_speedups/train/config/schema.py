@@ -19,9 +19,9 @@ from composer_speedups.callbacks.config import (
     MemoryConfig,
     ThroughputConfig,
 )
-from composer_speedups.core.catalogue import keys_by_task, technique_names
 from composer_speedups.core.errors import did_you_mean
 from composer_speedups.core.files import with_working_directory
+from composer_speedups.core.registry import technique_names
 from composer_speedups.core.settings import DURATION_UNITS, ComposerTime, FileName, Settings, refuse_if
 from composer_speedups.distributed import FSDPConfig
 from composer_speedups.tasks.config import ModelConfig
@@ -44,6 +44,16 @@ __all__ = [
     "WandbConfig",
     "checkpoint_problem",
 ]
+
+KEYS_OF_TASKS = {  # those that not every task reads; a test compares them with the tasks
+    "classification": ["model.label_smoothing", "model.class_weights", "data.labels", "data.truncation"],
+    "multilabel": ["data.label_columns", "data.labels", "data.truncation"],
+    "regression": ["data.truncation"],
+    "token_classification": ["data.labels", "data.label_all_pieces"],
+    "reranking": ["model.loss", "data.truncation"],
+    "embedding": ["model.loss", "model.temperature", "model.pooling", "model.gradient_cache"],
+    "mlm": ["data.mlm_probability", "data.whole_word_masking", "data.packing"],
+}
 
 
 def _without_those_off(algorithms: Any) -> Any:
@@ -313,7 +323,7 @@ class Config(Settings):
 
     def _check_task_keys(self) -> None:
         """Refuse keys that only other tasks read, because setting them would have no effect."""
-        task, readers = self.model.task, keys_by_task()
+        task, readers = self.model.task, KEYS_OF_TASKS
         for key in dict.fromkeys(itertools.chain.from_iterable(readers.values())):
             section, _, name = key.partition(".")
             settings = getattr(self, section)

@@ -1,0 +1,106 @@
+"""Techniques in any other training loop than Composer's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from composer_speedups.core.engaging import ask, engage, techniques_of
+from composer_speedups.core.errors import Refusal
+from composer_speedups.core.observer import Observer
+from composer_speedups.core.run import Run
+from composer_speedups.core.technique import Technique
+from composer_speedups.core.trainer_state import is_compiled, world_size
+
+__all__ = ["Applied", "apply"]
+
+
+class Applied:
+    """Techniques that :func:`apply` applied to a model.
+
+    Attributes:
+        optimizer: The optimizer to step: the one that was passed, or the one that a technique put in its place.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run, self._observer = run, Observer(run, hears_steps=False)
+        self._waiting = dict(run.techniques)
+        self._mine = {id(parameter) for parameter in run.model.parameters()}
+        self._handles = [register_optimizer_step_post_hook(self._after_step)]
+        self.optimizer: Optimizer | None = next(iter(run.optimizers), None)
+        if is_compiled(run.model):  # a hook would become part of the compiled code
+            self._observer.start()
+        else:
+            self._handles.append(run.model.register_forward_pre_hook(self._before_forward))
+
+    @property
+    def evidence(self) -> dict[str, dict[str, Any]]:
+        """Name of each technique → what it changed and, after the first optimizer step, the proof of its effect."""
+        return {name: dict(technique.evidence) for name, technique in self._run.techniques.items()}
+
+    def undo(self) -> None:
+        """Give back forwards, classes, hooks and flags. Parameters, adapters, experts and the optimizer stay."""
+        self._observer.stop()
+        self._stop_watching()
+        self._run.undo.close()
+
+    def _before_forward(self, model: nn.Module, _args: Any) -> None:
+        if not self._waiting:
+            self._stop_watching()
+        elif not self._run.observing and model.training and torch.is_grad_enabled():
+            self._observer.start()
+
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        mine = any(id(p) in self._mine for group in optimizer.param_groups for p in group["params"])
+        if self._run.observing and (mine or optimizer is self.optimizer):
+            self._observer.stepped(optimizer)
+            if self._observer.stop():
+                ask(self._run, self._waiting, self._observer.seen)
+
+    def _stop_watching(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+
+def apply(model: nn.Module, techniques: Iterable[Technique], optimizer: Optimizer | None = None) -> Applied:
+    """Apply techniques to a model that any loop trains: plain PyTorch, HF Trainer, sentence-transformers and others.
+
+    They are checked, ordered and applied as in Composer's Trainer, all or none. The first batch, from its first forward
+    pass with gradients to the optimizer's step, is observed, and a technique that had no effect raises there.
+
+    Args:
+        model: A transformers model, or any module; changed in place.
+        techniques: Such as ``[Unpadding(), FusedLayers()]``, in any order.
+        optimizer: The loop's optimizer, for techniques that change it or parameters; use ``optimizer`` of the result
+            from then on.
+
+    Returns:
+        A handle with the evidence, and ``undo()``.
+
+    Raises:
+        Refusal: A technique cannot engage, needs Composer's loop, or needs an optimizer; two conflict; or the model has
+            other techniques already.
+    """
+    if not isinstance(model, nn.Module):
+        raise Refusal("apply", f"the model is a {type(model).__name__}, not a torch.nn.Module", "pass the model first")
+    techniques = techniques_of(techniques)
+    first = next(model.parameters(), torch.zeros(()))
+    autocast = first.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(first.device.type)
+    half = torch.get_autocast_dtype(first.device.type) if autocast else torch.float32
+    run = Run(
+        device=first.device,
+        precision={torch.bfloat16: "amp_bf16", torch.float16: "amp_fp16"}.get(half, "fp32"),
+        model=model,
+        optimizers=[] if optimizer is None else [optimizer],
+        ranks=world_size(),
+        sharded=any(isinstance(parameter, DTensor) for parameter in model.parameters()),
+    )
+    engage(run, techniques)
+    return Applied(run)

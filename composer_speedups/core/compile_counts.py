@@ -1,0 +1,78 @@
+"""Count compilations and captures of CUDA graphs in this process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from operator import sub
+from typing import NamedTuple
+
+from torch._dynamo.convert_frame import FRAME_COMPILE_COUNTER
+from torch._dynamo.utils import compilation_time_metrics, counters
+
+__all__ = ["CompileCounts", "capture_seconds", "capturing", "compile_counts", "counted_apart"]
+
+# the backward graph is compiled at the first backward pass
+_COMPILE_PHASES = ("_compile.compile_inner", "backward._backward_impl")
+
+
+class CompileCounts(NamedTuple):
+    """Counts of torch.compile in this process so far."""
+
+    graphs: int  # graphs captured
+    breaks: int  # graph breaks
+    recompiles: int  # recompilations because of a failed guard
+    failed: int  # frames that run eagerly
+    seconds: float  # compile time of forward and backward graphs
+
+    def since(self, earlier: CompileCounts) -> CompileCounts:
+        """The difference to an earlier count."""
+        return CompileCounts(*map(sub, self, earlier))
+
+
+_apart = CompileCounts(0, 0, 0, 0, 0.0)  # counts inside counted_apart()
+
+
+@contextmanager
+def counted_apart() -> Iterator[None]:
+    """Exclude compilations inside the block from :func:`compile_counts`, for example those of the optimizer's step."""
+    global _apart
+    before = compile_counts()  # without the counts excluded so far
+    try:
+        yield
+    finally:
+        _apart = _all_counts().since(before)
+
+
+def compile_counts() -> CompileCounts:
+    """Cumulative counts; ``get_compilation_metrics`` would keep only the last 64 compilations."""
+    return _all_counts().since(_apart)
+
+
+def _all_counts() -> CompileCounts:
+    frames = counters["frames"]
+    return CompileCounts(
+        graphs=counters["stats"]["unique_graphs"],
+        breaks=sum(counters["graph_break"].values()),
+        recompiles=sum(n - 1 for n in FRAME_COMPILE_COUNTER.values()),
+        failed=frames["total"] - frames["ok"],
+        seconds=sum(sum(compilation_time_metrics.get(phase, ())) for phase in _COMPILE_PHASES),
+    )
+
+
+_capture_seconds = 0.0
+
+
+def capture_seconds() -> float:
+    """Seconds that all CUDA graph captures of this process have taken so far, including their warm-up."""
+    return _capture_seconds
+
+
+@contextmanager
+def capturing() -> Iterator[None]:
+    """Measures a capture."""
+    global _capture_seconds
+    start = time.perf_counter()
+    yield
+    _capture_seconds += time.perf_counter() - start

@@ -1,0 +1,209 @@
+"""Check techniques and change a model by them: in what order, which refuse each other, and all or none.
+
+Nothing here needs Composer: :mod:`.host` is for its Trainer, and :mod:`.apply` for other loops.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import nn
+
+from composer_speedups.core.errors import ConfigError, Refusal
+from composer_speedups.core.first_batch import Comparison
+from composer_speedups.core.observer import leave_open
+from composer_speedups.core.run import FirstBatch, Run
+from composer_speedups.core.stock import outermost_models
+from composer_speedups.core.technique import FSDP, NOT_YET, Technique
+
+__all__ = ["ask", "check", "engage", "had_no_effect", "refuse_other_techniques", "techniques_of"]
+
+_RUN = "_composer_speedups_run"  # attribute of a changed model: its run. It is collected together with the model
+
+
+def techniques_of(algorithms: Iterable[Any]) -> list[Technique]:
+    """The techniques in a list of algorithms, in the order in which they engage.
+
+    Raises:
+        ConfigError: A class instead of its instance, a name, or a list in the list.
+    """
+    algorithms = list(algorithms)
+    for other in algorithms:
+        if isinstance(other, type) and hasattr(other, "match"):
+            raise ConfigError(f"algorithms: {other.__name__} is a class, not a technique; write {other.__name__}()")
+        if isinstance(other, list):
+            raise ConfigError("algorithms: a list is in the list; write its items, as in [*recommended(), LoRA()]")
+        if isinstance(other, type) or not hasattr(other, "match"):
+            raise ConfigError(f"algorithms: {other!r:.80} is no technique; write an instance, such as Unpadding()")
+    return sorted((a for a in algorithms if isinstance(a, Technique)), key=lambda t: (t.order, t.name))
+
+
+def check(techniques: Iterable[Technique], run: Run) -> None:
+    """Check techniques before anything is changed, and set ``run.techniques`` to those that can engage.
+
+    Each is checked with the precision that those before it leave, whatever the order of the list.
+
+    Raises:
+        Refusal: Two conflict, or one is listed twice, or one cannot engage, which also names the others that cannot.
+
+    Warns:
+        UserWarning: A technique with ``on_unavailable="warn"`` cannot engage.
+    """
+    ordered, precision = techniques_of(techniques), run.precision
+    run.techniques = {technique.name: technique for technique in ordered}
+    for one, other in itertools.combinations(ordered, 2):
+        if one.name == other.name:
+            raise one.refusal("is listed twice", "list it once")
+        if (why := one.not_with.get(other.name) or other.not_with.get(one.name)) is not None:
+            raise one.refusal(f"conflicts with {other.name}: {why}", f"remove {one.name} or {other.name}")
+    refused: list[Refusal] = []
+    try:
+        for technique in ordered:
+            try:
+                _require(technique, run)
+            except Refusal as error:
+                if technique.on_unavailable == "warn":
+                    _leave_out(technique, run, error)
+                    continue
+                refused.append(error)  # the others are checked as if it engaged, since its error is to be fixed
+            run.precision = technique.precision_after(run)
+    finally:
+        run.precision = precision
+    if refused:
+        first, *others = refused
+        also = f"; these cannot engage either: {', '.join(error.who for error in others)}" if others else ""
+        raise Refusal(first.who, first.reason, first.fix + also)
+
+
+def _require(technique: Technique, run: Run) -> None:
+    if run.sharded and FSDP in technique.not_with:
+        raise technique.refusal(technique.not_with[FSDP], "train without FSDP (DDP works), or remove it")
+    for refusal in technique.needs(run):
+        stops = technique.on_unavailable == "stop" and not run.in_other_loop
+        other = ', or set on_unavailable="warn" to continue without it' if stops else ""
+        raise Refusal(refusal.who, refusal.reason, refusal.fix + other)
+
+
+def _leave_out(technique: Technique, run: Run, error: Refusal) -> None:
+    del run.techniques[technique.name]
+    _warn(technique, error, "without")
+
+
+def _warn(technique: Technique, error: Refusal, continuing: str) -> None:
+    key = f", with train.py by algorithms.{technique.name}=null" if error.fix.endswith("remove the technique") else ""
+    if technique.engaged is not False:
+        said = f"continuing {continuing} {error.who}: {error.reason} (to silence this: {error.fix}{key})"
+        warnings.warn(str(Refusal(said)), UserWarning, stacklevel=3)
+    technique.engaged = False
+    technique.evidence = {"unavailable": error.reason, "fix": error.fix}
+
+
+def engage(run: Run, techniques: Iterable[Technique]) -> Comparison:
+    """Check techniques and change the run by all of them, or by none.
+
+    A run that had changed the model with the same techniques is undone before.
+
+    Returns:
+        The comparison with the untouched model that is due.
+
+    Raises:
+        Refusal: One cannot engage, or the model is changed by a run with other techniques.
+    """
+    techniques = techniques_of(techniques)
+    leave_open()
+    _undo_earlier(run.model, techniques)
+    for technique in techniques:
+        technique.reset()
+    check(techniques, run)
+    comparison = Comparison(run)
+    complete = True
+    try:
+        for technique in list(run.techniques.values()):
+            try:
+                if not complete:
+                    _require(technique, run)  # one that it needs may be left out
+                technique.evidence.update(technique.engage(run))
+            except Refusal as error:
+                if technique.on_unavailable == "stop":
+                    raise
+                _leave_out(technique, run, error)
+                complete = False
+                continue
+            technique.engaged = True
+            run.precision = technique.precision_after(run)
+    except BaseException:
+        run.undo.close()
+        raise
+    for model in _keys(run.model):
+        vars(model)[_RUN] = (run, sorted(map(repr, techniques)))
+        run.give_back(vars(model).pop, _RUN, None)
+    return comparison
+
+
+def _keys(model: nn.Module) -> list[nn.Module]:
+    """The modules by which a model is recognized in another Trainer's wrapper: the transformers models inside it."""
+    return list(outermost_models(model).values()) or [model]
+
+
+def _undo_earlier(model: nn.Module, techniques: Sequence[Technique]) -> None:
+    if any(isinstance(module, nn.DataParallel) for module in model.modules()):
+        raise Refusal("techniques", "torch.nn.DataParallel is not supported", "use DistributedDataParallel")
+    asked = sorted(map(repr, techniques))
+    for key in _keys(model):
+        run, names = vars(key).get(_RUN) or (None, asked)
+        if names != asked and techniques:
+            raise Refusal(
+                "techniques",
+                f"the model is in use with [{', '.join(names)}], and this run has [{', '.join(asked)}]",
+                "close that Trainer (or call undo() of apply's result), or build a new model",
+            )
+        if run is not None and techniques:
+            run.undo.close()
+
+
+def ask(run: Run, waiting: dict[str, Technique], seen: FirstBatch) -> None:
+    """Ask techniques for proof, and take out of ``waiting`` those that answer.
+
+    Raises:
+        Refusal: One had no effect; with ``on_unavailable="warn"``, a warning instead, and the technique stays in force.
+    """
+    for technique in list(waiting.values()):
+        try:
+            proof = technique.proof(run, seen)
+            if proof is NOT_YET:
+                if not seen.ended:
+                    continue
+                raise technique.no_effect("nothing was seen of it until the end of training", "train longer")
+            technique.evidence.update(proof)
+        except Refusal as error:
+            had_no_effect(technique, error)
+        del waiting[technique.name]
+
+
+def had_no_effect(technique: Technique, error: Refusal) -> None:
+    """Raise the refusal of a technique that is in force, or warn, as its ``on_unavailable`` says."""
+    if technique.on_unavailable == "stop":
+        raise error
+    _warn(technique, error, "although")
+    technique.evidence["applied"] = "had no effect, kept"
+
+
+def refuse_other_techniques(recorded: list[str], techniques: Iterable[Technique]) -> None:
+    """Refuse to resume a checkpoint of other techniques.
+
+    Args:
+        recorded: The sorted representations of the checkpoint's techniques.
+        techniques: Those of the run.
+
+    Raises:
+        ConfigError: Names both lists.
+    """
+    current = sorted(map(repr, techniques))
+    if recorded != current:
+        raise ConfigError(
+            f"the checkpoint was written with techniques [{', '.join(recorded)}] and this run has "
+            f"[{', '.join(current)}]; resume with the same ones, or load the weights only"
+        )

@@ -1,0 +1,148 @@
+"""Observe one training batch: operators, dtypes of matmuls, compilations, this package's kernels, moved parameters."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from composer_speedups.core.compile_counts import compile_counts
+from composer_speedups.core.run import FirstBatch, Run
+from composer_speedups.core.trainer_state import local_shard
+from composer_speedups.kernels.observing import counting
+
+__all__ = ["Observer", "Operators"]
+
+_MATMULS = {"mm", "addmm", "bmm", "baddbmm", "linear", "_scaled_mm"}
+_SAMPLE = 64  # values compared in each parameter
+# with a smaller rate, a step may be too small to change float32 weights, for example at the start of a warm-up
+_MIN_RATE = 1e-6
+
+_open: Observer | None = None  # the one that is observing; an exception in a batch may have left it open
+
+
+class Operators(TorchDispatchMode):
+    """Counts operators, and the dtypes of the results of matrix products, into ``seen``.
+
+    An operator on a tensor subclass, such as torchao's, is counted as ``Subclass.operator``, too.
+    """
+
+    def __init__(self, seen: FirstBatch) -> None:
+        super().__init__()
+        self.seen = seen
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """True lets Dynamo compile inside the mode; otherwise it skips the frame, also in later batches."""
+        return True
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """The same for torch before 2.9, in which Dynamo asks this."""
+        return not hasattr(TorchDispatchMode, "ignore_compile_internals")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func.overloadpacket.__name__)
+        self.seen.operators[name] += 1
+        for kind in types:
+            self.seen.operators[f"{kind.__name__}.{name}"] += 1
+        result = func(*args, **(kwargs or {}))
+        if name in _MATMULS and isinstance(result, Tensor):
+            self.seen.matmul_dtypes.add(_name(result.dtype))
+        return result
+
+
+class Observer:
+    """Observes batches of one run, until the techniques have seen enough.
+
+    Args:
+        run: The run.
+        hears_steps: Whether it registers for the steps of all optimizers while it observes. False for an owner that
+            stops it in such a hook, in which torch allows no other to be removed.
+
+    Attributes:
+        seen: What was observed so far; counts add up over the observed batches.
+        batches: Number of observed batches.
+    """
+
+    def __init__(self, run: Run, *, hears_steps: bool = True) -> None:
+        self._hears_steps = hears_steps
+        self.seen, self.batches = FirstBatch(), 0
+        self._run, self._before = run, compile_counts()
+        self._open = contextlib.ExitStack()
+
+    def start(self) -> None:
+        global _open
+        leave_open()
+        _open = self
+        self.batches += 1
+        self._run.observing = True
+        self.seen.steps, self.seen.moved, self.seen.trained = 0, None, 0
+        self._rate = 0.0
+        self._samples = {p: sample(p).clone() for p in self._run.model.parameters() if p.requires_grad}
+        self._ran = self._open.enter_context(counting())
+        if self._hears_steps:
+            handle = register_optimizer_step_post_hook(self.stepped)
+            self._open.callback(handle.remove)
+        self._open.enter_context(Operators(self.seen))
+
+    def stepped(self, optimizer: Any, *_: Any) -> None:
+        """Note a step; called by torch, or by the owner if ``hears_steps`` is False."""
+        self.seen.steps += 1
+        self._rate = max([self._rate, *(float(group["lr"]) for group in optimizer.param_groups)])
+
+    stepped.reads_gradients = False  # type: ignore[attr-defined]  # see distributed.gradient_readers
+
+    def outputs(self, outputs: Any) -> None:
+        """Note the dtypes of the model's outputs."""
+        self.seen.outputs |= {_name(tensor.dtype) for tensor in _tensors(outputs) if tensor.is_floating_point()}
+
+    def stop(self) -> bool:
+        """Return whether the optimizer stepped, so that its gradients were finite and not skipped."""
+        global _open
+        if _open is not self:
+            return False
+        self._open.close()
+        _open, self._run.observing = None, False
+        seen, since = self.seen, compile_counts().since(self._before)
+        seen.ran += self._ran
+        seen.graphs, seen.graph_breaks, seen.recompiles = since.graphs, since.breaks, since.recompiles
+        changed = [(sample(p) != old).any() for p, old in self._samples.items() if p.grad is not None]
+        self._samples = {}
+        seen.trained = len(changed)
+        if changed and self._rate >= _MIN_RATE:
+            seen.moved = int(torch.stack(changed).sum())
+        # a fused optimizer skips a step with infinite gradients itself
+        skipped = self._run.precision == "amp_fp16" and seen.moved == 0
+        return seen.steps > 0 and seen.trained > 0 and not skipped
+
+
+def leave_open() -> None:
+    """Leave the batch that an exception ended while it was observed."""
+    if _open is not None:
+        _open.stop()
+
+
+def sample(parameter: Tensor) -> Tensor:
+    """A few values of this rank's shard of a parameter."""
+    flat = local_shard(parameter.detach()).reshape(-1)
+    return flat[:: max(1, len(flat) // _SAMPLE)][:_SAMPLE]
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _tensors(list(value.values()))
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
