@@ -27,7 +27,7 @@ from tests.helpers.support import TASKS, WAYS, read_record
 ROOT = Path(__file__).parent.parent
 _STAGES = {
     "FLAGS": "process-wide flags and precision",
-    "SURGERY": "modules and weights changed",
+    "LAYERS": "modules and weights changed",
     "KERNELS": "layers computed by kernels that build on surgery",
     "ADAPTERS": "parameters frozen or added",
     "OPTIMIZER": "over the final parameters",
@@ -160,9 +160,13 @@ def techniques() -> list[str]:
 
 
 def _card_and_summary(name: str) -> tuple[str, str]:
-    """The path of a technique's card, and the card's first sentence."""
-    card = f"composer_speedups/algorithms/{folder_of(name).name}/README.md"
-    _, summary, *_ = (ROOT / card).read_text().split("\n\n")
+    """The path of a technique's card, and the card's first sentence; a card of several has a section for each."""
+    folder = folder_of(name).name
+    card = f"composer_speedups/algorithms/{folder}/README.md"
+    text = (ROOT / card).read_text()
+    if folder != name:
+        card, text = f"{card}#{name}", text[text.index(f"### {name}\n") :]
+    _, summary, *_ = text.split("\n\n")
     return card, re.split(r"(?<=\.)\s", summary.replace("\n", " "))[0].rstrip(".")
 
 
@@ -212,10 +216,12 @@ def ranks() -> list[str]:
 
 
 def conflicts(name: str) -> list[str]:
-    """The lines of a card's section: every technique that conflicts with this one, and why."""
-    one = technique_class(name)
-    others = [technique for technique in _classes() if technique.name != name]
-    lines = [f"- `{other.name}`: {reason}" for other in others if (reason := _reason(one, other))]
+    """The lines of a card's section: every technique that conflicts with this one, or with one of this folder."""
+    ones = [technique for technique in _classes() if name in (technique.name, folder_of(technique.name).name)]
+    lines = ["- any two of them: each sets the optimizer"] if len(ones) > 1 else []
+    for one, other in ((one, other) for one in ones for other in _classes() if other not in ones):
+        if reason := _reason(one, other):
+            lines.append(f"- {f'`{one.name}`, ' if len(ones) > 1 else ''}`{other.name}`: {reason}")
     return lines or ["None."]
 
 

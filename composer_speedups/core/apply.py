@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -32,7 +33,12 @@ class Applied:
         self._run, self._observer = run, Observer(run, hears_steps=False)
         self._waiting = dict(run.techniques)
         self._mine = {id(parameter) for parameter in run.model.parameters()}
-        self._handles = [register_optimizer_step_post_hook(self._after_step)]
+        # torch's hook lives as long as the process, so it must not keep the model alive
+        after_step = weakref.WeakMethod(self._after_step)
+        handle = register_optimizer_step_post_hook(lambda *args: (method := after_step()) and method(*args))
+        weakref.finalize(self, handle.remove)
+        self._handles = [handle]
+        run.give_back(self._stop_watching)  # and the run, which the model holds, keeps this object
         self.optimizer: Optimizer | None = next(iter(run.optimizers), None)
         if is_compiled(run.model):  # a hook would become part of the compiled code
             self._observer.start()
@@ -46,8 +52,6 @@ class Applied:
 
     def undo(self) -> None:
         """Give back forwards, classes, hooks and flags. Parameters, adapters, experts and the optimizer stay."""
-        self._observer.stop()
-        self._stop_watching()
         self._run.undo.close()
 
     def _before_forward(self, model: nn.Module, _args: Any) -> None:
@@ -64,6 +68,7 @@ class Applied:
                 ask(self._run, self._waiting, self._observer.seen)
 
     def _stop_watching(self) -> None:
+        self._observer.stop()
         for handle in self._handles:
             handle.remove()
         self._handles = []

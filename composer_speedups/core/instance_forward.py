@@ -48,7 +48,9 @@ def has_forward(module: nn.Module, function: Callable[..., Any]) -> bool:
 
 
 def restore_forward(module: nn.Module) -> None:
-    """Undo the last :func:`replace_forward`."""
-    inner = vars(module).pop("forward").args[1]
-    if inner is not None:
-        vars(module)["forward"] = inner
+    """Undo the last :func:`replace_forward`, unless other code replaced or deleted the ``forward`` since."""
+    forward: Any = vars(module).get("forward")
+    if isinstance(forward, partial) and vars(forward).get("__module__") == __name__:
+        del vars(module)["forward"]
+        if forward.args[1] is not None:
+            vars(module)["forward"] = forward.args[1]

@@ -32,6 +32,8 @@ class Operators(TorchDispatchMode):
     An operator on a tensor subclass, such as torchao's, is counted as ``Subclass.operator``, too.
     """
 
+    supports_higher_order_operators = True
+
     def __init__(self, seen: FirstBatch) -> None:
         super().__init__()
         self.seen = seen
@@ -47,7 +49,7 @@ class Operators(TorchDispatchMode):
         return not hasattr(TorchDispatchMode, "ignore_compile_internals")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = str(func.overloadpacket.__name__)
+        name = str(getattr(func, "overloadpacket", func).__name__)
         self.seen.operators[name] += 1
         for kind in types:
             self.seen.operators[f"{kind.__name__}.{name}"] += 1
@@ -83,7 +85,7 @@ class Observer:
         self.batches += 1
         self._run.observing = True
         self.seen.steps, self.seen.moved, self.seen.trained = 0, None, 0
-        self._rate = 0.0
+        self._rate, self._stepped = 0.0, False
         self._samples = {p: sample(p).clone() for p in self._run.model.parameters() if p.requires_grad}
         self._ran = self._open.enter_context(counting())
         if self._hears_steps:
@@ -93,7 +95,8 @@ class Observer:
 
     def stepped(self, optimizer: Any, *_: Any) -> None:
         """Note a step; called by torch, or by the owner if ``hears_steps`` is False."""
-        self.seen.steps += 1
+        self._stepped = True
+        self.seen.steps += any(optimizer is ours for ours in self._run.optimizers)
         self._rate = max([self._rate, *(float(group["lr"]) for group in optimizer.param_groups)])
 
     stepped.reads_gradients = False  # type: ignore[attr-defined]  # see distributed.gradient_readers
@@ -119,7 +122,7 @@ class Observer:
             seen.moved = int(torch.stack(changed).sum())
         # a fused optimizer skips a step with infinite gradients itself
         skipped = self._run.precision == "amp_fp16" and seen.moved == 0
-        return seen.steps > 0 and seen.trained > 0 and not skipped
+        return self._stepped and seen.trained > 0 and not skipped
 
 
 def leave_open() -> None:

@@ -90,7 +90,7 @@ class FirstBatch:
         graphs: Graphs that torch.compile captured since the techniques engaged; likewise the next two.
         graph_breaks: Graph breaks.
         recompiles: Recompilations because of a failed guard.
-        steps: Number of optimizer steps.
+        steps: Number of steps of the run's own optimizers.
         moved: Number of parameters that the step changed, among those that have a gradient; None if all learning rates
             are 0 or so small that a step may round to nothing.
         trained: Number of parameters that have a gradient.

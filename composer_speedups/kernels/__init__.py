@@ -48,7 +48,6 @@ The same seed drops the same numbers, so pass the forward pass's seed to the bac
 ``float8.cast_float8``              casts a tensor to 8 bits; ``float8.settle`` finishes a cast by another kernel
 ``float8.cast_weights``             casts a layer's weights to 8 bits, with their transposes
 ``float8.scaled_product``           (T, I) and (O, I) in 8 bits, bias (O,) → (T, O)
-``adamw.adamw_step``                one AdamW step of many float32 parameters, with their ``adamw.AdamWTables``
 ``embeddings.embed``                ids int64 (B, S), tables (V, H) → dropout(LayerNorm(sum)) (B, S, H), with autograd;
                                     ``embed_forward`` and ``embed_backward`` are the two passes
 ``compile_ahead.compile_ahead``     compiles the kernels of a :class:`Shape` in threads

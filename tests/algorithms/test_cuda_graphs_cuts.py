@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from composer_speedups.algorithms.cuda_graphs import capture
 from composer_speedups.algorithms.cuda_graphs.capture import SharedGradients
-from composer_speedups.algorithms.cuda_graphs.functional import blocks_to_cut, cut_points
 from composer_speedups.algorithms.cuda_graphs.graphed_calls import ParameterPlaceholders
+from composer_speedups.algorithms.cuda_graphs.installing import blocks_to_cut, cut_points
 from composer_speedups.algorithms.cuda_graphs.segments import Segments
 from tests.helpers.rerun import Rerun, graphed
 from tests.reference.loop import gradients

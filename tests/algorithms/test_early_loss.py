@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from composer import Trainer
-from composer.core import DataSpec, State
+from composer.core import DataSpec
 from composer.devices import DeviceCPU
 from composer.loggers import InMemoryLogger
 from composer.models import HuggingFaceModel
@@ -25,11 +25,10 @@ from composer_speedups import (
     FusedOptimizer,
     MixedPrecision,
     Unpadding,
-    apply_early_loss,
+    apply,
 )
-from composer_speedups.algorithms.early_loss import early_loss as module
-from composer_speedups.algorithms.early_loss import functional
-from composer_speedups.core.errors import NotEngagedError, TechniqueError
+from composer_speedups.core.errors import Refusal
+from composer_speedups.core.run import Run
 from composer_speedups.distributed import composer_loop, host_scalars
 from tests.helpers.common import Batches, final_weights, make_trainer, plain_batches, tiny_bert, trained
 
@@ -60,8 +59,7 @@ class Watched:
 def copies(monkeypatch: pytest.MonkeyPatch) -> Watched:
     """Let the technique run on a CPU, with watched copies."""
     watched = Watched()
-    monkeypatch.setattr(EarlyLoss, "requirements", lambda *_: ())
-    monkeypatch.setattr(module, "apply_early_loss", functional._intercept)
+    monkeypatch.setattr(EarlyLoss, "needs", lambda *_: ())
     monkeypatch.setattr(host_scalars, "mark", watched.mark)
     monkeypatch.setattr(host_scalars, "HostCopy", watched.copy)
     monkeypatch.setattr(host_scalars, "is_busy", lambda device: watched.busy)
@@ -140,7 +138,8 @@ def test_each_micro_batch_has_its_own_mark(copies: Watched) -> None:
 
 def test_other_callers_are_not_intercepted(copies: Watched) -> None:
     device = DeviceCPU()
-    interception = functional._intercept(device)
+    interception = host_scalars.Interception(device)
+    interception.install()
     for tensor in (torch.zeros(1), torch.tensor(3), torch.zeros(2)):
         assert type(device.tensor_to_device(tensor)) is Tensor
     moved: Any = device.batch_to_device({"a": torch.zeros(1)})
@@ -174,7 +173,8 @@ def test_only_a_zero_is_created_on_the_device(copies: Watched, monkeypatch: pyte
     sent: list[float] = []
     moved = DeviceCPU.tensor_to_device
     monkeypatch.setattr(DeviceCPU, "tensor_to_device", lambda self, x: sent.append(float(x)) or moved(self, x))  # type: ignore[func-returns-value]
-    interception = functional._intercept(DeviceCPU())
+    interception = host_scalars.Interception(DeviceCPU())
+    interception.install()
     assert [float(interception._move(torch.tensor([value]))) for value in (0.0, -1.0, 1.0)] == [0.0, -1.0, 1.0]
     assert sent == [-1.0, 1.0]
     interception.undo()
@@ -183,14 +183,14 @@ def test_only_a_zero_is_created_on_the_device(copies: Watched, monkeypatch: pyte
 def test_a_loop_that_bypasses_the_interception_is_detected(copies: Watched) -> None:
     trainer = make_trainer([EarlyLoss()])
     trainer.state.device.tensor_to_device = DeviceCPU.tensor_to_device.__get__(trainer.state.device)  # type: ignore[method-assign]
-    with pytest.raises(NotEngagedError, match=r"early_loss: .*Composer read no loss through it"):
+    with pytest.raises(Refusal, match=r"early_loss: .*Composer read no loss through it"):
         trainer.fit()
     trainer.close()
 
 
 def test_a_wrong_number_is_detected(copies: Watched) -> None:
     copies.error = 1.0
-    with pytest.raises(NotEngagedError, match=r"early_loss: .*it read .*, and the GPU has"):
+    with pytest.raises(Refusal, match=r"early_loss: .*it read .*, and the GPU has"):
         trained([EarlyLoss()])
 
 
@@ -203,16 +203,16 @@ def test_the_evidence_notes_that_the_gpu_never_waits(copies: Watched) -> None:
 
 @pytest.mark.pins
 def test_it_is_refused_without_a_gpu() -> None:
-    with pytest.raises(TechniqueError, match=r"early_loss: reading the loss .* needs a CUDA GPU"):
+    with pytest.raises(Refusal, match=r"early_loss: reading the loss .* needs a CUDA GPU"):
         make_trainer([EarlyLoss()])
-    with pytest.raises(ValueError, match="this device is the cpu"):
-        apply_early_loss(DeviceCPU())
+    with pytest.raises(Refusal, match="needs Composer's Trainer, and this is another loop"):
+        apply(tiny_bert(), [EarlyLoss()])
 
 
 def test_another_training_loop_is_refused(copies: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(composer_loop, "version", lambda _: "0.33.0")
-        with pytest.raises(TechniqueError, match=r"composer 0\.32\.1, and this is 0\.33\.0"):
+        with pytest.raises(Refusal, match=r"composer 0\.32\.1, and this is 0\.33\.0"):
             make_trainer([EarlyLoss()])
     original = Trainer._train_batch
 
@@ -221,7 +221,7 @@ def test_another_training_loop_is_refused(copies: Watched, monkeypatch: pytest.M
         return original(self, *args)
 
     monkeypatch.setattr(Trainer, "_train_batch", replacing)
-    with pytest.raises(TechniqueError, match=r"early_loss: .*other code has replaced Trainer\._train_batch"):
+    with pytest.raises(Refusal, match=r"early_loss: .*other code has replaced Trainer\._train_batch"):
         make_trainer([EarlyLoss()])
     with pytest.warns(UserWarning, match="continuing without early_loss"):
         trained([technique := EarlyLoss(on_unavailable="warn")])
@@ -234,9 +234,10 @@ def test_a_steady_batch_of_the_fast_set_synchronizes_only_for_the_loss() -> None
     """torch's sync debug mode raises on every other synchronization, in the whole of Composer's loop."""
 
     class Strict(EarlyLoss):
-        def before_forward(self, state: State) -> None:
-            super().before_forward(state)
-            torch.cuda.set_sync_debug_mode("error" if state.timestamp.batch.value in range(4, 8) else "default")
+        def before_forward(self, run: Run) -> None:
+            super().before_forward(run)
+            batch = run.state.timestamp.batch.value if run.state is not None else 0
+            torch.cuda.set_sync_debug_mode("error" if batch in range(4, 8) else "default")
 
     technique = Strict()
     algorithms = [technique, MixedPrecision(), Unpadding(512), FusedLayers(), FusedOptimizer(), CUDAGraphs()]

@@ -13,10 +13,8 @@ from composer.trainer import trainer as composer_trainer
 from composer.utils import dist
 
 from composer_speedups import EarlyLoss
-from composer_speedups.algorithms.early_loss import early_loss as module
-from composer_speedups.algorithms.early_loss import functional
 from composer_speedups.core import trainer_state
-from composer_speedups.core.errors import TechniqueError
+from composer_speedups.core.errors import Refusal
 from composer_speedups.core.trainer_state import host_group, max_over_ranks, ranks_meet_on_host
 from composer_speedups.train.config.schema import TrainerConfig
 from composer_speedups.train.trainer import open_device
@@ -27,8 +25,7 @@ from tests.helpers.ranks import on_ranks
 
 def _train_both() -> dict[str, Any]:
     """Train with and without the technique; return this rank's logs and weights, and the number of losses read."""
-    EarlyLoss.requirements = lambda *_: ()  # type: ignore[method-assign, assignment, return-value]  # on the CPU
-    module.apply_early_loss = functional._intercept
+    EarlyLoss.needs = lambda *_: ()  # type: ignore[method-assign, assignment, return-value]  # on the CPU
     technique, runs = EarlyLoss(), {}
     for name, algorithms in (("early", [technique]), ("stock", [])):
         trainer, logged = train("dict", 3, algorithms)
@@ -88,11 +85,10 @@ def _refusals() -> list[str]:
     """Return each rank's errors: if one rank lacks gloo, and if host names resolve to a loopback address."""
     _refuse_host_tensors()
     said = []
-    module.apply_early_loss = functional._intercept
-    EarlyLoss.requirements = lambda *_: ()  # type: ignore[method-assign, assignment, return-value]
+    EarlyLoss.needs = lambda *_: ()  # type: ignore[method-assign, assignment, return-value]
     available = torch.distributed.is_gloo_available
     torch.distributed.is_gloo_available = lambda: dist.get_global_rank() == 0 and available()
-    with pytest.raises(TechniqueError) as error:
+    with pytest.raises(Refusal) as error:
         train("tensor", 4, [EarlyLoss()])
     said.append(str(error.value))
     torch.distributed.is_gloo_available = available
@@ -100,7 +96,7 @@ def _refusals() -> list[str]:
     os.environ["LOCAL_WORLD_SIZE"] = "1"
     with pytest.warns(UserWarning, match="continuing without early_loss"):
         train("tensor", 4, [EarlyLoss(on_unavailable="warn")])
-    with pytest.raises(TechniqueError) as error:
+    with pytest.raises(Refusal) as error:
         train("tensor", 4, [EarlyLoss()])
     return [*said, str(error.value)]
 

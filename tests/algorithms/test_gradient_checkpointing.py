@@ -1,4 +1,4 @@
-"""Gradient checkpointing: identical results, less memory, counted recomputations, and training in a Trainer."""
+"""Gradient checkpointing: identical results, less memory, counted recomputations, and training with other techniques."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from torch import Tensor, nn
 from torch.utils import checkpoint as torch_checkpoint
 
 from composer_speedups import (
+    FusedLayers,
     GradientCheckpointing,
     MemoryAnatomy,
     MixedPrecision,
     SDPAAttention,
     TorchCompile,
-    apply_fused_layers,
-    apply_gradient_checkpointing,
-    apply_unpadding,
-    undo_gradient_checkpointing,
+    Unpadding,
+    apply,
 )
-from composer_speedups.algorithms.gradient_checkpointing import recompute
-from composer_speedups.core.errors import NotEngagedError, TechniqueError
+from composer_speedups.algorithms.gradient_checkpointing import modules
+from composer_speedups.core.errors import Refusal
+from composer_speedups.kernels.observing import counting
 from tests.helpers.common import (
     Recorder,
     assert_not_engaged,
@@ -36,10 +36,7 @@ from tests.helpers.common import (
     trained,
 )
 from tests.helpers.exhaustive import SCOPES
-from tests.helpers.models import tiny_model
 from tests.reference.loop import gradients
-
-LAYERS = ["bert.encoder.layer.0", "bert.encoder.layer.1"]
 
 
 class Block(nn.Module):
@@ -59,20 +56,26 @@ class Plain(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.head = nn.Linear(8, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = block(x, scale=0.5)
-        return self.head(x)
+        return x
 
 
-def step(model: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+def checkpointed(model: Any, every: int = 1) -> Any:
+    apply(model, [GradientCheckpointing(every)])
+    return model
+
+
+def step(model: Any, inputs: dict[str, Tensor]) -> tuple[int, Tensor, dict[str, Tensor]]:
+    """The number of recomputed blocks, the loss and the gradients."""
     torch.manual_seed(7)
     model.zero_grad()
-    loss = model(**inputs).loss
-    loss.backward()
-    return loss.detach(), gradients(model)
+    with counting() as ran:
+        loss = model(**inputs).loss
+        loss.backward()
+    return ran["recomputed_block"], loss.detach(), gradients(model)
 
 
 def assert_equal(actual: Any, expected: Any) -> None:
@@ -83,13 +86,21 @@ def assert_equal(actual: Any, expected: Any) -> None:
 @pytest.mark.pins
 @pytest.mark.parametrize("every", [1, 2])
 def test_losses_and_gradients_with_dropout_are_bitwise_identical(every: int) -> None:
-    reference, model = tiny_bert(dropout=0.1), tiny_bert(dropout=0.1)
-    assert apply_gradient_checkpointing(model, every) == LAYERS[::every]
-    assert apply_gradient_checkpointing(model, every) == []
+    reference, model = tiny_bert(dropout=0.1), checkpointed(tiny_bert(dropout=0.1), every)
     for inputs in awkward_batches():
-        assert_equal(step(model, inputs), step(reference, inputs))
-    assert recompute.recomputations(model.bert.encoder.layer[0]) == len(awkward_batches())
-    assert recompute.recomputations(model.bert.encoder.layer[1]) == (len(awkward_batches()) if every == 1 else 0)
+        count, *results = step(model, inputs)
+        assert_equal(results, [*step(reference, inputs)[1:]])
+        assert count == 2 // every
+
+
+def test_a_plain_module_whose_input_requires_no_gradient() -> None:
+    reference, model = Plain(), checkpointed(Plain())
+    assert list(model.state_dict()) == list(reference.state_dict())
+    x = torch.randn(5, 8)
+    for network in (reference, model):
+        torch.manual_seed(1)
+        network(x).square().sum().backward()
+    assert_equal(gradients(model), gradients(reference))
 
 
 @pytest.mark.parametrize("scope", SCOPES)
@@ -104,44 +115,7 @@ def test_compiled_gradients_are_bitwise_identical(scope: Any) -> None:
         results.append((recorder.losses, recorder.first_gradients, final_weights(trainer)))
         torch._dynamo.reset()
     assert_equal(results[1], results[0])
-    assert technique.evidence == {
-        "blocks": 2,
-        "regions_recomputed": 2 if scope == "model" else 1,  # blocks share one graph
-        "seen_in": "compiled graphs",
-    }
-
-
-def test_the_evidence_says_that_a_second_run_reuses_compiled_blocks() -> None:
-    seen = []
-    for _ in range(2):
-        techniques = [GradientCheckpointing(), TorchCompile("blocks", backend="aot_eager")]
-        trained(techniques)
-        seen.append((techniques[0].evidence["seen_in"], techniques[1].evidence["reused_from_this_process"]))
-    assert seen == [("compiled graphs", False), ("graphs compiled by an earlier run of this process", True)]
-
-
-def test_compiled_blocks_that_keep_their_activations_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(GradientCheckpointing, "_seen_in_this_process", True)  # independent of earlier tests
-    trainer = make_trainer([GradientCheckpointing(), TorchCompile("blocks", backend="eager")])
-    for layer in trainer.state.model.model.bert.encoder.layer:
-        recompute.undo(layer)
-    assert_not_engaged(trainer, "no block was recomputed")
-
-
-@pytest.mark.exhaustive
-def test_a_block_with_a_graph_break_is_recomputed_and_counted() -> None:
-    model = tiny_model("bert", layers=1)
-    inner = model.bert.encoder.layer[0].intermediate
-
-    class Breaking(nn.Module):
-        def forward(self, hidden: Tensor) -> Tensor:
-            torch._dynamo.graph_break()
-            return inner(hidden)
-
-    model.bert.encoder.layer[0].intermediate = Breaking()
-    technique = GradientCheckpointing()
-    trained([technique, TorchCompile("model", backend="eager")], model=model)
-    assert technique.engaged
+    assert technique.evidence == {"blocks": 2, "seen_in": "compiled code"}
 
 
 @pytest.mark.pins
@@ -155,18 +129,6 @@ def test_activations_take_less_memory() -> None:
     assert kept["none"] < kept["half"] < 0.8 * kept["all"]
 
 
-def test_a_plain_module_whose_input_requires_no_gradient() -> None:
-    reference, model = Plain(), Plain()
-    assert apply_gradient_checkpointing(model) == ["blocks.0", "blocks.1", "blocks.2"]
-    assert list(model.state_dict()) == list(reference.state_dict())
-    x = torch.randn(5, 8)
-    for network in (reference, model):
-        torch.manual_seed(1)
-        network(x).square().sum().backward()
-    assert_equal(gradients(model), gradients(reference))
-    assert [recompute.recomputations(b) for b in model.blocks] == [1, 1, 1]
-
-
 def test_frozen_blocks_at_the_bottom_are_not_recomputed() -> None:
     model = tiny_bert()
     model.bert.embeddings.requires_grad_(False)
@@ -177,89 +139,71 @@ def test_frozen_blocks_at_the_bottom_are_not_recomputed() -> None:
     assert any(name.startswith("bert.encoder.layer.1") for name in recorder.first_gradients)
 
 
-def test_a_second_trainer_does_not_count_what_the_first_recomputed() -> None:
-    model = tiny_bert()
-    trained([GradientCheckpointing()], model=model)
-    model.bert.requires_grad_(False)
-    assert_not_engaged(make_trainer([GradientCheckpointing()], model=model), "no block was recomputed")
-
-
 def test_hooks_run_once_and_evaluation_recomputes_nothing() -> None:
     model, calls = tiny_bert(), []
-    layer = model.bert.encoder.layer[0]
-    layer.register_forward_hook(lambda *_: calls.append("hook"))
-    apply_gradient_checkpointing(model)
-    step(model, plain_batches(1)[0])
+    model.bert.encoder.layer[0].register_forward_hook(lambda *_: calls.append("hook"))
+    checkpointed(model)
+    assert step(model, plain_batches(1)[0])[0] == 2
     assert calls == ["hook"]
-    assert recompute.recomputations(layer) == 1
-    model.eval()
-    step(model, plain_batches(1)[0])
-    with torch.no_grad():
+    assert step(model.eval(), plain_batches(1)[0])[0] == 0
+    with torch.no_grad(), counting() as ran:
         model.train()(**plain_batches(1)[0])
-    assert recompute.recomputations(layer) == 1
+    assert not ran
 
 
-def test_blocks_are_copied_and_undone() -> None:
+def test_copies_are_independent_and_undoing_restores_an_override() -> None:
     model = tiny_bert()
-    forward = model.bert.encoder.layer[0].forward
-    model.bert.encoder.layer[0].forward = forward  # the instance already has an override
+    model.bert.encoder.layer[0].forward = model.bert.encoder.layer[0].forward  # the instance already has an override
     before = [dict(vars(layer)) for layer in model.bert.encoder.layer]
-    apply_gradient_checkpointing(model)
+    applied = apply(model, [GradientCheckpointing()])
     twin = copy.deepcopy(model)
-    step(twin, plain_batches(1)[0])
-    assert [recompute.recomputations(layer) for layer in twin.bert.encoder.layer] == [1, 1]
-    assert [recompute.recomputations(layer) for layer in model.bert.encoder.layer] == [0, 0]
+    assert step(twin, plain_batches(1)[0])[0] == 2
     assert gradients(model) == {}
-    assert undo_gradient_checkpointing(model) == LAYERS
-    assert undo_gradient_checkpointing(model) == []
+    applied.undo()
     assert [dict(vars(layer)) for layer in model.bert.encoder.layer] == before
 
 
 @pytest.mark.parametrize(
-    "other",
-    [lambda: MixedPrecision("bf16", allow_cpu=True), SDPAAttention, lambda: SDPAAttention("math")],
-    ids=["bf16", "sdpa", "sdpa-math"],
+    "others",
+    [
+        lambda: [MixedPrecision("bf16", allow_cpu=True)],
+        lambda: [SDPAAttention()],
+        lambda: [SDPAAttention("math")],
+        lambda: [Unpadding(), FusedLayers()],
+    ],
+    ids=["bf16", "sdpa", "sdpa-math", "fused"],
 )
-def test_results_with_other_techniques_and_micro_batches_are_identical(other: Any) -> None:
+def test_results_with_other_techniques_and_micro_batches_are_identical(others: Any) -> None:
     results = []
     for algorithms in ([], [GradientCheckpointing()]):
         recorder = Recorder()
         settings = microbatches(plain_batches(), 2)
-        trainer = trained([other(), *algorithms], model=tiny_bert(dropout=0.1), callbacks=[recorder], **settings)
+        trainer = trained([*others(), *algorithms], model=tiny_bert(dropout=0.1), callbacks=[recorder], **settings)
         results.append((recorder.losses, recorder.first_gradients, final_weights(trainer)))
     assert_equal(results[1], results[0])
 
 
 @pytest.mark.pins
-def test_a_checkpoint_function_that_recomputes_nothing_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_that_are_not_recomputed_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     def keep(function: Any, *args: Any, use_reentrant: bool, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
-    assert recompute.checkpoint is torch_checkpoint.checkpoint
-    monkeypatch.setattr(recompute, "checkpoint", keep)
-    with pytest.raises(NotEngagedError, match="no block was recomputed in the first backward pass"):
-        trained([GradientCheckpointing()])
-
-
-def test_blocks_of_which_only_some_are_fused_are_recomputed() -> None:
-    model = tiny_bert().train()
-    model.bert.encoder.layer[0].intermediate.register_forward_hook(lambda *_: None)
-    apply_unpadding(model)
-    apply_fused_layers(model)
-    assert apply_gradient_checkpointing(model) == LAYERS
+    assert modules.checkpoint is torch_checkpoint.checkpoint
+    model = tiny_bert()
+    trained([GradientCheckpointing()], model=model)
+    monkeypatch.setattr(modules, "checkpoint", keep)
+    assert_not_engaged(make_trainer([GradientCheckpointing()], model=model), "no block was recomputed in the backward")
 
 
 def test_models_that_cannot_be_recomputed_are_refused() -> None:
-    with pytest.raises(ValueError, match="no ModuleList with blocks of one class"):
-        apply_gradient_checkpointing(nn.Sequential(nn.Linear(2, 2)))
+    with pytest.raises(Refusal, match="no ModuleList with blocks of one class"):
+        checkpointed(nn.Sequential(nn.Linear(2, 2)))
     model = tiny_bert()
     model.gradient_checkpointing_enable()
-    with pytest.raises(TechniqueError, match="recomputed twice; call gradient_checkpointing_disable"):
+    with pytest.raises(Refusal, match="recomputed twice; call gradient_checkpointing_disable"):
         make_trainer([GradientCheckpointing()], model=model)
-    blocks = nn.ModuleList([Block(), Block()])
-    apply_gradient_checkpointing(blocks)
     with pytest.raises(ValueError, match="use_cache=False"):
-        blocks[0](torch.ones(1, 8), past_key_values=object())
+        checkpointed(Plain()).blocks[0](torch.ones(1, 8), past_key_values=object())
 
 
 @pytest.mark.gpu

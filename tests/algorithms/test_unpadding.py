@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from transformers import BertConfig, BertForQuestionAnswering, BertLMHeadModel
 
-from composer_speedups import Unpadding, apply_unpadding, plan_unpadding, undo_unpadding
-from composer_speedups.core.operator_recorder import OperatorRecorder
+from composer_speedups import Unpadding
+from composer_speedups.algorithms.unpadding.encoder_swap import restore_encoders, unpad
+from composer_speedups.core.compile_counts import OperatorRecorder
 from composer_speedups.packing.attention import unpadded_attention
 from composer_speedups.packing.encoder import unpadded_encoders
 from composer_speedups.packing.layout import lay_out
@@ -20,7 +21,7 @@ from tests.helpers.exhaustive import family_params
 from tests.helpers.masks import masked_batch, random_masks
 from tests.helpers.models import HEADS, UNPADDED, tiny_model
 from tests.helpers.unpadded import pair, values
-from tests.reference.loop import gradients
+from tests.reference.loop import counted, gradients
 from tests.reference.tolerance import assert_near
 
 
@@ -38,8 +39,8 @@ def test_names_weights_modes_and_copies_are_kept() -> None:
     reference, model = tiny_bert(), tiny_bert().eval()
     model.bert.embeddings.requires_grad_(False)
     seen: list[int] = []
-    assert apply_unpadding(model, check="never") == ["bert.encoder"]  # a hook would have the model compared
-    assert apply_unpadding(model, check="never") == []
+    assert unpad(model, check="never") == ["bert.encoder"]  # a hook would have the model compared
+    assert unpad(model, check="never") == []
     model.bert.encoder.register_forward_hook(lambda *_: seen.append(1))
     torch.testing.assert_close(model.state_dict(), reference.state_dict(), rtol=0, atol=0)
     assert not model.bert.encoder.training
@@ -55,9 +56,9 @@ def test_undo_restores_the_encoder_and_its_attention(attention: str) -> None:
     model = tiny_bert()
     model.set_attn_implementation(attention)
     encoder = type(model.bert.encoder)
-    apply_unpadding(model)
+    unpad(model)
     assert model.config._attn_implementation == attention
-    assert undo_unpadding(model) == ["bert.encoder"]
+    assert restore_encoders(model) == ["bert.encoder"]
     assert model.config._attn_implementation == attention
     assert type(model.bert.encoder) is encoder
 
@@ -94,7 +95,7 @@ def test_an_all_padding_batch_gives_no_nan(head: str) -> None:
 def test_a_plan_is_valid_only_for_its_mask() -> None:
     reference, model, _ = pair()
     planned, other = batch([3, 7, 2], 9), batch([5, 7, 2], 9)
-    plan_unpadding(model, planned["attention_mask"])
+    counted(model, planned["attention_mask"])
     compare(reference, model, planned)
     with pytest.raises(RuntimeError, match="differs from the planned one"):
         model(**other)
@@ -102,17 +103,17 @@ def test_a_plan_is_valid_only_for_its_mask() -> None:
     with pytest.raises(RuntimeError, match="differs from the planned one"):
         model(**without)
     compare(reference, model, batch([5, 7], 8))  # another shape: the encoder makes its own plan
-    plan_unpadding(model, None)
+    counted(model, None)
     compare(reference, model, other)
     with pytest.raises(ValueError, match="0 unpadded encoders"):
-        plan_unpadding(reference, planned["attention_mask"])
+        counted(reference, planned["attention_mask"])
 
 
 def test_a_plan_to_stay_padded_is_valid_only_for_its_mask() -> None:
     reference, model, encoder = pair()
     planned, other = batch([3, 7, 2], 9), batch([5, 7], 8)
     planned["attention_mask"] = planned["attention_mask"].flip(1)  # the head reads padding
-    plan_unpadding(model, planned["attention_mask"])
+    counted(model, planned["attention_mask"])
     compare(reference, model, planned)
     assert encoder.ran == "padded"
     compare(reference, model, other)
@@ -126,7 +127,7 @@ def test_a_batch_without_rows_has_the_untouched_models_result_or_error(planned: 
     reference, model, _ = pair()
     inputs = {name: values[:0] for name, values in batch([3, 8]).items()}
     if planned:
-        plan_unpadding(model, inputs["attention_mask"])
+        counted(model, inputs["attention_mask"])
     outcomes = []
     for network in (reference, model):
         try:
@@ -171,7 +172,7 @@ def test_batches_that_stay_padded_use_the_attention_that_the_model_has_now() -> 
 @pytest.mark.parametrize("family", family_params(UNPADDED))
 def test_attention_dropout_is_applied_only_in_training(family: str) -> None:
     model = tiny_model(family, attention_dropout=0.5)
-    apply_unpadding(model)
+    unpad(model)
     inputs = batch([6, 9, 12])
     assert not torch.equal(model.train()(**inputs).logits, model(**inputs).logits)
     torch.testing.assert_close(model.eval()(**inputs).logits, model(**inputs).logits, rtol=0, atol=0)
@@ -214,8 +215,8 @@ def test_unsupported_models_are_refused_and_not_changed() -> None:
         (nn.Linear(2, 2), "without transformers' modules"),
     ]:
         with pytest.raises(ValueError, match=reason):
-            apply_unpadding(model)
+            unpad(model)
         assert not unpadded_encoders(model)
-    for build in (lambda: apply_unpadding(tiny_bert(), 0), lambda: Unpadding(0)):
+    for build in (lambda: unpad(tiny_bert(), 0), lambda: Unpadding(0)):
         with pytest.raises(ValueError, match="pad_to_multiple_of must be 1 to 65536"):
             build()

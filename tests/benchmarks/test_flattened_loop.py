@@ -11,8 +11,8 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
 from benchmarks.peers import flattened_loop
+from composer_speedups.core.compile_counts import compile_counts
 from composer_speedups.core.errors import ConfigError
-from composer_speedups.core.operator_recorder import compile_counts
 from tests.helpers.common import Batch, batch, tiny_bert
 from tests.helpers.models import tiny_model
 from tests.reference.tolerance import assert_near

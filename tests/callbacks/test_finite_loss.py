@@ -91,7 +91,7 @@ OPTIMIZERS = {
     "fused_optimizer": {},
     "adafactor": {},
     "bnb_optimizer": {"bits": 8, "min_8bit_size": 1024},
-    "lowbit_optimizer": {"min_size": 1024, "compiled": False},
+    "lowbit_optimizer": {"min_size": 1024},
     "kahan_optimizer": {},
     "offloaded_optimizer": {"allow_cpu": True},
     "sharded_optimizer": {},

@@ -1,6 +1,7 @@
 """Composer's rules for algorithms, checked for every technique as if it were one of Composer's own.
 
-The tests correspond to Composer's generic algorithm tests (tests/algorithms in its repository). A fixture registers the technique classes on ``composer.algorithms``.
+The tests correspond to Composer's generic algorithm tests (tests/algorithms in its repository). A fixture registers the
+technique classes on ``composer.algorithms``.
 """
 
 from __future__ import annotations

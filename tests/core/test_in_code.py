@@ -158,9 +158,13 @@ def test_apply_works_on_a_plain_module_or_refuses(case: Case, kind: str) -> None
     model: Any = wrapped.model if kind == "bert" else wrapped.module
     techniques = case.build_all()
     flag, kinds = torch.get_float32_matmul_precision(), [type(module) for module in model.modules()]
+    applied = refusal = None
     try:
         applied = apply(model, techniques, torch.optim.AdamW(model.parameters(), lr=1e-3))
-    except Refusal as refusal:
+    except Refusal as error:
+        refusal = error
+    if refusal is not None or applied is None:
+        assert refusal is not None
         assert refusal.who in {technique.name for technique in techniques}
         assert refusal.reason
         assert refusal.fix
@@ -175,7 +179,8 @@ def test_apply_works_on_a_plain_module_or_refuses(case: Case, kind: str) -> None
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert set(case.entry.evidence) <= set(applied.evidence[case.name])
+    of_composers_events = {"first_batch_packed", "padding_of_the_run"}
+    assert set(case.entry.evidence) - of_composers_events <= set(applied.evidence[case.name])
     assert all(p.isfinite().all() for p in model.parameters())
     applied.undo()
     assert torch.get_float32_matmul_precision() == flag

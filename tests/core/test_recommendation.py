@@ -62,7 +62,7 @@ def test_a_second_call_engages_anew_and_another_set_is_refused() -> None:
     kinds = [type(module) for module in model.modules()]
     first.undo()  # gives back nothing any more
     assert [type(module) for module in model.modules()] == kinds
-    with pytest.raises(Refusal, match="the model is in use with .Unpadding.*FusedLayers"):
+    with pytest.raises(Refusal, match=r"the model is in use with .FusedLayers.*Unpadding"):
         apply(model, [Unpadding()])
     second.undo()
     apply(model, [Unpadding()])

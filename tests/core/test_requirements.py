@@ -83,10 +83,9 @@ def test_the_recommended_set_accepts_eight_bits(hopper: None) -> None:
 @pytest.mark.parametrize(
     ("technique", "said"),
     [
-        (lambda: FusedOptimizer(kernel="triton"), "kernel: triton does not support loss scaling"),
         (Float8Linear, "float8_linear needs bf16, and this run is fp16"),
     ],
-    ids=["fused_optimizer", "float8_linear"],
+    ids=["float8_linear"],
 )
 def test_fp16_is_refused_before_the_model_is_built(hopper: None, technique: Any, said: str) -> None:
     for refused in ([technique(), MixedPrecision("fp16")], [MixedPrecision("fp16"), technique()]):
@@ -97,12 +96,6 @@ def test_fp16_is_refused_before_the_model_is_built(hopper: None, technique: Any,
 
 def test_a_refused_technique_sets_nothing(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
     simulate_gpu(monkeypatch, (7, 5))  # without bf16
-    refused = MixedPrecision("bf16", on_unavailable="warn")
-    with (
-        pytest.warns(UserWarning, match="continuing without mixed_precision"),
-        pytest.raises(Refusal, match="fused_optimizer: kernel: triton does not support loss scaling"),
-    ):
-        check([FusedOptimizer(kernel="triton"), refused], on_gpu("amp_fp16"))
     refused = MixedPrecision("bf16", on_unavailable="warn")
     with (
         pytest.warns(UserWarning, match="continuing without mixed_precision"),
@@ -130,7 +123,6 @@ def test_autocast_on_a_cpu_is_a_precision_too() -> None:
 
 WITH_TRITON: dict[str, Any] = {
     "fused_layers": lambda: [MixedPrecision("bf16"), Unpadding(), FusedLayers()],
-    "fused_optimizer": lambda: [FusedOptimizer(kernel="triton")],
     "fast_layernorm": lambda: [FastLayerNorm("triton")],
     "lowbit_optimizer": lambda: [LowBitOptimizer()],
     "torch_compile": lambda: [TorchCompile()],

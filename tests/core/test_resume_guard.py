@@ -16,7 +16,7 @@ from tests.helpers.common import SAVING, final_weights, make_trainer, trained
 pytestmark = pytest.mark.filterwarnings("ignore:.* is not in the state_dict")
 
 
-BOTH = "FusedOptimizer(kernel='torch'), SDPAAttention(backend='auto')"  # the techniques of the checkpoint
+BOTH = "FusedOptimizer(), SDPAAttention(backend='auto')"  # the techniques of the checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +31,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
     ("techniques", "current"),
     [
         ([ForEachOptimizer, SDPAAttention], "ForEachOptimizer(), SDPAAttention(backend='auto')"),
-        ([FusedOptimizer, lambda: SDPAAttention("math")], "FusedOptimizer(kernel='torch'), SDPAAttention(backend='ma"),
-        ([FusedOptimizer], "FusedOptimizer(kernel='torch')]"),
+        ([FusedOptimizer, lambda: SDPAAttention("math")], "FusedOptimizer(), SDPAAttention(backend='ma"),
+        ([FusedOptimizer], "FusedOptimizer()]"),
         ([SDPAAttention], "SDPAAttention(backend='auto')]"),
         # Composer does not pass the checkpoint's algorithms to techniques that are not among them.
         ([Unpadding, FusedLayers], "FusedLayers("),

@@ -252,7 +252,10 @@ class Watching(Toy):
 
     name = "watching"
     order = Order.GRAPHS
-    seen: FirstBatch
+
+    def reset(self) -> None:
+        super().reset()
+        self.seen = FirstBatch()
 
     def proof(self, run: Run, seen: FirstBatch) -> Mapping[str, Any]:
         self.seen = seen

@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from composer_speedups import CUDAGraphs, FusedLayers, MixedPrecision, Unpadding, apply_fused_layers, apply_unpadding
+from composer_speedups import CUDAGraphs, FusedLayers, MixedPrecision, Unpadding
+from composer_speedups.algorithms.fused_layers.fusing import fuse
 from composer_speedups.algorithms.fused_layers.modules import FusedEmbeddings, FusedLayer
+from composer_speedups.algorithms.unpadding.encoder_swap import unpad
 from composer_speedups.core.errors import CannotRunError
 from composer_speedups.kernels import Shape
 from composer_speedups.packing.attention import PositionBias, unpadded_attention
@@ -48,8 +50,8 @@ def test_errors_are_at_most_three_times_the_padded_models(family: Any, head: Any
     """The error of logits and gradients may be three times the stock model's: the residual stream is rounded, too."""
     stock = tiny_model(family, head).cuda()
     ours = copy.deepcopy(stock)
-    apply_unpadding(ours)
-    apply_fused_layers(ours)
+    unpad(ours)
+    fuse(ours)
     exact, theirs, mine = [], [], []
     # From seed 200, no input of the ReLU in DistilBERT's head is so near zero that rounding would flip its gradient.
     for seed, mask in enumerate(random_masks(25, widest=64), 200):
@@ -73,8 +75,8 @@ def test_a_planned_step_never_synchronizes_with_the_gpu() -> None:
 def test_dropout_repeats_with_the_seed_and_differs_between_steps() -> None:
     model: Any = tiny_bert(dropout=0.3)
     model.cuda().train()
-    apply_unpadding(model)
-    apply_fused_layers(model)
+    unpad(model)
+    fuse(model)
     inputs = {k: v.cuda() for k, v in batch([12, 7, 16, 10]).items()}
     runs = []
     for _ in range(2):
@@ -178,8 +180,8 @@ def test_the_functions_handle_two_masks_on_a_gpu() -> None:
 def test_a_second_derivative_is_refused_by_name(last_layer: Any) -> None:
     model: Any = tiny_bert()
     model.cuda()
-    apply_unpadding(model)
-    apply_fused_layers(model, last_layer)
+    unpad(model)
+    fuse(model, last_layer)
     inputs = {name: value.cuda() for name, value in batch([5, 9, 3]).items()}
     trained = [p for p in model.parameters() if p.requires_grad]
     with torch.autocast("cuda", torch.bfloat16):
@@ -236,8 +238,8 @@ def test_the_kernel_with_a_bias_is_as_accurate_as_its_dtype_allows(dtype: torch.
 @pytest.mark.parametrize("family", ["deberta_v2", "mpnet", "esm", "jina_embeddings_v3"])
 def test_loss_and_gradients_in_bf16_match_the_untouched_model(family: Any) -> None:
     reference, ours = tiny_model(family, "mlm").cuda(), tiny_model(family, "mlm").cuda()
-    apply_unpadding(ours)
-    apply_fused_layers(ours)
+    unpad(ours)
+    fuse(ours)
     inputs: Any = {k: v.cuda() for k, v in batch([60, 3, 17, 31]).items()}
     inputs["labels"] = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
     losses = []

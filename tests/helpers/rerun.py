@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from composer_speedups.algorithms.cuda_graphs.functional import blocks_to_cut, plans_in
 from composer_speedups.algorithms.cuda_graphs.graphed_calls import GraphedCalls
+from composer_speedups.algorithms.cuda_graphs.installing import blocks_to_cut, plans_in
 
 __all__ = ["CannotRecord", "Logged", "Rerun", "graphed"]
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from composer_speedups.algorithms.cuda_graphs.graphed_calls import CaptureError, GraphedCalls
-from composer_speedups.core.operator_recorder import capture_seconds
+from composer_speedups.core.compile_counts import capture_seconds
 from tests.helpers.common import batch, tiny_bert
 from tests.helpers.rerun import Rerun, graphed
 from tests.reference.loop import gradients

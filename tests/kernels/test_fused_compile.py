@@ -26,7 +26,6 @@ from composer_speedups.algorithms.lora.functional import apply_lora  # noqa: E40
 from composer_speedups.families import bert  # noqa: E402
 from composer_speedups.families.family import DropoutRates  # noqa: E402
 from composer_speedups.kernels import Shape  # noqa: E402
-from composer_speedups.kernels.adamw import AdamWTables, adamw_step  # noqa: E402
 from composer_speedups.kernels.attention import attention_backward, attention_forward  # noqa: E402
 from composer_speedups.kernels.compile_ahead import launches  # noqa: E402
 from composer_speedups.kernels.dropout import dropped  # noqa: E402
@@ -169,12 +168,6 @@ def narrow(dropout: float, dtype: torch.dtype) -> None:
     merged_weights(weights, [(torch.zeros(8, w.shape[1]), torch.zeros(len(w), 8), 2.0) for w in weights], dtype)
 
 
-def adamw(dropout: float, dtype: torch.dtype) -> None:
-    tensors = [torch.zeros(300, HIDDEN), torch.zeros(HIDDEN)]
-    tables = AdamWTables(tensors, tensors, tensors, [torch.zeros(())] * 2)
-    adamw_step(tables, tensors, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
-
-
 def float8(dropout: float, dtype: torch.dtype) -> None:
     scales, weight, statistics = new_scales(1), torch.zeros(HIDDEN), torch.zeros(2, 256)
     x, wide = tokens(256, HIDDEN), tokens(256, 4 * HIDDEN)
@@ -209,7 +202,7 @@ def embeddings(
 # Number of launches
 LAUNCHES = {
     norms: 3, pre_norms: 2, attention: 3, biased_attention: 3, first_token: 2, gelu: 4, embeddings: 2, float8: 23,
-    adamw: 1, narrow: 10,
+    narrow: 10,
 }  # fmt: skip
 
 

@@ -16,13 +16,15 @@ import torch
 from torch import Tensor, nn
 from transformers import BertForPreTraining, BertForSequenceClassification, BertModel, MPNetModel
 
-from composer_speedups import apply_fused_layers, apply_recommended, apply_unpadding, plan_unpadding
+from composer_speedups import apply_recommended
+from composer_speedups.algorithms.fused_layers.fusing import fuse
+from composer_speedups.algorithms.unpadding.encoder_swap import unpad
 from composer_speedups.packing.encoder import unpadded_encoders
 from tests.helpers.common import Batch, batch, tiny_bert, without_labels
 from tests.helpers.exhaustive import family_params
 from tests.helpers.masks import masked_batch
 from tests.helpers.models import EVERY, FUSED, UNPADDED, Family, fit_batches, tiny_model
-from tests.reference.loop import gradients
+from tests.reference.loop import counted, gradients
 from tests.reference.tolerance import assert_near
 
 pytestmark = pytest.mark.outside
@@ -52,7 +54,7 @@ def compared(reference: Any, model: Any, loss: Callable[[Any], Tensor]) -> None:
 @pytest.mark.parametrize("family", family_params(EVERY))
 def test_positional_labels_on_padding_are_seen(family: Family) -> None:
     reference, model = tiny_model(family, "tokens"), tiny_model(family, "tokens")
-    apply_unpadding(model, 8)
+    unpad(model, 8)
     inputs = labelled_padding(reference)
     names = ["input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds", "labels"]
     if family == "distilbert":
@@ -67,7 +69,7 @@ def test_positional_labels_on_padding_are_seen(family: Family) -> None:
 def test_a_direct_call_of_forward_is_described_too(by: str) -> None:
     """PEFT's tuners call ``model.forward`` instead of ``model``, which skips hooks."""
     reference, model = tiny_model("bert", "tokens"), tiny_model("bert", "tokens")
-    apply_unpadding(model, 8)
+    unpad(model, 8)
     inputs = labelled_padding(reference)
     compared(reference, model, lambda module: (module.forward(**inputs) if by == "forward" else module(**inputs)).loss)
     assert ran(model) == ["padded"]
@@ -78,7 +80,7 @@ def test_a_direct_call_of_forward_is_described_too(by: str) -> None:
 def test_labels_that_the_model_does_not_get(family: Family, padding: str) -> None:
     """A Trainer with label smoothing, or a loss of its own, computes the loss from the logits."""
     reference, model = tiny_model(family, "tokens"), tiny_model(family, "tokens")
-    apply_unpadding(model, 8)
+    unpad(model, 8)
     inputs = labelled_padding(reference)
     labels = inputs.pop("labels")
     if padding == "ignored":
@@ -102,7 +104,7 @@ def test_labels_that_the_model_does_not_get(family: Family, padding: str) -> Non
 
 def test_a_later_gradient_at_padding_is_an_error() -> None:
     model = tiny_model("bert", "tokens")
-    apply_unpadding(model, 8)
+    unpad(model, 8)
     inputs = labelled_padding(model)
     labels = inputs.pop("labels")
     for targets in (labels.masked_fill(inputs["attention_mask"] == 0, -100), labels):
@@ -119,7 +121,7 @@ def test_a_pretraining_head_reads_labelled_tokens() -> None:
     torch.manual_seed(0)
     reference = BertForPreTraining(config).eval()
     model = copy.deepcopy(reference)
-    apply_unpadding(model, 8)
+    unpad(model, 8)
     inputs = labelled_padding(reference)
     for labels, expected in (
         (inputs["labels"], "padded"),
@@ -133,7 +135,7 @@ def test_a_pretraining_head_reads_labelled_tokens() -> None:
 def test_a_frozen_encoder_is_observed_too() -> None:
     model = tiny_model("bert", "tokens")
     model.bert.requires_grad_(False)
-    apply_unpadding(model, 8)
+    unpad(model, 8)
     inputs = labelled_padding(model)
     labels = inputs.pop("labels").masked_fill(inputs["attention_mask"] == 0, -100)
     for expected in ("padded", "unpadded"):
@@ -159,7 +161,7 @@ def test_a_pooler_that_reads_padding_is_refused(apply: str, when: str, gradients
     reference.bert.pooler = MeanPooler()
     if when == "before":
         model.bert.pooler = MeanPooler()
-    apply_recommended(model) if apply == "recommended" else apply_unpadding(model)
+    apply_recommended(model) if apply == "recommended" else unpad(model)
     if when == "after":
         model.bert.pooler = MeanPooler()
     inputs = batch([5, 12, 9])
@@ -177,7 +179,7 @@ def test_no_comparison_and_no_refusal_on_request() -> None:
     model(**batch([5, 12, 9]))
     assert ran(model) == ["unpadded"]
     with pytest.raises(ValueError, match="check must be 'auto', 'always' or 'never', not 'no'"):
-        apply_unpadding(tiny_bert(), check="no")  # type: ignore[arg-type]
+        unpad(tiny_bert(), check="no")  # type: ignore[arg-type]
 
 
 def test_every_model_is_compared_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,7 +195,7 @@ def test_every_model_is_compared_on_request(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(first_calls, "outcome_of", counted)
     for check, expected in (("auto", 0), ("always", 2)):
         model = tiny_bert()
-        apply_unpadding(model, 8, check=check)  # type: ignore[arg-type]
+        unpad(model, 8, check=check)  # type: ignore[arg-type]
         for _ in range(2):
             model(**batch([5, 12])).loss.backward()
         assert len(calls) == expected
@@ -205,7 +207,7 @@ def test_embeddings_that_are_pooled_with_the_mask_get_no_warning(kind: Any) -> N
     family: Family = "bert" if kind is BertModel else "mpnet"
     reference = tiny_model(family).base_model
     model = copy.deepcopy(reference)
-    apply_recommended(model) if kind is BertModel else apply_unpadding(model)
+    apply_recommended(model) if kind is BertModel else unpad(model)
     inputs = without_labels(fit_batches(reference, [batch([5, 12, 9])])[0])
 
     def loss(module: Any) -> Tensor:
@@ -228,7 +230,7 @@ def test_a_module_of_ones_own_that_reads_padding_is_refused(gradients: bool) -> 
             return self.bert(ids, mask).last_hidden_state.mean(1)  # type: ignore[no-any-return]
 
     model, reference = Mine(), Mine()
-    apply_unpadding(model, 8)
+    unpad(model, 8)
     inputs = batch([5, 12, 9])
     with torch.set_grad_enabled(gradients):
         # positional arguments have no names, so no padding can be added to a batch without any; this one has some
@@ -243,8 +245,8 @@ def test_a_module_of_ones_own_that_reads_padding_is_refused(gradients: bool) -> 
 
 def test_threads_that_call_the_head_and_the_base_get_their_own_results() -> None:
     reference, model = tiny_bert().eval(), tiny_bert().eval()
-    apply_unpadding(model, 8)
-    apply_fused_layers(model)
+    unpad(model, 8)
+    fuse(model)
     batches = [batch([5, 12, 9], seed=seed) for seed in range(4)]
     wrong: list[str] = []
 
@@ -283,7 +285,7 @@ def test_a_batch_that_stays_padded_is_computed_by_the_untouched_code(
         pytest.skip(f"transformers has no SDPA attention for {family}")
     for module in (reference, model):
         module.set_attn_implementation(implementation)
-    apply_unpadding(model, 8)
+    unpad(model, 8)
     inputs = labelled_padding(reference) if head == "tokens" else fit_batches(reference, [batch([5, 20, 9])])[0]
     if padding == "left":
         inputs = {name: values.flip(1) if values.ndim == 2 else values for name, values in inputs.items()}
@@ -299,12 +301,12 @@ def test_a_batch_that_stays_padded_is_computed_by_the_untouched_code(
 @pytest.mark.parametrize("family", family_params(UNPADDED))
 def test_masks_of_any_dtype(family: Family, dtype: torch.dtype) -> None:
     reference, model = tiny_model(family).eval(), tiny_model(family).eval()
-    apply_unpadding(model, 8)
+    unpad(model, 8)
     (inputs,) = fit_batches(reference, [batch([5, 12, 9])])
     expected = reference(**inputs).logits
     cast = {**inputs, "attention_mask": inputs["attention_mask"].to(dtype)}
     assert_near([model(**cast).logits], [expected])
-    plan_unpadding(model, cast["attention_mask"])
+    counted(model, cast["attention_mask"])
     assert_near([model(**cast).logits], [expected])
     assert ran(model) == ["unpadded"]
 
@@ -315,9 +317,9 @@ def test_masks_of_any_dtype(family: Family, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("family", ["bert", "modernbert", "deberta_v2"])
 def test_transformations_of_torch_func(family: Family) -> None:
     reference, model = tiny_model(family).eval(), tiny_model(family).eval()
-    apply_unpadding(model, 8)
+    unpad(model, 8)
     if family in FUSED:
-        apply_fused_layers(model)
+        fuse(model)
     (inputs,) = fit_batches(reference, [batch([5, 12, 9])])
     results = []
     for module in (reference, model):
@@ -333,8 +335,8 @@ def test_transformations_of_torch_func(family: Family) -> None:
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 def test_export_and_trace_use_the_untouched_code() -> None:
     reference, model = tiny_bert().eval(), tiny_bert().eval()
-    apply_unpadding(model, 8)
-    apply_fused_layers(model)
+    unpad(model, 8)
+    fuse(model)
     inputs = without_labels(batch([5, 12, 9]))
     exported = torch.export.export(model, (), inputs, strict=False).module()
     assert_near([exported(**inputs).logits], [reference(**inputs).logits])
@@ -352,12 +354,12 @@ def test_export_and_trace_use_the_untouched_code() -> None:
 
 def test_a_full_graph_names_what_to_do() -> None:
     model = tiny_bert().eval()
-    apply_unpadding(model, 8)
+    unpad(model, 8)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     inputs = without_labels(batch([5, 12, 9]))
     with pytest.raises(Exception, match=r"call undo_unpadding\(model\)"):
         compiled(**inputs)
-    plan_unpadding(model, inputs["attention_mask"])
+    counted(model, inputs["attention_mask"])
     assert_near([compiled(**inputs).logits], [tiny_bert().eval()(**inputs).logits])
 
 
@@ -368,7 +370,7 @@ def test_a_full_graph_names_what_to_do() -> None:
 def test_saving_loading_resizing_and_tied_weights(family: Family, tmp_path: Any) -> None:
     model = tiny_model(family, "mlm")
     reference = copy.deepcopy(model)
-    apply_unpadding(model, 8)
+    unpad(model, 8)
     model.save_pretrained(tmp_path)
     loaded = type(reference).from_pretrained(tmp_path)
     assert (loaded.config.architectures, type(loaded)) == ([type(reference).__name__], type(reference))
@@ -395,7 +397,7 @@ def test_a_model_that_calls_its_encoder_again_gets_the_untouched_result() -> Non
         torch.manual_seed(0)
         model = Twice._from_config(tiny_bert().config, attn_implementation="eager").eval()
         if changed:
-            apply_unpadding(model, 8, check="never")
+            unpad(model, 8, check="never")
         inputs = batch([5, 12, 9])
         with torch.no_grad():
             results.append(model(inputs["input_ids"], inputs["attention_mask"]))

@@ -14,14 +14,8 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 from transformers.integrations.neftune import activate_neftune
 
-from composer_speedups import (
-    Unpadding,
-    apply_gradient_checkpointing,
-    apply_mixed_precision,
-    apply_recommended,
-    apply_unpadding,
-    undo_unpadding,
-)
+from composer_speedups import Unpadding, apply_gradient_checkpointing, apply_mixed_precision, apply_recommended
+from composer_speedups.algorithms.unpadding.encoder_swap import restore_encoders, unpad
 from composer_speedups.core.errors import CannotRunError
 from tests.helpers.common import Batch, batch, make_trainer, tiny_bert, without_labels
 from tests.helpers.exhaustive import family_params
@@ -36,7 +30,7 @@ def pair(family: Family = "bert", **settings: Any) -> tuple[Any, Any, Batch]:
     """An untouched model, the same one unpadded and with fused layers, and a batch."""
     reference = tiny_model(family, "tokens" if family == "t5" else "classification", **settings)
     model = copy.deepcopy(reference)
-    apply_recommended(model) if family in FUSED else apply_unpadding(model)
+    apply_recommended(model) if family in FUSED else unpad(model)
     (inputs,) = fit_batches(reference, [batch([5, 12, 9])])
     if family == "t5":
         inputs["labels"] = (inputs["input_ids"] % 2).masked_fill(inputs["attention_mask"] == 0, -100)
@@ -111,7 +105,7 @@ def test_a_gradient_penalty_is_refused_by_name(family: Family) -> None:
     reference, model, inputs = pair(family)
     with pytest.raises(RuntimeError, match=r"^unpadding has no second derivative .*undo_unpadding\(model\)"):
         gradient_penalty(model, inputs)
-    undo_unpadding(model)
+    restore_encoders(model)
     compared(reference, model, lambda module: gradient_penalty(module, inputs))
 
 
@@ -141,7 +135,7 @@ def test_an_adapter_for_each_row() -> None:
     reference = peft.get_peft_model(reference, settings, "one")
     reference.add_adapter("two", settings)
     model = copy.deepcopy(reference.eval())
-    apply_unpadding(model, 8)
+    unpad(model, 8)
     names = ["one", "__base__", "two"]
     for given, how in (({"adapter_names": names}, "padded"), ({}, "unpadded"), ({"adapter_names": names}, "padded")):
         with torch.no_grad():
@@ -192,7 +186,7 @@ def test_a_data_parallel_model_is_refused() -> None:
     model = tiny_bert()
     wrapped = nn.DataParallel(model)
     with pytest.raises(ValueError, match=r"^composer_speedups does not support nn\.DataParallel; "):
-        apply_unpadding(wrapped)
+        unpad(wrapped)
     assert type(model) is type(tiny_bert())
 
 

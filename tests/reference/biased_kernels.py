@@ -15,10 +15,11 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from composer_speedups import apply_fused_layers, apply_unpadding
+from composer_speedups.algorithms.fused_layers.fusing import fuse
 from composer_speedups.algorithms.fused_layers.layer import Positions, fused_layer
 from composer_speedups.algorithms.fused_layers.modules import FusedLayer
 from composer_speedups.algorithms.fused_layers.pre_norm_layer import pre_norm_layer
+from composer_speedups.algorithms.unpadding.encoder_swap import unpad
 from composer_speedups.families.blocks import repeated_blocks
 from composer_speedups.families.family import DropoutRates, family_named
 from composer_speedups.kernels.attention import attention_backward, attention_forward
@@ -109,7 +110,7 @@ def operators() -> None:
 def layers(name: Any) -> None:
     """Compare a layer with transformers' layer on packed tokens, in float32 and hence with torch's attention."""
     model = tiny_model(name, "tokens").to(DEVICE).train()
-    apply_unpadding(model, 1)
+    unpad(model, 1)
     family = family_named(name)
     assert family is not None
     assert family.layer_modules is not None
@@ -208,9 +209,9 @@ def models(name: Any, *, fused: bool) -> None:
     """Compare the loss and gradients of a whole model with the untouched one's. Its layers share the bias's table."""
     stock = tiny_model(name, "tokens").to(DEVICE).train()
     ours = copy.deepcopy(stock)
-    apply_unpadding(ours, 1, check="never")
+    unpad(ours, 1, check="never")
     if fused:
-        apply_fused_layers(ours)
+        fuse(ours)
     inputs = {key: value.to(DEVICE) for key, value in batch([70, 5, 37, 1]).items()}
     inputs["labels"] = (inputs["input_ids"] % 2).masked_fill(inputs["attention_mask"] == 0, -100)
     with patch.object(attention, "supports_triton_attention", lambda *_: True):

@@ -11,8 +11,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from composer_speedups import apply_unpadding
 from composer_speedups.algorithms.fused_layers.layer import Positions, fused_layer
+from composer_speedups.algorithms.unpadding.encoder_swap import unpad
 from composer_speedups.families.family import DropoutRates, family_named
 from composer_speedups.kernels.disentangled_attention import attend, disentangled_backward, disentangled_forward
 from composer_speedups.packing.disentangled_attention import Relative
@@ -110,7 +110,7 @@ def operators() -> None:
 def layers() -> None:
     """Compare the layer with transformers' layer on packed tokens, in float32 and hence with torch's attention."""
     model = tiny_model("deberta_v2").to(DEVICE).train()
-    apply_unpadding(model, 1)
+    unpad(model, 1)
     layer, encoder, family = model.deberta.encoder.layer[0], model.deberta.encoder, family_named("deberta_v2")
     assert family is not None
     assert family.layer_modules is not None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import builtins
 import inspect
-import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -67,7 +66,6 @@ from composer_speedups.algorithms.fused_layers.gated_layer import gated_layer
 from composer_speedups.algorithms.fused_layers.layer import OPERANDS, fused_layer
 from composer_speedups.algorithms.fused_layers.modules import plain_layer
 from composer_speedups.families.family import DropoutRates, GatedLayerModules, LayerModules
-from composer_speedups.kernels.adamw import AdamWTables, adamw_step
 from composer_speedups.kernels.attention import attention_backward, attention_forward
 from composer_speedups.kernels.casts import cast_together
 from composer_speedups.kernels.embeddings import embed
@@ -139,43 +137,6 @@ def norms(dropout: float) -> None:
     (sums,) = totals([sums])
     near("its parameters' gradients", sums[:2], torch.stack(parameters))
     near("the sum of its input's gradient", sums[2], leaves[0].grad.sum(0))
-
-
-def adamws() -> None:
-    """Early and late steps, with tensors whose size and address are not multiples of 16 bytes."""
-    shapes = [(300, 40), (7,), (1,), (4097,), (3, 5, 7), (2048,)]
-    memory = random(sum(math.prod(shape) for shape in shapes)).float()
-    expected = [memory.new_empty(shape).copy_(random(*shape)).requires_grad_() for shape in shapes]
-    actual_parameters = [
-        view.view(shape)
-        for view, shape in zip(memory.split([math.prod(shape) for shape in shapes]), shapes, strict=True)
-    ]
-    for target, source in zip(actual_parameters, expected, strict=True):
-        target.copy_(source.detach())
-    settings: Any = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
-    reference = torch.optim.AdamW(expected, foreach=False, **settings)
-    averages, squares = ([torch.zeros_like(tensor) for tensor in actual_parameters] for _ in range(2))
-    steps = [torch.zeros((), device=tensor.device) for tensor in actual_parameters]
-    tables = AdamWTables(actual_parameters, averages, squares, steps)
-    assert tables.fits(actual_parameters, averages, squares, steps)
-    assert not tables.fits([tensor.clone() for tensor in actual_parameters], averages, squares, steps)
-    for number, scale in enumerate((1.0, 1e-4, 1.0, 100.0)):
-        if number == 2:  # later, the bias correction 1 - betaⁿ is computed in another way
-            for step in (*steps, *(reference.state[parameter]["step"] for parameter in expected)):
-                step += 100
-        for parameter in expected:
-            parameter.grad = random(*parameter.shape).float() * scale
-        reference.step()
-        for step in steps:
-            step += 1
-        adamw_step(tables, [parameter.grad for parameter in expected], **settings)  # type: ignore[misc]
-    states = [reference.state[parameter] for parameter in expected]
-    moments = {"exp_avg": averages, "exp_avg_sq": squares}
-    compared = {"parameters": (actual_parameters, [parameter.detach() for parameter in expected])}
-    compared |= {name: (tensors, [state[name] for state in states]) for name, tensors in moments.items()}
-    for name, (actual, wanted) in compared.items():
-        torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-6)  # without matmuls, a GPU is as accurate
-        print(f"AdamW's {name} agrees")
 
 
 def gelus() -> None:
@@ -703,7 +664,6 @@ if __name__ == "__main__":
     gelus()
     casts()
     merged()
-    adamws()
     layers(in_float8=False)
     layers(in_float8=True)
     rotations()

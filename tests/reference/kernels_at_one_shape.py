@@ -18,7 +18,6 @@ if __name__ == "__main__":
     fused_kernels.embeddings(0.25, mixed=True)
     fused_kernels.float8_kernels(0.25)
     fused_kernels.gelus()
-    fused_kernels.adamws()
     fused_kernels.rotations()
     fused_kernels.first_tokens(0.3, 70)
     fused_kernels.layers(in_float8=False)

@@ -32,8 +32,8 @@ from composer_speedups import (
     TorchCompile,
     Unpadding,
 )
-from composer_speedups.algorithms.cuda_graphs.functional import plans_in
 from composer_speedups.algorithms.cuda_graphs.graphed_calls import GraphedCalls
+from composer_speedups.algorithms.cuda_graphs.installing import plans_in
 from composer_speedups.core.errors import CannotRunError, ConfigError, DataError
 from composer_speedups.core.trainer_state import model_of
 from composer_speedups.data.loader import build_data

@@ -17,7 +17,7 @@ __all__ = ["blocks_to_cut", "cut_points", "install"]
 _MIN_SEGMENT = 50 * 2**20  # minimum bytes of gradients per segment
 
 
-def install(model: nn.Module, max_graphs: int, segments: int | None = None) -> GraphedCalls:
+def install(model: nn.Module, max_graphs: int = 4, segments: int | None = None) -> GraphedCalls:
     """Make a model's training calls replay CUDA graphs, which are captured at the first call of each input shape.
 
     The first call of a shape raises :class:`CaptureError` if it cannot be captured, for example because it synchronizes

@@ -1,0 +1,180 @@
+"""The kinds of optimizers that the tests train with, each with the optimizer that it must equal step by step."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import AdamW, Optimizer
+
+from composer_speedups.algorithms.optimizers.kinds import Kind
+from composer_speedups.algorithms.optimizers.technique import OptimizerTechnique
+from composer_speedups.core.observer import Observer
+from composer_speedups.core.registry import technique_class
+from composer_speedups.core.run import FirstBatch, Run
+
+__all__ = ["CASES", "FusedAdam", "OptimizerCase", "observed", "technique", "use_stand_in"]
+
+Groups = list[dict[str, Any]]
+
+
+def observed(model: nn.Module, optimizer: Optimizer, steps: Callable[[], object]) -> tuple[FirstBatch, bool]:
+    """What is observed of steps, and whether they count as taken."""
+    device = next(model.parameters()).device
+    observer = Observer(Run(device, model=model, optimizers=[optimizer]))
+    observer.start()
+    steps()
+    return observer.seen, observer.stop()
+
+
+def adamw(groups: Groups) -> Optimizer:
+    return AdamW(groups, foreach=False)
+
+
+def adafactor(groups: Groups) -> Optimizer:
+    from transformers.optimization import Adafactor
+
+    kept = [{key: group[key] for key in ("params", "lr", "weight_decay")} for group in groups]
+    return Adafactor(kept, scale_parameter=False, relative_step=False)
+
+
+def bitsandbytes_8bit(groups: Groups) -> Optimizer:
+    from bitsandbytes.optim import AdamW8bit
+
+    return AdamW8bit(groups)  # type: ignore[no-any-return]
+
+
+def optimi(groups: Groups) -> Optimizer:
+    from optimi import AdamW
+
+    for group in groups:
+        group["beta1"], group["beta2"] = group.pop("betas")
+        for parameter in group["params"]:
+            parameter.data = parameter.data.bfloat16()
+    return AdamW(groups, lr=1e-3, kahan_sum=True)  # type: ignore[no-any-return]
+
+
+def torchao(name: str) -> Callable[[Groups], Optimizer]:
+    def build(groups: Groups) -> Optimizer:
+        from torchao import optim
+
+        return getattr(optim, name)(groups)  # type: ignore[no-any-return]
+
+    return build
+
+
+@dataclass(frozen=True)
+class OptimizerCase:
+    """A technique and the optimizer that it must equal, ``exact``-ly or up to rounding.
+
+    Attributes:
+        counts_by_group: It counts steps per group instead of per parameter, as Apex does.
+        too_large: The least size of a quantised parameter is larger than all of :func:`network`.
+    """
+
+    name: str
+    reference: Callable[[Groups], Optimizer] = adamw
+    settings: dict[str, Any] = field(default_factory=dict)
+    exact: bool = False
+    package: str | None = None
+    devices: tuple[str, ...] = ("cpu", "cuda")
+    counts_by_group: bool = False
+    too_large: bool = False
+
+    @property
+    def id(self) -> str:
+        return "-".join([self.name, *(str(value) for value in self.settings.values())])
+
+    def kind(self) -> Kind:
+        return technique(self.name, **self.settings).kind
+
+
+CASES = [
+    OptimizerCase("foreach_optimizer"),
+    OptimizerCase("fused_optimizer"),
+    OptimizerCase("apex_optimizer", counts_by_group=True),  # a stand-in, where Apex is not installed
+    OptimizerCase("bnb_optimizer", bitsandbytes_8bit, {"bits": 8}, exact=True, package="bitsandbytes"),
+    OptimizerCase("bnb_optimizer", settings={"bits": 32}, package="bitsandbytes"),
+    OptimizerCase("bnb_optimizer", settings={"bits": 32, "paged": True}, package="bitsandbytes", devices=("cuda",)),
+    OptimizerCase("adafactor", adafactor, exact=True),
+    OptimizerCase("kahan_optimizer", optimi, exact=True, package="optimi"),
+    OptimizerCase("lowbit_optimizer", torchao("AdamW8bit"), {"bits": 8}, exact=True, package="torchao"),
+    OptimizerCase("lowbit_optimizer", torchao("AdamW4bit"), {"bits": 4}, exact=True, package="torchao"),
+    OptimizerCase("lowbit_optimizer", torchao("AdamWFp8"), {"bits": "fp8"}, exact=True, package="torchao"),
+    OptimizerCase("lowbit_optimizer", settings={"min_size": 10**6}, too_large=True, package="torchao"),
+    OptimizerCase("offloaded_optimizer", settings={"allow_cpu": True}),
+    OptimizerCase("sharded_optimizer"),
+]
+
+
+def technique(name: str, **settings: Any) -> Any:
+    built = technique_class(name)(**settings)
+    assert isinstance(built, OptimizerTechnique)
+    return built
+
+
+class FusedAdam(Optimizer):
+    """In place of Apex's, which no package index has: its constructor, step count per group, float32 state and limited
+    zero_grad, with AdamW's arithmetic."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        set_grad_none: bool = True,
+    ) -> None:
+        assert (bias_correction, adam_w_mode, set_grad_none) == (True, True, True)
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    def zero_grad(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else closure()
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, group)
+        return loss
+
+    def _update(self, parameter: Any, group: dict[str, Any]) -> None:
+        state, gradient, (beta1, beta2) = self.state[parameter], parameter.grad.float(), group["betas"]
+        if not state:
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(gradient), torch.zeros_like(gradient)
+        state["exp_avg"].lerp_(gradient, 1 - beta1)
+        state["exp_avg_sq"].lerp_(gradient.square(), 1 - beta2)
+        mean = state["exp_avg"] / (1 - beta1 ** group["step"])
+        deviation = (state["exp_avg_sq"] / (1 - beta2 ** group["step"])).sqrt()
+        update = mean / (deviation + group["eps"]) + group["weight_decay"] * parameter.data
+        parameter.data.sub_(group["lr"] * update)
+
+
+def use_stand_in(patch: pytest.MonkeyPatch, fused_adam: Any = FusedAdam) -> None:
+    """Make ``apex.optimizers.FusedAdam`` importable, on a CPU, too."""
+    package, optimizers = ModuleType("apex"), ModuleType("apex.optimizers")
+    package.__spec__, package.__path__ = ModuleSpec("apex", None, is_package=True), []
+    optimizers.__spec__ = ModuleSpec("apex.optimizers", None)
+    optimizers.FusedAdam = fused_adam  # type: ignore[attr-defined]
+    patch.setitem(sys.modules, "apex", package)
+    patch.setitem(sys.modules, "apex.optimizers", optimizers)
+
+
+def network(device: str = "cpu") -> nn.Sequential:
+    """Two matrices of 8,192 values, and small parameters."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 128), nn.LayerNorm(128), nn.Linear(128, 64)).to(device)

@@ -1,0 +1,282 @@
+"""AdamW's state split over two ranks: weights and checkpoints equal a plain AdamW's under DDP, also after resuming."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from composer.algorithms import GradientClipping
+from composer.utils import dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import OneCycleLR
+
+from composer_speedups import ShardedOptimizer
+from composer_speedups.core.optimizer_state import state_bytes
+from composer_speedups.core.trainer_state import model_of
+from composer_speedups.train.checkpoints.reading import restricted_loading
+from tests.algorithms.optimizers.cases import technique
+from tests.helpers.common import (
+    SAVING,
+    final_weights,
+    fit_and_close,
+    grouped_adamw,
+    make_trainer,
+    tiny_bert,
+)
+from tests.helpers.ranks import on_ranks
+from tests.reference.composition import batches
+
+# Composer warns that random states of other ranks are missing; nothing is random here.
+pytestmark = pytest.mark.filterwarnings("ignore:The current world size:UserWarning")
+
+KINDS = ("plain", "sharded")
+JOURNEYS = [(2, 2), (2, 1), (1, 2)]  # the ranks that train two batches, and those that train two more
+
+
+def exact(actual: Any, expected: Any) -> None:
+    assert expected
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+def error_of(function: Callable[[], Any]) -> str | None:
+    try:
+        function()
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+    return None
+
+
+def sharded(optimizer: AdamW) -> Any:
+    return technique("sharded_optimizer").kind.build(optimizer, nn.Module())
+
+
+def train(kind: str, until: int, *, save: Path | None = None, load: Path | None = None) -> dict[str, Any]:
+    """Train with Composer, clipping and a decaying learning rate; ``load`` and ``save`` are folders of checkpoints."""
+    algorithms: list[Any] = [GradientClipping("norm", clipping_threshold=0.05)]
+    built = ShardedOptimizer()
+    model = tiny_bert()
+    settings: dict[str, Any] = {"schedulers": lambda state: 1 / (1 + int(state.timestamp.batch))}
+    if save is not None:
+        settings |= {**SAVING, "save_folder": str(save / kind)}
+    with ExitStack() as stack:
+        if load is not None:
+            stack.enter_context(restricted_loading(trust=False))  # as train.py loads it
+            settings["load_path"] = str(load / kind / "ba2.pt")
+        trainer = make_trainer(
+            [*algorithms, *([built] if kind == "sharded" else [])],
+            model=model,
+            optimizer=grouped_adamw(model),
+            batches=batches(dist.get_world_size()),
+            max_duration=f"{until}ba",
+            **settings,
+        )
+    fit_and_close(trainer)
+    weights = {name: p.detach().clone() for name, p in model_of(trainer.state).named_parameters()}
+    return {"weights": weights, "evidence": built.evidence}
+
+
+def loop(kind: str, *, scaled: bool) -> dict[str, Any]:
+    """Train in a loop of one's own, with clipping and a scheduler that cycles betas, and with loss scaling; there, the
+    second batch's gradients are infinite on rank 1 before they are averaged."""
+    rank, model = dist.get_global_rank(), tiny_bert()
+    ddp, optimizer = DistributedDataParallel(model), grouped_adamw(model)
+    if kind == "sharded":
+        optimizer = sharded(optimizer)
+    scheduler = OneCycleLR(optimizer, max_lr=[4e-3, 2e-3], total_steps=6)
+    scaler = torch.amp.GradScaler("cpu", init_scale=128, enabled=scaled)
+    for step, inputs in enumerate(batches(2)[rank::2]):
+        optimizer.zero_grad()
+        loss = scaler.scale(ddp(**inputs).loss)
+        (loss * (float("inf") if scaled and (step, rank) == (1, 1) else 1.0)).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+        scheduler.step()
+    result: dict[str, Any] = {"weights": {n: p.detach().clone() for n, p in model.named_parameters()}}
+    result |= {"bytes": state_bytes(optimizer), "scale": scaler.get_scale() if scaled else None}
+    result["state"] = copy.deepcopy(optimizer.state_dict())
+    return result
+
+
+def load_a_plain_state() -> dict[str, Any]:
+    """Load the state of a plain AdamW, and return it with what the ranks then hold together."""
+    model, other = tiny_bert(), tiny_bert()
+    plain, split = grouped_adamw(model), sharded(grouped_adamw(other))
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 0.5)
+    plain.step()
+    given = plain.state_dict()
+    given["param_groups"][0]["fused"] = True  # as if written on a GPU
+    before = copy.deepcopy(given)
+    split.load_state_dict(given)
+    return {
+        "changed": error_of(partial(exact, given["state"], before["state"])),
+        "given": before["state"],
+        "loaded": split.state_dict()["state"],
+        "bytes": (state_bytes(split), state_bytes(plain)),
+        "fused": [group["fused"] for group in split.param_groups],
+    }
+
+
+def save_where_a_rank_has_no_state() -> list[str]:
+    """Only the second rank's parameter is trained; names of the parameters with a state."""
+    model = nn.Sequential(nn.Linear(8, 8, bias=False).requires_grad_(False), nn.Linear(8, 1, bias=False))
+    optimizer = sharded(AdamW(model.parameters(), lr=1e-3))
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return list(get_optimizer_state_dict(model, optimizer)["state"])
+
+
+def freeze_after_a_step() -> dict[str, Any]:
+    """Freeze every second parameter as layer_freezing does; the indices that are saved at once, and after a step."""
+    model = tiny_bert()
+    optimizer = sharded(AdamW(model.parameters(), lr=1e-3))
+    parameters = list(model.parameters())
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    for parameter in parameters[::2]:
+        parameter.requires_grad_(False)
+        parameter.grad = None
+        optimizer.state.pop(parameter, None)
+    saved = [sorted(optimizer.state_dict()["state"])]
+    optimizer.step()
+    saved.append(sorted(optimizer.state_dict()["state"]))
+    return {"saved": saved, "held": sum(len(entry) > 0 for entry in optimizer.optim.state.values())}
+
+
+def observe(folder: Path) -> dict[str, Any]:
+    """What one of two ranks sees."""
+    seen: dict[str, Any] = {"trained": {kind: train(kind, 2, save=folder / "2") for kind in KINDS}}
+    dist.barrier()
+    for first in (1, 2):
+        seen[first, 2] = {kind: train(kind, 4, load=folder / str(first)) for kind in KINDS}
+    seen["loops"] = {scaled: {kind: loop(kind, scaled=scaled) for kind in KINDS} for scaled in (False, True)}
+    seen["plain state"] = load_a_plain_state()
+    seen["saved"] = save_where_a_rank_has_no_state()
+    seen["frozen"] = freeze_after_a_step()
+    return seen
+
+
+class Seen:
+    """The observations of both ranks, and of one process before and after them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.alone = {kind: train(kind, 2, save=folder / "1") for kind in KINDS}
+        self.ranks = on_ranks(partial(observe, folder))
+        self.journeys = {journey: self.ranks[0].get(journey) for journey in JOURNEYS}
+        self.journeys[2, 1] = {kind: train(kind, 4, load=folder / "2") for kind in KINDS}
+
+    def checkpoint(self, kind: str, ranks: int) -> Any:
+        return torch.load(self.folder / str(ranks) / kind / "ba2.pt", weights_only=False)["state"]["optimizers"]
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("sharded")
+        patch.chdir(folder)
+        yield Seen(folder)
+
+
+@pytest.mark.exhaustive
+def test_two_ranks_train_exactly_like_adamw(seen: Seen) -> None:
+    for rank in seen.ranks:
+        exact(rank["trained"]["sharded"]["weights"], seen.ranks[0]["trained"]["plain"]["weights"])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_loop_with_clipping_schedulers_and_loss_scaling_trains_exactly_like_adamw(scaled: bool, seen: Seen) -> None:
+    loops = [rank["loops"][scaled] for rank in seen.ranks]
+    for rank in loops:
+        exact(rank["sharded"]["weights"], loops[0]["plain"]["weights"])
+    assert loops[0]["sharded"]["scale"] == (64 if scaled else None), "the batch with infinite gradients is skipped"
+    plain, sharded = (loops[0][kind]["state"] for kind in KINDS)
+    exact(sharded["state"], plain["state"])
+    for group, expected in zip(sharded["param_groups"], plain["param_groups"], strict=True):
+        assert {**group, "foreach": False, "fused": None} == expected
+
+
+@pytest.mark.exhaustive
+def test_each_rank_holds_a_share_of_the_state(seen: Seen) -> None:
+    evidence = [rank["trained"]["sharded"]["evidence"] for rank in seen.ranks]
+    shares, whole = evidence[0]["state_bytes_by_rank"], evidence[0]["state_bytes_of_all"]
+    assert [e["state_bytes"] for e in evidence] == shares
+    assert sum(shares) == whole == seen.alone["sharded"]["evidence"]["state_bytes"]
+    assert max(shares) < 0.6 * whole
+    assert "note" not in evidence[0]
+    loops = [rank["loops"][False] for rank in seen.ranks]
+    assert sum(rank["sharded"]["bytes"] for rank in loops) == loops[0]["plain"]["bytes"]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_checkpoint_is_that_of_adamw(ranks: int, seen: Seen) -> None:
+    (name, state), (plain_name, plain) = (next(iter(seen.checkpoint(kind, ranks).items())) for kind in reversed(KINDS))
+    assert name == plain_name == "AdamW"
+    exact(state["state"], plain["state"])
+    for group, expected in zip(state["param_groups"], plain["param_groups"], strict=True):
+        assert {**group, "foreach": False, "fused": None} == expected
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("journey", JOURNEYS, ids=lambda journey: f"{journey[0]} to {journey[1]}")
+def test_resuming_on_any_number_of_ranks_is_exactly_like_adamw(journey: tuple[int, int], seen: Seen) -> None:
+    plain, sharded = (seen.journeys[journey][kind] for kind in KINDS)
+    exact(sharded["weights"], plain["weights"])
+    assert sharded["evidence"]["ranks"] == journey[1]
+    assert any((w != seen.alone["plain"]["weights"][n]).any() for n, w in plain["weights"].items()), "it trained on"
+
+
+@pytest.mark.exhaustive
+def test_the_state_of_a_plain_adamw_is_loaded_in_shares_and_not_changed(seen: Seen) -> None:
+    first, second = (rank["plain state"] for rank in seen.ranks)
+    exact(first["loaded"], first["given"])
+    assert {value.device.type for entry in second["loaded"].values() for value in entry.values()} == {"meta"}
+    assert first["changed"] is second["changed"] is None
+    assert first["fused"] == [None, None], "the implementation is that of this device"
+    assert first["bytes"][0] + second["bytes"][0] == first["bytes"][1]
+    assert min(first["bytes"][0], second["bytes"][0]) > 0
+
+
+@pytest.mark.exhaustive
+def test_a_rank_without_a_trained_parameter_does_not_step_while_the_others_save(seen: Seen) -> None:
+    assert [rank["saved"] for rank in seen.ranks] == [["1.weight"]] * 2
+
+
+@pytest.mark.exhaustive
+def test_the_state_of_frozen_parameters_is_freed_and_not_saved(seen: Seen) -> None:
+    frozen = [rank["frozen"] for rank in seen.ranks]
+    assert all(rank["saved"] == [list(range(1, 41, 2))] * 2 for rank in frozen)
+    assert sum(rank["held"] for rank in frozen) == 20
+
+
+def test_one_rank_has_a_plain_adamw_and_says_so() -> None:
+    trainer = make_trainer([built := ShardedOptimizer()])
+    assert type(trainer.state.optimizers[0]) is AdamW
+    fit_and_close(trainer)
+    assert built.evidence["note"] == "the state is not split, because there is one rank"
+    exact(final_weights(trainer), final_weights(fit_and_close(make_trainer())))
+
+
+def test_what_cannot_be_split_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    mixed = AdamW([nn.Parameter(torch.ones(2, dtype=dtype)) for dtype in (torch.float32, torch.bfloat16)])
+    with pytest.raises(ValueError, match=r"^the optimizer has parameters of torch.bfloat16 and torch.float32; train"):
+        sharded(mixed)
+    monkeypatch.setattr("composer_speedups.algorithms.optimizers.kinds.world_size", lambda: 3)
+    few = AdamW([nn.Parameter(torch.ones(2)) for _ in range(2)])
+    with pytest.raises(ValueError, match=r"^2 parameters cannot be divided among 3 ranks; use torch\.optim\.AdamW$"):
+        sharded(few)
