@@ -186,7 +186,9 @@ class ThroughputMonitor(ThroughputConfig, SavedCallback, eq=False):
 
     def after_dataloader(self, state: State, logger: Logger) -> None:
         self.clock.event(Event.AFTER_DATALOADER)
-        # while the batch is still on the host
+
+    def batch_start(self, state: State, logger: Logger) -> None:
+        # while the batch is still on the host, and after unpadding has counted its rows
         self._lengths = batch_lengths(state.batch)
         self._slots = state.batch["input_ids"].numel() if self._lengths is not None else 0
         self._flops = _batch_flops(state, self._lengths)

@@ -14,13 +14,13 @@ import transformers
 from datasets import Dataset
 from pydantic import BaseModel, BeforeValidator, ValidationError
 
-from composer_speedups.algorithms.unpadding.plan import plan_unpadding
 from composer_speedups.callbacks.class_report import metrics_by_class
 from composer_speedups.core.errors import ConfigError, first_line
 from composer_speedups.core.pretrained import pretrained_config, pretrained_model, pretrained_tokenizer
 from composer_speedups.core.settings import Settings, fields_of
 from composer_speedups.data.flat import PER_TOKEN, FlatTokens, Ragged
 from composer_speedups.data.loader import Pad
+from composer_speedups.packing.encoder import with_counted_rows
 from composer_speedups.predict.finished_run import exported_folder
 from composer_speedups.recommendation import apply_recommended
 from composer_speedups.tasks.config import TASK_FILE, ModelConfig
@@ -61,7 +61,6 @@ class FinishedModel:
         self.precision = precision
         self.engaged: list[str] = []
         self._pad = Pad(tokenizer.pad_token_id, max_length, longest=True, multiple=8)
-        self._plans = False
 
     @classmethod
     def load(
@@ -118,7 +117,6 @@ class FinishedModel:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             done = apply_recommended(self.model).evidence
-        self._plans = "unpadding" in done
         self.engaged = [f"{name}: {', '.join(f'{k} {v}' for k, v in found.items())}" for name, found in done.items()]
         self.engaged += [str(warning.message) for warning in caught]
 
@@ -202,11 +200,10 @@ class FinishedModel:
 
     def _logits(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         device = self.model.device
-        if self._plans:
-            plan_unpadding(self.model, batch["attention_mask"].flatten(0, -2))
         names = _INPUTS if has_token_types(self.model) else _INPUTS - {"token_type_ids"}
         inputs = {name: x.to(device, non_blocking=True) for name, x in batch.items() if name in names}
-        with torch.autocast(device.type, torch.bfloat16, enabled=self.precision == "bf16"):
+        autocast = torch.autocast(device.type, torch.bfloat16, enabled=self.precision == "bf16")
+        with autocast, with_counted_rows(self.model, batch, inputs):
             logits: torch.Tensor = self.task.outputs(self.model, inputs)["logits"]
         return logits
 

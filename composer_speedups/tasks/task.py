@@ -19,7 +19,7 @@ from torchmetrics import Metric
 
 from composer_speedups.core.errors import ConfigError, DataError
 from composer_speedups.core.settings import InvalidSettingError, Settings, fields_of, refuse_if
-from composer_speedups.packing.tokens import IGNORED
+from composer_speedups.packing.rows import IGNORED
 from composer_speedups.tasks.config import ModelConfig
 from composer_speedups.tasks.data_config import DataConfig
 

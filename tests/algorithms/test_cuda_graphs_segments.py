@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from transformers import BertForMaskedLM, BertForSequenceClassification
 
-from composer_speedups import CUDAGraphs, Unpadding, apply, plan_unpadding
+from composer_speedups import CUDAGraphs
+from composer_speedups.algorithms.unpadding.encoder_swap import unpad
 from composer_speedups.core.run import Run
 from tests.helpers.common import batch, tiny_config
 from tests.helpers.rerun import Logged, graphed
-from tests.reference.loop import gradients
+from tests.reference.loop import counted, gradients
 from tests.reference.tolerance import assert_near
 
 LAYERS = 5
@@ -83,11 +84,11 @@ def test_hooks_of_parameters_and_second_derivatives_are_not_passed_by() -> None:
 @pytest.mark.parametrize("segments", [3, LAYERS])
 def test_an_unpadded_model_is_cut_too(segments: int) -> None:
     reference, model = bert(), bert()
-    apply(model, [Unpadding(16, check="never")])
+    unpad(model, 16)
     calls = graphed(model, max_graphs=3, segments=segments)
     for seed, lengths in enumerate([[12, 7, 9], [1, 16, 4], [3, 2, 1], [16, 15, 16]]):
         inputs = batch(lengths, 16, seed=seed)
-        plan_unpadding(model, inputs["attention_mask"])
+        counted(model, inputs["attention_mask"])
         for network in (reference, model):
             network.zero_grad()
             network(**inputs).loss.backward()

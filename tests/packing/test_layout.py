@@ -10,30 +10,23 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from composer_speedups.packing.attention import supports_flash_attention, unpadded_attention
-from composer_speedups.packing.tokens import (
-    TokenLayout,
-    gather_tokens,
-    lay_out_tokens,
-    reads_padding,
-    row_counts,
-    scatter_tokens,
-    token_masks,
-)
+from composer_speedups.packing.layout import Layout, lay_out
+from composer_speedups.packing.rows import STAYS_PADDED, RowRules, row_counts, token_masks
 from tests.helpers.masks import random_masks
 
 
 def test_a_plan_and_its_errors() -> None:
     mask = torch.tensor([[1, 1, 0], [0, 0, 0], [1, 0, 1], [0, 1, 1]])
     assert row_counts(mask) == [2, 0, 2, 2]
-    plan = lay_out_tokens(mask, 6, 4)
+    plan = lay_out(mask, 6, 4)
     assert plan.indices_T.tolist() == [0, 1, 6, 8, 10, 11, 12, 12]
     assert plan.cu_seqlens.tolist() == [0, 2, 2, 4, 6, 8]
     assert plan.cu_seqlens.dtype == torch.int32
     assert plan.longest >= 3
-    assert lay_out_tokens(mask, 6, 3).indices_T.tolist() == [0, 1, 6, 8, 10, 11]
+    assert lay_out(mask, 6, 3).indices_T.tolist() == [0, 1, 6, 8, 10, 11]
     for wrong in (5, 7, 0, 40):
         with pytest.raises(RuntimeError, match="changed after its tokens were counted"):
-            lay_out_tokens(mask, wrong, 4)
+            lay_out(mask, wrong, 4)
 
 
 def test_the_masks_of_a_batch_are_those_of_its_texts() -> None:
@@ -69,19 +62,22 @@ def test_the_masks_of_a_batch_are_those_of_its_texts() -> None:
 def test_rows_whose_loss_reads_padding(labels: Any, settings: str, rows: list[bool]) -> None:
     mask = torch.tensor([[1, 0], [0, 0], [0, 1]])
     labels = None if labels is None else torch.tensor(labels)
-    flags = {"head_has_token_loss": settings == "token", "head_reads_first_slot": settings == "first"}
-    assert reads_padding(mask, labels, **flags) == rows
+    lengths = RowRules(settings == "token", settings == "first").lengths(mask, labels)
+    assert lengths.tolist() == [
+        STAYS_PADDED if padded else count for padded, count in zip(rows, [1, 0, 1], strict=True)
+    ]
 
 
 def test_gathering_and_scattering_have_the_right_gradients() -> None:
-    plan = lay_out_tokens(random_masks(3)[2], int(random_masks(3)[2].sum()), 4)
+    plan = lay_out(random_masks(3)[2], int(random_masks(3)[2].sum()), 4)
     slots, indices = plan.mask_BS.numel(), plan.indices_T
     x_NH = torch.randn(slots, 3, dtype=torch.double, requires_grad=True)
     x_TH = torch.randn(len(indices), 3, dtype=torch.double, requires_grad=True)
     real_T = (indices < slots)[:, None]
-    assert torch.autograd.gradcheck(lambda x: gather_tokens(x, indices) * real_T, x_NH)
-    assert torch.autograd.gradcheck(lambda x: scatter_tokens(x, indices, slots), x_TH)
-    back = scatter_tokens(gather_tokens(x_NH, indices), indices, slots)
+    padded = (*plan.mask_BS.shape, 3)
+    assert torch.autograd.gradcheck(lambda x: plan.gather(x.view(padded)) * real_T, x_NH)
+    assert torch.autograd.gradcheck(plan.scatter, x_TH)
+    back = plan.scatter(plan.gather(x_NH.view(padded))).flatten(0, 1)
     torch.testing.assert_close(back, x_NH * plan.mask_BS.flatten()[:, None])
 
 
@@ -111,7 +107,7 @@ def test_the_flash_call_has_the_right_signature_shapes_and_window(
     monkeypatch.setattr("composer_speedups.packing.attention.supports_flash_attention", lambda *_: True)
     meta: dict[str, Any] = {"device": "meta"}
     mask, indices = torch.empty(3, 9, dtype=torch.bool, **meta), torch.empty(64, dtype=torch.long, **meta)
-    layout = TokenLayout(mask, indices, torch.empty(5, dtype=torch.int32, **meta), 128)
+    layout = Layout(mask, indices, torch.empty(5, dtype=torch.int32, **meta), 128)
     query = torch.empty(1, 2, 64, 16, dtype=torch.bfloat16, **meta, requires_grad=True)
     with FlashCalls() as calls:
         output, weights = unpadded_attention(
@@ -130,7 +126,7 @@ def test_the_flash_call_has_the_right_signature_shapes_and_window(
 @pytest.mark.exhaustive
 def test_shared_key_heads_of_as_many_tokens_as_query_heads() -> None:
     """Two key heads serve four query heads; sizes that are equal by chance must not be mistaken for each other."""
-    layout = lay_out_tokens(torch.ones(2, 2, dtype=torch.long), 4, 1)
+    layout = lay_out(torch.ones(2, 2, dtype=torch.long), 4, 1)
     query, key, value = (torch.randn(1, heads, 4, 8) for heads in (4, 2, 2))
     output, _ = unpadded_attention(nn.Identity(), query, key, value, None, layout=layout)
     rows = [x.repeat_interleave(4 // x.shape[1], 1).view(4, 2, 2, 8) for x in (query, key, value)]  # (A, B, S, D)
@@ -149,7 +145,7 @@ def test_longest_covers_every_row_and_is_a_multiple_of_128(width: int, multiple:
     """The kernels read ``longest`` tokens per row, including the row of filler tokens at the end of T."""
     mask = torch.ones(1, width, dtype=torch.long)
     mask[0, 1:] = multiple <= width  # one real token, all others are filler
-    plan = lay_out_tokens(mask, int(mask.sum()), multiple)
+    plan = lay_out(mask, int(mask.sum()), multiple)
     assert plan.longest >= int(plan.cu_seqlens.diff().max())
     assert plan.longest % 128 == 0
     assert plan.longest - max(width, multiple) < 128

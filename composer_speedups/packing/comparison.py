@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from composer_speedups.packing.tokens import token_masks
+from composer_speedups.packing.rows import RowLengths, token_masks
 
 __all__ = [
     "FLOAT32",
@@ -163,6 +163,7 @@ def with_padding(batch: Any) -> Any:
     """
     if not isinstance(batch, dict):
         return batch
+    batch = {name: value for name, value in batch.items() if not isinstance(value, RowLengths)}  # of this mask
     tensors = {str(name): value for name, value in batch.items() if isinstance(value, Tensor)}
     masks = token_masks(tensors)
     for name, value in tensors.items():
