@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 import signal
-from pathlib import Path
+from typing import Literal
 
-__all__ = ["crash_location", "failure_reason", "own_line", "ran_out_of_memory"]
+__all__ = ["Failure", "failure_reason", "kind_of_failure", "own_line"]
 
 _MAX_MESSAGE = 300  # characters of a failed process's message
 _KILLED_STATUSES = (-signal.SIGKILL, 128 + signal.SIGKILL)  # sent by the kernel's out-of-memory killer
@@ -18,16 +18,30 @@ _OUT_OF_MEMORY = (
 )
 
 
-def ran_out_of_memory(status: int, output: str) -> bool:
-    """Whether the GPU's or the host's memory ran out. A process killed by its caller is counted too."""
-    output = output.lower()
-    return status in _KILLED_STATUSES or any(sign in output for sign in _OUT_OF_MEMORY)
+Failure = Literal["out of memory", "time", "refused", "failed"]
 
 
-def failure_reason(status: int, output: str) -> str:
+def kind_of_failure(status: int | None, output: str) -> Failure:
+    """What went wrong: the GPU's or the host's memory ran out; the process was killed at its time limit (status None);
+    train.py refused a config, a package or the machine in one line; or anything else.
+
+    A process that another one killed counts as out of memory, because the kernel does so.
+    """
+    if status is None:
+        return "time"
+    lowered = output.lower()
+    if status in _KILLED_STATUSES or any(sign in lowered for sign in _OUT_OF_MEMORY):
+        return "out of memory"
+    return "refused" if status == 2 else "failed"
+
+
+def failure_reason(status: int | None, output: str) -> str:
     """Why a training process failed, in one line."""
+    kind = kind_of_failure(status, output)
+    if kind == "time":
+        return "it was killed at its time limit"
     reason = own_line(output)[:_MAX_MESSAGE] or f"it ended with status {status}"
-    return f"ran out of memory ({reason})" if ran_out_of_memory(status, output) else reason
+    return f"ran out of memory ({reason})" if kind == "out of memory" else reason
 
 
 def own_line(output: str) -> str:
@@ -43,17 +57,3 @@ def own_line(output: str) -> str:
     own = [line.partition("train.py: ")[2] for line in lines if "train.py: " in line]
     causes = [line for line in lines if _CAUSE.match(line)]  # torch prints advice below its exceptions
     return (own or causes or lines or [""])[-1]
-
-
-def crash_location(output: str) -> str:
-    """``", at FILE:LINE in FUNCTION"``, from faulthandler's stack of the main thread; empty if there is none.
-
-    It names the innermost call, and the call of this package that led to it.
-    """
-    stack = re.search(r"^Current thread .*\n((?:  File .*\n?)+)", output, re.MULTILINE)
-    frames = re.findall(r'File "(.*)", line (\d+) in (.*)', stack[1]) if stack else []
-    if not frames:
-        return ""
-    own = next((frame for frame in frames if Path(__file__).parents[1] in Path(frame[0]).parents), frames[0])
-    named = [f"{Path(file).name}:{line} in {function}" for file, line, function in dict.fromkeys([frames[0], own])]
-    return f", at {' under '.join(named)}"
