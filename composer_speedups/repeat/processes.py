@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import time
-from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from composer_speedups.core.files import LockedFileError, lock_file
 from composer_speedups.core.subprocesses import command_output, kill_process_group
 from composer_speedups.repeat.runs import Run
 from composer_speedups.train.child_process import start_training
@@ -23,6 +24,7 @@ class _Job(NamedTuple):
     gpu: str | None
     process: subprocess.Popen[bytes]
     offset: int  # size of the log when the process started
+    lock: io.FileIO
 
 
 def gpus_of_processes(runs: Sequence[Run], processes: int | None) -> list[str | None]:
@@ -42,28 +44,51 @@ def gpus_of_processes(runs: Sequence[Run], processes: int | None) -> list[str | 
 def train_all(runs: Sequence[Run], gpus: Sequence[str | None], program: str) -> list[str]:
     """Train the runs that have not finished, one at a time for each of ``gpus``, and return a line for each that fails.
 
+    Each run is locked while it is trained. Another command with the same runs waits for them, or trains the others.
     An exception, such as one of a signal handler, stops the running ones; those with checkpoints write one.
     """
-    waiting, free = deque(run for run in runs if run.metrics() is None), [*gpus]
+    waiting, free = [run for run in runs if run.metrics() is None], [*gpus]
     print(f"{len(waiting)} of {len(runs)} runs are not finished; training {len(free)} at a time", flush=True)
+    for run in waiting:
+        if changed := run.changed():
+            print(f"{run.folder.name}: trained again, since {changed} has changed", flush=True)
+    elsewhere = set[str]()
     jobs, failures = list[_Job](), list[str]()
     try:
         while waiting or jobs:
-            while waiting and free:
-                run, gpu = waiting.popleft(), free.pop(0)
+            for run in [*waiting] if free else ():
+                try:
+                    lock = lock_file(run.folder.with_name(f".{run.folder.name}.repeat.lock"), "runs_folder")
+                except LockedFileError:
+                    if run.folder.name not in elsewhere:
+                        elsewhere.add(run.folder.name)
+                        print(f"{run.folder.name}: another command is training it", flush=True)
+                    continue
+                waiting.remove(run)
+                if run.metrics() is not None:  # another command has trained it meanwhile
+                    lock.close()
+                    continue
+                gpu = free.pop(0)
                 visible = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}
                 with open(f"{run.folder}.log", "ab") as output:  # train.py may rename the folder itself
                     offset = output.tell()
-                    jobs.append(_Job(run, gpu, start_training(run.arguments, output, visible, program), offset))
+                    process = start_training(run.arguments, output, visible, program)
+                    jobs.append(_Job(run, gpu, process, offset, lock))
                 print(f"{run.folder.name}: started{f' on GPU {gpu}' if gpu else ''}", flush=True)
+                if not free:
+                    break
             time.sleep(0.2)
             for job in [job for job in jobs if job.process.poll() is not None]:
                 jobs.remove(job)
                 free.append(job.gpu)
                 kill_process_group(job.process)  # what is left of it
+                job.lock.close()
                 if status := job.process.returncode:
                     text = Path(f"{job.run.folder}.log").read_bytes()[job.offset :].decode(errors="replace")
                     failures.append(f"{job.run.folder.name}: {failure_reason(status, text)}")
+                elif changed := job.run.changed():
+                    failures.append(f"{job.run.folder.name}: {changed} changed while the command ran; start again")
+                    status = 1
                 print(failures[-1] if status else f"{job.run.folder.name}: finished", flush=True)
     finally:
         _stop([job.process for job in jobs])

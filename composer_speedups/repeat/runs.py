@@ -6,12 +6,13 @@ import json
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.train.config.differences import differences
 from composer_speedups.train.config.load import load_config
 from composer_speedups.train.config.schema import Config
+from composer_speedups.train.inputs import Inputs, changed_input, inputs_of
 
 __all__ = ["Run", "planned_runs", "table"]
 
@@ -24,18 +25,35 @@ class Run(NamedTuple):
     config: Config
     folder: Path
     arguments: list[str]  # command line of train.py
+    inputs: Inputs  # the files that it reads, by content, when the command started
 
     def metrics(self) -> dict[str, float | None] | None:
-        """The metrics in the report; None if the run has not finished, or was trained with another config."""
-        try:
-            metrics: dict[str, float | None] = json.loads((self.folder / "report.json").read_text())["metrics"]
-        except (OSError, ValueError, KeyError, TypeError):
+        """The metrics in the report; None if the run has not finished, or was trained with another config or other
+        files."""
+        if self.changed() or differences(self.config, self.folder / "config.yaml") != []:
             return None
-        return metrics if differences(self.config, self.folder / "config.yaml") == [] else None
+        metrics: dict[str, float | None] | None = self._report().get("metrics")
+        return metrics
+
+    def changed(self) -> str | None:
+        """The key and name of a file that has changed since a finished run read it."""
+        report = self._report()
+        return changed_input(report.get("inputs", {}), self.inputs) if report else None
+
+    def _report(self) -> dict[str, Any]:
+        try:
+            report = json.loads((self.folder / "report.json").read_text())
+            return report if isinstance(report, dict) else {}
+        except (OSError, ValueError):
+            return {}
 
 
 def planned_runs(files: Sequence[str], overrides: Sequence[str], seeds: Sequence[int]) -> list[Run]:
-    """The runs of all seeds of the first file, then those of the next one; a ConfigError if a config is invalid."""
+    """The runs of all seeds of the first file, then those of the next one.
+
+    Raises:
+        UserError: A config is invalid, or a file that the runs read is missing.
+    """
     if any(pair.partition("=")[0] == "seed" for pair in overrides):
         raise ConfigError("command line: seed differs between the runs; set seeds, such as seeds=1..5")
     configs = [load_config(file, overrides) for file in files]
@@ -47,11 +65,12 @@ def planned_runs(files: Sequence[str], overrides: Sequence[str], seeds: Sequence
         common = [*overrides]
         if config.loggers.wandb is not None and config.loggers.wandb.group is None:
             common.append(f"loggers.wandb.group={'-'.join(names)[:128]}")  # W&B's limit
+        inputs = inputs_of(config)
         for seed in seeds:
             values = [*common, f"seed={seed}", f"run_name={config.run_name}-seed{seed}"]
             seeded = load_config(file, values)
             folder = Path(seeded.runs_folder) / seeded.run_name
-            runs.append(Run(config.run_name, seed, seeded, folder, ["-f", file, *values]))
+            runs.append(Run(config.run_name, seed, seeded, folder, ["-f", file, *values], inputs))
     return runs
 
 

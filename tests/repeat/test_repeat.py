@@ -31,16 +31,19 @@ QUICKSTART = str(ROOT / "yamls" / "quickstart.yaml")
 MRPC = str(ROOT / "yamls" / "glue" / "mrpc.yaml")
 
 # A program in place of train.py, which needs no torch: it notes when it ran and on which GPU, and leaves a report.
-# Seeds in FULL find the disk full, and those in SLOW do not end.
+# Seeds in FULL find the disk full, those in SLOW do not end, and those in CHANGES change the data file.
 STUB = """
 import json, os, sys, time
 from pathlib import Path
 from composer_speedups.core.command_line import parse_command_line
 from composer_speedups.train.cli import exit_codes
 from composer_speedups.train.config.load import load_config, save_config
+from composer_speedups.train.inputs import inputs_of
 
 began, command = time.time(), parse_command_line(sys.argv[1:])
 config = load_config(command.file, command.overrides)
+if str(config.seed) in os.environ.get("CHANGES", ""):
+    Path(config.data.train_file).write_text("text,label\\nother,0\\n")
 folder = Path(config.runs_folder, config.run_name)
 folder.mkdir(exist_ok=True)
 save_config(config, folder / "config.yaml")
@@ -51,7 +54,8 @@ with open("calls.jsonl", "a") as calls:
 with exit_codes():
     if str(config.seed) in os.environ.get("FULL", ""):
         raise OSError(28, "No space left on device")
-(folder / "report.json").write_text(json.dumps({"metrics": {"accuracy": config.seed / 8, "train_loss": 1.0}}))
+metrics = {"accuracy": config.seed / 8, "train_loss": 1.0}
+(folder / "report.json").write_text(json.dumps({"inputs": inputs_of(config), "metrics": metrics}))
 """
 
 
@@ -67,7 +71,7 @@ def finish(run: Run, config: Config | None = None, **metrics: float | None) -> N
     """Leave the files of a finished run."""
     run.folder.mkdir(parents=True)
     save_config(config or run.config, run.folder / "config.yaml")
-    (run.folder / "report.json").write_text(json.dumps({"metrics": metrics}))
+    (run.folder / "report.json").write_text(json.dumps({"inputs": run.inputs, "metrics": metrics}))
 
 
 @pytest.mark.parametrize(
@@ -251,6 +255,39 @@ def test_a_stopped_command_leaves_no_run_behind_and_continues(
     main(arguments, stub)
     calls = [json.loads(call)[0] for call in Path("calls.jsonl").read_text().splitlines()]
     assert calls == ["quickstart-seed1", "quickstart-seed2"]
+
+
+FILES = ["-f", QUICKSTART, "trainer.device=cpu", "data.source=files", "data.train_file=train.csv", "seeds=1..2"]
+
+
+def calls() -> list[str]:
+    return [json.loads(call)[0] for call in Path("calls.jsonl").read_text().splitlines()]
+
+
+def test_a_finished_run_is_trained_again_once_its_data_changed(stub: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("train.csv").write_text("text,label\na,0\nb,1\n")
+    main(FILES, stub)
+    main(FILES, stub)
+    assert calls() == ["quickstart-seed1", "quickstart-seed2"]
+    Path("train.csv").write_text("text,label\na,1\nb,0\n")
+    capsys.readouterr()
+    main(FILES, stub)
+    assert calls() == ["quickstart-seed1", "quickstart-seed2"] * 2
+    assert "quickstart-seed1: trained again, since data.train_file: train.csv has changed" in capsys.readouterr().out
+
+
+def test_data_that_change_between_two_runs_are_not_averaged(stub: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("train.csv").write_text("text,label\na,0\nb,1\n")
+    monkeypatch.setenv("CHANGES", "2")
+    with pytest.raises(RunFailedError, match=r"^1 of 2 .*seed2: data\.train_file: train\.csv changed while"):
+        main(FILES, stub)
+
+
+def test_two_equal_commands_at_once_train_each_run_once(stub: str) -> None:
+    Path("train.csv").write_text("text,label\na,0\nb,1\n")
+    commands = [start_command(stub, *FILES, "seeds=1..3") for _ in range(2)]
+    assert [command.wait(HANGS) for command in commands] == [0, 0]
+    assert sorted(calls()) == [f"quickstart-seed{seed}" for seed in (1, 2, 3)]
 
 
 BRIEF = ["-f", QUICKSTART, *SHORT, "trainer.device=cpu", "export=false", "seeds=1..2"]
