@@ -123,10 +123,6 @@ class Technique(Settings, Algorithm, eq=False, strict=True):
         computes_on_host: Part of the training step runs on the CPU.
         matmul_precision: The precision whose peak rate model FLOPs utilization refers to.
         fixed_shapes: It depends on the shape of the batch, so the micro-batch size must not change during training.
-        freezes_on_load: Loading its state freezes parameters, for which the checkpoint has no optimizer state. It is
-            loaded before the optimizer's state is compared with the run's.
-        checkpoint_fields: The keys and types of :meth:`state_dict`. train.py ignores everything else in a checkpoint,
-            because anyone may have written the file.
         engaged: None before INIT, then whether the technique is in force and, as far as is known, has an effect.
         applied: Whether it changed the run at INIT; stays True if it later turns out to have had no effect.
         in_force: Whether that change is still in place. A technique that had no effect stays in force and handles its
@@ -144,12 +140,7 @@ class Technique(Settings, Algorithm, eq=False, strict=True):
     trials: ClassVar[tuple[Variant, ...]] = (Variant(),)
     purpose: ClassVar[Purpose] = "saves time"
     computes_on_host: ClassVar[bool] = False
-    freezes_on_load: ClassVar[bool] = False
     not_recorded: ClassVar[tuple[str, ...]] = ("on_unavailable",)
-    checkpoint_fields: ClassVar[dict[str, Any]] = {
-        "repr": str,
-        "evidence": dict[str, Any] | None,
-    }
     _heard: ClassVar[frozenset[Event]]
 
     _: KW_ONLY
@@ -496,8 +487,6 @@ def refuse_other_techniques(recorded: list[str], algorithms: Sequence[Algorithm]
 
 class TechniqueGuard(Callback):
     """Records the techniques in checkpoints; see :func:`refuse_other_techniques`."""
-
-    checkpoint_fields: ClassVar[dict[str, Any]] = {"techniques": list[str]}
 
     def __init__(self, algorithms: Sequence[Algorithm] = ()) -> None:
         self._algorithms = algorithms  # the Trainer's own list, to which loading a checkpoint may add

@@ -11,7 +11,7 @@ import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from composer_speedups.core.command_line import parse_command_line, read_settings
 from composer_speedups.core.errors import ConfigError, RunFailedError
@@ -26,6 +26,7 @@ from composer_speedups.train.cli import exit_codes
 from composer_speedups.train.config.differences import differences
 from composer_speedups.train.config.load import load_config
 from composer_speedups.train.config.schema import Config
+from composer_speedups.train.inputs import Inputs, changed_input, inputs_of
 
 __all__ = ["Run", "command", "gpus_of_processes", "main", "planned_runs", "table"]
 
@@ -51,18 +52,34 @@ class Run(NamedTuple):
     config: Config
     folder: Path
     arguments: list[str]  # command line of train.py
+    inputs: Inputs  # the files that it reads, by content, when the command started
 
     def metrics(self) -> dict[str, float | None] | None:
-        """The metrics in the report; None if the run has not finished, or was trained with another config."""
-        try:
-            metrics: dict[str, float | None] = json.loads((self.folder / "report.json").read_text())["metrics"]
-        except (OSError, ValueError, KeyError, TypeError):
+        """The metrics in the report; None if the run has not finished, or was trained with another config or other
+        files."""
+        if self.changed() or differences(self.config, self.folder / "config.yaml") != []:
             return None
-        return metrics if differences(self.config, self.folder / "config.yaml") == [] else None
+        return self._report().get("metrics")
+
+    def changed(self) -> str | None:
+        """The key and name of a file that has changed since a finished run read it."""
+        report = self._report()
+        return changed_input(report.get("inputs", {}), self.inputs) if report else None
+
+    def _report(self) -> dict[str, Any]:
+        try:
+            report = json.loads((self.folder / "report.json").read_text())
+        except (OSError, ValueError):
+            return {}
+        return report if isinstance(report, dict) else {}
 
 
 def planned_runs(files: Sequence[str], overrides: Sequence[str], seeds: Sequence[int]) -> list[Run]:
-    """The runs of all seeds of the first file, then those of the next one; a ConfigError if a config is invalid."""
+    """The runs of all seeds of the first file, then those of the next one.
+
+    Raises:
+        UserError: A config is invalid, or a file that the runs read is missing.
+    """
     if any(pair.partition("=")[0] == "seed" for pair in overrides):
         raise ConfigError("command line: seed differs between the runs; set seeds, such as seeds=1..5")
     configs = [load_config(file, overrides) for file in files]
@@ -74,11 +91,12 @@ def planned_runs(files: Sequence[str], overrides: Sequence[str], seeds: Sequence
         common = [*overrides]
         if config.loggers.wandb is not None and config.loggers.wandb.group is None:
             common.append(f"loggers.wandb.group={'-'.join(names)[:128]}")  # W&B's limit
+        inputs = inputs_of(config)
         for seed in seeds:
             values = [*common, f"seed={seed}", f"run_name={config.run_name}-seed{seed}"]
             seeded = load_config(file, values)
             folder = Path(seeded.runs_folder) / seeded.run_name
-            runs.append(Run(config.run_name, seed, seeded, folder, ["-f", file, *values]))
+            runs.append(Run(config.run_name, seed, seeded, folder, ["-f", file, *values], inputs))
     return runs
 
 
@@ -101,6 +119,11 @@ def _train_all(runs: Sequence[Run], gpus: Sequence[str | None], program: str) ->
     fails."""
     waiting, free, failures = [run for run in runs if run.metrics() is None], [*gpus], list[str]()
     print(f"{len(waiting)} of {len(runs)} runs are not finished; training {len(free)} at a time", flush=True)
+    for run in waiting:
+        if changed := run.changed():
+            print(f"{run.folder.name}: trained again, since {changed} has changed", flush=True)
+    # The logs are next to the folders, which train.py may rename.
+    by_log = {Path(f"{run.folder}.log"): run for run in waiting}
 
     def start(job: Job) -> Process:
         if gpu := free.pop(0):
@@ -110,13 +133,16 @@ def _train_all(runs: Sequence[Run], gpus: Sequence[str | None], program: str) ->
 
     def done(job: Job, ended: Ended) -> None:
         free.append(job.environment.get("CUDA_VISIBLE_DEVICES"))
+        reason = ""
         if ended.status:
-            failures.append(f"{job.log.stem}: {failure_reason(ended.status, ended.output)}")
-        print(failures[-1] if ended.status else f"{job.log.stem}: finished", flush=True)
+            reason = failure_reason(ended.status, ended.output)
+        elif changed := by_log[job.log].changed():
+            reason = f"{changed} changed while the command ran; start again"
+        if reason:
+            failures.append(f"{job.log.stem}: {reason}")
+        print(f"{job.log.stem}: {reason or 'finished'}", flush=True)
 
-    # The logs are next to the folders, which train.py may rename.
-    jobs = [Job(run.arguments, Path(f"{run.folder}.log"), program=program) for run in waiting]
-    run_all(jobs, len(gpus), done, start)
+    run_all([Job(run.arguments, log, program=program) for log, run in by_log.items()], len(gpus), done, start)
     return failures
 
 

@@ -28,16 +28,19 @@ QUICKSTART = str(ROOT / "yamls" / "quickstart.yaml")
 MRPC = str(ROOT / "yamls" / "glue" / "mrpc.yaml")
 
 # A program in place of train.py, which needs no torch: it notes when it ran and on which GPU, and leaves a report.
-# Seeds in FULL find the disk full, and those in SLOW do not end.
+# Seeds in FULL find the disk full, those in SLOW do not end, and those in CHANGES change the data file.
 STUB = """
 import json, os, sys, time
 from pathlib import Path
 from composer_speedups.core.command_line import parse_command_line
 from composer_speedups.train.cli import exit_codes
 from composer_speedups.train.config.load import load_config, save_config
+from composer_speedups.train.inputs import inputs_of
 
 began, command = time.time(), parse_command_line(sys.argv[1:])
 config = load_config(command.file, command.overrides)
+if str(config.seed) in os.environ.get("CHANGES", ""):
+    Path(config.data.train_file).write_text("text,label\\nother,0\\n")
 folder = Path(config.runs_folder, config.run_name)
 folder.mkdir(exist_ok=True)
 save_config(config, folder / "config.yaml")
@@ -48,8 +51,13 @@ with open("calls.jsonl", "a") as calls:
 with exit_codes():
     if str(config.seed) in os.environ.get("FULL", ""):
         raise OSError(28, "No space left on device")
-(folder / "report.json").write_text(json.dumps({"metrics": {"accuracy": config.seed / 8, "train_loss": 1.0}}))
+metrics = {"accuracy": config.seed / 8, "train_loss": 1.0}
+(folder / "report.json").write_text(json.dumps({"inputs": inputs_of(config), "metrics": metrics}))
 """
+
+
+def calls() -> list[str]:
+    return [json.loads(call)[0] for call in Path("calls.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture
@@ -64,7 +72,7 @@ def finish(run: Run, config: Config | None = None, **metrics: float | None) -> N
     """Leave the files of a finished run."""
     run.folder.mkdir(parents=True)
     save_config(config or run.config, run.folder / "config.yaml")
-    (run.folder / "report.json").write_text(json.dumps({"metrics": metrics}))
+    (run.folder / "report.json").write_text(json.dumps({"inputs": run.inputs, "metrics": metrics}))
 
 
 def cells(lines: list[str]) -> list[list[str]]:
@@ -189,19 +197,18 @@ def test_runs_are_spread_over_gpus_and_only_failed_ones_are_repeated(
     with pytest.raises(RunFailedError) as error:
         main(arguments, stub)
     assert str(error.value).startswith(line)
-    calls = [json.loads(call) for call in Path("calls.jsonl").read_text().splitlines()]
-    assert len(calls) == 6
-    assert {gpu for _, gpu, _, _ in calls} == {"3", "GPU-x"}
+    called = [json.loads(call) for call in Path("calls.jsonl").read_text().splitlines()]
+    assert len(called) == 6
+    assert {gpu for _, gpu, _, _ in called} == {"3", "GPU-x"}
     for gpu in ("3", "GPU-x"):
-        times = sorted((began, ended) for _, used, began, ended in calls if used == gpu)
+        times = sorted((began, ended) for _, used, began, ended in called if used == gpu)
         assert all(ended <= began for (_, ended), (began, _) in itertools.pairwise(times))
     assert ["glue_mrpc", "failed: seed 2", "", "", ""] in cells(capsys.readouterr().out.splitlines())
 
     monkeypatch.delenv("FULL")
     Path("calls.jsonl").unlink()
     main(arguments, stub)
-    repeated = {json.loads(call)[0] for call in Path("calls.jsonl").read_text().splitlines()}
-    assert repeated == {"quickstart-seed2", "glue_mrpc-seed2"}
+    assert set(calls()) == {"quickstart-seed2", "glue_mrpc-seed2"}
     assert "failed" not in capsys.readouterr().out
 
 
@@ -230,8 +237,28 @@ def test_a_stopped_command_leaves_no_run_behind_and_continues_and_another_one_is
     assert not psutil.pid_exists(int(pid.read_text()))
     monkeypatch.delenv("SLOW")
     main(arguments, stub)
-    calls = [json.loads(call)[0] for call in Path("calls.jsonl").read_text().splitlines()]
-    assert calls == ["quickstart-seed1", "quickstart-seed2"]
+    assert calls() == ["quickstart-seed1", "quickstart-seed2"]
+
+
+FILES = ["-f", QUICKSTART, "trainer.device=cpu", "data.source=files", "data.train_file=train.csv", "seeds=1..2"]
+
+
+def test_runs_are_trained_again_once_their_data_changed_and_other_data_are_not_averaged(
+    stub: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("train.csv").write_text("text,label\na,0\nb,1\n")
+    main(FILES, stub)
+    main(FILES, stub)
+    assert calls() == ["quickstart-seed1", "quickstart-seed2"]
+    Path("train.csv").write_text("text,label\na,1\nb,0\n")
+    capsys.readouterr()
+    monkeypatch.setenv("CHANGES", "2")
+    with pytest.raises(RunFailedError, match=r"^1 of 2 .*seed2: data\.train_file: train\.csv changed while"):
+        main(FILES, stub)
+    assert calls() == ["quickstart-seed1", "quickstart-seed2"] * 2
+    printed = capsys.readouterr().out
+    assert "quickstart-seed1: trained again, since data.train_file: train.csv has changed" in printed
+    assert ["quickstart", "failed: seed 2", "", "", ""] in cells(printed.splitlines())
 
 
 BRIEF = ["-f", QUICKSTART, *SHORT, "trainer.device=cpu", "export=false", "seeds=1..2"]

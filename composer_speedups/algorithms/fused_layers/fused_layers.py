@@ -70,7 +70,6 @@ class FusedLayers(ParityCheckedTechnique):
         Variant(with_techniques={"unpadding": {}}),
         Variant({"precision": "fp8"}, with_techniques={"unpadding": {}}, device="cuda", gain=1.9),
     )
-    checkpoint_fields = ParityCheckedTechnique.checkpoint_fields | {"float8_scales": list[dict[str, list[list[int]]]]}
 
     last_layer: Literal["needed", "all"] = Field("needed")
     """needed computes in the last layer only each row's first token under a classification head, which reads nothing

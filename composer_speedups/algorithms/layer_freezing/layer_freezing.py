@@ -56,17 +56,6 @@ class LayerFreezing(Technique):
         ),
     )
     gain = 1.05  # of the default settings: tune measures time, and more frozen blocks always take less
-    freezes_on_load = True
-    checkpoint_fields = Technique.checkpoint_fields | {
-        "frozen": int | None,
-        "froze": list[list[int]],
-        "began_at": float | None,
-        "interval_number": int,
-        "batches": int,
-        "norms": list[float],
-        "norms_before": list[float],
-        "comparisons": int,
-    }
 
     layers: Literal["embeddings", "auto"] | int = Field("embeddings")
     """embeddings; a number of blocks, with the embeddings; auto freezes blocks whose gradients have settled."""
