@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.table_file import Configuration
 from composer_speedups.core.files import LockedFileError, lock_file, write_atomically
-from composer_speedups.sweep.failures import kind_of_failure, own_line
+from composer_speedups.sweep.processes import Ended, own_line
 
 RESULTS = Path(__file__).parent / "results"
 Row = dict[str, Any]
@@ -199,13 +199,9 @@ class Call:
         return [row for row in self.rows if row["repeats"]]
 
 
-def error_report(status: int | None, output: str) -> Row:
-    """The report of a failed run: ``error`` and ``error_kind``.
-
-    The kinds are those of :func:`.kind_of_failure`.
-    """
-    kind = kind_of_failure(status, output)
-    return {"error": f"exit status {status}: {output.strip()[-_OUTPUT_KEPT:]}", "error_kind": kind}
+def error_report(ended: Ended) -> Row:
+    """The report of a failed run: ``error`` and ``error_kind``, of which :class:`.Ended` knows the kinds."""
+    return {"error": f"exit status {ended.status}: {ended.output.strip()[-_OUTPUT_KEPT:]}", "error_kind": ended.kind}
 
 
 def describe_error(error: str, error_kind: str = "failed") -> str:

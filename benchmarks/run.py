@@ -192,7 +192,7 @@ def report_of(job: Job, ended: Ended, fresh: bool) -> Row:
     """The report of a run, or ``{"error": …}``, with ``process_seconds`` of a fresh process, or else ``run_seconds`` if
     it had imported before."""
     if ended.status != 0:
-        return error_report(ended.status, ended.output)
+        return error_report(ended)
     folder = job.log.with_suffix("") / "configuration"
     report = json.loads((folder / "report.json").read_text())
     log = folder / "log-rank0.txt"

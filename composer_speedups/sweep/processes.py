@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import contextlib
+import re
+import signal
 import subprocess
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, Literal, NamedTuple
 
 from composer_speedups.core.subprocesses import kill_process_group, killed_with_parent, python_module_command
 
-__all__ = ["TRAIN", "Ended", "Job", "Process", "run_all"]
+__all__ = ["TRAIN", "Ended", "Job", "Process", "own_line", "run_all"]
 
 TRAIN = "composer_speedups.train"
 """The module that trains."""
 
 _STOP_SECONDS = 60.0  # for a run that is stopped to finish its batch and write a checkpoint
+_MAX_MESSAGE = 300  # characters of a failed process's message
+_KILLED_STATUSES = (-signal.SIGKILL, 128 + signal.SIGKILL)  # sent by the kernel's out-of-memory killer
+_CAUSE = re.compile(r"([A-Za-z_][\w.]*(Error|Exception)|Fatal Python error|what\(\)): ")
+_OUT_OF_MEMORY = (
+    "out of memory",  # train.py's own line, and those of torch and CUDA
+    "outofmemoryerror",  # torch's class, in a traceback
+    "cublas_status_alloc_failed",
+)
 
 
 @dataclass(frozen=True)
@@ -46,6 +56,43 @@ class Ended(NamedTuple):
     status: int | None  # exit status; None if it was killed at its time limit
     output: str  # what it wrote to its log
     seconds: float  # since it was started
+
+    @property
+    def kind(self) -> Literal["ok", "out of memory", "time", "refused", "failed"]:
+        """What went wrong: the GPU's or the host's memory ran out; the time limit was reached; train.py refused a
+        config, a package or the machine in one line; or anything else.
+
+        A process that another one killed counts as out of memory, because the kernel kills for this reason.
+        """
+        output = self.output.lower()
+        if not self.status:
+            return "time" if self.status is None else "ok"
+        if self.status in _KILLED_STATUSES or any(sign in output for sign in _OUT_OF_MEMORY):
+            return "out of memory"
+        return "refused" if self.status == 2 else "failed"
+
+    @property
+    def reason(self) -> str:
+        """Why a training process failed, in one line; empty if it did not."""
+        if self.kind in ("ok", "time"):
+            return "" if self.kind == "ok" else "it was killed at its time limit"
+        reason = own_line(self.output)[:_MAX_MESSAGE] or f"it ended with status {self.status}"
+        return f"ran out of memory ({reason})" if self.kind == "out of memory" else reason
+
+
+def own_line(output: str) -> str:
+    """train.py's own error line without its prefix, or else the last line that names an exception or a crash, or else
+    the last nonempty line of the output; empty if there is none.
+
+    Stacks printed by faulthandler are ignored: the caller of ``abort`` has printed the reason before them.
+    """
+    before, fatal, stacks = output.partition("Fatal Python error: ")
+    kind = stacks.partition("\n")[0]
+    output = before if kind == "Aborted" else before + fatal + kind
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    own = [line.partition("train.py: ")[2] for line in lines if "train.py: " in line]
+    causes = [line for line in lines if _CAUSE.match(line)]  # torch prints advice below its exceptions
+    return (own or causes or lines or [""])[-1]
 
 
 class Process:
@@ -112,6 +159,8 @@ def run_all(
 
 
 def _stop(processes: Sequence[Process]) -> None:
+    if processes:
+        print(f"stopping {len(processes)} runs", flush=True)
     deadline = time.monotonic() + _STOP_SECONDS
     try:
         for process in processes:

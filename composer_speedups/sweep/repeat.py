@@ -9,19 +9,19 @@ import os
 import signal
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tabulate import tabulate
+
 from composer_speedups.core.command_line import parse_command_line, read_settings
 from composer_speedups.core.errors import ConfigError, RunFailedError
-from composer_speedups.core.files import LockedFileError, lock_file, make_folder
+from composer_speedups.core.files import lock_file, make_folder
 from composer_speedups.core.settings import fields_of, keys_help
 from composer_speedups.core.subprocesses import command_output
-from composer_speedups.sweep.failures import failure_reason
 from composer_speedups.sweep.processes import TRAIN, Ended, Job, Process, run_all
 from composer_speedups.sweep.settings import RepeatConfig
-from composer_speedups.sweep.table import markdown_table
 from composer_speedups.train.cli import exit_codes
 from composer_speedups.train.config.differences import differences
 from composer_speedups.train.config.load import load_config
@@ -133,10 +133,8 @@ def _train_all(runs: Sequence[Run], gpus: Sequence[str | None], program: str) ->
 
     def done(job: Job, ended: Ended) -> None:
         free.append(job.environment.get("CUDA_VISIBLE_DEVICES"))
-        reason = ""
-        if ended.status:
-            reason = failure_reason(ended.status, ended.output)
-        elif changed := by_log[job.log].changed():
+        reason = ended.reason
+        if not reason and (changed := by_log[job.log].changed()):
             reason = f"{changed} changed while the command ran; start again"
         if reason:
             failures.append(f"{job.log.stem}: {reason}")
@@ -146,25 +144,7 @@ def _train_all(runs: Sequence[Run], gpus: Sequence[str | None], program: str) ->
     return failures
 
 
-@contextlib.contextmanager
-def _locked(runs: Sequence[Run]) -> Iterator[None]:
-    """Lock the runs, so that no two commands train the same one.
-
-    Raises:
-        ConfigError: Another command trains one of them.
-    """
-    with contextlib.ExitStack() as locks:
-        for run in runs:
-            folder = make_folder(run.folder.parent, "runs_folder")
-            try:
-                locks.enter_context(lock_file(folder / f".{run.folder.name}.repeat.lock", "runs_folder"))
-            except LockedFileError as error:
-                message = f"runs_folder: another command trains {run.folder}; wait until it ends"
-                raise ConfigError(message) from error
-        yield
-
-
-def table(runs: Sequence[Run]) -> list[str]:
+def table(runs: Sequence[Run]) -> str:
     """Mean and standard deviation (of a sample, n - 1) of each metric of the last evaluation, as Markdown."""
     rows = []
     for base in dict.fromkeys(run.base for run in runs):
@@ -177,7 +157,8 @@ def table(runs: Sequence[Run]) -> list[str]:
             rows.append([base, name, f"{len(values)} of {len(reports)}", mean, deviation])
         if missing := ", ".join(str(seed) for seed, metrics in reports.items() if metrics is None):
             rows.append([base, f"failed: seed {missing}"])
-    return markdown_table(["run_name", "metric", "runs", "mean", "standard deviation"], rows)
+    columns = ["run_name", "metric", "runs", "mean", "standard deviation"]
+    return tabulate(rows, columns, tablefmt="github", disable_numparse=True)
 
 
 def main(arguments: Sequence[str], program: str = TRAIN) -> None:
@@ -196,9 +177,12 @@ def main(arguments: Sequence[str], program: str = TRAIN) -> None:
     runs = planned_runs(command_line.files, overrides, settings.seeds)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError("WORLD_SIZE: each run is one process; start this command without a launcher")
-    with _locked(runs):
+    with contextlib.ExitStack() as locks:  # no two commands train the same run
+        for run in runs:
+            lock = make_folder(run.folder.parent, "runs_folder") / f".{run.folder.name}.repeat.lock"
+            locks.enter_context(lock_file(lock, "runs_folder"))
         failures = _train_all(runs, gpus_of_processes(runs, settings.processes), program)
-        print("\n".join(table(runs)), flush=True)
+        print(table(runs), flush=True)
     if failures:
         raise RunFailedError(f"{len(failures)} of {len(runs)} runs failed; the first: {failures[0]}")
 

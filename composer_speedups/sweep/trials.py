@@ -19,7 +19,6 @@ from composer_speedups.core.requirements import Context
 from composer_speedups.core.settings import Origins
 from composer_speedups.core.technique import screen
 from composer_speedups.data.loader import build_data
-from composer_speedups.sweep.failures import Failure, failure_reason, kind_of_failure
 from composer_speedups.sweep.processes import Ended, Job, Process
 from composer_speedups.sweep.sets import Algorithms
 from composer_speedups.tasks.models import resolve_name
@@ -36,7 +35,8 @@ class Trial:
 
     label: str
     algorithms: Algorithms = field(default_factory=dict)
-    status: Failure | Literal["ok", "untried"] = "ok"  # untried: not allowed, or no time
+    # of the process; untried: not allowed, or no time
+    status: Literal["ok", "out of memory", "time", "refused", "failed", "untried"] = "ok"
     reason: str = ""  # one line; empty for ok
     step_seconds: float = math.nan  # mean of the steady steps, including waiting for data
     start_seconds: float = 0.0  # from loaded data to the steady state: engaging, compiling, capturing, warm-up
@@ -164,10 +164,9 @@ def trial_config(config: Config, algorithms: Algorithms, steps: int, folder: Pat
 
 def trial_of(label: str, algorithms: Algorithms, ended: Ended, folder: Path) -> Trial:
     """The Trial of a process that ended, with the report in its run's folder."""
-    status, output, wall = ended
-    if status != 0:
-        kind, reason = kind_of_failure(status, output), failure_reason(status, output)
-        return Trial(label, algorithms, kind, reason, wall_seconds=wall)
+    wall = ended.seconds
+    if ended.kind != "ok":
+        return Trial(label, algorithms, ended.kind, ended.reason, wall_seconds=wall)
     report = json.loads((folder / "report.json").read_text())
     throughput, training = report["throughput"], report["training"]
     if not throughput.get("steady_batches"):

@@ -74,7 +74,7 @@ def _tune(config: Config, settings: TuneConfig, output: Path, file: str, overrid
     )
     result = Search(run, SETS[device], settings).run()
     write_tuned(output, file, overrides, config, result, environment(), settings.budget_seconds)
-    print("\n".join(table_of(result)))
+    print(table_of(result))
     kept = f"original techniques kept: {result.kept_original}"
     chosen = result.chosen and f"{result.speedup:.2f} times as fast with {result.chosen.label}"
     print(f"{output}: {chosen or kept}", flush=True)

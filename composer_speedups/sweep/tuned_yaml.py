@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
+from tabulate import tabulate
 
 from composer_speedups.core.files import write_atomically, write_json
 from composer_speedups.sweep.search import Result
 from composer_speedups.sweep.settings import FIRST_LINE_START
-from composer_speedups.sweep.table import markdown_table
 from composer_speedups.sweep.trials import Trial, break_even_steps
 from composer_speedups.train.config.load import load_config
 from composer_speedups.train.config.schema import Config
@@ -53,7 +53,7 @@ def write_tuned(
             not_measured.setdefault(trial.reason, []).append(trial.label)
     comments = [
         *_wrapped(_header(path.name, file, overrides, result, environment, budget)),
-        *(f"# {line}" for line in table_of(result)),
+        *(f"# {line}" for line in table_of(result).splitlines()),
         *_wrapped(f"Not measured: {'; '.join(labels)}: {why}" for why, labels in not_measured.items()),
     ]
     parts = ["\n".join(comments), _original_keys(file, overrides), OmegaConf.to_yaml({"algorithms": algorithms})]
@@ -94,7 +94,7 @@ def _header(
         yield f"Run in turns: original {original} s, chosen {chosen} s."
 
 
-def table_of(result: Result) -> list[str]:
+def table_of(result: Result) -> str:
     """The measured sets, the fastest first, in comparison with the original one."""
     base = result.original
     measured = sorted((trial for trial in result.trials if trial.ok), key=result.planned)
@@ -111,7 +111,7 @@ def table_of(result: Result) -> list[str]:
         pays = "" if trial is base else "never" if steps is None else f"{steps:,}"
         return [trial.label, *times, f"{trial.start_seconds:.1f} s", pays, memory]
 
-    return markdown_table(_COLUMNS, [row(trial) for trial in (base, *measured)])
+    return tabulate([row(trial) for trial in (base, *measured)], _COLUMNS, tablefmt="github", disable_numparse=True)
 
 
 def _original_keys(file: str, overrides: Sequence[str]) -> str:

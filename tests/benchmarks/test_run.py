@@ -185,7 +185,7 @@ def test_configurations_take_turns_and_rows_have_the_spread(monkeypatch: pytest.
     def report(job: Job) -> dict[str, Any]:
         order.append(override_of(job))
         if order[-1] == "y=1":
-            return error_report(1, "CUDA out of memory")
+            return error_report(Ended(1, "CUDA out of memory", 1.0))
         return {**REPORT, "throughput": {**REPORT["throughput"], "samples_per_sec": 100.0 + len(order)}}
 
     replace_runs(monkeypatch, report)
