@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 import time
@@ -19,6 +20,7 @@ _FIRST_STEPS, _MAX_STEPS = 8, 200  # steps of the first trial, and at most of ea
 _MIN_GAIN = 0.02  # fraction of the planned run's time below which a difference always counts as noise
 _MARGIN = 1.2  # how much longer than the original run's a trial may take
 _LEAST_RUNS = 4.5  # budget in runs: the original set, another one, both again, and a margin
+_print = functools.partial(print, flush=True)
 
 
 @dataclass
@@ -68,7 +70,7 @@ class Search:
         sets: Mapping[Changes, Mapping[str, Algorithms]],
         settings: TuneConfig,
         now: Callable[[], float] = time.monotonic,
-        tell: Callable[[str], None] = print,
+        tell: Callable[[str], None] = _print,
     ) -> None:
         self._run, self._sets, self._settings, self._now, self._tell = run, sets, settings, now, tell
         self._end = now() + settings.budget_seconds
@@ -136,9 +138,7 @@ class Search:
         # for running the fastest and the original set again
         kept = max(2 * wall, min(2 * repeats * wall, self._settings.budget_seconds / 4))
         if (left := self._left - kept) < wall:
-            reason = (
-                f"a trial may take {wall:.0f} s, and {max(0.0, left):.0f} s were left; increase tune.budget_seconds"
-            )
+            reason = f"no time was left for a trial of {wall:.0f} s; increase tune.budget_seconds"
             return Trial(label, algorithms, "untried", reason)
         seen[key] = label
         return self._measure(label, algorithms, self.result.trial_steps, left)
