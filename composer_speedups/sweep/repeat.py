@@ -36,7 +36,8 @@ usage: composer-speedups-repeat -f FILE [-f FILE ...] [seeds=1..5] [processes=N]
 Train every FILE with every seed, each run in a process of its own on one of the visible GPUs, and print the mean and
 standard deviation of each metric. -f glue/all takes all YAML files of the package's folder glue. The runs are called
 NAME-seed1 and so on, after the file's run_name; the output of each is in NAME-seed1.log next to its folder. Finished
-runs are not repeated, so the same command continues after a stop. With loggers.wandb, all runs are in one group.
+runs are not repeated unless the config or a file that they read has changed, so the same command continues after a
+stop. With loggers.wandb, all runs are in one group.
 
 exit status: 0 all runs finished; 1 a run failed; 2 an invalid key or file; 143 and 130 SIGTERM or Ctrl-C.
 

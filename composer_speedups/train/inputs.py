@@ -5,31 +5,24 @@ Importing this module does not import torch.
 
 from __future__ import annotations
 
-import hashlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
-import xxhash
-
-from composer_speedups.core.errors import DataError
+from composer_speedups.core.file_hashes import TEXTS, WEIGHTS, hashes_of, model_files
 from composer_speedups.core.files import check_folder
 from composer_speedups.data.paths import find_files, is_address
 from composer_speedups.tasks.model_names import resolve_name
 from composer_speedups.train.config.schema import Config
 
-__all__ = ["INITIAL", "WHOLE", "Inputs", "changed_input", "inputs_of"]
+__all__ = ["INITIAL", "Inputs", "changed_input", "inputs_of"]
 
 Inputs = dict[str, dict[str, str]]
 """Config key → name of each file that it makes the run read → hash of the content."""
 
 INITIAL = "checkpoint.load"
 """The key of weights that a resumed run does not read again."""
-WHOLE = 2**32  # bytes of a key's files that are read whole, which takes about a second in the page cache
-_BLOCKS, _BLOCK = 16, 2**16  # of each file beyond that: number and bytes of the blocks that are read
 _FOLDERS = ("model.name", "data.tokenizer")  # in which names say what a file is
-_WEIGHTS = (".safetensors", ".bin")
-_TEXTS = (".json", ".txt", ".model")  # configuration and tokenizer
 
 
 def inputs_of(config: Config) -> Inputs:
@@ -55,13 +48,13 @@ def inputs_of(config: Config) -> Inputs:
         "data.eval_file": _data_files(data.eval_file, "data.eval_file"),
     }
     if model.size is None or data.tokenizer is None:
-        kinds = _TEXTS if model.init == "random" else (*_TEXTS, *_WEIGHTS)
-        found["model.name"] = _model_files(resolve_name(model.name), kinds)
+        kinds = TEXTS if model.init == "random" else (*TEXTS, *WEIGHTS)
+        found["model.name"] = model_files(resolve_name(model.name), kinds)
     if data.tokenizer not in (None, "wordpiece"):
-        found["data.tokenizer"] = _model_files(check_folder(str(data.tokenizer), "data.tokenizer"), _TEXTS)
+        found["data.tokenizer"] = model_files(check_folder(str(data.tokenizer), "data.tokenizer"), TEXTS)
     if load is not None and config.checkpoint.weights_only and os.path.isfile(load):
         found[INITIAL] = [(load, Path(load))]
-    return {key: _hashes(paths, key) for key, paths in found.items() if paths}
+    return {key: hashes_of(paths, key) for key, paths in found.items() if paths}
 
 
 def changed_input(before: Inputs, now: Inputs) -> str | None:
@@ -88,30 +81,3 @@ def _data_files(name: str | None, key: str) -> list[tuple[str, Path]]:
 
 def _files_below(folder: str) -> Iterator[Path]:
     return (path for path in sorted(Path(folder).rglob("*")) if path.is_file())
-
-
-def _model_files(name: str, kinds: Iterable[str]) -> list[tuple[str, Path]]:
-    """The files of these kinds in a folder; none for a hub id."""
-    if not os.path.isdir(name):
-        return []
-    return [(path.name, path) for path in sorted(Path(name).iterdir()) if path.suffix in kinds and path.is_file()]
-
-
-def _hashes(files: list[tuple[str, Path]], key: str) -> dict[str, str]:
-    try:
-        whole = sum(path.stat().st_size for _, path in files) <= WHOLE
-        return {name: _hash(path, whole=whole) for name, path in files}
-    except OSError as error:
-        raise DataError(f"{key}: {error.filename} cannot be read ({error.strerror})") from error
-
-
-def _hash(path: Path, *, whole: bool) -> str:
-    with open(path, "rb") as file:
-        if whole:
-            return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()  # type: ignore[arg-type]
-        size = os.fstat(file.fileno()).st_size
-        content = xxhash.xxh3_128(str(size))
-        for number in range(_BLOCKS):
-            file.seek(max(0, size - _BLOCK) * number // (_BLOCKS - 1))
-            content.update(file.read(_BLOCK))
-        return content.hexdigest()

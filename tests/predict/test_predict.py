@@ -18,6 +18,7 @@ import pyarrow.parquet
 import pytest
 import torch
 from datasets.fingerprint import Hasher
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
 
 from composer_speedups.core.errors import ConfigError, DataError
@@ -244,6 +245,7 @@ def test_a_run_that_cannot_predict_is_one_line(finished: Path) -> None:
     exported = Path("quantised/model/config.json")
     settings = {"quant_method": "bitsandbytes", "load_in_8bit": True}
     exported.write_text(json.dumps({**json.loads(exported.read_text()), "quantization_config": settings}))
+    accept("quantised", "config.json")
     with pytest.raises(ConfigError, match=r"^RUN: quantised/model cannot be loaded \(its weights are quantised with b"):
         main(["quantised", "--input", "in.jsonl"])
     with pytest.raises(ConfigError, match=r"^RUN: long.* is not a folder"):
@@ -286,13 +288,56 @@ def test_a_damaged_task_file_is_refused_in_one_line(finished: Path, damage: str)
     assert not Path("in.predictions.jsonl").exists()
 
 
-@pytest.mark.parametrize("labels", [{}, {"zero": "no"}, {"0": "no", "2": "yes"}, {"0": None}])
+@pytest.mark.parametrize("labels", [{}, {"zero": "no"}, {"0": "no", "2": "yes"}, {"0": None}, {"0": "a", "1": "a"}])
 def test_labels_that_are_damaged_are_refused_in_one_line(finished: Path, labels: Any) -> None:
     save(TEXTS[:2])
     shutil.copytree(finished, "copy")
     exported = Path("copy/model/config.json")
     exported.write_text(changed(exported.read_text(), "id2label", to=labels))
     with pytest.raises(ConfigError, match=r"^RUN: copy/model/config\.json is damaged \(.+\); train again$"):
+        main(["copy", "--input", "in.jsonl"])
+
+
+def accept(folder: str, name: str) -> None:
+    """Take a file out of those that task.json records."""
+    file = Path(folder, "model/task.json")
+    content = json.loads(file.read_text())
+    del content["files"][name]
+    file.write_text(json.dumps(content))
+
+
+def test_a_file_that_was_exchanged_after_the_export_is_named_and_can_be_accepted(finished: Path) -> None:
+    save(TEXTS[:2])
+    shutil.copytree(finished, "copy")
+    config = Path("copy/model/config.json")
+    label = {"0": "no", "1": "yes"}
+    for name, content in (("config.json", changed(config.read_text(), "id2label", to=label)), ("tokenizer.json", None)):
+        file = Path("copy/model", name)
+        before = file.read_text()
+        file.write_text(before + " " if content is None else content)
+        with pytest.raises(ConfigError, match=rf"^RUN: copy/model/{name} is not the file that train\.py exported; "):
+            main(["copy", "--input", "in.jsonl"])
+        accept("copy", name)
+        main(["copy", "--input", "in.jsonl"])
+    assert {row["label"] for row in predictions()} <= {"no", "yes"}
+
+
+@pytest.mark.parametrize("edit", ["no head", "no layer", "another layer", "another prefix"])
+def test_weights_that_do_not_fit_the_configuration_are_refused(finished: Path, edit: str) -> None:
+    """transformers would draw those that are missing, and leave out others."""
+    save(TEXTS[:2])
+    shutil.copytree(finished, "copy")
+    path = "copy/model/model.safetensors"
+    weights = load_file(path)
+    left_out = {"no head": "classifier", "no layer": "layer.1.output"}.get(edit, "none")
+    kept = {name: weight for name, weight in weights.items() if left_out not in name}
+    if edit == "another layer":
+        kept |= {n.replace("layer.1.", "layer.9."): w.clone() for n, w in weights.items() if "layer.1." in n}
+    if edit == "another prefix":
+        kept = {f"x.{name}": weight for name, weight in kept.items()}
+    save_file(kept, path, {"format": "pt"})
+    accept("copy", "model.safetensors")
+    with pytest.raises(ConfigError, match=r"^RUN: copy/model cannot be loaded \(its weights do not fit its"):
         main(["copy", "--input", "in.jsonl"])
 
 

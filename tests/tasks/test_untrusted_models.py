@@ -75,6 +75,12 @@ def test_code_in_a_models_folder_is_never_run(model_type: str, monkeypatch: pyte
 KERNEL = "owner/kernel@revision"
 
 
+def accept_files(folder: str) -> None:
+    """Let ``predict`` read the files of a folder, whatever train.py exported."""
+    file = Path(folder, "task.json")
+    file.write_text(json.dumps({**json.loads(file.read_text()), "files": {}}))
+
+
 @pytest.mark.parametrize("door", ["train", "random", "predict"])
 @pytest.mark.parametrize(
     "hostile",
@@ -99,6 +105,7 @@ def test_a_kernel_that_a_configuration_names_is_never_loaded(
     run("trainer.max_duration=1ba", "run_name=done", "data.vocab_size=128")
     path = Path("runs/done/model/config.json")
     path.write_text(json.dumps({**json.loads(path.read_text()), **hostile}))
+    accept_files("runs/done/model")
     if door == "predict":
         model = FinishedModel.load(Path("runs/done")).model
     else:
@@ -171,6 +178,7 @@ def test_predict_does_not_run_code_in_the_exported_model(attack: str, monkeypatc
         path = folder / "config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | config))
         (folder / "code.py").write_text(_CODE)
+        accept_files(str(folder))
         message = "^RUN: runs/done/model cannot be loaded"
     with pytest.raises(ConfigError, match=message):
         FinishedModel.load(Path("runs/done"))

@@ -90,13 +90,8 @@ def _one_line(name: str, kind: type[ConfigError] = ConfigError) -> Iterator[None
 
 
 def read_checkpoint(path: str, key: str, *, trust: bool = False) -> dict[str, Any]:
-    """Read a local file, which ``key`` names in errors, with its tensors mapped to memory. torch does not verify the
-    checksums; this function does, in about a second per GB. With ``trust``, {} if it holds other objects.
-
-    Raises:
-        DamagedCheckpointError: It is truncated, does not match its checksums, or is not a checkpoint.
-        ConfigError: It contains something that would be executed.
-    """
+    """Read a local file, which ``key`` names in errors, with its tensors mapped to memory; with ``trust``, return {} if
+    it holds other objects. torch does not verify the checksums; this function does, in about a second per GB."""
     with _one_line(f"{key}: {path}", DamagedCheckpointError):
         with zipfile.ZipFile(path) as archive:
             if broken := archive.testzip():
@@ -127,6 +122,8 @@ def _keep_own(held: dict[str, Any], state: State, *, weights_only: bool) -> None
         refuse_other_techniques(sorted(techniques), state.algorithms)
         own = {type(algorithm).__qualname__ for algorithm in state.algorithms}
         kept["algorithms"] = {name: recorded[name] for name in own}  # Composer evaluates the entries of a list
+        # callbacks may be added when a run is resumed
+        kept["callbacks"] = {type(c).__qualname__: c.state_dict() for c in state.callbacks} | kept["callbacks"]
     for name in held.keys() - ({"state"} if weights_only else {"state", "rng"}):
         del held[name]
     held["state"] = kept
