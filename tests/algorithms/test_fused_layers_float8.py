@@ -16,7 +16,6 @@ from composer_speedups.algorithms.fused_layers.fusing import float8_scales, fuse
 from composer_speedups.algorithms.unpadding.encoder_swap import unpad
 from composer_speedups.core.errors import NotEngagedError, TechniqueError
 from composer_speedups.core.stock import model_differences
-from composer_speedups.train.checkpoints.reading import validate
 from tests.helpers.common import batch, make_trainer, plain_batches, tiny_bert, tiny_config, trained
 from tests.helpers.models import tiny_model
 from tests.reference.tolerance import assert_near
@@ -72,7 +71,6 @@ def test_a_runs_checkpoint_has_the_scales_of_each_rank(on_any_device: None, monk
     layer = model.model.bert.encoder.layer[0]
     layer.float8_scales[3, 8] = 12345
     held = technique.state_dict()
-    assert validate(held, FusedLayers.checkpoint_fields) == held
     assert held["float8_scales"][0]["model.bert.encoder.layer.0"][3][8] == 12345
     layer.float8_scales.zero_()
     technique.load_state_dict(held)
