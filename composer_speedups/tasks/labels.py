@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, time
@@ -18,6 +19,12 @@ __all__ = ["TaskWithClasses"]
 # Numbers as they are written in text. Leading zeros make a name, such as 007.
 _INTEGER = re.compile(r"-?(0|[1-9]\d*)(\.0*)?")
 _FRACTION = re.compile(r"-?\d*\.\d+(e[+-]?\d+)?|-?\d+e[+-]?\d+", re.IGNORECASE)
+_MISSING = (
+    "nan",
+    "NaN",
+    "NaT",
+    "<NA>",
+)  # what programs write for a missing value, and no name unless data.labels has it
 _NUMBER_OR_MISSING = re.compile(rf"{_INTEGER.pattern}|{_FRACTION.pattern}|nan|na|n/a|null|none", re.IGNORECASE)
 
 
@@ -87,6 +94,11 @@ class TaskWithClasses(Task):
                 f"{where}: {self.label_column} is {shown(value)}, which is not a class; for numbers set "
                 "model.task=regression"
             )
+        if plain in _MISSING:
+            raise DataError(
+                f"{where}: {self.label_column} {'holds' if among else 'is'} {shown(value)}, a missing value; every "
+                "sample needs a label (if it is a class, add it to data.labels)"
+            )
         if isinstance(value, list) and not among:
             raise DataError(
                 f"{where}: {self.label_column} is a list, {shown(value)}; set model.task=multilabel, or "
@@ -96,6 +108,24 @@ class TaskWithClasses(Task):
             f"{where}: {self.label_column} {'holds' if among else 'is'} {shown(value)}; every label must be one of "
             f"{', '.join(names[:20])} (data.labels)"
         )
+
+    def check_labels(self, values: Sequence[Any], where: str) -> None:
+        """Refuse integers that count the classes from 1, of which all but the last would be taken for the next class.
+
+        A warning says if no integer tells where they begin.
+        """
+        names = self.classes
+        if any(name.lstrip("+-").isdigit() for name in names):
+            return
+        labels = (_plain(label) for value in values for label in (value if _is_list(value) else [value]))
+        integers = {_integer(label) for label in labels if str(label) not in names} - {None, -1}
+        counted = f"for one of {len(names)} classes, whose integers count from 0 (the class {names[0]})"
+        if too_large := [integer for integer in integers if integer is not None and integer >= len(names)]:
+            raise DataError(
+                f"{where}: {self.label_column} has {min(too_large)} {counted}; write the names of the classes"
+            )
+        if integers and 0 not in integers:
+            warnings.warn(f"{where}: {self.label_column} has no 0 {counted}", stacklevel=2)
 
     def classes_of(self, value: Any, where: str, expected: str) -> list[int]:
         """The indices of a list of labels; ``expected`` describes it for errors."""
@@ -144,7 +174,7 @@ def _distinct(labels: Sequence[Any]) -> list[str]:
     are ``False`` and ``True``, as in a CSV file."""
     if {type(label) for label in labels} - {type(None)} == {bool}:
         return sorted({str(label) for label in labels if label is not None})
-    names = {plain for label in labels if (plain := _plain(label)) is not None}
+    names = {plain for label in labels if (plain := _plain(label)) is not None and plain not in _MISSING}
     integers = {integer for name in names if (integer := _integer(name)) is not None}
     if integers and all(isinstance(name, int) or _NUMBER_OR_MISSING.fullmatch(name) for name in names):
         return [str(integer) for integer in sorted(integers - {-1})]  # -1 is datasets' value for rows without a label
