@@ -87,14 +87,14 @@ def _check(line: _Line, width: int) -> None:
 
 
 def _counts_its_words(lines: list[_Line]) -> bool:
-    """Whether the first fields of a sentence are 1, 2, 3, …, which one word alone does not tell.
+    """Whether the first fields of a sentence count from 0 or 1, which one word alone does not tell.
 
     Raises:
         ValueError: They are, or the file is one of CoNLL-2012.
     """
     firsts = [line.fields[0] for line in lines if not line.text.startswith("#\t")]
     numbers = [field for field in firsts if not _PART_OF_A_WORD.fullmatch(field)]
-    counts = numbers == [str(i) for i in range(1, len(numbers) + 1)]
+    counts = any(numbers == [str(start + i) for i in range(len(numbers))] for start in (0, 1))
     width = len(lines[-1].fields)
     if lines[0].text.startswith("#begin ") or (counts and (width == _CONLL_U or (len(numbers) > 1 and width > 2))):
         raise ValueError(

@@ -92,7 +92,7 @@ def _json_rows(file: Any) -> Iterator[Row]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = json.loads(line, object_pairs_hook=_json_object)
             if "\\ud" in line.lower():  # half of a surrogate pair is not a character, and no tokenizer accepts it
                 json.dumps(row, ensure_ascii=False).encode()
         except RecursionError as error:
@@ -102,6 +102,14 @@ def _json_rows(file: Any) -> Iterator[Row]:
         if not isinstance(row, dict):
             raise ValueError(f"line {number} is not a JSON object")
         yield row
+
+
+def _json_object(pairs: list[tuple[str, Any]]) -> Row:
+    """Of two values of a key, Python would keep the last."""
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        _check_distinct([name for name, _ in pairs])
+    return row
 
 
 def _text_rows(file: Any) -> Iterator[Row]:
@@ -375,4 +383,4 @@ def saved_dataset(name: str, key: str) -> Dataset:
             f"{key}: {name} contains the splits {', '.join(saved)}; name the folder of one, such as "
             f"{path}/{next(iter(saved))}"
         )
-    return saved
+    return saved.with_format(None)  # plain values, whatever framework it was saved for

@@ -18,7 +18,7 @@ from torchmetrics import Metric
 from torchmetrics.classification import MultilabelAveragePrecision, MultilabelF1Score
 
 from composer_speedups.core.errors import ConfigError, DataError
-from composer_speedups.tasks.labels import TaskWithClasses
+from composer_speedups.tasks.labels import TaskWithClasses, as_integer
 from composer_speedups.tasks.metrics import MeanLoss, MultilabelMacroF1
 from composer_speedups.tasks.task import Example, as_list, refuse_twice, shown
 
@@ -27,7 +27,7 @@ __all__ = ["Multilabel"]
 _FLAGS = {"0": 0.0, "0.0": 0.0, "false": 0.0, "1": 1.0, "1.0": 1.0, "true": 1.0}  # a value, or its text in a CSV file
 _SEPARATORS = (";", "|", ",")
 # a list, tuple or set, or what may pass for one
-_WRITTEN = re.compile(r"\[.*|\{.*|\(.*[,'\"].*\)|\(\)|(set|frozenset|array)\(.*", re.DOTALL)
+_WRITTEN = re.compile(r"\[.*|\{.*|\(.*[,'\"].*\)|\(\)|(set|frozenset)\(\)|\w+\(\s*[\[{('\"].*", re.DOTALL)
 _EXPECTED = "a list of labels, or text such as billing;tech (data.label_columns names columns of 0 and 1)"
 
 
@@ -112,11 +112,24 @@ class Multilabel(TaskWithClasses):
         super().learn(columns, declared, where)
 
     def label(self, value: Any, where: str) -> list[float]:
-        present = {*self.classes_of(self._split(value), where, _EXPECTED)}
+        labels = self._split(value)
+        present = {*self.classes_of(labels, where, _EXPECTED)}
+        integers = [integer for label in labels if (integer := as_integer(label)) is not None]
+        if len({*integers}) < len(integers):
+            raise DataError(
+                f"{where}: {self.label_column} is {shown(value)}, which has an integer twice; write the names of the "
+                "labels, or 0 and 1 in a column for each (data.label_columns)"
+            )
         return [float(i in present) for i in range(len(self.classes))]
 
     def check_labels(self, values: Sequence[Any], where: str) -> None:
-        super().check_labels([self._split(value) for value in values], where)
+        lists = [self._split(value) for value in values]
+        super().check_labels(lists, where)
+        if all(isinstance(names, list) and [*map(as_integer, names)] in ([0, 1], [1, 0]) for names in lists):
+            raise DataError(
+                f"{where}: {self.label_column} has 0 and 1 in each row; write the names of the labels, or a column for "
+                "each label (data.label_columns)"
+            )
 
     def _split(self, value: Any) -> Any:
         """A list of labels that is written as text; it is split at the first mark that gives known labels."""

@@ -68,7 +68,10 @@ class Task:
     groups_samples: ClassVar[bool] = False  # samples with the same first text are evaluated together
 
     def __post_init__(self) -> None:
-        texts, label = DEFAULT_COLUMNS[self.name]
+        names = [
+            getattr(kind, "name", "") for kind in type(self).__mro__
+        ]  # one's own task reads those of its base class
+        texts, label = next((DEFAULT_COLUMNS[name] for name in names if name in DEFAULT_COLUMNS), (["text"], "label"))
         self.text_columns = as_list(self.text_columns or texts)
         self.label_column = self.label_column or label
         if self.most_texts is not None and len(self.text_columns) > self.most_texts:
@@ -202,6 +205,14 @@ class Task:
     def label(self, value: Any, where: str) -> Any:
         """Check a raw label and convert it for the loss."""
         raise NotImplementedError
+
+    def check_classes(self, where: str) -> None:
+        """Refuse classes that :meth:`learn` found and that a reader made by mistake, or that look alike or are the same
+        number; warn of others that probably are one class. ``data.labels`` accepts any names.
+
+        Raises:
+            DataError: Names the data set, described by ``where``, and the classes.
+        """
 
     def check_labels(self, values: Sequence[Any], where: str) -> None:
         """Check what the raw labels of a data set, described by ``where``, tell only together.

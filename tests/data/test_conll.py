@@ -50,6 +50,7 @@ def test_words_tags_and_comments(text: str, sentences: Sentences) -> None:
             "1\tYes\t_\tO\n\n1-2\tdel\t_\t_\n1\tde\t_\tO\n2\tel\t_\tO\n2.1\tno\t_\tO\n3\tmar\t_\tB-X\n",
             "line 3: it has numbers of words",
         ),
+        ("0 Ann NNP\n1 ran VBD\n", "line 1: it has numbers of words"),
         ("#\thttp://a.b\t[2009-10-17]\n1\tAnn\tB-PER\tO\n2\tran\tO\tO\n", "line 1: it has numbers of words"),
         ("#begin document (a/b); part 000\na/b 0 0 Ann NNP\n", "line 1: it has numbers of words"),
     ],

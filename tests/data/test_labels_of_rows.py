@@ -20,6 +20,7 @@ from composer_speedups.tasks.classification import Classification
 from composer_speedups.tasks.data_config import DataConfig
 from composer_speedups.tasks.multilabel import Multilabel
 from composer_speedups.tasks.regression import Regression
+from composer_speedups.tasks.token_classification import TokenClassification
 from tests.data.samples import READERS, Reader, files, in_memory, save, streamed
 from tests.helpers.jobs import run
 from tests.helpers.stand_ins import save_rows
@@ -113,6 +114,7 @@ def test_a_written_list_is_read(cell: str, read: Reader) -> None:
         "{'billing': 1}",
         '{"billing": 1}',
         "array(['billing'])",
+        "Index(['billing'], dtype='object')",
         "('billing' 'tech')",
         "[['billing'], ['tech']]",
         "nan",
@@ -124,6 +126,68 @@ def test_a_cell_that_is_no_list_is_no_class_either(cell: str, read: Reader) -> N
     with pytest.raises(DataError, match=r"labels (is|holds) .*; every (label must be|sample needs)") as error:
         read(name, Multilabel(labels=["billing", "tech"]) if read is streamed else Multilabel())
     assert "billing\\'tech" not in str(error.value)
+
+
+@both
+@pytest.mark.parametrize("cells", [[[0, 1, 1], [1, 0, 0]], ["[1.0, 0.0, 1.0]"] * 2, ["0;1;1"] * 2])
+def test_a_vector_of_0_and_1_is_no_list_of_labels(cells: list[Any], read: Reader) -> None:
+    """Its values would be taken for the first and the second label."""
+    name = save({"text": ["a", "b"], "labels": cells}, "a.parquet")
+    with pytest.raises(DataError, match=r"which has an integer twice.* \(data\.label_columns\)"):
+        read(name, Multilabel(labels=["billing", "tech", "other"]))
+    two = save({"text": ["a", "b"], "labels": [[0, 1], [1, 0]]}, "b.parquet")
+    with pytest.raises(DataError, match="labels has 0 and 1 in each row"):
+        in_memory(two, Multilabel())
+
+
+@pytest.mark.parametrize(
+    ("labels", "problem"),
+    [
+        (["x", "x\u200b"], r"the classes 'x' and 'x\\u200b', which are the same to a reader"),
+        (["caf\u00e9", "cafe\u0301"], "which are the same to a reader"),
+        (["'x'", "x"], "which are the same to a reader"),
+        (["1", "1.0", "01"], "the classes '01' and '1', which are the same"),
+        (["True", "1", "0"], "which are the same to a reader"),
+        (["TRUE", "true", "no"], "the classes 'TRUE' and 'true', which are the same"),
+        (["0.12", "0.5"], r"holds '0\.12'; a class is text or an integer \(for numbers set model\.task=regression"),
+        (["['x']", "y"], r"""holds "\['x'\]", a written list or several lines"""),
+        (["[0]", "[1]"], r"holds '\[0\]', a written list or several lines"),
+        (["x", "y\nz,x"], r"holds 'y\\nz,x', a written list or several lines"),
+    ],
+)
+def test_classes_that_a_reader_made_by_mistake_are_refused(labels: list[str], problem: str) -> None:
+    name = save({"text": ["a"] * len(labels), "label": labels}, "a.csv")
+    with pytest.raises(DataError, match=problem):
+        in_memory(name)
+    if "0.5" not in labels:
+        assert in_memory(name, Classification(labels=labels))["labels"] == [*range(len(labels))]
+
+
+def test_punctuation_of_tagsets_is_no_mistake() -> None:
+    tags = ["#", "$", '"', "''", "(", ")", ",", ".", ":", "``", "'s", "s", "PRP", "PRP$"]
+    tokens = save({"tokens": [tags], "ner_tags": [tags]}, "a.jsonl")
+    assert in_memory(tokens, TokenClassification())["labels"] == [[sorted(tags).index(tag) for tag in tags]]
+
+
+@pytest.mark.parametrize(
+    ("labels", "said"),
+    [(["Spam", "spam", "ham"], "Spam and spam, which differ only in case"), (["0", "1", "no"], "such as 0 and no")],
+)
+def test_classes_that_are_probably_one_lead_to_a_warning(labels: list[str], said: str) -> None:
+    task = Classification()
+    with pytest.warns(UserWarning, match=said):
+        in_memory(save({"text": ["a"] * 3, "label": labels}, "a.csv"), task)
+    assert task.labels == sorted(labels)
+
+
+def test_a_warning_is_not_of_rows_that_are_dropped() -> None:
+    name = save({"text": ["a", "b", "c"], "label": ["x", "y", "['x']"]}, "a.csv")
+    with pytest.raises(DataError, match="a written list"):
+        load_samples(files(name, on_invalid="drop"), Classification())
+    task = Classification()
+    name = save({"text": ["a", "b", ""], "label": ["x", "y", "X"]}, "b.csv")
+    load_samples(files(name, on_invalid="drop"), task)
+    assert task.labels == ["x", "y"]
 
 
 def test_a_column_without_a_readable_list_names_its_first_cell() -> None:
@@ -174,6 +238,7 @@ def test_integers_without_a_0_are_read_with_a_warning() -> None:
     with pytest.warns(UserWarning, match=r"a\.csv: label has no 0 for one of 2 classes"):
         assert in_memory(name, Classification(labels=NAMES))["labels"] == [1, 1]
     assert in_memory(save({"text": ["a", "b"], "label": [-1, 1]}, "b.csv"), Classification(labels=["-1", "1"]))
+    assert in_memory(save({"text": ["a", "b"], "label": [True, True]}, "b.parquet"), Classification(labels=NAMES))
 
 
 def test_evaluate_reads_declared_names_and_refuses_other_integers(capsys: pytest.CaptureFixture[str]) -> None:
