@@ -112,7 +112,7 @@ def build_data(config: DataConfig, task: Task, *, model_name: str, on_gpu: bool,
     if train is None:
         rows, declared = stream_of_samples(config, seed)
         _learn_from_stream(task, declared)
-        collate = Tokenized(collate, tokenizer, task, config.max_length, declared)
+        collate = Tokenized(collate, tokenizer, task, config.max_length)
     else:
         sampler = _training_sampler(config, train, seed)
     loader = _dataloader(config, rows, config.batch_size, collate, sampler, on_gpu=on_gpu, drop_last=config.drop_last)

@@ -6,13 +6,26 @@ from pydantic import Field
 
 from composer_speedups.core.settings import Settings, refuse_if
 
-__all__ = ["GENERATED", "MOST_BUILTIN", "DataConfig"]
+__all__ = ["DEFAULT_COLUMNS", "GENERATED", "MOST_BUILTIN", "DataConfig"]
 
 GENERATED = 8000
 """Number of built-in or random samples for ``train_samples: null`` and ``eval_samples: null``."""
 
 MOST_BUILTIN = 1_000_000
 """Limit on the number of built-in samples; generating them takes minutes."""
+
+
+DEFAULT_COLUMNS: dict[str, tuple[list[str], str | None]] = {
+    "classification": (["text"], "label"),
+    "multilabel": (["text"], "labels"),
+    "regression": (["text"], "label"),
+    "token_classification": (["tokens"], "ner_tags"),
+    "reranking": (["query", "document"], "label"),
+    "embedding": (["anchor", "positive"], None),
+    "mlm": (["text"], None),
+}
+"""Task → its text columns and its label column where the config names none. They stand here and not in the tasks, which
+import torch, so that a file without them is refused before that."""
 
 
 class DataConfig(Settings):

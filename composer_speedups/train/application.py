@@ -49,8 +49,7 @@ def check_paths(config: Config) -> None:
     Raises:
         Refusal: Names the key, the path and the fix.
     """
-    in_batch_negatives = config.model.task == "embedding" and config.model.loss != "cosine"
-    check_data_files(config.data, training_labels=not in_batch_negatives)
+    check_data_files(config.data, config.model)
     if config.model.size is None:  # otherwise the name is not read
         check_folder(config.model.name, "model.name")
     check_folder(config.data.tokenizer or "", "data.tokenizer")

@@ -170,7 +170,9 @@ def summary_table(report: dict[str, Any], folder: str) -> str:
         ("wall time", report["wall_seconds"], f"s, from the start of the process{_resumed(report.get('resumed'))}"),
     ]
     lines = ["", f"{report['run_name']}: {folder}/report.json"]
-    lines += [f"  {name:<15} {_number(value):>10}  {note}".rstrip() for name, value, note in rows if value is not None]
+    shown = [(name, value, note) for name, value, note in rows if value is not None]
+    width = max(15, *(len(name) for name, _, _ in shown))
+    lines += [f"  {name:<{width}} {_number(value):>10}  {note}".rstrip() for name, value, note in shown]
     for name, entry in report["algorithms"].items():
         mark = "engaged" if entry["engaged"] else "NOT engaged"
         line = f"  {name:<18} {mark}: {describe_evidence(entry['evidence'])}"

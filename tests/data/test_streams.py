@@ -101,7 +101,7 @@ def tokenizer_in(folder: str) -> Any:
 
 def test_the_padding_of_streamed_tokens_is_not_taken_for_tokens() -> None:
     row = {"input_ids": [2, 9, 3, 0, 0], "attention_mask": [1, 1, 1, 0, 0], "label": 1}
-    collate: Any = Tokenized(lambda rows: rows, tokenizer_in("words"), Classification(), 256, {})
+    collate: Any = Tokenized(lambda rows: rows, tokenizer_in("words"), Classification(), 256)
     assert collate([row]).tokens["input_ids"].tolist() == [2, 9, 3]
     assert collate([{**row, "attention_mask": np.ones(5)}]).lengths.tolist() == [5]
 
@@ -130,7 +130,7 @@ def test_the_padding_of_streamed_tokens_is_not_taken_for_tokens() -> None:
     ],
 )
 def test_a_bad_streamed_row_is_refused_in_one_line(row: dict[str, Any], message: str) -> None:
-    collate: Any = Tokenized(lambda rows: rows, tokenizer_in("words"), Classification(), 256, {})
+    collate: Any = Tokenized(lambda rows: rows, tokenizer_in("words"), Classification(), 256)
     good = collate([{"text": "it was not dull", "label": 1.0}, {"text": "a", "label": False}])
     assert good.rows["labels"].tolist() == [1, 0]
     assert good.lengths[0] > good.lengths[1] >= 3

@@ -163,6 +163,12 @@ COLUMN = (
         ("train.application", ["data.train_file=no-*.csv"], "data.train_file: there is no file no-*.csv"),
         ("train.application", ["data.train_file=a.csv", "model.name=./none"], "model.name: ./none (relative to /"),
         ("train.application", ["data.train_file=a.csv", "data.label_column=lable"], COLUMN),
+        (
+            "train.application",
+            ["data.train_file=a.csv", "model.task=multilabel"],
+            "data.train_file: a.csv has no column 'labels'; did you mean 'label'? (it has: text, label); set "
+            "data.label_column=NAME, or data.label_columns for columns of 0 and 1",
+        ),
         ("predict.__main__", ["done", "input=none.csv"], "input: none.csv (relative to /"),
         ("predict.__main__", ["none", "input=a.csv"], "RUN: none (relative to /"),
     ],
