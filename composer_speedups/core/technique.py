@@ -424,11 +424,12 @@ def screen(techniques: Sequence[Technique], context: Context) -> None:
     (:meth:`Technique.context_after`), whatever the order of the list. A technique that the run continues without leaves
     it as it was.
 
-    A technique with unmet requirements raises a TechniqueError, which also names the others that cannot engage. If its
-    ``on_unavailable`` is ``"warn"``, it warns and is marked as not engaged instead.
+    A technique with unmet requirements raises a TechniqueError. If there are several, the message has the reason of the
+    one with the largest gain, and names the others. A technique whose ``on_unavailable`` is ``"warn"`` warns and is
+    marked as not engaged instead.
     """
     refuse_conflicts(techniques)
-    refused: list[TechniqueError] = []
+    refused: dict[Technique, TechniqueError] = {}
     for technique in techniques_of(techniques):
         try:
             for conflict in technique.conflicts:
@@ -443,14 +444,14 @@ def screen(techniques: Sequence[Technique], context: Context) -> None:
             if technique.on_unavailable == "warn":
                 technique.unavailable(error)
                 continue
-            refused.append(error)  # the others are checked as if it engaged, since its error is to be fixed
+            refused[technique] = error  # the others are checked as if it engaged, since its error is to be fixed
         after = technique.context_after(context)
         context = replace(after, techniques=context.techniques | {technique.name})
     if refused:
-        first, *others = refused
-        names = ", ".join(error.technique for error in others)
-        also = f"; these cannot engage either: {names}" if others else ""
-        raise TechniqueError(first.technique, first.reason, first.fix + also)
+        first = max(refused, key=lambda technique: technique.gain)
+        names = ", ".join(technique.name for technique in refused if technique is not first)
+        also = f"; these cannot engage either: {names}" if names else ""
+        raise TechniqueError(first.name, refused[first].reason, refused[first].fix + also)
 
 
 def engage_all(state: State) -> None:

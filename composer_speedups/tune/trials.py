@@ -133,7 +133,7 @@ class OriginalRun:
         with tempfile.TemporaryDirectory(prefix="tune-") as name:
             folder = Path(name)
             trial = trial_config(self.config, self.with_shares(algorithms), steps, folder, batch_size)
-            save_config(trial, folder / "trial.yaml", credentials=True)  # a folder that other users cannot read
+            save_config(trial, folder / "trial.yaml", resolved=True)  # a folder that other users cannot read
             caches = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
             started = time.monotonic()
             status, output = _run(self.program, ["-f", str(folder / "trial.yaml")], caches, timeout)

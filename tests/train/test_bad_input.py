@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from composer_speedups.core.errors import MASK, UserError
+from composer_speedups.core.errors import UserError
 from composer_speedups.core.registry import build_techniques
 from composer_speedups.core.technique import screen
 from composer_speedups.train import application
@@ -182,9 +182,9 @@ def test_missing_files_and_columns_are_noticed_before_imports(program: str, argu
 def test_a_warning_is_one_line_without_its_place_in_the_source() -> None:
     before = warnings.formatwarning
     with exit_codes():
-        said = warnings.formatwarning("first\nsecond https://me:secret@host/x", UserWarning, "a.py", 3)
+        said = warnings.formatwarning("first\nsecond", UserWarning, "a.py", 3)
         internal = warnings.formatwarning("internal", FutureWarning, "a.py", 3)
-    assert said == f"warning: first second https://{MASK}@host/x\n"
+    assert said == "warning: first second\n"
     assert internal == "a.py:3: FutureWarning: internal\n"
     assert warnings.formatwarning is before
 
