@@ -117,6 +117,14 @@ def test_a_baseline_is_reported_and_does_not_change_the_run(
         assert last.startswith(f"{change}{ratio:.2f} times") is decided
         assert ("the turns do not tell which is faster" in last) is not decided
         assert f"{turns[0]:.2f} to {turns[1]:.2f} times in single turns" in last
+    for steps, note in (
+        (0, "MiB reduced per step"),
+        (2, "MiB reduced per step, overlapping the optimizer's update in 2 of"),
+    ):
+        table = summary_table({**compared, "ddp": {"mib_a_step": 1.5, "overlapped_steps": steps}}, "runs/x")
+        [line] = [line for line in table.splitlines() if "gradients" in line]
+        assert line.partition("1.5  ")[2].startswith(note)
+        assert ("overlapping" in line) is bool(steps)
     plain = run(*settings, *BASELINE[:2])
     assert plain["baseline"] is None
     assert plain["metrics"] == compared["metrics"]
