@@ -11,7 +11,6 @@ import itertools
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -225,7 +224,7 @@ def main(arguments: Sequence[str]) -> None:
     row = {
         "table": "micro",
         "call": call_time(),
-        **asdict(shape),
+        **shape.model_dump(),
         "tokens": sum(lengths(shape.rows, shape.longest)),
         "copy_gb_per_second": speed / 1e3,
         "kernels": kernels,

@@ -178,10 +178,10 @@ class StepProfiler(Callback):
 
 def main(arguments: list[str], results: Path = RESULTS) -> Row:
     counts, rest = read_settings(Counts, arguments, _PREFIX)
-    config, origins = read_command_line(rest)
+    config, _ = read_command_line(rest)
     config.trainer.max_duration = f"{counts.batches}ba"
     config.callbacks.throughput = config.callbacks.memory = None
-    techniques = build_techniques(config.algorithms, config.on_unavailable, origins)
+    techniques = build_techniques(config.algorithms, config.on_unavailable)
     device = open_device(config.trainer)
     check(techniques, run_of(config.trainer, device))
     where = torch_device(device)

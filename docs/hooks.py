@@ -12,7 +12,7 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 from composer_speedups.core.registry import folder_of, technique_class, technique_names
-from composer_speedups.core.settings import Settings, doc_of, key_line, keys_of, section_of
+from composer_speedups.core.settings import Settings, doc_of, key_line, keys_of, sections_of
 from composer_speedups.sweep.settings import PREFIX, TuneConfig
 from composer_speedups.train.config.schema import Config
 
@@ -73,11 +73,13 @@ def _config_keys() -> str:
 
 
 def _keys(settings: type[Settings], prefix: str = "") -> list[str]:
-    lines = []
+    lines, task = [], ""
     for key, field, owner in keys_of(settings, prefix):
-        doc = doc_of(owner, key.rpartition(".")[2]).replace("<", "&lt;")
-        if section_of(field) is None:
+        if owner.option != task and owner.option:
+            lines += ["", f"### With {owner.option}", ""]
+        task, doc = owner.option, doc_of(field).replace("<", "&lt;")
+        if not sections_of(field):
             lines.append(f"- `{key_line(key, field)}`<br>{doc}")
-        else:
+        elif key:
             lines += ["", f"{'#' * (2 + key.count('.'))} {key}", "", doc, ""]
     return lines

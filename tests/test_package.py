@@ -14,8 +14,6 @@ from packaging.requirements import Requirement
 
 import composer_speedups
 from composer_speedups.__main__ import command
-from composer_speedups.tasks.task import specific_keys
-from composer_speedups.train.config.schema import KEYS_OF_TASKS
 from tests.conftest import ROOT
 
 IMPORT = """
@@ -49,10 +47,6 @@ def test_every_public_name_is_listed_and_can_be_imported() -> None:
         assert getattr(composer_speedups, name).__name__ == name
     with pytest.raises(AttributeError, match="'composer_speedups' has no attribute 'Unpading'"):
         composer_speedups.Unpading  # type: ignore[attr-defined]  # noqa: B018
-
-
-def test_the_keys_of_tasks_are_those_that_the_tasks_read() -> None:
-    assert specific_keys() == KEYS_OF_TASKS
 
 
 def test_the_version_is_defined_once(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -121,8 +120,8 @@ class Meter:
 def monitors(config: Config) -> list[Callback]:
     """The suite's callbacks with the config's settings; they measure even if the config disables them."""
     return [
-        ThroughputMonitor(**dataclasses.asdict(config.callbacks.throughput or ThroughputConfig())),
-        MemoryAnatomy(**dataclasses.asdict(config.callbacks.memory or MemoryConfig())),
+        ThroughputMonitor(**(config.callbacks.throughput or ThroughputConfig()).model_dump()),
+        MemoryAnatomy(**(config.callbacks.memory or MemoryConfig()).model_dump()),
     ]
 
 

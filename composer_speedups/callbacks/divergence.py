@@ -13,7 +13,7 @@ from composer_speedups.callbacks.checkpoint_veto import last_checkpoint, resume_
 from composer_speedups.callbacks.config import DivergenceConfig
 from composer_speedups.callbacks.nonfinite import circumstances
 from composer_speedups.callbacks.saved_callback import SavedCallback
-from composer_speedups.core.errors import DivergedError
+from composer_speedups.core.errors import RunFailedError
 
 __all__ = ["DivergenceGuard"]
 
@@ -40,7 +40,7 @@ class DivergenceGuard(DivergenceConfig, SavedCallback, eq=False):
 
     Raises:
         ValueError: A setting is out of its range.
-        DivergedError: From ``fit``.
+        RunFailedError: From ``fit``.
     """
 
     checkpoint_fields: ClassVar[dict[str, Any]] = {
@@ -82,7 +82,7 @@ class DivergenceGuard(DivergenceConfig, SavedCallback, eq=False):
             self.reference = self.smoothed
         self._above = self._above + 1 if self.smoothed > self.limit else 0
         if self._above >= self.batches:
-            raise DivergedError(
+            raise RunFailedError(
                 f"loss: diverged at {circumstances(state)}: for {self._above} batches its smoothed value was above "
                 f"{self.limit:.4g}; it is {self.smoothed:.4g} and was {self.reference:.4g} "
                 f"{'at the last good checkpoint' if last_checkpoint(state) else 'at the start'}; "

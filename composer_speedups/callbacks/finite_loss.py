@@ -14,7 +14,7 @@ from composer_speedups.callbacks.checkpoint_veto import resume_advice, veto_chec
 from composer_speedups.callbacks.config import FiniteLossConfig
 from composer_speedups.callbacks.nonfinite import circumstances, nonfinite_gradients, nonfinite_weights
 from composer_speedups.callbacks.saved_callback import SavedCallback
-from composer_speedups.core.errors import NonFiniteError
+from composer_speedups.core.errors import RunFailedError
 from composer_speedups.core.trainer_state import any_rank
 from composer_speedups.distributed.gradient_readers import reads_no_gradients
 from composer_speedups.distributed.host_scalars import HostCopy
@@ -48,7 +48,7 @@ class FiniteLoss(FiniteLossConfig, SavedCallback, eq=False):
 
     Raises:
         ValueError: An invalid ``on_nonfinite``, or ``max_skips`` below 1.
-        NonFiniteError: From ``fit``; one line with the step, its batch, the learning rate and the engaged techniques.
+        RunFailedError: From ``fit``; one line with the step, its batch, the learning rate and the engaged techniques.
     """
 
     checkpoint_fields: ClassVar[dict[str, Any]] = {"losses": int, "skipped": int, "in_row": int}
@@ -88,11 +88,11 @@ class FiniteLoss(FiniteLossConfig, SavedCallback, eq=False):
         loss = next((v for v in values if not math.isfinite(v)), math.nan)  # otherwise it was another rank's loss
         step = circumstances(state, ended=False)
         if weights := self._bad_weights(state):
-            raise NonFiniteError(f"loss: {loss} at {step}; {weights} are not finite: {_advice(state)}")
+            raise RunFailedError(f"loss: {loss} at {step}; {weights} are not finite: {_advice(state)}")
         if self._trained == 0 and not self._resumed:
-            raise NonFiniteError(f"loss: {loss} at {step}: the first batch is never skipped; {_advice(state)}")
+            raise RunFailedError(f"loss: {loss} at {step}: the first batch is never skipped; {_advice(state)}")
         if self.in_row > self.max_skips:
-            raise NonFiniteError(
+            raise RunFailedError(
                 f"loss: {loss} at {step}: {self.max_skips} batches in a row were skipped before it "
                 f"(callbacks.finite_loss.max_skips); {_advice(state)}"
             )
@@ -112,7 +112,7 @@ class FiniteLoss(FiniteLossConfig, SavedCallback, eq=False):
             logger.log_metrics({f"numerics/{name}": value for name, value in self.summary().items()})
             return
         gradients = nonfinite_gradients(state) or "no gradient"
-        raise NonFiniteError(f"loss: {loss} at {circumstances(state)}; not finite: {gradients}; {_advice(state)}")
+        raise RunFailedError(f"loss: {loss} at {circumstances(state)}; not finite: {gradients}; {_advice(state)}")
 
     def _bad_weights(self, state: State) -> str | None:
         bad = nonfinite_weights(state)
@@ -120,7 +120,7 @@ class FiniteLoss(FiniteLossConfig, SavedCallback, eq=False):
 
     def _check_weights(self, state: State, when: str) -> None:
         if bad := self._bad_weights(state):
-            raise NonFiniteError(f"weights: {bad} are not finite {when}, {circumstances(state)}; {_advice(state)}")
+            raise RunFailedError(f"weights: {bad} are not finite {when}, {circumstances(state)}; {_advice(state)}")
 
     def _may_save(self, state: State, event: Event) -> bool:
         self._check_weights(state, "at a scheduled checkpoint, which is not written")

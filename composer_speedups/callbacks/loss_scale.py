@@ -9,7 +9,7 @@ from composer.loggers import Logger
 
 from composer_speedups.callbacks.nonfinite import circumstances
 from composer_speedups.callbacks.saved_callback import SavedCallback
-from composer_speedups.core.errors import NonFiniteError
+from composer_speedups.core.errors import RunFailedError
 from composer_speedups.distributed.host_scalars import HostCopy
 
 __all__ = ["LossScaleMonitor"]
@@ -27,7 +27,7 @@ class LossScaleMonitor(SavedCallback):
     Logged for each batch, one batch late: ``numerics/loss_scale``, and ``numerics/loss_scale_skips`` so far.
 
     Raises:
-        NonFiniteError: From ``fit``, if the scale falls below 1e-4.
+        RunFailedError: From ``fit``, if the scale falls below 1e-4.
     """
 
     checkpoint_fields: ClassVar[dict[str, Any]] = {"skips": int}
@@ -60,7 +60,7 @@ class LossScaleMonitor(SavedCallback):
         self.scale = scale
         logger.log_metrics({f"numerics/{name}": value for name, value in self.summary().items()})
         if scale < MIN_SCALE:
-            raise NonFiniteError(
+            raise RunFailedError(
                 f"loss scale: {scale:.3g} at {circumstances(state)}, after {self.skips} steps whose gradients "
                 "overflowed; they overflow at any scale: train in bf16 or fp32, or lower optimizer.lr"
             )

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+import datetime
+import io
 import os
 import sys
-import types
-import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from pydantic.fields import FieldInfo
-
 from composer_speedups.core.errors import ConfigError, did_you_mean
-from composer_speedups.core.settings import Origins, Settings, fields_of
+from composer_speedups.core.settings import Origins, Settings, fields_of, keys_of, parts_of, sections_of
 
 __all__ = [
     "COMMAND_LINE",
@@ -21,7 +19,9 @@ __all__ = [
     "console_command",
     "find_config",
     "parse_command_line",
+    "read_pair",
     "read_settings",
+    "read_yaml",
     "usage_as_typed",
 ]
 
@@ -140,9 +140,7 @@ def _shipped_configs() -> dict[str, str]:
 
 
 def read_settings(cls: type[T], arguments: Sequence[str], prefix: str = "") -> tuple[T, list[str]]:
-    """Read settings from ``key=value`` pairs of plain text; the last value of a key wins.
-
-    Lists are written ``a,b`` or ``[a,b]``, and ``null`` means None.
+    """Read settings from ``key=value`` pairs with values in YAML; the last value of a key wins. ``a,b`` is a list, too.
 
     Args:
         cls: A class without sections.
@@ -153,28 +151,83 @@ def read_settings(cls: type[T], arguments: Sequence[str], prefix: str = "") -> t
         The settings, and the arguments without the prefix.
 
     Raises:
-        ConfigError: Names the key and, if there is one, the closest known key.
+        ConfigError: One line for each mistake, with the key and, if there is one, the closest known key.
     """
+    own = [pair for pair in arguments if "=" in pair and pair.startswith(prefix)]
     values: dict[str, Any] = {}
-    others = []
-    for argument in arguments:
-        key, equals, text = argument.partition("=")
-        if not equals or not key.startswith(prefix):
-            others.append(argument)
-            continue
-        name = key.removeprefix(prefix)
-        values[name] = value = _parse(text, fields_of(cls).get(name))
-        if "" in (value if isinstance(value, list) else [text.strip()]):
-            raise ConfigError(f"{COMMAND_LINE}: {key} must not be empty")
-    return cls.read(values, prefix, Origins(COMMAND_LINE)), others
+    for pair in own:
+        key, _, text = pair.removeprefix(prefix).partition("=")
+        values |= read_pair(f"{key}={text}", cls, prefix)
+        field = fields_of(cls).get(key)
+        if field is not None and list in parts_of(field.annotation) and not isinstance(values[key], list):
+            values[key] = None if text == "null" else [item.strip() for item in text.split(",") if item.strip()]
+    return cls.read(values, prefix, Origins(COMMAND_LINE)), [pair for pair in arguments if pair not in own]
 
 
-def _parse(text: str, field: FieldInfo | None) -> Any:
-    """None or a list of texts, if the field takes it, or the text itself, which :meth:`Settings.read` converts."""
-    hints = (field.annotation, *typing.get_args(field.annotation)) if field is not None else ()
-    if text == "null" and types.NoneType in hints:
+# YAML and key=value
+
+
+def read_pair(pair: str, cls: type[Settings], prefix: str = "") -> dict[Any, Any]:
+    """The nested mapping of a ``section.key=value``; text is kept as in :func:`read_yaml`."""
+    import yaml
+
+    name, _, value = pair.partition("=")
+    if not all(name.split(".")):
+        raise ConfigError(f"{COMMAND_LINE}: {name[:80]!r} is not a key; expected section.key=value")
+    try:
+        node: Any = yaml.compose(value, yaml.SafeLoader)
+        for part in reversed(name.split(".")):
+            node = yaml.MappingNode("", [(yaml.ScalarNode("", part), node)])
+        return _parsed(lambda omegaconf: omegaconf.from_dotlist([pair]), node, cls)
+    except (ValueError, yaml.YAMLError, RecursionError) as error:
+        raise ConfigError(f"{COMMAND_LINE}: the value of {prefix}{name} is not valid YAML: {error}") from error
+
+
+def read_yaml(text: str, cls: type[Settings]) -> Any:
+    """The content of a YAML file; None if it is empty.
+
+    Where ``cls`` expects text, or a mapping from names, it is as written, not what YAML reads as a boolean, number or
+    date (``no``, ``007``).
+
+    Raises:
+        ValueError: It is not valid YAML.
+    """
+    import yaml
+
+    try:
+        node: Any = yaml.compose(text, yaml.SafeLoader)
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ValueError(str(error)) from error
+    if node is None or (isinstance(node, yaml.ScalarNode) and node.value in ("", "~", "null")):
         return None
-    if any(typing.get_origin(hint) is list for hint in hints):
-        items = text.removeprefix("[").removesuffix("]")
-        return [item.strip() for item in items.split(",") if items]
-    return text
+    return _parsed(lambda omegaconf: omegaconf.load(io.StringIO(text)), node, cls)
+
+
+def _parsed(load: Callable[[Any], Any], node: Any, cls: type[Settings]) -> Any:
+    import yaml
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    kinds: dict[str, set[Any]] = {}
+    for key, field, _ in keys_of(cls):
+        kinds[key] = kinds.get(key, set()) | (parts_of(field.annotation) if not sections_of(field) else set())
+
+    def as_written(held: Any, node: Any, key: str) -> Any:
+        if isinstance(held, dict) and isinstance(node, yaml.MappingNode):
+            written = {name.value: value for name, value in node.value if isinstance(name.value, str)}
+            if dict not in kinds.get(key, ()):
+                inner = {name: f"{key}.{name}".removeprefix(".") for name in held}
+                return {n: as_written(v, written[n], inner[n]) if n in written else v for n, v in held.items()}
+            return dict(zip(written, held.values(), strict=True)) if len(written) == len(held) else held
+        if str not in kinds.get(key, ()):
+            return held
+        if isinstance(held, list) and isinstance(node, yaml.SequenceNode):
+            return [as_written(*pair, key) for pair in zip(held, node.value, strict=True)]
+        typed = isinstance(held, (bool, int, float, datetime.date)) and isinstance(node, yaml.ScalarNode)
+        return node.value if typed else held
+
+    try:
+        loaded = load(OmegaConf)
+        return as_written(OmegaConf.to_container(loaded, resolve=False), node, "")
+    except (OmegaConfBaseException, yaml.YAMLError, OSError, RecursionError) as error:
+        raise ValueError(str(error)) from error

@@ -5,17 +5,14 @@ from __future__ import annotations
 import difflib
 import signal
 from collections.abc import Iterable, Iterator
+from typing import Self
 
 __all__ = [
     "ConfigError",
     "DataError",
-    "DivergedError",
     "Interrupted",
-    "NonFiniteError",
-    "NotRecordedError",
     "Refusal",
     "RunFailedError",
-    "WriteError",
     "causes_of",
     "did_you_mean",
     "failure_line",
@@ -24,9 +21,9 @@ __all__ = [
 
 
 class Refusal(ValueError):
-    """A refused configuration, input or combination of techniques, or a run that failed. It is one line.
+    """A refused configuration, input or combination of techniques, or a run that failed.
 
-    A program prints it and exits with :attr:`status`. Long messages are shortened.
+    A program prints its :attr:`lines`, one for each mistake, and exits with :attr:`status`. Long lines are shortened.
 
     Args:
         who: The key, file or technique that is refused; or the whole sentence, if ``reason`` is not given.
@@ -40,7 +37,16 @@ class Refusal(ValueError):
         self.who, self.reason, self.fix = who, reason, fix
         message = who + (f": {reason}" if reason else "") + (f"; {fix}" if fix else "")
         line = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(message.split()))
-        super().__init__(line if len(line) <= 2000 else f"{line[:1200]} […] {line[-600:]}")
+        self.lines = [line if len(line) <= 2000 else f"{line[:1200]} […] {line[-600:]}"]
+        super().__init__(*self.lines)
+
+    @classmethod
+    def of(cls, lines: Iterable[str]) -> Self:
+        """A refusal for several mistakes."""
+        each = [cls(line) for line in lines]
+        each[0].lines = [line for refusal in each for line in refusal.lines]
+        each[0].args = ("\n".join(each[0].lines),)
+        return each[0]
 
 
 class ConfigError(Refusal):
@@ -52,34 +58,9 @@ class DataError(Refusal):
 
 
 class RunFailedError(Refusal):
-    """A run failed after it started."""
+    """A run failed after it started, or training ended and the plot or the report failed."""
 
     status = 1
-
-
-class NonFiniteError(RunFailedError):
-    """A loss, a weight or all gradients are NaN or infinite."""
-
-
-class DivergedError(RunFailedError):
-    """The loss climbed far above its level at the last good checkpoint."""
-
-
-class WriteError(RunFailedError):
-    """A running job cannot write a file. Files that it wrote earlier are intact."""
-
-
-class NotRecordedError(RunFailedError):
-    """Training ended and its model is safe, but the plot or the report failed.
-
-    Args:
-        model: Where the model is, in one line.
-        failures: What failed and why, one line each.
-    """
-
-    def __init__(self, model: str, failures: Iterable[str]) -> None:
-        self.lines = [model, *failures]
-        super().__init__("; ".join(self.lines))
 
 
 class Interrupted(SystemExit):

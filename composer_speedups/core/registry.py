@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from composer_speedups.core.errors import ConfigError, did_you_mean
-from composer_speedups.core.settings import Origins
 from composer_speedups.core.technique import Technique
 
 __all__ = ["build_techniques", "folder_of", "technique_class", "technique_names"]
@@ -54,22 +53,17 @@ def folder_of(name: str) -> Path:
     return Path(inspect.getfile(technique_class(name))).parent
 
 
-def build_techniques(
-    settings: Mapping[str, Any], on_unavailable: str = "stop", origins: Origins | None = None
-) -> list[Technique]:
+def build_techniques(settings: Mapping[str, Any], on_unavailable: str = "stop") -> list[Technique]:
     """Build the techniques of a config's ``algorithms`` section.
 
     Args:
         settings: YAML name → settings, or None for the defaults.
         on_unavailable: Default for techniques that do not set it themselves.
-        origins: Dotted key → where it was set, for error messages.
 
     Raises:
         ConfigError: An unknown technique or setting, or an invalid value.
     """
-
-    built = []
-    for name, values in settings.items():
-        prefix = f"algorithms.{name}."
-        built.append(technique_class(name).read({"on_unavailable": on_unavailable, **(values or {})}, prefix, origins))
-    return built
+    return [
+        technique_class(name).read({"on_unavailable": on_unavailable, **(values or {})}, f"algorithms.{name}.")
+        for name, values in settings.items()
+    ]

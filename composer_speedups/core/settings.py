@@ -1,50 +1,33 @@
-"""Settings: each is declared once, with type, default, bounds and doc line, in the body of a class.
+"""Settings: each is declared once, with type, default, bounds and doc line, in the body of a pydantic model.
 
-Config sections, techniques and callbacks derive from :class:`Settings`. YAML, ``key=value``, ``--help``, constructors,
-``repr`` and error messages follow the declarations.
+Config sections, tasks, techniques and callbacks derive from :class:`Settings`. YAML, ``key=value``, ``--help``,
+constructors, ``repr`` and error messages follow the declarations.
 """
 
 from __future__ import annotations
 
-import ast
-import contextlib
-import dataclasses
-import functools
-import inspect
 import re
 import textwrap
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Self, dataclass_transform
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal, Self, Union, dataclass_transform, get_args, get_origin
 
-from pydantic import AfterValidator, ConfigDict, GetCoreSchemaHandler, ValidationError, field_validator
-from pydantic.dataclasses import dataclass
+from pydantic import AfterValidator, BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError, field_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from composer_speedups.core.errors import ConfigError, Refusal, did_you_mean
+from composer_speedups.core.errors import ConfigError, did_you_mean
 
 __all__ = [
-    "DURATION_UNITS", "ComposerTime", "FileName", "InvalidSettingError", "Origins", "Settings", "doc_of", "fields_of",
-    "help_lines", "key_line", "keys_help", "keys_of", "leaf_types", "refuse_if", "section_of", "time_units",
+    "DURATION_UNITS", "Check", "ComposerTime", "FileName", "Origins", "Settings", "doc_of", "fields_of", "help_lines",
+    "key_line", "keys_help", "keys_of", "mistakes", "parts_of", "refuse", "sections_of",
 ]  # fmt: skip
 
 DURATION_UNITS = ("ep", "ba", "sp", "tok")  # units of Composer's time strings
-
-
-class InvalidSettingError(ConfigError):
-    """A setting that is valid alone, but not together with others, as ``key`` and the end of a sentence about it."""
-
-    def __init__(self, key: str, problem: str) -> None:
-        self.key, self.problem = key, problem
-        super().__init__(f"{key} {problem}")
-
-
-def refuse_if(invalid: object, key: str, problem: str) -> None:
-    """Raise :class:`InvalidSettingError` if ``invalid`` is true."""
-    if invalid:
-        raise InvalidSettingError(key, problem)
+Check = tuple[object, str, str]
+"""Whether settings exclude each other, the key to name, and the end of a sentence about it."""
 
 
 class Origins(dict[str, str]):
@@ -58,19 +41,23 @@ class Origins(dict[str, str]):
         return self.otherwise
 
 
+def refuse(checks: Iterable[Check]) -> None:
+    """Raise a ConfigError that lists the settings that exclude each other, if there are any."""
+    if lines := [f"{key} {problem}" for excluded, key, problem in checks if excluded]:
+        raise ConfigError.of(lines)
+
+
 # Field is not declared as a field specifier, because mypy would then miss its positional default
 @dataclass_transform()
-@dataclass(repr=False)
-class Settings:
+class Settings(BaseModel):
     """Base of a class that declares its settings in its body, as annotated attributes with a default::
 
         max_graphs: int = Field(4, ge=1)
         \"""Input shapes captured.\"""
 
-    Each subclass becomes a pydantic dataclass: the constructor takes the settings in that order, and those after
-    ``_: KW_ONLY`` as keywords only. ``--help`` prints the string below each setting. Text is converted to numbers and
-    bools, but a bool is no number. One text stands for a list of texts with one entry. Error messages about a wrong
-    type show ``Field(examples=…)``, as they are written in YAML.
+    The constructor takes them in that order or by name, and those in ``not_recorded`` by name only. Text is converted
+    to numbers and bools (unless the class is ``strict``), but a bool is no number. One text stands for a list of texts
+    with one entry. Other attributes may be set beside the settings; they are not compared.
 
     Class arguments:
         eq: Compare by settings (default), or by identity, in this class and its subclasses.
@@ -79,47 +66,43 @@ class Settings:
     Attributes:
         not_recorded: Settings that ``repr`` leaves out.
         also_called: Names of settings in other programs → the key that an error message suggests for them.
+        option: For a class of a union, the key and value that choose it: ``model.task: mlm``.
 
     Raises:
-        ConfigError: A value is invalid; names the key.
+        ConfigError: Values are invalid; one line for each, which names the key.
     """
 
+    model_config = ConfigDict(
+        extra="forbid",
+        allow_inf_nan=False,
+        coerce_numbers_to_str=True,
+        protected_namespaces=(),
+        use_attribute_docstrings=True,
+        validate_by_name=True,
+    )
     not_recorded: ClassVar[tuple[str, ...]] = ()
     also_called: ClassVar[Mapping[str, str]] = {}
-    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
-    __pydantic_fields__: ClassVar[dict[str, FieldInfo]]
-    _eq: ClassVar[bool] = True
-    _strict: ClassVar[bool] = False
-    _construct: ClassVar[Callable[..., None]]  # pydantic's constructor
+    option: ClassVar[str] = ""
 
-    def __init_subclass__(cls, *, eq: bool | None = None, strict: bool | None = None, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        cls._eq, cls._strict = cls._eq if eq is None else eq, cls._strict if strict is None else strict
-        config = ConfigDict(
-            strict=cls._strict, coerce_numbers_to_str=not cls._strict, extra="forbid", allow_inf_nan=False
-        )
-        dataclass(cls, eq=cls._eq, repr=False, config=config)
-        if not cls._eq:
+    @classmethod
+    def __pydantic_init_subclass__(cls, *, eq: bool = True, **_: Any) -> None:
+        if not eq:
             cls.__eq__, cls.__hash__ = object.__eq__, object.__hash__  # type: ignore[assignment, method-assign]
-        cls._construct, signature = cls.__init__, inspect.signature(cls)
 
-        @functools.wraps(cls.__init__)
-        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-            if unknown := [name for name in kwargs if name not in signature.parameters]:
-                hint = did_you_mean(unknown[0], signature.parameters)
-                raise TypeError(f"{cls.__name__} has no setting {unknown[0]!r}{hint}")
-            try:
-                values = signature.bind(*args, **kwargs).arguments
-            except TypeError as error:
-                raise TypeError(f"{cls.__name__}: {error}; name the settings") from None
-            with _one_line(cls, values):
-                cls._construct(self, **values)
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Takes the class arguments, of which pydantic takes its own and hands on the others."""
 
-        cls.__init__ = __init__  # type: ignore[method-assign]
+    def __init__(self, /, *args: Any, **settings: Any) -> None:
+        names = [name for name in fields_of(type(self)) if name not in self.not_recorded]
+        if len(args) > len(names):
+            raise TypeError(f"{type(self).__name__} takes {len(names)} settings without a name, not {len(args)}")
+        try:
+            super().__init__(**dict(zip(names, args, strict=False)), **settings)
+        except ValidationError as error:
+            raise ConfigError.of(mistakes(type(self), error)) from None
 
-    def __post_init__(self) -> None:
-        self.check_settings()
-        self.reset()
+    # so that pydantic validates a section without a call of the constructor, and lists all mistakes of all sections
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 
     @classmethod
     def read(cls, values: Mapping[Any, Any], prefix: str = "", origins: Origins | None = None) -> Self:
@@ -131,89 +114,102 @@ class Settings:
             origins: Where each dotted key was set, for error messages.
 
         Raises:
-            ConfigError: Names the key, and the closest known one or what is allowed.
+            ConfigError: One line for each mistake: the key, and what is allowed or the closest known key.
         """
-        instance = cls.__new__(cls)
-        with _one_line(cls, values, prefix, origins):
-            cls._construct(instance, **{str(key): value for key, value in values.items()})
-        return instance
+        try:
+            return cls.model_validate({str(key): value for key, value in values.items()})
+        except ValidationError as error:
+            raise ConfigError.of(mistakes(cls, error, prefix, origins)) from None
+
+    def replaced(self, **changes: Any) -> Self:
+        """A copy with other settings, which are checked."""
+        return type(self)(**{**{name: getattr(self, name) for name in type(self).model_fields}, **changes})
+
+    @classmethod
+    def key_of(cls, name: str) -> str:
+        """The key of a setting, from this section on."""
+        return name
 
     @field_validator("*", mode="before")
     @classmethod
-    def _refuse_bools_for_numbers(cls, value: Any, info: Any) -> Any:
-        field = cls.__pydantic_fields__[info.field_name]
-        kinds = leaf_types(field.annotation)
-        is_mapping = isinstance(value, dict) and section_of(field) is None
-        items = value.values() if is_mapping else value if isinstance(value, list) else [value]
-        if not {bool, Any} & kinds and any(isinstance(item, bool) for item in items):
-            raise PydanticCustomError("bool", "is a bool")
+    def _accept(cls, value: Any, info: Any) -> Any:
+        field = cls.model_fields[info.field_name]
+        kinds = parts_of(field.annotation)
+        lists = {get_origin(option) or option for option in _options(field.annotation)} - {types.NoneType} == {list}
+        if isinstance(value, str) and str in kinds and lists:
+            return [value]
+        items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
+        numbers = not sections_of(field) and {int, float, str} & kinds and not {bool, Any} & kinds
+        for item in items:
+            if isinstance(item, str) and re.search("[\0\ud800-\udfff]", item):
+                raise PydanticCustomError("odd", "must not contain NUL or a surrogate")
+            if isinstance(item, int) and item.bit_length() > 63:
+                raise PydanticCustomError("odd", "must be less than 2**63")
+            if isinstance(item, bool) and numbers:
+                raise PydanticCustomError("odd", "must not be true or false")
         return value
 
-    @field_validator("*", mode="before")
-    @classmethod
-    def _list_of_one_text(cls, value: Any, info: Any) -> Any:
-        hint = cls.__pydantic_fields__[info.field_name].annotation
-        return [value] if isinstance(value, str) and _is_list(hint) and str in leaf_types(hint) else value
+    def model_post_init(self, context: Any, /) -> None:
+        found = [(key, problem) for excluded, key, problem in self.checks() if excluded]
+        if found:
+            raise PydanticCustomError("checks", "{found}", {"found": found})
+        self.reset()
 
-    def check_settings(self) -> None:
-        """Raise :class:`InvalidSettingError`, or ValueError without a key, for settings that cannot be combined."""
+    def checks(self) -> Iterable[Check]:
+        """Settings that cannot be combined. It is called only if each of them is valid alone."""
+        return ()
 
     def reset(self) -> None:
         """Initialize the attributes that are not settings. A subclass must call ``super().reset()``."""
+
+    if not typing.TYPE_CHECKING:  # otherwise mypy would accept any attribute
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            object.__setattr__(self, name, value)
 
     def __repr__(self) -> str:
         recorded = [name for name in fields_of(type(self)) if name not in self.not_recorded]
         return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name in recorded)})"
 
+    __str__ = __repr__
+
 
 def fields_of(cls: type[Settings]) -> dict[str, FieldInfo]:
-    """The settings of a class in the order of its constructor."""
-    return {name: cls.__pydantic_fields__[name] for name in inspect.signature(cls).parameters}
+    """The settings of a class by their names in YAML; those of its bases that ``repr`` leaves out are last."""
+    fields = sorted(cls.model_fields.items(), key=lambda item: item[0] in cls.not_recorded)
+    return {field.alias or name: field for name, field in fields}
 
 
-def section_of(field: FieldInfo) -> type[Settings] | None:
-    """The class of a field ``Section`` or ``Section | None``; None for a plain value."""
-    options = (field.annotation, *typing.get_args(field.annotation))
-    return next((o for o in options if isinstance(o, type) and issubclass(o, Settings)), None)
+def sections_of(field: FieldInfo) -> list[type[Settings]]:
+    """The class of a field that is a section, or the classes of a union of sections; empty for plain values."""
+    return [
+        option for option in _options(field.annotation) if isinstance(option, type) and issubclass(option, Settings)
+    ]
+
+
+def section_choices(field: FieldInfo) -> list[type[Settings]]:
+    """:func:`sections_of`, or the class in the metadata of a mapping that a class checks."""
+    return sections_of(field) or [rule.section() for rule in field.metadata if hasattr(rule, "section")]
 
 
 def keys_of(cls: type[Settings], prefix: str = "") -> Iterator[tuple[str, FieldInfo, type[Settings]]]:
     """Every dotted key with its field and the class that has it; sections precede their keys."""
     for name, field in fields_of(cls).items():
-        yield prefix + name, field, cls
-        if (section := section_of(field)) is not None:
-            yield from keys_of(section, f"{prefix}{name}.")
+        key = prefix + cls.key_of(name)
+        yield key, field, cls
+        for section in sections_of(field):
+            yield from keys_of(section, prefix if section.option else f"{key}.")
 
 
-def time_units(field: FieldInfo) -> tuple[str, ...]:
-    """The units of a field that is a :class:`ComposerTime`; empty for another field."""
-    units: tuple[str, ...] = _bounds(field).get("units", ())
-    return units
-
-
-def doc_of(cls: Any, name: str) -> str:
+def doc_of(field: FieldInfo) -> str:
     """The string literal below a setting in the body of its class, as one line."""
-    return _docs(cls).get(name, "")
-
-
-@functools.cache
-def _docs(cls: type) -> dict[str, str]:
-    """The string literal below each annotated attribute of a class and its bases, as one line each."""
-    docs: dict[str, str] = {}
-    for base in (b for b in reversed(cls.__mro__) if issubclass(b, Settings) and b is not Settings):
-        [body] = ast.parse(textwrap.dedent(inspect.getsource(base))).body
-        assert isinstance(body, ast.ClassDef)
-        for field, doc in zip(body.body, [*body.body[1:], ast.Pass()], strict=True):
-            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
-                text = doc.value.value if isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant) else ""
-                docs[field.target.id] = " ".join(str(text).split())
-    return docs
+    return " ".join((field.description or "").split())
 
 
 # Types of settings beyond Python's
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class ComposerTime:
     """Metadata of text that is a Composer time: ``Annotated[str, ComposerTime(DURATION_UNITS, gt=0)]``.
 
@@ -236,7 +232,7 @@ class ComposerTime:
             units = ", ".join(self.units)
             raise ValueError(f"must be a Composer time, a number with one of the units {units}, not {value!r}")
         if self.gt is not None and float(time[1]) <= self.gt:
-            raise ValueError(f"must be above {self.gt}, not {value!r}")
+            raise ValueError(f"must be greater than {self.gt}, not {value!r}")
         return value
 
 
@@ -246,127 +242,64 @@ def _file_name(value: str) -> str:
     return value
 
 
-FileName = typing.Annotated[str, AfterValidator(_file_name)]
+FileName = Annotated[str, AfterValidator(_file_name)]
 """Text that becomes part of a file name."""
 
 
-# Types and bounds in words
+def _options(hint: Any) -> list[Any]:
+    """The types that a union allows, or the only one, without annotations."""
+    if get_origin(hint) is Annotated:
+        return _options(get_args(hint)[0])
+    return [o for a in get_args(hint) for o in _options(a)] if get_origin(hint) in (types.UnionType, Union) else [hint]
 
 
-def leaf_types(hint: Any) -> set[Any]:
-    """The types that a type is made of, without lists, unions, annotations and the keys of mappings: str, None and so
-    on."""
-    if typing.get_origin(hint) in (list, dict, types.UnionType, typing.Union, typing.Annotated):
-        return set().union(*map(leaf_types, _options(hint)[typing.get_origin(hint) is dict :]))
-    return {hint}
+def parts_of(hint: Any) -> set[Any]:
+    """The types that a type is made of: str, NoneType, list and so on, with those of items, but not of keys."""
+    parts = set()
+    for option in _options(hint):
+        kind = get_origin(option) or option
+        parts |= {kind}.union(*map(parts_of, get_args(option)[kind is dict :] if kind in (list, dict) else ()))
+    return parts
 
 
-def _union_options(hint: Any) -> Sequence[Any]:
-    """The types that a union allows, or the only one."""
-    if typing.get_origin(hint) is typing.Annotated:
-        return _union_options(_options(hint)[0])
-    return _options(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else [hint]
+# --help
 
-
-def _is_list(hint: Any) -> bool:
-    """Whether it allows lists, and nothing else but None."""
-    options = [option for option in _union_options(hint) if option is not types.NoneType]
-    return bool(options) and all(typing.get_origin(option) is list for option in options)
-
-
-def _options(hint: Any) -> Sequence[Any]:
-    options = typing.get_args(hint)
-    return options[:1] if typing.get_origin(hint) is typing.Annotated else options
-
-
-def _spell(
-    hint: Any, names: Mapping[Any, str], literal: Callable[[Sequence[Any]], str], union: str, listed: str
-) -> str:
-    def spell(hint: Any) -> str:
-        origin = typing.get_origin(hint)
-        if origin is typing.Literal:
-            return literal(_options(hint))
-        if origin in (types.UnionType, typing.Union, typing.Annotated):
-            return union.join(map(spell, _options(hint)))
-        if origin is list:
-            item = spell(_options(hint)[0])
-            return listed.format(f"{item[2:]}s" if item.startswith("a ") else item)
-        if origin is dict and dict not in names:
-            return f"dict[{', '.join(map(spell, typing.get_args(hint)))}]"
-        if isinstance(hint, type) and issubclass(hint, Settings):
-            return names[Settings]
-        return names.get(hint) or names.get(origin) or (hint.__name__ if isinstance(hint, type) else str(hint))
-
-    return spell(hint).replace("typing.", "")
-
-
-_IN_HELP = {types.NoneType: "null", Settings: "section"}
-_IN_ERRORS = {
-    int: "a whole number", float: "a number", bool: "true or false", str: "text", types.NoneType: "null",
-    dict: "a mapping", Settings: "a section of keys",
-}  # fmt: skip
 _SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
-_WORDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
 
-def _kind_in_words(field: FieldInfo, value: Any) -> str:
-    """``a number or null``; or for a value of another type than those with examples, ``a list, such as [text]``."""
-    kinds = _spell(field.annotation, _IN_ERRORS, _one_of, " or ", "a list of {}")
-    if not field.examples or isinstance(value, list):
-        return kinds
-    if _is_list(field.annotation):
-        kinds = "a list"
-    return f"{kinds}, such as {' or '.join(field.examples)}"
-
-
-def _one_of(options: Sequence[Any]) -> str:
-    *first, last = map(repr, options)
-    return f"{', '.join(first)} or {last}" if first else last
-
-
-def _bounds(field: FieldInfo) -> dict[str, Any]:
-    """The bounds of a field or of its items, by pydantic's names, and ``units``."""
-
-    def metadata(hint: Any) -> Iterator[Any]:
-        for rule in getattr(hint, "__metadata__", ()):
-            yield from rule.metadata if isinstance(rule, FieldInfo) else [rule]
-        for option in typing.get_args(hint) if typing.get_origin(hint) is not typing.Literal else ():
-            yield from metadata(option)
-
-    rules = [*field.metadata, *metadata(field.annotation)]
-    names = (*_SIGNS, "units")
-    return {name: v for rule in rules for name in names if (v := getattr(rule, name, None)) is not None}
-
-
-def _bounds_in_words(bounds: Mapping[str, Any]) -> str:
-    if "ge" in bounds and len(bounds) > 1:  # "1 to 4096" and "0 to below 1"
-        return f"{bounds['ge']} to {bounds['le'] if 'le' in bounds else 'below {lt}'.format(**bounds)}"
-    return " and ".join(f"{_WORDS[sign]} {bound}" for sign, bound in bounds.items())
+def _kind(hint: Any) -> str:
+    """``int|null``, ``list[str]``, ``model|blocks``."""
+    args, options = get_args(hint), _options(hint)
+    if len(options) > 1 or options[0] is not hint:
+        return "|".join(map(_kind, options))
+    if get_origin(hint) is Literal:
+        return "|".join(map(str, args))
+    if args:
+        return f"{get_origin(hint).__name__}[{', '.join(map(_kind, args))}]"
+    return "null" if hint is types.NoneType else getattr(hint, "__name__", str(hint))
 
 
 def key_line(key: str, field: FieldInfo) -> str:
     """A key for ``--help``: ``data.batch_size: int = 40  [>= 1; <= 1000000]``."""
     default = field.get_default(call_default_factory=True)
     shown = {"None": "null", "True": "true", "False": "false"}.get(str(default), str(default))
-    bounds = _bounds(field)
-    limits = [f"{_SIGNS[name]} {bound}" for name, bound in bounds.items() if name in _SIGNS]
-    limits += [f"units {', '.join(bounds['units'])}"] if "units" in bounds else []
-    hint = _spell(field.annotation, _IN_HELP, lambda options: "|".join(map(str, options)), "|", "list[{}]")
-    return f"{key}: {hint} = {shown}" + (f"  [{'; '.join(limits)}]" if limits else "")
+    bounds = [(sign, getattr(rule, name, None)) for rule in field.metadata for name, sign in _SIGNS.items()]
+    limits = [f"{sign} {bound}" for sign, bound in bounds if bound is not None]
+    limits += [f"units {', '.join(rule.units)}" for rule in field.metadata if isinstance(rule, ComposerTime)]
+    return f"{key}: {_kind(field.annotation)} = {shown}" + (f"  [{'; '.join(limits)}]" if limits else "")
 
 
 def help_lines(cls: type[Settings], prefix: str = "", omit: str = "") -> Iterator[str]:
     """The settings of a class and of its sections, except ``omit``: :func:`key_line` and the doc line of each."""
-    for key, field, owner in keys_of(cls, prefix):
-        name = key.rpartition(".")[2]
-        doc = doc_of(owner, name)
-        if section_of(field) is not None:
-            yield from ("", f"{key}  ({doc})")
-            if types.NoneType in typing.get_args(field.annotation):
-                default = "null" if field.default_factory is None else "the section's defaults"
-                yield f"{key}: section or null = {default}"
-        elif name != omit:
-            yield from (key_line(key, field), f"    {doc}")
+    for name, field in fields_of(cls).items():
+        key, sections = prefix + cls.key_of(name), sections_of(field)
+        for section in sections:
+            yield from ("", f"with {section.option}" if section.option else f"{key}  ({doc_of(field)})")
+            if types.NoneType in _options(field.annotation):
+                yield f"{key}: section or null = {'null' if field.default_factory is None else 'its defaults'}"
+            yield from help_lines(section, prefix if section.option else f"{key}.")
+        if not sections and name != omit:
+            yield from (key_line(key, field), f"    {doc_of(field)}")
 
 
 def keys_help(cls: type[Settings], prefix: str = "") -> str:
@@ -374,70 +307,80 @@ def keys_help(cls: type[Settings], prefix: str = "") -> str:
     return textwrap.indent("\n".join(help_lines(cls, prefix)), "  ")
 
 
-# Errors in one line
+# All mistakes, one line each
 
-_UNKNOWN = ("unexpected_keyword_argument", "invalid_key")
-_BOUND = ("greater_than_equal", "greater_than", "less_than_equal", "less_than", "finite_number")
-
-
-@contextlib.contextmanager
-def _one_line(
-    cls: type[Settings], values: Mapping[Any, Any], prefix: str = "", origins: Origins | None = None
-) -> Iterator[None]:
-    """Turn a ValidationError of ``cls`` in the block into a ConfigError; see :meth:`Settings.read`."""
-    try:
-        yield
-    except ValidationError as error:
-        key, problem = _explain(error, cls, values, prefix)
-        raise ConfigError(problem if origins is None else f"{origins[key]}: {problem}") from None
+_BOUNDS = ("greater_than_equal", "greater_than", "less_than_equal", "less_than", "finite_number")
 
 
-def _keys_beside(name: str, known: Sequence[str]) -> str | None:
-    """``; optimizer has: lr, beta1``, for an unknown key that no other is like."""
-    section = name.rpartition(".")[0]
-    beside = [key.rpartition(".")[2] for key in known if key.rpartition(".")[0] == section]
-    if section and 0 < len(beside) <= 20:
-        return f"; {section} has: {', '.join(beside)}"
-    return "; --help lists all keys" if len(known) > 20 else None
-
-
-def _explain(error: ValidationError, cls: type[Settings], values: Any, prefix: str) -> tuple[str, str]:
-    """The key of the first error, and a sentence about it; unknown keys come before invalid values."""
-    errors = error.errors(include_url=False)
-    first = next((e for e in errors if e["type"] in _UNKNOWN), errors[0])
-    location, cause = first["loc"], first.get("ctx", {}).get("error")
-    names: list[str] = []
-    field, section = None, cls
-    for name in location:  # without what follows a field: the index of an item, or the option of a union
-        if section is None or name not in (fields := fields_of(section)):
-            break
-        field, values = fields[str(name)], values.get(name) if isinstance(values, Mapping) else None
-        section = section_of(field)  # type: ignore[assignment]
-        names.append(str(name))
-    key = f"{prefix}{'.'.join(names)}".removesuffix(".")
-    if first["type"] in _UNKNOWN:
-        name = ".".join([*names, str(location[-1])])
-        known = [key for key, _, _ in keys_of(cls)]
-        meant = cls.also_called.get(str(location[-1]))
-        if name in known:  # a key of the YAML with a dot in it
-            hint = f"; write {name.replace('.', ': {')}: …{'}' * name.count('.')} in a YAML file"
-        elif meant is not None:
-            hint = f"; did you mean {meant!r}?"
+def mistakes(
+    cls: type[Settings], error: ValidationError, prefix: str = "", origins: Mapping[str, str] | None = None
+) -> list[str]:
+    """What is wrong with values of ``cls``, one line for each, unknown keys first; see :meth:`Settings.read`."""
+    unknown, problems = dict[str, str](), list[tuple[str, str]]()
+    wrong: dict[str, tuple[FieldInfo, list[Any]]] = {}
+    for e in error.errors(include_url=False):
+        names, options, field, item, known = list[str](), [cls], FieldInfo(), "", list[str]()
+        for part in e["loc"]:
+            if owner := next((option for option in options if part in fields_of(option)), None):
+                field = fields_of(owner)[str(part)]
+                names += [owner.key_of(str(part))] if owner.key_of(str(part)) else []
+                options = section_choices(field)
+                known = [*fields_of(options[0])] if options and (known or not sections_of(field)) else known
+            elif chosen := [option for option in options if option.option.endswith(f": {part}")]:
+                options = chosen
+            elif isinstance(part, int):
+                item += f"[{part}]"
+        key, last = ".".join(names), str(e["loc"][-1]) if e["loc"] else ""
+        if e["type"] == "extra_forbidden":
+            name = ".".join(filter(None, [key, options[0].key_of(last)]))
+            unknown[prefix + name] = _unknown(cls, options[0], name, prefix, [f"{key}.{k}" for k in known])
+        elif e["type"] == "checks":
+            problems += [(f"{prefix}{key}.{k}" if key else prefix + k, problem) for k, problem in e["ctx"]["found"]]
+        elif e["type"].startswith("union_tag"):
+            tags = ", ".join(option.option.rpartition(": ")[2] for option in options)
+            problems.append((options[0].option.partition(":")[0], f"must be one of {tags}, not {e['ctx'].get('tag')}"))
         else:
-            hint = did_you_mean(name, known, prefix, otherwise=_keys_beside(name, known))
-        return prefix + name, f"unknown key {prefix + name!r}{hint}"
-    if isinstance(cause, InvalidSettingError):
-        key = f"{key}.{cause.key}".removeprefix(".")
-        return key, f"{key} {cause.problem}"
-    if isinstance(cause, Refusal):
-        raise cause
-    if cause is not None:  # check_settings() names no key of its class; a check of a field ends a sentence about it
-        return key, f"{key} {cause}" if section is None else f"{key}: {cause}".removeprefix(": ")
-    assert field is not None
-    outside = next(
-        (e for e in errors if e["loc"][: len(names)] == location[: len(names)] and e["type"] in _BOUND), None
-    )
-    if outside is None:
-        return key, f"{key} must be {_kind_in_words(field, values)}, not {values!r}"
-    allowed = "a finite number" if outside["type"] == "finite_number" else _bounds_in_words(_bounds(field))
-    return key, f"{key} must be {allowed}, not {outside['input']}"
+            wrong.setdefault(prefix + key + item, (field, []))[1].append(e)
+    for key, (field, found) in wrong.items():
+        if not any(other.startswith(f"{key}[") for other in wrong):  # otherwise an item of a list is wrong
+            problems.append((key, _wrong(field, found)))
+    lines = [*unknown.items(), *((key, f"{key} {problem}") for key, problem in problems)]
+    return [line if origins is None else f"{origins[key.partition('[')[0]]}: {line}" for key, line in lines]
+
+
+def _unknown(cls: type[Settings], owner: type[Settings], name: str, prefix: str, known: Sequence[str]) -> str:
+    keys = [(key, option) for key, _, option in keys_of(cls)]
+    if readers := [option.option for key, option in keys if key == name and option.option]:
+        chosen = owner.option.rpartition(": ")[2]
+        others = " or ".join(reader.rpartition(": ")[2] for reader in readers)
+        return f"{name} is for {readers[0].partition(':')[0]}: {others}, not {chosen}; remove it"
+    known, leaf = known or [*dict.fromkeys(key for key, _ in keys)], name.rpartition(".")[2]
+    section = name.removesuffix(leaf)
+    beside = [key.removeprefix(section) for key in known if key.rpartition(".")[0] == section[:-1]]
+    if meant := cls.also_called.get(leaf):
+        hint = f"; did you mean {meant!r}?"
+    elif name in known:  # it was written with a dot
+        hint = f"; write {name.replace('.', ': {')}: …{'}' * name.count('.')} in a YAML file"
+    else:
+        few = f"; {section[:-1]} has: {', '.join(beside)}" if section and 0 < len(beside) <= 20 else None
+        hint = did_you_mean(
+            name, known, prefix, otherwise=few or ("; --help lists all keys" if len(known) > 20 else None)
+        )
+    return f"unknown key {prefix + name!r}{hint}"
+
+
+def _wrong(field: FieldInfo, errors: list[Any]) -> str:
+    """The end of a sentence about a value, from what pydantic says of it for each type that the key may have."""
+    errors = [e for e in errors if e["type"] in _BOUNDS] or errors
+    first = errors[0]
+    if first["type"] in ("value_error", "odd"):
+        return str(first.get("ctx", {}).get("error", first["msg"]))
+    if first["type"] == "too_short":
+        return "must not be empty"
+    kinds = [re.sub(r"^Input should be |a valid dictionary or .*|, (unable|got) .*", "", e["msg"]) for e in errors]
+    kinds = [re.sub("a valid (int)?", lambda found: "an int" if found[1] else "a ", kind) for kind in kinds]
+    kinds = [{"": "a section of keys", "None": "null"}.get(kind, kind) for kind in kinds]
+    if types.NoneType in _options(field.annotation) and first["type"] not in _BOUNDS:
+        kinds.append("null")
+    such = f", such as {' or '.join(field.examples)}" if field.examples and first["type"] not in _BOUNDS else ""
+    return f"must be {' or '.join(dict.fromkeys(kinds))}{such}, not {first['input']!r}"

@@ -73,12 +73,14 @@ class Technique(Settings, eq=False, strict=True):
     find_unused_parameters: ClassVar[bool] = False  # read by Composer, as is the next one
     backwards_create_graph: ClassVar[bool] = False
 
-    _: KW_ONLY
+    if TYPE_CHECKING:
+        _: KW_ONLY
+
     on_unavailable: OnUnavailable = Field("stop")
     """stop: a technique that cannot engage ends the run with the reason; warn: the run continues without it."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def model_post_init(self, context: Any, /) -> None:
+        super().model_post_init(context)
         if (algorithm := getattr(sys.modules.get("composer.core"), "Algorithm", None)) is not None:
             algorithm.register(Technique)
 
@@ -183,7 +185,9 @@ class ComparedTechnique(Technique):
 
     not_recorded = (*Technique.not_recorded, "check")
 
-    _: KW_ONLY
+    if TYPE_CHECKING:
+        _: KW_ONLY
+
     check: Check = Field("auto")
     """Compare loss, outputs and gradients of the first micro-batch with the untouched model's. auto: only if the model
     is not exactly transformers' own."""

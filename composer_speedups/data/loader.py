@@ -15,6 +15,7 @@ from datasets import Dataset
 from torch.utils.data import DataLoader, SequentialSampler
 
 from composer_speedups.core.errors import ConfigError, DataError
+from composer_speedups.core.settings import refuse
 from composer_speedups.data.flat import FlatTokens, Ragged
 from composer_speedups.data.length_batching import LengthGroupedSampler
 from composer_speedups.data.sources import load_samples, load_validation, random_rows
@@ -86,7 +87,7 @@ def build_data(config: DataConfig, task: Task, *, model_name: str, on_gpu: bool,
         ConfigError: A source that the task does not support, a batch size that the ranks cannot share, a tokenizer that
             cannot be loaded, or a stream without known classes.
     """
-    task.check_data(config)
+    refuse(task.data_checks(config))
     world = dist.get_world_size()
     for name in ("batch_size", "eval_batch_size"):
         size = getattr(config, name)
@@ -185,7 +186,7 @@ def _tokens(
     if config.source == "random":
         tokenizer = load_tokenizer(config, model_name, None, splits_words=words)
         counts = {"train": config.train_samples, "eval": config.eval_samples}
-        classes = len(config.labels or ("0", "1"))
+        classes = len(getattr(task, "labels", None) or ("0", "1"))
         train, evaluation = (
             random_rows(count or GENERATED, config.seed, split, config.max_length, tokenizer, classes)
             for split, count in counts.items()
@@ -198,7 +199,7 @@ def _tokens(
         train, validation = load_samples(config, task, summary)
         tokenizer = load_tokenizer(config, model_name, _texts(train), splits_words=words)
     encoded = [None if split is None else tokenize(split, tokenizer, config, task) for split in (train, validation)]
-    if train is not None and encoded[0] is not None and not config.packing:
+    if train is not None and encoded[0] is not None and not getattr(task, "packing", False):
         summary.truncation = measure_truncation(train, encoded[0], tokenizer, config, task)
     return tokenizer, encoded[0], encoded[1]
 

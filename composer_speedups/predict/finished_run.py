@@ -7,7 +7,7 @@ from pathlib import Path
 
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.core.files import with_working_directory
-from composer_speedups.tasks.config import TASK_FILE
+from composer_speedups.tasks.settings import TASK_FILE
 
 __all__ = ["exported_folder"]
 

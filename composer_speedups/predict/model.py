@@ -6,28 +6,28 @@ import warnings
 from collections.abc import Collection, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 import transformers
 from datasets import Dataset
-from pydantic import BaseModel, BeforeValidator, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from composer_speedups.callbacks.class_report import metrics_by_class
 from composer_speedups.core.errors import ConfigError, first_line
 from composer_speedups.core.file_hashes import TEXTS, WEIGHTS, hashes_of, model_files
 from composer_speedups.core.pretrained import pretrained_config, pretrained_model, pretrained_tokenizer
-from composer_speedups.core.settings import Settings, fields_of
+from composer_speedups.core.settings import fields_of
 from composer_speedups.data.flat import PER_TOKEN, FlatTokens, Ragged
 from composer_speedups.data.loader import Pad
 from composer_speedups.packing.encoder import with_counted_rows
 from composer_speedups.predict.finished_run import exported_folder
 from composer_speedups.recommendation import apply_recommended
-from composer_speedups.tasks.config import TASK_FILE, ModelConfig
-from composer_speedups.tasks.data_config import DEFAULT_COLUMNS, DataConfig
+from composer_speedups.tasks.data_config import DataConfig
 from composer_speedups.tasks.metrics import ByClass, computed
 from composer_speedups.tasks.models import FinetuneModel, has_token_types, positions_of
+from composer_speedups.tasks.settings import TASK_FILE, TASKS
 from composer_speedups.tasks.task import Task, build_task
 
 __all__ = ["Evaluation", "FinishedModel"]
@@ -141,7 +141,7 @@ class FinishedModel:
 
     def choose_columns(self, names: Collection[str]) -> None:
         """Read words from the column ``text`` of a file that lacks the task's own column for them."""
-        own, _ = DEFAULT_COLUMNS[self.task.name]
+        own = TASKS[self.task.name].model_fields["text_columns"].default
         if self.task.splits_words and self.columns == own and own[0] not in names and "text" in names:
             self.task.text_columns = ["text"]
 
@@ -221,16 +221,11 @@ def _task_of(folder: Path, columns: Mapping[str, Any], *, evaluates: bool) -> tu
     path, exported = folder / TASK_FILE, folder / "config.json"
     if not exported.is_file():
         raise ConfigError(f"RUN: {folder} has no config.json; train again")
-    settings = _read(path, _TaskFile)
-    model, data = settings.model, settings.data
+    task, max_length = _settings(path)
     labels = _read(exported, _Exported).id2label
-    if model.task == "mlm" and not evaluates:
+    if task.name == "mlm" and not evaluates:
         raise ConfigError("RUN: a masked language model does not predict anything for a text; fine-tune it for a task")
-    try:
-        task = build_task(model, data)
-    except ConfigError as error:
-        raise _damaged(path, str(error)) from error
-    read = len(task.texts_of(training=False)) if evaluates else 1 if model.task == "embedding" else len(task.texts)
+    read = len(task.texts_of(training=False)) if evaluates else 1 if task.name == "embedding" else len(task.texts)
     for key, names in columns.items():
         known = len(getattr(task, key, None) or ())
         expected = read if key == "text_columns" else known
@@ -242,7 +237,20 @@ def _task_of(folder: Path, columns: Mapping[str, Any], *, evaluates: bool) -> tu
         if sorted(labels) != list(range(len(labels))) or not labels or len({*labels.values()}) < len(labels):
             raise _damaged(exported, "id2label does not give every class a name of its own")
         task.labels = [labels[number] for number in sorted(labels)]
-    return task, data.max_length
+    return task, max_length
+
+
+def _settings(path: Path) -> tuple[Task, int]:
+    content = _read(path, _TaskFile)
+    keys = {**content.data, **content.model}
+    kind = TASKS.get(str(keys.get("task")))
+    if kind is None:
+        raise _damaged(path, f"model.task must be one of {', '.join(TASKS)}, not {keys.get('task')!r}")
+    try:
+        task = build_task(kind.read({key: value for key, value in keys.items() if key in fields_of(kind)}))
+        return task, DataConfig.read({"max_length": keys.get("max_length")}).max_length
+    except ConfigError as error:
+        raise _damaged(path, str(error)) from error
 
 
 def _check_files(folder: Path) -> None:
@@ -256,21 +264,11 @@ def _check_files(folder: Path) -> None:
         )
 
 
-def _known_keys(section: type[Settings]) -> BeforeValidator:
-    """Leave out the keys of other versions."""
-
-    def known(values: Any) -> Any:
-        names = fields_of(section)
-        return {k: v for k, v in values.items() if k in names} if isinstance(values, dict) else values
-
-    return BeforeValidator(known)
-
-
 class _TaskFile(BaseModel):
-    """The content of the task's file, with the types and bounds of the keys; unknown keys are ignored."""
+    """The content of the task's file; unknown keys are ignored."""
 
-    model: Annotated[ModelConfig, _known_keys(ModelConfig)]
-    data: Annotated[DataConfig, _known_keys(DataConfig)]
+    model: dict[str, Any]
+    data: dict[str, Any]
     files: dict[str, str] = {}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import re
@@ -17,12 +16,11 @@ from composer_speedups.core.engaging import check
 from composer_speedups.core.errors import Refusal
 from composer_speedups.core.registry import build_techniques
 from composer_speedups.core.run import Run
-from composer_speedups.core.settings import Origins
 from composer_speedups.data.loader import build_data
 from composer_speedups.sweep.processes import Ended, Job, Process
 from composer_speedups.sweep.sets import Algorithms
 from composer_speedups.tasks.models import resolve_name
-from composer_speedups.tasks.task import build_task, checked_task
+from composer_speedups.tasks.task import build_task
 from composer_speedups.train.config.load import save_config
 from composer_speedups.train.config.schema import CheckpointConfig, Config, LoggersConfig
 
@@ -89,7 +87,11 @@ class OriginalRun:
         data, model = self.config.data, self.config.model
         on_gpu = self.run.device.type == "cuda"
         built = build_data(
-            data, build_task(model, data), model_name=resolve_name(model.name), on_gpu=on_gpu, seed=self.config.seed
+            data,
+            build_task(self.config.task),
+            model_name=resolve_name(model.name),
+            on_gpu=on_gpu,
+            seed=self.config.seed,
         )
         return len(built.train.dataloader)  # type: ignore[arg-type]
 
@@ -106,8 +108,7 @@ class OriginalRun:
     def refusal(self, algorithms: Algorithms) -> str | None:
         """Why train.py would refuse these techniques before it builds a model; None if it would not."""
         try:
-            whole = dataclasses.replace(self.config, algorithms=dict(algorithms))
-            checked_task(whole, Origins("config"))
+            whole = self.config.replaced(algorithms=dict(algorithms))
             check(build_techniques(whole.algorithms), self.run)
         except Refusal as error:
             return f"{error.who}: {error.reason}" if error.reason else str(error).removeprefix("config: ")
@@ -133,8 +134,7 @@ def trial_config(config: Config, algorithms: Algorithms, steps: int, folder: Pat
 
     Composer evaluates at the end of every run: here one batch, at most as large as a training batch.
     """
-    return dataclasses.replace(
-        config,
+    return config.replaced(
         algorithms=dict(algorithms),
         on_unavailable=config.on_unavailable if algorithms == config.algorithms else "stop",
         baseline=None,
@@ -142,10 +142,9 @@ def trial_config(config: Config, algorithms: Algorithms, steps: int, folder: Pat
         runs_folder=str(folder),
         export=False,
         plot=False,
-        data=dataclasses.replace(config.data, eval_batch_size=config.data.batch_size),
-        scheduler=dataclasses.replace(config.scheduler, warmup="0.1dur"),
-        trainer=dataclasses.replace(
-            config.trainer,
+        data=config.data.replaced(eval_batch_size=config.data.batch_size),
+        scheduler=config.scheduler.replaced(warmup="0.1dur"),
+        trainer=config.trainer.replaced(
             max_duration=f"{steps}ba",
             eval_interval=f"{steps}ba",
             eval_batches=1,
@@ -155,7 +154,7 @@ def trial_config(config: Config, algorithms: Algorithms, steps: int, folder: Pat
             on_out_of_memory="stop",
         ),
         checkpoint=CheckpointConfig(),
-        callbacks=dataclasses.replace(config.callbacks, throughput=ThroughputConfig(), memory=MemoryConfig()),
+        callbacks=config.callbacks.replaced(throughput=ThroughputConfig(), memory=MemoryConfig()),
         loggers=LoggersConfig(),
     )
 

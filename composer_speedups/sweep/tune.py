@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import sys
 from pathlib import Path
@@ -64,7 +63,7 @@ def _tune(config: Config, settings: TuneConfig, output: Path, file: str, overrid
     run = OriginalRun(config, run_of(config.trainer, open_device(config.trainer)))
     in_16_bits = config.trainer.precision != "fp32" or {"mixed_precision", "kahan_optimizer"} & set(config.algorithms)
     if settings.allow is None and in_16_bits:
-        settings = dataclasses.replace(settings, allow=["lower_precision"])
+        settings = settings.replaced(allow=["lower_precision"])
     device = run.run.device.type
     print(
         f"tune: {config.trainer.max_duration} of {run.batches_per_epoch} batches each on the {device} with "

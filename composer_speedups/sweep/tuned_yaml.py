@@ -62,7 +62,7 @@ def write_tuned(
     partial = path.with_name(f".{path.name}.partial")
     try:
         write_atomically(partial, "\n\n".join(part.rstrip() for part in parts if part) + "\n")
-        assert load_config(partial) == dataclasses.replace(config, algorithms=algorithms)
+        assert load_config(partial) == config.replaced(algorithms=algorithms)
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)

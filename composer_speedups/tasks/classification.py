@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,50 +13,31 @@ from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 
 from composer_speedups.core.errors import ConfigError, did_you_mean
-from composer_speedups.core.settings import refuse_if
 from composer_speedups.packing.rows import IGNORED
-from composer_speedups.tasks.config import ModelConfig
-from composer_speedups.tasks.data_config import DataConfig
 from composer_speedups.tasks.labels import TaskWithClasses
 from composer_speedups.tasks.metrics import BinaryF1, MacroF1, Matthews, MeanLoss
+from composer_speedups.tasks.settings import ClassificationSettings
 from composer_speedups.tasks.task import Example
 
 __all__ = ["Classification"]
 
 
-@dataclass(kw_only=True)
-class Classification(TaskWithClasses):
+class Classification(ClassificationSettings, TaskWithClasses):
     """Classification with labels that are names or integers; cross entropy; accuracy, macro F1, Matthews
     correlation and, with two classes, F1 of the second.
 
-    Attributes:
-        label_smoothing: Probability that the loss spreads over all classes.
-        class_weights: Weight of each class in the loss: by name (1 for the others), or in the order of ``labels``.
-            ``"balanced"`` is the number of training samples divided by the number of classes and by the class's own
-            samples, as in scikit-learn; :meth:`learn_frequencies` counts them. None for equal weights.
+    ``class_weights: balanced`` is the number of training samples divided by the number of classes and by the class's
+    own samples, as in scikit-learn; :meth:`learn_frequencies` counts them.
     """
 
-    label_smoothing: float = ModelConfig.label_smoothing
-    class_weights: Literal["balanced"] | Sequence[float] | Mapping[Any, float] | None = None
-
-    name = "classification"
-    trains_on_random_tokens = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def reset(self) -> None:
+        super().reset()
         self._balanced: list[float] | None = None
         self._weights: dict[torch.device, Tensor] = {}
 
     @property
     def classes(self) -> list[str]:
         return super().classes or ["0", "1"]  # two for rows of random tokens, which do not name classes
-
-    def check_data(self, data: DataConfig) -> None:
-        super().check_data(data)
-        up_front = "balanced counts all labels up front; streaming cannot provide them; give the weights by class name"
-        refuse_if(isinstance(self.class_weights, str) and data.streams, "model.class_weights", up_front)
-        too_few = f"needs at least two classes, such as [negative, positive], not {data.labels}"
-        refuse_if(data.labels is not None and len(data.labels) < 2, "data.labels", too_few)
 
     def stratum(self, example: Example) -> int:
         return example["labels"]  # type: ignore[no-any-return]
@@ -86,8 +66,6 @@ class Classification(TaskWithClasses):
         if weights is None:
             return None
         if isinstance(weights, str):
-            if weights != "balanced":
-                raise ConfigError(f"model.class_weights must be balanced, a list or a mapping, not {weights!r}")
             if self._balanced is None:
                 raise ConfigError(
                     "model.class_weights: balanced needs the labels of the training samples; call "

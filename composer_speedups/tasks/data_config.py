@@ -1,31 +1,19 @@
 """The config keys under ``data``."""
 
+from collections.abc import Iterator
 from typing import Literal
 
 from pydantic import Field
 
-from composer_speedups.core.settings import Settings, refuse_if
+from composer_speedups.core.settings import Check, Settings
 
-__all__ = ["DEFAULT_COLUMNS", "GENERATED", "MOST_BUILTIN", "DataConfig"]
+__all__ = ["GENERATED", "MOST_BUILTIN", "DataConfig"]
 
 GENERATED = 8000
 """Number of built-in or random samples for ``train_samples: null`` and ``eval_samples: null``."""
 
 MOST_BUILTIN = 1_000_000
 """Limit on the number of built-in samples; generating them takes minutes."""
-
-
-DEFAULT_COLUMNS: dict[str, tuple[list[str], str | None]] = {
-    "classification": (["text"], "label"),
-    "multilabel": (["text"], "labels"),
-    "regression": (["text"], "label"),
-    "token_classification": (["tokens"], "ner_tags"),
-    "reranking": (["query", "document"], "label"),
-    "embedding": (["anchor", "positive"], None),
-    "mlm": (["text"], None),
-}
-"""Task → its text columns and its label column where the config names none. They stand here and not in the tasks, which
-import torch, so that a file without them is refused before that."""
 
 
 class DataConfig(Settings):
@@ -52,21 +40,9 @@ class DataConfig(Settings):
     """The same for validation; null trains without validation."""
     eval_fraction: float | None = Field(None, gt=0, lt=1)
     """Validate on this fraction of the training samples, drawn with data.seed, instead of eval_file or eval_split."""
-    text_columns: list[str] | None = Field(None, examples=["[text]"])
-    """Columns of the text, two for pairs; null for the task's defaults (docs/data.md), [text] for classification."""
-    label_column: str | None = None
-    """Column of the label; null for the task's default, label for classification."""
-    label_columns: list[str] | None = Field(None, examples=["[billing, tech]"])
-    """Task multilabel: columns of 0 and 1, one per label, instead of label_column."""
-    labels: list[str] | None = Field(None, examples=["[negative, positive]"])
-    """Names of the classes in the order of the head's outputs; null for those of the training samples."""
-    label_all_pieces: bool = False
-    """Task token_classification: label every word piece of a word, not only the first."""
     on_invalid: Literal["stop", "drop"] = "stop"
     """Rows without text, or whose label is missing or unknown: stop before training and list them, or drop them and
     report which."""
-    truncation: Literal["longest_first", "only_first", "only_second"] = "longest_first"
-    """Which text of a pair is truncated to data.max_length: the longer one token by token, the first or the second."""
     train_samples: int | None = Field(None, ge=1)
     """Number of samples to train on, drawn at random with data.seed; null for all (8,000 if they are generated)."""
     eval_samples: int | None = Field(None, ge=1)
@@ -88,12 +64,6 @@ class DataConfig(Settings):
     length_batching: int | None = Field(None, ge=2, le=100_000)
     """Sort samples by length within pools of this many batches, so that batches have similar lengths; null draws
     batches at random."""
-    mlm_probability: float = Field(0.15, gt=0, lt=1)
-    """Task mlm: fraction of the tokens (or words) that are masked."""
-    whole_word_masking: bool = False
-    """Task mlm: mask all word pieces of a word together."""
-    packing: bool = False
-    """Task mlm: concatenate the texts and cut them into rows of max_length tokens, so that rows are not padded."""
     batch_size: int = Field(40, ge=1, le=1_000_000)
     """Samples per optimizer step, over all ranks together."""
     eval_batch_size: int | None = Field(None, ge=1, le=1_000_000)
@@ -116,42 +86,41 @@ class DataConfig(Settings):
         """Whether the training samples are streamed, so that nothing can be known of all of them up front."""
         return self.streaming or self.source == "mds"
 
-    def check_settings(self) -> None:
+    def checks(self) -> Iterator[Check]:
         source, files = self.source, self.source in ("files", "mds")
         no_stream = f"is for data.source: hub or files, not {source}; remove it"
-        refuse_if(self.streaming and source not in ("hub", "files"), "streaming", no_stream)
+        yield self.streaming and source not in ("hub", "files"), "streaming", no_stream
         path = "path or pattern of its files" if source == "files" else "folder or address of its shards"
         missing = f"is missing; data.source: {source} needs the {path}"
-        refuse_if(files and self.train_file is None, "train_file", missing)
+        yield files and self.train_file is None, "train_file", missing
         needless = "train_file" if self.train_file else "eval_file"
         no_effect = f"has no effect with data.source: {source}; set data.source=files"
-        refuse_if(not files and (self.train_file or self.eval_file), needless, no_effect)
+        yield not files and (self.train_file or self.eval_file), needless, no_effect
         for name, samples in (("train_samples", self.train_samples or 0), ("eval_samples", self.eval_samples or 0)):
             most = f"must be at most {MOST_BUILTIN:,} with data.source: builtin, not {samples:,}"
-            refuse_if(source == "builtin" and samples > MOST_BUILTIN, name, most)
+            yield source == "builtin" and samples > MOST_BUILTIN, name, most
             tokens = (samples or GENERATED) * self.max_length
             too_many = "times data.max_length must be less than 2**31 with data.source: random"
-            refuse_if(source == "random" and tokens >= 2**31, name, too_many)  # 32-bit offsets
+            yield source == "random" and tokens >= 2**31, name, too_many  # 32-bit offsets
         wordpiece = self.tokenizer == "wordpiece"
         textless = "wordpiece is trained on texts, and data.source: random has none; name a tokenizer"
-        refuse_if(source == "random" and wordpiece, "tokenizer", textless)
+        yield source == "random" and wordpiece, "tokenizer", textless
         workers = "needs data.workers of at least 1"
-        refuse_if(self.workers == 0 and self.persistent_workers, "persistent_workers", workers)
-        refuse_if(self.workers == 0 and self.prefetch_factor is not None, "prefetch_factor", workers)
+        yield self.workers == 0 and self.persistent_workers, "persistent_workers", workers
+        yield self.workers == 0 and self.prefetch_factor is not None, "prefetch_factor", workers
         useless = "saves no padding with data.padding: max_length; set data.padding=longest"
-        refuse_if(self.length_batching is not None and self.padding != "longest", "length_batching", useless)
+        yield self.length_batching is not None and self.padding != "longest", "length_batching", useless
         if self.streams:
-            refuse_if(self.packing, "packing", "joins all texts up front; streaming cannot provide them; remove it")
             uncounted = "drop counts invalid rows up front; streaming cannot; set data.on_invalid=stop"
-            refuse_if(self.on_invalid == "drop", "on_invalid", uncounted)
+            yield self.on_invalid == "drop", "on_invalid", uncounted
             draws = "draws random samples, which streaming cannot; set data.train_samples=null"
-            refuse_if(self.train_samples is not None, "train_samples", draws)
+            yield self.train_samples is not None, "train_samples", draws
             no_lengths = "needs every length up front; streaming cannot provide them; remove it"
-            refuse_if(self.length_batching is not None, "length_batching", no_lengths)
+            yield self.length_batching is not None, "length_batching", no_lengths
             no_texts = "wordpiece is trained on all texts up front; streaming cannot provide them; name a tokenizer"
-            refuse_if(wordpiece, "tokenizer", no_texts)
+            yield wordpiece, "tokenizer", no_texts
         if self.eval_fraction is not None:
             both = "and data.eval_file both define the validation samples; set one of them to null"
-            refuse_if(self.eval_file is not None, "eval_fraction", both)
+            yield self.eval_file is not None, "eval_fraction", both
             in_memory = source in ("hub", "files") and not self.streaming
-            refuse_if(not in_memory, "eval_fraction", "needs data.source: hub or files, read into memory")
+            yield not in_memory, "eval_fraction", "needs data.source: hub or files, read into memory"

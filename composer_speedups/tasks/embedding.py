@@ -8,7 +8,6 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +20,17 @@ from torch.utils.checkpoint import checkpoint
 from torchmetrics import Metric
 from torchmetrics.regression import SpearmanCorrCoef
 
-from composer_speedups.core.errors import ConfigError
 from composer_speedups.core.files import write_atomically
-from composer_speedups.core.settings import refuse_if
 from composer_speedups.core.trainer_state import loss_ranks
 from composer_speedups.packing.call import known_batch
-from composer_speedups.tasks.config import ModelConfig
 from composer_speedups.tasks.metrics import Recall
+from composer_speedups.tasks.settings import EmbeddingSettings
 from composer_speedups.tasks.task import Task, joined, number
 
 __all__ = ["Embedding"]
 
 
-@dataclass(kw_only=True)
-class Embedding(Task):
+class Embedding(EmbeddingSettings, Task):
     """Text embeddings. A sample is an anchor, a positive and any number of negatives, or two texts and a score.
 
     The ``ranking`` loss trains each anchor to be closer to its positive than to every other positive and negative of
@@ -43,59 +39,12 @@ class Embedding(Task):
     loss fits the cosine similarity of two texts to their score. Evaluation computes recall@1 and recall@10 among all
     positives, or Spearman correlation if there are scores.
 
-    Attributes:
-        label_column: Column of the scores. With ``ranking`` it is used in evaluation only.
-        loss_name: ``ranking`` or ``cosine``.
-        temperature: Divides cosine similarities in the ``ranking`` loss.
-        pooling: ``mean`` of the token vectors, or ``cls``, the first token's vector.
-        gradient_cache: Number of texts encoded at a time; their activations are recomputed in the backward pass. None
-            encodes the whole batch at once.
-
     Sources: multiple negatives ranking loss, arXiv 1705.00652; Sentence-BERT, arXiv 1908.10084; gradient caching, arXiv
     2101.06983.
     """
 
-    loss_name: str = "ranking"
-    temperature: float = ModelConfig.temperature
-    pooling: str = ModelConfig.pooling
-    gradient_cache: int | None = ModelConfig.gradient_cache
-
-    name = "embedding"
-    most_texts = None
     auto_class = "AutoModel"
     pools_real_tokens = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.loss_name not in ("ranking", "cosine"):
-            raise ConfigError(f"model.loss: task embedding supports ranking and cosine, not {self.loss_name}")
-        if len(self.texts) < 2:
-            raise ConfigError(
-                "data.text_columns: task embedding reads two columns or more: anchor, positive, negatives"
-            )
-        if self.loss_name == "cosine" and len(self.texts) != 2:
-            raise ConfigError("data.text_columns: model.loss=cosine compares two columns")
-        if self.loss_name == "cosine" and self.label_column is None:
-            raise ConfigError("data.label_column is missing; model.loss=cosine needs the column of the scores")
-
-    def check_run(self, config: Any) -> None:
-        super().check_run(config)
-        chunks = (
-            "recomputes each chunk with the random generator's earlier state, which cannot be read while cuda_graphs "
-            "captures the step; remove one of them"
-        )
-        captured = self.gradient_cache is not None and "cuda_graphs" in config.algorithms
-        refuse_if(captured, "model.gradient_cache", chunks)
-
-    @property
-    def needs_whole_batch(self) -> bool:
-        return self.loss_name == "ranking"
-
-    def texts_of(self, *, training: bool) -> list[str]:
-        return self.texts if training else self.texts[:2]  # evaluation reads no negatives
-
-    def reads_label(self, *, training: bool) -> bool:
-        return self.label_column is not None and (self.loss_name == "cosine" or not training)
 
     def label(self, value: Any, where: str) -> float:
         return number(value, where, str(self.label_column))

@@ -16,8 +16,8 @@ from composer_speedups.core.file_hashes import TEXTS, WEIGHTS, hashes_of, model_
 from composer_speedups.core.files import replace_folder, write_json
 from composer_speedups.core.host import host_of
 from composer_speedups.core.trainer_state import model_of
-from composer_speedups.tasks.config import TASK_FILE
 from composer_speedups.tasks.models import FinetuneModel, positions_of
+from composer_speedups.tasks.settings import TASK_FILE
 
 __all__ = ["export_model"]
 

@@ -7,13 +7,12 @@ import re
 import unicodedata
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import date, time
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from composer_speedups.core.errors import DataError
-from composer_speedups.tasks.task import Task, as_list, refuse_twice, shown
+from composer_speedups.tasks.task import Task, shown
 
 __all__ = ["TaskWithClasses", "as_integer"]
 
@@ -27,19 +26,10 @@ _NO_NAME = re.compile(r"[\[({]\s*(['\"\d].*)?[\])}]|.*[\r\n].*", re.DOTALL)
 _NUMBER_OR_MISSING = re.compile(rf"{_INTEGER.pattern}|{_FRACTION.pattern}|nan|na|n/a|null|none", re.IGNORECASE)
 
 
-@dataclass(kw_only=True)
 class TaskWithClasses(Task):
-    """A task whose labels are classes.
+    """A task whose labels are classes: the names are ``labels``, or those of the training samples."""
 
-    Attributes:
-        labels: Names of the classes in the order of the head's outputs; None for those of the training samples.
-    """
-
-    labels: str | Sequence[str] | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        refuse_twice(self.classes, "data.labels")
+    labels: list[str] | None = None
 
     @property
     def lacks_classes(self) -> bool:
@@ -48,7 +38,7 @@ class TaskWithClasses(Task):
     @property
     def classes(self) -> list[str]:
         """The names of the classes."""
-        return as_list(self.labels or ())
+        return list(self.labels or ())
 
     def learn(self, columns: Mapping[str, Sequence[Any]], declared: Mapping[str, list[str]], where: str) -> None:
         """Take the names that the dataset declares, or the sorted distinct labels.

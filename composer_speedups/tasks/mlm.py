@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from torchmetrics import Metric
 from transformers import DataCollatorForLanguageModeling
 
 from composer_speedups.core.errors import ConfigError
-from composer_speedups.tasks.data_config import DataConfig
+from composer_speedups.tasks.settings import MLMSettings
 from composer_speedups.tasks.task import Task
 
 __all__ = ["MaskTokens", "MaskedLanguageModelling"]
@@ -25,26 +24,15 @@ __all__ = ["MaskTokens", "MaskedLanguageModelling"]
 _MAX_DRAWS = 20  # of a batch's mask, as long as it masks no token
 
 
-@dataclass(kw_only=True)
-class MaskedLanguageModelling(Task):
+class MaskedLanguageModelling(MLMSettings, Task):
     """Predict masked tokens. The loss is the mean over these tokens; the metrics are their accuracy and perplexity.
 
-    Attributes:
-        mlm_probability: Probability with which a token (or word) is chosen to be predicted.
-        whole_word_masking: Choose words instead of tokens, and replace all their pieces by the mask token. Otherwise,
-            of the chosen tokens, 80% are replaced by the mask token, 10% by random tokens, and 10% are not changed.
-        packing: Concatenate the texts and cut them into rows of the maximum length.
+    Whole words are replaced by the mask token. Otherwise, of the chosen tokens, 80% are replaced by the mask token, 10%
+    by random tokens, and 10% are not changed.
     """
 
-    mlm_probability: float = DataConfig.mlm_probability
-    whole_word_masking: bool = DataConfig.whole_word_masking
-    packing: bool = DataConfig.packing
-
-    name = "mlm"
-    most_texts = 1
     auto_class = "AutoModelForMaskedLM"
     loss_per_token = True
-    trains_on_random_tokens = True
 
     def encode(self, examples: Mapping[str, list[Any]], tokenizer: Any, max_length: int) -> dict[str, list[Any]]:
         if self.whole_word_masking and not tokenizer.is_fast:

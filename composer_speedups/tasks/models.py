@@ -22,9 +22,9 @@ from composer_speedups.core.temporary_attribute import temporary_attribute
 from composer_speedups.families.flops import BlockRun, batch_lengths, block_runs, frozen_flops, training_flops
 from composer_speedups.packing.labelled_head import head_tokens
 from composer_speedups.packing.rows import IGNORED
-from composer_speedups.tasks.config import ModelConfig
 from composer_speedups.tasks.metrics import gather_alike, gather_lists
 from composer_speedups.tasks.model_names import SIZES, resolve_name
+from composer_speedups.tasks.settings import ModelConfig
 from composer_speedups.tasks.task import Task
 
 __all__ = ["FinetuneModel", "build_model", "has_token_types", "positions_of", "resolve_name"]
@@ -191,7 +191,7 @@ def _loaded(auto: Any, name: str, asked: ModelConfig, task: Task, settings: dict
         raise cannot_be_loaded("model.name", name, error, fix) from error
     for key, has, needs in sorted(info["mismatched_keys"]):
         raise ConfigError(
-            f"model.name: {name!r} has {key} of shape {list(has)}, not {list(needs)} as model.task: {asked.task} "
+            f"model.name: {name!r} has {key} of shape {list(has)}, not {list(needs)} as model.task: {task.name} "
             f"and its config need; {_WITHOUT_HEAD}"
         )
     missing = [key for key in sorted(info["missing_keys"]) if not any(head in key for head in _HEADS)]

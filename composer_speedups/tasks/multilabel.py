@@ -9,7 +9,6 @@ import json
 import re
 import tokenize
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -17,10 +16,11 @@ from torch.nn import functional as F
 from torchmetrics import Metric
 from torchmetrics.classification import MultilabelAveragePrecision, MultilabelF1Score
 
-from composer_speedups.core.errors import ConfigError, DataError
+from composer_speedups.core.errors import DataError
 from composer_speedups.tasks.labels import TaskWithClasses, as_integer
 from composer_speedups.tasks.metrics import MeanLoss, MultilabelMacroF1
-from composer_speedups.tasks.task import Example, as_list, refuse_twice, shown
+from composer_speedups.tasks.settings import MultilabelSettings
+from composer_speedups.tasks.task import Example, shown
 
 __all__ = ["Multilabel"]
 
@@ -57,41 +57,19 @@ def _as_list(value: Any, separator: str | None) -> Any:
     return [name.strip() for name in names if name.strip()]
 
 
-@dataclass(kw_only=True)
-class Multilabel(TaskWithClasses):
+class Multilabel(MultilabelSettings, TaskWithClasses):
     """Multi-label classification with lists of names or a column of 0 and 1 per label; binary cross entropy; F1 and
     mean average precision.
 
     A list may be written as text, for files of text: as JSON or as Python writes lists, tuples and sets, or as names
     between ``;``, ``|`` or ``,`` (the first of these that the column has). Empty text has no label.
-
-    Attributes:
-        label_columns: Columns of 0 and 1, one per label, instead of ``label_column``.
     """
 
-    label_columns: str | Sequence[str] | None = None
-
-    name = "multilabel"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def reset(self) -> None:
+        super().reset()
         if self.label_columns:
             self.label_column = None
-            self.label_columns = as_list(self.label_columns)
-            refuse_twice(self.label_columns, "data.label_columns")
-            self.labels = as_list(self.labels or self.label_columns)
-            if len(self.labels) != len(self.label_columns):
-                raise ConfigError(
-                    f"data.labels names {len(self.labels)} labels for {len(self.label_columns)} data.label_columns; "
-                    "name one per column, or remove it"
-                )
-
-    def columns(self, *, training: bool) -> list[tuple[str, str]]:
-        columns = [
-            (column, f"{key}, or data.label_columns for columns of 0 and 1" if key == "data.label_column" else key)
-            for column, key in super().columns(training=training)
-        ]
-        return [*columns, *((column, "data.label_columns") for column in self.label_columns or ())]
+            self.labels = self.labels or list(self.label_columns)
 
     def example(self, row: Mapping[str, Any], where: str, *, training: bool) -> Example:
         example = super().example(row, where, training=training)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -11,16 +10,14 @@ from torchmetrics import Metric
 from torchmetrics.regression import MeanSquaredError, SpearmanCorrCoef
 
 from composer_speedups.tasks.metrics import Pearson
+from composer_speedups.tasks.settings import RegressionSettings
 from composer_speedups.tasks.task import Task, number
 
 __all__ = ["Regression"]
 
 
-@dataclass(kw_only=True)
-class Regression(Task):
+class Regression(RegressionSettings, Task):
     """Regression with mean squared error; Pearson and Spearman correlation."""
-
-    name = "regression"
 
     def label(self, value: Any, where: str) -> float:
         return number(value, where, str(self.label_column))

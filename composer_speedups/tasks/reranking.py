@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -16,43 +15,25 @@ from torch.nn import functional as F
 from torchmetrics import Metric
 from torchmetrics.retrieval import RetrievalMRR, RetrievalNormalizedDCG
 
-from composer_speedups.core.errors import ConfigError, DataError
+from composer_speedups.core.errors import DataError
 from composer_speedups.core.files import write_atomically
-from composer_speedups.core.settings import refuse_if
-from composer_speedups.tasks.data_config import DataConfig
 from composer_speedups.tasks.metrics import MeanLoss
+from composer_speedups.tasks.settings import RerankingSettings
 from composer_speedups.tasks.task import Example, Task, joined, number, shown
 
 __all__ = ["Reranking"]
 
 
-@dataclass(kw_only=True)
-class Reranking(Task):
+class Reranking(RerankingSettings, Task):
     """Relevance of a document for a query; MRR@10 and NDCG@10 over the documents of each query.
 
-    Attributes:
-        loss: ``bce``: binary cross entropy on labels between 0 and 1. ``pairwise``: RankNet's loss on a document and
-            another one of the same query with a lower label.
+    The losses are binary cross entropy on labels between 0 and 1 (``bce``), or RankNet's loss on a document and another
+    one of the same query with a lower label (``pairwise``).
 
     Source: passage re-ranking with BERT, arXiv 1901.04085; RankNet, Burges et al., ICML 2005.
     """
 
-    loss_name: str = "bce"
-
-    name = "reranking"
     groups_samples = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if len(self.texts) != 2:
-            raise ConfigError("data.text_columns: task reranking reads two columns, the query and the document")
-        if self.loss_name not in ("bce", "pairwise"):
-            raise ConfigError(f"model.loss: task reranking supports bce and pairwise, not {self.loss_name}")
-
-    def check_data(self, data: DataConfig) -> None:
-        super().check_data(data)
-        unknown = "pairwise needs every document of a query up front; streaming cannot provide them; use bce"
-        refuse_if(data.streams and self.loss_name == "pairwise", "model.loss", unknown)
 
     def label(self, value: Any, where: str) -> float:
         label = number(value, where, str(self.label_column))

@@ -10,31 +10,25 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, ClassVar, get_args, get_type_hints
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from composer_speedups.core.errors import ConfigError, DataError
-from composer_speedups.core.settings import InvalidSettingError, Settings, fields_of, refuse_if
+from composer_speedups.core.errors import DataError
 from composer_speedups.packing.rows import IGNORED
-from composer_speedups.tasks.config import ModelConfig
-from composer_speedups.tasks.data_config import DEFAULT_COLUMNS, DataConfig
+from composer_speedups.tasks.settings import TaskSettings
 
 __all__ = [
     "Example",
     "Task",
     "as_list",
     "build_task",
-    "checked_task",
     "joined",
     "number",
-    "refuse_twice",
     "shown",
-    "specific_keys",
     "task_class",
 ]
 
@@ -43,92 +37,29 @@ Example = dict[str, Any]
 _LARGEST = torch.finfo(torch.float32).max
 
 
-@dataclass(kw_only=True)
-class Task:
+class Task(TaskSettings):
     """A task with its settings, which have the names and defaults of the config keys under ``data`` and ``model``.
 
-    Attributes:
-        text_columns: Columns of a sample's texts; None for those of :data:`.DEFAULT_COLUMNS`.
-        label_column: Column of the label; None likewise.
-        truncation: Which text of a pair is truncated to the maximum length: ``longest_first``, ``only_first``,
-            ``only_second``.
+    A task's class derives from its settings, which do not import torch, and from this class.
     """
 
-    text_columns: str | Sequence[str] | None = None
-    label_column: str | None = None
-    truncation: str = DataConfig.truncation
-
-    name: ClassVar[str]
-    most_texts: ClassVar[int | None] = 2
     auto_class: ClassVar[str] = "AutoModelForSequenceClassification"
     loss_per_token: ClassVar[bool] = False  # the loss is a mean over labelled tokens instead of samples
     splits_words: ClassVar[bool] = False  # texts are lists of words
     pools_real_tokens: ClassVar[bool] = False  # the head on a bare encoder ignores outputs at padding positions
-    trains_on_random_tokens: ClassVar[bool] = False  # rows of random tokens have labels for it
     groups_samples: ClassVar[bool] = False  # samples with the same first text are evaluated together
-
-    def __post_init__(self) -> None:
-        names = [
-            getattr(kind, "name", "") for kind in type(self).__mro__
-        ]  # one's own task reads those of its base class
-        texts, label = next((DEFAULT_COLUMNS[name] for name in names if name in DEFAULT_COLUMNS), (["text"], "label"))
-        self.text_columns = as_list(self.text_columns or texts)
-        self.label_column = self.label_column or label
-        if self.most_texts is not None and len(self.text_columns) > self.most_texts:
-            raise ConfigError(
-                f"data.text_columns: task {self.name} reads {self.most_texts} at most, not {len(self.text_columns)}"
-            )
 
     def settings(self, max_length: int) -> dict[str, Any]:
         """The content of task.json: the keys under ``model`` and ``data`` that the task reads.
 
         The names of the classes are not among them, because the model's ``config.json`` has them.
         """
-        settings: dict[str, Any] = {"model": {"task": self.name}, "data": {"max_length": max_length}}
-        for section, _, key in (name.partition(".") for name in self.keys() if name != "data.labels"):
-            settings[section][key] = getattr(self, "loss_name" if key == "loss" else key)
-        return settings
-
-    @classmethod
-    def keys(cls) -> list[str]:
-        """The keys under ``data`` and ``model`` that the task reads."""
-        names = {"loss" if field.name == "loss_name" else field.name for field in fields(cls)}
-        if cls.most_texts != 2:
-            names.remove("truncation")  # it is for pairs
-        sections: dict[str, type[Settings]] = {"model": ModelConfig, "data": DataConfig}
-        return [f"{section}.{key}" for section, config in sections.items() for key in fields_of(config) if key in names]
-
-    def check_run(self, config: Any) -> None:
-        """Refuse settings of other sections that the task does not support.
-
-        Args:
-            config: A :class:`composer_speedups.train.config.schema.Config`.
-
-        Raises:
-            InvalidSettingError: Names the key and the fix.
-        """
-        self.check_data(config.data)
-        negatives = "would use in-batch negatives of one micro-batch only; set model.gradient_cache instead"
-        for key in ("microbatch_size", "microbatch_tokens"):
-            splits = self.needs_whole_batch and getattr(config.trainer, key) is not None
-            refuse_if(splits, f"trainer.{key}", negatives)
-
-    def check_data(self, data: DataConfig) -> None:
-        """Refuse settings of the section ``data`` that the task does not support.
-
-        Raises:
-            InvalidSettingError: Names the key and the fix.
-        """
-        random = data.source == "random" and not self.trains_on_random_tokens
-        refuse_if(random, "data.source", f"random has no labels for model.task: {self.name}; use builtin")
-        is_text = self.label_column in self.texts
-        reads = f"{self.label_column!r} is also among data.text_columns, so the model would read the label"
-        refuse_if(is_text, "data.label_column", f"{reads}; name another column")
-
-    @property
-    def needs_whole_batch(self) -> bool:
-        """Whether the loss of a sample depends on other samples of the batch, so that a batch cannot be split."""
-        return False
+        sections: dict[str, Any] = {"model": {"task": self.name}, "data": {"max_length": max_length}}
+        for name, field in type(self).model_fields.items():
+            section, _, key = self.key_of(field.alias or name).partition(".")
+            if key not in ("task", "labels"):
+                sections[section][key] = getattr(self, name)
+        return sections
 
     @property
     def lacks_classes(self) -> bool:
@@ -140,22 +71,7 @@ class Task:
     @property
     def texts(self) -> list[str]:
         """The text columns."""
-        assert self.text_columns is not None
-        return as_list(self.text_columns)
-
-    def columns(self, *, training: bool) -> list[tuple[str, str]]:
-        """Columns that the samples must have, each with the config key that names it."""
-        texts = [(column, "data.text_columns") for column in self.texts_of(training=training)]
-        label = [(str(self.label_column), "data.label_column")] if self.reads_label(training=training) else []
-        return texts + label
-
-    def texts_of(self, *, training: bool) -> list[str]:
-        """The text columns that samples are built from."""
-        return self.texts
-
-    def reads_label(self, *, training: bool) -> bool:
-        """Whether samples have a label from ``label_column``."""
-        return self.label_column is not None
+        return self.text_columns
 
     def learn(self, columns: Mapping[str, Sequence[Any]], declared: Mapping[str, list[str]], where: str) -> None:
         """Determine open settings, such as the names of the classes, from the training samples.
@@ -236,7 +152,7 @@ class Task:
 
     def tokens(self, texts: list[list[Any]], tokenizer: Any, max_length: int) -> dict[str, list[Any]]:
         """Token ids of single texts, or of pairs with their token types."""
-        kind = self.truncation if len(texts) == 2 else "longest_first"
+        kind = getattr(self, "truncation", "longest_first") if len(texts) == 2 else "longest_first"
         unread = {"return_attention_mask": False} | ({} if len(texts) == 2 else {"return_token_type_ids": False})
         try:
             encoded = tokenizer(*texts, truncation=kind, max_length=max_length, **unread)
@@ -311,41 +227,11 @@ class Task:
         """Write the files that another library needs to load the model, next to those of transformers in ``folder``."""
 
 
-def build_task(model: Any, data: Any) -> Task:
-    """Build the task that ``model.task`` names.
-
-    Args:
-        model: The keys under ``model``, a :class:`.ModelConfig`.
-        data: The keys under ``data``, a :class:`composer_speedups.tasks.data_config.DataConfig`.
-
-    Raises:
-        ConfigError: The task does not support the settings.
-    """
-    kind = task_class(model.task)
-    known = {field.name for field in fields(kind)}
-    settings = {**vars(data), **vars(model), **({} if model.loss is None else {"loss_name": model.loss})}
-    return kind(**{key: value for key, value in settings.items() if key in known})
-
-
-def checked_task(config: Any, origins: Mapping[str, str]) -> Task:
-    """Build the task of a whole config, after :meth:`Task.check_run`.
-
-    Raises:
-        ConfigError: The task does not support the settings; names the key, and the file or command line that set it.
-    """
-    task = build_task(config.model, config.data)
-    try:
-        task.check_run(config)
-    except InvalidSettingError as error:
-        raise ConfigError(f"{origins[error.key]}: {error}") from error
-    return task
-
-
-def specific_keys() -> dict[str, list[str]]:
-    """Task → the keys that it reads, without those that every task reads; see :func:`.keys_by_task`."""
-    keys = {name: task_class(name).keys() for name in get_args(get_type_hints(ModelConfig)["task"])}
-    common = set.intersection(*map(set, keys.values()))
-    return {name: [key for key in read if key not in common] for name, read in keys.items()}
+def build_task(settings: TaskSettings) -> Task:
+    """Build the task of these settings."""
+    fields = type(settings).model_fields
+    kind = task_class(settings.name)
+    return kind(**{name: getattr(settings, name) for name in fields})
 
 
 def task_class(name: str) -> type[Task]:
@@ -357,16 +243,6 @@ def task_class(name: str) -> type[Task]:
 def as_list(names: str | Sequence[str]) -> list[str]:
     """The names as a list; one string is one name."""
     return [names] if isinstance(names, str) else list(names)
-
-
-def refuse_twice(names: Sequence[str], key: str) -> None:
-    """Refuse a name that the config key lists twice: predictions have one entry per name.
-
-    Raises:
-        ConfigError: Names the key and the name.
-    """
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise ConfigError(f"{key} lists {twice!r} twice; list it once")
 
 
 def joined(texts: list[dict[str, list[Any]]]) -> dict[str, list[Any]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from composer.metrics import LanguageCrossEntropy, MaskedAccuracy
@@ -13,27 +12,20 @@ from torchmetrics import Metric
 
 from composer_speedups.core.errors import ConfigError, DataError
 from composer_speedups.packing.rows import IGNORED
-from composer_speedups.tasks.data_config import DataConfig
 from composer_speedups.tasks.labels import TaskWithClasses
 from composer_speedups.tasks.metrics import EntityF1
+from composer_speedups.tasks.settings import TokenClassificationSettings
 from composer_speedups.tasks.task import shown
 
 __all__ = ["TokenClassification"]
 
 
-@dataclass(kw_only=True)
-class TokenClassification(TaskWithClasses):
+class TokenClassification(TokenClassificationSettings, TaskWithClasses):
     """A tag per word. Cross entropy over labelled tokens; F1 of whole entities.
 
-    Attributes:
-        label_all_pieces: Label every word piece; the further pieces of a word with a ``B-`` tag get its ``I-`` tag.
-            Otherwise only the first piece of each word is labelled.
+    With ``label_all_pieces``, the further pieces of a word with a ``B-`` tag get its ``I-`` tag.
     """
 
-    label_all_pieces: bool = DataConfig.label_all_pieces
-
-    name = "token_classification"
-    most_texts = 1
     auto_class = "AutoModelForTokenClassification"
     loss_per_token = True
     splits_words = True

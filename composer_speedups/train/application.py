@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from composer_speedups.core.errors import Interrupted
 from composer_speedups.core.files import check_folder
-from composer_speedups.core.settings import Origins
+from composer_speedups.core.settings import Origins, refuse
 from composer_speedups.data.file_checks import check_data_files
 from composer_speedups.train.cli import exit_codes, read_command_line
 from composer_speedups.train.config.schema import Config
@@ -31,7 +31,7 @@ def main(arguments: list[str]) -> None:
 
     Raises:
         Refusal: An unknown key, an invalid value, or a technique that cannot engage.
-        NotRecordedError: The report or the plot failed. The model was exported before.
+        RunFailedError: The report or the plot failed. The model was exported before.
     """
     clock = StartupClock()
     config, origins = read_command_line(arguments)  # report unknown keys before torch is imported
@@ -47,7 +47,7 @@ def check_paths(config: Config) -> None:
     Raises:
         Refusal: Names the key, the path and the fix.
     """
-    check_data_files(config.data, config.model)
+    check_data_files(config.data, config.task)
     if config.model.size is None:  # otherwise the name is not read
         check_folder(config.model.name, "model.name")
     check_folder(config.data.tokenizer or "", "data.tokenizer")
@@ -72,7 +72,7 @@ def train(
         from composer_speedups.data.loader import build_data
         from composer_speedups.tasks.export import export_model
         from composer_speedups.tasks.models import build_model, resolve_name
-        from composer_speedups.tasks.task import checked_task
+        from composer_speedups.tasks.task import build_task
         from composer_speedups.train.baseline import baseline_techniques, measure_baseline
         from composer_speedups.train.console import describe_run
         from composer_speedups.train.environment import device_name
@@ -84,8 +84,8 @@ def train(
         from composer_speedups.train.run_folder import RunFolder
         from composer_speedups.train.trainer import build_trainer, join_ranks, open_device, run_of
 
-        techniques = build_techniques(config.algorithms, config.on_unavailable, origins)
-        task = checked_task(config, origins)
+        techniques = build_techniques(config.algorithms, config.on_unavailable)
+        task = build_task(config.task)
     clock.lap("imports")
     cpu = prefetch_cpu_model()
     device = open_device(config.trainer)
@@ -99,7 +99,7 @@ def train(
         on_gpu = torch_device(device).type == "cuda"
         data = build_data(config.data, task, model_name=model_name, on_gpu=on_gpu, seed=config.seed)
         if not config.data.streams:
-            config.check_warmup(len(data.train.dataloader))
+            refuse(config.warmup_checks(len(data.train.dataloader)))
         clock.lap("data")
         cpu.join()
         if (baseline := measure_baseline(config, device)) is not None:

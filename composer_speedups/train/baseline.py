@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -70,11 +69,10 @@ def measure_baseline(config: Config, device: Device) -> dict[str, Any] | None:
 def _short_trainer(config: Config, techniques: list[Technique], device: Device) -> Trainer:
     assert config.baseline is not None
     duration = f"{config.baseline.batches}ba"  # as of each turn; other units could not be compared with the warm-up
-    short = dataclasses.replace(
-        config,
+    short = config.replaced(
         run_name=f"{config.run_name}-baseline",
-        trainer=dataclasses.replace(config.trainer, max_duration=duration, progress_bar=False, early_stopping=None),
-        scheduler=dataclasses.replace(config.scheduler, warmup="1ba"),  # a fraction of a turn could be zero batches
+        trainer=config.trainer.replaced(max_duration=duration, progress_bar=False, early_stopping=None),
+        scheduler=config.scheduler.replaced(warmup="1ba"),  # a fraction of a turn could be zero batches
         checkpoint=CheckpointConfig(),
         callbacks=CallbacksConfig(memory=None),
         loggers=LoggersConfig(),

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 
 from composer_speedups.core.command_line import console_command, parse_command_line, usage_as_typed
-from composer_speedups.core.errors import Interrupted, NotRecordedError, Refusal, WriteError
+from composer_speedups.core.errors import Interrupted, Refusal, RunFailedError
 from composer_speedups.core.files import out_of_space
 from composer_speedups.core.registry import technique_class, technique_names
 from composer_speedups.core.settings import Origins, help_lines, keys_help
@@ -29,7 +29,7 @@ algorithms.tf32_matmul=null (removes it). composer train.py and composer-speedup
 --print-config prints the complete config as YAML and trains nothing.
 
 exit status: 0 done; 1 the run failed, or the plot or the report did after the model was exported;
-2 invalid config, dataset or technique, with a one-line message;
+2 invalid config, dataset or technique, with one line for each mistake;
 143 and 130 stopped by SIGTERM or Ctrl-C, with a checkpoint if checkpoint.interval is set.
 """
 _PRINT_CONFIG = "--print-config"
@@ -59,8 +59,8 @@ def read_command_line(arguments: Sequence[str]) -> tuple[Config, Origins]:
 
 @contextlib.contextmanager
 def exit_codes(program: str = "train.py") -> Iterator[None]:
-    """Turn errors into one line on stderr, which begins with ``program``, or with the name of the console command if
-    the process was started by one, and an exit status.
+    """Turn errors into lines on stderr, one for each mistake, and an exit status. The lines begin with ``program``, or
+    with the name of the console command if the process was started by one.
 
     A refusal exits with 2, also of a technique that had no effect in the first batch. A run that fails exits with 1:
     the loss was NaN or infinite, a data worker died, the disk is full, or the plot or the report failed. A run that a
@@ -84,8 +84,8 @@ def exit_codes(program: str = "train.py") -> Iterator[None]:
             reason = out_of_space(error)
             if reason is None:
                 raise
-            error = WriteError(f"the disk is full: {reason}; free some space")
-        for line in error.lines if isinstance(error, NotRecordedError) else [error]:
+            error = RunFailedError(f"the disk is full: {reason}; free some space")
+        for line in error.lines:
             print(f"{program}: {line}", file=sys.stderr, flush=True)
         sys.stdout.flush()
         # Composer's clean-up at exit would only add tracebacks of an unfinished Trainer.

@@ -49,7 +49,7 @@ def describe_run(
     ranks = f" on {dist.get_world_size()} ranks" if dist.get_world_size() > 1 else ""
     truncated = "" if data.summary.truncation is None else f" ({data.summary.truncation})"
     rows = {
-        "model": f"{_model_name(config)}, {_amount(parameters)} parameters, task {config.model.task}",
+        "model": f"{_model_name(config)}, {_amount(parameters)} parameters, task {config.task.name}",
         "data": f"{_data_name(config)}, {_samples(data.train)} to train on, {_samples(data.eval)} to validate on, "
         f"{config.data.max_length} tokens at most{truncated}",
         **data.summary.lines(),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from composer.utils import dist
 
-from composer_speedups.core.errors import NotRecordedError, failure_line
+from composer_speedups.core.errors import RunFailedError, failure_line
 
 __all__ = ["Recording"]
 
@@ -34,9 +34,9 @@ class Recording:
             model: Folder of the exported model; None if it was not exported.
 
         Raises:
-            NotRecordedError: Names everything that failed.
+            RunFailedError: Names everything that failed.
         """
         failures = [line for lines in dist.all_gather_object(self._failures) for line in lines]
         if failures and dist.get_global_rank() == 0:
             exported = "" if model is None else f"; the model is in {model}"
-            raise NotRecordedError(f"the run was trained to its end{exported}. What failed:", failures)
+            raise RunFailedError.of([f"the run was trained to its end{exported}. What failed:", *failures])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -114,7 +113,7 @@ def run_of(config: TrainerConfig, device: Device) -> Run:
 
 def build_data_and_model(config: Config, *, on_gpu: bool) -> tuple[Data, FinetuneModel]:
     """The samples of a config in train.py's order, and the model with train.py's initial weights."""
-    task, name = build_task(config.model, config.data), resolve_name(config.model.name)
+    task, name = build_task(config.task), resolve_name(config.model.name)
     data = build_data(config.data, task, model_name=name, on_gpu=on_gpu, seed=config.seed)
     reproducibility.seed_all(config.seed)
     return data, build_model(config.model, task, data.tokenizer, config.data.max_length)
@@ -265,4 +264,4 @@ def _callbacks(config: Config, techniques: Sequence[Technique], folder: RunFolde
 
 
 def _configured(callback: Callable[..., Callback], section: Any) -> list[Callback]:
-    return [] if section is None else [callback(**dataclasses.asdict(section))]
+    return [] if section is None else [callback(**section.model_dump())]

@@ -11,7 +11,7 @@ from composer.core import Precision
 
 from composer_speedups.callbacks.finite_loss import FiniteLoss
 from composer_speedups.callbacks.loss_scale import LossScaleMonitor
-from composer_speedups.core.errors import NonFiniteError
+from composer_speedups.core.errors import RunFailedError
 from tests.callbacks.test_finite_loss import Snapshots
 from tests.helpers.common import make_trainer, trained
 from tests.helpers.nonfinite import Poisoned, batches
@@ -54,7 +54,7 @@ def test_a_nonfinite_loss_is_not_counted_as_an_overflow(on_nonfinite: Any, gpu: 
     guard = FiniteLoss(on_nonfinite)
     trainer = fp16_trainer(gpu, model=Poisoned(), batches=batches(6, 3), callbacks=[guard, LossScaleMonitor()])
     if on_nonfinite == "stop":
-        with pytest.raises(NonFiniteError, match=r"loss: nan at step 3 .*amp_fp16"):
+        with pytest.raises(RunFailedError, match=r"loss: nan at step 3 .*amp_fp16"):
             trainer.fit()
     else:
         trainer.fit()
@@ -67,7 +67,7 @@ def test_a_nonfinite_loss_is_not_counted_as_an_overflow(on_nonfinite: Any, gpu: 
 def test_gradients_that_overflow_at_any_scale_stop_the_run(gpu: bool) -> None:
     poisoned, callbacks = batches(60, *range(2, 61)), [FiniteLoss(), LossScaleMonitor()]
     trainer = fp16_trainer(gpu, model=Poisoned(overflow=True), batches=poisoned, callbacks=callbacks)
-    with pytest.raises(NonFiniteError, match=r"loss scale: 6.1e-05 .*after 30 steps whose gradients overflowed"):
+    with pytest.raises(RunFailedError, match=r"loss scale: 6.1e-05 .*after 30 steps whose gradients overflowed"):
         trainer.fit()
     trainer.close()
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from composer.core import State
 
-from composer_speedups.core.errors import ConfigError, Interrupted, NonFiniteError
+from composer_speedups.core.errors import ConfigError, Interrupted, RunFailedError
 from composer_speedups.tasks.models import FinetuneModel
 from composer_speedups.train import out_of_memory
 from composer_speedups.train.checkpoints.saver import checkpoints_in
@@ -56,7 +56,7 @@ def test_a_signal_does_not_save_nan_weights(monkeypatch: pytest.MonkeyPatch) -> 
 
     with (
         at_batch_end(monkeypatch, {5: spoil_and_stop}),
-        pytest.raises(NonFiniteError, match="which is not written") as told,
+        pytest.raises(RunFailedError, match="which is not written") as told,
     ):
         run(*NAMED)
     assert "resume from runs/job/checkpoints/ep0-ba3-rank0.pt with checkpoint.weights_only=true" in str(told.value)

@@ -29,11 +29,11 @@ from composer_speedups.data.reader import load_rows
 from composer_speedups.data.sources import load_samples
 from composer_speedups.data.tokens import load_tokenizer
 from composer_speedups.tasks.classification import Classification
-from composer_speedups.tasks.config import ModelConfig
 from composer_speedups.tasks.data_config import DataConfig
 from composer_speedups.tasks.mlm import MaskedLanguageModelling
 from composer_speedups.tasks.multilabel import Multilabel
 from composer_speedups.tasks.regression import Regression
+from composer_speedups.tasks.settings import EmbeddingSettings
 from composer_speedups.tasks.task import Task
 from composer_speedups.tasks.token_classification import TokenClassification
 from tests.data.samples import READERS, ROWS, Reader, Rows, files, in_memory, save, streamed
@@ -116,33 +116,36 @@ def test_columns_are_checked_up_front_as_they_are_when_rows_are_read(suffix: str
     if suffix == "jsonl":
         Path(cut).write_text("\n")
     for text, label in itertools.product([["text"], ["txt"]], ["label", "lable"]):
-        config = files(name, name, text_columns=text, label_column=label)
+        config, task = files(name, name), Classification(text_columns=text, label_column=label)
         if (text, label) == (["text"], "label"):
-            check_data_files(config, ModelConfig())
-            check_data_files(files(name, name), ModelConfig())
+            check_data_files(config, task)
             continue
         with pytest.raises(DataError) as late:
-            load_samples(config, Classification(text_columns=text, label_column=label))
+            load_samples(config, task)
         with pytest.raises(DataError) as early:
-            check_data_files(config, ModelConfig())
+            check_data_files(config, task)
         assert str(early.value) == str(late.value)
         assert "did you mean 'text'?" in str(early.value) or "did you mean 'label'?" in str(early.value)
-        check_data_files(files(cut, text_columns=text, label_column=label), ModelConfig())  # without rows
+        check_data_files(files(cut), task)  # without rows
 
 
 @pytest.mark.exhaustive
 def test_rows_of_jsonl_may_lack_keys_and_unread_columns_are_not_looked_for() -> None:
     Path("a.jsonl").write_text('{"note": 1}\n{"text": "a", "label": 0}\n')
-    check_data_files(files("a.jsonl"), ModelConfig())
+    check_data_files(files("a.jsonl"), Classification())
     save({"one": ["a"], "two": ["b"], "not": ["c"]}, "pairs.csv")
     save({"one": ["a"], "two": ["b"], "score": ["1"]}, "scores.csv")
     pairs: dict[str, Any] = {"text_columns": ["one", "two", "not"], "label_column": "score"}
-    embedding = ModelConfig(task="embedding")
-    check_data_files(files("pairs.csv", "scores.csv", **pairs), embedding)
+    embedding = EmbeddingSettings(**pairs)
+    scores = EmbeddingSettings(text_columns=["one", "two"], label_column="score", loss_name="cosine")
+    check_data_files(files("pairs.csv", "scores.csv"), embedding)
     with pytest.raises(DataError, match=r"pairs\.csv has no column 'score'"):
-        check_data_files(files("pairs.csv", "scores.csv", **pairs), ModelConfig(task="embedding", loss="cosine"))
+        check_data_files(
+            files("pairs.csv", "scores.csv"),
+            scores,
+        )
     with pytest.raises(DataError, match=r"data\.eval_file: pairs\.csv has no column 'score'"):
-        check_data_files(files("pairs.csv", "pairs.csv", **pairs), embedding)
+        check_data_files(files("pairs.csv", "pairs.csv"), embedding)
 
 
 @pytest.mark.parametrize("kind", ["a.csv", "a.parquet", "saved"])
@@ -153,11 +156,11 @@ def test_columns_of_streams_and_saved_datasets_are_checked_up_front(kind: str) -
     write({"text": ["a"], "labels": [0]})
     for streaming in (False, True):
         with pytest.raises(DataError, match=rf"{kind} has no column 'label'; did you mean 'labels'\?"):
-            check_data_files(files(kind, streaming=streaming), ModelConfig())
+            check_data_files(files(kind, streaming=streaming), Classification())
     write({"input_ids": [[1]], "label": [0]})
-    check_data_files(files(kind, streaming=True), ModelConfig())
+    check_data_files(files(kind, streaming=True), Classification())
     with pytest.raises(DataError, match=f"{kind} has no column 'text'"):
-        check_data_files(files(kind), ModelConfig())
+        check_data_files(files(kind), Classification())
 
 
 @both

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -31,7 +30,7 @@ def test_random_rows_have_max_length_and_no_special_tokens() -> None:
     }
     config = DataConfig(source="random", **settings)
     data, again = (build_data(config, Classification(), model_name="", on_gpu=False) for _ in range(2))
-    other = build_data(dataclasses.replace(config, seed=3), Classification(), model_name="", on_gpu=False)
+    other = build_data(config.replaced(seed=3), Classification(), model_name="", on_gpu=False)
     assert data.eval is not None
     drawn: list[Any] = [spec.dataloader.dataset for spec in (data.train, data.eval, other.train, again.train)]
     train, evaluation, elsewhere, again_train = drawn

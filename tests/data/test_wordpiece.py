@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 from tokenizers import Tokenizer
 
@@ -21,7 +19,7 @@ def reviews() -> dict[str, list[str]]:
 
 
 def trained(reviews: dict[str, list[str]], cache: str, vocab_size: int = 400) -> Tokenizer:
-    config = dataclasses.replace(CONFIG, cache_dir=cache)
+    config = CONFIG.replaced(cache_dir=cache)
     config.vocab_size = vocab_size  # also one that the key does not accept
     return load_tokenizer(config, "unused", reviews["text"]).backend_tokenizer
 

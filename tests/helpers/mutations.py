@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import random
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -83,7 +82,7 @@ def overrides(seed: int, count: int) -> Iterator[Mutation]:
     names = [name for name, _, _ in keys_of(Config)]
     for name in technique_names():
         names += [f"algorithms.{name}"]
-        names += [f"algorithms.{name}.{setting}" for setting in inspect.signature(technique_class(name)).parameters]
+        names += [f"algorithms.{name}.{setting}" for setting in technique_class(name).model_fields]
     for name in names:
         for value in rng.sample(VALUES, count):
             yield Mutation(f"{name}={value[:40]}", [f"{name}={value}"])

@@ -14,6 +14,7 @@ from sklearn.utils.class_weight import compute_class_weight
 from torch.nn import functional as F
 
 from composer_speedups.core.errors import ConfigError, DataError
+from composer_speedups.core.settings import refuse
 from composer_speedups.data.loader import build_data
 from composer_speedups.data.sources import load_samples
 from composer_speedups.data.tokens import load_tokenizer
@@ -21,7 +22,6 @@ from composer_speedups.tasks.classification import Classification
 from composer_speedups.tasks.models import build_model
 from composer_speedups.tasks.multilabel import Multilabel
 from composer_speedups.tasks.regression import Regression
-from composer_speedups.tasks.task import build_task
 from composer_speedups.train.config.schema import DataConfig, ModelConfig
 from tests.data.samples import files, save
 from tests.helpers.jobs import run
@@ -73,10 +73,11 @@ def test_a_label_is_a_name_or_position_and_others_are_refused_with_row_and_value
 
 @pytest.mark.parametrize(("weights", "smoothing"), [([1.0, 3.0, 0.5], 0.0), (None, 0.2), ([1.0, 3.0, 0.5], 0.2)])
 def test_class_weights_and_label_smoothing_match_torch(weights: list[float] | None, smoothing: float) -> None:
-    config = ModelConfig(size="tiny", init="random", class_weights=weights, label_smoothing=smoothing, dropout=0.0)
-    data = DataConfig(labels=["a", "b", "c"], tokenizer="wordpiece", vocab_size=128)
+    config = ModelConfig(size="tiny", init="random", dropout=0.0)
+    data = DataConfig(tokenizer="wordpiece", vocab_size=128)
     tokenizer = load_tokenizer(data, "unused", ["some text"])
-    model = build_model(config, build_task(config, data), tokenizer, 16)
+    task = Classification(labels=["a", "b", "c"], class_weights=weights, label_smoothing=smoothing)
+    model = build_model(config, task, tokenizer, 16)
     batch = {**tokenizer(["some", "text", "more"], return_tensors="pt"), "labels": torch.tensor([0, 1, 1])}
     batch.pop("token_type_ids", None)
     loss = model.loss(model(batch), batch)
@@ -149,20 +150,19 @@ def test_predictions_name_the_class_and_its_probability() -> None:
 
 
 def test_a_stored_classifiers_labels_determine_the_order() -> None:
-    data = DataConfig(labels=["bad", "good"], tokenizer="wordpiece", vocab_size=128)
+    data = DataConfig(tokenizer="wordpiece", vocab_size=128)
     tokenizer = load_tokenizer(data, "unused", ["some text"])
     random = ModelConfig(size="tiny", init="random")
-    stored = build_model(random, build_task(random, data), tokenizer, 16)
+    stored = build_model(random, Classification(labels=["bad", "good"]), tokenizer, 16)
     stored.model.save_pretrained("stored")
     config = ModelConfig(name="stored")
-    again = build_model(config, build_task(config, data), tokenizer, 16)
+    again = build_model(config, Classification(labels=["bad", "good"]), tokenizer, 16)
     torch.testing.assert_close(again.model.classifier.weight, stored.model.classifier.weight)
     assert again.config.label2id == {"bad": 0, "good": 1}
-    other = DataConfig(labels=["good", "bad"])
     with pytest.raises(ConfigError, match=r"in a different order than the data; set data\.labels=\[bad,good\]"):
-        build_model(config, build_task(config, other), tokenizer, 16)
+        build_model(config, Classification(labels=["good", "bad"]), tokenizer, 16)
     with pytest.raises(ConfigError, match=r"is a classifier of 2 labels, .* needs 3"):
-        build_model(config, build_task(config, DataConfig(labels=["a", "b", "c"])), tokenizer, 16)
+        build_model(config, Classification(labels=["a", "b", "c"]), tokenizer, 16)
 
 
 @pytest.mark.parametrize(
@@ -226,9 +226,8 @@ def test_multilabel_reads_lists_and_columns() -> None:
 
 
 def test_fewer_than_two_classes_are_refused() -> None:
-    data = DataConfig(labels="complaint")  # type: ignore[arg-type]  # one text for a list
     with pytest.raises(ConfigError, match=r"needs at least two classes, such as \[negative, positive\], not"):
-        Classification(labels=["complaint"]).check_data(data)
+        refuse(Classification(labels=["complaint"]).data_checks(DataConfig()))
 
 
 def test_a_label_that_is_listed_twice_is_refused() -> None:
@@ -244,5 +243,5 @@ def test_a_label_that_is_listed_twice_is_refused() -> None:
 
 def test_a_label_column_that_is_also_a_text_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"^data\.label_column 'label' is also among data\.text_columns, so"):
-        Classification(text_columns=["text", "label"]).check_data(DataConfig(source="builtin"))
-    Multilabel(text_columns=["labels"], label_columns=["a", "b"]).check_data(DataConfig(source="builtin"))
+        refuse(Classification(text_columns=["text", "label"]).data_checks(DataConfig(source="builtin")))
+    refuse(Multilabel(text_columns=["labels"], label_columns=["a", "b"]).data_checks(DataConfig(source="builtin")))

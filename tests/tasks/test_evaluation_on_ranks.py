@@ -8,10 +8,10 @@ from composer import Trainer
 from composer.utils import dist
 
 from composer_speedups.data.loader import build_data
-from composer_speedups.tasks.config import ModelConfig
 from composer_speedups.tasks.data_config import DataConfig
 from composer_speedups.tasks.models import build_model
-from composer_speedups.tasks.task import build_task
+from composer_speedups.tasks.settings import ModelConfig
+from composer_speedups.tasks.task import task_class
 from tests.helpers.ranks import on_ranks
 from tests.helpers.shared import once_per_run
 from tests.helpers.support import TASKS
@@ -27,8 +27,8 @@ def evaluated(task_name: str, samples: int) -> dict[str, float]:
         source="builtin", train_samples=60, eval_samples=samples, batch_size=6, length_scale=0.1, max_length=32,
         padding="longest", tokenizer="wordpiece", vocab_size=300, cache_dir=f"cache{dist.get_global_rank()}",
     )  # fmt: skip
-    model_config = ModelConfig(task=task_name, size="tiny", init="random", dropout=0.0)  # type: ignore[arg-type]
-    task = build_task(model_config, config)
+    model_config = ModelConfig(size="tiny", init="random", dropout=0.0)
+    task = task_class(task_name)()
     data = build_data(config, task, model_name="", on_gpu=False)
     torch.manual_seed(1)
     model = build_model(model_config, task, data.tokenizer, 32)

@@ -190,7 +190,7 @@ def test_tune_writes_a_yaml_that_trains(task: str, monkeypatch: pytest.MonkeyPat
     assert [trial["status"] for trial in log["trials"]] == ["ok"]
     assert log["trials"][0]["step_seconds"] > 0
     tuned = load_config("quickstart.tuned.yaml")
-    assert (tuned.model.task, tuned.algorithms) == (task, log["algorithms"])
+    assert (tuned.task.name, tuned.algorithms) == (task, log["algorithms"])
     application.main(["-f", "quickstart.tuned.yaml", "trainer.max_duration=2ba", "trainer.eval_batches=1"])
     assert json.loads(Path("runs/quickstart/report.json").read_text())["training"]["batches"] == 2
 

@@ -15,6 +15,7 @@ from composer_speedups import FastLayerNorm, FusedOptimizer, MixedPrecision, SDP
 from composer_speedups.core.errors import Refusal
 from composer_speedups.data.loader import build_data
 from composer_speedups.tasks.mlm import MaskedLanguageModelling
+from composer_speedups.tasks.settings import MLMSettings
 from composer_speedups.train.config.load import load_config
 from composer_speedups.train.config.schema import DataConfig
 from tests.conftest import ROOT
@@ -76,10 +77,10 @@ def test_a_run_learns_reports_and_exports_a_tied_masked_lm() -> None:
 
 def test_the_yaml_is_the_posts_job_on_the_data_of_bert_imdb() -> None:
     mlm, classifier = (load_config(ROOT / "yamls" / f"{name}.yaml") for name in ("bert_mlm", "bert_imdb"))
-    assert (mlm.model.task, classifier.model.task) == ("mlm", "classification")
+    assert (mlm.task.name, classifier.task.name) == ("mlm", "classification")
     for key in ("hub_name", "train_samples", "eval_samples", "max_length", "seed"):
         assert getattr(mlm.data, key) == getattr(classifier.data, key)
-    assert (mlm.data.batch_size, mlm.optimizer.lr, mlm.data.mlm_probability) == (48, 1e-4, 0.15)
+    assert (mlm.data.batch_size, mlm.optimizer.lr, mlm.task) == (48, 1e-4, MLMSettings())
     assert set(mlm.algorithms) == {*classifier.algorithms, "sdpa_attention"}
 
 
@@ -91,7 +92,7 @@ def test_the_benchmark_has_the_posts_four_configurations_and_batch_sizes(monkeyp
     assert {configuration.point["data.batch_size"] for configuration in configurations} == {32, 48}
     for configuration in configurations:
         config = load_config(ROOT / table.base, configuration.overrides)
-        assert config.model.task == "mlm"
+        assert config.task.name == "mlm"
         assert config.algorithms["mixed_precision"] == {"dtype": "fp16"}
         assert ("sdpa_attention" in config.algorithms) == ("flash" in configuration.name)
         assert ("torch_compile" in config.algorithms) == ("compile" in configuration.name)

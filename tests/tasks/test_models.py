@@ -35,7 +35,7 @@ from composer_speedups.predict.model import FinishedModel
 from composer_speedups.tasks.classification import Classification
 from composer_speedups.tasks.model_names import SIZES, resolve_name
 from composer_speedups.tasks.models import FinetuneModel, build_model, positions_of
-from composer_speedups.tasks.task import build_task
+from composer_speedups.tasks.task import task_class
 from composer_speedups.train.config.schema import DataConfig, ModelConfig
 from tests.helpers.common import batch, tiny_bert, tiny_config
 from tests.helpers.models import EVERY, tiny_model
@@ -47,8 +47,8 @@ def tokenizer() -> Any:
     return load_tokenizer(config, "unused", ["a review of a film"])
 
 
-def built(config: ModelConfig, tokenizer: Any, max_length: int) -> FinetuneModel:
-    return build_model(config, build_task(config, DataConfig()), tokenizer, max_length)
+def built(config: ModelConfig, tokenizer: Any, max_length: int, task: str = "classification") -> FinetuneModel:
+    return build_model(config, task_class(task)(), tokenizer, max_length)
 
 
 def folder(tokenizer: Any, *, task: str = "classification", positions: int = 64) -> str:
@@ -65,7 +65,7 @@ def folder(tokenizer: Any, *, task: str = "classification", positions: int = 64)
 @pytest.mark.pins
 def test_a_local_folder_is_loaded_with_its_weights_and_eager_attention(task: Any, tokenizer: Any) -> None:
     name = folder(tokenizer, task=task)
-    model: Any = built(ModelConfig(name=name, task=task), tokenizer, 16).model
+    model: Any = built(ModelConfig(name=name), tokenizer, 16, task).model
     saved = load_file("model/model.safetensors")
     loaded = dict(model.named_parameters())
     torch.testing.assert_close(
@@ -164,7 +164,7 @@ def test_a_head_with_another_number_of_labels_is_refused_and_an_encoder_gets_a_n
     torch.testing.assert_close(new.bert.embeddings.word_embeddings.weight, expected, rtol=0, atol=0)
     drawn: Any = built(ModelConfig(name="head", init="random"), tokenizer, 16).model
     assert drawn.classifier.weight.shape[0] == 2, "random weights do not keep the stored head"
-    built(ModelConfig(name="head", task="mlm"), tokenizer, 16)
+    built(ModelConfig(name="head"), tokenizer, 16, "mlm")
 
 
 NO_ENCODERS: dict[str, PreTrainedConfig] = {
@@ -183,7 +183,7 @@ def test_a_model_that_is_not_an_encoder_is_refused(kind: str, task: Any, init: A
     with pytest.raises(
         ConfigError, match=rf"^model\.name: 'model' \({name}\) is .*decoder, .*encoder of the BERT family"
     ):
-        built(ModelConfig(name="model", task=task, init=init), tokenizer, 16)
+        built(ModelConfig(name="model", init=init), tokenizer, 16, task)
 
 
 @pytest.mark.parametrize("family", EVERY)
@@ -295,9 +295,8 @@ def test_pairs_for_a_model_with_one_type_of_tokens(types: int, tokenizer: Any) -
         max_position_embeddings=40, type_vocab_size=types, pad_token_id=0,
     )  # fmt: skip
     AutoModelForSequenceClassification.from_config(config).save_pretrained("model")
-    settings, data = ModelConfig(name="model"), DataConfig(text_columns=["one", "two"])
-    task = build_task(settings, data)
-    model: Any = build_model(settings, task, tokenizer, 16).eval()
+    task = Classification(text_columns=["one", "two"])
+    model: Any = build_model(ModelConfig(name="model"), task, tokenizer, 16).eval()
     encoded = task.encode({"text_1": ["a film"], "text_2": ["a review"]}, tokenizer, 16)
     rows = {key: torch.tensor(encoded[key]) for key in ("input_ids", "token_type_ids")}
     assert rows["token_type_ids"].max() == 1
@@ -349,7 +348,7 @@ def test_minilm_without_its_extra_names_the_fix(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("task", ["classification", "mlm"])
 @pytest.mark.pins
 def test_flops_equal_torchs_count_without_padding(task: Any, tokenizer: Any) -> None:
-    model = built(ModelConfig(init="random", size="tiny", task=task), tokenizer, 64)
+    model = built(ModelConfig(init="random", size="tiny"), tokenizer, 64, task)
     full = batch([24, 24, 24])
     full["input_ids"] %= len(tokenizer)
     if task == "mlm":

@@ -42,8 +42,8 @@ def refusal(mutation: Mutation) -> str | None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # on_unavailable: warn
-            config, origins = read_command_line(["-f", "mutated.yaml", *mutation.arguments])
-            techniques = build_techniques(config.algorithms, config.on_unavailable, origins)
+            config, _ = read_command_line(["-f", "mutated.yaml", *mutation.arguments])
+            techniques = build_techniques(config.algorithms, config.on_unavailable)
             check(techniques, run_of(config.trainer, open_device(config.trainer)))
     except Refusal as error:
         return str(error)

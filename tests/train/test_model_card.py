@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from huggingface_hub import ModelCard
 
-from composer_speedups.core.errors import NotRecordedError
+from composer_speedups.core.errors import RunFailedError
 from composer_speedups.train.model_card import model_card
 from tests.helpers.jobs import run
 
@@ -72,7 +72,7 @@ def test_a_card_that_cannot_be_written_costs_neither_model_nor_report(monkeypatc
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("composer_speedups.train.model_card.write_model_card", full)
-    with pytest.raises(NotRecordedError, match="the model is in runs/done/model") as error:
+    with pytest.raises(RunFailedError, match="the model is in runs/done/model") as error:
         run(*BRIEF)
     assert error.value.lines[-1] == "model card: failed (OSError: [Errno 28] No space left on device)"
     assert json.loads(Path("runs/done/report.json").read_text())["training"]["batches"] == 2

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from safetensors.torch import load_file
 
 from composer_speedups.core import files
-from composer_speedups.core.errors import NotRecordedError
+from composer_speedups.core.errors import RunFailedError
 from composer_speedups.train.cli import exit_codes
 from composer_speedups.train.recording import Recording
 from tests.helpers.jobs import run
@@ -33,7 +33,7 @@ def _no_space(line: str, where: str) -> bool:
 
 def _run(*overrides: str) -> list[str]:
     """Train; the lines that say what failed."""
-    with pytest.raises(NotRecordedError) as raised:
+    with pytest.raises(RunFailedError) as raised:
         run(*JOB, *overrides)
     first, *failures = raised.value.lines
     assert first == "the run was trained to its end; the model is in runs/quickstart/model. What failed:"
@@ -89,7 +89,7 @@ def test_rank_0_reports_what_failed_on_any_rank(rank: int, monkeypatch: pytest.M
     monkeypatch.setattr("composer.utils.dist.all_gather_object", lambda mine: [mine, ["report on rank 1: failed"]])
     monkeypatch.setattr("composer.utils.dist.get_global_rank", lambda: rank)
     if rank == 0:
-        with pytest.raises(NotRecordedError, match=r"plot: failed \(OSError: gone\); report on rank 1: failed"):
+        with pytest.raises(RunFailedError, match=r"plot: failed \(OSError: gone\); report on rank 1: failed"):
             recording.check(None)
     else:
         recording.check(None)

@@ -8,17 +8,15 @@ from __future__ import annotations
 import json
 import textwrap
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from composer_speedups.data.file_checks import columns_read
-from composer_speedups.tasks.config import ModelConfig
-from composer_speedups.tasks.data_config import DEFAULT_COLUMNS
-from composer_speedups.tasks.task import checked_task
-from composer_speedups.train.config.load import load_config, load_with_origins
+from composer_speedups.tasks.settings import TASKS
+from composer_speedups.tasks.task import build_task
+from composer_speedups.train.config.load import load_config
 from tests.conftest import ROOT
 from tests.helpers.jobs import run
 from tests.helpers.stand_ins import make_stand_ins
@@ -100,7 +98,7 @@ def test_a_yaml_trains(name: str) -> None:
         overrides.append("algorithms.torch_compile.backend=eager")
     report = run(*overrides, yaml=name, short=False)
     assert report["training"]["batches"] == 2
-    measured = METRICS.get(name, METRICS.get(config.model.task, ["accuracy"]))
+    measured = METRICS.get(name, METRICS.get(config.task.name, ["accuracy"]))
     assert all(-1 <= report["metrics"][metric] <= 1 for metric in measured)
     assert set(report["algorithms"]) == set(techniques)
     for technique, entry in report["algorithms"].items():
@@ -108,7 +106,7 @@ def test_a_yaml_trains(name: str) -> None:
     if not torch.cuda.is_available():  # GPU techniques do not engage on a CPU
         assert report["numerics"]["matmul"] == "fp32"
         assert not any(report["algorithms"].get(t, {}).get("engaged") for t in ("mixed_precision", "tf32_matmul"))
-    _check_loggers(report, Path("runs") / name.replace("/", "_"), config.model.task)
+    _check_loggers(report, Path("runs") / name.replace("/", "_"), config.task.name)
 
 
 def _check_loggers(report: dict[str, Any], folder: Path, task: str) -> None:
@@ -163,10 +161,11 @@ def test_fp32_means_fp32_on_a_gpu() -> None:
     assert json.loads(Path("runs/bert_imdb_fp32/report.json").read_text())["throughput"]["peak"]["precision"] == "fp32"
 
 
-@pytest.mark.parametrize("task", get_args(get_type_hints(ModelConfig)["task"]))
+@pytest.mark.parametrize("task", TASKS)
 def test_custom_trains_every_task_with_the_tasks_own_columns(task: str) -> None:
-    config, origins = load_with_origins(ROOT / "yamls" / "custom.yaml", [f"model.task={task}"])
-    built = checked_task(config, origins)
-    assert (built.texts, built.label_column) == DEFAULT_COLUMNS[task]
+    config = load_config(ROOT / "yamls" / "custom.yaml", [f"model.task={task}"])
+    built = build_task(config.task)
+    assert (built.name, type(built).model_fields.keys()) == (task, type(config.task).model_fields.keys())
+    assert (built.texts, built.label_column) == (TASKS[task]().text_columns, TASKS[task]().label_column)
     for training in (True, False):
-        assert columns_read(config.data, config.model, training=training) == built.columns(training=training)
+        assert config.task.columns(training=training) == built.columns(training=training)

@@ -94,7 +94,7 @@ class Captured:
             self._warm_up(segments, recorder)
         except torch.OutOfMemoryError:
             raise
-        except RuntimeError:  # CutError or an error of autograd; any other error recurs in the next warm-up
+        except RuntimeError:  # it cannot be cut, or an error of autograd; any other error recurs in the next warm-up
             segments.release()
             return False
         return True

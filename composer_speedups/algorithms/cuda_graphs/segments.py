@@ -25,10 +25,6 @@ import torch
 from torch import Tensor, nn
 
 
-class CutError(RuntimeError):
-    """A forward pass that cannot be cut."""
-
-
 class _Cut:
     """A cut after a block: its output, the leaf that replaces it, and the leaf's gradient so far."""
 
@@ -59,13 +55,13 @@ class Segments:
         """Return the call's outputs; call :meth:`differentiate` for each segment afterwards.
 
         Raises:
-            CutError: A block was not called exactly once and in order, or its output cannot be cut.
+            RuntimeError: A block was not called exactly once and in order, or its output cannot be cut.
         """
         self.release()
         with self._cutting():
             self._outputs = self._call(*inputs)
         if self._called != self._blocks:
-            raise CutError("not every block is called exactly once and in order")
+            raise RuntimeError("not every block is called exactly once and in order")
         return self._outputs
 
     def differentiate(
@@ -83,7 +79,7 @@ class Segments:
             A gradient for each of ``inputs``, None if the segment does not use it. The caller sums them over segments.
 
         Raises:
-            CutError: The segments overlap, or nothing uses the output at which this segment ends.
+            RuntimeError: The segments overlap, or nothing uses the output at which this segment ends.
         """
         if segment == 0:
             pairs = [(o, g) for o, g in zip(self._outputs, grad_outputs, strict=True) if g is not None]
@@ -91,7 +87,7 @@ class Segments:
         else:
             cut = self._cuts.pop()
             if cut.gradient is None:
-                raise CutError("nothing uses a block's output")
+                raise RuntimeError("nothing uses a block's output")
             outputs, grad_outputs = [cut.hidden], [cut.gradient]
         if check:
             self._visit(outputs)
@@ -128,7 +124,7 @@ class Segments:
         rest = output[1:] if type(output) is tuple else None
         hidden = output if rest is None else next(iter(output), None)
         if not isinstance(hidden, Tensor) or not hidden.requires_grad:
-            raise CutError("a block's output is not a tensor that requires gradients")
+            raise RuntimeError("a block's output is not a tensor that requires gradients")
         self._called.append(block)
         self._cuts.append(_Cut(hidden))
         leaf = self._cuts[-1].leaf
@@ -143,7 +139,7 @@ class Segments:
             if node is None or node in own or type(node).__name__ == "AccumulateGrad":
                 continue
             if node in self._visited:
-                raise CutError("a tensor from before a cut is used after it")
+                raise RuntimeError("a tensor from before a cut is used after it")
             own.add(node)
             nodes.extend(following for following, _ in node.next_functions)
         self._visited |= own

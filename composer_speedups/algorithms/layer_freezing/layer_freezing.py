@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from composer_speedups.core.errors import Refusal
-from composer_speedups.core.settings import ComposerTime, refuse_if
+from composer_speedups.core.settings import Check, ComposerTime
 from composer_speedups.core.technique import FSDP, Order, Technique
 
 if TYPE_CHECKING:
@@ -45,8 +45,9 @@ class LayerFreezing(Technique):
     start: Annotated[str, ComposerTime(("ba", "ep", "dur"))] = Field("0ba")
     """When they stop training: in ba, ep or dur."""
 
-    def check_settings(self) -> None:
-        refuse_if(self._blocks < 1 and self.layers != "embeddings", "layers", f"must be at least 1, not {self.layers}")
+    def checks(self) -> Iterable[Check]:
+        none = self._blocks < 1 and self.layers != "embeddings"
+        yield none, "layers", f"must be greater than or equal to 1, not {self.layers}"
 
     @property
     def _blocks(self) -> int:

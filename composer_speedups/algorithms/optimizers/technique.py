@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -43,8 +42,9 @@ class OptimizerTechnique(Technique):
     def kind(self) -> Kind:
         from composer_speedups.algorithms.optimizers.kinds import KINDS
 
-        names = (field.name for field in fields(self) if field.name != "on_unavailable")
-        return KINDS[self.name](**{name: getattr(self, name) for name in names})
+        return KINDS[self.name](
+            **{name: getattr(self, name) for name in type(self).model_fields if name != "on_unavailable"}
+        )
 
     def needs(self, run: Run) -> Iterable[Refusal]:
         if run.in_other_loop and not run.optimizers:

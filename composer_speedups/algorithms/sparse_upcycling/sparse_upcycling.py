@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import Field
 
 from composer_speedups.core.errors import Refusal
-from composer_speedups.core.settings import refuse_if
+from composer_speedups.core.settings import Check
 from composer_speedups.core.technique import Order, Technique
 
 if TYPE_CHECKING:
@@ -47,8 +47,8 @@ class SparseUpcycling(Technique):
     load_balancing: float = Field(0.01, ge=0)
     """Coefficient of the load-balancing loss, which is summed over layers; 0 disables it."""
 
-    def check_settings(self) -> None:
-        refuse_if(self.top_k > self.experts, "top_k", f"must be 2 to experts={self.experts}, not {self.top_k}")
+    def checks(self) -> Iterable[Check]:
+        yield self.top_k > self.experts, "top_k", f"must be 2 to experts={self.experts}, not {self.top_k}"
 
     @staticmethod
     def required_on_load() -> bool:

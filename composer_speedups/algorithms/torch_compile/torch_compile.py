@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
 from composer_speedups.core.errors import Refusal
 from composer_speedups.core.requirements import needs_cpp_compiler, needs_cuda, needs_package, needs_triton
+from composer_speedups.core.settings import Check
 from composer_speedups.core.technique import Order, Technique
 
 if TYPE_CHECKING:
@@ -47,12 +48,12 @@ class TorchCompile(Technique):
     """Folder that keeps inductor's compiled code for later runs; null uses inductor's default folder. Others must not
     be able to write to the folder, because the run executes code from it."""
 
-    def check_settings(self) -> None:
+    def checks(self) -> Iterator[Check]:
         other = f"and the backend is {self.backend!r}"
-        if self.mode is not None and self.backend != "inductor":
-            raise ValueError(f"mode={self.mode!r} is a mode of inductor, {other}; remove one")
-        if self.cache is not None and (self.backend != "inductor" or not self.cache):
-            raise ValueError(f"cache={self.cache!r} must be a folder for inductor's cache, {other}")
+        others_mode = self.mode is not None and self.backend != "inductor"
+        yield others_mode, "mode", f"{self.mode!r} is a mode of inductor, {other}; remove one"
+        no_cache = self.cache is not None and (self.backend != "inductor" or not self.cache)
+        yield no_cache, "cache", f"must be a folder for inductor's cache, {other}, not {self.cache!r}"
 
     def reset(self) -> None:
         super().reset()

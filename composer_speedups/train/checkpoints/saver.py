@@ -12,7 +12,7 @@ from composer.loggers import Logger
 from composer.utils import checkpoint, dist
 
 from composer_speedups.callbacks.checkpoint_veto import checkpoint_allowed, last_checkpoint
-from composer_speedups.core.errors import Interrupted, WriteError, causes_of
+from composer_speedups.core.errors import Interrupted, RunFailedError, causes_of
 from composer_speedups.core.files import NO_SPACE, publish, remove_unfinished
 from composer_speedups.train.fit import StopSignals
 
@@ -27,7 +27,7 @@ class WholeCheckpointSaver(CheckpointSaver):
 
     The ``keep`` newest ones are kept (-1: all), whichever process wrote them. FSDP's sharded ones are Composer's own.
     When ``stop`` requests the end, the batch ends with a checkpoint, and training with :class:`Interrupted`. If one
-    cannot be written, a :class:`WriteError` names the reason, and earlier ones are intact.
+    cannot be written, a :class:`RunFailedError` names the reason, and earlier ones are intact.
     """
 
     def __init__(self, folder: Path, interval: str, keep: int, stop: StopSignals) -> None:
@@ -92,7 +92,7 @@ class WholeCheckpointSaver(CheckpointSaver):
             older = next(iter(checkpoints_in(path.parent)), "the start")
             fix = "free some space" if cause.errno in NO_SPACE else "see to the folder"
             reason = f"{path} could not be written ({cause.strerror or cause}); {fix}"
-            raise WriteError(f"checkpoint: {reason}; the same command resumes from {older}") from error
+            raise RunFailedError(f"checkpoint: {reason}; the same command resumes from {older}") from error
         if dist.get_global_rank() == 0:
             self.saved_checkpoints.append(str(path))
             self._remove_older()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +42,7 @@ def differences(config: Config, stored: Path) -> list[tuple[str, Any, Any]] | No
     before = stored_values(stored)
     if before is None:
         return None
-    now, defaults = dict(_flat(written(config))), dict(_flat(asdict(Config())))
+    now, defaults = dict(_flat(written(config))), dict(_flat(Config(task=type(config.task)()).model_dump()))
     # a key that the stored file lacks, since the version that wrote it did not have it, had its default
     both = {
         name: [v.get(name, defaults.get(name, UNSET)) for v in (before, now)] for name in before.keys() | now.keys()

@@ -1,36 +1,25 @@
-"""YAML file + ``key=value`` → a checked :class:`Config`, or a :class:`ConfigError` that names the key; and back."""
+"""YAML file + ``key=value`` → a checked :class:`Config`, or a :class:`ConfigError` with all mistakes; and back."""
 
 from __future__ import annotations
 
-import dataclasses
-import datetime
-import io
-import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from composer_speedups.core.command_line import COMMAND_LINE
+from composer_speedups.core.command_line import COMMAND_LINE, read_pair, read_yaml
 from composer_speedups.core.errors import ConfigError, first_line
 from composer_speedups.core.files import with_working_directory, write_atomically
-from composer_speedups.core.settings import Origins, Settings, fields_of, leaf_types, section_of
-from composer_speedups.train.config.schema import Config
+from composer_speedups.core.settings import Origins
+from composer_speedups.tasks.settings import TASKS, ClassificationSettings
+from composer_speedups.train.config.schema import Config, as_mapping
 
-__all__ = [
-    "as_yaml",
-    "load_config",
-    "load_with_origins",
-    "save_config",
-    "written",
-]
+__all__ = ["as_yaml", "load_config", "load_with_origins", "save_config", "written"]
 
 _MAX_BYTES = 2**20  # size limit of a config file; this package's have about two thousand bytes
-_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 Keys = tuple[str | int, ...]  # path of keys to a value
 
@@ -54,29 +43,37 @@ def load_with_origins(
         The config, and the file or command line that set each key.
 
     Raises:
-        ConfigError: Names the key, the closest known key, and the file.
+        ConfigError: One line for each mistake: the file or command line, the key, and what is wrong.
     """
-    merged = dataclasses.asdict(Config())
-    origin_of = Origins(COMMAND_LINE if file is None else str(file))
+    given: dict[Any, Any] = {}
+    origins, mistakes = Origins(COMMAND_LINE if file is None else str(file)), list[str]()
     if file is not None:
-        merged = _merge(merged, _read_yaml(file), str(file), origin_of)
+        given = _merged(given, _read_file(file), str(file), origins)
     for override in overrides:
-        merged = _merge(merged, _read_override(override), COMMAND_LINE, origin_of)
+        try:
+            given = _merged(given, read_pair(override, Config), COMMAND_LINE, origins)
+        except ConfigError as error:
+            mistakes += error.lines
     try:
+        merged = _with_defaults(given)
         values: Any = OmegaConf.to_container(OmegaConf.create(merged), resolve=True, throw_on_missing=True)
+        config = Config.read(values, origins=origins)
     except OmegaConfBaseException as error:
         key = str(getattr(error, "full_key", None) or "a value")
-        raise ConfigError(f"{origin_of[key]}: {key}: {first_line(error)}") from error
-    config = Config.read(values, origins=origin_of)
-    if config.model.size is not None and origin_of["model.name"] == COMMAND_LINE != origin_of["model.size"]:
-        raise ConfigError(
+        raise ConfigError.of([*mistakes, f"{origins[key]}: {key}: {first_line(error)}"]) from error
+    except ConfigError as error:
+        raise ConfigError.of([*mistakes, *error.lines]) from None
+    if config.model.size is not None and origins["model.name"] == COMMAND_LINE != origins["model.size"]:
+        mistakes.append(
             f"{COMMAND_LINE}: model.name has no effect on the model with random weights that model.size asks for in "
-            f"{origin_of['model.size']}; add model.init=pretrained model.size=null"
+            f"{origins['model.size']}; add model.init=pretrained model.size=null"
         )
-    resolved = dataclasses.asdict(config)
+    if mistakes:
+        raise ConfigError.of(mistakes)
+    resolved = config.model_dump()
     references = ((path, text) for path, text in _leaves(merged) if isinstance(text, str) and "${" in text)
-    config.interpolations = {path: (text, _at(resolved, path)) for path, text in references}
-    return config, origin_of
+    vars(config)["interpolations"] = {path: (text, _at(resolved, path)) for path, text in references}
+    return config, origins
 
 
 def save_config(config: Config, path: Path, *, resolved: bool = False) -> None:
@@ -93,8 +90,7 @@ def save_config(config: Config, path: Path, *, resolved: bool = False) -> None:
 
 def as_yaml(config: Config, *, resolved: bool = False) -> str:
     """The text that :func:`save_config` writes."""
-    content = dataclasses.asdict(config) if resolved else written(config)
-    return OmegaConf.to_yaml(OmegaConf.create(content))
+    return OmegaConf.to_yaml(OmegaConf.create(config.model_dump() if resolved else written(config)))
 
 
 def written(config: Config) -> dict[str, Any]:
@@ -102,115 +98,52 @@ def written(config: Config) -> dict[str, Any]:
 
     A value that was set as ``${oc.env:NAME}`` is written in that form, because the environment may contain secrets.
     """
-    values = dataclasses.asdict(config)
+    values = config.model_dump()
     for path, (text, value) in config.interpolations.items():
         if _at(values, path) == value:  # otherwise it was changed after loading
             _at(values, path[:-1])[path[-1]] = text
     return values
 
 
-def _read_yaml(file: str | os.PathLike[str]) -> dict[Any, Any]:
-    text = _read_text(file)
+def _read_file(file: str | os.PathLike[str]) -> dict[Any, Any]:
     try:
-        loaded, node = OmegaConf.load(io.StringIO(text)), yaml.compose(text, _LOADER)
-        empty = not loaded and not isinstance(node, yaml.CollectionNode)
-    except (yaml.YAMLError, OmegaConfBaseException, OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{file}: not valid YAML: {error}") from error
-    if empty:  # OmegaConf reads it as {}, which would train the default model on the default dataset
+        loaded = read_yaml(_read_text(file), Config)
+    except ValueError as error:
+        raise error if isinstance(error, ConfigError) else ConfigError(f"{file}: not valid YAML: {error}") from error
+    if loaded is None:  # {} would train the default model on the default dataset
         raise ConfigError(f"{file}: the file is empty or contains only comments; start from yamls/quickstart.yaml")
-    if not isinstance(loaded, DictConfig):
+    if not isinstance(loaded, dict):
         raise ConfigError(f"{file}: must contain keys and values at the top level, not a {type(loaded).__name__}")
-    return _with_text(loaded, node)
+    return loaded
 
 
-def _read_override(override: str) -> dict[Any, Any]:
-    name, _, value = override.partition("=")
-    if not all(name.split(".")):
-        raise ConfigError(f"{COMMAND_LINE}: {name[:80]!r} is not a key; expected section.key=value")
-    try:
-        loaded = OmegaConf.from_dotlist([override])
-        node = yaml.compose(value, _LOADER)
-        for part in reversed(name.split(".")):
-            node = yaml.MappingNode("", [(yaml.ScalarNode("", part), node)])
-        return _with_text(loaded, node)
-    except (yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError) as error:
-        raise ConfigError(f"{COMMAND_LINE}: the value of {name} is not valid YAML: {error}") from error
+def _with_defaults(given: dict[Any, Any]) -> dict[Any, Any]:
+    """The values over the defaults, to which interpolations may refer."""
+    model = given.get("model")
+    task = str(model.get("task")) if isinstance(model, dict) else ""
+    chosen: Any = TASKS.get(task, ClassificationSettings)()
+    return _over(Config(task=chosen).model_dump(), given)
 
 
-def _with_text(loaded: Any, node: Any) -> dict[Any, Any]:
-    """The parsed keys and values. Where the config expects text, it is as written, not what YAML reads as a boolean,
-    number or date (``no``, ``007``). ``node`` is the same mapping as a YAML node."""
-    raw = OmegaConf.to_container(loaded, resolve=False)
-    assert isinstance(raw, dict)
-    _keep_text(raw, node, Config)
-    return raw
-
-
-def _keep_text(raw: dict[Any, Any], node: Any, cls: type[Settings]) -> None:
-    fields = fields_of(cls)
-    for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
-        name = key.value
-        if not isinstance(name, str) or name not in fields or name not in raw:
-            continue
-        held, section = raw[name], section_of(fields[name])
-        if section is not None and isinstance(held, dict):
-            _keep_text(held, value, section)
-        elif isinstance(held, dict):
-            raw[name] = _keys_as_written(held, value)
-        elif str in leaf_types(fields[name].annotation):
-            listed = isinstance(held, list) and isinstance(value, yaml.SequenceNode)
-            pairs = zip(held, value.value, strict=True) if listed else ()
-            raw[name] = [_as_written(*pair) for pair in pairs] if listed else _as_written(held, value)
-
-
-def _keys_as_written(held: dict[Any, Any], node: Any) -> dict[Any, Any]:
-    """A mapping with its keys as text, such as the class names ``no`` and ``1``; unchanged if it merges another."""
-    names = [key.value for key, _ in node.value] if isinstance(node, yaml.MappingNode) else []
-    if len(names) != len(held) or "<<" in names or not all(isinstance(name, str) for name in names):
-        return held
-    return dict(zip(names, held.values(), strict=True))
-
-
-def _as_written(value: Any, node: Any) -> Any:
-    typed = isinstance(value, (bool, int, float, datetime.date))
-    return node.value if typed and isinstance(node, yaml.ScalarNode) else value
-
-
-def _merge(base: dict[Any, Any], raw: dict[Any, Any], origin: str, origin_of: Origins) -> dict[Any, Any]:
-    if problem := _problem_in(raw):
-        raise ConfigError(f"{origin}: {problem}")
-    if "algorithms" in raw:
-        raw["algorithms"] = _algorithms_as_mapping(raw["algorithms"], origin, "algorithms")
-        if not raw["algorithms"]:
-            base = {**base, "algorithms": {}}
-    if isinstance(baseline := raw.get("baseline"), dict) and "algorithms" in baseline:
-        baseline["algorithms"] = _algorithms_as_mapping(baseline["algorithms"], origin, "baseline.algorithms")
-    origin_of.update(dict.fromkeys(_dotted(raw), origin))
-    return _merged(base, raw)
-
-
-def _merged(base: dict[Any, Any], raw: dict[Any, Any]) -> dict[Any, Any]:
-    """Values of ``raw`` replace those of ``base``; mappings are merged."""
+def _over(base: dict[Any, Any], given: dict[Any, Any]) -> dict[Any, Any]:
+    """Values of ``given`` replace those of ``base``; mappings are merged."""
     return base | {
-        name: _merged(base[name], value) if isinstance(value, dict) and isinstance(base.get(name), dict) else value
-        for name, value in raw.items()
+        name: _over(base[name], value) if isinstance(value, dict) and isinstance(base.get(name), dict) else value
+        for name, value in given.items()
     }
 
 
-def _algorithms_as_mapping(value: Any, origin: str, key: str) -> dict[Any, Any]:
-    """``[a, {b: {x: 1}}]`` and ``{a: {}, b: {x: 1}}`` are equivalent."""
-    items: list[tuple[Any, Any]] = []
-    for entry in value if isinstance(value, list) else [{} if value is None else value]:
-        if isinstance(entry, Mapping):
-            items += entry.items()
-        elif isinstance(entry, str) and isinstance(value, list):
-            items.append((entry, {}))
-        else:
-            raise ConfigError(f"{origin}: {key} must contain technique names, not {entry!r}")
-    names = [name for name, _ in items]
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise ConfigError(f"{origin}: {key} lists {twice[0]!r} twice; list it once")
-    return dict(items)
+def _merged(base: dict[Any, Any], given: dict[Any, Any], origin: str, origins: Origins) -> dict[Any, Any]:
+    for section, prefix in ((given, ""), (given.get("baseline"), "baseline.")):
+        if isinstance(section, dict) and "algorithms" in section:
+            try:
+                section["algorithms"] = as_mapping(section["algorithms"])
+            except ValueError as error:
+                raise ConfigError(f"{origin}: {prefix}algorithms {error}") from None
+    if "algorithms" in given and not given["algorithms"]:
+        base = {**base, "algorithms": {}}
+    origins.update(dict.fromkeys(_dotted(given), origin))
+    return _over(base, given)
 
 
 def _dotted(raw: Mapping[Any, Any], prefix: str = "") -> Iterator[str]:
@@ -236,25 +169,6 @@ def _read_text(file: str | os.PathLike[str]) -> str:
         return data.decode("utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{file}: cannot be read: {error}; save it as UTF-8") from error
-
-
-def _problem_in(raw: Mapping[Any, Any]) -> str | None:
-    """Describe a value that nothing can use; None if there is none.
-
-    These are text with a NUL or an unpaired surrogate, which cannot be part of a path, NaN, infinity, and integers of
-    more than 64 bits.
-    """
-    for path, value in _leaves(raw):
-        key = ascii(".".join(map(str, path)))[1:-1]
-        for text in (*path, value):
-            odd = [c for c in text if c == "\0" or "\ud800" <= c <= "\udfff"] if isinstance(text, str) else ()
-            if odd:
-                return f"{key} must be plain text, and contains the character {odd[0]!a}"
-        if isinstance(value, int) and value.bit_length() > 63:
-            return f"{key} must be less than 2**63, and has {value.bit_length()} bits"
-        if isinstance(value, float) and not math.isfinite(value):
-            return f"{key} must be a finite number, not {value}"
-    return None
 
 
 def _leaves(values: Any, path: Keys = ()) -> Iterator[tuple[Keys, Any]]:

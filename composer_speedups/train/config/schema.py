@@ -1,15 +1,25 @@
 """All config keys: type, default, bounds, and below each the doc line that ``--help`` prints."""
 
-import itertools
+import functools
 import os
 import types
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from string import ascii_lowercase, digits
 from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
-from pydantic import BeforeValidator, Field
+from pydantic import (
+    BeforeValidator,
+    Field,
+    GetCoreSchemaHandler,
+    SerializerFunctionWrapHandler,
+    create_model,
+    model_serializer,
+    model_validator,
+)
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from composer_speedups.callbacks.config import (
     BestWeightsConfig,
@@ -19,13 +29,12 @@ from composer_speedups.callbacks.config import (
     MemoryConfig,
     ThroughputConfig,
 )
-from composer_speedups.core.errors import did_you_mean
 from composer_speedups.core.files import with_working_directory
-from composer_speedups.core.registry import technique_names
-from composer_speedups.core.settings import DURATION_UNITS, ComposerTime, FileName, Settings, refuse_if
+from composer_speedups.core.registry import technique_class, technique_names
+from composer_speedups.core.settings import DURATION_UNITS, Check, ComposerTime, FileName, Settings, keys_of
 from composer_speedups.distributed import FSDPConfig
-from composer_speedups.tasks.config import ModelConfig
 from composer_speedups.tasks.data_config import DataConfig
+from composer_speedups.tasks.settings import TASKS, AnyTask, ClassificationSettings, ModelConfig, TaskSettings
 
 __all__ = [
     "BaselineConfig",
@@ -42,29 +51,60 @@ __all__ = [
     "TensorboardConfig",
     "TrainerConfig",
     "WandbConfig",
+    "as_mapping",
     "checkpoint_problem",
 ]
 
-KEYS_OF_TASKS = {  # those that not every task reads; a test compares them with the tasks
-    "classification": ["model.label_smoothing", "model.class_weights", "data.labels", "data.truncation"],
-    "multilabel": ["data.label_columns", "data.labels", "data.truncation"],
-    "regression": ["data.truncation"],
-    "token_classification": ["data.labels", "data.label_all_pieces"],
-    "reranking": ["model.loss", "data.truncation"],
-    "embedding": ["model.loss", "model.temperature", "model.pooling", "model.gradient_cache"],
-    "mlm": ["data.mlm_probability", "data.whole_word_masking", "data.packing"],
-}
+
+@functools.cache
+def _techniques() -> type[Settings]:
+    """A section with a key for the settings of each technique."""
+    sections: dict[str, Any] = {name: (technique_class(name) | None, None) for name in technique_names()}
+    return create_model("Techniques", __base__=Settings, **sections)
+
+
+def as_mapping(algorithms: Any) -> Any:
+    """``[a, {b: {x: 1}}]`` and ``{a: {}, b: {x: 1}}`` are equivalent, and so are null and ``[]``.
+
+    Raises:
+        ValueError: Something else, or a technique that is listed twice.
+    """
+    if algorithms is None:
+        return {}
+    if isinstance(algorithms, list):
+        items = [item for entry in algorithms for item in (entry.items() if isinstance(entry, dict) else [(entry, {})])]
+        names = [name for name, _ in items]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise ValueError(f"lists {twice!r} twice; list it once")
+        if odd := next((name for name in names if not isinstance(name, str)), None):
+            raise ValueError(f"must contain technique names, not {odd!r}")
+        algorithms = dict(items)
+    if not isinstance(algorithms, Mapping):
+        raise ValueError(f"must contain technique names, not {algorithms!r}")
+    return dict(algorithms)
 
 
 def _without_those_off(algorithms: Any) -> Any:
     """Leave out techniques that null or false switches off; true means the default settings."""
-    if not isinstance(algorithms, Mapping):
-        return algorithms
-    kept = {name: settings for name, settings in algorithms.items() if settings is not None and settings is not False}
+    kept = {k: v for k, v in as_mapping(algorithms).items() if v is not None and v is not False}
     return {name: {} if settings is True else settings for name, settings in kept.items()}
 
 
-Techniques = Annotated[dict[str, Any], BeforeValidator(_without_those_off)]
+@dataclass(frozen=True)
+class _Checked:
+    """Metadata of a mapping that is kept as it was written, and checked as a section."""
+
+    section: Callable[[], type[Settings]]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self.check, handler(source))
+
+    def check(self, values: dict[str, Any]) -> dict[str, Any]:
+        self.section().model_validate(values)
+        return values
+
+
+Techniques = Annotated[dict[str, Any], BeforeValidator(_without_those_off), _Checked(_techniques)]
 NO_INTERPOLATIONS: Mapping[tuple[str | int, ...], tuple[str, Any]] = types.MappingProxyType({})
 
 
@@ -126,28 +166,29 @@ class TrainerConfig(Settings):
     deterministic: bool = False
     """Use deterministic kernels only; slower."""
 
-    def check_settings(self) -> None:
+    def checks(self) -> Iterator[Check]:
         if self.fsdp is not None:
             both = "and trainer.fsdp both shard the model; remove one of them"
-            refuse_if(self.parallelism_config, "parallelism_config", both)
+            yield self.parallelism_config, "parallelism_config", both
             no_auto = "auto is not supported with trainer.fsdp; set a number, or null"
-            refuse_if(self.microbatch_size == "auto", "microbatch_size", no_auto)
+            yield self.microbatch_size == "auto", "microbatch_size", no_auto
         if self.microbatch_tokens is not None:
             searched = "cannot be combined with microbatch_size=auto; set a number, or null"
-            refuse_if(self.microbatch_size == "auto", "microbatch_tokens", searched)
+            yield self.microbatch_size == "auto", "microbatch_tokens", searched
             sharded = (
                 "gives ranks different numbers of forward passes, which FSDP does not support; set microbatch_size"
             )
-            refuse_if(self.fsdp is not None or self.parallelism_config, "microbatch_tokens", sharded)
+            yield self.fsdp is not None or self.parallelism_config, "microbatch_tokens", sharded
         unknown = sorted(map(str, set(self.parallelism_config or {}) - {"fsdp", "tp"}))
-        refuse_if(unknown, "parallelism_config", f"accepts fsdp and tp, not {', '.join(unknown)}")
+        yield unknown, "parallelism_config", f"accepts fsdp and tp, not {', '.join(unknown)}"
         if self.early_stopping is not None:
             unevaluated = "needs evaluations during the training; set trainer.eval_interval"
-            refuse_if(self.eval_interval is None, "early_stopping", unevaluated)
-            self._check_patience(self.early_stopping.patience, str(self.eval_interval))
+            yield self.eval_interval is None, "early_stopping", unevaluated
+            if self.eval_interval is not None:
+                yield from self._patience_checks(self.early_stopping.patience, self.eval_interval)
 
-    def _check_patience(self, patience: str, evaluated: str) -> None:
-        """Refuse early stopping that could not stop before the end, as far as can be seen without an epoch's length."""
+    def _patience_checks(self, patience: str, evaluated: str) -> Iterator[Check]:
+        """Early stopping that could not stop before the end, as far as can be seen without an epoch's length."""
         times = (patience, evaluated, self.max_duration)
         units = {time.lstrip(digits) for time in times}
         waits, interval, end = (int(time.rstrip(ascii_lowercase)) for time in times)
@@ -156,7 +197,7 @@ class TrainerConfig(Settings):
             f"of {patience} and evaluations every {evaluated} allow a stop after {earliest}{min(units)} at "
             f"the earliest, and training ends after {self.max_duration}; evaluate more often, or train for longer"
         )
-        refuse_if(len(units) == 1 and earliest >= end, "early_stopping.patience", never)
+        yield len(units) == 1 and earliest >= end, "early_stopping.patience", never
 
 
 class CheckpointConfig(Settings):
@@ -176,15 +217,15 @@ class CheckpointConfig(Settings):
     trust_checkpoint: bool = False
     """Load all of a checkpoint, as Composer does: its author can execute any code on this machine."""
 
-    def check_settings(self) -> None:
+    def checks(self) -> Iterator[Check]:
         missing = "needs checkpoint.load, the checkpoint to load them from"
-        refuse_if(self.weights_only and self.load is None, "weights_only", missing)
+        yield self.weights_only and self.load is None, "weights_only", missing
         # A resumed run may have deleted the checkpoint it was started with, so RunFolder checks this later.
         resumes = self.autoresume and self.interval is not None
         pattern = "{" in str(self.load)  # placeholders for the run's name and rank
         if not resumes and not pattern:
             problem = checkpoint_problem(self.load)
-            refuse_if(problem, "load", str(problem))
+            yield problem, "load", str(problem)
 
 
 class CallbacksConfig(Settings):
@@ -204,9 +245,6 @@ class BaselineConfig(Settings):
     """Techniques of the baseline, as under algorithms; {} for none."""
     batches: int = Field(100, ge=10, le=100_000)
     """Number of batches that each set trains, on a temporary model."""
-
-    def check_settings(self) -> None:
-        _check_names(self.algorithms)
 
 
 class WandbConfig(Settings):
@@ -278,7 +316,9 @@ class Config(Settings):
     """Before training, compare these techniques with the run's in alternating turns of a few batches, and report
     the ratio."""
     model: ModelConfig = Field(default_factory=ModelConfig)
-    """The model and the task."""
+    """The model."""
+    task: AnyTask = Field(default_factory=ClassificationSettings)
+    """The keys under model and data of the task that model.task names: its head, loss, metrics, and columns."""
     data: DataConfig = Field(default_factory=DataConfig)
     """Samples, tokenizer and DataLoader."""
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
@@ -294,27 +334,56 @@ class Config(Settings):
     loggers: LoggersConfig = Field(default_factory=LoggersConfig)
     """Where metrics are logged in addition to report.json."""
 
-    # Values that were set as ${...}; load_config sets it for written(). Without an annotation it is not a key.
-    interpolations = NO_INTERPOLATIONS
+    interpolations: ClassVar[Mapping[tuple[str | int, ...], tuple[str, Any]]] = NO_INTERPOLATIONS
+    """Values that were set as ${...}; load_config sets it for written()."""
 
-    def check_settings(self) -> None:
+    @classmethod
+    def key_of(cls, name: str) -> str:
+        return "" if name == "task" else name  # its keys have their places under model and data
+
+    @model_validator(mode="before")
+    @classmethod
+    def _choose_task(cls, values: Any) -> Any:
+        """Take the keys that are not the same for all tasks out of the sections ``model`` and ``data``."""
+        if not isinstance(values, dict) or isinstance(values.get("task"), TaskSettings):
+            return values
+        if "task" in values:
+            found = [("task", "is not a key; did you mean 'model.task'?")]
+            raise PydanticCustomError("checks", "{found}", {"found": found})
+        values, chosen = dict(values), {"task": "classification"}
+        keys = {key for kind in TASKS.values() for key, _, _ in keys_of(kind)}
+        for name in ("model", "data"):
+            if isinstance(section := values.get(name), dict):
+                values[name] = {key: value for key, value in section.items() if f"{name}.{key}" not in keys}
+                chosen |= {key: value for key, value in section.items() if f"{name}.{key}" in keys}
+        return {**values, "task": chosen}
+
+    @model_serializer(mode="wrap")
+    def _as_written(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """The sections as they are written in YAML."""
+        values: dict[str, Any] = handler(self)
+        for name, value in values.pop("task").items():
+            section, _, key = self.task.key_of("loss" if name == "loss_name" else name).partition(".")
+            values[section][key] = value
+        return values
+
+    def checks(self) -> Iterator[Check]:
         model, data, precision = self.model, self.data, self.trainer.precision
         stopping = self.trainer.early_stopping
-        _check_names(self.algorithms)
         braces = f"must not contain braces, which Composer replaces in some of its paths: {self.runs_folder}"
-        refuse_if(set(self.runs_folder) & set("{}"), "runs_folder", braces)
-        self._check_task_keys()
-        self._check_dtype()
+        yield set(self.runs_folder) & set("{}"), "runs_folder", braces
+        yield from self.task.run_checks(self)
+        yield from self._dtype_checks()
         foreign = (
             "wordpiece trains a new vocabulary, to which the pretrained embeddings do not belong; remove it for the "
             "model's own, or set model.init=random"
         )
-        refuse_if(data.tokenizer == "wordpiece" and model.init == "pretrained", "data.tokenizer", foreign)
+        yield data.tokenizer == "wordpiece" and model.init == "pretrained", "data.tokenizer", foreign
         nameless = data.tokenizer is None and model.init == "random" and model.size is not None
         missing = "is missing; a random model has no tokenizer: set data.tokenizer=wordpiece to train one, or name one"
-        refuse_if(nameless, "data.tokenizer", missing)
+        yield nameless, "data.tokenizer", missing
         both = "and algorithms.mixed_precision both set the precision; remove one of them"
-        refuse_if(precision != "fp32" and "mixed_precision" in self.algorithms, "trainer.precision", both)
+        yield precision != "fp32" and "mixed_precision" in self.algorithms, "trainer.precision", both
         for key, time in (
             ("trainer.max_duration", self.trainer.max_duration),
             ("trainer.eval_interval", self.trainer.eval_interval or ""),
@@ -323,11 +392,11 @@ class Config(Settings):
             ("checkpoint.interval", self.checkpoint.interval or ""),
         ):
             endless = f"is {time}, and a stream has no epochs; use batches, such as 500ba"
-            refuse_if(data.streaming and time.endswith("ep"), key, endless)
-        self.check_warmup()
+            yield data.streaming and time.endswith("ep"), key, endless
+        yield from self.warmup_checks()
 
-    def check_warmup(self, batches_per_epoch: int | None = None) -> None:
-        """Refuse a warm-up that is longer than the training, or whose unit cannot be compared with the training's.
+    def warmup_checks(self, batches_per_epoch: int | None = None) -> Iterator[Check]:
+        """A warm-up that is longer than the training, or whose unit cannot be compared with the training's.
 
         Args:
             batches_per_epoch: None before the data is read; epochs are then not compared with batches.
@@ -340,25 +409,14 @@ class Config(Settings):
         both = f"is {warmup} and trainer.max_duration is {duration}"
         fix = "use one unit for both, or a fraction such as 0.1dur"
         comparable = len(units) == 1 or units == {"ep", "ba"}
-        refuse_if(not comparable, "scheduler.warmup", f"{both}, which cannot be compared; {fix}")
+        yield not comparable, "scheduler.warmup", f"{both}, which cannot be compared; {fix}"
         if len(units) == 1 or batches_per_epoch is not None:
             waits, trains = (n * (batches_per_epoch or 1) if unit == "ep" else n for n, unit in times)
             longer = f"{both}, so the learning rate never reaches its peak; shorten the warm-up, or train for longer"
-            refuse_if(waits > trains, "scheduler.warmup", longer)
+            yield waits > trains, "scheduler.warmup", longer
 
-    def _check_task_keys(self) -> None:
-        """Refuse keys that only other tasks read, because setting them would have no effect."""
-        task, readers = self.model.task, KEYS_OF_TASKS
-        for key in dict.fromkeys(itertools.chain.from_iterable(readers.values())):
-            section, _, name = key.partition(".")
-            settings = getattr(self, section)
-            changed = getattr(settings, name) != getattr(type(settings), name)
-            named = " or ".join(other for other, keys in readers.items() if key in keys)
-            unread = f"is for model.task: {named}, not {task}; remove it"
-            refuse_if(changed and key not in readers[task], key, unread)
-
-    def _check_dtype(self) -> None:
-        """Refuse bfloat16 weights that AdamW would hardly update."""
+    def _dtype_checks(self) -> Iterator[Check]:
+        """bfloat16 weights that AdamW would hardly update."""
         if self.model.dtype != "bfloat16":
             return
         sets = {"algorithms": self.algorithms}
@@ -369,20 +427,11 @@ class Config(Settings):
                 f"bfloat16 weights lose most of AdamW's updates, which are below their resolution; add "
                 f"{section}.kahan_optimizer={{}}, or keep float32 weights and compute in bf16 with mixed_precision"
             )
-            refuse_if("kahan_optimizer" not in algorithms, "model.dtype", needs_kahan)
-        kahan = [algorithms["kahan_optimizer"] for algorithms in sets.values()]
+            yield "kahan_optimizer" not in algorithms, "model.dtype", needs_kahan
+        kahan = [algorithms.get("kahan_optimizer", {}) for algorithms in sets.values()]
         may_continue = "warn" in (self.on_unavailable, *(settings.get("on_unavailable") for settings in kahan))
         must_stop = "bfloat16 cannot be trained without kahan_optimizer; set on_unavailable=stop"
-        refuse_if(may_continue, "model.dtype", must_stop)
-
-
-def _check_names(algorithms: Mapping[str, Any]) -> None:
-    for name, settings in algorithms.items():
-        hint = did_you_mean(name, technique_names())
-        refuse_if(name not in technique_names(), f"algorithms.{name}", f"is not a technique{hint}")
-        refuse_if(
-            not isinstance(settings, Mapping), f"algorithms.{name}", f"must be a mapping of settings, not {settings!r}"
-        )
+        yield may_continue, "model.dtype", must_stop
 
 
 _OBJECT_STORES = ("s3", "gs", "oci", "azure", "dbfs")  # supported by Composer, which needs an address only

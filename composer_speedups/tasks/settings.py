@@ -1,0 +1,324 @@
+"""The settings of the model and of each task. Importing them does not import torch.
+
+A task's settings are a member of the union :data:`AnyTask`, which ``model.task`` chooses. They hold the keys under
+``model`` and ``data`` that this task reads and not every other does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import Discriminator, Field, Tag, field_validator
+
+from composer_speedups.core.settings import Check, Settings
+
+if TYPE_CHECKING:
+    from composer_speedups.tasks.data_config import DataConfig
+
+__all__ = [
+    "TASKS",
+    "TASK_FILE",
+    "AnyTask",
+    "ClassificationSettings",
+    "EmbeddingSettings",
+    "MLMSettings",
+    "ModelConfig",
+    "MultilabelSettings",
+    "RegressionSettings",
+    "RerankingSettings",
+    "TaskSettings",
+    "TokenClassificationSettings",
+]
+
+TASK_FILE = "task.json"
+"""Name of the file in an exported model from which ``predict`` rebuilds the task."""
+
+_IN_MODEL = ("task", "label_smoothing", "class_weights", "loss", "temperature", "pooling", "gradient_cache")
+_Truncation = Literal["longest_first", "only_first", "only_second"]
+_Weight = Annotated[float, Field(gt=0)]
+
+
+class ModelConfig(Settings):
+    name: str = "google-bert/bert-base-uncased"
+    """Hub id or local folder of an encoder, or `minilm` (the weights of the minilm extra)."""
+    init: Literal["pretrained", "random"] = "pretrained"
+    """Load the weights, or start from random ones (without the hub if model.size is set)."""
+    size: Literal["tiny", "mini", "base", "large"] | None = None
+    """With init: random, a BERT of this size (layers/hidden: 2/128, 4/256, 12/768, 24/1024)."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype in which weights are loaded or drawn, and trained; bfloat16 needs algorithms.kahan_optimizer."""
+    dropout: float | None = Field(None, ge=0, lt=1)
+    """Hidden and attention dropout; null keeps the model's own (0.1 in BERT)."""
+    train_metrics: bool = True
+    """Compute metrics for each training batch; costs a synchronization per step."""
+
+    def checks(self) -> Iterator[Check]:
+        own_size = "needs model.init: random; a pretrained model has its own size"
+        yield self.size is not None and self.init != "random", "size", own_size
+
+
+class TaskSettings(Settings):
+    """What the data set and the task are read as; null stands for the default of each."""
+
+    name: ClassVar[str]
+    most_texts: ClassVar[int | None] = 2
+    trains_on_random_tokens: ClassVar[bool] = False  # rows of random tokens have labels for it
+
+    text_columns: list[str] = Field(["text"], examples=["[text]"])
+    """Columns of the text, two for pairs."""
+    label_column: str | None = "label"
+    """Column of the label."""
+
+    @classmethod
+    def key_of(cls, name: str) -> str:
+        return f"{'model' if name in _IN_MODEL else 'data'}.{name}"
+
+    @field_validator("text_columns", "label_column", "loss_name", mode="before", check_fields=False)
+    @classmethod
+    def _default(cls, value: Any, info: Any) -> Any:
+        return value or cls.model_fields[info.field_name].get_default()
+
+    def checks(self) -> Iterator[Check]:
+        texts, most = self.text_columns, self.most_texts
+        too_many = f"names {len(texts)} columns, and task {self.name} reads {most} at most"
+        yield most is not None and len(texts) > most, "data.text_columns", too_many
+        for name in ("labels", "label_columns"):
+            names = getattr(self, name, None) or ()
+            twice = next((item for item in names if names.count(item) > 1), None)
+            yield twice is not None, f"data.{name}", f"lists {twice!r} twice; list it once"
+
+    def data_checks(self, data: DataConfig) -> Iterator[Check]:
+        """Settings of the section ``data`` that the task does not support."""
+        random = data.source == "random" and not self.trains_on_random_tokens
+        yield random, "data.source", f"random has no labels for model.task: {self.name}; use builtin"
+        reads = f"{self.label_column!r} is also among data.text_columns, so the model would read the label"
+        yield self.label_column in self.text_columns, "data.label_column", f"{reads}; name another column"
+
+    def run_checks(self, config: Any) -> Iterator[Check]:
+        """Settings of a :class:`composer_speedups.train.config.schema.Config` that the task does not support."""
+        yield from self.data_checks(config.data)
+        negatives = "would use in-batch negatives of one micro-batch only; set model.gradient_cache instead"
+        for key in ("microbatch_size", "microbatch_tokens"):
+            splits = self.needs_whole_batch and getattr(config.trainer, key) is not None
+            yield splits, f"trainer.{key}", negatives
+
+    @property
+    def needs_whole_batch(self) -> bool:
+        """Whether the loss of a sample depends on other samples of the batch, so that a batch cannot be split."""
+        return False
+
+    def texts_of(self, *, training: bool) -> list[str]:
+        """The text columns that samples are built from."""
+        return self.text_columns
+
+    def reads_label(self, *, training: bool) -> bool:
+        """Whether samples have a label from ``label_column``."""
+        return self.label_column is not None
+
+    def columns(self, *, training: bool) -> list[tuple[str, str]]:
+        """Columns that the samples must have, each with the config key that names it."""
+        texts = [(column, "data.text_columns") for column in self.texts_of(training=training)]
+        label = [(str(self.label_column), "data.label_column")] if self.reads_label(training=training) else []
+        return texts + label
+
+
+class ClassificationSettings(TaskSettings):
+    name = "classification"
+    option = "model.task: classification"
+    trains_on_random_tokens = True
+
+    task: Literal["classification"] = "classification"
+    """One label per text or pair of texts."""
+    label_smoothing: float = Field(0.0, ge=0, lt=1)
+    """Probability mass that the loss spreads uniformly over all classes."""
+    class_weights: Literal["balanced"] | list[_Weight] | dict[str, _Weight] | None = Field(
+        None, examples=["balanced", "[1.0, 3.0]", "{spam: 3.0}"]
+    )
+    """Weight of each class in the loss: by name (1 for the others), as a list in the order of the labels, or balanced,
+    the inverse of how often the class occurs in the training samples; null for equal weights."""
+    labels: list[str] | None = Field(None, examples=["[negative, positive]"])
+    """Names of the classes in the order of the head's outputs; null for those of the training samples."""
+    truncation: _Truncation = "longest_first"
+    """Which text of a pair is truncated to data.max_length: the longer one token by token, the first or the second."""
+
+    def data_checks(self, data: DataConfig) -> Iterator[Check]:
+        yield from super().data_checks(data)
+        up_front = "balanced counts all labels up front; streaming cannot provide them; give the weights by class name"
+        yield isinstance(self.class_weights, str) and data.streams, "model.class_weights", up_front
+        too_few = f"needs at least two classes, such as [negative, positive], not {self.labels}"
+        yield self.labels is not None and len(self.labels) < 2, "data.labels", too_few
+
+
+class MultilabelSettings(TaskSettings):
+    name = "multilabel"
+    option = "model.task: multilabel"
+
+    task: Literal["multilabel"] = "multilabel"
+    """Any number of labels per text or pair of texts."""
+    label_column: str | None = "labels"
+    """Column of the lists of labels."""
+    label_columns: list[str] | None = Field(None, examples=["[billing, tech]"])
+    """Columns of 0 and 1, one per label, instead of label_column."""
+    labels: list[str] | None = Field(None, examples=["[billing, tech]"])
+    """Names of the labels in the order of the head's outputs; null for those of the training samples."""
+    truncation: _Truncation = "longest_first"
+    """Which text of a pair is truncated to data.max_length: the longer one token by token, the first or the second."""
+
+    def checks(self) -> Iterator[Check]:
+        yield from super().checks()
+        names, columns = len(self.labels or ()), len(self.label_columns or ())
+        unequal = f"names {names} labels for {columns} data.label_columns; name one per column, or remove it"
+        yield names and columns and names != columns, "data.labels", unequal
+
+    def reads_label(self, *, training: bool) -> bool:
+        return not self.label_columns
+
+    def columns(self, *, training: bool) -> list[tuple[str, str]]:
+        either = "data.label_column, or data.label_columns for columns of 0 and 1"
+        found = [(c, either if key == "data.label_column" else key) for c, key in super().columns(training=training)]
+        return [*found, *((column, "data.label_columns") for column in self.label_columns or ())]
+
+
+class RegressionSettings(TaskSettings):
+    name = "regression"
+    option = "model.task: regression"
+
+    task: Literal["regression"] = "regression"
+    """A number per text or pair of texts."""
+    truncation: _Truncation = "longest_first"
+    """Which text of a pair is truncated to data.max_length: the longer one token by token, the first or the second."""
+
+
+class TokenClassificationSettings(TaskSettings):
+    name = "token_classification"
+    option = "model.task: token_classification"
+    most_texts = 1
+
+    task: Literal["token_classification"] = "token_classification"
+    """A tag per word."""
+    text_columns: list[str] = Field(["tokens"], examples=["[tokens]"])
+    """Column of the words."""
+    label_column: str | None = "ner_tags"
+    """Column of the tags."""
+    labels: list[str] | None = Field(None, examples=["[O, B-PER, I-PER]"])
+    """Names of the tags in the order of the head's outputs; null for those of the training samples."""
+    label_all_pieces: bool = False
+    """Label every word piece of a word, not only the first."""
+
+
+class RerankingSettings(TaskSettings):
+    name = "reranking"
+    option = "model.task: reranking"
+
+    task: Literal["reranking"] = "reranking"
+    """The relevance of a document for a query, which are read together."""
+    loss_name: Literal["bce", "pairwise"] = Field("bce", alias="loss")
+    """bce: binary cross entropy; pairwise: a document against another one of its query."""
+    text_columns: list[str] = Field(["query", "document"], examples=["[query, document]"])
+    """Columns of the query and of the document."""
+    truncation: _Truncation = "longest_first"
+    """Which text of a pair is truncated to data.max_length: the longer one token by token, the first or the second."""
+
+    def checks(self) -> Iterator[Check]:
+        yield from super().checks()
+        one = "must be two columns, the query and the document, for task reranking"
+        yield len(self.text_columns) == 1, "data.text_columns", one
+
+    def data_checks(self, data: DataConfig) -> Iterator[Check]:
+        yield from super().data_checks(data)
+        unknown = "pairwise needs every document of a query up front; streaming cannot provide them; use bce"
+        yield data.streams and self.loss_name == "pairwise", "model.loss", unknown
+
+
+class EmbeddingSettings(TaskSettings):
+    name = "embedding"
+    option = "model.task: embedding"
+    most_texts = None
+
+    task: Literal["embedding"] = "embedding"
+    """A vector per text."""
+    loss_name: Literal["ranking", "cosine"] = Field("ranking", alias="loss")
+    """ranking: in-batch negatives; cosine: regression on scores."""
+    temperature: float = Field(0.05, gt=0, le=10)
+    """With loss: ranking, temperature that cosine similarities are divided by."""
+    pooling: Literal["mean", "cls"] = "mean"
+    """Mean of the token vectors, or the first token's."""
+    gradient_cache: int | None = Field(None, ge=1)
+    """Encode this many texts at a time and recompute their activations in the backward pass, so that a batch with
+    in-batch negatives may exceed memory; null encodes the whole batch at once."""
+    text_columns: list[str] = Field(["anchor", "positive"], examples=["[anchor, positive]"])
+    """Columns of the anchor, the positive and any number of negatives."""
+    label_column: str | None = None
+    """Column of the scores. With loss: ranking it is read in evaluation only."""
+
+    def checks(self) -> Iterator[Check]:
+        yield from super().checks()
+        cosine, texts = self.loss_name == "cosine", len(self.text_columns)
+        yield (
+            texts < 2,
+            "data.text_columns",
+            "must be two columns or more for task embedding: anchor, positive, negatives",
+        )
+        yield cosine and texts > 2, "data.text_columns", "must be two columns, which model.loss=cosine compares"
+        missing = "is missing; model.loss=cosine needs the column of the scores"
+        yield cosine and self.label_column is None, "data.label_column", missing
+
+    def run_checks(self, config: Any) -> Iterator[Check]:
+        yield from super().run_checks(config)
+        chunks = (
+            "recomputes each chunk with the random generator's earlier state, which cannot be read while cuda_graphs "
+            "captures the step; remove one of them"
+        )
+        captured = self.gradient_cache is not None and "cuda_graphs" in config.algorithms
+        yield captured, "model.gradient_cache", chunks
+
+    @property
+    def needs_whole_batch(self) -> bool:
+        return self.loss_name == "ranking"
+
+    def texts_of(self, *, training: bool) -> list[str]:
+        return self.text_columns if training else self.text_columns[:2]  # evaluation reads no negatives
+
+    def reads_label(self, *, training: bool) -> bool:
+        return self.label_column is not None and (self.loss_name == "cosine" or not training)
+
+
+class MLMSettings(TaskSettings):
+    name = "mlm"
+    option = "model.task: mlm"
+    most_texts = 1
+    trains_on_random_tokens = True
+
+    task: Literal["mlm"] = "mlm"
+    """Masked tokens of a text."""
+    label_column: None = None
+    """A masked language model reads no label."""
+    mlm_probability: float = Field(0.15, gt=0, lt=1)
+    """Fraction of the tokens (or words) that are masked."""
+    whole_word_masking: bool = False
+    """Mask all word pieces of a word together."""
+    packing: bool = False
+    """Concatenate the texts and cut them into rows of max_length tokens, so that rows are not padded."""
+
+    def data_checks(self, data: DataConfig) -> Iterator[Check]:
+        yield from super().data_checks(data)
+        texts = "joins all texts up front; streaming cannot provide them; remove it"
+        yield self.packing and data.streams, "data.packing", texts
+
+
+def _name_of(settings: Any) -> Any:
+    return str(settings.get("task")) if isinstance(settings, dict) else settings.name
+
+
+AnyTask = Annotated[
+    Annotated[ClassificationSettings, Tag("classification")]
+    | Annotated[MultilabelSettings, Tag("multilabel")]
+    | Annotated[RegressionSettings, Tag("regression")]
+    | Annotated[TokenClassificationSettings, Tag("token_classification")]
+    | Annotated[RerankingSettings, Tag("reranking")]
+    | Annotated[EmbeddingSettings, Tag("embedding")]
+    | Annotated[MLMSettings, Tag("mlm")],
+    Discriminator(_name_of),
+]
+TASKS: Mapping[str, type[TaskSettings]] = {kind.name: kind for kind in TaskSettings.__subclasses__()}
