@@ -12,6 +12,7 @@ import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from inspect import Parameter, Signature
 from typing import Annotated, Any, ClassVar, Literal, Self, Union, dataclass_transform, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError, field_validator
@@ -86,6 +87,14 @@ class Settings(BaseModel):
 
     @classmethod
     def __pydantic_init_subclass__(cls, *, eq: bool = True, **_: Any) -> None:
+        kinds = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+        settings = sorted(cls.model_fields.items(), key=lambda item: item[0] in cls.not_recorded)
+        cls.__signature__ = Signature(
+            [
+                Parameter(n, kinds[n in cls.not_recorded], default=f.default, annotation=f.annotation)
+                for n, f in settings
+            ]
+        )
         if not eq:
             cls.__eq__, cls.__hash__ = object.__eq__, object.__hash__  # type: ignore[assignment, method-assign]
 
@@ -93,7 +102,7 @@ class Settings(BaseModel):
         """Takes the class arguments, of which pydantic takes its own and hands on the others."""
 
     def __init__(self, /, *args: Any, **settings: Any) -> None:
-        names = [name for name in fields_of(type(self)) if name not in self.not_recorded]
+        names = [name for name in type(self).model_fields if name not in self.not_recorded]
         if len(args) > len(names):
             raise TypeError(f"{type(self).__name__} takes {len(names)} settings without a name, not {len(args)}")
         try:
@@ -168,7 +177,7 @@ class Settings(BaseModel):
             object.__setattr__(self, name, value)
 
     def __repr__(self) -> str:
-        recorded = [name for name in fields_of(type(self)) if name not in self.not_recorded]
+        recorded = [name for name in type(self).model_fields if name not in self.not_recorded]
         return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name in recorded)})"
 
     __str__ = __repr__
@@ -383,4 +392,11 @@ def _wrong(field: FieldInfo, errors: list[Any]) -> str:
     if types.NoneType in _options(field.annotation) and first["type"] not in _BOUNDS:
         kinds.append("null")
     such = f", such as {' or '.join(field.examples)}" if field.examples and first["type"] not in _BOUNDS else ""
-    return f"must be {' or '.join(dict.fromkeys(kinds))}{such}, not {first['input']!r}"
+    return f"must be {' or '.join(dict.fromkeys(kinds))}{such}, not {_shown(first['input'])}"
+
+
+def _shown(value: Any) -> str:
+    try:
+        return repr(value)
+    except ValueError:  # Python writes no numbers of more than 4300 digits
+        return "a number with so many digits"

@@ -237,7 +237,8 @@ def build_task(settings: TaskSettings) -> Task:
 def task_class(name: str) -> type[Task]:
     """The class of a task by its name in the config."""
     module = importlib.import_module(f"composer_speedups.tasks.{name}")
-    return next(kind for kind in vars(module).values() if isinstance(kind, type) and vars(kind).get("name") == name)
+    kinds = (kind for kind in vars(module).values() if isinstance(kind, type) and issubclass(kind, Task))
+    return next(kind for kind in kinds if kind.__module__ == module.__name__ and kind.name == name)
 
 
 def as_list(names: str | Sequence[str]) -> list[str]:

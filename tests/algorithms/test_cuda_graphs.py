@@ -206,7 +206,7 @@ def test_a_failed_capture_raises_or_disables_capturing() -> None:
 def test_it_needs_a_gpu_and_a_fixed_microbatch_size() -> None:
     with pytest.raises(Refusal, match=r"cuda_graphs: capturing graphs needs a CUDA GPU"):
         make_trainer([CUDAGraphs()])
-    with pytest.raises(ValueError, match="max_graphs must be at least 1"):
+    with pytest.raises(ValueError, match="max_graphs must be greater than or equal to 1"):
         CUDAGraphs(max_graphs=0)
     cpu = torch.device("cpu")
     unmet = [

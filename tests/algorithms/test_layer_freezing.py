@@ -472,7 +472,7 @@ def test_refusals_are_one_line() -> None:
         check([LayerFreezing(), BnbOptimizer(stable_embedding=True)], cpu)
     check([LayerFreezing(), BnbOptimizer()], cpu)
     for settings, message in (
-        ({"layers": 0}, "layers must be at least 1, not 0"),
+        ({"layers": 0}, "layers must be greater than or equal to 1, not 0"),
         ({"start": "soon"}, "start must be"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -251,9 +251,9 @@ def test_models_with_other_adapters_are_refused() -> None:
 def test_the_yaml_accepts_lists_of_names() -> None:
     (technique,) = build_techniques({"lora": {"targets": ["query"], "rank": 2}})
     assert repr(technique) == "LoRA(rank=2, alpha=16.0, targets=['query'], dropout=0.0, modules_to_save=None)"
-    with pytest.raises(ConfigError, match=r"lora.targets must be 'all-linear' or a list of text, not 'query'"):
+    with pytest.raises(ConfigError, match=r"lora.targets must be 'all-linear' or a list, not 'query'"):
         build_techniques({"lora": {"targets": "query"}})
-    with pytest.raises(ConfigError, match=r"lora.targets must be .*, not \[1\]"):
+    with pytest.raises(ConfigError, match=r"lora.targets\[0\] must be a string, not 1"):
         build_techniques({"lora": {"targets": [1]}})
 
 

@@ -218,5 +218,5 @@ def test_unsupported_models_are_refused_and_not_changed() -> None:
             unpad(model)
         assert not unpadded_encoders(model)
     for build in (lambda: unpad(tiny_bert(), 0), lambda: Unpadding(0)):
-        with pytest.raises(ValueError, match="pad_to_multiple_of must be 1 to 65536"):
+        with pytest.raises(ValueError, match="pad_to_multiple_of must be "):
             build()

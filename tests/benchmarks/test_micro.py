@@ -21,7 +21,7 @@ def test_lengths_have_the_distribution_of_reviews() -> None:
     ("argument", "message"),
     [
         ("row=4", "unknown key 'row'; did you mean 'rows'"),
-        ("rows=four", "rows must be a whole number, not"),
+        ("rows=four", "rows must be an integer, not"),
         ("rows", "cannot read 'rows'; expected key=value"),
     ],
 )

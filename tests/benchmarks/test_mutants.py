@@ -104,7 +104,7 @@ def test_a_survivor_that_someone_has_read_has_the_outcome_and_reason_of_the_file
         ([], "expected PACKAGE and then key=value"),
         (["fingers"], "fingers: no such package in mutants.toml; known: kernels, packing"),
         (["callbacks", "samples=3"], "unknown key 'samples'; did you mean 'sample'"),
-        (["callbacks", "sample=three"], "sample must be a whole number, not"),
+        (["callbacks", "sample=three"], "sample must be an integer, not"),
     ],
 )
 def test_a_wrong_argument_is_one_line(arguments: list[str], message: str) -> None:

@@ -194,7 +194,7 @@ def test_a_profile_of_the_quickstart() -> None:
 def test_a_wrong_number_of_batches_is_one_line() -> None:
     for argument, message in (
         ("profile.steps=3", "unknown key 'profile.steps'; known: warmup, timed, active"),
-        ("profile.timed=0", "profile.timed must be at least 1, not 0"),
+        ("profile.timed=0", "profile.timed must be greater than or equal to 1, not 0"),
     ):
         with pytest.raises(ConfigError, match=message):
             profile.main([argument])

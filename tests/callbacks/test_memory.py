@@ -78,7 +78,7 @@ def test_the_peak_of_a_resumed_run_covers_all_its_processes() -> None:
 
 
 def test_a_bad_interval_is_refused() -> None:
-    with pytest.raises(ValueError, match="interval must be at least 1"):
+    with pytest.raises(ValueError, match="interval must be greater than or equal to 1"):
         MemoryAnatomy(interval=0)
 
 

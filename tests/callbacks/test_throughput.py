@@ -288,9 +288,9 @@ def test_a_run_shorter_than_its_warm_up_reports_a_rate_and_no_steady_batches(tmp
 
 
 def test_bad_settings_are_refused() -> None:
-    with pytest.raises(ValueError, match="window must be 1 to 100000"):
+    with pytest.raises(ValueError, match="window must be greater than or equal to 1"):
         ThroughputMonitor(window=0)
-    with pytest.raises(ValueError, match="warmup_batches must be 0 to 8"):
+    with pytest.raises(ValueError, match="warmup_batches must be "):
         ThroughputMonitor(warmup_batches=9)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import pytest
 import torch
@@ -350,7 +350,8 @@ def test_two_techniques_that_exclude_each_other_are_refused_in_either_order() ->
 
 def test_a_step_costs_one_look_up_after_the_proof() -> None:
     class Silent(Watching):
-        batch_end = fit_end = None  # type: ignore[assignment]
+        batch_end: ClassVar[Any] = None
+        fit_end: ClassVar[Any] = None
 
     trainer = make_trainer([Silent()], batches=plain_batches(2))
     host = host_of(trainer.state)

@@ -571,20 +571,6 @@ def test_length_batching_groups_by_the_longest_text_of_a_row() -> None:
     assert padding[4] < 0.85 * padding[None]  # grouping by the sum gives 0.95
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"loss_name": "bce"}, r"model.loss: task embedding supports ranking and cosine, not bce"),
-        ({"text_columns": ["anchor"]}, r"data.text_columns: task embedding reads two columns or more"),
-        ({"loss_name": "cosine"}, r"data.label_column is missing; model.loss=cosine needs the column of the scores"),
-        ({"loss_name": "cosine", "text_columns": THREE, "label_column": "score"}, r"model.loss=cosine compares two"),
-    ],
-)
-def test_settings_that_cannot_be_used_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        Embedding(**settings)
-
-
 def test_bad_rows_name_the_row_and_the_column(files: None) -> None:
     with pytest.raises(DataError, match=r"has no column 'query' \(it has: anchor, positive, negative, score\)"):
         train_in_process("data.text_columns=[query,positive]")

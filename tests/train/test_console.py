@@ -147,7 +147,7 @@ def test_the_baselines_rate_excludes_warm_up_and_the_first_batch_of_each_turn() 
 @pytest.mark.parametrize(
     ("override", "error", "message"),
     [
-        ("baseline={algorithms: {unpading: {}}}", ConfigError, r"baseline\.algorithms\.unpading is not a technique"),
+        ("baseline={algorithms: {unpading: {}}}", ConfigError, r"unknown key 'baseline\.algorithms\.unpading'"),
         ("baseline={algorithms: {tf32_matmul: {}}}", Refusal, "tf32_matmul: TF32 needs a CUDA GPU"),
         ("baseline={algorithms: {unpadding: {}, sdpa_attention: {}}}", Refusal, "conflicts with"),
     ],
