@@ -68,7 +68,7 @@ def main(arguments: list[str]) -> None:
             model=job.model,
             train_dataloader=DataSpec(job.train, get_num_tokens_in_batch=real_tokens),
             eval_dataloader=job.eval,
-            eval_interval=config.trainer.eval_interval if job.eval else 1,
+            eval_interval=config.trainer.evaluates_every if job.eval else 1,
             max_duration=config.trainer.max_duration,
             optimizers=optimizer,
             schedulers=build_scheduler(config.scheduler),

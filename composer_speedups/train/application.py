@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from composer_speedups.core.errors import Interrupted
 from composer_speedups.core.files import check_folder
@@ -99,8 +99,8 @@ def train(
         model_name = resolve_name(config.model.name)
         on_gpu = torch_device(device).type == "cuda"
         data = build_data(config.data, task, model_name=model_name, on_gpu=on_gpu, seed=config.seed)
-        if not config.data.streams:
-            config.check_warmup(len(data.train.dataloader))
+        loader: Any = data.train.dataloader
+        config.check_warmup(None if config.data.streams else len(loader))
         clock.lap("data")
         cpu.join()
         if (baseline := measure_baseline(config, device)) is not None:
