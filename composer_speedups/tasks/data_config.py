@@ -106,8 +106,6 @@ class DataConfig(Settings):
     """Batches prefetched by each worker; null for torch's default (2)."""
     persistent_workers: bool = False
     """Keep the workers alive between epochs."""
-    worker_timeout: float = Field(600.0, gt=0, le=86_400)
-    """Seconds to wait for a batch from workers before the run fails."""
     drop_last: bool = False
     """Drop the last training batch of an epoch if it is incomplete."""
     cache_dir: str = ".cache/composer_speedups"
