@@ -12,6 +12,7 @@ from transformers import BertForMaskedLM, BertForSequenceClassification
 
 from composer_speedups import CUDAGraphs
 from composer_speedups.algorithms.unpadding.encoder_swap import unpad
+from composer_speedups.core.run import Run
 from composer_speedups.packing.encoder import with_counted_rows
 from tests.helpers.common import batch, tiny_config
 from tests.helpers.rerun import Logged, graphed
@@ -123,4 +124,4 @@ def test_the_evidence_counts_segments() -> None:
     for segments, expected in ((1, None), (3, 3)):
         technique._calls = graphed(copy.deepcopy(model), segments=segments)
         technique._calls.model(**given(None, [5, 4], 0))
-        assert technique.verify(None).get("backward_segments") == expected  # type: ignore[arg-type]
+        assert technique.summary(Run(torch.device("cpu"))).get("backward_segments") == expected

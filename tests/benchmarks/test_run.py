@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from benchmarks import run as runner
@@ -20,8 +21,9 @@ from benchmarks.peers.job import read_arguments
 from benchmarks.rows import error_report
 from benchmarks.table_file import Configuration, configurations_of, read_table
 from benchmarks.worker import Workers
+from composer_speedups.core.engaging import check
 from composer_speedups.core.registry import build_techniques
-from composer_speedups.core.technique import refuse_conflicts, techniques_of
+from composer_speedups.core.run import Run
 from composer_speedups.train.cli import read_command_line
 from tests.conftest import ROOT
 from tests.helpers.forks import Fork
@@ -242,13 +244,15 @@ TABLES = [path.stem for path in sorted((ROOT / "benchmarks" / "tables").glob("*.
 )
 def test_every_configuration_of_the_repositorys_tables_is_valid(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its keys, and that its techniques go together; a GPU is assumed."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     for folder in ("IMDB_DIR", "PROTEINS_DIR", "MPNET_DIR"):
         monkeypatch.setenv(folder, "folder")
     read = read_table(ROOT / "benchmarks" / "tables" / f"{name}.yaml")
     for configuration in {configuration.name: configuration for configuration in configurations_of(read)}.values():
         read_config = read_arguments if configuration.peer else read_command_line
         config, _ = read_config(["-f", str(ROOT / read.base), *configuration.overrides])
-        refuse_conflicts(techniques_of(build_techniques(config.algorithms, config.on_unavailable)))
+        check(build_techniques(config.algorithms), Run(torch.device("cuda"), "fp32"))
 
 
 def test_the_command_leaves_rows_a_page_and_a_chart(

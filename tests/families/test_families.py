@@ -17,10 +17,18 @@ from transformers import BertConfig, BertModel
 import composer_speedups
 from composer_speedups import GradientCheckpointing, Unpadding
 from composer_speedups.algorithms.unpadding.encoder_swap import unpad
-from composer_speedups.families.blocks import blocks_of, repeated_blocks
 from composer_speedups.core.engaging import engage
 from composer_speedups.core.run import Run
-from composer_speedups.families.family import Block, Reads, config_value, families, family_named, family_of, kernel_shape
+from composer_speedups.families.blocks import blocks_of, repeated_blocks
+from composer_speedups.families.family import (
+    Block,
+    Reads,
+    config_value,
+    families,
+    family_named,
+    family_of,
+    kernel_shape,
+)
 from composer_speedups.packing.encoder import unpadded_encoders
 from tests.helpers.common import batch
 from tests.helpers.exhaustive import family_params

@@ -7,8 +7,7 @@ import random
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from composer_speedups.core.catalogue import technique_names
-from composer_speedups.core.registry import technique_class
+from composer_speedups.core.registry import technique_class, technique_names
 from composer_speedups.core.settings import keys_of
 from composer_speedups.train.config.schema import Config
 

@@ -14,7 +14,7 @@ from composer.core import Callback, State
 from composer.loggers import Logger
 
 from composer_speedups.callbacks.throughput import Batch
-from composer_speedups.core.errors import ConfigError, TechniqueError
+from composer_speedups.core.errors import ConfigError, Refusal
 from composer_speedups.train import application, console
 from composer_speedups.train.baseline import steady_rate, turn_ratios
 from composer_speedups.train.config.load import load_config
@@ -131,8 +131,8 @@ def test_the_baselines_rate_excludes_warm_up_and_the_first_batch_of_each_turn() 
     ("override", "error", "message"),
     [
         ("baseline={algorithms: {unpading: {}}}", ConfigError, r"baseline\.algorithms\.unpading is not a technique"),
-        ("baseline={algorithms: {tf32_matmul: {}}}", TechniqueError, "tf32_matmul: TF32 needs a CUDA GPU"),
-        ("baseline={algorithms: {unpadding: {}, sdpa_attention: {}}}", TechniqueError, "conflicts with"),
+        ("baseline={algorithms: {tf32_matmul: {}}}", Refusal, "tf32_matmul: TF32 needs a CUDA GPU"),
+        ("baseline={algorithms: {unpadding: {}, sdpa_attention: {}}}", Refusal, "conflicts with"),
     ],
 )
 def test_a_baseline_that_cannot_be_trained_is_refused(override: str, error: type[Exception], message: str) -> None:

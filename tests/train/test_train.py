@@ -13,7 +13,7 @@ from matplotlib.image import imread
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from composer_speedups.core.errors import ConfigError, DataError, TechniqueError
+from composer_speedups.core.errors import ConfigError, DataError, Refusal
 from composer_speedups.train import application
 from composer_speedups.train.config.load import load_config
 from composer_speedups.train.report import summary_table
@@ -122,9 +122,9 @@ def test_conflicts_and_bad_data_are_refused_before_a_model_is_built(monkeypatch:
         raise AssertionError("a model was built")
 
     monkeypatch.setattr("composer_speedups.tasks.models.build_model", forbidden)
-    with pytest.raises(TechniqueError, match="foreach_optimizer: conflicts with fused_optimizer"):
+    with pytest.raises(Refusal, match="foreach_optimizer: conflicts with fused_optimizer"):
         run("algorithms.foreach_optimizer={}")
-    with pytest.raises(TechniqueError, match="tf32_matmul: TF32 needs a CUDA GPU"):
+    with pytest.raises(Refusal, match="tf32_matmul: TF32 needs a CUDA GPU"):
         run("algorithms.tf32_matmul={}", "trainer.device=cpu")
     assert not Path("runs").exists()
     Path("bad.csv").write_text("text,label\nfine,1\nwrong,0\nlate,0.5\n")

@@ -38,8 +38,10 @@ def install(model: nn.Module, max_graphs: int = 4, segments: int | None = None) 
         The replacement of the forward pass; ``release()`` undoes it.
 
     Raises:
-        ValueError: The model is already wrapped in DDP.
+        ValueError: The model is already wrapped in DDP, or ``segments`` is below 1.
     """
+    if segments is not None and segments < 1:
+        raise ValueError(f"segments must be at least 1, not {segments}")
     if isinstance(model, DistributedDataParallel):
         raise ValueError("communication cannot be captured; apply cuda_graphs before DDP wraps the model")
     attribute = "forward" if model._compiled_call_impl is None else "_compiled_call_impl"

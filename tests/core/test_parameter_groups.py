@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from composer_speedups.surgery.parameter_groups import replace_parameters
+from composer_speedups.core.parameter_groups import replace_parameters
 
 pytestmark = pytest.mark.pins
 
