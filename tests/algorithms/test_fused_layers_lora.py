@@ -16,7 +16,7 @@ from composer.models import HuggingFaceModel
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
-from composer_speedups import FusedLayers, LoRA, Unpadding, merged_state_dict
+from composer_speedups import FusedLayers, LoRA, Unpadding, apply, merged_state_dict
 from composer_speedups.algorithms.fused_layers.fusing import fuse
 from composer_speedups.algorithms.unpadding.encoder_swap import unpad
 from composer_speedups.core.stock import changes_to
