@@ -15,10 +15,11 @@ from torch.utils.data import DataLoader
 from composer_speedups import CUDAGraphs, MixedPrecision, SDPAAttention, TorchCompile, Unpadding, apply_cuda_graphs
 from composer_speedups.algorithms.unpadding.encoder_swap import unpad
 from composer_speedups.core.errors import NotEngagedError, TechniqueError
+from composer_speedups.packing.encoder import with_counted_rows
 from tests.algorithms.test_cuda_graphs_segments import bert
 from tests.helpers.common import Batches, batch, final_weights, make_trainer, plain_batches, tiny_bert, trained
 from tests.helpers.waiting import no_waiting
-from tests.reference.loop import counted, gradients, train_plainly
+from tests.reference.loop import gradients, train_plainly
 from tests.reference.tolerance import assert_near
 
 
@@ -242,11 +243,9 @@ def test_graphs_of_the_flash_kernel_accumulate_gradients_without_synchronizing(s
                 one = batch(lengths, 16, seed=10 * turn + i)
                 inputs = {k: v.cuda() for k, v in one.items()}
                 with no_waiting(strict=turn > 0):
-                    counted(each, one["attention_mask"])
-                    with torch.autocast("cuda", torch.bfloat16):
+                    with torch.autocast("cuda", torch.bfloat16), with_counted_rows(each, one, inputs):
                         loss = each(**inputs).loss
                     loss.backward()
         assert_near(gradients(model), gradients(eager), torch.bfloat16, f"turn {turn}")
     assert (calls.graphs, calls.replays, calls.eager_calls, calls.backward_segments) == (3, 21, 0, segments)
-    counted(model, None)
     calls.release()
