@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from composer.core import Callback
+from composer.core import Callback, State
+from composer.loggers import Logger
 
 __all__ = ["MATMUL_PRECISION", "Float32Matmuls", "ProcessFlag"]
 

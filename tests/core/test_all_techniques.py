@@ -56,7 +56,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         setattr(
             technique,
             name,
-            lambda run, *seen: (asked.append((name, run.state.timestamp.batch.value)), original(run, *seen))[1],
+            lambda run, *seen: asked.append((name, run.state.timestamp.batch.value)) or original(run, *seen),
         )
 
     count("proof")
