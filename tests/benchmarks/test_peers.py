@@ -18,6 +18,7 @@ from benchmarks.peers.job import plan_of, read_arguments
 from benchmarks.proteins import write_proteins
 from composer_speedups.core.errors import ConfigError, Refusal
 from composer_speedups.data.builtin import builtin_reviews
+from composer_speedups.train.config.load import load_config
 from tests.conftest import ROOT
 from tests.helpers.jobs import SHORT, run
 
