@@ -144,6 +144,9 @@ def test_a_trainer_refuses_different_settings_with_the_techniques_name() -> None
         make_trainer([TorchCompile(backend="aot_eager")], model=model)
 
 
+# Functions whose second call replaces the settings of the first.
+
+
 def test_a_second_attention_backend_or_dtype_replaces_the_first() -> None:
     model = tiny_bert()
     apply_sdpa_attention(model, "math")

@@ -47,7 +47,7 @@ def refused_values() -> Iterator[Any]:
 def test_a_value_that_is_not_allowed_is_refused(name: str, setting: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"^{setting} must be .* not {value!r}"):
         technique_class(name)(**{setting: value})
-    function: Any = getattr(composer_speedups, f"apply_{name}")
+    function: Any = getattr(composer_speedups, f"apply_{name}", lambda: None)  # optimizers have none
     parameters = inspect.signature(function).parameters
     if setting in parameters:
         model = tiny_bert()

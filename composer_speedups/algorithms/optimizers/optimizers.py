@@ -11,18 +11,6 @@ from pydantic import Field
 from composer_speedups.algorithms.optimizers.technique import SLOT, OptimizerTechnique
 from composer_speedups.core.technique import FSDP, Conflict, Exactness, Variant
 
-__all__ = [
-    "AdafactorOptimizer",
-    "ApexOptimizer",
-    "BnbOptimizer",
-    "ForEachOptimizer",
-    "FusedOptimizer",
-    "KahanOptimizer",
-    "LowBitOptimizer",
-    "OffloadedOptimizer",
-    "ShardedOptimizer",
-]
-
 
 class ForEachOptimizer(OptimizerTechnique):
     """Makes the run's torch optimizer step with multi-tensor (horizontally batched) kernels."""

@@ -109,12 +109,11 @@ def prove(kind: Kind, observed: Observed, optimizer: Optimizer, model: nn.Module
         UnfitOptimizerError: The step, or the state that it left, is not what the kind says.
     """
     evidence: dict[str, Any] = {}
-    if kind.operators:
-        ran = {name: n for name, n in observed.operators.items() if name.startswith(kind.operators)}
+    if kind.flag:
+        ran = {name: n for name, n in observed.operators.items() if name.startswith(f"_{kind.flag}_")}
         if not ran:
-            raise UnfitOptimizerError(
-                f"the first step ran no {kind.operators}* operator", "keep the optimizer's flags as they are"
-            )
+            reason = f"the first step ran no _{kind.flag}_* operator"
+            raise UnfitOptimizerError(reason, "keep the optimizer's flags as they are")
         evidence["operators_in_one_step"] = ran
     if observed.moved is not None:
         if not observed.moved and kind.must_move:

@@ -79,7 +79,7 @@ class OptimizerTechnique(Technique):
         self.before_load(state)  # fit() may be called with new schedulers
         if not self._verified:  # earlier steps are torch's, at learning rate 0, to prepare for loading a state
             self.close()
-            self._observed = Observed(self._new, operators=bool(self.kind.operators))
+            self._observed = Observed(self._new, operators=bool(self.kind.flag))
 
     def verify(self, state: State) -> dict[str, Any]:
         kind, seen = self.kind, self._observed

@@ -107,7 +107,7 @@ def test_each_step_equals_the_references(case: OptimizerCase, device: str) -> No
     ours, model = Swapped(case, device), network(device)
     assert case.kind().build(ours.optimizer, ours.model) is ours.optimizer, "a second call changes nothing"
     optimizer = case.reference(groups_of(model))
-    observed = Observed(ours.optimizer, operators=bool(ours.kind.operators))
+    observed = Observed(ours.optimizer, operators=bool(ours.kind.flag))
     exact = {"rtol": 0, "atol": 0} if case.exact else {"rtol": 1e-5, "atol": 1e-6}
     for number in range(4):
         rates = [float(group["lr"]) for group in ours.optimizer.param_groups]
