@@ -2,9 +2,9 @@
 
     from composer_speedups import FusedOptimizer, MixedPrecision, TorchCompile
 
-Every technique has a class and an ``apply_`` function, which are discovered by their folder under ``algorithms`` and
-imported on first use, so that reading a config and ``--help`` need not import torch. ``__init__.pyi`` lists them for
-type checkers and editors; ``python -m benchmarks.render`` writes it.
+Every technique has a class and, unless it is an optimizer, an ``apply_`` function. They are found by the folders under
+``algorithms`` and imported on first use, so that reading a config and ``--help`` need not import torch. The file
+``__init__.pyi`` lists them for type checkers and editors; ``python -m benchmarks.render`` writes it.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ import composer_speedups
 from benchmarks.peers.job import Job, Plan, build_job, plan_of, read_arguments
 from benchmarks.peers.meter import Meter
 from composer_speedups import plan_unpadding
+from composer_speedups.algorithms.optimizers.technique import OptimizerTechnique
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.core.operator_recorder import compile_counts
 from composer_speedups.core.registry import build_techniques
@@ -71,7 +72,7 @@ def _precision(config: Config) -> str:
 def apply_all(
     techniques: list[Technique], config: Config, model: FinetuneModel, optimizer: Optimizer
 ) -> tuple[Optimizer, torch.amp.GradScaler]:
-    """Apply each technique by its function; return the optimizer and the scaler.
+    """Apply each technique by its function, or build its optimizer; return the optimizer and the scaler.
 
     Raises:
         ConfigError: A technique whose function lacks a setting of its class, or that acts between batches.
@@ -90,6 +91,8 @@ def apply_all(
 
 
 def _apply(technique: Technique, settings: Mapping[str, Any], model: nn.Module, optimizer: Optimizer) -> Any:
+    if isinstance(technique, OptimizerTechnique):
+        return technique.kind.build(optimizer, model)
     function: Callable[..., Any] = getattr(composer_speedups, f"apply_{technique.name}")
     parameters = inspect.signature(function).parameters
     settings = {name: value for name, value in settings.items() if name not in _LEFT_OUT}

@@ -296,7 +296,9 @@ def test_a_word_that_is_absent_from_a_batch_does_not_jump(bits: Any) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_the_offloaded_state_stays_on_the_cpu_and_changed_weights_are_used(device: str) -> None:
+def test_the_offloaded_state_stays_on_the_cpu_and_changed_weights_are_used(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     case = next(case for case in CASES if case.name == "offloaded_optimizer")
     ours, model = Swapped(case, device), network(device)
     optimizer = AdamW(groups_of(model), foreach=False)
@@ -305,7 +307,10 @@ def test_the_offloaded_state_stays_on_the_cpu_and_changed_weights_are_used(devic
             step(one, other, number)
             one[0].weight.data.fill_(0.25)
     torch.testing.assert_close(values(ours.model), values(model), rtol=1e-5, atol=1e-6)
+    moved, copied = set(), Tensor.cpu  # a loaded state is moved, which a run on a CPU shows only here
+    monkeypatch.setattr(Tensor, "cpu", lambda tensor: (moved.add(tensor.data_ptr()), copied(tensor))[1])
     ours.optimizer.load_state_dict(saved(ours.optimizer))
+    assert len(moved) == sum(map(len, ours.optimizer.state.values()))
     assert ours.kind.check(ours.optimizer, ours.model) == {"state_on": "cpu", "weights_on": [device]}
     state = next(iter(ours.optimizer.state.values()))
     state["exp_avg"] = state["exp_avg"].to("meta")  # a device other than the CPU that every machine has
