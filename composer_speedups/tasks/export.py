@@ -11,6 +11,7 @@ from composer.utils import dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
+from composer_speedups.core.file_hashes import TEXTS, WEIGHTS, hashes_of, model_files
 from composer_speedups.core.files import replace_folder, write_json
 from composer_speedups.core.host import host_of
 from composer_speedups.core.trainer_state import model_of
@@ -51,7 +52,8 @@ def export_model(state: State, folder: Path) -> Path:
                 wrapped.tokenizer.save_pretrained(partial)
             if isinstance(wrapped, FinetuneModel):
                 wrapped.task.export(partial, wrapped.config.hidden_size, wrapped.max_length)
-                write_json(partial / TASK_FILE, wrapped.task.settings(wrapped.max_length))
+                files = hashes_of(model_files(str(partial), (*WEIGHTS, *TEXTS)), "export")  # predict compares them
+                write_json(partial / TASK_FILE, wrapped.task.settings(wrapped.max_length) | {"files": files})
     dist.barrier()
     return folder
 

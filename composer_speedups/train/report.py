@@ -110,6 +110,7 @@ def build_report(
         },
         "environment": environment(),
         "config": written(config),
+        "inputs": history.inputs,
         "resumed": history.resumed,
         "wall_seconds": history.wall_seconds + wall_seconds,
     }

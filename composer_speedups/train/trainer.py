@@ -168,7 +168,7 @@ def build_trainer(
             schedulers=build_scheduler(config.scheduler),
             algorithms=[*techniques, *_gradient_clipping(config.optimizer)],
             # the saver last, so that it saves the state of all others
-            callbacks=[*_callbacks(config, techniques), *callbacks, *_saver(checkpoint, folder, stop)],
+            callbacks=[*_callbacks(config, techniques, folder), *callbacks, *_saver(checkpoint, folder, stop)],
             loggers=loggers_of(config, folder),
             run_name=config.run_name,
             progress_bar=False,  # TrainingProgress replaces it
@@ -236,7 +236,7 @@ def _check_rates(trainer: Trainer, wanted: float) -> None:
             )
 
 
-def _callbacks(config: Config, techniques: Sequence[Technique]) -> list[Callback]:
+def _callbacks(config: Config, techniques: Sequence[Technique], folder: RunFolder | None) -> list[Callback]:
     """The callbacks that the config names, and those of every run."""
     named = config.callbacks
     sets_matmul_precision = any(t.name == "tf32_matmul" and t.engaged is not False for t in techniques)
@@ -255,7 +255,7 @@ def _callbacks(config: Config, techniques: Sequence[Technique]) -> list[Callback
         ClassReport(),
         *_configured(BestWeights, config.checkpoint.best),
         *_configured(EarlyStopping, config.trainer.early_stopping),
-        RunHistory(),
+        RunHistory({} if folder is None else folder.inputs),
         RunSummary(),
         *([] if config.loggers.wandb is None else [WandbAxes()]),
     ]

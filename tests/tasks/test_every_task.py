@@ -170,13 +170,11 @@ def test_a_stream_trains_as_from_memory_and_resumes_exactly(task: str) -> None:
 @pytest.mark.supports("tune")
 def test_tune_writes_a_yaml_that_trains(task: str, monkeypatch: pytest.MonkeyPatch) -> None:
     own = [f"model.task={task}", "algorithms.fused_optimizer=null", "algorithms.sdpa_attention=null"]
-    log, trained = search(monkeypatch, ["foreach_optimizer"], *own)
-    assert trained == len(log["trials"]) >= 2
-    (verdict,) = [verdict for verdict in log["verdicts"] if verdict["candidate"]["label"] == "foreach_optimizer"]
-    assert verdict["state"] == "measured"
-    assert all(trial["outcome"]["step_seconds"] > 0 for trial in log["trials"])
+    log = search(monkeypatch, {"foreach": {"foreach_optimizer": {}}}, *own)
+    assert [trial["status"] for trial in log["trials"]] == ["ok"]
+    assert log["trials"][0]["step_seconds"] > 0
     tuned = load_config("quickstart.tuned.yaml")
-    assert (tuned.model.task, tuned.algorithms) == (task, log["chosen"])
+    assert (tuned.model.task, tuned.algorithms) == (task, log["algorithms"])
     application.main(["-f", "quickstart.tuned.yaml", "trainer.max_duration=2ba", "trainer.eval_batches=1"])
     assert json.loads(Path("runs/quickstart/report.json").read_text())["training"]["batches"] == 2
 

@@ -165,13 +165,14 @@ class CheckpointConfig(Settings):
     best: BestWeightsConfig | None = None
     """Export the weights of the best evaluation, which every checkpoint then contains too; null exports the last."""
     load: str | None = None
-    """Checkpoint to resume from: weights, optimizer, schedule, data position and random state."""
+    """Checkpoint of this run's folder to continue from: weights, optimizer, schedule, data position and random state.
+    Of another run, with weights_only or trust_checkpoint."""
     weights_only: bool = False
     """Load only the weights from checkpoint.load, and start a new run."""
     autoresume: bool = True
     """Resume an interrupted run with this run_name and a checkpoint.interval from its newest complete checkpoint."""
     trust_checkpoint: bool = False
-    """Load a checkpoint without checking its contents: its author can execute any code on this machine."""
+    """Load all of a checkpoint, as Composer does: its author can execute any code on this machine."""
 
     def check_settings(self) -> None:
         missing = "needs checkpoint.load, the checkpoint to load them from"
