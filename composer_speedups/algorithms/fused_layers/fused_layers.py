@@ -9,7 +9,7 @@ from pydantic import Field
 
 from composer_speedups.core.errors import Refusal
 from composer_speedups.core.requirements import needs_autocast, needs_bf16, needs_cuda, needs_triton
-from composer_speedups.core.technique import ComparedTechnique, Effect, Order
+from composer_speedups.core.technique import NOT_YET, ComparedTechnique, Effect, Order
 
 if TYPE_CHECKING:
     from composer_speedups.core.run import FirstBatch, Run
@@ -124,6 +124,8 @@ class FusedLayers(ComparedTechnique):
     def proof(self, run: Run, seen: FirstBatch) -> dict[str, Any]:
         if self._compiling is not None:
             self._compiling.close()  # no kernel may be launched during a capture of CUDA graphs, which may come next
+        if seen.ran["waits_for_gradients"]:  # unpadding's first batch stays padded
+            return NOT_YET
         ran = {way: seen.ran[name] for name, way in _WAYS.items() if seen.ran[name]}
         if not ran:
             how = "ran the stock model's code" if seen.ran["stock_layer"] else "did not run"
