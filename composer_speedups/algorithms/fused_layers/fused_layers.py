@@ -124,9 +124,9 @@ class FusedLayers(ComparedTechnique):
     def proof(self, run: Run, seen: FirstBatch) -> dict[str, Any]:
         if self._compiling is not None:
             self._compiling.close()  # no kernel may be launched during a capture of CUDA graphs, which may come next
-        if seen.ran["waits_for_gradients"]:  # unpadding's first batch stays padded
-            return NOT_YET
         ran = {way: seen.ran[name] for name, way in _WAYS.items() if seen.ran[name]}
+        if not ran and seen.ran["waits_for_gradients"]:  # the first batch stays padded
+            return NOT_YET
         if not ran:
             how = "ran the stock model's code" if seen.ran["stock_layer"] else "did not run"
             raise self.no_effect(f"the layers {how}", "keep unpadding engaged")

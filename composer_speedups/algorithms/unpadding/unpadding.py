@@ -142,9 +142,9 @@ class Unpadding(ComparedTechnique):
         attention = _attention_among(seen)
         if is_compiled(run.model):
             attention = attention or ["not seen in compiled code"]
-        elif seen.ran["waits_for_gradients"]:
-            return NOT_YET
         elif not seen.ran["packed_encoder"]:
+            if seen.ran["waits_for_gradients"]:
+                return NOT_YET
             if seen.ran["padded_encoder"] and self._kept_padded:
                 raise self.no_effect(*_PADDED)
             how = "padded" if seen.ran["padded_encoder"] else "without its encoder"
