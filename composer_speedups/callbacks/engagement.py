@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from composer.core import Callback, State
@@ -35,8 +35,6 @@ class EngagementReport(Callback):
         numerics: The dtype of the weights, Composer's precision, the dtype of matmuls and torch's float32 flag, in the
             first batch.
     """
-
-    checkpoint_fields: ClassVar[dict[str, Any]] = {"techniques": list[str], "numerics": dict[str, str]}
 
     def __init__(self) -> None:
         self._techniques: list[Technique] = []

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from composer.core import Callback, State
 from composer.loggers import Logger
-from typing_extensions import TypedDict
 
 from composer_speedups.core.process_age import process_age
 from composer_speedups.tasks.metrics import final_metrics
@@ -15,16 +15,14 @@ from composer_speedups.tasks.metrics import final_metrics
 __all__ = ["RunHistory"]
 
 
-class _Resumed(TypedDict):
-    batch: int
-    checkpoint: str
-
-
 class RunHistory(Callback):
     """Preserves values of report.json across resumes that other parts of a checkpoint do not hold.
 
     A run that was interrupted after its last batch and before its report trains nothing when resumed: it repeats the
     last evaluation and writes the report.
+
+    Args:
+        inputs: What the run reads, by content; see :func:`.inputs_of`.
 
     Attributes:
         wall_seconds: Time of earlier processes, each up to the checkpoint that was resumed from. Neither training lost
@@ -34,13 +32,8 @@ class RunHistory(Callback):
         metrics: Loss and accuracy at the checkpoint; values that this process measures replace them.
     """
 
-    checkpoint_fields: ClassVar[dict[str, Any]] = {
-        "wall_seconds": float,
-        "resumed": list[_Resumed],
-        "metrics": dict[str, float],
-    }
-
-    def __init__(self) -> None:
+    def __init__(self, inputs: Mapping[str, Mapping[str, str]] | None = None) -> None:
+        self.inputs = inputs or {}
         self.wall_seconds = 0.0
         self.resumed: list[dict[str, Any]] = []
         self.metrics: dict[str, float] = {}
@@ -67,6 +60,7 @@ class RunHistory(Callback):
             "wall_seconds": self.wall_seconds + process_age(),
             "resumed": self.resumed,
             "metrics": {**self.metrics, **final_metrics(self._state)},
+            "inputs": self.inputs,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -15,11 +15,11 @@ from composer_speedups.core.errors import Refusal
 from composer_speedups.data.builtin import builtin_reviews
 from composer_speedups.data.tokens import load_tokenizer
 from composer_speedups.predict.model import FinishedModel
+from composer_speedups.sweep.trials import trial_config
 from composer_speedups.tasks.classification import Classification
 from composer_speedups.tasks.models import build_model
 from composer_speedups.train.config.load import load_config, save_config
 from composer_speedups.train.config.schema import Config, DataConfig, ModelConfig
-from composer_speedups.tune.trials import trial_config
 from tests.helpers.common import make_trainer, tiny_bert, tiny_config
 from tests.helpers.jobs import run
 

@@ -93,11 +93,12 @@ def test_the_export_loads_without_this_package_and_gives_the_same_logits(finishe
 def test_the_saved_config_and_a_checkpoint_reproduce_the_run(finished: Path) -> None:
     """Its plot, too, contains all losses and evaluations."""
     load = f"checkpoint.load={finished}/checkpoints/ep1-ba8-rank0.pt"
-    application.main(["-f", str(finished / "config.yaml"), load])
+    application.main(["-f", str(finished / "config.yaml"), load, "checkpoint.trust_checkpoint=true"])
     resumed = Path("runs/quickstart")
     before, after = (json.loads((folder / "report.json").read_text()) for folder in (finished, resumed))
     assert (after["metrics"], after["training"]["batches"]) == (before["metrics"], 18)
-    assert after["config"]["checkpoint"].pop("load") != before["config"]["checkpoint"].pop("load")
+    for key in ("load", "trust_checkpoint"):
+        assert after["config"]["checkpoint"].pop(key) != before["config"]["checkpoint"].pop(key)
     assert after["config"] == before["config"]
     curves = saved_state(resumed)["callbacks"]["LearningCurves"]
     first = saved_state(finished)["callbacks"]["LearningCurves"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import signal
 import statistics
 import subprocess
 import sys
@@ -17,10 +16,8 @@ import pytest
 from composer_speedups.core.command_line import read_settings
 from composer_speedups.core.errors import ConfigError, RunFailedError
 from composer_speedups.core.settings import fields_of
-from composer_speedups.core.subprocesses import killed_with_parent
-from composer_speedups.repeat.__main__ import RepeatConfig, main
-from composer_speedups.repeat.processes import gpus_of_processes
-from composer_speedups.repeat.runs import Run, planned_runs, table
+from composer_speedups.sweep.repeat import Run, gpus_of_processes, main, planned_runs, table
+from composer_speedups.sweep.settings import RepeatConfig
 from composer_speedups.train.config.load import save_config
 from composer_speedups.train.config.schema import Config
 from tests.conftest import ROOT
@@ -31,16 +28,19 @@ QUICKSTART = str(ROOT / "yamls" / "quickstart.yaml")
 MRPC = str(ROOT / "yamls" / "glue" / "mrpc.yaml")
 
 # A program in place of train.py, which needs no torch: it notes when it ran and on which GPU, and leaves a report.
-# Seeds in FULL find the disk full, and those in SLOW do not end.
+# Seeds in FULL find the disk full, those in SLOW do not end, and those in CHANGES change the data file.
 STUB = """
 import json, os, sys, time
 from pathlib import Path
 from composer_speedups.core.command_line import parse_command_line
 from composer_speedups.train.cli import exit_codes
 from composer_speedups.train.config.load import load_config, save_config
+from composer_speedups.train.inputs import inputs_of
 
 began, command = time.time(), parse_command_line(sys.argv[1:])
 config = load_config(command.file, command.overrides)
+if str(config.seed) in os.environ.get("CHANGES", ""):
+    Path(config.data.train_file).write_text("text,label\\nother,0\\n")
 folder = Path(config.runs_folder, config.run_name)
 folder.mkdir(exist_ok=True)
 save_config(config, folder / "config.yaml")
@@ -51,8 +51,13 @@ with open("calls.jsonl", "a") as calls:
 with exit_codes():
     if str(config.seed) in os.environ.get("FULL", ""):
         raise OSError(28, "No space left on device")
-(folder / "report.json").write_text(json.dumps({"metrics": {"accuracy": config.seed / 8, "train_loss": 1.0}}))
+metrics = {"accuracy": config.seed / 8, "train_loss": 1.0}
+(folder / "report.json").write_text(json.dumps({"inputs": inputs_of(config), "metrics": metrics}))
 """
+
+
+def calls() -> list[str]:
+    return [json.loads(call)[0] for call in Path("calls.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture
@@ -67,7 +72,11 @@ def finish(run: Run, config: Config | None = None, **metrics: float | None) -> N
     """Leave the files of a finished run."""
     run.folder.mkdir(parents=True)
     save_config(config or run.config, run.folder / "config.yaml")
-    (run.folder / "report.json").write_text(json.dumps({"metrics": metrics}))
+    (run.folder / "report.json").write_text(json.dumps({"inputs": run.inputs, "metrics": metrics}))
+
+
+def cells(lines: list[str]) -> list[list[str]]:
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("|")]
 
 
 @pytest.mark.parametrize(
@@ -102,7 +111,7 @@ def test_a_mistake_is_one_line_before_anything_is_trained(arguments: list[str], 
 
 
 def test_the_command_ends_with_status_2_without_importing_torch() -> None:
-    code = "import sys; sys.modules['torch'] = None; import composer_speedups.repeat.__main__ as r; r.command()"
+    code = "import sys; sys.modules['torch'] = None; import composer_speedups.sweep.repeat as r; r.command()"
     command = [sys.executable, "-c", code, "-f", "quickstart", "seeds=x"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
@@ -144,11 +153,11 @@ def test_the_table_has_mean_and_standard_deviation_of_each_metric() -> None:
     finish(runs[3], binary_f1=0.9)
     finish(runs[4], planned_runs([MRPC], ["optimizer.lr=1e-3"], [2])[0].config, binary_f1=0.1)
     mean, stdev = statistics.mean, statistics.stdev
-    assert table(runs)[2:] == [
-        f"| quickstart | accuracy | 3 of 3 | {mean(accuracies):.4f} | {stdev(accuracies):.4f} |",
-        f"| quickstart | loss | 2 of 3 | {mean(losses):.4f} | {stdev(losses):.4f} |",
-        "| glue_mrpc | binary_f1 | 1 of 3 | 0.9000 |  |",
-        "| glue_mrpc | failed: seed 2, 3 | | | |",
+    assert cells(table(runs).splitlines())[2:] == [
+        ["quickstart", "accuracy", "3 of 3", f"{mean(accuracies):.4f}", f"{stdev(accuracies):.4f}"],
+        ["quickstart", "loss", "2 of 3", f"{mean(losses):.4f}", f"{stdev(losses):.4f}"],
+        ["glue_mrpc", "binary_f1", "1 of 3", "0.9000", ""],
+        ["glue_mrpc", "failed: seed 2, 3", "", "", ""],
     ]
 
 
@@ -171,7 +180,7 @@ def test_processes_take_the_visible_gpus_in_turn(
     gpus: list[str | None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("composer_speedups.repeat.processes.command_output", lambda *_, **__: "GPU-0\nGPU-1")
+    monkeypatch.setattr("composer_speedups.sweep.repeat.command_output", lambda *_, **__: "GPU-0\nGPU-1")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
@@ -188,35 +197,24 @@ def test_runs_are_spread_over_gpus_and_only_failed_ones_are_repeated(
     with pytest.raises(RunFailedError) as error:
         main(arguments, stub)
     assert str(error.value).startswith(line)
-    calls = [json.loads(call) for call in Path("calls.jsonl").read_text().splitlines()]
-    assert len(calls) == 6
-    assert {gpu for _, gpu, _, _ in calls} == {"3", "GPU-x"}
+    called = [json.loads(call) for call in Path("calls.jsonl").read_text().splitlines()]
+    assert len(called) == 6
+    assert {gpu for _, gpu, _, _ in called} == {"3", "GPU-x"}
     for gpu in ("3", "GPU-x"):
-        times = sorted((began, ended) for _, used, began, ended in calls if used == gpu)
+        times = sorted((began, ended) for _, used, began, ended in called if used == gpu)
         assert all(ended <= began for (_, ended), (began, _) in itertools.pairwise(times))
-    printed = capsys.readouterr().out
-    mean, stdev = statistics.mean([1 / 8, 3 / 8]), statistics.stdev([1 / 8, 3 / 8])
-    assert f"| glue_mrpc | accuracy | 2 of 3 | {mean:.4f} | {stdev:.4f} |\n| glue_mrpc | failed: seed 2 |" in printed
+    assert ["glue_mrpc", "failed: seed 2", "", "", ""] in cells(capsys.readouterr().out.splitlines())
 
     monkeypatch.delenv("FULL")
     Path("calls.jsonl").unlink()
     main(arguments, stub)
-    repeated = {json.loads(call)[0] for call in Path("calls.jsonl").read_text().splitlines()}
-    assert repeated == {"quickstart-seed2", "glue_mrpc-seed2"}
+    assert set(calls()) == {"quickstart-seed2", "glue_mrpc-seed2"}
     assert "failed" not in capsys.readouterr().out
-
-
-def has_ended(process: psutil.Process) -> bool:
-    """Whether a process has ended, even if nothing reaps it."""
-    try:
-        return process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 def start_command(program: str, *arguments: str) -> subprocess.Popen[bytes]:
     code = (
-        "import functools, sys, composer_speedups.repeat.__main__ as r; sys.path.append('.'); "
+        "import functools, sys, composer_speedups.sweep.repeat as r; sys.path.append('.'); "
         f"r.main = functools.partial(r.main, program={program!r}); r.command()"
     )
     # the folder of the tests' own composer_speedups comes first, and the stub's is the working directory
@@ -224,33 +222,43 @@ def start_command(program: str, *arguments: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, stdout=subprocess.DEVNULL)
 
 
-@pytest.mark.parametrize(
-    ("signum", "status"),
-    [
-        (signal.SIGTERM, 143),
-        pytest.param(
-            signal.SIGKILL,
-            -9,
-            marks=pytest.mark.skipif(not killed_with_parent(), reason="needs setpriv of util-linux 2.33"),
-        ),
-    ],
-)
-def test_a_stopped_command_leaves_no_run_behind_and_continues(
-    signum: signal.Signals, status: int, stub: str, monkeypatch: pytest.MonkeyPatch
+def test_a_stopped_command_leaves_no_run_behind_and_continues_and_another_one_is_refused(
+    stub: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = ["-f", QUICKSTART, "seeds=1..2", "trainer.device=cpu"]
     monkeypatch.setenv("SLOW", "2")
     command = start_command(stub, *arguments)
     pid = Path("quickstart-seed2.pid")
     wait_until(lambda: pid.exists() and pid.read_text(), "the second run does not start")
-    run = psutil.Process(int(pid.read_text()))
-    command.send_signal(signum)
-    assert command.wait(HANGS) == status
-    wait_until(lambda: has_ended(run), "the run does not end")
+    with pytest.raises(ConfigError, match=r"^runs_folder: runs/\.quickstart-seed2\.repeat\.lock is in use"):
+        main([*arguments, "seeds=2..3"], stub)
+    command.terminate()
+    assert command.wait(HANGS) == 143
+    assert not psutil.pid_exists(int(pid.read_text()))
     monkeypatch.delenv("SLOW")
     main(arguments, stub)
-    calls = [json.loads(call)[0] for call in Path("calls.jsonl").read_text().splitlines()]
-    assert calls == ["quickstart-seed1", "quickstart-seed2"]
+    assert calls() == ["quickstart-seed1", "quickstart-seed2"]
+
+
+FILES = ["-f", QUICKSTART, "trainer.device=cpu", "data.source=files", "data.train_file=train.csv", "seeds=1..2"]
+
+
+def test_runs_are_trained_again_once_their_data_changed_and_other_data_are_not_averaged(
+    stub: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("train.csv").write_text("text,label\na,0\nb,1\n")
+    main(FILES, stub)
+    main(FILES, stub)
+    assert calls() == ["quickstart-seed1", "quickstart-seed2"]
+    Path("train.csv").write_text("text,label\na,1\nb,0\n")
+    capsys.readouterr()
+    monkeypatch.setenv("CHANGES", "2")
+    with pytest.raises(RunFailedError, match=r"^1 of 2 .*seed2: data\.train_file: train\.csv changed while"):
+        main(FILES, stub)
+    assert calls() == ["quickstart-seed1", "quickstart-seed2"] * 2
+    printed = capsys.readouterr().out
+    assert "quickstart-seed1: trained again, since data.train_file: train.csv has changed" in printed
+    assert ["quickstart", "failed: seed 2", "", "", ""] in cells(printed.splitlines())
 
 
 BRIEF = ["-f", QUICKSTART, *SHORT, "trainer.device=cpu", "export=false", "seeds=1..2"]
@@ -260,27 +268,9 @@ def reports() -> list[dict[str, Any]]:
     return [json.loads(Path(f"runs/quickstart-seed{seed}/report.json").read_text()) for seed in (1, 2)]
 
 
-@pytest.mark.slow
-@pytest.mark.exhaustive
-def test_two_real_runs_train_at_the_same_time(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = [*BRIEF, "trainer.max_duration=2ba", "trainer.eval_batches=2", "processes=2"]
-    main(arguments)
-    first = reports()
-    assert [report["config"]["seed"] for report in first] == [1, 2]
-    assert all(report["training"]["batches"] == 2 for report in first)
-    losses = [report["metrics"]["loss"] for report in first]
-    assert losses[0] != losses[1]
-    row = f"| quickstart | loss | 2 of 2 | {statistics.mean(losses):.4f} | {statistics.stdev(losses):.4f} |"
-    assert row in capsys.readouterr().out.splitlines()
-    assert "report.json" in Path("runs/quickstart-seed1.log").read_text()
-    main(arguments)
-    assert reports() == first
-    assert row in capsys.readouterr().out.splitlines()
-
-
 @pytest.mark.exhaustive
 @pytest.mark.slow
-def test_a_killed_command_resumes_the_run_that_it_trained() -> None:
+def test_a_killed_command_resumes_the_run_that_it_trained(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [*BRIEF, "trainer.max_duration=100ba", "trainer.eval_batches=2", "checkpoint.interval=20ba"]
     command = start_command("composer_speedups.train", *arguments)
     wait_until(lambda: [*Path("runs/quickstart-seed2/checkpoints").glob("ep*-rank0.pt")], "no checkpoint is written")
@@ -290,10 +280,14 @@ def test_a_killed_command_resumes_the_run_that_it_trained() -> None:
     command.wait()
     finished = Path("runs/quickstart-seed1/report.json").stat().st_mtime_ns
     assert not Path("runs/quickstart-seed2/report.json").exists()
-    wait_until(lambda: all(map(has_ended, runs)), "the kernel does not kill the run, too")
+    psutil.wait_procs(runs, HANGS)  # the kernel kills the run, too
     main(arguments)
     assert Path("runs/quickstart-seed1/report.json").stat().st_mtime_ns == finished
     first, second = reports()
     assert first["resumed"] == []
     assert [entry["batch"] >= 20 for entry in second["resumed"]] == [True]
     assert second["training"]["batches"] == 100
+    losses = [report["metrics"]["loss"] for report in (first, second)]
+    assert losses[0] != losses[1]
+    row = ["quickstart", "loss", "2 of 2", f"{statistics.mean(losses):.4f}", f"{statistics.stdev(losses):.4f}"]
+    assert row in cells(capsys.readouterr().out.splitlines())
