@@ -85,9 +85,7 @@ def test_fp8_changes_nothing_but_the_precision_of_the_fused_layers() -> None:
 
 def test_without_a_gpu_the_set_is_refused_before_a_trainer_exists(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(
-        Refusal, match=r"^recommended: this machine has no CUDA GPU, .* apply_recommended\(model\)"
-    ):
+    with pytest.raises(Refusal, match=r"^recommended: this machine has no CUDA GPU, .* apply_recommended\(model\)"):
         recommended()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert [t.on_unavailable for t in recommended()] == ["stop"] * len(RECOMMENDED)
