@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 from composer.core import State
-from composer.loggers import Logger, LoggerDestination, MLFlowLogger, TensorboardLogger, WandBLogger
+from composer.loggers import Logger, MLFlowLogger, TensorboardLogger, WandBLogger
 from composer.utils import dist
 
 __all__ = ["log_changing_hyperparameters"]
@@ -28,22 +27,18 @@ def log_changing_hyperparameters(state: State, logger: Logger, values: dict[str,
         values: Name → value.
     """
     for destination in logger.destinations:
-        with getattr(destination, "guard", nullcontext)():  # of a GuardedLogger
-            _log(state, destination, values)
+        if isinstance(destination, WandBLogger):
+            import wandb
 
+            if wandb.run is not None:  # ranks other than 0 have none
+                wandb.config.update(values, allow_val_change=True)
+            continue
+        if isinstance(destination, MLFlowLogger):
+            import mlflow
 
-def _log(state: State, destination: LoggerDestination, values: dict[str, Any]) -> None:
-    if isinstance(destination, WandBLogger):
-        import wandb
-
-        if wandb.run is not None:  # ranks other than 0 have none
-            wandb.config.update(values, allow_val_change=True)
-    elif isinstance(destination, MLFlowLogger):
-        import mlflow
-
-        if mlflow.active_run() is not None:  # otherwise set_tags would start a run, on ranks other than 0 as well
-            mlflow.set_tags(values, synchronous=destination.synchronous)
-    else:
+            if mlflow.active_run() is not None:  # otherwise set_tags would start a run, on ranks other than 0 as well
+                mlflow.set_tags(values, synchronous=destination.synchronous)
+            continue
         destination.log_hyperparameters(values)
         if isinstance(destination, TensorboardLogger) and not (destination.rank_zero_only and dist.get_global_rank()):
             assert destination.writer is not None, "values are logged while the Trainer is open"

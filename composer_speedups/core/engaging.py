@@ -70,6 +70,10 @@ def check(techniques: Iterable[Technique], run: Run) -> None:
         run.precision = precision
     if refused:
         first, *others = refused
+        if others and run.device.type != "cuda" and all("CUDA GPU" in error.reason for error in refused):
+            names = ", ".join(error.who for error in refused)
+            fix = 'train on a GPU, remove them, or set on_unavailable="warn" to continue without them'
+            raise Refusal("techniques", f"this run is on the {run.device.type}, and {names} need a CUDA GPU", fix)
         also = f"; these cannot engage either: {', '.join(error.who for error in others)}" if others else ""
         raise Refusal(first.who, first.reason, first.fix + also)
 

@@ -1,4 +1,4 @@
-"""Count what this package's own code runs, while somebody observes a batch; otherwise this costs one comparison."""
+"""Count what this package's own code runs, while somebody observes a batch; otherwise this costs one look at a list."""
 
 from __future__ import annotations
 

@@ -64,9 +64,10 @@ def main(arguments: Sequence[str]) -> None:
     run, request = read_request(arguments)
     exported_folder(run)
     check_file(request.input, "input")
-    from composer_speedups.data.reader import load_rows
+    from composer_speedups.data.reader import declared_classes, load_rows
 
-    rows, source = load_rows([request.input], "input", None), Path(request.input)
+    declared = declared_classes(request.input, "input") if request.evaluate else None  # predictions keep the integers
+    rows, source = load_rows([request.input], "input", None, declared), Path(request.input)
     from composer_speedups.predict.model import FinishedModel  # imports torch, which a refusal does not need
     from composer_speedups.predict.rows import evaluate_file, predict_file
 

@@ -25,7 +25,7 @@ from composer_speedups.packing.encoder import with_counted_rows
 from composer_speedups.predict.finished_run import exported_folder
 from composer_speedups.recommendation import apply_recommended
 from composer_speedups.tasks.config import TASK_FILE, ModelConfig
-from composer_speedups.tasks.data_config import DataConfig
+from composer_speedups.tasks.data_config import DEFAULT_COLUMNS, DataConfig
 from composer_speedups.tasks.metrics import ByClass, computed
 from composer_speedups.tasks.models import FinetuneModel, has_token_types, positions_of
 from composer_speedups.tasks.task import Task, build_task
@@ -141,7 +141,7 @@ class FinishedModel:
 
     def choose_columns(self, names: Collection[str]) -> None:
         """Read words from the column ``text`` of a file that lacks the task's own column for them."""
-        own = list(self.task.default_texts)
+        own, _ = DEFAULT_COLUMNS[self.task.name]
         if self.task.splits_words and self.columns == own and own[0] not in names and "text" in names:
             self.task.text_columns = ["text"]
 

@@ -20,7 +20,7 @@ import pyarrow.parquet
 from composer_speedups.callbacks.class_report import class_rows, note_on_metric
 from composer_speedups.core.errors import ConfigError, DataError, first_line
 from composer_speedups.core.files import atomic_file, finite
-from composer_speedups.data.reader import Row, check_columns, declared_classes
+from composer_speedups.data.reader import Row, check_columns
 from composer_speedups.data.sources import labelled_samples
 from composer_speedups.data.summary import DataSummary, invalid_rows
 from composer_speedups.predict.model import FinishedModel
@@ -68,7 +68,8 @@ def predict_file(model: FinishedModel, rows: list[Row], source: Path, output: Pa
 
 
 def evaluate_file(model: FinishedModel, rows: list[Row], source: Path, batch_size: int) -> str:
-    """Return the metrics of the task for the labelled rows of ``source``, which are ``rows``, a line each.
+    """Return the metrics of the task for the labelled rows of ``source``, which are ``rows``, a line each. Integers of
+    classes for which the file declares names must be replaced by these.
 
     Rows without text, or whose label is missing or unknown, are left out; a line on stderr lists them.
 
@@ -78,7 +79,7 @@ def evaluate_file(model: FinishedModel, rows: list[Row], source: Path, batch_siz
     """
     _check(model, rows, source, labelled=True)
     where, summary = f"input: {source}", DataSummary()
-    samples = labelled_samples(rows, declared_classes(str(source), "input"), where, model.task, summary)
+    samples = labelled_samples(rows, where, model.task, summary)
     problems = [problem for dropped in summary.dropped for problem in dropped.problems]
     if problems:
         print(invalid_rows(where, len(rows), problems, "the metrics leave out such rows"), file=sys.stderr)
@@ -86,7 +87,8 @@ def evaluate_file(model: FinishedModel, rows: list[Row], source: Path, batch_siz
     left_out = f", {len(problems):,} of them left out" if problems else ""
     head = f"{source}: {len(rows):,} rows{left_out}"
     shown = [*((name, value, note_on_metric(name, by_class)) for name, value in metrics.items()), *class_rows(by_class)]
-    lines = [f"  {name:<15} {value:>10.6g}  {note}" for name, value, note in shown if value is not None]
+    width = max(15, *(len(name) for name, _, _ in shown))
+    lines = [f"  {name:<{width}} {value:>10.6g}  {note}" for name, value, note in shown if value is not None]
     return "\n".join([head, *map(str.rstrip, lines)])
 
 

@@ -124,7 +124,7 @@ class OriginalRun:
         with tempfile.TemporaryDirectory(prefix="tune-") as name:
             folder = Path(name)
             trial = trial_config(self.config, algorithms, steps, folder)
-            save_config(trial, folder / "trial.yaml", credentials=True)  # a folder that other users cannot read
+            save_config(trial, folder / "trial.yaml", resolved=True)  # a folder that other users cannot read
             caches = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
             job = Job(["-f", str(folder / "trial.yaml")], folder / "log", caches)
             return trial_of(label, algorithms, Process(job).wait(timeout), folder / "trial")

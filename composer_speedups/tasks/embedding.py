@@ -61,8 +61,6 @@ class Embedding(Task):
     gradient_cache: int | None = ModelConfig.gradient_cache
 
     name = "embedding"
-    default_texts = ("anchor", "positive")
-    default_label = None
     most_texts = None
     auto_class = "AutoModel"
     pools_real_tokens = True

@@ -33,8 +33,6 @@ class TokenClassification(TaskWithClasses):
     label_all_pieces: bool = DataConfig.label_all_pieces
 
     name = "token_classification"
-    default_texts = ("tokens",)
-    default_label = "ner_tags"
     most_texts = 1
     auto_class = "AutoModelForTokenClassification"
     loss_per_token = True

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import BertForMaskedLM, DataCollatorForLanguageModeling
+from transformers import AutoTokenizer, BertForMaskedLM, DataCollatorForLanguageModeling, PreTrainedTokenizerFast
 
 from composer_speedups import FusedLayers, FusedOptimizer, Unpadding
 from composer_speedups.data.builtin import builtin_samples
@@ -118,6 +118,22 @@ def test_a_run_reports_the_metrics_that_its_dashboard_shows(
     assert seen.name == f"one_{task}"
     # built-in pairs have no scores; yamls/stsb_embedding.yaml is a run with the third metric
     assert missing_in(seen, task) == ({"metrics/eval/SpearmanCorrCoef"} if task == "embedding" else set())
+
+
+@EVERY
+def test_transformers_4_reads_the_exported_tokenizer_and_cuts_texts_to_the_model(
+    task: str, one: dict[str, dict[str, Any]], folder: Path
+) -> None:
+    """It looks up ``tokenizer_class`` among its own, and passes the other settings to that class."""
+    exported = folder / "runs" / f"one_{task}" / "model"
+    settings = json.loads((exported / "tokenizer_config.json").read_text())
+    assert settings.pop("tokenizer_class") == "PreTrainedTokenizerFast"
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(exported / "tokenizer.json"), **settings)
+    positions = json.loads((exported / "config.json").read_text())["max_position_embeddings"]
+    length = one[task]["config"]["data"]["max_length"] if task == "reranking" else positions
+    short, long = ("a good film", "a good film " * positions)
+    assert len(tokenizer(long, truncation=True)["input_ids"]) == length <= positions
+    assert tokenizer(short)["input_ids"] == AutoTokenizer.from_pretrained(exported)(short)["input_ids"]
 
 
 def _as_one_process(task: str, way: str, one: dict[str, Any], two: Reports, folder: Path) -> None:
