@@ -54,8 +54,8 @@ def main(arguments: list[str] | None = None) -> list[float]:
         model = AutoModelForSequenceClassification.from_config(small)
 
     if not args.stock:
-        for technique, modules in apply_recommended(model).items():
-            print(f"{technique}: {len(modules)} modules changed")
+        for technique, evidence in apply_recommended(model).evidence.items():
+            print(f"{technique}: {evidence}")
 
     with tempfile.TemporaryDirectory() as folder:
         settings = TrainingArguments(

@@ -47,8 +47,8 @@ def main(arguments: list[str] | None = None) -> list[float]:
     model.to(device).train()
 
     if not args.stock:
-        for technique, modules in apply_recommended(model).items():
-            print(f"{technique}: {len(modules)} modules changed")
+        for technique, evidence in apply_recommended(model).evidence.items():
+            print(f"{technique}: {evidence}")
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     rows = list(zip(reviews["text"], reviews["label"], strict=True))

@@ -78,12 +78,8 @@ def check(techniques: Iterable[Technique], run: Run) -> None:
         raise Refusal(first.who, first.reason, first.fix + also)
 
 
-def refuse_conflicts(techniques: Iterable[Technique]) -> None:
-    """Refuse two techniques that cannot be combined, whatever their settings, and one that is listed twice.
-
-    Raises:
-        Refusal: Names both.
-    """
+def refuse_conflicts(techniques: Sequence[Technique]) -> None:
+    """Raise a Refusal if two techniques conflict, or one is listed twice."""
     for one, other in itertools.combinations(techniques, 2):
         if one.name == other.name:
             raise one.refusal("is listed twice", "list it once")

@@ -23,6 +23,7 @@ from composer_speedups.callbacks.early_stopping import EarlyStopping
 from composer_speedups.callbacks.engagement import EngagementReport
 from composer_speedups.callbacks.evaluated_metric import find_metric
 from composer_speedups.callbacks.finite_loss import FiniteLoss
+from composer_speedups.callbacks.float32_matmuls import Float32Matmuls
 from composer_speedups.callbacks.learning_curves import LearningCurves
 from composer_speedups.callbacks.loss_scale import LossScaleMonitor
 from composer_speedups.callbacks.memory import MemoryAnatomy
@@ -32,7 +33,6 @@ from composer_speedups.callbacks.run_summary import RunSummary
 from composer_speedups.callbacks.throughput import ThroughputMonitor
 from composer_speedups.callbacks.wandb_axes import WandbAxes
 from composer_speedups.core.errors import ConfigError, first_line
-from composer_speedups.core.flags import Float32Matmuls
 from composer_speedups.core.run import Run
 from composer_speedups.core.technique import Technique
 from composer_speedups.core.trainer_state import torch_device

@@ -28,7 +28,7 @@ from composer_speedups import (
     RunSummary,
     ThroughputMonitor,
 )
-from composer_speedups.core.flags import Float32Matmuls
+from composer_speedups.callbacks.float32_matmuls import Float32Matmuls
 from composer_speedups.core.trainer_state import model_of
 from composer_speedups.distributed import composer_loop
 from composer_speedups.distributed.ddp import GradientSums, OverlappedDDP, _by_buckets, sums_of

@@ -28,10 +28,10 @@ def prove(kind: Kind, seen: FirstBatch, optimizer: Optimizer, model: nn.Module) 
     """
     evidence: dict[str, Any] = {}
     if kind.flag:
-        prefix = {"fused": "_fused_", "foreach": "_foreach_add"}[kind.flag]  # clipping runs others of foreach
-        ran = {name: n for name, n in seen.operators.items() if name.startswith(prefix)}
+        operators = {"fused": "_fused_", "foreach": "_foreach_add"}[kind.flag]  # clipping runs others of foreach
+        ran = {name: n for name, n in seen.operators.items() if name.startswith(operators)}
         if not ran:
-            reason = f"the first step ran no {prefix}* operator"
+            reason = f"the first step ran no {operators}* operator"
             raise UnfitOptimizerError(reason, "keep the optimizer's flags as they are")
         evidence["operators_in_one_step"] = ran
     if seen.moved is not None:

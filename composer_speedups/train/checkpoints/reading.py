@@ -119,8 +119,8 @@ def _keep_own(held: dict[str, Any], state: State, *, weights_only: bool) -> None
             raise pickle.UnpicklingError(f"it was trained with {name}, which changes the model")
     kept = {name: held["state"][name] for name in (_KEPT[:1] if weights_only else _KEPT)}
     if not weights_only:
-        techniques = dict(held["state"]["callbacks"]).get("Host", {}).get("techniques", [])
-        refuse_other_techniques(techniques, techniques_of(state.algorithms))
+        host = kept["callbacks"].get("Host", {"techniques": []})
+        refuse_other_techniques(host["techniques"], techniques_of(state.algorithms))
         own = {type(algorithm).__qualname__ for algorithm in state.algorithms}
         kept["algorithms"] = {name: recorded[name] for name in own}  # Composer evaluates the entries of a list
         # callbacks may be added when a run is resumed
