@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from composer_speedups.core.process_age import process_age
-from composer_speedups.core.registry import folder_of
 from composer_speedups.core.subprocesses import python_module_command
 
 if TYPE_CHECKING:
