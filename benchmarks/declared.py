@@ -28,7 +28,7 @@ ROOT = Path(__file__).parent.parent
 _STAGES = {
     "FLAGS": "process-wide flags and precision",
     "LAYERS": "modules and weights changed",
-    "KERNELS": "layers computed by kernels that build on surgery",
+    "KERNELS": "layers computed by kernels of this package",
     "ADAPTERS": "parameters frozen or added",
     "OPTIMIZER": "over the final parameters",
     "COMPILE": "of the final modules",
@@ -195,9 +195,10 @@ def order() -> list[str]:
     for stage in Order:
         engaged = ", ".join(_quoted([t.name for t in every if t.order == stage]))
         stages.append([str(stage + 1), f"{stage.name.lower()}: {_STAGES[stage.name]}", engaged])
-    conflicting = []
+    optimizers = ", ".join(_quoted([t.name for t in every if t.order == Order.OPTIMIZER]))
+    conflicting = [[f"any two of {optimizers}", "each sets the optimizer"]]
     for one, other in combinations(every, 2):
-        if reason := _reason(one, other):
+        if (reason := _reason(one, other)) and not one.order == other.order == Order.OPTIMIZER:
             conflicting.append([f"`{one.name}`, `{other.name}`", reason])
     return [
         *table(["order", "stage", "techniques"], stages),

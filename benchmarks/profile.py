@@ -45,7 +45,7 @@ from composer_speedups.core.registry import build_techniques
 from composer_speedups.core.settings import Settings
 from composer_speedups.core.trainer_state import device_of, torch_device
 from composer_speedups.families.flops import batch_lengths
-from composer_speedups.packing.tokens import MULTIPLE, round_up
+from composer_speedups.packing.layout import MULTIPLE, round_up
 from composer_speedups.train.cli import exit_codes, read_command_line
 from composer_speedups.train.environment import environment
 from composer_speedups.train.run_folder import RunFolder

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import re
 import statistics
-import threading
 from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -20,7 +19,7 @@ from typing import Any
 
 from benchmarks.table_file import Configuration
 from composer_speedups.core.files import LockedFileError, lock_file, write_atomically
-from composer_speedups.train.failed_process import own_line, ran_out_of_memory
+from composer_speedups.sweep.processes import Ended, own_line
 
 RESULTS = Path(__file__).parent / "results"
 Row = dict[str, Any]
@@ -154,7 +153,6 @@ class Call:
 
     def __init__(self, path: Path, rows: Sequence[Row], identity: Row, *, resume: bool = False) -> None:
         self.rows, self._path, self._identity = list(rows), path, identity
-        self._adding = threading.Lock()
         try:
             self._locked = lock_file(path.with_name(f".{path.stem}.lock"), "table")
         except LockedFileError as error:
@@ -185,10 +183,9 @@ class Call:
         print(f"continues the call of {call}, {sum(row['repeats'] for row in self.rows)} runs of it done", flush=True)
 
     def add(self, index: int, report: Row) -> None:
-        """Add a run's report to the row with this index and write the file. Thread-safe."""
-        with self._adding:
-            add_run(self.rows[index], report)
-            self._write({"unfinished": self._identity})
+        """Add a run's report to the row with this index and write the file."""
+        add_run(self.rows[index], report)
+        self._write({"unfinished": self._identity})
 
     def _write(self, more: Row) -> None:
         _write(self._path, [*self._earlier, *({**row, **more} for row in self.rows if row["repeats"])])
@@ -202,14 +199,9 @@ class Call:
         return [row for row in self.rows if row["repeats"]]
 
 
-def error_report(status: int, output: str) -> Row:
-    """The report of a failed run: ``error`` and ``error_kind``.
-
-    The kinds are ``out of memory``, ``refused`` (train.py's one-line error about a config, a missing package or a
-    missing GPU) and ``failed``.
-    """
-    kind = "out of memory" if ran_out_of_memory(status, output) else "refused" if status == 2 else "failed"
-    return {"error": f"exit status {status}: {output.strip()[-_OUTPUT_KEPT:]}", "error_kind": kind}
+def error_report(ended: Ended) -> Row:
+    """The report of a failed run: ``error`` and ``error_kind``, of which :class:`.Ended` knows the kinds."""
+    return {"error": f"exit status {ended.status}: {ended.output.strip()[-_OUTPUT_KEPT:]}", "error_kind": ended.kind}
 
 
 def describe_error(error: str, error_kind: str = "failed") -> str:

@@ -42,17 +42,17 @@ one, so it can always be given.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import re
+import shutil
 import signal
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -61,10 +61,10 @@ from tqdm import tqdm
 from benchmarks.rows import RESULTS, Call, Row, call_time, describe_error, empty_row, error_report, folder_of, spell
 from benchmarks.table_file import Configuration, Table, configurations_of, read_table
 from benchmarks.tables import markdown, page
-from benchmarks.worker import Workers
+from benchmarks.worker import Ahead, compile_bytecode
 from composer_speedups.core.files import write_atomically
 from composer_speedups.core.subprocesses import command_output
-from composer_speedups.train.child_process import TRAIN
+from composer_speedups.sweep.processes import TRAIN, Ended, Job, Process, run_all
 
 ROOT = Path(__file__).parent.parent
 _TABLES = ROOT / "benchmarks" / "tables"
@@ -88,67 +88,63 @@ def rows_file(configurations: Sequence[Configuration], name: str, results: Path 
 
 def run_table(table: Table, name: str, results: Path = RESULTS) -> list[Row]:
     """Run all configurations in turn, ``repeats`` times, and update the row after each run."""
-    configurations, repeats = configurations_of(table), table.repeats
+    configurations = configurations_of(table)
     path, when, published = rows_file(configurations, name, results), call_time(), table.published.configurations
     rows = [
         empty_row(name, when, configuration, table.jobs, published.get(configuration.name))
         for configuration in configurations
     ]
     call = Call(path, rows, _identity(table, configurations), resume=table.resume)
-    started = time.monotonic()
+    started, finished, total = time.monotonic(), False, table.repeats * len(configurations)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
-    stopped, caches = threading.Event(), tempfile.TemporaryDirectory()
     compiled = [(c.name, {key: value for key, value in c.point.items() if key != "seed"}) for c in configurations]
-    workers = Workers(table.ahead, fresh=table.fresh)
-    waiting = [(repeat, i) for repeat in range(repeats) for i, row in enumerate(call.rows) if repeat >= row["repeats"]]
-    total = repeats * len(configurations)
+    waiting = [
+        (repeat, i) for repeat in range(table.repeats) for i, row in enumerate(call.rows) if repeat >= row["repeats"]
+    ]
     bar = tqdm(total=total, initial=total - len(waiting), desc=name, unit="run", disable=None, dynamic_ncols=True)
+    with contextlib.ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
 
-    def cache_of(index: int) -> Path | None:
-        if configurations[index].warm:
-            return Path(caches.name) / f"{compiled.index(compiled[index])}"
-        return Path(caches.name) / "shared" if table.share_compiled else None
+        def job(index: int, folder: str) -> Job:
+            cache = folder
+            if configurations[index].warm:
+                cache = f"cache{compiled.index(compiled[index])}"
+            elif table.share_compiled:
+                cache = "cache"
+            return job_of(table.base, configurations[index], scratch / folder, scratch / cache)
 
-    def fill(index: int) -> None:
-        if not stopped.is_set():
-            run_once(table.base, configurations[index], workers, cache_of(index))
+        def run(jobs: list[Job], at_a_time: int, done: Callable[[Job, Ended], None]) -> None:
+            ahead = Ahead(jobs, table.ahead)
+            try:
+                run_all(jobs, at_a_time, done, Process if table.fresh else ahead)
+            finally:
+                ahead.close()
 
-    def run(repeat: int, index: int) -> None:
-        if stopped.is_set():
-            return
-        configuration = configurations[index]
-        try:
-            report = run_once(table.base, configuration, workers, cache_of(index))
-            if stopped.is_set():  # it was stopped, which does not count as a failure
-                return
+        def add(done: Job, ended: Ended) -> None:
+            repeat, index = runs[done.log]
+            report = report_of(done, ended, table.fresh)
+            shutil.rmtree(done.log.with_suffix(""), ignore_errors=True)
             call.add(index, report)
-        except BaseException:
-            stopped.set()
-            raise
-        done = f"{time.monotonic() - started:5.0f} s  {repeat + 1}/{repeats}"
-        tqdm.write(f"{done}  {configuration.name} {spell(configuration.point)} {_said(report)}")
-        sys.stdout.flush()
-        bar.update()
+            shown = f"{configurations[index].name} {spell(configurations[index].point)} {_said(report)}"
+            tqdm.write(f"{time.monotonic() - started:5.0f} s  {repeat + 1}/{table.repeats}  {shown}")
+            sys.stdout.flush()
+            bar.update()
 
-    fillers, pool, finished = ThreadPoolExecutor(table.warm_jobs), ThreadPoolExecutor(table.jobs), False
-    to_fill = {compiled.index(compiled[i]) for _, i in waiting if configurations[i].warm}
-    try:
-        for future in [fillers.submit(fill, i) for i in sorted(to_fill)]:
-            future.result()
-        for future in [pool.submit(run, repeat, i) for repeat, i in waiting]:
-            future.result()
-        finished = not stopped.is_set()
-    finally:
-        stopped.set()
-        workers.close()
-        fillers.shutdown(cancel_futures=True)
-        pool.shutdown(cancel_futures=True)
-        caches.cleanup()
-        bar.close()
-        rows = call.end(finished=finished)
-        if not finished:
-            print(f"stopped; resume=true continues from {path}", file=sys.stderr, flush=True)
+        jobs = [job(i, f"run{repeat}-{i}") for repeat, i in waiting]
+        runs = dict(zip((job.log for job in jobs), waiting, strict=True))
+        to_fill = {compiled.index(compiled[i]) for _, i in waiting if configurations[i].warm}
+        try:
+            if table.fresh:
+                compile_bytecode({job.program for job in jobs})
+            run([job(i, f"fill{i}") for i in sorted(to_fill)], table.warm_jobs, lambda *_: None)
+            run(jobs, table.jobs, add)
+            finished = True
+        finally:
+            bar.close()
+            rows = call.end(finished=finished)
+            if not finished:
+                print(f"stopped; resume=true continues from {path}", file=sys.stderr, flush=True)
     return rows
 
 
@@ -182,30 +178,30 @@ def _said(report: Row) -> str:
     return f"{said}{throughput['samples_per_sec']:,.0f} samples/s, warm-up {throughput['warmup_seconds']:.0f} s"
 
 
-def run_once(base: str, configuration: Configuration, workers: Workers, cache: Path | None = None) -> Row:
-    """Run one training process, and return its report or ``{"error": …}``. Without a ``cache``, compile caches are
-    empty."""
-    with tempfile.TemporaryDirectory() as runs:
-        arguments = [
-            "-f",
-            str(ROOT / base),
-            *configuration.overrides,
-            f"runs_folder={runs}",
-            "run_name=configuration",
-            *_QUIET,
-        ]
-        program = f"benchmarks.peers.{configuration.peer}" if configuration.peer else TRAIN
-        compiled = cache or Path(runs)  # inductor's cache, and that of the kernels of fused_layers
-        environment = {"TORCHINDUCTOR_CACHE_DIR": f"{compiled}/inductor", "TRITON_CACHE_DIR": f"{compiled}/triton"}
-        status, output, seconds = workers.run(program, arguments, environment, configuration.ranks)
-        if status != 0:
-            return error_report(status, output)
-        report = json.loads((Path(runs) / "configuration" / "report.json").read_text())
-        log = Path(runs) / "configuration" / "log-rank0.txt"
-        if "losses" not in report and log.exists():
-            report["losses"] = [float(value) for value in _LOSS.findall(log.read_text())]
-        del report["wall_seconds"]  # the process may have waited for its turn
-        return {**report, **seconds}
+def job_of(base: str, configuration: Configuration, folder: Path, cache: Path) -> Job:
+    """A training run in a folder of its own, with compile caches in another."""
+    settings = [*configuration.overrides, f"runs_folder={folder}", "run_name=configuration", *_QUIET]
+    # inductor's cache, and that of the kernels of fused_layers
+    caches = {"TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor", "TRITON_CACHE_DIR": f"{cache}/triton"}
+    program = f"benchmarks.peers.{configuration.peer}" if configuration.peer else TRAIN
+    arguments = ["-f", str(ROOT / base), *settings]
+    return Job(arguments, folder.with_suffix(".log"), caches, program, configuration.ranks)
+
+
+def report_of(job: Job, ended: Ended, fresh: bool) -> Row:
+    """The report of a run, or ``{"error": …}``, with ``process_seconds`` of a fresh process, or else ``run_seconds`` if
+    it had imported before."""
+    if ended.status != 0:
+        return error_report(ended)
+    folder = job.log.with_suffix("") / "configuration"
+    report = json.loads((folder / "report.json").read_text())
+    log = folder / "log-rank0.txt"
+    if "losses" not in report and log.exists():
+        report["losses"] = [float(value) for value in _LOSS.findall(log.read_text())]
+    del report["wall_seconds"]  # the process may have waited for its turn
+    if fresh or job.ranks == 1:
+        report["process_seconds" if fresh else "run_seconds"] = ended.seconds
+    return report
 
 
 def leave_page(table: Table, rows: Sequence[Row], path: Path) -> list[Path]:

@@ -3,8 +3,7 @@
 By default a tiny BERT trains on built-in reviews, with two DataLoader workers that restart each epoch, and an
 evaluation and a checkpoint every tenth of the run. Host memory (of this process and its children), memory allocated on
 the GPU, open files, threads and child processes are read every 1% of the steps. In the first fifth of the run caches
-fill and compilers end; afterwards nothing may grow (see :func:`grown`). The rate of the last fifth relative to that of
-the second is meaningful only on an otherwise idle machine.
+fill and compilers end; afterwards nothing may grow (see :func:`grown`).
 
 Needs Linux. Writes soak.json to the run's folder. Exit status: 0 nothing grew, 1 something did.
 """
@@ -17,7 +16,6 @@ import gc
 import json
 import statistics
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,10 +37,9 @@ _SETTINGS = "run_name=soak data.workers=2 trainer.progress_bar=false baseline=nu
 
 
 class Reading(NamedTuple):
-    """The resources of the process and its children after ``batch`` batches, ``seconds`` of training."""
+    """The resources of the process and its children after ``batch`` batches."""
 
     batch: int
-    seconds: float
     host_bytes: int
     gpu_bytes: int
     open_files: int
@@ -51,19 +48,12 @@ class Reading(NamedTuple):
 
 
 class Watch(Callback):
-    """Reads the resources every ``every`` batches; evaluations do not count as time of training."""
+    """Reads the resources every ``every`` batches."""
 
     def __init__(self, every: int) -> None:
         self.every = every
         self.readings: list[Reading] = []
         self._process = psutil.Process()
-        self._evaluating = 0.0  # seconds
-
-    def eval_before_all(self, state: State, logger: Logger) -> None:
-        self._evaluating -= time.perf_counter()
-
-    def eval_after_all(self, state: State, logger: Logger) -> None:
-        self._evaluating += time.perf_counter()
 
     def batch_start(self, state: State, logger: Logger) -> None:
         batch = state.timestamp.batch.value
@@ -77,7 +67,7 @@ class Watch(Callback):
         gpu_bytes = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
         counts = (self._process.num_fds(), self._process.num_threads(), len(children))
         memory = sum(host_bytes(process.pid) for process in (self._process, *children))
-        self.readings.append(Reading(batch, time.perf_counter() - self._evaluating, memory, gpu_bytes, *counts))
+        self.readings.append(Reading(batch, memory, gpu_bytes, *counts))
 
 
 def host_bytes(pid: int) -> int:
@@ -102,18 +92,10 @@ def grown(readings: Sequence[Reading]) -> dict[str, tuple[float, float]]:
     fifth = max(1, len(readings) // 5)
     medians = {
         name: tuple(statistics.median(getattr(reading, name) for reading in part) for part in (early, late))
-        for name in Reading._fields[2:]
+        for name in Reading._fields[1:]
         for early, late in [(readings[fifth : 2 * fifth], readings[-fifth:])]
     }
     return {name: (old, new) for name, (old, new) in medians.items() if new > old + _SLACK.get(name, 0)}
-
-
-def rate_ratio(readings: Sequence[Reading]) -> float:
-    """Batches per second of the last fifth divided by those of the second, without evaluations and with checkpoints."""
-    fifth = max(2, len(readings) // 5)
-    parts = (readings[fifth - 1 : 2 * fifth], readings[-fifth:])
-    early, late = ((part[-1].batch - part[0].batch) / (part[-1].seconds - part[0].seconds) for part in parts)
-    return late / early
 
 
 def soak(arguments: Sequence[str]) -> dict[str, Any]:
@@ -131,7 +113,6 @@ def soak(arguments: Sequence[str]) -> dict[str, Any]:
     results = {
         "steps": steps,
         "grown": grown(watch.readings),
-        "rate_ratio": rate_ratio(watch.readings),
         "readings": [reading._asdict() for reading in watch.readings],
     }
     path = Path(config.runs_folder) / config.run_name / "soak.json"
@@ -145,10 +126,9 @@ def main(arguments: Sequence[str]) -> None:
         return
     results = soak(arguments)
     first, last = results["readings"][len(results["readings"]) // 5], results["readings"][-1]
-    for name in Reading._fields[2:]:
+    for name in Reading._fields[1:]:
         unit = MIB if name.endswith("bytes") else 1
         print(f"  {name:<12} {first[name] / unit:10,.1f} after a fifth, {last[name] / unit:10,.1f} at the end")
-    print(f"  rate of the last fifth over the second: {results['rate_ratio']:.3f}")
     print(f"grew: {', '.join(results['grown'])}" if results["grown"] else "nothing grew")
     raise SystemExit(1 if results["grown"] else 0)
 

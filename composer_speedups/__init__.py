@@ -26,12 +26,12 @@ _OTHERS = {
     "apply_recommended": "composer_speedups.recommendation",
     "load_sparse_upcycling": "composer_speedups.algorithms.sparse_upcycling.upcycle",
     "merged_state_dict": "composer_speedups.algorithms.lora.export",
-    "plan_unpadding": "composer_speedups.algorithms.unpadding.plan",
     "recommended": "composer_speedups.recommendation",
     "save_adapter": "composer_speedups.algorithms.lora.export",
     "share_cores": "composer_speedups.distributed.host",
     "split_by_tokens": "composer_speedups.data.token_microbatches",
     "untouched": "composer_speedups.packing.untouched",
+    "with_row_lengths": "composer_speedups.packing.encoder",
 }
 
 

@@ -40,16 +40,23 @@ def recommended(on_unavailable: OnUnavailable = "stop", precision: Literal["bf16
             bf16. The card of ``fused_layers`` has figures. Default ``"bf16"``.
 
     Raises:
+        Refusal: This machine has no CUDA GPU, and ``on_unavailable`` is ``"stop"``.
         ValueError: Another precision.
 
     Example:
         ``Trainer(model=model, algorithms=recommended(), …)``. On several GPUs, add the callbacks and the sampler of
         :mod:`composer_speedups.distributed`, as in ``examples/own_trainer.py``.
     """
+    # imported here because they need torch and Composer; the set itself is plain data
+    from torch import cuda
+
     from composer_speedups.core.registry import technique_class
 
     if precision not in ("bf16", "fp8"):
         raise ValueError(f'recommended: precision must be "bf16" or "fp8", not {precision!r}')
+    if on_unavailable == "stop" and not cuda.is_available():
+        fix = 'on_unavailable="warn" leaves out what cannot run here, and apply_recommended(model) needs no GPU'
+        raise Refusal("recommended", "this machine has no CUDA GPU, for which the set is made", fix)
     chosen = RECOMMENDED | {"fused_layers": {"precision": precision}}
     build: Any = technique_class
     return [build(name)(**settings, on_unavailable=on_unavailable) for name, settings in chosen.items()]

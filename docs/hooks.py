@@ -13,8 +13,8 @@ from mkdocs.structure.files import File, Files
 
 from composer_speedups.core.registry import folder_of, technique_class, technique_names
 from composer_speedups.core.settings import Settings, doc_of, key_line, keys_of, section_of
+from composer_speedups.sweep.settings import PREFIX, TuneConfig
 from composer_speedups.train.config.schema import Config
-from composer_speedups.tune.settings import PREFIX, TuneConfig
 
 ROOT = Path(__file__).parent.parent
 CARDS = sorted((ROOT / "composer_speedups" / "algorithms").glob("*/README.md"))

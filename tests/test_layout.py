@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from composer_speedups.core.catalogue import technique_names
+from composer_speedups.core.registry import technique_names
 from tests.conftest import ROOT
 
 grimp = pytest.importorskip("grimp", reason="needs import-linter, of the dev group")

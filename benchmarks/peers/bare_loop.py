@@ -17,11 +17,12 @@ from torch.utils.data import DataLoader
 
 from benchmarks.peers.job import Job, Plan, build_job, plan_of, read_arguments
 from benchmarks.peers.meter import Meter
-from composer_speedups import apply, plan_unpadding
+from composer_speedups import apply
 from composer_speedups.core.compile_counts import compile_counts
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.core.registry import build_techniques
 from composer_speedups.core.trainer_state import torch_device
+from composer_speedups.packing.encoder import with_counted_rows
 from composer_speedups.train.cli import exit_codes
 from composer_speedups.train.config.schema import Config
 from composer_speedups.train.optimization import build_optimizer
@@ -100,10 +101,9 @@ class Loop:
 
     def forward(self, batch: Mapping[str, Tensor]) -> tuple[Any, Tensor]:
         """Return the model's ``loss`` and ``logits``, and the labels on its device."""
-        if self._unpadded:
-            plan_unpadding(self.model, batch["attention_mask"])
-        batch = {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
-        return self.model(batch), batch["labels"]
+        moved = {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
+        with with_counted_rows(self.model, batch, moved):
+            return self.model(moved), moved["labels"]
 
     def _step(self, batch: Mapping[str, Tensor]) -> Tensor:
         outputs, _ = self.forward(batch)

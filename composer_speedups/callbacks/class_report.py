@@ -16,6 +16,7 @@ from composer_speedups.tasks.metrics import ByClass
 __all__ = ["ClassReport", "class_rows", "metrics_by_class", "note_on_metric"]
 
 _MOST_ROWS = 10
+_WIDEST = 48  # characters of a printed class with the words before it
 
 
 class ClassReport(Callback):
@@ -106,8 +107,12 @@ def class_rows(classes: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, 
     """
     for name, values in classes.items() if len(classes) <= _MOST_ROWS else ():
         shown = [f"{key} {values[key]:.4g}" for key in ("precision", "recall") if values[key] is not None]
-        label = f"F1 of {name}" if len(name) < 11 else f"F1 of {name[:9]}…"
-        yield label, values["f1"], ", ".join([*shown, f"{values['samples']:,} samples"])
+        label = " ".join(f"F1 of {name}".split())
+        yield (
+            label if len(label) <= _WIDEST else f"{label[: _WIDEST - 1]}…",
+            values["f1"],
+            ", ".join([*shown, f"{values['samples']:,} samples"]),
+        )
 
 
 def note_on_metric(metric: str, classes: Mapping[str, Mapping[str, Any]]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from composer.core import State, Time, TimeUnit
 from composer.loggers import Logger
@@ -30,7 +30,7 @@ class _ComparesEvaluations(SavedCallback):
     mode: Literal["min", "max"] | None
     dataloader_label: str
 
-    checkpoint_fields: ClassVar[dict[str, Any]] = {"compared": str}
+    saved = ("compared",)
 
     def reset(self) -> None:
         self.compared = ""  # what the values below were compared by
@@ -100,12 +100,7 @@ class BestWeights(BestWeightsConfig, _ComparesEvaluations, eq=False):
     dataloader_label: str = "eval"
     """Label of the evaluator."""
 
-    checkpoint_fields: ClassVar[dict[str, Any]] = _ComparesEvaluations.checkpoint_fields | {
-        "batch": int | None,
-        "metrics": dict[str, float],
-        "weights": dict[str, Tensor],
-        "last": float | None,
-    }
+    saved = ("compared", "batch", "metrics", "weights", "last")
 
     def reset(self) -> None:
         _ComparesEvaluations.reset(self)
@@ -198,12 +193,7 @@ class EarlyStopping(EarlyStoppingConfig, _ComparesEvaluations, eq=False):
     dataloader_label: str = "eval"
     """Label of the evaluator."""
 
-    checkpoint_fields: ClassVar[dict[str, Any]] = _ComparesEvaluations.checkpoint_fields | {
-        "best": float | None,
-        "best_epoch": int,
-        "best_batch": int,
-        "stopped": bool,
-    }
+    saved = ("compared", "best", "best_epoch", "best_batch", "stopped")
 
     def reset(self) -> None:
         _ComparesEvaluations.reset(self)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from composer.core import Callback, Event, Precision, State, TimeUnit
@@ -74,19 +74,10 @@ class LossMonitor(SavedCallback):
         DivergedError: From ``fit``.
     """
 
-    checkpoint_fields: ClassVar[dict[str, Any]] = {
-        "losses": dict[int, float],
-        "nonfinite": int,
-        "skipped": int,
-        "skipped_in_row": int,
-        "overflows": int,
-        "reference": float | None,
-        "withheld": int,
-        "_sum": float,
-        "_weight": float,
-        "_averaged": int,
-        "_above": int,
-    }
+    saved = (
+        *("losses", "nonfinite", "skipped", "skipped_in_row", "overflows"),
+        *("reference", "withheld", "_sum", "_weight", "_averaged", "_above"),
+    )
 
     def __init__(
         self,

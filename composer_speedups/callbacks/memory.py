@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from composer.core import State
@@ -39,7 +39,7 @@ class MemoryAnatomy(MemoryConfig, SavedCallback, eq=False):
         interval: Batches between two measurements. Default 100.
     """
 
-    checkpoint_fields: ClassVar[dict[str, Any]] = {"parts": dict[str, float]}
+    saved = ("parts",)
 
     def reset(self) -> None:
         self.parts: dict[str, float] = {}

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from composer.core import State
 from composer.loggers import Logger
-from typing_extensions import TypedDict
 
 from composer_speedups.callbacks.saved_callback import SavedCallback
 from composer_speedups.core.process_age import process_age
@@ -16,16 +16,14 @@ from composer_speedups.tasks.metrics import final_metrics, reported_values
 __all__ = ["RunHistory"]
 
 
-class _Resumed(TypedDict):
-    batch: int
-    checkpoint: str
-
-
 class RunHistory(SavedCallback):
     """Records evaluations, and preserves values of report.json across resumes.
 
     A run that was interrupted after its last batch and before its report trains nothing when resumed: it repeats the
     last evaluation and writes the report.
+
+    Args:
+        inputs: What the run reads, by content; see :func:`.inputs_of`.
 
     Attributes:
         evaluations: Batch number → metrics of the evaluation after it, named as in reports (``accuracy``).
@@ -38,13 +36,11 @@ class RunHistory(SavedCallback):
         metrics: Loss and accuracy at the checkpoint; values that this process measures replace them.
     """
 
-    checkpoint_fields: ClassVar[dict[str, Any]] = {
-        "evaluations": dict[int, dict[str, float]],
-        "seconds": dict[int, float],
-        "wall_seconds": float,
-        "resumed": list[_Resumed],
-        "metrics": dict[str, float],
-    }
+    saved = ("evaluations", "seconds", "wall_seconds", "resumed", "metrics")
+
+    def __init__(self, inputs: Mapping[str, Mapping[str, str]] | None = None) -> None:
+        self.inputs = inputs or {}
+        super().__init__()
 
     def reset(self) -> None:
         self.evaluations: dict[int, dict[str, float]] = {}
@@ -85,4 +81,5 @@ class RunHistory(SavedCallback):
             **super().state_dict(),
             "wall_seconds": self.wall_seconds + process_age(),
             "metrics": {**self.metrics, **final_metrics(self._state)},
+            "inputs": self.inputs,
         }

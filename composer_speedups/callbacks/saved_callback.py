@@ -14,7 +14,7 @@ __all__ = ["SavedCallback"]
 
 
 class SavedCallback(Callback):
-    """A callback of which checkpoints hold the attributes in :attr:`checkpoint_fields`, with their types.
+    """A callback of which checkpoints hold the attributes named in :attr:`saved`.
 
     In each Trainer that it is given to, it starts anew.
 
@@ -22,7 +22,7 @@ class SavedCallback(Callback):
         ConfigError: A Trainer has two callbacks of a class. Composer's checkpoints hold one state per class.
     """
 
-    checkpoint_fields: ClassVar[dict[str, Any]]
+    saved: ClassVar[tuple[str, ...]]
 
     def __init__(self) -> None:
         self.reset()
@@ -40,7 +40,7 @@ class SavedCallback(Callback):
         """Initialize the attributes that are not settings."""
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: copy(getattr(self, name)) for name in self.checkpoint_fields}
+        return {name: copy(getattr(self, name)) for name in self.saved}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        vars(self).update({name: state[name] for name in self.checkpoint_fields if name in state})
+        vars(self).update({name: state[name] for name in self.saved if name in state})

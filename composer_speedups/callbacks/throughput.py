@@ -7,7 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from composer.core import State
@@ -120,14 +120,6 @@ class ThroughputMonitor(ThroughputConfig, SavedCallback, eq=False):
         warmup_batches: Number of initial batches excluded from the steady state, 0 to 8. Default 3.
         interval: Number of batches between two logged values. Default 10.
     """
-
-    checkpoint_fields: ClassVar[dict[str, Any]] = {
-        "batches": list[list[tuple[int, int, int, int, int, float, float, float, bool, float]]],  # rank → its batches
-        "eval_marks": list[int],
-        "totals": dict[str, float],
-        "unsteady": float,
-        "peak": tuple[float, str, str] | None,
-    }
 
     def reset(self) -> None:
         self.batches: list[Batch] = []

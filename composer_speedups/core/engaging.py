@@ -19,7 +19,7 @@ from composer_speedups.core.run import FirstBatch, Run
 from composer_speedups.core.stock import outermost_models
 from composer_speedups.core.technique import FSDP, NOT_YET, Technique
 
-__all__ = ["ask", "check", "engage", "had_no_effect", "refuse_other_techniques", "techniques_of"]
+__all__ = ["ask", "check", "engage", "had_no_effect", "refuse_conflicts", "refuse_other_techniques", "techniques_of"]
 
 _RUN = "_composer_speedups_run"  # attribute of a changed model: its run. It is collected together with the model
 
@@ -54,11 +54,7 @@ def check(techniques: Iterable[Technique], run: Run) -> None:
     """
     ordered, precision = techniques_of(techniques), run.precision
     run.techniques = {technique.name: technique for technique in ordered}
-    for one, other in itertools.combinations(ordered, 2):
-        if one.name == other.name:
-            raise one.refusal("is listed twice", "list it once")
-        if (why := one.not_with.get(other.name) or other.not_with.get(one.name)) is not None:
-            raise one.refusal(f"conflicts with {other.name}: {why}", f"remove {one.name} or {other.name}")
+    refuse_conflicts(ordered)
     refused: list[Refusal] = []
     try:
         for technique in ordered:
@@ -74,8 +70,25 @@ def check(techniques: Iterable[Technique], run: Run) -> None:
         run.precision = precision
     if refused:
         first, *others = refused
+        if others and run.device.type != "cuda" and all("CUDA GPU" in error.reason for error in refused):
+            names = ", ".join(error.who for error in refused)
+            fix = 'train on a GPU, remove them, or set on_unavailable="warn" to continue without them'
+            raise Refusal("techniques", f"this run is on the {run.device.type}, and {names} need a CUDA GPU", fix)
         also = f"; these cannot engage either: {', '.join(error.who for error in others)}" if others else ""
         raise Refusal(first.who, first.reason, first.fix + also)
+
+
+def refuse_conflicts(techniques: Iterable[Technique]) -> None:
+    """Refuse two techniques that cannot be combined, whatever their settings, and one that is listed twice.
+
+    Raises:
+        Refusal: Names both.
+    """
+    for one, other in itertools.combinations(techniques, 2):
+        if one.name == other.name:
+            raise one.refusal("is listed twice", "list it once")
+        if (why := one.not_with.get(other.name) or other.not_with.get(one.name)) is not None:
+            raise one.refusal(f"conflicts with {other.name}: {why}", f"remove {one.name} or {other.name}")
 
 
 def _require(technique: Technique, run: Run) -> None:

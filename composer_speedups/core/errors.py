@@ -1,25 +1,12 @@
-"""Errors that a user can fix. Each is one line that names the key and the fix, with credentials masked.
-
-Credentials are masked wherever a run writes text, including its config: user and password in URLs, and values under
-names such as ``api_key``.
-"""
+"""Errors that a user can fix. Each is one line that names the key and the fix."""
 
 from __future__ import annotations
 
 import difflib
-import itertools
-import re
 import signal
-import sys
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
-from typing import Any
-from urllib.parse import unquote
-
-from composer_speedups.core.temporary_attribute import temporary_attribute
+from collections.abc import Iterable, Iterator
 
 __all__ = [
-    "MASK",
     "ConfigError",
     "DataError",
     "DivergedError",
@@ -33,29 +20,13 @@ __all__ = [
     "did_you_mean",
     "failure_line",
     "first_line",
-    "is_secret_name",
-    "mask",
-    "mask_urls",
-    "masked_command_line",
 ]
-
-MASK = "<masked>"
-
-_SECRET = ("token", "secret", "password", "passwd", "passphrase", "pwd", "credential", "credentials", "apikey")
-_SECRET_KEYS = ("api", "access", "private", "secret", "account", "signing", "encryption")  # followed by "key"
-_SECRET_IN_URLS = ("key", "sig", "signature", "auth", "authorization", "jwt")
-_WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
-_URL = re.compile(r"\b[a-z][a-z0-9+.-]*://\S+", re.IGNORECASE)
-_INTERPOLATION = r"\$\{(?:oc\.env:\w+|[\w.]+)\}"  # without a default value, which could be the credential itself
-_INTERPOLATED = re.compile(f"(?:{_INTERPOLATION})+")
-_INTERPOLATED_PASSWORD = re.compile(f"(?:(?:[^:$]*|{_INTERPOLATION}):)?(?:{_INTERPOLATION})+")
-_PARAMETER = re.compile(r"(?P<name>[?&;#][^=&;#\s]+)=(?P<value>(?:\$\{[^{}]*\}|[^&;#\s}])*)")
 
 
 class Refusal(ValueError):
     """A refused configuration, input or combination of techniques, or a run that failed. It is one line.
 
-    A program prints it and exits with :attr:`status`. Long messages are shortened, and credentials in URLs are masked.
+    A program prints it and exits with :attr:`status`. Long messages are shortened.
 
     Args:
         who: The key, file or technique that is refused; or the whole sentence, if ``reason`` is not given.
@@ -68,8 +39,7 @@ class Refusal(ValueError):
     def __init__(self, who: str, reason: str = "", fix: str = "") -> None:
         self.who, self.reason, self.fix = who, reason, fix
         message = who + (f": {reason}" if reason else "") + (f"; {fix}" if fix else "")
-        plain = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(message.split()))
-        line = mask_urls(plain)  # job logs keep the message
+        line = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(message.split()))
         super().__init__(line if len(line) <= 2000 else f"{line[:1200]} […] {line[-600:]}")
 
 
@@ -100,7 +70,7 @@ class WriteError(RunFailedError):
 
 
 class NotRecordedError(RunFailedError):
-    """Training ended and its model is safe, but a logger, the plot or the report failed.
+    """Training ended and its model is safe, but the plot or the report failed.
 
     Args:
         model: Where the model is, in one line.
@@ -166,8 +136,8 @@ def first_line(error: BaseException) -> str:
 
 
 def failure_line(what: str, failed: str, error: BaseException) -> str:
-    """``what: failed (ErrorClass: reason)`` in one line, with credentials masked."""
-    return mask_urls(f"{what}: {failed} ({type(error).__name__}: {first_line(error)})")
+    """``what: failed (ErrorClass: reason)`` in one line."""
+    return f"{what}: {failed} ({type(error).__name__}: {first_line(error)})"
 
 
 def causes_of(error: BaseException) -> Iterator[BaseException]:
@@ -176,60 +146,3 @@ def causes_of(error: BaseException) -> Iterator[BaseException]:
     while cause is not None:
         yield cause
         cause = cause.__cause__ or cause.__context__
-
-
-def mask(value: Any, name: str = "") -> Any:
-    """Return a copy of a value, nested or not, without credentials in URLs and under names such as ``api_key``.
-
-    Interpolations such as ``${oc.env:NAME}`` do not contain the credential and are kept.
-    """
-    if isinstance(value, Mapping):
-        return {key: mask(item, name if is_secret_name(name) else str(key)) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [mask(item, name) for item in value]
-    if is_secret_name(name) and not isinstance(value, bool) and value not in (None, ""):
-        return value if isinstance(value, str) and _INTERPOLATED.fullmatch(value) else MASK
-    return mask_urls(value) if isinstance(value, str) else value
-
-
-def masked_command_line() -> AbstractContextManager[None]:
-    """Mask credentials in ``sys.argv`` inside the block, for libraries that record it."""
-    return temporary_attribute(sys, "argv", [_masked_argument(argument) for argument in sys.argv])
-
-
-def mask_urls(text: str) -> str:
-    """Mask user, password and parameters such as ``token`` and ``sig`` in the URLs of a text."""
-    return _URL.sub(lambda url: _masked_url(url[0]), text)
-
-
-def is_secret_name(name: str) -> bool:
-    """Whether a key's name indicates a credential: ``hf_token`` and ``apiKey`` do, ``tokenizer`` does not."""
-    words = _words(name)
-    pairs = itertools.pairwise(words)
-    return any(word.endswith(_SECRET) for word in words) or any(a in _SECRET_KEYS and b == "key" for a, b in pairs)
-
-
-def _masked_argument(argument: str) -> str:
-    """Mask a command line argument, which may be ``section.key=value``."""
-    name, equals, value = argument.partition("=")
-    return f"{name}={mask(value, name)}" if equals and is_secret_name(name) else mask_urls(argument)
-
-
-def _words(name: str) -> list[str]:
-    return [word.lower() for word in _WORDS.findall(name)]
-
-
-def _masked_url(url: str) -> str:
-    scheme, _, rest = url.partition("://")
-    authority = re.split(r"[/?#]", rest, maxsplit=1)[0]
-    tail = rest[len(authority) :]
-    user, at, host = authority.rpartition("@")
-    if at and not _INTERPOLATED_PASSWORD.fullmatch(user):
-        user = MASK
-    return f"{scheme}://{user}{at}{host}{mask_urls(_PARAMETER.sub(_masked_parameter, tail))}"
-
-
-def _masked_parameter(match: re.Match[str]) -> str:
-    name, value = unquote(match["name"]), match["value"]
-    secret = is_secret_name(name) or any(word in _SECRET_IN_URLS for word in _words(name))
-    return match[0] if not secret or not value or _INTERPOLATED.fullmatch(value) else f"{match['name']}={MASK}"

@@ -11,14 +11,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from composer_speedups.core.comparison import SIXTEEN_BITS, Outcome, compare, measure, tolerance_of, with_padding
 from composer_speedups.core.errors import Refusal, first_line
 from composer_speedups.core.run import Run
 from composer_speedups.core.stock import changes_to
 from composer_speedups.core.technique import ComparedTechnique
 from composer_speedups.core.trainer_state import any_rank, loss_of_this_rank, model_of, world_size
-from composer_speedups.packing.call import forced
-from composer_speedups.packing.tokens import token_masks
+from composer_speedups.packing.comparison import (
+    SIXTEEN_BITS,
+    Outcome,
+    compare,
+    measure,
+    tolerance_of,
+    with_padding,
+)
+from composer_speedups.packing.rows import token_masks
 from composer_speedups.packing.untouched import untouched
 
 if TYPE_CHECKING:
@@ -100,9 +106,8 @@ class _Batch:
     def changed_and_untouched(self) -> tuple[Outcome, Outcome]:
         while True:
             try:
-                with forced("packed"):
-                    changed = self._outcome()
-                with forced("padded"), untouched(self._model):
+                changed = self._outcome()
+                with untouched(self._model):
                     return changed, self._outcome()
             except torch.OutOfMemoryError as error:
                 if self._run.sharded:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 from composer.core import Algorithm, Callback, Event, State
 from composer.loggers import Logger
@@ -77,12 +77,6 @@ class Host(Callback):
     Attributes:
         run: The run, with the techniques that are in force.
     """
-
-    checkpoint_fields: ClassVar[dict[str, Any]] = {
-        "techniques": list[str],
-        "evidence": dict[str, dict[str, Any]],
-        "state": dict[str, dict[str, Any]],
-    }
 
     def __init__(self, run: Run, techniques: Sequence[Technique], comparison: Comparison) -> None:
         self.run = run

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 from transformers.utils import find_adapter_config_file
 
 from composer_speedups.core.errors import ConfigError
@@ -17,8 +17,40 @@ __all__ = ["pretrained_config", "pretrained_model", "pretrained_tokenizer"]
 
 
 def pretrained_config(name: str, **settings: Any) -> Any:
-    """The configuration of a model: a local folder, or a hub id. ``settings`` replace values of the file."""
-    return AutoConfig.from_pretrained(name, trust_remote_code=False, **settings)
+    """The configuration of a model: a local folder, or a hub id. ``settings`` replace values of the file.
+
+    Keys of transformers' internals are left out. With ``"_attn_implementation": "owner/kernel"``, for example,
+    transformers would download a kernel from the hub and execute it.
+
+    Raises:
+        ValueError: The weights are quantised, or the model does not know one of the settings.
+    """
+    stored = AutoConfig.from_pretrained(name, trust_remote_code=False)
+    if quantisation := getattr(stored, "quantization_config", None):
+        method = quantisation.get("quant_method") if isinstance(quantisation, dict) else type(quantisation).__name__
+        raise ValueError(f"its weights are quantised with {method}; use the model before quantisation")
+    commit = getattr(stored, "_commit_hash", None)
+    values, _ = PreTrainedConfig.get_config_dict(name, revision=commit)
+    config, unknown = type(stored).from_dict(
+        {**_public(values), "name_or_path": name}, return_unused_kwargs=True, **settings
+    )
+    if unknown:
+        raise ValueError(f"{type(config).__name__} has no {', '.join(unknown)}")
+    config._commit_hash = commit
+    return config
+
+
+_PRIVATE = ("attn_implementation", "experts_implementation")
+_BY_LABEL = ("id2label", "label2id")
+
+
+def _public(values: dict[str, Any]) -> dict[str, Any]:
+    """The values without transformers' internals, in configurations of parts of the model, too."""
+    return {
+        key: _public(value) if isinstance(value, dict) and key not in _BY_LABEL else value
+        for key, value in values.items()
+        if not key.startswith("_") and key not in _PRIVATE
+    }
 
 
 def pretrained_tokenizer(name: str, **settings: Any) -> Any:
@@ -43,10 +75,10 @@ def pretrained_model(
     Args:
         auto: The auto class of transformers.
         name: A local folder or a hub id.
-        config: Its stored configuration; a hub id is loaded from the same commit.
+        config: From :func:`pretrained_config`; a hub id is loaded from the same commit.
         key: The config key or argument that names the model, for errors.
         dtype: Dtype of the weights, whatever the dtype of the stored ones. Default float32.
-        settings: Values that replace those of the stored configuration, and arguments of the model's class.
+        settings: Arguments of the model's class.
 
     Returns:
         The model, and transformers' loading info: its missing, unexpected and mismatched keys.
@@ -65,6 +97,7 @@ def pretrained_model(
         )
     model, info = auto.from_pretrained(
         name,
+        config=config,
         trust_remote_code=False,
         weights_only=True,
         attn_implementation="eager",

@@ -418,7 +418,10 @@ def _explain(error: ValidationError, cls: type[Settings], values: Any, prefix: s
     if first["type"] in _UNKNOWN:
         name = ".".join([*names, str(location[-1])])
         known = [key for key, _, _ in keys_of(cls)]
-        if meant := cls.also_called.get(str(location[-1])):
+        meant = cls.also_called.get(str(location[-1]))
+        if name in known:  # a key of the YAML with a dot in it
+            hint = f"; write {name.replace('.', ': {')}: …{'}' * name.count('.')} in a YAML file"
+        elif meant is not None:
             hint = f"; did you mean {meant!r}?"
         else:
             hint = did_you_mean(name, known, prefix, otherwise=_keys_beside(name, known))

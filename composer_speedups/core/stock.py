@@ -8,15 +8,12 @@ what they wrap is compared, and :mod:`.adapters` reads what they add.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Iterator
-from itertools import chain
-from operator import attrgetter, itemgetter
+from collections.abc import Callable, Collection, Iterator
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as torch_modules
 from transformers import PreTrainedModel
 from transformers.modeling_utils import AttentionInterface
@@ -24,7 +21,7 @@ from transformers.modeling_utils import AttentionInterface
 from composer_speedups.core.adapters import adapter_refusal, without_adapter
 from composer_speedups.packing.derived_classes import is_derived
 
-__all__ = ["HOOKS", "Untouched", "built_on_meta", "changes_to", "differences", "model_differences", "outermost_models"]
+__all__ = ["HOOKS", "built_on_meta", "changes_to", "differences", "hooks_on", "model_differences", "outermost_models"]
 
 HOOKS = {  # attribute of a module → what one of its entries is
     "_forward_pre_hooks": "a forward pre-hook",
@@ -83,7 +80,7 @@ def differences(
         yield f"{_described(type(module), article=False)}.forward was replaced in its class"
     yield from _own_methods(module, name, ours=ours or around)
     if not around:
-        yield from _hooks_on(module, name, ours=ours)
+        yield from hooks_on(module, name, ours=ours)
     yield from _other_tensors(module, reference, name, getattr(type(module), "own_buffers", ()) if ours else ())
     yield from _other_settings(module, reference, name)
     if module._modules.keys() != reference._modules.keys():
@@ -111,11 +108,12 @@ def _other_module(
         if _is_patched(type(wrapper)):
             yield f"{_described(type(wrapper), article=False)}.forward was replaced in its class"
         yield from _own_methods(wrapper, name, ours=ours)
-        yield from _hooks_on(wrapper, name, ours=ours)
+        yield from hooks_on(wrapper, name, ours=ours)
     yield from differences(inner, built, name, ours=ours, skip=skip)
 
 
-def _hooks_on(module: nn.Module, name: str, *, ours: bool) -> Iterator[str]:
+def hooks_on(module: nn.Module, name: str, *, ours: bool) -> Iterator[str]:
+    """The kinds of hooks on a module itself, without transformers' recorders; ``ours``: without this package's."""
     for attribute, description in HOOKS.items():
         hooks = getattr(module, attribute).values()
         if any(not (_is_recorder(hook) or (ours and _is_ours(hook))) for hook in hooks):
@@ -190,61 +188,6 @@ def outermost_models(model: nn.Module) -> dict[str, PreTrainedModel]:
     return outermost
 
 
-class Untouched:
-    """A snapshot of untouched modules, with a check that is cheap enough for each forward pass.
-
-    Args:
-        modules: Modules that must not change.
-        around: The module whose children must not change; it may have hooks, which run around its forward pass.
-    """
-
-    def __init__(self, modules: Iterable[nn.Module], around: nn.Module) -> None:
-        self._around, self._own = around, dict(around._modules)
-        self._around_methods = _methods(type(around)) - {"forward"}
-        self._modules = [*modules]
-        self._kinds = [*map(type, self._modules)]
-        self._distinct = [*dict.fromkeys(self._kinds)]
-        self._forwards = [*map(_FORWARD, self._distinct)]
-        self._settings = [(module, _methods(type(module)), *_settings(module)) for module in self._modules]
-        self._parameters = [module._parameters for module in self._modules if module._parameters]
-        self._types = self._types_now()
-        self._hooks = [getattr(module, kind) for module in self._modules for kind in HOOKS]
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Without the functions of classes, which a pickle does not hold and a loaded class has anew."""
-        return {name: value for name, value in vars(self).items() if name != "_forwards"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._forwards = [*map(_FORWARD, self._distinct)]
-
-    @classmethod
-    def inside(cls, module: nn.Module) -> Untouched:
-        """All modules inside a module."""
-        return cls([inside for inside in module.modules() if inside is not module], module)
-
-    def is_unchanged(self) -> bool:
-        """Whether none of them was replaced, hooked, patched or configured differently since, and none of their
-        parameters was added, removed or given another type, as quantization does."""
-        if [*map(type, self._modules)] != self._kinds or [*map(_FORWARD, self._distinct)] != self._forwards:
-            return False
-        for module, methods, read, settings in self._settings:
-            attributes = module.__dict__
-            if not attributes.keys().isdisjoint(methods) or read(attributes) != settings:
-                return False
-        if (types := self._types_now()) != self._types and not _are_shards(types, self._types):
-            return False
-        if _hooked_everywhere() or not self._around_methods.isdisjoint(self._around.__dict__):
-            return False
-        if any(self._hooks) and not all(_is_harmless(hook) for hooks in self._hooks for hook in hooks.values()):
-            return False
-        return self._around._modules == self._own
-
-    def _types_now(self) -> list[type]:
-        return [*map(type, chain.from_iterable(map(dict.values, self._parameters)))]
-
-
-_FORWARD = attrgetter("forward")
 _MISSING = object()
 
 
@@ -291,34 +234,6 @@ def _same(held: Any, built: Any) -> bool:
     if isinstance(built, MethodType):
         return getattr(held, "__func__", None) is built.__func__
     return bool(held is built or (type(held) is type(built) and held == built))
-
-
-def _methods(kind: type[nn.Module]) -> frozenset[str]:
-    """A class's functions that nn.Module does not have, and its ``forward``."""
-    functions = {name for name in dir(kind) if isinstance(getattr(kind, name, None), FunctionType)}
-    return frozenset(functions - set(dir(nn.Module)) | {"forward"})
-
-
-def _settings(module: nn.Module) -> tuple[Callable[[Any], Any], Any]:
-    """A function that reads a module's children and settings from its attributes, and their current values."""
-    # such as the record of what ran last
-    ours = {name for kind in type(module).__mro__ if _is_ours(kind) for name in vars(kind)}
-    names = [
-        name
-        for name, value in vars(module).items()
-        if not name.startswith("_") and name not in ours and isinstance(value, _PLAIN)
-    ]
-    read = itemgetter("_modules", *(name for name in names if name not in _FREE))
-    return read, read({**vars(module), "_modules": dict(module._modules)})
-
-
-def _are_shards(types: list[type], before: list[type]) -> bool:
-    """Whether parameters have another type only because FSDP shards them, which it does outside of the forward pass."""
-    if len(types) != len(before):
-        return False
-    return all(
-        one is other or {one, other} == {nn.Parameter, DTensor} for one, other in zip(types, before, strict=True)
-    )
 
 
 def _hooked_everywhere() -> bool:

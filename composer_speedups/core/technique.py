@@ -70,7 +70,6 @@ class Technique(Settings, eq=False, strict=True):
     purpose: ClassVar[Literal["saves time", "saves memory", "adds capacity"]] = "saves time"
     computes_on_host: ClassVar[bool] = False
     not_recorded: ClassVar[tuple[str, ...]] = ("on_unavailable",)
-    checkpoint_fields: ClassVar[dict[str, Any]] = {"repr": str}
     find_unused_parameters: ClassVar[bool] = False  # read by Composer, as is the next one
     backwards_create_graph: ClassVar[bool] = False
 

@@ -6,39 +6,50 @@ from __future__ import annotations
 import os
 
 from composer_speedups.data.paths import find_files, is_address
-from composer_speedups.tasks.data_config import DataConfig
+from composer_speedups.tasks.config import ModelConfig
+from composer_speedups.tasks.data_config import DEFAULT_COLUMNS, DataConfig
 
-__all__ = ["check_data_files"]
+__all__ = ["check_data_files", "columns_read"]
 
 
-def check_data_files(config: DataConfig, *, training_labels: bool = True) -> None:
-    """Refuse a missing local file, and one without a column that the config names. Streamed files, which may be large,
-    and the columns that a task reads by default, which its class declares, are checked when they are read.
+def check_data_files(data: DataConfig, model: ModelConfig) -> None:
+    """Refuse a missing local file, and one without a column that the task reads. Of files that are streamed, which may
+    be many and large, the first row is read.
 
     Args:
-        config: The keys under ``data``.
-        training_labels: Whether the task reads the label column of training samples, too.
+        data: The keys under ``data``.
+        model: The keys under ``model``, which name the task.
 
     Raises:
         DataError: Names the key, the file, and the fix.
     """
-    for split, name in (("train", config.train_file), ("eval", config.eval_file)):
+    for split, name in (("train", data.train_file), ("eval", data.eval_file)):
         key, training = f"data.{split}_file", split == "train"
-        is_shards = config.source == "mds" and training
-        if name is None or is_shards or is_address(name) or os.path.isdir(os.path.expanduser(name)):
+        if name is None or is_address(name) or (data.source == "mds" and training):
             continue
-        paths = find_files(name, key)
-        columns = _named_columns(config, training=training, labelled=training_labels or not training)
-        if columns and not (config.streaming and training):
-            from composer_speedups.data.reader import check_columns_of_files  # imports pyarrow
+        folder = os.path.isdir(os.path.expanduser(name))
+        paths = [name] if folder else find_files(name, key)
+        from composer_speedups.data.reader import check_columns, names_of_columns, saved_dataset  # imports pyarrow
 
-            check_columns_of_files(paths, key, columns)
+        columns, streamed = columns_read(data, model, training=training), data.streaming and training
+        for path in paths[:1] if streamed else paths:
+            wanted = () if streamed else [column for column, _ in columns]
+            names = saved_dataset(name, key).column_names if folder else names_of_columns(path, key, wanted)
+            tokens = streamed and "input_ids" in names  # which are read in place of texts
+            needed = [(column, setting) for column, setting in columns if not (tokens and "text" in setting)]
+            if names:  # there are rows
+                check_columns(names, needed, f"{key}: {path}")
 
 
-def _named_columns(config: DataConfig, *, training: bool, labelled: bool) -> list[tuple[str, str]]:
-    """The columns that the config names, each with its key, as :meth:`.Task.columns` lists them with the task's own."""
-    texts = config.text_columns or []
+def columns_read(data: DataConfig, model: ModelConfig, *, training: bool) -> list[tuple[str, str]]:
+    """The columns of :meth:`.Task.columns`, each with the config key that names it, without importing the task."""
+    texts, label = DEFAULT_COLUMNS[model.task]
+    texts, label = data.text_columns or texts, data.label_column or label
     columns = [(column, "data.text_columns") for column in (texts if training else texts[:2])]  # as for embedding
-    columns += [(column, "data.label_columns") for column in config.label_columns or ()]
-    named = config.label_column is not None and not config.label_columns
-    return [*columns, (str(config.label_column), "data.label_column")] if named and labelled else columns
+    if data.label_columns:
+        return [*columns, *((column, "data.label_columns") for column in data.label_columns)]
+    in_batch_negatives = model.task == "embedding" and model.loss != "cosine"
+    if label is None or (training and in_batch_negatives):
+        return columns
+    several = ", or data.label_columns for columns of 0 and 1" if model.task == "multilabel" else ""
+    return [*columns, (label, f"data.label_column{several}")]

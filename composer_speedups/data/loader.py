@@ -12,7 +12,7 @@ import torch
 from composer.core import DataSpec
 from composer.utils import dist
 from datasets import Dataset
-from torch.utils.data import SequentialSampler
+from torch.utils.data import DataLoader, SequentialSampler
 
 from composer_speedups.core.errors import ConfigError, DataError
 from composer_speedups.data.flat import FlatTokens, Ragged
@@ -21,10 +21,9 @@ from composer_speedups.data.sources import load_samples, load_validation, random
 from composer_speedups.data.streams import Tokenized, stream_of_samples
 from composer_speedups.data.summary import DataSummary
 from composer_speedups.data.tokens import load_tokenizer, measure_truncation, tokenize
-from composer_speedups.data.worker_timeout import WorkerTimeoutLoader
 from composer_speedups.distributed.balanced_sampling import BalancedSampler
 from composer_speedups.families.flops import batch_lengths
-from composer_speedups.packing.tokens import IGNORED
+from composer_speedups.packing.rows import IGNORED
 from composer_speedups.tasks.data_config import GENERATED, DataConfig
 from composer_speedups.tasks.task import Task
 
@@ -112,7 +111,7 @@ def build_data(config: DataConfig, task: Task, *, model_name: str, on_gpu: bool,
     if train is None:
         rows, declared = stream_of_samples(config, seed)
         _learn_from_stream(task, declared)
-        collate = Tokenized(collate, tokenizer, task, config.max_length, declared)
+        collate = Tokenized(collate, tokenizer, task, config.max_length)
     else:
         sampler = _training_sampler(config, train, seed)
     loader = _dataloader(config, rows, config.batch_size, collate, sampler, on_gpu=on_gpu, drop_last=config.drop_last)
@@ -131,8 +130,8 @@ def build_data(config: DataConfig, task: Task, *, model_name: str, on_gpu: bool,
 
 def _dataloader(
     config: DataConfig, rows: Any, size: int, collate: Any, sampler: Any, *, on_gpu: bool, drop_last: bool
-) -> WorkerTimeoutLoader:
-    return WorkerTimeoutLoader(
+) -> DataLoader[Any]:
+    return DataLoader(
         rows,
         batch_size=size // dist.get_world_size(),
         sampler=sampler,
@@ -142,7 +141,6 @@ def _dataloader(
         pin_memory=config.pin_memory and on_gpu,
         prefetch_factor=config.prefetch_factor,
         persistent_workers=config.persistent_workers,
-        worker_timeout=config.worker_timeout,
     )
 
 

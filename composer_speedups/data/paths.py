@@ -65,5 +65,5 @@ def _matching_addresses(pattern: str, key: str) -> list[str]:
 
     try:
         return [file.full_name for file in fsspec.open_files(pattern)]
-    except (OSError, ValueError, ImportError) as error:  # a package for this kind of address is missing
+    except (OSError, ValueError, ImportError, TypeError) as error:  # a package is missing, or an argument
         raise DataError(f"{key}: {pattern} cannot be read ({first_line(error)})") from error

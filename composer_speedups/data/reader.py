@@ -13,7 +13,6 @@ import csv
 import itertools
 import json
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +22,7 @@ import pyarrow
 import pyarrow.parquet
 
 from composer_speedups.core.errors import DataError, did_you_mean, first_line
+from composer_speedups.data.conll import conll_rows
 from composer_speedups.data.paths import TEXT_FORMATS, is_address, suffix_of
 from composer_speedups.tasks.data_config import DataConfig
 
@@ -30,20 +30,23 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 __all__ = [
+    "ClassNames",
     "Row",
     "check_columns",
-    "check_columns_of_files",
     "class_names",
     "declared_classes",
     "hub_dataset",
     "iterate_rows",
     "load_rows",
+    "names_of_columns",
     "no_rows",
     "saved_dataset",
     "with_class_names",
 ]
 
 Row = dict[str, Any]
+ClassNames = Mapping[str, list[str]]
+"""Column → the class names that a data set declares for its integers."""
 
 _MAX_CELL = 2**31 - 1  # characters of a cell; Python's default of 131,072 is less than some documents have
 _ZIP = b"PK\x03\x04"  # first bytes of a file
@@ -51,15 +54,26 @@ _PACKERS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"\xfd7zX": "xz", 
 _BATCH = 1024  # rows of a parquet file that are converted to Python values at a time
 
 
-def _csv_rows(file: Any, **dialect: Any) -> Iterator[Row]:
+def _csv_rows(file: Iterator[str]) -> Iterator[Row]:
+    """Cells are separated by the first of ``,``, ``;``, tab and ``|`` that the header line has."""
+    header = next(file, "")
+    mark = next((mark for mark in ",;\t|" if mark in header), ",")
+    return _separated(itertools.chain([header], file), delimiter=mark)
+
+
+def _tsv_rows(file: Iterator[str]) -> Iterator[Row]:
+    return _separated(file, delimiter="\t", quoting=csv.QUOTE_NONE)  # as GLUE's files: quotes are literal characters
+
+
+def _separated(file: Iterable[str], **dialect: Any) -> Iterator[Row]:
     csv.field_size_limit(_MAX_CELL)
     lines = csv.reader(file, strict=True, **dialect)
-    names = next(lines, [])
+    names = next(_numbered(lines), [])
     _check_distinct(names)
     for cells in _numbered(lines):
         if cells and len(cells) != len(names):
-            more_commas = len(cells) > len(names) and lines.dialect.delimiter == ","
-            fix = "; put texts with commas in double quotes" if more_commas else ""
+            quoted = len(cells) > len(names) and lines.dialect.quoting != csv.QUOTE_NONE
+            fix = f"; put texts with {lines.dialect.delimiter!r} in double quotes" if quoted else ""
             raise ValueError(f"line {lines.line_num} has {len(cells)} cells, and the header has {len(names)}{fix}")
         if cells:  # no empty line
             yield dict(zip(names, cells, strict=True))
@@ -73,16 +87,12 @@ def _numbered(lines: Any) -> Iterator[list[str]]:
         raise ValueError(f"line {lines.line_num}: {error}") from error
 
 
-def _tsv_rows(file: Any) -> Iterator[Row]:
-    return _csv_rows(file, delimiter="\t", quoting=csv.QUOTE_NONE)  # as in GLUE's files: quotes are literal characters
-
-
 def _json_rows(file: Any) -> Iterator[Row]:
     for number, line in enumerate(file, start=1):
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = json.loads(line, object_pairs_hook=_json_object)
             if "\\ud" in line.lower():  # half of a surrogate pair is not a character, and no tokenizer accepts it
                 json.dumps(row, ensure_ascii=False).encode()
         except RecursionError as error:
@@ -94,36 +104,36 @@ def _json_rows(file: Any) -> Iterator[Row]:
         yield row
 
 
-def _conll_rows(file: Any) -> Iterator[Row]:
-    """The sentences: ``tokens``, the first field of each line, and ``ner_tags``, the last field.
-
-    Lines that begin with ``-DOCSTART-`` (CoNLL-2003) or with ``#`` and a blank (CoNLL-U) are skipped.
-    """
-    sentence: list[list[str]] = []
-    for number, line in enumerate(itertools.chain(file, [""]), start=1):
-        fields = line.split()
-        if not fields and sentence:
-            yield {"tokens": [fields[0] for fields in sentence], "ner_tags": [fields[-1] for fields in sentence]}
-            sentence = []
-        elif fields and fields[0] != "-DOCSTART-" and not line.startswith("# "):
-            if len(fields) == 1:
-                untagged = f"line {number} has a word without a tag: {line.strip()[:40]}"
-                raise ValueError(f"{untagged}; to predict tags, use a .txt file with a sentence per line")
-            sentence.append(fields)
+def _json_object(pairs: list[tuple[str, Any]]) -> Row:
+    """Of two values of a key, Python would keep the last."""
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        _check_distinct([name for name, _ in pairs])
+    return row
 
 
 def _text_rows(file: Any) -> Iterator[Row]:
     return ({"text": line.rstrip("\r\n")} for line in file)
 
 
-def _parquet_rows(file: Any, columns: Iterable[str]) -> Iterator[Row]:
+def _parquet_rows(file: Any, columns: Iterable[str], declared: ClassNames | None) -> Iterator[Row]:
     """Rows with at least ``columns``: all columns if one of these does not exist, or if none is named."""
     with pyarrow.parquet.ParquetFile(file) as parquet:
         names = parquet.schema_arrow.names
         _check_distinct(names)
+        own = {} if declared is None else _classes_in(parquet.schema_arrow)
+        _check_declared(own, declared)
         wanted = [*columns]
         for batch in parquet.iter_batches(_BATCH, columns=wanted if wanted and {*wanted} <= {*names} else None):
-            yield from batch.to_pylist()
+            yield from (with_class_names(row, own) for row in batch.to_pylist())
+
+
+def _check_declared(own: ClassNames, declared: ClassNames | None) -> None:
+    """Integers of classes in one file, and names or integers without them in another, would be mixed up."""
+    if declared is not None and (odd := own.keys() ^ declared.keys()):
+        name = min(odd)
+        one, other = ("this file", "the first one") if name in own else ("the first file", "this one")
+        raise ValueError(f"{one} declares class names for {name!r}, and {other} does not; write both in the same way")
 
 
 def _check_distinct(names: Sequence[str]) -> None:
@@ -135,7 +145,7 @@ _TEXT_READERS: dict[str, Callable[[Any], Iterator[Row]]] = {
     ".csv": _csv_rows,
     ".tsv": _tsv_rows,
     ".jsonl": _json_rows,
-    ".conll": _conll_rows,
+    ".conll": conll_rows,
     ".txt": _text_rows,
 }
 
@@ -143,27 +153,39 @@ _TEXT_READERS: dict[str, Callable[[Any], Iterator[Row]]] = {
 assert tuple(_TEXT_READERS) == TEXT_FORMATS
 
 
-def iterate_rows(paths: Iterable[str], key: str, columns: Iterable[str] = ()) -> Iterator[Row]:
+def iterate_rows(
+    paths: Iterable[str], key: str, columns: Iterable[str] = (), declared: ClassNames | None = None
+) -> Iterator[Row]:
     """Iterate over the rows of files, in their order.
 
-    ``columns`` are the only ones that the caller reads; a format that stores columns apart skips the others.
+    Args:
+        paths: The files.
+        key: The config key that names them.
+        columns: The only ones that the caller reads; a format that stores columns apart skips the others.
+        declared: :func:`declared_classes` of the first file of the data set: integers of classes become the names that
+            their own file declares for them. None leaves them as they are.
 
     Raises:
-        DataError: A file cannot be read; names ``key``, the file, and the line if the format has lines.
+        DataError: A file cannot be read, or declares names for other columns; names ``key``, the file, and the line if
+            the format has lines.
     """
     for path in paths:
         reader = _TEXT_READERS.get(suffix_of(path))
         with _readable(path, key):
             if reader is None:
                 with _open(path, "rb") as file:
-                    yield from _parquet_rows(file, columns)
+                    yield from _parquet_rows(file, columns, declared)
             else:  # csv reads line ends in quotes itself
+                _check_declared({}, declared)
                 with _open(path, "r", encoding="utf-8-sig", newline="") as file:
                     yield from reader(file)
 
 
 def _open(path: str, mode: str, **settings: Any) -> Any:
-    return (fsspec.open if is_address(path) else open)(path, mode, **settings)
+    try:
+        return (fsspec.open if is_address(path) else open)(path, mode, **settings)
+    except TypeError as error:  # fsspec's classes for some kinds of addresses need further arguments
+        raise ValueError(first_line(error)) from error
 
 
 @contextlib.contextmanager
@@ -179,9 +201,11 @@ def _readable(path: str, key: str) -> Iterator[None]:
         raise DataError(f"{key}: {path} {problem}") from error
 
 
-def load_rows(paths: Sequence[str], key: str, columns: Sequence[tuple[str, str]] | None) -> list[Row]:
-    """Read all rows of files into memory, each with ``columns``, which are named with their config keys, or as it is in
-    the file with None.
+def load_rows(
+    paths: Sequence[str], key: str, columns: Sequence[tuple[str, str]] | None, declared: ClassNames | None = None
+) -> list[Row]:
+    """Read all rows of files into memory, each with ``columns``, which are named with their config keys, or with all
+    columns with None. ``declared`` is as in :func:`iterate_rows`.
 
     Raises:
         DataError: A file cannot be read, lacks a column, or changes meanwhile.
@@ -190,7 +214,7 @@ def load_rows(paths: Sequence[str], key: str, columns: Sequence[tuple[str, str]]
     wanted = [column for column, _ in columns or ()]
     for path in paths:
         before, names = _version(path), dict[str, None]()
-        for row in iterate_rows([path], key, wanted):
+        for row in iterate_rows([path], key, wanted, declared):
             names.update(dict.fromkeys(row))
             rows.append(row if columns is None else {column: row.get(column) for column in wanted})
         if _version(path) != before:
@@ -206,25 +230,22 @@ def no_rows(where: str) -> DataError:
     return DataError(f"{where} has no rows{header}; use a file with samples")
 
 
-def check_columns_of_files(paths: Sequence[str], key: str, columns: Sequence[tuple[str, str]]) -> None:
-    """Refuse what :func:`load_rows` would refuse for its columns, but read only the schema or the first row, or in
-    .jsonl, where rows may lack keys, the rows up to the first one that completes the columns.
+def names_of_columns(path: str, key: str, wanted: Sequence[str]) -> list[str]:
+    """The columns of a local file: those of its schema or of its first row, or in .jsonl, where rows may lack keys, of
+    the rows up to the first one that completes ``wanted``; none for a file without rows.
 
     Raises:
-        DataError: A file cannot be read, or lacks a column.
+        DataError: The file cannot be read.
     """
-    for path in paths if columns else ():
-        names = dict[str, None]()
-        if suffix_of(path) not in _TEXT_READERS:
-            with _readable(path, key), pyarrow.parquet.ParquetFile(path) as parquet:
-                names.update(dict.fromkeys(parquet.schema_arrow.names if parquet.metadata.num_rows else ()))
-        else:
-            for row in iterate_rows([path], key):
-                names.update(dict.fromkeys(row))
-                if suffix_of(path) != ".jsonl" or all(column in names for column, _ in columns):
-                    break
-        if names:  # there are rows
-            check_columns(names, columns, f"{key}: {path}")
+    names = dict[str, None]()
+    if suffix_of(path) not in _TEXT_READERS:
+        with _readable(path, key), pyarrow.parquet.ParquetFile(path) as parquet:
+            return list(parquet.schema_arrow.names if parquet.metadata.num_rows else ())
+    for row in iterate_rows([path], key):
+        names.update(dict.fromkeys(row))
+        if suffix_of(path) != ".jsonl" or names.keys() >= {*wanted}:
+            break
+    return list(names)
 
 
 def _version(path: str) -> tuple[int, ...] | None:
@@ -245,11 +266,6 @@ def check_columns(names: Iterable[str], needed: Sequence[tuple[str, str]], where
     existing = list(names)
     for column, key in needed:
         if column not in existing:
-            if len(existing) == 1 and where.endswith(".csv") and (mark := re.search(r"[;\t|]", existing[0])):
-                raise DataError(
-                    f"{where} has no column {column!r}, but only {existing[0]!r}: its cells are separated by "
-                    f"{mark[0]!r}; save it with commas between cells"
-                )
             hint = did_you_mean(column, existing, otherwise="")
             known = ", ".join(existing) or "none"
             name, _, more = key.partition(
@@ -285,8 +301,8 @@ def _not_utf8(path: str) -> str:
     return "changed while it was being read"
 
 
-def declared_classes(path: str, key: str) -> dict[str, list[str]]:
-    """Column → the class names that ``datasets`` stored in a parquet file; empty for other formats.
+def declared_classes(path: str, key: str) -> ClassNames:
+    """The class names that ``datasets`` stored in a parquet file; empty for other formats.
 
     Raises:
         DataError: The file or its metadata cannot be read.
@@ -294,27 +310,32 @@ def declared_classes(path: str, key: str) -> dict[str, list[str]]:
     if suffix_of(path) in _TEXT_READERS:
         return {}
     with _readable(path, key), _open(path, "rb") as file:
-        schema = pyarrow.parquet.read_schema(file)
+        return _classes_in(pyarrow.parquet.read_schema(file))
+
+
+def _classes_in(schema: pyarrow.Schema) -> ClassNames:
+    if b"huggingface" not in (schema.metadata or {}):
+        return {}
     from datasets import Features
 
     try:
         return class_names(Features.from_arrow_schema(schema))
     except Exception as error:  # of various classes, for JSON from the file
-        raise DataError(
-            f"{key}: {path}: the metadata 'huggingface', which declares its columns for datasets, is invalid "
-            f"({first_line(error)}); remove it with pyarrow's replace_schema_metadata()"
+        raise ValueError(
+            "the metadata 'huggingface', which declares its columns for datasets, is invalid: "
+            f"{first_line(error)}; remove it with pyarrow's replace_schema_metadata()"
         ) from error
 
 
-def class_names(features: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Column → the class names that ``datasets`` stores for its integers, in a file or on the hub."""
+def class_names(features: Mapping[str, Any]) -> ClassNames:
+    """The class names that ``datasets`` stores, in a file or on the hub."""
     from datasets import ClassLabel
 
     inner = {name: getattr(feature, "feature", feature) for name, feature in features.items()}
     return {name: list(feature.names) for name, feature in inner.items() if isinstance(feature, ClassLabel)}
 
 
-def with_class_names(row: Row, declared: Mapping[str, list[str]]) -> Row:
+def with_class_names(row: Row, declared: ClassNames) -> Row:
     """The row with names of classes for their integers; None for others, such as GLUE's -1 in test sets."""
 
     def named(value: Any, names: list[str]) -> Any:
@@ -322,7 +343,7 @@ def with_class_names(row: Row, declared: Mapping[str, list[str]]) -> Row:
             return [named(item, names) for item in value]
         return names[value] if isinstance(value, int) and 0 <= value < len(names) else None
 
-    return {**row, **{column: named(row.get(column), names) for column, names in declared.items()}}
+    return row | {column: named(row[column], names) for column, names in declared.items() if column in row}
 
 
 def hub_dataset(config: DataConfig, split: str, *, streaming: bool = False) -> tuple[Any, str]:
@@ -365,4 +386,4 @@ def saved_dataset(name: str, key: str) -> Dataset:
             f"{key}: {name} contains the splits {', '.join(saved)}; name the folder of one, such as "
             f"{path}/{next(iter(saved))}"
         )
-    return saved
+    return saved.with_format(None)  # plain values, whatever framework it was saved for

@@ -19,6 +19,7 @@ from composer_speedups.core.errors import DataError, first_line
 from composer_speedups.data.builtin import builtin_samples
 from composer_speedups.data.paths import find_files
 from composer_speedups.data.reader import (
+    ClassNames,
     Row,
     check_columns,
     class_names,
@@ -44,14 +45,18 @@ _NUMBER = re.compile(r"[-+]?\d+([.,]\d+)*")
 
 class _Split(NamedTuple):
     rows: list[Row]  # with names of classes instead of their integers
-    declared: dict[str, list[str]]  # column → its classes in the data set's own order
+    declared: ClassNames  # in the data set's own order
     where: str  # the data set, for errors
 
     def columns(self, task: Task, *, training: bool) -> dict[str, list[Any]]:
         return {column: [row.get(column) for row in self.rows] for column, _ in task.columns(training=training)}
 
-    def teach(self, task: Task, *, training: bool = True) -> None:
+    def teach(self, task: Task, *, training: bool = True, trial: bool = False) -> None:
+        """Let the task learn its labels; a ``trial`` finds also those of rows that will be dropped."""
+        found = task.lacks_classes and task.label_column not in self.declared and not trial
         task.learn(self.columns(task, training=training), self.declared, self.where)
+        if found:
+            task.check_classes(self.where)
 
     def checked(
         self,
@@ -65,9 +70,12 @@ class _Split(NamedTuple):
         """The samples of the rows at ``places``, or of all rows: place → sample.
 
         Raises:
-            DataError: With ``on_invalid="stop"``, lists the invalid rows; otherwise there is no valid row.
+            DataError: With ``on_invalid="stop"``, lists the invalid rows; otherwise there is no valid row. Integers
+                that do not count the classes from 0 are always refused.
         """
         examples, invalid = {}, list[str]()
+        if places is None and task.reads_label(training=training):
+            task.check_labels([row.get(str(task.label_column)) for row in self.rows], self.where)
         places = range(len(self.rows)) if places is None else places
         for place in places:
             try:
@@ -105,7 +113,7 @@ def load_samples(config: DataConfig, task: Task, summary: DataSummary | None = N
     if config.eval_fraction is None:
         held = _split(config, task, "eval", task.columns(training=False))
     trial = task if config.on_invalid == "stop" else copy.copy(task)
-    train.teach(trial)  # from all rows, because a class may occur only in those held out
+    train.teach(trial, trial=trial is not task)  # from all rows, because a class may occur only in those held out
     examples = train.checked(trial, config.on_invalid, summary, training=True)
     if trial is not task:  # a label may occur only in rows that were dropped, and is then no class
         kept = train._replace(rows=[train.rows[place] for place in examples])
@@ -141,14 +149,11 @@ def load_validation(config: DataConfig, task: Task, summary: DataSummary | None 
     return _validation_samples(held, task, config, summary or DataSummary())
 
 
-def labelled_samples(
-    rows: list[Row], declared: dict[str, list[str]], where: str, task: Task, summary: DataSummary
-) -> Dataset:
+def labelled_samples(rows: list[Row], where: str, task: Task, summary: DataSummary) -> Dataset:
     """The samples of rows that were read already, as :func:`load_validation` returns them, without invalid rows.
 
     Args:
-        rows: The rows.
-        declared: Column → the class names that the file declares for its integers.
+        rows: The rows, with names of classes instead of the integers for which their file declares names.
         where: The file, for errors.
         task: A task that knows its classes.
         summary: Receives the invalid rows.
@@ -156,7 +161,7 @@ def labelled_samples(
     Raises:
         DataError: There are no valid rows.
     """
-    examples = _named(rows, declared, where).checked(task, "drop", summary, training=False)
+    examples = _split_of(rows, {}, where).checked(task, "drop", summary, training=False)
     return Dataset.from_list(task.prepared([*examples.values()], training=False))
 
 
@@ -188,7 +193,8 @@ def _split(config: DataConfig, task: Task, split: str, needed: Needed) -> _Split
     if os.path.isdir(os.path.expanduser(name)):
         return _from_dataset(saved_dataset(name, key), where, needed)
     paths = find_files(name, key)
-    return _named(load_rows(paths, key, needed), declared_classes(paths[0], key), where)
+    declared = declared_classes(paths[0], key)
+    return _split_of(load_rows(paths, key, needed, declared), declared, where)
 
 
 def _from_dataset(dataset: Dataset, where: str, needed: Needed) -> _Split:
@@ -197,13 +203,14 @@ def _from_dataset(dataset: Dataset, where: str, needed: Needed) -> _Split:
         rows = dataset.select_columns([column for column, _ in needed]).to_list()
     except (pyarrow.ArrowException, ValueError) as error:  # such as invalid UTF-8
         raise DataError(f"{where}: its columns cannot be read ({first_line(error)})") from error
-    return _named(rows, class_names(dataset.features), where)
+    declared = class_names(dataset.features)
+    return _split_of([with_class_names(row, declared) for row in rows], declared, where)
 
 
-def _named(rows: list[Row], declared: dict[str, list[str]], where: str) -> _Split:
+def _split_of(rows: list[Row], declared: ClassNames, where: str) -> _Split:
     if not rows:
         raise no_rows(where)
-    return _Split([with_class_names(row, declared) for row in rows] if declared else rows, declared, where)
+    return _Split(rows, declared, where)
 
 
 def random_rows(count: int, seed: int, split: str, length: int, tokenizer: Any, classes: int = 2) -> Dataset:

@@ -21,6 +21,7 @@ from composer_speedups.core.files import with_working_directory
 from composer_speedups.data.flat import Ragged
 from composer_speedups.data.paths import find_files, is_address
 from composer_speedups.data.reader import (
+    ClassNames,
     class_names,
     declared_classes,
     hub_dataset,
@@ -72,23 +73,18 @@ class Tokenized:
         tokenizer: The model's tokenizer.
         task: Checks and encodes the rows.
         max_length: Maximum number of tokens per sample.
-        declared: Column → the class names that the dataset stores for its integers.
 
     Raises:
         DataError: A row without text or token ids, or with an unknown label.
     """
 
-    def __init__(
-        self, collate: Any, tokenizer: Any, task: Task, max_length: int, declared: Mapping[str, list[str]]
-    ) -> None:
+    def __init__(self, collate: Any, tokenizer: Any, task: Task, max_length: int) -> None:
         self.collate, self.tokenizer, self.task, self.max_length = collate, tokenizer, task, max_length
-        self.declared = dict(declared)
 
     def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
         if "input_ids" in rows[0]:
             return self.collate(Ragged.of(self._tokenized(rows)))
-        named = (with_class_names(row, self.declared) for row in rows)
-        examples = [self.task.example(row, "a streamed row", training=True) for row in named]
+        examples = [self.task.example(row, "a streamed row", training=True) for row in rows]
         columns = {key: [example[key] for example in examples] for key in examples[0]}
         return self.collate(Ragged.of(self.task.encode(columns, self.tokenizer, self.max_length)))
 
@@ -123,11 +119,11 @@ def _token_ids(row: Mapping[str, Any], vocabulary: int) -> list[int]:
     return list(ids.tolist())
 
 
-def stream_of_samples(config: DataConfig, seed: int) -> tuple[Any, dict[str, list[str]]]:
+def stream_of_samples(config: DataConfig, seed: int) -> tuple[Any, ClassNames]:
     """Open this rank's share of the training rows. Every row belongs to one rank and one worker.
 
     Returns:
-        The rows, and column → the class names that the dataset stores for its integers.
+        The rows, with names of classes instead of the integers for which the dataset declares names, and these names.
 
     Raises:
         DataError: It cannot be opened.
@@ -139,29 +135,34 @@ def stream_of_samples(config: DataConfig, seed: int) -> tuple[Any, dict[str, lis
     return EndlessSamples(split_dataset_by_node(rows, dist.get_global_rank(), dist.get_world_size())), declared
 
 
-def _shuffled_rows(config: DataConfig, seed: int) -> tuple[IterableDataset, dict[str, list[str]]]:
+def _shuffled_rows(config: DataConfig, seed: int) -> tuple[IterableDataset, ClassNames]:
     shuffle: dict[str, Any] = {"seed": seed, "buffer_size": config.shuffle_buffer}
     if config.source == "hub":
         rows, _ = hub_dataset(config, config.train_split, streaming=True)
-        return rows.shuffle(**shuffle), class_names(rows.features or {})
+        return _named(rows.shuffle(**shuffle), class_names(rows.features or {}))
     name, key = str(config.train_file), "data.train_file"
     if os.path.isdir(os.path.expanduser(name)):
         saved = saved_dataset(name, key)
         rows = saved.to_iterable_dataset(num_shards=max(1, min(_MAX_SHARDS, len(saved))))
-        return rows.shuffle(**shuffle), class_names(saved.features)
+        return _named(rows.shuffle(**shuffle), class_names(saved.features))
     paths = find_files(name, key)
+    declared = declared_classes(paths[0], key)
     if next(iterate_rows(paths, key), None) is None:  # without batches, the run would never end
         raise no_rows(f"{key}: {name}")
     # datasets divides the list of files among ranks and workers, and draws their order. It reads several files in turn,
     # with a thread for each, which takes longer than reading a row. Therefore a turn is a block of rows.
-    blocks = IterableDataset.from_generator(_blocks, gen_kwargs={"paths": paths, "key": key})
+    blocks = IterableDataset.from_generator(_blocks, gen_kwargs={"paths": paths, "key": key, "declared": declared})
     rows = blocks.shuffle(seed=seed, buffer_size=1).map(_rows_of, batched=True, batch_size=1)
-    return rows.shuffle(**shuffle, max_buffer_input_shards=1), declared_classes(paths[0], key)
+    return rows.shuffle(**shuffle, max_buffer_input_shards=1), declared
 
 
-def _blocks(paths: Iterable[str], key: str) -> Iterator[dict[str, list[Any]]]:
+def _named(rows: IterableDataset, declared: ClassNames) -> tuple[IterableDataset, ClassNames]:
+    return rows.map(with_class_names, fn_kwargs={"declared": declared}), declared
+
+
+def _blocks(paths: Iterable[str], key: str, declared: ClassNames) -> Iterator[dict[str, list[Any]]]:
     """Blocks of consecutive rows: column → its values."""
-    rows = iterate_rows(paths, key)
+    rows = iterate_rows(paths, key, declared=declared)
     while block := list(itertools.islice(rows, _BLOCK)):
         names = {name: None for row in block for name in row} or {"": None}  # a row without columns is refused later
         yield {name: [row.get(name) for row in block] for name in names}

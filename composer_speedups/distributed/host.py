@@ -14,7 +14,7 @@ from composer.utils import dist
 __all__ = ["FreezeGarbage", "share_cores"]
 
 
-def share_cores(*, computes: bool) -> None:
+def share_cores(*, computes: bool, at_most: int | None = None) -> None:
     """Set the number of threads of torch's CPU operations, permanently for this process.
 
     torch uses a thread per core for every operation on more than 32,768 elements, such as the token ids of 129 samples
@@ -24,11 +24,15 @@ def share_cores(*, computes: bool) -> None:
     Args:
         computes: Whether the training step runs on the CPU. If so, the ranks of this node share its cores; otherwise
             one thread copies the batches.
+        at_most: Upper limit for each rank; None for no limit. Small models are as fast with one thread on idle cores,
+            and several times as fast when other processes use the cores too, because every operation waits for the
+            slowest of its threads.
     """
     if "OMP_NUM_THREADS" in os.environ:
         return
     share = max(1, _at_first() // dist.get_local_world_size())
-    torch.set_num_threads(share if computes else 1)
+    limit = at_most if computes else 1
+    torch.set_num_threads(share if limit is None else min(share, limit))
 
 
 @cache

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from composer_speedups.families.family import Family, LayerModules
+from composer_speedups.families.family import Block, Family, LayerModules
 
 __all__ = ["FAMILY"]
 
@@ -36,6 +36,7 @@ FAMILY = Family(
     layer="AlbertLayerGroup",
     inner_layer="AlbertLayer",
     embeddings="AlbertEmbeddings",
+    block=Block.POST_NORM,
     layer_modules=_modules,
     dropouts=_dropouts,
     repeats_blocks=True,

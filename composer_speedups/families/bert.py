@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from composer_speedups.families.family import Family, LayerModules
+from composer_speedups.families.family import Block, Family, LayerModules
 
 __all__ = ["FAMILY"]
 
@@ -31,6 +31,7 @@ FAMILY = Family(
     layer="BertLayer",
     embeddings="BertEmbeddings",
     feed_forward=("intermediate.dense", "intermediate.intermediate_act_fn", "output.dense"),
+    block=Block.POST_NORM,
     layer_modules=_modules,
     dropouts=_dropouts,
 )

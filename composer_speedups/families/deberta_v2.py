@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
-from composer_speedups.families.family import Family, LayerModules
+from composer_speedups.families.family import Block, Family, LayerModules
 from composer_speedups.families.flops import block_flops
 from composer_speedups.packing.disentangled_attention import Relative, disentangled_attention
 from composer_speedups.packing.encoder import UnpaddedEncoder
-from composer_speedups.packing.tokens import TokenLayout, mark_dynamic
+from composer_speedups.packing.layout import Layout, mark_dynamic
 
 __all__ = ["FAMILY"]
 
@@ -78,10 +78,10 @@ class _UnpaddedDeberta(UnpaddedEncoder):
         output = BaseModelOutput(last_hidden_state=last, hidden_states=(last,))
         return output if kwargs.get("return_dict", True) else output.to_tuple()
 
-    def _inputs_of_packed(self, inputs: dict[str, Any], layout: TokenLayout) -> dict[str, Any]:
+    def _inputs_of_packed(self, inputs: dict[str, Any], layout: Layout) -> dict[str, Any]:
         return inputs  # the embeddings are multiplied by the mask
 
-    def _packed(self, packed: Tensor, layout: TokenLayout, first_tokens_only: bool = False, **kwargs: Any) -> Any:
+    def _packed(self, packed: Tensor, layout: Layout, first_tokens_only: bool = False, **kwargs: Any) -> Any:
         buckets, furthest = self.position_buckets, self.max_relative_positions
         entries = _entries(layout.longest, buckets, furthest, packed.device)
         relative = Relative(layout, entries, first_tokens_only)
@@ -170,6 +170,7 @@ FAMILY = Family(
     embeddings="DebertaV2Embeddings",
     around_blocks=tuple(f"DebertaV2Encoder.{name}" for name in ("rel_embeddings", "LayerNorm", "conv")),
     feed_forward=("intermediate.dense", "intermediate.intermediate_act_fn", "output.dense"),
+    block=Block.DISENTANGLED,
     layer_modules=_modules,
     position_table=_table,
     dropouts=_dropouts,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from composer_speedups.families.family import Family, LayerModules
+from composer_speedups.families.family import Block, Family, LayerModules
 
 __all__ = ["FAMILY"]
 
@@ -29,6 +29,7 @@ FAMILY = Family(
     layer="TransformerBlock",
     embeddings="Embeddings",
     feed_forward=("lin1", "activation", "lin2"),
+    block=Block.POST_NORM,
     layer_modules=_modules,
     dropouts=_dropouts,
     hidden="dim",

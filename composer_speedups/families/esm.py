@@ -14,10 +14,10 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
 
-from composer_speedups.families.family import Family, LayerModules
+from composer_speedups.families.family import Block, Family, LayerModules
 from composer_speedups.families.rotary import UnpaddedRotaryModel, packed_angles
 from composer_speedups.packing.call import CallPlan
-from composer_speedups.packing.tokens import TokenLayout, gather_tokens, mark_dynamic
+from composer_speedups.packing.layout import Layout, mark_dynamic
 
 __all__ = ["FAMILY"]
 
@@ -30,15 +30,15 @@ class _UnpaddedEsm(UnpaddedRotaryModel):
     pooler: nn.Module | None
     rotary_embeddings: nn.Module | None  # None with absolute positions, which the embeddings add
 
-    def _embedded(self, inputs: dict[str, Any], layout: TokenLayout) -> Tensor:
+    def _embedded(self, inputs: dict[str, Any], layout: Layout) -> Tensor:
         embedded = inputs["inputs_embeds"]  # to which the untouched model adds nothing
         if embedded is None:
             names = ("input_ids", "attention_mask", "position_ids")
             embedded = self.embeddings(**{name: inputs[name] for name in names})
-        return gather_tokens(embedded.flatten(0, 1), layout.indices_T).unsqueeze(0)
+        return layout.gather(embedded).unsqueeze(0)
 
     def _packed_layers(
-        self, hidden: Tensor, position_ids: Tensor | None, layout: TokenLayout, kwargs: dict[str, Any]
+        self, hidden: Tensor, position_ids: Tensor | None, layout: Layout, kwargs: dict[str, Any]
     ) -> Tensor:
         angles = None
         mark_dynamic(hidden)
@@ -77,8 +77,8 @@ FAMILY = Family(
     blocks="encoder.layer",
     layer="EsmLayer",
     embeddings="EsmEmbeddings",
+    block=Block.PRE_NORM,
     layer_modules=_modules,
-    pre_norm=True,
     dropouts=_dropouts,
     packed_encoder=_UnpaddedEsm,
     activation=None,

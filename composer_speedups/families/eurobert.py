@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from composer_speedups.families.family import Family, Reads, default_head_reads
 from composer_speedups.families.flops import block_flops
 from composer_speedups.families.rotary import UnpaddedRotaryModel
-from composer_speedups.packing.tokens import TokenLayout
+from composer_speedups.packing.layout import Layout
 
 __all__ = ["FAMILY"]
 
@@ -24,12 +24,11 @@ class _UnpaddedEuroBert(UnpaddedRotaryModel):
     embed_tokens: nn.Module
     norm: nn.Module
 
-    def _embedded(self, inputs: dict[str, Any], layout: TokenLayout) -> Tensor:
-        packed = self._packed_inputs(inputs, layout)
-        return packed["inputs_embeds"] if "inputs_embeds" in packed else self.embed_tokens(packed["input_ids"])
+    def _embed(self, inputs: dict[str, Any]) -> Tensor:
+        return inputs["inputs_embeds"] if "inputs_embeds" in inputs else self.embed_tokens(inputs["input_ids"])
 
     def _packed_layers(
-        self, hidden: Tensor, position_ids: Tensor | None, layout: TokenLayout, kwargs: dict[str, Any]
+        self, hidden: Tensor, position_ids: Tensor | None, layout: Layout, kwargs: dict[str, Any]
     ) -> Tensor:
         return self.norm(super()._packed_layers(hidden, position_ids, layout, kwargs))  # type: ignore[no-any-return]
 

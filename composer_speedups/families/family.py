@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 __all__ = [
+    "Block",
     "DropoutRates",
     "Family",
     "GatedLayerModules",
@@ -58,6 +59,17 @@ _USUAL_HEADS = {
     "ForCausalLM": Reads.DECODER,
     "LMHeadModel": Reads.DECODER,
 }
+
+
+class Block(Enum):
+    """The kinds of blocks that ``fused_layers`` computes."""
+
+    POST_NORM = "BERT's"
+    BIASED = "BERT's, with a bias by distance that is added to the scores, as a PositionBias"
+    DISENTANGLED = "BERT's, with DeBERTa's disentangled attention"
+    ROTARY = "BERT's, with queries and keys that are rotated by their positions"
+    PRE_NORM = "pre-norms, BERT's feed-forward layer, and rotary or absolute positions"
+    GATED = "pre-norms, rotary positions, and a gated feed-forward layer without biases"
 
 
 def default_head_reads(model_class: str, config: Any) -> Reads:
@@ -142,15 +154,11 @@ class Family:
             ``Class.attribute``; models may lack them.
         feed_forward: Path of the module with the feed-forward layer, and names of its first Linear, its activation and
             its second Linear; None for other kinds of feed-forward layers.
-        layer_modules: Block, or its inner layer, → its modules (:class:`GatedLayerModules` if ``gated``); None if
-            ``fused_layers`` does not support it.
+        block: The kind of the blocks, or of their inner layers; None if ``fused_layers`` does not support them.
+        layer_modules: With ``block``: block, or its inner layer, → its modules (:class:`GatedLayerModules` if gated).
         position_table: For disentangled attention: block and relative embeddings (P, H) → keys and queries of relative
-            positions (P, 2·A·D). None for other kinds of attention.
-        rotary: Whether post-norm blocks rotate queries and keys by their positions.
-        pre_norm: Whether blocks have pre-norms, but not a gated feed-forward layer.
-        position_bias: Whether attention adds a bias by distance to the scores, as a :class:`.PositionBias`.
+            positions (P, 2·A·D).
         refuses: Encoder → the reason why it cannot run on packed tokens; None if it can.
-        gated: Whether blocks have pre-norms, rotary positions and a gated feed-forward layer.
         dropouts: Block → for each of :class:`DropoutRates`, the module whose mode decides and the module with the
             probability, or None if there is no dropout.
         positions: Embeddings and ids (B, S) → position ids (B, S) or (1, S).
@@ -180,12 +188,9 @@ class Family:
     repeats_blocks: bool = False
     around_blocks: tuple[str, ...] = ()
     feed_forward: tuple[str, str, str] | None = None
+    block: Block | None = None
     layer_modules: Callable[[Any], Any] | None = None
-    gated: bool = False
     position_table: Callable[[Any, Tensor], Tensor] | None = None
-    rotary: bool = False
-    pre_norm: bool = False
-    position_bias: bool = False
     refuses: Callable[[Any], str | None] = lambda _: None
     dropouts: Callable[[Any], list[tuple[nn.Module, nn.Dropout] | None]] | None = None
     positions: Callable[[Any, Tensor], Tensor] = _buffered_positions
@@ -205,8 +210,8 @@ class Family:
 
     @property
     def has_berts_layers(self) -> bool:
-        """Whether the fused kernels of BERT's layers and embeddings fit, with a bias by distance or without one."""
-        return not (self.gated or self.rotary or self.pre_norm or self.position_table is not None)
+        """Whether the kernels that are compiled ahead fit, and those for BERT's embeddings and for 8 bits."""
+        return self.block in (Block.POST_NORM, Block.BIASED)
 
     def has(self, role: str, kind: type) -> bool:
         """Whether a class is exactly the family's ``"encoder"``, ``"layer"``, ``"inner_layer"``, ``"attention"`` or
@@ -280,9 +285,7 @@ def kernel_shape(config: Mapping[str, Any]) -> Shape:
         KeyError: The family has no fused kernels, or a key is missing.
     """
     family = family_named(config["model_type"])
-    if family is None or family.layer_modules is None:
-        raise KeyError(config["model_type"])
-    if not family.has_berts_layers:
+    if family is None or not family.has_berts_layers:
         raise KeyError(config["model_type"])
     assert family.hidden_dropout is not None
     dropped = family.attention_output_dropout
@@ -295,5 +298,5 @@ def kernel_shape(config: Mapping[str, Any]) -> Shape:
         output=config[family.hidden_dropout],
         embedding=config[family.embedding],
         embedded=config[family.hidden_dropout],
-        biased=family.position_bias,
+        biased=family.block is Block.BIASED,
     )

@@ -10,6 +10,7 @@ from torch import nn
 
 from composer_speedups.families.blocks import repeated_blocks
 from composer_speedups.families.family import config_value, family_named
+from composer_speedups.packing.rows import lengths_key
 
 __all__ = ["BlockRun", "batch_lengths", "block_flops", "block_runs", "frozen_flops", "training_flops"]
 
@@ -23,6 +24,9 @@ def batch_lengths(batch: Any) -> torch.Tensor | None:
     """
     if not hasattr(batch, "get") or not isinstance(batch.get("input_ids"), torch.Tensor):
         return None
+    known = batch.get(lengths_key("attention_mask"))
+    if known is not None and known.numel() and int(known.numpy().min()) >= 0:  # unpadding has counted the rows
+        return known.as_subclass(torch.Tensor).long()
     mask = batch.get("attention_mask")
     if getattr(mask, "shape", None) != batch["input_ids"].shape:
         *rows, width = batch["input_ids"].shape

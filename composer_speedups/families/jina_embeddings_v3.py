@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from composer_speedups.families.family import Family, LayerModules
+from composer_speedups.families.family import Block, Family, LayerModules
 from composer_speedups.families.rotary import UnpaddedRotaryBert
 
 __all__ = ["FAMILY"]
@@ -34,8 +34,8 @@ FAMILY = Family(
     layer="JinaEmbeddingsV3Layer",
     embeddings="JinaEmbeddingsV3Embeddings",
     feed_forward=("fc1", "activation_fn", "fc2"),
+    block=Block.ROTARY,
     layer_modules=_modules,
-    rotary=True,
     dropouts=_dropouts,
     packed_encoder=UnpaddedRotaryBert,
 )

@@ -13,10 +13,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from composer_speedups.families.family import Family, GatedLayerModules, Reads, default_head_reads
+from composer_speedups.families.family import Block, Family, GatedLayerModules, Reads, default_head_reads
 from composer_speedups.families.flops import block_flops
 from composer_speedups.families.rotary import UnpaddedRotaryModel, packed_angles
-from composer_speedups.packing.tokens import TokenLayout, mark_dynamic
+from composer_speedups.packing.call import Call
+from composer_speedups.packing.layout import Layout, mark_dynamic
 
 __all__ = ["FAMILY"]
 
@@ -24,16 +25,21 @@ __all__ = ["FAMILY"]
 class _UnpaddedModernBert(UnpaddedRotaryModel):
     """As :class:`UnpaddedRotaryModel`, with other angles in local layers, and a norm behind the last layer."""
 
-    config: Any
     embeddings: nn.Module
     final_norm: nn.Module
 
-    def _embedded(self, inputs: dict[str, Any], layout: TokenLayout) -> Tensor:
-        inputs = {**inputs, "token_type_ids": None}  # as the untouched model, which ignores those of BERT's tokenizer
-        return self.embeddings(**self._packed_inputs(inputs, layout))  # type: ignore[no-any-return]
+    def prepare_call(self, call: Call, inputs: dict[str, Any]) -> dict[str, Any]:
+        # The untouched model's masks have the configuration's window, packed attention has that of its modules.
+        local: Any = next((layer for layer in self.layers if layer.attention_type == "sliding_attention"), None)
+        call.padded |= local is not None and local.attn.sliding_window != self.config.sliding_window + 1
+        return super().prepare_call(call, inputs)
+
+    def _embed(self, inputs: dict[str, Any]) -> Tensor:
+        inputs.pop("token_type_ids", None)  # as the untouched model, which ignores those of BERT's tokenizer
+        return self.embeddings(**inputs)  # type: ignore[no-any-return]
 
     def _packed_layers(
-        self, hidden: Tensor, position_ids: Tensor | None, layout: TokenLayout, kwargs: dict[str, Any]
+        self, hidden: Tensor, position_ids: Tensor | None, layout: Layout, kwargs: dict[str, Any]
     ) -> Tensor:
         kinds: list[str] = [layer.attention_type for layer in self.layers]  # type: ignore[misc]
         angles = {kind: packed_angles(self.rotary_emb, hidden, position_ids, layout, kind) for kind in sorted({*kinds})}
@@ -92,8 +98,8 @@ FAMILY = Family(
     blocks="layers",
     layer="ModernBertEncoderLayer",
     embeddings="ModernBertEmbeddings",
+    block=Block.GATED,
     layer_modules=_modules,
-    gated=True,
     dropouts=_dropouts,
     reads=_reads,
     max_width_with_holes=_max_width_with_holes,

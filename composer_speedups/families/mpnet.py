@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
-from composer_speedups.families.family import Family, LayerModules
+from composer_speedups.families.family import Block, Family, LayerModules
 from composer_speedups.packing.attention import PositionBias, unpadded_attention
 from composer_speedups.packing.encoder import UnpaddedEncoder
-from composer_speedups.packing.tokens import TokenLayout, mark_dynamic
+from composer_speedups.packing.layout import Layout, mark_dynamic
 
 __all__ = ["FAMILY"]
 
@@ -68,7 +68,7 @@ class _UnpaddedMPNet(UnpaddedEncoder):
     def _packed(
         self,
         packed: Tensor,
-        layout: TokenLayout,
+        layout: Layout,
         return_dict: bool = True,
         first_tokens_only: bool = False,
         **kwargs: Any,
@@ -132,8 +132,8 @@ FAMILY = Family(
     embeddings="MPNetEmbeddings",
     around_blocks=("MPNetEncoder.relative_attention_bias",),
     feed_forward=("intermediate.dense", "intermediate.intermediate_act_fn", "output.dense"),
+    block=Block.BIASED,
     layer_modules=_modules,
-    position_bias=True,
     dropouts=_dropouts,
     max_width_with_holes=lambda _: 0,
     positions=_positions,

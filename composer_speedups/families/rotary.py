@@ -17,17 +17,19 @@ from transformers.utils.generic import can_return_tuple
 
 from composer_speedups.packing.call import CallPlan
 from composer_speedups.packing.encoder import UnpaddedEncoder, UnpaddedModel
-from composer_speedups.packing.tokens import TokenLayout, gather_tokens, mark_dynamic
+from composer_speedups.packing.layout import Layout, mark_dynamic
 
 __all__ = ["UnpaddedRotaryBert", "UnpaddedRotaryModel", "packed_angles"]
 
-_INPUTS = ("input_ids", "token_type_ids", "position_ids", "inputs_embeds", "attention_mask")
+_EMBEDDED = ("input_ids", "token_type_ids", "inputs_embeds")
+_INPUTS = (*_EMBEDDED, "position_ids", "attention_mask")
 
 
 class UnpaddedRotaryModel(UnpaddedModel):
     """Token ids (B, S) or embeddings (B, S, H) → transformers' output with the last hidden state (B, S, H), zeros at
     padding."""
 
+    config: Any
     rotary_emb: Any
     layers: nn.ModuleList
 
@@ -45,31 +47,40 @@ class UnpaddedRotaryModel(UnpaddedModel):
         packed = self._embedded(inputs, plan.layout)
         return self._output(self._packed_layers(packed, inputs["position_ids"], plan.layout, kwargs), plan)
 
-    def _embedded(self, inputs: dict[str, Any], layout: TokenLayout) -> Tensor:
+    def _embedded(self, inputs: dict[str, Any], layout: Layout) -> Tensor:
         """The model's arguments by name → the first hidden state, (1, T, H)."""
+        embedding: Any = self.get_input_embeddings()  # type: ignore[operator]
+        if embedding._forward_hooks or embedding._forward_pre_hooks:
+            # They get the padded batch: the noise of NEFTune's hook depends on the width of its rows.
+            padded = self._embed({name: inputs[name] for name in _EMBEDDED if inputs[name] is not None})
+            return layout.gather(padded).unsqueeze(0)
+        return self._embed(self._packed_inputs(inputs, layout))
+
+    def _embed(self, inputs: dict[str, Any]) -> Tensor:
+        """Token ids or embeddings, and token types, by name, all padded or all packed → the first hidden state."""
         raise NotImplementedError
 
     def _packed_layers(
-        self, hidden: Tensor, position_ids: Tensor | None, layout: TokenLayout, kwargs: dict[str, Any]
+        self, hidden: Tensor, position_ids: Tensor | None, layout: Layout, kwargs: dict[str, Any]
     ) -> Tensor:
         """(1, T, H) → (1, T, H), through the layers and the last norm."""
         angles = packed_angles(self.rotary_emb, hidden, position_ids, layout)
-        for layer in self.layers:
+        for layer in [*self.layers][: self.config.num_hidden_layers]:  # as the untouched model
             mark_dynamic(hidden, *angles)
             hidden = layer(hidden, attention_mask=None, position_embeddings=angles, layout=layout, **kwargs)
         return hidden
 
     @staticmethod
-    def _packed_inputs(inputs: dict[str, Any], layout: TokenLayout) -> dict[str, Tensor]:
+    def _packed_inputs(inputs: dict[str, Any], layout: Layout) -> dict[str, Tensor]:
         """Token ids, (1, T), or embeddings, (1, T, H), by name; and token types, if the model was called with some."""
         ids, embeddings, types = (inputs[name] for name in ("input_ids", "inputs_embeds", "token_type_ids"))
         packed = {}
         if ids is not None:
-            packed["input_ids"] = _pick(ids, layout)
+            packed["input_ids"] = layout.pick(ids)
         else:
-            packed["inputs_embeds"] = gather_tokens(embeddings.flatten(0, 1), layout.indices_T).unsqueeze(0)
+            packed["inputs_embeds"] = layout.gather(embeddings).unsqueeze(0)
         if types is not None:
-            packed["token_type_ids"] = _pick(types.expand(layout.mask_BS.shape), layout)
+            packed["token_type_ids"] = layout.pick(types.expand(layout.mask_BS.shape))
         return packed
 
 
@@ -79,8 +90,8 @@ class UnpaddedRotaryBert(UnpaddedRotaryModel):
     embeddings: nn.Module
     pooler: nn.Module | None
 
-    def _embedded(self, inputs: dict[str, Any], layout: TokenLayout) -> Tensor:
-        return self.embeddings(**self._packed_inputs(inputs, layout))  # type: ignore[no-any-return]
+    def _embed(self, inputs: dict[str, Any]) -> Tensor:
+        return self.embeddings(**inputs)  # type: ignore[no-any-return]
 
     def _output(self, last: Tensor, plan: CallPlan) -> Any:
         hidden: Any = self._scattered(last, plan)
@@ -92,7 +103,7 @@ def packed_angles(
     rotary: Callable[..., tuple[Tensor, Tensor]],
     hidden: Tensor,
     position_ids: Tensor | None,
-    layout: TokenLayout,
+    layout: Layout,
     *kind: str,
 ) -> tuple[Tensor, Tensor]:
     """Cosines and sines of the packed tokens' rotary angles, (1, T, D) each.
@@ -114,9 +125,3 @@ def packed_angles(
     indices_T = layout.indices_T % width if len(cos) == 1 else layout.indices_T.clamp(max=slots - 1)
     cos, sin = (angles.flatten(0, 1).index_select(0, indices_T).unsqueeze(0) for angles in (cos, sin))
     return cos, sin
-
-
-def _pick(values_BS: Tensor, layout: TokenLayout) -> Tensor:
-    """Integers per slot, (B, S) → per packed token, (1, T)."""
-    flat = values_BS.reshape(-1)
-    return flat.index_select(0, layout.indices_T.clamp(max=len(flat) - 1)).unsqueeze(0)

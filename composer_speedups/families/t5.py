@@ -19,7 +19,7 @@ from composer_speedups.families.family import Family, Reads, default_head_reads
 from composer_speedups.families.flops import block_flops
 from composer_speedups.packing.attention import PositionBias
 from composer_speedups.packing.encoder import UnpaddedEncoder, UnpaddedModel
-from composer_speedups.packing.tokens import TokenLayout, gather_tokens, mark_dynamic
+from composer_speedups.packing.layout import Layout, mark_dynamic
 
 __all__ = ["FAMILY"]
 
@@ -49,10 +49,10 @@ class _UnpaddedT5(UnpaddedModel):
             output = stock.forward(input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, **kwargs)
             return self._padded(plan, output)
         embedded: Any = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        packed = gather_tokens(embedded.flatten(0, 1), plan.layout.indices_T).unsqueeze(0)
+        packed = plan.layout.gather(embedded).unsqueeze(0)
         return self._output(self._packed_blocks(self.dropout(packed), plan.layout, kwargs), plan)
 
-    def _packed_blocks(self, packed: Tensor, layout: TokenLayout, kwargs: dict[str, Any]) -> Tensor:
+    def _packed_blocks(self, packed: Tensor, layout: Layout, kwargs: dict[str, Any]) -> Tensor:
         """(1, T, H) → (1, T, H), through the blocks and the last norm."""
         first: Any = self.block[0]
         attention = first.layer[0].SelfAttention
@@ -100,7 +100,6 @@ FAMILY = Family(
     blocks="block",
     layer="T5Block",
     embeddings="",  # the stack's Embedding is torch's
-    position_bias=True,
     reads=_reads,
     max_width_with_holes=lambda _: 0,
     packed_encoder=_UnpaddedT5,

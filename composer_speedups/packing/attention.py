@@ -21,8 +21,9 @@ from torch.nn import functional as F
 from transformers.modeling_utils import AttentionInterface
 
 from composer_speedups.kernels.compiler import missing_c_compiler
+from composer_speedups.kernels.observing import ran
 from composer_speedups.packing.autocast import to_autocast_dtype
-from composer_speedups.packing.tokens import TokenLayout, gather_tokens, scatter_tokens
+from composer_speedups.packing.layout import Layout
 
 __all__ = [
     "IMPLEMENTATION",
@@ -52,7 +53,7 @@ class PositionBias(NamedTuple):
         first_tokens_only: Only each row's first token of the encoder's result is read.
     """
 
-    layout: TokenLayout
+    layout: Layout
     by_distance: Tensor
     first_tokens_only: bool = False
 
@@ -95,7 +96,7 @@ def unpadded_attention(
     attention_mask: Any,
     dropout: float = 0.0,
     scaling: float | None = None,
-    layout: TokenLayout | None = None,
+    layout: Layout | None = None,
     sliding_window: int | None = None,
     position_bias: Any = None,
     **kwargs: Any,
@@ -125,6 +126,7 @@ def unpadded_attention(
         kwargs |= {name: value for name, value in given.items() if value is not None}
         attend = module.config.padded_attention()  # type: ignore[operator, union-attr]
         return attend(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)  # type: ignore[no-any-return]
+    ran("packed_layer")
     window = None if sliding_window is None else sliding_window - 1  # the largest distance on either side
     # the operators below are not in autocast's lists, and float32 rotary angles leave queries and keys in float32
     query, key, value = (to_autocast_dtype(x) for x in (query, key, value))
@@ -135,6 +137,7 @@ def unpadded_attention(
     if position_bias is not None and supports_triton_attention(query.device, query.dtype, query.shape[-1]):
         from composer_speedups.kernels.biased_attention import attend  # imports Triton
 
+        ran("biased_attention")
         qkv = torch.cat([x.flatten(1) for x in packed_TAD], 1)
         rows = layout.cu_seqlens, layout.longest
         out_TH = attend(qkv, position_bias.by_distance.contiguous(), *rows, heads, dropout, scaling)
@@ -171,7 +174,7 @@ def attention_over_padded_rows(
     query_TH: Tensor,
     key_TH: Tensor,
     value_TH: Tensor,
-    layout: TokenLayout,
+    layout: Layout,
     heads: int,
     mask: Tensor,
     dropout: float,
@@ -217,18 +220,17 @@ def has_16_bit_kernels(device: torch.device, dtype: torch.dtype) -> bool:
     return is_16_bit and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def repad(packed_TH: Tensor, layout: TokenLayout, heads: int) -> Tensor:
+def repad(packed_TH: Tensor, layout: Layout, heads: int) -> Tensor:
     """Packed queries, keys or values of all heads, (T, A·D), in their padded slots, (B, A, S, D); zeros at padding."""
-    padded = scatter_tokens(packed_TH, layout.indices_T, layout.mask_BS.numel())
-    return padded.view(*layout.mask_BS.shape, heads, -1).transpose(1, 2)
+    return layout.scatter(packed_TH).unflatten(2, (heads, -1)).transpose(1, 2)
 
 
-def pack_heads(x_BASD: Tensor, layout: TokenLayout) -> Tensor:
+def pack_heads(x_BASD: Tensor, layout: Layout) -> Tensor:
     """The inverse of :func:`repad`: all heads in their padded slots, (B, A, S, D) → packed tokens (T, A·D)."""
-    return gather_tokens(x_BASD.transpose(1, 2).reshape(layout.mask_BS.numel(), -1), layout.indices_T)
+    return layout.gather(x_BASD.transpose(1, 2).flatten(2))
 
 
-def real_keys(layout: TokenLayout) -> Tensor:
+def real_keys(layout: Layout) -> Tensor:
     """The keys to attend to, (B, 1, 1, S); in rows without real tokens all of them, because the result would be NaN."""
     return (layout.mask_BS | ~layout.mask_BS.any(-1, keepdim=True))[:, None, None, :]
 

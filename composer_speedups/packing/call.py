@@ -1,10 +1,10 @@
 """What a forward pass of a model tells the unpadded encoder inside it.
 
 Whether an encoder may pack a batch depends on what transformers does not pass to it: the caller's attention mask, the
-labels, and which code reads the result. Each model around an encoder (``BertModel`` and
+labels, the number of tokens, and which code reads the result. Each model around an encoder (``BertModel`` and
 ``BertForSequenceClassification`` around ``BertEncoder``) therefore gets a class derived from its own, whose ``forward``
 describes the call in a :class:`Call` for as long as it runs. Calls are kept per thread, and a model finds its encoder
-by name, so that replicas, threads and direct calls of ``forward`` each have their own.
+by name, so that threads and direct calls of ``forward`` each have their own.
 
 Shapes: B rows, S slots per row, M slots that a masked-LM head reads, H hidden units.
 """
@@ -14,28 +14,46 @@ from __future__ import annotations
 import contextlib
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from composer_speedups.packing.derived_classes import stock_class, wrap_forward
-from composer_speedups.packing.tokens import TokenLayout, gather_tokens
+from composer_speedups.packing.layout import COUNTED_ON_HOST_MESSAGE, MULTIPLE, Layout, lay_out, run_eagerly
+from composer_speedups.packing.rows import (
+    IGNORED,
+    ROW_LABELS,
+    STAYS_PADDED,
+    RowLengths,
+    RowRules,
+    labels_of,
+    lengths_key,
+    token_masks,
+)
+from composer_speedups.packing.untouched import is_untouched
 
 __all__ = [
     "Call",
     "CallPlan",
     "CallRules",
     "FirstCalls",
+    "KnownBatch",
     "ModelAroundEncoder",
     "call_of",
-    "forced",
-    "is_replica",
+    "know_batch",
+    "known_batch",
     "models_around_encoders",
+    "refuse_replicas",
+    "take_row_lengths",
     "unwrapped",
+    "with_known_batch",
 ]
+
+
+_LENGTHS = lengths_key("attention_mask")
 
 
 @dataclass
@@ -45,13 +63,11 @@ class CallPlan:
     Attributes:
         layout: The layout of the packed tokens; None if the batch stays padded.
         first_tokens_only: Whether only each row's first token of the encoder's result is read.
-        guarded: Whether a gradient at padding positions of the result is an error.
         observe: Called with the padded result, to see whether padding is read; None if that is known.
     """
 
-    layout: TokenLayout | None = None
+    layout: Layout | None = None
     first_tokens_only: bool = False
-    guarded: bool = False
     observe: Callable[[Any], Any] | None = None
 
 
@@ -66,11 +82,9 @@ class Call:
         labels: The labels that the outermost model was called with.
         unknown_reader: Whether the code that reads the outermost model's result is unknown.
         first_tokens_only: Whether only each row's first token of the encoder's result is read.
-        head_slots: The slots for which a masked-LM head computes logits, int64 (M,); None for all.
-        head_base: With ``head_slots``, the model inside the outermost one whose hidden states the head reads.
+        head_layout: The tokens for which a masked-LM head computes logits; None for all.
+        head_base: With ``head_layout``, the model inside the outermost one whose hidden states the head reads.
         padded: Whether the encoder must compute the batch as the untouched model does.
-        trust_unknown_reader: Whether the batch is packed even if its reader is unknown, as for a comparison with the
-            untouched model.
         plan: What the encoder computes; None while no model directly around it runs.
     """
 
@@ -80,9 +94,8 @@ class Call:
     unknown_reader: bool = False
     first_tokens_only: bool = False
     head_base: nn.Module | None = None
-    head_slots: Tensor | None = None
+    head_layout: Layout | None = None
     padded: bool = False
-    trust_unknown_reader: bool = False
     plan: CallPlan | None = None
 
 
@@ -94,10 +107,11 @@ class CallRules:
         encoder_paths: The names of the encoders inside it.
         around_directly: Whether it calls its encoder itself, not through another model.
         unknown_reader: See :class:`Call`; applies when it is the outermost model.
-        check: The setting by which ``first_calls`` was chosen.
+        pooling: The configuration's ``classifier_pooling``, which decides what the head reads. With another one, which
+            heads look up in each call, batches stay padded.
+        pad_to_multiple_of: The number of packed tokens is rounded up to a multiple of it.
         first_calls: A check of its first calls; None for no check.
-        first_token_readers: The modules that read the encoder's result, if they read only first tokens; otherwise None.
-            The last layer then computes first tokens only, until one of these modules is changed.
+        first_tokens_only: Whether everything that reads the encoder's result reads only first tokens.
         labelled_head: The :class:`~.labelled_head.LabelledHead` of a masked-LM head that computes labelled tokens
             only; None for other heads.
     """
@@ -105,17 +119,55 @@ class CallRules:
     encoder_paths: tuple[str, ...] = ()
     around_directly: bool = False
     unknown_reader: bool = False
-    check: str = "never"
+    pooling: str | None = None
+    pad_to_multiple_of: int = MULTIPLE
     first_calls: FirstCalls | None = None
-    first_token_readers: Any = None
+    first_tokens_only: bool = False
     labelled_head: Any = None
 
 
+class KnownRows(NamedTuple):
+    """A mask on its device, its layout (None if it stays padded), and the row lengths that were counted on the CPU."""
+
+    mask: Tensor
+    layout: Layout | None
+    lengths: RowLengths | None
+
+    def is_for(self, mask: Tensor) -> bool:
+        """Whether a mask is this one, or a view of it with all texts as rows. Compiled code cannot see the latter,
+        and takes any mask with as many rows."""
+        if mask is self.mask:
+            return True
+        rows, width = self.mask.shape[:-1].numel(), self.mask.shape[-1]
+        if mask.shape != (rows, width) or self.mask.ndim == 2:
+            return False
+        return torch.compiler.is_compiling() or mask._base is (
+            self.mask if self.mask._base is None else self.mask._base
+        )
+
+
+class KnownBatch(NamedTuple):
+    """What the host counted of the batch of one forward pass: its masks' rows, and the layout of labelled tokens."""
+
+    rows: tuple[KnownRows, ...] = ()
+    labelled: Layout | None = None
+
+    def on_device(self) -> KnownBatch:
+        """Without the lengths, which a captured graph would take for constants."""
+        return KnownBatch(tuple(rows._replace(lengths=None) for rows in self.rows), self.labelled)
+
+    def lengths_of(self, mask: Tensor) -> dict[str, RowLengths]:
+        """The model's argument with the row lengths of a mask (B, S), by name, of which chunks of the batch take their
+        slice; empty if they are not known."""
+        known = [rows.lengths for rows in self.rows if rows.is_for(mask) and rows.lengths is not None]
+        return {_LENGTHS: known[0].flatten()} if known else {}  # type: ignore[dict-item]
+
+
 class _Current(threading.local):
-    # Each thread runs this. torch.compile would read a class attribute instead of the thread's own value.
+    # Each thread runs this. It is not a ContextVar, which torch.compile cannot trace.
     def __init__(self) -> None:
         self.call: Call | None = None
-        self.forced: Literal["padded", "packed"] | None = None
+        self.batch = KnownBatch()
 
 
 _current = _Current()
@@ -127,30 +179,67 @@ def call_of(encoder: nn.Module) -> Call | None:
     return call if call is not None and any(inside is encoder for inside in call.encoders) else None
 
 
+def known_batch() -> KnownBatch:
+    """What is known of the batch of this thread's forward pass; other calls count their tokens."""
+    return _current.batch
+
+
+def know_batch(batch: KnownBatch) -> None:
+    """Let this thread's forward passes use what the host counted of their batch, until the next call."""
+    _current.batch = batch
+
+
 @contextlib.contextmanager
-def forced(mode: Literal["padded", "packed"]) -> Iterator[None]:
-    """Make this thread's forward passes compute what the untouched model computes (``"padded"``), or pack batches
-    although it is not known whether their padding is read (``"packed"``), to compare the two."""
-    before, _current.forced = _current.forced, mode
+def with_known_batch(batch: KnownBatch) -> Iterator[None]:
+    """Let this thread's forward passes use what the host counted of their batch."""
+    before, _current.batch = _current.batch, batch
     try:
         yield
     finally:
-        _current.forced = before
+        _current.batch = before
 
 
-def is_replica(module: nn.Module) -> bool:
-    """Whether a module is a copy that torch.nn.DataParallel made for one forward pass."""
-    return bool(vars(module).get("_is_replica", False))
+@run_eagerly(COUNTED_ON_HOST_MESSAGE)
+def take_row_lengths(batch: MutableMapping[str, Any], rules: Sequence[RowRules], pad_to_multiple_of: int) -> KnownBatch:
+    """Take the row lengths out of a batch, and lay out its tokens on the batch's device, without synchronizing.
+
+    Args:
+        batch: On its device, with the entries of :func:`.count_rows`. A mask without an entry is not part of the
+            result.
+        rules: Those with which the rows were counted.
+        pad_to_multiple_of: The number of packed tokens is rounded up to a multiple of it.
+    """
+    entries = {name: batch.pop(name) for name, value in [*batch.items()] if isinstance(value, RowLengths)}
+    rows, labels, labelled = [], labels_of(batch), None
+    for name, mask in token_masks(batch).items():
+        lengths = entries.get(lengths_key(name))
+        if lengths is None or lengths.shape != mask.shape[:-1]:
+            continue
+        counts, mask_BS, layout = lengths.flatten().tolist(), mask.flatten(0, -2), None
+        if STAYS_PADDED not in counts:
+            for rule in rules:
+                rule.assert_lengths(mask_BS, sum(count > 0 for count in counts))
+            layout = lay_out(mask_BS, sum(counts), pad_to_multiple_of)
+        rows.append(KnownRows(mask, layout, lengths))
+    if ROW_LABELS in entries and labels is not None and labels.ndim == 2:
+        labelled = lay_out(labels != IGNORED, sum(entries[ROW_LABELS].tolist()), pad_to_multiple_of)
+    return KnownBatch(tuple(rows), labelled)
+
+
+def refuse_replicas(*_: Any) -> Any:
+    """Raise ValueError, since torch.nn.DataParallel, which copies a model for each call, is not supported."""
+    raise ValueError(
+        "composer_speedups does not support nn.DataParallel; start one process per GPU (torchrun), or set "
+        "CUDA_VISIBLE_DEVICES to one GPU"
+    )
 
 
 class FirstCalls(Protocol):
     """Checks an outermost model in its first calls."""
 
-    def before(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], positional: Sequence[str] = ()) -> bool:
-        """Return whether this call must stay padded. Raises ValueError if the model cannot run packed.
-
-        ``positional`` names the arguments in ``kwargs`` that were passed by position, after ``args``.
-        """
+    def compare(self, model: Any, inputs: dict[str, Any], positional: Sequence[str]) -> None:
+        """Compare a call, given its arguments by name, if that is due. ``positional`` names those that were passed by
+        position. Raises ValueError if the model cannot run packed."""
 
 
 class ModelAroundEncoder(nn.Module):
@@ -160,6 +249,7 @@ class ModelAroundEncoder(nn.Module):
     inner_forward: ClassVar[Callable[..., Any]]
     argument_names: ClassVar[list[str]]
     call_rules: CallRules
+    _replicate_for_data_parallel = refuse_replicas
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -180,6 +270,14 @@ class ModelAroundEncoder(nn.Module):
         inputs = {**dict(zip(positional, args, strict=True)), **kwargs}
         at_paths = [_module_at(self, path) for path in self.call_rules.encoder_paths]
         encoders = tuple(module for module in at_paths if hasattr(type(module), "prepare_call"))
+        if any(isinstance(value, RowLengths) for value in inputs.values()):  # the collator's, in a loop of one's own
+            rules = [encoder.packing.rules for encoder in encoders]
+            known = take_row_lengths(inputs, rules, self.call_rules.pad_to_multiple_of)
+            with with_known_batch(known):
+                return self._describe_call(positional, inputs, encoders)
+        return self._describe_call(positional, inputs, encoders)
+
+    def _describe_call(self: Any, positional: list[str], inputs: dict[str, Any], encoders: tuple[Any, ...]) -> Any:
         around = call_of(encoders[0]) if encoders else None
         call = self._outermost_call(encoders, positional, inputs) if around is None else around
         before, _current.call = _current.call, call
@@ -192,22 +290,20 @@ class ModelAroundEncoder(nn.Module):
         finally:
             # The plan is only for this call: the outermost model may still call the encoder directly.
             _current.call, call.plan = before, None
-        if call.head_slots is not None and call.head_base is self:
-            return _selected_hidden_states(output, call.head_slots)
+        if call.head_layout is not None and call.head_base is self:
+            return _selected_hidden_states(output, call.head_layout)
         return output
 
     def _outermost_call(self: Any, encoders: tuple[Any, ...], positional: list[str], inputs: dict[str, Any]) -> Call:
         rules = self.call_rules
-        call = Call(encoders, self, unknown_reader=rules.unknown_reader)
-        call.padded = _current.forced == "padded" or _is_traced()
-        call.trust_unknown_reader = _current.forced == "packed"
-        if rules.first_calls is not None and _current.forced is None and not call.padded:
-            call.padded = rules.first_calls.before(self, (), inputs, positional)
+        call = Call(encoders, self, unknown_reader=rules.unknown_reader, first_tokens_only=rules.first_tokens_only)
+        other_pooling = getattr(self.config, "classifier_pooling", None) != rules.pooling
+        call.padded = is_untouched() or other_pooling or _is_traced() or _has_adapter_per_row(self)
+        if rules.first_calls is not None and not call.padded:
+            rules.first_calls.compare(self, inputs, positional)
         labels = inputs.get("labels")
         if isinstance(labels, Tensor) and labels.ndim > 0:
             call.labels = labels
-        if rules.first_token_readers is not None:
-            call.first_tokens_only = rules.first_token_readers.is_unchanged()
         if rules.labelled_head is not None and not call.padded:
             rules.labelled_head.select(self, call, inputs)
         return call
@@ -247,20 +343,29 @@ def _argument_names(model_class: type[Any]) -> list[str]:
 
 
 def _is_traced() -> bool:
-    """Whether the call is exported, traced by torch.jit, or transformed by torch.func.
+    """Whether the call is exported, traced by torch.jit, transformed by torch.func, or differentiated in forward mode.
 
     Such a call can neither read the number of tokens on the host nor use this package's autograd functions.
     """
     if torch.compiler.is_dynamo_compiling():  # where is_exporting() is always true
         return False
     transformed = torch._C._functorch.peek_interpreter_stack() is not None
-    return transformed or torch.jit.is_tracing() or torch.compiler.is_exporting()
+    forward_mode = torch.autograd.forward_ad._current_level >= 0
+    return transformed or forward_mode or torch.jit.is_tracing() or torch.compiler.is_exporting()
 
 
-def _selected_hidden_states(output: Any, slots_M: Tensor) -> Any:
+def _has_adapter_per_row(model: nn.Module) -> bool:
+    """Whether PEFT was called with ``adapter_names``, for which it hooks each of its layers during the call."""
+    if not hasattr(model, "peft_config"):
+        return False
+    adapted = next((module for module in model.modules() if hasattr(type(module), "adapter_layer_names")), None)
+    hooks = [] if adapted is None else adapted._forward_pre_hooks.values()
+    return any("adapter_names" in getattr(hook, "keywords", ()) for hook in hooks)
+
+
+def _selected_hidden_states(output: Any, layout: Layout) -> Any:
     """A model's output with the hidden states of some slots, (B, S, H) → (1, M, H), instead of all."""
-    hidden = output[0]
-    selected = gather_tokens(hidden.flatten(0, 1), slots_M).unsqueeze(0)
+    selected = layout.gather(output[0]).unsqueeze(0)
     if isinstance(output, tuple):
         return (selected, *output[1:])
     output.last_hidden_state = selected

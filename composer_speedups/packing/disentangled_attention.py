@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from composer_speedups.kernels.observing import ran
 from composer_speedups.packing.attention import pack_heads, real_keys, repad, supports_triton_attention
-from composer_speedups.packing.tokens import TokenLayout
+from composer_speedups.packing.layout import Layout
 
 __all__ = ["Relative", "disentangled_attention", "first_tokens_disentangled_attention", "position_scores"]
 
@@ -28,7 +29,7 @@ class Relative(NamedTuple):
         first_tokens_only: Only each row's first token of the encoder's result is read.
     """
 
-    layout: TokenLayout
+    layout: Layout
     entries: Tensor
     first_tokens_only: bool = False
 
@@ -48,10 +49,12 @@ def disentangled_attention(
     Returns:
         (T, A·D).
     """
+    ran("packed_layer")
     layout, size = relative.layout, query.shape[1] // heads
     if supports_triton_attention(query.device, query.dtype, size):
         from composer_speedups.kernels.disentangled_attention import attend  # imports Triton
 
+        ran("disentangled_attention")
         qkv = torch.cat([query, key, value], 1)
         return attend(qkv, positions.contiguous(), relative.entries, layout.cu_seqlens, layout.longest, heads, dropout)
     queries, keys, values = (repad(x, layout, heads) for x in (query, key, value))
@@ -79,7 +82,7 @@ def position_scores(query_BAQD: Tensor, key_BASD: Tensor, positions: Tensor, rel
     return by_query + by_key.transpose(2, 3)
 
 
-def _attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, layout: TokenLayout, dropout: float) -> Tensor:
+def _attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, layout: Layout, dropout: float) -> Tensor:
     scale = float((3 * query.shape[-1]) ** -0.5)
     bias = (bias * scale).masked_fill(~real_keys(layout), torch.finfo(bias.dtype).min)
     return F.scaled_dot_product_attention(query, key, value, bias, dropout, scale=scale)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,8 +25,8 @@ usage: python -m composer_speedups.predict RUN --input FILE [--output FILE | --e
 
 Predict with a finished run (a folder such as runs/quickstart, or its model/) for every row of a file: .csv, .tsv,
 .jsonl, .parquet, .conll, or .txt with a text per line. Line i of the output is row i with its predictions, which are
-null for a row without text. The same command continues an interrupted call. --evaluate prints the task's metrics for
-labelled rows instead. Options may also be written as input=FILE.
+null for a row without text. --evaluate prints the task's metrics for labelled rows instead. Options may also be
+written as input=FILE.
 
 keys:
 """
@@ -63,9 +64,10 @@ def main(arguments: Sequence[str]) -> None:
     run, request = read_request(arguments)
     exported_folder(run)
     check_file(request.input, "input")
-    from composer_speedups.data.reader import load_rows
+    from composer_speedups.data.reader import declared_classes, load_rows
 
-    rows, source = load_rows([request.input], "input", None), Path(request.input)
+    declared = declared_classes(request.input, "input") if request.evaluate else None  # predictions keep the integers
+    rows, source = load_rows([request.input], "input", None, declared), Path(request.input)
     from composer_speedups.predict.model import FinishedModel  # imports torch, which a refusal does not need
     from composer_speedups.predict.rows import evaluate_file, predict_file
 
@@ -102,10 +104,13 @@ def read_request(arguments: Sequence[str]) -> tuple[Path, Request]:
         request.output = f"{Path(request.input).with_suffix('')}.predictions.jsonl"
     if Path(request.output).suffix not in _FORMATS:
         raise ConfigError(f"output: {request.output} must end in {', '.join(_FORMATS)}")
-    if Path(request.output).resolve() == Path(request.input).resolve():
+    if os.path.realpath(request.output) == os.path.realpath(request.input):
         raise ConfigError(f"output: {request.output} is the input itself; choose another name")
-    if not os.path.isdir(Path(request.output).absolute().parent):
-        raise ConfigError(f"output: there is no folder {Path(request.output).parent}; create it first")
+    target = os.path.realpath(request.output)
+    if os.path.isdir(target):
+        raise ConfigError(f"output: {request.output} is a folder; name a file in it")
+    if not os.path.isdir(os.path.dirname(target)):
+        raise ConfigError(f"output: there is no folder for {request.output}; create it first")
     return Path(command_line.words[0]).expanduser(), request
 
 
@@ -129,6 +134,7 @@ def _as_pairs(arguments: Sequence[str]) -> list[str]:
 
 def command() -> None:
     """Entry point of ``python -m composer_speedups.predict`` and its console command."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # deletes the unfinished output
     with exit_codes("predict"):
         main(sys.argv[1:])
 

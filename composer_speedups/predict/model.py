@@ -14,17 +14,18 @@ import transformers
 from datasets import Dataset
 from pydantic import BaseModel, BeforeValidator, ValidationError
 
-from composer_speedups.algorithms.unpadding.plan import plan_unpadding
 from composer_speedups.callbacks.class_report import metrics_by_class
 from composer_speedups.core.errors import ConfigError, first_line
+from composer_speedups.core.file_hashes import TEXTS, WEIGHTS, hashes_of, model_files
 from composer_speedups.core.pretrained import pretrained_config, pretrained_model, pretrained_tokenizer
 from composer_speedups.core.settings import Settings, fields_of
 from composer_speedups.data.flat import PER_TOKEN, FlatTokens, Ragged
 from composer_speedups.data.loader import Pad
+from composer_speedups.packing.encoder import with_counted_rows
 from composer_speedups.predict.finished_run import exported_folder
 from composer_speedups.recommendation import apply_recommended
 from composer_speedups.tasks.config import TASK_FILE, ModelConfig
-from composer_speedups.tasks.data_config import DataConfig
+from composer_speedups.tasks.data_config import DEFAULT_COLUMNS, DataConfig
 from composer_speedups.tasks.metrics import ByClass, computed
 from composer_speedups.tasks.models import FinetuneModel, has_token_types, positions_of
 from composer_speedups.tasks.task import Task, build_task
@@ -61,7 +62,6 @@ class FinishedModel:
         self.precision = precision
         self.engaged: list[str] = []
         self._pad = Pad(tokenizer.pad_token_id, max_length, longest=True, multiple=8)
-        self._plans = False
 
     @classmethod
     def load(
@@ -91,12 +91,15 @@ class FinishedModel:
         on_gpu = device != "cpu" and torch.cuda.is_available()
         exported = exported_folder(run)
         task, max_length = _task_of(exported, columns or {}, evaluates=evaluates)
+        _check_files(exported)
         folder = str(exported)
         auto = getattr(transformers, task.auto_class)
         try:
             config = pretrained_config(folder)
             arguments = task.model_arguments(auto._model_mapping[type(config)])
-            model, _ = pretrained_model(auto, folder, config, "RUN", **arguments)
+            model, info = pretrained_model(auto, folder, config, "RUN", **arguments)
+            if other := sorted(info["missing_keys"]) or sorted(info["unexpected_keys"]):
+                raise ValueError(f"its weights do not fit its config.json: {other[0]}")
             tokenizer = pretrained_tokenizer(folder)
         except ConfigError:
             raise
@@ -118,7 +121,6 @@ class FinishedModel:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             done = apply_recommended(self.model).evidence
-        self._plans = "unpadding" in done
         self.engaged = [f"{name}: {', '.join(f'{k} {v}' for k, v in found.items())}" for name, found in done.items()]
         self.engaged += [str(warning.message) for warning in caught]
 
@@ -139,7 +141,7 @@ class FinishedModel:
 
     def choose_columns(self, names: Collection[str]) -> None:
         """Read words from the column ``text`` of a file that lacks the task's own column for them."""
-        own = list(self.task.default_texts)
+        own, _ = DEFAULT_COLUMNS[self.task.name]
         if self.task.splits_words and self.columns == own and own[0] not in names and "text" in names:
             self.task.text_columns = ["text"]
 
@@ -202,11 +204,10 @@ class FinishedModel:
 
     def _logits(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         device = self.model.device
-        if self._plans:
-            plan_unpadding(self.model, batch["attention_mask"].flatten(0, -2))
         names = _INPUTS if has_token_types(self.model) else _INPUTS - {"token_type_ids"}
         inputs = {name: x.to(device, non_blocking=True) for name, x in batch.items() if name in names}
-        with torch.autocast(device.type, torch.bfloat16, enabled=self.precision == "bf16"):
+        autocast = torch.autocast(device.type, torch.bfloat16, enabled=self.precision == "bf16")
+        with autocast, with_counted_rows(self.model, batch, inputs):
             logits: torch.Tensor = self.task.outputs(self.model, inputs)["logits"]
         return logits
 
@@ -238,10 +239,21 @@ def _task_of(folder: Path, columns: Mapping[str, Any], *, evaluates: bool) -> tu
         setattr(task, key, names)
     task.text_columns = task.texts[:read]
     if hasattr(task, "labels"):
-        if sorted(labels) != list(range(len(labels))) or not labels:
-            raise _damaged(exported, "id2label does not name every class")
+        if sorted(labels) != list(range(len(labels))) or not labels or len({*labels.values()}) < len(labels):
+            raise _damaged(exported, "id2label does not give every class a name of its own")
         task.labels = [labels[number] for number in sorted(labels)]
     return task, data.max_length
+
+
+def _check_files(folder: Path) -> None:
+    """Refuse an export of which a file was changed or removed: its predictions would be those of another model."""
+    before = _read(folder / TASK_FILE, _TaskFile).files
+    now = hashes_of(model_files(str(folder), (*WEIGHTS, *TEXTS)), "RUN")
+    if changed := next((name for name in before if now.get(name) != before[name]), None):
+        raise ConfigError(
+            f"RUN: {folder / changed} is not the file that train.py exported; restore it, or, to use the folder as it "
+            f"is, remove {changed!r} from 'files' in its {TASK_FILE}"
+        )
 
 
 def _known_keys(section: type[Settings]) -> BeforeValidator:
@@ -259,6 +271,7 @@ class _TaskFile(BaseModel):
 
     model: Annotated[ModelConfig, _known_keys(ModelConfig)]
     data: Annotated[DataConfig, _known_keys(DataConfig)]
+    files: dict[str, str] = {}
 
 
 class _Exported(BaseModel):

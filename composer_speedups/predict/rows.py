@@ -1,4 +1,4 @@
-"""Predict for the rows of a file block by block, so that an interrupted call can be continued; or evaluate them."""
+"""Predict for the rows of a file block by block, or evaluate them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import csv
 import io
 import itertools
 import json
-import os
 import sys
 import time
 from collections import deque
@@ -20,33 +19,32 @@ import pyarrow.parquet
 
 from composer_speedups.callbacks.class_report import class_rows, note_on_metric
 from composer_speedups.core.errors import ConfigError, DataError, first_line
-from composer_speedups.core.files import LockedFileError, atomic_file, finite, lock_file, remove_unfinished
-from composer_speedups.data.reader import Row, check_columns, declared_classes
+from composer_speedups.core.files import atomic_file, finite
+from composer_speedups.data.reader import Row, check_columns
 from composer_speedups.data.sources import labelled_samples
 from composer_speedups.data.summary import DataSummary, invalid_rows
 from composer_speedups.predict.model import FinishedModel
 
 __all__ = ["evaluate_file", "predict_file", "predicted"]
 
-_ROWS_PER_BLOCK = 2048  # rows that are sorted by length, computed and written together
+_ROWS_PER_BLOCK = 2048  # rows that are sorted by length and computed together
 
 
 def predict_file(model: FinishedModel, rows: list[Row], source: Path, output: Path, batch_size: int) -> str:
-    """Write every row of ``source``, which are ``rows``, with its predictions to ``output``.
+    """Write every row of ``source``, which are ``rows``, with its predictions to ``output``, atomically: a call that is
+    interrupted leaves the file as it was. If it is a symbolic link, the file that it leads to is written.
 
     A column of the input that has the name of a prediction is written as ``input_<name>``.
 
     All rows are checked before any is computed. The prediction of a row without text is null in each field; a line on
-    stderr lists these rows. Predictions are collected in ``OUTPUT.partial`` until they are complete; a later call with
-    the same run, input and columns continues after them. The file is locked meanwhile.
+    stderr lists these rows.
 
     Returns:
         A line with the number of rows, the rate and the path.
 
     Raises:
         DataError: A missing column, or no row with text.
-        ConfigError: Another process writes to ``output``, the partial file belongs to another call, or a Parquet file
-            cannot hold the columns of the input.
+        ConfigError: ``output`` cannot be written, or a Parquet file cannot hold the columns of the input.
     """
     _check(model, rows, source, labelled=False)
     readable, problems = _with_stand_ins(model, rows, f"input: {source}")
@@ -55,23 +53,23 @@ def predict_file(model: FinishedModel, rows: list[Row], source: Path, output: Pa
         print(line, file=sys.stderr)
     if output.suffix == ".parquet":
         _as_parquet(rows, io.BytesIO())  # refuse columns that it cannot hold before anything is computed
-    began = time.perf_counter()
-    partial = output.with_name(f"{output.name}.partial")
-    with _Partial(partial, _identity(model, source)) as lines:
-        done = lines.count
-        if done:
-            print(f"{partial} has {done:,} of {len(rows):,} rows; continuing after them", file=sys.stderr)
-        for predictions in predicted(model, readable[done:], batch_size):
-            numbered = enumerate(predictions, start=lines.count)
-            lines.append([_null(value) if number in problems else value for number, value in numbered])
-        seconds = time.perf_counter() - began
-        _finish(partial, output, rows)
-    rate = f", {(len(rows) - done) / seconds:,.0f} rows/s" if len(rows) > done else ""
-    return f"{output}: {len(rows):,} rows{rate}"
+    try:
+        with atomic_file(output.resolve()) as made:
+            began = time.perf_counter()
+            computed = itertools.chain.from_iterable(predicted(model, readable, batch_size))
+            predictions = (_null(value) if i in problems else value for i, value in enumerate(computed))
+            _write(rows, predictions, output.suffix, made)
+            seconds = time.perf_counter() - began
+    except OSError as error:
+        raise ConfigError(
+            f"output: {output} cannot be written ({error.strerror or error}); choose another output"
+        ) from error
+    return f"{output}: {len(rows):,} rows{f', {len(rows) / seconds:,.0f} rows/s' if rows else ''}"
 
 
 def evaluate_file(model: FinishedModel, rows: list[Row], source: Path, batch_size: int) -> str:
-    """Return the metrics of the task for the labelled rows of ``source``, which are ``rows``, a line each.
+    """Return the metrics of the task for the labelled rows of ``source``, which are ``rows``, a line each. Integers of
+    classes for which the file declares names must be replaced by these.
 
     Rows without text, or whose label is missing or unknown, are left out; a line on stderr lists them.
 
@@ -81,7 +79,7 @@ def evaluate_file(model: FinishedModel, rows: list[Row], source: Path, batch_siz
     """
     _check(model, rows, source, labelled=True)
     where, summary = f"input: {source}", DataSummary()
-    samples = labelled_samples(rows, declared_classes(str(source), "input"), where, model.task, summary)
+    samples = labelled_samples(rows, where, model.task, summary)
     problems = [problem for dropped in summary.dropped for problem in dropped.problems]
     if problems:
         print(invalid_rows(where, len(rows), problems, "the metrics leave out such rows"), file=sys.stderr)
@@ -89,7 +87,8 @@ def evaluate_file(model: FinishedModel, rows: list[Row], source: Path, batch_siz
     left_out = f", {len(problems):,} of them left out" if problems else ""
     head = f"{source}: {len(rows):,} rows{left_out}"
     shown = [*((name, value, note_on_metric(name, by_class)) for name, value in metrics.items()), *class_rows(by_class)]
-    lines = [f"  {name:<15} {value:>10.6g}  {note}" for name, value, note in shown if value is not None]
+    width = max(15, *(len(name) for name, _, _ in shown))
+    lines = [f"  {name:<{width}} {value:>10.6g}  {note}" for name, value, note in shown if value is not None]
     return "\n".join([head, *map(str.rstrip, lines)])
 
 
@@ -144,94 +143,15 @@ def _names(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     return list(dict.fromkeys(name for row in rows for name in row))
 
 
-def _identity(model: FinishedModel, source: Path) -> dict[str, Any]:
-    """What a partial file must have been started with, so that a call may continue it."""
-    status = os.stat(source)
-    return {
-        "model": str(Path(model.model.name_or_path).resolve()),
-        "model_time": os.stat(Path(model.model.name_or_path) / "config.json").st_mtime_ns,
-        "input": str(source.resolve()),
-        "input_size": status.st_size,
-        "input_time": status.st_mtime_ns,
-        "columns": model.columns,
-        "precision": model.precision,
-    }
-
-
-class _Partial:
-    """The predictions so far: a JSON line that identifies the run, input and columns, then one line per row.
-
-    The file is locked until the block ends.
-    """
-
-    def __init__(self, path: Path, identity: dict[str, Any]) -> None:
-        self.count = 0
-        try:
-            self._file = lock_file(path, "output")
-        except LockedFileError as error:
-            raise ConfigError(f"{error}; wait until it ends, or choose another output") from error
-        except OSError as error:
-            raise ConfigError(f"output: {path} cannot be written ({error.strerror}); choose another output") from error
-        try:
-            self._continue(path, json.dumps(identity).encode() + b"\n")
-        except BaseException:
-            self._file.close()
-            raise
-
-    def _continue(self, path: Path, head: bytes) -> None:
-        """Count the complete lines, and cut off what a killed process did not complete."""
-        with open(self._file.fileno(), "rb", closefd=False) as lines:
-            first = lines.readline()
-            # a process killed at once has written none of the head, or part of it
-            if first != head and (first.endswith(b"\n") or not head.startswith(first)):
-                raise ConfigError(
-                    f"output: {path} belongs to another run, input or columns; delete it, or choose another output"
-                )
-            whole = len(first) if first == head else 0
-            for line in lines:
-                if not line.endswith(b"\n"):
-                    break
-                self.count, whole = self.count + 1, whole + len(line)
-        self._file.truncate(whole)
-        self._file.seek(whole)
-        if not whole:
-            self._write(head)
-
-    def __enter__(self) -> _Partial:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
-
-    def append(self, predictions: list[dict[str, Any]]) -> None:
-        self.count += len(predictions)
-        self._write("".join(json.dumps(prediction) + "\n" for prediction in predictions).encode())
-
-    def _write(self, data: bytes) -> None:
-        with open(self._file.fileno(), "wb", closefd=False) as file:
-            file.write(data)
-        os.fsync(self._file.fileno())
-
-
-def _finish(partial: Path, output: Path, rows: Sequence[Row]) -> None:
-    """Publish the rows with their predictions, which are complete, in the format of the suffix."""
-    remove_unfinished(output.parent, output.name)
-    with atomic_file(output) as made:
-        if output.suffix == ".jsonl":
-            for row in _joined(rows, _predictions(partial)):
-                made.write(json.dumps(finite(row), default=str).encode() + b"\n")
-        elif output.suffix == ".parquet":
-            _as_parquet(list(_joined(rows, _predictions(partial), fill=True)), made)
-        else:
-            flat = (_flat(prediction) for prediction in _predictions(partial))
-            made.write(_as_csv(list(_joined(rows, flat, fill=True))).encode())
-    partial.unlink()
-
-
-def _predictions(partial: Path) -> Iterator[Row]:
-    with open(partial, encoding="utf-8") as lines:
-        next(lines)
-        yield from map(json.loads, lines)
+def _write(rows: Sequence[Row], predictions: Iterator[Row], suffix: str, file: IO[bytes]) -> None:
+    """Write the rows with their predictions in the format of the suffix."""
+    if suffix == ".jsonl":
+        for row in _joined(rows, predictions):
+            file.write(json.dumps(finite(row), default=str).encode() + b"\n")
+    elif suffix == ".parquet":
+        _as_parquet(list(_joined(rows, predictions, fill=True)), file)
+    else:
+        file.write(_as_csv(list(_joined(rows, map(_flat, predictions), fill=True))).encode())
 
 
 def _joined(rows: Sequence[Row], predictions: Iterator[Row], *, fill: bool = False) -> Iterator[Row]:

@@ -15,7 +15,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from composer_speedups.core.errors import ConfigError, did_you_mean
 from composer_speedups.core.settings import refuse_if
-from composer_speedups.packing.tokens import IGNORED
+from composer_speedups.packing.rows import IGNORED
 from composer_speedups.tasks.config import ModelConfig
 from composer_speedups.tasks.data_config import DataConfig
 from composer_speedups.tasks.labels import TaskWithClasses

@@ -6,13 +6,26 @@ from pydantic import Field
 
 from composer_speedups.core.settings import Settings, refuse_if
 
-__all__ = ["GENERATED", "MOST_BUILTIN", "DataConfig"]
+__all__ = ["DEFAULT_COLUMNS", "GENERATED", "MOST_BUILTIN", "DataConfig"]
 
 GENERATED = 8000
 """Number of built-in or random samples for ``train_samples: null`` and ``eval_samples: null``."""
 
 MOST_BUILTIN = 1_000_000
 """Limit on the number of built-in samples; generating them takes minutes."""
+
+
+DEFAULT_COLUMNS: dict[str, tuple[list[str], str | None]] = {
+    "classification": (["text"], "label"),
+    "multilabel": (["text"], "labels"),
+    "regression": (["text"], "label"),
+    "token_classification": (["tokens"], "ner_tags"),
+    "reranking": (["query", "document"], "label"),
+    "embedding": (["anchor", "positive"], None),
+    "mlm": (["text"], None),
+}
+"""Task → its text columns and its label column where the config names none. They stand here and not in the tasks, which
+import torch, so that a file without them is refused before that."""
 
 
 class DataConfig(Settings):
@@ -93,8 +106,6 @@ class DataConfig(Settings):
     """Batches prefetched by each worker; null for torch's default (2)."""
     persistent_workers: bool = False
     """Keep the workers alive between epochs."""
-    worker_timeout: float = Field(600.0, gt=0, le=86_400)
-    """Seconds to wait for a batch from workers before the run fails."""
     drop_last: bool = False
     """Drop the last training batch of an epoch if it is incomplete."""
     cache_dir: str = ".cache/composer_speedups"

@@ -25,6 +25,7 @@ from composer_speedups.core.errors import ConfigError
 from composer_speedups.core.files import write_atomically
 from composer_speedups.core.settings import refuse_if
 from composer_speedups.core.trainer_state import loss_ranks
+from composer_speedups.packing.call import known_batch
 from composer_speedups.tasks.config import ModelConfig
 from composer_speedups.tasks.metrics import Recall
 from composer_speedups.tasks.task import Task, joined, number
@@ -60,8 +61,6 @@ class Embedding(Task):
     gradient_cache: int | None = ModelConfig.gradient_cache
 
     name = "embedding"
-    default_texts = ("anchor", "positive")
-    default_label = None
     most_texts = None
     auto_class = "AutoModel"
     pools_real_tokens = True
@@ -112,16 +111,19 @@ class Embedding(Task):
 
     def outputs(self, model: Any, batch: dict[str, Any]) -> dict[str, Tensor]:
         """``logits``: unit vectors in float32, (R, N, H)."""
-        ids, mask = batch["input_ids"].flatten(0, -2), batch["attention_mask"].flatten(0, -2)
+        names = ("input_ids", "attention_mask")
+        texts: dict[str, Tensor] = {name: batch[name].flatten(0, -2) for name in names}
         if self.gradient_cache is None or not torch.is_grad_enabled():
-            vectors = self._encode(model, ids, mask)
+            vectors = self._encode(model, texts)
         else:
-            chunks = zip(ids.split(self.gradient_cache), mask.split(self.gradient_cache), strict=True)
-            vectors = torch.cat([checkpoint(self._encode, model, *chunk, use_reentrant=False) for chunk in chunks])
+            texts |= known_batch().lengths_of(texts["attention_mask"])
+            each = zip(*(values.split(self.gradient_cache) for values in texts.values()), strict=True)
+            chunks = [dict(zip(texts, chunk, strict=True)) for chunk in each]
+            vectors = torch.cat([checkpoint(self._encode, model, chunk, use_reentrant=False) for chunk in chunks])
         return {"logits": vectors.reshape(*batch["input_ids"].shape[:-1], -1)}
 
-    def _encode(self, model: Any, ids: Tensor, mask: Tensor) -> Tensor:
-        hidden = model(input_ids=ids, attention_mask=mask)["last_hidden_state"].float()
+    def _encode(self, model: Any, texts: Mapping[str, Tensor]) -> Tensor:
+        hidden, mask = model(**texts)["last_hidden_state"].float(), texts["attention_mask"]
         if self.pooling == "cls":
             pooled = hidden[:, 0]
         else:

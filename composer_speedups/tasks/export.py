@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,12 @@ from composer.utils import dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
+from composer_speedups.core.file_hashes import TEXTS, WEIGHTS, hashes_of, model_files
 from composer_speedups.core.files import replace_folder, write_json
 from composer_speedups.core.host import host_of
 from composer_speedups.core.trainer_state import model_of
 from composer_speedups.tasks.config import TASK_FILE
-from composer_speedups.tasks.models import FinetuneModel
+from composer_speedups.tasks.models import FinetuneModel, positions_of
 
 __all__ = ["export_model"]
 
@@ -49,11 +51,27 @@ def export_model(state: State, folder: Path) -> Path:
             wrapped.model.save_pretrained(str(partial), state_dict=weights)
             if wrapped.tokenizer is not None:
                 wrapped.tokenizer.save_pretrained(partial)
+                _describe_tokenizer(partial / "tokenizer_config.json", positions_of(wrapped.model))
             if isinstance(wrapped, FinetuneModel):
                 wrapped.task.export(partial, wrapped.config.hidden_size, wrapped.max_length)
-                write_json(partial / TASK_FILE, wrapped.task.settings(wrapped.max_length))
+                files = hashes_of(model_files(str(partial), (*WEIGHTS, *TEXTS)), "export")  # predict compares them
+                write_json(partial / TASK_FILE, wrapped.task.settings(wrapped.max_length) | {"files": files})
     dist.barrier()
     return folder
+
+
+def _describe_tokenizer(path: Path, positions: int | None) -> None:
+    """Let transformers 4 load the tokenizer, and ``truncation=True`` cut texts to the ``positions`` of the model.
+
+    transformers 5 writes ``TokenizersBackend``, which transformers 4 does not know, for the class that both call
+    ``PreTrainedTokenizerFast``. A tokenizer that was trained for the run has no length of its own.
+    """
+    settings = json.loads(path.read_text())
+    if settings["tokenizer_class"] == "TokenizersBackend":
+        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if positions is not None:
+        settings["model_max_length"] = min(settings.get("model_max_length", positions), positions)
+    write_json(path, settings)
 
 
 def _tied_again(model: nn.Module, weights: dict[str, Any]) -> dict[str, Any]:

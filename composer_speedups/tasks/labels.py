@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import math
 import re
+import unicodedata
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, time
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from composer_speedups.core.errors import DataError
 from composer_speedups.tasks.task import Task, as_list, refuse_twice, shown
 
-__all__ = ["TaskWithClasses"]
+__all__ = ["TaskWithClasses", "as_integer"]
 
 # Numbers as they are written in text. Leading zeros make a name, such as 007.
 _INTEGER = re.compile(r"-?(0|[1-9]\d*)(\.0*)?")
 _FRACTION = re.compile(r"-?\d*\.\d+(e[+-]?\d+)?|-?\d+e[+-]?\d+", re.IGNORECASE)
+# what programs write for a missing value, and no name unless data.labels has it
+_MISSING = ("nan", "NaN", "NaT", "<NA>", "#N/A", r"\N")
+# a written list, or lines that an unbalanced quote has joined
+_NO_NAME = re.compile(r"[\[({]\s*(['\"\d].*)?[\])}]|.*[\r\n].*", re.DOTALL)
 _NUMBER_OR_MISSING = re.compile(rf"{_INTEGER.pattern}|{_FRACTION.pattern}|nan|na|n/a|null|none", re.IGNORECASE)
 
 
@@ -56,9 +62,11 @@ class TaskWithClasses(Task):
         labels = [label for value in columns[column] for label in (value if _is_list(value) else [value])]
         names = declared.get(column) or _distinct(labels)
         if len(names) < 2:
-            if unusable := [label for label in labels if isinstance(label, bytes)]:
+            unusable = [label for label in labels if _is_unusable(label)]
+            if unusable:
                 raise DataError(
-                    f"{where}: the column {column} holds {shown(unusable[0])}; a class is text or an integer"
+                    f"{where}: the column {column} holds {shown(unusable[0])}; a class is text or an integer (for "
+                    "numbers set model.task=regression)"
                 )
             raise DataError(
                 f"{where}: the column {column} has only the class {', '.join(names) or '(no rows)'}; there must be two "
@@ -87,6 +95,11 @@ class TaskWithClasses(Task):
                 f"{where}: {self.label_column} is {shown(value)}, which is not a class; for numbers set "
                 "model.task=regression"
             )
+        if plain in _MISSING:
+            raise DataError(
+                f"{where}: {self.label_column} {'holds' if among else 'is'} {shown(value)}, a missing value; every "
+                "sample needs a label (if it is a class, add it to data.labels)"
+            )
         if isinstance(value, list) and not among:
             raise DataError(
                 f"{where}: {self.label_column} is a list, {shown(value)}; set model.task=multilabel, or "
@@ -96,6 +109,48 @@ class TaskWithClasses(Task):
             f"{where}: {self.label_column} {'holds' if among else 'is'} {shown(value)}; every label must be one of "
             f"{', '.join(names[:20])} (data.labels)"
         )
+
+    def check_classes(self, where: str) -> None:
+        names, where = self.classes, f"{where}: the column {self.label_column}"
+        if odd := next((name for name in names if _NO_NAME.fullmatch(name)), None):
+            raise DataError(
+                f"{where} holds {shown(odd)}, a written list or several lines; data.labels names real classes"
+            )
+        same: dict[Any, str] = {}
+        for name in names:
+            other = same.setdefault(_as_seen(name), name)
+            if other != name:
+                raise DataError(
+                    f"{where} has the classes {other!a} and {name!a}, which are the same to a reader; write them in "
+                    "one way, or name both in data.labels"
+                )
+        cases: dict[str, str] = {}
+        if twins := [name for name in names if cases.setdefault(name.casefold(), name) != name]:
+            also = cases[twins[0].casefold()]
+            warnings.warn(f"{where} has the classes {also} and {twins[0]}, which differ only in case", stacklevel=3)
+        integers = [name for name in names if _INTEGER.fullmatch(name)]
+        if integers and len(integers) < len(names):
+            word = next(name for name in names if name not in integers)
+            warnings.warn(f"{where} has integers and names as classes, such as {integers[0]} and {word}", stacklevel=3)
+
+    def check_labels(self, values: Sequence[Any], where: str) -> None:
+        """Refuse integers that count the classes from 1, of which all but the last would be taken for the next class.
+
+        A warning says if no integer tells where they begin.
+        """
+        names = self.classes
+        if any(name.lstrip("+-").isdigit() for name in names):
+            return
+        labels = (label for value in values for label in (value if _is_list(value) else [value]))
+        plain = (_plain(label) for label in labels if not isinstance(label, bool))
+        integers = {_integer(label) for label in plain if str(label) not in names} - {None, -1}
+        counted = f"for one of {len(names)} classes, whose integers count from 0 (the class {names[0]})"
+        if too_large := [integer for integer in integers if integer is not None and integer >= len(names)]:
+            raise DataError(
+                f"{where}: {self.label_column} has {min(too_large)} {counted}; write the names of the classes"
+            )
+        if integers and 0 not in integers:
+            warnings.warn(f"{where}: {self.label_column} has no 0 {counted}", stacklevel=2)
 
     def classes_of(self, value: Any, where: str, expected: str) -> list[int]:
         """The indices of a list of labels; ``expected`` describes it for errors."""
@@ -108,10 +163,38 @@ class TaskWithClasses(Task):
         return {"id2label": dict(enumerate(names)), "label2id": {name: i for i, name in enumerate(names)}}
 
 
+def as_integer(label: Any) -> int | None:
+    """The integer that a label is or is written as; None for others."""
+    return _integer(_plain(label))
+
+
+def _is_unusable(label: Any) -> bool:
+    """Whether a label is neither a name nor an integer, but not missing either."""
+    if isinstance(label, str):
+        return _FRACTION.fullmatch(label.strip()) is not None
+    return label is not None and _plain(label) is None
+
+
+def _as_seen(name: str) -> Decimal | str:
+    """A name without quotes and invisible characters, with composed accents; the number that it stands for."""
+    seen = "".join(c for c in unicodedata.normalize("NFC", name) if unicodedata.category(c) != "Cf")
+    if len(seen) > 2 and seen[0] == seen[-1] and seen[0] in "'\"":
+        seen = seen[1:-1]
+    if seen.lower() in ("true", "false"):
+        return Decimal(seen.lower() == "true")
+    try:
+        number = Decimal(seen)
+    except InvalidOperation:
+        return seen
+    return number if number.is_finite() else seen
+
+
 def _truth(value: Any, names: Sequence[str]) -> str | None:
     """The class that a boolean, or its text in any case, names: ``true`` for True among ``true`` and ``false``."""
-    truth = str(value).strip().lower()
-    return next((name for name in names if name.lower() == truth), None) if truth in ("true", "false") else None
+    text = str(value).strip()
+    if text.lower() not in ("true", "false"):
+        return None
+    return text if text in names else next((name for name in names if name.lower() == text.lower()), None)
 
 
 def _is_list(value: Any) -> bool:
@@ -144,8 +227,8 @@ def _distinct(labels: Sequence[Any]) -> list[str]:
     are ``False`` and ``True``, as in a CSV file."""
     if {type(label) for label in labels} - {type(None)} == {bool}:
         return sorted({str(label) for label in labels if label is not None})
-    names = {plain for label in labels if (plain := _plain(label)) is not None}
+    names = {plain for label in labels if (plain := _plain(label)) is not None and plain not in _MISSING}
     integers = {integer for name in names if (integer := _integer(name)) is not None}
-    if integers and all(isinstance(name, int) or _NUMBER_OR_MISSING.fullmatch(name) for name in names):
+    if names and all(isinstance(name, int) or _NUMBER_OR_MISSING.fullmatch(name) for name in names):
         return [str(integer) for integer in sorted(integers - {-1})]  # -1 is datasets' value for rows without a label
     return sorted({str(name) for name in names})

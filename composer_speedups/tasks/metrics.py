@@ -15,7 +15,7 @@ from torchmetrics.functional import pearson_corrcoef
 from torchmetrics.utilities import dim_zero_cat
 from torchmetrics.utilities.distributed import gather_all_tensors
 
-from composer_speedups.packing.tokens import IGNORED
+from composer_speedups.packing.rows import IGNORED
 
 __all__ = [
     "BinaryF1",

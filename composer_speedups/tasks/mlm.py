@@ -41,7 +41,6 @@ class MaskedLanguageModelling(Task):
     packing: bool = DataConfig.packing
 
     name = "mlm"
-    default_label = None
     most_texts = 1
     auto_class = "AutoModelForMaskedLM"
     loss_per_token = True

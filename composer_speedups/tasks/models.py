@@ -21,7 +21,7 @@ from composer_speedups.core.pretrained import pretrained_config, pretrained_mode
 from composer_speedups.core.temporary_attribute import temporary_attribute
 from composer_speedups.families.flops import BlockRun, batch_lengths, block_runs, frozen_flops, training_flops
 from composer_speedups.packing.labelled_head import head_tokens
-from composer_speedups.packing.tokens import IGNORED
+from composer_speedups.packing.rows import IGNORED
 from composer_speedups.tasks.config import ModelConfig
 from composer_speedups.tasks.metrics import gather_alike, gather_lists
 from composer_speedups.tasks.model_names import SIZES, resolve_name
@@ -174,17 +174,15 @@ def _loaded(auto: Any, name: str, asked: ModelConfig, task: Task, settings: dict
     try:
         stored = pretrained_config(name)
         _check_encoder(stored, name)
-        # transformers would ask for a package, or build layers that cannot be trained
-        _check_quantisation(stored, name)
+        config = pretrained_config(name, **settings)
         if asked.init == "random":
-            config = pretrained_config(name, **settings)
             config.name_or_path = ""  # the weights belong to another model
             return _from_config(auto, config, task, asked.dtype)
         _check_labels(stored, name, task, settings)
-        settings |= task.model_arguments(auto._model_mapping[type(stored)])
+        arguments = task.model_arguments(auto._model_mapping[type(config)])
         dtype = getattr(torch, asked.dtype)
         model, info = pretrained_model(
-            auto, name, stored, "model.name", dtype=dtype, ignore_mismatched_sizes=True, **settings
+            auto, name, config, "model.name", dtype=dtype, ignore_mismatched_sizes=True, **arguments
         )
     except ConfigError:
         raise
@@ -240,14 +238,6 @@ def _check_labels(config: Any, name: str, task: Task, settings: dict[str, Any]) 
         raise ConfigError(
             f"model.name: the head of {name!r} has its labels in a different order than the data; set "
             f"data.labels=[{','.join(stored)}]"
-        )
-
-
-def _check_quantisation(config: Any, name: str) -> None:
-    if settings := getattr(config, "quantization_config", None):
-        raise ConfigError(
-            f"model.name: {name!r} has quantised weights ({settings.get('quant_method')}), which cannot be trained; "
-            "use the model before quantisation"
         )
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import io
 import json
+import re
+import tokenize
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,34 +18,43 @@ from torchmetrics import Metric
 from torchmetrics.classification import MultilabelAveragePrecision, MultilabelF1Score
 
 from composer_speedups.core.errors import ConfigError, DataError
-from composer_speedups.tasks.labels import TaskWithClasses
+from composer_speedups.tasks.labels import TaskWithClasses, as_integer
 from composer_speedups.tasks.metrics import MeanLoss, MultilabelMacroF1
 from composer_speedups.tasks.task import Example, as_list, refuse_twice, shown
 
 __all__ = ["Multilabel"]
 
 _FLAGS = {"0": 0.0, "0.0": 0.0, "false": 0.0, "1": 1.0, "1.0": 1.0, "true": 1.0}  # a value, or its text in a CSV file
-
-
 _SEPARATORS = (";", "|", ",")
+# a list, tuple or set, or what may pass for one
+_WRITTEN = re.compile(r"\[.*|\{.*|\(.*[,'\"].*\)|\(\)|(set|frozenset)\(\)|\w+\(\s*[\[{('\"].*", re.DOTALL)
+_EXPECTED = "a list of labels, or text such as billing;tech (data.label_columns names columns of 0 and 1)"
 
 
 def _written_list(text: str) -> list[Any] | None:
-    """A list that is written as JSON, or as pandas writes Python's; None for other text."""
-    if text.strip().startswith("["):
-        for parse in (json.loads, ast.literal_eval):
-            with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
-                return list(parse(text.strip()))
+    """The labels of a list, tuple or set that is written as JSON or as Python writes it; None for other text."""
+    with contextlib.suppress(ValueError, RecursionError):
+        parsed = json.loads(text)
+        return parsed if isinstance(parsed, list) else None
+    with contextlib.suppress(ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        value = ast.literal_eval(text)
+        kinds = [token.type for token in tokenize.generate_tokens(io.StringIO(text).readline)]
+        texts = sum(isinstance(item, str) for item in value)
+        # NumPy writes no commas, and Python joins 'billing' 'tech' to one text
+        if isinstance(value, (list, tuple, set)) and kinds.count(tokenize.STRING) == texts:
+            return list(value)
     return None
 
 
 def _as_list(value: Any, separator: str | None) -> Any:
-    """The labels of a text; other values as they are."""
+    """The labels of a text, unchanged if it begins like a list and is none; other values as they are."""
     if not isinstance(value, str):
         return value
-    written = _written_list(value)
+    if _WRITTEN.fullmatch(value.strip()):
+        written = _written_list(value.strip())
+        return value if written is None else written
     names = value.split(separator) if separator else [value]
-    return [name.strip() for name in names if name.strip()] if written is None else written
+    return [name.strip() for name in names if name.strip()]
 
 
 @dataclass(kw_only=True)
@@ -50,8 +62,8 @@ class Multilabel(TaskWithClasses):
     """Multi-label classification with lists of names or a column of 0 and 1 per label; binary cross entropy; F1 and
     mean average precision.
 
-    A list may be written as text, for files of text: as JSON or as Python writes it, or as names between ``;``, ``|``
-    or ``,`` (the first of these that the column has). Empty text has no label.
+    A list may be written as text, for files of text: as JSON or as Python writes lists, tuples and sets, or as names
+    between ``;``, ``|`` or ``,`` (the first of these that the column has). Empty text has no label.
 
     Attributes:
         label_columns: Columns of 0 and 1, one per label, instead of ``label_column``.
@@ -60,7 +72,6 @@ class Multilabel(TaskWithClasses):
     label_columns: str | Sequence[str] | None = None
 
     name = "multilabel"
-    default_label = "labels"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -91,20 +102,41 @@ class Multilabel(TaskWithClasses):
     def learn(self, columns: Mapping[str, Sequence[Any]], declared: Mapping[str, list[str]], where: str) -> None:
         if self.label_column is not None:
             values = columns[self.label_column]
-            texts = [value for value in values if isinstance(value, str) and _written_list(value) is None]
+            texts = [value for value in values if isinstance(value, str) and not _WRITTEN.fullmatch(value.strip())]
             separator = next((mark for mark in _SEPARATORS if any(mark in text for text in texts)), None)
-            columns = {**columns, self.label_column: [_as_list(value, separator) for value in values]}
+            lists = [_as_list(value, separator) for value in values]
+            readable = [names for names in lists if isinstance(names, (list, tuple))]
+            if not readable:
+                self.classes_of(lists[0], f"{where}, row 1", _EXPECTED)
+            columns = {**columns, self.label_column: readable}
         super().learn(columns, declared, where)
 
     def label(self, value: Any, where: str) -> list[float]:
-        expected = "a list of labels, or text such as billing;tech (data.label_columns names columns of 0 and 1)"
-        present = {*self.classes_of(self._split(value), where, expected)}
+        labels = self._split(value)
+        present = {*self.classes_of(labels, where, _EXPECTED)}
+        integers = [integer for label in labels if (integer := as_integer(label)) is not None]
+        if len({*integers}) < len(integers):
+            raise DataError(
+                f"{where}: {self.label_column} is {shown(value)}, which has an integer twice; write the names of the "
+                "labels, or 0 and 1 in a column for each (data.label_columns)"
+            )
         return [float(i in present) for i in range(len(self.classes))]
+
+    def check_labels(self, values: Sequence[Any], where: str) -> None:
+        lists = [self._split(value) for value in values]
+        super().check_labels(lists, where)
+        if all(isinstance(names, list) and [*map(as_integer, names)] in ([0, 1], [1, 0]) for names in lists):
+            raise DataError(
+                f"{where}: {self.label_column} has 0 and 1 in each row; write the names of the labels, or a column for "
+                "each label (data.label_columns)"
+            )
 
     def _split(self, value: Any) -> Any:
         """A list of labels that is written as text; it is split at the first mark that gives known labels."""
+        if isinstance(value, str) and value.strip() in self.classes:
+            return [value.strip()]
         whole = _as_list(value, None)
-        if not isinstance(value, str) or whole != [value.strip()] or value.strip() in self.classes:
+        if not isinstance(value, str) or whole != [value.strip()]:
             return whole
         parts = [_as_list(value, mark) for mark in _SEPARATORS if mark in value]
         return next((names for names in parts if {*names} <= {*self.classes}), [*parts, whole][0])

@@ -40,7 +40,6 @@ class Reranking(Task):
     loss_name: str = "bce"
 
     name = "reranking"
-    default_texts = ("query", "document")
     groups_samples = True
 
     def __post_init__(self) -> None:

@@ -14,14 +14,15 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, get_args, get_type_hints
 
+import torch
 from torch import Tensor
 from torchmetrics import Metric
 
 from composer_speedups.core.errors import ConfigError, DataError
 from composer_speedups.core.settings import InvalidSettingError, Settings, fields_of, refuse_if
-from composer_speedups.packing.tokens import IGNORED
+from composer_speedups.packing.rows import IGNORED
 from composer_speedups.tasks.config import ModelConfig
-from composer_speedups.tasks.data_config import DataConfig
+from composer_speedups.tasks.data_config import DEFAULT_COLUMNS, DataConfig
 
 __all__ = [
     "Example",
@@ -39,14 +40,16 @@ __all__ = [
 
 Example = dict[str, Any]
 
+_LARGEST = torch.finfo(torch.float32).max
+
 
 @dataclass(kw_only=True)
 class Task:
     """A task with its settings, which have the names and defaults of the config keys under ``data`` and ``model``.
 
     Attributes:
-        text_columns: Columns of a sample's texts; None for ``default_texts``.
-        label_column: Column of the label; None for ``default_label``.
+        text_columns: Columns of a sample's texts; None for those of :data:`.DEFAULT_COLUMNS`.
+        label_column: Column of the label; None likewise.
         truncation: Which text of a pair is truncated to the maximum length: ``longest_first``, ``only_first``,
             ``only_second``.
     """
@@ -56,8 +59,6 @@ class Task:
     truncation: str = DataConfig.truncation
 
     name: ClassVar[str]
-    default_texts: ClassVar[tuple[str, ...]] = ("text",)
-    default_label: ClassVar[str | None] = "label"
     most_texts: ClassVar[int | None] = 2
     auto_class: ClassVar[str] = "AutoModelForSequenceClassification"
     loss_per_token: ClassVar[bool] = False  # the loss is a mean over labelled tokens instead of samples
@@ -67,8 +68,12 @@ class Task:
     groups_samples: ClassVar[bool] = False  # samples with the same first text are evaluated together
 
     def __post_init__(self) -> None:
-        self.text_columns = as_list(self.text_columns or self.default_texts)
-        self.label_column = self.label_column or self.default_label
+        names = [
+            getattr(kind, "name", "") for kind in type(self).__mro__
+        ]  # one's own task reads those of its base class
+        texts, label = next((DEFAULT_COLUMNS[name] for name in names if name in DEFAULT_COLUMNS), (["text"], "label"))
+        self.text_columns = as_list(self.text_columns or texts)
+        self.label_column = self.label_column or label
         if self.most_texts is not None and len(self.text_columns) > self.most_texts:
             raise ConfigError(
                 f"data.text_columns: task {self.name} reads {self.most_texts} at most, not {len(self.text_columns)}"
@@ -200,6 +205,21 @@ class Task:
     def label(self, value: Any, where: str) -> Any:
         """Check a raw label and convert it for the loss."""
         raise NotImplementedError
+
+    def check_classes(self, where: str) -> None:
+        """Refuse classes that :meth:`learn` found and that a reader made by mistake, or that look alike or are the same
+        number; warn of others that probably are one class. ``data.labels`` accepts any names.
+
+        Raises:
+            DataError: Names the data set, described by ``where``, and the classes.
+        """
+
+    def check_labels(self, values: Sequence[Any], where: str) -> None:
+        """Check what the raw labels of a data set, described by ``where``, tell only together.
+
+        Raises:
+            DataError: Names the data set and the value.
+        """
 
     def prepared(self, examples: list[Example], *, training: bool) -> list[Example]:
         """Build the samples from all checked rows; by default these are returned unchanged."""
@@ -357,18 +377,18 @@ def joined(texts: list[dict[str, list[Any]]]) -> dict[str, list[Any]]:
 
 
 def number(value: Any, where: str, column: str) -> float:
-    """Convert a raw value to a finite number.
+    """Convert a raw value to a finite number, also in float32. Text may not have the underscores of Python's literals.
 
     Raises:
         DataError: It is not a finite number.
     """
     try:
-        parsed = float(value)
+        parsed = math.nan if "_" in str(value) else float(value)
     except (TypeError, ValueError, OverflowError):
         parsed = math.nan
     if str(value).strip().lower() in ("true", "false"):
         raise DataError(f"{where}: {column} is {shown(value)}, not a number; for classes set model.task=classification")
-    if not math.isfinite(parsed):
+    if not abs(parsed) <= _LARGEST:
         raise DataError(f"{where}: {column} is {shown(value)}; every label must be a finite number")
     return parsed
 

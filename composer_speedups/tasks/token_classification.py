@@ -12,7 +12,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from composer_speedups.core.errors import ConfigError, DataError
-from composer_speedups.packing.tokens import IGNORED
+from composer_speedups.packing.rows import IGNORED
 from composer_speedups.tasks.data_config import DataConfig
 from composer_speedups.tasks.labels import TaskWithClasses
 from composer_speedups.tasks.metrics import EntityF1
@@ -33,8 +33,6 @@ class TokenClassification(TaskWithClasses):
     label_all_pieces: bool = DataConfig.label_all_pieces
 
     name = "token_classification"
-    default_texts = ("tokens",)
-    default_label = "ner_tags"
     most_texts = 1
     auto_class = "AutoModelForTokenClassification"
     loss_per_token = True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from composer_speedups.core.errors import Interrupted
 from composer_speedups.core.files import check_folder
@@ -13,7 +13,6 @@ from composer_speedups.core.settings import Origins
 from composer_speedups.data.file_checks import check_data_files
 from composer_speedups.train.cli import exit_codes, read_command_line
 from composer_speedups.train.config.schema import Config
-from composer_speedups.train.launcher_watchdog import ending_with_launcher
 from composer_speedups.train.startup import (
     StartupClock,
     early_processes,
@@ -32,15 +31,14 @@ def main(arguments: list[str]) -> None:
 
     Raises:
         Refusal: An unknown key, an invalid value, or a technique that cannot engage.
-        NotRecordedError: A logger, the report or the plot failed. The model was exported before.
+        NotRecordedError: The report or the plot failed. The model was exported before.
     """
     clock = StartupClock()
-    with ending_with_launcher():
-        config, origins = read_command_line(arguments)  # report unknown keys before torch is imported
-        check_paths(config)
-        clock.lap("config")
-        with early_processes(config) as early:
-            train(config, origins, clock, early)
+    config, origins = read_command_line(arguments)  # report unknown keys before torch is imported
+    check_paths(config)
+    clock.lap("config")
+    with early_processes(config) as early:
+        train(config, origins, clock, early)
 
 
 def check_paths(config: Config) -> None:
@@ -49,8 +47,7 @@ def check_paths(config: Config) -> None:
     Raises:
         Refusal: Names the key, the path and the fix.
     """
-    in_batch_negatives = config.model.task == "embedding" and config.model.loss != "cosine"
-    check_data_files(config.data, training_labels=not in_batch_negatives)
+    check_data_files(config.data, config.model)
     if config.model.size is None:  # otherwise the name is not read
         check_folder(config.model.name, "model.name")
     check_folder(config.data.tokenizer or "", "data.tokenizer")
@@ -101,6 +98,8 @@ def train(
         model_name = resolve_name(config.model.name)
         on_gpu = torch_device(device).type == "cuda"
         data = build_data(config.data, task, model_name=model_name, on_gpu=on_gpu, seed=config.seed)
+        loader: Any = data.train.dataloader
+        config.check_warmup(None if config.data.streams else len(loader))
         clock.lap("data")
         cpu.join()
         if (baseline := measure_baseline(config, device)) is not None:
@@ -128,7 +127,7 @@ def train(
         with recording.of("plot"):
             write_plot(trainer, config, folder, {} if report is None else report["classes"])
         trainer.close()
-        recording.check(trainer, exported)
+        recording.check(exported)
 
 
 def command() -> None:

@@ -16,7 +16,7 @@ from composer_speedups.core.registry import build_techniques
 from composer_speedups.core.technique import Technique
 from composer_speedups.core.trainer_state import torch_device
 from composer_speedups.train.config.schema import CallbacksConfig, CheckpointConfig, Config, LoggersConfig
-from composer_speedups.train.fit import failed_run
+from composer_speedups.train.fit import fit
 from composer_speedups.train.report import callback_of
 from composer_speedups.train.trainer import build_data_and_model, build_trainer
 
@@ -55,8 +55,7 @@ def measure_baseline(config: Config, device: Device) -> dict[str, Any] | None:
             trainers.append(_short_trainer(config, techniques, device))
             stack.callback(trainers[-1].close)
         for trainer in trainers * _TURNS:
-            with failed_run(trainer):
-                trainer.fit(duration=f"{batches}ba")
+            fit(trainer, f"{batches}ba")
         theirs, ours = (_batches_of(trainer) for trainer in trainers)
         before, now = (dist.get_world_size() * steady_rate(each, batches) for each in (theirs, ours))
     return {
@@ -69,10 +68,12 @@ def measure_baseline(config: Config, device: Device) -> dict[str, Any] | None:
 
 
 def _short_trainer(config: Config, techniques: list[Technique], device: Device) -> Trainer:
+    assert config.baseline is not None
+    duration = f"{config.baseline.batches}ba"  # as of each turn; other units could not be compared with the warm-up
     short = dataclasses.replace(
         config,
         run_name=f"{config.run_name}-baseline",
-        trainer=dataclasses.replace(config.trainer, progress_bar=False, early_stopping=None),
+        trainer=dataclasses.replace(config.trainer, max_duration=duration, progress_bar=False, early_stopping=None),
         scheduler=dataclasses.replace(config.scheduler, warmup="1ba"),  # a fraction of a turn could be zero batches
         checkpoint=CheckpointConfig(),
         callbacks=CallbacksConfig(memory=None),

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 
 from composer_speedups.core.command_line import console_command, parse_command_line, usage_as_typed
-from composer_speedups.core.errors import Interrupted, NotRecordedError, Refusal, WriteError, mask_urls
+from composer_speedups.core.errors import Interrupted, NotRecordedError, Refusal, WriteError
 from composer_speedups.core.files import out_of_space
 from composer_speedups.core.registry import technique_class, technique_names
 from composer_speedups.core.settings import Origins, help_lines, keys_help
@@ -28,7 +28,7 @@ data.batch_size=64, algorithms.torch_compile={}, algorithms.torch_compile.scope=
 algorithms.tf32_matmul=null (removes it). composer train.py and composer-speedups-train take the same arguments.
 --print-config prints the complete config as YAML and trains nothing.
 
-exit status: 0 done; 1 the run failed, or a logger, the plot or the report did after the model was exported;
+exit status: 0 done; 1 the run failed, or the plot or the report did after the model was exported;
 2 invalid config, dataset or technique, with a one-line message;
 143 and 130 stopped by SIGTERM or Ctrl-C, with a checkpoint if checkpoint.interval is set.
 """
@@ -63,9 +63,9 @@ def exit_codes(program: str = "train.py") -> Iterator[None]:
     the process was started by one, and an exit status.
 
     A refusal exits with 2, also of a technique that had no effect in the first batch. A run that fails exits with 1:
-    the loss was NaN or infinite, a data worker died, the disk is full, or a logger, the plot or the report failed. A
-    run that a signal ended after a checkpoint exits with 128 plus the signal's number, and so does a program that
-    Ctrl-C ended. Other exceptions keep their traceback and exit with Python's status 1.
+    the loss was NaN or infinite, a data worker died, the disk is full, or the plot or the report failed. A run that a
+    signal ended after a checkpoint exits with 128 plus the signal's number, and so does a program that Ctrl-C ended.
+    Other exceptions keep their traceback and exit with Python's status 1.
     """
     program = console_command() or program
     formatted, warnings.formatwarning = warnings.formatwarning, _in_one_line
@@ -99,7 +99,7 @@ def _in_one_line(
 ) -> str:
     """A warning for users without its place in the source, and others as Python formats them."""
     if issubclass(category, UserWarning):
-        return f"warning: {' '.join(mask_urls(str(message)).split())}\n"
+        return f"warning: {' '.join(str(message).split())}\n"
     return f"{filename}:{lineno}: {category.__name__}: {message}\n"
 
 

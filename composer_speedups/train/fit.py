@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
 import signal
@@ -10,7 +9,6 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
@@ -18,12 +16,11 @@ import torch
 from composer import Trainer
 from composer.devices import Device
 from composer.utils import dist
-from torch.utils.data import dataloader
 
-from composer_speedups.core.errors import Interrupted, Refusal, RunFailedError, first_line
+from composer_speedups.core.errors import DataError, Interrupted, Refusal, RunFailedError, causes_of, first_line
 from composer_speedups.core.trainer_state import max_over_ranks
 
-__all__ = ["StopSignals", "failed_run", "train_to_end"]
+__all__ = ["StopSignals", "fit", "train_to_end"]
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _SIZE_KEYS = ("trainer.microbatch_size: ", "data.batch_size: ")
@@ -93,7 +90,7 @@ def train_to_end(trainer: Trainer, stop: StopSignals | None = None) -> None:
     """``trainer.fit()``, also for a resumed run with nothing left to train, which is an error in Composer.
 
     Raises:
-        RunFailedError: See :func:`failed_run`.
+        DataError, RunFailedError: See :func:`fit`.
         Interrupted: A signal ended training; the loggers have been flushed.
     """
     state = trainer.state
@@ -105,8 +102,7 @@ def train_to_end(trainer: Trainer, stop: StopSignals | None = None) -> None:
         warnings.filterwarnings("ignore", message="Cannot split .* of length")  # a batch smaller than the micro-batch
         warnings.filterwarnings("ignore", message="The ``compute`` method of metric .* was called before")
         try:
-            with failed_run(trainer, stop):
-                trainer.fit(duration=None if state.timestamp < state.max_duration else "1ba")  # raised by RunHistory
+            fit(trainer, None if state.timestamp < state.max_duration else "1ba", stop)  # RunHistory raises Interrupted
         except Interrupted:
             _end_evaluation_workers(trainer)
             trainer.close()
@@ -126,49 +122,63 @@ def _end_evaluation_workers(trainer: Trainer) -> None:
             shut_down()
 
 
-@contextlib.contextmanager
-def failed_run(trainer: Trainer, stop: StopSignals | None = None) -> Iterator[None]:
-    """Close the Trainer's callbacks and loggers if ``trainer.fit()`` raises, without waiting for other ranks.
+def fit(trainer: Trainer, duration: str | None = None, stop: StopSignals | None = None) -> None:
+    """``trainer.fit(duration)``; if it raises, close the callbacks and loggers without waiting for other ranks.
 
     From then on, signals to ``stop`` end the process immediately, even if a logger blocks.
 
     Raises:
         RunFailedError: Replaces torch's error if a data worker died or memory ran out. Other errors are passed on.
+        DataError: Raised by a data worker, without the worker's traceback.
     """
     try:
-        yield
+        try:
+            trainer.fit(duration=duration)
+        except BaseException:
+            _restore_sigchld()
+            raise
     except (EOFError, MemoryError, OSError, RuntimeError, Refusal) as error:
-        _restore_sigchld()
+        _restore_sigchld()  # torch's handler may have raised in the first call
         for worker in multiprocessing.active_children():
             worker.kill()  # a worker that hangs would outlive the run
         if stop is not None:
             stop.at_once()
         trainer.engine.close()  # Trainer.close() would wait for ranks that may have died
-        if (line := _explained(error)) is not None:
-            raise RunFailedError(line) from error
+        if (explained := _explained(error)) is not None:
+            raise explained from error
         raise
 
 
 def _restore_sigchld() -> None:
-    """Disable torch's handler, which raises in any line when a worker ends and may report one death twice."""
+    """Disable torch's handler, which raises in any line of the main thread when a worker dies."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
-def _explained(error: Exception) -> str | None:
+def _explained(error: Exception) -> Refusal | None:
     message = first_line(error).rstrip(". ")
-    if message.startswith("DataLoader worker"):  # raised by torch, by the signal handler or by the worker's queue
-        return f"data.workers: {message}; {_WORKER_FIX}"
-    # it died while it transferred a batch
-    if isinstance(error, (EOFError, ConnectionError)) and _from_dataloader(error):
-        return f"data.workers: a DataLoader worker died ({message}); {_WORKER_FIX}"
+    worker_message = str(error).rpartition(f"{DataError.__module__}.{DataError.__name__}: ")[2]
+    if isinstance(error, DataError) and worker_message != str(error):  # torch embeds it in the worker's traceback
+        return DataError(worker_message)
+    if (death := next(filter(None, map(_worker_death, causes_of(error))), None)) is not None:
+        return RunFailedError(f"data.workers: {death}; {_WORKER_FIX}")
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in message:
         if (fix := str(error).strip().splitlines()[-1:]) and fix[0].startswith(_SIZE_KEYS):
-            return f"{fix[0]} ({message})"  # MicrobatchTrainer's message names a size that fits
-        return f"out of memory: {message}; lower data.batch_size, data.max_length or trainer.microbatch_size"
+            return RunFailedError(f"{fix[0]} ({message})")  # MicrobatchTrainer's message names a size that fits
+        return RunFailedError(
+            f"out of memory: {message}; lower data.batch_size, data.max_length or trainer.microbatch_size"
+        )
     return None
 
 
-def _from_dataloader(error: Exception) -> bool:
-    frames = traceback.walk_tb(error.__traceback__)
-    return any(frame.f_code.co_filename == dataloader.__file__ for frame, _ in frames)
+def _worker_death(error: BaseException) -> str | None:
+    """What an error says of a DataLoader worker that died; None for another error."""
+    message = first_line(error).rstrip(". ")
+    if message.startswith("DataLoader worker"):  # raised by torch, by the signal handler or by the worker's queue
+        return message
+    # it died while it transferred a batch, which only this thread or the one that pins memory notices
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    receiving = os.path.dirname(frames[-1].f_code.co_filename) == os.path.dirname(multiprocessing.__file__)
+    if (isinstance(error, (EOFError, ConnectionError)) and receiving) or message.startswith("Pin memory thread"):
+        return f"a DataLoader worker died ({message})"
+    return None

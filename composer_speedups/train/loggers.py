@@ -1,4 +1,4 @@
-"""The loggers that the config names. One that fails during training is switched off, and the run goes on."""
+"""The loggers that the config names."""
 
 from __future__ import annotations
 
@@ -7,34 +7,13 @@ from typing import TYPE_CHECKING
 from composer.loggers import FileLogger, LoggerDestination, TensorboardLogger, WandBLogger
 from composer.utils import dist
 
-from composer_speedups.callbacks.guarded_logger import GuardedLogger
 from composer_speedups.train.config.schema import Config
 from composer_speedups.train.console import TrainingProgress
 
 if TYPE_CHECKING:
     from composer_speedups.train.run_folder import RunFolder
 
-__all__ = ["RunProgress", "loggers_of"]
-
-
-class RunProgress(GuardedLogger, TrainingProgress):
-    label = "trainer.progress_bar"
-
-
-class _WandB(GuardedLogger, WandBLogger):
-    label = "loggers.wandb"
-
-
-class _Tensorboard(GuardedLogger, TensorboardLogger):
-    label = "loggers.tensorboard"
-
-
-class _File(GuardedLogger, FileLogger):
-    label = "loggers.file"
-
-    def write(self, prefix: str, s: str) -> None:
-        """Also called by every print, whose text the file contains, too."""
-        self._receive("write", prefix, s)
+__all__ = ["loggers_of"]
 
 
 def loggers_of(config: Config, folder: RunFolder | None) -> list[LoggerDestination]:
@@ -42,12 +21,12 @@ def loggers_of(config: Config, folder: RunFolder | None) -> list[LoggerDestinati
     file."""
     loggers: list[LoggerDestination] = []
     if config.trainer.progress_bar and dist.get_global_rank() == 0:
-        loggers.append(RunProgress())
+        loggers.append(TrainingProgress())
     if folder is None:
         return loggers
     if (wandb := config.loggers.wandb) is not None:
         loggers.append(
-            _WandB(
+            WandBLogger(
                 project=wandb.project,
                 entity=wandb.entity,
                 group=wandb.group,
@@ -57,10 +36,10 @@ def loggers_of(config: Config, folder: RunFolder | None) -> list[LoggerDestinati
             )
         )
     if (tensorboard := config.loggers.tensorboard) is not None:
-        loggers.append(_Tensorboard(str(folder / "tensorboard"), tensorboard.flush_interval))
+        loggers.append(TensorboardLogger(str(folder / "tensorboard"), tensorboard.flush_interval))
     if (file := config.loggers.file) is not None:
         name = f"log-rank{dist.get_global_rank()}"
         earlier = len([*folder.path.glob(f"{name}.*txt")])  # logs of interrupted processes are kept
         path = folder / f"{name}{f'.{earlier + 1}' if earlier else ''}.txt"
-        loggers.append(_File(str(path), flush_interval=file.flush_interval))
+        loggers.append(FileLogger(str(path), flush_interval=file.flush_interval))
     return loggers

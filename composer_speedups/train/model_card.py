@@ -40,8 +40,8 @@ def model_card(report: dict[str, Any]) -> ModelCard:
     config = report["config"]
     model, data = config["model"], config["data"]
     task = model["task"]
-    metrics = {name: value for name, value in report["metrics"].items() if value is not None}
-    evaluated = {name: value for name, value in metrics.items() if not name.startswith("train_")}
+    # without those of the training, which are of its last batch alone
+    metrics = {k: v for k, v in report["metrics"].items() if v is not None and not k.startswith("train_")}
     hub = data["hub_name"] if data["source"] == "hub" else None
     pipeline = _PIPELINES.get(task, _OTHER_PIPELINE)
     is_base = model["init"] == "pretrained" and "/" in model["name"] and not _is_local(model["name"])
@@ -56,7 +56,7 @@ def model_card(report: dict[str, Any]) -> ModelCard:
             metric_type=name,
             metric_value=value,
         )
-        for name, value in evaluated.items()
+        for name, value in metrics.items()
         if hub and data["eval_split"] and data["eval_fraction"] is None
     ]
     metadata = ModelCardData(

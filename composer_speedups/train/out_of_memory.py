@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from composer import Trainer
@@ -11,8 +11,6 @@ from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.trainer.trainer import _clear_incomplete_train_states
 from composer.utils import dist, ensure_tuple
-from pydantic import PositiveInt
-from typing_extensions import TypedDict
 
 from composer_speedups.core.errors import first_line
 from composer_speedups.core.host import in_force
@@ -96,9 +94,6 @@ class MicrobatchTrainer(Trainer):
             metric.reset()
 
 
-_Change = TypedDict("_Change", {"batch": int, "from": int | float, "to": PositiveInt})
-
-
 class MicrobatchHistory(Callback):
     """Records each change of the micro-batch size, including Composer's automatic ones, and keeps the size of a resumed
     run.
@@ -106,10 +101,6 @@ class MicrobatchHistory(Callback):
     Attributes:
         changes: ``{"batch": …, "from": …, "to": …}`` in order; ``batch`` is the number of batches trained before.
     """
-
-    checkpoint_fields: ClassVar[dict[str, Any]] = {
-        "changes": list[_Change],
-    }
 
     def __init__(self) -> None:
         self.changes: list[dict[str, Any]] = []

@@ -17,6 +17,7 @@ from composer.utils import dist
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties, findfont, get_font
 
 from composer_speedups.callbacks.losses import LossMonitor
 from composer_speedups.callbacks.run_history import RunHistory
@@ -67,7 +68,8 @@ def plot_confusion(matrix: Sequence[Sequence[int]], names: Sequence[str], title:
 
     Args:
         matrix: For each true class, how often each class was predicted.
-        names: The classes, in the order of rows and columns.
+        names: The classes, in the order of rows and columns. One with characters that the font lacks, such as emoji, is
+            drawn without them, after its number.
         title: Title of the picture.
         path: The PNG.
     """
@@ -79,10 +81,14 @@ def plot_confusion(matrix: Sequence[Sequence[int]], names: Sequence[str], title:
     for i, j in itertools.product(range(size), repeat=2):
         color = "white" if shares[i][j] > 0.5 else "black"
         axes.text(j, i, f"{matrix[i][j]:,}", ha="center", va="center", color=color, fontsize=8)
-    shown = [name if len(name) <= 20 else f"{name[:19]}…" for name in names]
+    drawn = [_drawable(name) for name in names]
+    numbered = [
+        name if name == whole else f"{i} {name}" for i, (name, whole) in enumerate(zip(drawn, names, strict=True))
+    ]
+    shown = [name if len(name) <= 20 else f"{name[:19]}…" for name in numbered]
     axes.set_xticks(range(size), shown, rotation=45, ha="right", fontsize=8, parse_math=False)
     axes.set_yticks(range(size), shown, fontsize=8, parse_math=False)
-    axes.set(xlabel="predicted class", ylabel="true class", title=title)
+    axes.set(xlabel="predicted class", ylabel="true class", title=_drawable(title))
     _write(figure, path)
 
 
@@ -100,7 +106,7 @@ def plot_run(monitor: ThroughputMonitor, learned: Learned | None, title: str, pa
     figure = Figure(figsize=(9, 4 if learned is None else 6.5), dpi=120, layout="constrained")
     panels = figure.subplots(1 if learned is None else 2, 1, sharex=True, squeeze=False)[:, 0]
     _draw_rates(panels[0], monitor, world)
-    panels[0].set_title(title)
+    panels[0].set_title(_drawable(title))
     if learned is not None:
         _draw_learning(panels[1], learned, monitor.window)
     panels[-1].set_xlabel("training batch")
@@ -110,6 +116,12 @@ def plot_run(monitor: ThroughputMonitor, learned: Learned | None, title: str, pa
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(loc="upper left", bbox_to_anchor=(1.09, 1.0), fontsize=8, frameon=False)  # covers no curve
     _write(figure, path)
+
+
+def _drawable(text: str) -> str:
+    """The text without characters that the font lacks, about which Matplotlib would warn."""
+    font = get_font(findfont(FontProperties()))
+    return "".join(character for character in text if font.get_char_index(ord(character))).strip()
 
 
 def _write(figure: Figure, path: Path) -> None:

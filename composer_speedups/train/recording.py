@@ -1,4 +1,4 @@
-"""What fails while a run is recorded is reported at its end, and does not cost the model."""
+"""A report or plot that fails after training is reported at the end, and does not cost the model."""
 
 from __future__ import annotations
 
@@ -6,17 +6,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from composer import Trainer
 from composer.utils import dist
 
-from composer_speedups.callbacks.guarded_logger import GuardedLogger
 from composer_speedups.core.errors import NotRecordedError, failure_line
 
 __all__ = ["Recording"]
 
 
 class Recording:
-    """Collects what could not be recorded: loggers, the report, the plot."""
+    """Collects what could not be recorded: the report, the model card, the plot."""
 
     def __init__(self) -> None:
         self._failures: list[str] = []
@@ -29,18 +27,16 @@ class Recording:
         except Exception as error:
             self._failures.append(failure_line(what, "failed", error))
 
-    def check(self, trainer: Trainer, model: Path | None) -> None:
+    def check(self, model: Path | None) -> None:
         """Raise an error on rank 0 if anything failed on any rank. Collective: every rank must call it.
 
         Args:
-            trainer: Closed, because a logger may fail when it writes the rest of its data.
             model: Folder of the exported model; None if it was not exported.
 
         Raises:
             NotRecordedError: Names everything that failed.
         """
-        loggers = [c.failure for c in trainer.state.callbacks if isinstance(c, GuardedLogger) and c.failure]
-        failures = [line for lines in dist.all_gather_object([*loggers, *self._failures]) for line in lines]
+        failures = [line for lines in dist.all_gather_object(self._failures) for line in lines]
         if failures and dist.get_global_rank() == 0:
             exported = "" if model is None else f"; the model is in {model}"
             raise NotRecordedError(f"the run was trained to its end{exported}. What failed:", failures)

@@ -105,6 +105,7 @@ def build_report(
         },
         "environment": environment(),
         "config": written(config),
+        "inputs": history.inputs,
         "resumed": history.resumed,
         "wall_seconds": history.wall_seconds + wall_seconds,
     }
@@ -153,7 +154,7 @@ def summary_table(report: dict[str, Any], folder: str) -> str:
         *class_rows(classes),
         _best_row(report["best"], exported=report["config"]["export"]),
         _early_stopping_row(report["early_stopping"], report["training"]),
-        ("gradients", ddp.get("mib_a_step"), f"MiB reduced per step, {_overlap(ddp, report['training'])}"),
+        ("gradients", ddp.get("mib_a_step"), f"MiB reduced per step{_overlap(ddp, report['training'])}"),
         (
             "microbatch",
             report["training"]["microbatch_size"],
@@ -164,7 +165,9 @@ def summary_table(report: dict[str, Any], folder: str) -> str:
         ("wall time", report["wall_seconds"], f"s, from the start of the process{_resumed(report.get('resumed'))}"),
     ]
     lines = ["", f"{report['run_name']}: {folder}/report.json"]
-    lines += [f"  {name:<15} {_number(value):>10}  {note}".rstrip() for name, value, note in rows if value is not None]
+    shown = [(name, value, note) for name, value, note in rows if value is not None]
+    width = max(15, *(len(name) for name, _, _ in shown))
+    lines += [f"  {name:<{width}} {_number(value):>10}  {note}".rstrip() for name, value, note in shown]
     for name, entry in report["algorithms"].items():
         mark = "engaged" if entry["engaged"] else "NOT engaged"
         line = f"  {name:<18} {mark}: {describe_evidence(entry['evidence'])}"
@@ -192,7 +195,7 @@ def _early_stopping_row(stopping: dict[str, Any], training: dict[str, Any]) -> t
 
 def _against_baseline(report: dict[str, Any]) -> str:
     """``unpadding in place of sdpa_attention: 1.35 times as fast on this machine (1,380 and 1,020 samples/s, …; 1.31
-    to 1.38 times in single turns)``."""
+    to 1.38 times in single turns)``; if the turns disagree on which is faster, it says so first."""
     before = report["baseline"]
     theirs, ours = before["samples_per_sec"], before["run_samples_per_sec"]
     engaged = [name for name, entry in report["algorithms"].items() if entry["engaged"]]
@@ -203,9 +206,12 @@ def _against_baseline(report: dict[str, Any]) -> str:
         change += f" in place of {', '.join(removed)}"
     turns = before["turn_ratios"]
     spread = f"; {min(turns):.2f} to {max(turns):.2f} times in single turns" if len(turns) > 1 else ""
+    disagree = turns and min(turns) <= 1 <= max(turns)
+    undecided = "the turns do not tell which is faster; over all of them, " if disagree else ""
+    rates = f"{ours:,.0f} and {theirs:,.0f} samples/s, {before['batches']} batches each"
     return (
-        f"{change}: {ours / theirs:.2f} times as fast on this machine ({ours:,.0f} and {theirs:,.0f} samples/s, "
-        f"{before['batches']} batches each, in turns before the run{spread})"
+        f"{change}: {undecided}{ours / theirs:.2f} times as fast on this machine ({rates}, in turns before the "
+        f"run{spread})"
     )
 
 
@@ -217,7 +223,8 @@ def _phases(startup: dict[str, float]) -> str:
 
 
 def _overlap(ddp: dict[str, Any], training: dict[str, Any]) -> str:
-    return f"overlapping the optimizer's update in {ddp.get('overlapped_steps')} of {training['batches']} batches"
+    steps = ddp.get("overlapped_steps")
+    return f", overlapping the optimizer's update in {steps} of {training['batches']} batches" if steps else ""
 
 
 def _resumed(entries: list[dict[str, Any]] | None) -> str:

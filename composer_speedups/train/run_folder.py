@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import warnings
 from datetime import datetime
 from pathlib import Path
@@ -13,11 +14,12 @@ from composer.utils import dist, partial_format
 
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.core.files import LockedFileError, lock_file, remove_unfinished, with_working_directory
-from composer_speedups.train.checkpoints.reading import DamagedCheckpointError, check_checkpoint
+from composer_speedups.train.checkpoints.reading import DamagedCheckpointError, read_checkpoint
 from composer_speedups.train.checkpoints.saver import checkpoints_in
 from composer_speedups.train.config.differences import UNSET, differences, stored_values
 from composer_speedups.train.config.load import save_config, written
 from composer_speedups.train.config.schema import Config, checkpoint_problem
+from composer_speedups.train.inputs import INITIAL, Inputs, changed_input, inputs_of
 
 __all__ = ["RunFolder", "began_with_same_load", "check_same_run", "newest_undamaged"]
 
@@ -28,10 +30,11 @@ class RunFolder:
     """``runs/<run_name>``, locked by this process inside a ``with`` block.
 
     An interrupted run of this name resumes in its folder from its newest complete checkpoint if
-    ``checkpoint.autoresume`` is set and the config is the same. A run whose ``checkpoint.load`` lies inside the
-    folder also continues in it. Any other earlier run of the name is moved to ``<run_name>.<its date>``. A run that
-    fails before it has written anything but its config leaves no folder, and an earlier one is moved back. The run is
-    refused while another process uses the folder. Only rank 0 changes files.
+    ``checkpoint.autoresume`` is set, and the config and the files that it reads (:func:`.inputs_of`) are the same. A
+    run whose ``checkpoint.load`` lies inside the folder also continues in it, if the files are the same. Any other
+    earlier run of the name is moved to ``<run_name>.<its date>``. A run that fails before it has written anything but
+    its config leaves no folder, and an earlier one is moved back. The run is refused while another process uses the
+    folder. Only rank 0 changes files.
 
     Args:
         config: The run's config.
@@ -41,15 +44,18 @@ class RunFolder:
         load: The checkpoint to load: the one found in the folder, or ``checkpoint.load``; None for none. The same on
             all ranks.
         resumed: Whether autoresume found it.
+        inputs: The files that the run reads, by content; empty on other ranks than 0.
 
     Raises:
         ConfigError: The folder is not writable, another process is using it, its run was interrupted under another
-            config, or the checkpoint is refused.
+            config or with other files, or the checkpoint is refused.
+        DataError: A file that the run reads cannot be read.
     """
 
     def __init__(self, config: Config, *, named: bool = False) -> None:
         self.path = Path(config.runs_folder) / config.run_name
         self.load, self.resumed = config.checkpoint.load, False
+        self.inputs: Inputs = {}
         self._named = named
         self._lock: io.FileIO | None = None
         self._began = False  # in a new folder, on this rank
@@ -75,6 +81,7 @@ class RunFolder:
                 f"run_name: {config.run_name!r} is in use by a running process; choose another name"
             ) from None
         try:
+            self.inputs = inputs_of(config)
             continues = self._choose_checkpoint(config)
         except BaseException:
             self._lock.close()
@@ -99,13 +106,51 @@ class RunFolder:
         if resumable and (not inside or began_with_same_load(config, self._config)):
             check_same_run(config, self._config)
             if newest := newest_undamaged(self._checkpoints, trust=settings.trust_checkpoint):
-                self.load, self.resumed = str(newest), True
+                path, held = newest
+                start_over = "choose another run_name, or checkpoint.autoresume=false to start over"
+                self._check_same_inputs(held, f"run_name: {config.run_name!r} was interrupted, and", start_over)
+                self._check_ranks(held, config)
+                self.load, self.resumed = str(path), True
                 return True
         if problem := checkpoint_problem(path):
             raise ConfigError(f"{_LOAD} {problem}")
-        if path is not None and not settings.trust_checkpoint:
-            check_checkpoint(path, _LOAD, weights_only=settings.weights_only)
+        if path is None:
+            return False
+        if not settings.trust_checkpoint and not path.endswith(".pt"):
+            raise ConfigError(
+                f"{_LOAD}: {path} is no .pt file, and Composer unpacks archives and sharded checkpoints unchecked; "
+                "name a .pt file, or, if you trust its author, set checkpoint.trust_checkpoint=true"
+            )
+        if not (settings.trust_checkpoint or settings.weights_only or inside):
+            raise ConfigError(
+                f"{_LOAD}: {path} is of another run; set checkpoint.weights_only=true to load its weights only, or, if "
+                "you trust its author, checkpoint.trust_checkpoint=true to continue that run"
+            )
+        if os.path.isfile(path):
+            held = read_checkpoint(path, _LOAD, trust=settings.trust_checkpoint)
+            if inside and not settings.weights_only:
+                self._check_same_inputs(held, f"{_LOAD}: {path} was written, and", "set checkpoint.weights_only=true")
+                self._check_ranks(held, config)
         return inside
+
+    def _check_same_inputs(self, held: dict[str, Any], since: str, fix: str) -> None:
+        """Refuse a checkpoint that was trained on other files. Weights that it began with are not read again."""
+        if not held:  # a trusted file that cannot be read here
+            return
+        history = held["state"].get("callbacks", {}).get("RunHistory", {})
+        before, now = ({**inputs, INITIAL: {}} for inputs in (history.get("inputs", {}), self.inputs))
+        if changed := changed_input(before, now):
+            raise ConfigError(f"{since} {changed} has changed since; to resume, restore that file; or {fix}")
+
+    def _check_ranks(self, held: dict[str, Any], config: Config) -> None:
+        """Refuse to continue a stream on another number of ranks, which would skip some rows and repeat others."""
+        before, now = len(held.get("rng", ())), dist.get_world_size()
+        if before not in (0, now) and config.data.streams:
+            raise ConfigError(
+                f"{_LOAD}: it was written while {before} rank{'s' * (before > 1)} read the stream, and {now} would "
+                f"continue with other rows; start with composer -n {before}, or checkpoint.weights_only=true loads "
+                "its weights only"
+            )
 
     def _prepare_to_continue(self, date: str) -> None:
         """Delete partial files; move aside the report, and checkpoints newer than the one to load."""
@@ -144,19 +189,17 @@ class RunFolder:
         return self.path / name
 
 
-def newest_undamaged(folder: Path, *, trust: bool) -> Path | None:
-    """The newest undamaged checkpoint. A warning names each newer damaged one.
+def newest_undamaged(folder: Path, *, trust: bool) -> tuple[Path, dict[str, Any]] | None:
+    """The newest undamaged checkpoint and its contents. A warning names each newer damaged one.
 
     Raises:
-        ConfigError: The newest undamaged one contains something that could execute code, or has another structure.
+        ConfigError: The newest undamaged one contains something that could execute code.
     """
     for path in checkpoints_in(folder):
         try:
-            check_checkpoint(str(path), "checkpoint.autoresume", trust=trust)
+            return path, read_checkpoint(str(path), "checkpoint.autoresume", trust=trust)
         except DamagedCheckpointError as error:
             warnings.warn(f"skipped a checkpoint: {error}", UserWarning, stacklevel=2)
-            continue
-        return path
     return None
 
 

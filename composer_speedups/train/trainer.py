@@ -23,7 +23,7 @@ from composer_speedups.callbacks.memory import MemoryAnatomy
 from composer_speedups.callbacks.run_history import RunHistory
 from composer_speedups.callbacks.run_report import RunReport
 from composer_speedups.callbacks.throughput import ThroughputMonitor
-from composer_speedups.core.errors import ConfigError, first_line, masked_command_line
+from composer_speedups.core.errors import ConfigError, first_line
 from composer_speedups.core.flags import Float32Matmuls
 from composer_speedups.core.run import Run
 from composer_speedups.core.technique import Technique
@@ -48,6 +48,8 @@ if TYPE_CHECKING:
     from composer_speedups.train.run_folder import RunFolder
 
 __all__ = ["build_data_and_model", "build_trainer", "join_ranks", "open_device", "run_of"]
+
+_ONE_THREAD_HIDDEN_SIZE = 128  # up to this hidden size, a second CPU thread gains nothing
 
 
 def open_device(config: TrainerConfig) -> Device:
@@ -144,7 +146,9 @@ def build_trainer(
     load, resumed = (None, False) if folder is None else (folder.load, folder.resumed)
     weights_only = load is not None and checkpoint.weights_only and not resumed
     offloads = bool(settings.fsdp and settings.fsdp.cpu_offload) or any(t.computes_on_host for t in techniques)
-    share_cores(computes=torch_device(device).type == "cpu" or offloads)
+    on_cpu = torch_device(device).type == "cpu"
+    one_thread = on_cpu and model.config.hidden_size <= _ONE_THREAD_HIDDEN_SIZE
+    share_cores(computes=on_cpu or offloads, at_most=1 if one_thread else None)
     if settings.fsdp:
         sharded_blocks(model)
     with restricted_loading(trust=checkpoint.trust_checkpoint), _one_line_from_wandb():
@@ -153,14 +157,14 @@ def build_trainer(
             model=model,
             train_dataloader=_split_by(settings.microbatch_tokens, data.train),
             eval_dataloader=data.eval,
-            eval_interval=settings.eval_interval if data.eval else 1,
+            eval_interval=settings.evaluates_every if data.eval else 1,
             eval_subset_num_batches=settings.eval_batches or -1,
             max_duration=settings.max_duration,
             optimizers=build_optimizer(model, config.optimizer),
             schedulers=build_scheduler(config.scheduler),
             algorithms=[*techniques, *_gradient_clipping(config.optimizer)],
             # the saver last, so that it saves the state of all others
-            callbacks=[*_callbacks(config, techniques), *callbacks, *_saver(checkpoint, folder, stop)],
+            callbacks=[*_callbacks(config, techniques, folder), *callbacks, *_saver(checkpoint, folder, stop)],
             loggers=loggers_of(config, folder),
             run_name=config.run_name,
             progress_bar=False,  # TrainingProgress replaces it
@@ -204,10 +208,9 @@ def _saver(config: CheckpointConfig, folder: RunFolder | None, stop: StopSignals
 
 @contextlib.contextmanager
 def _one_line_from_wandb() -> Iterator[None]:
-    """Turn an error of wandb into one line, and mask credentials in the command line, which it records."""
+    """Turn an error of wandb into one line."""
     try:
-        with masked_command_line():
-            yield
+        yield
     except Exception as error:
         if not type(error).__module__.startswith("wandb"):  # importing wandb, to compare classes, takes a second
             raise
@@ -228,7 +231,7 @@ def _check_rates(trainer: Trainer, wanted: float) -> None:
             )
 
 
-def _callbacks(config: Config, techniques: Sequence[Technique]) -> list[Callback]:
+def _callbacks(config: Config, techniques: Sequence[Technique], folder: RunFolder | None) -> list[Callback]:
     """The callbacks that the config names, and those of every run. Only the first three, or four with several ranks,
     do something in each batch."""
     named = config.callbacks
@@ -242,7 +245,7 @@ def _callbacks(config: Config, techniques: Sequence[Technique]) -> list[Callback
         ClassReport(),
         *_configured(BestWeights, config.checkpoint.best),
         *_configured(EarlyStopping, config.trainer.early_stopping),
-        RunHistory(),
+        RunHistory({} if folder is None else folder.inputs),
         RunReport(),
     ]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from composer_speedups import TorchCompile
-from composer_speedups.core.errors import TechniqueError
+from composer_speedups.core.errors import Refusal
 from tests.algorithms.test_gradient_checkpointing import Plain
 from tests.helpers.common import Batch, Recorder, fit_and_close, make_trainer, plain_batches, trained
 from tests.helpers.forks import Fork
@@ -94,7 +94,7 @@ def test_the_folder_is_in_use_only_while_the_run_trains_or_evaluates(monkeypatch
 
     technique = TorchCompile(cache="here")
     seen: list[Any] = []
-    monkeypatch.setattr(TorchCompile, "verify", used)
+    monkeypatch.setattr(TorchCompile, "proof", used)
     trainer = make_trainer([technique], model=Small(), batches=plain_batches(1))
     assert [os.environ.get(name) for name in VARIABLES] == ["mine", None]
     fit_and_close(trainer)
@@ -112,14 +112,14 @@ def test_bad_settings_are_refused() -> None:
     with pytest.raises(ValueError, match="cache='' must be"):
         TorchCompile(cache="")
     Path("file").touch()
-    with pytest.raises(TechniqueError, match=r"torch_compile: cache: .*/file is not a folder; choose a folder"):
+    with pytest.raises(Refusal, match=r"torch_compile: cache: .*/file is not a folder; choose a folder"):
         make_trainer([TorchCompile(cache="file/cache")])
-    with pytest.raises(TechniqueError, match=r"torch_compile: cache: /x+ cannot be accessed \(File name too long"):
+    with pytest.raises(Refusal, match=r"torch_compile: cache: /x+ cannot be accessed \(File name too long"):
         make_trainer([TorchCompile(cache="/" + "x" * 300)])
     for flag in ({"force_disable_caches": True}, {"fx_graph_cache": False}):
         with (
             torch._inductor.config.patch(flag),
-            pytest.raises(TechniqueError, match="inductor's caches are disabled; unset TORCHINDUCTOR_FORCE"),
+            pytest.raises(Refusal, match="inductor's caches are disabled; unset TORCHINDUCTOR_FORCE"),
         ):
             make_trainer([TorchCompile(cache="x")])
 
@@ -130,7 +130,7 @@ def test_a_folder_that_others_can_write_to_is_refused(link: bool) -> None:
     Path("cache").chmod(0o777)
     Path("link").symlink_to("cache")
     technique = TorchCompile(cache="link" if link else "cache")
-    with pytest.raises(TechniqueError, match=r"cache: others could put code into .*; choose a folder"):
+    with pytest.raises(Refusal, match=r"cache: others could put code into .*; choose a folder"):
         make_trainer([technique])
     Path("cache").chmod(0o755)
     make_trainer([technique]).close()
@@ -140,7 +140,7 @@ def test_a_folder_that_others_can_write_to_is_refused(link: bool) -> None:
 def test_a_folder_of_another_user_is_refused() -> None:
     Path("cache").mkdir(mode=0o700)
     os.chown("cache", 12345, 12345)
-    with pytest.raises(TechniqueError, match="cache: others could put code into"):
+    with pytest.raises(Refusal, match="cache: others could put code into"):
         make_trainer([TorchCompile(cache="cache")])
 
 
@@ -151,7 +151,7 @@ def test_inductors_default_folder_is_refused_if_others_can_write_to_it(monkeypat
     make_trainer([TorchCompile(scope="blocks")]).close()
     [made] = Path().glob("torchinductor_*")
     made.chmod(0o777)
-    with pytest.raises(TechniqueError, match=rf"cache: others could put code into .*{made}"):
+    with pytest.raises(Refusal, match=rf"cache: others could put code into .*{made}"):
         make_trainer([TorchCompile(scope="blocks")])
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "mine")  # chosen by the user
     make_trainer([TorchCompile(scope="blocks")]).close()

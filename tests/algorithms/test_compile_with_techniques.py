@@ -12,10 +12,11 @@ import pytest
 import torch
 from transformers import BertConfig, BertForSequenceClassification
 
-from composer_speedups import apply_fused_layers, apply_unpadding
 from composer_speedups.algorithms.fused_layers import before_imports
 from composer_speedups.algorithms.fused_layers.before_imports import shape_of
+from composer_speedups.algorithms.fused_layers.fusing import fuse
 from composer_speedups.algorithms.fused_layers.modules import FusedEmbeddings, FusedLayer, modules_shape
+from composer_speedups.algorithms.unpadding.encoder_swap import unpad
 from composer_speedups.families.family import kernel_shape
 from composer_speedups.kernels import Shape
 from composer_speedups.tasks.model_names import SIZES
@@ -28,8 +29,8 @@ from tests.helpers.models import FAMILIES, Family, tiny_model
 
 
 def fused_shape(model: Any) -> Shape:
-    apply_unpadding(model)
-    apply_fused_layers(model)
+    unpad(model)
+    fuse(model)
     layer = next(m for m in model.modules() if isinstance(m, FusedLayer))
     return modules_shape(layer, next(m for m in model.modules() if isinstance(m, FusedEmbeddings)))
 

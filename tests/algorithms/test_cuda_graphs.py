@@ -7,18 +7,16 @@ import gc
 import weakref
 from collections import UserDict
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from composer_speedups import CUDAGraphs, TorchCompile, apply_cuda_graphs, apply_lora
+from composer_speedups import CUDAGraphs, LoRA, apply, untouched
 from composer_speedups.algorithms.cuda_graphs.graphed_calls import CaptureError, GraphedCalls
-from composer_speedups.core.errors import TechniqueError
-from composer_speedups.core.requirements import Context
-from composer_speedups.core.technique import refuse_conflicts, screen
+from composer_speedups.core.errors import Refusal
+from composer_speedups.core.run import Run
 from tests.helpers.common import batch, make_trainer, plain_batches, tiny_bert
 from tests.helpers.rerun import CannotRecord, graphed
 from tests.reference.loop import gradients
@@ -148,11 +146,14 @@ def test_captures_draw_no_random_numbers() -> None:
     torch.testing.assert_close(results[1], results[0])
 
 
-def test_the_first_calls_can_be_eager() -> None:
-    model = tiny_bert()
+def test_observed_and_untouched_calls_are_eager() -> None:
+    model, run = tiny_bert(), Run(torch.device("cpu"), observing=True)
     calls = graphed(model)
-    calls.eager_first = 1
+    calls.paused = lambda: run.observing
     for _ in range(3):
+        model(**batch([4, 4]))
+        run.observing = False
+    with untouched(model):
         model(**batch([4, 4]))
     assert (calls.graphs, calls.replays, calls.eager_calls) == (1, 2, 1)
 
@@ -172,7 +173,7 @@ def scale_the_adapters(model: Any) -> None:
 @pytest.mark.parametrize("change", [freeze_the_mode, lower_the_dropout, scale_the_adapters])
 def test_settings_that_change_during_training_are_captured_again(change: Callable[[Any], None]) -> None:
     model = tiny_bert(dropout=0.1)
-    apply_lora(model)
+    apply(model, [LoRA()])
     calls = graphed(model)
     one = batch([4, 4])
     model(**one)
@@ -203,34 +204,24 @@ def test_a_failed_capture_raises_or_disables_capturing() -> None:
 
 @pytest.mark.pins
 def test_it_needs_a_gpu_and_a_fixed_microbatch_size() -> None:
-    with pytest.raises(TechniqueError, match=r"cuda_graphs: capturing graphs needs a CUDA GPU"):
+    with pytest.raises(Refusal, match=r"cuda_graphs: capturing graphs needs a CUDA GPU"):
         make_trainer([CUDAGraphs()])
-    with pytest.raises(ValueError, match="this one is on the cpu"):
-        apply_cuda_graphs(tiny_bert())
     with pytest.raises(ValueError, match="max_graphs must be at least 1"):
         CUDAGraphs(max_graphs=0)
     cpu = torch.device("cpu")
     unmet = [
-        [r.reason for r in CUDAGraphs().requirements(context) if not r.met]
-        for context in (Context(cpu), Context(cpu, ranks=2), Context(cpu, microbatch_size="auto"))
+        [refusal.reason for refusal in CUDAGraphs().needs(run)]
+        for run in (Run(cpu), Run(cpu, ranks=2), Run(cpu, microbatch_size="auto"))
     ]
     assert [len(reasons) for reasons in unmet] == [1, 1, 2], "several ranks are accepted"
     assert "automatic micro-batches" in unmet[2][1]
 
 
-def test_compile_modes_that_capture_graphs_conflict() -> None:
-    with pytest.raises(
-        TechniqueError, match=r"conflicts with cuda_graphs: torch_compile captures CUDA graphs itself with mode red"
-    ):
-        screen([CUDAGraphs(), TorchCompile(mode="reduce-overhead")], Context(torch.device("cpu")))
-    refuse_conflicts([CUDAGraphs(), TorchCompile()])
-
-
 @pytest.mark.parametrize(("lengths", "noted"), [([4, 5, 6], True), ([4, 5, *[4] * 20, 6], False), ([4, 4, 4], False)])
 def test_a_note_says_that_too_many_shapes_occurred(lengths: list[int], noted: bool) -> None:
     technique, model = CUDAGraphs(max_graphs=2), tiny_bert()
-    technique._calls, technique.ended = graphed(model, max_graphs=2), True
+    technique._calls = graphed(model, max_graphs=2)
     for length in lengths:
         model(**batch([length] * 2))
-    note = technique.verify(SimpleNamespace()).get("note")  # type: ignore[arg-type]
+    note = technique.summary(Run(torch.device("cpu"))).get("note")
     assert note is None if not noted else note.startswith("1 of 3 batches ran without a graph")

@@ -8,18 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from composer.core import Callback, Event, State
-from composer.loggers import InMemoryLogger, Logger
+from composer.core import Callback, State
+from composer.loggers import Logger
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from composer_speedups import CUDAGraphs, apply_cuda_graphs, apply_layer_freezing
-from composer_speedups.algorithms.cuda_graphs import cuda_graphs
+from composer_speedups import CUDAGraphs
+from composer_speedups.algorithms.cuda_graphs import installing
 from composer_speedups.algorithms.cuda_graphs.capture import CUDARecorder
 from composer_speedups.algorithms.cuda_graphs.graphed_calls import GraphedCalls
-from composer_speedups.core.requirements import Requirement
+from composer_speedups.algorithms.layer_freezing.modules import freeze
+from composer_speedups.core.run import Run
 from composer_speedups.distributed.ddp import ddp_of
 from tests.helpers.common import batch, final_weights, microbatches, plain_batches, tiny_bert, trained
 from tests.helpers.ranks import on_ranks
@@ -95,30 +96,24 @@ def technique_on_ddp(microbatches: int, segments: int, frozen_after: int | None 
     model, rows = tiny_bert(), SAME[:microbatches]
     shared = ddp_of(model)
     technique: Any = CUDAGraphs()
-    technique._watch_over(calls := graphed(model, segments=segments))
-    technique.engaged = technique.in_force = True
-    state: Any = SimpleNamespace(model=shared, algorithms=[])
-    logger: Any = InMemoryLogger()
-
-    def happens(event: Event) -> None:
-        if technique.match(event, state):
-            technique.apply(event, state, logger)
-
+    technique._control(calls := graphed(model, segments=segments))
+    state: Any = SimpleNamespace(model=shared)
+    run = Run(torch.device("cpu"), model=model, state=state)
     for step in range(4 if frozen_after is None else 8):
         if step == frozen_after:
-            apply_layer_freezing(shared, layers=1)
+            freeze(shared, (), 1)
         shared.zero_grad()
         for micro in range(microbatches):
-            happens(Event.BEFORE_FORWARD)
+            technique.before_forward(run)
             learn(shared, rows, micro, width=5)
         frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
         expected = {name: gradient for name, gradient in mean_of_ranks(rows, width=5).items() if name not in frozen}
         assert_near(gradients(model), expected, what=f"step {step}")
-        happens(Event.BATCH_END)
+        technique.batch_end(run)
     storages = {id(p): p.grad.untyped_storage().data_ptr() for p in model.parameters() if p.grad is not None}
     assert calls._gradients is not None
     outside = sum(b.untyped_storage().data_ptr() != storages[id(p)] for p, b in calls._gradients._buffers.items())
-    return {**technique.verify(state), "outside buckets": outside, "storages": len(set(storages.values()))}
+    return {**technique.summary(run), "outside buckets": outside, "storages": len(set(storages.values()))}
 
 
 @pytest.mark.parametrize("segments", [1, 2])
@@ -162,16 +157,15 @@ class Accumulated(Callback):
 def technique_in_a_trainer() -> list[int]:
     """Train four batches of two micro-batches, in a Composer Trainer with the technique and in one without; return for
     each micro-batch how many parameters' gradients autograd accumulated."""
-    stand_ins = {"needs_cuda": lambda *_: Requirement(True, "", ""), "apply_cuda_graphs": graphed}
-    for name, stand_in in stand_ins.items():
-        setattr(cuda_graphs, name, stand_in)
+    CUDAGraphs.needs = lambda *_: ()  # type: ignore[method-assign,assignment,return-value]
+    installing.install = graphed  # type: ignore[assignment]
     torch.cuda.graph_pool_handle = lambda: None  # type: ignore[assignment,return-value]
     weights, seen, technique = [], Accumulated(), CUDAGraphs()
     for techniques, callbacks in (([technique], [seen]), ([], [])):
         settings: Any = {"callbacks": callbacks, **microbatches(plain_batches(4), 2)}
         weights.append(final_weights(trained(techniques, model=tiny_bert(dropout=0.1), **settings)))
     assert_near(weights[0], weights[1], what="weights")
-    assert technique.evidence["replays"] == 7, "the first micro-batch is eager"
+    assert technique.evidence["replays"] == 6, "the first batch is observed, so both its micro-batches are eager"
     return seen.parameters
 
 
@@ -180,7 +174,7 @@ def test_a_trainer_accumulates_gradients_without_autograd_except_under_ddp(ranks
     """DDP's hooks are called by autograd."""
     every = len(list(tiny_bert().parameters()))
     replayed = 0 if ranks == 1 else every
-    assert on_ranks(technique_in_a_trainer, ranks) == [[every, *[replayed] * 7]] * ranks
+    assert on_ranks(technique_in_a_trainer, ranks) == [[every, every, *[replayed] * 6]] * ranks
 
 
 def test_ranks_with_different_segments_train_together() -> None:
@@ -223,13 +217,16 @@ def test_buckets_of_the_last_blocks_are_sent_before_the_first_blocks_backward() 
 def numbers_of_cuts() -> tuple[int, int]:
     """Return the number of cuts in a model with large blocks: the default, and with four segments."""
     model = nn.ModuleDict({"blocks": nn.ModuleList(nn.Linear(2600, 2600) for _ in range(5))})
-    vars(model)["parameters"] = lambda: iter([SimpleNamespace(device=torch.device("cuda"))])
-    automatic, four = (len(apply_cuda_graphs(model, segments=segments).cut_behind) for segments in (None, 4))
+    counts = []
+    for segments in (None, 4):
+        calls = installing.install(model, segments=segments)
+        counts.append(len(calls.cut_behind))
+        calls.release()
     with pytest.raises(ValueError, match="before DDP wraps the model"):
-        apply_cuda_graphs(DistributedDataParallel(tiny_bert()))
+        installing.install(DistributedDataParallel(tiny_bert()))
     with pytest.raises(ValueError, match="segments must be at least 1, not 0"):
-        apply_cuda_graphs(model, segments=0)
-    return automatic, four
+        installing.install(model, segments=0)
+    return counts[0], counts[1]
 
 
 def test_models_are_cut_by_default_on_several_ranks_only() -> None:

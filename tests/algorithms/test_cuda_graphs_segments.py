@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 from transformers import BertForMaskedLM, BertForSequenceClassification
 
-from composer_speedups import CUDAGraphs, apply_unpadding, plan_unpadding
+from composer_speedups import CUDAGraphs
+from composer_speedups.algorithms.unpadding.encoder_swap import unpad
+from composer_speedups.core.run import Run
 from tests.helpers.common import batch, tiny_config
 from tests.helpers.rerun import Logged, graphed
-from tests.reference.loop import gradients
+from tests.reference.loop import counted, gradients
 from tests.reference.tolerance import assert_near
 
 LAYERS = 5
@@ -82,11 +84,11 @@ def test_hooks_of_parameters_and_second_derivatives_are_not_passed_by() -> None:
 @pytest.mark.parametrize("segments", [3, LAYERS])
 def test_an_unpadded_model_is_cut_too(segments: int) -> None:
     reference, model = bert(), bert()
-    apply_unpadding(model, 16)
+    unpad(model, 16)
     calls = graphed(model, max_graphs=3, segments=segments)
     for seed, lengths in enumerate([[12, 7, 9], [1, 16, 4], [3, 2, 1], [16, 15, 16]]):
         inputs = batch(lengths, 16, seed=seed)
-        plan_unpadding(model, inputs["attention_mask"])
+        counted(model, inputs["attention_mask"])
         for network in (reference, model):
             network.zero_grad()
             network(**inputs).loss.backward()
@@ -121,4 +123,4 @@ def test_the_evidence_counts_segments() -> None:
     for segments, expected in ((1, None), (3, 3)):
         technique._calls = graphed(copy.deepcopy(model), segments=segments)
         technique._calls.model(**given(None, [5, 4], 0))
-        assert technique.verify(None).get("backward_segments") == expected  # type: ignore[arg-type]
+        assert technique.summary(Run(torch.device("cpu"))).get("backward_segments") == expected

@@ -8,14 +8,15 @@ import pytest
 import torch
 from composer.models import HuggingFaceModel
 
-from composer_speedups import CUDAGraphs, Unpadding, apply_unpadding, plan_unpadding
+from composer_speedups import Unpadding
 from composer_speedups.algorithms.cuda_graphs.graphed_calls import GraphedCalls
-from composer_speedups.core.technique import refuse_conflicts
+from composer_speedups.algorithms.unpadding.encoder_swap import unpad
+from composer_speedups.core.host import host_of
 from composer_speedups.packing.encoder import unpadded_encoders
 from composer_speedups.packing.planning import Packing
 from tests.helpers.common import Recorder, batch, make_trainer, tiny_bert
 from tests.helpers.rerun import graphed
-from tests.reference.loop import gradients, train_plainly
+from tests.reference.loop import counted, gradients, train_plainly
 from tests.reference.tolerance import assert_near
 
 
@@ -23,13 +24,13 @@ def graphed_pair(max_graphs: int = 3) -> tuple[Any, Any, GraphedCalls]:
     reference, model = tiny_bert(), tiny_bert()
     for network in (reference, model):
         network.config.problem_type = "single_label_classification"
-    apply_unpadding(model, 16)
+    unpad(model, 16)
     return reference, model, graphed(model, max_graphs)
 
 
 def step(reference: Any, model: Any, lengths: list[int], seed: int, *, planned: bool = True) -> None:
     inputs = batch(lengths, 16, seed=seed)
-    plan_unpadding(model, inputs["attention_mask"] if planned else None)
+    counted(model, inputs["attention_mask"] if planned else None)
     for network in (reference, model):
         network.zero_grad()
         network(**inputs).loss.backward()
@@ -66,7 +67,7 @@ def test_padded_batches_have_their_own_graph() -> None:
     reference, model, calls = graphed_pair()
     inputs = batch([12, 7, 9], 16)
     inputs["attention_mask"] = inputs["attention_mask"].flip(-1)
-    plan_unpadding(model, inputs["attention_mask"])
+    counted(model, inputs["attention_mask"])
     for network in (reference, model):
         network(**inputs).loss.backward()
     assert_near(gradients(model), gradients(reference))
@@ -78,7 +79,7 @@ def test_padded_batches_have_their_own_graph() -> None:
 def test_a_replay_with_a_plan_of_another_mask_is_an_error() -> None:
     reference, model, calls = graphed_pair()
     step(reference, model, [12, 7, 9], 0)
-    plan_unpadding(model, batch([9, 7, 12], 16)["attention_mask"])
+    counted(model, batch([9, 7, 12], 16)["attention_mask"])
     with pytest.raises(RuntimeError, match="differs from the planned one"):
         model(**batch([12, 7, 9], 16))
     assert calls.graphs == 1
@@ -91,7 +92,7 @@ def test_composers_batches_are_planned_before_their_replays() -> None:
     technique = Unpadding(16)
     trainer = make_trainer([technique], model=model, batches=batches, callbacks=[recorder])
     calls = graphed(trainer.state.model)
-    calls.eager_first = 1
+    calls.paused = lambda: host_of(trainer.state).run.observing
     trainer.fit()
     trainer.close()
     assert_near(recorder.losses, expected)
@@ -99,19 +100,15 @@ def test_composers_batches_are_planned_before_their_replays() -> None:
     assert technique.engaged
 
 
-def test_cuda_graphs_and_unpadding_do_not_conflict() -> None:
-    refuse_conflicts([CUDAGraphs(), Unpadding()])
-
-
 def test_a_compared_model_replays_with_the_plans_of_its_batches() -> None:
-    """The comparison with the untouched model withdraws unpadding and applies it again."""
+    """The comparison with the untouched model leaves no plan behind."""
     batches = [batch([9, 16, 3, 12], 16, seed=seed) for seed in range(4)]
     recorders = []
     for check in ("never", "always"):
         model, recorder = HuggingFaceModel(tiny_bert()), Recorder()
         trainer = make_trainer([Unpadding(16, check=check)], model=model, batches=batches, callbacks=[recorder])
         calls = graphed(model, max_graphs=1)
-        calls.eager_first = 1
+        calls.paused = lambda: host_of(trainer.state).run.observing  # noqa: B023
         trainer.fit()
         trainer.close()
         assert calls.replays == 3, check

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from composer_speedups import apply_fused_layers, apply_unpadding
+from composer_speedups.algorithms.fused_layers.fusing import fuse
 from composer_speedups.algorithms.fused_layers.modules import FusedEmbeddings, FusedLayer, plain_layer
+from composer_speedups.algorithms.unpadding.encoder_swap import unpad
 from composer_speedups.families.family import DropoutRates
 from composer_speedups.kernels.dropout import draw_seeds
 from tests.helpers.common import batch
@@ -38,8 +39,8 @@ INPUTS = batch([12, 3, 9, 7])
 
 def fused(model: Any, last_layer: Any = "needed") -> Any:
     model.config.problem_type = "single_label_classification"
-    apply_unpadding(model)
-    assert apply_fused_layers(model, last_layer)
+    unpad(model)
+    assert fuse(model, last_layer)
     return model.train()
 
 

@@ -17,9 +17,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from transformers import AutoModelForSequenceClassification, BertConfig
 
-from composer_speedups import FusedLayers, TF32Matmul, Unpadding, apply_fused_layers, apply_unpadding, recommended
-from composer_speedups.algorithms.fused_layers.functional import unfused_layers
+from composer_speedups import FusedLayers, TF32Matmul, Unpadding, recommended
+from composer_speedups.algorithms.fused_layers.fusing import fuse, unfused_layers
 from composer_speedups.algorithms.fused_layers.modules import FusedEmbeddings, FusedLayer
+from composer_speedups.algorithms.unpadding.encoder_swap import unpad
 from composer_speedups.core.errors import NotEngagedError, TechniqueError
 from composer_speedups.core.stock import Untouched
 from composer_speedups.packing import encoder as packed_encoder
@@ -36,8 +37,8 @@ from tests.reference.tolerance import assert_near
 
 def fused(model: Any, last_layer: Any = "needed") -> Any:
     copied = copy.deepcopy(model)
-    apply_unpadding(copied)
-    assert apply_fused_layers(copied, last_layer)
+    unpad(copied)
+    assert fuse(copied, last_layer)
     return copied
 
 
@@ -93,16 +94,16 @@ def test_only_under_a_classification_head_the_last_layer_computes_first_tokens_o
 
 def test_missing_unpadding_and_unsupported_layers_are_refused() -> None:
     with pytest.raises(ValueError, match="add unpadding"):
-        apply_fused_layers(tiny_bert())
+        fuse(tiny_bert())
     relu = AutoModelForSequenceClassification.from_config(tiny_config(hidden_act="relu"))
-    apply_unpadding(relu)
+    unpad(relu)
     with pytest.raises(ValueError, match="activation is 'relu'"):
-        apply_fused_layers(relu)
+        fuse(relu)
     odd = BertConfig(vocab_size=64, hidden_size=24, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
     model = AutoModelForSequenceClassification.from_config(odd)
-    apply_unpadding(model)
+    unpad(model)
     with pytest.raises(ValueError, match="16, 32, 64, 128 units, and these have 12"):
-        apply_fused_layers(model)
+        fuse(model)
     with pytest.raises(TechniqueError, match="fused_layers: it needs packed tokens, and nothing packs them"):
         make_trainer([FusedLayers()])
 
@@ -155,11 +156,11 @@ def test_the_recommended_set_equals_those_of_the_fast_yamls() -> None:
     for name in ("bert_imdb_fast", "fastest_imdb"):
         algorithms = load_config(ROOT / "yamls" / f"{name}.yaml").algorithms
         assert {name: dict(settings or {}) for name, settings in algorithms.items()} == RECOMMENDED
-    techniques = recommended()
+    techniques = recommended("warn")
     assert sorted(technique.name for technique in techniques) == sorted(RECOMMENDED)
     assert isinstance(techniques[1], TF32Matmul)
-    assert recommended()[0] is not techniques[0]
-    assert {t.on_unavailable for t in recommended("warn")} == {"warn"}
+    assert recommended("warn")[0] is not techniques[0]
+    assert {t.on_unavailable for t in techniques} == {"warn"}
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -236,8 +237,8 @@ def test_a_layer_whose_parameters_change_runs_its_own_forward(
         change = add_a_bias  # its layers have none
     model = tiny_model(family).eval()
     ours = copy.deepcopy(model)
-    apply_unpadding(ours)
-    apply_fused_layers(ours, "all")
+    unpad(ours)
+    fuse(ours, "all")
     for network in (model, ours):
         layers = [m for m in network.modules() if type(m) is type(layer_of(network))]
         change(layers[0])
@@ -260,8 +261,8 @@ def layer_of(model: nn.Module) -> nn.Module:
 @pytest.mark.parametrize("family", family_params(FUSED))
 def test_what_training_does_to_parameters_is_no_change(family: Family) -> None:
     model = tiny_model(family)
-    apply_unpadding(model)
-    apply_fused_layers(model)
+    unpad(model)
+    fuse(model)
     fused = [module for module in model.modules() if isinstance(module, FusedLayer)]
     model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
     for layer in fused:
@@ -290,8 +291,8 @@ def test_shards_of_fsdp_are_no_change() -> None:
 
 def test_an_embedding_without_its_norms_bias_runs_the_stock_code() -> None:
     model = tiny_bert()
-    apply_unpadding(model)
-    apply_fused_layers(model)
+    unpad(model)
+    fuse(model)
     embeddings: Any = model.bert.embeddings
     assert embeddings.untouched.is_unchanged()
     embeddings.LayerNorm.bias = None

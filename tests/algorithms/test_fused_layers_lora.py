@@ -17,18 +17,10 @@ from composer.models import HuggingFaceModel
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
-from composer_speedups import (
-    FusedLayers,
-    LoRA,
-    Unpadding,
-    apply_fused_layers,
-    apply_lora,
-    apply_recommended,
-    apply_unpadding,
-    merged_state_dict,
-)
-from composer_speedups.algorithms.fused_layers.functional import unfused_layers
+from composer_speedups import FusedLayers, LoRA, Unpadding, apply_lora, apply_recommended, merged_state_dict
+from composer_speedups.algorithms.fused_layers.fusing import fuse, unfused_layers
 from composer_speedups.algorithms.fused_layers.modules import FusedLayer
+from composer_speedups.algorithms.unpadding.encoder_swap import unpad
 from composer_speedups.core.stock import changes_to
 from tests.helpers.common import SAVING, batch, final_weights, plain_batches, tiny_bert, trained
 from tests.helpers.exhaustive import family_params, others_exhaustive
@@ -55,8 +47,8 @@ def adapted(model: Any, **settings: Any) -> Any:
 
 
 def fused(model: Any, last_layer: Any = "needed") -> Any:
-    apply_unpadding(model, 8, check="never")
-    apply_fused_layers(model, last_layer)
+    unpad(model, 8, check="never")
+    fuse(model, last_layer)
     return model
 
 
@@ -133,12 +125,12 @@ def test_adapters_that_the_kernels_do_not_know_run_unfused_and_say_so(adapters: 
     adapt, reason = UNKNOWN[adapters]
     reference = adapt(tiny_bert())
     ours = copy.deepcopy(reference)
-    apply_unpadding(ours, 8, check="never")
+    unpad(ours, 8, check="never")
     if adapters in ("DoRA", "bias", "two"):  # in every layer
         with pytest.raises(ValueError, match=reason):
-            apply_fused_layers(ours)
+            fuse(ours)
     else:
-        apply_fused_layers(ours)
+        fuse(ours)
         assert re.search(reason, next(iter(unfused_layers(ours).values())))
     compare(ours, reference, batch([5, 9, 3]))
 
@@ -146,10 +138,10 @@ def test_adapters_that_the_kernels_do_not_know_run_unfused_and_say_so(adapters: 
 @pytest.mark.parametrize("family", WITHOUT_ADAPTERS)
 def test_other_layers_with_adapters_are_refused_by_name(family: Any) -> None:
     model = adapted(tiny_model(family))
-    apply_unpadding(model, 8, check="never")
+    unpad(model, 8, check="never")
     what = f"adapters in BERT's layers and similar ones, not in {WITHOUT_ADAPTERS[family]}"
     with pytest.raises(ValueError, match=what):
-        apply_fused_layers(model)
+        fuse(model)
 
 
 def second(model: Any) -> None:
@@ -189,12 +181,12 @@ def test_adapters_added_after_fusing_run_fused_once_it_is_applied_again() -> Non
     compare(ours, reference, inputs)
     assert [layer.ran for layer in layers_of(ours)] == ["unfused"] * 2
     assert "was changed" in next(iter(unfused_layers(ours).values()))
-    assert apply_fused_layers(ours) == []
+    assert fuse(ours) == []
     assert unfused_layers(ours) == {}
     compare(ours, reference, inputs)
     assert [layer.ran for layer in layers_of(ours)] == ["torch", "first tokens"]
     apply_lora(late := fused(tiny_bert()))
-    assert apply_fused_layers(late) == []
+    assert fuse(late) == []
     late(**inputs)
     assert [layer.ran for layer in layers_of(late)] == ["torch", "first tokens"], "the classifier is a copy, known too"
 

@@ -1,4 +1,4 @@
-"""Gradient checkpointing: identical results, less memory, counted recomputations, and training with other techniques."""
+"""Gradient checkpointing: identical results, less memory, counted recomputations, other techniques beside it."""
 
 from __future__ import annotations
 

@@ -239,7 +239,7 @@ def test_targets_that_match_nothing_are_named_with_those_that_exist() -> None:
 def test_models_with_other_adapters_are_refused() -> None:
     model = tiny_bert()
     apply_lora(model, rank=2)
-    with pytest.raises(ValueError, match="the model is in use with .LoRA.rank=2"):
+    with pytest.raises(ValueError, match=r"the model is in use with .LoRA.rank=2"):
         apply_lora(model, rank=3)
     config = model.peft_config["default"]
     with pytest.raises(Refusal, match="already has PEFT adapters; pass its base model"):

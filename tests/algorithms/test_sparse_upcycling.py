@@ -260,7 +260,7 @@ def test_an_exported_masked_lm_with_tied_embeddings_can_be_loaded(tmp_path: Path
 
 
 def test_wrong_settings_and_models_are_refused() -> None:
-    with pytest.raises(ValueError, match="^top_k must be 2 to experts=4, not 5$"):
+    with pytest.raises(ValueError, match=r"^top_k must be 2 to experts=4, not 5$"):
         SparseUpcycling(top_k=5)
     chunked = tiny_bert()
     chunked.config.chunk_size_feed_forward = 4

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from composer_speedups import TorchCompile, apply_torch_compile
-from composer_speedups.core.errors import NotEngagedError, TechniqueError
-from composer_speedups.core.requirements import Context
-from composer_speedups.core.technique import screen
+from composer_speedups import CUDAGraphs, TorchCompile, Unpadding, apply
+from composer_speedups.core.engaging import check
+from composer_speedups.core.errors import Refusal
+from composer_speedups.core.run import Run
 from tests.helpers.common import Recorder, awkward_batches, make_trainer, plain_batches, tiny_bert, trained
 from tests.helpers.exhaustive import others_exhaustive
 from tests.helpers.models import tiny_model
@@ -22,17 +22,19 @@ from tests.reference.tolerance import assert_near
 @pytest.mark.parametrize(
     ("scope", "backend"), [pytest.param("model", "eager", marks=pytest.mark.exhaustive), ("blocks", "aot_eager")]
 )
-def test_the_function_keeps_names_outputs_and_gradients(scope: Any, backend: str) -> None:
+def test_another_loop_keeps_names_outputs_and_gradients(scope: Any, backend: str) -> None:
     reference, model = tiny_bert(), tiny_bert()
-    names = apply_torch_compile(model, scope, backend)
-    assert names == ([""] if scope == "model" else ["bert.encoder.layer.0", "bert.encoder.layer.1"])
-    assert apply_torch_compile(model, scope, backend) == []
+    applied = apply(model, [TorchCompile(scope, backend)])
     assert list(model.state_dict()) == list(reference.state_dict())
     batches = awkward_batches()[:3]
     assert_near(eval_logits(model, batches), eval_logits(reference, batches))
     for network in (reference, model):
         network(**batches[0]).loss.backward()
     assert_near(gradients(model), gradients(reference))
+    compiled = [name for name, module in model.named_modules() if module._compiled_call_impl is not None]
+    assert compiled == ([""] if scope == "model" else ["bert.encoder.layer.0", "bert.encoder.layer.1"])
+    applied.undo()
+    assert all(module._compiled_call_impl is None for module in model.modules())
 
 
 @pytest.mark.parametrize(
@@ -45,10 +47,10 @@ def test_the_function_keeps_names_outputs_and_gradients(scope: Any, backend: str
 def test_every_public_backend_trains_or_is_refused_with_a_reason(backend: str) -> None:
     technique, model = TorchCompile(backend=backend), tiny_bert()
     model.config.problem_type = "single_label_classification"  # otherwise set in the first forward pass
-    lacks = [r for r in technique.requirements(Context(torch.device("cpu"))) if not r.met]
+    lacks = list(technique.needs(Run(torch.device("cpu"))))
     if lacks:
         assert "pip install" in lacks[0].fix or "CUDA GPU" in lacks[0].reason
-        with pytest.raises(TechniqueError, match="torch_compile: "):
+        with pytest.raises(Refusal, match="torch_compile: "):
             make_trainer([technique], model=model)
         return
     trained([technique], model=model, batches=plain_batches(2))
@@ -125,7 +127,7 @@ def test_a_run_without_a_compiled_graph_is_detected(compiled_before: bool) -> No
         trained([TorchCompile("blocks", backend="eager")])
     trainer = make_trainer([TorchCompile("blocks", backend="eager")])
     said = r"without a compiled graph: torch\._dynamo\.config\.disable is set; unset torch\._dynamo\.config\.disable"
-    with torch._dynamo.config.patch(disable=True), pytest.raises(NotEngagedError, match=said):
+    with torch._dynamo.config.patch(disable=True), pytest.raises(Refusal, match=said):
         trainer.fit()
     trainer.close()
 
@@ -134,10 +136,8 @@ def test_a_run_without_a_compiled_graph_is_detected(compiled_before: bool) -> No
 @pytest.mark.pins
 def test_disabled_compilation_is_refused_before_training(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "1")
-    with pytest.raises(TechniqueError, match=f"torch_compile: {name} is set, which disables torch.compile; unset it"):
+    with pytest.raises(Refusal, match=f"torch_compile: {name} is set, which disables torch.compile; unset it"):
         make_trainer([TorchCompile(backend="aot_eager")])
-    with pytest.raises(ValueError, match=f"{name} is set"):
-        apply_torch_compile(tiny_bert(), backend="aot_eager")
     monkeypatch.delenv(name)
     technique = TorchCompile(backend="aot_eager", on_unavailable="warn")
     with (
@@ -151,33 +151,47 @@ def test_disabled_compilation_is_refused_before_training(name: str, monkeypatch:
 def test_bad_settings_are_refused() -> None:
     with pytest.raises(ValueError, match="mode='max-autotune' is a mode of inductor"):
         TorchCompile(backend="eager", mode="max-autotune")
-    with pytest.raises(TechniqueError, match="torch has no backend 'fastest'; use one of"):
+    with pytest.raises(Refusal, match="torch has no backend 'fastest'; use one of"):
         make_trainer([TorchCompile(backend="fastest")])
-    with pytest.raises(ValueError, match="no ModuleList"):
-        apply_torch_compile(nn.Sequential(nn.Linear(2, 2)), "blocks")
+    with pytest.raises(Refusal, match="no ModuleList with blocks of one class, which scope: blocks compiles"):
+        apply(nn.Sequential(nn.Linear(2, 2)), [TorchCompile("blocks", "eager")])
+    model = tiny_bert()
+    model.compile(backend="eager")
+    with pytest.raises(Refusal, match="the model is already compiled by other code"):
+        apply(model, [TorchCompile(backend="eager")])
+
+
+def test_settings_that_conflict_with_other_techniques_are_refused() -> None:
+    gpu = Run(torch.device("cuda"), "amp_bf16")
+    with pytest.raises(Refusal, match=r"torch_compile: conflicts with cuda_graphs: with this mode or backend"):
+        check([CUDAGraphs(), TorchCompile(mode="reduce-overhead")], gpu)
+    for settings in ({"dynamic": False}, {"mode": "reduce-overhead"}):
+        with pytest.raises(Refusal, match=r"torch_compile: conflicts with unpadding: .* remove torch_compile or unpad"):
+            check([Unpadding(), TorchCompile(**settings)], gpu)  # type: ignore[arg-type]
+    check([CUDAGraphs(), Unpadding(), TorchCompile()], gpu)
 
 
 def test_blocks_that_cannot_share_code_because_of_hooks_are_refused() -> None:
     model = tiny_bert()
     layers = model.bert.encoder.layer
     handle = layers[1].intermediate.register_forward_hook(lambda _m, _i, output: 2 * output)
-    with pytest.raises(ValueError, match=r"different hooks on modules inside them.*use scope='model'"):
-        apply_torch_compile(model, "blocks", "eager")
+    with pytest.raises(Refusal, match=r"different hooks on modules inside them.*use scope: model"):
+        apply(model, [TorchCompile("blocks", "eager")])
     assert all(layer._compiled_call_impl is None for layer in layers)
     handle.remove()
     layers[1].register_forward_hook(lambda *_: None)  # runs outside of the shared code
-    assert len(apply_torch_compile(model, "blocks", "eager")) == 2
+    apply(model, [TorchCompile("blocks", "eager")])
 
 
 def test_inductor_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setattr("shutil.which", lambda _: None)
-    with pytest.raises(TechniqueError, match=r"inductor needs the C\+\+ compiler .*; install it, set CXX, or choose"):
+    with pytest.raises(Refusal, match=r"inductor needs the C\+\+ compiler .*; install it, set CXX, or choose"):
         make_trainer([TorchCompile()])
     monkeypatch.setattr("shutil.which", lambda name: name if name == "gcc" else None)
-    with pytest.raises(TechniqueError, match=r"inductor needs the C\+\+ compiler"):
-        screen([TorchCompile()], Context(torch.device("cpu")))
-    screen([TorchCompile()], Context(torch.device("cuda")))
+    with pytest.raises(Refusal, match=r"inductor needs the C\+\+ compiler"):
+        check([TorchCompile()], Run(torch.device("cpu")))
+    check([TorchCompile()], Run(torch.device("cuda")))
     monkeypatch.setattr("shutil.which", lambda _: None)
-    with pytest.raises(TechniqueError, match=r"Triton needs a C compiler: neither .*; install gcc, or set CC"):
-        screen([TorchCompile()], Context(torch.device("cuda")))
+    with pytest.raises(Refusal, match=r"Triton needs a C compiler: neither .*; install gcc, or set CC"):
+        check([TorchCompile()], Run(torch.device("cuda")))

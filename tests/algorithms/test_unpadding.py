@@ -10,17 +10,18 @@ import torch
 from torch import Tensor, nn
 from transformers import BertConfig, BertForQuestionAnswering, BertLMHeadModel
 
-from composer_speedups import Unpadding, apply_unpadding, plan_unpadding, undo_unpadding
+from composer_speedups import Unpadding
+from composer_speedups.algorithms.unpadding.encoder_swap import restore_encoders, unpad
 from composer_speedups.core.compile_counts import OperatorRecorder
 from composer_speedups.packing.attention import unpadded_attention
 from composer_speedups.packing.encoder import unpadded_encoders
-from composer_speedups.packing.tokens import lay_out_tokens
+from composer_speedups.packing.layout import lay_out
 from tests.helpers.common import batch, tiny_bert
 from tests.helpers.exhaustive import family_params
 from tests.helpers.masks import masked_batch, random_masks
 from tests.helpers.models import HEADS, UNPADDED, tiny_model
 from tests.helpers.unpadded import pair, values
-from tests.reference.loop import gradients
+from tests.reference.loop import counted, gradients
 from tests.reference.tolerance import assert_near
 
 
@@ -38,8 +39,8 @@ def test_names_weights_modes_and_copies_are_kept() -> None:
     reference, model = tiny_bert(), tiny_bert().eval()
     model.bert.embeddings.requires_grad_(False)
     seen: list[int] = []
-    assert apply_unpadding(model, check="never") == ["bert.encoder"]  # a hook would have the model compared
-    assert apply_unpadding(model, check="never") == []
+    assert unpad(model, check="never") == ["bert.encoder"]  # a hook would have the model compared
+    assert unpad(model, check="never") == []
     model.bert.encoder.register_forward_hook(lambda *_: seen.append(1))
     torch.testing.assert_close(model.state_dict(), reference.state_dict(), rtol=0, atol=0)
     assert not model.bert.encoder.training
@@ -55,9 +56,9 @@ def test_undo_restores_the_encoder_and_its_attention(attention: str) -> None:
     model = tiny_bert()
     model.set_attn_implementation(attention)
     encoder = type(model.bert.encoder)
-    apply_unpadding(model)
+    unpad(model)
     assert model.config._attn_implementation == attention
-    assert undo_unpadding(model) == ["bert.encoder"]
+    assert restore_encoders(model) == ["bert.encoder"]
     assert model.config._attn_implementation == attention
     assert type(model.bert.encoder) is encoder
 
@@ -67,7 +68,7 @@ def test_unused_entries_and_padding_have_no_influence(multiple: int) -> None:
     reference, model, encoder = pair("bert", "mlm", multiple)
     inputs = masked_batch(random_masks(3)[2], "mlm")
     compare(reference, model, inputs)
-    packed = lay_out_tokens(inputs["attention_mask"], int(inputs["attention_mask"].sum()), multiple).indices_T
+    packed = lay_out(inputs["attention_mask"], int(inputs["attention_mask"].sum()), multiple).indices_T
     assert len(packed) == {1: 23, 8: 24, 64: 64, 200: 64}[multiple], "at most its 34 slots, rounded up to 64"
     hidden = torch.randn(*inputs["input_ids"].shape, 32, requires_grad=True)
     mask = inputs["attention_mask"].bool()
@@ -94,7 +95,7 @@ def test_an_all_padding_batch_gives_no_nan(head: str) -> None:
 def test_a_plan_is_valid_only_for_its_mask() -> None:
     reference, model, _ = pair()
     planned, other = batch([3, 7, 2], 9), batch([5, 7, 2], 9)
-    plan_unpadding(model, planned["attention_mask"])
+    counted(model, planned["attention_mask"])
     compare(reference, model, planned)
     with pytest.raises(RuntimeError, match="differs from the planned one"):
         model(**other)
@@ -102,17 +103,17 @@ def test_a_plan_is_valid_only_for_its_mask() -> None:
     with pytest.raises(RuntimeError, match="differs from the planned one"):
         model(**without)
     compare(reference, model, batch([5, 7], 8))  # another shape: the encoder makes its own plan
-    plan_unpadding(model, None)
+    counted(model, None)
     compare(reference, model, other)
     with pytest.raises(ValueError, match="0 unpadded encoders"):
-        plan_unpadding(reference, planned["attention_mask"])
+        counted(reference, planned["attention_mask"])
 
 
 def test_a_plan_to_stay_padded_is_valid_only_for_its_mask() -> None:
     reference, model, encoder = pair()
     planned, other = batch([3, 7, 2], 9), batch([5, 7], 8)
     planned["attention_mask"] = planned["attention_mask"].flip(1)  # the head reads padding
-    plan_unpadding(model, planned["attention_mask"])
+    counted(model, planned["attention_mask"])
     compare(reference, model, planned)
     assert encoder.ran == "padded"
     compare(reference, model, other)
@@ -126,7 +127,7 @@ def test_a_batch_without_rows_has_the_untouched_models_result_or_error(planned: 
     reference, model, _ = pair()
     inputs = {name: values[:0] for name, values in batch([3, 8]).items()}
     if planned:
-        plan_unpadding(model, inputs["attention_mask"])
+        counted(model, inputs["attention_mask"])
     outcomes = []
     for network in (reference, model):
         try:
@@ -171,7 +172,7 @@ def test_batches_that_stay_padded_use_the_attention_that_the_model_has_now() -> 
 @pytest.mark.parametrize("family", family_params(UNPADDED))
 def test_attention_dropout_is_applied_only_in_training(family: str) -> None:
     model = tiny_model(family, attention_dropout=0.5)
-    apply_unpadding(model)
+    unpad(model)
     inputs = batch([6, 9, 12])
     assert not torch.equal(model.train()(**inputs).logits, model(**inputs).logits)
     torch.testing.assert_close(model.eval()(**inputs).logits, model(**inputs).logits, rtol=0, atol=0)
@@ -180,7 +181,7 @@ def test_attention_dropout_is_applied_only_in_training(family: str) -> None:
 def test_dropped_weights_are_scaled_as_in_eager_attention() -> None:
     """With values of 1, a row's output is the sum of the kept weights, divided by the probability of keeping."""
     mask = torch.ones(8, 32, dtype=torch.bool)
-    plan = lay_out_tokens(mask, mask.numel(), 64)
+    plan = lay_out(mask, mask.numel(), 64)
     query, value = torch.zeros(1, 2, 256, 4), torch.ones(1, 2, 256, 4)
     torch.manual_seed(0)
     sums, weights = unpadded_attention(nn.Identity(), query, query, value, None, dropout=0.25, layout=plan)
@@ -214,8 +215,8 @@ def test_unsupported_models_are_refused_and_not_changed() -> None:
         (nn.Linear(2, 2), "without transformers' modules"),
     ]:
         with pytest.raises(ValueError, match=reason):
-            apply_unpadding(model)
+            unpad(model)
         assert not unpadded_encoders(model)
-    for build in (lambda: apply_unpadding(tiny_bert(), 0), lambda: Unpadding(0)):
+    for build in (lambda: unpad(tiny_bert(), 0), lambda: Unpadding(0)):
         with pytest.raises(ValueError, match="pad_to_multiple_of must be 1 to 65536"):
             build()

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from composer_speedups import Unpadding, apply_torch_compile, apply_unpadding, plan_unpadding, undo_unpadding
+from composer_speedups import Unpadding, apply_torch_compile
+from composer_speedups.algorithms.unpadding.encoder_swap import restore_encoders, unpad
 from composer_speedups.core.errors import NotEngagedError, TechniqueError
 from composer_speedups.families.flops import training_flops
 from composer_speedups.packing.encoder import unpadded_encoders
@@ -19,6 +20,7 @@ from tests.helpers.exhaustive import family_params
 from tests.helpers.jobs import run
 from tests.helpers.models import UNPADDED, Family, fit_batches, tiny_model
 from tests.helpers.rerun import graphed
+from tests.reference.loop import counted
 from tests.reference.tolerance import assert_near
 
 
@@ -40,7 +42,7 @@ def masked_lm(family: Family = "bert", **settings: Any) -> tuple[Any, list[Batch
 def test_loss_and_gradients_equal_the_untouched_models(family: Family) -> None:
     reference, batches = masked_lm(family)
     model = copy.deepcopy(reference)
-    apply_unpadding(model, 8, "labelled")
+    unpad(model, 8, "labelled")
     for inputs in batches:
         actual, expected = loss_and_gradients(model, inputs), loss_and_gradients(reference, inputs)
         assert_near(actual, expected)
@@ -54,7 +56,7 @@ def test_with_dropout_they_equal_those_of_a_head_on_every_token(family: Family) 
     results = []
     for head in ("all", "labelled"):
         changed = copy.deepcopy(model)
-        apply_unpadding(changed, 8, head)  # type: ignore[arg-type]
+        unpad(changed, 8, head)  # type: ignore[arg-type]
         results.append([loss_and_gradients(changed, inputs) for inputs in batches])
     assert_near(results[1], results[0])
 
@@ -62,10 +64,10 @@ def test_with_dropout_they_equal_those_of_a_head_on_every_token(family: Family) 
 def test_a_plan_replaces_counting_in_the_forward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     reference, batches = masked_lm()
     model = copy.deepcopy(reference)
-    apply_unpadding(model, 8, "labelled")
+    unpad(model, 8, "labelled")
     monkeypatch.setattr(LabelledHead, "_count_and_lay_out", lambda *_: pytest.fail("counted in the forward pass"))
     for inputs in batches:
-        plan_unpadding(model, inputs["attention_mask"], labels=inputs["labels"])
+        counted(model, inputs["attention_mask"], labels=inputs["labels"])
         assert_near(loss_and_gradients(model, inputs), loss_and_gradients(reference, inputs))
     with pytest.raises(RuntimeError, match="labels differ from the planned ones"):
         model(**{**batches[-1], "labels": batches[0]["labels"].roll(1, 0)})
@@ -73,7 +75,7 @@ def test_a_plan_replaces_counting_in_the_forward_pass(monkeypatch: pytest.Monkey
 
 def test_other_calls_compute_every_token(monkeypatch: pytest.MonkeyPatch) -> None:
     model, (inputs, *_) = masked_lm()
-    apply_unpadding(model, 8, "labelled")
+    unpad(model, 8, "labelled")
     rows, width = inputs["input_ids"].shape
     everything = (rows, width, VOCABULARY)
     without = {name: value for name, value in inputs.items() if name != "labels"}
@@ -93,18 +95,18 @@ def test_other_calls_compute_every_token(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_it_can_be_switched_off_and_undone() -> None:
     model, (inputs, *_) = masked_lm()
     hooks = [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()]
-    apply_unpadding(model, 8, "labelled")
-    apply_unpadding(model, 8, "labelled")
+    unpad(model, 8, "labelled")
+    unpad(model, 8, "labelled")
     assert len(labelled_heads(model)) == 1
     labelled = int((inputs["labels"] != -100).sum())
     assert model(**inputs).logits.shape[1] == -(-labelled // 8) * 8
-    apply_unpadding(model, 64, "labelled")
+    unpad(model, 64, "labelled")
     assert model(**inputs).logits.shape[1] == -(-labelled // 64) * 64
-    apply_unpadding(model, 8)
+    unpad(model, 8)
     assert not labelled_heads(model)
     assert model(**inputs).logits.ndim == 3
-    apply_unpadding(model, 8, "labelled")
-    undo_unpadding(model)
+    unpad(model, 8, "labelled")
+    restore_encoders(model)
     assert [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()] == hooks
     assert model(**inputs).logits.shape[:2] == inputs["input_ids"].shape
 
@@ -112,10 +114,10 @@ def test_it_can_be_switched_off_and_undone() -> None:
 def test_other_heads_are_refused_before_anything_is_changed() -> None:
     model = tiny_model("bert")
     with pytest.raises(ValueError, match="needs transformers' model with a masked-LM head, not BertForSequenceClass"):
-        apply_unpadding(model, 8, "labelled")
+        unpad(model, 8, "labelled")
     assert not unpadded_encoders(model)
     with pytest.raises(ValueError, match="mlm_head must be 'all' or 'labelled', not 'some'"):
-        apply_unpadding(model, 8, "some")  # type: ignore[arg-type]
+        unpad(model, 8, "some")  # type: ignore[arg-type]
 
 
 def test_a_trainer_trains_like_one_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,10 +160,10 @@ def test_training_metrics_are_refused_because_they_read_all_logits() -> None:
 def test_compiled_it_equals_the_untouched_model() -> None:
     reference, batches = masked_lm(layers=1)
     model = copy.deepcopy(reference)
-    apply_unpadding(model, 8, "labelled")
+    unpad(model, 8, "labelled")
     apply_torch_compile(model, "model", backend="eager")
     for inputs in batches:
-        plan_unpadding(model, inputs["attention_mask"], labels=inputs["labels"])
+        counted(model, inputs["attention_mask"], labels=inputs["labels"])
         actual, expected = loss_and_gradients(model, inputs), loss_and_gradients(reference, inputs)
         assert_near(actual, expected)
     assert labelled_heads(model)[0].ran
@@ -170,10 +172,10 @@ def test_compiled_it_equals_the_untouched_model() -> None:
 def test_graphs_replay_it_with_other_labels() -> None:
     reference, batches = masked_lm()
     model = copy.deepcopy(reference)
-    apply_unpadding(model, 8, "labelled")
+    unpad(model, 8, "labelled")
     calls = graphed(model)
     for inputs in batches:
-        plan_unpadding(model, inputs["attention_mask"], labels=inputs["labels"])
+        counted(model, inputs["attention_mask"], labels=inputs["labels"])
         assert_near(loss_and_gradients(model, inputs), loss_and_gradients(reference, inputs))
     assert (calls.graphs, calls.replays, calls.eager_calls) == (1, 3, 0)
 
@@ -193,7 +195,7 @@ def test_the_application_trains_with_it(microbatch: str) -> None:
 def test_only_computed_tokens_count_in_the_heads_operations() -> None:
     model, (inputs, *_) = masked_lm()
     assert head_tokens(model, inputs) is None
-    apply_unpadding(model, 8, "labelled")
+    unpad(model, 8, "labelled")
     labelled = int((inputs["labels"] != -100).sum())
     assert head_tokens(model, inputs) == labelled
     lengths = inputs["attention_mask"].sum(-1)

@@ -10,13 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from composer_speedups import Unpadding, apply_torch_compile, plan_unpadding
+from composer_speedups import Unpadding, apply_torch_compile
 from composer_speedups.core.compile_counts import compile_counts
 from composer_speedups.core.errors import NotEngagedError
 from tests.helpers.common import batch, trained
 from tests.helpers.masks import draw_mask, masked_batch
 from tests.helpers.models import tiny_model
 from tests.helpers.unpadded import pair, values
+from tests.reference.loop import counted
 from tests.reference.tolerance import assert_near
 
 
@@ -100,11 +101,11 @@ def test_compiled_graphs_accept_every_number_of_tokens(scope: Any) -> None:
     before = compile_counts()
     for length in (16, 11, 8, 6):
         inputs = batch([12, 7, 16, length], seed=length)
-        plan_unpadding(model, inputs["attention_mask"])
+        counted(model, inputs["attention_mask"])
         assert_near(values(model, inputs), values(reference, inputs))
     since = compile_counts().since(before)
     assert (since.graphs, since.breaks, since.recompiles, since.failed) == (graphs, 0, graphs - 1, 0)
-    plan_unpadding(model, batch([12, 8, 16, 5])["attention_mask"])
+    counted(model, batch([12, 8, 16, 5])["attention_mask"])
     with pytest.raises(RuntimeError, match="differs from the planned one"):
         model(**inputs)
 

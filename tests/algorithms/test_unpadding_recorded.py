@@ -9,7 +9,7 @@ import pytest
 import transformers
 from packaging.version import Version
 
-from composer_speedups import apply_unpadding
+from composer_speedups.algorithms.unpadding.encoder_swap import unpad
 from tests.helpers.common import batch
 from tests.helpers.exhaustive import family_params
 from tests.helpers.models import UNPADDED, Family, tiny_model
@@ -51,7 +51,7 @@ def test_attention_weights_requested_in_the_config(family: Family) -> None:
     """Requested before the surgery: afterwards, transformers refuses, because the attention is not eager."""
     reference, inputs = tiny_model(family, output_attentions=True), batch([3, 7, 1], 9)
     model = copy.deepcopy(reference)
-    apply_unpadding(model, 8)
+    unpad(model, 8)
     assert_same_records(model(**inputs), reference(**inputs), states=0, attentions=2)
 
 
@@ -60,5 +60,5 @@ def test_hidden_states_requested_before_unpadding(family: Family) -> None:
     """transformers installs its recording hooks at the first call that requests records, and only then."""
     model, inputs, asked = tiny_model(family), batch([3, 7, 1], 9), {"output_hidden_states": True}
     expected = model(**inputs, **asked)
-    apply_unpadding(model, 8)
+    unpad(model, 8)
     assert_same_records(model(**inputs, **asked), expected, states=3, attentions=0)

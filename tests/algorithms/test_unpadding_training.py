@@ -16,7 +16,8 @@ from transformers import AutoModelForQuestionAnswering
 from transformers.models.bert import modeling_bert
 from transformers.models.bert.modeling_bert import BertEncoder
 
-from composer_speedups import TorchCompile, Unpadding, apply_unpadding
+from composer_speedups import TorchCompile, Unpadding
+from composer_speedups.algorithms.unpadding.encoder_swap import unpad
 from composer_speedups.algorithms.unpadding.evidence import FirstForward, _probe_attention
 from composer_speedups.core.errors import NotEngagedError, TechniqueError
 from composer_speedups.packing.encoder import unpadded_encoders
@@ -225,7 +226,7 @@ def test_micro_batches_and_evaluation_never_count_tokens_on_the_device(monkeypat
 
 def test_the_evidence_is_of_the_first_forward_pass() -> None:
     first, model = FirstForward(), tiny_bert()
-    apply_unpadding(model)
+    unpad(model)
     trainer = make_trainer(model=model)
     encoders = unpadded_encoders(trainer.state.model)
     with ExitStack() as watching:
@@ -246,7 +247,7 @@ def test_the_probe_names_the_attention_operator(family: Family, monkeypatch: pyt
     if family in ("mpnet", "t5"):  # flash attention does not support their position bias
         monkeypatch.setattr("composer_speedups.packing.attention.supports_flash_attention", lambda *_: True)
     model = tiny_model(family, "tokens") if family == "t5" else tiny_model(family)
-    apply_unpadding(model)
+    unpad(model)
     trainer = make_trainer(model=model)
     (encoder,) = unpadded_encoders(trainer.state.model)
     assert any("attention" in operator for operator in _probe_attention(trainer.state, encoder))

@@ -11,6 +11,7 @@ from benchmarks.rows import add_run, describe_error, describe_errors, empty_row,
 from benchmarks.run import leave_page
 from benchmarks.table_file import Configuration
 from benchmarks.tables import markdown
+from composer_speedups.sweep.processes import Ended
 from composer_speedups.train import environment as environments
 from tests.benchmarks.test_charts import table
 
@@ -40,18 +41,22 @@ def row(configuration: str, *reports: dict[str, Any], published: str | None = No
     return filled
 
 
-OOM = error_report(1, "Traceback\ntorch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB\n" + "x" * 5000)
-REFUSED = error_report(2, "warning\ntrain.py: apex_optimizer: NVIDIA Apex is not installed; build it | or not\n")
+def failed(status: int, output: str) -> dict[str, Any]:
+    return error_report(Ended(status, output, 1.0))
+
+
+OOM = failed(1, "Traceback\ntorch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB\n" + "x" * 5000)
+REFUSED = failed(2, "warning\ntrain.py: apex_optimizer: NVIDIA Apex is not installed; build it | or not\n")
 
 
 def test_failures_are_classified_by_status_and_output() -> None:
-    assert [f["error_kind"] for f in (OOM, REFUSED, error_report(1, "ZeroDivisionError"))] == [
+    assert [f["error_kind"] for f in (OOM, REFUSED, failed(1, "ZeroDivisionError"))] == [
         "out of memory",
         "refused",
         "failed",
     ]
-    assert error_report(1, "RuntimeError: CUDA error: out of memory")["error_kind"] == "out of memory"
-    assert error_report(-9, "")["error_kind"] == "out of memory", "the kernel killed it"
+    assert failed(1, "RuntimeError: CUDA error: out of memory")["error_kind"] == "out of memory"
+    assert failed(-9, "")["error_kind"] == "out of memory", "the kernel killed it"
     assert len(OOM["error"]) < 2100
     assert describe_error(**REFUSED).startswith("refused: apex_optimizer: NVIDIA Apex is not installed")
     assert describe_error("one\ntwo\n", "failed") == "failed: two"
@@ -59,7 +64,7 @@ def test_failures_are_classified_by_status_and_output() -> None:
     assert describe_errors(row("x", report(1), OOM)) == "1 of 2 runs out of memory"
     refused = describe_errors(row("x", REFUSED))
     assert refused.startswith("refused: apex_optimizer: NVIDIA Apex is not installed; build it / or")
-    assert len(describe_errors(row("x", error_report(1, "word " * 90)))) < 130
+    assert len(describe_errors(row("x", failed(1, "word " * 90)))) < 130
     assert describe_errors(row("x", report(1))) == ""
 
 

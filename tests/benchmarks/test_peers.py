@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import DataCollatorWithFlattening, RobertaConfig
 
-from benchmarks.peers import bare_loop, flattened_loop, stock_composer
+from benchmarks.peers import bare_loop, flattened_loop
 from benchmarks.peers.job import plan_of, read_arguments
 from benchmarks.proteins import write_proteins
 from composer_speedups import EmptyCache
@@ -54,7 +54,7 @@ def losses_of_ours() -> list[float]:
 )
 def test_peers_train_the_same_steps_and_report_the_same_keys(overrides: list[str]) -> None:
     ours = run(*JOB, *overrides)
-    for module in (bare_loop, flattened_loop, hf_trainer, stock_composer):
+    for module in (bare_loop, flattened_loop, hf_trainer):
         report = peer(module, *overrides)
         assert len(report["losses"]) == ours["training"]["batches"] == 6
         torch.testing.assert_close(report["losses"], losses_of_ours(), atol=6e-5, rtol=0)  # the log has four digits
@@ -66,10 +66,9 @@ def test_peers_train_the_same_steps_and_report_the_same_keys(overrides: list[str
         for name in ("tokens_per_sec", "mfu", "samples_per_sec", "step_seconds"):
             assert report["throughput"][name] > 0
         assert report["throughput"]["eval_seconds"] > 0
-        if module is not stock_composer:
-            assert [e["batch"] for e in report["evaluations"]] == [e["batch"] for e in ours["evaluations"]]
-            assert report["evaluations"][-1]["accuracy"] == report["metrics"]["accuracy"]
-            assert 0 < report["evaluations"][-1]["seconds"] <= report["wall_seconds"]
+        assert [e["batch"] for e in report["evaluations"]] == [e["batch"] for e in ours["evaluations"]]
+        assert report["evaluations"][-1]["accuracy"] == report["metrics"]["accuracy"]
+        assert 0 < report["evaluations"][-1]["seconds"] <= report["wall_seconds"]
         assert report["throughput"]["padding_fraction"] == pytest.approx(ours["throughput"]["padding_fraction"])
         assert report["training"] | {"microbatch_size": 8} == ours["training"]
         assert report["memory"]["peak_gib"] > 0
@@ -202,25 +201,6 @@ def test_arguments_of_a_peer_are_separate_from_the_config() -> None:
     config, flags = read_arguments([*QUICKSTART, "peer.a=true", "seed=3", "peer.b=x"])
     assert flags == {"a": True, "b": "x"}
     assert config.seed == 3
-
-
-@pytest.mark.exhaustive
-def test_stock_composer_has_the_posts_settings_and_refuses_others() -> None:
-    compiled = peer(stock_composer, "peer.compile={backend: eager}", "trainer.max_duration=1ba", name="compiled")
-    evidence = compiled["algorithms"]["stock_composer"]["evidence"]
-    assert evidence["graphs"] > 0
-    assert evidence["foreach"]
-    assert evidence["optimizer"] == "torch.optim.adamw.AdamW"
-    assert evidence["attention"] == "sdpa"
-    plain = peer(stock_composer, "peer.attention=eager", "trainer.max_duration=1ba", name="plain")
-    assert plain["algorithms"]["stock_composer"]["evidence"]["graphs"] == 0
-    for flag, line in (
-        ("peer.compil=true", "unknown key 'peer.compil'; did you mean 'compile'"),
-        ("peer.precision=fp8", "peer.precision: must be fp32, amp_fp16, amp_bf16, not 'fp8'"),
-        ("peer.compile=3", "peer.compile: must be true, false or a mapping, not 3"),
-    ):
-        with pytest.raises(ConfigError, match=re.escape(line)):
-            peer(stock_composer, flag, name="refused")
 
 
 EMBEDDING = [

@@ -16,10 +16,11 @@ from benchmarks import profile
 from benchmarks.kernel_kinds import KINDS, kind_of
 from benchmarks.micro import Product, gemm_floor, linear_products
 from benchmarks.profile import Kernel, busy, by_kind, by_name, exposed, kernels_of_trace
-from composer_speedups import apply_fused_layers, apply_unpadding
+from composer_speedups.algorithms.fused_layers.fusing import fuse
 from composer_speedups.algorithms.fused_layers.modules import FusedLayer
+from composer_speedups.algorithms.unpadding.encoder_swap import unpad
 from composer_speedups.core.errors import ConfigError
-from composer_speedups.packing.tokens import lay_out_tokens
+from composer_speedups.packing.layout import lay_out
 from tests.conftest import ROOT
 from tests.helpers.common import tiny_bert
 from tests.helpers.jobs import SHORT
@@ -152,8 +153,8 @@ def test_the_floor_of_fused_layers_is_that_of_the_stock_model_and_its_products_a
     """Its layers are other classes with the same Linears, and they multiply what the floor multiplies."""
     model = tiny_bert()
     expected = linear_products(model, 64)
-    apply_unpadding(model)
-    apply_fused_layers(model, "all")
+    unpad(model)
+    fuse(model, "all")
     assert linear_products(model, 64) == expected
     (first, *_) = (module for module in model.modules() if isinstance(module, FusedLayer))
     multiplied = 0
@@ -167,7 +168,7 @@ def test_the_floor_of_fused_layers_is_that_of_the_stock_model_and_its_products_a
             return func(*args, **(kwargs or {}))
 
     tokens = 64
-    x, plan = torch.randn(1, tokens, 32, requires_grad=True), lay_out_tokens(torch.ones(4, 16), tokens)
+    x, plan = torch.randn(1, tokens, 32, requires_grad=True), lay_out(torch.ones(4, 16), tokens)
     with Products():
         first(x, layout=plan).sum().backward()
     floor = sum(3 * product.rows * product.inputs * product.outputs for product in expected[: len(expected) // 2])

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,10 @@ import pytest
 
 from benchmarks import run as runner
 from benchmarks.rows import RESULTS, Call, read_rows
-from benchmarks.table_file import Configuration, read_table
-from benchmarks.worker import Workers
-from tests.benchmarks.test_run import REPORT, table
+from benchmarks.table_file import read_table
+from composer_speedups.sweep.processes import Job
+from tests.benchmarks.test_run import REPORT, override_of, replace_runs, table
 from tests.helpers.forks import Fork
-from tests.helpers.hangs import HANGS
 
 ROWS = Path("results/cpu/table.jsonl")
 
@@ -32,13 +30,13 @@ def runs_of(monkeypatch: pytest.MonkeyPatch, stop_after: int | None = None, rate
     """Put a fake in the place of runs; the last override of each, as they come."""
     seen: list[str] = []
 
-    def fake(base: str, configuration: Configuration, *_: Any) -> dict[str, Any]:
+    def report(job: Job) -> dict[str, Any]:
         if len(seen) == stop_after:
             raise KeyboardInterrupt
-        seen.append(configuration.overrides[-1])
+        seen.append(override_of(job))
         return {**REPORT, "throughput": {**REPORT["throughput"], "samples_per_sec": rate + len(seen)}}
 
-    monkeypatch.setattr(runner, "run_once", fake)
+    replace_runs(monkeypatch, report)
     return seen
 
 
@@ -156,43 +154,20 @@ def test_a_table_runs_in_one_process_at_a_time(monkeypatch: pytest.MonkeyPatch) 
     assert len(run()) == 3
 
 
-def test_a_run_that_ends_with_a_stopped_table_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    running, killed = threading.Event(), threading.Event()
-    close = Workers.close
-
-    def fake(base: str, configuration: Configuration, *_: Any) -> dict[str, Any]:
-        if configuration.overrides[-1] == "x=1":
-            assert running.wait(HANGS)
-            raise KeyboardInterrupt
-        running.set()
-        assert killed.wait(HANGS)  # the table stops before this run ends
-        return {"error": "exit status -9: ", "error_kind": "failed"}
-
-    def kill(workers: Workers) -> None:
-        close(workers)
-        killed.set()
-
-    monkeypatch.setattr(runner, "run_once", fake)
-    monkeypatch.setattr(Workers, "close", kill)
-    with pytest.raises(KeyboardInterrupt):
-        run("jobs=2", "repeats=1", configurations={"x": ["x=1"], "y": ["y=1"]}, cumulative=False)
-    assert not ROWS.exists()
-
-
 @pytest.mark.exhaustive
 def test_a_killed_runner_is_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
     """SIGKILL in the middle of a run: what was done is there, and only that is not run again."""
 
     def killed_in_the_third_run() -> None:
-        ran: list[str] = []
+        ran: list[Job] = []
 
-        def fake(base: str, configuration: Configuration, *_: Any) -> dict[str, Any]:
-            ran.append(configuration.name)
+        def report(job: Job) -> dict[str, Any]:
+            ran.append(job)
             if len(ran) == 3:
                 os.kill(os.getpid(), signal.SIGKILL)
             return REPORT
 
-        runner.run_once = fake
+        replace_runs(pytest.MonkeyPatch(), report)
         runner.run_table(read_table(Path("table.yaml")), "table", Path("results"))
 
     table(matrix={})

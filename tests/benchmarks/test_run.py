@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
-import sys
-import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +13,14 @@ import pytest
 import yaml
 
 from benchmarks import run as runner
-from benchmarks import worker
 from benchmarks.peers.job import read_arguments
 from benchmarks.rows import error_report
 from benchmarks.table_file import Configuration, configurations_of, read_table
-from benchmarks.worker import Workers
 from composer_speedups.core.registry import build_techniques
 from composer_speedups.core.technique import refuse_conflicts, techniques_of
+from composer_speedups.sweep.processes import Ended, Job
 from composer_speedups.train.cli import read_command_line
 from tests.conftest import ROOT
-from tests.helpers.forks import Fork
 
 REPORT: dict[str, Any] = {
     "throughput": {"samples_per_sec": 100.0, "warmup_seconds": 2.0, "step_seconds_p10_p50_p90": [1, 2, 3]},
@@ -40,6 +36,30 @@ REPORT: dict[str, Any] = {
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows go to results/cpu, wherever the tests run."""
     monkeypatch.setattr(runner, "command_output", lambda *command, **_: None if command[0] == "nvidia-smi" else "")
+
+
+def replace_runs(monkeypatch: pytest.MonkeyPatch, report: Callable[[Job], dict[str, Any]] = lambda _: REPORT) -> Any:
+    """Put made-up reports in the place of runs; the jobs of each group that would run, with their number at a time."""
+    groups: list[tuple[int, list[Job]]] = []
+
+    def run_all(jobs: list[Job], at_a_time: int, done: Callable[[Job, Ended], None], _: Any) -> None:
+        groups.append((at_a_time, jobs))
+        for job in jobs:
+            done(job, Ended(0, "", 5.0))
+
+    monkeypatch.setattr(runner, "run_all", run_all)
+    monkeypatch.setattr(runner, "report_of", lambda job, *_: report(job))
+    monkeypatch.setattr(runner, "compile_bytecode", lambda programs: None)
+    return groups
+
+
+def cache_of(job: Job) -> str:
+    return str(Path(job.environment["TRITON_CACHE_DIR"]).parent)
+
+
+def override_of(job: Job) -> str:
+    """The last override of the job's configuration."""
+    return next(job.arguments[i - 1] for i, a in enumerate(job.arguments) if a.startswith("runs_folder="))
 
 
 def table(**changes: Any) -> Path:
@@ -139,88 +159,36 @@ def test_wrong_keys_and_overrides_are_one_line(wrong: dict[str, Any] | str, mess
     assert "\n" not in str(raised.value)
 
 
-def test_a_warm_configuration_fills_its_cache_in_an_unrecorded_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    caches: list[Path | None] = []
-
-    def fake(base: str, configuration: Configuration, workers: Workers, cache: Path | None) -> dict[str, Any]:
-        caches.append(cache)
-        if cache is not None:
-            cache.mkdir(exist_ok=True)
-        return {**REPORT, "process_seconds": 5.0, "losses": [0.7, 0.6]}
-
-    monkeypatch.setattr(runner, "run_once", fake)
-    read = read_table(table(matrix={}, configurations={"cold": [], "warm": {"warm": True}}))
-    rows = runner.run_table(read, "table", Path("results"))
-    assert [cache is not None for cache in caches] == [True, False, True, False, True]
-    assert len({cache for cache in caches if cache}) == 1
-    assert [len(row["process_seconds"]["runs"]) for row in rows] == [2, 2]
-    assert [(row["peer"], row["warm"], row["losses"]) for row in rows] == [(None, w, [0.7, 0.6]) for w in (False, True)]
-
-
-def test_all_caches_are_filled_concurrently_before_the_first_recorded_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    both, ran = threading.Barrier(2, timeout=60), []
-
-    def fake(base: str, configuration: Configuration, workers: Workers, cache: Path) -> dict[str, Any]:
-        if not cache.exists():
-            both.wait()  # raises BrokenBarrierError if one waits alone
-            cache.mkdir()
-        else:
-            assert both.n_waiting == 0
-            ran.append((configuration.overrides[-1], len([*cache.parent.iterdir()])))
-        return REPORT
-
-    monkeypatch.setattr(runner, "run_once", fake)
-    declared = {"a": {"warm": True, "set": ["a=2"]}, "b": {"warm": True, "set": ["b=2"]}}
-    read = read_table(table(matrix={}, repeats=2, configurations=declared), ["warm_jobs=2"])
-    runner.run_table(read, "table", Path("results"))
-    assert ran == [("a=2", 2), ("b=2", 2)] * 2
-
-
-def test_runs_with_other_seeds_use_one_filled_cache_and_those_with_other_sizes_do_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    caches: list[tuple[Any, Any]] = []
-
-    def fake(base: str, configuration: Configuration, workers: Workers, cache: Path | None) -> dict[str, Any]:
-        assert cache is not None
-        cache.mkdir(exist_ok=True)
-        caches.append((configuration.point["data.batch_size"], cache))
-        return REPORT
-
-    monkeypatch.setattr(runner, "run_once", fake)
+def test_warm_configurations_fill_their_caches_before_the_first_recorded_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = replace_runs(monkeypatch, lambda _: {**REPORT, "process_seconds": 5.0, "losses": [0.7, 0.6]})
     matrix = {"seed": [1, 2], "data.batch_size": [8, 16]}
-    read = read_table(table(matrix=matrix, repeats=1, configurations={"warm": {"warm": True}}))
-    runner.run_table(read, "table", Path("results"))
-    assert len(caches) == 4 + 2  # one more run per batch size fills its cache
-    assert len(set(caches)) == len({cache for _, cache in caches}) == 2
-
-
-def test_runs_that_share_compiled_kernels_have_one_cache_and_are_all_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    caches: list[Path | None] = []
-
-    def fake(base: str, configuration: Configuration, workers: Workers, cache: Path | None) -> dict[str, Any]:
-        caches.append(cache)
-        return REPORT
-
-    monkeypatch.setattr(runner, "run_once", fake)
-    read = read_table(table(matrix={}, share_compiled=True))
+    declared = {"cold": [], "warm": {"warm": True}}
+    read = read_table(table(matrix=matrix, repeats=1, configurations=declared), ["warm_jobs=3"])
     rows = runner.run_table(read, "table", Path("results"))
-    assert len(caches) == sum(row["repeats"] for row in rows) == 6
-    assert len(set(caches)) == 1
-    assert caches[0] is not None
+    (warm_jobs, fills), (jobs, runs) = groups
+    assert (warm_jobs, len(fills), jobs, len(runs)) == (3, 2, 1, 8), "seeds share a cache, and batch sizes do not"
+    warm = [job for job, row in zip(runs, rows, strict=True) if row["warm"]]
+    assert {cache_of(job) for job in warm} == {cache_of(job) for job in fills}
+    assert len({cache_of(job) for job in runs}) == 4 + 2
+    assert [len(row["process_seconds"]["runs"]) for row in rows] == [1] * 8
+    assert rows[0]["losses"] == [0.7, 0.6]
+
+    groups.clear()
+    runner.run_table(read_table(table(matrix={}, share_compiled=True)), "table", Path("results"))
+    assert [len(jobs) for _, jobs in groups] == [0, 6], "all are recorded"
+    assert len({cache_of(job) for job in groups[1][1]}) == 1
 
 
 def test_configurations_take_turns_and_rows_have_the_spread(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
 
-    def fake(base: str, configuration: Configuration, workers: Workers, cache: Path | None) -> dict[str, Any]:
-        order.append(configuration.overrides[-1])
-        if configuration.overrides[-1] == "y=1":
-            return error_report(1, "CUDA out of memory")
-        rate = 100.0 + len(order)
-        return {**REPORT, "throughput": {**REPORT["throughput"], "samples_per_sec": rate}}
+    def report(job: Job) -> dict[str, Any]:
+        order.append(override_of(job))
+        if order[-1] == "y=1":
+            return error_report(Ended(1, "CUDA out of memory", 1.0))
+        return {**REPORT, "throughput": {**REPORT["throughput"], "samples_per_sec": 100.0 + len(order)}}
 
-    monkeypatch.setattr(runner, "run_once", fake)
+    replace_runs(monkeypatch, report)
     rows = runner.run_table(read_table(table(matrix={})), "table", Path("results"))
     assert order == ["a=1", "x=1", "y=1"] * 2
     assert rows[0]["startup"] == REPORT["startup"]
@@ -254,7 +222,7 @@ def test_every_configuration_of_the_repositorys_tables_is_valid(name: str, monke
 def test_the_command_leaves_rows_a_page_and_a_chart(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(runner, "run_once", lambda *_: REPORT)
+    replace_runs(monkeypatch)
     runner.main([str(table(matrix={})), "repeats=1"], Path("results"))
     said = capsys.readouterr()
     assert "| + x | 100 | 1.00 |" in said.out
@@ -284,7 +252,7 @@ def test_unknown_tables_are_refused() -> None:
 
 
 def test_concurrent_runs_record_no_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "run_once", lambda *_: REPORT)
+    replace_runs(monkeypatch)
     rows = runner.run_table(read_table(table(matrix={}), ["jobs=3"]), "table", Path("results"))
     assert [row["jobs"] for row in rows] == [3, 3, 3]
     assert [row["samples_per_sec"] for row in rows] == [None] * 3
@@ -295,78 +263,31 @@ def test_concurrent_runs_record_no_times(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "| plain | not timed |" in "\n".join(runner.markdown(rows))
 
 
+BRIEF = ["data.train_samples=16", "data.eval_samples=8", "trainer.max_duration=1ba", "data.vocab_size=300"]
+
+
 @pytest.mark.exhaustive
 @pytest.mark.slow
 def test_each_run_has_its_own_process_that_imported_before() -> None:
-    brief = ["data.train_samples=16", "data.eval_samples=8", "trainer.max_duration=1ba", "data.vocab_size=300"]
-    workers = Workers()
-    configuration = Configuration("ours", {}, [*brief, f"data.cache_dir={Path.cwd()}/cache", "loggers.file={}"])
     asked = time.perf_counter()
-    report = runner.run_once("yamls/quickstart.yaml", configuration, workers)
-    assert len(report["losses"]) == 1
-    assert "process_seconds" not in report
-    assert 0 < report["run_seconds"] < time.perf_counter() - asked - 1  # the imports came before its turn
-    assert "wall_seconds" not in report
-    assert report["training"]["batches"] == 1
-    workers.close()
-
-
-@pytest.mark.exhaustive
-def test_a_waiting_worker_ends_as_train_py_does() -> None:
-    log = Path("run.log")
-    log.touch()
-    arguments = ["-f", str(ROOT / "yamls" / "quickstart.yaml"), "data.bach_size=1"]
-
-    def job() -> None:
-        sys.stdin = io.StringIO(json.dumps([worker.TRAIN, arguments, {}, str(log)]))
-        worker._main()
-
-    done = Fork(job).wait()
-    assert (done.status, done.stderr) == (2, "ready\n")
-    assert "unknown key 'data.bach_size'" in log.read_text()
-    assert log.read_text().startswith("train.py: ")
-
-
-def test_a_limited_number_of_workers_waits_and_each_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[Any] = []
-
-    class Fake:
-        def __init__(self) -> None:
-            self.did: list[str] = []
-            started.append(self)
-
-        def wait_until_ready(self) -> None:
-            self.did.append("ready")
-
-        def run(self, *_: Any) -> tuple[int, str]:
-            assert self.did == ["ready"]
-            assert all(other.did for other in started), "none runs while another imports"
-            self.did.append("run")
-            return 0, ""
-
-        def close(self) -> None:
-            self.did.append("close")
-
-    monkeypatch.setattr(worker, "Worker", Fake)
-    workers = Workers(ahead=2)
-    for _ in range(3):
-        status, _, seconds = workers.run(worker.TRAIN, [], {})
-        assert (status, [*seconds]) == (0, ["run_seconds"])
-    assert len(started) == 4
-    workers.close()
-    assert sorted("run" in fake.did for fake in started) == [False, True, True, True]
-    assert all(fake.did[-1] == "close" for fake in started)
+    runs = {"ours": ["loggers.file={}"], "refused": ["data.bach_size=1"]}
+    read = read_table(table(matrix={}, set=BRIEF, repeats=1, cumulative=False, configurations=runs), ["ahead=2"])
+    rows = runner.run_table(read, "table", Path("results"))
+    assert len(rows[0]["losses"]) == 1
+    assert rows[0]["process_seconds"] is None
+    assert 0 < rows[0]["run_seconds"]["median"] < time.perf_counter() - asked - 1  # the imports came before its turn
+    assert rows[1]["error_kinds"] == ["refused"]
+    assert "train.py: command line: unknown key 'data.bach_size'" in rows[1]["errors"][0]
 
 
 @pytest.mark.long
-def test_a_cold_run_is_timed_from_its_start() -> None:
-    brief = ["data.train_samples=16", "data.eval_samples=8", "trainer.max_duration=1ba", "data.vocab_size=300"]
-    configuration = Configuration("ours", {}, [*brief, f"data.cache_dir={Path.cwd()}/cache", "loggers.file={}"])
-    cold = Workers(fresh=True)
-    peer = runner.run_once("yamls/quickstart.yaml", configuration._replace(peer="bare_loop"), cold)
+def test_a_cold_run_is_timed_from_its_start_and_ranks_train_together() -> None:
+    runs = {"peer": {"peer": "bare_loop"}, "ours": ["loggers.file={}"], "two": {"ranks": 2}}
+    declared = table(matrix={}, set=BRIEF, repeats=1, cumulative=False, configurations=runs, fresh=True)
+    peer, ours, two = runner.run_table(read_table(declared), "table", Path("results"))
     assert peer["algorithms"]["bare_loop"]["engaged"]
-    report = runner.run_once("yamls/quickstart.yaml", configuration, cold)
-    assert peer["losses"] == pytest.approx(report["losses"], abs=6e-5)
+    assert peer["losses"] == pytest.approx(ours["losses"], abs=6e-5)
     # The kernel gives the start of a process in ticks since a boot that is itself known to about a second only.
-    assert report["process_seconds"] + 1 > report["startup"]["to_first_step_seconds"] > 1
-    cold.close()
+    assert ours["process_seconds"]["median"] + 1 > ours["startup"]["to_first_step_seconds"] > 1
+    assert two["errors"] == []
+    assert two["environment"] == ours["environment"]

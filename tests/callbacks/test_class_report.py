@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 from sklearn.metrics import confusion_matrix, precision_recall_fscore_support
 
-from composer_speedups.callbacks.class_report import ClassReport, note_on_metric
+from composer_speedups.callbacks.class_report import ClassReport, class_rows, note_on_metric
 from composer_speedups.tasks.metrics import ByClass, MacroF1, MultilabelMacroF1
 from composer_speedups.train.plot import plot_confusion
 from tests.helpers.common import data_spec, make_trainer, plain_batches, tiny_bert
@@ -132,7 +132,9 @@ def test_two_ranks_report_the_counts_of_all_samples() -> None:
 
 
 def test_class_names_are_drawn_as_text() -> None:
-    plot_confusion([[1, 0], [2, 3]], ["$x^", "y" * 300], "run", Path("confusion.png"))
+    """Also those that the font lacks, without a warning."""
+    names = ["$x^", "y" * 300, "\U0001f680 up", "\U0001f4a9"]
+    plot_confusion([[1, 0, 2, 3]] * 4, names, "run \U0001f680", Path("confusion.png"))
     with Image.open("confusion.png") as image:
         assert image.format == "PNG"
         assert image.getpixel((0, 0))[3] == 0, "no background"
@@ -142,9 +144,19 @@ def test_class_names_are_drawn_as_text() -> None:
 def test_counts_are_white_on_dark_cells_only(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[Figure] = []
     monkeypatch.setattr("composer_speedups.train.plot._write", lambda figure, path: drawn.append(figure))
-    plot_confusion([[1, 3], [2, 2]], ["no", "yes"], "run", Path("confusion.png"))
+    plot_confusion([[1, 3], [2, 2]], ["no", "\U0001f680 yes"], "run", Path("confusion.png"))
+    assert [label.get_text() for label in drawn[0].axes[0].get_yticklabels()] == ["no", "1 yes"]
     colors = [(text.get_text(), text.get_color()) for text in drawn[0].axes[0].texts]
     assert colors == [("1", "black"), ("3", "white"), ("2", "black"), ("2", "black")]
+
+
+def test_a_printed_row_has_the_whole_name_of_its_class() -> None:
+    names = ["billing question about\nan invoice", "billing question about a refund", "x" * 300]
+    classes = {name: {"precision": 0.5, "recall": 0.5, "f1": 0.5, "samples": 2} for name in names}
+    rows = [name for name, _, _ in class_rows(classes)]
+    assert rows[:2] == ["F1 of billing question about an invoice", "F1 of billing question about a refund"]
+    assert rows[2].startswith("F1 of xxx")
+    assert rows[2].endswith("x…")
 
 
 def test_a_note_says_if_every_sample_was_predicted_as_one_class() -> None:

@@ -138,7 +138,7 @@ SWAPPED = [name for name in OPTIMIZERS if name not in ("", "foreach_optimizer", 
 
 @pytest.mark.parametrize("name", SWAPPED)
 def test_an_optimizer_engages_although_its_first_steps_are_skipped(name: str) -> None:
-    """The optimizer's first step with a nonzero learning rate is the one that FiniteLoss skips."""
+    """The optimizer's first step with a nonzero learning rate is the one that is skipped."""
     technique: Any = technique_class(name)(**OPTIMIZERS[name])
     trained(
         [technique],

@@ -9,39 +9,23 @@ from pathlib import Path
 
 import pytest
 
-from composer_speedups.core.catalogue import public_names
+from composer_speedups.core import registry
 from tests.conftest import ROOT
 from tests.helpers.forks import Fork
 
-FUNCTIONAL = '''
-"""Initialize the biases of the classification head with a constant."""
-
-from torch import nn
-
-__all__ = ["apply_toy"]
-
-
-def apply_toy(model: nn.Module, value: float = 0.0) -> list[str]:
-    changed = []
-    for name, parameter in model.named_parameters():
-        if name.endswith("classifier.bias") and bool((parameter != value).any()):
-            nn.init.constant_(parameter, value)
-            changed.append(name)
-    return changed
-'''
-
-CLASS = '''
+DECLARATION = '''
 """Initialize the biases of the classification head with a constant."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from composer.core import State
 from pydantic import Field
 
-from composer_speedups.algorithms.toy.functional import apply_toy
-from composer_speedups.core.technique import Stage, Technique
+from composer_speedups.core.technique import Order, Technique
+
+if TYPE_CHECKING:
+    from composer_speedups.core.run import FirstBatch, Run
 
 __all__ = ["Toy"]
 
@@ -50,8 +34,8 @@ class Toy(Technique):
     """Initialize the biases of the classification head with a constant."""
 
     name = "toy"
-    stage = Stage.SURGERY
-    exactness = "exact"
+    order = Order.LAYERS
+    effect = "exact"
 
     value: float = Field(0.0, ge=-1, le=1)
     """Initial value."""
@@ -60,14 +44,21 @@ class Toy(Technique):
         super().reset()
         self._batches = 0
 
-    def engage(self, state: State) -> dict[str, Any]:
-        apply_toy(state.model, self.value)
-        return {"value": self.value}
+    def engage(self, run: Run) -> dict[str, Any]:
+        from torch import nn
 
-    def batch_end(self, state: State) -> None:
+        biases = [p for name, p in run.model.named_parameters() if name.endswith("classifier.bias")]
+        for bias in biases:
+            nn.init.constant_(bias, self.value)
+        return {"value": self.value, "biases": len(biases)}
+
+    def batch_end(self, run: Run) -> None:
         self._batches += 1
 
-    def verify(self, state: State) -> dict[str, Any]:
+    def proof(self, run: Run, seen: FirstBatch) -> dict[str, Any]:
+        return {"matmuls": sum(seen.operators[name] for name in ("mm", "addmm"))}
+
+    def summary(self, run: Run) -> dict[str, Any]:
         return {"batches": self._batches}
 '''
 
@@ -91,7 +82,7 @@ def pytest_configure(config):
     module = types.ModuleType("tests.helpers.settings")
     module.__file__ = file
     sys.modules[module.__name__] = tests.helpers.settings = module
-    entry = '"toy": Entry([{{}}, {{"value": 0.0}}], evidence=("batches",)),'
+    entry = '"toy": Entry([{{}}, {{"value": 0.0}}], evidence=("matmuls",)),'
     exec(compile(text.replace(begin, f"{{begin}} {{entry}}"), file, "exec"), vars(module))
 """
 
@@ -109,7 +100,7 @@ from composer_speedups import Toy
 def test_the_generic_tests_need_only_a_folder_and_an_entry(tmp_path: Path) -> None:
     folder = tmp_path / "more"
     (folder / "toy").mkdir(parents=True)
-    for name, text in {"toy.py": CLASS, "functional.py": FUNCTIONAL, "__init__.py": "", "README.md": CARD}.items():
+    for name, text in {"toy.py": DECLARATION, "__init__.py": "", "README.md": CARD}.items():
         (folder / "toy" / name).write_text(text)
     settings = str(ROOT / "tests" / "helpers" / "settings.py")
     (tmp_path / "toy_plugin.py").write_text(PLUGIN.format(folder=str(folder), settings=settings))
@@ -124,7 +115,7 @@ def test_the_generic_tests_need_only_a_folder_and_an_entry(tmp_path: Path) -> No
     ]
 
     def run() -> None:
-        public_names.cache_clear()  # the forked process may have cached the names
+        registry._classes.cache_clear()  # the forked process may have cached them
         os.chdir(ROOT)
         sys.path.insert(0, str(tmp_path))
         sys.exit(pytest.main(arguments))
@@ -135,7 +126,7 @@ def test_the_generic_tests_need_only_a_folder_and_an_entry(tmp_path: Path) -> No
         # This test does not write the card and the line in the README's table.
         "test_a_card_has_all_sections_in_order[toy]",
         "test_the_code_of_a_card_runs[toy]",
-        "test_the_function_of_a_card_runs[toy]",
+        "test_the_other_loop_of_a_card_runs[toy]",
         "test_the_yaml_of_a_card_is_a_config[toy]",
         "test_the_readme_names_every_technique_and_its_code_runs",
     }, output[-6000:]

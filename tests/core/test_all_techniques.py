@@ -12,7 +12,7 @@ from composer.core import Event, get_precision_context
 
 from composer_speedups.core.host import host_of
 from composer_speedups.core.technique import Technique
-from composer_speedups.train.checkpoints.reading import check_checkpoint, restricted_loading
+from composer_speedups.train.checkpoints.reading import read_checkpoint, restricted_loading
 from tests.helpers.common import (
     SAVING,
     Recorder,
@@ -125,7 +125,7 @@ def test_the_checkpoint_has_the_stock_parameters(run: Run, tmp_path: Path) -> No
 
 @pytest.mark.pins
 def test_resuming_is_exact(run: Run) -> None:
-    check_checkpoint(run.checkpoint, "checkpoint.load")
+    read_checkpoint(run.checkpoint, "checkpoint.load")
     with restricted_loading(trust=False):  # as train.py loads it
         resumed = trained(run.case.build_all(), model=tiny_bert(dropout=0.1), load_path=run.checkpoint)
     torch.testing.assert_close(final_weights(resumed), final_weights(run.trainer), rtol=0, atol=0)

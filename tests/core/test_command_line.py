@@ -13,7 +13,6 @@ from composer_speedups.core.command_line import CommandLine, parse_command_line,
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.core.settings import Settings, keys_help
 from composer_speedups.train import cli
-from composer_speedups.tune.settings import help_text
 
 
 class Request(Settings):
@@ -101,8 +100,6 @@ def test_help_has_every_key_with_its_type_default_bounds_and_doc() -> None:
 @pytest.mark.parametrize(
     ("usage", "started", "said"),
     [
-        (help_text, "/bin/composer-speedups-tune", "composer-speedups-tune"),
-        (help_text, "tune/__main__.py", "python -m composer_speedups.tune"),
         (cli.help_text, "/bin/composer-speedups-train", "composer-speedups-train"),
         (cli.help_text, "train.py", "composer train.py"),
     ],

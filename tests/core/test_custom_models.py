@@ -29,25 +29,17 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask
 from transformers.modeling_utils import AttentionInterface
 from transformers.models.bert.modeling_bert import BertSelfOutput
 
-from composer_speedups import (
-    FusedLayers,
-    SDPAAttention,
-    Unpadding,
-    apply_fused_layers,
-    apply_sdpa_attention,
-    apply_unpadding,
-    undo_fused_layers,
-    undo_unpadding,
-)
+from composer_speedups import FusedLayers, SDPAAttention, Unpadding, apply_sdpa_attention
+from composer_speedups.algorithms.fused_layers.fusing import fuse, unfuse
 from composer_speedups.algorithms.fused_layers.modules import FusedLayer
-from composer_speedups.algorithms.unpadding.functional import plan_unpadding
+from composer_speedups.algorithms.unpadding.encoder_swap import restore_encoders, unpad
 from composer_speedups.core import parity_checked_technique
-from composer_speedups.core.comparison import FLOAT32, Outcome, compare
 from composer_speedups.core.errors import CannotRunError, TechniqueError
 from composer_speedups.core.stock import changes_to
+from composer_speedups.packing.comparison import FLOAT32, Outcome, compare
 from composer_speedups.packing.encoder import unpadded_encoders
+from composer_speedups.packing.layout import lay_out
 from composer_speedups.packing.planning import PlannedBatch
-from composer_speedups.packing.tokens import lay_out_tokens
 from tests.helpers.common import (
     Batch,
     Batches,
@@ -69,8 +61,8 @@ LAYER = r"bert\.encoder\.layer\.0"
 
 def apply_both(model: nn.Module) -> nn.Module:
     """Apply unpadding and fused_layers to the model."""
-    apply_unpadding(model, 8, check="never")
-    apply_fused_layers(model)
+    unpad(model, 8, check="never")
+    fuse(model)
     return model
 
 
@@ -185,9 +177,9 @@ def test_changed_layers_are_not_fused(change: Callable[[Any], Any], reason: str)
         torch.manual_seed(4)
         for layer in target.bert.encoder.layer:
             change(layer)
-    apply_unpadding(model, 8, check="never")
+    unpad(model, 8, check="never")
     with pytest.raises(ValueError, match=rf"cannot fuse any layer: {LAYER}\.{reason}"):
-        apply_fused_layers(model)
+        fuse(model)
     assert not layers_of(model)
     assert_same(model, reference)
 
@@ -356,9 +348,9 @@ def test_adapters_other_than_plain_lora_train_unpadded_and_unfused(adapt: Callab
     torch.manual_seed(1)
     model = adapt(tiny_bert())
     reference = copy.deepcopy(model)
-    apply_unpadding(model, 8)
+    unpad(model, 8)
     with pytest.raises(ValueError, match=rf"layer\.0\.attention\.self\.\w+ {reason}"):
-        apply_fused_layers(model)
+        fuse(model)
     assert_same(model, reference)
     assert unpadded_encoders(model)[0].ran == "unpadded"
 
@@ -689,7 +681,7 @@ def test_a_function_compares_the_first_calls(gradients: bool) -> None:
     good, bad, untouched = Pooling(masked_mean), Pooling(plain_mean), Pooling(plain_mean)
     kind, names = type(good), {name: [*vars(module)] for name, module in good.named_modules()}
     for model in (good, bad):
-        assert apply_unpadding(model, 8) == ["bert.encoder"]
+        assert unpad(model, 8) == ["bert.encoder"]
         assert inspect.signature(model.forward) == inspect.signature(untouched.forward)
     with torch.set_grad_enabled(gradients):
         expected = Pooling(masked_mean)(**INPUTS)
@@ -702,7 +694,7 @@ def test_a_function_compares_the_first_calls(gradients: bool) -> None:
     assert_near([bad(**INPUTS)["logits"]], [untouched(**INPUTS)["logits"]])
     assert (type(good) is kind) == gradients, "the first call with gradients is compared, too"
     never = Pooling(plain_mean)
-    apply_unpadding(never, 8, check="never")
+    unpad(never, 8, check="never")
     assert not torch.allclose(never(**INPUTS)["logits"], untouched(**INPUTS)["logits"])
 
 
@@ -760,7 +752,7 @@ def test_a_mask_without_a_plan_is_planned_in_the_forward_pass() -> None:
     planned, another = batch([9, 16, 3, 12]), batch([4, 4, 16, 1])
     (encoder,) = unpadded_encoders(model)
     mask = planned["attention_mask"]
-    encoder.packing.planned = (PlannedBatch(mask, None, lay_out_tokens(mask, int(mask.sum()), 8)),)
+    encoder.packing.planned = (PlannedBatch(mask, None, lay_out(mask, int(mask.sum()), 8)),)
     assert_same(model, reference, planned)
     assert encoder.packing.counted == 0
     assert_same(model, reference, another)
@@ -784,12 +776,12 @@ def test_training_after_no_grad_and_inference_mode() -> None:
 def test_a_base_model_runs_unpadded_and_is_saved_with_its_own_class(tmp_path: Any) -> None:
     reference = tiny_model("modernbert").model.eval()
     model = copy.deepcopy(reference)
-    assert apply_unpadding(model, 8, check="never") == [""]
+    assert unpad(model, 8, check="never") == [""]
     inputs = without_labels(INPUTS)
     real = inputs["attention_mask"].bool()
     assert_near([model(**inputs).last_hidden_state[real]], [reference(**inputs).last_hidden_state[real]])
     assert unpadded_encoders(model)[0].ran == "unpadded"
-    assert len(apply_fused_layers(model)) == len(model.layers)
+    assert len(fuse(model)) == len(model.layers)
     assert_near([model(**inputs).last_hidden_state[real]], [reference(**inputs).last_hidden_state[real]])
     model.save_pretrained(tmp_path)
     assert '"ModernBertModel"' in (tmp_path / "config.json").read_text()
@@ -801,8 +793,8 @@ def test_a_base_model_runs_unpadded_and_is_saved_with_its_own_class(tmp_path: An
 
 def test_a_planned_batch_with_labels_on_padding_is_an_error() -> None:
     model = tiny_model("bert", "mlm")
-    apply_unpadding(model, 8)
-    plan_unpadding(model, INPUTS["attention_mask"])
+    unpad(model, 8)
+    counted(model, INPUTS["attention_mask"])
     with pytest.raises(RuntimeError, match="give padding the label -100"):
         model(**{**INPUTS, "labels": INPUTS["input_ids"]})
     model(**{**INPUTS, "labels": INPUTS["input_ids"].masked_fill(INPUTS["attention_mask"] == 0, -100)})
@@ -933,12 +925,12 @@ def test_undoing_restores_classes_attributes_and_hooks() -> None:
         model, reference = tiny_model(family), tiny_model(family)
         classes = [type(module) for module in model.modules()]
         state = {name: set(vars(module)) for name, module in model.named_modules()}
-        apply_unpadding(model, 8)
+        unpad(model, 8)
         if family in FUSED:
-            apply_fused_layers(model)
+            fuse(model)
         assert [type(module) for module in model.modules()] != classes
-        undo_fused_layers(model)
-        assert undo_unpadding(model)
+        unfuse(model)
+        assert restore_encoders(model)
         assert [type(module) for module in model.modules()] == classes
         assert {name: set(vars(module)) for name, module in model.named_modules()} == state
         assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
@@ -974,14 +966,14 @@ def test_closing_an_earlier_trainer_keeps_the_changes_of_a_later_one() -> None:
 
 def test_closing_a_trainer_keeps_earlier_changes_of_the_function() -> None:
     hf = tiny_bert()
-    apply_unpadding(hf)
+    unpad(hf)
     trained([Unpadding()], model=HuggingFaceModel(hf, use_logits=True))
     assert unpadded_encoders(hf)
 
 
 def test_sdpa_after_unpadding_is_refused_and_the_model_is_unchanged() -> None:
     model = tiny_bert()
-    apply_unpadding(model, 8)
+    unpad(model, 8)
     with pytest.raises(ValueError, match="unpadding has its own attention"):
         apply_sdpa_attention(model)
     assert model.config._attn_implementation == "eager"

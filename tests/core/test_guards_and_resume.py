@@ -87,10 +87,11 @@ def test_another_learning_rate_needs_weights_only(
     with crash_after(5, monkeypatch):
         run(*JOB)
     given = ["checkpoint.load=runs/job/checkpoints/ep0-ba4-rank0.pt", "run_name=other", "export=false"]
+    trusted = "checkpoint.trust_checkpoint=true"
     brief = ["trainer.max_duration=6ba", "trainer.eval_batches=1"]
     with pytest.raises(ConfigError, match=r"^optimizer\.lr: the checkpoint continues with 0\.001 instead of 1e-05; "):
-        run(*given, *brief, "optimizer.lr=1e-5")
-    assert run(*given, *brief)["training"]["batches"] == 6
+        run(*given, trusted, *brief, "optimizer.lr=1e-5")
+    assert run(*given, trusted, *brief)["training"]["batches"] == 6
     assert run(*given, *brief, "optimizer.lr=1e-5", "checkpoint.weights_only=true")["training"]["batches"] == 6
 
 

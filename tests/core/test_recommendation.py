@@ -15,6 +15,7 @@ from transformers import GPT2Config, GPT2ForSequenceClassification
 
 from composer_speedups import Unpadding, apply, apply_recommended, recommended
 from composer_speedups.core.errors import Refusal
+from composer_speedups.recommendation import RECOMMENDED
 from tests.conftest import ROOT
 from tests.helpers.common import awkward_batches
 from tests.helpers.exhaustive import family_params, others_exhaustive
@@ -72,7 +73,7 @@ _PRECISIONS: tuple[Literal["bf16", "fp8"], ...] = ("bf16", "fp8")
 
 
 def test_fp8_changes_nothing_but_the_precision_of_the_fused_layers() -> None:
-    plain, eight = ([repr(t) for t in recommended(precision=precision)] for precision in _PRECISIONS)
+    plain, eight = ([repr(t) for t in recommended("warn", precision)] for precision in _PRECISIONS)
     [(before, after)] = [pair for pair in zip(plain, eight, strict=True) if pair[0] != pair[1]]
     assert before.startswith("FusedLayers(")
     assert "fp8" not in before
@@ -80,6 +81,16 @@ def test_fp8_changes_nothing_but_the_precision_of_the_fused_layers() -> None:
     wrong: Any = "fp16"
     with pytest.raises(ValueError, match=r'^recommended: precision must be "bf16" or "fp8", not \'fp16\'$'):
         recommended(precision=wrong)
+
+
+def test_without_a_gpu_the_set_is_refused_before_a_trainer_exists(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(
+        Refusal, match=r"^recommended: this machine has no CUDA GPU, .* apply_recommended\(model\)"
+    ):
+        recommended()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert [t.on_unavailable for t in recommended()] == ["stop"] * len(RECOMMENDED)
 
 
 def test_a_module_without_a_transformers_model_is_an_error() -> None:

@@ -11,7 +11,6 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
-from composer_speedups.data.reader import with_class_names
 from composer_speedups.data.sources import load_samples, load_validation
 from composer_speedups.data.streams import stream_of_samples
 from composer_speedups.tasks.classification import Classification
@@ -63,9 +62,8 @@ def streamed(name: str, task: Task | None = None) -> Rows:
     task = task or Classification()
     if task.lacks_classes:
         load_validation(files("unused", name), task)
-    stream, declared = stream_of_samples(files(name, streaming=True, shuffle_buffer=1), seed=1)
-    rows = (with_class_names(row, declared) for row in stream.rows)
-    examples = [task.example(row, "a streamed row", training=True) for row in rows]
+    stream, _ = stream_of_samples(files(name, streaming=True, shuffle_buffer=1), seed=1)
+    examples = [task.example(row, "a streamed row", training=True) for row in stream.rows]
     return {column: [example[column] for example in examples] for column in examples[0]}
 
 

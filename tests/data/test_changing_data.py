@@ -77,12 +77,12 @@ def test_a_damaged_tokenizer_is_refused_in_one_line() -> None:
 def test_a_file_that_changes_while_it_is_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     read = reader._parquet_rows
 
-    def change(file: Any, columns: Any) -> Iterator[reader.Row]:
-        yield from read(file, columns)
+    def change(*arguments: Any) -> Iterator[reader.Row]:
+        yield from read(*arguments)
         save(ROWS, "a.parquet")
 
-    def remove(file: Any, columns: Any) -> Iterator[reader.Row]:
-        yield from read(file, columns)
+    def remove(*arguments: Any) -> Iterator[reader.Row]:
+        yield from read(*arguments)
         Path("a.parquet").unlink()
 
     save({"text": ["a", "b"], "label": [1, 0]}, "a.parquet")

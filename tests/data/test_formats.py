@@ -29,6 +29,7 @@ from composer_speedups.data.reader import load_rows
 from composer_speedups.data.sources import load_samples
 from composer_speedups.data.tokens import load_tokenizer
 from composer_speedups.tasks.classification import Classification
+from composer_speedups.tasks.config import ModelConfig
 from composer_speedups.tasks.data_config import DataConfig
 from composer_speedups.tasks.mlm import MaskedLanguageModelling
 from composer_speedups.tasks.multilabel import Multilabel
@@ -106,16 +107,9 @@ def test_words_and_tags_are_read(suffix: str, read: Reader) -> None:
     assert task.labels == ["B-LOC", "B-PER", "I-LOC", "O"]
 
 
-@both
-def test_comments_and_blank_lines_of_conll_files_are_skipped(read: Reader) -> None:
-    Path("a.conll").write_text("# id 1\nAnn B-PER\nran O\n \nBob\tB-PER")
-    expected = {"text_1": [["Ann", "ran"], ["Bob"]], "labels": [[0, 1], [0]]}
-    assert read("a.conll", TokenClassification()) == expected
-
-
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("suffix", ["csv", "tsv", "jsonl", "parquet"])
-def test_named_columns_are_checked_up_front_as_they_are_when_rows_are_read(suffix: str) -> None:
+def test_columns_are_checked_up_front_as_they_are_when_rows_are_read(suffix: str) -> None:
     name, cut = f"a.{suffix}", f"cut.{suffix}"
     save(ROWS, name)
     save({key: values[:0] for key, values in ROWS.items()}, cut)
@@ -124,29 +118,46 @@ def test_named_columns_are_checked_up_front_as_they_are_when_rows_are_read(suffi
     for text, label in itertools.product([["text"], ["txt"]], ["label", "lable"]):
         config = files(name, name, text_columns=text, label_column=label)
         if (text, label) == (["text"], "label"):
-            check_data_files(config)
+            check_data_files(config, ModelConfig())
+            check_data_files(files(name, name), ModelConfig())
             continue
         with pytest.raises(DataError) as late:
             load_samples(config, Classification(text_columns=text, label_column=label))
         with pytest.raises(DataError) as early:
-            check_data_files(config)
+            check_data_files(config, ModelConfig())
         assert str(early.value) == str(late.value)
         assert "did you mean 'text'?" in str(early.value) or "did you mean 'label'?" in str(early.value)
-        check_data_files(files(cut, text_columns=text, label_column=label))  # it has no rows, which is another error
+        check_data_files(files(cut, text_columns=text, label_column=label), ModelConfig())  # without rows
 
 
 @pytest.mark.exhaustive
 def test_rows_of_jsonl_may_lack_keys_and_unread_columns_are_not_looked_for() -> None:
     Path("a.jsonl").write_text('{"note": 1}\n{"text": "a", "label": 0}\n')
-    check_data_files(files("a.jsonl", label_column="label", text_columns=["text"]))
+    check_data_files(files("a.jsonl"), ModelConfig())
     save({"one": ["a"], "two": ["b"], "not": ["c"]}, "pairs.csv")
     save({"one": ["a"], "two": ["b"], "score": ["1"]}, "scores.csv")
     pairs: dict[str, Any] = {"text_columns": ["one", "two", "not"], "label_column": "score"}
-    check_data_files(files("pairs.csv", "scores.csv", **pairs), training_labels=False)
+    embedding = ModelConfig(task="embedding")
+    check_data_files(files("pairs.csv", "scores.csv", **pairs), embedding)
     with pytest.raises(DataError, match=r"pairs\.csv has no column 'score'"):
-        check_data_files(files("pairs.csv", "scores.csv", **pairs))
+        check_data_files(files("pairs.csv", "scores.csv", **pairs), ModelConfig(task="embedding", loss="cosine"))
     with pytest.raises(DataError, match=r"data\.eval_file: pairs\.csv has no column 'score'"):
-        check_data_files(files("pairs.csv", "pairs.csv", **pairs), training_labels=False)
+        check_data_files(files("pairs.csv", "pairs.csv", **pairs), embedding)
+
+
+@pytest.mark.parametrize("kind", ["a.csv", "a.parquet", "saved"])
+def test_columns_of_streams_and_saved_datasets_are_checked_up_front(kind: str) -> None:
+    def write(rows: Rows) -> None:
+        Dataset.from_dict(rows).save_to_disk(kind) if kind == "saved" else save(rows, kind)
+
+    write({"text": ["a"], "labels": [0]})
+    for streaming in (False, True):
+        with pytest.raises(DataError, match=rf"{kind} has no column 'label'; did you mean 'labels'\?"):
+            check_data_files(files(kind, streaming=streaming), ModelConfig())
+    write({"input_ids": [[1]], "label": [0]})
+    check_data_files(files(kind, streaming=True), ModelConfig())
+    with pytest.raises(DataError, match=f"{kind} has no column 'text'"):
+        check_data_files(files(kind), ModelConfig())
 
 
 @both
@@ -176,14 +187,18 @@ def test_files_of_a_pattern_must_have_the_columns_and_rows_are_numbered_through(
         in_memory("part-*.csv")
 
 
-def test_a_file_with_another_separator_is_called_that() -> None:
-    Path("a.csv").write_text("text;label\nfine;1\n")
-    said = r"a\.csv has no column 'text', but only 'text;label': its cells are separated by ';'; save it with commas"
-    with pytest.raises(DataError, match=said):
-        in_memory("a.csv")
+@both
+@pytest.mark.parametrize("mark", ";\t|")
+def test_a_csv_file_with_another_separator_is_read(mark: str, read: Reader) -> None:
+    rows = [["text", "label"], ["fine, really", "1"], [f'"not{mark}so ""good"", no"', "0"]]
+    Path("a.csv").write_text("".join(mark.join(row) + "\r\n" for row in rows), newline="")
+    assert read("a.csv") == {"text_1": ["fine, really", f'not{mark}so "good", no'], "labels": [1, 0]}
+    Path("b.csv").write_text(mark.join(["text", "label"]) + "\n" + mark.join(["a", "b", "1"]) + "\n")
+    with pytest.raises(DataError, match=r"line 2 has 3 cells, and the header has 2; put texts with '.+' in double"):
+        read("b.csv", Classification(labels=["0", "1"]))
     Path("a.tsv").write_text("text;label\nfine;1\n")
     save({"text|label": ["fine"]}, "a.parquet")
-    for other in ("a.tsv", "a.parquet"):  # commas would not help
+    for other in ("a.tsv", "a.parquet"):
         with pytest.raises(DataError, match=r"has no column 'text'.* \(it has: text.label\); set data\.text_columns="):
             in_memory(other)
 
@@ -191,7 +206,7 @@ def test_a_file_with_another_separator_is_called_that() -> None:
 @both
 def test_a_folder_that_datasets_wrote_is_read_with_its_class_names(read: Reader) -> None:
     dataset = Dataset.from_dict({**ROWS, "label": [1, 0] * 10}, NAMED)
-    dataset.save_to_disk("saved")
+    dataset.with_format("torch").save_to_disk("saved")
     task = Classification()
     columns = read("saved", task)
     assert dict(zip(*columns.values(), strict=True)) == dict(zip(ROWS["text"], [1, 0] * 10, strict=True))
@@ -250,11 +265,12 @@ def test_values_of_json_keep_their_types_and_missing_ones_are_refused(read: Read
 MALFORMED = {
     "cut.jsonl": ('{"text": "a", "label": 1}\n{"text": ', r"line 2 is not JSON: .*"),
     "half.jsonl": ('{"text": "\\ud800", "label": 1}\n', r"line 1 is not JSON: .*surrogates not allowed"),
+    "twice.jsonl": ('{"text": "a", "label": 1, "label": 0}\n', "line 1 is not JSON: it has two columns 'label'"),
     "list.jsonl": ('["a", 1]\n', "line 1 is not a JSON object"),
     "quoted.csv": ('text,label\nfine,1\n"a"b,1\n', "line 3: ',' expected after '\"'"),
     "ragged.csv": (
         "text,label\nfine,1\na,1,2,3\n",
-        "line 3 has 4 cells, and the header has 2; put texts with commas in double quotes",
+        "line 3 has 4 cells, and the header has 2; put texts with ',' in double quotes",
     ),
     "short.csv": ("text,label\nfine,1\na\n", "line 3 has 1 cells, and the header has 2"),
     "ragged.tsv": ("text\tlabel\nfine\t1\ta\n", "line 2 has 3 cells, and the header has 2"),
@@ -396,7 +412,7 @@ def test_labels_may_be_dates_or_whole_decimals_and_other_types_are_named() -> No
     assert read([Decimal("1.00"), Decimal("2.00")]) == ["1", "2"]
     with pytest.raises(DataError, match=r"row 1: label is Decimal\('1\.50'\), which is not a class; for numbers set"):
         read([Decimal("1.50"), Decimal("2.00")], names=["1", "2"])
-    with pytest.raises(DataError, match=r"the column label holds b'x'; a class is text or an integer$"):
+    with pytest.raises(DataError, match=r"the column label holds b'x'; a class is text or an integer \(for numbers"):
         read([b"x", b"y"])
     for bad, shown in ((float("nan"), "nan"), (None, "empty"), (float("inf"), "inf")):
         name = save({"text": ["a", "b"], "label": [1.0, bad]}, "b.parquet")
@@ -427,7 +443,8 @@ def test_unreadable_columns_are_refused_in_one_line(name: str, read: Reader) -> 
 def test_invalid_metadata_of_a_parquet_file_is_named(metadata: str | bytes, read: Reader) -> None:
     table = pyarrow.table(ROWS).replace_schema_metadata({"huggingface": metadata})
     pyarrow.parquet.write_table(table, "a.parquet")
-    with pytest.raises(DataError, match=r"^data\.train_file: a\.parquet: the metadata 'huggingface', .* is invalid \("):
+    said = r"^data\.train_file: a\.parquet cannot be read \(the metadata 'huggingface', .* is invalid: "
+    with pytest.raises(DataError, match=said):
         read("a.parquet", Classification(labels=["0", "1"]))
 
 

@@ -69,7 +69,8 @@ def halves(first: list[str], second: list[str], ranks: tuple[int, int]) -> dict[
 
     train_on(ranks[0], *first, "trainer.max_duration=3ba", "checkpoint.interval=3ba", "run_name=first")
     (checkpoint,) = Path("runs/first/checkpoints").glob("ep*-ba3*.pt")
-    return train_on(ranks[1], *second, "trainer.max_duration=6ba", f"checkpoint.load={checkpoint}", "run_name=second")
+    load = [f"checkpoint.load={checkpoint}", "checkpoint.trust_checkpoint=true"]
+    return train_on(ranks[1], *second, "trainer.max_duration=6ba", *load, "run_name=second")
 
 
 # Composer warns that random states of other ranks are missing; nothing is random here.

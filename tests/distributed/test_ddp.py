@@ -12,7 +12,7 @@ from composer import Trainer, algorithms
 from composer.callbacks import MemoryMonitor, SpeedMonitor
 from composer.core import Callback, DataSpec, Event, State
 from composer.distributed import dist_strategy
-from composer.loggers import InMemoryLogger, Logger
+from composer.loggers import Logger
 from composer.utils import dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -25,7 +25,6 @@ from composer_speedups import (
     RunReport,
     ThroughputMonitor,
 )
-from composer_speedups.callbacks.guarded_logger import GuardedLogger
 from composer_speedups.core.flags import Float32Matmuls
 from composer_speedups.core.trainer_state import model_of
 from composer_speedups.distributed import composer_loop
@@ -208,14 +207,10 @@ def test_steps_do_not_overlap_if_something_may_read_gradients() -> None:
     ]
 
 
-class Guarded(GuardedLogger, InMemoryLogger):
-    """As the loggers and the progress bar of train.py."""
-
-
 def test_steps_overlap_if_nothing_reads_gradients() -> None:
     def watched() -> list[tuple[int, str | None]]:
         watching = [MemoryAnatomy(interval=1), ThroughputMonitor(), LossMonitor(), RunReport()]
-        watching += [Float32Matmuls(), Declared(), Guarded()]
+        watching += [Float32Matmuls(), Declared()]
         watching += [SpeedMonitor(), MemoryMonitor()]
         return readers({"callbacks": watching, "cls": MicrobatchTrainer, "algorithms": [FusedOptimizer()]})
 

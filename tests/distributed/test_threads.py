@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -61,22 +62,24 @@ def test_omp_num_threads_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_threads_are_shared_only_if_the_host_computes(
     on: str, fsdp: Any, technique: Any, computes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def asked(*, computes: bool) -> None:
+    def asked(*, computes: bool, at_most: int | None) -> None:
         raise InterruptedError(computes)
 
     monkeypatch.setattr(composer_speedups.train.trainer, "share_cores", asked)
     config, device = Config(), SimpleNamespace(_device=torch.device(on))
     config.trainer.fsdp = fsdp
-    parts: list[Any] = [config, None, None, [technique] if technique else [], device, None]
+    model = SimpleNamespace(config=SimpleNamespace(hidden_size=768))
+    parts: list[Any] = [config, model, None, [technique] if technique else [], device, None]
     with pytest.raises(InterruptedError, match=str(computes)):
         composer_speedups.train.trainer.build_trainer(*parts)
 
 
-def test_a_cpu_run_uses_all_cores_and_two_ranks_share_them() -> None:
-    def threads() -> int:
+def test_a_cpu_run_uses_all_cores_two_ranks_share_them_and_a_small_model_uses_one() -> None:
+    def threads(size: str) -> int:
         torch.set_num_threads(8)
-        run("trainer.max_duration=1ba", "trainer.eval_batches=1", "data.batch_size=4")
+        run("trainer.max_duration=1ba", "trainer.eval_batches=1", "data.batch_size=4", f"model.size={size}")
         return torch.get_num_threads()
 
-    assert threads() == 8
-    assert on_ranks(threads) == [4, 4]
+    assert threads("mini") == 8
+    assert threads("tiny") == 1
+    assert on_ranks(partial(threads, "mini")) == [4, 4]

@@ -9,11 +9,12 @@ import pytest
 import torch
 from transformers.models.deberta_v2.modeling_deberta_v2 import build_relative_position
 
-from composer_speedups import apply_fused_layers, apply_unpadding
+from composer_speedups.algorithms.fused_layers.fusing import fuse
 from composer_speedups.algorithms.fused_layers.modules import FusedLayer
+from composer_speedups.algorithms.unpadding.encoder_swap import unpad
 from composer_speedups.families.deberta_v2 import _entries
 from composer_speedups.packing.encoder import unpadded_encoders
-from composer_speedups.packing.tokens import rows_with_holes
+from composer_speedups.packing.layout import rows_with_holes
 from tests.families.test_family_techniques import draw, outcome
 from tests.helpers.models import tiny_model
 from tests.reference.tolerance import assert_near
@@ -34,8 +35,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def test_a_variant_matches_the_untouched_model(variant: str, head: Any) -> None:
     reference = tiny_model("deberta_v2", head, **VARIANTS[variant]).train()
     model, inputs = copy.deepcopy(reference), draw("deberta_v2", head, "right padding")
-    apply_unpadding(model, 8, check="never")
-    apply_fused_layers(model)
+    unpad(model, 8, check="never")
+    fuse(model)
     for actual, expected in zip(outcome(model, inputs, ""), outcome(reference, inputs, ""), strict=True):
         assert_near(actual, expected, what=variant)
     ran = [layer.ran for layer in model.modules() if isinstance(layer, FusedLayer)]
@@ -53,14 +54,14 @@ def test_a_variant_matches_the_untouched_model(variant: str, head: Any) -> None:
 def test_unsupported_settings_are_refused_and_the_model_is_unchanged(settings: dict[str, Any], error: str) -> None:
     model = tiny_model("deberta_v2", **settings)
     with pytest.raises(ValueError, match=error):
-        apply_unpadding(model)
+        unpad(model)
     assert not unpadded_encoders(model)
 
 
 def test_an_encoder_called_directly_returns_all_hidden_states() -> None:
     model = tiny_model("deberta_v2")
     reference = copy.deepcopy(model).deberta.encoder
-    apply_unpadding(model, 8)
+    unpad(model, 8)
     model(**draw("deberta_v2", "classification", "right padding"))  # does not request hidden states
     hidden, mask = torch.randn(3, 9, 32), (torch.arange(9) < torch.tensor([[9], [4], [1]])).long()
     actual, expected = (encoder(hidden, mask) for encoder in (model.deberta.encoder, reference))

@@ -15,8 +15,9 @@ from torch import nn
 from transformers import BertConfig, BertModel
 
 import composer_speedups
-from composer_speedups import apply_gradient_checkpointing, apply_unpadding
+from composer_speedups import apply_gradient_checkpointing
 from composer_speedups.algorithms.gradient_checkpointing.recompute import recomputations
+from composer_speedups.algorithms.unpadding.encoder_swap import unpad
 from composer_speedups.families.blocks import blocks_of, repeated_blocks
 from composer_speedups.families.family import Reads, config_value, families, family_named, family_of, kernel_shape
 from composer_speedups.packing.encoder import unpadded_encoders
@@ -195,7 +196,7 @@ def test_albert_with_several_groups_of_several_layers() -> None:
     (encoder,) = modules_with_role(model, "encoder")
     assert len(repeated_blocks(model)) == len(blocks_of(encoder)) == 2
     reference = copy.deepcopy(model)
-    assert apply_unpadding(model, 8) == ["albert.encoder"]
+    assert unpad(model, 8) == ["albert.encoder"]
     assert apply_gradient_checkpointing(model, every=2) == ["albert.encoder.albert_layer_groups.0"]
     inputs = batch([3, 9, 12, 1])
     assert_near(values(model, inputs), values(reference, inputs))
@@ -207,5 +208,5 @@ def test_custom_attention_in_mpnet_is_refused_and_the_model_is_unchanged() -> No
     attention = model.mpnet.encoder.layer[1].attention
     attention.attn.__class__ = type("Mine", (type(attention.attn),), {})
     with pytest.raises(ValueError, match=r"^unpadding does not support MPNet with another attention than MPNetSelfAtt"):
-        apply_unpadding(model)
+        unpad(model)
     assert not unpadded_encoders(model)

@@ -18,21 +18,21 @@ from torch import Tensor, nn
 
 from composer_speedups import (
     apply_fast_layernorm,
-    apply_fused_layers,
     apply_gradient_checkpointing,
     apply_layer_freezing,
     apply_lora,
     apply_sdpa_attention,
     apply_sparse_upcycling,
     apply_torch_compile,
-    apply_unpadding,
 )
 from composer_speedups.algorithms.fast_layernorm.layers import LowPrecisionLayerNorm
+from composer_speedups.algorithms.fused_layers.fusing import fuse
 from composer_speedups.algorithms.fused_layers.modules import FusedLayer
 from composer_speedups.algorithms.gradient_checkpointing.recompute import recomputations
 from composer_speedups.algorithms.lora.adapters import ADAPTER, adapted_layers, trained_copies
 from composer_speedups.algorithms.sparse_upcycling.experts import SparseFeedForward
 from composer_speedups.algorithms.torch_compile.torch_compile import _has_compiled_code
+from composer_speedups.algorithms.unpadding.encoder_swap import unpad
 from composer_speedups.core.compile_counts import OperatorRecorder, compile_counts
 from composer_speedups.families.blocks import repeated_blocks
 from composer_speedups.families.family import family_named
@@ -188,12 +188,12 @@ def expected_of(family: Family, head: str, input_kind: str) -> tuple[dict[str, T
 
 
 def fuse(model: Any, inputs: Batch) -> None:
-    apply_unpadding(model, 8, check="never")
-    apply_fused_layers(model)
+    unpad(model, 8, check="never")
+    fuse(model)
 
 
 APPLY: dict[str, Callable[[Any, Batch], Any]] = {
-    "unpadding": lambda model, inputs: apply_unpadding(model, 8, check="never"),
+    "unpadding": lambda model, inputs: unpad(model, 8, check="never"),
     "fused_layers": fuse,
     "sdpa_attention": lambda model, _: apply_sdpa_attention(model),
     "fast_layernorm": lambda model, _: apply_fast_layernorm(model),

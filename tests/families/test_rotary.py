@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from composer_speedups import apply_unpadding, plan_unpadding, undo_unpadding
+from composer_speedups.algorithms.unpadding.encoder_swap import restore_encoders, unpad
 from composer_speedups.packing.encoder import unpadded_encoders
 from tests.families.test_family_techniques import INPUTS, draw, outcome
 from tests.helpers.common import Batch
 from tests.helpers.models import ROTARY, Family, tiny_model
+from tests.reference.loop import counted
 from tests.reference.tolerance import assert_near
 
 pytestmark = [pytest.mark.pins, pytest.mark.exhaustive]
@@ -37,7 +38,7 @@ def masked_tokens(inputs: Batch) -> Batch:
 
 def compare(reference: Any, inputs: Batch, kind: str, ran: str = "unpadded") -> None:
     model = copy.deepcopy(reference)
-    apply_unpadding(model, 8)
+    unpad(model, 8)
     actual, expected = (outcome(network, inputs, kind) for network in (model, reference))
     assert [encoder.ran for encoder in unpadded_encoders(model)] == [ran], kind
     assert_near(actual[0], expected[0], what=f"outputs with {kind}")
@@ -67,7 +68,7 @@ def test_esm_computes_the_other_rows_of_a_batch_with_an_empty_row() -> None:
     whole = masked_tokens(draw("esm", "mlm", "a row of padding"))
     others = {name: values[[0, 1, 3]] for name, values in whole.items()}
     model = copy.deepcopy(reference)
-    apply_unpadding(model, 8)
+    unpad(model, 8)
     actual, expected = outcome(model, whole, ""), outcome(reference, others, "")
     assert_near([actual[0]["loss"]], [expected[0]["loss"]])
     assert_near(actual[1], expected[1])
@@ -104,7 +105,7 @@ def test_packed_attention_has_autocasts_dtype(family: Family, monkeypatch: pytes
 
     monkeypatch.setattr("composer_speedups.packing.attention.supports_flash_attention", supports)
     model = tiny_model(family)
-    apply_unpadding(model, 8)
+    unpad(model, 8)
     with torch.autocast("cpu", torch.bfloat16):
         model(**draw(family, "classification", "right padding"))
     assert [encoder.ran for encoder in unpadded_encoders(model)] == ["unpadded"]
@@ -118,8 +119,8 @@ def test_dropout_masks_are_the_same_without_padding(family: Family) -> None:
     for packs in (False, True):
         model = tiny_model(family, "tokens", dropout=0.3).train()
         if packs:
-            apply_unpadding(model, 8)
-            plan_unpadding(model, inputs["attention_mask"])
+            unpad(model, 8)
+            counted(model, inputs["attention_mask"])
         torch.manual_seed(5)
         actual.append(outcome(model, inputs, "no padding"))
     assert_near(actual[1][0], actual[0][0])
@@ -130,7 +131,7 @@ def test_dropout_masks_are_the_same_without_padding(family: Family) -> None:
 def test_labelled_tokens_only(family: Family) -> None:
     reference = tiny_model(family, "mlm").train()
     model = copy.deepcopy(reference)
-    apply_unpadding(model, 8, mlm_head="labelled")
+    unpad(model, 8, mlm_head="labelled")
     inputs = draw(family, "mlm", "right padding")
     losses = [network(**inputs) for network in (model, reference)]
     for loss in losses:
@@ -148,7 +149,7 @@ def test_a_bare_model_returns_what_the_untouched_one_does(family: Family) -> Non
     """Its output has the same fields, the pooled one included."""
     reference: Any = type(tiny_model(family, "tokens").base_model)(tiny_model(family).config).eval()
     model = copy.deepcopy(reference)
-    apply_unpadding(model, 8)
+    unpad(model, 8)
     inputs = draw(family, "tokens", "right padding")
     del inputs["labels"]
     with torch.no_grad():
@@ -164,5 +165,5 @@ def test_a_bare_model_returns_what_the_untouched_one_does(family: Family) -> Non
     real = inputs["attention_mask"].bool()
     assert_near(actual.last_hidden_state[real], expected.last_hidden_state[real])
     assert_near(as_tuple[0], actual.last_hidden_state)
-    assert undo_unpadding(model) == [""]
+    assert restore_encoders(model) == [""]
     assert type(model) is type(reference)

@@ -8,13 +8,14 @@ import pytest
 import torch
 from transformers import T5EncoderModel, T5ForConditionalGeneration, T5ForQuestionAnswering, T5ForSequenceClassification
 
-from composer_speedups import apply_unpadding, plan_unpadding, undo_unpadding
+from composer_speedups.algorithms.unpadding.encoder_swap import restore_encoders, unpad
 from composer_speedups.families.blocks import repeated_blocks
 from composer_speedups.families.family import config_value
 from composer_speedups.packing.encoder import unpadded_encoders
 from tests.families.test_family_techniques import _one_thread, applied, check, draw, outcome, untouched
 from tests.helpers.models import tiny_model
 from tests.helpers.refusals import INPUTS, TECHNIQUES
+from tests.reference.loop import counted
 from tests.reference.tolerance import assert_near
 
 __all__ = ["_one_thread"]  # a fixture of that module
@@ -46,8 +47,8 @@ def test_planned_batches_with_both_kinds_of_feed_forward(gated: bool) -> None:
     assert kinds == {"T5DenseGatedActDense" if gated else "T5DenseActDense"}
     inputs = draw("t5", "tokens", "right padding")
     expected = outcome(model, inputs, "right padding")
-    apply_unpadding(model, 8)
-    plan_unpadding(model, inputs["attention_mask"])
+    unpad(model, 8)
+    counted(model, inputs["attention_mask"])
     actual = outcome(model, inputs, "right padding")
     assert [(encoder.ran, encoder.packing.counted) for encoder in unpadded_encoders(model)] == [("unpadded", 0)]
     assert_near(actual[0], expected[0])
@@ -60,7 +61,7 @@ def test_dropout_masks_are_the_same_without_padding() -> None:
     for packs in (False, True):
         model = tiny_model("t5", "tokens", dropout=0.3).train()
         if packs:
-            apply_unpadding(model, 8)
+            unpad(model, 8)
         torch.manual_seed(5)
         actual.append(outcome(model, inputs, "no padding"))
     assert_near(actual[1][0], actual[0][0])
@@ -70,10 +71,10 @@ def test_dropout_masks_are_the_same_without_padding() -> None:
 def test_undo_unpadding_restores_the_model() -> None:
     model = untouched("t5", "tokens")
     names, kind = [*model.state_dict()], type(model.transformer.encoder)
-    assert apply_unpadding(model) == ["transformer.encoder"]
+    assert unpad(model) == ["transformer.encoder"]
     assert [*model.state_dict()] == names
     assert type(model.transformer.encoder) is not kind
-    assert undo_unpadding(model) == ["transformer.encoder"]
+    assert restore_encoders(model) == ["transformer.encoder"]
     assert type(model.transformer.encoder) is kind
     assert model.config._attn_implementation == "eager"
     assert config_value(model.config, "inner") == 64
@@ -84,6 +85,6 @@ def test_models_with_the_decoder_are_refused(kind: Any) -> None:
     model = kind(tiny_model("t5", "tokens").config)
     before = [type(module) for module in model.modules()]
     with pytest.raises(ValueError, match=rf"^unpadding does not support {kind.__name__}, which is a decoder$"):
-        apply_unpadding(model)
+        unpad(model)
     assert [type(module) for module in model.modules()] == before
-    assert apply_unpadding(T5EncoderModel(model.config)) == ["encoder"]
+    assert unpad(T5EncoderModel(model.config)) == ["encoder"]

@@ -12,21 +12,13 @@ from composer.core import DataSpec
 from torch import nn
 from torch.utils.data import DataLoader
 
-from composer_speedups import (
-    CUDAGraphs,
-    MixedPrecision,
-    SDPAAttention,
-    TorchCompile,
-    Unpadding,
-    apply_cuda_graphs,
-    apply_unpadding,
-    plan_unpadding,
-)
+from composer_speedups import CUDAGraphs, MixedPrecision, SDPAAttention, TorchCompile, Unpadding, apply_cuda_graphs
+from composer_speedups.algorithms.unpadding.encoder_swap import unpad
 from composer_speedups.core.errors import NotEngagedError, TechniqueError
 from tests.algorithms.test_cuda_graphs_segments import bert
 from tests.helpers.common import Batches, batch, final_weights, make_trainer, plain_batches, tiny_bert, trained
 from tests.helpers.waiting import no_waiting
-from tests.reference.loop import gradients, train_plainly
+from tests.reference.loop import counted, gradients, train_plainly
 from tests.reference.tolerance import assert_near
 
 
@@ -240,7 +232,7 @@ def test_graphs_of_the_flash_kernel_accumulate_gradients_without_synchronizing(s
     """In bf16, with micro-batches of several sizes, compared with the same unpadded model without graphs."""
     eager, model = (nn.Module.cuda(bert()) for _ in range(2))
     for each in (eager, model):
-        apply_unpadding(each, 16)
+        unpad(each, 16)
     calls = apply_cuda_graphs(model, segments=segments)
     calls.pool = torch.cuda.graph_pool_handle() if shared else None
     for turn in range(3):  # graphs are captured in the first
@@ -250,11 +242,11 @@ def test_graphs_of_the_flash_kernel_accumulate_gradients_without_synchronizing(s
                 one = batch(lengths, 16, seed=10 * turn + i)
                 inputs = {k: v.cuda() for k, v in one.items()}
                 with no_waiting(strict=turn > 0):
-                    plan_unpadding(each, one["attention_mask"])
+                    counted(each, one["attention_mask"])
                     with torch.autocast("cuda", torch.bfloat16):
                         loss = each(**inputs).loss
                     loss.backward()
         assert_near(gradients(model), gradients(eager), torch.bfloat16, f"turn {turn}")
     assert (calls.graphs, calls.replays, calls.eager_calls, calls.backward_segments) == (3, 21, 0, segments)
-    plan_unpadding(model, None)
+    counted(model, None)
     calls.release()

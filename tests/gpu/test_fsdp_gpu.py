@@ -48,7 +48,8 @@ def train_and_resume(folder: Path, settings: list[str]) -> dict[str, Any]:
     """Train on two ranks, resume from their checkpoint in one process, and return the report of the two ranks."""
     report = job(folder, 2, *(f"trainer.fsdp.{key}" for key in settings), "checkpoint.interval=1ep")
     (checkpoint,) = (folder / "runs" / "job" / "checkpoints").glob("ep1*.pt")
-    job(folder, 1, f"checkpoint.load={checkpoint}", "trainer.max_duration=2ep", "run_name=again", "runs_folder=again")
+    load = [f"checkpoint.load={checkpoint}", "checkpoint.trust_checkpoint=true", "trainer.max_duration=2ep"]
+    job(folder, 1, *load, "run_name=again", "runs_folder=again")
     return report
 
 

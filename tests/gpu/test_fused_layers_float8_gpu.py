@@ -10,18 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from composer_speedups import (
-    CUDAGraphs,
-    FusedLayers,
-    MixedPrecision,
-    Unpadding,
-    apply_cuda_graphs,
-    apply_fused_layers,
-    apply_unpadding,
-    undo_fused_layers,
-)
-from composer_speedups.algorithms.fused_layers.functional import float8_scales, load_float8_scales
+from composer_speedups import CUDAGraphs, FusedLayers, MixedPrecision, Unpadding, apply_cuda_graphs
+from composer_speedups.algorithms.fused_layers.fusing import float8_scales, fuse, load_float8_scales, unfuse
 from composer_speedups.algorithms.fused_layers.modules import FusedLayer
+from composer_speedups.algorithms.unpadding.encoder_swap import unpad
 from tests.helpers.common import (
     SAVING,
     Recorder,
@@ -51,8 +43,8 @@ pytestmark = [
 
 def in_float8(model: Any, last_layer: Any = "all", precision: Any = "fp8") -> Any:
     changed = copy.deepcopy(model).cuda()
-    apply_unpadding(changed)
-    apply_fused_layers(changed, last_layer, precision)
+    unpad(changed)
+    fuse(changed, last_layer, precision)
     return changed
 
 
@@ -215,7 +207,7 @@ def test_it_trains_with_mixed_precision_as_the_only_precision(order: tuple[int, 
 def test_fp16_and_a_second_precision_are_refused() -> None:
     model = in_float8(tiny_bert())
     with pytest.raises(ValueError, match="fused layers with precision='fp8'; to use precision='autocast', build"):
-        apply_fused_layers(model, "all")
+        fuse(model, "all")
     with torch.autocast("cuda", torch.float16), pytest.raises(ValueError, match="needs bf16 autocast"):
         model(**on_gpu(batch([3, 4])))
 
@@ -227,5 +219,5 @@ def test_scales_are_saved_and_loaded_separately_from_the_model() -> None:
     held = float8_scales(model)
     load_float8_scales(other, held)
     assert float8_scales(other) == held
-    undo_fused_layers(model)
+    unfuse(model)
     assert float8_scales(model) == {}

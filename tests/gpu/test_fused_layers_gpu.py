@@ -9,14 +9,16 @@ import pytest
 import torch
 from torch import nn
 
-from composer_speedups import CUDAGraphs, FusedLayers, MixedPrecision, Unpadding, apply_fused_layers, apply_unpadding
+from composer_speedups import CUDAGraphs, FusedLayers, MixedPrecision, Unpadding
+from composer_speedups.algorithms.fused_layers.fusing import fuse
 from composer_speedups.algorithms.fused_layers.modules import FusedEmbeddings, FusedLayer
+from composer_speedups.algorithms.unpadding.encoder_swap import unpad
 from composer_speedups.core.errors import CannotRunError
 from composer_speedups.kernels import Shape
 from composer_speedups.packing.attention import PositionBias, unpadded_attention
 from composer_speedups.packing.disentangled_attention import Relative, disentangled_attention
 from composer_speedups.packing.encoder import unpadded_encoders
-from composer_speedups.packing.tokens import lay_out_tokens
+from composer_speedups.packing.layout import lay_out
 from tests.core.test_custom_models import (
     INPUTS,
     BiEncoder,
@@ -48,8 +50,8 @@ def test_errors_are_at_most_three_times_the_padded_models(family: Any, head: Any
     """The error of logits and gradients may be three times the stock model's: the residual stream is rounded, too."""
     stock = tiny_model(family, head).cuda()
     ours = copy.deepcopy(stock)
-    apply_unpadding(ours)
-    apply_fused_layers(ours)
+    unpad(ours)
+    fuse(ours)
     exact, theirs, mine = [], [], []
     # From seed 200, no input of the ReLU in DistilBERT's head is so near zero that rounding would flip its gradient.
     for seed, mask in enumerate(random_masks(25, widest=64), 200):
@@ -73,8 +75,8 @@ def test_a_planned_step_never_synchronizes_with_the_gpu() -> None:
 def test_dropout_repeats_with_the_seed_and_differs_between_steps() -> None:
     model: Any = tiny_bert(dropout=0.3)
     model.cuda().train()
-    apply_unpadding(model)
-    apply_fused_layers(model)
+    unpad(model)
+    fuse(model)
     inputs = {k: v.cuda() for k, v in batch([12, 7, 16, 10]).items()}
     runs = []
     for _ in range(2):
@@ -178,15 +180,14 @@ def test_the_functions_handle_two_masks_on_a_gpu() -> None:
 def test_a_second_derivative_is_refused_by_name(last_layer: Any) -> None:
     model: Any = tiny_bert()
     model.cuda()
-    apply_unpadding(model)
-    apply_fused_layers(model, last_layer)
+    unpad(model)
+    fuse(model, last_layer)
     inputs = {name: value.cuda() for name, value in batch([5, 9, 3]).items()}
     trained = [p for p in model.parameters() if p.requires_grad]
     with torch.autocast("cuda", torch.bfloat16):
         loss = model(**inputs).loss
-    gradients = torch.autograd.grad(loss, trained, create_graph=True)
-    with pytest.raises(RuntimeError, match=r"no second derivative .*undo_fused_layers\(model\)"):
-        torch.autograd.grad(sum(g.square().sum() for g in gradients), trained)
+    with pytest.raises(RuntimeError, match=r"no second derivative .*undo_unpadding\(model\)"):
+        torch.autograd.grad(loss, trained, create_graph=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -194,7 +195,7 @@ def test_the_kernel_is_as_accurate_as_its_dtype_allows(dtype: torch.dtype) -> No
     torch.manual_seed(0)
     heads, size, lengths = 3, 64, [200, 0, 70, 1, 256]
     mask = torch.arange(256, device="cuda") < torch.tensor(lengths, device="cuda")[:, None]
-    plan = lay_out_tokens(mask, sum(lengths), 64)
+    plan = lay_out(mask, sum(lengths), 64)
     distances = torch.arange(-plan.longest, plan.longest + 1, device="cuda")
     relative = Relative(plan, (distances // 8 + 32).clamp(0, 63).int())
     tokens = len(plan.indices_T)
@@ -217,7 +218,7 @@ def test_the_kernel_with_a_bias_is_as_accurate_as_its_dtype_allows(dtype: torch.
     torch.manual_seed(0)
     heads, size, lengths = 3, 64, [200, 0, 70, 1, 256]
     mask = torch.arange(256, device="cuda") < torch.tensor(lengths, device="cuda")[:, None]
-    layout = lay_out_tokens(mask, sum(lengths), 64)
+    layout = lay_out(mask, sum(lengths), 64)
     shape = (1, heads, len(layout.indices_T), size)
     given = [torch.randn(shape, device="cuda").mul(0.3).to(dtype) for _ in range(3)]  # scores of usual size unscaled
     given.append(torch.randn(heads, 2 * layout.longest + 1, device="cuda"))
@@ -237,8 +238,8 @@ def test_the_kernel_with_a_bias_is_as_accurate_as_its_dtype_allows(dtype: torch.
 @pytest.mark.parametrize("family", ["deberta_v2", "mpnet", "esm", "jina_embeddings_v3"])
 def test_loss_and_gradients_in_bf16_match_the_untouched_model(family: Any) -> None:
     reference, ours = tiny_model(family, "mlm").cuda(), tiny_model(family, "mlm").cuda()
-    apply_unpadding(ours)
-    apply_fused_layers(ours)
+    unpad(ours)
+    fuse(ours)
     inputs: Any = {k: v.cuda() for k, v in batch([60, 3, 17, 31]).items()}
     inputs["labels"] = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
     losses = []

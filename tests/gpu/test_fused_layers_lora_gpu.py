@@ -19,11 +19,11 @@ from composer_speedups import (
     MixedPrecision,
     Unpadding,
     apply_cuda_graphs,
-    apply_fused_layers,
     apply_recommended,
-    apply_unpadding,
 )
+from composer_speedups.algorithms.fused_layers.fusing import fuse
 from composer_speedups.algorithms.fused_layers.modules import FusedLayer
+from composer_speedups.algorithms.unpadding.encoder_swap import unpad
 from tests.helpers.common import (
     SAVING,
     Recorder,
@@ -58,8 +58,8 @@ def adapted(model: Any, **settings: Any) -> Any:
 
 
 def fused(model: Any, last_layer: Any = "needed", precision: Any = "autocast") -> Any:
-    apply_unpadding(model, 8, check="never")
-    apply_fused_layers(model, last_layer, precision)
+    unpad(model, 8, check="never")
+    fuse(model, last_layer, precision)
     return model
 
 

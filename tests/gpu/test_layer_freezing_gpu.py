@@ -19,19 +19,18 @@ from composer_speedups import (
     TorchCompile,
     Unpadding,
     apply_cuda_graphs,
-    apply_fused_layers,
     apply_layer_freezing,
     apply_sdpa_attention,
-    apply_unpadding,
-    plan_unpadding,
 )
+from composer_speedups.algorithms.fused_layers.fusing import fuse
+from composer_speedups.algorithms.unpadding.encoder_swap import unpad
 from tests.algorithms.test_cuda_graphs_segments import bert
 from tests.gpu.test_cuda_graphs_ranks_gpu import GRAPHS, UNPADDED
 from tests.gpu.test_fsdp_gpu import job
 from tests.helpers.common import batch, final_weights, make_trainer, plain_batches, tiny_bert
 from tests.helpers.masks import masked_batch, random_masks
 from tests.helpers.models import tiny_model
-from tests.reference.loop import gradients, on_gpu
+from tests.reference.loop import counted, gradients, on_gpu
 from tests.reference.nearness import distance, values
 from tests.reference.tolerance import assert_near
 
@@ -47,8 +46,8 @@ def test_errors_of_fused_layers_are_at_most_three_times_those_of_the_frozen_padd
     stock = tiny_model(family).cuda()
     apply_layer_freezing(stock, layers=layers)
     ours = copy.deepcopy(stock)
-    apply_unpadding(ours)
-    apply_fused_layers(ours)
+    unpad(ours)
+    fuse(ours)
     exact, theirs, mine = [], [], []
     for seed, mask in enumerate(random_masks(25, widest=64), 200):
         inputs = on_gpu(masked_batch(mask, "classification", seed=seed))
@@ -64,8 +63,8 @@ def test_errors_of_fused_layers_are_at_most_three_times_those_of_the_frozen_padd
 
 def test_fused_graphs_are_captured_again_and_compute_the_eager_gradients() -> None:
     eager = bert().cuda()
-    apply_unpadding(eager)
-    apply_fused_layers(eager, last_layer="all")
+    unpad(eager)
+    fuse(eager, last_layer="all")
     graphed = copy.deepcopy(eager)
     calls = apply_cuda_graphs(graphed, max_graphs=1)
     for layers in (None, "embeddings", 3):
@@ -75,7 +74,7 @@ def test_fused_graphs_are_captured_again_and_compute_the_eager_gradients() -> No
                 if layers is not None:
                     apply_layer_freezing(model, layers=layers)
                 model.zero_grad()
-                plan_unpadding(model, inputs["attention_mask"])
+                counted(model, inputs["attention_mask"])
                 with torch.autocast("cuda", torch.bfloat16):
                     model(**on_gpu(inputs)).loss.backward()
             assert_near(gradients(graphed), gradients(eager), torch.bfloat16, f"{layers}")

@@ -28,5 +28,11 @@ def test_two_gpus_train_like_ddp_with_half_of_the_state(precision: list[str], tm
         assert report["metrics"][metric] == pytest.approx(value, rel=tolerance, abs=tolerance), metric
     assert report["memory"]["optimizer_gib"] < 0.6 * plain["memory"]["optimizer_gib"]
     (checkpoint,) = (folders[1] / "runs" / "job" / "checkpoints").glob("ep1*.pt")
-    resume = [f"checkpoint.load={checkpoint}", "trainer.max_duration=2ep", "run_name=again", "runs_folder=again"]
+    resume = [
+        f"checkpoint.load={checkpoint}",
+        "checkpoint.trust_checkpoint=true",
+        "trainer.max_duration=2ep",
+        "run_name=again",
+        "runs_folder=again",
+    ]
     job(folders[1], 1, *SHARDED, *precision, *resume)

@@ -11,7 +11,8 @@ import torch
 from composer.core import Algorithm, Event, State
 from composer.loggers import Logger
 
-from composer_speedups import Unpadding, apply_unpadding
+from composer_speedups import Unpadding
+from composer_speedups.algorithms.unpadding.encoder_swap import unpad
 from composer_speedups.algorithms.unpadding.evidence import BIASED, DISENTANGLED, FLASH, operators_among
 from composer_speedups.core.compile_counts import OperatorRecorder
 from composer_speedups.packing.encoder import unpadded_encoders
@@ -34,7 +35,7 @@ def test_errors_of_the_flash_kernel_are_close_to_the_padded_models(family: str, 
     """Over random masks, the bf16 error of logits and gradients is at most 1.5 times the padded model's."""
     padded = tiny_model(family, head).cuda()
     unpadded = copy.deepcopy(padded)
-    apply_unpadding(unpadded)
+    unpad(unpadded)
     exact, padded_bf16, unpadded_bf16 = [], [], []
     flash = 0
     for seed, mask in enumerate(random_masks(60, widest=64)):
@@ -63,7 +64,7 @@ def test_errors_of_the_flash_kernel_are_close_to_the_padded_models(family: str, 
 
 def test_the_flash_kernel_applies_dropout_in_training() -> None:
     model = tiny_model("bert", attention_dropout=0.5).cuda().train()
-    apply_unpadding(model)
+    unpad(model)
     inputs = {k: v.cuda() for k, v in batch([6, 9, 12]).items()}
     with torch.autocast("cuda", torch.bfloat16):
         assert not torch.equal(model(**inputs).logits, model(**inputs).logits)
@@ -73,7 +74,7 @@ def test_the_flash_kernel_applies_dropout_in_training() -> None:
 
 def test_an_all_padding_batch_gives_no_nan_on_the_flash_kernel() -> None:
     model = tiny_model("bert", "mlm").cuda()
-    apply_unpadding(model)
+    unpad(model)
     inputs = {k: v.cuda() for k, v in masked_batch(torch.zeros(3, 5, dtype=torch.long), "mlm").items()}
     with torch.autocast("cuda", torch.bfloat16):
         logits = model(**inputs).logits
@@ -84,7 +85,7 @@ def test_an_all_padding_batch_gives_no_nan_on_the_flash_kernel() -> None:
 
 def test_a_planned_step_never_synchronizes_with_the_gpu() -> None:
     model: Any = tiny_bert(dropout=0.1)
-    apply_unpadding(model.cuda().train())
+    unpad(model.cuda().train())
     check_planned_steps(model)
     assert unpadded_encoders(model)[0].ran == "unpadded"
 

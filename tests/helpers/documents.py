@@ -16,12 +16,11 @@ from composer_speedups.core.command_line import parse_command_line, read_setting
 from composer_speedups.core.registry import build_techniques
 from composer_speedups.dashboards import __main__ as dashboards
 from composer_speedups.predict import __main__ as predict
-from composer_speedups.repeat import __main__ as repeat
+from composer_speedups.sweep import repeat, tune
+from composer_speedups.sweep.settings import PREFIX, TuneConfig
 from composer_speedups.train import application
 from composer_speedups.train.cli import read_command_line
 from composer_speedups.train.config.load import load_config
-from composer_speedups.tune import __main__ as tune
-from composer_speedups.tune.settings import PREFIX, TuneConfig
 from tests.conftest import ROOT
 from tests.helpers.jobs import SHORT
 

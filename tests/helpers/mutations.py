@@ -7,8 +7,7 @@ import random
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from composer_speedups.core.catalogue import technique_names
-from composer_speedups.core.registry import technique_class
+from composer_speedups.core.registry import technique_class, technique_names
 from composer_speedups.core.settings import keys_of
 from composer_speedups.train.config.schema import Config
 
@@ -42,13 +41,6 @@ ODD_FILES: dict[str, bytes] = {
     "duplicate section": b"data: {seed: 1}\ndata: {seed: 2}",
     "duplicate key": b"data: {seed: 1, seed: 2}",
     "duplicate setting": b"algorithms: {lora: {rank: 1, rank: 2}}",
-    "deep brackets": b"algorithms: " + b"[" * 10_000 + b"]" * 10_000,
-    "deeper brackets": b"algorithms: " + b"[" * 200_000 + b"]" * 200_000,
-    "open brackets": b"a: " + b"[" * 200_000,
-    "deep mappings": b"algorithms: " + b"{a: " * 100_000 + b"1" + b"}" * 100_000,
-    "deep blocks": b"".join(b" " * i + b"a:\n" for i in range(900)),
-    "billion laughs": b"a: &a0 [x,x,x,x,x,x,x,x,x]\n"
-    + b"".join(b"a%d: &a%d [%s]\n" % (i, i, b",".join([b"*a%d" % (i - 1)] * 9)) for i in range(1, 12)),
     "itself": b"algorithms: &a {lora: *a}",
     "large": b"#" * (2**20 + 1),
     "many keys": b"".join(b"k%d: 1\n" % i for i in range(20_000)),

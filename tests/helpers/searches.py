@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from composer_speedups.sweep import sets, trials
+from composer_speedups.sweep.processes import Ended, Job, Process
+from composer_speedups.sweep.tune import main
 from composer_speedups.train import application
 from composer_speedups.train.cli import exit_codes
-from composer_speedups.tune import candidates, trials
-from composer_speedups.tune.__main__ import main
 from tests.conftest import ROOT
 from tests.helpers.forks import Fork
 from tests.helpers.hangs import HANGS
@@ -21,36 +22,37 @@ __all__ = ["search"]
 
 
 def search(
-    monkeypatch: pytest.MonkeyPatch, techniques: list[str], *overrides: str, first_in_process: bool = False
-) -> tuple[dict[str, Any], int]:
-    """Tune a shortened quickstart over some techniques only.
+    monkeypatch: pytest.MonkeyPatch, techniques: dict[str, Any], *overrides: str, first_in_process: bool = False
+) -> dict[str, Any]:
+    """Tune a shortened quickstart.
 
     Args:
-        techniques: Techniques to try, besides the quickstart's own.
+        techniques: Label → set to try.
         overrides: Overrides of the config and of tune's settings.
         first_in_process: Run the first trial as a new process, as users do.
 
     Returns:
-        The content of quickstart.tuned.json, and the number of trials.
+        The content of quickstart.tuned.json.
     """
-    in_process, trained = trials._run, list[str]()
+    first = [first_in_process]
 
-    def forked(
-        program: str, arguments: list[str], environment: dict[str, str], timeout: float
-    ) -> tuple[int | None, str]:
-        trained.append(arguments[-1])
-        if first_in_process and len(trained) == 1:
-            return in_process(program, arguments, environment, timeout)
+    class Forked:
+        def __init__(self, job: Job) -> None:
+            self._job = job
 
-        def job() -> None:
-            with exit_codes():
-                application.main(arguments)
+        def wait(self, timeout: float) -> Ended:
+            if first.pop() if first else False:
+                return Process(self._job).wait(timeout)
 
-        done = Fork(job, **environment).wait(timeout)
-        return done.status, done.stderr
+            def job() -> None:
+                with exit_codes():
+                    application.main(self._job.arguments)
 
-    monkeypatch.setattr(trials, "_run", forked)
-    monkeypatch.setattr(candidates, "technique_names", lambda: techniques)
+            done = Fork(job, **self._job.environment).wait(timeout)
+            return Ended(done.status, done.stderr, 1.0)
+
+    monkeypatch.setattr(trials, "Process", Forked)
+    monkeypatch.setitem(sets.SETS, "cpu", {"rounding": techniques})
     given = ["-f", str(ROOT / "yamls" / "quickstart.yaml"), *SHORT, "trainer.max_duration=400ba", "trainer.device=cpu"]
     main([*given, f"tune.budget_seconds={HANGS:.0f}", "tune.steps=8", *overrides])
-    return json.loads(Path("quickstart.tuned.json").read_text()), len(trained)
+    return json.loads(Path("quickstart.tuned.json").read_text())

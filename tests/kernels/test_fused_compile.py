@@ -20,8 +20,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
-from composer_speedups.algorithms.fused_layers.float8_layer import OPERANDS, float8_layer  # noqa: E402
-from composer_speedups.algorithms.fused_layers.layer import fused_layer  # noqa: E402
+from composer_speedups.algorithms.fused_layers.layer import OPERANDS, Positions, fused_layer  # noqa: E402
 from composer_speedups.algorithms.fused_layers.low_rank import LayerAdapters  # noqa: E402
 from composer_speedups.algorithms.lora.functional import apply_lora  # noqa: E402
 from composer_speedups.families import bert  # noqa: E402
@@ -295,9 +294,7 @@ def test_every_launch_of_a_model_is_compiled_ahead(
     scales, bias = new_scales(len(OPERANDS)), torch.zeros(heads, 2 * 512 + 1) if biased else None
 
     def layer(rates: DropoutRates, *, learn: bool) -> Tensor:
-        if in_float8:
-            return float8_layer(x, modules, rates, cu, 512, scales, bias, learn=learn)
-        return fused_layer(x, modules, rates, cu, 512, bias)
+        return fused_layer(x, modules, rates, cu, 512, Positions(bias), scales if in_float8 else None, learn=learn)
 
     layer(dropouts, learn=True).backward(tokens(512, hidden))
     embeddings(0.1, torch.bfloat16, rows, (0, 1), hidden)

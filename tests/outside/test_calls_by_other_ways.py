@@ -1,6 +1,6 @@
 """Calls of an unpadded model by other ways than its usual one: what the untouched model computes, or a refusal.
 
-Positional arguments, labels that never reach the model, replicas, threads, a direct call of ``forward``, code that
+Positional arguments, labels that never reach the model, threads, a direct call of ``forward``, code that
 reads padding, tracing, and the transformations of torch. Each case is a way in which other projects call a model.
 """
 
@@ -16,13 +16,15 @@ import torch
 from torch import Tensor, nn
 from transformers import BertForPreTraining, BertForSequenceClassification, BertModel, MPNetModel
 
-from composer_speedups import apply_fused_layers, apply_recommended, apply_unpadding, plan_unpadding
+from composer_speedups import apply_recommended
+from composer_speedups.algorithms.fused_layers.fusing import fuse
+from composer_speedups.algorithms.unpadding.encoder_swap import unpad
 from composer_speedups.packing.encoder import unpadded_encoders
 from tests.helpers.common import Batch, batch, tiny_bert, without_labels
 from tests.helpers.exhaustive import family_params
 from tests.helpers.masks import masked_batch
 from tests.helpers.models import EVERY, FUSED, UNPADDED, Family, fit_batches, tiny_model
-from tests.reference.loop import gradients
+from tests.reference.loop import counted, gradients
 from tests.reference.tolerance import assert_near
 
 pytestmark = pytest.mark.outside
@@ -52,7 +54,7 @@ def compared(reference: Any, model: Any, loss: Callable[[Any], Tensor]) -> None:
 @pytest.mark.parametrize("family", family_params(EVERY))
 def test_positional_labels_on_padding_are_seen(family: Family) -> None:
     reference, model = tiny_model(family, "tokens"), tiny_model(family, "tokens")
-    apply_unpadding(model, 8)
+    unpad(model, 8)
     inputs = labelled_padding(reference)
     names = ["input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds", "labels"]
     if family == "distilbert":
@@ -67,7 +69,7 @@ def test_positional_labels_on_padding_are_seen(family: Family) -> None:
 def test_a_direct_call_of_forward_is_described_too(by: str) -> None:
     """PEFT's tuners call ``model.forward`` instead of ``model``, which skips hooks."""
     reference, model = tiny_model("bert", "tokens"), tiny_model("bert", "tokens")
-    apply_unpadding(model, 8)
+    unpad(model, 8)
     inputs = labelled_padding(reference)
     compared(reference, model, lambda module: (module.forward(**inputs) if by == "forward" else module(**inputs)).loss)
     assert ran(model) == ["padded"]
@@ -78,7 +80,7 @@ def test_a_direct_call_of_forward_is_described_too(by: str) -> None:
 def test_labels_that_the_model_does_not_get(family: Family, padding: str) -> None:
     """A Trainer with label smoothing, or a loss of its own, computes the loss from the logits."""
     reference, model = tiny_model(family, "tokens"), tiny_model(family, "tokens")
-    apply_unpadding(model, 8)
+    unpad(model, 8)
     inputs = labelled_padding(reference)
     labels = inputs.pop("labels")
     if padding == "ignored":
@@ -102,7 +104,7 @@ def test_labels_that_the_model_does_not_get(family: Family, padding: str) -> Non
 
 def test_a_later_gradient_at_padding_is_an_error() -> None:
     model = tiny_model("bert", "tokens")
-    apply_unpadding(model, 8)
+    unpad(model, 8)
     inputs = labelled_padding(model)
     labels = inputs.pop("labels")
     for targets in (labels.masked_fill(inputs["attention_mask"] == 0, -100), labels):
@@ -119,7 +121,7 @@ def test_a_pretraining_head_reads_labelled_tokens() -> None:
     torch.manual_seed(0)
     reference = BertForPreTraining(config).eval()
     model = copy.deepcopy(reference)
-    apply_unpadding(model, 8)
+    unpad(model, 8)
     inputs = labelled_padding(reference)
     for labels, expected in (
         (inputs["labels"], "padded"),
@@ -133,7 +135,7 @@ def test_a_pretraining_head_reads_labelled_tokens() -> None:
 def test_a_frozen_encoder_is_observed_too() -> None:
     model = tiny_model("bert", "tokens")
     model.bert.requires_grad_(False)
-    apply_unpadding(model, 8)
+    unpad(model, 8)
     inputs = labelled_padding(model)
     labels = inputs.pop("labels").masked_fill(inputs["attention_mask"] == 0, -100)
     for expected in ("padded", "unpadded"):
@@ -159,7 +161,7 @@ def test_a_pooler_that_reads_padding_is_refused(apply: str, when: str, gradients
     reference.bert.pooler = MeanPooler()
     if when == "before":
         model.bert.pooler = MeanPooler()
-    apply_recommended(model) if apply == "recommended" else apply_unpadding(model)
+    apply_recommended(model) if apply == "recommended" else unpad(model)
     if when == "after":
         model.bert.pooler = MeanPooler()
     inputs = batch([5, 12, 9])
@@ -177,7 +179,7 @@ def test_no_comparison_and_no_refusal_on_request() -> None:
     model(**batch([5, 12, 9]))
     assert ran(model) == ["unpadded"]
     with pytest.raises(ValueError, match="check must be 'auto', 'always' or 'never', not 'no'"):
-        apply_unpadding(tiny_bert(), check="no")  # type: ignore[arg-type]
+        unpad(tiny_bert(), check="no")  # type: ignore[arg-type]
 
 
 def test_every_model_is_compared_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,7 +195,7 @@ def test_every_model_is_compared_on_request(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(first_calls, "outcome_of", counted)
     for check, expected in (("auto", 0), ("always", 2)):
         model = tiny_bert()
-        apply_unpadding(model, 8, check=check)  # type: ignore[arg-type]
+        unpad(model, 8, check=check)  # type: ignore[arg-type]
         for _ in range(2):
             model(**batch([5, 12])).loss.backward()
         assert len(calls) == expected
@@ -205,7 +207,7 @@ def test_embeddings_that_are_pooled_with_the_mask_get_no_warning(kind: Any) -> N
     family: Family = "bert" if kind is BertModel else "mpnet"
     reference = tiny_model(family).base_model
     model = copy.deepcopy(reference)
-    apply_recommended(model) if kind is BertModel else apply_unpadding(model)
+    apply_recommended(model) if kind is BertModel else unpad(model)
     inputs = without_labels(fit_batches(reference, [batch([5, 12, 9])])[0])
 
     def loss(module: Any) -> Tensor:
@@ -228,7 +230,7 @@ def test_a_module_of_ones_own_that_reads_padding_is_refused(gradients: bool) -> 
             return self.bert(ids, mask).last_hidden_state.mean(1)  # type: ignore[no-any-return]
 
     model, reference = Mine(), Mine()
-    apply_unpadding(model, 8)
+    unpad(model, 8)
     inputs = batch([5, 12, 9])
     with torch.set_grad_enabled(gradients):
         # positional arguments have no names, so no padding can be added to a batch without any; this one has some
@@ -238,80 +240,13 @@ def test_a_module_of_ones_own_that_reads_padding_is_refused(gradients: bool) -> 
         assert_near([model(inputs["input_ids"], inputs["attention_mask"])], [reference(*list(inputs.values())[:2])])
 
 
-# Replicas and threads.
-
-
-def replica_of(module: Any) -> Any:
-    """A copy as torch.nn.DataParallel makes it, on the same device."""
-    made = {original: original._replicate_for_data_parallel() for original in module.modules()}
-    for original, copied in made.items():
-        for name, child in original._modules.items():
-            if child is not None:
-                copied._modules[name] = made[child]
-        for name, parameter in original._parameters.items():
-            if parameter is None:
-                copied._parameters[name] = None
-            else:
-                object.__setattr__(copied, name, parameter * 1)
-    return made[module]
-
-
-@pytest.mark.parametrize("family", family_params(UNPADDED))
-def test_replicas_use_their_own_batch(family: Family) -> None:
-    reference, model = tiny_model(family, "tokens"), tiny_model(family, "tokens")
-    apply_unpadding(model, 8)
-    if family in FUSED:
-        apply_fused_layers(model)
-    labelled = labelled_padding(reference)
-    ignored = {**labelled, "labels": labelled["labels"].masked_fill(labelled["attention_mask"] == 0, -100)}
-    shorter = {name: values.flip(0) for name, values in ignored.items()}
-    model(**shorter)  # must leave nothing behind
-    replicas = [replica_of(model), replica_of(model)]
-    losses: dict[int, Tensor] = {}
-    gate = threading.Barrier(2)
-
-    def call(index: int, inputs: Batch) -> None:
-        gate.wait()
-        losses[index] = replicas[index](**inputs).loss
-
-    workers = [threading.Thread(target=call, args=arguments) for arguments in enumerate((labelled, ignored))]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    assert_near([losses[0], losses[1]], [reference(**labelled).loss, reference(**ignored).loss])
-    for module in (model, reference):
-        module.zero_grad()
-    (losses[0] + losses[1]).backward()
-    (reference(**labelled).loss + reference(**ignored).loss).backward()
-    assert_near(gradients(model), gradients(reference))
-
-
-def test_replicas_of_a_model_that_was_not_called_before_run_unpadded() -> None:
-    reference, model = tiny_bert(), tiny_bert()
-    apply_unpadding(model, 8)
-    apply_fused_layers(model)
-    replica, inputs = replica_of(model), batch([5, 12, 9])
-    assert_near([replica(**inputs).loss], [reference(**inputs).loss])
-    assert ran(replica) == ["unpadded"]
-    model(**inputs).loss.backward()
-    assert ran(model) == ["unpadded"], "a replica's call does not have the model compared"
-
-
-def test_replicas_of_a_model_that_is_not_compared_yet_stay_padded() -> None:
-    reference, model = tiny_bert(), tiny_bert()
-    for module in (reference, model):
-        module.bert.pooler = MeanPooler()
-    apply_unpadding(model, 8)
-    replica, inputs = replica_of(model), batch([5, 12, 9])
-    assert_near([replica(**inputs).loss], [reference(**inputs).loss])
-    assert ran(replica) == ["padded"]
+# Threads.
 
 
 def test_threads_that_call_the_head_and_the_base_get_their_own_results() -> None:
     reference, model = tiny_bert().eval(), tiny_bert().eval()
-    apply_unpadding(model, 8)
-    apply_fused_layers(model)
+    unpad(model, 8)
+    fuse(model)
     batches = [batch([5, 12, 9], seed=seed) for seed in range(4)]
     wrong: list[str] = []
 
@@ -350,7 +285,7 @@ def test_a_batch_that_stays_padded_is_computed_by_the_untouched_code(
         pytest.skip(f"transformers has no SDPA attention for {family}")
     for module in (reference, model):
         module.set_attn_implementation(implementation)
-    apply_unpadding(model, 8)
+    unpad(model, 8)
     inputs = labelled_padding(reference) if head == "tokens" else fit_batches(reference, [batch([5, 20, 9])])[0]
     if padding == "left":
         inputs = {name: values.flip(1) if values.ndim == 2 else values for name, values in inputs.items()}
@@ -366,12 +301,12 @@ def test_a_batch_that_stays_padded_is_computed_by_the_untouched_code(
 @pytest.mark.parametrize("family", family_params(UNPADDED))
 def test_masks_of_any_dtype(family: Family, dtype: torch.dtype) -> None:
     reference, model = tiny_model(family).eval(), tiny_model(family).eval()
-    apply_unpadding(model, 8)
+    unpad(model, 8)
     (inputs,) = fit_batches(reference, [batch([5, 12, 9])])
     expected = reference(**inputs).logits
     cast = {**inputs, "attention_mask": inputs["attention_mask"].to(dtype)}
     assert_near([model(**cast).logits], [expected])
-    plan_unpadding(model, cast["attention_mask"])
+    counted(model, cast["attention_mask"])
     assert_near([model(**cast).logits], [expected])
     assert ran(model) == ["unpadded"]
 
@@ -382,9 +317,9 @@ def test_masks_of_any_dtype(family: Family, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("family", ["bert", "modernbert", "deberta_v2"])
 def test_transformations_of_torch_func(family: Family) -> None:
     reference, model = tiny_model(family).eval(), tiny_model(family).eval()
-    apply_unpadding(model, 8)
+    unpad(model, 8)
     if family in FUSED:
-        apply_fused_layers(model)
+        fuse(model)
     (inputs,) = fit_batches(reference, [batch([5, 12, 9])])
     results = []
     for module in (reference, model):
@@ -400,8 +335,8 @@ def test_transformations_of_torch_func(family: Family) -> None:
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 def test_export_and_trace_use_the_untouched_code() -> None:
     reference, model = tiny_bert().eval(), tiny_bert().eval()
-    apply_unpadding(model, 8)
-    apply_fused_layers(model)
+    unpad(model, 8)
+    fuse(model)
     inputs = without_labels(batch([5, 12, 9]))
     exported = torch.export.export(model, (), inputs, strict=False).module()
     assert_near([exported(**inputs).logits], [reference(**inputs).logits])
@@ -419,12 +354,12 @@ def test_export_and_trace_use_the_untouched_code() -> None:
 
 def test_a_full_graph_names_what_to_do() -> None:
     model = tiny_bert().eval()
-    apply_unpadding(model, 8)
+    unpad(model, 8)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     inputs = without_labels(batch([5, 12, 9]))
     with pytest.raises(Exception, match=r"call undo_unpadding\(model\)"):
         compiled(**inputs)
-    plan_unpadding(model, inputs["attention_mask"])
+    counted(model, inputs["attention_mask"])
     assert_near([compiled(**inputs).logits], [tiny_bert().eval()(**inputs).logits])
 
 
@@ -435,7 +370,7 @@ def test_a_full_graph_names_what_to_do() -> None:
 def test_saving_loading_resizing_and_tied_weights(family: Family, tmp_path: Any) -> None:
     model = tiny_model(family, "mlm")
     reference = copy.deepcopy(model)
-    apply_unpadding(model, 8)
+    unpad(model, 8)
     model.save_pretrained(tmp_path)
     loaded = type(reference).from_pretrained(tmp_path)
     assert (loaded.config.architectures, type(loaded)) == ([type(reference).__name__], type(reference))
@@ -462,7 +397,7 @@ def test_a_model_that_calls_its_encoder_again_gets_the_untouched_result() -> Non
         torch.manual_seed(0)
         model = Twice._from_config(tiny_bert().config, attn_implementation="eager").eval()
         if changed:
-            apply_unpadding(model, 8, check="never")
+            unpad(model, 8, check="never")
         inputs = batch([5, 12, 9])
         with torch.no_grad():
             results.append(model(inputs["input_ids"], inputs["attention_mask"]))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import BertForMaskedLM
 
-from composer_speedups import apply_unpadding, undo_unpadding
+from composer_speedups.algorithms.unpadding.encoder_swap import restore_encoders, unpad
 from composer_speedups.packing.derived_classes import stock_class
 from composer_speedups.packing.encoder import unpadded_encoders
 from tests.helpers.common import batch
@@ -28,15 +28,15 @@ def test_a_subclass_like_fsdps_keeps_its_methods_when_the_model_is_restored(mlm_
     reference = tiny_model("bert", "mlm")
     model: Any = copy.deepcopy(reference)
     (inputs,) = fit_batches(model, [batch([9, 3, 12])])
-    apply_unpadding(model, 8, mlm_head)
+    unpad(model, 8, mlm_head)
     for module in (model.bert.encoder, model):
         kind = type(module)
         module.__class__ = type(f"FSDP{kind.__name__}", (Sharded, kind), {})
     assert stock_class(type(model)) is BertForMaskedLM
-    assert apply_unpadding(model, 8, mlm_head) == []
+    assert unpad(model, 8, mlm_head) == []
     assert_near([model(**inputs).loss], [reference(**inputs).loss])
     assert unpadded_encoders(model)[0].ran == "unpadded"
-    assert undo_unpadding(model) == ["bert.encoder"]
+    assert restore_encoders(model) == ["bert.encoder"]
     assert isinstance(model, BertForMaskedLM)
     assert [type(module).__name__ for module in (model.bert.encoder, model)] == [
         "FSDPBertEncoder",

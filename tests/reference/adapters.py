@@ -15,8 +15,7 @@ from peft.tuners.lora.layer import Linear as LoraLinear
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from composer_speedups.algorithms.fused_layers.float8_layer import OPERANDS, float8_layer
-from composer_speedups.algorithms.fused_layers.layer import fused_layer
+from composer_speedups.algorithms.fused_layers.layer import OPERANDS, fused_layer
 from composer_speedups.core.adapters import adapter_of
 from composer_speedups.families.family import DropoutRates, LayerModules
 from composer_speedups.kernels.dropout import draw_seeds, dropped
@@ -127,7 +126,7 @@ def compare_float8() -> None:
             torch.manual_seed(SEED)
             leaf = x.to(dtype if float8 else torch.float32).requires_grad_()
             if float8:
-                result = float8_layer(leaf, modules, NONE, *tokens(), rows, learn=True)
+                result = fused_layer(leaf, modules, NONE, *tokens(), scales=rows, learn=True)
             else:
                 result = of_peft(leaf, modules)
             gradients = torch.autograd.grad(result, [leaf, *trained(modules)], grad.to(result.dtype))

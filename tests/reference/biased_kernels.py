@@ -15,18 +15,19 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from composer_speedups import apply_fused_layers, apply_unpadding
-from composer_speedups.algorithms.fused_layers.layer import fused_layer
-from composer_speedups.algorithms.fused_layers.modules import FusedPositionedLayer
+from composer_speedups.algorithms.fused_layers.fusing import fuse
+from composer_speedups.algorithms.fused_layers.layer import Positions, fused_layer
+from composer_speedups.algorithms.fused_layers.modules import FusedLayer
 from composer_speedups.algorithms.fused_layers.pre_norm_layer import pre_norm_layer
+from composer_speedups.algorithms.unpadding.encoder_swap import unpad
 from composer_speedups.families.blocks import repeated_blocks
 from composer_speedups.families.family import DropoutRates, family_named
 from composer_speedups.kernels.attention import attention_backward, attention_forward
 from composer_speedups.kernels.biased_attention import attend
+from composer_speedups.kernels.observing import counting
 from composer_speedups.packing import attention
 from composer_speedups.packing.attention import PositionBias
-from composer_speedups.packing.encoder import unpadded_encoders
-from composer_speedups.packing.tokens import lay_out_tokens
+from composer_speedups.packing.layout import lay_out
 from tests.helpers.common import batch
 from tests.helpers.models import tiny_model
 from tests.reference.fused_kernels import DEVICE, check_slopes, kept_weights, near, random, seed
@@ -109,7 +110,7 @@ def operators() -> None:
 def layers(name: Any) -> None:
     """Compare a layer with transformers' layer on packed tokens, in float32 and hence with torch's attention."""
     model = tiny_model(name, "tokens").to(DEVICE).train()
-    apply_unpadding(model, 1)
+    unpad(model, 1)
     family = family_named(name)
     assert family is not None
     assert family.layer_modules is not None
@@ -118,7 +119,7 @@ def layers(name: Any) -> None:
         for parameter in layer.parameters():  # norms begin as the identity
             parameter.add_(0.2 * random(*parameter.shape))
     mask = torch.arange(max(LENGTHS), device=DEVICE) < torch.tensor(LENGTHS, device=DEVICE)[:, None]
-    layout, rates = lay_out_tokens(mask, sum(LENGTHS), 1), DropoutRates(0.0, 0.0, 0.0)
+    layout, rates = lay_out(mask, sum(LENGTHS), 1), DropoutRates(0.0, 0.0, 0.0)
     x, grad, results = random(sum(LENGTHS), 32), 0.02 * random(sum(LENGTHS), 32), []
     by_distance = random(2, 2 * layout.longest + 1).requires_grad_()
     angles = random(sum(LENGTHS), 8).repeat(1, 2)
@@ -130,8 +131,8 @@ def layers(name: Any) -> None:
         if fused and name == "esm":
             result = pre_norm_layer(leaf, modules, rates, rotary, *rows, leaf.dtype)
         elif fused:
-            given = (by_distance, None) if name == "mpnet" else (None, rotary)
-            result = fused_layer(leaf, modules, rates, *rows, *given)
+            given = Positions(bias=by_distance) if name == "mpnet" else Positions(angles=rotary)
+            result = fused_layer(leaf, modules, rates, *rows, given)
         elif name == "mpnet":
             result = layer(leaf.unsqueeze(0), position_bias=PositionBias(layout, by_distance))[0].squeeze(0)
         else:
@@ -198,22 +199,26 @@ def frozen_weights() -> None:
             print(f"pre-norm layer, rotary {rotary}, {what} trained: agrees")
 
 
+def by_kernels(layer: Any, hidden: Tensor, *_: Any, **inputs: Any) -> Any:
+    """A fused layer's forward with its kernels, in the dtype of its input."""
+    packed = layer._packed(inputs)
+    return layer.by_kernels(hidden.squeeze(0), packed, hidden.dtype).unsqueeze(0), None
+
+
 def models(name: Any, *, fused: bool) -> None:
     """Compare the loss and gradients of a whole model with the untouched one's. Its layers share the bias's table."""
     stock = tiny_model(name, "tokens").to(DEVICE).train()
     ours = copy.deepcopy(stock)
-    apply_unpadding(ours, 1, check="never")
+    unpad(ours, 1, check="never")
     if fused:
-        apply_fused_layers(ours)
+        fuse(ours)
     inputs = {key: value.to(DEVICE) for key, value in batch([70, 5, 37, 1]).items()}
     inputs["labels"] = (inputs["input_ids"] % 2).masked_fill(inputs["attention_mask"] == 0, -100)
     with patch.object(attention, "supports_triton_attention", lambda *_: True):
         # the kernels, in float32 and also on a CPU
-        with patch.object(
-            FusedPositionedLayer, "_fused", lambda self, x, bias, **_: self.with_positions(x, bias, x.dtype)
-        ):
+        with patch.object(FusedLayer, "forward", by_kernels), counting() as ran:
             losses = [model(**inputs).loss for model in (ours, stock)]
-    assert {encoder.ran for encoder in unpadded_encoders(ours)} == {"unpadded"}
+    assert ran["packed_encoder"] == 1
     near(f"{name}'s loss, {'fused' if fused else 'unpadded'}", *losses)
     for loss in losses:
         loss.backward()

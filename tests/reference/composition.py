@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from composer.utils import dist
 
-from composer_speedups.core.errors import UserError
+from composer_speedups.core.errors import Refusal
 from composer_speedups.distributed.fsdp import GradientClipping, fsdp_parallelism, sharded_blocks
 from composer_speedups.tasks.classification import Classification
 from composer_speedups.tasks.models import FinetuneModel
@@ -71,7 +71,7 @@ def train(case: Case | None, fsdp: FSDPConfig | None = None, *, clip: float | No
 def outcome(case: Case | None, parallelism: str, **settings: Any) -> Any:
     try:
         return train(case, PARALLELISMS[parallelism], **settings)
-    except UserError as error:
+    except Refusal as error:
         return str(error)
 
 

@@ -11,12 +11,12 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from composer_speedups import apply_unpadding
-from composer_speedups.algorithms.fused_layers.layer import disentangled_layer
+from composer_speedups.algorithms.fused_layers.layer import Positions, fused_layer
+from composer_speedups.algorithms.unpadding.encoder_swap import unpad
 from composer_speedups.families.family import DropoutRates, family_named
 from composer_speedups.kernels.disentangled_attention import attend, disentangled_backward, disentangled_forward
 from composer_speedups.packing.disentangled_attention import Relative
-from composer_speedups.packing.tokens import lay_out_tokens
+from composer_speedups.packing.layout import lay_out
 from tests.helpers.models import tiny_model
 from tests.reference.fused_kernels import DEVICE, kept_weights, near, random, seed
 
@@ -110,13 +110,13 @@ def operators() -> None:
 def layers() -> None:
     """Compare the layer with transformers' layer on packed tokens, in float32 and hence with torch's attention."""
     model = tiny_model("deberta_v2").to(DEVICE).train()
-    apply_unpadding(model, 1)
+    unpad(model, 1)
     layer, encoder, family = model.deberta.encoder.layer[0], model.deberta.encoder, family_named("deberta_v2")
     assert family is not None
     assert family.layer_modules is not None
     assert family.position_table is not None
     mask = torch.arange(max(LENGTHS), device=DEVICE) < torch.tensor(LENGTHS, device=DEVICE)[:, None]
-    plan, rates = lay_out_tokens(mask, sum(LENGTHS), 1), DropoutRates(0.0, 0.0, 0.0)
+    plan, rates = lay_out(mask, sum(LENGTHS), 1), DropoutRates(0.0, 0.0, 0.0)
     relative = Relative(plan, encoder_entries(plan.longest))
     x, grad, results = random(sum(LENGTHS), 32), random(sum(LENGTHS), 32), []
     names = ["its input", *dict(layer.named_parameters()), "relative embeddings"]
@@ -125,9 +125,9 @@ def layers() -> None:
         embeddings = encoder.get_rel_embedding()
         if fused:
             table = family.position_table(layer, embeddings)
-            result = disentangled_layer(
-                leaf, family.layer_modules(layer), rates, table, relative.entries, plan.cu_seqlens, plan.longest
-            )
+            positions = Positions(table=table, entries=relative.entries)
+            modules = family.layer_modules(layer)
+            result = fused_layer(leaf, modules, rates, plan.cu_seqlens, plan.longest, positions)
         else:
             result = layer(leaf.unsqueeze(0), None, relative_pos=relative, rel_embeddings=embeddings)[0].squeeze(0)
         of = [leaf, *layer.parameters(), encoder.rel_embeddings.weight]

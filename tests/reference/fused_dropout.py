@@ -15,7 +15,7 @@ from torch import Tensor
 from composer_speedups.algorithms.fused_layers.layer import fused_layer
 from composer_speedups.families.family import DropoutRates, LayerModules
 from composer_speedups.kernels.embeddings import embed
-from composer_speedups.packing.tokens import TokenLayout
+from composer_speedups.packing.layout import Layout
 from tests.reference.fused_kernels import DEVICE, near, random
 from tests.reference.masked_layer import (
     HIDDEN,
@@ -36,7 +36,7 @@ SEED = 11
 STEP, BOUND, DRAWS = (1e-3, 0.01, 1) if DEVICE == "cpu" else (1e-2, 0.05, 16)
 
 
-def layer(x_TH: Tensor, modules: LayerModules, rates: DropoutRates, plan: TokenLayout) -> Tensor:
+def layer(x_TH: Tensor, modules: LayerModules, rates: DropoutRates, plan: Layout) -> Tensor:
     return fused_layer(x_TH, modules, rates, plan.cu_seqlens, plan.longest)
 
 

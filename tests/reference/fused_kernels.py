@@ -62,9 +62,8 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     interpreter._convert_float = _to_float8  # type: ignore[attr-defined]
 
 from composer_speedups import kernels
-from composer_speedups.algorithms.fused_layers.float8_layer import OPERANDS, float8_layer
 from composer_speedups.algorithms.fused_layers.gated_layer import gated_layer
-from composer_speedups.algorithms.fused_layers.layer import fused_layer
+from composer_speedups.algorithms.fused_layers.layer import OPERANDS, fused_layer
 from composer_speedups.algorithms.fused_layers.modules import plain_layer
 from composer_speedups.families.family import DropoutRates, GatedLayerModules, LayerModules
 from composer_speedups.kernels.attention import attention_backward, attention_forward
@@ -88,7 +87,7 @@ from composer_speedups.kernels.norm import add_norm_backward, add_norm_forward
 from composer_speedups.kernels.pre_norm import pre_norm_backward, pre_norm_forward
 from composer_speedups.kernels.rotary import rotate
 from composer_speedups.kernels.sums import partial_sums, totals
-from composer_speedups.packing.tokens import TokenLayout, lay_out_tokens
+from composer_speedups.packing.layout import Layout, lay_out
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 LENGTHS = [5, 0, 70, 1, 37]
@@ -455,7 +454,7 @@ def layers(*, in_float8: bool) -> None:
     for parameter in modules.parameters():
         nn.init.normal_(parameter, std=0.4 if not in_float8 else 0.2)
     mask = torch.arange(max(LENGTHS), device=DEVICE) < torch.tensor(LENGTHS, device=DEVICE)[:, None]
-    plan, rates = lay_out_tokens(mask, sum(LENGTHS), 1), DropoutRates(0.0, 0.0, 0.0)
+    plan, rates = lay_out(mask, sum(LENGTHS), 1), DropoutRates(0.0, 0.0, 0.0)
     x, grad, results = random(sum(LENGTHS), hidden), random(sum(LENGTHS), hidden), []
     if in_float8:
         whole_float8_layer(x, grad, modules, rates, plan)
@@ -528,7 +527,7 @@ def gated_layers(
         check_slopes(partial(scalar, rates), [modules.qkv.weight, modules.up.weight])
 
 
-def whole_float8_layer(x: Tensor, grad: Tensor, modules: LayerModules, rates: DropoutRates, plan: TokenLayout) -> None:
+def whole_float8_layer(x: Tensor, grad: Tensor, modules: LayerModules, rates: DropoutRates, plan: Layout) -> None:
     """Check that errors are within 8-bit rounding, and that the second pass, with fitted scales, equals the first."""
     dtype = torch.float32 if DEVICE == "cpu" else torch.bfloat16
     rows = new_scales(len(OPERANDS), torch.device(DEVICE))
@@ -536,7 +535,7 @@ def whole_float8_layer(x: Tensor, grad: Tensor, modules: LayerModules, rates: Dr
     for attempt in range(3):
         leaf = x.detach().to(dtype).requires_grad_()
         if attempt < 2:
-            result = float8_layer(leaf, modules, rates, plan.cu_seqlens, plan.longest, rows, learn=True)
+            result = fused_layer(leaf, modules, rates, plan.cu_seqlens, plan.longest, scales=rows, learn=True)
         else:
             result = plain_layer(leaf.float(), modules, rates, plan)
         wanted = [leaf, *modules.parameters()]

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from composer_speedups.families.family import DropoutRates, LayerModules
-from composer_speedups.packing.tokens import TokenLayout, lay_out_tokens
+from composer_speedups.packing.layout import Layout, lay_out
 
 LENGTHS = [4, 0, 11, 1]  # below 16: see masks_of
 HEADS, HIDDEN, INNER = 2, 64, 64
 SIZE = HIDDEN // HEADS
 SITES = ("attention_weights", "attention", "output")  # the fields of DropoutRates
-Layer = Callable[[Tensor, LayerModules, DropoutRates, TokenLayout], Tensor]
+Layer = Callable[[Tensor, LayerModules, DropoutRates, Layout], Tensor]
 
 
 class Masks(NamedTuple):
@@ -32,9 +32,9 @@ class Masks(NamedTuple):
     output: Tensor
 
 
-def plan_on(device: str) -> TokenLayout:
+def plan_on(device: str) -> Layout:
     lengths = torch.tensor(LENGTHS, device=device)
-    return lay_out_tokens(torch.arange(max(LENGTHS), device=device) < lengths[:, None], sum(LENGTHS), 1)
+    return lay_out(torch.arange(max(LENGTHS), device=device) < lengths[:, None], sum(LENGTHS), 1)
 
 
 def modules_on(device: str, dtype: torch.dtype = torch.float32) -> LayerModules:

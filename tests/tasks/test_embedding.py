@@ -34,7 +34,7 @@ from composer_speedups import (
 )
 from composer_speedups.algorithms.cuda_graphs.graphed_calls import GraphedCalls
 from composer_speedups.algorithms.cuda_graphs.installing import plans_in
-from composer_speedups.core.errors import CannotRunError, ConfigError, DataError
+from composer_speedups.core.errors import ConfigError, DataError, Refusal
 from composer_speedups.core.trainer_state import model_of
 from composer_speedups.data.loader import build_data
 from composer_speedups.packing.encoder import unpadded_encoders
@@ -293,7 +293,7 @@ def test_pooling_that_reads_padding_is_refused_though_the_first_batch_has_none(t
     full = [{"anchor": "amber birch cedar", "positive": "cedar birch amber"}, {"anchor": "a b c", "positive": "c b a"}]
     batch = {key: value[..., :5] for key, value in collated(Embedding(), full, tokenizer).items()}
     assert bool(batch["attention_mask"].all())
-    with pytest.raises(CannotRunError, match=r"^unpadding: its result differs from the untouched model's"):
+    with pytest.raises(Refusal, match=r"^unpadding: its result differs from the untouched model's"):
         trained(model, [batch], Unpadding())
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import BertForMaskedLM, DataCollatorForLanguageModeling
+from transformers import AutoTokenizer, BertForMaskedLM, DataCollatorForLanguageModeling, PreTrainedTokenizerFast
 
 from composer_speedups import FusedLayers, FusedOptimizer, Unpadding
 from composer_speedups.data.builtin import builtin_samples
@@ -120,6 +120,22 @@ def test_a_run_reports_the_metrics_that_its_dashboard_shows(
     assert missing_in(seen, task) == ({"metrics/eval/SpearmanCorrCoef"} if task == "embedding" else set())
 
 
+@EVERY
+def test_transformers_4_reads_the_exported_tokenizer_and_cuts_texts_to_the_model(
+    task: str, one: dict[str, dict[str, Any]], folder: Path
+) -> None:
+    """It looks up ``tokenizer_class`` among its own, and passes the other settings to that class."""
+    exported = folder / "runs" / f"one_{task}" / "model"
+    settings = json.loads((exported / "tokenizer_config.json").read_text())
+    assert settings.pop("tokenizer_class") == "PreTrainedTokenizerFast"
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(exported / "tokenizer.json"), **settings)
+    positions = json.loads((exported / "config.json").read_text())["max_position_embeddings"]
+    length = one[task]["config"]["data"]["max_length"] if task == "reranking" else positions
+    short, long = ("a good film", "a good film " * positions)
+    assert len(tokenizer(long, truncation=True)["input_ids"]) == length <= positions
+    assert tokenizer(short)["input_ids"] == AutoTokenizer.from_pretrained(exported)(short)["input_ids"]
+
+
 def _as_one_process(task: str, way: str, one: dict[str, Any], two: Reports, folder: Path) -> None:
     assert (one[task]["training"]["ranks"], two[way][task]["training"]["ranks"]) == (1, 2)
     stock = weights(f"one_{task}", folder)
@@ -170,13 +186,11 @@ def test_a_stream_trains_as_from_memory_and_resumes_exactly(task: str) -> None:
 @pytest.mark.supports("tune")
 def test_tune_writes_a_yaml_that_trains(task: str, monkeypatch: pytest.MonkeyPatch) -> None:
     own = [f"model.task={task}", "algorithms.fused_optimizer=null", "algorithms.sdpa_attention=null"]
-    log, trained = search(monkeypatch, ["foreach_optimizer"], *own)
-    assert trained == len(log["trials"]) >= 2
-    (verdict,) = [verdict for verdict in log["verdicts"] if verdict["candidate"]["label"] == "foreach_optimizer"]
-    assert verdict["state"] == "measured"
-    assert all(trial["outcome"]["step_seconds"] > 0 for trial in log["trials"])
+    log = search(monkeypatch, {"foreach": {"foreach_optimizer": {}}}, *own)
+    assert [trial["status"] for trial in log["trials"]] == ["ok"]
+    assert log["trials"][0]["step_seconds"] > 0
     tuned = load_config("quickstart.tuned.yaml")
-    assert (tuned.model.task, tuned.algorithms) == (task, log["chosen"])
+    assert (tuned.model.task, tuned.algorithms) == (task, log["algorithms"])
     application.main(["-f", "quickstart.tuned.yaml", "trainer.max_duration=2ba", "trainer.eval_batches=1"])
     assert json.loads(Path("runs/quickstart/report.json").read_text())["training"]["batches"] == 2
 

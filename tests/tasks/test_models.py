@@ -116,8 +116,7 @@ def test_quantised_weights_are_refused(settings: dict[str, Any], init: Any, toke
     path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": settings}))
     with pytest.raises(
         ConfigError,
-        match=rf"model\.name: 'model' has quantised weights \({settings['quant_method']}\), which cannot be trained; "
-        "use the model before quantisation",
+        match=rf"model\.name: 'model' cannot be loaded \(its weights are quantised with {settings['quant_method']};",
     ):
         built(ModelConfig(name=name, init=init), tokenizer, 16)
 

@@ -17,6 +17,7 @@ from tokenizers.models import WordPiece
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
 from composer_speedups.core.errors import ConfigError, DataError
+from composer_speedups.core.pretrained import pretrained_config
 from composer_speedups.data.sources import load_samples
 from composer_speedups.data.streams import stream_of_samples
 from composer_speedups.data.tokens import load_tokenizer
@@ -71,6 +72,68 @@ def test_code_in_a_models_folder_is_never_run(model_type: str, monkeypatch: pyte
     assert MARKER.exists()  # with trust_remote_code, transformers runs it
 
 
+KERNEL = "owner/kernel@revision"
+
+
+def accept_files(folder: str) -> None:
+    """Let ``predict`` read the files of a folder, whatever train.py exported."""
+    file = Path(folder, "task.json")
+    file.write_text(json.dumps({**json.loads(file.read_text()), "files": {}}))
+
+
+@pytest.mark.parametrize("door", ["train", "random", "predict"])
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        {"_attn_implementation": KERNEL},
+        {"_attn_implementation_internal": KERNEL},
+        {"attn_implementation": KERNEL, "experts_implementation": KERNEL, "_experts_implementation": KERNEL},
+    ],
+    ids=lambda hostile: next(iter(hostile)),
+)
+def test_a_kernel_that_a_configuration_names_is_never_loaded(
+    hostile: dict[str, str], door: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = list[str]()
+
+    def load(name: str, *_: object, **__: object) -> None:
+        loaded.append(name)
+
+    monkeypatch.setattr("transformers.modeling_utils.is_kernels_available", lambda *_: True)
+    monkeypatch.setattr("transformers.integrations.hub_kernels.is_kernels_available", lambda *_: True)
+    monkeypatch.setattr("transformers.integrations.hub_kernels.get_kernel", load)
+    run("trainer.max_duration=1ba", "run_name=done", "data.vocab_size=128")
+    path = Path("runs/done/model/config.json")
+    path.write_text(json.dumps({**json.loads(path.read_text()), **hostile}))
+    accept_files("runs/done/model")
+    if door == "predict":
+        model = FinishedModel.load(Path("runs/done")).model
+    else:
+        tokenizer = load_tokenizer(DataConfig(), "runs/done/model", None)
+        task = Classification(labels=["negative", "positive"])
+        settings = ModelConfig(name="runs/done/model", init="random" if door == "random" else "pretrained")
+        model = build_model(settings, task, tokenizer, 16).model
+    assert model.config._attn_implementation in ("eager", "sdpa")
+    assert loaded == []
+
+
+def test_internals_are_left_out_of_the_configurations_of_parts_and_labels_are_kept() -> None:
+    config = {
+        "model_type": "clip",
+        "_attn_implementation": KERNEL,
+        "label2id": {"_other": 1},
+        "id2label": {1: "_other"},
+    }
+    config |= {"text_config": {"_attn_implementation": KERNEL}, "vision_config": {"attn_implementation": KERNEL}}
+    Path("clip").mkdir()
+    Path("clip/config.json").write_text(json.dumps(config))
+    read = pretrained_config("clip")
+    assert {part._attn_implementation for part in (read, read.text_config, read.vision_config)} == {None}
+    assert read.label2id == {"_other": 1}
+    theirs = AutoConfig.from_pretrained("clip")
+    assert KERNEL in {part._attn_implementation for part in (theirs, theirs.text_config, theirs.vision_config)}
+
+
 def with_adapter(folder: str) -> None:
     """Add an adapter to a model's folder, whose configuration names a module of the working directory."""
     adapter = LoraConfig(target_modules=["query"], megatron_config={"unused": 1}, megatron_core="theirs")
@@ -115,6 +178,7 @@ def test_predict_does_not_run_code_in_the_exported_model(attack: str, monkeypatc
         path = folder / "config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | config))
         (folder / "code.py").write_text(_CODE)
+        accept_files(str(folder))
         message = "^RUN: runs/done/model cannot be loaded"
     with pytest.raises(ConfigError, match=message):
         FinishedModel.load(Path("runs/done"))

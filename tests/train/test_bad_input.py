@@ -18,12 +18,12 @@ from typing import Any
 import pytest
 import torch
 
-from composer_speedups.core.errors import MASK, UserError
+from composer_speedups.core.engaging import check
+from composer_speedups.core.errors import Refusal
 from composer_speedups.core.registry import build_techniques
-from composer_speedups.core.technique import screen
 from composer_speedups.train import application
 from composer_speedups.train.cli import exit_codes, read_command_line
-from composer_speedups.train.trainer import context_of, open_device
+from composer_speedups.train.trainer import open_device, run_of
 from tests.conftest import ROOT
 from tests.helpers.forks import Fork
 from tests.helpers.hangs import HANGS
@@ -44,8 +44,8 @@ def refusal(mutation: Mutation) -> str | None:
             warnings.simplefilter("ignore")  # on_unavailable: warn
             config, origins = read_command_line(["-f", "mutated.yaml", *mutation.arguments])
             techniques = build_techniques(config.algorithms, config.on_unavailable, origins)
-            screen(techniques, context_of(config.trainer, open_device(config.trainer)))
-    except UserError as error:
+            check(techniques, run_of(config.trainer, open_device(config.trainer)))
+    except Refusal as error:
         return str(error)
     return None
 
@@ -65,7 +65,7 @@ def _in_time() -> Iterator[None]:
 
 
 def check_all(seed: int, each: int) -> tuple[int, list[Mutation]]:
-    """Check all mutations; return their number and those that passed. Fail on any exception other than UserError."""
+    """Check all mutations; return their number and those that passed. Fail on any exception other than Refusal."""
     tried, passed = 0, []
     for mutation in [*files(), *overrides(seed, each)]:
         tried += 1
@@ -144,11 +144,11 @@ def test_errors_that_only_a_run_finds_are_one_line(override: str, message: str) 
 
 WITHOUT_TORCH = """
 import sys
-from composer_speedups.core.errors import UserError
+from composer_speedups.core.errors import Refusal
 from composer_speedups.{program} import main
 try:
     main({arguments!r})
-except UserError as error:
+except Refusal as error:
     print(error, "torch" in sys.modules, "datasets" in sys.modules)
 """
 COLUMN = (
@@ -163,6 +163,12 @@ COLUMN = (
         ("train.application", ["data.train_file=no-*.csv"], "data.train_file: there is no file no-*.csv"),
         ("train.application", ["data.train_file=a.csv", "model.name=./none"], "model.name: ./none (relative to /"),
         ("train.application", ["data.train_file=a.csv", "data.label_column=lable"], COLUMN),
+        (
+            "train.application",
+            ["data.train_file=a.csv", "model.task=multilabel"],
+            "data.train_file: a.csv has no column 'labels'; did you mean 'label'? (it has: text, label); set "
+            "data.label_column=NAME, or data.label_columns for columns of 0 and 1",
+        ),
         ("predict.__main__", ["done", "input=none.csv"], "input: none.csv (relative to /"),
         ("predict.__main__", ["none", "input=a.csv"], "RUN: none (relative to /"),
     ],
@@ -182,9 +188,9 @@ def test_missing_files_and_columns_are_noticed_before_imports(program: str, argu
 def test_a_warning_is_one_line_without_its_place_in_the_source() -> None:
     before = warnings.formatwarning
     with exit_codes():
-        said = warnings.formatwarning("first\nsecond https://me:secret@host/x", UserWarning, "a.py", 3)
+        said = warnings.formatwarning("first\nsecond", UserWarning, "a.py", 3)
         internal = warnings.formatwarning("internal", FutureWarning, "a.py", 3)
-    assert said == f"warning: first second https://{MASK}@host/x\n"
+    assert said == "warning: first second\n"
     assert internal == "a.py:3: FutureWarning: internal\n"
     assert warnings.formatwarning is before
 

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from composer_speedups.callbacks.throughput import Batch
-from composer_speedups.core.errors import ConfigError, TechniqueError
+from composer_speedups.core.errors import ConfigError, Refusal
 from composer_speedups.train import application, console
 from composer_speedups.train.baseline import steady_rate, turn_ratios
 from composer_speedups.train.config.load import load_config
 from composer_speedups.train.console import TrainingProgress
+from composer_speedups.train.report import summary_table
 from tests.conftest import ROOT
 from tests.helpers.common import make_trainer
 from tests.helpers.jobs import SHORT, run
@@ -102,7 +103,23 @@ def test_a_baseline_is_reported_and_does_not_change_the_run(
     ratio = baseline["run_samples_per_sec"] / baseline["samples_per_sec"]
     assert ratio > 0
     last = printed.strip().splitlines()[-1]
-    assert last.startswith(f"unpadding, fused_optimizer in place of sdpa_attention: {ratio:.2f} times as fast")
+    change = "unpadding, fused_optimizer in place of sdpa_attention: "
+    assert last.startswith(change)
+    assert f"{ratio:.2f} times as fast" in last
+    for turns, decided in (([1.02, 1.4], True), ([0.63, 5.78], False), ([1.0, 1.4], False), ([0.5, 0.9], True)):
+        table = summary_table({**compared, "baseline": {**baseline, "turn_ratios": turns}}, "runs/x")
+        last = table.splitlines()[-1]
+        assert last.startswith(f"{change}{ratio:.2f} times") is decided
+        assert ("the turns do not tell which is faster" in last) is not decided
+        assert f"{turns[0]:.2f} to {turns[1]:.2f} times in single turns" in last
+    for steps, note in (
+        (0, "MiB reduced per step"),
+        (2, "MiB reduced per step, overlapping the optimizer's update in 2 of"),
+    ):
+        table = summary_table({**compared, "ddp": {"mib_a_step": 1.5, "overlapped_steps": steps}}, "runs/x")
+        [line] = [line for line in table.splitlines() if "gradients" in line]
+        assert line.partition("1.5  ")[2].startswith(note)
+        assert ("overlapping" in line) is bool(steps)
     plain = run(*settings, *BASELINE[:2])
     assert plain["baseline"] is None
     assert plain["metrics"] == compared["metrics"]
@@ -126,8 +143,8 @@ def test_the_baselines_rate_excludes_warm_up_and_the_first_batch_of_each_turn() 
     ("override", "error", "message"),
     [
         ("baseline={algorithms: {unpading: {}}}", ConfigError, r"baseline\.algorithms\.unpading is not a technique"),
-        ("baseline={algorithms: {tf32_matmul: {}}}", TechniqueError, "tf32_matmul: TF32 needs a CUDA GPU"),
-        ("baseline={algorithms: {unpadding: {}, sdpa_attention: {}}}", TechniqueError, "conflicts with"),
+        ("baseline={algorithms: {tf32_matmul: {}}}", Refusal, "tf32_matmul: TF32 needs a CUDA GPU"),
+        ("baseline={algorithms: {unpadding: {}, sdpa_attention: {}}}", Refusal, "conflicts with"),
     ],
 )
 def test_a_baseline_that_cannot_be_trained_is_refused(override: str, error: type[Exception], message: str) -> None:

@@ -36,6 +36,8 @@ def test_an_exported_model_has_a_card_of_its_report() -> None:
     assert (data.library_name, data.pipeline_tag) == ("transformers", "text-classification")
     assert (data.base_model, data.datasets, data.eval_results) == (None, None, None)
     assert f"| accuracy | {report['metrics']['accuracy']:.6g} |" in text
+    assert "train_accuracy" in report["metrics"]
+    assert "train_" not in text, "of a last batch, which may have two samples"
     for name, values in report["classes"]["classes"].items():
         precision = "–" if values["precision"] is None else f"{values['precision']:.4g}"
         assert f"| {name} | {precision} | {values['recall']:.4g} | {values['f1']:.4g} | {values['samples']} |" in text

@@ -14,7 +14,9 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from composer_speedups.data.file_checks import columns_read
 from composer_speedups.tasks.config import ModelConfig
+from composer_speedups.tasks.data_config import DEFAULT_COLUMNS
 from composer_speedups.tasks.task import checked_task
 from composer_speedups.train.config.load import load_config, load_with_origins
 from tests.conftest import ROOT
@@ -165,5 +167,6 @@ def test_fp32_means_fp32_on_a_gpu() -> None:
 def test_custom_trains_every_task_with_the_tasks_own_columns(task: str) -> None:
     config, origins = load_with_origins(ROOT / "yamls" / "custom.yaml", [f"model.task={task}"])
     built = checked_task(config, origins)
-    assert built.texts == list(type(built).default_texts)
-    assert built.label_column == type(built).default_label
+    assert (built.texts, built.label_column) == DEFAULT_COLUMNS[task]
+    for training in (True, False):
+        assert columns_read(config.data, config.model, training=training) == built.columns(training=training)

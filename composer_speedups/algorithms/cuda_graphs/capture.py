@@ -204,8 +204,10 @@ class _Replay(FirstDerivative):
         return (None, ctx.captured.token() if ctx.needs_input_grad[1] else None, *gradients)
 
 
-class _AccumulatingReplay(torch.autograd.Function):
+class _AccumulatingReplay(FirstDerivative):
     """The forward pass, and the whole backward pass with the accumulation of its gradients."""
+
+    refusal = NO_SECOND_DERIVATIVE
 
     @staticmethod
     def forward(ctx: Any, captured: Captured, anchor: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -213,8 +215,6 @@ class _AccumulatingReplay(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *output_gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        if torch.is_grad_enabled():  # in a backward pass, with create_graph=True only
-            raise RuntimeError(NO_SECOND_DERIVATIVE)
         ctx.captured.accumulate(output_gradients)
         return (None,) * len(ctx.needs_input_grad)
 

@@ -59,15 +59,19 @@ class CUDAGraphs(Technique):
         from composer_speedups.algorithms.cuda_graphs.installing import install
 
         try:
-            self._calls = calls = install(run.model, self.max_graphs)
+            calls = install(run.model, self.max_graphs)
         except ValueError as error:
             raise self.refusal(str(error), "remove it") from error
         if run.state is not None:
             calls.pool = torch.cuda.graph_pool_handle()  # Composer runs each backward pass before the next forward
-        calls.on_failure, calls.on_outdated = self._cannot_capture, self._wait_for_buckets
         calls.paused = lambda: run.observing
         run.give_back(calls.release)
+        self._control(calls)
         return {"max_graphs": self.max_graphs}
+
+    def _control(self, calls: GraphedCalls) -> None:
+        self._calls = calls
+        calls.on_failure, calls.on_outdated = self._cannot_capture, self._wait_for_buckets
 
     def before_forward(self, run: Run) -> None:
         from torch.nn.parallel import DistributedDataParallel

@@ -14,7 +14,7 @@ from composer_speedups.algorithms.cuda_graphs.capture import Captured, CUDARecor
 from composer_speedups.core.adapters import is_adapted
 from composer_speedups.core.compile_counts import capturing
 from composer_speedups.core.errors import first_line
-from composer_speedups.core.temporary_attribute import temporary_attribute
+from composer_speedups.packing.call import KnownBatch, known_batch, with_known_batch
 from composer_speedups.packing.untouched import is_untouched
 
 
@@ -35,9 +35,8 @@ class GraphedCalls:
         recorder: Creates the recorder of a capture from the pool; by default :class:`CUDARecorder`.
 
     Attributes:
-        carries: Returns objects and attributes that a call reads in addition to its arguments: tensors and plain
-            values, in tuples. They are treated as arguments. If one is None or empty, the call runs the original
-            function.
+        reads_known_batch: Whether a call reads what the host counted of its batch (:func:`.known_batch`), which is
+            treated as an argument. A call whose batch was not counted runs the original function.
         cut_behind: Blocks after which the backward pass is cut into segments with one graph each (see
             :mod:`.segments`); empty by default. It is not cut behind frozen blocks, before which it ends.
         accumulate: Whether a backward pass adds the gradients to ``parameter.grad`` itself; False by default. See
@@ -62,7 +61,7 @@ class GraphedCalls:
         recorder: Callable[[Any], Recorder] = CUDARecorder,
     ) -> None:
         self.model, self.original, self.max_graphs, self.recorder = model, original, max_graphs, recorder
-        self.carries: Callable[[], list[tuple[Any, str]]] = list
+        self.reads_known_batch = False
         self.cut_behind: Sequence[nn.Module] = ()
         self.accumulate = False
         self.pool: Any = None
@@ -94,10 +93,10 @@ class GraphedCalls:
             return self.original(*args, **kwargs)
         self._forget_outdated()
         args = tuple(dict(a) if isinstance(a, Mapping) else a for a in args)  # pytree does not support UserDict
-        carried = tuple(getattr(module, attribute) for module, attribute in self.carries())
-        leaves, spec = tree_flatten((args, kwargs, carried))
+        known = known_batch().on_device() if self.reads_known_batch else KnownBatch()
+        leaves, spec = tree_flatten((args, kwargs, known))
         leaves = _without_repeats(leaves)
-        missing = any(value is None or (isinstance(value, tuple) and not value) for value in carried)
+        missing = self.reads_known_batch and not known.rows
         key = None if self.held or missing or self.paused() else _key(leaves, spec)
         graph = None
         if key is not None:
@@ -215,7 +214,7 @@ class _Graph:
     """The captured graphs of one shape, with conversion between the model's arguments and outputs and flat tensors."""
 
     def __init__(self, calls: GraphedCalls, gradients: SharedGradients, leaves: list[Any], spec: TreeSpec) -> None:
-        self._original, self._carries = calls.original, calls.carries()
+        self._original = calls.original
         self._placeholders = ParameterPlaceholders(calls.model)
         self._leaves, self._spec = leaves, spec
         self._outputs: list[Any] = []  # the outputs that are not tensors, with None for tensors
@@ -262,8 +261,8 @@ class _Graph:
         remaining = iter(tensors)
         leaves = [next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
         leaves = [leaves[leaf.leaf] if isinstance(leaf, _SameAs) else leaf for leaf in leaves]
-        args, kwargs, carried = tree_unflatten(leaves, self._spec)
-        with _static_attributes(self._carries, carried), self._placeholders.in_place():
+        args, kwargs, known = tree_unflatten(leaves, self._spec)
+        with with_known_batch(known), self._placeholders.in_place():
             outputs, self._output_spec = tree_flatten(self._original(*args, **kwargs))
         self._outputs = [None if isinstance(leaf, Tensor) else leaf for leaf in outputs]
         self._is_tensor = [isinstance(leaf, Tensor) for leaf in outputs]
@@ -332,12 +331,3 @@ def _cuda_generator_restored() -> Iterator[None]:
         raise
     # Captured graphs hold the generator's current state object, so its numbers are set, and the object is kept.
     generator.set_state(numbers.get_state())
-
-
-@contextlib.contextmanager
-def _static_attributes(carries: list[tuple[Any, str]], values: Iterable[Any]) -> Iterator[None]:
-    """Set the attributes to the graph's static tensors, which a replay fills, and restore them on exit."""
-    with contextlib.ExitStack() as stack:
-        for (module, attribute), value in zip(carries, values, strict=True):
-            stack.enter_context(temporary_attribute(module, attribute, value))
-        yield

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -11,10 +10,9 @@ from torch.nn.parallel import DistributedDataParallel
 from composer_speedups.algorithms.cuda_graphs.graphed_calls import GraphedCalls
 from composer_speedups.core.trainer_state import world_size
 from composer_speedups.families.blocks import repeated_blocks
-from composer_speedups.packing.call import ModelAroundEncoder, models_around_encoders
-from composer_speedups.packing.encoder import UnpaddedEncoder, unpadded_encoders
+from composer_speedups.packing.encoder import unpadded_encoders
 
-__all__ = ["blocks_to_cut", "cut_points", "install", "plans_in"]
+__all__ = ["blocks_to_cut", "cut_points", "install"]
 
 _MIN_SEGMENT = 50 * 2**20  # minimum bytes of gradients per segment
 
@@ -29,7 +27,7 @@ def install(model: nn.Module, max_graphs: int = 4, segments: int | None = None) 
         model: A model on a CUDA GPU. It must already be compiled or unpadded, if at all, and have all its parameters,
             but not be wrapped in DDP. Its ``forward`` (or its compiled call) is replaced in place. Arguments must be
             plain values and tensors without gradients, which may be in dicts or lists. Calls of an unpadded model
-            without a plan run eagerly.
+            whose batch has no row lengths run eagerly.
         max_graphs: Maximum number of captured shapes, each of which keeps the memory of its activations. Calls with
             further shapes run eagerly. In an unpadded model, the number of packed tokens is part of the shape.
         segments: Number of graphs of each backward pass, which is cut between the model's repeated blocks. So DDP sends
@@ -40,31 +38,18 @@ def install(model: nn.Module, max_graphs: int = 4, segments: int | None = None) 
         The replacement of the forward pass; ``release()`` undoes it.
 
     Raises:
-        ValueError: The model is already wrapped in DDP.
+        ValueError: The model is already wrapped in DDP, or ``segments`` is below 1.
     """
+    if segments is not None and segments < 1:
+        raise ValueError(f"segments must be at least 1, not {segments}")
     if isinstance(model, DistributedDataParallel):
         raise ValueError("communication cannot be captured; apply cuda_graphs before DDP wraps the model")
     attribute = "forward" if model._compiled_call_impl is None else "_compiled_call_impl"
     calls = GraphedCalls(model, getattr(model, attribute), max_graphs)
     calls.install(attribute)
     calls.cut_behind = blocks_to_cut(model, segments) if segments is not None or world_size() > 1 else ()
-    calls.carries = plans_in(model)
+    calls.reads_known_batch = bool(unpadded_encoders(model))
     return calls
-
-
-def plans_in(model: nn.Module) -> Callable[[], list[tuple[Any, str]]]:
-    """A function that lists where a model's plans for packing are: objects and names of their attributes.
-
-    A comparison with the untouched model replaces these objects, so they are looked up for each call.
-    """
-    encoders, around = unpadded_encoders(model), models_around_encoders(model)
-
-    def plans() -> list[tuple[Any, str]]:
-        packings = [(encoder.packing, "planned") for encoder in encoders if isinstance(encoder, UnpaddedEncoder)]
-        rules = [outer.call_rules for outer in around if isinstance(outer, ModelAroundEncoder)]
-        return [*packings, *((rule.labelled_head, "layout") for rule in rules if rule.labelled_head is not None)]
-
-    return plans
 
 
 def cut_points(sizes: Sequence[int], least: int = _MIN_SEGMENT) -> list[int]:

@@ -36,6 +36,8 @@ class LowPrecisionLayerNorm(nn.LayerNorm):
     """
 
     def forward(self, input: Tensor) -> Tensor:
+        if is_untouched():
+            return super().forward(input)
         x = to_autocast_dtype(input)
         if is_untouched() or not torch.is_autocast_enabled(x.device.type):
             return _report(super().forward(input))
@@ -53,6 +55,8 @@ class TritonLayerNorm(nn.LayerNorm):
     """
 
     def forward(self, input: Tensor) -> Tensor:
+        if is_untouched():
+            return super().forward(input)
         from liger_kernel.ops import LigerLayerNormFunction  # an extra
 
         if is_untouched():
@@ -71,6 +75,8 @@ class ApexLayerNorm(nn.LayerNorm):
     """
 
     def forward(self, input: Tensor) -> Tensor:
+        if is_untouched():
+            return super().forward(input)
         from apex.normalization.fused_layer_norm import fused_layer_norm_affine  # an extra
 
         if is_untouched():

@@ -49,7 +49,6 @@ class FusedLayers(ComparedTechnique):
     def reset(self) -> None:
         super().reset()
         self._layers: list[Any] = []
-        self._embeddings: list[Any] = []
         self._compiling: Any = None  # a kernels.compile_ahead.Compiling, whose module imports Triton
 
     @property
@@ -68,17 +67,17 @@ class FusedLayers(ComparedTechnique):
             yield from needs_bf16(self.name, run, "precision: fp8")
 
     def engage(self, run: Run) -> dict[str, Any]:
-        from composer_speedups.algorithms.fused_layers.fusing import fuse, unfuse, unfused_layers
+        from composer_speedups.algorithms.fused_layers.fusing import fuse, unfuse
         from composer_speedups.algorithms.fused_layers.modules import FusedEmbeddings, FusedLayer, modules_shape
         from composer_speedups.families.family import family_of
 
         try:
-            fuse(run.model, self.last_layer, "autocast" if self.precision == "bf16" else "fp8")
+            fuse(run.model, self.last_layer, self.precision)
         except ValueError as error:
             raise self.refusal(str(error).removeprefix("fused_layers "), "remove it for this model") from error
         run.give_back(unfuse, run.model)
         self._layers = [layer for layer in run.model.modules() if isinstance(layer, FusedLayer)]
-        self._embeddings = [module for module in run.model.modules() if isinstance(module, FusedEmbeddings)]
+        embeddings = next((module for module in run.model.modules() if isinstance(module, FusedEmbeddings)), None)
         family = family_of(type(self._layers[0]))
         if run.device.type == "cuda" and family is not None and family.has_berts_layers:  # for which compile_ahead is
             import torch
@@ -87,12 +86,11 @@ class FusedLayers(ComparedTechnique):
             from composer_speedups.kernels.compile_ahead import compile_ahead
 
             dtype = torch.float16 if run.precision == "amp_fp16" else torch.bfloat16
-            shape = modules_shape(self._layers[0], next(iter(self._embeddings), None))
+            shape = modules_shape(self._layers[0], embeddings)
             ranks = LayerAdapters.of(self._layers[0].layer_modules()).ranks()
             self._compiling = compile_ahead(shape, dtype, run.device, float8=self.precision == "fp8", ranks=ranks)
             run.give_back(lambda: self._compiling.close(cancel=True))
-        unfused = unfused_layers(run.model)
-        return {"layers": len(self._layers), **({"unfused": unfused} if unfused else {})}
+        return {"layers": len(self._layers)}
 
     def fit_start(self, run: Run) -> None:
         if self._compiling is not None and getattr(run.state.train_dataloader, "num_workers", None):  # type: ignore
@@ -124,24 +122,26 @@ class FusedLayers(ComparedTechnique):
             raise self.refusal(str(error), "load the weights only") from error
 
     def proof(self, run: Run, seen: FirstBatch) -> dict[str, Any]:
-        from composer_speedups.algorithms.fused_layers.fusing import unfused_layers
-
         if self._compiling is not None:
             self._compiling.close()  # no kernel may be launched during a capture of CUDA graphs, which may come next
-        ran = [layer.ran for layer in self._layers]
-        wrong = [way for way in ran if way in (None, "stock")]
-        if wrong:
-            reason = "did not run" if wrong[0] is None else "ran the stock model's code"
-            raise self.no_effect(f"{len(wrong)} of {len(ran)} layers {reason}", "keep unpadding engaged")
-        unfused = unfused_layers(run.model)
-        if set(ran) == {"unfused"}:
-            reason = f"no layer ran fused ({next(iter(unfused.values()), 'they were changed')})"
-            raise self.no_effect(reason, "do not change the layers after INIT")
-        if self.precision == "fp8" and "triton, fp8" not in ran:
+        ran = {way: seen.ran[name] for name, way in _WAYS.items() if seen.ran[name]}
+        if not ran:
+            how = "ran the stock model's code" if seen.ran["stock_layer"] else "did not run"
+            raise self.no_effect(f"the layers {how}", "keep unpadding engaged")
+        if self.precision == "fp8" and not seen.ran["fused_layer_fp8"]:
             raise self.no_effect("no layer computed in 8 bits", "remove precision: fp8 for this model")
-        ways = sorted(set(filter(None, ran)))
         return {
-            **({"unfused": unfused} if unfused else {}),
-            "layers_ran": ", ".join(f"{ran.count(way)} {way}" for way in ways),
-            "embeddings_ran": ", ".join(sorted({module.ran or "not at all" for module in self._embeddings})),
+            "layers_ran": ", ".join(f"{count} {way}" for way, count in ran.items()),
+            "embeddings_ran": next((way for name, way in _EMBEDDED.items() if seen.ran[name]), "not at all"),
         }
+
+
+# what the layers and embeddings report → how report.json names it
+_WAYS = {
+    "fused_layer": "by fused kernels",
+    "fused_layer_fp8": "by fused kernels in 8 bits",
+    "first_tokens": "for first tokens",
+    "torch_layer": "by torch",
+    "unfused_layer": "unfused, because of their adapters",
+}
+_EMBEDDED = {"fused_embeddings": "by a fused kernel", "stock_embeddings": "by the stock code"}

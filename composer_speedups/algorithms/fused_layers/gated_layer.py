@@ -42,7 +42,7 @@ def gated_layer(
         modules, rates: The layer's modules and dropout rates; ``rates.output`` is for the feed-forward layer's inner
             units.
         cos_TD, sin_TD: Cosines and sines of the tokens' rotary angles.
-        cu_seqlens, longest: See :class:`~composer_speedups.packing.tokens.TokenLayout`.
+        cu_seqlens, longest: See :class:`~composer_speedups.packing.layout.Layout`.
         dtype: Dtype of the matmuls, bf16 or fp16; sums and statistics are float32.
     """
     return _GatedLayer.apply(x_TH, cos_TD, sin_TD, cu_seqlens, longest, modules, rates, dtype, *modules.parameters())

@@ -1,8 +1,8 @@
 """Layers and embeddings that compute with fused kernels.
 
 Their classes are derived from transformers' (see :func:`~...packing.derived_classes.derived_class`); parameters, names
-and settings do not change. If a kernel cannot run (CPU, float32, a batch that is not packed, a changed module), they
-use torch's operators or the original forward.
+and settings do not change. If a kernel cannot run (on a CPU, in float32, for a batch that is not packed), they use
+torch's operators or the original forward.
 
 Shapes: T packed tokens, H hidden units, A heads, D units per head, B rows, S slots per row; ``x_TAD`` is (T, A, D).
 """
@@ -10,16 +10,16 @@ Shapes: T packed tokens, H hidden units, A heads, D units per head, B rows, S sl
 from __future__ import annotations
 
 import inspect
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from composer_speedups.core.adapters import adapter_of, adapter_refusal, merged_weight
-from composer_speedups.core.stock import Untouched
-from composer_speedups.families.family import DropoutRates, Family, LayerModules, family_of
+from composer_speedups.families.family import Block, DropoutRates, Family, LayerModules, family_of
 from composer_speedups.kernels import Shape
+from composer_speedups.kernels.observing import ran
 from composer_speedups.packing.attention import (
     PositionBias,
     attention_over_padded_rows,
@@ -29,47 +29,57 @@ from composer_speedups.packing.attention import (
 )
 from composer_speedups.packing.autocast import autocast_dtype
 from composer_speedups.packing.disentangled_attention import Relative, first_tokens_disentangled_attention
-from composer_speedups.packing.tokens import TokenLayout
+from composer_speedups.packing.layout import Layout
+from composer_speedups.packing.untouched import is_untouched
+
+__all__ = ["FusedEmbeddings", "FusedLayer", "Packed", "modules_shape", "plain_layer"]
+
+WITHOUT_ADAPTERS = (Block.PRE_NORM, Block.GATED)  # their kernels do not compute adapters
+
+
+class Packed(NamedTuple):
+    """What a layer's arguments say of packed tokens.
+
+    Attributes:
+        layout: Their layout.
+        first_tokens_only: Whether only each row's first token of the encoder's result is read.
+        angles: Cosines and sines of the tokens' rotary angles, (T, D) each; None without rotary positions.
+        positions: A :class:`.PositionBias` or :class:`.Relative` positions; None for other kinds of blocks.
+        embeddings: Of relative positions, (P, H); None without relative positions.
+    """
+
+    layout: Layout
+    first_tokens_only: bool
+    angles: tuple[Tensor, Tensor] | None = None
+    positions: Any = None
+    embeddings: Tensor | None = None
 
 
 class FusedLayer(nn.Module):
     """Mixin with the methods of a fused layer; the derived class inherits the original forward from transformers.
 
     Attributes:
-        untouched: The layer's submodules when it was fused. If one of them is replaced, hooked or patched, the
-            layer runs its original forward.
-        last_layer, precision: See :func:`apply_fused_layers`.
+        family: Its family, whose :attr:`.Family.block` it computes.
+        precision: See :class:`.FusedLayers`.
         is_last: Whether it is the last layer of its encoder.
-        owner: ID of the :class:`FusedLayers` instance that changed it; None for :func:`apply_fused_layers`.
         float8_scales: With ``precision="fp8"``, a non-persistent buffer with the scales of the matmuls' operands, which
             every forward pass in training updates.
-        ran: How the last forward pass ran: ``"triton"``, ``"triton, fp8"``, ``"triton for first tokens"``, ``"torch"``,
-            ``"first tokens"`` (with torch's operators), ``"unfused"`` (the original forward on packed tokens),
-            ``"stock"`` (the original forward on a padded batch), or None before the first one.
     """
 
     prefix = "Fused"
     own_buffers = ("float8_scales",)
-    untouched: Untouched
-    last_layer: str = "all"
-    precision: str = "autocast"
+    family: ClassVar[Family]
+    precision: str = "bf16"
     float8_scales: Tensor
     is_last: bool = False
-    owner: int | None = None
-    ran: str | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         family = family_of(cls)
-        if family is None:  # a mixin for another kind of layer
-            return
+        assert family is not None
         assert family.layer_modules is not None
+        cls.family = family
         cls.layer_modules, cls.dropouts = family.layer_modules, family.dropouts  # type: ignore[method-assign, assignment]
-
-    @property
-    def own_attention(self) -> str | None:
-        """This package's attention kernel, if the last forward pass used it; an operator recorder does not see it."""
-        return "fused_layers' own" if self.ran is not None and self.ran.startswith("triton") else None
 
     def layer_modules(self) -> Any:
         """Return the layer's modules; replaced in subclasses by the :class:`Family`'s function."""
@@ -88,280 +98,134 @@ class FusedLayer(nn.Module):
     def refused_adapter(self) -> str | None:
         """Return why the kernels do not support the adapter that is active now, such as one of several; None if they
         do."""
+        if self.family.block in WITHOUT_ADAPTERS:
+            return None
         return next(filter(None, map(adapter_refusal, self.layer_modules().linears())), None)
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        *args: Any,
-        layout: TokenLayout | None = None,
-        first_tokens_only: bool = False,
-        **kwargs: Any,
-    ) -> Tensor:
-        """Map (1, T, H) to (1, T, H) with a :class:`TokenLayout`; without one, call the original forward.
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Map (1, T, H) to (1, T, H) for packed tokens, as the layer's kind says in a tuple; else call the original
+        forward.
 
-        With ``first_tokens_only``, only each row's first token of the last layer's output is read, so the others may be
-        zeros.
+        If only first tokens are read, the last layer's others may be zeros.
         """
-        if layout is None:
-            self.ran = "stock"
+        packed = self._packed(kwargs)
+        if packed is None:
+            ran("stock_layer")
             return super().forward(hidden_states, *args, **kwargs)
-        if not self.untouched.is_unchanged() or self.refused_adapter() is not None:
-            self.ran = "unfused"
-            return super().forward(hidden_states, *args, layout=layout, **kwargs)
+        if self.refused_adapter() is not None:
+            ran("unfused_layer")
+            return super().forward(hidden_states, *args, **kwargs)
         x_TH = hidden_states.squeeze(0)
         dtype = autocast_dtype(x_TH.device.type, x_TH.dtype)
-        can_run_kernels = x_TH.is_cuda and dtype != torch.float32
-        if first_tokens_only and self.is_last:
-            self.ran = "triton for first tokens" if can_run_kernels else "first tokens"
-            out_TH = self.first_tokens(x_TH, layout, **kwargs)
-        elif can_run_kernels:
-            self.ran = "triton" if self.precision == "autocast" else "triton, fp8"
-            out_TH = self.by_kernels(x_TH, layout, dtype, **kwargs)
+        if packed.first_tokens_only and self.is_last:
+            ran("first_tokens")
+            out_TH = self.first_tokens(x_TH, packed)
+        elif x_TH.is_cuda and dtype != torch.float32:
+            ran("fused_layer_fp8" if self.precision == "fp8" else "fused_layer")
+            out_TH = self.by_kernels(x_TH, packed, dtype)
+        elif self.family.block is Block.POST_NORM:
+            ran("torch_layer")
+            out_TH = plain_layer(x_TH, self.layer_modules(), self.rates(), packed.layout)
         else:
-            self.ran = "torch"
-            out_TH = self.by_torch(x_TH, layout, **kwargs)
-        return out_TH.unsqueeze(0)
+            ran("torch_layer")
+            return super().forward(hidden_states, *args, **kwargs)
+        ran("packed_layer")
+        out = out_TH.unsqueeze(0)
+        return out if packed.positions is None else (out, None)
 
-    def by_kernels(
-        self, x_TH: Tensor, layout: TokenLayout, dtype: torch.dtype, bias: Tensor | None = None, **_: Any
-    ) -> Tensor:
-        """Map (T, H) to (T, H) with Triton kernels and matmuls in ``dtype``; ``bias`` is that of the scores."""
-        inputs = (x_TH.to(dtype), self.layer_modules(), self.rates(), layout.cu_seqlens, layout.longest)
-        if self.precision == "autocast":
-            from composer_speedups.algorithms.fused_layers.layer import fused_layer  # imports Triton
+    def _packed(self, kwargs: dict[str, Any]) -> Packed | None:
+        """Read the arguments; None if the batch is not packed."""
+        first = kwargs.pop("first_tokens_only", False)
+        if self.family.block in (Block.BIASED, Block.DISENTANGLED):
+            positions = kwargs.get("position_bias" if self.family.block is Block.BIASED else "relative_pos")
+            if not isinstance(positions, PositionBias | Relative):
+                return None
+            embeddings = kwargs.get("rel_embeddings")
+            return Packed(positions.layout, positions.first_tokens_only, None, positions, embeddings)
+        if (layout := kwargs.get("layout")) is None:
+            return None
+        angles = kwargs.get("position_embeddings")
+        return Packed(layout, first, None if angles is None else (angles[0].squeeze(0), angles[1].squeeze(0)))
 
-            return fused_layer(*inputs, bias)
+    def by_kernels(self, x_TH: Tensor, packed: Packed, dtype: torch.dtype) -> Tensor:
+        """Map (T, H) to (T, H) with Triton kernels and matmuls in ``dtype``."""
+        modules, rates = self.layer_modules(), self.rates()
+        rows = packed.layout.cu_seqlens, packed.layout.longest
+        if self.family.block is Block.GATED:
+            from composer_speedups.algorithms.fused_layers.gated_layer import gated_layer  # imports Triton
+
+            assert packed.angles is not None
+            return gated_layer(x_TH, modules, rates, *packed.angles, *rows, dtype)
+        if self.family.block is Block.PRE_NORM:
+            from composer_speedups.algorithms.fused_layers.pre_norm_layer import pre_norm_layer  # imports Triton
+
+            return pre_norm_layer(x_TH, modules, rates, packed.angles, *rows, dtype).to(x_TH.dtype)
+        from composer_speedups.algorithms.fused_layers.layer import Positions, fused_layer  # imports Triton
+
+        bias = packed.positions.by_distance if isinstance(packed.positions, PositionBias) else None
+        positions = Positions(bias=bias, angles=packed.angles)
+        if packed.embeddings is not None:
+            positions = Positions(table=self._table(packed).to(dtype), entries=packed.positions.entries)
+        if self.precision != "fp8":
+            return fused_layer(x_TH.to(dtype), modules, rates, *rows, positions)
         if dtype != torch.bfloat16:
             raise ValueError(f"fused_layers with precision='fp8' needs bf16 autocast, and the compute dtype is {dtype}")
-        from composer_speedups.algorithms.fused_layers.float8_layer import float8_layer  # imports Triton
+        learn = self.training and torch.is_grad_enabled()
+        return fused_layer(x_TH.to(dtype), modules, rates, *rows, positions, self.float8_scales, learn=learn)
 
-        return float8_layer(*inputs, self.float8_scales, bias, learn=self.training and torch.is_grad_enabled())
-
-    def by_torch(self, x_TH: Tensor, layout: TokenLayout, **_: Any) -> Tensor:
-        """Map (T, H) to (T, H) with torch's operators."""
-        return plain_layer(x_TH, self.layer_modules(), self.rates(), layout)
-
-    def first_tokens(self, x_TH: Tensor, layout: TokenLayout, **_: Any) -> Tensor:
+    def first_tokens(self, x_TH: Tensor, packed: Packed) -> Tensor:
         """Compute the output of each row's first token, with zeros elsewhere, (T, H) → (T, H).
 
         It is for a last layer whose head reads only first tokens. Keys and values are computed for all tokens; queries
         and everything after attention, only for one token per row.
         """
-        modules, rates, first_BH = self.layer_modules(), self.rates(), _first_tokens(x_TH, layout)
-        key_value = _projected(x_TH, modules.key, modules.value)
-        attended_BH = _attend(modules.query(first_BH), key_value, layout, modules.heads, rates.attention_weights)
-        return _scatter_first_tokens(_after_attention(attended_BH, first_BH, modules, rates), layout, len(x_TH))
-
-
-class FusedGatedLayer(FusedLayer):
-    """Mixin for fused layers with pre-norms and a gated feed-forward layer; with kernels, the output is float32.
-
-    ``position_embeddings`` are the cosines and sines of the tokens' rotary angles, (1, T, D).
-    """
-
-    def refused_adapter(self) -> str | None:
-        """Return None: no adapter is supported, so one that was added later is a change of the layer."""
-        return None
-
-    def by_kernels(
-        self, x_TH: Tensor, layout: TokenLayout, dtype: torch.dtype, bias: Tensor | None = None, **kwargs: Any
-    ) -> Tensor:
-        """Map (T, H) to (T, H) with Triton kernels and matmuls in ``dtype``."""
-        from composer_speedups.algorithms.fused_layers.gated_layer import gated_layer  # imports Triton
-
-        cos_TD, sin_TD = (angles.squeeze(0) for angles in kwargs["position_embeddings"])
-        inputs = (x_TH, self.layer_modules(), self.rates(), cos_TD, sin_TD)
-        return gated_layer(*inputs, layout.cu_seqlens, layout.longest, dtype)
-
-    def by_torch(self, x_TH: Tensor, layout: TokenLayout, **kwargs: Any) -> Tensor:
-        """Map (T, H) to (T, H) with the original forward."""
-        stock: Any = super(FusedLayer, self)
-        return stock.forward(x_TH.unsqueeze(0), layout=layout, **kwargs).squeeze(0)  # type: ignore[no-any-return]
-
-    def first_tokens(self, x_TH: Tensor, layout: TokenLayout, **kwargs: Any) -> Tensor:
-        """Compute the output of each row's first token, with zeros elsewhere, (T, H) → (T, H)."""
-        modules, rates = self.layer_modules(), self.rates()
-        cos_TD, sin_TD = (angles.squeeze(0) for angles in kwargs["position_embeddings"])
-        normed_TH = x_TH if modules.attention_norm is None else modules.attention_norm(x_TH)
-        query, key_value = modules.qkv.weight.split([x_TH.shape[1], 2 * x_TH.shape[1]])
-        query_BH, key_value = F.linear(_first_tokens(normed_TH, layout), query), F.linear(normed_TH, key_value)
-        query_BH, key_value = _rotated_first(query_BH, key_value, cos_TD, sin_TD, layout, modules.heads)
-        settings = (modules.heads, rates.attention_weights, modules.window)
-        attended_BH = _attend(query_BH, key_value, layout, *settings)
-        summed = _first_tokens(x_TH, layout) + F.dropout(modules.out(attended_BH), rates.attention)
-        activated, gate = modules.up(modules.output_norm(summed)).chunk(2, -1)
-        out_BH = summed + modules.down(F.dropout(F.gelu(activated) * gate, rates.output))
+        modules, rates, layout = self.layer_modules(), self.rates(), packed.layout
+        is_gated, window, normed_TH = self.family.block is Block.GATED, None, x_TH
+        if self.family.block in (Block.PRE_NORM, Block.GATED) and modules.attention_norm is not None:
+            normed_TH = modules.attention_norm(x_TH)
+        first_BH = _first_tokens(normed_TH, layout)
+        if is_gated:
+            query, key_value = modules.qkv.weight.split([x_TH.shape[1], 2 * x_TH.shape[1]])
+            query_BH, key_value, window = F.linear(first_BH, query), F.linear(normed_TH, key_value), modules.window
+        else:
+            query_BH, key_value = modules.query(first_BH), _projected(normed_TH, modules.key, modules.value)
+        if packed.angles is not None:
+            query_BH, key_value = _rotated_first(query_BH, key_value, *packed.angles, layout, modules.heads)
+        if packed.positions is None:
+            attended_BH = _attend(query_BH, key_value, layout, modules.heads, rates.attention_weights, window)
+        else:
+            query_BAD = query_BH.unflatten(-1, (modules.heads, -1))
+            key, value = (repad(half, layout, modules.heads) for half in key_value.chunk(2, -1))
+            attended_BH = self._attend_with_positions(query_BAD, key, value, packed, rates.attention_weights)
+        if self.family.block not in (Block.PRE_NORM, Block.GATED):
+            out_BH = _after_attention(attended_BH, first_BH, modules, rates)
+        else:
+            summed = _first_tokens(x_TH, layout) + F.dropout(modules.out(attended_BH), rates.attention)
+            up = modules.up(modules.output_norm(summed))
+            if is_gated:
+                activated, gate = up.chunk(2, -1)
+                out_BH = summed + modules.down(F.dropout(F.gelu(activated) * gate, rates.output))
+            else:
+                out_BH = summed + F.dropout(modules.down(F.gelu(up)), rates.output)
         return _scatter_first_tokens(out_BH, layout, len(x_TH))
 
-
-class FusedRotaryLayer(FusedLayer):
-    """Mixin for fused post-norm layers with rotary positions.
-
-    ``position_embeddings`` are the cosines and sines of the tokens' rotary angles, (1, T, D).
-    """
-
-    def by_kernels(
-        self, x_TH: Tensor, layout: TokenLayout, dtype: torch.dtype, bias: Tensor | None = None, **kwargs: Any
+    def _attend_with_positions(
+        self, query_BAD: Tensor, key_BASD: Tensor, value_BASD: Tensor, packed: Packed, dropout: float
     ) -> Tensor:
-        """Map (T, H) to (T, H) with Triton kernels and matmuls in ``dtype``."""
-        from composer_speedups.algorithms.fused_layers.layer import fused_layer  # imports Triton
+        """The attention output of each row's first token, (B, A·D)."""
+        inputs = query_BAD, key_BASD, value_BASD
+        if packed.embeddings is None:
+            return first_tokens_attention(*inputs, packed.positions, dropout)
+        return first_tokens_disentangled_attention(*inputs, self._table(packed), packed.positions, dropout)
 
-        cos_TD, sin_TD = (angles.squeeze(0) for angles in kwargs["position_embeddings"])
-        inputs = (x_TH.to(dtype), self.layer_modules(), self.rates(), layout.cu_seqlens, layout.longest)
-        return fused_layer(*inputs, bias, (cos_TD, sin_TD))
-
-    def by_torch(self, x_TH: Tensor, layout: TokenLayout, **kwargs: Any) -> Tensor:
-        """Map (T, H) to (T, H) with the original forward."""
-        stock: Any = super(FusedLayer, self)
-        return stock.forward(x_TH.unsqueeze(0), layout=layout, **kwargs).squeeze(0)  # type: ignore[no-any-return]
-
-    def first_tokens(self, x_TH: Tensor, layout: TokenLayout, **kwargs: Any) -> Tensor:
-        """Compute the output of each row's first token, with zeros elsewhere, (T, H) → (T, H)."""
-        modules, rates, first_BH = self.layer_modules(), self.rates(), _first_tokens(x_TH, layout)
-        cos_TD, sin_TD = (angles.squeeze(0) for angles in kwargs["position_embeddings"])
-        key_value = _projected(x_TH, modules.key, modules.value)
-        query_BH = modules.query(first_BH)
-        query_BH, key_value = _rotated_first(query_BH, key_value, cos_TD, sin_TD, layout, modules.heads)
-        attended_BH = _attend(query_BH, key_value, layout, modules.heads, rates.attention_weights)
-        return _scatter_first_tokens(_after_attention(attended_BH, first_BH, modules, rates), layout, len(x_TH))
+    def _table(self, packed: Packed) -> Tensor:
+        """Keys and queries of relative positions, (P, 2·A·D)."""
+        assert self.family.position_table is not None
+        assert packed.embeddings is not None
+        return self.family.position_table(self, packed.embeddings)
 
 
-class FusedPreNormLayer(FusedLayer):
-    """Mixin for fused layers with pre-norms and without a gate; with kernels, the residual stream is float32.
-
-    ``position_embeddings`` are the cosines and sines of the tokens' rotary angles, (1, T, D), or None.
-    """
-
-    def refused_adapter(self) -> str | None:
-        """Return None: no adapter is supported, so one that was added later is a change of the layer."""
-        return None
-
-    def by_kernels(
-        self, x_TH: Tensor, layout: TokenLayout, dtype: torch.dtype, bias: Tensor | None = None, **kwargs: Any
-    ) -> Tensor:
-        """Map (T, H) to (T, H) with Triton kernels and matmuls in ``dtype``."""
-        from composer_speedups.algorithms.fused_layers.pre_norm_layer import pre_norm_layer  # imports Triton
-
-        inputs = (x_TH, self.layer_modules(), self.rates(), _angles_of(kwargs))
-        return pre_norm_layer(*inputs, layout.cu_seqlens, layout.longest, dtype).to(x_TH.dtype)
-
-    def by_torch(self, x_TH: Tensor, layout: TokenLayout, **kwargs: Any) -> Tensor:
-        """Map (T, H) to (T, H) with the original forward."""
-        stock: Any = super(FusedLayer, self)
-        return stock.forward(x_TH.unsqueeze(0), layout=layout, **kwargs).squeeze(0)  # type: ignore[no-any-return]
-
-    def first_tokens(self, x_TH: Tensor, layout: TokenLayout, **kwargs: Any) -> Tensor:
-        """Compute the output of each row's first token, with zeros elsewhere, (T, H) → (T, H)."""
-        modules, rates, angles = self.layer_modules(), self.rates(), _angles_of(kwargs)
-        normed_TH = modules.attention_norm(x_TH)
-        key_value = _projected(normed_TH, modules.key, modules.value)
-        query_BH = modules.query(_first_tokens(normed_TH, layout))
-        if angles is not None:
-            query_BH, key_value = _rotated_first(query_BH, key_value, *angles, layout, modules.heads)
-        attended_BH = _attend(query_BH, key_value, layout, modules.heads, rates.attention_weights)
-        summed = _first_tokens(x_TH, layout) + F.dropout(modules.out(attended_BH), rates.attention)
-        down = modules.down(F.gelu(modules.up(modules.output_norm(summed))))
-        return _scatter_first_tokens(summed + F.dropout(down, rates.output), layout, len(x_TH))
-
-
-class FusedPositionedLayer(FusedLayer):
-    """Mixin for fused layers that get the layout in the argument with the tokens' positions.
-
-    Attributes:
-        positions: The name of the argument, and its class for packed tokens.
-    """
-
-    positions: ClassVar[tuple[str, type[Any]]]
-
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Map (1, T, H) to (1, T, H), in a tuple, with positions of packed tokens; else call the original forward."""
-        name, kind = self.positions
-        positions = kwargs.get(name)
-        if not isinstance(positions, kind):
-            self.ran = "stock"
-        elif not self.untouched.is_unchanged() or self.refused_adapter() is not None:
-            self.ran = "unfused"
-        else:
-            out_TH = self._fused(hidden_states.squeeze(0), positions, **kwargs)
-            if out_TH is not None:
-                return out_TH.unsqueeze(0), None
-            self.ran = "torch"
-        return super(FusedLayer, self).forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
-
-    def _fused(self, x_TH: Tensor, positions: Any, **kwargs: Any) -> Tensor | None:
-        """Return (T, H) and set :attr:`ran`, or return None if the kernels cannot run."""
-        modules, rates, layout = self.layer_modules(), self.rates(), positions.layout
-        if positions.first_tokens_only and self.is_last:
-            self.ran = "first tokens"
-            first_BH = _first_tokens(x_TH, layout)
-            query_BAD = modules.query(first_BH).unflatten(-1, (modules.heads, -1))
-            key_value = _projected(x_TH, modules.key, modules.value)
-            key, value = (repad(half, layout, modules.heads) for half in key_value.chunk(2, -1))
-            attended_BH = self.attended_first(query_BAD, key, value, positions, rates.attention_weights, **kwargs)
-            return _scatter_first_tokens(_after_attention(attended_BH, first_BH, modules, rates), layout, len(x_TH))
-        dtype = autocast_dtype(x_TH.device.type, x_TH.dtype)
-        if not x_TH.is_cuda or dtype == torch.float32:
-            return None
-        self.ran = "triton" if self.precision == "autocast" else "triton, fp8"
-        return self.with_positions(x_TH, positions, dtype, **kwargs)
-
-    def attended_first(
-        self, query_BAD: Tensor, key_BASD: Tensor, value_BASD: Tensor, positions: Any, dropout: float, **kwargs: Any
-    ) -> Tensor:
-        """Return the attention output of each row's first token, (B, A·D)."""
-        raise NotImplementedError
-
-    def with_positions(self, x_TH: Tensor, positions: Any, dtype: torch.dtype, **kwargs: Any) -> Tensor:
-        """Map (T, H) to (T, H) with Triton kernels and matmuls in ``dtype``."""
-        raise NotImplementedError
-
-
-class FusedBiasedLayer(FusedPositionedLayer):
-    """Mixin for fused MPNet layers, whose scores have a bias by distance."""
-
-    positions = ("position_bias", PositionBias)
-
-    def attended_first(
-        self, query_BAD: Tensor, key_BASD: Tensor, value_BASD: Tensor, positions: Any, dropout: float, **_: Any
-    ) -> Tensor:
-        return first_tokens_attention(query_BAD, key_BASD, value_BASD, positions, dropout)
-
-    def with_positions(self, x_TH: Tensor, positions: Any, dtype: torch.dtype, **_: Any) -> Tensor:
-        return self.by_kernels(x_TH, positions.layout, dtype, positions.by_distance)
-
-
-class FusedDisentangledLayer(FusedPositionedLayer):
-    """Mixin for fused DeBERTa layers, which get the relative embeddings in another argument."""
-
-    positions = ("relative_pos", Relative)
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        family = family_of(cls)
-        assert family is not None
-        assert family.position_table is not None
-        cls.position_table = family.position_table  # type: ignore[method-assign, assignment]
-
-    def position_table(self, rel_embeddings: Tensor) -> Tensor:
-        """Return the keys and queries of positions; replaced in subclasses by the :class:`Family`'s function."""
-        raise NotImplementedError
-
-    def attended_first(
-        self, query_BAD: Tensor, key_BASD: Tensor, value_BASD: Tensor, positions: Any, dropout: float, **kwargs: Any
-    ) -> Tensor:
-        table = self.position_table(kwargs["rel_embeddings"])
-        return first_tokens_disentangled_attention(query_BAD, key_BASD, value_BASD, table, positions, dropout)
-
-    def with_positions(self, x_TH: Tensor, positions: Any, dtype: torch.dtype, **kwargs: Any) -> Tensor:
-        from composer_speedups.algorithms.fused_layers.layer import disentangled_layer  # imports Triton
-
-        table, layout = self.position_table(kwargs["rel_embeddings"]).to(dtype), positions.layout
-        inputs = (x_TH.to(dtype), self.layer_modules(), self.rates(), table, positions.entries)
-        return disentangled_layer(*inputs, layout.cu_seqlens, layout.longest)
-
-
-def plain_layer(x_TH: Tensor, modules: LayerModules, rates: DropoutRates, layout: TokenLayout) -> Tensor:
+def plain_layer(x_TH: Tensor, modules: LayerModules, rates: DropoutRates, layout: Layout) -> Tensor:
     """Compute a BERT layer with torch's operators, (T, H) → (T, H)."""
     query_TH, key_TH, value_TH = _projected(x_TH, modules.query, modules.key, modules.value).chunk(3, -1)
     attended_TH = attention_over_padded_rows(
@@ -380,7 +244,7 @@ def _projected(x_TH: Tensor, *linears: nn.Linear) -> Tensor:
 
 
 def _attend(
-    query_BH: Tensor, key_value: Tensor, layout: TokenLayout, heads: int, dropout: float, window: int | None = None
+    query_BH: Tensor, key_value: Tensor, layout: Layout, heads: int, dropout: float, window: int | None = None
 ) -> Tensor:
     """Compute the attention output of each row's first token, (B, H), from packed keys and values (T, 2·H)."""
     if key_value.is_cuda and key_value.dtype in (torch.bfloat16, torch.float16):
@@ -395,14 +259,8 @@ def _attend(
     return F.scaled_dot_product_attention(query, key, value, seen, dropout).flatten(1)
 
 
-def _angles_of(inputs: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
-    """Cosines and sines of rotary angles among a layer's arguments, (1, T, D) → (T, D); None without any."""
-    angles = inputs.get("position_embeddings")
-    return None if angles is None else (angles[0].squeeze(0), angles[1].squeeze(0))
-
-
 def _rotated_first(
-    query_BH: Tensor, key_value: Tensor, cos_TD: Tensor, sin_TD: Tensor, layout: TokenLayout, heads: int
+    query_BH: Tensor, key_value: Tensor, cos_TD: Tensor, sin_TD: Tensor, layout: Layout, heads: int
 ) -> tuple[Tensor, Tensor]:
     """Rotate the queries of each row's first token, (B, H), and the keys of all tokens, in (T, 2·H)."""
     first_BD = [_first_tokens(angles, layout) for angles in (cos_TD, sin_TD)]
@@ -417,14 +275,14 @@ def _rotated(x_TAD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
     return (x_TAD * cos_TD[:, None] + turned * sin_TD[:, None]).to(x_TAD.dtype)
 
 
-def _first_tokens(x_TH: Tensor, layout: TokenLayout) -> Tensor:
+def _first_tokens(x_TH: Tensor, layout: Layout) -> Tensor:
     """Return each row's first token, (T, H) → (B, H). An empty row gets a token of another row, which
     :func:`_scatter_first_tokens` drops."""
     starts = layout.cu_seqlens[: layout.mask_BS.shape[0]].long()
     return x_TH.index_select(0, starts.clamp(max=len(x_TH) - 1))
 
 
-def _scatter_first_tokens(first_BH: Tensor, layout: TokenLayout, tokens: int) -> Tensor:
+def _scatter_first_tokens(first_BH: Tensor, layout: Layout, tokens: int) -> Tensor:
     """Scatter each row's first token to its position among zeros, (B, H) → (T, H)."""
     rows = layout.mask_BS.shape[0]
     starts, ends = layout.cu_seqlens[:rows].long(), layout.cu_seqlens[1 : rows + 1]
@@ -439,21 +297,11 @@ def _after_attention(attended: Tensor, x: Tensor, modules: LayerModules, rates: 
 
 
 class FusedEmbeddings(nn.Module):
-    """Mixin with the methods of fused embeddings; the derived class inherits the original forward.
-
-    Attributes:
-        untouched: Its submodules when it was fused. If one of them is replaced, hooked or patched, the original
-            forward runs.
-        owner: ID of the :class:`FusedLayers` instance that changed it; None for :func:`apply_fused_layers`.
-        ran: How the last forward pass ran: ``"triton"``, ``"stock"``, or None before the first one.
-    """
+    """Mixin with the methods of fused embeddings; the derived class inherits the original forward."""
 
     prefix = "Fused"
     family: ClassVar[Family]
     arguments: ClassVar[list[str]]  # names of the original forward's arguments
-    untouched: Untouched
-    owner: int | None = None
-    ran: str | None = None
     word_embeddings: nn.Embedding
     position_embeddings: nn.Embedding
     LayerNorm: nn.LayerNorm
@@ -471,11 +319,11 @@ class FusedEmbeddings(nn.Module):
         others = {name: value for name, value in inputs.items() if name not in _INDEX_ARGUMENTS}
         input_ids, position_ids, token_type_ids = (inputs.get(name) for name in _INDEX_ARGUMENTS)
         if input_ids is None or not self._can_run(input_ids, others):
-            self.ran = "stock"
+            ran("stock_embeddings")
             return super().forward(*args, **kwargs)
         from composer_speedups.kernels.embeddings import embed  # imports Triton
 
-        self.ran = "triton"
+        ran("fused_embeddings")
         width = input_ids.shape[1]
         positions = self.family.positions(self, input_ids) if position_ids is None else position_ids.contiguous()
         zeros = input_ids.new_zeros(1, width)
@@ -494,7 +342,7 @@ class FusedEmbeddings(nn.Module):
         return (
             ids.is_cuda
             and autocast_dtype("cuda", self.LayerNorm.weight.dtype) != torch.float32
-            and self.untouched.is_unchanged()
+            and not is_untouched()
             and not any(value is not None and (isinstance(value, Tensor) or value != 0) for value in others.values())
             and not torch.are_deterministic_algorithms_enabled()  # its backward pass adds atomically, in varying order
         )
@@ -511,5 +359,5 @@ def modules_shape(layer: FusedLayer, embeddings: FusedEmbeddings | None) -> Shap
         hidden, modules.up.out_features, modules.heads, *rates,
         hidden if embeddings is None else embeddings.LayerNorm.weight.shape[0],
         embedded if embeddings is None else embeddings.dropout.p,
-        isinstance(layer, FusedBiasedLayer),
+        layer.family.block is Block.BIASED,
     )  # fmt: skip

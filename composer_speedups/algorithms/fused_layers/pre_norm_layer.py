@@ -49,7 +49,7 @@ def pre_norm_layer(
         x_TH: The residual stream.
         modules, rates: The layer's modules and dropout rates.
         angles: Cosines and sines of the angles by which queries and keys are rotated, (T, D) each, or None.
-        cu_seqlens, longest: See :class:`~composer_speedups.packing.tokens.TokenLayout`.
+        cu_seqlens, longest: See :class:`~composer_speedups.packing.layout.Layout`.
         dtype: Dtype of the matmuls, bf16 or fp16; sums and statistics are float32.
     """
     cos_TD, sin_TD = angles or (None, None)

@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import nn
 from transformers import PreTrainedModel
 
-from composer_speedups.core.comparison import Check
+from composer_speedups.algorithms.unpadding.first_call import FirstCall
+from composer_speedups.core.stock import outermost_models
 from composer_speedups.families.blocks import blocks_of
 from composer_speedups.families.family import Family, Reads, family_of, family_titles
 from composer_speedups.packing.attention import PackedAttentionConfig
-from composer_speedups.packing.call import CallRules, ModelAroundEncoder
+from composer_speedups.packing.call import CallRules, ModelAroundEncoder, refuse_replicas
+from composer_speedups.packing.comparison import Check
 from composer_speedups.packing.derived_classes import derived_class, restore_class, stock_class
-from composer_speedups.packing.encoder import UnpaddedEncoder, unpadded_encoders
+from composer_speedups.packing.encoder import UnpaddedEncoder
 from composer_speedups.packing.labelled_head import (
     LabelledHead,
     MLMHead,
     check_labelled_head,
 )
-from composer_speedups.packing.planning import Packing, PaddingReader
+from composer_speedups.packing.layout import MULTIPLE
+from composer_speedups.packing.planning import Packing
+from composer_speedups.packing.rows import RowRules
 
 _REFUSED = {
     Reads.PADDING: "whose loss includes padding positions",
@@ -42,32 +47,31 @@ class _Encoder(NamedTuple):
         return {name: self.family.reads(name, config) for name in names}
 
 
-def swap_encoders(
+def unpad(
     model: nn.Module,
-    pad_to_multiple_of: int,
+    pad_to_multiple_of: int = MULTIPLE,
     mlm_head: MLMHead = "all",
-    owner: int | None = None,
     *,
     check: Check = "never",
-    guard: bool = False,
 ) -> list[str]:
     """Make every encoder in ``model`` run unpadded, and return the names of the newly changed ones.
 
     The settings of the last call hold, also for encoders that an earlier one changed.
 
     Args:
-        model: The model; changed in place.
-        pad_to_multiple_of, mlm_head, check: See :func:`apply_unpadding`. Other than with ``check="never"``, the code
-            that reads the model's outputs may read padding; batches stay padded until gradients have shown that it
-            does not.
-        owner: See :class:`.Packing`. Encoders of another owner get this one.
-        guard: As ``check``, but the caller compares the first batch with the untouched model. Batches are packed from
-            the first on, and a gradient at padding is an error.
+        model: The model; changed in place, except for its parameters, their names and its ``state_dict``.
+        pad_to_multiple_of, mlm_head: See :class:`.Unpadding`.
+        check: Other than with ``"never"``, a transformers model that is not exactly its class's (or every one, with
+            ``"always"``) is compared with the untouched one in its first call. Where code that is not known reads the
+            result, batches stay padded until gradients have shown that it does not read padding; a gradient at padding
+            is an error.
 
     Raises:
         ValueError: The model has no encoder, one that cannot run unpadded, or a head that does not support
             ``mlm_head``. Nothing is changed.
     """
+    if any(isinstance(module, nn.DataParallel) for module in model.modules()):
+        refuse_replicas()
     encoders = _find_encoders(model)
     for encoder in encoders.values():
         _check(encoder)
@@ -75,37 +79,31 @@ def swap_encoders(
             for outer in encoder.outermost_models:
                 check_labelled_head(outer)
     changed = []
-    may_read_padding = guard or check != "never"
     for name, encoder in encoders.items():
         if not isinstance(encoder.module, UnpaddedEncoder):
-            _change_classes(encoder, owner, pad_to_multiple_of)
+            _change_classes(encoder)
             changed.append(name)
-        _update_packing(encoder, owner, pad_to_multiple_of)
-        packing = encoder.module.packing
-        if not may_read_padding:
-            packing.padding_reader = None
-        elif packing.padding_reader is None:
-            packing.padding_reader = PaddingReader(reads=False if guard else None)
+        encoder.module.packing = _packing_of(encoder, pad_to_multiple_of, None if check != "never" else False)
     reads_real_tokens = getattr(model, "reads_real_tokens", False)  # as this package's tasks do
+    outermost = {*outermost_models(model).values()}
     around: Any
-    for around in _models_around(model).values():
+    for around_name, around in _models_around(model).items():
         paths = tuple(name for name, module in around.named_modules() if isinstance(module, UnpaddedEncoder))
         if not paths:
             continue
         if not isinstance(around, ModelAroundEncoder):
             around.__class__ = derived_class(ModelAroundEncoder, type(around))
-        rules = vars(around).get("call_rules") or CallRules()
-        rules.encoder_paths = paths
-        rules.around_directly = any(around is base for encoder in encoders.values() for base in encoder.direct_parents)
-        rules.check = check
-        rules.unknown_reader = may_read_padding and not _has_known_head(around) and not reads_real_tokens
         is_outermost = any(around is outer for encoder in encoders.values() for outer in encoder.outermost_models)
-        if mlm_head == "labelled" and is_outermost:
-            rules.labelled_head = rules.labelled_head or LabelledHead()
-            rules.labelled_head.pad_to_multiple_of = pad_to_multiple_of
-        else:
-            rules.labelled_head = None
-        around.call_rules = rules
+        compared = check != "never" and around in outermost
+        around.call_rules = CallRules(
+            paths,
+            around_directly=any(around is base for encoder in encoders.values() for base in encoder.direct_parents),
+            unknown_reader=check != "never" and not _has_known_head(around) and not reads_real_tokens,
+            pooling=getattr(around.config, "classifier_pooling", None),
+            pad_to_multiple_of=pad_to_multiple_of,
+            first_calls=FirstCall(around_name, check, partial(restore_encoders, model)) if compared else None,
+            labelled_head=LabelledHead(pad_to_multiple_of) if mlm_head == "labelled" and is_outermost else None,
+        )
     return changed
 
 
@@ -115,11 +113,9 @@ def _has_known_head(around: ModelAroundEncoder) -> bool:
     return "For" in kind.__name__ and kind.__module__.startswith("transformers.models.")
 
 
-def _change_classes(encoder: _Encoder, owner: int | None, pad_to_multiple_of: int) -> None:
+def _change_classes(encoder: _Encoder) -> None:
     module, family = encoder.module, encoder.family
     module.__class__ = derived_class(family.packed_encoder or UnpaddedEncoder, type(module))
-    config = encoder.direct_parents[0].config
-    module.packing = Packing(config, pad_to_multiple_of, family.max_width_with_holes(config), owner=owner)
     for inside in module.modules():
         if family.packed_attention is not None:
             if family.has("attention", type(inside)):
@@ -128,14 +124,16 @@ def _change_classes(encoder: _Encoder, owner: int | None, pad_to_multiple_of: in
             inside.config = PackedAttentionConfig(inside.config, eager)
 
 
-def _update_packing(encoder: _Encoder, owner: int | None, pad_to_multiple_of: int) -> None:
-    """Let an encoder's packing respect the heads around it now, in addition to those of an earlier call."""
-    packing, reads = encoder.module.packing, {*encoder.heads.values()}
-    if packing.owner is not None:
-        packing.owner = owner
-    packing.config, packing.pad_to_multiple_of = encoder.direct_parents[0].config, pad_to_multiple_of
-    packing.head_has_token_loss |= bool(reads & {Reads.LABELLED_TOKENS, Reads.UNKNOWN})
-    packing.head_reads_first_slot |= not reads <= {Reads.LABELLED_TOKENS, Reads.REAL_TOKENS}
+def _packing_of(encoder: _Encoder, pad_to_multiple_of: int, reads_padding: bool | None) -> Packing:
+    """How an encoder packs batches under the heads around it, in addition to those of an earlier call."""
+    config, reads = encoder.direct_parents[0].config, {*encoder.heads.values()}
+    before = vars(encoder.module)["packing"].rules if "packing" in vars(encoder.module) else RowRules()
+    rules = RowRules(
+        before.head_has_token_loss or bool(reads & {Reads.LABELLED_TOKENS, Reads.UNKNOWN}),
+        before.head_reads_first_slot or not reads <= {Reads.LABELLED_TOKENS, Reads.REAL_TOKENS},
+        encoder.family.max_width_with_holes(config),
+    )
+    return Packing(config, pad_to_multiple_of, rules, reads_padding)
 
 
 def _eager_attention(kind: type[nn.Module]) -> Callable[..., Any] | None:
@@ -144,16 +142,11 @@ def _eager_attention(kind: type[nn.Module]) -> Callable[..., Any] | None:
     return next((names["eager_attention_forward"] for names in files if "eager_attention_forward" in names), None)
 
 
-def restore_encoders(model: nn.Module, owner: int | None = None) -> list[str]:
-    """Restore transformers' encoders and the models around them, and return the names of the changed encoders.
-
-    Args:
-        model: The model; changed in place.
-        owner: Restore only the encoders of this owner; None restores all.
-    """
+def restore_encoders(model: nn.Module) -> list[str]:
+    """Restore transformers' encoders and the models around them, and return the names of the changed encoders."""
     names = []
     for name, encoder in list(model.named_modules()):
-        if not isinstance(encoder, UnpaddedEncoder) or (owner is not None and encoder.packing.owner != owner):
+        if not isinstance(encoder, UnpaddedEncoder):
             continue
         for module in encoder.modules():
             if _is_packed_attention(module):
@@ -163,14 +156,14 @@ def restore_encoders(model: nn.Module, owner: int | None = None) -> list[str]:
         _restore_class(encoder)
         names.append(name)
     for around in _models_around(model).values():
-        if isinstance(around, ModelAroundEncoder) and not unpadded_encoders(around):
+        if isinstance(around, ModelAroundEncoder):
             _restore_class(around)
     return names
 
 
 def _restore_class(module: nn.Module) -> None:
     restore_class(module)
-    for attribute in ("packing", "ran", "call_rules"):
+    for attribute in ("packing", "call_rules"):
         vars(module).pop(attribute, None)
 
 

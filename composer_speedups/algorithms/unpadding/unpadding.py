@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -10,13 +11,11 @@ from pydantic import Field
 from composer_speedups.core.technique import ComparedTechnique, Order
 
 if TYPE_CHECKING:
-    import torch
-
-    from composer_speedups.algorithms.unpadding.host_counts import HostCounts, MaskFacts
     from composer_speedups.core.run import FirstBatch, Run
+    from composer_speedups.packing.call import KnownBatch
     from composer_speedups.packing.encoder import UnpaddedEncoder
     from composer_speedups.packing.labelled_head import LabelledHead
-    from composer_speedups.packing.planning import Packing
+    from composer_speedups.packing.layout import Layout
 
 
 class Unpadding(ComparedTechnique):
@@ -44,163 +43,132 @@ class Unpadding(ComparedTechnique):
         super().reset()
         self._encoders: list[UnpaddedEncoder] = []
         self._heads: list[LabelledHead] = []
-        self._host: HostCounts | None = None
-        self._counted_on_device = 0  # masks of micro-batches whose tokens were counted on the device
-        self._first: dict[str, Any] = {}  # of the first batch
+        self._first: Layout | None = None  # of the observed batch
         # totals of the training batches: real tokens and slots of the masks, labelled tokens and slots of the labels
         self._tokens = self._slots = self._labelled = self._label_slots = 0
         self._kept_padded = 0  # training micro-batches that an encoder could not pack
+        self._uncounted = 0  # masks of micro-batches without row lengths
 
     def engage(self, run: Run) -> dict[str, Any]:
-        from composer_speedups.algorithms.unpadding.encoder_swap import restore_encoders, swap_encoders
-        from composer_speedups.algorithms.unpadding.first_calls import compare_first_calls, stop_comparing
-        from composer_speedups.algorithms.unpadding.host_counts import HostCounts
-        from composer_speedups.core.stock import changes_to
+        from composer_speedups.algorithms.unpadding.encoder_swap import restore_encoders, unpad
         from composer_speedups.packing.encoder import unpadded_encoders
         from composer_speedups.packing.labelled_head import labelled_heads
 
-        model = run.model
-        if self.mlm_head == "labelled" and getattr(model, "get_metrics", lambda **_: {})(is_train=True):
+        if self.mlm_head == "labelled" and getattr(run.model, "get_metrics", lambda **_: {})(is_train=True):
             raise self.refusal(
                 "with mlm_head: labelled, training computes no logits of other tokens, and training metrics read them",
                 "set model.train_metrics: false (in a HuggingFaceModel, use eval_metrics only), or mlm_head: all",
             )
-        # the first batch is compared; later ones may read padding
-        guard = run.state is not None and (
-            self.check == "always" or (self.check == "auto" and bool(changes_to(run.model)))
-        )
+        # In a Trainer, the host compares the first batch with its loss.
+        check = self.check if run.in_other_loop else "never"
         try:
-            check = "never" if run.state is not None else self.check
-            swap_encoders(model, self.pad_to_multiple_of, self.mlm_head, check=check, guard=guard)
+            unpad(run.model, self.pad_to_multiple_of, self.mlm_head, check=check)
         except ValueError as error:
             reason = str(error).removeprefix("unpadding ")
             raise self.refusal(reason, "remove it for this model") from error
-        run.give_back(restore_encoders, model)
-        if run.state is None:
-            compare_first_calls(model, check, restore_encoders)
-            run.give_back(stop_comparing, model)
-        self._encoders, self._heads = unpadded_encoders(model), labelled_heads(model)
-        if run.state is not None:
-            self._host = HostCounts(run.state.device, self._count)
-            run.give_back(self._host.close)
-        run.give_back(self._forget)
+        run.give_back(restore_encoders, run.model)
+        self._encoders, self._heads = unpadded_encoders(run.model), labelled_heads(run.model)
         return {"encoders": len(self._encoders)}
 
-    def before_forward(self, run: Run) -> None:
-        import torch
+    def after_dataloader(self, run: Run) -> None:
+        from composer_speedups.packing.rows import ROW_LABELS, as_numpy, lengths_key, token_masks
 
-        from composer_speedups.packing.labelled_head import count_labels
+        batch = self._count(run)
+        for name, mask in token_masks(batch).items():
+            lengths = batch.get(lengths_key(name))
+            if lengths is not None:
+                counted = lengths.numpy()
+                self._tokens += int((counted if counted.min(initial=0) >= 0 else as_numpy(mask) != 0).sum())
+                self._slots += mask.numel()
+        if self._heads and ROW_LABELS in batch:
+            self._labelled += int(batch[ROW_LABELS].numpy().sum())
+            self._label_slots += batch["labels"].numel()
+
+    def eval_batch_start(self, run: Run) -> None:
+        self._count(run)
+
+    def _count(self, run: Run) -> Any:
+        """Add the row lengths to the batch, while it is on the CPU."""
+        from composer_speedups.packing.rows import count_rows
 
         assert run.state is not None
-        batch, facts = run.state.batch, self._plan(run)
+        batch = run.state.batch
+        if entries := count_rows(batch, self._rules(), labels=bool(self._heads)):
+            batch = copy.copy(batch)  # the loader's own object may come again
+            batch.update(entries)
+            run.state.batch = batch
+        return batch
+
+    def before_forward(self, run: Run) -> None:
+        from composer_speedups.packing.rows import token_masks
+
+        known = self._take(run)
         if run.observing:
-            self._note_first()
-        self._tokens += sum(fact.tokens for fact in facts.values())
-        self._slots += sum(batch[name].numel() for name in facts)
-        self._kept_padded += any(planned.layout is None for packing in self._packings() for planned in packing.planned)
-        labels = batch.get("labels") if self._heads and isinstance(batch, Mapping) else None
-        if isinstance(labels, torch.Tensor) and labels.ndim == 2:
-            on_host = self._host_counts().of(labels)
-            total = count_labels(labels if on_host is None else on_host)
-            self._labelled += total
-            self._label_slots += labels.numel()
-            for head in self._heads:
-                head.plan(labels, total)
+            self._first = next((rows.layout for rows in known.rows), None)
+        self._kept_padded += any(rows.layout is None for rows in known.rows)
+        self._uncounted += len(token_masks(run.state.batch)) - len(known.rows)  # type: ignore[union-attr]
 
     def eval_before_forward(self, run: Run) -> None:
-        self._plan(run)
+        self._take(run)
 
     predict_before_forward = eval_before_forward
 
-    def batch_end(self, run: Run) -> None:
-        self._forget()  # not earlier, because the backward pass may recompute parts of the forward pass
+    def after_forward(self, run: Run) -> None:
+        from composer_speedups.packing.call import KnownBatch, know_batch
 
-    eval_after_forward = predict_after_forward = fit_end = batch_end
+        know_batch(KnownBatch())
 
-    def _plan(self, run: Run) -> dict[str, MaskFacts]:
-        """Plan the packing of the micro-batch on its device, and return what is known of its masks, by name."""
-        from composer_speedups.packing.planning import PlannedBatch
-        from composer_speedups.packing.tokens import token_masks
+    eval_after_forward = predict_after_forward = batch_end = after_forward
+
+    def _take(self, run: Run) -> KnownBatch:
+        """Take the row lengths out of the micro-batch on its device, for the forward pass that comes."""
+        from composer_speedups.packing.call import KnownBatch, know_batch, take_row_lengths
 
         assert run.state is not None
-        packings, batch = self._packings(), run.state.batch
-        if not packings:
-            return {}
-        facts = {name: self._facts(name, mask, batch) for name, mask in token_masks(batch).items()}
-        for packing in packings:
-            planned = []
-            for name, fact in facts.items():
-                mask = batch[name]
-                labels = self._host_counts().labels_of(name, mask, batch)
-                planned.append(PlannedBatch(mask, labels, packing.layout(mask.flatten(0, -2), fact.counts)))
-            packing.plan(
-                planned,
-                [(batch[name], fact.counts) for name, fact in facts.items() if batch[name].ndim > 2],
-            )
-        return facts
+        batch, known = run.state.batch, KnownBatch()
+        if isinstance(batch, Mapping):
+            known = take_row_lengths(batch, self._rules(), self.pad_to_multiple_of)  # type: ignore[arg-type]
+        know_batch(known)
+        return known
 
-    def _facts(self, name: str, mask: torch.Tensor, batch: Mapping[str, Any]) -> MaskFacts:
-        host = self._host_counts()
-        labels = host.labels_of(name, mask, batch)
-        fact: MaskFacts | None = host.of(mask)
-        if fact is not None and (labels is None or host.of(labels) is not None):
-            return fact
-        self._counted_on_device += mask.device.type != "cpu"
-        return host.facts(mask, labels)
-
-    def _host_counts(self) -> HostCounts:
-        assert self._host is not None, "it is engaged"
-        return self._host
-
-    def _packings(self) -> list[Packing]:
-        """Those of the encoders whose class was not restored."""
-        from composer_speedups.packing.encoder import UnpaddedEncoder
-
-        return [encoder.packing for encoder in self._encoders if isinstance(encoder, UnpaddedEncoder)]
-
-    def _count(self, mask: torch.Tensor, labels: torch.Tensor | None, tokens: Sequence[int]) -> list[int]:
-        """See :meth:`.Packing.count`. A row stays padded if one of the encoders cannot pack it."""
-        counts = [packing.count(mask, labels, tokens) for packing in self._packings()]
-        return [min(row) for row in zip(*counts, strict=True)]  # STAYS_PADDED is the smallest
-
-    def _forget(self) -> None:
-        for head in self._heads:
-            head.forget_plan()
-        for packing in self._packings():
-            packing.plan()
-
-    def _note_first(self) -> None:
-        """The layout of an observed batch."""
-        layouts = [planned.layout for packing in self._packings() for planned in packing.planned]
-        if not layouts or (layout := layouts[0]) is None:
-            self._first = {}
-            return
-        slots, packed, tokens = layout.mask_BS.numel(), len(layout.indices_T), int(layout.mask_BS.sum())
-        self._first = {"first_batch_slots": slots, "first_batch_tokens": tokens, "first_batch_packed": packed}
-        if tokens == slots:
-            self._first["note"] = "the first batch has no padding to remove"
-        elif packed >= slots:
-            self._first["note"] = "the first batch is no smaller packed than padded; lower pad_to_multiple_of"
+    def _rules(self) -> list[Any]:
+        return [vars(encoder)["packing"].rules for encoder in self._encoders if "packing" in vars(encoder)]
 
     def proof(self, run: Run, seen: FirstBatch) -> dict[str, Any]:
         from composer_speedups.core.trainer_state import is_compiled
         from composer_speedups.families.blocks import blocks_of
 
-        ran = {encoder.ran for encoder in self._encoders}
-        if ran != {"unpadded"}:
-            if self._kept_padded:
-                raise self.no_effect(*self._encoders[0].packing.padded_because)
-            how = "padded" if "padded" in ran else "without its encoder"
+        layers = sum(len(blocks_of(encoder)) for encoder in self._encoders)
+        attention = _attention_among(seen)
+        if is_compiled(run.model):
+            attention = attention or ["not seen in compiled code"]
+        elif not seen.ran["packed_encoder"]:
+            if seen.ran["padded_encoder"] and self._kept_padded:
+                raise self.no_effect(*_PADDED)
+            how = "padded" if seen.ran["padded_encoder"] else "without its encoder"
             raise self.no_effect(f"the first forward pass ran {how}", "do not change attention and output settings")
-        layers = [layer for encoder in self._encoders for layer in blocks_of(encoder)]
-        own = {str(layer.own_attention) for layer in layers if getattr(layer, "own_attention", None)}
-        operators = sorted(own) + _attention_among(seen.operators)
-        if not operators and not is_compiled(run.model):
+        elif seen.ran["packed_layer"] < layers:
+            reason = f"{seen.ran['packed_layer']} of {layers} layers ran on packed tokens"
+            raise self.no_effect(reason, "do not change the encoder's layers")
+        elif not attention:
             raise self.no_effect("no variable-length attention ran", "do not change the model's attention")
-        evidence = {"layers": len(layers), "attention": ", ".join(operators) or "not seen in compiled code"}
-        if self.mlm_head == "labelled" and not any(head.ran for head in self._heads):
+        if self.mlm_head == "labelled" and not seen.ran["labelled_head"] and not is_compiled(run.model):
             raise self.no_effect("the masked-LM head computed every token", "pass labels (B, S) to the model")
-        return {**evidence, **self._first, **self.summary(run)}
+        return {"layers": layers, "attention": ", ".join(attention), **self._sizes(), **self.summary(run)}
+
+    def _sizes(self) -> dict[str, Any]:
+        """What the observed batch was packed to."""
+        if self._first is None:
+            return {}
+        slots, packed, tokens = self._first.mask_BS.numel(), len(self._first.indices_T), int(self._first.mask_BS.sum())
+        sizes = {"first_batch_slots": slots, "first_batch_tokens": tokens, "first_batch_packed": packed}
+        self._first = None
+        if tokens == slots:
+            return {**sizes, "note": "the first batch has no padding to remove"}
+        if packed >= slots:
+            note = "the first batch is no smaller packed than padded; lower pad_to_multiple_of"
+            return {**sizes, "note": note}
+        return sizes
 
     def summary(self, run: Run) -> dict[str, Any]:
         evidence: dict[str, Any] = {}
@@ -211,14 +179,29 @@ class Unpadding(ComparedTechnique):
             evidence["head_tokens"] = round(self._labelled / self._label_slots, 4) if self._label_slots else unknown
         if self._kept_padded:
             evidence["micro_batches_kept_padded"] = self._kept_padded
-        if self._counted_on_device:
-            evidence["masks_counted_on_the_device"] = self._counted_on_device
+        if self._uncounted:
+            evidence["masks_counted_on_the_device"] = self._uncounted
         return evidence
 
 
-def _attention_among(operators: Mapping[str, int]) -> list[str]:
-    """The attention operators among those that ran."""
-    prefixes = ("_scaled_dot_product", "_flash_attention_forward", "disentangled_attention", "biased_attention")
-    known = sorted(name.strip("_") for name in operators if name.startswith(prefixes) and "backward" not in name)
+_PADDED = (
+    "the head reads padding (rows begin with padding, or padding has a label), or rows have holes, which change the "
+    "distances between packed tokens",
+    "pad on the right, without holes, and give padding the label -100",
+)
+# what this package's code reports → the name of its attention
+_KERNELS = {
+    "fused_layer": "fused_layers' own",
+    "fused_layer_fp8": "fused_layers' own",
+    "biased_attention": "biased_attention",
+    "disentangled_attention": "disentangled_attention",
+}
+
+
+def _attention_among(seen: FirstBatch) -> list[str]:
+    """The attention kernels and operators that ran."""
+    own = dict.fromkeys(title for name, title in _KERNELS.items() if seen.ran[name])
+    prefixes = ("_scaled_dot_product", "_flash_attention_forward")
+    known = sorted(n.strip("_") for n in seen.operators if n.startswith(prefixes) and "backward" not in n)
     # SDPA's math kernel is decomposed before dispatch; no other attention uses this softmax operator.
-    return known or ["scaled_dot_product_math"] * ("_safe_softmax" in operators)
+    return [*own, *(known or ["scaled_dot_product_math"] * ("_safe_softmax" in seen.operators))]

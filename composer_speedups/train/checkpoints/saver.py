@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from composer.callbacks import CheckpointSaver
 from composer.core import Event, State
@@ -15,34 +14,20 @@ from composer.utils import checkpoint, dist
 from composer_speedups.callbacks.checkpoint_veto import checkpoint_allowed, last_checkpoint
 from composer_speedups.core.errors import Interrupted, WriteError, causes_of
 from composer_speedups.core.files import NO_SPACE, publish, remove_unfinished
+from composer_speedups.train.fit import StopSignals
 
-if TYPE_CHECKING:
-    from composer_speedups.train.fit import StopSignals
-
-__all__ = ["WholeCheckpointSaver", "checkpoints_in", "plain_generators"]
+__all__ = ["WholeCheckpointSaver", "checkpoints_in"]
 
 _FILE_NAME = re.compile(r"ep(\d+)-ba(\d+)-rank0\.pt")  # named as by Composer
 
 
 class WholeCheckpointSaver(CheckpointSaver):
-    """Saves checkpoints under a temporary name and renames them when they are on the disk.
+    """Saves checkpoints in ``folder``, which is this run's own, under a temporary name, and renames them when they are
+    on the disk. Composer writes in place: a kill leaves a partial file under a valid name, or no latest one.
 
-    Composer writes in place, and deletes ``latest-rank0.pt`` before writing it again: a kill in between leaves a
-    partial file under a valid name, or no latest one. After a resume it also does not delete checkpoints of earlier
-    processes. Here, an older checkpoint is deleted only after the newer one is complete and on the disk, whichever
-    process wrote it.
-
-    Sharded checkpoints of FSDP are written by Composer.
-
-    Args:
-        folder: Folder of the checkpoints; used by this run only.
-        interval: How often to save, as a Composer time.
-        keep: Number of checkpoints to keep; -1 for all.
-        stop: When it requests the end, a checkpoint is written at the end of the batch, and training ends with
-            :class:`Interrupted`.
-
-    Raises:
-        WriteError: A checkpoint cannot be written, for example because the disk is full. Earlier ones are intact.
+    The ``keep`` newest ones are kept (-1: all), whichever process wrote them. FSDP's sharded ones are Composer's own.
+    When ``stop`` requests the end, the batch ends with a checkpoint, and training with :class:`Interrupted`. If one
+    cannot be written, a :class:`WriteError` names the reason, and earlier ones are intact.
     """
 
     def __init__(self, folder: Path, interval: str, keep: int, stop: StopSignals) -> None:
@@ -73,8 +58,7 @@ class WholeCheckpointSaver(CheckpointSaver):
             self._due = self.save_interval(state, Event.BATCH_CHECKPOINT)
         else:
             super().batch_checkpoint(state, logger)
-        signum = self.stop.signal_on_any_rank(state.device)
-        if signum is None:
+        if (signum := self.stop.signal_on_any_rank(state.device)) is None:
             return
         unsaved = self.last_checkpoint_batch != state.timestamp.batch
         if unsaved and checkpoint_allowed(self, state, Event.BATCH_CHECKPOINT):
@@ -96,19 +80,24 @@ class WholeCheckpointSaver(CheckpointSaver):
         path = Path(self.filename.format(state))
         partial = path.with_name(f".unfinished-{path.name}")
         try:
-            checkpoint.save_checkpoint(state, str(partial), ignore_keys=plain_generators)
+            checkpoint.save_checkpoint(state, str(partial))
             if dist.get_global_rank() == 0:
                 publish(partial, path)
-                self._point_at(path, state)
+                self._link_latest(path, state)
         except Exception as error:
             remove_unfinished(path.parent)
-            raise _explained(error, path) from error
+            cause = next((cause for cause in causes_of(error) if isinstance(cause, OSError)), None)
+            if cause is None:
+                raise
+            older = next(iter(checkpoints_in(path.parent)), "the start")
+            fix = "free some space" if cause.errno in NO_SPACE else "see to the folder"
+            reason = f"{path} could not be written ({cause.strerror or cause}); {fix}"
+            raise WriteError(f"checkpoint: {reason}; the same command resumes from {older}") from error
         if dist.get_global_rank() == 0:
             self.saved_checkpoints.append(str(path))
             self._remove_older()
 
-    def _point_at(self, path: Path, state: State) -> None:
-        """Atomically point the symlink to the latest checkpoint."""
+    def _link_latest(self, path: Path, state: State) -> None:
         assert self.latest_filename is not None
         link = Path(self.latest_filename.format(state))
         new = link.with_name(f".unfinished-{link.name}")
@@ -122,25 +111,7 @@ class WholeCheckpointSaver(CheckpointSaver):
                 path.unlink(missing_ok=True)
 
 
-def _explained(error: Exception, path: Path) -> Exception:
-    """Reduce torch's error to the system's error behind it, in one line; other errors are returned unchanged."""
-    cause = next((cause for cause in causes_of(error) if isinstance(cause, OSError)), None)
-    if cause is None:
-        return error
-    older = next(iter(checkpoints_in(path.parent)), None)
-    fix = "free some space" if cause.errno in NO_SPACE else "see to the folder"
-    kept = f"the same command resumes from {older}" if older else "there was none before"
-    return WriteError(f"checkpoint: {path} could not be written ({cause.strerror or cause}); {fix}; {kept}")
-
-
 def checkpoints_in(folder: Path) -> list[Path]:
     """Checkpoints sorted by batches, the newest first. Partial files are not included."""
     numbers = {path: match for path in folder.glob("*.pt") if (match := _FILE_NAME.fullmatch(path.name))}
     return sorted(numbers, key=lambda path: (int(numbers[path][2]), int(numbers[path][1])), reverse=True)
-
-
-def plain_generators(checkpoint: dict[str, Any]) -> None:
-    """Convert NumPy's random state to plain numbers, so that torch's restricted unpickler reads the checkpoint."""
-    for rank in checkpoint["rng"]:
-        name, words, *others = rank["numpy"]
-        rank["numpy"] = (name, tuple(int(word) for word in words), *others)

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from composer_speedups.train.config.load import parse_plain, written
+from composer_speedups.train.config.load import written
 from composer_speedups.train.config.schema import Config
 
 __all__ = ["UNSET", "differences", "stored_values"]
@@ -21,7 +21,7 @@ UNSET = object()
 _IGNORED_KEYS = (
     "runs_folder export plot baseline callbacks loggers "
     "trainer.progress_bar trainer.on_out_of_memory trainer.dist_timeout "
-    "data.pin_memory data.prefetch_factor data.worker_timeout data.cache_dir "
+    "data.pin_memory data.prefetch_factor data.cache_dir "
     "checkpoint.interval checkpoint.keep checkpoint.autoresume checkpoint.trust_checkpoint"
 ).split()
 
@@ -30,7 +30,7 @@ def differences(config: Config, stored: Path) -> list[tuple[str, Any, Any]] | No
     """The dotted keys whose values differ and affect the weights or the values that reports compare.
 
     Configs are compared as they are written to disk (see :func:`.written`): ``${oc.env:NAME}`` equals itself for any
-    value of the variable, and URLs that differ only in the password are equal.
+    value of the variable.
 
     Args:
         config: The current config.
@@ -58,7 +58,7 @@ def differences(config: Config, stored: Path) -> list[tuple[str, Any, Any]] | No
 def stored_values(stored: Path) -> dict[str, Any] | None:
     """Dotted key → value, from a config.yaml; None if it cannot be read."""
     try:
-        return dict(_flat(parse_plain(stored.read_text())))
+        return dict(_flat(yaml.safe_load(stored.read_text())))
     except (OSError, UnicodeDecodeError, yaml.YAMLError, AttributeError):
         return None
 

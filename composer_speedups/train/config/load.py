@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from composer_speedups.core.command_line import COMMAND_LINE
-from composer_speedups.core.errors import MASK, ConfigError, first_line, mask
+from composer_speedups.core.errors import ConfigError, first_line
 from composer_speedups.core.files import with_working_directory, write_atomically
 from composer_speedups.core.settings import Origins, Settings, fields_of, leaf_types, section_of
 from composer_speedups.train.config.schema import Config
@@ -25,16 +25,11 @@ __all__ = [
     "as_yaml",
     "load_config",
     "load_with_origins",
-    "parse_plain",
     "save_config",
     "written",
 ]
 
 _MAX_BYTES = 2**20  # size limit of a config file; this package's have about two thousand bytes
-_MAX_DEPTH = 50  # nesting limit: libyaml's parser is recursive, and a hundred thousand levels overflow the stack
-_MAX_EXPANDED = 2**21  # characters of a YAML text with its aliases written out, and
-_CHARACTERS_PER_VALUE = 20  # for each value: OmegaConf takes 2 KB of memory for it
-_MAX_RESOLVED = 2**24  # characters of all values with their interpolations resolved
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 Keys = tuple[str | int, ...]  # path of keys to a value
@@ -72,13 +67,6 @@ def load_with_origins(
     except OmegaConfBaseException as error:
         key = str(getattr(error, "full_key", None) or "a value")
         raise ConfigError(f"{origin_of[key]}: {key}: {first_line(error)}") from error
-    for path, value in _leaves(values):
-        if isinstance(value, str) and MASK in value:
-            key = ".".join(map(str, path))
-            raise ConfigError(
-                f"{origin_of[key]}: {key} holds {MASK}, which runs write in place of a credential; set the value "
-                "itself, best as ${oc.env:NAME}"
-            )
     config = Config.read(values, origins=origin_of)
     if config.model.size is not None and origin_of["model.name"] == COMMAND_LINE != origin_of["model.size"]:
         raise ConfigError(
@@ -91,21 +79,21 @@ def load_with_origins(
     return config, origin_of
 
 
-def save_config(config: Config, path: Path, *, credentials: bool = False) -> None:
+def save_config(config: Config, path: Path, *, resolved: bool = False) -> None:
     """Write a config that ``-f`` can read.
 
     Args:
         config: From :func:`load_config`.
         path: The YAML file.
-        credentials: Write the values that a run uses, for a file that only child processes read. Otherwise the result
-            of :func:`written` is saved, and ``-f`` asks for the masked values.
+        resolved: Write the values that a run uses, for a file that only child processes read, instead of the result of
+            :func:`written`.
     """
-    write_atomically(path, as_yaml(config, credentials=credentials))
+    write_atomically(path, as_yaml(config, resolved=resolved))
 
 
-def as_yaml(config: Config, *, credentials: bool = False) -> str:
+def as_yaml(config: Config, *, resolved: bool = False) -> str:
     """The text that :func:`save_config` writes."""
-    content = dataclasses.asdict(config) if credentials else written(config)
+    content = dataclasses.asdict(config) if resolved else written(config)
     return OmegaConf.to_yaml(OmegaConf.create(content))
 
 
@@ -113,20 +101,17 @@ def written(config: Config) -> dict[str, Any]:
     """The config as it is written to config.yaml, report.json and loggers.
 
     A value that was set as ``${oc.env:NAME}`` is written in that form, because the environment may contain secrets.
-    Other values that look like credentials are masked.
     """
     values = dataclasses.asdict(config)
     for path, (text, value) in config.interpolations.items():
         if _at(values, path) == value:  # otherwise it was changed after loading
             _at(values, path[:-1])[path[-1]] = text
-    masked: dict[str, Any] = mask(values)
-    return masked
+    return values
 
 
 def _read_yaml(file: str | os.PathLike[str]) -> dict[Any, Any]:
     text = _read_text(file)
     try:
-        _check_size(text)
         loaded, node = OmegaConf.load(io.StringIO(text)), yaml.compose(text, _LOADER)
         empty = not loaded and not isinstance(node, yaml.CollectionNode)
     except (yaml.YAMLError, OmegaConfBaseException, OSError, ValueError, RecursionError) as error:
@@ -140,10 +125,9 @@ def _read_yaml(file: str | os.PathLike[str]) -> dict[Any, Any]:
 
 def _read_override(override: str) -> dict[Any, Any]:
     name, _, value = override.partition("=")
-    if not all(name.split(".")) or name.count(".") >= _MAX_DEPTH:
+    if not all(name.split(".")):
         raise ConfigError(f"{COMMAND_LINE}: {name[:80]!r} is not a key; expected section.key=value")
     try:
-        _check_size(value)
         loaded = OmegaConf.from_dotlist([override])
         node = yaml.compose(value, _LOADER)
         for part in reversed(name.split(".")):
@@ -201,8 +185,6 @@ def _merge(base: dict[Any, Any], raw: dict[Any, Any], origin: str, origin_of: Or
             base = {**base, "algorithms": {}}
     if isinstance(baseline := raw.get("baseline"), dict) and "algorithms" in baseline:
         baseline["algorithms"] = _algorithms_as_mapping(baseline["algorithms"], origin, "baseline.algorithms")
-    if problem := _problem_in_references([base, raw]):
-        raise ConfigError(f"{origin}: {problem}")
     origin_of.update(dict.fromkeys(_dotted(raw), origin))
     return _merged(base, raw)
 
@@ -254,61 +236,6 @@ def _read_text(file: str | os.PathLike[str]) -> str:
         return data.decode("utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{file}: cannot be read: {error}; save it as UTF-8") from error
-
-
-def parse_plain(text: str) -> Any:
-    """Read YAML of plain values, such as the config.yaml of a run, without interpolations.
-
-    Raises:
-        yaml.YAMLError: It is not valid, nests too deeply, or its aliases expand to too much.
-    """
-    _check_size(text)
-    return yaml.safe_load(text)
-
-
-def _check_size(text: str) -> None:
-    """Raise a YAMLError if the nesting is too deep or the aliases expand to too much, without recursion."""
-    sizes: dict[str | None, int] = {}  # of complete anchors, expanded
-    open_nodes: list[list[Any]] = [[None, 0]]  # anchor, expanded size
-    for event in yaml.parse(text, Loader=_LOADER):
-        size = 0
-        if isinstance(event, (yaml.MappingStartEvent, yaml.SequenceStartEvent)):
-            open_nodes.append([event.anchor, _CHARACTERS_PER_VALUE])
-        elif isinstance(event, (yaml.MappingEndEvent, yaml.SequenceEndEvent)):
-            anchor, size = open_nodes.pop()
-            sizes[anchor] = size
-        elif isinstance(event, yaml.ScalarEvent):
-            size = _CHARACTERS_PER_VALUE + len(event.value)
-            sizes[event.anchor] = size
-        elif isinstance(event, yaml.AliasEvent):
-            if any(event.anchor == anchor for anchor, _ in open_nodes):
-                raise yaml.YAMLError(f"*{event.anchor} contains itself")
-            size = sizes.get(event.anchor, 0)  # 0: unknown, which is an error later
-        open_nodes[-1][1] += size
-        if len(open_nodes) > _MAX_DEPTH + 1:
-            raise yaml.YAMLError(f"it nests more than {_MAX_DEPTH} levels deep")
-        if open_nodes[-1][1] > _MAX_EXPANDED:
-            raise yaml.YAMLError(f"it has too many values, or more than {_MAX_EXPANDED} characters with its aliases")
-
-
-def _problem_in_references(sections: Sequence[Any]) -> str | None:
-    """Describe interpolations that could resolve to too much text; None if there are none.
-
-    A value may refer to values that refer to others, so that few bytes can stand for terabytes. At most, as many
-    references as there are multiply the text by 3 ** (references / 3): three at each level.
-    """
-    texts = [text for section in sections for _, text in _leaves(section) if isinstance(text, str)]
-    from_environment = sum(text.count("${oc.env:") for text in texts)
-    references = sum(text.count("${") for text in texts) - from_environment
-    if not references:
-        return None
-    size = sum(map(len, texts)) + from_environment * max(map(len, os.environ.values()), default=0)
-    if max(size, 4096) * 3 ** (references / 3) <= _MAX_RESOLVED:
-        return None
-    return (
-        f"its values refer to other keys {references} times, as in ${{data.seed}}, which could resolve to more than "
-        f"{_MAX_RESOLVED} characters; write some of the values out"
-    )
 
 
 def _problem_in(raw: Mapping[Any, Any]) -> str | None:

@@ -97,8 +97,8 @@ class SchedulerConfig(Settings):
 class TrainerConfig(Settings):
     max_duration: Annotated[str, ComposerTime(DURATION_UNITS, gt=0)] = "2ep"
     """How long to train, as a Composer time: 2ep, 500ba."""
-    eval_interval: Annotated[str, ComposerTime(("ep", "ba"), gt=0)] = "1ep"
-    """How often to validate."""
+    eval_interval: Annotated[str | None, ComposerTime(("ep", "ba"), gt=0)] = "1ep"
+    """How often to validate; null validates only after training."""
     eval_batches: int | None = Field(None, ge=1)
     """Number of batches to validate on; null for all."""
     early_stopping: EarlyStoppingConfig | None = None
@@ -126,6 +126,11 @@ class TrainerConfig(Settings):
     deterministic: bool = False
     """Use deterministic kernels only; slower."""
 
+    @property
+    def evaluates_every(self) -> str:
+        """The interval of evaluations, for Composer: the whole training if ``eval_interval`` is null."""
+        return self.eval_interval or self.max_duration
+
     def check_settings(self) -> None:
         if self.fsdp is not None:
             both = "and trainer.fsdp both shard the model; remove one of them"
@@ -142,16 +147,18 @@ class TrainerConfig(Settings):
         unknown = sorted(map(str, set(self.parallelism_config or {}) - {"fsdp", "tp"}))
         refuse_if(unknown, "parallelism_config", f"accepts fsdp and tp, not {', '.join(unknown)}")
         if self.early_stopping is not None:
-            self._check_patience(self.early_stopping.patience)
+            unevaluated = "needs evaluations during the training; set trainer.eval_interval"
+            refuse_if(self.eval_interval is None, "early_stopping", unevaluated)
+            self._check_patience(self.early_stopping.patience, str(self.eval_interval))
 
-    def _check_patience(self, patience: str) -> None:
+    def _check_patience(self, patience: str, evaluated: str) -> None:
         """Refuse early stopping that could not stop before the end, as far as can be seen without an epoch's length."""
-        times = (patience, self.eval_interval, self.max_duration)
+        times = (patience, evaluated, self.max_duration)
         units = {time.lstrip(digits) for time in times}
         waits, interval, end = (int(time.rstrip(ascii_lowercase)) for time in times)
         earliest = (waits // interval + 2) * interval  # the first evaluation is an improvement
         never = (
-            f"of {patience} and evaluations every {self.eval_interval} allow a stop after {earliest}{min(units)} at "
+            f"of {patience} and evaluations every {evaluated} allow a stop after {earliest}{min(units)} at "
             f"the earliest, and training ends after {self.max_duration}; evaluate more often, or train for longer"
         )
         refuse_if(len(units) == 1 and earliest >= end, "early_stopping.patience", never)
@@ -165,13 +172,14 @@ class CheckpointConfig(Settings):
     best: BestWeightsConfig | None = None
     """Export the weights of the best evaluation, which every checkpoint then contains too; null exports the last."""
     load: str | None = None
-    """Checkpoint to resume from: weights, optimizer, schedule, data position and random state."""
+    """Checkpoint of this run's folder to continue from: weights, optimizer, schedule, data position and random state.
+    Of another run, with weights_only or trust_checkpoint."""
     weights_only: bool = False
     """Load only the weights from checkpoint.load, and start a new run."""
     autoresume: bool = True
     """Resume an interrupted run with this run_name and a checkpoint.interval from its newest complete checkpoint."""
     trust_checkpoint: bool = False
-    """Load a checkpoint without checking its contents: its author can execute any code on this machine."""
+    """Load all of a checkpoint, as Composer does: its author can execute any code on this machine."""
 
     def check_settings(self) -> None:
         missing = "needs checkpoint.load, the checkpoint to load them from"
@@ -314,12 +322,34 @@ class Config(Settings):
         refuse_if(precision != "fp32" and "mixed_precision" in self.algorithms, "trainer.precision", both)
         for key, time in (
             ("trainer.max_duration", self.trainer.max_duration),
-            ("trainer.eval_interval", self.trainer.eval_interval),
+            ("trainer.eval_interval", self.trainer.eval_interval or ""),
+            ("scheduler.warmup", self.scheduler.warmup),
             ("trainer.early_stopping.patience", stopping.patience if stopping else ""),
             ("checkpoint.interval", self.checkpoint.interval or ""),
         ):
             endless = f"is {time}, and a stream has no epochs; use batches, such as 500ba"
             refuse_if(data.streaming and time.endswith("ep"), key, endless)
+        self.check_warmup()
+
+    def check_warmup(self, batches_per_epoch: int | None = None) -> None:
+        """Refuse a warm-up that is longer than the training, or whose unit cannot be compared with the training's.
+
+        Args:
+            batches_per_epoch: None before the data is read; epochs are then not compared with batches.
+        """
+        warmup, duration = self.scheduler.warmup, self.trainer.max_duration
+        if warmup.endswith("dur"):
+            return
+        times = [(int(time.rstrip(ascii_lowercase)), time.lstrip(digits)) for time in (warmup, duration)]
+        units = {unit for _, unit in times}
+        both = f"is {warmup} and trainer.max_duration is {duration}"
+        fix = "use one unit for both, or a fraction such as 0.1dur"
+        comparable = len(units) == 1 or units == {"ep", "ba"}
+        refuse_if(not comparable, "scheduler.warmup", f"{both}, which cannot be compared; {fix}")
+        if len(units) == 1 or batches_per_epoch is not None:
+            waits, trains = (n * (batches_per_epoch or 1) if unit == "ep" else n for n, unit in times)
+            longer = f"{both}, so the learning rate never reaches its peak; shorten the warm-up, or train for longer"
+            refuse_if(waits > trains, "scheduler.warmup", longer)
 
     def _check_task_keys(self) -> None:
         """Refuse keys that only other tasks read, because setting them would have no effect."""

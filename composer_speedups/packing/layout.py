@@ -1,0 +1,162 @@
+"""The layout of a padded batch's real tokens: a value with which tokens are gathered and scattered.
+
+Shapes: B rows, S slots per row, N = B·S slots, T packed tokens, H hidden units.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from composer_speedups.kernels.first_derivative import FirstDerivative
+
+__all__ = ["COUNTED_ON_HOST_MESSAGE", "MULTIPLE", "Layout", "lay_out", "mark_dynamic", "round_up", "run_eagerly"]
+
+
+MULTIPLE = 64  # packed tokens are rounded up to a multiple of it by default, because matmuls are fastest then
+COUNTED_ON_HOST_MESSAGE = (
+    "unpadding reads the number of tokens on the host; wrap the collator in with_row_lengths, compile without "
+    "fullgraph=True, or remove unpadding"
+)
+
+
+def run_eagerly(reason: str) -> Callable[[Any], Any]:
+    """torch.compiler.disable as a decorator that states a reason, which the error about a full graph contains.
+
+    torch 2.7.0 does not take one.
+    """
+    if "reason" in inspect.signature(torch.compiler.disable).parameters:
+        return functools.partial(torch.compiler.disable, reason=reason)
+    return torch.compiler.disable  # type: ignore[no-any-return]
+
+
+class Layout(NamedTuple):
+    """Where one batch's real tokens are: in row order, followed by unused entries up to a rounded total.
+
+    The unused entries form a separate sequence: no real token attends to them, they are gathered from the last slot of
+    the batch, are not scattered back, and get no gradient.
+
+    Attributes:
+        mask_BS: bool; the mask the layout was made from.
+        indices_T: int64; the slot of each packed token among the N, and N for unused entries.
+        cu_seqlens: int32 (B + 2,); where each row starts among the packed tokens, then the start of the unused entries,
+            then T.
+        longest: A bound on the length of a row and of the unused entries.
+    """
+
+    mask_BS: Tensor
+    indices_T: Tensor
+    cu_seqlens: Tensor
+    longest: int
+
+    def gather(self, x_BSH: Tensor) -> Tensor:
+        """The real tokens of padded rows, (B, S, H) → (T, H)."""
+        return _Gather.apply(x_BSH.flatten(0, 1), self.indices_T)
+
+    def scatter(self, x_TH: Tensor) -> Tensor:
+        """Packed tokens in their slots, (T, H) → (B, S, H), with zeros where there is no real token."""
+        rows, width = self.mask_BS.shape
+        return _Scatter.apply(x_TH, self.indices_T, rows * width).view(rows, width, -1)
+
+    def pick(self, values_BS: Tensor) -> Tensor:
+        """Integers, such as ids, of the real tokens, (B, S) → (1, T); unused entries have that of the last slot."""
+        flat = values_BS.reshape(-1)
+        return flat.index_select(0, self.indices_T.clamp(max=len(flat) - 1)).unsqueeze(0)
+
+
+def round_up(number: int, multiple: int) -> int:
+    """The smallest positive multiple that is at least ``number``."""
+    return max(-(-number // multiple), 1) * multiple
+
+
+def lay_out(mask_BS: Tensor, total: int, pad_to_multiple_of: int = MULTIPLE) -> Layout:
+    """Lay out the real tokens of a batch on the mask's device, without synchronizing.
+
+    Args:
+        mask_BS: Nonzero at real tokens, at any positions.
+        total: Number of real tokens, which determines the shapes. A wrong number raises; on a GPU, at its next
+            synchronization.
+        pad_to_multiple_of: T is rounded up to a multiple of it, but to no more than the slots, rounded up to a multiple
+            of :data:`MULTIPLE`.
+    """
+    mask_BS = mask_BS.bool()
+    slots = mask_BS.numel()
+    packed = min(round_up(total, pad_to_multiple_of), round_up(slots, MULTIPLE))
+    real_N = mask_BS.flatten()
+    ends_B = mask_BS.sum(-1).cumsum(0)
+    torch._assert_async(ends_B[-1] == total, "the attention mask changed after its tokens were counted")
+    # Real slots go to their rank among the real ones; all others write past the end. Ranks are clamped, so that a wrong
+    # total fails the check above instead of indexing out of range.
+    rank_N = torch.where(real_N, real_N.cumsum(0) - 1, packed).clamp(max=packed)
+    indices_T = torch.full((packed + 1,), slots, device=mask_BS.device).scatter_(
+        0, rank_N, torch.arange(slots, device=mask_BS.device)
+    )[:packed]
+    cu_seqlens = F.pad(F.pad(ends_B, (1, 0)), (0, 1), value=packed).to(torch.int32)
+    torch._dynamo.maybe_mark_dynamic(indices_T, 0)  # T changes with every batch; one graph is used for all
+    longest = round_up(max(mask_BS.shape[1], pad_to_multiple_of), 128)  # rounded, so that it seldom changes
+    return Layout(mask_BS, indices_T, cu_seqlens, longest)
+
+
+def mark_dynamic(*packed: Tensor) -> None:
+    """Let layers that are compiled separately accept every number of packed tokens, in tensors (1, T, …)."""
+    if not torch.compiler.is_compiling():
+        for tensor in packed:
+            torch._dynamo.maybe_mark_dynamic(tensor, 1)
+
+
+_NO_SECOND_DERIVATIVE = (
+    "unpadding has no second derivative (create_graph=True); remove unpadding, and load the model with "
+    "attn_implementation='eager'"
+)
+
+
+# Each is the other's backward pass. torch's backward of index_select adds into its result, with atomics or a sort;
+# unique indices only need a copy.
+
+
+def _gather(x_NH: Tensor, indices_T: Tensor) -> Tensor:
+    return x_NH.index_select(0, indices_T.clamp(max=x_NH.shape[0] - 1))
+
+
+def _scatter(x_TH: Tensor, indices_T: Tensor, slots: int) -> Tensor:
+    padded = x_TH.new_zeros(slots + 1, x_TH.shape[1])  # the last row receives the unused entries
+    padded.index_copy_(0, indices_T, x_TH)
+    # The last row is cut off in place, because pooling code may change the result in place, which autograd forbids for
+    # a view that a custom function returns. Compiled code cannot resize.
+    return padded[:slots] if torch.compiler.is_compiling() else padded.resize_(slots, x_TH.shape[1])
+
+
+class _Gather(FirstDerivative):
+    refusal = _NO_SECOND_DERIVATIVE
+
+    @staticmethod
+    def forward(ctx: Any, x_NH: Tensor, indices_T: Tensor) -> Tensor:
+        ctx.save_for_backward(indices_T)
+        ctx.slots = x_NH.shape[0]
+        return _gather(x_NH, indices_T)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        (indices_T,) = ctx.saved_tensors
+        return _scatter(grad_TH, indices_T, ctx.slots), None
+
+
+class _Scatter(FirstDerivative):
+    refusal = _NO_SECOND_DERIVATIVE
+
+    @staticmethod
+    def forward(ctx: Any, x_TH: Tensor, indices_T: Tensor, slots: int) -> Tensor:
+        ctx.save_for_backward(indices_T)
+        return _scatter(x_TH, indices_T, slots)
+
+    @staticmethod
+    def backward(ctx: Any, grad_NH: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        (indices_T,) = ctx.saved_tensors
+        unused_T = (indices_T == grad_NH.shape[0])[:, None]
+        return _gather(grad_NH, indices_T).masked_fill_(unused_T, 0), None, None

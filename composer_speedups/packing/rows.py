@@ -1,0 +1,191 @@
+"""Count the real tokens of each row of a batch on the CPU, and keep the counts in the batch.
+
+The number of packed tokens determines the shapes of an encoder's tensors, so the host must know it. Counting a mask on
+a GPU would make the host wait. The counts travel in the batch instead: :func:`count_rows` makes the entries, and
+:class:`RowLengths` stay on the CPU when the batch is moved. Whatever divides a batch by its rows divides them, too.
+
+Shapes: B rows, S slots per row.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = [
+    "IGNORED",
+    "ROW_LABELS",
+    "STAYS_PADDED",
+    "CountedRows",
+    "RowLengths",
+    "RowRules",
+    "as_numpy",
+    "count_rows",
+    "lengths_key",
+    "row_counts",
+    "token_masks",
+]
+
+IGNORED = -100  # the label that torch's cross entropy ignores
+STAYS_PADDED = -1  # in place of a row's number of real tokens
+_MASK, _LENGTHS = "attention_mask", "_row_lengths"
+ROW_LABELS = "_row_labels"  # the batch's entry with the number of labelled tokens of each row
+
+
+class RowLengths(Tensor):
+    """Integers per row, int32 (B,) or (B, texts), that stay on the CPU when their batch is moved to a device."""
+
+    def to(self, *args: Any, **kwargs: Any) -> RowLengths:  # type: ignore[override]
+        return self
+
+    def cuda(self, *args: Any, **kwargs: Any) -> RowLengths:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> RowLengths:
+        return self  # they do not change; Composer copies each micro-batch
+
+    def pin_memory(self, *args: Any, **kwargs: Any) -> RowLengths:
+        return self
+
+
+class RowRules(NamedTuple):
+    """Which rows of a batch one encoder must leave padded.
+
+    Attributes:
+        head_has_token_loss: The head computes a loss per slot, without using the mask.
+        head_reads_first_slot: The head reads each row's first slot, even if it is padding.
+        max_width_with_holes: In a batch with more slots per row than this, padding between real tokens changes the
+            result; None if it never does.
+    """
+
+    head_has_token_loss: bool = False
+    head_reads_first_slot: bool = False
+    max_width_with_holes: int | None = None
+
+    def lengths(self, mask_BS: Tensor, labels: Tensor | None = None) -> Any:
+        """Real tokens of each row, or :data:`STAYS_PADDED`, as a NumPy array (B,). Synchronizes with a GPU's mask.
+
+        A row whose loss in the untouched model depends on outputs at padding positions stays padded, with its batch. A
+        row without tokens does not, if its label is ignored.
+        """
+        real = as_numpy(mask_BS) != 0
+        known = None if labels is None or len(labels) != len(real) else as_numpy(labels)
+        padded = ~real[:, 0] & self.head_reads_first_slot
+        if known is not None and known.ndim == 1 and known.dtype.kind != "f":  # a regression has no label to ignore
+            padded &= real.any(-1) | (known != IGNORED)
+        if known is not None and known.shape == real.shape and self.head_has_token_loss:
+            padded |= ((known != IGNORED) & ~real).any(-1)
+        if self.max_width_with_holes is not None and real.shape[1] > self.max_width_with_holes:
+            padded |= _pieces(real) > 1
+        return np.where(padded, STAYS_PADDED, real.sum(-1))
+
+    def assert_lengths(self, mask_BS: Tensor, filled: int) -> None:
+        """Check, without synchronizing, that a mask still has the rows that were counted, of which ``filled`` have
+        tokens: none that begins with padding or has holes, where that matters."""
+        message = "the attention mask changed after its tokens were counted; change batches before they are moved"
+        mask_BS = mask_BS.bool()
+        if self.head_reads_first_slot:
+            torch._assert_async(mask_BS[:, 0].sum() == filled, message)
+        if self.max_width_with_holes is not None and mask_BS.shape[1] > self.max_width_with_holes:
+            torch._assert_async(_pieces(mask_BS).sum() == filled, message)
+
+
+def _pieces(real: Any) -> Any:
+    """The number of runs of real tokens in each row."""
+    return real[:, 0] + (real[:, 1:] & ~real[:, :-1]).sum(-1)
+
+
+def lengths_key(mask: str) -> str:
+    """The name of the batch's entry with the row lengths of a mask: ``_row_lengths`` for ``attention_mask``."""
+    return mask.replace(_MASK, _LENGTHS)
+
+
+def count_rows(batch: Any, rules: Sequence[RowRules], *, labels: bool = False) -> dict[str, RowLengths]:
+    """The entries to add to a batch, from its masks and labels on the CPU; those on a GPU are left out.
+
+    Args:
+        batch: Tensors by name, with rows (B, S), or (B, texts, S) if samples have several texts.
+        rules: Those of each encoder. A row stays padded if one of them must leave it so.
+        labels: Whether to count the labelled tokens of each row, too, as :data:`ROW_LABELS`.
+
+    Returns:
+        For each mask, under :func:`lengths_key`, the real tokens of its rows, or :data:`STAYS_PADDED`; (B,) or
+        (B, texts).
+    """
+    entries, known = {}, labels_of(batch)
+    for name, mask in token_masks(batch).items():
+        own = known if name == _MASK and mask.ndim == 2 else None
+        if all(tensor is None or tensor.device.type == "cpu" for tensor in (mask, own)):
+            counts = np.minimum.reduce([rule.lengths(mask.flatten(0, -2), own) for rule in rules])
+            entries[lengths_key(name)] = _row_lengths(counts.reshape(mask.shape[:-1]))
+    if labels and known is not None and known.ndim == 2 and known.device.type == "cpu":
+        entries[ROW_LABELS] = _row_lengths((as_numpy(known) != IGNORED).sum(-1))
+    return entries
+
+
+def _row_lengths(numbers: Any) -> RowLengths:
+    return torch.from_numpy(numbers.astype(np.int32)).as_subclass(RowLengths)
+
+
+class CountedRows:
+    """A collator that adds the row lengths to each batch, for loops without Composer's Trainer.
+
+    Args:
+        collate: The collator that makes the batches.
+        rules, labels: See :func:`count_rows`.
+    """
+
+    def __init__(self, collate: Callable[[Any], Any], rules: Sequence[RowRules], *, labels: bool = False) -> None:
+        self.collate, self.rules, self.labels = collate, rules, labels
+
+    def __call__(self, samples: Any) -> Any:
+        batch = copy.copy(self.collate(samples))
+        batch.update(count_rows(batch, self.rules, labels=self.labels))
+        return batch
+
+
+def token_masks(batch: Any) -> dict[str, Tensor]:
+    """The attention masks of a batch, by name: ``attention_mask``, and further ones of a bi-encoder.
+
+    They are (B, S), or (B, texts, S) if samples have several texts.
+    """
+    if not isinstance(batch, Mapping):
+        return {}
+    named = {name: x for name, x in batch.items() if isinstance(name, str) and isinstance(x, Tensor) and x.numel()}
+    return {
+        name: mask
+        for name, mask in named.items()
+        if _MASK in name
+        if mask.ndim == 2 or (mask.ndim == 3 and mask.shape == _shape(named, name))
+    }
+
+
+def _shape(tensors: Mapping[str, Tensor], mask: str) -> torch.Size | None:
+    ids = tensors.get(mask.replace(_MASK, "input_ids"))
+    return None if ids is None else ids.shape
+
+
+def labels_of(batch: Any) -> Tensor | None:
+    """The labels of a batch; None without any."""
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    return labels if isinstance(labels, Tensor) else None
+
+
+def row_counts(mask_BS: Tensor) -> list[int]:
+    """Real tokens of each row, on the host. Synchronizes if the mask is on a GPU."""
+    return [int(count) for count in (as_numpy(mask_BS) != 0).sum(-1)]
+
+
+def as_numpy(values: Tensor) -> Any:
+    """A tensor's values on the host. Synchronizes if it is on a GPU.
+
+    For work on a few thousand numbers, for which torch would wake all its threads: milliseconds on hosts with many
+    cores.
+    """
+    values = values.detach().cpu()
+    return (values.float() if values.dtype is torch.bfloat16 else values).numpy()  # NumPy has no bfloat16

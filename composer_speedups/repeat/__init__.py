@@ -1,1 +1,0 @@
-"""Train configs with several seeds, and report the spread; see ``python -m composer_speedups.repeat --help``."""

@@ -1,0 +1,1 @@
+"""Several training runs from one command: ``tune`` tries sets of techniques, ``repeat`` trains several seeds."""

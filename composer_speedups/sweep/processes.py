@@ -1,0 +1,172 @@
+"""Run training programs in child processes, several at a time, and end each with all processes that it started."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import signal
+import subprocess
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Literal, NamedTuple
+
+from composer_speedups.core.subprocesses import kill_process_group, killed_with_parent, python_module_command
+
+__all__ = ["TRAIN", "Ended", "Job", "Process", "own_line", "run_all"]
+
+TRAIN = "composer_speedups.train"
+"""The module that trains."""
+
+_STOP_SECONDS = 60.0  # for a run that is stopped to finish its batch and write a checkpoint
+_MAX_MESSAGE = 300  # characters of a failed process's message
+_KILLED_STATUSES = (-signal.SIGKILL, 128 + signal.SIGKILL)  # sent by the kernel's out-of-memory killer
+_CAUSE = re.compile(r"([A-Za-z_][\w.]*(Error|Exception)|Fatal Python error|what\(\)): ")
+_OUT_OF_MEMORY = (
+    "out of memory",  # train.py's own line, and those of torch and CUDA
+    "outofmemoryerror",  # torch's class, in a traceback
+    "cublas_status_alloc_failed",
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A program to run in a process of its own.
+
+    Attributes:
+        arguments: Its command line; that of train.py for a training run.
+        log: File to which its output and errors are appended.
+        environment: Variables to add to this process's environment.
+        program: The module to run.
+        ranks: Number of processes that train together, started by Composer's launcher if it is above 1.
+    """
+
+    arguments: Sequence[str]
+    log: Path
+    environment: Mapping[str, str] = field(default_factory=dict)
+    program: str = TRAIN
+    ranks: int = 1
+
+
+class Ended(NamedTuple):
+    """How a process ended."""
+
+    status: int | None  # exit status; None if it was killed at its time limit
+    output: str  # what it wrote to its log
+    seconds: float  # since it was started
+
+    @property
+    def kind(self) -> Literal["ok", "out of memory", "time", "refused", "failed"]:
+        """What went wrong: the GPU's or the host's memory ran out; the time limit was reached; train.py refused a
+        config, a package or the machine in one line; or anything else.
+
+        A process that another one killed counts as out of memory, because the kernel kills for this reason.
+        """
+        output = self.output.lower()
+        if not self.status:
+            return "time" if self.status is None else "ok"
+        if self.status in _KILLED_STATUSES or any(sign in output for sign in _OUT_OF_MEMORY):
+            return "out of memory"
+        return "refused" if self.status == 2 else "failed"
+
+    @property
+    def reason(self) -> str:
+        """Why a training process failed, in one line; empty if it did not."""
+        if self.kind in ("ok", "time"):
+            return "" if self.kind == "ok" else "it was killed at its time limit"
+        reason = own_line(self.output)[:_MAX_MESSAGE] or f"it ended with status {self.status}"
+        return f"ran out of memory ({reason})" if self.kind == "out of memory" else reason
+
+
+def own_line(output: str) -> str:
+    """train.py's own error line without its prefix, or else the last line that names an exception or a crash, or else
+    the last nonempty line of the output; empty if there is none.
+
+    Stacks printed by faulthandler are ignored: the caller of ``abort`` has printed the reason before them.
+    """
+    before, fatal, stacks = output.partition("Fatal Python error: ")
+    kind = stacks.partition("\n")[0]
+    output = before if kind == "Aborted" else before + fatal + kind
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    own = [line.partition("train.py: ")[2] for line in lines if "train.py: " in line]
+    causes = [line for line in lines if _CAUSE.match(line)]  # torch prints advice below its exceptions
+    return (own or causes or lines or [""])[-1]
+
+
+class Process:
+    """A running job, in a process group of its own. With ``setpriv``, it is killed when the thread that started it
+    ends."""
+
+    def __init__(self, job: Job, stdin: IO[bytes] | int = subprocess.DEVNULL) -> None:
+        self.job = job
+        launcher = ["composer.cli.launcher", "-n", str(job.ranks), "-m"] if job.ranks > 1 else []
+        command, environment = python_module_command(*launcher, job.program, *job.arguments)
+        with open(job.log, "ab") as output:
+            self._offset = output.tell()
+            self.began, self.killed = time.perf_counter(), False
+            self.popen = subprocess.Popen(
+                [*killed_with_parent(), *command],
+                stdin=stdin,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**environment, **job.environment},
+                start_new_session=True,
+            )
+
+    def wait(self, timeout: float | None = None) -> Ended:
+        """Wait for the end, or kill it after ``timeout`` seconds; kill what is left of its group in either case."""
+        status = None
+        try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                status = self.popen.wait(timeout)
+        finally:
+            seconds = time.perf_counter() - self.began
+            self.kill()
+        return Ended(status, self.job.log.read_bytes()[self._offset :].decode(errors="replace"), seconds)
+
+    def kill(self) -> None:
+        """Kill the process and its children. Later calls do nothing: the ID of the group may belong to others."""
+        if not self.killed:
+            self.killed = True
+            kill_process_group(self.popen)
+
+
+def run_all(
+    jobs: Sequence[Job],
+    at_a_time: int,
+    done: Callable[[Job, Ended], None],
+    start: Callable[[Job], Process] = Process,
+) -> None:
+    """Run jobs in their order, ``at_a_time`` together, and call ``done`` after each.
+
+    An exception, such as one of a signal handler or of ``done``, stops the running jobs with SIGTERM, upon which those
+    with checkpoints write one, and kills them after a minute or at another signal.
+    """
+    waiting, running = deque(jobs), list[Process]()
+    try:
+        while waiting or running:
+            while waiting and len(running) < at_a_time:
+                running.append(start(waiting.popleft()))
+            time.sleep(0.02)
+            for process in [process for process in running if process.popen.poll() is not None]:
+                ended = process.wait()
+                running.remove(process)
+                done(process.job, ended)
+    finally:
+        _stop(running)
+
+
+def _stop(processes: Sequence[Process]) -> None:
+    if processes:
+        print(f"stopping {len(processes)} runs", flush=True)
+    deadline = time.monotonic() + _STOP_SECONDS
+    try:
+        for process in processes:
+            process.popen.terminate()
+        while any(process.popen.poll() is None for process in processes) and time.monotonic() < deadline:
+            time.sleep(0.1)
+    finally:
+        for process in processes:
+            process.kill()

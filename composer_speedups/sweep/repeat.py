@@ -1,0 +1,200 @@
+"""The command composer-speedups-repeat: train configs with several seeds, and print the spread of their metrics."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tabulate import tabulate
+
+from composer_speedups.core.command_line import parse_command_line, read_settings
+from composer_speedups.core.errors import ConfigError, RunFailedError
+from composer_speedups.core.files import lock_file, make_folder
+from composer_speedups.core.settings import fields_of, keys_help
+from composer_speedups.core.subprocesses import command_output
+from composer_speedups.sweep.processes import TRAIN, Ended, Job, Process, run_all
+from composer_speedups.sweep.settings import RepeatConfig
+from composer_speedups.train.cli import exit_codes
+from composer_speedups.train.config.differences import differences
+from composer_speedups.train.config.load import load_config
+from composer_speedups.train.config.schema import Config
+from composer_speedups.train.inputs import Inputs, changed_input, inputs_of
+
+__all__ = ["Run", "command", "gpus_of_processes", "main", "planned_runs", "table"]
+
+_USAGE = """\
+usage: composer-speedups-repeat -f FILE [-f FILE ...] [seeds=1..5] [processes=N] [key=value ...]
+
+Train every FILE with every seed, each run in a process of its own on one of the visible GPUs, and print the mean and
+standard deviation of each metric. -f glue/all takes all YAML files of the package's folder glue. The runs are called
+NAME-seed1 and so on, after the file's run_name; the output of each is in NAME-seed1.log next to its folder. Finished
+runs are not repeated unless the config or a file that they read has changed, so the same command continues after a
+stop. With loggers.wandb, all runs are in one group.
+
+exit status: 0 all runs finished; 1 a run failed; 2 an invalid key or file; 143 and 130 SIGTERM or Ctrl-C.
+
+keys:
+"""
+
+
+class Run(NamedTuple):
+    """A config with one seed."""
+
+    base: str  # the config's run_name before the seed was added
+    seed: int
+    config: Config
+    folder: Path
+    arguments: list[str]  # command line of train.py
+    inputs: Inputs  # the files that it reads, by content, when the command started
+
+    def metrics(self) -> dict[str, float | None] | None:
+        """The metrics in the report; None if the run has not finished, or was trained with another config or other
+        files."""
+        if self.changed() or differences(self.config, self.folder / "config.yaml") != []:
+            return None
+        return self._report().get("metrics")
+
+    def changed(self) -> str | None:
+        """The key and name of a file that has changed since a finished run read it."""
+        report = self._report()
+        return changed_input(report.get("inputs", {}), self.inputs) if report else None
+
+    def _report(self) -> dict[str, Any]:
+        try:
+            report = json.loads((self.folder / "report.json").read_text())
+        except (OSError, ValueError):
+            return {}
+        return report if isinstance(report, dict) else {}
+
+
+def planned_runs(files: Sequence[str], overrides: Sequence[str], seeds: Sequence[int]) -> list[Run]:
+    """The runs of all seeds of the first file, then those of the next one.
+
+    Raises:
+        Refusal: A config is invalid, or a file that the runs read is missing.
+    """
+    if any(pair.partition("=")[0] == "seed" for pair in overrides):
+        raise ConfigError("command line: seed differs between the runs; set seeds, such as seeds=1..5")
+    configs = [load_config(file, overrides) for file in files]
+    names = [config.run_name for config in configs]
+    if shared := [name for name in names if names.count(name) > 1]:
+        raise ConfigError(f"run_name: {shared[0]!r} is the name of two files; give each a name of its own")
+    runs = []
+    for file, config in zip(files, configs, strict=True):
+        common = [*overrides]
+        if config.loggers.wandb is not None and config.loggers.wandb.group is None:
+            common.append(f"loggers.wandb.group={'-'.join(names)[:128]}")  # W&B's limit
+        inputs = inputs_of(config)
+        for seed in seeds:
+            values = [*common, f"seed={seed}", f"run_name={config.run_name}-seed{seed}"]
+            seeded = load_config(file, values)
+            folder = Path(seeded.runs_folder) / seeded.run_name
+            runs.append(Run(config.run_name, seed, seeded, folder, ["-f", file, *values], inputs))
+    return runs
+
+
+def gpus_of_processes(runs: Sequence[Run], processes: int | None) -> list[str | None]:
+    """The GPU of each process that trains at the same time, found without importing torch; None if there is none."""
+    names = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if all(run.config.trainer.device == "cpu" for run in runs):
+        names = ""
+    elif names is None:
+        uuids = command_output("nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader", timeout=60)
+        names = (uuids or "").replace("\n", ",")
+    listed = [name.strip() for name in names.split(",") if name.strip()]
+    named = listed[: listed.index("-1")] if "-1" in listed else listed  # CUDA ignores what follows -1
+    gpus: list[str | None] = [*named] or [None]
+    return [gpus[i % len(gpus)] for i in range(processes or len(gpus))]
+
+
+def _train_all(runs: Sequence[Run], gpus: Sequence[str | None], program: str) -> list[str]:
+    """Train the runs that have not finished, one at a time for each of ``gpus``, and return a line for each that
+    fails."""
+    waiting, free, failures = [run for run in runs if run.metrics() is None], [*gpus], list[str]()
+    print(f"{len(waiting)} of {len(runs)} runs are not finished; training {len(free)} at a time", flush=True)
+    for run in waiting:
+        if changed := run.changed():
+            print(f"{run.folder.name}: trained again, since {changed} has changed", flush=True)
+    # The logs are next to the folders, which train.py may rename.
+    by_log = {Path(f"{run.folder}.log"): run for run in waiting}
+
+    def start(job: Job) -> Process:
+        if gpu := free.pop(0):
+            job = dataclasses.replace(job, environment={"CUDA_VISIBLE_DEVICES": gpu})
+        print(f"{job.log.stem}: started{f' on GPU {gpu}' if gpu else ''}", flush=True)
+        return Process(job)
+
+    def done(job: Job, ended: Ended) -> None:
+        free.append(job.environment.get("CUDA_VISIBLE_DEVICES"))
+        reason = ended.reason
+        if not reason and (changed := by_log[job.log].changed()):
+            reason = f"{changed} changed while the command ran; start again"
+        if reason:
+            failures.append(f"{job.log.stem}: {reason}")
+        print(f"{job.log.stem}: {reason or 'finished'}", flush=True)
+
+    run_all([Job(run.arguments, log, program=program) for log, run in by_log.items()], len(gpus), done, start)
+    return failures
+
+
+def table(runs: Sequence[Run]) -> str:
+    """Mean and standard deviation (of a sample, n - 1) of each metric of the last evaluation, as Markdown."""
+    rows = []
+    for base in dict.fromkeys(run.base for run in runs):
+        reports = {run.seed: run.metrics() for run in runs if run.base == base}
+        finished = [metrics for metrics in reports.values() if metrics is not None]
+        for name in dict.fromkeys(n for metrics in finished for n in metrics if not n.startswith("train_")):
+            values = [value for metrics in finished if (value := metrics.get(name)) is not None]  # null stands for NaN
+            mean = f"{statistics.mean(values):.4f}" if values else ""
+            deviation = f"{statistics.stdev(values):.4f}" if len(values) > 1 else ""
+            rows.append([base, name, f"{len(values)} of {len(reports)}", mean, deviation])
+        if missing := ", ".join(str(seed) for seed, metrics in reports.items() if metrics is None):
+            rows.append([base, f"failed: seed {missing}"])
+    columns = ["run_name", "metric", "runs", "mean", "standard deviation"]
+    return tabulate(rows, columns, tablefmt="github", disable_numparse=True)
+
+
+def main(arguments: Sequence[str], program: str = TRAIN) -> None:
+    """Train the runs that have not finished, and print the table of all; ``program`` is the module that trains.
+
+    Raises:
+        Refusal: An unknown key or invalid value; or, after the table, that a run failed.
+    """
+    command_line = parse_command_line(arguments, several_files=True)
+    if command_line.help:
+        print(f"{_USAGE}{keys_help(RepeatConfig)}\n\nAll other keys are those of composer train.py --help.")
+        return
+    own = [pair for pair in command_line.overrides if pair.partition("=")[0] in fields_of(RepeatConfig)]
+    settings, _ = read_settings(RepeatConfig, own)
+    overrides = [pair for pair in command_line.overrides if pair not in own]
+    runs = planned_runs(command_line.files, overrides, settings.seeds)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError("WORLD_SIZE: each run is one process; start this command without a launcher")
+    with contextlib.ExitStack() as locks:  # no two commands train the same run
+        for run in runs:
+            lock = make_folder(run.folder.parent, "runs_folder") / f".{run.folder.name}.repeat.lock"
+            locks.enter_context(lock_file(lock, "runs_folder"))
+        failures = _train_all(runs, gpus_of_processes(runs, settings.processes), program)
+        print(table(runs), flush=True)
+    if failures:
+        raise RunFailedError(f"{len(failures)} of {len(runs)} runs failed; the first: {failures[0]}")
+
+
+def command() -> None:
+    """Entry point of the console command."""
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, lambda number, _: sys.exit(128 + number))
+    with exit_codes("repeat"):
+        main(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    command()

@@ -1,0 +1,62 @@
+"""``untouched``: a changed model computes what the untouched one does, to the last bit."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from composer_speedups import untouched
+from composer_speedups.algorithms.fast_layernorm.functional import apply_fast_layernorm
+from composer_speedups.algorithms.sdpa_attention.functional import apply_sdpa_attention
+from composer_speedups.packing.untouched import is_untouched
+from tests.helpers.common import batch
+from tests.helpers.exhaustive import family_params
+from tests.helpers.models import EVERY, FUSED, Family, fit_batches, tiny_model
+from tests.helpers.unpadded import compared, observed, pair, unpad_and_fuse
+from tests.reference.loop import gradients
+
+
+@pytest.mark.parametrize("head", ["classification", "mlm"])
+@pytest.mark.parametrize("family", family_params(EVERY))
+def test_loss_outputs_and_gradients_with_dropout_are_those_of_the_untouched_model(family: Family, head: Any) -> None:
+    settings: Any = {"apply": unpad_and_fuse} if family in FUSED else {}
+    reference, model = pair(family, head, dropout=0.3, **settings)
+    (inputs,) = fit_batches(reference, [batch([9, 16, 3, 12], 16)])
+    results: list[Any] = []
+    for network in (reference, model):
+        network.train()
+        torch.manual_seed(5)
+        with untouched(model):
+            output = network(**inputs)
+            output.loss.backward()
+        results.append([output.loss, output.logits, *gradients(network).values()])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    assert observed(lambda: model(**inputs))["packed_encoder"], "the switch is off again"
+
+
+@pytest.mark.parametrize("apply", [apply_fast_layernorm, apply_sdpa_attention])
+def test_replaced_norms_and_attention_are_off(apply: Any) -> None:
+    reference = tiny_model("bert")
+    model, inputs = copy.deepcopy(reference), batch([9, 16, 3])
+    apply(model)
+    results: list[Any] = []
+    for network in (reference, model):
+        with untouched(network), torch.autocast("cpu", torch.bfloat16):
+            results.append(network(**inputs).logits)
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
+    assert compared(reference, model, lambda network: network(**inputs).loss) == "not at all"
+
+
+def test_only_this_thread_is_untouched() -> None:
+    seen = []
+    with untouched(tiny_model("bert")):
+        thread = threading.Thread(target=lambda: seen.append(is_untouched()))
+        thread.start()
+        thread.join()
+        assert is_untouched()
+    assert (seen, is_untouched()) == ([False], False)

@@ -1,0 +1,128 @@
+"""Processes of runs: their output, time limit and children, and several at a time that are stopped together."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from composer_speedups.core.subprocesses import killed_with_parent
+from composer_speedups.sweep.processes import Ended, Job, Process, run_all
+from tests.conftest import ROOT
+from tests.helpers.hangs import HANGS, wait_until
+
+# It starts a child, and notes its process IDs and when it ran.
+PROGRAM = """
+import json, os, subprocess, sys, time
+name, seconds, status = sys.argv[1], float(sys.argv[2]), int(sys.argv[3])
+child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(10_000)"])
+with open(f"{name}.pids", "w") as pids:
+    pids.write(f"{os.getpid()} {child.pid} ")
+print("started", name, os.environ.get("NOTED"), flush=True)
+began = time.time()
+time.sleep(seconds)
+with open("calls.jsonl", "a") as calls:
+    calls.write(json.dumps([name, began, time.time()]) + "\\n")
+sys.exit(status)
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "sleeps.py").write_text(PROGRAM)
+    monkeypatch.syspath_prepend(tmp_path)
+    return "sleeps"
+
+
+def job(program: str, name: str, seconds: float = 0.0, status: int = 0) -> Job:
+    return Job([name, str(seconds), str(status)], Path(f"{name}.log"), {"NOTED": "noted"}, program)
+
+
+def pids_of(name: str) -> list[int]:
+    path = Path(f"{name}.pids")
+    wait_until(lambda: path.exists() and path.read_text().endswith(" "), f"{name} does not start")
+    return [int(pid) for pid in path.read_text().split()]
+
+
+def wait_for_end(pids: list[int]) -> None:
+    """Wait until processes have ended, even if nothing reaps them."""
+
+    def ended(pid: int) -> bool:
+        try:
+            return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return True
+
+    wait_until(lambda: all(map(ended, pids)), f"one of {pids} does not end")
+
+
+def test_a_process_ends_with_its_output_and_its_children(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("a.log").write_text("of an earlier process\n")
+    process = Process(job(program, "a", status=3))
+    ended = process.wait(HANGS)
+    assert (ended.status, ended.output) == (3, "started a noted\n")
+    assert 0 < ended.seconds < HANGS
+    wait_for_end(pids_of("a"))
+    killed: list[int] = []
+    monkeypatch.setattr("os.killpg", lambda group, _: killed.append(group))
+    process.kill()
+    assert not killed, "the ID of the group may belong to others by now"
+
+
+def test_a_process_is_killed_at_its_time_limit(program: str) -> None:
+    process = Process(job(program, "a", 10_000))
+    pids = pids_of("a")
+    assert process.wait(0.1)[:2] == (None, "started a noted\n")
+    wait_for_end(pids)
+
+
+def test_jobs_run_in_order_and_as_many_at_a_time_as_given(program: str) -> None:
+    ended: dict[str, int | None] = {}
+
+    def done(job: Job, how: Ended) -> None:
+        ended[job.arguments[0]] = how.status
+
+    run_all([job(program, name, 0.3, status) for name, status in (("a", 0), ("b", 1), ("c", 0), ("d", 0))], 2, done)
+    assert ended == {"a": 0, "b": 1, "c": 0, "d": 0}
+    calls = [json.loads(line) for line in Path("calls.jsonl").read_text().splitlines()]
+    assert sorted(name for name, _, _ in calls) == ["a", "b", "c", "d"]
+    for now in (began for _, began, _ in calls):
+        assert sum(began <= now < end for _, began, end in calls) <= 2
+    calls.clear()
+    Path("calls.jsonl").unlink()
+    run_all([job(program, name, 0.1) for name in "abc"], 1, done)
+    calls = [json.loads(line) for line in Path("calls.jsonl").read_text().splitlines()]
+    assert [name for name, _, _ in calls] == ["a", "b", "c"]
+    assert all(end <= began for (_, _, end), (_, began, _) in itertools.pairwise(calls))
+
+
+def test_an_exception_stops_the_running_jobs_and_starts_no_other(program: str) -> None:
+    def done(job: Job, ended: Ended) -> None:
+        raise KeyboardInterrupt
+
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        run_all([job(program, "a", 0.5), job(program, "b", 10_000), job(program, "c")], 2, done)
+    assert time.monotonic() - began < HANGS
+    wait_for_end(pids_of("b"))
+    assert not Path("c.log").exists()
+
+
+@pytest.mark.skipif(not killed_with_parent(), reason="needs setpriv of util-linux 2.33")
+def test_a_killed_command_leaves_no_run_behind(program: str) -> None:
+    code = f"""
+import sys; sys.path += [{str(ROOT)!r}, "."]
+from pathlib import Path
+from composer_speedups.sweep.processes import Job, Process
+Process(Job(["a", "10_000", "0"], Path("a.log"), {{}}, {program!r})).wait()
+"""
+    with subprocess.Popen([sys.executable, "-c", code]) as command:
+        pids = pids_of("a")
+        command.kill()
+    wait_for_end(pids[:1])

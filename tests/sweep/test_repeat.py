@@ -1,0 +1,293 @@
+"""Repeated runs: what is planned, the table, processes on GPUs, failures, and real runs that are killed and resumed."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from composer_speedups.core.command_line import read_settings
+from composer_speedups.core.errors import ConfigError, RunFailedError
+from composer_speedups.core.settings import fields_of
+from composer_speedups.sweep.repeat import Run, gpus_of_processes, main, planned_runs, table
+from composer_speedups.sweep.settings import RepeatConfig
+from composer_speedups.train.config.load import save_config
+from composer_speedups.train.config.schema import Config
+from tests.conftest import ROOT
+from tests.helpers.hangs import HANGS, wait_until
+from tests.helpers.jobs import SHORT
+
+QUICKSTART = str(ROOT / "yamls" / "quickstart.yaml")
+MRPC = str(ROOT / "yamls" / "glue" / "mrpc.yaml")
+
+# A program in place of train.py, which needs no torch: it notes when it ran and on which GPU, and leaves a report.
+# Seeds in FULL find the disk full, those in SLOW do not end, and those in CHANGES change the data file.
+STUB = """
+import json, os, sys, time
+from pathlib import Path
+from composer_speedups.core.command_line import parse_command_line
+from composer_speedups.train.cli import exit_codes
+from composer_speedups.train.config.load import load_config, save_config
+from composer_speedups.train.inputs import inputs_of
+
+began, command = time.time(), parse_command_line(sys.argv[1:])
+config = load_config(command.file, command.overrides)
+if str(config.seed) in os.environ.get("CHANGES", ""):
+    Path(config.data.train_file).write_text("text,label\\nother,0\\n")
+folder = Path(config.runs_folder, config.run_name)
+folder.mkdir(exist_ok=True)
+save_config(config, folder / "config.yaml")
+Path(f"{config.run_name}.pid").write_text(str(os.getpid()))
+time.sleep(10_000 if str(config.seed) in os.environ.get("SLOW", "") else 0.3)
+with open("calls.jsonl", "a") as calls:
+    calls.write(json.dumps([config.run_name, os.environ.get("CUDA_VISIBLE_DEVICES"), began, time.time()]) + "\\n")
+with exit_codes():
+    if str(config.seed) in os.environ.get("FULL", ""):
+        raise OSError(28, "No space left on device")
+metrics = {"accuracy": config.seed / 8, "train_loss": 1.0}
+(folder / "report.json").write_text(json.dumps({"inputs": inputs_of(config), "metrics": metrics}))
+"""
+
+
+def calls() -> list[str]:
+    return [json.loads(call)[0] for call in Path("calls.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture
+def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of the module STUB."""
+    (tmp_path / "trains_nothing.py").write_text(STUB)
+    monkeypatch.syspath_prepend(tmp_path)
+    return "trains_nothing"
+
+
+def finish(run: Run, config: Config | None = None, **metrics: float | None) -> None:
+    """Leave the files of a finished run."""
+    run.folder.mkdir(parents=True)
+    save_config(config or run.config, run.folder / "config.yaml")
+    (run.folder / "report.json").write_text(json.dumps({"inputs": run.inputs, "metrics": metrics}))
+
+
+def cells(lines: list[str]) -> list[list[str]]:
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("|")]
+
+
+@pytest.mark.parametrize(
+    ("text", "seeds"), [("1..5", [1, 2, 3, 4, 5]), ("7", [7]), ("[3, 1..2]", [3, 1, 2]), ("1..3,2..4", [1, 2, 3, 4])]
+)
+def test_seeds_are_numbers_and_ranges(text: str, seeds: list[int]) -> None:
+    assert read_settings(RepeatConfig, [f"seeds={text}"])[0].seeds == seeds
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["seeds=a..5"], "seeds must be numbers or ranges of at most 1000, such as 1..5 or 1,2,7, not 'a..5'"),
+        (["seeds=5..1"], "not '5..1'"),
+        (["seeds=1..2000000000"], "not '1..2000000000'"),
+        (["seeds=2147483648"], "seed must be 0 to below 2147483648"),
+        (["seed=3"], "set seeds, such as seeds=1..5"),
+        (["processes=0"], "processes must be 1 to 1024, not 0"),
+        (["data.bach_size=3"], "unknown key 'data.bach_size'; did you mean 'data.batch_size'"),
+        (["-f", "nowhere"], "-f nowhere: no such file"),
+        (["-f", "glue/nowhere"], "glue/nowhere (relative to"),
+        (["-f", "quickstart"], "run_name: 'quickstart' is the name of two files"),
+        (["runs_folder=file/runs"], "runs_folder: file/runs (relative to"),
+    ],
+)
+def test_a_mistake_is_one_line_before_anything_is_trained(arguments: list[str], message: str) -> None:
+    Path("file").write_text("")
+    with pytest.raises(ConfigError) as error:
+        main(["-f", QUICKSTART, *arguments], "no_program")
+    assert message in str(error.value)
+    assert [path.name for path in Path().iterdir()] == ["file"]
+
+
+def test_the_command_ends_with_status_2_without_importing_torch() -> None:
+    code = "import sys; sys.modules['torch'] = None; import composer_speedups.sweep.repeat as r; r.command()"
+    command = [sys.executable, "-c", code, "-f", "quickstart", "seeds=x"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert done.stderr.startswith("repeat: command line: seeds must be")
+
+
+def test_help_lists_every_key(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--help"])
+    printed = capsys.readouterr().out
+    assert all(f"  {name}: " in printed for name in fields_of(RepeatConfig))
+    assert not set(fields_of(RepeatConfig)) & set(fields_of(Config)), "they share the command line"
+
+
+def test_each_file_is_planned_with_each_seed_in_one_group_of_wandb() -> None:
+    runs = planned_runs([QUICKSTART, MRPC], ["loggers.wandb={}", "optimizer.lr=3e-5"], [1, 4])
+    assert [(run.base, run.seed) for run in runs] == [(n, s) for n in ("quickstart", "glue_mrpc") for s in (1, 4)]
+    assert [run.config.run_name for run in runs][1:3] == ["quickstart-seed4", "glue_mrpc-seed1"]
+    assert {run.config.optimizer.lr for run in runs} == {3e-5}
+    assert [run.config.seed for run in runs] == [1, 4, 1, 4]
+    assert {run.config.loggers.wandb.group for run in runs} == {"quickstart-glue_mrpc"}
+    [own] = planned_runs([MRPC], ["loggers.wandb.group=mine"], [1])
+    assert own.config.loggers.wandb.group == "mine"
+
+
+def test_all_configs_of_a_folder_are_named_at_once(stub: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for path in sorted((ROOT / "yamls" / "glue").glob("*.yaml")):
+        [run] = planned_runs([str(path)], [], [1])
+        finish(run, accuracy=0.5)
+    main(["-f", "glue/all", "seeds=1"], stub)
+    rows = [line.split("|")[1].strip() for line in capsys.readouterr().out.splitlines() if "accuracy" in line]
+    assert rows == [f"glue_{task}" for task in "cola mnli mrpc qnli qqp rte sst2 stsb wnli".split()]
+
+
+def test_the_table_has_mean_and_standard_deviation_of_each_metric() -> None:
+    runs = planned_runs([QUICKSTART, MRPC], [], [1, 2, 3])
+    accuracies, losses = [0.81, 0.84, 0.86], [0.5, 0.375]
+    for run, accuracy, loss in zip(runs, accuracies, [*losses, None], strict=False):
+        finish(run, train_loss=9.0, accuracy=accuracy, loss=loss)
+    finish(runs[3], binary_f1=0.9)
+    finish(runs[4], planned_runs([MRPC], ["optimizer.lr=1e-3"], [2])[0].config, binary_f1=0.1)
+    mean, stdev = statistics.mean, statistics.stdev
+    assert cells(table(runs).splitlines())[2:] == [
+        ["quickstart", "accuracy", "3 of 3", f"{mean(accuracies):.4f}", f"{stdev(accuracies):.4f}"],
+        ["quickstart", "loss", "2 of 3", f"{mean(losses):.4f}", f"{stdev(losses):.4f}"],
+        ["glue_mrpc", "binary_f1", "1 of 3", "0.9000", ""],
+        ["glue_mrpc", "failed: seed 2, 3", "", "", ""],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("visible", "overrides", "processes", "gpus"),
+    [
+        ("0,2", [], None, ["0", "2"]),
+        (" GPU-a, GPU-b ", [], 5, ["GPU-a", "GPU-b", "GPU-a", "GPU-b", "GPU-a"]),
+        ("0,1,2", [], 2, ["0", "1"]),
+        ("1,-1,2", [], None, ["1"]),
+        ("", [], None, [None]),
+        ("0,1", ["trainer.device=cpu"], 2, [None, None]),
+        (None, [], None, ["GPU-0", "GPU-1"]),
+    ],
+)
+def test_processes_take_the_visible_gpus_in_turn(
+    visible: str | None,
+    overrides: list[str],
+    processes: int | None,
+    gpus: list[str | None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("composer_speedups.sweep.repeat.command_output", lambda *_, **__: "GPU-0\nGPU-1")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert gpus_of_processes(planned_runs([QUICKSTART], overrides, [1]), processes) == gpus
+
+
+def test_runs_are_spread_over_gpus_and_only_failed_ones_are_repeated(
+    stub: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-x")
+    monkeypatch.setenv("FULL", "2")
+    arguments = ["-f", QUICKSTART, "-f", MRPC, "seeds=1..3"]
+    line = "2 of 6 runs failed; the first: quickstart-seed2: the disk is full: [Errno 28] No space left on device;"
+    with pytest.raises(RunFailedError) as error:
+        main(arguments, stub)
+    assert str(error.value).startswith(line)
+    called = [json.loads(call) for call in Path("calls.jsonl").read_text().splitlines()]
+    assert len(called) == 6
+    assert {gpu for _, gpu, _, _ in called} == {"3", "GPU-x"}
+    for gpu in ("3", "GPU-x"):
+        times = sorted((began, ended) for _, used, began, ended in called if used == gpu)
+        assert all(ended <= began for (_, ended), (began, _) in itertools.pairwise(times))
+    assert ["glue_mrpc", "failed: seed 2", "", "", ""] in cells(capsys.readouterr().out.splitlines())
+
+    monkeypatch.delenv("FULL")
+    Path("calls.jsonl").unlink()
+    main(arguments, stub)
+    assert set(calls()) == {"quickstart-seed2", "glue_mrpc-seed2"}
+    assert "failed" not in capsys.readouterr().out
+
+
+def start_command(program: str, *arguments: str) -> subprocess.Popen[bytes]:
+    code = (
+        "import functools, sys, composer_speedups.sweep.repeat as r; sys.path.append('.'); "
+        f"r.main = functools.partial(r.main, program={program!r}); r.command()"
+    )
+    # the folder of the tests' own composer_speedups comes first, and the stub's is the working directory
+    command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r}); {code}", *arguments]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL)
+
+
+def test_a_stopped_command_leaves_no_run_behind_and_continues_and_another_one_is_refused(
+    stub: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["-f", QUICKSTART, "seeds=1..2", "trainer.device=cpu"]
+    monkeypatch.setenv("SLOW", "2")
+    command = start_command(stub, *arguments)
+    pid = Path("quickstart-seed2.pid")
+    wait_until(lambda: pid.exists() and pid.read_text(), "the second run does not start")
+    with pytest.raises(ConfigError, match=r"^runs_folder: runs/\.quickstart-seed2\.repeat\.lock is in use"):
+        main([*arguments, "seeds=2..3"], stub)
+    command.terminate()
+    assert command.wait(HANGS) == 143
+    assert not psutil.pid_exists(int(pid.read_text()))
+    monkeypatch.delenv("SLOW")
+    main(arguments, stub)
+    assert calls() == ["quickstart-seed1", "quickstart-seed2"]
+
+
+FILES = ["-f", QUICKSTART, "trainer.device=cpu", "data.source=files", "data.train_file=train.csv", "seeds=1..2"]
+
+
+def test_runs_are_trained_again_once_their_data_changed_and_other_data_are_not_averaged(
+    stub: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("train.csv").write_text("text,label\na,0\nb,1\n")
+    main(FILES, stub)
+    main(FILES, stub)
+    assert calls() == ["quickstart-seed1", "quickstart-seed2"]
+    Path("train.csv").write_text("text,label\na,1\nb,0\n")
+    capsys.readouterr()
+    monkeypatch.setenv("CHANGES", "2")
+    with pytest.raises(RunFailedError, match=r"^1 of 2 .*seed2: data\.train_file: train\.csv changed while"):
+        main(FILES, stub)
+    assert calls() == ["quickstart-seed1", "quickstart-seed2"] * 2
+    printed = capsys.readouterr().out
+    assert "quickstart-seed1: trained again, since data.train_file: train.csv has changed" in printed
+    assert ["quickstart", "failed: seed 2", "", "", ""] in cells(printed.splitlines())
+
+
+BRIEF = ["-f", QUICKSTART, *SHORT, "trainer.device=cpu", "export=false", "seeds=1..2"]
+
+
+def reports() -> list[dict[str, Any]]:
+    return [json.loads(Path(f"runs/quickstart-seed{seed}/report.json").read_text()) for seed in (1, 2)]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
+def test_a_killed_command_resumes_the_run_that_it_trained(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [*BRIEF, "trainer.max_duration=100ba", "trainer.eval_batches=2", "checkpoint.interval=20ba"]
+    command = start_command("composer_speedups.train", *arguments)
+    wait_until(lambda: [*Path("runs/quickstart-seed2/checkpoints").glob("ep*-rank0.pt")], "no checkpoint is written")
+    runs = psutil.Process(command.pid).children(recursive=True)
+    assert Path("runs/quickstart-seed1/report.json").exists()
+    command.kill()
+    command.wait()
+    finished = Path("runs/quickstart-seed1/report.json").stat().st_mtime_ns
+    assert not Path("runs/quickstart-seed2/report.json").exists()
+    psutil.wait_procs(runs, HANGS)  # the kernel kills the run, too
+    main(arguments)
+    assert Path("runs/quickstart-seed1/report.json").stat().st_mtime_ns == finished
+    first, second = reports()
+    assert first["resumed"] == []
+    assert [entry["batch"] >= 20 for entry in second["resumed"]] == [True]
+    assert second["training"]["batches"] == 100
+    losses = [report["metrics"]["loss"] for report in (first, second)]
+    assert losses[0] != losses[1]
+    row = ["quickstart", "loss", "2 of 2", f"{statistics.mean(losses):.4f}", f"{statistics.stdev(losses):.4f}"]
+    assert row in cells(capsys.readouterr().out.splitlines())
