@@ -353,14 +353,13 @@ def test_learning_rate_and_gradient_norm_are_logged_at_an_interval(threshold: fl
         callbacks=[steps, LossMonitor(interval=interval)],
         schedulers=LinearWithWarmupScheduler("3ba"),
     )
-    at = [batch for batch in range(7) if batch == 0 or not (batch + 1) % interval]
+    at = [batch for batch in range(7) if batch in (0, 6) or not (batch + 1) % interval]
     assert logged(trainer, "optimizer/learning_rate") == [steps.rates[batch] for batch in at]
     assert len(set(steps.rates)) > 3, "the schedule changes it"
     if threshold is None:
         assert "optimizer/gradient_norm" not in trainer.logger.destinations[0].data  # type: ignore[attr-defined]
         return
     norms = logged(trainer, "optimizer/gradient_norm")
-    at = sorted({*at, 6})  # and at the end
     assert len(norms) == len(at)
     if threshold == 1e6:  # nothing is clipped
         torch.testing.assert_close(norms, [steps.norms[batch] for batch in at])
@@ -380,7 +379,8 @@ def test_training_metrics_are_computed_for_logged_batches_only_and_equal_compose
             last = float(trainer.state.train_metrics["MulticlassAccuracy"].compute())  # type: ignore[index]
         trainer.close()
         data = trainer.logger.destinations[0].data  # type: ignore[attr-defined]
-        logged = {time.batch.value: float(value) for time, value in data["metrics/train/MulticlassAccuracy"]}
+        logged = {time.batch.value + 1: float(value) for time, value in data["metrics/train/MulticlassAccuracy"]}
+        logged.pop(9, None)  # Composer logs the last value again at the end of the epoch
         assert last == logged[4 * fits]
         return logged
 
