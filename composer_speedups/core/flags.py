@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from composer.core import Callback
+from composer.core import Callback, State
+from composer.loggers import Logger
 
 __all__ = ["MATMUL_PRECISION", "Float32Matmuls", "ProcessFlag"]
 
@@ -57,14 +58,14 @@ class Float32Matmuls(Callback):
     Composer's ``DeviceGPU`` sets TF32 when it is constructed, which affects every Trainer in the process.
     """
 
-    def fit_start(self, *_: Any) -> None:
+    def fit_start(self, state: State, logger: Logger) -> None:
         MATMUL_PRECISION.take(self, "highest")
 
-    def fit_end(self, *_: Any) -> None:
+    def fit_end(self, state: State, logger: Logger) -> None:
         MATMUL_PRECISION.give_back(self)
 
     eval_standalone_start = eval_before_all = predict_start = fit_start
     eval_standalone_end = eval_after_all = predict_end = fit_end
 
-    def close(self, *_: Any) -> None:
+    def close(self, state: State, logger: Logger) -> None:
         MATMUL_PRECISION.release(self)

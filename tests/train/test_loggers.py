@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torchmetrics.classification import MulticlassAccuracy
 
 from composer_speedups import LossMonitor, MemoryAnatomy, RunReport, ThroughputMonitor, recommended
-from composer_speedups.core.technique import techniques_of
+from composer_speedups.core.engaging import techniques_of
 from tests.helpers.common import awkward_batches, data_spec, make_trainer, plain_batches, tiny_bert
 from tests.helpers.jobs import run
 from tests.helpers.wandb_runs import WandbRun, missing_in, read_wandb

@@ -118,7 +118,15 @@ def test_the_saved_config_and_a_checkpoint_reproduce_the_run(finished: Path) -> 
     one, other = (load_file(folder / "model" / "model.safetensors") for folder in (finished, resumed))
     torch.testing.assert_close(one, other, rtol=0, atol=0)
     with pytest.raises(ConfigError, match=r"written with techniques \[FusedOptimizer.*this run has \[MixedPrecision"):
-        application.main(["-f", str(finished / "config.yaml"), load, "algorithms.fused_optimizer=null"])
+        application.main(
+            [
+                "-f",
+                str(finished / "config.yaml"),
+                load,
+                "checkpoint.trust_checkpoint=true",
+                "algorithms.fused_optimizer=null",
+            ]
+        )
 
 
 def test_conflicts_and_bad_data_are_refused_before_a_model_is_built(monkeypatch: pytest.MonkeyPatch) -> None:

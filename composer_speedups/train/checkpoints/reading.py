@@ -52,7 +52,8 @@ class DamagedCheckpointError(ConfigError):
 @contextlib.contextmanager
 def restricted_loading(*, trust: bool) -> Iterator[None]:
     """Make a Trainer built inside the block load its checkpoint as this module does, or with ``trust`` as Composer."""
-    composer_load, store = composer_checkpoint.load_checkpoint, "maybe_create_object_store_from_uri"
+    composer_load: Any = composer_checkpoint.load_checkpoint
+    store = "maybe_create_object_store_from_uri"
 
     def load(path: str, state: State, *args: Any, load_weights_only: bool = False, **settings: Any) -> Any:
         if trust:
@@ -130,7 +131,8 @@ def _keep_own(held: dict[str, Any], state: State, *, weights_only: bool) -> None
     # FSDP1's flat parameters have other names and shapes; and only rank 0 may have the tensors
     if (given := kept["model"]) is None or state.fsdp_config_version == 1:
         return
-    for name in {**(run := get_model_state_dict(state.model)), **given}:  # Composer would skip those of other names
+    run: dict[str, Any] = get_model_state_dict(state.model)
+    for name in {**run, **given}:  # Composer would skip those of other names
         theirs, ours = (tuple(weights[name].shape) if name in weights else "missing" for weights in (given, run))
         if theirs != ours:
             raise ConfigError(
