@@ -147,7 +147,8 @@ class LossMonitor(SavedCallback):
         self._choose_metrics(state, batch + 1)
 
     def _is_logged(self, batch: int) -> bool:
-        return batch == 1 or batch % self.interval == 0 or batch == self._last_batch
+        # what follows the last batch, such as its checkpoint, has its metrics
+        return batch == 1 or batch % self.interval == 0 or (self._last_batch is not None and batch >= self._last_batch)
 
     def _choose_metrics(self, state: State, batch: int) -> None:
         """Let Composer compute training metrics for this batch, or not."""
