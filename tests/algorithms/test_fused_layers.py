@@ -335,7 +335,7 @@ def test_dropout_follows_the_mode_of_each_submodule(submodule: str) -> None:
         for layer in model.bert.encoder.layer:
             layer.get_submodule(submodule).eval()
     assert models[1].bert.encoder.layer[0].training
-    compared(*models, loss())
+    compared(models[0], models[1], loss())
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

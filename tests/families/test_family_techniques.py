@@ -198,7 +198,7 @@ TECHNIQUE: dict[str, Callable[[], list[Any]]] = {
     "torch_compile": lambda: [TorchCompile(scope="blocks", backend="eager", dynamic=True)],
     "layer_freezing": lambda: [LayerFreezing(layers=1)],
     "lora": lambda: [LoRA()],
-    "sparse_upcycling": lambda: [SparseUpcycling(experts=3, every=1)],
+    "sparse_upcycling": lambda: [SparseUpcycling(experts=3, every=1, load_balancing=0.0)],
 }
 
 

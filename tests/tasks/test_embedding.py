@@ -271,8 +271,8 @@ def test_similarities_are_float32_under_autocast() -> None:
 class ReadsPadding(Embedding):
     name = ""
 
-    def _encode(self, model: Any, ids: Tensor, mask: Tensor) -> Tensor:
-        return model(input_ids=ids, attention_mask=mask)["last_hidden_state"].mean(1)
+    def _encode(self, model: Any, texts: Any) -> Tensor:
+        return model(**texts)["last_hidden_state"].mean(1)
 
 
 def test_pooling_that_reads_padding_is_refused_though_the_first_batch_has_none(tokenizer: Any) -> None:
