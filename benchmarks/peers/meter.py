@@ -69,6 +69,7 @@ class Meter:
         """Start the step. ``batch`` is on the host, so that counting its tokens does not synchronize."""
         self.state.batch = batch
         self._tell(Event.AFTER_DATALOADER)
+        self._tell(Event.BATCH_START)
 
     def end_batch(self, loss: torch.Tensor) -> None:
         """End the step. ``loss`` is a scalar, which is copied if it is kept, because a CUDA graph would overwrite

@@ -201,7 +201,7 @@ def test_requested_hidden_states(family: Family, request_by: str) -> None:
 @pytest.mark.pins
 @pytest.mark.parametrize("family", family_params(UNPADDED))
 def test_attention_weights_requested_in_the_config(family: Family) -> None:
-    """Requested before the surgery: afterwards, transformers refuses, because the attention is not eager."""
+    """Requested before the technique engages: afterwards, transformers refuses, because the attention is not eager."""
     reference, inputs = tiny_model(family, output_attentions=True), batch([3, 7, 1], 9)
     model = copy.deepcopy(reference)
     unpad(model, 8)

@@ -165,14 +165,18 @@ def test_hf_trainer_groups_samples_by_length() -> None:
             "model.task=mlm",
             "BertForSequenceClassification and EsmForSequenceClassification only, not BertForMaskedLM",
         ),
-        (bare_loop, "trainer.max_duration=64sp", "trainer.max_duration: peers support epochs and batches"),
+        (
+            bare_loop,
+            "trainer.max_duration=64sp scheduler.warmup=8sp",
+            "trainer.max_duration: peers support epochs and batches",
+        ),
         (bare_loop, "trainer.microbatch_tokens=99", "trainer.microbatch_tokens: the peers do not"),
         (bare_loop, "trainer.microbatch_size=4", "trainer.microbatch_size: the peers do not"),
     ],
 )
 def test_a_wrong_argument_is_one_line(module: Any, argument: str, message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)) as raised:
-        peer(module, argument)
+        peer(module, *argument.split())
     assert "\n" not in str(raised.value)
 
 

@@ -160,8 +160,8 @@ def test_save_pretrained_of_a_trained_model_loads_as_its_own_class(when: str, tm
 
 
 def test_tuples_as_outputs_and_further_entries_of_a_batch() -> None:
-    losses = []
-    for techniques in ([], recommended(on_unavailable="warn")[3:5]):
+    losses: list[Any] = []
+    for techniques in (list[Any](), recommended(on_unavailable="warn")[3:5]):
         model = composer_model()
         model.model.config.return_dict = False
         batches = [{**inputs, "text_id": torch.arange(len(inputs["labels"]))} for inputs in plain_batches()]
