@@ -30,7 +30,7 @@ class _ComparesEvaluations(SavedCallback):
     mode: Literal["min", "max"] | None
     dataloader_label: str
 
-    saved = ("compared",)
+    saved: ClassVar[tuple[str, ...]] = ("compared",)
 
     def reset(self) -> None:
         self.compared = ""  # what the values below were compared by
