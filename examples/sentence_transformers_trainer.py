@@ -34,8 +34,7 @@ def main(arguments: list[str] | None = None) -> list[float]:
     # without dtype, weights that were stored in 16 bits would be trained in 16 bits
     model = SentenceTransformer(resolve_name(args.model), config_kwargs=dropout, model_kwargs={"dtype": "float32"})
     if not args.stock:  # the transformers model inside; Pooling applies the attention mask
-        for technique, modules in apply_recommended(model[0].auto_model).items():
-            print(f"{technique}: {len(modules)} modules changed")
+        print(f"applied: {', '.join(apply_recommended(model[0].auto_model).evidence)}")
 
     # The two halves of a review are an anchor and its positive.
     texts = [

@@ -69,7 +69,7 @@ def main(arguments: list[str]) -> None:
         meter = meter_of(config, job, args, on_gpu=on_gpu)
         set_attention(job.model, own["attention"])
         if own["apply_recommended"]:
-            own["apply_recommended"] = {name: len(names) for name, names in apply_recommended(job.model.model).items()}
+            own["apply_recommended"] = sorted(apply_recommended(job.model.model).evidence)
         if own["disentangled_flash"]:
             from disentangled_flash import optimize_deberta_training
 

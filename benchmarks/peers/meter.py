@@ -14,8 +14,8 @@ from composer.devices import Device
 from composer.loggers import Logger
 
 from composer_speedups.callbacks.config import MemoryConfig, ThroughputConfig
-from composer_speedups.callbacks.engagement import numerics_of
 from composer_speedups.callbacks.memory import MemoryAnatomy
+from composer_speedups.callbacks.run_report import numerics_of
 from composer_speedups.callbacks.throughput import ThroughputMonitor
 from composer_speedups.core.files import write_atomically
 from composer_speedups.core.process_age import process_age
@@ -68,6 +68,7 @@ class Meter:
         """Start the step. ``batch`` is on the host, so that counting its tokens does not synchronize."""
         self.state.batch = batch
         self._tell(Event.AFTER_DATALOADER)
+        self._tell(Event.BATCH_START)
 
     def end_batch(self, loss: torch.Tensor) -> None:
         """End the step. ``loss`` is a scalar, which is copied if it is kept, because a CUDA graph would overwrite

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ class Applied:
         if is_compiled(run.model):  # a hook would become part of the compiled code
             self._observer.start()
         else:
-            self._handles.append(run.model.register_forward_pre_hook(self._before_forward))
+            self._handles.append(run.model.register_forward_pre_hook(_BeforeForward(self)))
 
     @property
     def evidence(self) -> dict[str, dict[str, Any]]:
@@ -54,7 +55,7 @@ class Applied:
         """Give back forwards, classes, hooks and flags. Parameters, adapters, experts and the optimizer stay."""
         self._run.undo.close()
 
-    def _before_forward(self, model: nn.Module, _args: Any) -> None:
+    def _before_forward(self, model: nn.Module) -> None:
         if not self._waiting:
             self._stop_watching()
         elif not self._run.observing and model.training and torch.is_grad_enabled():
@@ -72,6 +73,23 @@ class Applied:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+
+
+class _BeforeForward:
+    """A hook of the model that is not copied or pickled with it."""
+
+    def __init__(self, applied: Applied) -> None:
+        self._applied = applied
+
+    def __call__(self, model: nn.Module, _args: Any) -> None:
+        self._applied._before_forward(model)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial, (_ignore,)
+
+
+def _ignore(*_: Any) -> None:
+    """The hook of a copy."""
 
 
 def apply(model: nn.Module, techniques: Iterable[Technique], optimizer: Optimizer | None = None) -> Applied:

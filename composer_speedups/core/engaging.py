@@ -70,16 +70,16 @@ def check(techniques: Iterable[Technique], run: Run) -> None:
         run.precision = precision
     if refused:
         first, *others = refused
+        if others and run.device.type != "cuda" and all("CUDA GPU" in error.reason for error in refused):
+            names = ", ".join(error.who for error in refused)
+            fix = 'train on a GPU, remove them, or set on_unavailable="warn" to continue without them'
+            raise Refusal("techniques", f"this run is on the {run.device.type}, and {names} need a CUDA GPU", fix)
         also = f"; these cannot engage either: {', '.join(error.who for error in others)}" if others else ""
         raise Refusal(first.who, first.reason, first.fix + also)
 
 
-def refuse_conflicts(techniques: Iterable[Technique]) -> None:
-    """Refuse two techniques that cannot be combined, whatever their settings, and one that is listed twice.
-
-    Raises:
-        Refusal: Names both.
-    """
+def refuse_conflicts(techniques: Sequence[Technique]) -> None:
+    """Raise a Refusal if two techniques conflict, or one is listed twice."""
     for one, other in itertools.combinations(techniques, 2):
         if one.name == other.name:
             raise one.refusal("is listed twice", "list it once")

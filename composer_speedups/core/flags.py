@@ -6,9 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from composer.core import Callback
 
-__all__ = ["MATMUL_PRECISION", "Float32Matmuls", "ProcessFlag"]
+__all__ = ["MATMUL_PRECISION", "ProcessFlag"]
 
 
 class ProcessFlag:
@@ -49,22 +48,3 @@ class ProcessFlag:
 
 
 MATMUL_PRECISION = ProcessFlag(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision)
-
-
-class Float32Matmuls(Callback):
-    """Keeps float32 matmuls in true float32 during ``fit``, ``eval`` and ``predict`` of its own Trainer.
-
-    Composer's ``DeviceGPU`` sets TF32 when it is constructed, which affects every Trainer in the process.
-    """
-
-    def fit_start(self, *_: Any) -> None:
-        MATMUL_PRECISION.take(self, "highest")
-
-    def fit_end(self, *_: Any) -> None:
-        MATMUL_PRECISION.give_back(self)
-
-    eval_standalone_start = eval_before_all = predict_start = fit_start
-    eval_standalone_end = eval_after_all = predict_end = fit_end
-
-    def close(self, *_: Any) -> None:
-        MATMUL_PRECISION.release(self)

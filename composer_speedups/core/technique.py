@@ -19,7 +19,11 @@ from composer_speedups.core.errors import Refusal
 from composer_speedups.core.settings import Settings
 
 if TYPE_CHECKING:
+    from composer.core import Algorithm
+
     from composer_speedups.core.run import FirstBatch, Run
+else:
+    Algorithm = object  # Composer need not be installed; :meth:`Technique.__post_init__` registers it
 
 __all__ = ["FSDP", "NOT_YET", "Check", "ComparedTechnique", "Effect", "OnUnavailable", "Order", "Technique"]
 
@@ -42,7 +46,7 @@ class Order(IntEnum):
     GRAPHS = 6  # captures the final step
 
 
-class Technique(Settings, eq=False, strict=True):
+class Technique(Settings, Algorithm, eq=False, strict=True):
     """A change of a training run that shows that it took effect.
 
     A subclass declares its settings and the class variables below, and defines the methods that it needs. For an event

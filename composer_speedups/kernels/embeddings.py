@@ -53,10 +53,7 @@ def embed(
 
 
 class _Embed(FirstDerivative):
-    refusal = (
-        "the kernel of fused embeddings has no second derivative (create_graph=True); with fused_layers, call "
-        "undo_fused_layers(model)"
-    )
+    refusal = "the kernel of fused embeddings has no second derivative (create_graph=True); remove fused_layers"
 
     @staticmethod
     def forward(ctx: Any, ids: Tensor, positions: Tensor, types: Tensor, *rest: Any) -> Tensor:

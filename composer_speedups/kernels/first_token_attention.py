@@ -42,10 +42,7 @@ def first_token_attention(
 
 
 class _FirstTokenAttention(FirstDerivative):
-    refusal = (
-        "the kernel first_token_attention has no second derivative (create_graph=True); with fused_layers, call "
-        "undo_fused_layers(model)"
-    )
+    refusal = "the kernel first_token_attention has no second derivative (create_graph=True); remove fused_layers"
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""Count what this package's own code runs, while somebody observes a batch; otherwise this costs one comparison."""
+"""Count what this package's own code runs, while somebody observes a batch; otherwise this costs one look at a list."""
 
 from __future__ import annotations
 
@@ -10,25 +10,22 @@ import torch
 
 __all__ = ["counting", "ran"]
 
-_counter: Counter[str] | None = None  # of the process: backward passes run in threads of autograd
+_counters: list[Counter[str]] = []  # of the process: backward passes run in threads of autograd
 
 
 def ran(name: str) -> None:
     """Report that something ran, such as ``"packed_encoder"``. Code that torch.compile traces reports nothing."""
-    if torch.compiler.is_compiling() or _counter is None:  # in this order: a guard on the counter would recompile
-        return
-    _counter[name] += 1
+    if not torch.compiler.is_compiling():  # before the list is read: a guard on it would recompile
+        for counter in _counters:
+            counter[name] += 1
 
 
 @contextmanager
 def counting() -> Iterator[Counter[str]]:
-    """Count what is reported, by name, until the context is left. An inner context counts for the outer one, too."""
-    global _counter
-    outer, _counter = _counter, Counter()
-    inner = _counter
+    """Count what is reported, by name, until the context is left. Contexts may overlap, and each counts everything."""
+    counter: Counter[str] = Counter()
+    _counters.append(counter)
     try:
-        yield inner
+        yield counter
     finally:
-        _counter = outer
-        if outer is not None:
-            outer.update(inner)
+        _counters[:] = [other for other in _counters if other is not counter]  # equal ones are not the same

@@ -63,6 +63,7 @@ class Packing:
         # call. It is packed instead; the card says that padding is zeros.
         observable = torch.is_grad_enabled() and not torch.compiler.is_compiling() and not packs_everything()
         if self.reads_padding is None and unknown and mask is not None and observable:
+            ran("waits_for_gradients")
             return CallPlan(observe=partial(self._observe, call, mask))
         return CallPlan(self._layout_of(values, mask, call.labels), call.first_tokens_only)
 

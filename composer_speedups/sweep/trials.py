@@ -13,7 +13,7 @@ from typing import Literal
 
 from composer_speedups.callbacks.config import MemoryConfig, ThroughputConfig
 from composer_speedups.core.engaging import check
-from composer_speedups.core.errors import Refusal
+from composer_speedups.core.errors import ConfigError, Refusal
 from composer_speedups.core.registry import build_techniques
 from composer_speedups.core.run import Run
 from composer_speedups.data.loader import build_data
@@ -75,7 +75,7 @@ class OriginalRun:
 
     Args:
         config: Its config.
-        run: Its device, precision and ranks.
+        run: The device and ranks it trains on, as techniques check them.
     """
 
     def __init__(self, config: Config, run: Run) -> None:
@@ -110,8 +110,10 @@ class OriginalRun:
         try:
             whole = self.config.replaced(algorithms=dict(algorithms))
             check(build_techniques(whole.algorithms), self.run)
+        except ConfigError as error:
+            return str(error).removeprefix("config: ")
         except Refusal as error:
-            return f"{error.who}: {error.reason}" if error.reason else str(error).removeprefix("config: ")
+            return f"{error.who}: {error.reason}"
         return None
 
     def measure(self, label: str, algorithms: Algorithms, steps: int, timeout: float) -> Trial:

@@ -2,7 +2,7 @@
 
     from composer_speedups.tasks import Classification, FinetuneModel
 
-Names are imported on first use, because the config reads ``tasks.config`` and should not import torch.
+Names are imported on first use, because the config reads ``tasks.settings`` and should not import torch.
 """
 
 from __future__ import annotations

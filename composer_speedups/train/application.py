@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from composer_speedups.core.errors import Interrupted
 from composer_speedups.core.files import check_folder
@@ -65,7 +65,7 @@ def train(
 
         from composer.utils import dist, reproducibility
 
-        from composer_speedups.callbacks.best_weights import BestWeights
+        from composer_speedups.callbacks.evaluations import BestWeights
         from composer_speedups.core.engaging import check
         from composer_speedups.core.registry import build_techniques
         from composer_speedups.core.trainer_state import torch_device
@@ -98,8 +98,8 @@ def train(
         model_name = resolve_name(config.model.name)
         on_gpu = torch_device(device).type == "cuda"
         data = build_data(config.data, task, model_name=model_name, on_gpu=on_gpu, seed=config.seed)
-        if not config.data.streams:
-            refuse(config.warmup_checks(len(data.train.dataloader)))
+        loader: Any = data.train.dataloader
+        refuse(config.warmup_checks(None if config.data.streams else len(loader)))
         clock.lap("data")
         cpu.join()
         if (baseline := measure_baseline(config, device)) is not None:

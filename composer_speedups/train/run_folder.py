@@ -106,11 +106,11 @@ class RunFolder:
         if resumable and (not inside or began_with_same_load(config, self._config)):
             check_same_run(config, self._config)
             if newest := newest_undamaged(self._checkpoints, trust=settings.trust_checkpoint):
-                path, held = newest
+                newest_path, held = newest
                 start_over = "choose another run_name, or checkpoint.autoresume=false to start over"
                 self._check_same_inputs(held, f"run_name: {config.run_name!r} was interrupted, and", start_over)
                 self._check_ranks(held, config)
-                self.load, self.resumed = str(path), True
+                self.load, self.resumed = str(newest_path), True
                 return True
         if problem := checkpoint_problem(path):
             raise ConfigError(f"{_LOAD} {problem}")

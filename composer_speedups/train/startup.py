@@ -91,8 +91,9 @@ def early_processes(config: Config) -> Iterator[list[subprocess.Popen[bytes]]]:
     processes: list[subprocess.Popen[bytes]] = []
     gpu = config.trainer.device != "cpu" and Path("/dev/nvidiactl").exists()
     for name in config.algorithms if gpu and os.environ.get("LOCAL_RANK", "0") == "0" else ():
-        module = f"composer_speedups.algorithms.{name}.before_imports"
-        if importlib.util.find_spec(module) is not None:
+        folder = f"composer_speedups.algorithms.{name}"  # optimizers share another one
+        module = f"{folder}.before_imports"
+        if importlib.util.find_spec(folder) is not None and importlib.util.find_spec(module) is not None:
             model = {key: getattr(config.model, key) for key in ("name", "size", "dropout")}
             run = {"algorithms": config.algorithms, "model": model, "precision": config.trainer.precision}
             processes.append(_start(module, json.dumps(run, default=str)))

@@ -107,9 +107,9 @@ def test_resuming_does_not_depend_on_the_folder() -> None:
 
 
 def test_bad_settings_are_refused() -> None:
-    with pytest.raises(ValueError, match="cache must be a folder for inductor's cache, .*, not 'x'"):
+    with pytest.raises(ValueError, match=r"cache must be a folder for inductor's cache, .*, not 'x'"):
         TorchCompile(backend="aot_eager", cache="x")
-    with pytest.raises(ValueError, match="cache must be .*, not ''"):
+    with pytest.raises(ValueError, match=r"cache must be .*, not ''"):
         TorchCompile(cache="")
     Path("file").touch()
     with pytest.raises(Refusal, match=r"torch_compile: cache: .*/file is not a folder; choose a folder"):

@@ -11,10 +11,12 @@ import pytest
 import torch
 
 from composer_speedups import FusedLayers, Unpadding
-from composer_speedups.algorithms.fused_layers import functional
+from composer_speedups.algorithms.fused_layers import fusing
 from composer_speedups.algorithms.fused_layers.fusing import float8_scales, fuse, load_float8_scales
 from composer_speedups.algorithms.unpadding.encoder_swap import unpad
-from composer_speedups.core.errors import NotEngagedError, TechniqueError
+from composer_speedups.core.engaging import engage
+from composer_speedups.core.errors import Refusal
+from composer_speedups.core.run import Run
 from composer_speedups.core.stock import model_differences
 from tests.helpers.common import batch, make_trainer, plain_batches, tiny_bert, tiny_config, trained
 from tests.helpers.models import tiny_model
@@ -25,7 +27,7 @@ from tests.reference.tolerance import assert_near
 def on_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Skip the check for a GPU with 8-bit matmuls; on a CPU the layers run in torch's operators."""
     pytest.importorskip("triton", reason="Triton comes with torch on Linux only")
-    monkeypatch.setattr(functional, "check_float8", lambda layers: None)
+    monkeypatch.setattr(fusing, "check_float8", lambda layers: None)
 
 
 def in_float8(model: Any) -> Any:
@@ -37,12 +39,12 @@ def in_float8(model: Any) -> Any:
 def test_without_a_gpu_it_is_refused_in_eight_bits() -> None:
     with pytest.raises(ValueError, match=r"needs a CUDA GPU of compute capability 8.9 or newer, .* is on the cpu"):
         in_float8(tiny_bert())
-    with pytest.raises(TechniqueError, match=r"precision: fp8 needs a CUDA GPU of compute capability 8\.9 or newer"):
+    with pytest.raises(Refusal, match=r"precision: fp8 needs a CUDA GPU of compute capability 8\.9 or newer"):
         make_trainer([FusedLayers(precision="fp8"), Unpadding()])
 
 
 def test_widths_that_are_not_multiples_of_16_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(functional, "_FLOAT8_CAPABILITY", (0, 0))
+    monkeypatch.setattr(fusing, "unsuitable_device", lambda *_: None)
     model = type(tiny_bert())(tiny_config().from_dict({**tiny_config().to_dict(), "intermediate_size": 72}))
     with pytest.raises(ValueError, match="multiples of 16, and the layers have 32 and 72 units"):
         in_float8(model)
@@ -63,43 +65,31 @@ def test_scales_are_a_buffer_outside_the_state_dict(on_any_device: None) -> None
 
 
 def test_a_runs_checkpoint_has_the_scales_of_each_rank(on_any_device: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FusedLayers, "requirements", lambda self, context: ())
-    monkeypatch.setattr(FusedLayers, "verify", lambda self, state: {})
-    technique = FusedLayers(precision="fp8")
-    trainer = make_trainer([technique, Unpadding()], batches=plain_batches(2))
-    model = trainer.state.model
-    layer = model.model.bert.encoder.layer[0]
-    layer.float8_scales[3, 8] = 12345
-    held = technique.state_dict()
-    assert held["float8_scales"][0]["model.bert.encoder.layer.0"][3][8] == 12345
-    layer.float8_scales.zero_()
-    technique.load_state_dict(held)
-    assert float8_scales(model) == held["float8_scales"][0]
-    technique.withdraw(trainer.state)  # as the comparison with the untouched model does
-    assert float8_scales(model) == {}
-    technique.reapply(trainer.state)
+    model, technique = tiny_bert(), FusedLayers(precision="fp8", check="never")
+    monkeypatch.setattr(FusedLayers, "needs", lambda self, run: ())
+    run = Run(torch.device("cpu"), model=model)
+    engage(run, [technique, Unpadding(check="never")])
+    model.bert.encoder.layer[0].float8_scales[3, 8] = 12345
+    held = technique.state(run)
+    assert held["float8_scales"][0]["bert.encoder.layer.0"][3][8] == 12345
+    model.bert.encoder.layer[0].float8_scales.zero_()
+    technique.load_state(run, held)
     assert float8_scales(model) == held["float8_scales"][0]
     ranks = [held["float8_scales"][0], {name: [[7] * 64] * 12 for name in held["float8_scales"][0]}]
     monkeypatch.setattr("composer.utils.dist.get_global_rank", lambda: 1)
-    technique.load_state_dict({**held, "float8_scales": ranks})
+    technique.load_state(run, {"float8_scales": ranks})
     assert float8_scales(model) == ranks[1]
-    with pytest.raises(TechniqueError, match="have different 8-bit layers"):
-        technique.load_state_dict({**held, "float8_scales": [{}]})
-    trainer.close()
+    with pytest.raises(Refusal, match="have different 8-bit layers"):
+        technique.load_state(run, {"float8_scales": [{}]})
+    run.undo.close()
+    assert FusedLayers().state(run) == {}
 
 
 def test_a_run_without_an_eight_bit_layer_is_detected(on_any_device: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FusedLayers, "requirements", lambda self, context: ())
-    with pytest.raises(NotEngagedError, match="no layer computed in 8 bits"):
+    monkeypatch.setattr(FusedLayers, "needs", lambda self, run: ())
+    with pytest.raises(Refusal, match="no layer computed in 8 bits"):
         # on a CPU, the layers run in torch's operators
         trained([FusedLayers(precision="fp8"), Unpadding()], batches=plain_batches(2))
-
-
-def test_sixteen_bit_checkpoints_have_no_scales() -> None:
-    technique = FusedLayers()
-    trainer = make_trainer([technique, Unpadding()], batches=plain_batches(2))
-    assert technique.state_dict()["float8_scales"] == []
-    trainer.close()
 
 
 def test_scales_of_another_model_are_refused(on_any_device: None) -> None:

@@ -161,7 +161,9 @@ def test_bad_settings_are_refused() -> None:
         apply(model, [TorchCompile(backend="eager")])
 
 
-def test_settings_that_conflict_with_other_techniques_are_refused() -> None:
+def test_settings_that_conflict_with_other_techniques_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a simulated GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     gpu = Run(torch.device("cuda"), "amp_bf16")
     with pytest.raises(Refusal, match=r"torch_compile: conflicts with cuda_graphs: with this mode or backend"):
         check([CUDAGraphs(), TorchCompile(mode="reduce-overhead")], gpu)

@@ -1,28 +1,36 @@
-"""Unpadded encoders compared with the untouched model: plans, masks, dropout, adapters and refusals."""
+"""Unpadded encoders compared with the untouched model: masks of every kind, dropout, records, windows, refusals."""
 
 from __future__ import annotations
 
 import copy
+import json
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import BertConfig, BertForQuestionAnswering, BertLMHeadModel
 
 from composer_speedups import Unpadding
 from composer_speedups.algorithms.unpadding.encoder_swap import restore_encoders, unpad
-from composer_speedups.core.compile_counts import OperatorRecorder
 from composer_speedups.packing.attention import unpadded_attention
 from composer_speedups.packing.encoder import unpadded_encoders
 from composer_speedups.packing.layout import lay_out
-from tests.helpers.common import batch, tiny_bert
-from tests.helpers.exhaustive import family_params
-from tests.helpers.masks import masked_batch, random_masks
-from tests.helpers.models import HEADS, UNPADDED, tiny_model
-from tests.helpers.unpadded import pair, values
+from tests.helpers.common import Batch, batch, tiny_bert
+from tests.helpers.exhaustive import family_params, others_exhaustive
+from tests.helpers.masks import KINDS, draw_mask, masked_batch, random_masks
+from tests.helpers.models import HEADS, UNPADDED, Family, Head, tiny_model
+from tests.helpers.unpadded import compared, observed, pair, values, way
 from tests.reference.loop import counted, gradients
 from tests.reference.tolerance import assert_near
+
+BY_INDEX = pytest.mark.skipif(Version(transformers.__version__) < Version("5.17"), reason="hidden states by index")
+CASES = 14 * len(KINDS)  # for each family and head
 
 
 @pytest.fixture(autouse=True)
@@ -31,24 +39,61 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def compare(reference: Any, model: Any, inputs: dict[str, Tensor]) -> None:
-    assert_near(values(model, inputs), values(reference, inputs))
+def draw_batch(mask: Tensor, model: Any, head: Head, seed: int) -> Batch:
+    """Draw tokens, labels, positions in any order, and token types if the model has them."""
+    generator = torch.Generator().manual_seed(seed)
+    inputs = masked_batch(mask, head, seed=seed)
+    inputs["input_ids"] = inputs["input_ids"].masked_fill((mask == 0) & bool(seed % 2), model.config.pad_token_id)
+    if seed % 3:
+        inputs["position_ids"] = torch.randint(2, 80, mask.shape, generator=generator)
+    if hasattr(model.config, "type_vocab_size"):
+        inputs["token_type_ids"] = torch.randint(0, 2, mask.shape, generator=generator)
+    return inputs
+
+
+@pytest.mark.parametrize(
+    ("family", "head"),
+    others_exhaustive(product(UNPADDED, HEADS), [("bert", "classification"), ("modernbert", "mlm")].__contains__),
+)
+@pytest.mark.pins
+def test_every_kind_of_mask_matches_the_untouched_model(family: Family, head: Head) -> None:
+    """A thousand generated masks, three of four with row lengths. The seed alone decides a case."""
+    reference, model = pair(family, head)
+    packed = dict.fromkeys(KINDS, 0)
+    for seed in range(CASES):
+        kind = KINDS[seed % len(KINDS)]
+        inputs = draw_batch(draw_mask(kind, seed), reference, head, seed)
+        given = counted(model, inputs) if seed % 4 else inputs
+        results: list[Any] = []
+        ran = observed(lambda: results.append(values(model, given)))  # noqa: B023
+        assert_near(results[0], values(reference, inputs), what=f"{family}, {head}, {kind}, seed {seed}")
+        assert ran["counted_in_the_call"] == (seed % 4 == 0)
+        packed[kind] += way(ran) == "packed"
+    # A classifier's head reads the first slot of each row, so left-padded batches run padded. Holes change the
+    # distances between packed tokens that DeBERTa and MPNet use.
+    never = {kind for kind, count in packed.items() if count == 0}
+    padded = {"left padding"} if head == "classification" else set()
+    by_distance = family in ("deberta_v2", "mpnet")
+    assert never <= (padded | {"holes"} if by_distance else padded)
+    if head == "mlm" and family != "modernbert":
+        always = {count for kind, count in packed.items() if not (by_distance and kind == "holes")}
+        assert always == {CASES // len(KINDS)}
 
 
 def test_names_weights_modes_and_copies_are_kept() -> None:
     reference, model = tiny_bert(), tiny_bert().eval()
     model.bert.embeddings.requires_grad_(False)
     seen: list[int] = []
-    assert unpad(model, check="never") == ["bert.encoder"]  # a hook would have the model compared
-    assert unpad(model, check="never") == []
+    assert unpad(model) == ["bert.encoder"]
+    assert unpad(model) == []
     model.bert.encoder.register_forward_hook(lambda *_: seen.append(1))
     torch.testing.assert_close(model.state_dict(), reference.state_dict(), rtol=0, atol=0)
     assert not model.bert.encoder.training
     assert not any(p.requires_grad for p in model.bert.embeddings.parameters())
     copied = copy.deepcopy(model)
     assert copied.bert.encoder is not model.bert.encoder
-    copied(**batch([3, 5]))
-    assert (copied.bert.encoder.ran, model.bert.encoder.ran, seen) == ("unpadded", None, [1])
+    assert way(observed(lambda: copied(**batch([3, 5])))) == "packed"
+    assert seen == [1]
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
@@ -65,14 +110,13 @@ def test_undo_restores_the_encoder_and_its_attention(attention: str) -> None:
 
 @pytest.mark.parametrize("multiple", [1, 8, 64, 200])
 def test_unused_entries_and_padding_have_no_influence(multiple: int) -> None:
-    reference, model, encoder = pair("bert", "mlm", multiple)
+    reference, model = pair("bert", "mlm", multiple)
     inputs = masked_batch(random_masks(3)[2], "mlm")
-    compare(reference, model, inputs)
+    assert_near(values(model, inputs), values(reference, inputs))
     packed = lay_out(inputs["attention_mask"], int(inputs["attention_mask"].sum()), multiple).indices_T
     assert len(packed) == {1: 23, 8: 24, 64: 64, 200: 64}[multiple], "at most its 34 slots, rounded up to 64"
     hidden = torch.randn(*inputs["input_ids"].shape, 32, requires_grad=True)
-    mask = inputs["attention_mask"].bool()
-    encode, encoder.packing.padding_reader = model.eval().bert, None  # nothing reads padding
+    mask, encode = inputs["attention_mask"].bool(), model.eval().bert
     output = encode(inputs_embeds=hidden, attention_mask=mask).last_hidden_state
     assert_near(output[~mask], torch.zeros_like(output[~mask]))
     noise = torch.where(mask[..., None], hidden, 100.0).detach()
@@ -84,107 +128,109 @@ def test_unused_entries_and_padding_have_no_influence(multiple: int) -> None:
 
 
 @pytest.mark.parametrize("head", HEADS)
-def test_an_all_padding_batch_gives_no_nan(head: str) -> None:
-    _, model, _ = pair("bert", head)
+def test_an_all_padding_batch_gives_no_nan(head: Any) -> None:
+    _, model = pair("bert", head)
     output = model(**masked_batch(torch.zeros(3, 5, dtype=torch.long), head))
     assert output.logits.isfinite().all()
     output.logits.sum().backward()
     assert all(g.isfinite().all() for g in gradients(model).values())
 
 
-def test_a_plan_is_valid_only_for_its_mask() -> None:
-    reference, model, _ = pair()
-    planned, other = batch([3, 7, 2], 9), batch([5, 7, 2], 9)
-    counted(model, planned["attention_mask"])
-    compare(reference, model, planned)
-    with pytest.raises(RuntimeError, match="differs from the planned one"):
-        model(**other)
-    without = {k: v for k, v in planned.items() if k != "attention_mask"}
-    with pytest.raises(RuntimeError, match="differs from the planned one"):
-        model(**without)
-    compare(reference, model, batch([5, 7], 8))  # another shape: the encoder makes its own plan
-    counted(model, None)
-    compare(reference, model, other)
-    with pytest.raises(ValueError, match="0 unpadded encoders"):
-        counted(reference, planned["attention_mask"])
-
-
-def test_a_plan_to_stay_padded_is_valid_only_for_its_mask() -> None:
-    reference, model, encoder = pair()
-    planned, other = batch([3, 7, 2], 9), batch([5, 7], 8)
-    planned["attention_mask"] = planned["attention_mask"].flip(1)  # the head reads padding
-    counted(model, planned["attention_mask"])
-    compare(reference, model, planned)
-    assert encoder.ran == "padded"
-    compare(reference, model, other)
-    assert encoder.ran == "unpadded"
-    with pytest.raises(RuntimeError, match="differs from the planned one"):
-        model(**batch([3, 7, 2], 9))
-
-
-@pytest.mark.parametrize("planned", [False, True])
-def test_a_batch_without_rows_has_the_untouched_models_result_or_error(planned: bool) -> None:
-    reference, model, _ = pair()
+@pytest.mark.parametrize("given", [dict, counted])
+def test_a_batch_without_rows_has_the_untouched_models_result_or_error(given: Any) -> None:
+    reference, model = pair()
     inputs = {name: values[:0] for name, values in batch([3, 8]).items()}
-    if planned:
-        counted(model, inputs["attention_mask"])
     outcomes = []
     for network in (reference, model):
         try:
-            outcomes.append(str(network(**inputs).logits.shape))
+            own = counted(model, inputs) if given is counted and network is model else inputs
+            outcomes.append(str(network(**own).logits.shape))
         except RuntimeError as error:
             outcomes.append(str(error))
     assert outcomes[0] == outcomes[1]
 
 
-def test_calls_count_their_tokens_unless_they_have_no_mask() -> None:
-    reference, model, encoder = pair()
-    inputs = batch([5, 5], 5)
-    for count, attention in enumerate(({}, {"attention_mask": inputs.pop("attention_mask")})):
-        assert_near([model(**inputs, **attention).logits], [reference(**inputs, **attention).logits])
-        assert (encoder.ran, encoder.packing.counted) == ("unpadded", count)
-
-
 def test_batches_with_query_key_masks_run_padded() -> None:
-    reference, model, encoder = pair()
-    inputs = batch([6, 6, 6], 6)
+    reference, model = pair()
     causal = torch.ones(6, 6).tril().bool().expand(3, 1, 6, 6)
     for mask in (causal, torch.zeros(3, 1, 6, 6).masked_fill(~causal, -1e9)):
-        expected = reference(**{**inputs, "attention_mask": mask}).logits
-        assert_near(model(**{**inputs, "attention_mask": mask}).logits, expected)
-        assert encoder.ran == "padded"
+        inputs = {**batch([6, 6, 6], 6), "attention_mask": mask}
+        assert compared(reference, model, lambda module: module(**inputs).loss) == "padded"  # noqa: B023
 
 
 def test_batches_that_stay_padded_use_the_attention_that_the_model_has_now() -> None:
-    reference, model, encoder = pair()
-    inputs = batch([3, 7, 2], 9)
+    reference, model = pair()
+    inputs, asked = batch([3, 7, 2], 9), {"output_hidden_states": True}
     for implementation in ("sdpa", "eager"):
-        model.set_attn_implementation(implementation)
-        compare(reference, model, inputs)
-        assert encoder.ran == "unpadded"
-        with OperatorRecorder() as operators:
-            asked = model(**inputs, output_hidden_states=True)
-        assert encoder.ran == "padded"
-        assert ("_softmax" in operators.counts) == (implementation == "eager")
-        assert_near(asked.hidden_states[1], reference(**inputs, output_hidden_states=True).hidden_states[1])
+        for network in (reference, model):
+            network.set_attn_implementation(implementation)
+        assert way(observed(lambda: model(**inputs, **asked))) == "padded"
+        torch.testing.assert_close(model(**inputs, **asked).logits, reference(**inputs, **asked).logits, rtol=0, atol=0)
 
 
+# Hidden states and attention weights that are requested.
+
+
+def assert_same_records(actual: Any, expected: Any, *, states: int, attentions: int) -> None:
+    """Compare the records of two model outputs, and their expected numbers of tensors."""
+    for name, count in (("hidden_states", states), ("attentions", attentions)):
+        theirs, ours = getattr(expected, name), getattr(actual, name)
+        assert (theirs is None) == (ours is None) == (count == 0), name
+        if count:
+            assert len(theirs) == len(ours) == count, name
+            assert [record is None for record in ours] == [record is None for record in theirs], name
+            assert_near([r for r in ours if r is not None], [r for r in theirs if r is not None])
+
+
+@pytest.mark.pins
+@pytest.mark.parametrize("request_by", ["config", "call", pytest.param("index", marks=BY_INDEX)])
 @pytest.mark.parametrize("family", family_params(UNPADDED))
-def test_attention_dropout_is_applied_only_in_training(family: str) -> None:
-    model = tiny_model(family, attention_dropout=0.5)
-    unpad(model)
-    inputs = batch([6, 9, 12])
-    assert not torch.equal(model.train()(**inputs).logits, model(**inputs).logits)
+def test_requested_hidden_states(family: Family, request_by: str) -> None:
+    reference, model = tiny_model(family), tiny_model(family)
+    inputs, by_index = batch([3, 7, 1], 9), request_by == "index"
+    asked = {"config": {}, "call": {"output_hidden_states": True}, "index": {"output_hidden_states": [1]}}[request_by]
+    for network in (reference, model):
+        network.config.output_hidden_states = request_by == "config"
+    if request_by == "call":  # transformers installs its recording hooks at the first call that requests records
+        model(**inputs, **asked)
+    unpad(model, 8)
+    actual, expected = (network(**inputs, **asked) for network in (model, reference))
+    assert_same_records(actual, expected, states=len(expected.hidden_states) if by_index else 3, attentions=0)
+
+
+@pytest.mark.pins
+@pytest.mark.parametrize("family", family_params(UNPADDED))
+def test_attention_weights_requested_in_the_config(family: Family) -> None:
+    """Requested before the technique engages: afterwards, transformers refuses, because the attention is not eager."""
+    reference, inputs = tiny_model(family, output_attentions=True), batch([3, 7, 1], 9)
+    model = copy.deepcopy(reference)
+    unpad(model, 8)
+    assert_same_records(model(**inputs), reference(**inputs), states=0, attentions=2)
+
+
+# Dropout.
+
+
+@pytest.mark.parametrize("family", [*family_params(UNPADDED), pytest.param("t5", marks=pytest.mark.exhaustive)])
+def test_dropout_masks_are_the_same_without_padding(family: Family) -> None:
+    inputs = masked_batch(torch.ones(4, 12, dtype=torch.long), "tokens")
+    reference, model = pair(family, "tokens", dropout=0.3)
+    results = []
+    for network in (reference.train(), model.train()):
+        torch.manual_seed(5)
+        results.append(values(network, inputs))
+    assert_near(results[1], results[0])
+    assert not torch.equal(model(**inputs).logits, model(**inputs).logits)
     torch.testing.assert_close(model.eval()(**inputs).logits, model(**inputs).logits, rtol=0, atol=0)
 
 
 def test_dropped_weights_are_scaled_as_in_eager_attention() -> None:
     """With values of 1, a row's output is the sum of the kept weights, divided by the probability of keeping."""
     mask = torch.ones(8, 32, dtype=torch.bool)
-    plan = lay_out(mask, mask.numel(), 64)
+    layout = lay_out(mask, mask.numel(), 64)
     query, value = torch.zeros(1, 2, 256, 4), torch.ones(1, 2, 256, 4)
     torch.manual_seed(0)
-    sums, weights = unpadded_attention(nn.Identity(), query, query, value, None, dropout=0.25, layout=plan)
+    sums, weights = unpadded_attention(nn.Identity(), query, query, value, None, dropout=0.25, layout=layout)
     assert weights is None
     expected_deviation = (0.25 / 0.75 / 32) ** 0.5  # 32 weights of 1/32, each kept with probability 0.75
     assert abs(float(sums.mean()) - 1) < 0.02
@@ -193,12 +239,76 @@ def test_dropped_weights_are_scaled_as_in_eager_attention() -> None:
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_gradient_checkpointing_recomputes_packed_layers(reentrant: bool) -> None:
-    reference, model, encoder = pair()
+    reference, model = pair()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    inputs = batch([3, 9, 12, 1])
+    assert compared(reference.train(), model.train(), lambda module: module(**inputs).loss) == "packed"
+
+
+# ModernBERT: windows, positions and pooling heads.
+
+
+@pytest.mark.parametrize("pooling", ["cls", "mean"])
+@pytest.mark.parametrize("kind", ["right padding", "left padding"])
+def test_both_poolings_of_modernbert_match_the_untouched_model(pooling: str, kind: str) -> None:
+    reference, model = pair("modernbert", classifier_pooling=pooling)
+    for seed in range(8):
+        mask = draw_mask(kind, seed)
+        inputs = masked_batch(mask, "classification", seed=seed)
+        begins_with_padding = pooling == "cls" and bool((mask[:, 0] == 0).any())
+        ran = compared(reference, model, lambda module: module(**inputs).loss)  # noqa: B023
+        assert ran == ("padded" if begins_with_padding else "packed")
+
+
+def test_rows_with_holes_wider_than_a_window_run_padded() -> None:
+    inputs = masked_batch(torch.tensor([[1] * 12, [1] * 3 + [0] * 5 + [1] * 4]), "mlm")
+    logits = []
+    for width, expected in [(8, "padded"), (24, "packed")]:
+        reference, model = pair("modernbert", "mlm", local_attention=width)
+        assert compared(reference, model, lambda module: module(**inputs).loss) == expected
+        logits.append(reference(**inputs).logits)
+    assert (logits[0] - logits[1]).abs().max() > 1e-2
+
+
+def test_shared_positions_inputs_embeds_and_masks_per_layer_type() -> None:
+    reference, model = pair("modernbert", "mlm")
+    inputs = masked_batch(draw_mask("right padding", 3), "mlm")
+    width = inputs["input_ids"].shape[1]
+    shared = {**inputs, "position_ids": torch.arange(width).flip(0)[None]}
+    typed = {**inputs, "token_type_ids": inputs["attention_mask"].clone()}  # of BERT's tokenizer; ModernBERT has none
+    for given in (shared, typed):
+        assert compared(reference, model, lambda module: module(**given).loss) == "packed"  # noqa: B023
+    embedded = []
     for network in (reference, model):
-        network.train()
-    compare(reference, model, batch([3, 9, 12, 1]))
-    assert encoder.ran == "unpadded"
+        own = network.get_input_embeddings()(inputs["input_ids"]).detach().requires_grad_()
+        network(**{k: v for k, v in inputs.items() if k != "input_ids"}, inputs_embeds=own).loss.backward()
+        embedded.append(own.grad)
+    assert_near([embedded[1]], [embedded[0]])
+    masks = dict.fromkeys(["full_attention", "sliding_attention"], torch.zeros(1, 1, width, width))
+    both = {"input_ids": inputs["input_ids"], "attention_mask": masks}
+    assert_near([model(**both).logits], [reference(**both).logits])
+    with pytest.raises(ValueError, match="exactly one of input_ids or inputs_embeds"):
+        model()
+
+
+def test_a_layer_attends_as_its_own_kind() -> None:
+    reference, model = pair("modernbert")
+    inputs = masked_batch(draw_mask("right padding", 3), "classification")
+    values(model, inputs)
+    for network in (reference, model):
+        network.model.layers[1] = network.model.layers[0]
+    assert compared(reference, model, lambda module: module(**inputs).loss) == "packed"
+
+
+def test_the_saved_folder_equals_the_stock_models(tmp_path: Path) -> None:
+    saved = []
+    for name, network in zip(("stock", "unpadded"), pair("modernbert"), strict=True):
+        network.save_pretrained(tmp_path / name)
+        config = json.loads((tmp_path / name / "config.json").read_text())
+        saved.append((config, load_file(tmp_path / name / "model.safetensors")))
+    assert saved[0][0] == saved[1][0]
+    assert saved[0][0]["architectures"] == ["ModernBertForSequenceClassification"]
+    torch.testing.assert_close(saved[1][1], saved[0][1], rtol=0, atol=0)
 
 
 def test_unsupported_models_are_refused_and_not_changed() -> None:
@@ -217,6 +327,5 @@ def test_unsupported_models_are_refused_and_not_changed() -> None:
         with pytest.raises(ValueError, match=reason):
             unpad(model)
         assert not unpadded_encoders(model)
-    for build in (lambda: unpad(tiny_bert(), 0), lambda: Unpadding(0)):
-        with pytest.raises(ValueError, match="pad_to_multiple_of must be "):
-            build()
+    with pytest.raises(ValueError, match="pad_to_multiple_of must be greater than or equal to 1, not 0"):
+        Unpadding(0)

@@ -7,20 +7,31 @@ from typing import Any
 
 import pytest
 import torch
+from composer.metrics import MaskedAccuracy
+from composer.models import HuggingFaceModel
 from torch import Tensor
 
-from composer_speedups import Unpadding, apply_torch_compile
+from composer_speedups import TorchCompile, Unpadding, apply
 from composer_speedups.algorithms.unpadding.encoder_swap import restore_encoders, unpad
-from composer_speedups.core.errors import NotEngagedError, TechniqueError
+from composer_speedups.core.errors import Refusal
 from composer_speedups.families.flops import training_flops
-from composer_speedups.packing.encoder import unpadded_encoders
+from composer_speedups.packing.encoder import unpadded_encoders, with_counted_rows
 from composer_speedups.packing.labelled_head import LabelledHead, head_tokens, labelled_heads
-from tests.helpers.common import VOCABULARY, Batch, Recorder, batch, make_trainer, plain_batches, trained
+from tests.helpers.common import (
+    VOCABULARY,
+    Batch,
+    Recorder,
+    batch,
+    make_trainer,
+    plain_batches,
+    trained,
+    without_labels,
+)
 from tests.helpers.exhaustive import family_params
 from tests.helpers.jobs import run
 from tests.helpers.models import UNPADDED, Family, fit_batches, tiny_model
 from tests.helpers.rerun import graphed
-from tests.reference.loop import counted
+from tests.reference.loop import counted, gradients
 from tests.reference.tolerance import assert_near
 
 
@@ -29,25 +40,30 @@ def loss_and_gradients(model: Any, inputs: Batch) -> tuple[Tensor, dict[str, Ten
     torch.manual_seed(7)
     loss = model(**inputs).loss
     loss.backward()
-    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return loss.detach(), gradients(model)
 
 
 def masked_lm(family: Family = "bert", **settings: Any) -> tuple[Any, list[Batch]]:
-    """A model, and batches whose last slot has a label: the plan's unused entries are gathered from there."""
+    """A model, and batches whose last slot has a label: the layout's unused entries are gathered from there."""
     model = tiny_model(family, "mlm", **settings).train()
     return model, fit_batches(model, [batch([12, 7, 1, 16], 16, seed=i) for i in range(3)])
 
 
+def labelled(inputs: Batch) -> int:
+    return int((inputs["labels"] != -100).sum())
+
+
 @pytest.mark.parametrize("family", family_params(UNPADDED))
-def test_loss_and_gradients_equal_the_untouched_models(family: Family) -> None:
+def test_loss_and_gradients_equal_the_untouched_models(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
     reference, batches = masked_lm(family)
     model = copy.deepcopy(reference)
     unpad(model, 8, "labelled")
-    for inputs in batches:
-        actual, expected = loss_and_gradients(model, inputs), loss_and_gradients(reference, inputs)
-        assert_near(actual, expected)
-        labelled = int((inputs["labels"] != -100).sum())
-        assert model(**inputs).logits.shape == (1, -(-labelled // 8) * 8, VOCABULARY)
+    for given in (dict, lambda inputs: counted(model, inputs)):
+        for inputs in batches:
+            assert_near(loss_and_gradients(model, given(inputs)), loss_and_gradients(reference, inputs))
+        shape = (1, -(-labelled(inputs) // 8) * 8, VOCABULARY)
+        assert model(**given(inputs)).logits.shape == shape
+        monkeypatch.setattr(LabelledHead, "_count_and_lay_out", lambda *_: pytest.fail("counted in the forward pass"))
 
 
 @pytest.mark.parametrize("family", ["bert", "modernbert"])
@@ -61,25 +77,12 @@ def test_with_dropout_they_equal_those_of_a_head_on_every_token(family: Family) 
     assert_near(results[1], results[0])
 
 
-def test_a_plan_replaces_counting_in_the_forward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    reference, batches = masked_lm()
-    model = copy.deepcopy(reference)
-    unpad(model, 8, "labelled")
-    monkeypatch.setattr(LabelledHead, "_count_and_lay_out", lambda *_: pytest.fail("counted in the forward pass"))
-    for inputs in batches:
-        counted(model, inputs["attention_mask"], labels=inputs["labels"])
-        assert_near(loss_and_gradients(model, inputs), loss_and_gradients(reference, inputs))
-    with pytest.raises(RuntimeError, match="labels differ from the planned ones"):
-        model(**{**batches[-1], "labels": batches[0]["labels"].roll(1, 0)})
-
-
 def test_other_calls_compute_every_token(monkeypatch: pytest.MonkeyPatch) -> None:
     model, (inputs, *_) = masked_lm()
     unpad(model, 8, "labelled")
     rows, width = inputs["input_ids"].shape
     everything = (rows, width, VOCABULARY)
-    without = {name: value for name, value in inputs.items() if name != "labels"}
-    assert model(**without).logits.shape == everything
+    assert model(**without_labels(inputs)).logits.shape == everything
     with torch.no_grad():
         assert model(**inputs).logits.shape == everything
     assert model.eval()(**inputs).logits.shape == everything
@@ -87,37 +90,37 @@ def test_other_calls_compute_every_token(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(model, "cls", None)  # the head
     with pytest.raises(TypeError, match="not callable"):
         model(**inputs)
-    assert model.base_model(**without).last_hidden_state.shape[:2] == (rows, width), (
-        "nothing remains of the failed call"
-    )
+    hidden = model.base_model(**without_labels(inputs)).last_hidden_state
+    assert hidden.shape[:2] == (rows, width), "nothing remains of the failed call"
 
 
 def test_it_can_be_switched_off_and_undone() -> None:
     model, (inputs, *_) = masked_lm()
-    hooks = [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()]
-    unpad(model, 8, "labelled")
-    unpad(model, 8, "labelled")
-    assert len(labelled_heads(model)) == 1
-    labelled = int((inputs["labels"] != -100).sum())
-    assert model(**inputs).logits.shape[1] == -(-labelled // 8) * 8
-    unpad(model, 64, "labelled")
-    assert model(**inputs).logits.shape[1] == -(-labelled // 64) * 64
+    for multiple in (8, 64):
+        unpad(model, multiple, "labelled")
+        assert len(labelled_heads(model)) == 1
+        assert model(**inputs).logits.shape[1] == -(-labelled(inputs) // multiple) * multiple
     unpad(model, 8)
     assert not labelled_heads(model)
     assert model(**inputs).logits.ndim == 3
     unpad(model, 8, "labelled")
     restore_encoders(model)
-    assert [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()] == hooks
     assert model(**inputs).logits.shape[:2] == inputs["input_ids"].shape
 
 
-def test_other_heads_are_refused_before_anything_is_changed() -> None:
+def test_other_heads_and_training_metrics_are_refused_before_anything_is_changed() -> None:
     model = tiny_model("bert")
     with pytest.raises(ValueError, match="needs transformers' model with a masked-LM head, not BertForSequenceClass"):
         unpad(model, 8, "labelled")
     assert not unpadded_encoders(model)
-    with pytest.raises(ValueError, match="mlm_head must be 'all' or 'labelled', not 'some'"):
-        unpad(model, 8, "some")  # type: ignore[arg-type]
+    metered = HuggingFaceModel(tiny_model("bert", "mlm"), metrics=[MaskedAccuracy()], use_logits=True)
+    for given, reason in (
+        (metered, r"training metrics read them; set model\.train_metrics: false"),
+        (None, "needs transformers' model with a masked-LM head"),
+    ):
+        with pytest.raises(Refusal, match=reason):
+            make_trainer([Unpadding(8, mlm_head="labelled")], model=given)
+    assert not unpadded_encoders(metered)
 
 
 def test_a_trainer_trains_like_one_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +133,7 @@ def test_a_trainer_trains_like_one_without_it(monkeypatch: pytest.MonkeyPatch) -
         trained(algorithms, model=network, batches=batches, callbacks=[seen])
     assert_near(recorder.losses, plain.losses)
     assert_near(dict(model.named_parameters()), dict(other.named_parameters()))
-    tokens = sum(int((inputs["labels"] != -100).sum()) for inputs in batches)
+    tokens = sum(map(labelled, batches))
     slots = sum(inputs["labels"].numel() for inputs in batches)
     assert technique.evidence["head_tokens"] == round(tokens / slots, 4)
 
@@ -138,35 +141,18 @@ def test_a_trainer_trains_like_one_without_it(monkeypatch: pytest.MonkeyPatch) -
 def test_a_run_whose_head_got_no_labels_stops(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LabelledHead, "select", lambda *_: None)
     model = tiny_model("bert", "mlm")
-    trainer = make_trainer(
-        [Unpadding(8, mlm_head="labelled")], model=model, batches=fit_batches(model, plain_batches())
-    )
-    with pytest.raises(NotEngagedError, match="the masked-LM head computed every token"):
-        trainer.fit()
-
-
-def test_training_metrics_are_refused_because_they_read_all_logits() -> None:
-    from composer.metrics import MaskedAccuracy
-    from composer.models import HuggingFaceModel
-
-    model = HuggingFaceModel(tiny_model("bert", "mlm"), metrics=[MaskedAccuracy()], use_logits=True)
-    with pytest.raises(TechniqueError, match=r"training metrics read them; set model\.train_metrics: false"):
-        make_trainer([Unpadding(8, mlm_head="labelled")], model=model)
-    assert not unpadded_encoders(model)
-    with pytest.raises(TechniqueError, match="needs transformers' model with a masked-LM head"):
-        make_trainer([Unpadding(8, mlm_head="labelled")])
+    with pytest.raises(Refusal, match="the masked-LM head computed every token"):
+        trained([Unpadding(8, mlm_head="labelled")], model=model, batches=fit_batches(model, plain_batches()))
 
 
 def test_compiled_it_equals_the_untouched_model() -> None:
     reference, batches = masked_lm(layers=1)
     model = copy.deepcopy(reference)
-    unpad(model, 8, "labelled")
-    apply_torch_compile(model, "model", backend="eager")
+    apply(model, [Unpadding(8, mlm_head="labelled"), TorchCompile(scope="model", backend="eager")])
     for inputs in batches:
-        counted(model, inputs["attention_mask"], labels=inputs["labels"])
-        actual, expected = loss_and_gradients(model, inputs), loss_and_gradients(reference, inputs)
-        assert_near(actual, expected)
-    assert labelled_heads(model)[0].ran
+        with with_counted_rows(model, inputs, inputs):
+            assert_near(loss_and_gradients(model, inputs), loss_and_gradients(reference, inputs))
+            assert model(**inputs).logits.shape[0] == 1
 
 
 def test_graphs_replay_it_with_other_labels() -> None:
@@ -175,8 +161,8 @@ def test_graphs_replay_it_with_other_labels() -> None:
     unpad(model, 8, "labelled")
     calls = graphed(model)
     for inputs in batches:
-        counted(model, inputs["attention_mask"], labels=inputs["labels"])
-        assert_near(loss_and_gradients(model, inputs), loss_and_gradients(reference, inputs))
+        with with_counted_rows(model, inputs, inputs):
+            assert_near(loss_and_gradients(model, inputs), loss_and_gradients(reference, inputs))
     assert (calls.graphs, calls.replays, calls.eager_calls) == (1, 3, 0)
 
 
@@ -187,18 +173,17 @@ def test_the_application_trains_with_it(microbatch: str) -> None:
         technique = f"algorithms={{sdpa_attention: null, unpadding: {{mlm_head: {head}}}}}"
         job = ["model.task=mlm", "model.train_metrics=false", "trainer.max_duration=3ba", "trainer.eval_interval=3ba"]
         reports.append(run(*job, f"trainer.microbatch_size={microbatch}", f"run_name={head}", technique))
-    every, labelled = reports
-    assert labelled["metrics"]["loss"] == pytest.approx(every["metrics"]["loss"], rel=1e-4)
-    assert 0.05 < labelled["algorithms"]["unpadding"]["evidence"]["head_tokens"] < 0.25
+    every, some = reports
+    assert some["metrics"]["loss"] == pytest.approx(every["metrics"]["loss"], rel=1e-4)
+    assert 0.05 < some["algorithms"]["unpadding"]["evidence"]["head_tokens"] < 0.25
 
 
 def test_only_computed_tokens_count_in_the_heads_operations() -> None:
     model, (inputs, *_) = masked_lm()
     assert head_tokens(model, inputs) is None
     unpad(model, 8, "labelled")
-    labelled = int((inputs["labels"] != -100).sum())
-    assert head_tokens(model, inputs) == labelled
+    assert head_tokens(model, inputs) == head_tokens(model, counted(model, inputs)) == labelled(inputs)
     lengths = inputs["attention_mask"].sum(-1)
-    every, some = (training_flops(model.config, lengths, "mlm", tokens) for tokens in (None, labelled))
+    every, some = (training_flops(model.config, lengths, "mlm", tokens) for tokens in (None, labelled(inputs)))
     hidden = model.config.hidden_size
-    assert every - some == 3 * 2 * (int(lengths.sum()) - labelled) * hidden * (hidden + VOCABULARY)
+    assert every - some == 3 * 2 * (int(lengths.sum()) - labelled(inputs)) * hidden * (hidden + VOCABULARY)

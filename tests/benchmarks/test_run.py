@@ -16,8 +16,8 @@ from benchmarks import run as runner
 from benchmarks.peers.job import read_arguments
 from benchmarks.rows import error_report
 from benchmarks.table_file import Configuration, configurations_of, read_table
+from composer_speedups.core.engaging import refuse_conflicts
 from composer_speedups.core.registry import build_techniques
-from composer_speedups.core.technique import refuse_conflicts, techniques_of
 from composer_speedups.sweep.processes import Ended, Job
 from composer_speedups.train.cli import read_command_line
 from tests.conftest import ROOT
@@ -216,7 +216,7 @@ def test_every_configuration_of_the_repositorys_tables_is_valid(name: str, monke
     for configuration in {configuration.name: configuration for configuration in configurations_of(read)}.values():
         read_config = read_arguments if configuration.peer else read_command_line
         config, _ = read_config(["-f", str(ROOT / read.base), *configuration.overrides])
-        refuse_conflicts(techniques_of(build_techniques(config.algorithms, config.on_unavailable)))
+        refuse_conflicts(build_techniques(config.algorithms, config.on_unavailable))
 
 
 def test_the_command_leaves_rows_a_page_and_a_chart(

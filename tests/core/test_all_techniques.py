@@ -53,11 +53,12 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
     def count(name: str) -> None:
         original = getattr(technique, name)
-        setattr(
-            technique,
-            name,
-            lambda run, *seen: (asked.append((name, run.state.timestamp.batch.value)), original(run, *seen))[1],
-        )
+
+        def counted(run: Any, *seen: Any) -> Any:
+            asked.append((name, run.state.timestamp.batch.value))
+            return original(run, *seen)
+
+        setattr(technique, name, counted)
 
     count("proof")
     count("summary")

@@ -14,7 +14,8 @@ from composer.core import Callback, Event, State
 from composer.loggers import Logger
 
 from composer_speedups import TF32Matmul
-from composer_speedups.core.flags import MATMUL_PRECISION, Float32Matmuls, ProcessFlag
+from composer_speedups.callbacks.float32_matmuls import Float32Matmuls
+from composer_speedups.core.flags import MATMUL_PRECISION, ProcessFlag
 from tests.helpers.common import make_trainer, plain_batches, trained
 from tests.helpers.jobs import run
 

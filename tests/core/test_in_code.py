@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -101,7 +102,7 @@ def test_a_stock_composer_model_trains_or_the_technique_is_refused(case: Case, m
     except Refusal as error:
         refusal = error
     if refusal is not None:
-        assert refusal.who in {t.name for t in techniques}
+        assert refusal.who in {"techniques", *(t.name for t in techniques)}
         assert str(refusal).startswith(f"{refusal.who}: ")
         assert "\n" not in str(refusal)
         assert refusal.fix
@@ -165,7 +166,7 @@ def test_apply_works_on_a_plain_module_or_refuses(case: Case, kind: str) -> None
         refusal = error
     if refusal is not None or applied is None:
         assert refusal is not None
-        assert refusal.who in {technique.name for technique in techniques}
+        assert refusal.who in {"techniques", *(t.name for t in techniques)}
         assert refusal.reason
         assert refusal.fix
         assert "\n" not in str(refusal)
@@ -173,12 +174,17 @@ def test_apply_works_on_a_plain_module_or_refuses(case: Case, kind: str) -> None
         return
     optimizer: Any = applied.optimizer
     model.train()
-    for batch in itertools.islice(loader, 2):
-        loss = _loss(model, batch)
-        assert loss.isfinite()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    in_8_bits = case.name in ("bnb_optimizer", "lowbit_optimizer") and kind != "bert"
+    small = pytest.raises(Refusal, match="the model is too small for it") if in_8_bits else nullcontext()
+    with small:
+        for batch in itertools.islice(loader, 2):
+            loss = _loss(model, batch)
+            assert loss.isfinite()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    if in_8_bits:
+        return
     of_composers_events = {"first_batch_packed", "padding_of_the_run"}
     assert set(case.entry.evidence) - of_composers_events <= set(applied.evidence[case.name])
     assert all(p.isfinite().all() for p in model.parameters())

@@ -39,7 +39,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
 def test_ranks_train_like_one_process_or_the_technique_is_refused(
     case: Case, outcomes: dict[str, dict[str, Any]]
 ) -> None:
-    refused = next((c.why for c in technique_class(case.name).conflicts if c.other == FSDP), None)
+    refused = technique_class(case.name).not_with.get(FSDP)
     expected = train(case)
     assert len(expected) == 4
     for parallelism, outcome in outcomes[case.name].items():

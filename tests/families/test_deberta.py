@@ -9,14 +9,12 @@ import pytest
 import torch
 from transformers.models.deberta_v2.modeling_deberta_v2 import build_relative_position
 
-from composer_speedups.algorithms.fused_layers.fusing import fuse
-from composer_speedups.algorithms.fused_layers.modules import FusedLayer
 from composer_speedups.algorithms.unpadding.encoder_swap import unpad
 from composer_speedups.families.deberta_v2 import _entries
 from composer_speedups.packing.encoder import unpadded_encoders
-from composer_speedups.packing.layout import rows_with_holes
 from tests.families.test_family_techniques import draw, outcome
 from tests.helpers.models import tiny_model
+from tests.helpers.unpadded import observed, unpad_and_fuse
 from tests.reference.tolerance import assert_near
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -35,12 +33,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def test_a_variant_matches_the_untouched_model(variant: str, head: Any) -> None:
     reference = tiny_model("deberta_v2", head, **VARIANTS[variant]).train()
     model, inputs = copy.deepcopy(reference), draw("deberta_v2", head, "right padding")
-    unpad(model, 8, check="never")
-    fuse(model)
+    unpad_and_fuse(model)
     for actual, expected in zip(outcome(model, inputs, ""), outcome(reference, inputs, ""), strict=True):
         assert_near(actual, expected, what=variant)
-    ran = [layer.ran for layer in model.modules() if isinstance(layer, FusedLayer)]
-    assert ran == ["torch", "first tokens" if head == "classification" else "torch"]
+    ran = observed(lambda: model(**inputs))
+    assert (ran["torch_layer"], ran["first_tokens"]) == ((1, 1) if head == "classification" else (2, 0))
 
 
 @pytest.mark.parametrize(
@@ -67,7 +64,6 @@ def test_an_encoder_called_directly_returns_all_hidden_states() -> None:
     actual, expected = (encoder(hidden, mask) for encoder in (model.deberta.encoder, reference))
     assert len(actual.hidden_states) == len(expected.hidden_states) == 3
     assert_near([*actual.hidden_states], [*expected.hidden_states])
-    assert model.deberta.encoder.ran == "padded"
 
 
 @pytest.mark.parametrize(("buckets", "furthest"), [(6, 80), (256, 512), (-1, 20)])
@@ -80,8 +76,3 @@ def test_entries_match_the_relative_positions_of_transformers(buckets: int, furt
     positions = torch.arange(width)
     torch.testing.assert_close(entries[positions[:, None] - positions + 256].long(), expected)
     assert (entries.diff() >= 0).all(), "the kernel sums over an entry's distances, which must be contiguous"
-
-
-def test_rows_with_holes() -> None:
-    mask = torch.tensor([[1, 1, 0, 0], [0, 1, 1, 0], [1, 0, 0, 1], [0, 0, 0, 0], [0, 1, 0, 1]])
-    assert rows_with_holes(mask) == [False, False, True, False, True]

@@ -15,16 +15,25 @@ from torch import nn
 from transformers import BertConfig, BertModel
 
 import composer_speedups
-from composer_speedups import apply_gradient_checkpointing
-from composer_speedups.algorithms.gradient_checkpointing.recompute import recomputations
+from composer_speedups import GradientCheckpointing, Unpadding
 from composer_speedups.algorithms.unpadding.encoder_swap import unpad
+from composer_speedups.core.engaging import engage
+from composer_speedups.core.run import Run
 from composer_speedups.families.blocks import blocks_of, repeated_blocks
-from composer_speedups.families.family import Reads, config_value, families, family_named, family_of, kernel_shape
+from composer_speedups.families.family import (
+    Block,
+    Reads,
+    config_value,
+    families,
+    family_named,
+    family_of,
+    kernel_shape,
+)
 from composer_speedups.packing.encoder import unpadded_encoders
-from tests.algorithms.test_unpadding_properties import values
 from tests.helpers.common import batch
 from tests.helpers.exhaustive import family_params
 from tests.helpers.models import COPIES, ENCODERS, EVERY, FUSED, HEADS, ROTARY, Family, tiny_model
+from tests.helpers.unpadded import observed, values
 from tests.reference.tolerance import assert_near
 
 PACKAGE = Path(composer_speedups.__file__).parent
@@ -33,7 +42,7 @@ every_family = pytest.mark.parametrize("name", family_params(EVERY))
 
 def test_every_family_is_in_the_lists_of_test_models() -> None:
     assert {family.name for family in families()} == {*EVERY, *ENCODERS}
-    assert {family.name for family in families() if family.layer_modules is not None} == {*FUSED, *COPIES}
+    assert {family.name for family in families() if family.block is not None} == {*FUSED, *COPIES}
 
 
 def get_family(name: str) -> Any:
@@ -68,8 +77,8 @@ def test_modules_and_dropouts_cover_the_whole_block(name: Family) -> None:
     modules = family.layer_modules(block)
     assert {id(p) for p in modules.parameters()} == {id(p) for p in block.parameters()}
     assert (modules.up.out_features, modules.heads) == (64, 2)
-    if family.gated or name in ROTARY:  # attention dropout is not a module
-        rates = [0.3, 0.3, 0.2] if family.gated else [0.3, 0.2, 0.2]
+    if family.block is Block.GATED or name in ROTARY:  # attention dropout is not a module
+        rates = [0.3, 0.3, 0.2] if family.block is Block.GATED else [0.3, 0.2, 0.2]
         assert [dropout[1].p for dropout in family.dropouts(block)] == rates
     held = {
         dropout[1] for dropout in family.dropouts(block) if dropout is not None and isinstance(dropout[1], nn.Module)
@@ -90,7 +99,7 @@ def test_modules_and_dropouts_cover_the_whole_block(name: Family) -> None:
         assert holder.get_submodule(activation)
     shape = kernel_shape(model.config.to_dict())
     assert (shape.hidden, shape.inner, shape.heads, shape.attention_weights) == (32, 64, 2, 0.3)
-    assert shape.biased == family.position_bias
+    assert shape.biased == (family.block is Block.BIASED)
 
 
 def _has(module: nn.Module, path: str) -> bool:
@@ -196,11 +205,11 @@ def test_albert_with_several_groups_of_several_layers() -> None:
     (encoder,) = modules_with_role(model, "encoder")
     assert len(repeated_blocks(model)) == len(blocks_of(encoder)) == 2
     reference = copy.deepcopy(model)
-    assert unpad(model, 8) == ["albert.encoder"]
-    assert apply_gradient_checkpointing(model, every=2) == ["albert.encoder.albert_layer_groups.0"]
-    inputs = batch([3, 9, 12, 1])
-    assert_near(values(model, inputs), values(reference, inputs))
-    assert [recomputations(block) for block in blocks_of(encoder)] == [2, 0]
+    engage(Run(torch.device("cpu"), model=model), [Unpadding(8, check="never"), GradientCheckpointing(every=2)])
+    inputs, results = batch([3, 9, 12, 1]), list[Any]()
+    ran = observed(lambda: results.append(values(model, inputs)))
+    assert_near(results.pop(), values(reference, inputs))
+    assert (ran["recomputed_block"], ran["packed_encoder"]) == (2, 1)
 
 
 def test_custom_attention_in_mpnet_is_refused_and_the_model_is_unchanged() -> None:

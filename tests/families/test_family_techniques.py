@@ -6,6 +6,7 @@ The models have two layers and no dropout. tests/helpers/refusals.py lists the e
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import cache
@@ -15,29 +16,29 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from composer_speedups import (
-    apply_fast_layernorm,
-    apply_gradient_checkpointing,
-    apply_layer_freezing,
-    apply_lora,
-    apply_sdpa_attention,
-    apply_sparse_upcycling,
-    apply_torch_compile,
+    FastLayerNorm,
+    FusedLayers,
+    GradientCheckpointing,
+    LayerFreezing,
+    LoRA,
+    SDPAAttention,
+    SparseUpcycling,
+    TorchCompile,
+    Unpadding,
 )
-from composer_speedups.algorithms.fast_layernorm.layers import LowPrecisionLayerNorm
-from composer_speedups.algorithms.fused_layers.fusing import fuse
-from composer_speedups.algorithms.fused_layers.modules import FusedLayer
-from composer_speedups.algorithms.gradient_checkpointing.recompute import recomputations
-from composer_speedups.algorithms.lora.adapters import ADAPTER, adapted_layers, trained_copies
-from composer_speedups.algorithms.sparse_upcycling.experts import SparseFeedForward
-from composer_speedups.algorithms.torch_compile.torch_compile import _has_compiled_code
-from composer_speedups.algorithms.unpadding.encoder_swap import unpad
-from composer_speedups.core.compile_counts import OperatorRecorder, compile_counts
+from composer_speedups.algorithms.fast_layernorm.modules import LowPrecisionLayerNorm
+from composer_speedups.algorithms.lora.modules import ADAPTER, adapted_layers, trained_copies
+from composer_speedups.algorithms.sparse_upcycling.modules import SparseFeedForward
+from composer_speedups.algorithms.torch_compile.modules import has_compiled_code
+from composer_speedups.core.compile_counts import compile_counts
+from composer_speedups.core.engaging import engage
+from composer_speedups.core.run import Run
 from composer_speedups.families.blocks import repeated_blocks
 from composer_speedups.families.family import family_named
-from composer_speedups.packing.encoder import unpadded_encoders
-from composer_speedups.surgery.already_applied import NoEffectWarning
+from composer_speedups.kernels.observing import counting
 from tests.helpers.common import VOCABULARY, Batch
 from tests.helpers.exhaustive import DEFAULT_FAMILIES, others_exhaustive
 from tests.helpers.models import ENCODERS, EVERY, Family, tiny_model
@@ -52,6 +53,7 @@ from tests.helpers.refusals import (
     left_padded,
     refusal_of,
 )
+from tests.helpers.unpadded import way
 from tests.reference.loop import gradients
 from tests.reference.tolerance import assert_near
 
@@ -187,22 +189,29 @@ def expected_of(family: Family, head: str, input_kind: str) -> tuple[dict[str, T
     )  # transformers leaves hooks
 
 
-def fuse(model: Any, inputs: Batch) -> None:
-    unpad(model, 8, check="never")
-    fuse(model)
-
-
-APPLY: dict[str, Callable[[Any, Batch], Any]] = {
-    "unpadding": lambda model, inputs: unpad(model, 8, check="never"),
-    "fused_layers": fuse,
-    "sdpa_attention": lambda model, _: apply_sdpa_attention(model),
-    "fast_layernorm": lambda model, _: apply_fast_layernorm(model),
-    "gradient_checkpointing": lambda model, _: apply_gradient_checkpointing(model),
-    "torch_compile": lambda model, _: apply_torch_compile(model, "blocks", backend="eager", dynamic=True),
-    "layer_freezing": lambda model, _: apply_layer_freezing(model, layers=1),
-    "lora": lambda model, _: apply_lora(model),
-    "sparse_upcycling": lambda model, _: apply_sparse_upcycling(model, experts=3, every=1),
+TECHNIQUE: dict[str, Callable[[], list[Any]]] = {
+    "unpadding": lambda: [Unpadding(8, check="never")],
+    "fused_layers": lambda: [Unpadding(8, check="never"), FusedLayers(check="never")],
+    "sdpa_attention": lambda: [SDPAAttention(check="never")],
+    "fast_layernorm": lambda: [FastLayerNorm()],
+    "gradient_checkpointing": lambda: [GradientCheckpointing()],
+    "torch_compile": lambda: [TorchCompile(scope="blocks", backend="eager", dynamic=True)],
+    "layer_freezing": lambda: [LayerFreezing(layers=1)],
+    "lora": lambda: [LoRA()],
+    "sparse_upcycling": lambda: [SparseUpcycling(experts=3, every=1, load_balancing=0.0)],
 }
+
+
+class Operators(TorchDispatchMode):
+    """Counts aten operators by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[str(func.overloadpacket.__name__)] += 1
+        return func(*args, **(kwargs or {}))
 
 
 class Watch:
@@ -210,8 +219,8 @@ class Watch:
 
     def __init__(self, technique: str, model: Any) -> None:
         self.technique, self.model = technique, model
-        self.recomputed, self.compiled = self._recomputed(), compile_counts()
-        self.operators = OperatorRecorder()
+        self.compiled, self.ran = compile_counts(), Counter[str]()
+        self.operators = Operators()
         self.differentiable: list[bool] = []  # for each call of the first block
         if technique == "layer_freezing":
             self.hook = next(iter(repeated_blocks(model).values())).register_forward_hook(self._see)
@@ -219,21 +228,17 @@ class Watch:
     def _see(self, block: Any, args: Any, output: Any) -> None:
         self.differentiable.append((output if isinstance(output, Tensor) else output[0]).requires_grad)
 
-    def _recomputed(self) -> int:
-        return sum(map(recomputations, self.model.modules()))
-
     def _count(self, kind: Any) -> int:
         return sum(isinstance(module, kind) for module in self.model.modules())
 
     def check(self, family: Family, head: str, input_kind: str) -> None:
         padded = input_kind in left_padded(family, head)
         if self.technique in ("unpadding", "fused_layers"):
-            assert [encoder.ran for encoder in unpadded_encoders(self.model)] == ["padded" if padded else "unpadded"]
+            assert way(self.ran) == ("padded" if padded else "packed"), input_kind
         if self.technique == "fused_layers":
-            last = "first tokens" if head == "classification" else "torch"
-            ran = [module.ran for module in self.model.modules() if isinstance(module, FusedLayer)]
-            runs = ["stock"] * 2 if padded else ["torch", last]
-            assert ran == (runs[:1] if family == "albert" else runs), input_kind
+            first = head == "classification" and family != "albert"
+            names = ["stock_layer"] * 2 if padded else ["torch_layer", "first_tokens" if first else "torch_layer"]
+            assert [self.ran[name] for name in {*names}] == [names.count(name) for name in {*names}], input_kind
         elif self.technique == "sdpa_attention":
             # The math kernel is decomposed before dispatch; no other attention uses this softmax.
             ran = [name for name in self.operators.counts if "scaled_dot_product" in name or name == "_safe_softmax"]
@@ -242,13 +247,13 @@ class Watch:
             plain = sum(type(module) is nn.LayerNorm for module in untouched(family, head).modules())
             assert self._count(LowPrecisionLayerNorm) == plain > 0
         elif self.technique == "gradient_checkpointing":
-            assert self._recomputed() - self.recomputed == (0 if input_kind == "eval mode" else 2)
+            assert self.ran["recomputed_block"] == (0 if input_kind == "eval mode" else 2)
         elif self.technique == "torch_compile":
             since = compile_counts().since(self.compiled)
             assert since.failed == 0 or input_kind == "hidden states and attentions", (
                 "compilation failed; only transformers' output recorders may prevent it"
             )
-            assert all(map(_has_compiled_code, repeated_blocks(self.model).values())), (
+            assert all(map(has_compiled_code, repeated_blocks(self.model).values())), (
                 "a block was compiled neither now nor by an earlier test"
             )
         elif self.technique == "layer_freezing":
@@ -301,7 +306,7 @@ def adapter_gradients(model: Any, expected: dict[str, Tensor]) -> dict[str, Tens
 
 def check(model: Any, technique: str, family: Family, head: str, input_kind: str) -> None:
     inputs, watch = draw(family, head, input_kind), Watch(technique, model)
-    with watch.operators if technique == "sdpa_attention" else nullcontext():  # dynamo does not compile in this context
+    with counting() as watch.ran, watch.operators if technique == "sdpa_attention" else nullcontext():
         values, grads = outcome(model, inputs, input_kind)
     expected, wanted = expected_of(family, head, input_kind)
     if technique == "sdpa_attention":  # transformers returns no attentions with SDPA
@@ -323,11 +328,12 @@ def applied(technique: str, family: Family, head: str) -> Any:
     """Return a copy of the untouched model with the technique, or None after checking that it is refused."""
     model = copy.deepcopy(untouched(family, head))
     refused = refusal_of(technique, family, head)
+    run = Run(device=torch.device("cpu"), model=model)
     if refused is None:
-        APPLY[technique](model, draw(family, head, "right padding"))
+        engage(run, TECHNIQUE[technique]())
         return model
-    with pytest.raises((ValueError, NoEffectWarning), match=refused.error):
-        APPLY[technique](model, draw(family, head, "right padding"))
+    with pytest.raises(ValueError, match=refused.error):
+        engage(run, TECHNIQUE[technique]())
     return None
 
 

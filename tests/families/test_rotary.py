@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from composer_speedups.algorithms.unpadding.encoder_swap import restore_encoders, unpad
-from composer_speedups.packing.encoder import unpadded_encoders
+from composer_speedups.kernels.observing import counting
 from tests.families.test_family_techniques import INPUTS, draw, outcome
 from tests.helpers.common import Batch
 from tests.helpers.models import ROTARY, Family, tiny_model
-from tests.reference.loop import counted
+from tests.helpers.unpadded import way
 from tests.reference.tolerance import assert_near
 
 pytestmark = [pytest.mark.pins, pytest.mark.exhaustive]
@@ -36,11 +36,13 @@ def masked_tokens(inputs: Batch) -> Batch:
     return {**inputs, "input_ids": ids}
 
 
-def compare(reference: Any, inputs: Batch, kind: str, ran: str = "unpadded") -> None:
+def compare(reference: Any, inputs: Batch, kind: str, ran: str = "packed") -> None:
     model = copy.deepcopy(reference)
     unpad(model, 8)
-    actual, expected = (outcome(network, inputs, kind) for network in (model, reference))
-    assert [encoder.ran for encoder in unpadded_encoders(model)] == [ran], kind
+    with counting() as seen:
+        actual = outcome(model, inputs, kind)
+    expected = outcome(reference, inputs, kind)
+    assert way(seen) == ran, kind
     assert_near(actual[0], expected[0], what=f"outputs with {kind}")
     if kind != "eval mode":
         assert_near(actual[1], expected[1], what=f"gradients with {kind}")
@@ -55,7 +57,7 @@ def test_esm_scales_each_row_by_its_share_of_masked_tokens(head: Any, positions:
     for kind in ESM_INPUTS:
         padded = kind == "hidden states and attentions" or (kind == "left padding" and head == "classification")
         inputs = masked_tokens(draw("esm", head, kind))
-        compare(reference, inputs, kind, "padded" if padded else "unpadded")
+        compare(reference, inputs, kind, "padded" if padded else "packed")
     inputs = draw("esm", head, "right padding")
     with torch.no_grad():
         scaled, other = (reference(**given).logits for given in (masked_tokens(inputs), inputs))
@@ -108,40 +110,7 @@ def test_packed_attention_has_autocasts_dtype(family: Family, monkeypatch: pytes
     unpad(model, 8)
     with torch.autocast("cpu", torch.bfloat16):
         model(**draw(family, "classification", "right padding"))
-    assert [encoder.ran for encoder in unpadded_encoders(model)] == ["unpadded"]
     assert set(asked) == {torch.bfloat16}
-
-
-@pytest.mark.parametrize("family", ROTARY)
-def test_dropout_masks_are_the_same_without_padding(family: Family) -> None:
-    inputs = draw(family, "tokens", "no padding")
-    actual = []
-    for packs in (False, True):
-        model = tiny_model(family, "tokens", dropout=0.3).train()
-        if packs:
-            unpad(model, 8)
-            counted(model, inputs["attention_mask"])
-        torch.manual_seed(5)
-        actual.append(outcome(model, inputs, "no padding"))
-    assert_near(actual[1][0], actual[0][0])
-    assert_near(actual[1][1], actual[0][1])
-
-
-@pytest.mark.parametrize("family", ROTARY)
-def test_labelled_tokens_only(family: Family) -> None:
-    reference = tiny_model(family, "mlm").train()
-    model = copy.deepcopy(reference)
-    unpad(model, 8, mlm_head="labelled")
-    inputs = draw(family, "mlm", "right padding")
-    losses = [network(**inputs) for network in (model, reference)]
-    for loss in losses:
-        loss.loss.backward()
-    assert losses[0].logits.shape[:2] == (1, 16), "13 labels, rounded up"
-    assert_near([losses[0].loss], [losses[1].loss])
-    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        assert (ours.grad is None) == (theirs.grad is None)
-        if ours.grad is not None:
-            assert_near(ours.grad, theirs.grad)
 
 
 @pytest.mark.parametrize("family", ROTARY)
@@ -152,10 +121,10 @@ def test_a_bare_model_returns_what_the_untouched_one_does(family: Family) -> Non
     unpad(model, 8)
     inputs = draw(family, "tokens", "right padding")
     del inputs["labels"]
-    with torch.no_grad():
+    with torch.no_grad(), counting() as seen:
         actual, expected = model(**inputs), reference(**inputs)
         as_tuple = model(**inputs, return_dict=False)
-    assert [encoder.ran for encoder in unpadded_encoders(model)] == ["unpadded"]
+    assert way(seen) == "packed"
     assert type(actual) is type(expected)
     assert actual.keys() == expected.keys()
     pooled = ("pooler_output",) if family in ("esm", "jina_embeddings_v3") else ()

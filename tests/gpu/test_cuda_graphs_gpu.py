@@ -12,13 +12,15 @@ from composer.core import DataSpec
 from torch import nn
 from torch.utils.data import DataLoader
 
-from composer_speedups import CUDAGraphs, MixedPrecision, SDPAAttention, TorchCompile, Unpadding, apply_cuda_graphs
+from composer_speedups import CUDAGraphs, MixedPrecision, SDPAAttention, TorchCompile, Unpadding
+from composer_speedups.algorithms.cuda_graphs.installing import install
 from composer_speedups.algorithms.unpadding.encoder_swap import unpad
-from composer_speedups.core.errors import NotEngagedError, TechniqueError
+from composer_speedups.core.errors import Refusal
+from composer_speedups.packing.encoder import with_counted_rows
 from tests.algorithms.test_cuda_graphs_segments import bert
 from tests.helpers.common import Batches, batch, final_weights, make_trainer, plain_batches, tiny_bert, trained
 from tests.helpers.waiting import no_waiting
-from tests.reference.loop import counted, gradients, train_plainly
+from tests.reference.loop import gradients, train_plainly
 from tests.reference.tolerance import assert_near
 
 
@@ -132,7 +134,7 @@ def test_a_forward_pass_that_waits_for_the_gpu_is_refused_by_name() -> None:
     bert: Any = trainer.state.model.model
     original = bert.bert.pooler.forward
     bert.bert.pooler.forward = lambda hidden: original(hidden * float(hidden.abs().max().item() > -1))
-    with pytest.raises(TechniqueError, match=r"cuda_graphs: the step cannot be captured"):
+    with pytest.raises(Refusal, match=r"cuda_graphs: the step cannot be captured"):
         trainer.fit()
     trainer.close()
 
@@ -154,20 +156,20 @@ def test_a_model_whose_forward_was_restored_is_detected() -> None:
     trainer = make_trainer([technique, SDPAAttention()], gpu=True)
     composer_model: Any = trainer.state.model
     composer_model.forward = composer_model.forward.original  # undo the replacement
-    with pytest.raises(NotEngagedError, match="no training batch replayed a graph"):
+    with pytest.raises(Refusal, match="no training batch replayed a graph"):
         trainer.fit()
     trainer.close()
 
 
 @pytest.mark.gpu
 def test_a_run_of_one_batch_is_too_short() -> None:
-    with pytest.raises(NotEngagedError, match=r"no training batch replayed a graph; train longer"):
+    with pytest.raises(Refusal, match=r"no training batch replayed a graph; train longer"):
         trained([CUDAGraphs(), SDPAAttention()], batches=plain_batches(1), gpu=True)
 
 
 @pytest.mark.gpu
 def test_eager_attention_is_refused_with_the_reason() -> None:
-    with pytest.raises(TechniqueError, match=r"cuda_graphs: the step cannot be captured \(.*copy between CPU and CUDA"):
+    with pytest.raises(Refusal, match=r"cuda_graphs: the step cannot be captured \(.*copy between CPU and CUDA"):
         trained([CUDAGraphs()], gpu=True)
 
 
@@ -175,7 +177,7 @@ def test_eager_attention_is_refused_with_the_reason() -> None:
 def test_another_shape_allocates_no_further_gradients() -> None:
     model = nn.Sequential(nn.Linear(2048, 2048), nn.Linear(2048, 2048)).cuda()
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
-    calls = apply_cuda_graphs(model)
+    calls = install(model)
     calls.pool = torch.cuda.graph_pool_handle()
     allocated = []
     for rows in (8, 8, 16, 24):
@@ -189,11 +191,10 @@ def test_another_shape_allocates_no_further_gradients() -> None:
 
 
 @pytest.mark.gpu
-def test_the_function_works_on_a_compiled_model() -> None:
+def test_graphs_of_a_compiled_model() -> None:
     reference, model = (nn.Module.cuda(tiny_bert()) for _ in range(2))
     model.compile()
-    calls = apply_cuda_graphs(model)
-    assert apply_cuda_graphs(model) is calls
+    calls = install(model)
     for seed in range(3):
         one = {k: v.cuda() for k, v in batch([12, 7], seed=seed).items()}
         for each in (reference, model):
@@ -233,7 +234,7 @@ def test_graphs_of_the_flash_kernel_accumulate_gradients_without_synchronizing(s
     eager, model = (nn.Module.cuda(bert()) for _ in range(2))
     for each in (eager, model):
         unpad(each, 16)
-    calls = apply_cuda_graphs(model, segments=segments)
+    calls = install(model, segments=segments)
     calls.pool = torch.cuda.graph_pool_handle() if shared else None
     for turn in range(3):  # graphs are captured in the first
         for each in (eager, model):
@@ -242,11 +243,9 @@ def test_graphs_of_the_flash_kernel_accumulate_gradients_without_synchronizing(s
                 one = batch(lengths, 16, seed=10 * turn + i)
                 inputs = {k: v.cuda() for k, v in one.items()}
                 with no_waiting(strict=turn > 0):
-                    counted(each, one["attention_mask"])
-                    with torch.autocast("cuda", torch.bfloat16):
+                    with torch.autocast("cuda", torch.bfloat16), with_counted_rows(each, one, inputs):
                         loss = each(**inputs).loss
                     loss.backward()
         assert_near(gradients(model), gradients(eager), torch.bfloat16, f"turn {turn}")
     assert (calls.graphs, calls.replays, calls.eager_calls, calls.backward_segments) == (3, 21, 0, segments)
-    counted(model, None)
     calls.release()

@@ -18,19 +18,20 @@ from composer_speedups import (
     SDPAAttention,
     TorchCompile,
     Unpadding,
-    apply_cuda_graphs,
-    apply_layer_freezing,
-    apply_sdpa_attention,
+    apply,
 )
+from composer_speedups.algorithms.cuda_graphs.installing import install
 from composer_speedups.algorithms.fused_layers.fusing import fuse
+from composer_speedups.algorithms.layer_freezing.modules import freeze
 from composer_speedups.algorithms.unpadding.encoder_swap import unpad
+from composer_speedups.packing.encoder import with_counted_rows
 from tests.algorithms.test_cuda_graphs_segments import bert
 from tests.gpu.test_cuda_graphs_ranks_gpu import GRAPHS, UNPADDED
 from tests.gpu.test_fsdp_gpu import job
 from tests.helpers.common import batch, final_weights, make_trainer, plain_batches, tiny_bert
 from tests.helpers.masks import masked_batch, random_masks
 from tests.helpers.models import tiny_model
-from tests.reference.loop import counted, gradients, on_gpu
+from tests.reference.loop import gradients, on_gpu
 from tests.reference.nearness import distance, values
 from tests.reference.tolerance import assert_near
 
@@ -39,12 +40,12 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two G
 
 
 @pytest.mark.parametrize("family", ["bert", "modernbert", "deberta_v2"])
-@pytest.mark.parametrize("layers", ["embeddings", 1, 2])
+@pytest.mark.parametrize("layers", [0, 1, 2])
 def test_errors_of_fused_layers_are_at_most_three_times_those_of_the_frozen_padded_model(
     family: Any, layers: Any
 ) -> None:
     stock = tiny_model(family).cuda()
-    apply_layer_freezing(stock, layers=layers)
+    freeze(stock, (), layers)
     ours = copy.deepcopy(stock)
     unpad(ours)
     fuse(ours)
@@ -66,17 +67,18 @@ def test_fused_graphs_are_captured_again_and_compute_the_eager_gradients() -> No
     unpad(eager)
     fuse(eager, last_layer="all")
     graphed = copy.deepcopy(eager)
-    calls = apply_cuda_graphs(graphed, max_graphs=1)
-    for layers in (None, "embeddings", 3):
+    calls = install(graphed, 1)
+    for layers in (None, 0, 3):
         for seed in range(2):
             inputs = batch([12, 7, 16, 10], seed=seed)
             for model in (eager, graphed):
                 if layers is not None:
-                    apply_layer_freezing(model, layers=layers)
+                    freeze(model, (), layers)
                 model.zero_grad()
-                counted(model, inputs["attention_mask"])
-                with torch.autocast("cuda", torch.bfloat16):
-                    model(**on_gpu(inputs)).loss.backward()
+                moved = on_gpu(inputs)
+                with torch.autocast("cuda", torch.bfloat16), with_counted_rows(model, inputs, moved):
+                    loss = model(**moved).loss
+                loss.backward()
             assert_near(gradients(graphed), gradients(eager), torch.bfloat16, f"{layers}")
         assert calls.graphs == 1
     assert (calls.replays, calls.eager_calls) == (6, 0)
@@ -113,7 +115,7 @@ def test_the_fast_set_trains_with_frozen_layers() -> None:
         runs.append(final_weights(trainer))
         trainer.close()
     assert_near(runs[1], runs[0], torch.bfloat16, "weights")
-    assert freezing.evidence["froze_after_batches"] == {"embeddings and 1 block": 3}
+    assert freezing.evidence["froze_after_batches"] == 3
     assert graphs.evidence["replays"] == 7
 
 
@@ -125,12 +127,12 @@ def test_activations_gradients_and_graphs_of_frozen_layers_are_freed() -> None:
         gc.collect()
         torch.cuda.empty_cache()
         model = tiny_model("bert", layers=6).cuda()
-        apply_sdpa_attention(model)
+        apply(model, [SDPAAttention()])
         inputs = on_gpu(batch([16] * 512))
-        calls = apply_cuda_graphs(model) if graphs else None
+        calls = install(model, 4) if graphs else None
         model(**inputs).loss.backward()
         if layers is not None:
-            apply_layer_freezing(model, layers=layers)
+            freeze(model, (), layers)
         model.zero_grad()
         gc.collect()
         torch.cuda.reset_peak_memory_stats()

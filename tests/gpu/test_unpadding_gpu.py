@@ -13,12 +13,12 @@ from composer.loggers import Logger
 
 from composer_speedups import Unpadding
 from composer_speedups.algorithms.unpadding.encoder_swap import unpad
-from composer_speedups.algorithms.unpadding.evidence import BIASED, DISENTANGLED, FLASH, operators_among
-from composer_speedups.core.compile_counts import OperatorRecorder
-from composer_speedups.packing.encoder import unpadded_encoders
+from composer_speedups.kernels.observing import counting
+from tests.families.test_family_techniques import Operators
 from tests.helpers.common import batch, make_trainer, tiny_bert
 from tests.helpers.masks import masked_batch, random_masks
 from tests.helpers.models import HEADS, UNPADDED, tiny_model
+from tests.helpers.unpadded import way
 from tests.helpers.waiting import check_planned_steps
 from tests.reference.loop import gradients
 from tests.reference.nearness import distance, values
@@ -27,7 +27,8 @@ from tests.reference.nearness import distance, values
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")]
 
 
-OWN_KERNELS = {"mpnet": BIASED, "t5": BIASED, "deberta_v2": DISENTANGLED}  # the flash kernel has no relative positions
+# the flash kernel has no relative positions
+OWN_KERNELS = {"mpnet": "biased_attention", "t5": "biased_attention", "deberta_v2": "disentangled_attention"}
 
 
 @pytest.mark.parametrize(("family", "head"), [*product(UNPADDED, HEADS), ("t5", "tokens")])
@@ -42,17 +43,11 @@ def test_errors_of_the_flash_kernel_are_close_to_the_padded_models(family: str, 
         inputs = {k: v.cuda() for k, v in masked_batch(mask, head, seed=seed).items()}
         exact.append(values(padded, inputs, None))
         padded_bf16.append(values(padded, inputs, torch.bfloat16))
-        recorder = OperatorRecorder()
-        with recorder:
+        with Operators() as operators, counting() as ran:
             unpadded_bf16.append(values(unpadded, inputs, torch.bfloat16))
-        if unpadded_encoders(unpadded)[0].ran == "unpadded":
-            if family in OWN_KERNELS:
-                own = OWN_KERNELS[family]
-                assert operators_among(recorder.counts) == [own, f"{own}_backward"]
-                assert recorder.counts[own] == 2
-            else:
-                assert operators_among(recorder.counts) == [FLASH.strip("_")]
-                assert recorder.counts[FLASH] == 2
+        if way(ran) == "packed":
+            own = OWN_KERNELS.get(family)
+            assert (operators.counts["_flash_attention_forward"] if own is None else ran[own]) == 2
             flash += 1
     assert flash >= 20
     for i, what in enumerate(["logits", "gradients"]):
@@ -83,11 +78,10 @@ def test_an_all_padding_batch_gives_no_nan_on_the_flash_kernel() -> None:
     assert all(g.isfinite().all() for g in gradients(model).values())
 
 
-def test_a_planned_step_never_synchronizes_with_the_gpu() -> None:
+def test_a_counted_step_never_synchronizes_with_the_gpu() -> None:
     model: Any = tiny_bert(dropout=0.1)
     unpad(model.cuda().train())
     check_planned_steps(model)
-    assert unpadded_encoders(model)[0].ran == "unpadded"
 
 
 class NoWaiting(Algorithm):

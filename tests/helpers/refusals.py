@@ -78,56 +78,56 @@ class Refusal(NamedTuple):
 REFUSALS = (
     Refusal(
         ("unpadding", "fused_layers"),
-        r"^unpadding does not support \w+ForQuestionAnswering, whose loss includes padding positions$",
+        r"unpadding: does not support \w+ForQuestionAnswering, whose loss includes padding positions; ",
         "its loss includes padding positions",
         head="answering",
     ),
     Refusal(
         ("fused_layers",),
-        r"^fused_layers cannot fuse any layer: .* supports the layers of .* and this model's are T5Block$",
+        r"fused_layers: cannot fuse every layer: it supports the layers of .* and this model's are T5Block",
         "its kernels do not support pre-norm layers without biases and with a relative position bias",
         families=("t5",),
     ),
     Refusal(
         ("fused_layers",),
-        r"^fused_layers cannot fuse any layer: .* supports the layers of .* and this model's are EuroBertDecoderLayer$",
+        r"fused_layers: cannot fuse every layer: .*, and this model's are EuroBertDecoderLayer",
         "its kernels do not support RMS norms, SiLU and keys that several heads share",
         families=("eurobert",),
     ),
     Refusal(
         ("fused_layers",),
-        r"^fused_layers cannot fuse any layer: .* supports the layers of .* and this model's are NomicBertLayer$",
+        r"fused_layers: cannot fuse every layer: it supports the layers of .* and this model's are NomicBertLayer",
         "its kernels do not support SiLU and post-norm layers with a gate",
         families=("nomic_bert",),
     ),
     Refusal(
         ("fast_layernorm",),
-        r"^no torch\.nn\.LayerNorm was found in the model$",
+        r"the model has no torch\.nn\.LayerNorm",
         "their norms are RMS norms",
         families=("t5", "eurobert"),
     ),
     Refusal(
         ("sdpa_attention",),
-        r"^(MPNet|DebertaV2)\w+ does not support scaled_dot_product_attention in transformers$",
+        r"(MPNet|DebertaV2)\w+ does not support scaled_dot_product_attention in transformers",
         "transformers does not support SDPA for these models; `unpadding` uses its own attention",
         families=("mpnet", "deberta_v2"),
     ),
     Refusal(
         ("layer_freezing",),
-        r"^the blocks of ALBERT run several times each, so the first of them are the last, too$",
+        r"the blocks of ALBERT run several times each, so the first of them are the last, too",
         "its blocks run several times each, so only its embeddings can be frozen",
         families=("albert",),
     ),
     Refusal(
         ("layer_freezing",),
-        r"^\S+\.weight is tied to the embeddings and would be frozen, too; load the model with tie_word_embeddings=F",
+        r"\S+\.weight is tied to the embeddings and would be frozen, too; load the model with tie_word_embeddings=F",
         "the head's weights are the embeddings'; `tie_word_embeddings=False` loads it with its own",
         head="mlm",
     ),
     Refusal(
         ("sparse_upcycling",),
-        r"^sparse_upcycling supports the feed-forward layers of .*, "
-        r"and this is (ALBERT|ModernBERT|T5's encoder|ESM-2|EuroBERT|NomicBERT)$",
+        r"sparse_upcycling: it supports the feed-forward layers of .*, "
+        r"and this is (ALBERT|ModernBERT|T5's encoder|ESM-2|EuroBERT|NomicBERT)",
         "their feed-forward layers are shared between blocks, are gated, or have no module for the activation",
         families=("albert", "modernbert", "t5", "esm", "eurobert", "nomic_bert"),
     ),

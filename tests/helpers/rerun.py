@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from composer_speedups.algorithms.cuda_graphs.graphed_calls import GraphedCalls
-from composer_speedups.algorithms.cuda_graphs.installing import blocks_to_cut, plans_in
+from composer_speedups.algorithms.cuda_graphs.installing import blocks_to_cut
+from composer_speedups.packing.encoder import unpadded_encoders
 
 __all__ = ["CannotRecord", "Logged", "Rerun", "graphed"]
 
@@ -18,7 +19,7 @@ def graphed(
 ) -> GraphedCalls:
     calls = GraphedCalls(model, model.forward, max_graphs, recorder=recorder or Rerun)
     calls.accumulate = accumulate
-    calls.cut_behind, calls.carries = blocks_to_cut(model, segments), plans_in(model)
+    calls.cut_behind, calls.reads_known_batch = blocks_to_cut(model, segments), bool(unpadded_encoders(model))
     calls.install("forward")
     return calls
 

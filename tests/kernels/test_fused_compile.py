@@ -20,9 +20,9 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
+from composer_speedups import LoRA, apply  # noqa: E402
 from composer_speedups.algorithms.fused_layers.layer import OPERANDS, Positions, fused_layer  # noqa: E402
 from composer_speedups.algorithms.fused_layers.low_rank import LayerAdapters  # noqa: E402
-from composer_speedups.algorithms.lora.functional import apply_lora  # noqa: E402
 from composer_speedups.families import bert  # noqa: E402
 from composer_speedups.families.family import DropoutRates  # noqa: E402
 from composer_speedups.kernels import Shape  # noqa: E402
@@ -280,7 +280,7 @@ def test_every_launch_of_a_model_is_compiled_ahead(
     config = BertConfig(vocab_size=64, num_hidden_layers=1, **sizes)
     model = BertModel(config)
     if rank:
-        apply_lora(model, rank=rank, modules_to_save=[])
+        apply(model, [LoRA(rank=rank, modules_to_save=[])])
     modules = bert.FAMILY.layer_modules(model.encoder.layer[0])  # type: ignore[misc]
     ranks = LayerAdapters.of(modules).ranks()
     assert ranks == ((3 * rank, rank, rank, rank) if rank else ())

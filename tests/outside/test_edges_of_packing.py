@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,13 +13,13 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 from transformers.integrations.neftune import activate_neftune
 
-from composer_speedups import Unpadding, apply_gradient_checkpointing, apply_mixed_precision, apply_recommended
+from composer_speedups import Unpadding
 from composer_speedups.algorithms.unpadding.encoder_swap import restore_encoders, unpad
-from composer_speedups.core.errors import CannotRunError
+from composer_speedups.core.errors import Refusal
 from tests.helpers.common import Batch, batch, make_trainer, tiny_bert, without_labels
 from tests.helpers.exhaustive import family_params
 from tests.helpers.models import EVERY, FUSED, Family, fit_batches, tiny_model
-from tests.outside.test_calls_by_other_ways import compared, ran
+from tests.helpers.unpadded import compared, observed, unpad_and_fuse, way
 from tests.reference.tolerance import assert_near
 
 pytestmark = pytest.mark.outside
@@ -30,7 +29,7 @@ def pair(family: Family = "bert", **settings: Any) -> tuple[Any, Any, Batch]:
     """An untouched model, the same one unpadded and with fused layers, and a batch."""
     reference = tiny_model(family, "tokens" if family == "t5" else "classification", **settings)
     model = copy.deepcopy(reference)
-    apply_recommended(model) if family in FUSED else unpad(model)
+    unpad_and_fuse(model, 64) if family in FUSED else unpad(model)
     (inputs,) = fit_batches(reference, [batch([5, 12, 9])])
     if family == "t5":
         inputs["labels"] = (inputs["input_ids"] % 2).masked_fill(inputs["attention_mask"] == 0, -100)
@@ -68,8 +67,8 @@ def test_a_setting_that_is_changed_later(family: Family, setting: str, before: A
     for value in (before, after, before):
         setattr(reference.config, setting, value)
         setattr(model.config, setting, value)
-        compared(reference, model, lambda module: module(**inputs).loss)
-    assert ran(model) == ["unpadded"]
+        ran = compared(reference, model, lambda module: module(**inputs).loss)
+    assert ran == "packed"
 
 
 # The width of the padded batch.
@@ -86,8 +85,7 @@ def test_neftune_adds_the_noise_of_the_padded_batch(family: Family) -> None:
         torch.manual_seed(0)
         return module(**inputs).loss  # type: ignore[no-any-return]
 
-    compared(reference, model, loss)
-    assert ran(model) == ["unpadded"]
+    assert compared(reference, model, loss) == "packed"
 
 
 # Derivatives of a higher order, and in forward mode.
@@ -103,7 +101,7 @@ def gradient_penalty(model: Any, inputs: Batch) -> Tensor:
 @pytest.mark.parametrize("family", family_params(EVERY))
 def test_a_gradient_penalty_is_refused_by_name(family: Family) -> None:
     reference, model, inputs = pair(family)
-    with pytest.raises(RuntimeError, match=r"^unpadding has no second derivative .*undo_unpadding\(model\)"):
+    with pytest.raises(RuntimeError, match=r"^unpadding has no second derivative .*remove unpadding"):
         gradient_penalty(model, inputs)
     restore_encoders(model)
     compared(reference, model, lambda module: gradient_penalty(module, inputs))
@@ -121,8 +119,7 @@ def test_forward_mode_derivatives(family: Family) -> None:
             tangents.append(forward_ad.unpack_dual(logits).tangent)
     assert tangents[0].any()
     assert_near([tangents[1]], [tangents[0]])
-    compared(reference, model, lambda module: module(**inputs).loss)
-    assert ran(model) == ["unpadded"]
+    assert compared(reference, model, lambda module: module(**inputs).loss) == "packed"
 
 
 # One adapter for each row.
@@ -137,11 +134,10 @@ def test_an_adapter_for_each_row() -> None:
     model = copy.deepcopy(reference.eval())
     unpad(model, 8)
     names = ["one", "__base__", "two"]
-    for given, how in (({"adapter_names": names}, "padded"), ({}, "unpadded"), ({"adapter_names": names}, "padded")):
+    for given, how in (({"adapter_names": names}, "padded"), ({}, "packed"), ({"adapter_names": names}, "padded")):
         with torch.no_grad():
             assert_near([model(**inputs, **given).logits], [reference(**inputs, **given).logits])
-        compared(reference, model, lambda module: module(**inputs, **given).logits.square().sum())  # noqa: B023
-        assert ran(model) == [how]
+        assert compared(reference, model, lambda m: m(**inputs, **given).logits.square().sum()) == how  # noqa: B023
 
 
 # Losses that read padding.
@@ -170,12 +166,11 @@ def test_a_trainer_refuses_a_loss_that_reads_padding_without_a_gradient(rows: li
     batches = [without_labels(batch(rows, seed=i)) for i in range(2)]
     torch.manual_seed(0)
     trainer = make_trainer([Unpadding(8)], model=SimSiam(masked=False), batches=batches)
-    with pytest.raises(CannotRunError, match=r"^unpadding: .*the loss is "):
+    with pytest.raises(Refusal, match=r"^unpadding: .*the loss is "):
         trainer.fit()
     trainer.close()
     trainer = make_trainer([Unpadding(8)], model=SimSiam(masked=True), batches=batches)
-    trainer.fit()
-    assert ran(trainer.state.model) == ["unpadded"]
+    assert way(observed(trainer.fit)) == "packed and padded", "padded only in the comparison"
     trainer.close()
 
 
@@ -190,10 +185,9 @@ def test_a_data_parallel_model_is_refused() -> None:
     assert type(model) is type(tiny_bert())
 
 
-@pytest.mark.parametrize("apply", [apply_unpadding, apply_mixed_precision, apply_gradient_checkpointing])
-def test_replicas_are_refused(apply: Callable[[Any], Any]) -> None:
+def test_replicas_are_refused() -> None:
     """torch.nn.DataParallel calls this method of each module, before it runs a copy on each GPU."""
     model = tiny_bert()
-    apply(model)
+    unpad(model)
     with pytest.raises(ValueError, match=r"^composer_speedups does not support nn\.DataParallel; "):
         [module._replicate_for_data_parallel() for module in model.modules()]

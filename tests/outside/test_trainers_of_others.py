@@ -15,10 +15,11 @@ from torchmetrics.classification import MulticlassAccuracy
 from transformers import BertForSequenceClassification, Trainer, TrainingArguments
 
 from composer_speedups import FusedLayers, Unpadding, apply_recommended, recommended
-from composer_speedups.packing.encoder import unpadded_encoders
+from composer_speedups.kernels.observing import counting
 from tests.helpers.common import Batch, batch, data_spec, make_trainer, plain_batches, tiny_bert, trained
 from tests.helpers.exhaustive import others_exhaustive
 from tests.helpers.models import tiny_model
+from tests.helpers.unpadded import way
 from tests.reference.tolerance import assert_near
 
 pytestmark = [pytest.mark.outside, pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")]
@@ -74,11 +75,12 @@ def test_hf_trainer_trains_and_evaluates_like_the_untouched_model(
     model = tiny_model("bert", "tokens")
     apply_recommended(model)
     if padding and (smoothing or loss):
-        with pytest.warns(UserWarning, match="the loss reads outputs at padding positions"):
-            own, own_evaluated = trained_by_hf(model, data, tmp_path / "b", smoothing, loss)
-    else:
+        with pytest.raises(ValueError, match="the loss reads outputs at padding positions"):
+            trained_by_hf(model, data, tmp_path / "b", smoothing, loss)
+        return
+    with counting() as ran:
         own, own_evaluated = trained_by_hf(model, data, tmp_path / "b", smoothing, loss)
-    assert [encoder.ran for encoder in unpadded_encoders(model)] == ["padded" if padding else "unpadded"]
+    assert ran["padded_encoder" if padding else "packed_encoder"] > 1
     assert_near(own, weights, what="weights")
     assert own_evaluated == pytest.approx(evaluated, abs=1e-5)
 
@@ -97,12 +99,12 @@ def test_a_peft_model_gets_its_labels(apply: str, padding: bool) -> None:
         model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["query"], r=2, task_type="TOKEN_CLS"))
         if changed and apply == "after":
             apply_recommended(model)
-        output = model(**data)
-        output.loss.backward()
+        with counting() as ran:
+            output = model(**data)
+            output.loss.backward()
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         losses.append([output.loss.detach(), *gradients.values()])
-        ran = [encoder.ran for encoder in unpadded_encoders(model)]
-    assert ran == ["padded" if padding else "unpadded"]
+    assert way(ran) == ("padded" if padding else "packed")
     assert_near(losses[1], losses[0])
 
 
@@ -158,8 +160,8 @@ def test_save_pretrained_of_a_trained_model_loads_as_its_own_class(when: str, tm
 
 
 def test_tuples_as_outputs_and_further_entries_of_a_batch() -> None:
-    losses = []
-    for techniques in ([], recommended(on_unavailable="warn")[3:5]):
+    losses: list[Any] = []
+    for techniques in (list[Any](), recommended(on_unavailable="warn")[3:5]):
         model = composer_model()
         model.model.config.return_dict = False
         batches = [{**inputs, "text_id": torch.arange(len(inputs["labels"]))} for inputs in plain_batches()]

@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from composer_speedups import untouched
-from composer_speedups.algorithms.fast_layernorm.functional import apply_fast_layernorm
-from composer_speedups.algorithms.sdpa_attention.functional import apply_sdpa_attention
+from composer_speedups import FastLayerNorm, SDPAAttention, apply, untouched
 from composer_speedups.packing.untouched import is_untouched
 from tests.helpers.common import batch
 from tests.helpers.exhaustive import family_params
@@ -39,11 +37,11 @@ def test_loss_outputs_and_gradients_with_dropout_are_those_of_the_untouched_mode
     assert observed(lambda: model(**inputs))["packed_encoder"], "the switch is off again"
 
 
-@pytest.mark.parametrize("apply", [apply_fast_layernorm, apply_sdpa_attention])
-def test_replaced_norms_and_attention_are_off(apply: Any) -> None:
+@pytest.mark.parametrize("technique", [FastLayerNorm, SDPAAttention])
+def test_replaced_norms_and_attention_are_off(technique: Any) -> None:
     reference = tiny_model("bert")
     model, inputs = copy.deepcopy(reference), batch([9, 16, 3])
-    apply(model)
+    apply(model, [technique()])
     results: list[Any] = []
     for network in (reference, model):
         with untouched(network), torch.autocast("cpu", torch.bfloat16):

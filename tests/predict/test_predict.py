@@ -24,6 +24,7 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 
 from composer_speedups.core.errors import ConfigError, DataError
 from composer_speedups.data.builtin import builtin_reviews, builtin_samples
+from composer_speedups.kernels.observing import counting
 from composer_speedups.predict import rows
 from composer_speedups.predict.__main__ import main, read_request
 from composer_speedups.predict.model import FinishedModel
@@ -86,10 +87,11 @@ def test_probabilities_are_the_exported_models_own_in_the_inputs_order(finished:
 def test_the_model_runs_unpadded(finished: Path) -> None:
     model = FinishedModel.load(finished)
     encoded = model.encode([{"text": text} for text in TEXTS])
-    model.predict(encoded, 16)
-    assert model.engaged == ["unpadding: 1 module", "fused_layers: 3 modules"]
-    (encoder,) = [m for m in model.model.modules() if type(m).__name__.endswith("Encoder")]
-    assert encoder.packing.planned, "each batch was laid out before its forward pass"
+    with counting() as ran:
+        model.predict(encoded, 16)
+    assert [line.partition(":")[0] for line in model.engaged] == ["unpadding", "fused_layers"]
+    assert ran["packed_encoder"] > 0
+    assert ran["padded_encoder"] == ran["counted_in_the_call"] == 0
 
 
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])

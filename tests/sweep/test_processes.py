@@ -17,9 +17,10 @@ from composer_speedups.sweep.processes import Ended, Job, Process, run_all
 from tests.conftest import ROOT
 from tests.helpers.hangs import HANGS, wait_until
 
-# It starts a child, and notes its process IDs and when it ran.
+# It starts a child, and notes its process IDs, when it ran, and SIGTERM.
 PROGRAM = """
-import json, os, subprocess, sys, time
+import json, os, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
 name, seconds, status = sys.argv[1], float(sys.argv[2]), int(sys.argv[3])
 child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(10_000)"])
 with open(f"{name}.pids", "w") as pids:
@@ -104,13 +105,15 @@ def test_jobs_run_in_order_and_as_many_at_a_time_as_given(program: str) -> None:
 
 def test_an_exception_stops_the_running_jobs_and_starts_no_other(program: str) -> None:
     def done(job: Job, ended: Ended) -> None:
+        pids_of("b")
         raise KeyboardInterrupt
 
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        run_all([job(program, "a", 0.5), job(program, "b", 10_000), job(program, "c")], 2, done)
+        run_all([job(program, "a", 1), job(program, "b", 10_000), job(program, "c")], 2, done)
     assert time.monotonic() - began < HANGS
     wait_for_end(pids_of("b"))
+    assert Path("b.log").read_text().endswith("stopped\n"), "by SIGTERM, so that a run writes a checkpoint"
     assert not Path("c.log").exists()
 
 

@@ -138,6 +138,8 @@ def test_sets_that_are_refused_forbidden_or_equal_cost_no_trial() -> None:
     ]
     assert result.kept_original == "no set could be tried"
     assert label(World().search(LORA, allow=["recipe"])) == LORA
+    equal = World().search(f"{FUSED}+{SDPA}", f"{SDPA}+{FUSED}").trials
+    assert [t.reason for t in equal] == ["", f"the same techniques as {FUSED}+{SDPA}"]
     with_lora = World(config=Config(algorithms={LORA: {}})).search(FUSED)
     assert with_lora.chosen is not None
     assert with_lora.chosen.algorithms == {LORA: {}, FUSED: {}}, "the recipe stays"

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from composer_speedups.core.engaging import refuse_conflicts
 from composer_speedups.core.registry import build_techniques, technique_class
-from composer_speedups.core.technique import refuse_conflicts
 from composer_speedups.recommendation import RECOMMENDED
 from composer_speedups.sweep.sets import SETS, Changes, combined, forbidden, key_of
 from composer_speedups.train.config.schema import Config, TrainerConfig
@@ -23,7 +23,7 @@ EVERY = [
 @pytest.mark.parametrize(("device", "changes", "techniques"), EVERY)
 def test_every_set_is_valid_and_changes_what_the_table_says(device: str, changes: Changes, techniques: Any) -> None:
     refuse_conflicts(build_techniques(techniques))
-    kinds = {technique_class(name).exactness_with(settings, device) for name, settings in techniques.items()}
+    kinds = {technique_class(name).effect_with(settings, device) for name, settings in techniques.items()}
     order = ("exact", "rounding", "lower_precision", "recipe")
     assert max(kinds, key=order.index) == changes
     assert sum(param.values[2] == techniques and param.values[0] == device for param in EVERY) == 1

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from composer_speedups.core.requirements import Context
+from composer_speedups.core.run import Run
 from composer_speedups.sweep.processes import Ended, own_line
 from composer_speedups.sweep.trials import OriginalRun, Trial, trial_config, trial_of
 from composer_speedups.train.config.load import load_config
 from composer_speedups.train.config.schema import Config
 from tests.conftest import ROOT
 
-CPU = Context(torch.device("cpu"))
+CPU = Run(torch.device("cpu"))
 
 
 def test_a_trial_is_the_original_run_shortened() -> None:

@@ -33,12 +33,13 @@ from composer_speedups import (
     Unpadding,
 )
 from composer_speedups.algorithms.cuda_graphs.graphed_calls import GraphedCalls
-from composer_speedups.algorithms.cuda_graphs.installing import plans_in
 from composer_speedups.core.errors import ConfigError, DataError, Refusal
+from composer_speedups.core.host import host_of
 from composer_speedups.core.trainer_state import model_of
 from composer_speedups.data.loader import build_data
-from composer_speedups.packing.encoder import unpadded_encoders
+from composer_speedups.kernels.observing import counting
 from composer_speedups.packing.planning import Packing
+from composer_speedups.packing.untouched import is_untouched
 from composer_speedups.tasks.embedding import Embedding
 from composer_speedups.tasks.metrics import Recall
 from composer_speedups.tasks.models import FinetuneModel, _from_config
@@ -50,6 +51,7 @@ from tests.helpers.models import UNPADDED, Family, tiny_model
 from tests.helpers.ranks import ends_of_ranks, on_ranks
 from tests.helpers.rerun import Rerun
 from tests.helpers.texts import collated, tiny_encoder, tokenizer_of, triples, write_rows
+from tests.helpers.unpadded import way
 from tests.reference.loop import gradients, train_on
 from tests.reference.tolerance import assert_near
 
@@ -128,31 +130,16 @@ def test_gradient_caching_with_dropout_recomputes_with_the_same_random_numbers(t
 
     torch.manual_seed(0)
     model.zero_grad()
-    ids, mask = (batch[name].flatten(0, 1) for name in ("input_ids", "attention_mask"))
-    chunks = [task._encode(model.model, *chunk) for chunk in zip(ids.split(7), mask.split(7), strict=True)]
+    texts = {name: batch[name].flatten(0, 1) for name in ("input_ids", "attention_mask")}
+    parts = [{name: rows[start : start + 7] for name, rows in texts.items()} for start in range(0, 24, 7)]
+    chunks = [task._encode(model.model, part) for part in parts]
     expected = task.loss({"logits": torch.cat(chunks).view(8, 3, -1)}, batch)
     expected.backward()
     assert_near(actual, {"loss": expected.detach(), **gradients(model.model)})
 
 
-class Kept(Callback):
-    """Record how often the unpadded encoder counted a batch's tokens; check after each batch that it ran unpadded."""
-
-    def __init__(self) -> None:
-        self.counted: list[int] = []
-        self.calls = 0
-
-    def run_event(self, event: Event, state: State, logger: Logger) -> None:
-        if event == Event.BATCH_END:
-            for encoder in unpadded_encoders(state.model):
-                self.counted.append(encoder.packing.counted)
-                assert encoder.ran == "unpadded"
-                assert not encoder.packing.planned
-                assert not encoder.packing.known_counts
-
-
 def trained(
-    model: Any, batches: list[Batch], *algorithms: Algorithm, callbacks: Sequence[Callback] = ()
+    model: Any, batches: list[Batch], *algorithms: Any, callbacks: Sequence[Callback] = ()
 ) -> tuple[Any, Recorder]:
     recorder = Recorder()
     trainer = make_trainer(algorithms, model=model, batches=batches, callbacks=[recorder, *callbacks])
@@ -174,16 +161,17 @@ def ranking_loss(encoder: Any, batch: Batch) -> Tensor:
 
 @pytest.mark.supports("in code", task="embedding")
 @pytest.mark.parametrize(("cache", "check"), [(None, "auto"), (5, "auto"), (5, "always")])
-def test_the_fast_set_trains_like_plain_pytorch_and_plans_every_pass(
+def test_the_fast_set_trains_like_plain_pytorch_and_counts_every_batch_once(
     cache: int | None, check: Any, tokenizer: Any
 ) -> None:
     task = Embedding(text_columns=THREE, gradient_cache=cache)
     model = built(task, tokenizer)
     batches = [collated(task, ROWS[start : start + 6], tokenizer) for start in (0, 6, 12)]
     expected = train_on(model.model, batches, ranking_loss)
-    kept, speed = Kept(), ThroughputMonitor()
+    speed = ThroughputMonitor()
     techniques = [Unpadding(8, check=check), FusedLayers(check=check), FusedOptimizer()]
-    trainer, recorder = trained(model, batches, *techniques, callbacks=[kept, speed])
+    with counting() as ran:
+        trainer, recorder = trained(model, batches, *techniques, callbacks=[speed])
     assert_near(recorder.losses, expected.losses, what="losses")
     assert_near(recorder.first_gradients, expected.first_gradients, what="gradients")
     assert_near(trainer.state.model.model.state_dict(), expected.weights, what="weights")
@@ -193,7 +181,7 @@ def test_the_fast_set_trains_like_plain_pytorch_and_plans_every_pass(
         else:
             assert technique.evidence["compared_with_untouched"]["loss"] < 1e-4
     if check == "auto":
-        assert kept.counted == [0, 0, 0]
+        assert (way(ran), ran["counted_in_the_call"]) == ("packed", 0)
     assert [(b.samples, b.tokens, b.slots) for b in speed.batches] == [
         (6, int(batch["attention_mask"].sum()), batch["input_ids"].numel()) for batch in batches
     ]
@@ -226,8 +214,7 @@ def test_captured_batches_are_planned_before_replay(tokenizer: Any, monkeypatch:
     monkeypatch.setattr(Packing, "_count_and_lay_out", lambda *_: pytest.fail("counted inside the forward pass"))
     trainer = make_trainer([Unpadding(256)], model=model, batches=batches, callbacks=[recorder])
     calls = GraphedCalls(model, model.forward, 2, recorder=Rerun)
-    calls.carries = plans_in(model)
-    calls.eager_first = 1
+    calls.reads_known_batch, calls.paused = True, lambda: host_of(trainer.state).run.observing
     calls.install("forward")
     trainer.fit()
     trainer.close()
@@ -284,8 +271,8 @@ def test_similarities_are_float32_under_autocast() -> None:
 class ReadsPadding(Embedding):
     name = ""
 
-    def _encode(self, model: Any, ids: Tensor, mask: Tensor) -> Tensor:
-        return model(input_ids=ids, attention_mask=mask)["last_hidden_state"].mean(1)
+    def _encode(self, model: Any, texts: Any) -> Tensor:
+        return model(**texts)["last_hidden_state"].mean(1)
 
 
 def test_pooling_that_reads_padding_is_refused_though_the_first_batch_has_none(tokenizer: Any) -> None:
@@ -409,8 +396,7 @@ class OneRankIsSmall(Callback):
 
         def too_large(module: Any, args: Any, kwargs: Any) -> None:
             self.rows.append(len(kwargs["input_ids"]))
-            untouched = not unpadded_encoders(state.model)
-            if torch.distributed.get_rank() == 1 and untouched and len(kwargs["input_ids"]) > 12:
+            if torch.distributed.get_rank() == 1 and is_untouched() and len(kwargs["input_ids"]) > 12:
                 raise torch.OutOfMemoryError("CUDA out of memory")
 
         model_of(state).model.register_forward_pre_hook(too_large, with_kwargs=True)

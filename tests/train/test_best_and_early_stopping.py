@@ -135,7 +135,10 @@ def test_best_weights_that_do_not_fit_the_model_are_refused() -> None:
             ],
             "trainer.early_stopping.patience is 1ep, and a stream has no epochs",
         ),
-        (["trainer.early_stopping.min_delta=-1"], "trainer.early_stopping.min_delta must be greater than or equal to 0"),
+        (
+            ["trainer.early_stopping.min_delta=-1"],
+            "trainer.early_stopping.min_delta must be greater than or equal to 0",
+        ),
         (["checkpoint.best.mode=largest"], "checkpoint.best.mode must be 'min' or 'max' or null, not 'largest'"),
         (["checkpoint.best.metrics=loss"], "unknown key 'checkpoint.best.metrics'; did you mean 'checkpoint.best."),
     ],

@@ -70,11 +70,11 @@ def change_weights() -> None:
     save_file(weights, "stored/model.safetensors", {"format": "pt"})
 
 
-def change_text(name: str, old: str, new: str) -> Callable[[], None]:
-    return lambda: Path(name).write_text(Path(name).read_text().replace(old, new)) and None
+def change_text(name: str, old: str, new: str) -> Callable[[], object]:
+    return lambda: Path(name).write_text(Path(name).read_text().replace(old, new))
 
 
-CHANGES = [
+CHANGES: list[tuple[Callable[[], object], str]] = [
     (swap_labels, "data.train_file: train.csv"),
     (remove_row, "data.eval_file: eval.csv"),
     (change_weights, "model.name: model.safetensors"),
@@ -97,7 +97,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("change", "named"), CHANGES, ids=[named for _, named in CHANGES])
 def test_a_changed_file_is_named_and_the_run_not_resumed(
-    change: Callable[[], None], named: str, template: Path
+    change: Callable[[], object], named: str, template: Path
 ) -> None:
     shutil.copytree(template, ".", dirs_exist_ok=True, symlinks=True)
     before = sorted(Path("runs").rglob("*"))

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from composer_speedups.core.errors import Refusal
 from composer_speedups.core.requirements import needs_autocast, needs_bf16, needs_cuda, needs_triton
-from composer_speedups.core.technique import ComparedTechnique, Effect, Order
+from composer_speedups.core.technique import NOT_YET, ComparedTechnique, Effect, Order
 
 if TYPE_CHECKING:
     from composer_speedups.core.run import FirstBatch, Run
@@ -125,6 +125,8 @@ class FusedLayers(ComparedTechnique):
         if self._compiling is not None:
             self._compiling.close()  # no kernel may be launched during a capture of CUDA graphs, which may come next
         ran = {way: seen.ran[name] for name, way in _WAYS.items() if seen.ran[name]}
+        if not ran and seen.ran["waits_for_gradients"]:  # the first batch stays padded
+            return NOT_YET
         if not ran:
             how = "ran the stock model's code" if seen.ran["stock_layer"] else "did not run"
             raise self.no_effect(f"the layers {how}", "keep unpadding engaged")

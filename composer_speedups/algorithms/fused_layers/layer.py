@@ -54,9 +54,7 @@ from composer_speedups.kernels.sums import partial_sums
 
 __all__ = ["NO_SECOND_DERIVATIVE", "OPERANDS", "Positions", "fused_layer"]
 
-NO_SECOND_DERIVATIVE = (
-    "fused_layers has no second derivative (create_graph=True); call undo_fused_layers(model), or remove fused_layers"
-)
+NO_SECOND_DERIVATIVE = "fused_layers has no second derivative (create_graph=True); remove fused_layers"
 
 
 class _Row(IntEnum):

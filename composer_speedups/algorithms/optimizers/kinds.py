@@ -21,9 +21,10 @@ from composer_speedups.algorithms.optimizers.stable_embedding import (
     folded_weights,
     make_stable_embedding,
     stable_embeddings,
-    word_embedding,
 )
 from composer_speedups.algorithms.optimizers.swap import (
+    Defaults,
+    Factory,
     Groups,
     UnfitOptimizerError,
     check_label,
@@ -53,45 +54,46 @@ class Kind:
 
     Attributes:
         label: Its name, with every setting that its state depends on.
-        build: Changes the run's optimizer, or returns one that takes its place; receives the model, too. Raises
-            UnfitOptimizerError, in which case nothing was changed.
+        factory: Builds the optimizer that replaces AdamW; see :func:`.swap.replaced`.
+        flag: Without a factory: the flag of torch's optimizer. Its operators must run in the first step.
         needs: What can be checked before a model exists.
         check: Evidence from the optimizer and the model after a step. Raises UnfitOptimizerError if they show that the
             kind had no effect.
-        operators: Prefix of the aten operators that the first step must run; empty if any will do.
         must_move: Whether a step at a learning rate of at least 1e-6 must change a parameter.
-        loaded: Called after a checkpoint was loaded.
+        stock_state: Its state is a plain AdamW's.
+        page_again: Moves a loaded state to paged memory.
         exported: Converts the state dict of the trained model to that of the stock model.
     """
 
     label: str
-    build: Callable[[Optimizer, nn.Module], Optimizer]
+    factory: Factory | None = None
+    flag: str = ""
     needs: Callable[[Run], Needs] = lambda run: ()
     check: Callable[[Optimizer, nn.Module], Evidence] = lambda optimizer, model: {}
-    operators: str = ""
     must_move: bool = True
-    loaded: Callable[[Optimizer], object] = lambda optimizer: None
+    stock_state: bool = False
+    page_again: Callable[[Any], None] = lambda optimizer: None
     exported: Callable[[nn.Module, dict[str, Any]], dict[str, Any]] = lambda model, weights: weights
+
+    def build(self, old: Optimizer, model: nn.Module) -> Optimizer:
+        """Change the run's optimizer, or return one that takes its place. Raises UnfitOptimizerError, in which case
+        nothing was changed."""
+        if self.factory is None:
+            return set_implementation(old, self.flag)
+        return replaced(old, self.label, self.factory, model, stock_state=self.stock_state)
+
+    def loaded(self, optimizer: Optimizer) -> None:
+        """Call it after a checkpoint was loaded."""
+        if self.factory is None:
+            set_implementation(optimizer, self.flag)
+        elif not self.stock_state:
+            check_label(optimizer, self.label)
+        self.page_again(optimizer)
 
 
 def _flag(flag: str) -> Kind:
-    """torch's own optimizer with another implementation, which need not be AdamW."""
-    set_flag = partial(set_implementation, flag=flag)
-    return Kind(
-        f"torch's {flag} implementation",
-        lambda optimizer, model: set_flag(optimizer),
-        operators={"fused": "_fused_", "foreach": "_foreach_add"}[flag],  # clipping runs others of foreach
-        must_move=False,  # such as SGD's, whose step may be too small for float32 weights
-        loaded=set_flag,  # loading restores the flags that the checkpoint was written with
-    )
-
-
-def _swapped(label: str, factory: Any, *, stock_state: bool = False, **others: Any) -> Kind:
-    """Another optimizer in the place of AdamW."""
-    others.setdefault("build", lambda old, model: replaced(old, label, factory, stock_state=stock_state))
-    if not stock_state:
-        others.setdefault("loaded", partial(check_label, label=label))
-    return Kind(label, **others)
+    """torch's own optimizer with another implementation, which need not be AdamW: SGD's step may move no weight."""
+    return Kind(f"torch's {flag} implementation", flag=flag, must_move=False)
 
 
 def _apex() -> Kind:
@@ -107,7 +109,7 @@ def _apex() -> Kind:
             yield Refusal("apex_optimizer", missing, install)
         yield from needs_cuda("apex_optimizer", run, "Apex's FusedAdam")
 
-    def factory(groups: Groups, defaults: dict[str, Any]) -> Optimizer:
+    def factory(groups: Groups, defaults: Defaults, model: nn.Module) -> Optimizer:
         from apex.optimizers import FusedAdam
 
         class ApexFusedAdam(FusedAdam):  # type: ignore[misc]
@@ -130,7 +132,7 @@ def _apex() -> Kind:
             raise UnfitOptimizerError("FusedAdam counted no step", "do not change state.optimizers after INIT")
         return {"apex_steps": int(max(counted))}
 
-    return _swapped("Apex FusedAdam", factory, needs=needs, check=check)
+    return Kind("Apex FusedAdam", factory, needs=needs, check=check)
 
 
 def apex_installed() -> bool:
@@ -150,50 +152,38 @@ def _bnb(bits: Literal[8, 32], paged: bool, stable_embedding: bool, min_8bit_siz
         if paged:
             yield from needs_cuda("bnb_optimizer", run, "paged optimizer state")
 
-    def build(old: Optimizer, model: nn.Module) -> Optimizer:
-        def factory(groups: Groups, defaults: dict[str, Any]) -> Optimizer:
-            from bitsandbytes.functional import GlobalPageManager
-            from bitsandbytes.optim import AdamW, GlobalOptimManager
+    def factory(groups: Groups, defaults: Defaults, model: nn.Module) -> Optimizer:
+        from bitsandbytes.functional import GlobalPageManager
+        from bitsandbytes.optim import AdamW, GlobalOptimManager
 
-            # bitsandbytes has process-wide managers. One keeps overrides by id(), which would outlive the run and apply
-            # to any later parameter with the same id. The other keeps paged tensors alive. Here, each has its own.
-            manager = GlobalOptimManager.__new__(GlobalOptimManager)
-            manager.initialize()
-            manager.override_config(embedding_weights(model), "optim_bits", 32)
-            pages = GlobalPageManager.__new__(GlobalPageManager)
-            pages.initialize()
-            new: Any = AdamW(groups, **defaults, optim_bits=bits, min_8bit_size=min_8bit_size, is_paged=paged)
-            new.mng, new.page_mng = manager, pages
-            return new
-
-        if stable_embedding:
-            word_embedding(model)  # raises before anything is changed
         norms = {p for m in model.modules() if isinstance(m, nn.LayerNorm) for p in m.parameters()}
-        new = replaced(old, label, factory)
-        if stable_embedding:
-            # Not in a new group, because schedulers have a fixed number of groups.
-            similar = norms or {*embedding_weights(model)}
-            group = next((g for g in new.param_groups if not similar.isdisjoint(g["params"])), new.param_groups[0])
-            group["params"].extend(make_stable_embedding(model))
-        return new
+        added = make_stable_embedding(model) if stable_embedding else []
+        # bitsandbytes has process-wide managers. One keeps overrides by id(), which would outlive the run and apply to
+        # any later parameter with the same id. The other keeps paged tensors alive. This optimizer has its own.
+        manager = GlobalOptimManager.__new__(GlobalOptimManager)
+        manager.initialize()
+        manager.override_config(embedding_weights(model), "optim_bits", 32)
+        pages = GlobalPageManager.__new__(GlobalPageManager)
+        pages.initialize()
+        new: Any = AdamW(groups, **defaults, optim_bits=bits, min_8bit_size=min_8bit_size, is_paged=paged)
+        new.mng, new.page_mng = manager, pages
+        similar = norms or {*embedding_weights(model)}
+        # Not in a new group, because schedulers have a fixed number of groups.
+        group = next((g for g in new.param_groups if not similar.isdisjoint(g["params"])), new.param_groups[0])
+        group["params"].extend(added)
+        return new  # type: ignore[no-any-return]
 
     def moments(optimizer: Optimizer) -> list[tuple[Tensor, dict[str, Any], str]]:
         """Each state tensor's parameter, and where the tensor is stored."""
         return [(p, s, key) for p, s in optimizer.state.items() for key in ("state1", "state2") if key in s]
 
     def page_again(optimizer: Any) -> None:
-        """Move a state back to paged memory, after loading it has put it into plain GPU memory."""
-        for parameter, state, key in moments(optimizer):
+        for parameter, state, key in moments(optimizer) if paged else ():
             loaded = state[key]
             if loaded.numel() >= _MIN_PAGED and not getattr(loaded, "is_paged", False):
                 state[key] = optimizer.get_state_buffer(parameter, dtype=loaded.dtype)
                 torch.cuda.synchronize(parameter.device)  # the GPU zeroes it before the host writes to it
                 state[key].copy_(loaded)
-
-    def loaded(optimizer: Optimizer) -> None:
-        check_label(optimizer, label)
-        if paged:
-            page_again(optimizer)
 
     def check(optimizer: Optimizer, model: nn.Module) -> Evidence:
         evidence = state_bits(optimizer, model, bits, f"min_8bit_size ({min_8bit_size} now)")
@@ -210,7 +200,7 @@ def _bnb(bits: Literal[8, 32], paged: bool, stable_embedding: bool, min_8bit_siz
         return evidence
 
     others: dict[str, Any] = {"exported": folded_weights} if stable_embedding else {}
-    return Kind(label, build, needs, check, loaded=loaded, **others)
+    return Kind(label, factory, needs=needs, check=check, page_again=page_again, **others)
 
 
 def _adafactor(scale_parameter: bool) -> Kind:
@@ -222,7 +212,7 @@ def _adafactor(scale_parameter: bool) -> Kind:
     Source: Shazeer and Stern, "Adafactor" (arXiv 1804.04235).
     """
 
-    def factory(groups: Groups, defaults: dict[str, Any]) -> Optimizer:
+    def factory(groups: Groups, defaults: Defaults, model: nn.Module) -> Optimizer:
         from transformers.optimization import Adafactor
 
         if not any(p.ndim > 1 for group in groups for p in group["params"]):
@@ -239,7 +229,7 @@ def _adafactor(scale_parameter: bool) -> Kind:
         stepped = sum(p.numel() for p, state in optimizer.state.items() if state)
         return {"factored": f"{factored} of {len(matrices)}", "adamw_state_bytes": _ADAMW_BYTES * stepped}
 
-    return _swapped(f"Adafactor({scale_parameter=})", factory, check=check)
+    return Kind(f"Adafactor({scale_parameter=})", factory, check=check)
 
 
 def _kahan() -> Kind:
@@ -260,23 +250,17 @@ def _kahan() -> Kind:
             fix = "set the Trainer's precision to fp32 and remove mixed_precision"
             yield Refusal("kahan_optimizer", reason, fix)
 
-    def factory(groups: Groups, defaults: dict[str, Any]) -> Optimizer:
+    def factory(groups: Groups, defaults: Defaults, model: nn.Module) -> Optimizer:
         from optimi import AdamW
 
         class KahanAdamW(AdamW):  # checkpoints store the state by class name, which must differ from torch's AdamW
             __qualname__ = "KahanAdamW"
 
-        for group in groups:
-            group["beta1"], group["beta2"] = group.pop("betas")
-        return KahanAdamW(groups, **defaults, kahan_sum=True)
-
-    def build(old: Optimizer, model: nn.Module) -> Optimizer:
-        parameters = [*model.parameters(), *(p for group in old.param_groups for p in group["params"])]
+        parameters = [*model.parameters(), *(p for group in groups for p in group["params"])]
         if unfit := [p.dtype for p in parameters if p.dtype not in (torch.float32, torch.bfloat16)]:
             raise UnfitOptimizerError(f"the model has {unfit[0]} parameters", "load it in float32 or bfloat16")
         if any(isinstance(m, _NormBase) and m.running_mean is not None for m in model.modules()):
             raise UnfitOptimizerError("BatchNorm keeps its statistics in float32", "use a model without BatchNorm")
-        new = replaced(old, "AdamW(kahan_sum=True)", factory)
         for parameter in parameters:
             if parameter.dtype != torch.bfloat16:
                 parameter.grad = None  # its dtype would not match
@@ -284,7 +268,9 @@ def _kahan() -> Kind:
         for module in [*model.children()] if is_composer_model(model) else [model]:
             if _to_bfloat16 not in module._forward_pre_hooks.values():
                 module.register_forward_pre_hook(_to_bfloat16, with_kwargs=True)
-        return new
+        for group in groups:
+            group["beta1"], group["beta2"] = group.pop("betas")
+        return KahanAdamW(groups, **defaults, kahan_sum=True)
 
     def check(optimizer: Optimizer, model: nn.Module) -> Evidence:
         dtypes = {str(p.dtype).removeprefix("torch.") for p in model.parameters()}
@@ -300,7 +286,7 @@ def _kahan() -> Kind:
         return {"weights": "bfloat16", "compensated": sum(int(c.count_nonzero()) for c in kept), "weight_decay": decay}
 
     # Updates below bfloat16's resolution move no weight and accumulate in the compensation.
-    return _swapped("AdamW(kahan_sum=True)", factory, build=build, needs=needs, check=check, must_move=False)
+    return Kind("AdamW(kahan_sum=True)", factory, needs=needs, check=check, must_move=False)
 
 
 def _to_bfloat16(_module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -320,15 +306,13 @@ def _lowbit(bits: Literal[8, 4, "fp8"], min_size: int) -> Kind:
             if bits == "fp8":
                 yield from needs_cuda("lowbit_optimizer", run, "compiled fp8 state", (8, 9))
 
-    def build(old: Optimizer, model: nn.Module) -> Optimizer:
-        factory = partial(lowbit_adamw, bits=bits, full_precision=embedding_weights(model), min_size=min_size)
-        return replaced(old, label, factory)
+    def factory(groups: Groups, defaults: Defaults, model: nn.Module) -> Optimizer:
+        return lowbit_adamw(groups, defaults, bits, full_precision=embedding_weights(model), min_size=min_size)
 
     def check(optimizer: Optimizer, model: nn.Module) -> Evidence:
         return state_bits(optimizer, model, 8 if bits == "fp8" else bits, f"min_size ({min_size} now)")
 
-    label = f"torchao AdamW({bits=}, {min_size=})"
-    return _swapped(label, lowbit_adamw, build=build, needs=needs, check=check)
+    return Kind(f"torchao AdamW({bits=}, {min_size=})", factory, needs=needs, check=check)
 
 
 def _offloaded(allow_cpu: bool) -> Kind:
@@ -338,9 +322,9 @@ def _offloaded(allow_cpu: bool) -> Kind:
         devices = {p.device.type for group in optimizer.param_groups for p in group["params"]}
         return {"state_on": "cpu", "weights_on": sorted(devices)}
 
-    return _swapped(
+    return Kind(
         "AdamW on the CPU",
-        HostAdamW,
+        lambda groups, defaults, model: HostAdamW(groups, defaults),
         needs=lambda run: () if allow_cpu else needs_cuda("offloaded_optimizer", run, "offloading the optimizer"),
         check=check,
     )
@@ -349,7 +333,7 @@ def _offloaded(allow_cpu: bool) -> Kind:
 def _sharded() -> Kind:
     """torch's ZeroRedundancyOptimizer around AdamW, fused on a GPU; a plain AdamW with one rank."""
 
-    def factory(groups: Groups, defaults: dict[str, Any]) -> Optimizer:
+    def factory(groups: Groups, defaults: Defaults, model: nn.Module) -> Optimizer:
         parameters = [p for group in groups for p in group["params"]]
         dtypes = sorted({str(p.dtype) for p in parameters})
         if len(dtypes) > 1:
@@ -377,7 +361,7 @@ def _sharded() -> Kind:
         note = {"note": "the state is not split, because there is one rank"} if len(sizes) == 1 else {}
         return evidence | note
 
-    return _swapped("AdamW split over the ranks", factory, stock_state=True, check=check)
+    return Kind("AdamW split over the ranks", factory, stock_state=True, check=check)
 
 
 KINDS: dict[str, Callable[..., Kind]] = {

@@ -15,18 +15,6 @@ from composer_speedups.core.technique import FSDP, Effect
 if TYPE_CHECKING:
     from composer_speedups.core.run import Run
 
-__all__ = [
-    "AdafactorOptimizer",
-    "ApexOptimizer",
-    "BnbOptimizer",
-    "ForEachOptimizer",
-    "FusedOptimizer",
-    "KahanOptimizer",
-    "LowBitOptimizer",
-    "OffloadedOptimizer",
-    "ShardedOptimizer",
-]
-
 
 class ForEachOptimizer(OptimizerTechnique):
     """Makes the run's torch optimizer step with multi-tensor (horizontally batched) kernels."""

@@ -27,12 +27,12 @@ def prove(kind: Kind, seen: FirstBatch, optimizer: Optimizer, model: nn.Module) 
         UnfitOptimizerError: The step, or the state that it left, is not what the kind says.
     """
     evidence: dict[str, Any] = {}
-    if kind.operators:
-        ran = {name: n for name, n in seen.operators.items() if name.startswith(kind.operators)}
+    if kind.flag:
+        operators = {"fused": "_fused_", "foreach": "_foreach_add"}[kind.flag]  # clipping runs others of foreach
+        ran = {name: n for name, n in seen.operators.items() if name.startswith(operators)}
         if not ran:
-            raise UnfitOptimizerError(
-                f"the first step ran no {kind.operators}* operator", "keep the optimizer's flags as they are"
-            )
+            reason = f"the first step ran no {operators}* operator"
+            raise UnfitOptimizerError(reason, "keep the optimizer's flags as they are")
         evidence["operators_in_one_step"] = ran
     if seen.moved is not None:
         if not seen.moved and kind.must_move:

@@ -9,7 +9,7 @@ from torch import nn
 
 from composer_speedups.algorithms.optimizers.swap import UnfitOptimizerError
 
-__all__ = ["folded_weights", "make_stable_embedding", "stable_embeddings", "word_embedding"]
+__all__ = ["folded_weights", "make_stable_embedding", "stable_embeddings"]
 
 
 def make_stable_embedding(model: nn.Module) -> list[nn.Parameter]:
@@ -32,33 +32,24 @@ def make_stable_embedding(model: nn.Module) -> list[nn.Parameter]:
     """
     from bitsandbytes.nn import StableEmbedding
 
-    module = word_embedding(model)
+    module = _word_embedding(model)
     if isinstance(module, StableEmbedding):
         return []
-    weight: torch.Tensor = module.weight  # type: ignore[assignment]
-    norm = nn.LayerNorm(weight.shape[1], device=weight.device)
+    fix = "set stable_embedding=False"
+    if type(module) is not nn.Embedding:
+        raise UnfitOptimizerError(f"the word embedding is a {type(module).__name__}, not an nn.Embedding", fix)
+    if not module.weight.requires_grad:
+        raise UnfitOptimizerError("the word embedding is frozen, and a stable embedding must be trained", fix)
+    norm = nn.LayerNorm(module.embedding_dim, device=module.weight.device)
     with torch.no_grad():
-        norm.weight.fill_(float(weight.float().std(1, correction=0).mean()))
+        norm.weight.fill_(float(module.weight.float().std(1, correction=0).mean()))
     # StableEmbedding's constructor would permanently register the module in bitsandbytes' process-wide manager.
     module.__class__ = StableEmbedding
     module.norm = norm.train(module.training)
     return list(norm.parameters())
 
 
-def word_embedding(model: nn.Module) -> nn.Module:
-    """The word embedding, or the StableEmbedding that it is already. Raises as :func:`make_stable_embedding`."""
-    from bitsandbytes.nn import StableEmbedding
-
-    fix = "set stable_embedding=False"
-    module = _input_embedding(model)
-    if type(module) not in (nn.Embedding, StableEmbedding):
-        raise UnfitOptimizerError(f"the word embedding is a {type(module).__name__}, not an nn.Embedding", fix)
-    if not module.weight.requires_grad:
-        raise UnfitOptimizerError("the word embedding is frozen, and a stable embedding must be trained", fix)
-    return module  # type: ignore[no-any-return]
-
-
-def _input_embedding(model: nn.Module) -> Any:
+def _word_embedding(model: nn.Module) -> Any:
     modules: list[Any] = list(model.modules())
     for module in modules:
         if hasattr(module, "get_input_embeddings"):

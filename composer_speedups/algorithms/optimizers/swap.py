@@ -32,7 +32,8 @@ __all__ = [
 LABEL = "swapped_to"  # group key with the optimizer's label
 
 Groups = list[dict[str, Any]]
-Factory = Callable[[Groups, dict[str, Any]], Optimizer]
+Defaults = dict[str, Any]
+Factory = Callable[[Groups, Defaults, nn.Module], Optimizer]
 
 _CARRIED = ("lr", "betas", "eps", "weight_decay")
 _IMPLEMENTATION = ("foreach", "fused", "capturable", "decoupled_weight_decay")  # settings that do not affect the result
@@ -90,7 +91,7 @@ def set_implementation(optimizer: Optimizer, flag: str) -> Optimizer:
     return optimizer
 
 
-def replaced(old: Optimizer, label: str, factory: Factory, *, stock_state: bool = False) -> Optimizer:
+def replaced(old: Optimizer, label: str, factory: Factory, model: nn.Module, *, stock_state: bool = False) -> Optimizer:
     """Build another optimizer over the parameters of ``old``, in the same groups.
 
     Args:
@@ -98,8 +99,9 @@ def replaced(old: Optimizer, label: str, factory: Factory, *, stock_state: bool 
             has not stepped yet and must not step afterwards.
         label: Names the new optimizer and every setting that its state depends on.
         factory: Receives groups with ``params``, ``lr``, ``betas``, ``eps`` and ``weight_decay`` (with torch's
-            meaning), and the defaults of these settings, without ``params``. Returns an optimizer with groups of the
-            same parameters in that order. Groups may be empty.
+            meaning), the defaults of these settings, and the model, which it may change. Returns an optimizer with
+            groups of the same parameters in that order, after which it may add others. Groups may be empty.
+        model: The model of these parameters.
         stock_state: The new optimizer's state is a plain AdamW's. Its state dict then has no label, and it loads those
             without one.
 
@@ -116,10 +118,10 @@ def replaced(old: Optimizer, label: str, factory: Factory, *, stock_state: bool 
     _check_source(old, label)
     defaults = _carried({"initial_lr": old.defaults["lr"] or 1.0, **old.defaults}, old)
     groups = [{"params": list(group["params"]), **_carried(group, old)} for group in old.param_groups]
-    new = factory(groups, defaults)
+    new = factory(groups, defaults, model)
     new.defaults[LABEL] = label
     for ours, theirs in zip(new.param_groups, old.param_groups, strict=True):
-        assert all(a is b for a, b in zip(ours["params"], theirs["params"], strict=True))
+        assert all(a is b for a, b in zip(ours["params"], theirs["params"], strict=False))
         known = {"params", *_CARRIED, *_IMPLEMENTATION, *_OTHER_MATHS}
         ours.update({key: value for key, value in theirs.items() if key not in known})
         ours[LABEL] = label

@@ -45,8 +45,8 @@ def _class_of(bits: Bits) -> Any:
 def lowbit_adamw(
     groups: list[dict[str, Any]],
     defaults: dict[str, Any],
-    *,
     bits: Bits,
+    *,
     full_precision: Iterable[Tensor],
     min_size: int,
 ) -> Optimizer:

@@ -41,7 +41,7 @@ def attention_name(backend: str) -> str:
             with sdpa_kernel(_BACKENDS[backend]):
                 return sdpa_attention_forward(module, *args, **kwargs)
         except RuntimeError as error:
-            if "No available kernel" not in str(error):
+            if not str(error).startswith(("No available kernel", "No viable backend")):
                 raise
             reason = f"the {backend} kernel cannot run on this batch ({first_line(error)})"
             raise Refusal("sdpa_attention", reason, "use backend: auto") from error

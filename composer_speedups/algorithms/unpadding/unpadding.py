@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from composer_speedups.core.technique import ComparedTechnique, Order
+from composer_speedups.core.technique import NOT_YET, ComparedTechnique, Order
 
 if TYPE_CHECKING:
     from composer_speedups.core.run import FirstBatch, Run
@@ -143,6 +143,8 @@ class Unpadding(ComparedTechnique):
         if is_compiled(run.model):
             attention = attention or ["not seen in compiled code"]
         elif not seen.ran["packed_encoder"]:
+            if seen.ran["waits_for_gradients"]:
+                return NOT_YET
             if seen.ran["padded_encoder"] and self._kept_padded:
                 raise self.no_effect(*_PADDED)
             how = "padded" if seen.ran["padded_encoder"] else "without its encoder"

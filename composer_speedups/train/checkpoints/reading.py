@@ -52,7 +52,8 @@ class DamagedCheckpointError(ConfigError):
 @contextlib.contextmanager
 def restricted_loading(*, trust: bool) -> Iterator[None]:
     """Make a Trainer built inside the block load its checkpoint as this module does, or with ``trust`` as Composer."""
-    composer_load, store = composer_checkpoint.load_checkpoint, "maybe_create_object_store_from_uri"
+    composer_load: Any = composer_checkpoint.load_checkpoint
+    store = "maybe_create_object_store_from_uri"
 
     def load(path: str, state: State, *args: Any, load_weights_only: bool = False, **settings: Any) -> Any:
         if trust:
@@ -118,8 +119,8 @@ def _keep_own(held: dict[str, Any], state: State, *, weights_only: bool) -> None
             raise pickle.UnpicklingError(f"it was trained with {name}, which changes the model")
     kept = {name: held["state"][name] for name in (_KEPT[:1] if weights_only else _KEPT)}
     if not weights_only:
-        techniques = dict(held["state"]["callbacks"]).get("Host", {}).get("techniques", [])
-        refuse_other_techniques(techniques, techniques_of(state.algorithms))
+        host = kept["callbacks"].get("Host", {"techniques": []})
+        refuse_other_techniques(host["techniques"], techniques_of(state.algorithms))
         own = {type(algorithm).__qualname__ for algorithm in state.algorithms}
         kept["algorithms"] = {name: recorded[name] for name in own}  # Composer evaluates the entries of a list
         # callbacks may be added when a run is resumed
@@ -130,7 +131,8 @@ def _keep_own(held: dict[str, Any], state: State, *, weights_only: bool) -> None
     # FSDP1's flat parameters have other names and shapes; and only rank 0 may have the tensors
     if (given := kept["model"]) is None or state.fsdp_config_version == 1:
         return
-    for name in {**(run := get_model_state_dict(state.model)), **given}:  # Composer would skip those of other names
+    run: dict[str, Any] = get_model_state_dict(state.model)
+    for name in {**run, **given}:  # Composer would skip those of other names
         theirs, ours = (tuple(weights[name].shape) if name in weights else "missing" for weights in (given, run))
         if theirs != ours:
             raise ConfigError(

@@ -83,7 +83,7 @@ class WholeCheckpointSaver(CheckpointSaver):
             checkpoint.save_checkpoint(state, str(partial))
             if dist.get_global_rank() == 0:
                 publish(partial, path)
-                self._link_latest(path, state)
+                self._point_at(path, state)
         except Exception as error:
             remove_unfinished(path.parent)
             cause = next((cause for cause in causes_of(error) if isinstance(cause, OSError)), None)
@@ -97,7 +97,7 @@ class WholeCheckpointSaver(CheckpointSaver):
             self.saved_checkpoints.append(str(path))
             self._remove_older()
 
-    def _link_latest(self, path: Path, state: State) -> None:
+    def _point_at(self, path: Path, state: State) -> None:
         assert self.latest_filename is not None
         link = Path(self.latest_filename.format(state))
         new = link.with_name(f".unfinished-{link.name}")

@@ -166,6 +166,11 @@ class TrainerConfig(Settings):
     deterministic: bool = False
     """Use deterministic kernels only; slower."""
 
+    @property
+    def evaluates_every(self) -> str:
+        """The interval of evaluations, for Composer: the whole training if ``eval_interval`` is null."""
+        return self.eval_interval or self.max_duration
+
     def checks(self) -> Iterator[Check]:
         if self.fsdp is not None:
             both = "and trainer.fsdp both shard the model; remove one of them"

@@ -226,7 +226,7 @@ def freeze_norm(trainer: Trainer) -> None:
 
 
 LOST: dict[str, tuple[str, dict[str, Any], Any, str]] = {
-    "foreach": ("foreach_optimizer", {}, partial(set_groups, foreach=False), r"ran no _foreach_\* operator"),
+    "foreach": ("foreach_optimizer", {}, partial(set_groups, foreach=False), r"ran no _foreach_add\* operator"),
     "fused": ("fused_optimizer", {}, partial(set_groups, fused=False), r"ran no _fused_\* operator"),
     "adafactor": (
         "adafactor",
@@ -282,7 +282,7 @@ def test_apex_trains_like_adamw_and_what_it_does_not_do_is_detected(
     built = OnTheCPU()
     trainer, _ = run([built], save_folder=str(tmp_path), **SAVING)
     assert_near(final_weights(trainer), plain_run()[1].weights[-1])
-    assert built.evidence["apex_steps"] == 4
+    assert built.evidence["apex_steps"] == 1
     resumed, _ = run([OnTheCPU()], load_path=str(tmp_path / "ba2.pt"))
     torch.testing.assert_close(final_weights(resumed), final_weights(trainer), rtol=0, atol=0)
 

@@ -300,7 +300,9 @@ def test_a_word_that_is_absent_from_a_batch_does_not_jump(bits: Any) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_the_offloaded_state_stays_on_the_cpu_and_changed_weights_are_used(device: str) -> None:
+def test_the_offloaded_state_stays_on_the_cpu_and_changed_weights_are_used(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     case = next(case for case in CASES if case.name == "offloaded_optimizer")
     ours, model = Swapped(case, device), network(device)
     optimizer = AdamW(groups_of(model), foreach=False)
@@ -309,10 +311,20 @@ def test_the_offloaded_state_stays_on_the_cpu_and_changed_weights_are_used(devic
             step(one, other, number)
             one[0].weight.data.fill_(0.25)
     torch.testing.assert_close(values(ours.model), values(model), rtol=1e-5, atol=1e-6)
-    ours.optimizer.load_state_dict(saved(ours.optimizer))
+    moved: list[Tensor] = []  # a loaded state is moved, which a run on a CPU shows only here
+    copied = Tensor.cpu
+
+    def cpu(tensor: Tensor) -> Tensor:
+        moved.append(tensor)
+        return copied(tensor)
+
+    state = saved(ours.optimizer)
+    monkeypatch.setattr(Tensor, "cpu", cpu)
+    ours.optimizer.load_state_dict(state)
+    assert len(moved) == sum(map(len, ours.optimizer.state.values()))
     assert ours.kind.check(ours.optimizer, ours.model) == {"state_on": "cpu", "weights_on": [device]}
-    state = next(iter(ours.optimizer.state.values()))
-    state["exp_avg"] = state["exp_avg"].to("meta")  # a device other than the CPU that every machine has
+    entry = next(iter(ours.optimizer.state.values()))
+    entry["exp_avg"] = entry["exp_avg"].to("meta")  # a device other than the CPU that every machine has
     with pytest.raises(UnfitOptimizerError, match="its state is on meta"):
         ours.kind.check(ours.optimizer, ours.model)
 

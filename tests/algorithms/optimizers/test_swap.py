@@ -49,7 +49,7 @@ class NoOpAdamW(AdamW):
 
 
 def swapped(old: Optimizer, label: str = "other", cls: Any = OtherAdamW) -> Optimizer:
-    return replaced(old, label, lambda groups, defaults: cls(groups, **defaults, foreach=False))
+    return replaced(old, label, lambda groups, defaults, _: cls(groups, **defaults, foreach=False), nn.Module())
 
 
 def linear() -> nn.Linear:
@@ -170,10 +170,10 @@ def test_load_state_dict_refuses_the_state_of_another_optimizer() -> None:
 
 
 def test_a_state_that_is_adamws_has_no_label_and_is_loaded_without_one() -> None:
-    def build(groups: Any, defaults: Any) -> Optimizer:
+    def build(groups: Any, defaults: Any, model: Any) -> Optimizer:
         return OtherAdamW(groups, **defaults)
 
-    new = replaced(AdamW((model := linear()).parameters()), "other", build, stock_state=True)
+    new = replaced(AdamW((model := linear()).parameters()), "other", build, model, stock_state=True)
     new.step(closure(model, new))
     state = copy.deepcopy(new.state_dict())
     assert all("swapped_to" not in group for group in state["param_groups"])
