@@ -100,7 +100,7 @@ class BestWeights(BestWeightsConfig, _ComparesEvaluations, eq=False):
     dataloader_label: str = "eval"
     """Label of the evaluator."""
 
-    saved = ("compared", "batch", "metrics", "weights", "last")
+    saved: ClassVar[tuple[str, ...]] = ("compared", "batch", "metrics", "weights", "last")
 
     def reset(self) -> None:
         _ComparesEvaluations.reset(self)
@@ -193,7 +193,7 @@ class EarlyStopping(EarlyStoppingConfig, _ComparesEvaluations, eq=False):
     dataloader_label: str = "eval"
     """Label of the evaluator."""
 
-    saved = ("compared", "best", "best_epoch", "best_batch", "stopped")
+    saved: ClassVar[tuple[str, ...]] = ("compared", "best", "best_epoch", "best_batch", "stopped")
 
     def reset(self) -> None:
         _ComparesEvaluations.reset(self)

@@ -71,7 +71,6 @@ class LossMonitor(SavedCallback):
 
     Raises:
         RunFailedError: From ``fit``; one line with the step, its batch, the learning rate and the engaged techniques.
-        RunFailedError: From ``fit``.
     """
 
     saved = (

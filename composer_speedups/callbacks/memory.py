@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from composer.core import State
@@ -39,7 +39,7 @@ class MemoryAnatomy(MemoryConfig, SavedCallback, eq=False):
         interval: Batches between two measurements. Default 100.
     """
 
-    saved = ("parts",)
+    saved: ClassVar[tuple[str, ...]] = ("parts",)
 
     def reset(self) -> None:
         self.parts: dict[str, float] = {}

@@ -109,20 +109,20 @@ def test_the_mask_equals_transformers_with_the_same_seed(tokenizer: Any) -> None
     assert torch.equal(batch["input_ids"], expected["input_ids"])
 
 
-def packed(**settings: Any) -> tuple[Any, Any]:
+def packed(whole_words: bool) -> tuple[Any, Any]:
     """Return the dataloaders of packed built-in reviews, and the tokenizer."""
     config = DataConfig(
         source="builtin", train_samples=30, eval_samples=12, length_scale=0.2, tokenizer="wordpiece", vocab_size=200,
-        max_length=32, batch_size=4, packing=True, **settings,
+        max_length=32, batch_size=4,
     )  # fmt: skip
-    task = MaskedLanguageModelling(packing=True, whole_word_masking=bool(settings.get("whole_word_masking")))
+    task = MaskedLanguageModelling(packing=True, whole_word_masking=whole_words)
     data = build_data(config, task, model_name="", on_gpu=False)
     return data, data.tokenizer
 
 
 @pytest.mark.parametrize("whole_words", [False, True])
 def test_packed_rows_are_full_and_contain_every_token_in_order(whole_words: bool) -> None:
-    data, tokenizer = packed(whole_word_masking=whole_words)
+    data, tokenizer = packed(whole_words)
     for spec, split, count in ((data.train, "train", 30), (data.eval, "eval", 12)):
         rows = spec.dataloader.dataset
         texts = builtin_reviews(count, 17, split, 0.2)["text"]
@@ -153,7 +153,7 @@ def test_a_run_reports_the_perplexity_of_its_export_and_resumes_exactly() -> Non
 
     config = DataConfig(
         source="builtin", length_scale=0.12, train_samples=48, eval_samples=16, tokenizer="wordpiece", vocab_size=400,
-        max_length=48, padding="longest", batch_size=8, eval_batch_size=4, packing=True,
+        max_length=48, padding="longest", batch_size=8, eval_batch_size=4,
     )  # fmt: skip
     task = MaskedLanguageModelling(packing=True, whole_word_masking=True)
     data = build_data(config, task, model_name="", on_gpu=False)

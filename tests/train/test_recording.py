@@ -89,7 +89,7 @@ def test_rank_0_reports_what_failed_on_any_rank(rank: int, monkeypatch: pytest.M
     monkeypatch.setattr("composer.utils.dist.all_gather_object", lambda mine: [mine, ["report on rank 1: failed"]])
     monkeypatch.setattr("composer.utils.dist.get_global_rank", lambda: rank)
     if rank == 0:
-        with pytest.raises(RunFailedError, match=r"plot: failed \(OSError: gone\); report on rank 1: failed"):
+        with pytest.raises(RunFailedError, match=r"plot: failed \(OSError: gone\)\nreport on rank 1: failed"):
             recording.check(None)
     else:
         recording.check(None)
