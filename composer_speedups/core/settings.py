@@ -79,7 +79,7 @@ class Settings(BaseModel):
         coerce_numbers_to_str=True,
         protected_namespaces=(),
         use_attribute_docstrings=True,
-        validate_by_name=True,
+        populate_by_name=True,
     )
     not_recorded: ClassVar[tuple[str, ...]] = ()
     also_called: ClassVar[Mapping[str, str]] = {}
@@ -330,6 +330,7 @@ def mistakes(
     for e in error.errors(include_url=False):
         names, options, field, item, known = list[str](), [cls], FieldInfo(), "", list[str]()
         for part in e["loc"]:
+            part = next((alias for o in options if (alias := getattr(o.model_fields.get(part), "alias", None))), part)
             if owner := next((option for option in options if part in fields_of(option)), None):
                 field = fields_of(owner)[str(part)]
                 names += [owner.key_of(str(part))] if owner.key_of(str(part)) else []

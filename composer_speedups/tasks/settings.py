@@ -308,7 +308,8 @@ class MLMSettings(TaskSettings):
 
 
 def _name_of(settings: Any) -> Any:
-    return str(settings.get("task")) if isinstance(settings, dict) else settings.name
+    task = settings.get("task") if isinstance(settings, dict) else settings.name
+    return task if isinstance(task, str) else type(task).__name__
 
 
 AnyTask = Annotated[

@@ -16,7 +16,7 @@ from composer_speedups.core.command_line import parse_command_line, read_setting
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.core.registry import build_techniques
 from composer_speedups.sweep.settings import RepeatConfig, TuneConfig
-from composer_speedups.tasks.settings import ClassificationSettings
+from composer_speedups.tasks.settings import ClassificationSettings, RerankingSettings
 from composer_speedups.train.config.load import load_config
 from tests.conftest import ROOT
 
@@ -170,6 +170,7 @@ CALLS: list[tuple[Callable[[], Any], str]] = [  # calls → the message of their
     (lambda: build_techniques({"fuse": {}}), "unknown technique 'fuse'; did you mean 'fused_layers'?"),
     (lambda: build_techniques({"lora": {"targets": "query"}}), "algorithms.lora.targets must be 'all-linear' or a list, not 'query'"),
     (lambda: build_techniques({"lora": {"targets": [1]}}), 'algorithms.lora.targets[0] must be a string, not 1'),
+    (lambda: RerankingSettings(loss_name="cosine"), "model.loss must be 'bce' or 'pairwise', not 'cosine'"),
     (lambda: ClassificationSettings(class_weights="equal"), "model.class_weights must be 'balanced' or a list or a dictionary or null, such as balanced or [1.0, 3.0] or {spam: 3.0}, not 'equal'"),
     (lambda: ClassificationSettings(labels=["a", "a"]), "data.labels lists 'a' twice; list it once"),
 ]  # fmt: skip

@@ -120,8 +120,8 @@ def _read_file(file: str | os.PathLike[str]) -> dict[Any, Any]:
 def _with_defaults(given: dict[Any, Any]) -> dict[Any, Any]:
     """The values over the defaults, to which interpolations may refer."""
     model = given.get("model")
-    task = str(model.get("task")) if isinstance(model, dict) else ""
-    chosen: Any = TASKS.get(task, ClassificationSettings)()
+    task = model.get("task") if isinstance(model, dict) else None
+    chosen: Any = TASKS.get(task if isinstance(task, str) else "", ClassificationSettings)()
     return _over(Config(task=chosen).model_dump(), given)
 
 
