@@ -88,13 +88,11 @@ class Settings(BaseModel):
     @classmethod
     def __pydantic_init_subclass__(cls, *, eq: bool = True, **_: Any) -> None:
         kinds = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
-        settings = sorted(cls.model_fields.items(), key=lambda item: item[0] in cls.not_recorded)
-        cls.__signature__ = Signature(
-            [
-                Parameter(n, kinds[n in cls.not_recorded], default=f.default, annotation=f.annotation)
-                for n, f in settings
-            ]
-        )
+        every = [
+            Parameter(name, kinds[name in cls.not_recorded], default=field.default, annotation=field.annotation)
+            for name, field in cls.model_fields.items()
+        ]
+        cls.__signature__ = Signature(sorted(every, key=lambda parameter: parameter.kind))
         if not eq:
             cls.__eq__, cls.__hash__ = object.__eq__, object.__hash__  # type: ignore[assignment, method-assign]
 

@@ -224,7 +224,7 @@ def test_targets_that_match_nothing_are_named_with_those_that_exist() -> None:
         apply_lora(tiny_bert(), targets=["value", "querry"])
     with pytest.raises(ValueError, match="word_embeddings is a Embedding; only Linear"):
         apply_lora(tiny_bert(), targets=["word_embeddings"])
-    with pytest.raises(ValueError, match=r"targets must be 'all-linear' or a list of text, not 'query'"):
+    with pytest.raises(ValueError, match=r"targets must be 'all-linear' or a list, not 'query'"):
         apply_lora(tiny_bert(), targets="query")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"modules_to_save: the model has no module 'haed'.*inner, head"):
         apply_lora(Plain(), targets="all-linear", modules_to_save=["haed"])

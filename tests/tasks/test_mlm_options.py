@@ -180,12 +180,7 @@ def test_two_ranks_train_on_packed_rows() -> None:
     assert_near([math.exp(metrics["loss"])], [metrics["perplexity"]], what="perplexity")
 
 
-def test_unsupported_options_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"data.packing joins all texts up front; streaming cannot provide them"):
-        run(*OPTIONS, "data.streaming=true", "data.source=hub")
-    with pytest.raises(ConfigError, match=r"data.whole_word_masking is for model.task: mlm, not classification"):
-        run("data.whole_word_masking=true")
-
+def test_whole_words_need_a_fast_tokenizer() -> None:
     class Slow:
         is_fast = False
 
