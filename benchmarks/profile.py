@@ -38,7 +38,7 @@ from benchmarks.kernel_kinds import kind_of
 from benchmarks.micro import gemm_floor, linear_products
 from benchmarks.rows import RESULTS, Row, append_row, call_time
 from benchmarks.tables import table
-from composer_speedups.callbacks.engagement import EngagementReport
+from composer_speedups.callbacks.run_report import evidence_of
 from composer_speedups.core.command_line import read_settings
 from composer_speedups.core.engaging import check
 from composer_speedups.core.registry import build_techniques
@@ -192,7 +192,7 @@ def main(arguments: list[str], results: Path = RESULTS) -> Row:
         profiler = StepProfiler(counts)
         trainer.state.callbacks.append(profiler)
         trainer.fit()
-        engaged = EngagementReport.summary(trainer.state)
+        engaged = evidence_of(trainer.state)
         row = _row(rest, profiler, model, engaged, config.data.batch_size, where)
         trainer.close()
     if dist.get_global_rank() == 0:

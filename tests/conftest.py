@@ -106,6 +106,8 @@ def _clean_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     torch.set_num_threads(1)
     torch.set_float32_matmul_precision("highest")
     yield
+    if observer := sys.modules.get("composer_speedups.core.observer"):
+        observer.leave_open()  # a batch that ended with an expected exception while it was observed
     torch._dynamo.reset()
 
 

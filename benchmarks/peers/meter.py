@@ -15,8 +15,8 @@ from composer.devices import Device
 from composer.loggers import Logger
 
 from composer_speedups.callbacks.config import MemoryConfig, ThroughputConfig
-from composer_speedups.callbacks.engagement import numerics_of
 from composer_speedups.callbacks.memory import MemoryAnatomy
+from composer_speedups.callbacks.run_report import numerics_of
 from composer_speedups.callbacks.throughput import ThroughputMonitor
 from composer_speedups.core.files import write_atomically
 from composer_speedups.core.process_age import process_age

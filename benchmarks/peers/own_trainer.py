@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset
 from benchmarks.peers.job import build_job, read_arguments
 from benchmarks.peers.meter import monitors
 from composer_speedups import recommended
-from composer_speedups.callbacks.engagement import EngagementReport
+from composer_speedups.callbacks.run_report import RunReport
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.data.loader import real_tokens
 from composer_speedups.distributed import FreezeGarbage, OverlappedDDP, share_cores
@@ -61,7 +61,7 @@ def main(arguments: list[str]) -> None:
             optimizers=build_optimizer(job.model, config.optimizer),
             schedulers=build_scheduler(config.scheduler),
             algorithms=algorithms,
-            callbacks=[*distributed, EngagementReport(), *monitors(config)],
+            callbacks=[*distributed, *monitors(config), RunReport()],
             run_name=config.run_name,
             progress_bar=False,
             device=device,

@@ -1,8 +1,9 @@
-"""Let callbacks veto a scheduled checkpoint, and name the checkpoint to resume from."""
+"""Let a callback veto checkpoints, and name the checkpoint to resume from."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from composer.callbacks import CheckpointSaver
 from composer.core import Event, State
@@ -15,43 +16,38 @@ Allow = Callable[[State, Event], bool]
 def veto_checkpoints(state: State, allow: Allow) -> None:
     """Make every CheckpointSaver of the Trainer call ``allow`` before it writes a scheduled checkpoint.
 
-    Several callbacks may register an ``allow``; a checkpoint is written only if all of them return True.
-
     Args:
         state: The Trainer's state, once the Trainer is built.
         allow: Returns whether to write the checkpoint. It is called on every rank and must return the same on each.
     """
-    for callback in state.callbacks:
-        if isinstance(callback, CheckpointSaver):
-            interval = callback.save_interval
-            if not isinstance(interval, _VetoedInterval):
-                callback.save_interval = interval = _VetoedInterval(interval)
-            if allow not in interval.allowed_by:  # fit() may be called again
-                interval.allowed_by.append(allow)
+    for saver in state.callbacks:
+        if isinstance(saver, CheckpointSaver):
+            interval = saver.save_interval
+            saver.save_interval = _Vetoed(interval.interval if isinstance(interval, _Vetoed) else interval, allow)
+
+
+@dataclass
+class _Vetoed:
+    interval: Allow
+    allow: Allow
+
+    def __call__(self, state: State, event: Event) -> bool:
+        return self.interval(state, event) and self.allow(state, event)
 
 
 def checkpoint_allowed(saver: CheckpointSaver, state: State, event: Event) -> bool:
-    """Return whether every registered ``allow`` returns True, for a checkpoint that no interval schedules."""
-    return all(allow(state, event) for allow in getattr(saver.save_interval, "allowed_by", ()))
-
-
-class _VetoedInterval:
-    def __init__(self, interval: Allow) -> None:
-        self.interval, self.allowed_by = interval, list[Allow]()
-
-    def __call__(self, state: State, event: Event) -> bool:
-        return self.interval(state, event) and all(allow(state, event) for allow in self.allowed_by)
+    """Whether the saver may write a checkpoint that no interval schedules."""
+    interval = saver.save_interval
+    return not isinstance(interval, _Vetoed) or interval.allow(state, event)
 
 
 def last_checkpoint(state: State) -> str | None:
-    """Return the last checkpoint that the Trainer wrote, or else the one that it was loaded from, or None."""
-    for callback in state.callbacks:
-        if isinstance(callback, CheckpointSaver) and callback.saved_checkpoints:
-            return str(callback.saved_checkpoints[-1])
-    return state.load_path
+    """The last checkpoint that the Trainer wrote, or else the one that it was loaded from, or None."""
+    saved = [c.saved_checkpoints[-1] for c in state.callbacks if isinstance(c, CheckpointSaver) and c.saved_checkpoints]
+    return str(saved[0]) if saved else state.load_path
 
 
 def resume_advice(state: State, changes: str) -> str:
-    """Return advice: resume from the last checkpoint's weights with ``changes``, or set them if there is none."""
+    """Advice to resume from the last checkpoint's weights with ``changes``, or to set them if there is none."""
     last = last_checkpoint(state)
     return f"resume from {last} with checkpoint.weights_only=true and {changes}" if last else f"set {changes}"

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from composer.core import Callback, State
 from composer.loggers import Logger
 
-from composer_speedups.callbacks.evaluated_metric import is_evaluation_of
+from composer_speedups.callbacks.evaluations import is_evaluation_of
 from composer_speedups.tasks.metrics import ByClass
 
 __all__ = ["ClassReport", "class_rows", "metrics_by_class", "note_on_metric"]

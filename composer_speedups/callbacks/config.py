@@ -23,10 +23,12 @@ class ThroughputConfig(Settings):
     """Number of batches that logged rates average over."""
     warmup_batches: int = Field(3, ge=0, le=FIRST_VALUE_BY - 1)
     """Number of first batches excluded from the steady state; batches that compile are always excluded."""
+    interval: int = Field(10, ge=1)
+    """Number of batches between two logged values."""
 
 
 class MemoryConfig(Settings):
-    interval: int = Field(10, ge=1)
+    interval: int = Field(100, ge=1)
     """Number of batches between two measurements."""
 
 

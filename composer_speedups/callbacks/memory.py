@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from composer.core import State
@@ -32,16 +32,18 @@ class MemoryAnatomy(MemoryConfig, SavedCallback, eq=False):
     measured in a compiled model. The sizes need not add up to the peak, since gradients are created while activations
     are freed.
 
-    Measured on the second batch, since the first one may compile, and every ``interval`` batches.
+    Measured on the second batch, since the first one may compile, every ``interval`` batches, and the peak also at the
+    end.
 
     Args:
-        interval: Batches between two measurements. Default 10.
+        interval: Batches between two measurements. Default 100.
     """
 
-    checkpoint_fields: ClassVar[dict[str, Any]] = {"parts": dict[str, float]}
+    saved = ("parts",)
 
     def reset(self) -> None:
         self.parts: dict[str, float] = {}
+        self._due = False  # whether to measure the next or present batch
         self._before_forward = 0
         self._peak_before = 0.0  # in earlier processes of a resumed run, in bytes
         self._saved: dict[int, int] = {}
@@ -50,12 +52,14 @@ class MemoryAnatomy(MemoryConfig, SavedCallback, eq=False):
     def fit_start(self, state: State, logger: Logger) -> None:
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
+        self._due = self._is_due(state)
 
-    def _is_due(self, finished: int) -> bool:
+    def _is_due(self, state: State) -> bool:
+        finished = state.timestamp.batch.value
         return finished == 1 or (finished > 0 and finished % self.interval == 0)
 
     def before_forward(self, state: State, logger: Logger) -> None:
-        if not self._is_due(state.timestamp.batch.value):
+        if not self._due:
             return
         self._end_hooks()  # of a forward pass that ran out of memory and is now repeated
         device = device_of(state)
@@ -76,7 +80,7 @@ class MemoryAnatomy(MemoryConfig, SavedCallback, eq=False):
             self._hooks.__enter__()
 
     def before_backward(self, state: State, logger: Logger) -> None:
-        if not self._is_due(state.timestamp.batch.value):
+        if not self._due:
             return
         device = device_of(state)
         if device.type == "cuda":
@@ -87,11 +91,12 @@ class MemoryAnatomy(MemoryConfig, SavedCallback, eq=False):
 
     @reads_no_gradients
     def after_train_batch(self, state: State, logger: Logger) -> None:
-        if self._is_due(state.timestamp.batch.value):
+        if self._due:
             self._put("gradients", _bytes(p.grad for p in state.model.parameters() if p.grad is not None))
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        if not self._is_due(state.timestamp.batch.value - 1):
+        measured, self._due = self._due, self._is_due(state)
+        if not measured:
             return
         self._put("weights", _bytes([*state.model.parameters(), *state.model.buffers()]))
         tensors = (tensor for optimizer in state.optimizers for _, tensor in state_tensors(optimizer))

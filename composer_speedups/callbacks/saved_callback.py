@@ -2,51 +2,45 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Sequence
 from copy import copy
 from typing import Any, ClassVar
 
 from composer.core import Callback, State
 from composer.loggers import Logger
 
+from composer_speedups.core.errors import ConfigError
+
 __all__ = ["SavedCallback"]
 
 
 class SavedCallback(Callback):
-    """A callback of which checkpoints hold the attributes in :attr:`checkpoint_fields`, with their types.
+    """A callback of which checkpoints hold the attributes named in :attr:`saved`.
 
-    In each Trainer that it is given to, it starts anew. Composer's checkpoints hold one state per class; if a Trainer
-    has several callbacks of a class, it lists the states of all, and each one loads its own.
+    In each Trainer that it is given to, it starts anew.
+
+    Raises:
+        ConfigError: A Trainer has two callbacks of a class. Composer's checkpoints hold one state per class.
     """
 
-    checkpoint_fields: ClassVar[dict[str, Any]]
-    _alike: Sequence[SavedCallback] = ()  # the Trainer's callbacks of this class
+    saved: ClassVar[tuple[str, ...]]
 
     def __init__(self) -> None:
         self.reset()
 
     def init(self, state: State, logger: Logger) -> None:
+        if sum(type(callback) is type(self) for callback in state.callbacks) > 1:
+            name = type(self).__name__
+            raise ConfigError(
+                f"callbacks: {name} is listed twice, and checkpoints hold one state per class; derive a class from "
+                f"{name} for the second one"
+            )
         self.reset()
-        self._alike = [callback for callback in state.callbacks if type(callback) is type(self)]  # type: ignore[misc]
 
     def reset(self) -> None:
         """Initialize the attributes that are not settings."""
 
-    def owns(self, state: dict[str, Any]) -> bool:
-        """Whether a state in a checkpoint is that of this callback, and not of another one of its class."""
-        return True
-
-    def _fields(self) -> dict[str, Any]:
-        return {name: copy(getattr(self, name)) for name in self.checkpoint_fields}
-
     def state_dict(self) -> dict[str, Any]:
-        several = {"alike": [callback._fields() for callback in self._alike]} if len(self._alike) > 1 else {}
-        return self._fields() | several
+        return {name: copy(getattr(self, name)) for name in self.saved}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        own = next((saved for saved in state.get("alike", [state]) if self.owns(saved)), None)
-        if own is None:
-            warnings.warn(f"the checkpoint has no state of {self!r}, which starts anew", UserWarning, stacklevel=2)
-            return
-        vars(self).update({name: own[name] for name in self.checkpoint_fields if name in own})
+        vars(self).update({name: state[name] for name in self.saved if name in state})

@@ -7,11 +7,10 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
-from functools import partialmethod
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from composer.core import Event, State
+from composer.core import State
 from composer.loggers import Logger
 from composer.utils import dist
 from torch._dynamo.utils import counters
@@ -26,29 +25,17 @@ from composer_speedups.packing.labelled_head import head_tokens
 
 __all__ = ["Batch", "PhaseClock", "ThroughputMonitor"]
 
-# Event → the phase that it begins. A phase lasts until the next listed event. Checkpoints are written at the two
-# CHECKPOINT events by a callback that runs after this one, so their phase lasts until any later event.
-_BEGINS = {
-    Event.FIT_START: "start",
-    Event.EPOCH_START: "between",
-    Event.BEFORE_DATALOADER: "data",
-    Event.AFTER_DATALOADER: "step",
-    Event.BATCH_END: "between",
-    Event.EVAL_BEFORE_ALL: "eval",
-    Event.EVAL_AFTER_ALL: "between",
-    Event.BATCH_CHECKPOINT: "checkpoint",
-    Event.EPOCH_END: "between",
-    Event.EPOCH_CHECKPOINT: "checkpoint",
-    Event.ITERATION_END: "between",
-    Event.FIT_END: "done",
-}
-
 
 class PhaseClock:
     """Measures the seconds spent in each phase: ``start``, ``data``, ``step``, ``eval``, ``checkpoint``, ``between``.
 
+    A phase lasts until the next one begins. Those that begin in an evaluation are part of it.
+
     Args:
         now: Returns the time in seconds; replaced in tests.
+
+    Attributes:
+        seconds: Phase → seconds so far.
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
@@ -58,28 +45,27 @@ class PhaseClock:
         self._in_fit = True  # or evaluating outside of fit()
         self.seconds: dict[str, float] = defaultdict(float)
 
-    def event(self, event: Event) -> None:
-        """End the phase that this event ends, and begin the next one."""
-        phase = _BEGINS.get(event)
-        if phase is None or (self._phase == "eval" and event != Event.EVAL_AFTER_ALL):
-            return  # evaluation has its own BEFORE_DATALOADER and AFTER_DATALOADER events
-        if event == Event.EVAL_BEFORE_ALL:
-            self._in_fit = self._phase is not None
-        elif event == Event.EVAL_AFTER_ALL and not self._in_fit:
-            phase = "done"
+    def begin(self, phase: str | None) -> None:
+        """End the present phase and begin another one; None begins none. Does nothing in an evaluation."""
+        if self._phase != "eval":
+            self._begin(phase)
+
+    def _begin(self, phase: str | None) -> None:
         now = self.now()
         if self._phase is not None:
             self.seconds[self._phase] += now - self._since
-        self._phase, self._since = (None, now) if phase == "done" else (phase, now)
+        self._phase, self._since = phase, now
+
+    def begin_evaluation(self) -> None:
+        self._in_fit = self._phase is not None
+        self._begin("eval")
+
+    def end_evaluation(self) -> None:
+        self._begin("between" if self._in_fit else None)
 
     def skip(self, seconds: float) -> None:
-        """Do not attribute the last seconds to the current phase."""
+        """Do not count the last seconds as the present phase."""
         self._since += seconds
-
-    def take(self) -> dict[str, float]:
-        """Return and reset the seconds spent in each phase."""
-        taken, self.seconds = dict(self.seconds), defaultdict(float)
-        return taken
 
 
 @dataclass
@@ -103,18 +89,6 @@ class Batch:
         return self.data + self.step
 
 
-def gather_batches(batches: Sequence[Batch]) -> list[list[tuple[Any, ...]]]:
-    """Gather the batches of every rank. Collective. Needed because a checkpoint holds only one rank's callbacks."""
-    return dist.all_gather_object([astuple(batch) for batch in batches])
-
-
-def own_batches(gathered: Sequence[Sequence[Sequence[Any]]]) -> list[Batch]:
-    """This rank's batches from :func:`gather_batches`; empty if they were trained with another number of ranks."""
-    if len(gathered) != dist.get_world_size():
-        return []
-    return [Batch(*row) for row in gathered[dist.get_global_rank()]]
-
-
 class ThroughputMonitor(ThroughputConfig, SavedCallback, eq=False):
     """Logs samples/s, real tokens/s, padding, MFU, and the time that is not spent on training.
 
@@ -122,70 +96,72 @@ class ThroughputMonitor(ThroughputConfig, SavedCallback, eq=False):
     checkpoint writing are excluded and logged separately. The first ``warmup_batches`` batches, batches in which
     torch.compile compiled, and captures of CUDA graphs do not count as steady state: they are excluded from the rates
     and add up to ``warmup_seconds``. With several ranks, a batch is also excluded if another rank compiled or captured
-    in it, since all ranks wait; this is known only at the end, and values logged earlier are not corrected. The first
-    value is logged before batch 10.
+    in it, since all ranks wait; this is known only at the end, and values logged earlier are not corrected.
 
     The monitor synchronizes with the GPU at the end of each batch outside the steady state, before an evaluation and at
     the end, so that asynchronous steps are not missed. The GPU's work that is unfinished when a checkpoint is written,
     or when a callback reads a value between batches, counts in that phase.
 
-    Logged for each batch, over the last ``window`` steady batches and all ranks: ``throughput/samples_per_sec``,
-    ``throughput/samples_per_sec_step`` (without waiting for data), ``throughput/tokens_per_sec`` (real tokens),
-    ``throughput/padding_fraction``, ``throughput/mfu`` (if the model's FLOPs are known), ``throughput/step_seconds``,
-    ``throughput/data_seconds``, ``throughput/data_wait_fraction`` (fraction of that time spent waiting for data) and
-    ``throughput/between_batches_seconds`` (host time from the end of a batch until the next one is requested: loggers,
-    callbacks, start of an epoch; without evaluation and checkpoints; not included in any rate). On a GPU,
-    ``throughput/gpu_idle_seconds`` is the time from the end of a batch's GPU work until that of the next forward pass
-    begins, apart from evaluations: if it is not near 0, the GPU waits for the host, that is for data, callbacks or
-    Python. It is measured with CUDA events and does not synchronize. For the batch alone:
-    ``throughput/data_wait_seconds``, measured on the host, while a GPU may still be computing. Totals so far:
-    ``throughput/warmup_seconds``, ``throughput/eval_seconds``, ``throughput/checkpoint_seconds``.
+    Logged every ``interval`` batches (the first time before batch 10) and at the end, over the last ``window`` steady
+    batches and all ranks, as ``throughput/…``:
+
+    - ``samples_per_sec``, ``tokens_per_sec`` (real tokens), ``padding_fraction``, ``mfu`` (if the model's FLOPs are
+      known), ``step_seconds``, and ``samples_per_sec_step`` (without waiting for data);
+    - ``data_seconds`` and ``data_wait_fraction``: waiting for data;
+    - ``between_batches_seconds``: host time from the end of a batch until the next one is requested (loggers,
+      callbacks, start of an epoch), without evaluation and checkpoints; not included in any rate;
+    - ``gpu_idle_seconds``, on a GPU: from the end of a batch's GPU work until that of the next forward pass begins,
+      apart from evaluations. If it is not near 0, the GPU waits for data, callbacks or Python. It is measured with CUDA
+      events and does not synchronize;
+    - totals so far: ``warmup_seconds``, ``eval_seconds``, ``checkpoint_seconds``.
 
     Args:
         window: Number of batches that a logged rate averages over. Default 20.
         warmup_batches: Number of initial batches excluded from the steady state, 0 to 8. Default 3.
+        interval: Number of batches between two logged values. Default 10.
     """
-
-    checkpoint_fields: ClassVar[dict[str, Any]] = {
-        "batches": list[list[tuple[int, int, int, int, int, float, float, float, bool, float]]],  # rank → its batches
-        "eval_marks": list[int],
-        "totals": dict[str, float],
-        "unsteady": float,
-        "peak": tuple[float, str, str] | None,
-    }
 
     def reset(self) -> None:
         self.batches: list[Batch] = []
         self.eval_marks: list[int] = []  # numbers of training batches that were followed by an evaluation
         self.clock = PhaseClock()
-        self.totals: dict[str, float] = defaultdict(float)  # seconds per phase
         self._peak: Peak | None = None
         self._peak_is_here = False  # or from an earlier process, which may have run on another GPU
         self._lengths: torch.Tensor | None = None
-        self._slots = self._flops = self._graphs = 0
+        self._slots = self._flops = self._graphs = self._samples = 0
+        self._world = 1  # number of ranks
+        self._measured = (0.0, 0.0, 0.0)  # seconds of data, step and between at the end of the last batch
         self._capturing = 0.0  # total seconds of captures so far
         self._unsteady = 0.0  # total seconds of batches outside the steady state
         self._resumed = 0  # batches of earlier processes
+        self._logged = -self.interval  # number of batches at the last logged value
+        self._on_gpu = False
         self._ended: Any = None  # CUDA event at the end of the last batch
         self._gaps: list[tuple[int, Any, Any]] = []  # position of a batch, and CUDA events around the time before it
         self._summary: dict[str, Any] = {}
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        self.clock.event(Event.FIT_START)
+        self.clock.begin("start")
         self._graphs, self._capturing = counters["stats"]["unique_graphs"], capture_seconds()
+        self._samples, self._world = state.timestamp.sample.value, dist.get_world_size()
+        self._on_gpu = device_of(state).type == "cuda"
+        self._measured = self._seconds_so_far()
 
-    def _clock(self, event: Event, state: State, logger: Logger) -> None:
-        self.clock.event(event)
+    def _begin_between(self, state: State, logger: Logger) -> None:
+        self.clock.begin("between")
 
-    epoch_start = partialmethod(_clock, Event.EPOCH_START)
-    before_dataloader = partialmethod(_clock, Event.BEFORE_DATALOADER)
-    batch_checkpoint = partialmethod(_clock, Event.BATCH_CHECKPOINT)
-    epoch_end = partialmethod(_clock, Event.EPOCH_END)
-    epoch_checkpoint = partialmethod(_clock, Event.EPOCH_CHECKPOINT)
-    iteration_end = partialmethod(_clock, Event.ITERATION_END)
+    def _begin_checkpoint(self, state: State, logger: Logger) -> None:
+        self.clock.begin("checkpoint")
+
+    epoch_start = epoch_end = iteration_end = _begin_between
+    # Checkpoints are written at these events by a callback that runs after this one.
+    batch_checkpoint = epoch_checkpoint = _begin_checkpoint
+
+    def before_dataloader(self, state: State, logger: Logger) -> None:
+        self.clock.begin("data")
 
     def after_dataloader(self, state: State, logger: Logger) -> None:
-        self.clock.event(Event.AFTER_DATALOADER)
+        self.clock.begin("step")
 
     def batch_start(self, state: State, logger: Logger) -> None:
         # while the batch is still on the host, and after unpadding has counted its rows
@@ -207,21 +183,22 @@ class ThroughputMonitor(ThroughputConfig, SavedCallback, eq=False):
     def eval_before_all(self, state: State, logger: Logger) -> None:
         self._ended = None
         self._wait_for_step(state)
-        self.clock.event(Event.EVAL_BEFORE_ALL)
+        self.clock.begin_evaluation()
 
     def eval_after_all(self, state: State, logger: Logger) -> None:
-        self.clock.event(Event.EVAL_AFTER_ALL)
+        self.clock.end_evaluation()
+        self._capturing = capture_seconds()
         if self.batches:
             self.eval_marks.append(self.batches[-1].index)
         if self._summary:  # if the last interval is incomplete, Composer evaluates after FIT_END
-            self._summary["eval_seconds"] = self.totals["eval"] + self.clock.seconds["eval"]
+            self._summary["eval_seconds"] = self.clock.seconds["eval"]
 
     def _is_steady(self) -> bool:
         """Whether the batch that is about to end belongs to the steady state."""
         trained = len(self.batches) - self._resumed
         # a resumed run skips batches before its first one
         warm = trained >= max(self.warmup_batches, self._resumed > 0)
-        alone = dist.get_world_size() == 1 or capture_seconds() == self._capturing  # other ranks wait for a capture too
+        alone = self._world == 1 or capture_seconds() == self._capturing  # other ranks wait for a capture too
         return warm and alone and counters["stats"]["unique_graphs"] == self._graphs
 
     def _wait_for_step(self, state: State) -> None:
@@ -234,41 +211,49 @@ class ThroughputMonitor(ThroughputConfig, SavedCallback, eq=False):
             self.clock.skip(waited)
             self._unsteady += 0.0 if self.batches[-1].steady else waited
 
+    def _seconds_so_far(self) -> tuple[float, float, float]:
+        seconds = self.clock.seconds
+        return seconds["data"], seconds["step"], seconds["between"]
+
     def batch_end(self, state: State, logger: Logger) -> None:
-        if not self._is_steady():
+        steady = self._is_steady()
+        if not steady:
             _synchronize(device_of(state))
-        self.clock.event(Event.BATCH_END)
-        phases = self.clock.take()
-        for phase, seconds in phases.items():
-            self.totals[phase] += seconds
-        steady, self._graphs = self._is_steady(), counters["stats"]["unique_graphs"]
-        capturing, self._capturing = capture_seconds() - self._capturing, capture_seconds()
-        samples = state.timestamp.sample.value - state.previous_timestamp.sample.value  # type: ignore[union-attr]
+        self.clock.begin("between")
+        data, step, between = self._measured
+        self._measured = self._seconds_so_far()
+        self._graphs = counters["stats"]["unique_graphs"]
+        capturing = capture_seconds() - self._capturing
+        self._capturing += capturing
+        samples, self._samples = -self._samples, state.timestamp.sample.value
         batch = Batch(
             index=state.timestamp.batch.value,
-            samples=samples // dist.get_world_size(),
+            samples=(samples + self._samples) // self._world,
             tokens=0 if self._lengths is None else int(self._lengths.sum()),
             slots=self._slots,
             flops=self._flops,
-            data=phases.get("data", 0.0),
-            step=phases.get("step", 0.0) - capturing,
-            between=phases.get("between", 0.0),
+            data=self._measured[0] - data,
+            step=self._measured[1] - step - capturing,
+            between=self._measured[2] - between,
             steady=steady,
         )
         self.batches.append(batch)
-        self._note_idle_time()
-        self._ended = _timed_event() if device_of(state).type == "cuda" else None
-        self._unsteady += capturing + (0.0 if batch.steady else batch.seconds)
+        self._unsteady += capturing + (0.0 if steady else batch.data + batch.step)
+        if self._on_gpu:
+            self._note_idle_time()
+            self._ended = _timed_event()
         if not self._peak_is_here and batch.flops:
             self._peak_is_here = True
             self._peak = device_peak(precision_in_force(state), device_of(state))
-        recent = [b for b in self.batches[-self.window :] if b.steady]
-        if not recent and len(self.batches) >= FIRST_VALUE_BY:
-            recent = self.batches[-self.window :]
-        if recent:
-            rates = self._rates(recent)
-            rates["data_wait_seconds"] = batch.data
-            logger.log_metrics({f"throughput/{k}": v for k, v in {**rates, **self._times()}.items()})
+        count = len(self.batches)
+        if count - self._logged >= self.interval and (steady or count >= FIRST_VALUE_BY):
+            self._log(logger)
+
+    def _log(self, logger: Logger) -> None:
+        self._logged = len(self.batches)
+        window = self.batches[-self.window :]
+        rates = self._rates([b for b in window if b.steady] or window)
+        logger.log_metrics({f"throughput/{k}": v for k, v in {**rates, **self._times()}.items()})
 
     def _rates(self, batches: Sequence[Batch], world: int | None = None) -> dict[str, float]:
         world = dist.get_world_size() if world is None else world
@@ -282,7 +267,7 @@ class ThroughputMonitor(ThroughputConfig, SavedCallback, eq=False):
             "between_batches_seconds": sum(b.between for b in batches) / len(batches),
             "data_wait_fraction": (seconds - steps) / seconds,
         }
-        if self._ended is not None:
+        if self._on_gpu:
             rates["gpu_idle_seconds"] = sum(b.idle for b in batches) / len(batches)
         if slots := sum(b.slots for b in batches):
             rates["tokens_per_sec"] = world * tokens / seconds
@@ -293,17 +278,17 @@ class ThroughputMonitor(ThroughputConfig, SavedCallback, eq=False):
 
     def _times(self) -> dict[str, float]:
         return {
-            "warmup_seconds": self.totals["start"] + self._unsteady,
-            "eval_seconds": self.totals["eval"],
-            "checkpoint_seconds": self.totals["checkpoint"],
+            "warmup_seconds": self.clock.seconds["start"] + self._unsteady,
+            "eval_seconds": self.clock.seconds["eval"],
+            "checkpoint_seconds": self.clock.seconds["checkpoint"],
         }
 
     def fit_end(self, state: State, logger: Logger) -> None:
         self._wait_for_step(state)
-        self.clock.event(Event.FIT_END)
-        for phase, seconds in self.clock.take().items():
-            self.totals[phase] += seconds
+        self.clock.begin(None)
         self._note_idle_time()
+        if len(self.batches) > max(self._logged, 0):
+            self._log(logger)
         self._exclude_batches_unsteady_on_any_rank()
         steady = [b for b in self.batches if b.steady]
         measured = steady or self.batches
@@ -348,21 +333,22 @@ class ThroughputMonitor(ThroughputConfig, SavedCallback, eq=False):
                 self._unsteady += batch.seconds
 
     def state_dict(self) -> dict[str, Any]:
-        phases = self.totals.keys() | self.clock.seconds.keys()
         return {
-            "batches": gather_batches(self.batches),
+            # a checkpoint holds only one rank's callbacks
+            "batches": dist.all_gather_object([astuple(batch) for batch in self.batches]),
             "eval_marks": list(self.eval_marks),
-            "totals": {phase: self.totals[phase] + self.clock.seconds[phase] for phase in phases},
+            "totals": dict(self.clock.seconds),
             "unsteady": self._unsteady,
             "peak": None if self._peak is None else tuple(self._peak),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if not (before := own_batches(state.get("batches", []))):
-            return
-        self.batches, self._resumed = before, len(before)
+        if len(ranks := state.get("batches", [])) != dist.get_world_size():
+            return  # the rates of another number of ranks are others
+        self.batches = [Batch(*row) for row in ranks[dist.get_global_rank()]]
+        self._resumed = len(self.batches)
         self.eval_marks = list(state["eval_marks"])
-        self.totals.update(state["totals"])
+        self.clock.seconds.update(state["totals"])
         self._unsteady = state["unsteady"]
         self._peak = None if state["peak"] is None else Peak(*state["peak"])
 

@@ -65,7 +65,7 @@ def train(
 
         from composer.utils import dist, reproducibility
 
-        from composer_speedups.callbacks.best_weights import BestWeights
+        from composer_speedups.callbacks.evaluations import BestWeights
         from composer_speedups.core.engaging import check
         from composer_speedups.core.registry import build_techniques
         from composer_speedups.core.trainer_state import torch_device

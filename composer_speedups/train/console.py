@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 __all__ = ["TrainingProgress", "describe_run"]
 
-_RECENT_BATCHES = 50  # their rate determines the time left
+_REFRESH_SECONDS = 0.1  # between two updates
+_RECENT_UPDATES = 50  # their rate determines the time left
 _MIN_PROGRESS, _MIN_SECONDS = 0.1, 5.0  # between two lines of a log file
 _NO_CHECKPOINTS = "at the end; checkpoint.interval is not set, so an interrupted run is lost"
-_EVALUATION = "metrics/eval/"
 
 
 def describe_run(
@@ -90,8 +90,8 @@ class TrainingProgress(LoggerDestination):
     elsewhere.
 
     Each evaluation prints a line with its metrics, named as in the report. Epochs count from 1. The time left is based
-    on the rate of the last 50 batches. Only rank 0 should have it. It replaces Composer's ProgressBarLogger, which
-    prints the whole config, counts epochs from 0 and truncates metric names.
+    on the last 50 updates, which are at least 0.1 s apart. Only rank 0 should have it. It replaces Composer's
+    ProgressBarLogger, which prints the whole config, counts epochs from 0 and truncates metric names.
 
     Args:
         stream: Where to print; None for stderr.
@@ -101,17 +101,15 @@ class TrainingProgress(LoggerDestination):
     def __init__(self, stream: TextIO | None = None, now: Callable[[], float] = time.monotonic) -> None:
         self.stream, self._now = stream or sys.stderr, now
         self._bar: tqdm[Any] | None = None
-        self._recent: deque[tuple[float, float]] = deque(maxlen=_RECENT_BATCHES)  # (time, fraction of the run)
+        self._recent: deque[tuple[float, float]] = deque(maxlen=_RECENT_UPDATES)  # (time, fraction of the run)
         self._printed = (-1.0, -1.0)  # fraction and time of the last printed line
         self._rate: float | None = None
         self._loss: float | None = None
-        self._metrics: dict[str, float] = {}
+        self._updated = -_REFRESH_SECONDS
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
         self._rate = metrics.get("throughput/samples_per_sec", self._rate)
         self._loss = metrics.get("loss/train/total", self._loss)
-        evaluated = {k.removeprefix(_EVALUATION): v for k, v in metrics.items() if k.startswith(_EVALUATION)}
-        self._metrics |= reported_values(evaluated)
 
     def fit_start(self, state: State, logger: Logger) -> None:
         self._recent.append((self._now(), _fraction(state)))
@@ -125,7 +123,13 @@ class TrainingProgress(LoggerDestination):
             )
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        now, fraction = self._now(), _fraction(state)
+        now = self._now()
+        if now - self._updated >= _REFRESH_SECONDS:
+            self._updated = now
+            self._update(state, now)
+
+    def _update(self, state: State, now: float) -> None:
+        fraction = _fraction(state)
         self._recent.append((now, fraction))
         if self._bar is not None:
             self._bar.set_description_str(self._status(state), refresh=False)
@@ -144,12 +148,13 @@ class TrainingProgress(LoggerDestination):
     def eval_after_all(self, state: State, logger: Logger) -> None:
         if self._bar is not None:
             self._bar.set_description_str(self._status(state))
-        if self._metrics:
-            values = ", ".join(f"{name} {value:.4g}" for name, value in sorted(self._metrics.items()))
+        if metrics := reported_values(state.eval_metric_values):
+            values = ", ".join(f"{name} {value:.4g}" for name, value in sorted(metrics.items()))
             self._print(f"{_position(state, over=True)}: {values}")
-            self._metrics = {}
 
     def fit_end(self, state: State, logger: Logger) -> None:
+        if self._bar is not None:
+            self._update(state, self._now())
         self.close(state, logger)
 
     def close(self, state: State, logger: Logger) -> None:

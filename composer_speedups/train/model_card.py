@@ -8,7 +8,7 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from composer_speedups.callbacks.engagement import describe_evidence
+from composer_speedups.callbacks.run_report import describe_evidence
 from composer_speedups.core.files import write_atomically
 from composer_speedups.tasks.task import task_class
 

@@ -10,7 +10,7 @@ from composer import Trainer
 from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.trainer.trainer import _clear_incomplete_train_states
-from composer.utils import dist
+from composer.utils import dist, ensure_tuple
 
 from composer_speedups.core.errors import first_line
 from composer_speedups.core.host import in_force
@@ -40,11 +40,14 @@ class MicrobatchTrainer(Trainer):
     Args:
         on_out_of_memory: ``"halve"`` or ``"stop"``.
         settings: The arguments of Composer's Trainer.
+
+    Attributes:
+        history: The changes of the micro-batch size, one of the Trainer's callbacks.
     """
 
     def __init__(self, on_out_of_memory: Literal["halve", "stop"] = "halve", **settings: Any) -> None:
-        self.on_out_of_memory = on_out_of_memory
-        super().__init__(**settings)
+        self.on_out_of_memory, self.history = on_out_of_memory, MicrobatchHistory()
+        super().__init__(**settings | {"callbacks": [self.history, *ensure_tuple(settings.get("callbacks"))]})
 
     def _wrap_model_for_distributed(self, model: Any, optimizers: Any) -> None:
         with offloading(self.state.fsdp_config):
@@ -54,6 +57,7 @@ class MicrobatchTrainer(Trainer):
     def _train_microbatches(
         self, microbatches: Any, total_loss_dict: dict[str, torch.Tensor], ddp_sync: bool = True
     ) -> torch.Tensor:
+        self.history.note(self.state)
         batch = self.state.batch  # Composer replaces the batch by each micro-batch
         while True:
             if len(microbatches) > 1 or dist.get_world_size() > 1:
@@ -84,6 +88,7 @@ class MicrobatchTrainer(Trainer):
             stacklevel=4,
         )
         state.device_train_microbatch_size = size
+        self.history.note(state)
         _clear_incomplete_train_states(state)
         for metric in (state.train_metrics or {}).values():
             metric.reset()
@@ -108,10 +113,14 @@ class MicrobatchHistory(Callback):
     def fit_start(self, state: State, logger: Logger) -> None:
         self._size = state.device_train_microbatch_size
 
-    def batch_end(self, state: State, logger: Logger) -> None:
+    def note(self, state: State) -> None:
+        """Record the present size if it has changed. Several changes in one batch are one."""
         size = state.device_train_microbatch_size
         if size != self._size:
-            self.changes.append({"batch": state.timestamp.batch.value - 1, "from": self._size, "to": size})
+            batch = state.timestamp.batch.value
+            if self.changes and self.changes[-1]["batch"] == batch:
+                self._size = self.changes.pop()["from"]
+            self.changes.append({"batch": batch, "from": self._size, "to": size})
         self._size = size
 
     def state_dict(self) -> dict[str, Any]:

@@ -19,7 +19,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties, findfont, get_font
 
-from composer_speedups.callbacks.learning_curves import LearningCurves
+from composer_speedups.callbacks.losses import LossMonitor
+from composer_speedups.callbacks.run_history import RunHistory
 from composer_speedups.callbacks.throughput import Batch, ThroughputMonitor
 from composer_speedups.core.files import write_atomically
 from composer_speedups.train.config.schema import Config
@@ -36,6 +37,7 @@ CHART_STYLE: Any = {**dict.fromkeys(_TEXTS, INK), "savefig.transparent": True}
 """Matplotlib's settings for a chart, in force while it is drawn and saved."""
 
 _MOST_DRAWN = 30  # classes of a picture
+Learned = tuple[Mapping[int, float], Mapping[int, Mapping[str, float]]]
 
 
 def write_plot(trainer: Trainer, config: Config, folder: RunFolder, evaluation: Mapping[str, Any]) -> None:
@@ -55,8 +57,9 @@ def write_plot(trainer: Trainer, config: Config, folder: RunFolder, evaluation: 
         plot_confusion(evaluation["confusion"], names, title, folder / "confusion.png")
     monitor = callback_of(trainer.state, ThroughputMonitor)
     if monitor is not None and monitor.batches:
-        curves = callback_of(trainer.state, LearningCurves)
-        plot_run(monitor, curves, config.run_name, folder / "throughput.png", world=dist.get_world_size())
+        losses, history = callback_of(trainer.state, LossMonitor), callback_of(trainer.state, RunHistory)
+        learned = (losses.losses, history.evaluations) if losses and history else None
+        plot_run(monitor, learned, config.run_name, folder / "throughput.png", world=dist.get_world_size())
 
 
 @rc_context(CHART_STYLE)
@@ -90,24 +93,22 @@ def plot_confusion(matrix: Sequence[Sequence[int]], names: Sequence[str], title:
 
 
 @rc_context(CHART_STYLE)
-def plot_run(
-    monitor: ThroughputMonitor, curves: LearningCurves | None, title: str, path: Path, *, world: int = 1
-) -> None:
+def plot_run(monitor: ThroughputMonitor, learned: Learned | None, title: str, path: Path, *, world: int = 1) -> None:
     """Draw samples/s per batch, and below it training loss and accuracy, and write a PNG.
 
     Args:
         monitor: After ``fit``.
-        curves: After ``fit``; None draws samples/s only.
+        learned: The training losses and the evaluations' metrics by their batches; None draws samples/s only.
         title: Title of the picture.
         path: The PNG.
         world: Number of ranks; each batch's rate is multiplied by it.
     """
-    figure = Figure(figsize=(9, 4 if curves is None else 6.5), dpi=120, layout="constrained")
-    panels = figure.subplots(1 if curves is None else 2, 1, sharex=True, squeeze=False)[:, 0]
+    figure = Figure(figsize=(9, 4 if learned is None else 6.5), dpi=120, layout="constrained")
+    panels = figure.subplots(1 if learned is None else 2, 1, sharex=True, squeeze=False)[:, 0]
     _draw_rates(panels[0], monitor, world)
     panels[0].set_title(_drawable(title))
-    if curves is not None:
-        _draw_learning(panels[1], curves, monitor.window)
+    if learned is not None:
+        _draw_learning(panels[1], learned, monitor.window)
     panels[-1].set_xlabel("training batch")
     for axes in panels:
         axes.margins(x=0.01)
@@ -152,17 +153,21 @@ def _draw_rates(axes: Axes, monitor: ThroughputMonitor, world: int) -> None:
     axes.set(ylabel="samples/s", ylim=(0, None))
 
 
-def _draw_learning(axes: Axes, curves: LearningCurves, window: int) -> None:
+def _draw_learning(axes: Axes, learned: Learned, window: int) -> None:
     """Draw each batch's training loss and its mean, and loss and accuracy of evaluations, with accuracy on its own
     axis."""
-    batches, losses = list(curves.losses), list(curves.losses.values())
+    batches, losses = list(learned[0]), list(learned[0].values())
+
+    def evaluated(name: str) -> dict[int, float]:
+        return {batch: values[name] for batch, values in learned[1].items() if name in values}
+
     means = [statistics.fmean(losses[max(0, i - window + 1) : i + 1]) for i in range(len(losses))]
     axes.plot(batches, losses, color="tab:blue", alpha=0.25, linewidth=0.8, label="training loss")
     axes.plot(batches, means, color="tab:blue", linewidth=1.8, label=f"mean of {window} batches")
     axes.set(ylabel="loss", ylim=(0, None))
-    if validation := curves.of_evaluations("loss"):
+    if validation := evaluated("loss"):
         axes.plot([*validation], [*validation.values()], "o", color="tab:red", label="validation loss")
-    if accuracy := curves.of_evaluations("accuracy"):
+    if accuracy := evaluated("accuracy"):
         right = axes.twinx()
         right.plot([*accuracy], [*accuracy.values()], "s--", color="tab:green", clip_on=False)
         right.set(ylabel="accuracy", ylim=(0, 1))

@@ -10,16 +10,12 @@ from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.utils import dist
 
-from composer_speedups.callbacks.best_weights import BestWeights
 from composer_speedups.callbacks.class_report import ClassReport, class_rows, note_on_metric
-from composer_speedups.callbacks.divergence import DivergenceGuard
-from composer_speedups.callbacks.early_stopping import EarlyStopping
-from composer_speedups.callbacks.engagement import EngagementReport, describe_evidence
-from composer_speedups.callbacks.finite_loss import FiniteLoss
-from composer_speedups.callbacks.learning_curves import LearningCurves
-from composer_speedups.callbacks.loss_scale import LossScaleMonitor
+from composer_speedups.callbacks.evaluations import BestWeights, EarlyStopping
+from composer_speedups.callbacks.losses import LossMonitor
 from composer_speedups.callbacks.memory import MemoryAnatomy
 from composer_speedups.callbacks.run_history import RunHistory
+from composer_speedups.callbacks.run_report import RunReport, describe_evidence, evidence_of
 from composer_speedups.callbacks.throughput import ThroughputMonitor
 from composer_speedups.core.files import write_json
 from composer_speedups.core.process_age import process_age
@@ -39,7 +35,6 @@ if TYPE_CHECKING:
 __all__ = ["StartupTimes", "build_report", "callback_of", "summary_table", "write_report"]
 
 C = TypeVar("C", bound=Callback)
-_GUARDS = (FiniteLoss, LossScaleMonitor, DivergenceGuard)
 
 
 def write_report(
@@ -76,7 +71,7 @@ def build_report(
     data: DataSummary | None = None,
 ) -> dict[str, Any]:
     """Collect everything that the run measured, for report.json."""
-    engagement, microbatches = callback_of(state, EngagementReport), callback_of(state, MicrobatchHistory)
+    logged, microbatches = callback_of(state, RunReport), callback_of(state, MicrobatchHistory)
     history = callback_of(state, RunHistory) or RunHistory()
     changes = microbatches.changes if microbatches else []
     best = callback_of(state, BestWeights)
@@ -88,14 +83,14 @@ def build_report(
         "memory": _summary(state, MemoryAnatomy),
         "startup": _summary(state, StartupTimes),
         "metrics": {**history.metrics, **final_metrics(state), **(best.metrics if best else {})},
-        "evaluations": _summary(state, LearningCurves) or [],
+        "evaluations": history.summary(),
         "data": data.report() if data else {},
         "classes": _classes(state, best),
         "best": _summary(state, BestWeights),
         "early_stopping": _summary(state, EarlyStopping),
-        "algorithms": EngagementReport.summary(state),
-        "numerics": engagement.numerics if engagement else {},
-        "guards": {k: v for guard in _GUARDS for k, v in _summary(state, guard).items()},
+        "algorithms": evidence_of(state),
+        "numerics": logged.numerics if logged else {},
+        "guards": _summary(state, LossMonitor),
         "ddp": sums.summary() if sums else None,
         "training": {
             "batches": state.timestamp.batch.value,
@@ -271,9 +266,11 @@ class StartupTimes(Callback):
         self.clock = clock
         self._done = False
 
-    def batch_end(self, state: State, logger: Logger) -> None:
-        if self._done:
-            return
+    def init(self, state: State, logger: Logger) -> None:
+        self.batch_end = self._end_first_batch  # type: ignore[method-assign]
+
+    def _end_first_batch(self, state: State, logger: Logger) -> None:
+        del self.batch_end  # type: ignore[method-assign]  # later batches do not concern it
         self._done = True
         if device_of(state).type == "cuda":
             torch.cuda.synchronize(device_of(state))

@@ -16,22 +16,14 @@ from composer.core import Algorithm, Callback, DataSpec
 from composer.devices import Device, DeviceCPU, DeviceGPU
 from composer.utils import dist, reproducibility
 
-from composer_speedups.callbacks.best_weights import BestWeights
 from composer_speedups.callbacks.class_report import ClassReport
-from composer_speedups.callbacks.divergence import DivergenceGuard
-from composer_speedups.callbacks.early_stopping import EarlyStopping
-from composer_speedups.callbacks.engagement import EngagementReport
-from composer_speedups.callbacks.evaluated_metric import find_metric
-from composer_speedups.callbacks.finite_loss import FiniteLoss
+from composer_speedups.callbacks.evaluations import BestWeights, EarlyStopping, find_metric
 from composer_speedups.callbacks.float32_matmuls import Float32Matmuls
-from composer_speedups.callbacks.learning_curves import LearningCurves
-from composer_speedups.callbacks.loss_scale import LossScaleMonitor
+from composer_speedups.callbacks.losses import LossMonitor
 from composer_speedups.callbacks.memory import MemoryAnatomy
-from composer_speedups.callbacks.optimizer_monitor import OptimizerMonitor
 from composer_speedups.callbacks.run_history import RunHistory
-from composer_speedups.callbacks.run_summary import RunSummary
+from composer_speedups.callbacks.run_report import RunReport
 from composer_speedups.callbacks.throughput import ThroughputMonitor
-from composer_speedups.callbacks.wandb_axes import WandbAxes
 from composer_speedups.core.errors import ConfigError, first_line
 from composer_speedups.core.run import Run
 from composer_speedups.core.technique import Technique
@@ -50,7 +42,7 @@ from composer_speedups.train.config.schema import CheckpointConfig, Config, Opti
 from composer_speedups.train.fit import StopSignals
 from composer_speedups.train.loggers import loggers_of
 from composer_speedups.train.optimization import build_optimizer, build_scheduler
-from composer_speedups.train.out_of_memory import MicrobatchHistory, MicrobatchTrainer
+from composer_speedups.train.out_of_memory import MicrobatchTrainer
 
 if TYPE_CHECKING:
     from composer_speedups.train.run_folder import RunFolder
@@ -240,27 +232,21 @@ def _check_rates(trainer: Trainer, wanted: float) -> None:
 
 
 def _callbacks(config: Config, techniques: Sequence[Technique], folder: RunFolder | None) -> list[Callback]:
-    """The callbacks that the config names, and those of every run."""
+    """The callbacks that the config names, and those of every run. Only the first three, or four with several ranks,
+    do something in each batch."""
     named = config.callbacks
     sets_matmul_precision = any(t.name == "tf32_matmul" and t.engaged is not False for t in techniques)
     return [
-        EngagementReport(),
-        MicrobatchHistory(),
-        OverlappedDDP(),
-        *([] if sets_matmul_precision else [Float32Matmuls()]),
+        *([OverlappedDDP()] if dist.get_world_size() > 1 else []),
         *_configured(ThroughputMonitor, named.throughput),
         *_configured(MemoryAnatomy, named.memory),
-        LossScaleMonitor(),
-        *_configured(FiniteLoss, named.finite_loss),
-        *_configured(DivergenceGuard, named.divergence),
-        OptimizerMonitor(),
-        LearningCurves(),
+        LossMonitor(named.finite_loss, named.divergence, metrics_at_interval=True),
+        *([] if sets_matmul_precision else [Float32Matmuls()]),
         ClassReport(),
         *_configured(BestWeights, config.checkpoint.best),
         *_configured(EarlyStopping, config.trainer.early_stopping),
         RunHistory({} if folder is None else folder.inputs),
-        RunSummary(),
-        *([] if config.loggers.wandb is None else [WandbAxes()]),
+        RunReport(),
     ]
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from composer_speedups import BestWeights, EarlyStopping
-from composer_speedups.callbacks.learning_curves import LearningCurves
+from composer_speedups.callbacks.run_history import RunHistory
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.tasks.metrics import final_metrics
 from tests.helpers.common import SAVING, data_spec, fit_and_close, in_turn, make_trainer, plain_batches, tiny_bert
@@ -143,19 +143,19 @@ def test_the_best_weights_are_those_after_the_best_evaluation(
 def test_values_that_are_no_scalars_are_left_out() -> None:
     CrossEntropy.values = {2 * i: float(i) for i in range(1, 7)}
     metrics: Any = [CrossEntropy(sync_on_compute=False), Matrix(sync_on_compute=False)]
-    best, curves = BestWeights(), LearningCurves()
+    best, history = BestWeights(), RunHistory()
     trainer = make_trainer(
         model=HuggingFaceModel(tiny_bert(), use_logits=True, eval_metrics=metrics, metrics=[]),
         batches=plain_batches(LENGTH),
         eval_dataloader=data_spec(plain_batches(1)),
         eval_interval="2ba",
-        callbacks=[Weights(), best, curves],
+        callbacks=[Weights(), best, history],
     )
     trainer.fit()
     assert final_metrics(trainer.state).keys() == {"train_loss", "loss"}
     trainer.close()
     assert best.metrics == {"loss": 1.0}
-    assert curves.evaluations == {batch: {"loss": value} for batch, value in CrossEntropy.values.items()}
+    assert history.evaluations == {batch: {"loss": value} for batch, value in CrossEntropy.values.items()}
 
 
 def test_without_a_finite_value_the_last_weights_remain() -> None:
@@ -197,13 +197,6 @@ def test_a_second_trainer_starts_anew() -> None:
     assert (best.batch, best.metrics, stopping.best, stopping.stopped) == (LENGTH, {"loss": 1.5}, 1.5, False)
 
 
-def test_the_curves_of_a_second_trainer_do_not_go_on_from_the_first() -> None:
-    curves = LearningCurves()
-    for length in (LENGTH, 1):
-        fit_and_close(make_trainer(batches=plain_batches(length), callbacks=[curves]))
-        assert [*curves.losses] == [*range(1, length + 1)]
-
-
 @pytest.mark.parametrize("loaded", [2, 6, 10])
 def test_a_resumed_run_has_the_best_weights_of_the_uninterrupted_one(loaded: int) -> None:
     """The best evaluation comes after batch 6, and a later one would be best of those after batch 10."""
@@ -219,34 +212,15 @@ def test_a_resumed_run_has_the_best_weights_of_the_uninterrupted_one(loaded: int
     torch.testing.assert_close(weights_of(trainer.state), dict(whole.weights), rtol=0, atol=0)
 
 
-def _of_two_metrics() -> tuple[list[Callback], Any]:
-    CrossEntropy.values = dict(zip(range(2, 14, 2), [3.0, 1.0, 2.0, 4.0, 5.0, 6.0], strict=True))
-    MulticlassAccuracy.values = dict(zip(range(2, 14, 2), [0.1, 0.2, 0.9, 0.3, 0.3, 0.3], strict=True))
-    metrics: Any = [kind(sync_on_compute=False) for kind in (CrossEntropy, MulticlassAccuracy)]
-    names = ("loss", "MulticlassAccuracy")
-    callbacks: list[Any] = [BestWeights(name) for name in names]
-    callbacks += [EarlyStopping(name, patience=f"{LENGTH}ba") for name in names]
-    return callbacks, HuggingFaceModel(tiny_bert(), use_logits=True, eval_metrics=metrics, metrics=[])
-
-
-def _trained_on_two_metrics(callbacks: list[Callback], model: Any, **settings: Any) -> list[Any]:
-    evaluation: dict[str, Any] = {"eval_dataloader": data_spec(plain_batches(1)), "eval_interval": "2ba"}
-    batches = plain_batches(LENGTH)
-    fit_and_close(
-        make_trainer(model=model, batches=batches, callbacks=[Weights(), *callbacks], **evaluation, **settings)
-    )
-    return [callback.summary() for callback in callbacks]  # type: ignore[attr-defined]
-
-
-def test_callbacks_of_two_metrics_resume_with_their_own_states() -> None:
+def test_two_callbacks_of_a_class_are_refused_and_a_derived_class_is_not() -> None:
     """Composer's checkpoints hold one state per class."""
-    whole = _trained_on_two_metrics(*_of_two_metrics(), save_folder="saved", **SAVING)
-    assert [summary["batch"] for summary in whole[:2]] == [4, 6]
-    assert [summary["best_batch"] for summary in whole[2:]] == [4, 6]
-    assert _trained_on_two_metrics(*_of_two_metrics(), load_path="saved/ba8.pt") == whole
-    callbacks, model = _of_two_metrics()
-    resumed = _trained_on_two_metrics([*reversed(callbacks)], model, load_path="saved/ba8.pt")
-    assert [*reversed(resumed)] == whole, "in any order"
+    with pytest.raises(ConfigError, match="callbacks: BestWeights is listed twice"):
+        make_trainer(callbacks=[BestWeights(), BestWeights("accuracy")])
+
+    class BestAccuracy(BestWeights):
+        pass
+
+    make_trainer(callbacks=[BestWeights(), BestAccuracy("accuracy")])
 
 
 def test_a_callback_of_another_metric_than_the_checkpoints_starts_anew() -> None:
@@ -254,11 +228,9 @@ def test_a_callback_of_another_metric_than_the_checkpoints_starts_anew() -> None
     values = [0.05, 0.06, 0.07, 0.2, 0.3, 0.4]
     fit_and_close(trainer_with(EarlyStopping(patience="30ba"), values, save_folder="saved", **SAVING))
     changed = EarlyStopping("accuracy", patience="30ba")
-    with pytest.warns(UserWarning, match=r"the checkpoint has no state of EarlyStopping\(metric='accuracy'"):
-        trainer = trainer_with(
-            changed, [0.9, 0.9, 0.01, 0.02, 0.03, 0.04], MulticlassAccuracy, load_path="saved/ba4.pt"
-        )
-    fit_and_close(trainer)
+    smaller = [0.9, 0.9, 0.01, 0.02, 0.03, 0.04]
+    with pytest.warns(UserWarning, match="EarlyStopping starts anew: the checkpoint's compared min loss of eval"):
+        fit_and_close(trainer_with(changed, smaller, MulticlassAccuracy, load_path="saved/ba4.pt"))
     assert (changed.best, changed.best_batch) == (pytest.approx(0.04), LENGTH)
 
 

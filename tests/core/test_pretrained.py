@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import BertForSequenceClassification
 
-from composer_speedups import EngagementReport, FusedOptimizer, MixedPrecision
+from composer_speedups import FusedOptimizer, MixedPrecision, RunReport
 from composer_speedups.core.errors import Refusal
 from composer_speedups.data.builtin import builtin_reviews
 from composer_speedups.data.tokens import load_tokenizer
@@ -81,7 +81,7 @@ def test_tunes_trials_train_weights_of_the_same_dtype() -> None:
 
 @pytest.mark.parametrize(("dtype", "matmul"), [(torch.float16, "fp16"), (torch.bfloat16, "bf16")])
 def test_a_trainer_of_ones_own_reports_the_dtype_of_its_weights(dtype: torch.dtype, matmul: str) -> None:
-    report = EngagementReport()
+    report = RunReport()
     trainer = make_trainer([FusedOptimizer()], model=tiny_bert().to(dtype), callbacks=[report])
     trainer.fit()
     trainer.close()

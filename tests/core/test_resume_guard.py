@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from composer_speedups import EngagementReport, ForEachOptimizer, FusedLayers, FusedOptimizer, SDPAAttention, Unpadding
+from composer_speedups import ForEachOptimizer, FusedLayers, FusedOptimizer, SDPAAttention, Unpadding
 from composer_speedups.core.errors import ConfigError
 from tests.helpers.common import SAVING, final_weights, make_trainer, trained
 
@@ -23,7 +23,7 @@ BOTH = "FusedOptimizer(), SDPAAttention(backend='auto')"  # the techniques of th
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Return the checkpoint of a run with the fused optimizer and SDPA."""
     folder = str(tmp_path_factory.mktemp("run"))
-    trained([FusedOptimizer(), SDPAAttention()], callbacks=[EngagementReport()], save_folder=folder, **SAVING)
+    trained([FusedOptimizer(), SDPAAttention()], save_folder=folder, **SAVING)
     return f"{folder}/ba2.pt"
 
 
@@ -36,15 +36,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
         ([SDPAAttention], "SDPAAttention(backend='auto')]"),
         # Composer does not pass the checkpoint's algorithms to techniques that are not among them.
         ([Unpadding, FusedLayers], "FusedLayers("),
-        ([], "]"),  # seen by the report
     ],
-    ids=["another", "other settings", "fewer", "one in common", "all replaced", "none"],
+    ids=["another", "other settings", "fewer", "one in common", "all replaced"],
 )
 @pytest.mark.pins
 def test_the_error_for_other_techniques_names_both_lists(techniques: list[Any], current: str, checkpoint: str) -> None:
-    report = [] if techniques else [EngagementReport()]
     with pytest.raises(ConfigError) as error:
-        make_trainer([build() for build in techniques], callbacks=report, load_path=checkpoint)
+        make_trainer([build() for build in techniques], load_path=checkpoint)
     assert f"was written with techniques [{BOTH}] and this run has [{current}" in str(error.value)
 
 
@@ -60,15 +58,4 @@ def test_weights_only_loads_with_any_techniques(checkpoint: str) -> None:
     loaded = final_weights(trainer)
     torch.testing.assert_close(loaded, {n: saved[n] for n in loaded}, rtol=0, atol=0)
     trainer.fit()
-    trainer.close()
-
-
-def test_nothing_is_checked_without_techniques_and_engagement_report(checkpoint: str) -> None:
-    """Without a technique or an EngagementReport, Composer does not call this package, and does not warn either.
-
-    train.py always adds the report; add it to your own Trainer for this check.
-    """
-    trainer = make_trainer([], load_path=checkpoint)
-    assert trainer.state.timestamp.batch.value == 2
-    assert trainer.state.algorithms == []
     trainer.close()

@@ -20,7 +20,8 @@ from composer.core import DataSpec
 from composer.utils import dist
 from torch.utils.data import DataLoader, Dataset
 
-from composer_speedups.callbacks.finite_loss import FiniteLoss
+from composer_speedups import LossMonitor
+from composer_speedups.callbacks.config import FiniteLossConfig
 from composer_speedups.core.errors import DataError, RunFailedError
 from composer_speedups.tasks.models import FinetuneModel
 from composer_speedups.train import fit as fitting
@@ -61,7 +62,7 @@ def test_train_py_stops_with_one_line_and_exit_status_1_and_keeps_its_log() -> N
 def test_a_nonfinite_loss_on_one_rank_stops_or_skips_on_all(on_nonfinite: Any) -> None:
     def fit() -> None:
         rank = int(os.environ["RANK"])
-        guard = FiniteLoss(on_nonfinite)
+        guard = LossMonitor(FiniteLossConfig(on_nonfinite))
         dataset = Batches(batches(8, 6))  # NaN in batch 6, which belongs to the second rank
         loader = DataLoader(
             dataset, 1, sampler=dist.get_sampler(dataset, shuffle=False), collate_fn=lambda rows: rows[0]

@@ -95,7 +95,7 @@ def train(
     task: Task | None = None,
     **settings: Any,
 ) -> tuple[Any, Watch, MicrobatchHistory]:
-    watch, history = Watch(), MicrobatchHistory()
+    watch = Watch()
     model: Any = HuggingFaceModel(tiny_bert(), use_logits=True, metrics=[MulticlassConfusionMatrix(2)])
     if task is not None:
         torch.manual_seed(0)
@@ -105,7 +105,7 @@ def train(
     trainer = make_trainer(
         algorithms,
         model=model,
-        callbacks=[watch, history],
+        callbacks=[watch],
         cls=MicrobatchTrainer,
         train_dataloader=DataSpec(
             DataLoader(Batches(batches), batch_size=None),
@@ -119,7 +119,7 @@ def train(
     )
     trainer.fit()
     trainer.close()
-    return trainer, watch, history
+    return trainer, watch, trainer.history  # type: ignore[attr-defined]
 
 
 def assert_same_training(one: tuple[Any, Watch, Any], other: tuple[Any, Watch, Any]) -> None:

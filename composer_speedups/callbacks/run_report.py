@@ -1,0 +1,212 @@
+"""Log what a run is compared by: its techniques with their evidence, and one value per measurement."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from composer.core import Callback, State
+from composer.loggers import Logger, MLFlowLogger, TensorboardLogger, WandBLogger
+from composer.utils import dist
+
+from composer_speedups.callbacks.evaluations import BestWeights
+from composer_speedups.callbacks.memory import MemoryAnatomy
+from composer_speedups.callbacks.peaks import precision_in_force
+from composer_speedups.callbacks.throughput import ThroughputMonitor
+from composer_speedups.core.engaging import techniques_of
+from composer_speedups.core.technique import Technique
+from composer_speedups.core.trainer_state import weight_dtypes
+from composer_speedups.tasks.metrics import final_metrics
+
+__all__ = ["AXES", "RunReport", "describe_evidence", "evidence_of", "numerics_of", "techniques_label"]
+
+_THROUGHPUT = ("samples_per_sec", "tokens_per_sec", "mfu", "data_wait_fraction", "warmup_seconds", "eval_seconds")
+
+AXES = {
+    "throughput/*": "time/batch",
+    "memory/*": "time/batch",
+    "loss/*": "time/sample",
+    "metrics/*": "time/sample",
+}
+"""Metrics → the x-axis of their charts in Weights & Biases. Learning curves are drawn over samples, so that runs with
+different batch sizes align. Composer logs ``time/batch`` and ``time/sample`` with every metric."""
+
+
+class RunReport(Callback):
+    """Logs the techniques' evidence and the values by which runs are compared. It does nothing in a training step.
+
+    Hyperparameters, by which dashboards filter and group runs: ``techniques`` (see :func:`techniques_label`),
+    ``techniques/<name>/engaged`` and ``techniques/<name>/<evidence>``. They are logged after the first batch and at the
+    end; evidence that no longer exists then becomes None. :func:`log_changing_hyperparameters` says what each logger
+    shows.
+
+    Metrics, at the end of training: ``summary/samples_per_sec``, ``summary/tokens_per_sec``, ``summary/mfu`` and
+    ``summary/data_wait_fraction`` cover the whole steady state (``throughput/…`` covers the last batches).
+    ``summary/warmup_seconds``, ``summary/eval_seconds`` and ``summary/peak_gib`` are totals. ``summary/accuracy`` and
+    ``summary/loss`` are from the last evaluation, or from the best one with :class:`.BestWeights`;
+    ``summary/train_accuracy`` and ``summary/train_loss`` are from the last training batch. Values that were not
+    measured are omitted. Weights & Biases draws a value that is logged once as one bar per run.
+
+    It reads :class:`.ThroughputMonitor` and :class:`.MemoryAnatomy`, which must precede it in ``callbacks``.
+
+    Attributes:
+        numerics: The dtype of the weights, Composer's precision, the dtype of matmuls and torch's float32 flag, when
+            training started.
+
+    Raises:
+        ValueError: One of them follows it.
+    """
+
+    def __init__(self) -> None:
+        self._begin()
+
+    def _begin(self) -> None:
+        self.numerics: dict[str, str] = {}
+        self._logged: dict[str, Any] = {}
+        self._trained = False
+
+    def init(self, state: State, logger: Logger) -> None:
+        self._begin()  # of a Trainer, which may be a second one
+        for late in state.callbacks[state.callbacks.index(self) :]:
+            if isinstance(late, (ThroughputMonitor, MemoryAnatomy)):
+                raise ValueError(f"callbacks: RunReport must come after {type(late).__name__}; put it last")
+        self.batch_end = self._end_first_batch  # type: ignore[method-assign]
+        if any(isinstance(destination, WandBLogger) for destination in logger.destinations):
+            _define_axes()
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        self._trained = False  # in a later fit(), evaluations come before its end again
+        self.numerics = numerics_of(state)  # flags are given back before the end
+
+    def _end_first_batch(self, state: State, logger: Logger) -> None:
+        del self.batch_end  # type: ignore[method-assign]  # later batches do not concern it
+        self._log_techniques(state, logger)
+
+    def fit_end(self, state: State, logger: Logger) -> None:
+        self._trained = True
+        self._log_techniques(state, logger)
+        self._log_values(state, logger)
+
+    def eval_after_all(self, state: State, logger: Logger) -> None:
+        if self._trained:
+            self._log_values(state, logger)  # if the last interval is incomplete, Composer evaluates after FIT_END
+
+    def _log_techniques(self, state: State, logger: Logger) -> None:
+        current: dict[str, Any] = {"techniques": techniques_label(state)}
+        for name, entry in evidence_of(state).items():
+            current[f"techniques/{name}/engaged"] = entry["engaged"]
+            current |= {f"techniques/{name}/{key}": value for key, value in entry["evidence"].items()}
+        current = dict.fromkeys(self._logged) | current
+        if current != self._logged:
+            self._logged = current
+            log_changing_hyperparameters(state, logger, current)
+
+    def _log_values(self, state: State, logger: Logger) -> None:
+        logger.log_metrics({f"summary/{name}": value for name, value in _values(state).items()})
+
+
+def evidence_of(state: State) -> dict[str, dict[str, Any]]:
+    """YAML name → ``{"engaged": bool, "settings": repr, "evidence": {…}}``."""
+    return {
+        t.name: {"engaged": bool(t.engaged), "settings": repr(t), "evidence": dict(t.evidence)}
+        for t in techniques_of(state.algorithms)
+    }
+
+
+def describe_evidence(evidence: Mapping[str, Any]) -> str:
+    """A technique's evidence in a line, or why it did not engage, and the fix."""
+    if "unavailable" not in evidence:
+        note_first = sorted(evidence, key=lambda key: key != "note")  # the summary may cut off what comes later
+        return ", ".join(f"{key} {evidence[key]}" for key in note_first)
+    applied = f" ({evidence['applied']})" if "applied" in evidence else ""
+    return f"{evidence['unavailable']}{applied}; {evidence['fix']}"
+
+
+def techniques_label(state: State) -> str:
+    """The engaged techniques with their non-default settings: ``tf32_matmul + torch_compile(scope=blocks)``.
+
+    ``none`` if no technique engaged. Techniques that could not engage (``on_unavailable: warn``) are omitted.
+    """
+    return " + ".join(_format(t) for t in techniques_of(state.algorithms) if t.engaged) or "none"
+
+
+def _format(technique: Technique) -> str:
+    changed = {
+        name: getattr(technique, name)
+        for name, parameter in inspect.signature(type(technique)).parameters.items()
+        if name != "on_unavailable" and getattr(technique, name) != parameter.default
+    }
+    settings = ", ".join(f"{name}={value}" for name, value in changed.items())
+    return f"{technique.name}({settings})" if settings else technique.name
+
+
+def numerics_of(state: State) -> dict[str, str]:
+    """The dtype of the weights, Composer's precision, the dtype of matmuls, and torch's float32 flag."""
+    return {
+        "weights": ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in weight_dtypes(state.model))),
+        "precision": state.precision.value,
+        "matmul": precision_in_force(state),
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+    }
+
+
+def _values(state: State) -> dict[str, float]:
+    values: dict[str, float | None] = {}
+    best: dict[str, float] = {}
+    for callback in state.callbacks:
+        if isinstance(callback, ThroughputMonitor):
+            measured = callback.summary()
+            values |= {name: measured.get(name) for name in _THROUGHPUT}
+        elif isinstance(callback, MemoryAnatomy):
+            values["peak_gib"] = callback.summary()["peak_gib"]
+        elif isinstance(callback, BestWeights):
+            best = callback.metrics
+    values |= final_metrics(state) | best
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def log_changing_hyperparameters(state: State, logger: Logger, values: Mapping[str, Any]) -> None:
+    """Log values that may be logged again with other values, so that each logger shows the last ones.
+
+    Composer expects hyperparameters not to change, and its loggers differ in what they do when one does:
+
+    - Weights & Biases raises an error unless the change is announced. The run's config is updated.
+    - MLflow raises an error, because its parameters cannot change. The values are tags of the run instead.
+    - TensorBoard's HParams tab shows the values at the first evaluation. The Text tab shows these and all later ones.
+    - The other loggers keep or show the last value.
+    """
+    values = dict(values)
+    for destination in logger.destinations:
+        if isinstance(destination, WandBLogger):
+            import wandb
+
+            if wandb.run is not None:  # ranks other than 0 have none
+                wandb.config.update(values, allow_val_change=True)
+        elif isinstance(destination, MLFlowLogger):
+            import mlflow
+
+            if mlflow.active_run() is not None:  # otherwise set_tags would start a run, on ranks other than 0 as well
+                mlflow.set_tags(values, synchronous=destination.synchronous)
+        else:
+            destination.log_hyperparameters(values)
+            if isinstance(destination, TensorboardLogger) and not (
+                destination.rank_zero_only and dist.get_global_rank()
+            ):
+                assert destination.writer is not None, "values are logged while the Trainer is open"
+                for name, value in values.items():
+                    destination.writer.add_text(name, str(value), global_step=state.timestamp.batch.value)
+
+
+def _define_axes() -> None:
+    """Define the x-axes of metrics in the current Weights & Biases run. Only rank 0 has one."""
+    import wandb
+
+    if dist.get_global_rank() != 0 or wandb.run is None:
+        return
+    for axis in sorted(set(AXES.values())):
+        wandb.define_metric(axis)
+    for metrics, axis in AXES.items():
+        # Composer logs the values of a row's axes itself, for the last row of a run after its metrics.
+        wandb.define_metric(metrics, step_metric=axis, step_sync=False)

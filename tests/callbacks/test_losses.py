@@ -1,0 +1,494 @@
+"""LossMonitor: NaN and infinite losses, divergence, fp16's loss scale, and what it logs and records."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from composer.core import Callback, Event, Precision, State
+from composer.loggers import Logger
+from composer.models import HuggingFaceModel
+from composer.optim import LinearWithWarmupScheduler
+from torchmetrics.classification import MulticlassAccuracy
+
+from composer_speedups import LossMonitor
+from composer_speedups.callbacks.config import DivergenceConfig, FiniteLossConfig
+from composer_speedups.core.errors import DivergedError, NonFiniteError
+from composer_speedups.core.registry import technique_class
+from composer_speedups.distributed.fsdp import GradientClipping
+from tests.helpers.common import make_trainer, plain_batches, tiny_bert, trained
+from tests.helpers.nonfinite import Poisoned, batches
+from tests.helpers.rerun import graphed
+
+on_both = pytest.mark.parametrize("gpu", [False, pytest.param(True, marks=pytest.mark.gpu)], ids=["cpu", "gpu"])
+scaled = pytest.mark.filterwarnings("ignore:User provided device_type of 'cuda':UserWarning")  # of the scaler's
+
+
+def skipping(max_skips: int = 10) -> LossMonitor:
+    return LossMonitor(FiniteLossConfig("skip", max_skips))
+
+
+def counts(monitor: LossMonitor) -> tuple[int, int]:
+    summary = monitor.summary()
+    return summary["nonfinite_losses"], summary["skipped_steps"]
+
+
+def logged(trainer: Any, name: str) -> list[float]:
+    return [float(value) for _, value in trainer.logger.destinations[0].data[name]]
+
+
+class Snapshots(Callback):
+    """Record for each batch whether it left the weights and the optimizer state unchanged."""
+
+    def __init__(self) -> None:
+        self.unchanged: list[bool] = []
+        self._before: Any = None
+
+    def run_event(self, event: Event, state: State, logger: Logger) -> None:
+        if event == Event.BATCH_START:
+            self._before = self._take(state)
+        elif event == Event.BATCH_END:
+            after = self._take(state)
+            assert len(after) == len(self._before) or not self.unchanged, "only the first step creates optimizer state"
+            same = len(after) == len(self._before)
+            self.unchanged.append(same and all(_equal(a, b) for a, b in zip(after, self._before, strict=True)))
+
+    @staticmethod
+    def _take(state: State) -> list[Any]:
+        (optimizer,) = state.optimizers
+        entries = [value for entry in optimizer.state.values() for _, value in sorted(entry.items())]
+        return [_copy(value) for value in [*state.model.parameters(), *entries]]
+
+
+def _copy(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.dequantize() if hasattr(value, "codes") else value.detach().clone()  # torchao's cannot be cloned
+
+
+def _equal(one: Any, other: Any) -> bool:
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.pins
+def test_a_nonfinite_loss_stops_the_run_before_its_weights_are_saved(value: float) -> None:
+    technique = technique_class("fused_optimizer")()
+    trainer = make_trainer(
+        [technique],
+        model=Poisoned(value),
+        batches=batches(6, 4),
+        callbacks=[LossMonitor()],
+        save_folder="saved",
+        save_interval="1ba",
+        save_num_checkpoints_to_keep=1,
+    )
+    with pytest.raises(NonFiniteError) as error:
+        trainer.fit()
+    said = str(error.value)
+    assert said.startswith(f"loss: {value} at step 4 (batch 4 of epoch 1), next learning rate 0.001, fp32, ")
+    assert "engaged techniques: fused_optimizer; not finite: 41 of 41 gradients, model.bert" in said
+    assert "resume from saved/ep0-ba3-rank0.pt with checkpoint.weights_only=true and a lower optimizer.lr" in said
+    kept = torch.load(next(p for p in Path("saved").glob("ep*.pt")), weights_only=False)["state"]["model"]
+    assert all(weight.isfinite().all() for weight in kept.values())
+    trainer.close()
+
+
+def test_without_the_callback_the_same_run_ends_with_nonfinite_weights() -> None:
+    trainer = trained(model=Poisoned(), batches=batches(6, 4))
+    assert not any(p.isfinite().all() for p in trainer.state.model.parameters())
+
+
+OPTIMIZERS = {
+    "": {},
+    "foreach_optimizer": {},
+    "fused_optimizer": {},
+    "adafactor": {},
+    "bnb_optimizer": {"bits": 8, "min_8bit_size": 1024},
+    "lowbit_optimizer": {"min_size": 1024},
+    "kahan_optimizer": {},
+    "offloaded_optimizer": {"allow_cpu": True},
+    "sharded_optimizer": {},
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.pins
+def test_a_skipped_batch_changes_no_weights_and_no_optimizer_state(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    algorithms = [technique_class(name)(**OPTIMIZERS[name])] if name else []
+    guard, snapshots = skipping(), Snapshots()
+    with caplog.at_level(logging.WARNING, "composer_speedups"):
+        trainer = trained(
+            algorithms, model=Poisoned(), batches=batches(6, 3, 5), callbacks=[guard, snapshots], max_duration="6ba"
+        )
+    assert snapshots.unchanged == [False, False, True, False, True, False]
+    assert counts(guard) == (2, 2)
+    assert all(p.isfinite().all() for p in trainer.state.model.parameters())
+    assert caplog.text.count("the batch is skipped") == 2
+    assert logged(trainer, "numerics/skipped_steps") == [1, 2, 2]
+
+
+SWAPPED = [name for name in OPTIMIZERS if name not in ("", "foreach_optimizer", "fused_optimizer")]
+
+
+@pytest.mark.parametrize("name", SWAPPED)
+def test_an_optimizer_engages_although_its_first_steps_are_skipped(name: str) -> None:
+    """The optimizer's first step with a nonzero learning rate is the one that is skipped."""
+    technique: Any = technique_class(name)(**OPTIMIZERS[name])
+    trained(
+        [technique],
+        model=Poisoned(),
+        batches=batches(4, 3),  # the learning rate is 0 in the first two batches
+        callbacks=[skipping()],
+        schedulers=LinearWithWarmupScheduler("1ba"),
+    )
+    assert technique.engaged
+    moved = technique.evidence["parameters_moved"].split()
+    assert int(moved[0]) > 0
+    assert moved[-1] == "41"
+
+
+def test_a_nonfinite_microbatch_skips_the_whole_batch() -> None:
+    def split(batch: Any, size: Any) -> list[Any]:
+        return [{key: value[i : i + size] for key, value in batch.items()} for i in range(0, 4, size)]
+
+    given = batches(4)
+    given[2]["input_ids"][2, 0] = 63  # the first row of the second micro-batch
+    guard, snapshots = skipping(), Snapshots()
+    trainer = make_trainer(
+        model=Poisoned(), batches=given, callbacks=[guard, snapshots], device_train_microbatch_size=2
+    )
+    trainer.state._train_dataloader = trainer.state.train_dataloader
+    trainer._train_data_spec.split_batch = split
+    trainer.fit()
+    trainer.close()
+    assert snapshots.unchanged == [False, False, True, False]
+
+
+def test_a_batch_replayed_by_a_graph_is_skipped_too() -> None:
+    model, guard, snapshots = Poisoned(), skipping(), Snapshots()
+    calls = graphed(model.model)
+    trained(model=model, batches=batches(5, 4), callbacks=[guard, snapshots])
+    assert calls.replays == 5
+    assert snapshots.unchanged == [False, False, False, True, False]
+
+
+def test_skip_stops_at_max_skips_in_a_row_and_at_the_first_batch() -> None:
+    trainer = make_trainer(model=Poisoned(), batches=batches(8, 2, 4, 5, 6), callbacks=[skipping(2)])
+    with pytest.raises(NonFiniteError, match=r"at step 6 .*2 batches in a row were skipped before it .*max_skips"):
+        trainer.fit()
+    trainer = make_trainer(model=Poisoned(), batches=batches(8, 1), callbacks=[skipping()])
+    with pytest.raises(NonFiniteError, match=r"at step 1 .*the first batch is never skipped"):
+        trainer.fit()
+
+
+@pytest.mark.parametrize("on_nonfinite", ["stop", "skip"])
+def test_nonfinite_weights_are_named_and_never_saved(on_nonfinite: Any) -> None:
+    given: dict[str, Any] = {"save_folder": "saved", "save_interval": "2ba"}
+    trainer = make_trainer(
+        model=Poisoned(overflow=True),
+        batches=batches(4, 4),
+        callbacks=[LossMonitor(FiniteLossConfig(on_nonfinite))],
+        **given,
+    )
+    with pytest.raises(NonFiniteError, match=r"weights: 1 of 41 weights, model\.classifier\.bias first are not fin"):
+        trainer.fit()
+    assert [p.name for p in Path("saved").glob("ep*.pt")] == ["ep0-ba2-rank0.pt"]
+    trainer = make_trainer(
+        model=Poisoned(overflow=True), batches=batches(4, 4), callbacks=[LossMonitor(FiniteLossConfig(on_nonfinite))]
+    )
+    with pytest.raises(NonFiniteError, match=r"classifier\.bias first are not finite at the end of the run"):
+        trainer.fit()
+    trainer = make_trainer(model=Poisoned(overflow=True), batches=batches(4, 2), callbacks=[skipping()])
+    with pytest.raises(NonFiniteError, match=r"loss: nan at step 3 .*classifier\.bias first are not finite"):
+        trainer.fit()
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_nonfinite_weights_on_another_rank_stop_this_rank(elsewhere: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("composer_speedups.callbacks.losses.any_rank", lambda _, here: here or elsewhere)
+    trainer = make_trainer(callbacks=[LossMonitor()])
+    if not elsewhere:
+        trainer.fit()
+        with torch.no_grad():
+            next(trainer.state.model.parameters()).fill_(math.nan)
+    named = "another rank's weights" if elsewhere else r"1 of \d+ weights, "
+    with pytest.raises(NonFiniteError, match=f"weights: {named}"):
+        trainer.fit(duration="1ba") if elsewhere else trainer.engine.run_event(Event.FIT_END)
+    trainer.close()
+
+
+def climbing(monitor: LossMonitor, until: int = 12, **settings: Any) -> Any:
+    """Return a Trainer of 12 batches whose loss is 4 times as large in batches 7 to ``until``."""
+    given: dict[str, Any] = {"save_interval": "1ba", "save_num_checkpoints_to_keep": 1, "save_overwrite": True}
+    poisoned = batches(12, *range(7, until + 1))
+    return make_trainer(
+        model=Poisoned(4.0), batches=poisoned, callbacks=[monitor], save_folder="saved", **given, **settings
+    )
+
+
+def diverging(batches: int = 3) -> LossMonitor:
+    return LossMonitor(divergence=DivergenceConfig(factor=2, margin=0, batches=batches, smoothing=0.5))
+
+
+def test_a_rising_loss_stops_the_run_and_keeps_the_last_good_checkpoint() -> None:
+    monitor, again = diverging(), diverging()
+    with pytest.raises(DivergedError, match=r"diverged at step 9 .*resume from saved/ep0-ba6-rank0\.pt"):
+        climbing(monitor).fit()
+    assert [p.name for p in Path("saved").glob("ep*.pt")] == ["ep0-ba6-rank0.pt"]
+    assert monitor.summary()["checkpoints_withheld"] == 2
+    resumed = climbing(again, load_path="saved/ep0-ba6-rank0.pt")
+    assert again.reference == monitor.reference
+    with pytest.raises(DivergedError, match="diverged at step 9 "):
+        resumed.fit()
+    assert again.losses == monitor.losses
+
+
+def test_a_loss_that_recovers_does_not_stop_the_run() -> None:
+    monitor = diverging(5)
+    trainer = climbing(monitor, until=8)
+    trainer.fit()
+    trainer.close()
+    assert monitor.summary()["checkpoints_withheld"] == 3
+    assert [*monitor.losses] == [*range(1, 13)]
+
+
+class Scripted(Poisoned):
+    """Its loss takes these values in turn."""
+
+    def __init__(self, values: Sequence[float]) -> None:
+        super().__init__()
+        self.values = iter(values)
+
+    def loss(self, outputs: Any, batch: Any) -> Any:
+        loss = super().loss(outputs, batch)
+        return loss + (next(self.values) - loss).detach()
+
+
+def scripted(values: Sequence[float], settings: DivergenceConfig, **others: Any) -> LossMonitor:
+    monitor = LossMonitor(FiniteLossConfig("skip"), settings, interval=1)
+    trained(model=Scripted(values), batches=batches(len(values)), callbacks=[monitor], **others)
+    return monitor
+
+
+def test_the_smoothed_loss_is_the_weighted_mean_of_the_losses() -> None:
+    """Several losses of a batch are summed; NaN is ignored."""
+    monitor = scripted((4.0, 8.0, math.nan, 2.0), DivergenceConfig(smoothing=0.75))
+    weights = torch.tensor([0.75**2, 0.75, 1.0])
+    expected = float((weights * torch.tensor([4.0, 8.0, 2.0])).sum() / weights.sum())
+    assert monitor.smoothed == pytest.approx(expected)
+    assert [monitor.losses[batch] for batch in (1, 2, 4)] == [4.0, 8.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("values", "saved", "reference"),
+    [((4.0, 1.0, 1.5), "2ba", 1.0), ((4.0, 5.0, 6.0), "9ba", 4.0)],
+    ids=["the last good checkpoint", "the start"],
+)
+def test_the_reference_is_the_loss_at_the_last_good_checkpoint_or_at_the_start(
+    values: tuple[float, ...], saved: str, reference: float
+) -> None:
+    """A loss equal to the limit is allowed."""
+    settings = DivergenceConfig(factor=1.5, margin=1e-4, batches=1, smoothing=0.0)
+    above = (*values, values[-1] + 1e-2)
+    with pytest.raises(DivergedError, match=rf"at step 4 .*above {1.5 * reference:g}; .* and was {reference:g} "):
+        scripted(above, settings, save_folder="saved", save_interval=saved)
+
+
+def test_a_checkpoint_before_enough_batches_sets_no_reference() -> None:
+    settings = DivergenceConfig(batches=1, smoothing=0.9)
+    assert scripted((3.0, 3.0), settings, save_folder="saved", save_interval="1ba").reference is None
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda: FiniteLossConfig("go on"),  # type: ignore[arg-type]
+        lambda: FiniteLossConfig(max_skips=0),
+        lambda: DivergenceConfig(factor=0.5),
+        lambda: DivergenceConfig(smoothing=1.0),
+        lambda: DivergenceConfig(batches=0),
+        lambda: LossMonitor(interval=0),
+    ],
+)
+def test_settings_out_of_range_are_refused(wrong: Any) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        wrong()
+
+
+def test_a_second_trainer_starts_anew() -> None:
+    monitor = LossMonitor()
+    for length in (3, 1):
+        trained(batches=plain_batches(length), callbacks=[monitor])
+        assert [*monitor.losses] == [*range(1, length + 1)]
+
+
+class Steps(Callback):
+    """Records the learning rate and the gradient norm that the optimizer sees in each step."""
+
+    def __init__(self) -> None:
+        self.rates: list[float] = []
+        self.norms: list[float] = []
+
+    def after_train_batch(self, state: State, logger: Logger) -> None:
+        self.rates.append(state.optimizers[0].param_groups[0]["lr"])
+        gradients = [p.grad for p in state.model.parameters() if p.grad is not None]
+        self.norms.append(float(torch.stack([g.norm() for g in gradients]).norm()))
+
+
+@pytest.mark.parametrize("threshold", [1e6, 1e-3, None])
+@pytest.mark.parametrize("interval", [1, 3])
+def test_learning_rate_and_gradient_norm_are_logged_at_an_interval(threshold: float | None, interval: int) -> None:
+    """The norm is that before clipping; without clipping, none is computed."""
+    clipping: list[Any] = [] if threshold is None else [GradientClipping("norm", clipping_threshold=threshold)]
+    steps = Steps()
+    trainer = trained(
+        clipping,
+        batches=plain_batches(7),
+        callbacks=[steps, LossMonitor(interval=interval)],
+        schedulers=LinearWithWarmupScheduler("3ba"),
+    )
+    at = [batch for batch in range(7) if batch in (0, 6) or not (batch + 1) % interval]
+    assert logged(trainer, "optimizer/learning_rate") == [steps.rates[batch] for batch in at]
+    assert len(set(steps.rates)) > 3, "the schedule changes it"
+    if threshold is None:
+        assert "optimizer/gradient_norm" not in trainer.logger.destinations[0].data  # type: ignore[attr-defined]
+        return
+    norms = logged(trainer, "optimizer/gradient_norm")
+    assert len(norms) == len(at)
+    if threshold == 1e6:  # nothing is clipped
+        torch.testing.assert_close(norms, [steps.norms[batch] for batch in at])
+    else:
+        assert min(norms) > 100 * max(steps.norms)
+
+
+@pytest.mark.parametrize("fits", [1, 2])
+def test_training_metrics_are_computed_for_logged_batches_only_and_equal_composers(fits: int) -> None:
+    def values(**settings: Any) -> dict[int, float]:
+        metrics: Any = [MulticlassAccuracy(num_classes=2, average="micro")]
+        model = HuggingFaceModel(tiny_bert(), use_logits=True, metrics=metrics)
+        monitor = LossMonitor(interval=3, **settings)
+        trainer = make_trainer(model=model, batches=plain_batches(8), callbacks=[monitor], max_duration="4ba")
+        for _ in range(fits):
+            trainer.fit(duration="4ba")
+            last = float(trainer.state.train_metrics["MulticlassAccuracy"].compute())  # type: ignore[index]
+        trainer.close()
+        data = trainer.logger.destinations[0].data  # type: ignore[attr-defined]
+        logged = {time.batch.value + 1: float(value) for time, value in data["metrics/train/MulticlassAccuracy"]}
+        logged.pop(9, None)  # Composer logs the last value again at the end of the epoch
+        assert last == logged[4 * fits]
+        return logged
+
+    every, some = values(), values(metrics_at_interval=True)
+    assert [*every] == [*range(1, 4 * fits + 1)]
+    assert some == {batch: every[batch] for batch in ([1, 3, 4] if fits == 1 else [1, 3, 4, 6, 8])}
+    assert len(set(some.values())) > 1
+
+
+# fp16
+
+
+def fp16_trainer(gpu: bool, **settings: Any) -> Any:
+    """Return a Trainer in fp16. On the CPU, it runs Composer's loop and torch's GradScaler without autocast."""
+    trainer = make_trainer(gpu=gpu, **{"precision": "amp_fp16"} if gpu else {}, **settings)
+    if not gpu:
+        trainer.state.precision = Precision.AMP_FP16
+        trainer.state.scaler = torch.amp.GradScaler("cpu")
+    return trainer
+
+
+@on_both
+@scaled
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_overflow_is_skipped_by_the_scaler_and_does_not_stop_the_run(fused: bool, gpu: bool) -> None:
+    model = Poisoned(overflow=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused)
+    monitor, snapshots = LossMonitor(FiniteLossConfig("skip"), interval=1), Snapshots()
+    callbacks = [monitor, snapshots]
+    trainer = fp16_trainer(gpu, model=model, batches=batches(6, 3, 5), optimizer=optimizer, callbacks=callbacks)
+    trainer.fit()
+    kept = monitor.state_dict()
+    trainer.close()
+    counted = {"nonfinite_losses": 0, "skipped_steps": 0, "loss_scale": 2.0**14, "loss_scale_skips": 2}
+    assert monitor.summary() == counted
+    assert kept["overflows"] == 2
+    assert snapshots.unchanged.count(True) == 2
+    assert gpu or snapshots.unchanged == [False, False, True, False, True, False]
+    assert all(p.isfinite().all() for p in trainer.state.model.parameters())
+    assert logged(trainer, "numerics/loss_scale") == [2**16, 2**16, 2**15, 2**15, 2**14, 2**14]
+
+
+@on_both
+@scaled
+@pytest.mark.parametrize("on_nonfinite", ["stop", "skip"])
+def test_a_nonfinite_loss_is_not_counted_as_an_overflow(on_nonfinite: Any, gpu: bool) -> None:
+    monitor = LossMonitor(FiniteLossConfig(on_nonfinite))
+    trainer = fp16_trainer(gpu, model=Poisoned(), batches=batches(6, 3), callbacks=[monitor])
+    if on_nonfinite == "stop":
+        with pytest.raises(NonFiniteError, match=r"loss: nan at step 3 .*amp_fp16"):
+            trainer.fit()
+    else:
+        trainer.fit()
+        assert counts(monitor) == (1, 1)
+    assert all(p.isfinite().all() for p in trainer.state.model.parameters())
+    trainer.close()
+
+
+@on_both
+@scaled
+def test_gradients_that_overflow_at_any_scale_stop_the_run(gpu: bool) -> None:
+    """The scale falls below 1e-4 after 30 overflows, and is read after every tenth batch."""
+    poisoned = batches(60, *range(2, 61))
+    trainer = fp16_trainer(gpu, model=Poisoned(overflow=True), batches=poisoned, callbacks=[LossMonitor()])
+    with pytest.raises(NonFiniteError, match=r"loss scale: 1.19e-07 .*after 39 steps whose gradients overflowed"):
+        trainer.fit()
+    trainer.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graphs", [False, True])
+def test_skipping_works_with_cuda_graphs_and_early_loss(graphs: bool) -> None:
+    from composer_speedups import CUDAGraphs, EarlyLoss, SDPAAttention
+
+    algorithms = [SDPAAttention(), CUDAGraphs(), EarlyLoss()] if graphs else [EarlyLoss()]
+    monitor, snapshots, model = skipping(), Snapshots(), Poisoned()
+    plain = type(model).loss
+
+    def loss(self: Any, outputs: Any, batch: Any) -> Any:  # runs outside the captured forward pass
+        return plain(self, outputs, batch)
+
+    model.loss = loss.__get__(model)  # type: ignore[method-assign]
+    trained(algorithms, model=model, batches=batches(6, 4), callbacks=[monitor, snapshots], gpu=True)
+    assert snapshots.unchanged == [False, False, False, True, False, False]
+    assert counts(monitor) == (1, 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("on_nonfinite", ["stop", "skip"])
+def test_the_monitor_adds_no_gpu_synchronizations(on_nonfinite: Any) -> None:
+    """torch's sync debug mode counts as many synchronizations as without the callback."""
+
+    def synchronizations(callbacks: list[Any]) -> int:
+        import warnings
+
+        trainer = make_trainer(batches=batches(8), callbacks=callbacks, gpu=True)
+        torch.cuda.synchronize()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                trainer.fit()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        trainer.close()
+        return sum("synchroniz" in str(w.message) for w in caught)
+
+    without = synchronizations([])
+    with_it = synchronizations([LossMonitor(FiniteLossConfig(on_nonfinite))])
+    assert without > 0
+    assert with_it - without <= 2, "the check of the weights at the end of the run"
