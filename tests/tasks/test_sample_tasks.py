@@ -12,9 +12,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from composer_speedups import FusedOptimizer
-from composer_speedups.algorithms.fused_layers.fused_layers import FusedLayers
-from composer_speedups.algorithms.unpadding.unpadding import Unpadding
+from composer_speedups import FusedLayers, FusedOptimizer, Unpadding
 from composer_speedups.data.builtin import builtin_samples
 from composer_speedups.data.loader import build_data
 from composer_speedups.tasks.models import build_model
