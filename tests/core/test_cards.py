@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +112,7 @@ def test_the_yaml_of_a_card_is_a_config(name: str) -> None:
         defaults = {key: yaml.safe_load(value) for key, value in re.findall(r"`(\w+): (\w+)`", row)}
         technique: Any = technique_class(name)()
         assert repr(technique_class(name)(**defaults)) == repr(technique)
-        assert len(defaults) == len(fields(technique)) - 1, "the card lists every setting but on_unavailable"
+        assert len(defaults) == len(technique.model_fields) - 1, "the card lists every setting but on_unavailable"
     Path("card.yaml").write_text(text)
     config = load_config("card.yaml")
     assert name in config.algorithms
