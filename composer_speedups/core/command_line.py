@@ -6,6 +6,7 @@ import datetime
 import io
 import os
 import sys
+import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -140,7 +141,8 @@ def _shipped_configs() -> dict[str, str]:
 
 
 def read_settings(cls: type[T], arguments: Sequence[str], prefix: str = "") -> tuple[T, list[str]]:
-    """Read settings from ``key=value`` pairs with values in YAML; the last value of a key wins. ``a,b`` is a list, too.
+    """Read settings from ``key=value`` pairs with values in YAML; the last value of a key wins. ``a,b`` is a list, too,
+    and text is taken as it is.
 
     Args:
         cls: A class without sections.
@@ -157,9 +159,12 @@ def read_settings(cls: type[T], arguments: Sequence[str], prefix: str = "") -> t
     values: dict[str, Any] = {}
     for pair in own:
         key, _, text = pair.removeprefix(prefix).partition("=")
+        kinds = parts_of(fields_of(cls)[key].annotation) if key in fields_of(cls) else set()
+        if kinds <= {str, types.NoneType} and kinds:
+            values[key] = None if text == "null" and types.NoneType in kinds else text
+            continue
         values |= read_pair(f"{key}={text}", cls, prefix)
-        field = fields_of(cls).get(key)
-        if field is not None and list in parts_of(field.annotation) and not isinstance(values[key], list):
+        if list in kinds and not isinstance(values[key], list):
             values[key] = None if text == "null" else [item.strip() for item in text.split(",") if item.strip()]
     return cls.read(values, prefix, Origins(COMMAND_LINE)), [pair for pair in arguments if pair not in own]
 

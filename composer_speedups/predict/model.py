@@ -221,10 +221,8 @@ def _task_of(folder: Path, columns: Mapping[str, Any], *, evaluates: bool) -> tu
     path, exported = folder / TASK_FILE, folder / "config.json"
     if not exported.is_file():
         raise ConfigError(f"RUN: {folder} has no config.json; train again")
-    task, max_length = _settings(path)
+    task, max_length = _settings(path, evaluates=evaluates)
     labels = _read(exported, _Exported).id2label
-    if task.name == "mlm" and not evaluates:
-        raise ConfigError("RUN: a masked language model does not predict anything for a text; fine-tune it for a task")
     read = len(task.texts_of(training=False)) if evaluates else 1 if task.name == "embedding" else len(task.texts)
     for key, names in columns.items():
         known = len(getattr(task, key, None) or ())
@@ -240,12 +238,14 @@ def _task_of(folder: Path, columns: Mapping[str, Any], *, evaluates: bool) -> tu
     return task, max_length
 
 
-def _settings(path: Path) -> tuple[Task, int]:
+def _settings(path: Path, *, evaluates: bool) -> tuple[Task, int]:
     content = _read(path, _TaskFile)
     keys = {**content.data, **content.model}
     kind = TASKS.get(str(keys.get("task")))
     if kind is None:
         raise _damaged(path, f"model.task must be one of {', '.join(TASKS)}, not {keys.get('task')!r}")
+    if kind.name == "mlm" and not evaluates:
+        raise ConfigError("RUN: a masked language model does not predict anything for a text; fine-tune it for a task")
     try:
         task = build_task(kind.read({key: value for key, value in keys.items() if key in fields_of(kind)}))
         return task, DataConfig.read({"max_length": keys.get("max_length")}).max_length

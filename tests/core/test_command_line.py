@@ -37,9 +37,9 @@ def test_config_files_words_and_overrides_are_separated() -> None:
 
 
 def test_read_settings_returns_the_settings_and_the_other_arguments() -> None:
-    given = ["x.steps=7", "-f", "x.yaml", "x.share=1e-1", "x.kinds=[a, b]", "x.title=Größe, a, b=c", "seed=3"]
+    given = ["x.steps=7", "-f", "x.yaml", "x.share=1e-1", "x.kinds=[a, b]", "x.title=Größe: a, b=c", "seed=3"]
     assert read_settings(Request, [*given, "x.dry_run=true", "x.steps=8"], "x.") == (
-        Request(steps=8, share=0.1, kinds=["a", "b"], title="Größe, a, b=c", dry_run=True),
+        Request(steps=8, share=0.1, kinds=["a", "b"], title="Größe: a, b=c", dry_run=True),
         ["-f", "x.yaml", "seed=3"],
     )
     assert read_settings(Request, ["steps=null", "kinds=b,a", "title=no"]) == (
