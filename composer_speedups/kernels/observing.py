@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-__all__ = ["counting", "ran"]
+__all__ = ["counting", "ran", "uncounted"]
 
 _counters: list[Counter[str]] = []  # of the process: backward passes run in threads of autograd
 
@@ -29,3 +29,13 @@ def counting() -> Iterator[Counter[str]]:
         yield counter
     finally:
         _counters[:] = [other for other in _counters if other is not counter]  # equal ones are not the same
+
+
+@contextmanager
+def uncounted() -> Iterator[None]:
+    """Count nothing until the context is left, as for a comparison that runs the same batch again."""
+    held, _counters[:] = list(_counters), []
+    try:
+        yield
+    finally:
+        _counters[:] = held

@@ -129,6 +129,9 @@ def test_activations_gradients_and_graphs_of_frozen_layers_are_freed() -> None:
         model = tiny_model("bert", layers=6).cuda()
         apply(model, [SDPAAttention()])
         inputs = on_gpu(batch([16] * 512))
+        model(**inputs).loss.backward()
+        torch.optim.SGD(model.parameters(), lr=0.0).step()  # ends the batch that apply observes
+        model.zero_grad()
         calls = install(model, 4) if graphs else None
         model(**inputs).loss.backward()
         if layers is not None:

@@ -63,7 +63,7 @@ class TwoTexts(ComposerModel):
         return sides[0] @ sides[1].T
 
     def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
-        return torch.nn.functional.cross_entropy(outputs, torch.arange(len(outputs)))
+        return torch.nn.functional.cross_entropy(outputs, torch.arange(len(outputs), device=outputs.device))
 
 
 def sides(texts: int) -> list[Batch]:

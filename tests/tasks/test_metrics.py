@@ -57,23 +57,27 @@ def test_metrics_over_ranks_equal_torchmetrics(task: str) -> None:
         assert own == expected
 
 
-def _collectives_of_a_batch() -> Counter[str]:
-    """Count the collectives that the sixth batch adds."""
+def _further_collectives(one: int, more: int) -> Counter[str]:
+    """Count the collectives that a run of more batches adds."""
     counts = []
-    for batches in (5, 6):
+    for batches in (one, more):
         calls: Counter[str] = Counter()
         with pytest.MonkeyPatch.context() as patch:
             for name in ("all_gather", "barrier", "all_gather_object"):
                 patch.setattr(distributed, name, _counting(name, calls))
-            options = ("trainer.device=cpu", "plot=false", "export=false", "data.train_samples=64")
+            options = ("trainer.device=cpu", "plot=false", "export=false", "data.train_samples=512")
             run(*options, f"trainer.max_duration={batches}ba", "scheduler.name=constant", f"run_name=run{batches}")
         counts.append(calls)
     return counts[1] - counts[0]
 
 
-def test_a_batch_needs_one_all_gather_per_metric_state() -> None:
-    for more in on_ranks(_collectives_of_a_batch):
-        assert dict(more) == {"all_gather": 6}, "one for each state of the two metrics"
+@pytest.mark.parametrize(("one", "more", "added"), [(5, 6, {}), (10, 20, {"all_gather": 6})])
+def test_a_logged_batch_needs_one_all_gather_per_metric_state_and_others_none(
+    one: int, more: int, added: dict[str, int]
+) -> None:
+    """The two metrics have six states."""
+    for counts in on_ranks(lambda: _further_collectives(one, more)):
+        assert dict(counts) == added
 
 
 @pytest.mark.parametrize("shown", [[0, 1, 2, 3], [0, 2], [1]])

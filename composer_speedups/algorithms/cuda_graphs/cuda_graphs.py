@@ -106,10 +106,13 @@ class CUDAGraphs(Technique):
         self._calls.held, self._batches = self._in_buckets, 0
 
     def _cannot_capture(self, error: CaptureError) -> None:
-        raise self.refusal(f"the step cannot be captured ({error})", "remove it, or the code that synchronizes")
+        from composer_speedups.core.engaging import had_no_effect
+
+        reason, fix = f"the step cannot be captured ({error})", "remove it, or the code that synchronizes"
+        had_no_effect(self, self.refusal(reason, fix))
 
     def proof(self, run: Run, seen: FirstBatch) -> Mapping[str, Any]:
-        """Nothing yet: an observed batch is not captured, and one that cannot be captured raises."""
+        """Nothing yet: an observed batch is not captured, and one that cannot be captured is refused then."""
         return {"replays": 0}
 
     def summary(self, run: Run) -> dict[str, Any]:
