@@ -76,7 +76,7 @@ def train(
         from composer_speedups.train.baseline import baseline_techniques, measure_baseline
         from composer_speedups.train.console import describe_run
         from composer_speedups.train.environment import device_name
-        from composer_speedups.train.fit import StopSignals, train_to_end
+        from composer_speedups.train.fit import StopSignals, is_trained, train_to_end
         from composer_speedups.train.model_card import write_model_card
         from composer_speedups.train.plot import write_plot
         from composer_speedups.train.recording import Recording
@@ -114,7 +114,12 @@ def train(
         if dist.get_global_rank() == 0:
             print(summary, flush=True)
         clock.lap("trainer")
-        train_to_end(trainer, stop)
+        try:
+            train_to_end(trainer, stop)
+        except Exception:
+            if config.export and is_trained(trainer.state):  # a logger failed at the end, which costs no model
+                export_model(trainer.state, folder / "model")
+            raise
         if best := callback_of(trainer.state, BestWeights):
             best.restore(trainer.state)
         exported = export_model(trainer.state, folder / "model") if config.export else None

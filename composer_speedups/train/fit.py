@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 from composer import Trainer
+from composer.core import State
 from composer.devices import Device
 from composer.utils import dist
 
 from composer_speedups.core.errors import DataError, Interrupted, Refusal, RunFailedError, causes_of, first_line
 from composer_speedups.core.trainer_state import max_over_ranks
 
-__all__ = ["StopSignals", "fit", "train_to_end"]
+__all__ = ["StopSignals", "fit", "is_trained", "train_to_end"]
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _SIZE_KEYS = ("trainer.microbatch_size: ", "data.batch_size: ")
@@ -108,6 +109,11 @@ def train_to_end(trainer: Trainer, stop: StopSignals | None = None) -> None:
             trainer.close()
             raise
     _end_evaluation_workers(trainer)
+
+
+def is_trained(state: State) -> bool:
+    """Whether all batches were trained."""
+    return state.max_duration is not None and bool(state.timestamp >= state.max_duration)
 
 
 def _end_evaluation_workers(trainer: Trainer) -> None:

@@ -95,6 +95,13 @@ def test_rank_0_reports_what_failed_on_any_rank(rank: int, monkeypatch: pytest.M
         recording.check(None)
 
 
+def test_a_logger_that_fails_at_the_end_of_training_does_not_cost_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TensorboardLogger, "fit_end", _disk_is_full)
+    with pytest.raises(OSError, match="No space left"):
+        run(*JOB)
+    assert load_file(FOLDER / "model" / "model.safetensors")
+
+
 def test_a_logger_that_cannot_start_stops_the_run_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TensorboardLogger, "init", _disk_is_full)
     with pytest.raises(OSError, match="No space left"):
