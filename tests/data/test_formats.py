@@ -545,3 +545,8 @@ def test_a_pair_that_the_strategy_cannot_truncate_is_refused_in_one_line() -> No
         match=r"^data\.truncation: only_second cannot cut .*max_length=16, .* longest_first",
     ):
         build_data(config, task, model_name="", on_gpu=False)
+
+
+def test_an_address_that_its_file_system_cannot_open_is_refused_in_one_line() -> None:
+    with pytest.raises(DataError, match=r"^data\.train_file: jupyter://x\.csv cannot be read \(\w+"):
+        load_rows(["jupyter://x.csv"], "data.train_file", None)
