@@ -133,17 +133,9 @@ class KnownRows(NamedTuple):
     layout: Layout | None
     lengths: RowLengths | None
 
-    def is_for(self, mask: Tensor) -> bool:
-        """Whether a mask is this one, or a view of it with all texts as rows. Compiled code cannot see the latter,
-        and takes any mask with as many rows."""
-        if mask is self.mask:
-            return True
-        rows, width = self.mask.shape[:-1].numel(), self.mask.shape[-1]
-        if mask.shape != (rows, width) or self.mask.ndim == 2:
-            return False
-        return torch.compiler.is_compiling() or mask._base is (
-            self.mask if self.mask._base is None else self.mask._base
-        )
+    def may_be_of(self, mask: Tensor) -> bool:
+        """Whether a mask (B·texts, S) has the shape of a view of this one, (B, texts, S), with all texts as rows."""
+        return self.mask.ndim > 2 and mask.shape == (self.mask.shape[:-1].numel(), self.mask.shape[-1])
 
 
 class KnownBatch(NamedTuple):
@@ -156,11 +148,24 @@ class KnownBatch(NamedTuple):
         """Without the lengths, which a captured graph would take for constants."""
         return KnownBatch(tuple(rows._replace(lengths=None) for rows in self.rows), self.labelled)
 
+    def of(self, mask: Tensor) -> KnownRows | None:
+        """What is known of a mask, or of the one that it is a view of. Compiled code cannot see views: there, a mask of
+        the right shape is taken, if there is only one."""
+        for rows in self.rows:
+            if rows.mask is mask:
+                return rows
+        views = [rows for rows in self.rows if rows.may_be_of(mask)]
+        if torch.compiler.is_compiling():
+            return views[0] if len(views) == 1 else None
+        bases = [rows.mask if rows.mask._base is None else rows.mask._base for rows in views]
+        return next((rows for rows, base in zip(views, bases, strict=True) if mask._base is base), None)
+
     def lengths_of(self, mask: Tensor) -> dict[str, RowLengths]:
         """The model's argument with the row lengths of a mask (B, S), by name, of which chunks of the batch take their
         slice; empty if they are not known."""
-        known = [rows.lengths for rows in self.rows if rows.is_for(mask) and rows.lengths is not None]
-        return {_LENGTHS: known[0].flatten()} if known else {}  # type: ignore[dict-item]
+        known = self.of(mask)
+        lengths = None if known is None else known.lengths
+        return {} if lengths is None else {_LENGTHS: lengths.flatten()}  # type: ignore[dict-item]
 
 
 class _Current(threading.local):

@@ -87,13 +87,12 @@ class Packing:
         shape = values.shape[:2]
         if mask_BS is not None and mask_BS.shape != shape:
             return None
-        for known in known_batch().rows:
-            if mask_BS is not None and known.is_for(mask_BS):
-                if known.layout is not None:
-                    torch._assert_async((known.layout.mask_BS == mask_BS.bool()).all(), _CHANGED)
-                    if self.rules.head_has_token_loss and labels is not None and labels.shape == shape:
-                        torch._assert_async(((labels == IGNORED) | known.layout.mask_BS).all(), _LABELLED)
-                return known.layout
+        if mask_BS is not None and (known := known_batch().of(mask_BS)) is not None:
+            if known.layout is not None:
+                torch._assert_async((known.layout.mask_BS == mask_BS.bool()).all(), _CHANGED)
+                if self.rules.head_has_token_loss and labels is not None and labels.shape == shape:
+                    torch._assert_async(((labels == IGNORED) | known.layout.mask_BS).all(), _LABELLED)
+            return known.layout
         return self._count_and_lay_out(values, mask_BS, labels)
 
     @run_eagerly(COUNTED_ON_HOST_MESSAGE)

@@ -95,7 +95,8 @@ def test_a_trainer_counts_each_mask_on_the_cpu(model: Any, batches: list[Batch],
     ran = observed(trainer.fit)
     trainer.close()
     assert_near(final_weights(trainer), final_weights(expected), what="weights")
-    assert not ran["counted_in_the_call"]
+    compiled = any(technique.name == "torch_compile" for technique in techniques)
+    assert bool(ran["counted_in_the_call"]) == compiled, "compiled code cannot tell two views of one shape apart"
     assert "masks_counted_on_the_device" not in techniques[0].evidence
     assert [entry.keys() for entry in batches] == [entry.keys() for entry in given], "the loader's own batches"
 

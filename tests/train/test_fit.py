@@ -14,12 +14,12 @@ def test_evaluation_workers_end_with_training() -> None:
     """With pinned memory, torch would wait 5 s for each of them at the end of the process."""
     before = set(multiprocessing.active_children())
     trainer = make_trainer(eval_dataloader=[_loader_of("a"), _loader_of("b")], eval_interval="1ba")
-    assert set(multiprocessing.active_children()) == before
+    assert set(multiprocessing.active_children()) <= before  # one of another test may have ended
     train_to_end(trainer)
     iterators = [evaluator.dataloader.dataloader._iterator for evaluator in trainer.state.evaluators]
     assert all(len(iterator._workers) == 1 for iterator in iterators), "the workers were started"
     assert not any(worker.is_alive() for iterator in iterators for worker in iterator._workers)
-    assert set(multiprocessing.active_children()) == before
+    assert set(multiprocessing.active_children()) <= before
     trainer.close()
 
 
