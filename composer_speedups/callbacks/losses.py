@@ -117,7 +117,6 @@ class LossMonitor(SavedCallback):
         self._sent = {}
         self._last_batch = _last_batch(state)
         self._metrics = state.train_metrics if self.metrics_at_interval else None
-        self._choose_metrics(state, state.timestamp.batch.value + 1)
         self._group = state.optimizers[0].param_groups[0]
         self._rate = self._group["lr"]
         self._clipping = next((a for a in state.algorithms if isinstance(a, GradientClipping)), None)
@@ -143,16 +142,16 @@ class LossMonitor(SavedCallback):
             smoothed = {"numerics/smoothed_loss": self.smoothed} if self._weight else {}
             logger.log_metrics({"optimizer/learning_rate": float(rate), **smoothed})
             self._send()
-        self._choose_metrics(state, batch + 1)
+        if self._metrics is not None:
+            state.train_metrics = self._metrics  # for checkpoints, which hold those of the last logged batch
 
     def _is_logged(self, batch: int) -> bool:
         # what follows the last batch, such as its checkpoint, has its metrics
         return batch == 1 or batch % self.interval == 0 or (self._last_batch is not None and batch >= self._last_batch)
 
-    def _choose_metrics(self, state: State, batch: int) -> None:
-        """Let Composer compute training metrics for this batch, or not."""
-        if self._metrics is not None:
-            state.train_metrics = self._metrics if self._is_logged(batch) else None
+    def batch_start(self, state: State, logger: Logger) -> None:
+        if self._metrics is not None and not self._is_logged(state.timestamp.batch.value + 1):
+            state.train_metrics = None  # so that Composer computes none
 
     def _note(self, state: State, logger: Logger, batch: int, loss: float) -> None:
         finite = math.isfinite(loss)
