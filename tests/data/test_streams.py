@@ -250,7 +250,7 @@ def test_each_address_of_mds_shards_has_a_cache_of_its_own(monkeypatch: pytest.M
         stream_of_samples(DataConfig(source="mds", train_file=name), 0)
     one, other, again = (Path(settings["local"]) for settings in opened)
     assert (one == again, one == other) == (True, False)
-    assert one.parent == other.parent == Path(DataConfig.cache_dir) / "mds"
+    assert one.parent == other.parent == Path(DataConfig().cache_dir) / "mds"
 
 
 def test_mds_shards_go_to_one_rank_each(monkeypatch: pytest.MonkeyPatch) -> None:
