@@ -234,7 +234,7 @@ def _callbacks(config: Config, techniques: Sequence[Technique], folder: RunFolde
     """The callbacks that the config names, and those of every run. Only the first three, or four with several ranks,
     do something in each batch."""
     named = config.callbacks
-    sets_matmul_precision = any(t.name == "tf32_matmul" and t.engaged is not False for t in techniques)
+    sets_matmul_precision = any(t.sets_float32_matmuls and t.engaged is not False for t in techniques)
     return [
         *([OverlappedDDP()] if dist.get_world_size() > 1 else []),
         *_configured(ThroughputMonitor, named.throughput),
