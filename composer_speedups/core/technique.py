@@ -61,7 +61,7 @@ class Technique(Settings, Algorithm, eq=False, strict=True):
             techniques states it. A conflict that depends on settings is one of the :meth:`needs`.
         purpose: What it improves, for README's table.
         computes_on_host: Whether a part of each step runs on the CPU.
-        sets_float32_matmuls: Whether it sets torch's precision of float32 matmuls, which train.py otherwise keeps exact.
+        sets_float32_matmuls: Whether it sets the precision of float32 matmuls, which train.py otherwise keeps exact.
         fixed_shapes: Whether the micro-batch size must not change during training.
         matmul_precision: The precision of most matmuls (``bf16``, ``fp16`` or ``fp8``), if the technique sets it.
         evidence: What was replaced, observed or counted; written to report.json.
