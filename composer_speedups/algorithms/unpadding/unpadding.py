@@ -145,7 +145,7 @@ class Unpadding(ComparedTechnique):
         elif not seen.ran["packed_encoder"]:
             if seen.ran["waits_for_gradients"]:
                 return NOT_YET
-            if seen.ran["padded_encoder"] and self._kept_padded:
+            if seen.ran["padded_encoder"] and (self._kept_padded or seen.ran["counted_in_the_call"]):
                 raise self.no_effect(*_PADDED)
             how = "padded" if seen.ran["padded_encoder"] else "without its encoder"
             raise self.no_effect(f"the first forward pass ran {how}", "do not change attention and output settings")
