@@ -24,8 +24,6 @@ from pathlib import Path
 from benchmarks.rows import RESULTS, Row, append_row, call_time
 from composer_speedups.train.environment import environment
 
-__all__ = ["summary_of"]
-
 _OUTCOMES = ("passed", "failed", "skipped", "expected_failures")
 _FAILED = ("failure", "error")  # elements of the XML: an assertion or error in a test, an error in a fixture
 

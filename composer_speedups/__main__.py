@@ -6,8 +6,6 @@ import argparse
 
 from composer_speedups import __version__
 
-__all__ = ["command"]
-
 _COMMANDS = """\
 commands, each with its own --help:
   composer-speedups-train       train as a YAML file says:    composer-speedups-train -f quickstart

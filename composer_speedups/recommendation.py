@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from composer_speedups.core.apply import Applied
     from composer_speedups.core.technique import Check, OnUnavailable, Technique
 
-__all__ = ["RECOMMENDED", "apply_recommended", "recommended"]
-
 RECOMMENDED: dict[str, dict[str, Any]] = {
     "fused_optimizer": {},
     "tf32_matmul": {},

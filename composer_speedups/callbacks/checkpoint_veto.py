@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from composer.callbacks import CheckpointSaver
 from composer.core import Event, State
 
-__all__ = ["checkpoint_allowed", "last_checkpoint", "resume_advice", "veto_checkpoints"]
-
 Allow = Callable[[State, Event], bool]
 
 

@@ -13,8 +13,6 @@ from composer.loggers import Logger
 from composer_speedups.callbacks.evaluations import is_evaluation_of
 from composer_speedups.tasks.metrics import ByClass
 
-__all__ = ["ClassReport", "class_rows", "metrics_by_class", "note_on_metric"]
-
 _MOST_ROWS = 10
 _WIDEST = 48  # characters of a printed class with the words before it
 

@@ -6,15 +6,6 @@ from pydantic import Field
 
 from composer_speedups.core.settings import ComposerTime, Settings
 
-__all__ = [
-    "BestWeightsConfig",
-    "DivergenceConfig",
-    "EarlyStoppingConfig",
-    "FiniteLossConfig",
-    "MemoryConfig",
-    "ThroughputConfig",
-]
-
 FIRST_VALUE_BY = 9  # batches; afterwards ThroughputMonitor logs a value even if every batch compiled
 
 

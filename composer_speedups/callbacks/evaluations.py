@@ -18,8 +18,6 @@ from composer_speedups.callbacks.saved_callback import SavedCallback
 from composer_speedups.core.errors import ConfigError, did_you_mean
 from composer_speedups.tasks.metrics import reported_name, reported_values
 
-__all__ = ["BestWeights", "EarlyStopping", "EvaluatedMetric", "find_metric", "is_evaluation_of"]
-
 _SMALLER_IS_BETTER = ("loss", "error", "perplexity", "entropy")
 
 

@@ -7,8 +7,6 @@ from composer.loggers import Logger
 
 from composer_speedups.core.flags import MATMUL_PRECISION
 
-__all__ = ["Float32Matmuls"]
-
 
 class Float32Matmuls(Callback):
     """Keeps float32 matmuls in true float32 during ``fit``, ``eval`` and ``predict`` of its own Trainer.

@@ -22,8 +22,6 @@ from composer_speedups.distributed.fsdp import GradientClipping
 from composer_speedups.distributed.gradient_readers import reads_no_gradients
 from composer_speedups.distributed.host_scalars import HostCopy
 
-__all__ = ["LossMonitor"]
-
 log = logging.getLogger(__name__)
 
 MIN_SCALE = 1e-4  # as fairseq's --min-loss-scale: with a smaller scale, gradients overflow at any scale

@@ -17,8 +17,6 @@ from composer_speedups.core.optimizer_state import state_tensors
 from composer_speedups.core.trainer_state import device_of, is_compiled, local_shard
 from composer_speedups.distributed.gradient_readers import reads_no_gradients
 
-__all__ = ["MemoryAnatomy"]
-
 GIB = 2**30
 
 

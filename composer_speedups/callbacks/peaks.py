@@ -14,9 +14,6 @@ from composer.core import State
 from composer_speedups.core.engaging import techniques_of
 from composer_speedups.core.trainer_state import device_of, weight_dtypes
 
-__all__ = ["Peak", "device_peak", "precision_in_force"]
-
-
 _HALF = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 

@@ -13,8 +13,6 @@ from composer_speedups.callbacks.saved_callback import SavedCallback
 from composer_speedups.core.process_age import process_age
 from composer_speedups.tasks.metrics import final_metrics, reported_values
 
-__all__ = ["RunHistory"]
-
 
 class RunHistory(SavedCallback):
     """Records evaluations, and preserves values of report.json across resumes.

@@ -20,8 +20,6 @@ from composer_speedups.core.technique import Technique
 from composer_speedups.core.trainer_state import weight_dtypes
 from composer_speedups.tasks.metrics import final_metrics
 
-__all__ = ["AXES", "RunReport", "describe_evidence", "evidence_of", "numerics_of", "techniques_label"]
-
 _THROUGHPUT = ("samples_per_sec", "tokens_per_sec", "mfu", "data_wait_fraction", "warmup_seconds", "eval_seconds")
 
 AXES = {

@@ -10,8 +10,6 @@ from composer.loggers import Logger
 
 from composer_speedups.core.errors import ConfigError
 
-__all__ = ["SavedCallback"]
-
 
 class SavedCallback(Callback):
     """A callback of which checkpoints hold the attributes named in :attr:`saved`.

@@ -23,8 +23,6 @@ from composer_speedups.core.trainer_state import device_of, model_of
 from composer_speedups.families.flops import batch_lengths, training_flops
 from composer_speedups.packing.labelled_head import head_tokens
 
-__all__ = ["Batch", "PhaseClock", "ThroughputMonitor"]
-
 
 class PhaseClock:
     """Measures the seconds spent in each phase: ``start``, ``data``, ``step``, ``eval``, ``checkpoint``, ``between``.

@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Adapter", "adapter_of", "adapter_refusal", "is_adapted", "merged_weight", "without_adapter"]
-
 _LORA = ("peft.tuners.lora.layer", "Linear")
 _TRAINED_COPY = ("peft.utils.other", "ModulesToSaveWrapper")
 _VARIANTS = {"DoraLinearVariant": "DoRA", "ALoraLinearVariant": "aLoRA", "ArrowLinearVariant": "Arrow"}

@@ -20,8 +20,6 @@ from composer_speedups.core.run import Run
 from composer_speedups.core.technique import Technique
 from composer_speedups.core.trainer_state import is_compiled, world_size
 
-__all__ = ["Applied", "apply"]
-
 
 class Applied:
     """Techniques that :func:`apply` applied to a model.

@@ -14,18 +14,6 @@ from typing import Any, NamedTuple, TypeVar
 from composer_speedups.core.errors import ConfigError, did_you_mean
 from composer_speedups.core.settings import Origins, Settings, fields_of, keys_of, parts_of, sections_of
 
-__all__ = [
-    "COMMAND_LINE",
-    "CommandLine",
-    "console_command",
-    "find_config",
-    "parse_command_line",
-    "read_pair",
-    "read_settings",
-    "read_yaml",
-    "usage_as_typed",
-]
-
 COMMAND_LINE = "command line"
 _PACKAGE = Path(__file__).parents[1]
 # in the installed wheel, or next to the package in a checkout

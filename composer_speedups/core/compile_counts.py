@@ -11,8 +11,6 @@ from typing import NamedTuple
 from torch._dynamo.convert_frame import FRAME_COMPILE_COUNTER
 from torch._dynamo.utils import compilation_time_metrics, counters
 
-__all__ = ["CompileCounts", "capture_seconds", "capturing", "compile_counts", "counted_apart"]
-
 # the backward graph is compiled at the first backward pass
 _COMPILE_PHASES = ("_compile.compile_inner", "backward._backward_impl")
 

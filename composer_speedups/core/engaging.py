@@ -19,8 +19,6 @@ from composer_speedups.core.run import FirstBatch, Run
 from composer_speedups.core.stock import outermost_models
 from composer_speedups.core.technique import FSDP, NOT_YET, Technique
 
-__all__ = ["ask", "check", "engage", "had_no_effect", "refuse_conflicts", "refuse_other_techniques", "techniques_of"]
-
 _RUN = "_composer_speedups_run"  # attribute of a changed model: its run. It is collected together with the model
 
 

@@ -7,18 +7,6 @@ import signal
 from collections.abc import Iterable, Iterator
 from typing import Self
 
-__all__ = [
-    "ConfigError",
-    "DataError",
-    "Interrupted",
-    "Refusal",
-    "RunFailedError",
-    "causes_of",
-    "did_you_mean",
-    "failure_line",
-    "first_line",
-]
-
 
 class Refusal(ValueError):
     """A refused configuration, input or combination of techniques, or a run that failed.

@@ -11,8 +11,6 @@ import xxhash
 
 from composer_speedups.core.errors import DataError
 
-__all__ = ["TEXTS", "WEIGHTS", "WHOLE", "hashes_of", "model_files"]
-
 WEIGHTS = (".safetensors", ".bin")
 TEXTS = (".json", ".txt", ".model")
 """Suffixes of configurations and tokenizers."""

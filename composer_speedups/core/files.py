@@ -20,24 +20,6 @@ from typing import IO, Any
 
 from composer_speedups.core.errors import ConfigError, causes_of, first_line
 
-__all__ = [
-    "NO_SPACE",
-    "LockedFileError",
-    "atomic_file",
-    "cannot_be_loaded",
-    "check_folder",
-    "finite",
-    "lock_file",
-    "make_folder",
-    "out_of_space",
-    "publish",
-    "remove_unfinished",
-    "replace_folder",
-    "with_working_directory",
-    "write_atomically",
-    "write_json",
-]
-
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors of a full disk, an exhausted quota or a file size limit
 _PREFIX = ".unfinished-"
 _WITHOUT_HUB = (

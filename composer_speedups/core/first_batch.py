@@ -31,8 +31,6 @@ from composer_speedups.packing.untouched import untouched
 if TYPE_CHECKING:
     from composer.core import State
 
-__all__ = ["Comparison"]
-
 _FIX = "remove it for this model; or, if the difference is intended, set check: never"
 
 

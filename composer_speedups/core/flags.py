@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["MATMUL_PRECISION", "ProcessFlag"]
-
 
 class ProcessFlag:
     """One process-wide flag, and the runs that currently hold it. The run that took it last determines its value.

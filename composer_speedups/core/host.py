@@ -23,8 +23,6 @@ from composer_speedups.core.run import Run
 from composer_speedups.core.technique import Technique
 from composer_speedups.core.trainer_state import device_of, world_size
 
-__all__ = ["Host", "begin", "host_of", "in_force"]
-
 Algorithm.register(Technique)
 
 

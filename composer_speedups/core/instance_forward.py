@@ -13,8 +13,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["Inner", "call_inner", "has_forward", "replace_forward", "restore_forward"]
-
 Inner = Callable[..., Any] | None
 
 

@@ -16,8 +16,6 @@ from composer_speedups.core.run import FirstBatch, Run
 from composer_speedups.core.trainer_state import local_shard
 from composer_speedups.kernels.observing import counting
 
-__all__ = ["Observer", "Operators"]
-
 _MATMULS = {"mm", "addmm", "bmm", "baddbmm", "linear", "_scaled_mm"}
 _SAMPLE = 64  # values compared in each parameter
 # with a smaller rate, a step may be too small to change float32 weights, for example at the start of a warm-up

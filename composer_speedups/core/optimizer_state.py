@@ -10,8 +10,6 @@ from torch.optim import Optimizer
 
 from composer_speedups.core.trainer_state import local_shard
 
-__all__ = ["plain_tensors", "state_bytes", "state_tensors"]
-
 
 def state_tensors(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of the state with its key; quantised tensors as the plain tensors that they consist of."""

@@ -8,8 +8,6 @@ from typing import Literal
 import torch
 from torch import nn
 
-__all__ = ["replace_parameters"]
-
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None
 
 

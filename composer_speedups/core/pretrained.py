@@ -13,8 +13,6 @@ from transformers.utils import find_adapter_config_file
 
 from composer_speedups.core.errors import ConfigError
 
-__all__ = ["pretrained_config", "pretrained_model", "pretrained_tokenizer"]
-
 
 def pretrained_config(name: str, **settings: Any) -> Any:
     """The configuration of a model: a local folder, or a hub id. ``settings`` replace values of the file.

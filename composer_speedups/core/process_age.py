@@ -8,8 +8,6 @@ from pathlib import Path
 
 import psutil
 
-__all__ = ["process_age"]
-
 
 def process_age() -> float:
     """Seconds since this process was started, to a hundredth of a second on Linux.

@@ -17,8 +17,6 @@ from typing import Any
 from composer_speedups.core.errors import ConfigError, did_you_mean
 from composer_speedups.core.technique import Technique
 
-__all__ = ["build_techniques", "folder_of", "technique_class", "technique_names"]
-
 
 @cache
 def _classes() -> dict[str, type[Technique]]:

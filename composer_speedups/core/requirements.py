@@ -14,18 +14,6 @@ if TYPE_CHECKING:
 
     from composer_speedups.core.run import Run
 
-__all__ = [
-    "needs_autocast",
-    "needs_bf16",
-    "needs_c_compiler",
-    "needs_composer",
-    "needs_cpp_compiler",
-    "needs_cuda",
-    "needs_package",
-    "needs_triton",
-    "unsuitable_device",
-]
-
 
 def needs_cuda(who: str, run: Run, what: str, capability: tuple[int, int] = (0, 0)) -> Iterator[Refusal]:
     """A CUDA GPU of a minimum compute capability, such as (8, 0) for Ampere."""

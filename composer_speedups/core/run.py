@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from composer_speedups.core.technique import Technique
 
-__all__ = ["FirstBatch", "Run"]
-
 
 @dataclass(eq=False)
 class Run:

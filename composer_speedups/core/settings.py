@@ -21,11 +21,6 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from composer_speedups.core.errors import ConfigError, did_you_mean
 
-__all__ = [
-    "DURATION_UNITS", "Check", "ComposerTime", "FileName", "Origins", "Settings", "doc_of", "fields_of", "help_lines",
-    "key_line", "keys_help", "keys_of", "mistakes", "parts_of", "refuse", "sections_of",
-]  # fmt: skip
-
 DURATION_UNITS = ("ep", "ba", "sp", "tok")  # units of Composer's time strings
 Check = tuple[object, str, str]
 """Whether settings exclude each other, the key to name, and the end of a sentence about it."""

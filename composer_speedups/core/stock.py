@@ -21,8 +21,6 @@ from transformers.modeling_utils import AttentionInterface
 from composer_speedups.core.adapters import adapter_refusal, without_adapter
 from composer_speedups.packing.derived_classes import is_derived
 
-__all__ = ["HOOKS", "built_on_meta", "changes_to", "differences", "hooks_on", "model_differences", "outermost_models"]
-
 HOOKS = {  # attribute of a module → what one of its entries is
     "_forward_pre_hooks": "a forward pre-hook",
     "_forward_hooks": "a forward hook",

@@ -10,8 +10,6 @@ import subprocess
 import sys
 from typing import Any
 
-__all__ = ["command_output", "kill_process_group", "killed_with_parent", "python_module_command"]
-
 
 def command_output(*command: str, timeout: float | None = 20.0) -> str | None:
     """A program's stripped standard output; None if it is not installed, fails, or runs into the timeout.

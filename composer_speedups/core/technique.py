@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 else:
     Algorithm = object  # Composer need not be installed; :meth:`Technique.__post_init__` registers it
 
-__all__ = ["FSDP", "NOT_YET", "Check", "ComparedTechnique", "Effect", "OnUnavailable", "Order", "Technique"]
-
 Effect = Literal["exact", "rounding", "lower_precision", "recipe"]  # from the smallest change to the largest
 OnUnavailable = Literal["stop", "warn"]
 Check = Literal["auto", "always", "never"]

@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["temporary_attribute"]
-
 
 @contextmanager
 def temporary_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:

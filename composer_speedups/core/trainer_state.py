@@ -20,26 +20,6 @@ if TYPE_CHECKING:
     from composer.core import State
     from composer.devices import Device
 
-__all__ = [
-    "any_rank",
-    "close_host_group",
-    "compute_dtype",
-    "device_of",
-    "host_group",
-    "is_compiled",
-    "is_composer_model",
-    "local_shard",
-    "loss_of_this_rank",
-    "loss_ranks",
-    "max_over_ranks",
-    "model_of",
-    "open_host_group",
-    "ranks_meet_on_host",
-    "torch_device",
-    "weight_dtypes",
-    "world_size",
-]
-
 
 def torch_device(device: Device) -> torch.device:
     """The torch device behind a Composer device, which is a private attribute."""

@@ -13,8 +13,6 @@ from composer_speedups.core.settings import keys_help
 from composer_speedups.dashboards.layout import Request, Section, as_text, layout
 from composer_speedups.train.cli import exit_codes
 
-__all__ = ["command", "main", "read_request"]
-
 _USAGE = """\
 usage: python -m composer_speedups.dashboards PROJECT [key=value ...]
 

@@ -11,8 +11,6 @@ from wandb_workspaces import expr
 
 from composer_speedups.dashboards.layout import Chart, Request, Section, columns
 
-__all__ = ["build_report", "build_workspace"]
-
 _WIDTH, _HEIGHT = 8, 6  # width of a panel in a report, whose grid has 24 columns
 
 

@@ -11,8 +11,6 @@ from pydantic import Field
 
 from composer_speedups.core.settings import Settings
 
-__all__ = ["Chart", "Request", "Section", "as_text", "columns", "layout"]
-
 Task = Literal["classification", "multilabel", "regression", "token_classification", "reranking", "embedding", "mlm"]
 _LAYOUT: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("layout.yaml").read_text())
 

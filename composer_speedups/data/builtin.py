@@ -17,8 +17,6 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["builtin_reviews", "builtin_samples"]
-
 # IMDB's lengths are roughly log-normal; these parameters give a mean of about 230 words and a tail beyond 1,000.
 _MEDIAN_WORDS, _SIGMA, _LEAST_WORDS = 173, 0.76, 16
 

@@ -7,8 +7,6 @@ import re
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
-__all__ = ["conll_rows"]
-
 _PART_OF_A_WORD = re.compile(r"\d+[-.]\d+")  # first fields of CoNLL-U's contractions and left-out words
 _CONLL_U = 10  # fields of a line
 

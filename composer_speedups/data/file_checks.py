@@ -9,8 +9,6 @@ from composer_speedups.data.paths import find_files, is_address
 from composer_speedups.tasks.data_config import DataConfig
 from composer_speedups.tasks.settings import TaskSettings
 
-__all__ = ["check_data_files"]
-
 
 def check_data_files(data: DataConfig, task: TaskSettings) -> None:
     """Refuse a missing local file, and one without a column that the task reads. Of files that are streamed, which may

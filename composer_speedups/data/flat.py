@@ -15,8 +15,6 @@ import numpy.typing as npt
 import torch
 from datasets import Dataset
 
-__all__ = ["FlatTokens", "Ragged"]
-
 Arrays = npt.NDArray[Any]
 
 # Columns with a number per token → their name in a batch. All other columns have a number per sample, or a list of one

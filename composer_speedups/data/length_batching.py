@@ -10,8 +10,6 @@ import torch
 
 from composer_speedups.distributed.balanced_sampling import BalancedSampler, Integers
 
-__all__ = ["LengthGroupedSampler"]
-
 
 class LengthGroupedSampler(BalancedSampler):
     """Shuffles the epoch, cuts it into pools of several batches, sorts each pool by length, cuts it into batches, and

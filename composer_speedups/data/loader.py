@@ -28,8 +28,6 @@ from composer_speedups.packing.rows import IGNORED
 from composer_speedups.tasks.data_config import GENERATED, DataConfig
 from composer_speedups.tasks.task import Task
 
-__all__ = ["Data", "Pad", "build_data", "real_tokens"]
-
 Batch = dict[str, torch.Tensor]
 
 

@@ -9,8 +9,6 @@ from pathlib import Path
 from composer_speedups.core.errors import DataError, first_line
 from composer_speedups.core.files import with_working_directory
 
-__all__ = ["TEXT_FORMATS", "check_file", "find_files", "is_address", "suffix_of"]
-
 TEXT_FORMATS = (".csv", ".tsv", ".jsonl", ".conll", ".txt")
 
 

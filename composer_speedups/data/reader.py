@@ -29,21 +29,6 @@ from composer_speedups.tasks.data_config import DataConfig
 if TYPE_CHECKING:
     from datasets import Dataset
 
-__all__ = [
-    "ClassNames",
-    "Row",
-    "check_columns",
-    "class_names",
-    "declared_classes",
-    "hub_dataset",
-    "iterate_rows",
-    "load_rows",
-    "names_of_columns",
-    "no_rows",
-    "saved_dataset",
-    "with_class_names",
-]
-
 Row = dict[str, Any]
 ClassNames = Mapping[str, list[str]]
 """Column → the class names that a data set declares for its integers."""

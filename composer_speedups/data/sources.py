@@ -34,8 +34,6 @@ from composer_speedups.data.summary import DataSummary, DroppedRows, invalid_row
 from composer_speedups.tasks.data_config import GENERATED, DataConfig
 from composer_speedups.tasks.task import Example, Task
 
-__all__ = ["labelled_samples", "load_samples", "load_validation", "random_rows"]
-
 Arrays = npt.NDArray[Any]
 Needed = Sequence[tuple[str, str]]  # columns, each with the config key that names it
 

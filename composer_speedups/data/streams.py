@@ -33,8 +33,6 @@ from composer_speedups.data.reader import (
 from composer_speedups.tasks.data_config import DataConfig
 from composer_speedups.tasks.task import Task, shown
 
-__all__ = ["EndlessSamples", "Tokenized", "stream_of_samples"]
-
 _INSTALL = "pip install --no-deps mosaicml-streaming==0.13.0 && pip install Brotli catalogue python-snappy xxhash zstd"
 _MAX_SHARDS = 64  # parts of a saved dataset, which ranks and workers share
 _BLOCK = 64  # rows that are read from a file at a time

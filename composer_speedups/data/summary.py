@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-__all__ = ["DataSummary", "DroppedRows", "Truncation", "invalid_rows"]
-
 _MOST_LISTED = 10  # invalid rows that messages and the report describe
 
 

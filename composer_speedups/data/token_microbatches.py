@@ -10,8 +10,6 @@ from torch import Tensor
 
 from composer_speedups.families.flops import batch_lengths
 
-__all__ = ["split_by_tokens"]
-
 Split = Callable[[Any, int | float], list[Any]]
 
 

@@ -25,8 +25,6 @@ from composer_speedups.data.summary import Truncation
 from composer_speedups.tasks.data_config import DataConfig
 from composer_speedups.tasks.task import Task
 
-__all__ = ["load_tokenizer", "measure_truncation", "tokenize"]
-
 _MEASURED = 1000  # texts that are tokenized again to measure truncation
 _UNLIMITED = 10**6  # tokens of a text, to measure truncation
 _SPECIAL = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}

@@ -10,8 +10,6 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import DistributedSampler
 
-__all__ = ["BalancedSampler"]
-
 Integers = npt.NDArray[Any]
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from importlib.metadata import version
 from typing import Any
 
-__all__ = ["TESTED_COMPOSER", "is_defined_in_composer", "other_composer"]
-
 TESTED_COMPOSER = "0.32.1"
 """The version whose loop has the source that docs/internals.md lists and the tests compare."""
 

@@ -20,8 +20,6 @@ from torch.optim import Optimizer
 
 from composer_speedups.distributed.gradient_readers import reader_of_gradients
 
-__all__ = ["BUCKETS_SETTLED", "GradientSums", "OverlappedDDP", "ddp_of", "sums_of"]
-
 log = logging.getLogger(__name__)
 
 BUCKETS_SETTLED = 2

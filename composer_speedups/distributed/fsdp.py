@@ -30,15 +30,6 @@ from composer_speedups.core.trainer_state import local_shard
 from composer_speedups.distributed import FSDPConfig
 from composer_speedups.families.blocks import repeated_blocks
 
-__all__ = [
-    "GradientClipping",
-    "Sharding",
-    "check_sharding",
-    "fsdp_parallelism",
-    "offloading",
-    "sharded_blocks",
-]
-
 
 @dataclass
 class Sharding(FSDP2Config):

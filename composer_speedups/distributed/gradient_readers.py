@@ -14,8 +14,6 @@ from composer_speedups.core.host import Host
 from composer_speedups.core.technique import Technique
 from composer_speedups.distributed.composer_loop import is_defined_in_composer, other_composer
 
-__all__ = ["reader_of_gradients", "reads_no_gradients"]
-
 # Events, and methods of callbacks and of the Trainer, that run between the backward pass and the step.
 _EVENTS = (Event.AFTER_BACKWARD, Event.AFTER_TRAIN_BATCH)
 _CALLBACK_METHODS = ("run_event", *(event.value for event in _EVENTS))

@@ -11,8 +11,6 @@ from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.utils import dist
 
-__all__ = ["FreezeGarbage", "share_cores"]
-
 
 def share_cores(*, computes: bool, at_most: int | None = None) -> None:
     """Set the number of threads of torch's CPU operations, permanently for this process.

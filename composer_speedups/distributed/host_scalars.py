@@ -31,8 +31,6 @@ from composer_speedups.core.trainer_state import (
 )
 from composer_speedups.distributed.composer_loop import TESTED_COMPOSER, is_defined_in_composer, other_composer
 
-__all__ = ["HostCopy", "Interception", "Readback", "is_busy", "mark"]
-
 
 @functools.cache
 def _copy_stream(device: torch.device) -> torch.cuda.Stream:

@@ -9,8 +9,6 @@ from torch import nn
 from composer_speedups.families.family import family_of
 from composer_speedups.packing.derived_classes import stock_class
 
-__all__ = ["blocks_of", "repeated_blocks"]
-
 
 def blocks_of(encoder: nn.Module) -> nn.ModuleList:
     """The blocks of an encoder of a known family."""

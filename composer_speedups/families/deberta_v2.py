@@ -22,8 +22,6 @@ from composer_speedups.packing.disentangled_attention import Relative, disentang
 from composer_speedups.packing.encoder import UnpaddedEncoder
 from composer_speedups.packing.layout import Layout, mark_dynamic
 
-__all__ = ["FAMILY"]
-
 
 class _UnpaddedAttention(nn.Module):
     """The methods of an attention module that accepts packed tokens with :class:`Relative` positions."""

@@ -6,8 +6,6 @@ from typing import Any
 
 from composer_speedups.families.family import Block, Family, LayerModules
 
-__all__ = ["FAMILY"]
-
 
 def _modules(layer: Any) -> LayerModules:
     attention, ffn = layer.attention, layer.ffn

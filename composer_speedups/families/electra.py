@@ -8,8 +8,6 @@ from typing import Any
 from composer_speedups.families import bert
 from composer_speedups.families.family import Reads, default_head_reads
 
-__all__ = ["FAMILY"]
-
 
 def _reads(model_class: str, config: Any) -> Reads:
     # Its discriminator's loss uses the attention mask.

@@ -19,8 +19,6 @@ from composer_speedups.families.rotary import UnpaddedRotaryModel, packed_angles
 from composer_speedups.packing.call import CallPlan
 from composer_speedups.packing.layout import Layout, mark_dynamic
 
-__all__ = ["FAMILY"]
-
 
 class _UnpaddedEsm(UnpaddedRotaryModel):
     """As :class:`UnpaddedRotaryModel`, with the blocks in a module of their own."""

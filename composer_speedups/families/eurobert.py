@@ -15,8 +15,6 @@ from composer_speedups.families.flops import block_flops
 from composer_speedups.families.rotary import UnpaddedRotaryModel
 from composer_speedups.packing.layout import Layout
 
-__all__ = ["FAMILY"]
-
 
 class _UnpaddedEuroBert(UnpaddedRotaryModel):
     """As :class:`UnpaddedRotaryModel`, with a norm behind the last layer."""

@@ -23,22 +23,6 @@ from composer_speedups.kernels import Shape
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-__all__ = [
-    "Block",
-    "DropoutRates",
-    "Family",
-    "GatedLayerModules",
-    "LayerModules",
-    "Reads",
-    "config_value",
-    "default_head_reads",
-    "families",
-    "family_named",
-    "family_of",
-    "family_titles",
-    "kernel_shape",
-]
-
 
 class Reads(Enum):
     """Which positions of an encoder's last hidden state a head reads."""

@@ -9,8 +9,6 @@ from torch import nn
 from composer_speedups.families.blocks import blocks_of
 from composer_speedups.families.family import Family, family_of, family_titles
 
-__all__ = ["first_layers", "only_encoder"]
-
 
 def only_encoder(model: nn.Module) -> nn.Module:
     """The only encoder of a known family in a model, which may be the model itself.

@@ -12,8 +12,6 @@ from composer_speedups.families.blocks import repeated_blocks
 from composer_speedups.families.family import config_value, family_named
 from composer_speedups.packing.rows import lengths_key
 
-__all__ = ["BlockRun", "batch_lengths", "block_flops", "block_runs", "frozen_flops", "training_flops"]
-
 
 def batch_lengths(batch: Any) -> torch.Tensor | None:
     """Real tokens of each row, int64, with the shape of the token ids without their last dimension; None without token

@@ -8,8 +8,6 @@ from typing import Any
 from composer_speedups.families.family import Block, Family, LayerModules
 from composer_speedups.families.rotary import UnpaddedRotaryBert
 
-__all__ = ["FAMILY"]
-
 
 def _modules(layer: Any) -> LayerModules:
     attention, mlp = layer.self_attn, layer.mlp

@@ -19,8 +19,6 @@ from composer_speedups.families.rotary import UnpaddedRotaryModel, packed_angles
 from composer_speedups.packing.call import Call
 from composer_speedups.packing.layout import Layout, mark_dynamic
 
-__all__ = ["FAMILY"]
-
 
 class _UnpaddedModernBert(UnpaddedRotaryModel):
     """As :class:`UnpaddedRotaryModel`, with other angles in local layers, and a norm behind the last layer."""

@@ -21,8 +21,6 @@ from composer_speedups.packing.attention import PositionBias, unpadded_attention
 from composer_speedups.packing.encoder import UnpaddedEncoder
 from composer_speedups.packing.layout import Layout, mark_dynamic
 
-__all__ = ["FAMILY"]
-
 
 class _UnpaddedAttention(nn.Module):
     """The methods of an attention module that accepts packed tokens with a :class:`PositionBias`."""

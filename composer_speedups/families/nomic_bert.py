@@ -10,8 +10,6 @@ from composer_speedups.families.family import Family
 from composer_speedups.families.flops import block_flops
 from composer_speedups.families.rotary import UnpaddedRotaryBert
 
-__all__ = ["FAMILY"]
-
 
 def _block_flops(config: Any, lengths: Tensor) -> int:
     width = config.num_attention_heads * config.head_dim

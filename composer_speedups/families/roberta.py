@@ -6,8 +6,6 @@ from dataclasses import replace
 
 from composer_speedups.families import bert
 
-__all__ = ["FAMILY"]
-
 FAMILY = replace(
     bert.FAMILY,
     name="roberta",

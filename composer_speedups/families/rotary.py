@@ -19,8 +19,6 @@ from composer_speedups.packing.call import CallPlan
 from composer_speedups.packing.encoder import UnpaddedEncoder, UnpaddedModel
 from composer_speedups.packing.layout import Layout, mark_dynamic
 
-__all__ = ["UnpaddedRotaryBert", "UnpaddedRotaryModel", "packed_angles"]
-
 _EMBEDDED = ("input_ids", "token_type_ids", "inputs_embeds")
 _INPUTS = (*_EMBEDDED, "position_ids", "attention_mask")
 

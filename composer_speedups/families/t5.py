@@ -21,8 +21,6 @@ from composer_speedups.packing.attention import PositionBias
 from composer_speedups.packing.encoder import UnpaddedEncoder, UnpaddedModel
 from composer_speedups.packing.layout import Layout, mark_dynamic
 
-__all__ = ["FAMILY"]
-
 _ENCODERS = ("T5Stack", "T5EncoderModel", "T5ForTokenClassification")  # its other models have a decoder
 
 

@@ -6,8 +6,6 @@ from dataclasses import replace
 
 from composer_speedups.families import roberta
 
-__all__ = ["FAMILY"]
-
 FAMILY = replace(
     roberta.FAMILY,
     name="xlm_roberta",

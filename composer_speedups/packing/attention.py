@@ -25,21 +25,6 @@ from composer_speedups.kernels.observing import ran
 from composer_speedups.packing.autocast import to_autocast_dtype
 from composer_speedups.packing.layout import Layout
 
-__all__ = [
-    "IMPLEMENTATION",
-    "PackedAttentionConfig",
-    "PositionBias",
-    "attention_over_padded_rows",
-    "first_tokens_attention",
-    "has_16_bit_kernels",
-    "pack_heads",
-    "real_keys",
-    "repad",
-    "supports_flash_attention",
-    "supports_triton_attention",
-    "unpadded_attention",
-]
-
 IMPLEMENTATION = "unpadded"  # transformers assumes the flash-attn package for any name that contains "flash"
 
 

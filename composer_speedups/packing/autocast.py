@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["autocast_dtype", "to_autocast_dtype"]
-
 
 def autocast_dtype(device_type: str, otherwise: torch.dtype) -> torch.dtype:
     """The dtype of autocast on a CPU or GPU; ``otherwise`` if autocast is off, and on other devices, such as meta."""

@@ -35,24 +35,6 @@ from composer_speedups.packing.rows import (
 )
 from composer_speedups.packing.untouched import is_untouched
 
-__all__ = [
-    "Call",
-    "CallPlan",
-    "CallRules",
-    "FirstCalls",
-    "KnownBatch",
-    "ModelAroundEncoder",
-    "call_of",
-    "know_batch",
-    "known_batch",
-    "models_around_encoders",
-    "refuse_replicas",
-    "take_row_lengths",
-    "unwrapped",
-    "with_known_batch",
-]
-
-
 _LENGTHS = lengths_key("attention_mask")
 
 

@@ -17,21 +17,6 @@ from torch.distributed.tensor import DTensor
 
 from composer_speedups.packing.rows import RowLengths, token_masks
 
-__all__ = [
-    "FLOAT32",
-    "SIXTEEN_BITS",
-    "Check",
-    "Difference",
-    "Outcome",
-    "Tolerance",
-    "compare",
-    "measure",
-    "outcome_of",
-    "tolerance_of",
-    "with_padding",
-]
-
-
 Check = Literal["auto", "always", "never"]
 _INPUTS = ("attention_mask", "input_ids", "token_type_ids", "position_ids", "inputs_embeds")
 

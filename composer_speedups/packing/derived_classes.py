@@ -14,8 +14,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["derived_class", "is_derived", "restore_class", "stock_class", "swap_class", "wrap_forward"]
-
 
 def swap_class(
     model: nn.Module,

@@ -16,8 +16,6 @@ from composer_speedups.kernels.observing import ran
 from composer_speedups.packing.attention import pack_heads, real_keys, repad, supports_triton_attention
 from composer_speedups.packing.layout import Layout
 
-__all__ = ["Relative", "disentangled_attention", "first_tokens_disentangled_attention", "position_scores"]
-
 
 class Relative(NamedTuple):
     """Replaces the relative positions (1, S, S).

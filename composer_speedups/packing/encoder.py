@@ -31,8 +31,6 @@ from composer_speedups.packing.layout import Layout, mark_dynamic
 from composer_speedups.packing.planning import Packing
 from composer_speedups.packing.rows import CountedRows, count_rows
 
-__all__ = ["UnpaddedEncoder", "UnpaddedModel", "unpadded_encoders", "with_counted_rows", "with_row_lengths"]
-
 _PADDED = CallPlan()
 
 

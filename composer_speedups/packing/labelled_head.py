@@ -21,8 +21,6 @@ from composer_speedups.packing.derived_classes import stock_class
 from composer_speedups.packing.layout import COUNTED_ON_HOST_MESSAGE, Layout, lay_out, run_eagerly
 from composer_speedups.packing.rows import IGNORED, ROW_LABELS, as_numpy
 
-__all__ = ["LabelledHead", "MLMHead", "check_labelled_head", "head_tokens", "labelled_heads"]
-
 MLMHead = Literal["all", "labelled"]
 _HEAD = "ForMaskedLM"
 _STALE = "unpadding: the labels changed after they were counted; change batches before they are moved to the device"

@@ -16,9 +16,6 @@ from torch.nn import functional as F
 
 from composer_speedups.kernels.first_derivative import FirstDerivative
 
-__all__ = ["COUNTED_ON_HOST_MESSAGE", "MULTIPLE", "Layout", "lay_out", "mark_dynamic", "round_up", "run_eagerly"]
-
-
 MULTIPLE = 64  # packed tokens are rounded up to a multiple of it by default, because matmuls are fastest then
 COUNTED_ON_HOST_MESSAGE = (
     "unpadding reads the number of tokens on the host; wrap the collator in with_row_lengths, compile without "

@@ -21,8 +21,6 @@ from composer_speedups.packing.layout import COUNTED_ON_HOST_MESSAGE, Layout, la
 from composer_speedups.packing.rows import IGNORED, STAYS_PADDED, RowRules
 from composer_speedups.packing.untouched import packs_everything
 
-__all__ = ["READS_PADDING", "Packing"]
-
 READS_PADDING = (
     "unpadding: the loss reads outputs at padding positions, which would be zeros; give padding the label -100, pool "
     "with the attention mask, or, if padding makes no difference, set check='never'"

@@ -17,20 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = [
-    "IGNORED",
-    "ROW_LABELS",
-    "STAYS_PADDED",
-    "CountedRows",
-    "RowLengths",
-    "RowRules",
-    "as_numpy",
-    "count_rows",
-    "lengths_key",
-    "row_counts",
-    "token_masks",
-]
-
 IGNORED = -100  # the label that torch's cross entropy ignores
 STAYS_PADDED = -1  # in place of a row's number of real tokens
 _MASK, _LENGTHS = "attention_mask", "_row_lengths"

@@ -10,8 +10,6 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-__all__ = ["is_untouched", "packs_everything", "remember_attention", "untouched", "with_everything_packed"]
-
 
 class _Mode(threading.local):
     # Each thread runs this. It is not a ContextVar, which torch.compile cannot trace.

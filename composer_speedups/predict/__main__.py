@@ -18,8 +18,6 @@ from composer_speedups.data.paths import check_file
 from composer_speedups.predict.finished_run import exported_folder
 from composer_speedups.train.cli import exit_codes
 
-__all__ = ["Request", "command", "main", "read_request"]
-
 _USAGE = """\
 usage: python -m composer_speedups.predict RUN --input FILE [--output FILE | --evaluate] [key=value ...]
 

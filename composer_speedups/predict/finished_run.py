@@ -9,8 +9,6 @@ from composer_speedups.core.errors import ConfigError
 from composer_speedups.core.files import with_working_directory
 from composer_speedups.tasks.settings import TASK_FILE
 
-__all__ = ["exported_folder"]
-
 
 def exported_folder(run: Path) -> Path:
     """The exported model of a run, or ``run`` itself if it is one.

@@ -30,8 +30,6 @@ from composer_speedups.tasks.models import FinetuneModel, has_token_types, posit
 from composer_speedups.tasks.settings import TASK_FILE, TASKS
 from composer_speedups.tasks.task import Task, build_task
 
-__all__ = ["Evaluation", "FinishedModel"]
-
 Columns = dict[str, list[Any]]
 T = TypeVar("T", bound=BaseModel)
 

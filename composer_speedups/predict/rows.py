@@ -25,8 +25,6 @@ from composer_speedups.data.sources import labelled_samples
 from composer_speedups.data.summary import DataSummary, invalid_rows
 from composer_speedups.predict.model import FinishedModel
 
-__all__ = ["evaluate_file", "predict_file", "predicted"]
-
 _ROWS_PER_BLOCK = 2048  # rows that are sorted by length and computed together
 
 

@@ -15,8 +15,6 @@ from typing import IO, Literal, NamedTuple
 
 from composer_speedups.core.subprocesses import kill_process_group, killed_with_parent, python_module_command
 
-__all__ = ["TRAIN", "Ended", "Job", "Process", "own_line", "run_all"]
-
 TRAIN = "composer_speedups.train"
 """The module that trains."""
 

@@ -28,8 +28,6 @@ from composer_speedups.train.config.load import load_config
 from composer_speedups.train.config.schema import Config
 from composer_speedups.train.inputs import Inputs, changed_input, inputs_of
 
-__all__ = ["Run", "command", "gpus_of_processes", "main", "planned_runs", "table"]
-
 _USAGE = """\
 usage: composer-speedups-repeat -f FILE [-f FILE ...] [seeds=1..5] [processes=N] [key=value ...]
 

@@ -14,8 +14,6 @@ from composer_speedups.sweep.sets import Algorithms, Changes, combined, forbidde
 from composer_speedups.sweep.settings import TuneConfig
 from composer_speedups.sweep.trials import OriginalRun, Trial
 
-__all__ = ["Result", "Search"]
-
 _FIRST_STEPS, _MAX_STEPS = 8, 200  # steps of the first trial, and at most of each
 _MIN_GAIN = 0.02  # fraction of the planned run's time below which a difference always counts as noise
 _MARGIN = 1.2  # how much longer than the original run's a trial may take

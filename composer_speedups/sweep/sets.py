@@ -11,8 +11,6 @@ from composer_speedups.core.registry import build_techniques, technique_class
 from composer_speedups.recommendation import RECOMMENDED
 from composer_speedups.train.config.schema import Config
 
-__all__ = ["SETS", "Algorithms", "Changes", "combined", "forbidden", "key_of"]
-
 Algorithms = Mapping[str, Mapping[str, Any]]
 """YAML name → settings, as in a config."""
 Changes = Literal["rounding", "lower_precision", "recipe"]

@@ -14,8 +14,6 @@ from composer_speedups.core.errors import ConfigError
 from composer_speedups.core.files import with_working_directory
 from composer_speedups.core.settings import Settings
 
-__all__ = ["FIRST_LINE_START", "PREFIX", "RepeatConfig", "TuneConfig", "numbers", "output_for"]
-
 PREFIX = "tune."
 FIRST_LINE_START = "# Written by composer-speedups-tune"
 """The first line of every tuned YAML."""

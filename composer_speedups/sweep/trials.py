@@ -24,8 +24,6 @@ from composer_speedups.tasks.task import build_task
 from composer_speedups.train.config.load import save_config
 from composer_speedups.train.config.schema import CheckpointConfig, Config, LoggersConfig
 
-__all__ = ["OriginalRun", "Trial", "break_even_steps", "trial_config", "trial_of"]
-
 
 @dataclass(frozen=True)
 class Trial:

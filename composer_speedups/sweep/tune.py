@@ -14,8 +14,6 @@ from composer_speedups.train.cli import exit_codes
 from composer_speedups.train.config.load import load_config
 from composer_speedups.train.config.schema import Config
 
-__all__ = ["command", "help_text", "main"]
-
 _USAGE = """\
 usage: composer-speedups-tune -f FILE [key=value ...] [tune.NAME=VALUE ...]
 

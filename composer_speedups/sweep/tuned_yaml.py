@@ -19,8 +19,6 @@ from composer_speedups.sweep.trials import Trial, break_even_steps
 from composer_speedups.train.config.load import load_config
 from composer_speedups.train.config.schema import Config
 
-__all__ = ["table_of", "write_tuned"]
-
 _COLUMNS = ("set", "planned run", "as fast", "step", "start", "pays off from step", "peak memory")
 
 

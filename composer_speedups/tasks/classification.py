@@ -19,8 +19,6 @@ from composer_speedups.tasks.metrics import BinaryF1, MacroF1, Matthews, MeanLos
 from composer_speedups.tasks.settings import ClassificationSettings
 from composer_speedups.tasks.task import Example
 
-__all__ = ["Classification"]
-
 
 class Classification(ClassificationSettings, TaskWithClasses):
     """Classification with labels that are names or integers; cross entropy; accuracy, macro F1, Matthews

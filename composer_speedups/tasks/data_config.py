@@ -7,8 +7,6 @@ from pydantic import Field
 
 from composer_speedups.core.settings import Check, Settings
 
-__all__ = ["GENERATED", "MOST_BUILTIN", "DataConfig"]
-
 GENERATED = 8000
 """Number of built-in or random samples for ``train_samples: null`` and ``eval_samples: null``."""
 

@@ -27,8 +27,6 @@ from composer_speedups.tasks.metrics import Recall
 from composer_speedups.tasks.settings import EmbeddingSettings
 from composer_speedups.tasks.task import Task, joined, number
 
-__all__ = ["Embedding"]
-
 
 class Embedding(EmbeddingSettings, Task):
     """Text embeddings. A sample is an anchor, a positive and any number of negatives, or two texts and a score.

@@ -19,8 +19,6 @@ from composer_speedups.core.trainer_state import model_of
 from composer_speedups.tasks.models import FinetuneModel, positions_of
 from composer_speedups.tasks.settings import TASK_FILE
 
-__all__ = ["export_model"]
-
 
 def export_model(state: State, folder: Path) -> Path:
     """``save_pretrained`` of the model and its tokenizer as safetensors, written atomically.

@@ -14,8 +14,6 @@ from typing import Any
 from composer_speedups.core.errors import DataError
 from composer_speedups.tasks.task import Task, shown
 
-__all__ = ["TaskWithClasses", "as_integer"]
-
 # Numbers as they are written in text. Leading zeros make a name, such as 007.
 _INTEGER = re.compile(r"-?(0|[1-9]\d*)(\.0*)?")
 _FRACTION = re.compile(r"-?\d*\.\d+(e[+-]?\d+)?|-?\d+e[+-]?\d+", re.IGNORECASE)

@@ -17,24 +17,6 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 
 from composer_speedups.packing.rows import IGNORED
 
-__all__ = [
-    "BinaryF1",
-    "ByClass",
-    "EntityF1",
-    "MacroF1",
-    "Matthews",
-    "MeanLoss",
-    "MultilabelMacroF1",
-    "Pearson",
-    "Recall",
-    "computed",
-    "final_metrics",
-    "gather_alike",
-    "gather_lists",
-    "reported_name",
-    "reported_values",
-]
-
 _CHUNK = 1024  # number of anchors compared at a time
 _MOST_PAIRED = 100  # classes of a confusion matrix
 _EQUAL = 1e-5  # cosine similarities that differ by less count as equal

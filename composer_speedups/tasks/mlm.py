@@ -19,8 +19,6 @@ from composer_speedups.core.errors import ConfigError
 from composer_speedups.tasks.settings import MLMSettings
 from composer_speedups.tasks.task import Task
 
-__all__ = ["MaskTokens", "MaskedLanguageModelling"]
-
 _MAX_DRAWS = 20  # of a batch's mask, as long as it masks no token
 
 

@@ -8,8 +8,6 @@ from pathlib import Path
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.core.files import check_folder
 
-__all__ = ["SIZES", "resolve_name"]
-
 # layers, hidden size, heads; the feed-forward size is 4 × hidden. Sources: arXiv 1908.08962 (tiny, mini), 1810.04805.
 SIZES = {"tiny": (2, 128, 2), "mini": (4, 256, 4), "base": (12, 768, 12), "large": (24, 1024, 16)}
 

@@ -27,8 +27,6 @@ from composer_speedups.tasks.model_names import SIZES, resolve_name
 from composer_speedups.tasks.settings import ModelConfig
 from composer_speedups.tasks.task import Task
 
-__all__ = ["FinetuneModel", "build_model", "has_token_types", "positions_of", "resolve_name"]
-
 # Weights that a pretrained encoder may lack: the head, which fine-tuning trains.
 _HEADS = ("classifier", "pooler", "cls", "lm_head", "score", "vocab_", "pre_classifier")
 _WITHOUT_HEAD = (

@@ -22,8 +22,6 @@ from composer_speedups.tasks.metrics import MeanLoss, MultilabelMacroF1
 from composer_speedups.tasks.settings import MultilabelSettings
 from composer_speedups.tasks.task import Example, shown
 
-__all__ = ["Multilabel"]
-
 _FLAGS = {"0": 0.0, "0.0": 0.0, "false": 0.0, "1": 1.0, "1.0": 1.0, "true": 1.0}  # a value, or its text in a CSV file
 _SEPARATORS = (";", "|", ",")
 # a list, tuple or set, or what may pass for one

@@ -13,8 +13,6 @@ from composer_speedups.tasks.metrics import Pearson
 from composer_speedups.tasks.settings import RegressionSettings
 from composer_speedups.tasks.task import Task, number
 
-__all__ = ["Regression"]
-
 
 class Regression(RegressionSettings, Task):
     """Regression with mean squared error; Pearson and Spearman correlation."""

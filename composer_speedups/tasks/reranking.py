@@ -21,8 +21,6 @@ from composer_speedups.tasks.metrics import MeanLoss
 from composer_speedups.tasks.settings import RerankingSettings
 from composer_speedups.tasks.task import Example, Task, joined, number, shown
 
-__all__ = ["Reranking"]
-
 
 class Reranking(RerankingSettings, Task):
     """Relevance of a document for a query; MRR@10 and NDCG@10 over the documents of each query.

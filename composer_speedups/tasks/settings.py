@@ -16,21 +16,6 @@ from composer_speedups.core.settings import Check, Settings
 if TYPE_CHECKING:
     from composer_speedups.tasks.data_config import DataConfig
 
-__all__ = [
-    "TASKS",
-    "TASK_FILE",
-    "AnyTask",
-    "ClassificationSettings",
-    "EmbeddingSettings",
-    "MLMSettings",
-    "ModelConfig",
-    "MultilabelSettings",
-    "RegressionSettings",
-    "RerankingSettings",
-    "TaskSettings",
-    "TokenClassificationSettings",
-]
-
 TASK_FILE = "task.json"
 """Name of the file in an exported model from which ``predict`` rebuilds the task."""
 

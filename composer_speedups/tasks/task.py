@@ -21,17 +21,6 @@ from composer_speedups.core.errors import DataError
 from composer_speedups.packing.rows import IGNORED
 from composer_speedups.tasks.settings import TaskSettings
 
-__all__ = [
-    "Example",
-    "Task",
-    "as_list",
-    "build_task",
-    "joined",
-    "number",
-    "shown",
-    "task_class",
-]
-
 Example = dict[str, Any]
 
 _LARGEST = torch.finfo(torch.float32).max

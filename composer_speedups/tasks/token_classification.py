@@ -17,8 +17,6 @@ from composer_speedups.tasks.metrics import EntityF1
 from composer_speedups.tasks.settings import TokenClassificationSettings
 from composer_speedups.tasks.task import shown
 
-__all__ = ["TokenClassification"]
-
 
 class TokenClassification(TokenClassificationSettings, TaskWithClasses):
     """A tag per word. Cross entropy over labelled tokens; F1 of whole entities.

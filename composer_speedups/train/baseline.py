@@ -19,8 +19,6 @@ from composer_speedups.train.fit import fit
 from composer_speedups.train.report import callback_of
 from composer_speedups.train.trainer import build_data_and_model, build_trainer
 
-__all__ = ["baseline_techniques", "measure_baseline"]
-
 _TURNS = 5
 
 

@@ -17,8 +17,6 @@ from composer_speedups.core.registry import technique_class, technique_names
 from composer_speedups.core.settings import Origins, help_lines, keys_help
 from composer_speedups.train.config.schema import Config
 
-__all__ = ["exit_codes", "help_text", "read_command_line"]
-
 _USAGE = """\
 usage: composer train.py -f FILE [key=value ...]
 

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from composer_speedups.tasks.models import FinetuneModel
     from composer_speedups.train.config.schema import Config
 
-__all__ = ["TrainingProgress", "describe_run"]
-
 _REFRESH_SECONDS = 0.1  # between two updates
 _RECENT_UPDATES = 50  # their rate determines the time left
 _MIN_PROGRESS, _MIN_SECONDS = 0.1, 5.0  # between two lines of a log file

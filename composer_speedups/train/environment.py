@@ -12,8 +12,6 @@ import torch
 
 from composer_speedups.core.subprocesses import command_output
 
-__all__ = ["device_name", "environment", "gpu_state"]
-
 _PACKAGES = {
     "composer": "mosaicml",
     "transformers": "transformers",

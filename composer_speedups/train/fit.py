@@ -21,8 +21,6 @@ from composer.utils import dist
 from composer_speedups.core.errors import DataError, Interrupted, Refusal, RunFailedError, causes_of, first_line
 from composer_speedups.core.trainer_state import max_over_ranks
 
-__all__ = ["StopSignals", "fit", "is_trained", "train_to_end"]
-
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _SIZE_KEYS = ("trainer.microbatch_size: ", "data.batch_size: ")
 _WORKER_FIX = "look for the kernel's out-of-memory killer, lower data.workers, or start again"

@@ -15,8 +15,6 @@ from composer_speedups.data.paths import find_files, is_address
 from composer_speedups.tasks.model_names import resolve_name
 from composer_speedups.train.config.schema import Config
 
-__all__ = ["INITIAL", "Inputs", "changed_input", "inputs_of"]
-
 Inputs = dict[str, dict[str, str]]
 """Config key → name of each file that it makes the run read → hash of the content."""
 

@@ -13,8 +13,6 @@ from composer_speedups.train.console import TrainingProgress
 if TYPE_CHECKING:
     from composer_speedups.train.run_folder import RunFolder
 
-__all__ = ["loggers_of"]
-
 
 def loggers_of(config: Config, folder: RunFolder | None) -> list[LoggerDestination]:
     """The progress display, and the loggers that the config names, which write to the run's folder; None writes no

@@ -12,8 +12,6 @@ from composer_speedups.callbacks.run_report import describe_evidence
 from composer_speedups.core.files import write_atomically
 from composer_speedups.tasks.task import task_class
 
-__all__ = ["model_card", "write_model_card"]
-
 # Task → its name on the hub; that of classification for other heads of the same class.
 _PIPELINES = {
     "token_classification": "token-classification",

@@ -14,8 +14,6 @@ from composer.optim import (
 
 from composer_speedups.train.config.schema import OptimizerConfig, SchedulerConfig
 
-__all__ = ["build_optimizer", "build_scheduler"]
-
 
 def build_optimizer(model: torch.nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
     """Build torch's AdamW with its per-parameter loop; faster implementations are techniques."""

@@ -20,8 +20,6 @@ from composer_speedups.distributed.gradient_readers import reads_no_gradients
 from composer_speedups.tasks.models import FinetuneModel
 from composer_speedups.tasks.task import Task
 
-__all__ = ["MicrobatchHistory", "MicrobatchTrainer"]
-
 
 class MicrobatchTrainer(Trainer):
     """A Composer Trainer that halves its micro-batch size when a batch does not fit, and trains that batch again.

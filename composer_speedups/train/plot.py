@@ -29,8 +29,6 @@ from composer_speedups.train.report import callback_of
 if TYPE_CHECKING:
     from composer_speedups.train.run_folder import RunFolder
 
-__all__ = ["CHART_STYLE", "INK", "plot_confusion", "plot_run", "write_plot"]
-
 INK = "#767676"
 _TEXTS = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
 CHART_STYLE: Any = {**dict.fromkeys(_TEXTS, INK), "savefig.transparent": True}

@@ -10,8 +10,6 @@ from composer.utils import dist
 
 from composer_speedups.core.errors import RunFailedError, failure_line
 
-__all__ = ["Recording"]
-
 
 class Recording:
     """Collects what could not be recorded: the report, the model card, the plot."""

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from composer_speedups.train.run_folder import RunFolder
     from composer_speedups.train.startup import StartupClock
 
-__all__ = ["StartupTimes", "build_report", "callback_of", "summary_table", "write_report"]
-
 C = TypeVar("C", bound=Callback)
 
 

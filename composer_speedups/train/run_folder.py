@@ -21,8 +21,6 @@ from composer_speedups.train.config.load import save_config, written
 from composer_speedups.train.config.schema import Config, checkpoint_problem
 from composer_speedups.train.inputs import INITIAL, Inputs, changed_input, inputs_of
 
-__all__ = ["RunFolder", "began_with_same_load", "check_same_run", "newest_undamaged"]
-
 _LOAD = "checkpoint.load"
 
 

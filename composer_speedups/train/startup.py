@@ -24,8 +24,6 @@ from composer_speedups.core.subprocesses import python_module_command
 if TYPE_CHECKING:
     from composer_speedups.train.config.schema import Config
 
-__all__ = ["StartupClock", "early_processes", "open_gpu_early", "prefetch_cpu_model", "wait_for", "without_gc"]
-
 _MAX_WAIT_SECONDS = 60.0
 
 

@@ -46,8 +46,6 @@ from composer_speedups.train.out_of_memory import MicrobatchTrainer
 if TYPE_CHECKING:
     from composer_speedups.train.run_folder import RunFolder
 
-__all__ = ["build_data_and_model", "build_trainer", "join_ranks", "open_device", "run_of"]
-
 _ONE_THREAD_HIDDEN_SIZE = 128  # up to this hidden size, a second CPU thread gains nothing
 
 

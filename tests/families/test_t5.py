@@ -12,13 +12,12 @@ from transformers import T5EncoderModel, T5ForConditionalGeneration, T5ForQuesti
 from composer_speedups.algorithms.unpadding.encoder_swap import restore_encoders, unpad
 from composer_speedups.families.blocks import repeated_blocks
 from composer_speedups.families.family import config_value
-from tests.families.test_family_techniques import _one_thread, applied, check, draw, outcome, untouched
+from tests.families.test_family_techniques import applied, check, draw, outcome, untouched
 from tests.helpers.models import tiny_model
 from tests.helpers.refusals import INPUTS, TECHNIQUES
 from tests.reference.loop import counted
 from tests.reference.tolerance import assert_near
 
-__all__ = ["_one_thread"]  # a fixture of that module
 pytestmark = [pytest.mark.pins, pytest.mark.exhaustive]
 HEADS = ("tokens", "pooling")
 INPUT_KINDS = [kind for kind in INPUTS if kind not in ("token types", "position ids")]  # which T5 does not accept

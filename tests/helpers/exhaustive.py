@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 
-__all__ = ["DEFAULT_FAMILIES", "SCOPES", "family_params", "others_exhaustive"]
-
 DEFAULT_FAMILIES = ("bert", "modernbert", "deberta_v2")  # one with each kind of attention
 
 

@@ -24,8 +24,6 @@ import dill  # functions within functions, which pickle does not take
 
 from tests.helpers.hangs import HANGS
 
-__all__ = ["Done", "Fork"]
-
 _warm: subprocess.Popen[bytes] | None = None
 
 

@@ -6,8 +6,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["HANGS", "wait_until"]
-
 HANGS = 1800.0
 """Seconds after which a process is taken to hang. The slowest test takes minutes on an idle machine with two cores."""
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["skip_isa_probe"]
-
 
 def skip_isa_probe() -> None:
     """Make inductor assume that the processor supports the instruction sets that it names, without AMX.

@@ -17,8 +17,6 @@ import pytest
 
 from tests.helpers.forks import Fork
 
-__all__ = ["POINTS", "Point", "run_cases"]
-
 Point = dict[str, Any]  # {"at": one of POINTS or "random", "count": at which call, "signal": the signal sent}
 
 

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from tests.helpers.common import VOCABULARY, Batch
 
-__all__ = ["KINDS", "draw_mask", "masked_batch", "random_masks", "real_logits"]
-
 KINDS = (
     "right padding",
     "left padding",

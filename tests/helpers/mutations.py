@@ -10,8 +10,6 @@ from composer_speedups.core.registry import technique_class, technique_names
 from composer_speedups.core.settings import keys_of
 from composer_speedups.train.config.schema import Config
 
-__all__ = ["Mutation", "files", "overrides"]
-
 # As YAML, because a user's values are parsed from it.
 VALUES = [
     "null", "true", "~", "''", "x", "-1", "0", "0.5", "1e-300", "1e300", str(2**31), str(2**63 - 1), str(-(2**63)),

@@ -6,8 +6,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-__all__ = ["MARKER", "Payload"]
-
 MARKER = Path("ran")  # the folder that an attack creates
 
 

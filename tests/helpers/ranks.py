@@ -17,8 +17,6 @@ import torch
 from tests.helpers.forks import Done, Fork
 from tests.helpers.hangs import HANGS
 
-__all__ = ["ends_of_ranks", "on_ranks"]
-
 
 def on_ranks(function: Callable[[], Any], ranks: int = 2) -> list[Any]:
     """Return what ``function`` returns on each rank. A rank that raised fails the test with its traceback."""

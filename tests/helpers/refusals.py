@@ -9,19 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-__all__ = [
-    "FAILING",
-    "HEADS",
-    "INPUTS",
-    "MISSING",
-    "REFUSALS",
-    "TECHNIQUES",
-    "UNDEFINED",
-    "Refusal",
-    "left_padded",
-    "refusal_of",
-]
-
 TECHNIQUES = (
     "unpadding",
     "fused_layers",

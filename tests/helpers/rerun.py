@@ -11,8 +11,6 @@ from composer_speedups.algorithms.cuda_graphs.graphed_calls import GraphedCalls
 from composer_speedups.algorithms.cuda_graphs.installing import blocks_to_cut
 from composer_speedups.packing.encoder import unpadded_encoders
 
-__all__ = ["CannotRecord", "Logged", "Rerun", "graphed"]
-
 
 def graphed(
     model: Any, max_graphs: int = 2, segments: int = 1, recorder: Any = None, *, accumulate: bool = False

@@ -18,8 +18,6 @@ from tests.helpers.forks import Fork
 from tests.helpers.hangs import HANGS
 from tests.helpers.jobs import SHORT
 
-__all__ = ["search"]
-
 
 def search(
     monkeypatch: pytest.MonkeyPatch, techniques: dict[str, Any], *overrides: str, first_in_process: bool = False

@@ -13,8 +13,6 @@ from composer_speedups.algorithms.optimizers.kinds import apex_installed
 from composer_speedups.core.registry import technique_class, technique_names
 from composer_speedups.core.technique import Effect, Technique
 
-__all__ = ["ENTRIES", "Entry", "cases"]
-
 Same = Literal["logits", "losses", "gradients", "weights"]
 
 

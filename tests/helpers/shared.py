@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
-__all__ = ["once_per_run"]
-
 
 def once_per_run(compute: Callable[[], Any], name: str, factory: pytest.TempPathFactory) -> Any:
     """Return ``compute()``, which only the first worker of a test run calls; the others wait for its result."""

@@ -16,8 +16,6 @@ from composer_speedups.data.tokens import load_tokenizer
 from composer_speedups.train.config.schema import DataConfig
 from tests.helpers.common import tiny_config
 
-__all__ = ["GLUE", "make_glue", "make_stand_ins", "save_rows"]
-
 ROWS = 12
 _ENTAILMENT = ["entailment", "not_entailment"]
 

@@ -15,8 +15,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["MARKS", "RECORD", "TASKS", "WAYS", "Claim", "Record", "TaskRow", "claims_of", "merged", "read_record"]
-
 RECORD = Path(__file__).parents[1] / "supported.json"
 MARKS = ("supports", "refuses")
 Record = dict[str, dict[str, Any]]  # test → {"on": "CPU" or "GPU", "claims": [[task, way, mark], …]}

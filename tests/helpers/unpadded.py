@@ -18,8 +18,6 @@ from tests.helpers.models import Family, Head, tiny_model
 from tests.reference.loop import gradients
 from tests.reference.tolerance import assert_near
 
-__all__ = ["compared", "observed", "pair", "unpad_and_fuse", "values", "way"]
-
 
 def unpad_and_fuse(model: Any, multiple: int = 8) -> Any:
     """Apply unpadding and fused_layers to a model, without a comparison; return it."""

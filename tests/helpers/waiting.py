@@ -11,8 +11,6 @@ import torch
 from tests.helpers.common import batch
 from tests.reference.loop import counted
 
-__all__ = ["check_planned_steps", "no_waiting"]
-
 
 @contextmanager
 def no_waiting(*, strict: bool = True) -> Iterator[None]:

@@ -17,8 +17,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["FusedLayerNormAffineFunction", "install"]
-
 
 class FusedLayerNormAffineFunction(torch.autograd.Function):
     """Refuse mixed dtypes, compute in float32 and return the input's dtype, like Apex's function."""

@@ -11,8 +11,6 @@ from tests.helpers.common import Batch
 from tests.helpers.masks import real_logits
 from tests.reference.loop import gradients
 
-__all__ = ["distance", "values"]
-
 
 def values(model: Any, inputs: Batch, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
     """Return the logits of the real tokens or rows, and all gradients, flattened and in float32.

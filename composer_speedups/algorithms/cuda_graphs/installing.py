@@ -12,8 +12,6 @@ from composer_speedups.core.trainer_state import world_size
 from composer_speedups.families.blocks import repeated_blocks
 from composer_speedups.packing.encoder import unpadded_encoders
 
-__all__ = ["blocks_to_cut", "cut_points", "install"]
-
 _MIN_SEGMENT = 50 * 2**20  # minimum bytes of gradients per segment
 
 

@@ -13,16 +13,6 @@ from composer_speedups.kernels.observing import ran
 from composer_speedups.packing.autocast import to_autocast_dtype
 from composer_speedups.packing.untouched import is_untouched
 
-__all__ = [
-    "LAYERS",
-    "ApexLayerNorm",
-    "Implementation",
-    "LowPrecisionLayerNorm",
-    "TritonLayerNorm",
-    "is_supported",
-    "to_plain",
-]
-
 Implementation = Literal["low_precision", "triton", "apex"]
 
 

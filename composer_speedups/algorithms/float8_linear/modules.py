@@ -15,7 +15,6 @@ from composer_speedups.packing.autocast import to_autocast_dtype
 
 # torch._scaled_mm needs dimensions that are a multiple of it, also the rows, for the weight's gradient
 _MULTIPLE = 16
-__all__ = ["RowPaddedFloat8Linear", "convertible", "to_float8", "to_plain"]
 
 _ADDED = "_added_for_float8"  # names of the attributes that a plain Linear does not have
 

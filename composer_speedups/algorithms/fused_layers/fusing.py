@@ -19,7 +19,6 @@ from composer_speedups.packing.call import ModelAroundEncoder, models_around_enc
 from composer_speedups.packing.derived_classes import derived_class, restore_class, stock_class
 from composer_speedups.packing.encoder import UnpaddedEncoder, unpadded_encoders
 
-__all__ = ["check_float8", "float8_scales", "fuse", "load_float8_scales", "unfuse"]
 _HEAD_SIZES = (16, 32, 64, 128)
 _FLOAT8_CAPABILITY = (8, 9)  # compute capability of torch._scaled_mm
 

@@ -22,8 +22,6 @@ from composer_speedups.kernels.geglu import geglu_backward, geglu_forward
 from composer_speedups.kernels.pre_norm import pre_norm_backward, pre_norm_forward
 from composer_speedups.kernels.rotary import rotate
 
-__all__ = ["gated_layer"]
-
 
 def gated_layer(
     x_TH: Tensor,

@@ -52,8 +52,6 @@ from composer_speedups.kernels.norm import add_norm_backward, add_norm_forward
 from composer_speedups.kernels.rotary import rotate
 from composer_speedups.kernels.sums import partial_sums
 
-__all__ = ["NO_SECOND_DERIVATIVE", "OPERANDS", "Positions", "fused_layer"]
-
 NO_SECOND_DERIVATIVE = "fused_layers has no second derivative (create_graph=True); remove fused_layers"
 
 

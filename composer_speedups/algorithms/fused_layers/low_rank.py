@@ -32,8 +32,6 @@ from composer_speedups.kernels.merged_weights import merged_weights
 from composer_speedups.kernels.narrow import MAX_WIDTH, gelu_backward_narrow, gelu_narrow, narrow_products
 from composer_speedups.kernels.sums import MAX_TENSORS, totals
 
-__all__ = ["Branch", "LayerAdapters", "gelu_and_z", "gelu_gradients", "gradients_of"]
-
 _MATMULS = (slice(0, 3), slice(3, 4), slice(4, 5), slice(5, 6))  # the Linears of qkv, out, up and down
 
 

@@ -32,8 +32,6 @@ from composer_speedups.packing.disentangled_attention import Relative, first_tok
 from composer_speedups.packing.layout import Layout
 from composer_speedups.packing.untouched import is_untouched
 
-__all__ = ["FusedEmbeddings", "FusedLayer", "Packed", "modules_shape", "plain_layer"]
-
 WITHOUT_ADAPTERS = (Block.PRE_NORM, Block.GATED)  # their kernels do not compute adapters
 
 

@@ -31,8 +31,6 @@ from composer_speedups.kernels.pre_norm import pre_norm_backward, pre_norm_forwa
 from composer_speedups.kernels.rotary import rotate
 from composer_speedups.kernels.sums import partial_sums
 
-__all__ = ["pre_norm_layer"]
-
 
 def pre_norm_layer(
     x_TH: Tensor,

@@ -13,17 +13,6 @@ from torch import Tensor
 from composer_speedups.kernels.casts import cast_together
 from composer_speedups.kernels.sums import totals
 
-__all__ = [
-    "PARAMETERS",
-    "WEIGHTS",
-    "in_dtypes",
-    "of_query_key_value",
-    "parameter_gradients",
-    "products",
-    "totals_of",
-    "weight_gradient",
-]
-
 PARAMETERS = 16  # of a layer: weights and biases of six Linears and two LayerNorms
 WEIGHTS = (0, 2, 4, 6, 10, 12)  # of query, key, value, out, up, down; the gradients of others are sums over tokens
 

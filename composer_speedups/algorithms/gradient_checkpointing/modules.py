@@ -12,8 +12,6 @@ from torch.utils.checkpoint import checkpoint
 from composer_speedups.core.instance_forward import Inner, call_inner
 from composer_speedups.kernels.observing import ran
 
-__all__ = ["recomputed"]
-
 
 def recomputed(block: nn.Module, inner: Inner, /, *args: Any, **kwargs: Any) -> Any:
     """Hooks of the block run around it, so once per step, and not again when it is recomputed."""

@@ -16,8 +16,6 @@ from composer_speedups.families.first_layers import first_layers
 if TYPE_CHECKING:
     from composer.core import State
 
-__all__ = ["check_freezing", "freeze", "is_due", "sums"]
-
 
 def check_freezing(model: nn.Module, blocks: int) -> dict[str, nn.Module]:
     """The modules to freeze, by name: the embeddings, a number of blocks, and all that computes their input.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["rebuild_reducer"]
-
 
 def rebuild_reducer(model: DistributedDataParallel) -> None:
     """Build a DDP's reducer again, for the parameters that require gradients now.

@@ -10,8 +10,6 @@ from torch import nn
 
 from composer_speedups.core.instance_forward import Inner, call_inner, replace_forward
 
-__all__ = ["autocast_forward"]
-
 
 def autocast_forward(model: nn.Module, dtype: torch.dtype) -> None:
     """Run the model's ``forward`` under autocast from now on."""

@@ -38,8 +38,6 @@ from composer_speedups.core.requirements import needs_cuda, needs_package, needs
 from composer_speedups.core.run import Run
 from composer_speedups.core.trainer_state import is_composer_model, world_size
 
-__all__ = ["KINDS", "Kind", "apex_installed"]
-
 Evidence = dict[str, Any]
 Needs = Iterable[Refusal]
 

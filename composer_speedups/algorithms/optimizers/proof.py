@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from composer_speedups.algorithms.optimizers.kinds import Kind
     from composer_speedups.core.run import FirstBatch
 
-__all__ = ["embedding_weights", "prove", "state_bits"]
-
 _FIRST_MOMENTS = ("exp_avg", "state1")  # torch's and torchao's name, and bitsandbytes' name
 
 

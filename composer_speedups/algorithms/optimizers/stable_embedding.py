@@ -9,8 +9,6 @@ from torch import nn
 
 from composer_speedups.algorithms.optimizers.swap import UnfitOptimizerError
 
-__all__ = ["folded_weights", "make_stable_embedding", "stable_embeddings"]
-
 
 def make_stable_embedding(model: nn.Module) -> list[nn.Parameter]:
     """Convert the word embedding to a StableEmbedding, which applies LayerNorm to each row before positions are added.

@@ -18,17 +18,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import ConstantLR
 
-__all__ = [
-    "LABEL",
-    "UnfitOptimizerError",
-    "attach_schedulers",
-    "check_label",
-    "label_of",
-    "replaced",
-    "set_implementation",
-    "with_closure",
-]
-
 LABEL = "swapped_to"  # group key with the optimizer's label
 
 Groups = list[dict[str, Any]]

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from composer_speedups.algorithms.optimizers.kinds import Kind
     from composer_speedups.core.run import FirstBatch, Run
 
-__all__ = ["ONE_OPTIMIZER", "OptimizerTechnique"]
-
 ONE_OPTIMIZER: Mapping[str, str] = dict.fromkeys(TECHNIQUES, "each sets the optimizer")
 
 

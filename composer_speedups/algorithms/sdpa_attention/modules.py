@@ -15,8 +15,6 @@ from transformers.modeling_utils import AttentionInterface
 from composer_speedups.core.errors import Refusal, first_line
 from composer_speedups.packing.encoder import unpadded_encoders
 
-__all__ = ["attention_name", "set_attention"]
-
 _BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,

@@ -17,8 +17,6 @@ from composer_speedups.core.pretrained import pretrained_config
 from composer_speedups.core.stock import outermost_models
 from composer_speedups.families.family import families, family_of, family_titles
 
-__all__ = ["load_sparse_upcycling", "upcycle"]
-
 
 def upcycle(
     model: nn.Module, optimizers: Iterable[torch.optim.Optimizer], *, experts: int, every: int, top_k: int

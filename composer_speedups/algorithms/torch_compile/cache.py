@@ -12,8 +12,6 @@ from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from composer_speedups.core.flags import ProcessFlag
 
-__all__ = ["CACHE_FOLDERS", "cache_counts", "checked_folder", "folder_problem"]
-
 _VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")  # inductor sets the second to a folder in the first
 _COUNTERS = {  # evidence → torch's counters
     "cache_hits": [("inductor", "fxgraph_cache_hit")],

@@ -13,8 +13,6 @@ from composer_speedups.core.stock import HOOKS
 from composer_speedups.core.trainer_state import is_composer_model
 from composer_speedups.families.blocks import repeated_blocks
 
-__all__ = ["has_compiled_code", "targets"]
-
 
 def targets(model: nn.Module, scope: Literal["model", "blocks"]) -> list[nn.Module]:
     """The modules to compile.

@@ -22,9 +22,6 @@ from composer_speedups.packing.comparison import (
 from composer_speedups.packing.layout import run_eagerly
 from composer_speedups.packing.untouched import untouched, with_everything_packed
 
-__all__ = ["FirstCall"]
-
-
 _COMPARED_EAGERLY = (
     "unpadding compares this model with the untouched one in its first calls; call it once before compiling, or set "
     "check='never'"

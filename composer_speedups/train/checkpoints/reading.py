@@ -27,8 +27,6 @@ from composer_speedups.core.engaging import refuse_other_techniques, techniques_
 from composer_speedups.core.errors import ConfigError, Refusal, first_line
 from composer_speedups.core.temporary_attribute import temporary_attribute
 
-__all__ = ["DamagedCheckpointError", "read_checkpoint", "restricted_loading"]
-
 _KEPT = "model optimizers schedulers algorithms callbacks scaler timestamp rank_zero_seed dataset_state".split()
 
 

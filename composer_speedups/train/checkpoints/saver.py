@@ -16,8 +16,6 @@ from composer_speedups.core.errors import Interrupted, RunFailedError, causes_of
 from composer_speedups.core.files import NO_SPACE, publish, remove_unfinished
 from composer_speedups.train.fit import StopSignals
 
-__all__ = ["WholeCheckpointSaver", "checkpoints_in"]
-
 _FILE_NAME = re.compile(r"ep(\d+)-ba(\d+)-rank0\.pt")  # named as by Composer
 
 

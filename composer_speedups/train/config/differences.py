@@ -11,8 +11,6 @@ import yaml
 from composer_speedups.train.config.load import written
 from composer_speedups.train.config.schema import Config
 
-__all__ = ["UNSET", "differences", "stored_values"]
-
 UNSET = object()
 """The value of a key that only the other config has."""
 # Keys that may differ, because they affect neither the weights nor the values that reports compare. The

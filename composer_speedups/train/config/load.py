@@ -17,8 +17,6 @@ from composer_speedups.core.settings import Origins
 from composer_speedups.tasks.settings import TASKS, ClassificationSettings
 from composer_speedups.train.config.schema import Config, as_mapping
 
-__all__ = ["as_yaml", "load_config", "load_with_origins", "save_config", "written"]
-
 _MAX_BYTES = 2**20  # size limit of a config file; this package's have about two thousand bytes
 
 Keys = tuple[str | int, ...]  # path of keys to a value

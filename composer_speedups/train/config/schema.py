@@ -36,25 +36,6 @@ from composer_speedups.distributed import FSDPConfig
 from composer_speedups.tasks.data_config import DataConfig
 from composer_speedups.tasks.settings import TASKS, AnyTask, ClassificationSettings, ModelConfig, TaskSettings
 
-__all__ = [
-    "BaselineConfig",
-    "CallbacksConfig",
-    "CheckpointConfig",
-    "Config",
-    "DataConfig",
-    "FSDPConfig",
-    "FileConfig",
-    "LoggersConfig",
-    "ModelConfig",
-    "OptimizerConfig",
-    "SchedulerConfig",
-    "TensorboardConfig",
-    "TrainerConfig",
-    "WandbConfig",
-    "as_mapping",
-    "checkpoint_problem",
-]
-
 
 @functools.cache
 def _techniques() -> type[Settings]:

@@ -20,8 +20,6 @@ from composer_speedups.core.observer import Observer
 from composer_speedups.core.registry import technique_class
 from composer_speedups.core.run import FirstBatch, Run
 
-__all__ = ["CASES", "FusedAdam", "OptimizerCase", "observed", "technique", "use_stand_in"]
-
 Groups = list[dict[str, Any]]
 
 
