@@ -29,7 +29,7 @@ from composer_speedups.train.optimization import build_optimizer
 from composer_speedups.train.run_folder import RunFolder
 from composer_speedups.train.trainer import open_device
 
-_COMPOSERS = {"early_loss"}  # depends on Composer's loop
+_COMPOSERS = {"early_loss", "lean_dispatch"}  # depend on Composer's loop
 
 
 def main(arguments: list[str]) -> None:

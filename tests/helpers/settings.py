@@ -137,6 +137,7 @@ ENTRIES: dict[str, Entry] = {
         loss_bound=0.65,  # random embeddings, frozen from the start; one that learned nothing would end 0.7 away
         evidence=("frozen", "froze_after_batches", "frozen_parameters", "trained_parameters", "optimizer_bytes"),
     ),
+    "lean_dispatch": Entry([{}], evidence=("events_per_batch", "calls_left_out_per_batch")),
     "lora": Entry(
         # Above the defaults, with which a base of random weights learns next to nothing at the tests' rate.
         [{"targets": "all-linear", "alpha": 64.0}, {"targets": ["query", "dense"], "rank": 4, "alpha": 64.0}],
