@@ -120,18 +120,14 @@ def tasks() -> list[str]:
 
 
 def support() -> list[str]:
-    """Tasks × ways to use them: what the marked tests that passed claim, and a dash where none has."""
+    """Tasks × ways to use them: what the marked tests that passed claim, and a dash where none has; then the ways."""
     claims = {
         (task, way): {"supports": "yes", "refuses": "refused"}[mark]
         for entry in read_record().values()
         for task, way, mark in entry["claims"]
     }
-    return table(["task", *WAYS], [[f"`{task}`", *(claims.get((task, way), "–") for way in WAYS)] for task in TASKS])
-
-
-def support_legend() -> list[str]:
-    """The columns of :func:`support`."""
-    return [f"- {way}: {what}." for way, what in WAYS.items()]
+    lines = [[f"`{task}`", *(claims.get((task, way), "–") for way in WAYS)] for task in TASKS]
+    return [*table(["task", *WAYS], lines), "", *(f"- {way}: {what}." for way, what in WAYS.items())]
 
 
 def _yamls_by_task() -> dict[str, list[str]]:
@@ -149,15 +145,6 @@ def _yamls_by_task() -> dict[str, list[str]]:
 # Techniques
 
 
-def techniques() -> list[str]:
-    """The techniques, each with a link to its card and the card's first sentence."""
-    lines = []
-    for name in technique_names():
-        card, sentence = _card_and_summary(name)
-        lines.append([f"[`{name}`](../{card})", sentence])
-    return table(["technique, with its card", "what it does"], lines)
-
-
 def _card_and_summary(name: str) -> tuple[str, str]:
     """The path of a technique's card, and the card's first sentence; a card of several has a section for each."""
     folder = folder_of(name).name
@@ -169,13 +156,16 @@ def _card_and_summary(name: str) -> tuple[str, str]:
     return card, re.split(r"(?<=\.)\s", summary.replace("\n", " "))[0].rstrip(".")
 
 
-def techniques_short() -> list[str]:
-    """The techniques for README's table: what each does, what it is for, and whether the result stays the same."""
+def techniques(prefix: str = "") -> list[str]:
+    """The techniques: what each does, what it is for, and whether the result stays the same.
+
+    ``prefix`` leads from the document to the repository's root.
+    """
     lines = []
     for technique in _classes():
         card, sentence = _card_and_summary(technique.name)
         purpose, same = technique.purpose.removeprefix("saves "), _EFFECTS[technique.effect]
-        lines.append([f"[`{technique.name}`]({card})", sentence, purpose, same])
+        lines.append([f"[`{technique.name}`]({prefix}{card})", sentence, purpose, same])
     return table(["technique", "what it does", "meant to save", "result"], lines)
 
 

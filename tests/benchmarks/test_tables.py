@@ -9,6 +9,10 @@ from typing import Any
 import pytest
 
 from benchmarks import tables
+from benchmarks.rows import add_run, describe_error, describe_errors, empty_row, error_report
+from benchmarks.table_file import Configuration
+from composer_speedups.sweep.processes import Ended
+from composer_speedups.train import environment as environments
 
 ENVIRONMENT = dict.fromkeys(("gpu", "driver", "torch", "composer", "transformers"), "x") | {"commit": "0123456789"}
 
@@ -63,20 +67,19 @@ def test_each_line_is_of_one_call_and_its_ratio_of_two_lines(rows: list[dict[str
 def test_rows_are_selected_by_point_override_and_call(rows: list[dict[str, Any]]) -> None:
     rows += [row("a", "2026-01-01T05", 100), row("b", "2026-01-01T06", 200) | {"data.batch_size": 16}]
     rows += [row("c", "2026-01-02T05", 400, overrides=["model.size=base", "model.size=large"])]
-
-    def selected(selection: str) -> str:
-        return "".join(row["configuration"] for row in tables.select(selection))
-
-    assert selected("t") == "abc"
-    assert selected("t batch=16") == "b"
-    assert selected("t batch=8,16 configuration=a,b") == "ab"
-    assert selected("t model.size=large") == "c", "the last override holds"
-    assert selected("t call=2026-01-01") == "ab", "a call is named by the beginning of its time"
-    assert selected("t call=2026-01-01T06,2026-01-02") == "bc"
-    assert selected("t call=2026-01-01 batch=8") == "a"
-    assert tables.steps("t", "call=2026-01-02 batch=8")[2] == "| 8 | c | 400 | 1.00 | 2.5 (1.00) | 2.0 | 3 |"
-    with pytest.raises(ValueError, match="no row of 't batch=1'"):
-        tables.select("t batch=1")
+    for selection, names in {
+        "t": "abc",
+        "t data.batch_size=16": "b",
+        "t data.batch_size=8,16 configuration=a,b": "ab",
+        "t model.size=large": "c",  # the last override holds
+        "t call=2026-01-01": "ab",  # the beginning of a call's time
+        "t call=2026-01-01T06,2026-01-02": "bc",
+        "t call=2026-01-01 data.batch_size=8": "a",
+    }.items():
+        assert "".join(row["configuration"] for row in tables.select(selection)) == names
+    assert tables.steps("t", "call=2026-01-02")[2] == "| 8 | c | 400 | 1.00 | 2.5 (1.00) | 2.0 | 3 |"
+    with pytest.raises(ValueError, match=r"no row of 't data\.batch_size=1'"):
+        tables.select("t data.batch_size=1")
 
 
 def test_the_fast_set_is_compared_with_the_fastest_peer_of_its_call(rows: list[dict[str, Any]]) -> None:
@@ -175,26 +178,17 @@ def test_uncommitted_changes_are_named(rows: list[dict[str, Any]]) -> None:
     changed = {**ENVIRONMENT, "uncommitted_changes": True}
     rows += [row("a", "2026-01-01", 100, environment=changed), row("b", "2026-01-01", 100)]
     assert tables.steps("any")[-1].endswith("; 2026-01-01; commit 0123456, 0123456 with uncommitted changes.")
-    rows[1]["call"] = "2026-01-02"
-    assert tables.steps("any")[-1].endswith("commit 0123456 with uncommitted changes; b: 2026-01-02, commit 0123456.")
 
 
 def test_whole_jobs_are_compared_with_the_first_configuration_of_the_same_call(rows: list[dict[str, Any]]) -> None:
-    for call, configuration, seconds in (
-        ("1", "peer", 60.0),
-        ("1", "ours", 20.0),
-        ("2", "peer", 90.0),
-        ("3", "ours", 10.0),
-    ):
+    for call, configuration, seconds in (("1", "peer", 60.0), ("1", "ours", 20.0), ("2", "ours", 10.0)):
         rows.append(row(configuration, f"2026-01-0{call}", 100, runs={"process_seconds": seconds, "eval_seconds": 4.0}))
-    assert tables.jobs("any")[2:6] == [
-        "| a | 8 | peer | 60.0 | 1.00 | 3 | 4.0 |",
-        "| a | 8 | ours | 20.0 | 3.00 | 3 | 4.0 |",
-        "| b | 8 | peer | 90.0 | 1.00 | 3 | 4.0 |",
-        "| c | 8 | ours | 10.0 | – | 3 | 4.0 |",
-    ]
     rows[0]["process_seconds"]["runs"] = [50.0, 60.0, 70.0]
-    assert "| 60.0 (50.0–70.0) |" in tables.jobs("any")[2]
+    assert tables.jobs("any")[2:5] == [
+        "| a | 8 | peer | 60.0 (50.0–70.0) | 1.00 | 3 | 4.0 |",
+        "| a | 8 | ours | 20.0 | 3.00 | 3 | 4.0 |",
+        "| b | 8 | ours | 10.0 | – | 3 | 4.0 |",
+    ]
 
 
 def test_kernels_are_those_of_the_last_row(rows: list[dict[str, Any]]) -> None:
@@ -204,15 +198,23 @@ def test_kernels_are_those_of_the_last_row(rows: list[dict[str, Any]]) -> None:
     assert tables.kernels("any")[2:4] == ["| norm backward | 50 | 125 | 2.50 | 40 |", ""]
 
 
-def test_each_package_shows_its_last_sample_of_mutants(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_row_of_each_kind_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = {"mutants": 6, "killed": 4, "timed_out": 1, "survived": 1, "environment": ENVIRONMENT}
     kept = [{"package": "b", "seed": seed, "call": f"2026-01-0{seed}T", **counts} for seed in (1, 2)]
     kept += [{**kept[0], "exhaustive": False}, {**kept[0], "package": "a", "exhaustive": True, "not_run": 3}]
-    monkeypatch.setattr(tables, "every_gpus_rows", lambda name: kept)
+    where = {"gpu": "H200", "gpu_count": 1, "torch": "2.11", "commit": "0123456789"}
+    ran = {"passed": 1, "failed": 0, "skipped": 4, "seconds": 90.0, "arguments": ["-m", "not long"]}
+    suites = [{**ran, "call": "2026-01-01", "environment": where}, {**ran, "call": "2026-01-03", "environment": where}]
+    suites.append({**ran, "passed": 5, "call": "2026-01-02", "environment": where | {"gpu_count": 2}})
+    monkeypatch.setattr(tables, "every_gpus_rows", {"mutants": kept, "suite": suites}.__getitem__)
     assert tables.mutants()[2:] == [
         "| `a` | seed 1 | all | 6 | 4 | 1 | 1 | – | 3 | 2026-01-01, 0123456 |",
         "| `b` | seed 1 | default | 6 | 4 | 1 | 1 | – | – | 2026-01-01, 0123456 |",
         "| `b` | seed 2 | all | 6 | 4 | 1 | 1 | – | – | 2026-01-02, 0123456 |",
+    ]
+    assert tables.suite()[2:] == [
+        "| `-m 'not long'` | 1 | 0 | 4 | 1.5 | H200, torch 2.11 | 2026-01-03, 0123456 |",
+        "| `-m 'not long'` | 5 | 0 | 4 | 1.5 | 2 H200, torch 2.11 | 2026-01-02, 0123456 |",
     ]
 
 
@@ -290,3 +292,72 @@ def test_a_call_is_shown_with_its_failures_and_its_scaling(monkeypatch: pytest.M
 def test_a_table_without_rows_says_how_to_measure_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "RESULTS", Path("no-results"))
     assert tables.call("some-gpu/esm2") == ["Not measured yet: `python -m benchmarks.run esm2` does it."]
+
+
+# Rows
+
+
+def ran(rate: float, **more: Any) -> dict[str, Any]:
+    """The report of a run."""
+    throughput, memory = {"samples_per_sec": rate, "warmup_seconds": 2.0}, {"peak_gib": 3.0}
+    return {"throughput": throughput, "metrics": {}, "memory": memory, "environment": ENVIRONMENT, **more}
+
+
+def filled(configuration: str, *reports: dict[str, Any], batch: int = 8, published: str | None = None) -> Any:
+    """A row with the reports of its runs."""
+    declared = Configuration(configuration, {"data.batch_size": batch}, [], published=published)
+    made = empty_row("t", "2026-01-02T03:04:05.678Z", declared)
+    for report in reports:
+        add_run(made, report)
+    return made
+
+
+def failed(status: int, output: str) -> dict[str, Any]:
+    return error_report(Ended(status, output, 1.0))
+
+
+OOM = failed(1, "Traceback\ntorch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB\n" + "x" * 5000)
+REFUSED = failed(2, "warning\ntrain.py: apex_optimizer: NVIDIA Apex is not installed; build it | or not\n")
+
+
+def test_failures_are_classified_and_described_in_a_cell() -> None:
+    kinds = [run["error_kind"] for run in (OOM, REFUSED, failed(1, "ZeroDivisionError"), failed(-9, ""))]
+    assert kinds == ["out of memory", "refused", "failed", "out of memory"], "the kernel killed the last one"
+    assert len(OOM["error"]) < 2100
+    assert describe_error("one\ntwo\n", "failed") == "failed: two"
+    assert describe_errors(filled("x", OOM, OOM)) == "out of memory"
+    assert describe_errors(filled("x", ran(1), OOM)) == "1 of 2 runs out of memory"
+    refused = describe_errors(filled("x", REFUSED))
+    assert refused.startswith("refused: apex_optimizer: NVIDIA Apex is not installed; build it / or")
+    assert len(describe_errors(filled("x", failed(1, "word " * 90)))) < 130
+    assert describe_errors(filled("x", ran(1))) == ""
+
+
+def test_a_call_is_compared_with_its_first_configuration_at_each_point() -> None:
+    rows = [
+        filled("fp32", ran(100), ran(110), published="9 samples/s"),
+        filled("x", ran(210, process_seconds=9.0)),
+        filled("fp32", OOM, batch=16),
+        filled("x", ran(300), batch=16),
+    ]
+    assert tables.markdown(rows) == [
+        "| configuration | point | samples/s (least–most) | ratio | peak GiB | warm-up s | process s | published |",
+        "|---" * 8 + "|",
+        "| fp32 | data.batch_size=8 | 105 (100–110) | 1.00 | 3.0 | 2.0 |  | 9 samples/s |",
+        "| x | data.batch_size=8 | 210 | 2.00 | 3.0 | 2.0 | 9.0 |  |",
+        "| fp32 | data.batch_size=16 | out of memory |  |  |  |  |  |",
+        "| x | data.batch_size=16 | 300 | – | 3.0 | 2.0 |  |  |",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [("580.1, 700.00, [N/A], 1980", ["580.1", 700.0, None, 1980.0]), ("No devices were found", [None] * 4)],
+)
+def test_the_gpus_state_is_read_from_nvidia_smi(
+    said: str, expected: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environments, "_run", lambda *_: said)
+    state = environments.gpu_state("GPU-1")
+    assert list(state) == ["driver", "gpu_power_limit_watts", "gpu_sm_clock_mhz", "gpu_max_sm_clock_mhz"]
+    assert list(state.values()) == expected
