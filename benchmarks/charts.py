@@ -85,11 +85,7 @@ def smooth(losses: Sequence[float], window: int) -> np.ndarray:
 
 
 def configuration_bars(rows: Sequence[Row]) -> Figure:
-    """Each configuration's median as a bar with its minimum and maximum, with one panel per point of the matrix.
-
-    A configuration without a value shows the reason instead. The first configuration and the programs that the fast set
-    is compared with are grey. The others are labelled with their ratio to the first one.
-    """
+    """Each configuration's median with its minimum and maximum, or why it has none, in a panel for each point."""
     panels: dict[str, list[Row]] = {}
     for row in rows:
         panels.setdefault(_spell_point(row), []).append(row)
@@ -129,10 +125,7 @@ def _bar(axes: Axes, place: int, text: str, median: float, least: float, most: f
 
 
 def accuracy_bars(rows: Sequence[Row]) -> Figure:
-    """Each configuration's median time to the accuracy of the first one, with its minimum and maximum over the seeds.
-
-    A configuration shows instead how many of its runs reached that accuracy, unless all of them did.
-    """
+    """Each configuration's time to the accuracy of the first one, or how many of its runs reached it."""
     peers = {row["configuration"]: row.get("peer") in PEERS for row in rows}
     names = list(peers)
     reached = reached_by(rows, names[0])
@@ -252,11 +245,7 @@ class Chart(NamedTuple):
         return cls(kind, table, Path(path), [name.strip() for name in " ".join(names).split("|") if name.strip()])
 
     def rows(self) -> list[Row]:
-        """The committed rows that it shows.
-
-        Raises:
-            SystemExit: There are none.
-        """
+        """The committed rows that it shows."""
         return call_shown(self.kind, committed(self.table), self.configurations)
 
     def is_stale(self) -> bool:

@@ -61,13 +61,9 @@ class Product(NamedTuple):
 
 
 def linear_products(model: nn.Module, tokens: int, first_tokens: int | None = None) -> list[Product]:
-    """The products of every Linear in the model's repeated blocks, in order.
+    """The products of every Linear in the model's repeated blocks, each of ``tokens`` rows.
 
-    Args:
-        model: A transformers model, or a module around one.
-        tokens: Number of rows of each product.
-        first_tokens: Number of rows in the last block if it computes only first tokens, except for keys and values;
-            None if it computes all.
+    A last block that computes only first tokens has ``first_tokens`` rows instead, except for keys and values.
     """
     blocks = list(repeated_blocks(model).values())
     products, few = [], first_tokens or 0
@@ -90,10 +86,7 @@ def linear_products(model: nn.Module, tokens: int, first_tokens: int | None = No
 
 
 def gemm_floor(products: Sequence[Product], device: torch.device, dtype: torch.dtype, repeats: int = 10) -> float:
-    """Seconds of one step's products: forward, input gradient and weight gradient of each.
-
-    Every layer has its own weights, as in a step. The best of three passes of ``repeats`` steps is returned.
-    """
+    """Seconds of a step's products, forward and backward, with the weights of each layer; the best of three."""
     shapes = {(product.rows, width) for product in products for width in (product.inputs, product.outputs)}
     rows = {shape: torch.randn(*shape, device=device, dtype=dtype) for shape in shapes}
     weights = [torch.randn(product.outputs, product.inputs, device=device, dtype=dtype) for product in products]

@@ -95,14 +95,7 @@ def is_python(mutation: Any) -> bool:
 
 
 def draw(mutations: Sequence[Any], sample: int, seed: int, allowed: Callable[[Any], bool]) -> list[Any]:
-    """Draw mutations at different locations, one operator each, without the operators that ``mutants.toml`` excludes.
-
-    Args:
-        mutations: Cosmic Ray's ``MutationSpec`` of every possible change.
-        sample: How many to draw; fewer if there are fewer locations.
-        seed: Of the draw.
-        allowed: A drawn mutation for which this is False is left out, and another is drawn.
-    """
+    """Draw mutations at different locations, one operator each, without those that ``mutants.toml`` excludes."""
     excluded = re.compile("|".join(CONFIG["cosmic-ray"]["filters"]["operators-filter"]["exclude-operators"]))
     locations: dict[Any, list[Any]] = {}
     for mutation in mutations:
@@ -133,10 +126,7 @@ def enter_copy(folder: str) -> None:
 
 
 def try_mutation(mutation: Any, commands: Sequence[str]) -> dict[str, str]:
-    """Test a mutation in the working directory until a command fails; without a command, it survives.
-
-    Returns the outcome, the changed lines, and for a killed mutant the test that failed, or the end of the output.
-    """
+    """The outcome, the changed lines, and for a killed mutant the test that failed or the end of the output."""
     from cosmic_ray.mutating import mutate_and_test
     from cosmic_ray.work_item import TestOutcome
 

@@ -95,10 +95,7 @@ def empty_row(table: str, call: str, configuration: Configuration, jobs: int = 1
 
 
 def add_run(row: Row, report: Row) -> None:
-    """Add a run's report to its row: medians with their spread, and the evidence of the last successful run.
-
-    Runs that shared the machine (``jobs`` above 1) do not measure speed, so their times are not recorded.
-    """
+    """Add a run's report to its row; runs that shared the machine (``jobs`` above 1) have no times."""
     row["repeats"] += 1
     if "error" in report:
         row["errors"].append(report["error"])
@@ -125,19 +122,9 @@ def _find(report: Row, path: tuple[str, ...]) -> Any:
 
 
 class Call:
-    """The rows of one call in a table's file.
+    """The rows of one call in a table's file, which may continue the file's last call.
 
-    Args:
-        path: The file; its folder must exist.
-        rows: The empty rows of all configurations at all points, in the order of the table.
-        identity: A digest of what must be the same to resume a call.
-        resume: Resume the file's last call if it is unfinished.
-
-    Attributes:
-        rows: The rows with the finished runs of this process and, if resumed, of earlier ones.
-
-    Raises:
-        SystemExit: The unfinished call has another identity.
+    ``identity`` is a digest of what must be the same to continue a call.
     """
 
     def __init__(self, path: Path, rows: Sequence[Row], identity: str, *, resume: bool = False) -> None:
@@ -195,11 +182,7 @@ def describe_errors(row: Row) -> str:
 
 
 def median_step(row: Row) -> float:
-    """The median step time of a row's runs in seconds.
-
-    Raises:
-        statistics.StatisticsError: No run completed a step.
-    """
+    """The median step time of a row's runs in seconds."""
     return statistics.median(p50 for _, p50, _ in filter(None, row["step_seconds_p10_p50_p90"]))
 
 

@@ -68,11 +68,7 @@ _LOSS = re.compile(r"^\[metric\]\[batch=\d+\]: loss/train/total: (\S+)", re.MULT
 
 
 def rows_file(configurations: Sequence[Configuration], name: str, results: Path = RESULTS) -> Path:
-    """The path ``<results>/<gpu>/<name>.jsonl``, for the GPU of this machine unless every configuration trains on the
-    CPU.
-
-    The GPU's name is determined without torch, which would allocate memory on it.
-    """
+    """The file of a table's rows on this machine; torch would take memory of the GPU to know its name."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1")
     said = None
     if not hidden and not all("trainer.device=cpu" in configuration.overrides for configuration in configurations):

@@ -68,11 +68,7 @@ class Watch(Callback):
 
 
 def host_bytes(pid: int) -> int:
-    """A process's own memory: anonymous and shared-memory pages, each divided by the number of processes that share it.
-
-    File pages are not counted, because libraries are shared with other processes on the machine. 0 for a process that
-    has ended. Source: the kernel's documentation of /proc/PID/smaps_rollup.
-    """
+    """A process's anonymous and shared-memory pages, each divided by its number of sharers; 0 if it has ended."""
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     except (FileNotFoundError, ProcessLookupError):
@@ -81,11 +77,7 @@ def host_bytes(pid: int) -> int:
 
 
 def grown(readings: Sequence[Reading]) -> dict[str, tuple[float, float]]:
-    """Resources whose median is larger in the last fifth of the run than in the second: (before, after) by name.
-
-    Medians are used because a reading may coincide with the restart of workers at an epoch's end. Counts may not grow
-    at all, bytes by the slack that allocators need.
-    """
+    """Resources whose median is larger in the last fifth of the run than in the second: (before, after) by name."""
     fifth, found = max(1, len(readings) // 5), {}
     for place, name in enumerate(Reading._fields[1:], start=1):
         values = [reading[place] for reading in readings]

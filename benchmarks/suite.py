@@ -24,11 +24,7 @@ from composer_speedups.train.environment import environment
 
 
 def main(arguments: Sequence[str], results: Path = RESULTS) -> int:
-    """Run pytest in a child process, append the row, and return pytest's exit status.
-
-    Raises:
-        SystemExit: No test ran, or pytest could not run; no row is written.
-    """
+    """Run pytest in a child process, append the row, and return pytest's exit status."""
     call, began = call_time(), time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"

@@ -51,10 +51,7 @@ def table(columns: Sequence[str], lines: Iterable[Sequence[str]]) -> list[str]:
 
 
 def committed(name: str) -> list[Row]:
-    """All committed rows of a table; those from a CPU if there are none from this repository's GPU.
-
-    ``GPU/TABLE`` names the rows of another GPU, by its folder in ``benchmarks/results``.
-    """
+    """All committed rows of ``TABLE`` (those of a CPU if there are no others) or of ``GPU/TABLE``."""
     if "/" in name:
         return read_rows(RESULTS / f"{name}.jsonl")
     return read_rows(COMMITTED / f"{name}.jsonl") or read_rows(RESULTS / "cpu" / f"{name}.jsonl")
@@ -71,11 +68,7 @@ def every_gpus_rows(name: str) -> list[Row]:
 
 
 def where_of(rows: Sequence[Row], *, counted: bool = True) -> str:
-    """How often the rows ran (if ``counted``), on which hardware and versions, on which days and at which commits.
-
-    More than one of each where rows differ, and nothing of what none of them knows. A commit whose files were changed
-    when it ran is named so.
-    """
+    """How often the rows ran (if ``counted``), on which hardware and versions, on which days and at which commits."""
     days = ", ".join(sorted({row["call"][:10] for row in rows}))
     commits = ", ".join(sorted({commit_of(row) for row in rows}))
     return f"{_repeats(rows) if counted else ''}{_machine(rows)}; {days}; commit {commits}."
@@ -183,10 +176,7 @@ def _figure_by_call(columns: Sequence[str], lines: Sequence[_Line], rows: Sequen
 
 
 def _by_call(rows: Sequence[Row]) -> Iterator[tuple[Row, Row | None]]:
-    """Each row with that of the table's first configuration in the same call and batch size, None where none ran.
-
-    By batch size, then by call, then in the order of the table.
-    """
+    """Each row, by batch size and call, with that of the table's first configuration in the same call, if it ran."""
     first = rows[0]["configuration"]
     point = operator.itemgetter("data.batch_size", "call")
     bases = {point(row): row for row in rows if row["configuration"] == first and row["samples_per_sec"]}
@@ -270,10 +260,7 @@ class Reached(NamedTuple):
 
 
 def reached_by(rows: Sequence[Row], reference: str) -> Reached:
-    """Seconds from the start of each run's process until held-out accuracy first reached a target.
-
-    The target is the mean final accuracy of the configuration ``reference``, minus its standard deviation over seeds.
-    """
+    """When each run first reached the mean final accuracy of ``reference``, minus its standard deviation over seeds."""
     runs = {
         configuration: [run for row in rows if row["configuration"] == configuration for run in row["evaluations"]]
         for configuration in dict.fromkeys(row["configuration"] for row in rows)
@@ -310,11 +297,7 @@ def time_to_accuracy(name: str, reference: str) -> list[str]:
 
 
 def steps(name: str, conditions: str = "") -> list[str]:
-    """Every configuration at each batch size: its rate and median step, compared with the first one's of the call.
-
-    The rate is of all steady steps together; where a host runs ahead of the GPU, the median step is the host's. The
-    ``conditions`` select rows; see :func:`select`.
-    """
+    """Every configuration at each batch size: its rate and median step, compared with the first one's of the call."""
     rows, lines = select(f"{name} {conditions}"), []
     for row, base in _by_call(rows):
         if not row["samples_per_sec"]:
@@ -332,10 +315,9 @@ def steps(name: str, conditions: str = "") -> list[str]:
 
 
 def best(*selections: str) -> list[str]:
-    """The fast set, also with 8-bit matmuls, compared with the fastest peers of the same call.
+    """The fast set, also with 8-bit matmuls, and the fastest peers, in the call in which a peer was fastest.
 
-    Each selection, ``TABLE [KEY=VALUE …]``, is a line: the call in which a peer was fastest. Ratios are to the faster
-    peer. The GPU has a column if the lines are of several.
+    Each selection, ``TABLE [KEY=VALUE …]``, is a line. Ratios are to the faster peer.
     """
     base = yaml.safe_load((ROOT / "yamls" / "bert_imdb_fast.yaml").read_text())
     lines, rows = [], []
@@ -465,10 +447,7 @@ def kinds(override: str) -> list[str]:
 
 
 def kinds_of_kernels(rows: dict[str, Row]) -> list[str]:
-    """A column of milliseconds per step for each profile: kinds of kernels, the slowest first.
-
-    A row keeps only its slowest kernels by name; "kernels outside the slowest" is the time of the others.
-    """
+    """A column of milliseconds per step for each profile: kinds of kernels, the slowest first."""
     columns = [_ms_by_kind(row) for row in rows.values()]
     every = dict.fromkeys(kind for column in columns for kind in column)
     order = sorted(every, key=lambda kind: -max(column.get(kind, 0.0) for column in columns))
@@ -508,10 +487,7 @@ def kind_of(name: str) -> str:
 
 
 def call(name: str, count: int | str = 1) -> list[str]:
-    """The rows of a table's last committed calls, one table each, with failed configurations.
-
-    If there are none, a sentence says so.
-    """
+    """The rows of a table's last committed calls, one table each, with failed configurations."""
     rows = committed(name)
     if not rows:
         return [f"Not measured yet: `python -m benchmarks.run {Path(name).name}` does it."]

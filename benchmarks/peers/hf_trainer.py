@@ -80,11 +80,7 @@ def main(arguments: list[str]) -> None:
 
 
 def _grouped_by_length(loader: DataLoader[Any], config: Config) -> DataLoader[Any]:
-    """The job's loader with the sampler that transformers uses for ``group_by_length``.
-
-    Raises:
-        ConfigError: The batches are padded to a fixed length, so grouping would change nothing.
-    """
+    """The job's loader with the sampler that transformers uses for ``group_by_length``."""
     if config.data.padding != "longest":
         raise ConfigError("peer.train_sampling_strategy: group_by_length saves nothing here; set data.padding=longest")
     rows: Any = loader.dataset

@@ -50,11 +50,7 @@ class Plan(NamedTuple):
 def read_arguments(
     arguments: Sequence[str], flags: type[Settings] = Settings, *, several_ranks: bool = False
 ) -> tuple[Config, Any]:
-    """Read train.py's arguments, and a peer's own flags ``peer.NAME=VALUE``.
-
-    Raises:
-        ConfigError: An invalid config or flag, or something that the peers do not support.
-    """
+    """Read train.py's arguments, and a peer's own flags ``peer.NAME=VALUE``; refuse what peers do not support."""
     given, rest = read_settings(flags, arguments, PREFIX)
     config, _ = read_command_line(rest)
     _refuse_the_rest(config)
@@ -91,11 +87,7 @@ def build_job(config: Config, *, on_gpu: bool) -> Job:
 
 
 def set_attention(model: FinetuneModel, attention: str) -> None:
-    """Change the attention implementation of a job's model.
-
-    Raises:
-        ConfigError: transformers does not have it, or it needs a package.
-    """
+    """Change the attention implementation of a job's model."""
     try:
         model.model.set_attn_implementation(attention)
     except (ValueError, ImportError) as error:

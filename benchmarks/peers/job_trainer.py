@@ -26,14 +26,7 @@ _BEST_ON_GPU = {"bf16": True, "tf32": True, "torch_compile": True, "accelerator_
 
 
 def read_flags(arguments: Sequence[str], own: type[Settings]) -> tuple[Config, Any, dict[str, Any], bool]:
-    """Read a peer's command line; ``own`` are the flags that are not TrainingArguments'.
-
-    Returns:
-        The config without techniques, the peer's own flags, the other flags, and whether to train on a GPU.
-
-    Raises:
-        ConfigError: As :func:`.read_arguments`, or the config needs a GPU, and there is none.
-    """
+    """The config without techniques, the peer's own flags, the other flags, and whether to train on a GPU."""
     names = {argument: argument.partition("=")[0].removeprefix(PREFIX) for argument in arguments}
     others = [a for a in arguments if a.startswith(PREFIX) and names[a] not in own.model_fields]
     flags = {names[argument]: yaml.safe_load(argument.partition("=")[2]) for argument in others}
@@ -55,11 +48,7 @@ def training_arguments(
     on_gpu: bool,
     folder: Path,
 ) -> TrainingArguments:
-    """The job's settings, overridden by the preset's flags, overridden by the user's.
-
-    Raises:
-        ConfigError: An unknown name, or a value that TrainingArguments refuse.
-    """
+    """The job's settings, overridden by the preset's flags, overridden by the user's."""
     optimizer, data = config.optimizer, config.data
     job = {
         "output_dir": str(folder),

@@ -70,8 +70,7 @@ class Meter:
         self._tell(Event.BATCH_START)
 
     def end_batch(self, loss: torch.Tensor) -> None:
-        """End the step. ``loss`` is a scalar, which is copied if it is kept, because a CUDA graph would overwrite
-        it."""
+        """End the step. ``loss`` is copied if it is kept, because a CUDA graph would overwrite it."""
         batch, state = self.state.batch, self.state
         lengths = batch_lengths(batch)
         state.previous_timestamp = state.timestamp

@@ -126,11 +126,7 @@ class _RealTokens(nn.Module):
 
 
 def _unpad_with_unsloth(encoder: SentenceTransformer) -> None:
-    """Patch the model as Unsloth's ``FastSentenceTransformer.from_pretrained`` does with ``use_unpadding=True``.
-
-    Raises:
-        ConfigError: Unsloth is missing, or does not support the model or the environment.
-    """
+    """Patch the model as Unsloth's ``FastSentenceTransformer`` does with ``use_unpadding=True``."""
     try:
         from unsloth.models._sentence_transformer_unpadding import enable_sentence_transformer_unpadding
     except (ImportError, NotImplementedError) as error:  # the latter without a GPU

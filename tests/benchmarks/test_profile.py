@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import profile
@@ -89,19 +88,6 @@ def test_the_floor_has_the_matrix_products_of_a_step() -> None:
     ]  # fmt: skip
     gated = linear_products(tiny_model("modernbert", layers=1), 7, first_tokens=2)
     assert gated == [(32, 32, 2), (32, 64, 7), (32, 32, 2), (32, 64, 2), (32, 32, 2)]
-    products: list[tuple[int, ...]] = []
-
-    class Seen(torch.overrides.TorchFunctionMode):
-        def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-            if func is torch.Tensor.__matmul__ or getattr(func, "__name__", "") in ("matmul", "__matmul__"):
-                products.append((*args[0].shape, args[1].shape[1]))
-            return func(*args, **(kwargs or {}))
-
-    with Seen():
-        seconds = gemm_floor([Product(32, 64, 7)], torch.device("cpu"), torch.float32, repeats=1)
-    assert seconds > 0
-    assert products[:3] == [(7, 32, 64), (7, 64, 32), (64, 7, 32)]
-    assert isinstance(model.classifier, nn.Linear)
 
 
 @pytest.mark.exhaustive
@@ -122,6 +108,18 @@ def test_the_floor_of_a_step_whose_last_layer_computes_first_tokens(monkeypatch:
     assert [product[:2] for product in short] == [product[:2] for product in every]
 
 
+class Multiplied(TorchDispatchMode):
+    """Counts the multiplications of matrix products."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            left, right = args[-2:]
+            self.count += left.shape[0] * left.shape[1] * right.shape[1]
+        return func(*args, **(kwargs or {}))
+
+
 def test_the_floor_of_fused_layers_is_that_of_the_stock_model_and_its_products_are_the_floors() -> None:
     """Its layers are other classes with the same Linears, and they multiply what the floor multiplies."""
     model = tiny_bert()
@@ -130,22 +128,14 @@ def test_the_floor_of_fused_layers_is_that_of_the_stock_model_and_its_products_a
     fuse(model, "all")
     assert linear_products(model, 64) == expected
     (first, *_) = (module for module in model.modules() if isinstance(module, FusedLayer))
-    multiplied = 0
-
-    class Products(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-            nonlocal multiplied
-            if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
-                left, right = args[-2:]
-                multiplied += left.shape[0] * left.shape[1] * right.shape[1]
-            return func(*args, **(kwargs or {}))
-
-    tokens = 64
-    x, plan = torch.randn(1, tokens, 32, requires_grad=True), lay_out(torch.ones(4, 16), tokens)
-    with Products():
+    x, plan = torch.randn(1, 64, 32, requires_grad=True), lay_out(torch.ones(4, 16), 64)
+    with Multiplied() as fused:
         first(x, layout=plan).sum().backward()
     floor = sum(3 * product.rows * product.inputs * product.outputs for product in expected[: len(expected) // 2])
-    assert multiplied == floor, "forward, input gradients and weight gradients"
+    assert fused.count == floor, "forward, input gradients and weight gradients"
+    with Multiplied() as floors:
+        assert gemm_floor(expected, torch.device("cpu"), torch.float32, repeats=1) > 0
+    assert floors.count == 3 * 3 * 2 * floor, "three passes of a step after two others, of two layers"
 
 
 def test_a_profile_of_the_quickstart() -> None:

@@ -1,8 +1,10 @@
-"""Figures from rows: a line is of one call, a ratio of two lines of the same call, and captions have the conditions."""
+"""Figures from rows: a line is of one call, and a ratio of two lines of the same call.
+
+What the repository's pages show is compared with the committed rows by tests/core/test_cards.py.
+"""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -64,24 +66,6 @@ def test_each_line_is_of_one_call_and_its_ratio_of_two_lines(rows: list[dict[str
     assert tables.steps("any")[3] == "| 8 | + a | 100 | 2.00 | 10.0 (2.00) | 2.0 | 3 |", "one call has no letter"
 
 
-def test_rows_are_selected_by_point_override_and_call(rows: list[dict[str, Any]]) -> None:
-    rows += [row("a", "2026-01-01T05", 100), row("b", "2026-01-01T06", 200) | {"data.batch_size": 16}]
-    rows += [row("c", "2026-01-02T05", 400, overrides=["model.size=base", "model.size=large"])]
-    for selection, names in {
-        "t": "abc",
-        "t data.batch_size=16": "b",
-        "t data.batch_size=8,16 configuration=a,b": "ab",
-        "t model.size=large": "c",  # the last override holds
-        "t call=2026-01-01": "ab",  # the beginning of a call's time
-        "t call=2026-01-01T06,2026-01-02": "bc",
-        "t call=2026-01-01 data.batch_size=8": "a",
-    }.items():
-        assert "".join(row["configuration"] for row in tables.select(selection)) == names
-    assert tables.steps("t", "call=2026-01-02")[2] == "| 8 | c | 400 | 1.00 | 2.5 (1.00) | 2.0 | 3 |"
-    with pytest.raises(ValueError, match=r"no row of 't data\.batch_size=1'"):
-        tables.select("t data.batch_size=1")
-
-
 def test_the_fast_set_is_compared_with_the_fastest_peer_of_its_call(rows: list[dict[str, Any]]) -> None:
     def add(call: str, **rates: float) -> None:
         names = {"plain": "HF Trainer", "graphs": "HF Trainer, graphs", "fast": "fast set", "fp8": "fast set, fp8"}
@@ -130,94 +114,6 @@ def test_time_to_accuracy_is_that_of_the_first_evaluation_at_the_target(rows: li
     assert text[-1].startswith("One run of each configuration and seed. ")
 
 
-def test_lines_of_several_gpus_name_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    def ran(gpu: str) -> list[dict[str, Any]]:
-        more = {"overrides": ["model.size=base"], "environment": ENVIRONMENT | {"gpu": gpu}}
-        peers = {"HF Trainer": "hf_trainer", "fast set": None, "fast set, fp8": None}
-        return [row(name, "1", 100, **more) | {"peer": peer} for name, peer in peers.items()]
-
-    kept = {"t": ran("NVIDIA H200"), "other/t": ran("NVIDIA H100 80GB HBM3")}
-    monkeypatch.setattr(tables, "rows_of", kept.__getitem__)
-    head, _, first, second, _, where = tables.best("t", "other/t")
-    assert [line.split(" | ")[0] for line in (head, first, second)] == ["| GPU", "| H200", "| H100 80GB HBM3"]
-    assert where.startswith("NVIDIA H100 80GB HBM3, NVIDIA H200, driver")
-    assert tables.best("other/t")[0].startswith("| BERT |")
-
-
-def test_rows_of_another_gpu_are_named_by_their_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for folder, rate in (("mine", 1.0), ("other", 2.0), ("cpu", 3.0)):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "t.jsonl").write_text(json.dumps(row("a", "2026-01-01", rate)))
-    monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    monkeypatch.setattr(tables, "COMMITTED", tmp_path / "mine")
-    assert [tables.rows_of(name)[0]["samples_per_sec"]["median"] for name in ("t", "other/t")] == [1.0, 2.0]
-    assert tables.rows_of("absent/t") == [], "not those of the CPU"
-
-
-def test_a_figure_says_how_often_each_configuration_ran_and_for_how_long(rows: list[dict[str, Any]]) -> None:
-    def ran(*rates: float, batches: int) -> dict[str, Any]:
-        spread = {"median": sorted(rates)[len(rates) // 2], "runs": list(rates)}
-        given = ["trainer.max_duration=1ep", f"trainer.max_duration={batches}ba"]
-        return row("a", "2026-01-01", 1, samples_per_sec=spread, repeats=len(rates), overrides=given)
-
-    rows.append(ran(100, batches=40))
-    assert tables.steps("any")[-1].startswith("One run of each configuration, 40 batches each. x, driver")
-    rows[:] = [ran(100, 300, 200, batches=40)]
-    assert "| a | 200 (100–300) | 1.00 |" in tables.steps("any")[2]
-    assert tables.steps("any")[-1].startswith("3 runs of each configuration, 40 batches each: median (least–most).")
-    rows[:] = [ran(100, 300, batches=40)]
-    assert ": median or, of two runs, mean (least–most). x," in tables.steps("any")[-1]
-    rows[:] = [ran(100, 300, 200, batches=40), ran(100, batches=120) | {"data.batch_size": 16}]
-    said = "1–3 runs of each configuration, 40–120 batches each: median (least–most); one run where no range is given."
-    assert tables.steps("any")[-1].startswith(said)
-    rows[0]["overrides"] = ["trainer.max_duration=2ep"]
-    assert tables.steps("any")[-1].startswith("1–3 runs of each configuration: median")
-
-
-def test_uncommitted_changes_are_named(rows: list[dict[str, Any]]) -> None:
-    changed = {**ENVIRONMENT, "uncommitted_changes": True}
-    rows += [row("a", "2026-01-01", 100, environment=changed), row("b", "2026-01-01", 100)]
-    assert tables.steps("any")[-1].endswith("; 2026-01-01; commit 0123456, 0123456 with uncommitted changes.")
-
-
-def test_whole_jobs_are_compared_with_the_first_configuration_of_the_same_call(rows: list[dict[str, Any]]) -> None:
-    for call, configuration, seconds in (("1", "peer", 60.0), ("1", "ours", 20.0), ("2", "ours", 10.0)):
-        rows.append(row(configuration, f"2026-01-0{call}", 100, runs={"process_seconds": seconds, "eval_seconds": 4.0}))
-    rows[0]["process_seconds"]["runs"] = [50.0, 60.0, 70.0]
-    assert tables.jobs("any")[2:5] == [
-        "| a | 8 | peer | 60.0 (50.0–70.0) | 1.00 | 3 | 4.0 |",
-        "| a | 8 | ours | 20.0 | 3.00 | 3 | 4.0 |",
-        "| b | 8 | ours | 10.0 | – | 3 | 4.0 |",
-    ]
-
-
-def test_kernels_are_those_of_the_last_row(rows: list[dict[str, Any]]) -> None:
-    kernel = {"name": "norm_backward", "us": 50.0, "torch_us": 125.0, "copy_us": 40.0}
-    for call, factor in (("2026-01-01", 3), ("2026-01-02", 1)):
-        rows.append({"call": call, "environment": ENVIRONMENT, "kernels": [{**kernel, "us": factor * 50.0}]})
-    assert tables.kernels("any")[2:4] == ["| norm backward | 50 | 125 | 2.50 | 40 |", ""]
-
-
-def test_the_last_row_of_each_kind_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    counts = {"mutants": 6, "killed": 4, "timed_out": 1, "survived": 1, "environment": ENVIRONMENT}
-    kept = [{"package": "b", "seed": seed, "call": f"2026-01-0{seed}T", **counts} for seed in (1, 2)]
-    kept += [{**kept[0], "exhaustive": False}, {**kept[0], "package": "a", "exhaustive": True, "not_run": 3}]
-    where = {"gpu": "H200", "gpu_count": 1, "torch": "2.11", "commit": "0123456789"}
-    ran = {"passed": 1, "failed": 0, "skipped": 4, "seconds": 90.0, "arguments": ["-m", "not long"]}
-    suites = [{**ran, "call": "2026-01-01", "environment": where}, {**ran, "call": "2026-01-03", "environment": where}]
-    suites.append({**ran, "passed": 5, "call": "2026-01-02", "environment": where | {"gpu_count": 2}})
-    monkeypatch.setattr(tables, "every_gpus_rows", {"mutants": kept, "suite": suites}.__getitem__)
-    assert tables.mutants()[2:] == [
-        "| `a` | seed 1 | all | 6 | 4 | 1 | 1 | – | 3 | 2026-01-01, 0123456 |",
-        "| `b` | seed 1 | default | 6 | 4 | 1 | 1 | – | – | 2026-01-01, 0123456 |",
-        "| `b` | seed 2 | all | 6 | 4 | 1 | 1 | – | – | 2026-01-02, 0123456 |",
-    ]
-    assert tables.suite()[2:] == [
-        "| `-m 'not long'` | 1 | 0 | 4 | 1.5 | H200, torch 2.11 | 2026-01-03, 0123456 |",
-        "| `-m 'not long'` | 5 | 0 | 4 | 1.5 | 2 H200, torch 2.11 | 2026-01-02, 0123456 |",
-    ]
-
-
 def test_a_configuration_without_a_seed_has_a_dash_and_no_mean(rows: list[dict[str, Any]]) -> None:
     for configuration, seed, accuracy in (("a", 1, 0.8), ("a", 2, 0.9), ("b", 2, 0.7)):
         rows.append(row(configuration, "2026-01-01", 1, seed=seed, runs={"accuracy": accuracy}, samples_per_sec=None))
@@ -225,68 +121,6 @@ def test_a_configuration_without_a_seed_has_a_dash_and_no_mean(rows: list[dict[s
         "| a | 0.8000 | 0.9000 | 0.8500 | 0.0707 | 0.8000–0.9000 | 2 |",
         "| b | – | 0.7000 | – | – | 0.7000–0.7000 | 1 |",
     ]
-
-
-def test_profiles_of_one_override_are_set_side_by_side_by_kind(rows: list[dict[str, Any]]) -> None:
-    def profiled(override: str, techniques: dict[str, Any], *kernels: tuple[str, float]) -> dict[str, Any]:
-        named = [{"name": name, "kind": "stale", "ms": ms, "launches": 1} for name, ms in kernels]
-        times = {"busy_ms": 10.0, "step_ms": 12.0, "gemm_floor_ms": 4.0}
-        more = {"call": "2026-01-01", "environment": ENVIRONMENT}
-        return {"arguments": [override], "algorithms": techniques, "kernels": named, **times, **more}
-
-    rows.append(profiled("size=large", {}, ("nvjet_a", 5.0), ("nvjet_b", 1.0), ("triton_poi_fused_gelu_1", 4.0)))
-    float8 = {"float8_linear": {"settings": "Float8Linear(recipe='rowwise')"}}
-    rows.append(profiled("size=large", float8, ("nvjet_q", 3.0), ("triton_poi_fused__scaled_mm_gelu_1", 5.0)))
-    rows.append(profiled("size=base", {}, ("nvjet_a", 9.0)))
-    for number in ("", ", precision='fp8'"):
-        fused = {"fused_layers": {"settings": f"FusedLayers(last_layer='needed'{number})"}}
-        rows.append(profiled("size=large, batch=8", fused, ("nvjet_a", 1.0)))
-    assert tables.kinds("size=large, batch=8")[0] == "| ms per step | fast set | fast set, fp8 |"
-    lines = tables.kinds("size=large")
-    assert lines[0] == "| ms per step | compiled | compiled, float8 rowwise |"
-    assert lines[2:6] == [
-        "| GEMM | 6.0 | 3.0 |",
-        "| scaling to float8 | – | 5.0 |",
-        "| activation | 4.0 | – |",
-        "| kernels outside the slowest | – | 2.0 |",
-    ]
-    assert "| **step** | 12.0 | 12.0 |" in lines
-
-
-def test_a_call_is_shown_with_its_failures_and_its_scaling(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def kept(configuration: str, call: str, rate: float | None, ranks: int, error: str = "") -> str:
-        failure = {"errors": [error], "error_kinds": ["failed"]} if rate is None else {"errors": []}
-        whole = row(configuration, call, rate or 1.0, ranks=ranks, accuracy=None, repeats=1, **failure)
-        del whole["data.batch_size"]
-        failed: dict[str, Any] = {"samples_per_sec": None, "environment": {}, "step_seconds_p10_p50_p90": None}
-        return json.dumps(whole if rate else {**whole, **failed})
-
-    lines = [
-        kept("1 GPU, a", "2026-01-01", 1.0, 1),
-        kept("1 GPU, a", "2026-01-02", 50, 1),
-        kept("1 GPU, b", "2026-01-02", 60, 1),
-    ]
-    lines += [kept("2 GPUs, a", "2026-01-02", 90, 2), kept("2 GPUs, b", "2026-01-02", 60, 2)]
-    lines += [kept("2 GPUs, alone", "2026-01-02", 60, 2), kept("2 GPUs, a, plain", "2026-01-02", 80, 2)]
-    lines += [kept("2 GPUs, ab", "2026-01-02", 80, 2)]
-    lines += [kept("4 GPUs, a", "2026-01-02", None, 4, "train.py: needs 4 | fewer")]
-    (tmp_path / "scaling.jsonl").write_text("\n".join(lines))
-    monkeypatch.setattr(tables, "COMMITTED", tmp_path)
-    assert tables.call("scaling")[:-1] == [
-        "| configuration | samples/s (least–most) | ratio | peak GiB | warm-up s | median step, ms | efficiency |",
-        "|---|---|---|---|---|---|---|",
-        "| 1 GPU, a | 50.0 | 1.00 | 2.0 | 3.0 | 20.0 |  |",
-        "| 1 GPU, b | 60.0 | 1.20 | 2.0 | 3.0 | 16.7 |  |",
-        "| 2 GPUs, a | 90.0 | 1.80 | 2.0 | 3.0 | 11.1 | 90.0% |",
-        "| 2 GPUs, b | 60.0 | 1.20 | 2.0 | 3.0 | 16.7 | 50.0% |",
-        "| 2 GPUs, alone | 60.0 | 1.20 | 2.0 | 3.0 | 16.7 |  |",
-        "| 2 GPUs, a, plain | 80.0 | 1.60 | 2.0 | 3.0 | 12.5 | 80.0% |",
-        "| 2 GPUs, ab | 80.0 | 1.60 | 2.0 | 3.0 | 12.5 |  |",
-        "| 4 GPUs, a | failed: needs 4 / fewer |  |  |  |  |  |",
-        "",
-    ]
-    assert tables.call("scaling", 2)[2:4] == ["| 1 GPU, a | 1.0 | 1.00 | 2.0 | 3.0 |", ""]
-    assert tables.call("scaling", 2)[6:] == tables.call("scaling")
 
 
 def test_a_table_without_rows_says_how_to_measure_it(monkeypatch: pytest.MonkeyPatch) -> None:
