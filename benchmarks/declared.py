@@ -1,7 +1,6 @@
 """Tables of what the code declares: techniques with their order and conflicts, model families, heads and tasks.
 
-What is refused is listed in tests/helpers/refusals.py, and which uses of a task are supported was recorded by the tests
-(tests/helpers/support.py).
+What is refused is listed in tests/helpers/refusals.py, and what tasks read and report in tests/helpers/support.py.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from composer_speedups.core.technique import FSDP, Order, Technique
 from composer_speedups.families.family import Family, family_named
 from composer_speedups.families.family import families as known_families
 from tests.helpers.refusals import FAILING, HEADS, INPUTS, MISSING, REFUSALS, TECHNIQUES, UNDEFINED, refusal_of
-from tests.helpers.support import TASKS, WAYS, read_record
+from tests.helpers.support import TASKS
 
 ROOT = Path(__file__).parent.parent
 _STAGES = {
@@ -106,7 +105,7 @@ def _quoted(names: list[str] | tuple[str, ...]) -> list[str]:
     return [f"`{name}`" for name in names]
 
 
-# Tasks, and the uses of each that the tests recorded
+# Tasks
 
 
 def tasks() -> list[str]:
@@ -117,17 +116,6 @@ def tasks() -> list[str]:
         metrics = ", ".join(filter(None, [*row.metrics.values(), row.more]))
         lines.append([f"`{name}`", row.data, row.loss, metrics, ", ".join(_quoted(yamls[name]))])
     return table(["`model.task`", "columns it reads", "loss", "metrics", "YAML (`-f`)"], lines)
-
-
-def support() -> list[str]:
-    """Tasks × ways to use them: what the marked tests that passed claim, and a dash where none has; then the ways."""
-    claims = {
-        (task, way): {"supports": "yes", "refuses": "refused"}[mark]
-        for entry in read_record().values()
-        for task, way, mark in entry["claims"]
-    }
-    lines = [[f"`{task}`", *(claims.get((task, way), "–") for way in WAYS)] for task in TASKS]
-    return [*table(["task", *WAYS], lines), "", *(f"- {way}: {what}." for way, what in WAYS.items())]
 
 
 def _yamls_by_task() -> dict[str, list[str]]:
