@@ -58,7 +58,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _known_processor() -> None:
-    from tests.helpers.isa import skip_isa_probe
+    from tests.helpers.forks import skip_isa_probe
 
     skip_isa_probe()
 

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from tests.conftest import ROOT
-from tests.helpers.documents import Block, blocks_of, run_blocks
+from tests.documents import Block, blocks_of, run_blocks
 from tests.helpers.hangs import HANGS
 
 DOCS = ROOT / "docs"

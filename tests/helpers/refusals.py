@@ -45,18 +45,11 @@ INPUTS = (
 
 
 class Refusal(NamedTuple):
-    """A refused combination.
-
-    Attributes:
-        techniques: The techniques that refuse it.
-        error: Regular expression of the ValueError's message.
-        why: The reason, for the documentation.
-        families, head, input: The rest of the combination; empty for all.
-    """
+    """A refused combination; ``families``, ``head`` and ``input`` are empty for all."""
 
     techniques: tuple[str, ...]
-    error: str
-    why: str
+    error: str  # regular expression of the message
+    why: str  # for the documentation
     families: tuple[str, ...] = ()
     head: str = ""
     input: str = ""
