@@ -1,4 +1,4 @@
-"""The package as it is installed and imported, the pins of its packages, and the layout that docs/design.md asks for."""
+"""The package as it is installed and imported, its pins, and the layout that docs/design.md asks for."""
 
 from __future__ import annotations
 
