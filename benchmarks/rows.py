@@ -25,7 +25,6 @@ Row = dict[str, Any]
 _MEASURED = {  # name in a row → path in the report
     "samples_per_sec": ("throughput", "samples_per_sec"),
     "tokens_per_sec": ("throughput", "tokens_per_sec"),
-    "mfu": ("throughput", "mfu"),
     "step_seconds": ("throughput", "step_seconds"),
     "data_seconds": ("throughput", "data_seconds"),
     "warmup_seconds": ("throughput", "warmup_seconds"),

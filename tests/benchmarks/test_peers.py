@@ -57,7 +57,7 @@ def test_peers_train_the_same_steps_and_report_the_same_keys(overrides: list[str
         assert set(report) - {"losses"} == set(ours)
         for section in ("throughput", "memory", "training", "environment", "numerics"):
             assert set(report[section]) == set(ours[section])
-        for name in ("tokens_per_sec", "mfu", "samples_per_sec", "step_seconds"):
+        for name in ("tokens_per_sec", "samples_per_sec", "step_seconds"):
             assert report["throughput"][name] > 0
         assert report["throughput"]["eval_seconds"] > 0
         assert [e["batch"] for e in report["evaluations"]] == [e["batch"] for e in ours["evaluations"]]
