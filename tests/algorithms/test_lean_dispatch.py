@@ -179,7 +179,12 @@ def test_a_profiler_or_a_pass_goes_composers_way(tmp_path: Any) -> None:
 @pytest.mark.parametrize("metrics", [False, True])
 def test_a_batch_is_copied_for_training_metrics_only(metrics: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     copied: list[Any] = []
-    monkeypatch.setattr(composer_trainer, "deepcopy", lambda value: copied.append(value) or copy.deepcopy(value))
+
+    def noted(value: Any) -> Any:
+        copied.append(value)
+        return copy.deepcopy(value)
+
+    monkeypatch.setattr(composer_trainer, "deepcopy", noted)
     trainer = make_trainer([LeanDispatch()], batches=plain_batches(2))
     copied.clear()
     if metrics:
@@ -192,8 +197,13 @@ def test_a_batch_is_copied_for_training_metrics_only(metrics: bool, monkeypatch:
 
 def test_memory_statistics_and_the_walk_for_fsdp_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
-    monkeypatch.setattr(State, "fsdp_enabled", property(lambda state: bool(calls.append("walk"))))
-    monkeypatch.setattr(torch.cuda, "memory_stats", lambda: calls.append("stats") or {"num_alloc_retries": 1})
+
+    def noted(name: str, result: Any) -> Any:
+        calls.append(name)
+        return result
+
+    monkeypatch.setattr(State, "fsdp_enabled", property(lambda state: noted("walk", False)))
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda: noted("stats", {"num_alloc_retries": 1}))
 
     class OnGPU(Callback):
         def after_train_batch(self, state: State, logger: Logger) -> None:
