@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from composer_speedups import FastLayerNorm, MixedPrecision, TorchCompile
+from composer_speedups import FastLayerNorm, MixedPrecision, TorchCompile, apply
 from composer_speedups.algorithms.fast_layernorm.modules import ApexLayerNorm, LowPrecisionLayerNorm, TritonLayerNorm
 from composer_speedups.core.errors import Refusal
 from tests.helpers.common import (
@@ -78,7 +78,7 @@ def test_ligers_kernels_match_layernorm_in_tritons_interpreter() -> None:
 @pytest.mark.usefixtures("without_gpu")
 @pytest.mark.parametrize("autocast", [False, True])
 def test_a_run_with_apex_trains_the_same_model(autocast: bool) -> None:
-    """A module that Apex does not support is left alone and named."""
+    """A module that Apex does not support is left alone."""
     model, technique = tiny_bert(), FastLayerNorm("apex")
     model.bert.embeddings.LayerNorm = nn.LayerNorm(32, bias=False)
     expected = train_plainly(model, awkward_batches())
@@ -87,7 +87,6 @@ def test_a_run_with_apex_trains_the_same_model(autocast: bool) -> None:
     assert technique.evidence == {
         "modules": 4,
         "implementation": "apex",
-        "left_alone": ["model.bert.embeddings.LayerNorm"],
         "output_dtype": "bfloat16" if autocast else "float32",
         "seen_in": "forward pass",
     }
@@ -112,19 +111,8 @@ def test_what_cannot_run_is_refused(implementation: Any, monkeypatch: pytest.Mon
             make_trainer([FastLayerNorm(implementation)])
     monkeypatch.setattr(FastLayerNorm, "needs", lambda *_: ())
     model = nn.ModuleDict({"no_bias": nn.LayerNorm(4, bias=False), "plain": nn.Linear(2, 2)})
-    with pytest.raises(Refusal, match=rf"no torch.nn.LayerNorm that is supported: {implementation} needs a weight"):
-        make_trainer([FastLayerNorm(implementation)], model=_with(model))
-    with pytest.raises(Refusal, match=r"^fast_layernorm: the model has no torch\.nn\.LayerNorm; remove it"):
-        make_trainer([FastLayerNorm(implementation)], model=_with(nn.Linear(2, 2)))
-
-
-def _with(module: nn.Module) -> Any:
-    """A model whose only LayerNorms are those of a module."""
-    model = tiny_bert()
-    for norm in [m for m in model.modules() if type(m) is nn.LayerNorm]:
-        norm.__class__ = type("MyNorm", (nn.LayerNorm,), {})
-    model.extra = module
-    return model
+    with pytest.raises(Refusal, match=rf"no torch.nn.LayerNorm that the {implementation} kernel supports; remove it"):
+        apply(model, [FastLayerNorm(implementation)])
 
 
 def test_without_apex_the_refusal_names_its_repository(monkeypatch: pytest.MonkeyPatch) -> None:
