@@ -283,7 +283,7 @@ def test_experts_that_do_not_run_are_detected() -> None:
     trainer = make_trainer([technique])
     (layer,) = sparse_layers(trainer.state.model)
     layer._dispatch = lambda x, chosen: layer.experts[0](x)[:, None].expand(*chosen.shape, -1)  # type: ignore
-    assert_not_engaged(trainer, r"only 0 experts of .*layer\.1 ran in the first batch")
+    assert_not_engaged(trainer, "only 0 experts of a layer ran in the first batch")
 
 
 @pytest.mark.exhaustive

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from composer_speedups.core.errors import Refusal
-from composer_speedups.core.settings import Check, ComposerTime
+from composer_speedups.core.settings import ComposerTime
 from composer_speedups.core.technique import FSDP, Order, Technique
 
 if TYPE_CHECKING:
@@ -37,15 +37,11 @@ class LayerFreezing(Technique):
         "sparse_upcycling": "the experts of a frozen layer would remain equal, and its router would not learn",
     }
 
-    layers: Literal["embeddings"] | int = Field("embeddings")
+    layers: Literal["embeddings"] | Annotated[int, Field(ge=1)] = Field("embeddings")
     """embeddings; or a number of blocks, which are frozen together with the embeddings and with everything else that
     computes the blocks' input, such as DeBERTa's relative positions."""
     start: Annotated[str, ComposerTime(("ba", "ep", "dur"))] = Field("0ba")
     """When they stop training: in ba, ep or dur."""
-
-    def checks(self) -> Iterable[Check]:
-        none = self._blocks < 1 and self.layers != "embeddings"
-        yield none, "layers", f"must be greater than or equal to 1, not {self.layers}"
 
     @property
     def _blocks(self) -> int:

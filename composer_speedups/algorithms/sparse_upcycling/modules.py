@@ -6,6 +6,7 @@ Shape suffixes: T tokens (including padding), H hidden units, E experts, K exper
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -24,18 +25,7 @@ from composer_speedups.families.family import families, family_of, family_titles
 from composer_speedups.kernels.observing import ran
 
 _ROUTER_STD = 0.02  # arXiv 2212.05055, section 3.1
-
-
-class Expert(nn.Module):
-    """A copy of a dense feed-forward block: up, activation, down."""
-
-    def __init__(self, up: nn.Module, activation: nn.Module, down: nn.Module) -> None:
-        super().__init__()
-        self.up, self.activation, self.down = copy.deepcopy(up), copy.deepcopy(activation), copy.deepcopy(down)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        output: Tensor = self.down(self.activation(self.up(hidden)))
-        return output
+_PARTS = ("up", "activation", "down")
 
 
 class Routing:
@@ -95,30 +85,20 @@ class SparseFeedForward(nn.Module):
     """Experts with a router, which sends each token to its ``top_k`` most probable experts.
 
     Experts have no capacity limit, so no token is dropped. The weights of a token's experts add up to one, so the
-    output of equal experts is that of the dense block, which each of them copies.
+    output of equal experts is that of the dense block, an ``nn.Sequential`` that each of them copies.
     """
 
-    def __init__(
-        self,
-        up: nn.Linear,
-        activation: nn.Module,
-        down: nn.Linear,
-        *,
-        experts: int,
-        top_k: int,
-        name: str,
-        routing: Routing,
-    ) -> None:
+    def __init__(self, dense: Any, experts: int, top_k: int, name: str, routing: Routing) -> None:
         super().__init__()
-        weight = up.weight
+        weight = dense.up.weight
         # The router's weights are drawn on the CPU, and no other number is, so they do not depend on the device.
         self.router = skip_init(
-            nn.Linear, up.in_features, experts, bias=False, device=weight.device, dtype=weight.dtype
+            nn.Linear, weight.shape[1], experts, bias=False, device=weight.device, dtype=weight.dtype
         )
         with torch.no_grad():
             self.router.weight.copy_(torch.randn(self.router.weight.shape) * _ROUTER_STD)
         self.router.weight.requires_grad_(weight.requires_grad)
-        self.experts = nn.ModuleList(Expert(up, activation, down) for _ in range(experts))
+        self.experts = nn.ModuleList(copy.deepcopy(dense) for _ in range(experts))
         self.top_k, self.name, self.routing = top_k, name, routing
 
     @torch.compiler.disable  # its shapes depend on the data, so it would be recompiled repeatedly
@@ -196,17 +176,14 @@ def upcycle(
     routing = Routing()
     replaced: dict[nn.Parameter, list[nn.Parameter]] = {}
     for name, paths in blocks[every - 1 :: every]:
-        dense: list[Any] = [modules[path] for path in paths]
-        up, activation, down = dense
-        sparse = SparseFeedForward(up, activation, down, experts=experts, top_k=top_k, name=name, routing=routing)
-        sparse.train(up.training)
+        dense: Any = nn.Sequential(OrderedDict(zip(_PARTS, (modules[path] for path in paths), strict=True)))
+        sparse = SparseFeedForward(dense, experts, top_k, name, routing).train(dense.up.training)
         # Identities replace the rest, so the layer's forward is unchanged: its dropout, residual and LayerNorm.
         for path, new in zip(paths, (sparse, nn.Identity(), nn.Identity()), strict=True):
             model.set_submodule(path, new)
-        for part, module in zip(("up", "activation", "down"), dense, strict=True):
-            for key, old in module.named_parameters():
-                replaced[old] = [expert.get_submodule(part).get_parameter(key) for expert in sparse.experts]
-        replaced[up.weight].append(sparse.router.weight)
+        for key, old in dense.named_parameters():
+            replaced[old] = [expert.get_parameter(key) for expert in sparse.experts]
+        replaced[dense.up.weight].append(sparse.router.weight)
     encoder.register_forward_pre_hook(routing.begin, with_kwargs=True)
     encoder.config.sparse_upcycling = settings
     replace_parameters(list(optimizers), replaced, {p: n for n, p in model.named_parameters()})

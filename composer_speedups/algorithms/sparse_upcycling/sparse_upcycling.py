@@ -73,7 +73,6 @@ class SparseUpcycling(Technique):
             "layers": len(sparse_layers(run.model)),
             "experts": self.experts,
             "parameters_added": sum(p.numel() for p in run.model.parameters()) - before,
-            "checkpoint": "has experts; load an exported model with load_sparse_upcycling",
         }
 
     def fit_start(self, run: Run) -> None:
@@ -107,11 +106,9 @@ class SparseUpcycling(Technique):
     def proof(self, run: Run, seen: FirstBatch) -> Mapping[str, Any]:
         from composer_speedups.algorithms.sparse_upcycling.modules import sparse_layers
 
-        names = [layer.name for layer in sparse_layers(run.model)]
-        counts = {name: sum(bool(seen.ran[f"{name} expert {i}"]) for i in range(self.experts)) for name in names}
-        for name, count in counts.items():
-            if count < self.top_k:
-                fix = "do not change the model after INIT, or remove it"
-                raise self.no_effect(f"only {count} experts of {name} ran in the first batch", fix)
-        balance = {} if run.state is None else {"load_balancing_loss": round(self._mean, 4)}
-        return {"experts_that_ran": min(counts.values()), **balance}
+        layers = sparse_layers(run.model)
+        ran = min(sum(f"{layer.name} expert {i}" in seen.ran for i in range(self.experts)) for layer in layers)
+        if ran < self.top_k:
+            fix = "do not change the model after INIT, or remove it"
+            raise self.no_effect(f"only {ran} experts of a layer ran in the first batch", fix)
+        return {"experts_that_ran": ran, **({} if run.state is None else {"load_balancing_loss": round(self._mean, 4)})}
