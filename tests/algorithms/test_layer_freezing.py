@@ -323,15 +323,7 @@ def loop_on_ddp(wrap: Any, hook: bool) -> dict[str, Any]:
 
 
 def loops() -> Any:
-    without = [loop_on_ddp(wrap, hook) for wrap, hook in LOOPS]
-    shared = DistributedDataParallel(bert())
-    freeze(shared.module, (), 0)
-    shared(**batch([5, 4])).loss.backward()
-    try:
-        shared(**batch([5, 4]))
-    except RuntimeError as error:
-        return without, str(error)
-    return without, ""
+    return [loop_on_ddp(wrap, hook) for wrap, hook in LOOPS]
 
 
 LOOPS: list[Any] = [
@@ -343,27 +335,26 @@ LOOPS: list[Any] = [
 
 @pytest.mark.exhaustive
 def test_a_loop_under_ddp_reduces_only_the_gradients_that_are_left() -> None:
-    for without, error in on_ranks(loops):
+    for without in on_ranks(loops):
         assert all(sum(one.values()) == 5 + 2 * 16 for one in without)
-        assert "Expected to have finished reduction" in error, "DDP refuses to go on if only its module was given"
 
 
 # Evidence, refusals and conflicts
 
 
 class Does(Callback):
-    """Calls a function with the model after a batch."""
+    """Calls a function with the state after a batch."""
 
-    def __init__(self, function: Any, after: int = 1) -> None:
+    def __init__(self, function: Any, after: int) -> None:
         self.function, self.after = function, after
 
     def batch_end(self, state: State, logger: Logger) -> None:
         if state.timestamp.batch.value == self.after:
-            self.function(state.model.model)
+            self.function(state)
 
 
-def thaw(model: Any) -> None:
-    model.bert.encoder.layer[0].output.dense.bias.requires_grad = True
+def thaw(state: Any) -> None:
+    state.model.model.bert.encoder.layer[0].output.dense.bias.requires_grad = True
 
 
 @pytest.mark.parametrize(("start", "after"), [("2ba", 4), pytest.param("0ba", 3, marks=pytest.mark.exhaustive)])
@@ -378,17 +369,9 @@ def test_a_start_after_the_end_is_detected() -> None:
     assert_not_engaged(make_trainer([LayerFreezing(start="5ba")]), "training ended before start=5ba")
 
 
-class Stops(Callback):
-    """Stops training after the second batch, as early stopping may."""
-
-    def batch_end(self, state: State, logger: Logger) -> None:
-        if state.timestamp.batch == 2:
-            state.stop_training()
-
-
 def test_a_run_that_is_stopped_before_the_start_is_not_lost() -> None:
     technique = LayerFreezing(start="3ba")
-    trained([technique], callbacks=[Stops()])
+    trained([technique], callbacks=[Does(State.stop_training, 2)])
     assert technique.evidence["frozen"] == "nothing"
     assert technique.evidence["note"].startswith("training was stopped before start=3ba")
 

@@ -134,8 +134,6 @@ def test_adapters_join_the_parameter_group_of_their_base_weight() -> None:
     model = tiny_bert()
     optimizer = two_groups(model)
     groups = list(optimizer.param_groups)
-    weight = model.classifier.weight
-    optimizer.state[weight] = {"step": torch.tensor(3.0), "exp_avg": torch.ones_like(weight)}
     apply_lora(model, optimizer, targets=["query", "value"])
     for _ in range(2):
         assert all(new is old for new, old in zip(optimizer.param_groups, groups, strict=True))
@@ -146,9 +144,6 @@ def test_adapters_join_the_parameter_group_of_their_base_weight() -> None:
         assert groups[0]["lr"] == 5e-3
         assert groups[1]["weight_decay"] == 0.0
         apply_lora(model, optimizer, targets=["query", "value"])
-    copied = model.classifier.modules_to_save["default"].weight
-    assert list(optimizer.state) == [copied]
-    assert optimizer.state[copied]["step"] == 3
 
 
 def test_empty_parameter_groups_are_harmless_and_frozen_weights_do_not_change() -> None:
@@ -159,19 +154,6 @@ def test_empty_parameter_groups_are_harmless_and_frozen_weights_do_not_change() 
     after = merged_state_dict(model)
     changed = {n for n, p in before.items() if not torch.equal(p, after[n])}
     assert changed == {f"{n}.weight" for n in QUERIES_AND_VALUES} | {"classifier.weight", "classifier.bias"}
-
-
-def test_the_evidence_counts_trained_parameters() -> None:
-    technique = LoRA(rank=4, targets=["query", "value"])
-    trainer = trained([technique])
-    stock = sum(p.numel() for p in tiny_bert().parameters())
-    adapters, classifier = 4 * 2 * 4 * 32, 2 * 32 + 2
-    assert technique.evidence["modules"] == technique.evidence["adapters_with_gradient"] == 4
-    assert technique.evidence["trainable_parameters"] == adapters + classifier
-    assert technique.evidence["total_parameters"] == stock + adapters + classifier
-    assert technique.evidence["trained_whole"] == "classifier"
-    held = {id(p) for group in trainer.state.optimizers[0].param_groups for p in group["params"]}
-    assert held == {id(p) for p in trainer.state.model.parameters() if p.requires_grad}
 
 
 class Plain(nn.Module):

@@ -117,48 +117,17 @@ def technique(name: str, **settings: Any) -> Any:
     return built
 
 
-class FusedAdam(Optimizer):
-    """In place of Apex's, which no package index has: its constructor, step count per group, float32 state and limited
-    zero_grad, with AdamW's arithmetic."""
+class FusedAdam(AdamW):
+    """In place of Apex's, which no index has: its constructor and limited zero_grad, with AdamW's arithmetic."""
 
     def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-3,
-        bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        adam_w_mode: bool = True,
-        weight_decay: float = 0.0,
-        set_grad_none: bool = True,
+        self, params: Any, *, bias_correction: bool, adam_w_mode: bool, set_grad_none: bool, **settings: Any
     ) -> None:
         assert (bias_correction, adam_w_mode, set_grad_none) == (True, True, True)
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        super().__init__(params, **settings, foreach=False)
 
     def zero_grad(self) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = None
-
-    def step(self, closure: Any = None) -> Any:
-        loss = None if closure is None else closure()
-        for group in self.param_groups:
-            group["step"] = group.get("step", 0) + 1
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, group)
-        return loss
-
-    def _update(self, parameter: Any, group: dict[str, Any]) -> None:
-        state, gradient, (beta1, beta2) = self.state[parameter], parameter.grad.float(), group["betas"]
-        if not state:
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(gradient), torch.zeros_like(gradient)
-        state["exp_avg"].lerp_(gradient, 1 - beta1)
-        state["exp_avg_sq"].lerp_(gradient.square(), 1 - beta2)
-        mean = state["exp_avg"] / (1 - beta1 ** group["step"])
-        deviation = (state["exp_avg_sq"] / (1 - beta2 ** group["step"])).sqrt()
-        update = mean / (deviation + group["eps"]) + group["weight_decay"] * parameter.data
-        parameter.data.sub_(group["lr"] * update)
+        super().zero_grad()
 
 
 def use_stand_in(patch: pytest.MonkeyPatch, fused_adam: Any = FusedAdam) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -45,14 +45,6 @@ JOURNEYS = [(2, 2), (2, 1), (1, 2)]  # the ranks that train two batches, and tho
 def exact(actual: Any, expected: Any) -> None:
     assert expected
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
-
-
-def error_of(function: Callable[[], Any]) -> str | None:
-    try:
-        function()
-    except (RuntimeError, ValueError) as error:
-        return str(error)
-    return None
 
 
 def sharded(optimizer: AdamW) -> Any:
@@ -119,8 +111,8 @@ def load_a_plain_state() -> dict[str, Any]:
     given["param_groups"][0]["fused"] = True  # as if written on a GPU
     before = copy.deepcopy(given)
     split.load_state_dict(given)
+    exact(given["state"], before["state"])
     return {
-        "changed": error_of(partial(exact, given["state"], before["state"])),
         "given": before["state"],
         "loaded": split.state_dict()["state"],
         "bytes": (state_bytes(split), state_bytes(plain)),
@@ -245,7 +237,6 @@ def test_the_state_of_a_plain_adamw_is_loaded_in_shares_and_not_changed(seen: Se
     first, second = (rank["plain state"] for rank in seen.ranks)
     exact(first["loaded"], first["given"])
     assert {value.device.type for entry in second["loaded"].values() for value in entry.values()} == {"meta"}
-    assert first["changed"] is second["changed"] is None
     assert first["fused"] == [None, None], "the implementation is that of this device"
     assert first["bytes"][0] + second["bytes"][0] == first["bytes"][1]
     assert min(first["bytes"][0], second["bytes"][0]) > 0
