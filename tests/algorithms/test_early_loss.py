@@ -7,7 +7,6 @@ import os
 import sys
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -33,7 +32,7 @@ from composer_speedups import (
 from composer_speedups.core import trainer_state
 from composer_speedups.core.errors import Refusal
 from composer_speedups.core.run import Run
-from composer_speedups.core.trainer_state import host_group, max_over_ranks, ranks_meet_on_host
+from composer_speedups.core.trainer_state import host_group, ranks_meet_on_host
 from composer_speedups.distributed import composer_loop, host_scalars
 from composer_speedups.train.config.schema import TrainerConfig
 from composer_speedups.train.trainer import open_device
@@ -326,20 +325,6 @@ def test_the_host_group_is_shared_and_destroyed_by_its_last_user(monkeypatch: py
     assert ranks_meet_on_host()
     trainer_state.open_host_group(DeviceCPU())
     assert host_group() is None, "the default group can reduce host tensors"
-
-
-@pytest.mark.parametrize(("config", "moved"), [("cuda:nccl", 1), ("cpu:gloo,cuda:nccl", 0)])
-def test_max_over_ranks_uses_the_gpu_only_without_a_host_group(
-    config: str, moved: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_backend_config", lambda: config)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor, operation, group: tensor.add_(1))
-    device = DeviceCPU()
-    monkeypatch.setattr(device, "tensor_to_device", send := Mock(side_effect=lambda tensor: tensor))
-    assert max_over_ranks(device, 4) == 5
-    assert send.call_count == moved
 
 
 @pytest.mark.parametrize(
