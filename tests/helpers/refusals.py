@@ -106,8 +106,7 @@ REFUSALS = (
     ),
     Refusal(
         ("sparse_upcycling",),
-        r"sparse_upcycling: it supports the feed-forward layers of .*, "
-        r"and this is (ALBERT|ModernBERT|T5's encoder|ESM-2|EuroBERT|NomicBERT)",
+        r"sparse_upcycling: the model has 0 feed-forward layers like those of .*, and every=1",
         "their feed-forward layers are shared between blocks, are gated, or have no module for the activation",
         families=("albert", "modernbert", "t5", "esm", "eurobert", "nomic_bert"),
     ),
