@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.modeling_utils import AttentionInterface
 
-from composer_speedups.kernels.compiler import missing_c_compiler
-from composer_speedups.kernels.observing import ran
+from composer_speedups.kernels.host import missing_c_compiler, ran
 from composer_speedups.packing.autocast import to_autocast_dtype
 from composer_speedups.packing.layout import Layout
 
@@ -120,12 +119,12 @@ def unpadded_attention(
         key, value = (x.repeat_interleave(heads // x.shape[1], 1) for x in (key, value))
     packed_TAD = [x.squeeze(0).transpose(0, 1) for x in (query, key, value)]
     if position_bias is not None and supports_triton_attention(query.device, query.dtype, query.shape[-1]):
-        from composer_speedups.kernels.biased_attention import attend  # imports Triton
+        from composer_speedups.kernels.attention import biased_attention  # imports Triton
 
         ran("biased_attention")
         qkv = torch.cat([x.flatten(1) for x in packed_TAD], 1)
         rows = layout.cu_seqlens, layout.longest
-        out_TH = attend(qkv, position_bias.by_distance.contiguous(), *rows, heads, dropout, scaling)
+        out_TH = biased_attention(qkv, position_bias.by_distance.contiguous(), *rows, heads, dropout, scaling)
         return out_TH.view(1, -1, heads, query.shape[-1]), None
     if position_bias is None and supports_flash_attention(query.device, query.dtype, query.shape[-1]):
         out_TAD = torch.ops.aten._flash_attention_forward(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from composer_speedups.kernels.observing import ran
+from composer_speedups.kernels.host import ran
 from composer_speedups.packing.attention import pack_heads, real_keys, repad, supports_triton_attention
 from composer_speedups.packing.layout import Layout
 

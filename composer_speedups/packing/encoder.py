@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
-from composer_speedups.kernels.observing import ran
+from composer_speedups.kernels.host import ran
 from composer_speedups.packing.call import (
     Call,
     CallPlan,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from composer_speedups.kernels.observing import ran
+from composer_speedups.kernels.host import ran
 from composer_speedups.packing.call import Call, ModelAroundEncoder, known_batch, models_around_encoders, unwrapped
 from composer_speedups.packing.derived_classes import stock_class
 from composer_speedups.packing.layout import COUNTED_ON_HOST_MESSAGE, Layout, lay_out, run_eagerly

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from composer_speedups.kernels.observing import ran
+from composer_speedups.kernels.host import ran
 from composer_speedups.packing.call import Call, CallPlan, known_batch
 from composer_speedups.packing.layout import COUNTED_ON_HOST_MESSAGE, Layout, lay_out, run_eagerly
 from composer_speedups.packing.rows import IGNORED, STAYS_PADDED, RowRules

@@ -20,7 +20,7 @@ from composer_speedups import FusedLayers, LoRA, Unpadding, apply, merged_state_
 from composer_speedups.algorithms.fused_layers.fusing import fuse
 from composer_speedups.algorithms.unpadding.encoder_swap import unpad
 from composer_speedups.core.stock import changes_to
-from composer_speedups.kernels.observing import counting
+from composer_speedups.kernels.host import counting
 from tests.helpers.common import SAVING, batch, final_weights, plain_batches, tiny_bert, trained
 from tests.helpers.exhaustive import family_params, others_exhaustive
 from tests.helpers.masks import masked_batch, random_masks

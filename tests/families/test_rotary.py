@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from composer_speedups.algorithms.unpadding.encoder_swap import restore_encoders, unpad
-from composer_speedups.kernels.observing import counting
+from composer_speedups.kernels.host import counting
 from tests.families.test_family_techniques import INPUTS, draw, outcome
 from tests.helpers.common import Batch
 from tests.helpers.models import ROTARY, Family, tiny_model

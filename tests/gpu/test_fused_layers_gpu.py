@@ -14,7 +14,7 @@ from composer_speedups.algorithms.fused_layers.fusing import fuse
 from composer_speedups.algorithms.unpadding.encoder_swap import unpad
 from composer_speedups.core.errors import Refusal
 from composer_speedups.kernels import Shape
-from composer_speedups.kernels.observing import counting
+from composer_speedups.kernels.host import counting
 from composer_speedups.packing.attention import PositionBias, unpadded_attention
 from composer_speedups.packing.disentangled_attention import Relative, disentangled_attention
 from composer_speedups.packing.layout import lay_out

@@ -23,7 +23,7 @@ from composer_speedups import (
 from composer_speedups.algorithms.cuda_graphs.installing import install
 from composer_speedups.algorithms.fused_layers.fusing import fuse
 from composer_speedups.algorithms.unpadding.encoder_swap import unpad
-from composer_speedups.kernels.observing import counting
+from composer_speedups.kernels.host import counting
 from tests.helpers.common import (
     SAVING,
     Recorder,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import composer_speedups
-from composer_speedups.kernels.first_derivative import FirstDerivative
+from composer_speedups.kernels.host import FirstDerivative
 
 
 class Square(FirstDerivative):

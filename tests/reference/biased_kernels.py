@@ -22,9 +22,8 @@ from composer_speedups.algorithms.fused_layers.pre_norm_layer import pre_norm_la
 from composer_speedups.algorithms.unpadding.encoder_swap import unpad
 from composer_speedups.families.blocks import repeated_blocks
 from composer_speedups.families.family import DropoutRates, family_named
-from composer_speedups.kernels.attention import attention_backward, attention_forward
-from composer_speedups.kernels.biased_attention import attend
-from composer_speedups.kernels.observing import counting
+from composer_speedups.kernels.attention import attention_backward, attention_forward, biased_attention
+from composer_speedups.kernels.host import counting
 from composer_speedups.packing import attention
 from composer_speedups.packing.attention import PositionBias
 from composer_speedups.packing.layout import lay_out
@@ -96,13 +95,13 @@ def operators() -> None:
     heads, size = 2, 16
     qkv, bias = random(sum(LENGTHS), 3 * heads * size).requires_grad_(), random(heads, 2 * LONGEST + 1).requires_grad_()
     for scale in (None, 1.0):
-        out = attend(qkv, bias, CU, LONGEST, heads, 0.0, scale)
+        out = biased_attention(qkv, bias, CU, LONGEST, heads, 0.0, scale)
         grad = random(*out.shape)
         actual = torch.autograd.grad(out, [qkv, bias], grad)
         wanted = torch.autograd.grad(plain(qkv, bias, full_masks(heads), scale=scale), [qkv, bias], grad)
         for name, *both in zip(("queries, keys and values", "bias"), actual, wanted, strict=True):
             near(f"the operator's gradient of {name}", *both)
-    dropped = attend(qkv, bias, CU, LONGEST, heads, 0.5)
+    dropped = biased_attention(qkv, bias, CU, LONGEST, heads, 0.5)
     of_values = torch.autograd.grad(dropped, qkv, grad)[0].chunk(3, 1)[2]
     near("dropout's mask in both passes", (of_values * qkv.chunk(3, 1)[2]).sum(), (dropped * grad).sum())
 

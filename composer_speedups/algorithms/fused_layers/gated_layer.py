@@ -15,12 +15,11 @@ from torch import Tensor
 from composer_speedups.algorithms.fused_layers.layer import NO_SECOND_DERIVATIVE
 from composer_speedups.algorithms.fused_layers.products import in_dtypes, weight_gradient
 from composer_speedups.families.family import DropoutRates, GatedLayerModules
-from composer_speedups.kernels.attention import attention_backward, attention_forward
+from composer_speedups.kernels.attention import attention_backward, attention_forward, rotate
 from composer_speedups.kernels.dropout import draw_seeds
-from composer_speedups.kernels.first_derivative import FirstDerivative
-from composer_speedups.kernels.geglu import geglu_backward, geglu_forward
-from composer_speedups.kernels.pre_norm import pre_norm_backward, pre_norm_forward
-from composer_speedups.kernels.rotary import rotate
+from composer_speedups.kernels.gelu import geglu_backward, geglu_forward
+from composer_speedups.kernels.host import FirstDerivative
+from composer_speedups.kernels.norm import pre_norm_backward, pre_norm_forward
 
 
 def gated_layer(

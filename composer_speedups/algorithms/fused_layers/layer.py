@@ -34,10 +34,9 @@ from composer_speedups.algorithms.fused_layers.products import (
     weight_gradient,
 )
 from composer_speedups.families.family import DropoutRates, LayerModules
-from composer_speedups.kernels.attention import attention_backward, attention_forward
+from composer_speedups.kernels.attention import attention_backward, attention_forward, rotate
 from composer_speedups.kernels.disentangled_attention import disentangled_backward, disentangled_forward
 from composer_speedups.kernels.dropout import draw_seeds
-from composer_speedups.kernels.first_derivative import FirstDerivative
 from composer_speedups.kernels.float8 import (
     ACTIVATION,
     GRADIENT,
@@ -48,8 +47,8 @@ from composer_speedups.kernels.float8 import (
     scaled_product,
 )
 from composer_speedups.kernels.gelu import gelu_float8
+from composer_speedups.kernels.host import FirstDerivative
 from composer_speedups.kernels.norm import add_norm_backward, add_norm_forward
-from composer_speedups.kernels.rotary import rotate
 from composer_speedups.kernels.sums import partial_sums
 
 NO_SECOND_DERIVATIVE = "fused_layers has no second derivative (create_graph=True); remove fused_layers"

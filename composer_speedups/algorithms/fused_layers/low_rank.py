@@ -24,11 +24,10 @@ from torch import Tensor
 from composer_speedups.algorithms.fused_layers.products import WEIGHTS, weight_gradient
 from composer_speedups.core.adapters import Adapter, adapter_of
 from composer_speedups.families.family import LayerModules
-from composer_speedups.kernels.casts import cast_together
+from composer_speedups.kernels.casts import cast_together, merged_weights
 from composer_speedups.kernels.dropout import dropped
 from composer_speedups.kernels.float8 import Float8
 from composer_speedups.kernels.gelu import gelu_backward, gelu_forward
-from composer_speedups.kernels.merged_weights import merged_weights
 from composer_speedups.kernels.narrow import MAX_WIDTH, gelu_backward_narrow, gelu_narrow, narrow_products
 from composer_speedups.kernels.sums import MAX_TENSORS, totals
 

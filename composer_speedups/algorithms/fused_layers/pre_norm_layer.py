@@ -23,12 +23,11 @@ from composer_speedups.algorithms.fused_layers.products import (
     weight_gradient,
 )
 from composer_speedups.families.family import DropoutRates, LayerModules
-from composer_speedups.kernels.attention import attention_backward, attention_forward
+from composer_speedups.kernels.attention import attention_backward, attention_forward, rotate
 from composer_speedups.kernels.dropout import draw_seeds
-from composer_speedups.kernels.first_derivative import FirstDerivative
 from composer_speedups.kernels.gelu import gelu_backward, gelu_forward
-from composer_speedups.kernels.pre_norm import pre_norm_backward, pre_norm_forward
-from composer_speedups.kernels.rotary import rotate
+from composer_speedups.kernels.host import FirstDerivative
+from composer_speedups.kernels.norm import pre_norm_backward, pre_norm_forward
 from composer_speedups.kernels.sums import partial_sums
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from composer_speedups.core.instance_forward import Inner, call_inner
-from composer_speedups.kernels.observing import ran
+from composer_speedups.kernels.host import ran
 
 
 def recomputed(block: nn.Module, inner: Inner, /, *args: Any, **kwargs: Any) -> Any:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import skip_init
 
-from composer_speedups.kernels.observing import ran
+from composer_speedups.kernels.host import ran
 
 ROUTER_STD = 0.02  # arXiv 2212.05055, section 3.1
 
