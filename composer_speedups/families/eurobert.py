@@ -46,7 +46,7 @@ def _block_flops(config: Any, lengths: Tensor) -> int:
     return flops - config.num_hidden_layers * int(lengths.sum()) * shared
 
 
-FAMILY = Family(
+EUROBERT = Family(
     name="eurobert",
     title="EuroBERT",
     encoder="EuroBertModel",

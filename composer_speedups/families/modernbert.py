@@ -89,7 +89,7 @@ def _block_flops(config: Any, lengths: Tensor) -> int:
     return block_flops(config, lengths, pairs=pairs, feed_forward_matrices=3)
 
 
-FAMILY = Family(
+MODERNBERT = Family(
     name="modernbert",
     title="ModernBERT",
     encoder="ModernBertModel",

@@ -280,7 +280,7 @@ def test_every_launch_of_a_model_is_compiled_ahead(
     model = BertModel(config)
     if rank:
         apply(model, [LoRA(rank=rank, modules_to_save=[])])
-    modules = bert.FAMILY.layer_modules(model.encoder.layer[0])  # type: ignore[misc]
+    modules = bert.BERT.layer_modules(model.encoder.layer[0])  # type: ignore[misc]
     ranks = LayerAdapters.of(modules).ranks()
     assert ranks == ((3 * rank, rank, rank, rank) if rank else ())
     shape = Shape(hidden, 4 * hidden, heads, *dropouts, embedding=hidden, embedded=0.1, biased=biased)

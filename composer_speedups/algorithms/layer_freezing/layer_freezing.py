@@ -72,8 +72,7 @@ class LayerFreezing(Technique):
 
     def engage(self, run: Run) -> dict[str, Any]:
         from composer_speedups.algorithms.layer_freezing.modules import check_freezing, is_due
-        from composer_speedups.families.blocks import blocks_of
-        from composer_speedups.families.first_layers import only_encoder
+        from composer_speedups.families.blocks import blocks_of, only_encoder
 
         try:
             check_freezing(run.model, self._blocks)
@@ -97,7 +96,7 @@ class LayerFreezing(Technique):
 
     def _parameters(self, run: Run) -> dict[str, nn.Parameter]:
         """The parameters that must be frozen, by name."""
-        from composer_speedups.families.first_layers import first_layers
+        from composer_speedups.families.blocks import first_layers
 
         modules = {} if self._froze is None else first_layers(run.model, self._blocks)
         return {f"{path}.{name}": p for path, module in modules.items() for name, p in module.named_parameters()}
