@@ -18,7 +18,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from composer_speedups.families.family import Block, Family, LayerModules
 from composer_speedups.families.flops import block_flops
-from composer_speedups.packing.disentangled_attention import Relative, disentangled_attention
+from composer_speedups.packing.attention import Relative, disentangled_attention
 from composer_speedups.packing.encoder import UnpaddedEncoder
 from composer_speedups.packing.layout import Layout, mark_dynamic
 

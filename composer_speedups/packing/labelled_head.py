@@ -27,19 +27,15 @@ _STALE = "unpadding: the labels changed after they were counted; change batches 
 
 
 class LabelledHead:
-    """A masked-LM head that computes logits of labelled tokens only.
-
-    In training calls with labels (B, S), the head gets the hidden states of the labelled tokens, (1, M, H), and the
-    loss gets their labels, (1, M). The logits are then (1, M, vocabulary). All other calls are unchanged. M is rounded
-    up to a multiple of ``pad_to_multiple_of``.
-    """
+    """In training calls with labels (B, S), the head gets the hidden states of the labelled tokens, (1, M, H), and the
+    loss gets their labels, (1, M), so the logits are (1, M, vocabulary). M is rounded up to a multiple of
+    ``pad_to_multiple_of``."""
 
     def __init__(self, pad_to_multiple_of: int) -> None:
         self.pad_to_multiple_of = pad_to_multiple_of
 
     def select(self, model: PreTrainedModel, call: Call, inputs: dict[str, Any]) -> None:
-        """In a training call with labels (B, S), choose the slots for which the model computes logits, and replace the
-        labels in ``inputs`` by those of these slots, (1, M)."""
+        """Choose the slots for which the model computes logits, and replace the labels in ``inputs`` by theirs."""
         labels = call.labels
         if not (model.training and torch.is_grad_enabled() and labels is not None and labels.ndim == 2):
             return
@@ -85,11 +81,7 @@ def head_tokens(model: nn.Module, batch: Any) -> int | None:
 
 
 def check_labelled_head(model: PreTrainedModel) -> None:
-    """Check the class of a model.
-
-    Raises:
-        ValueError: It is not a ``...ForMaskedLM`` of transformers.
-    """
+    """Raise ValueError for a model that is not a ``...ForMaskedLM`` of transformers."""
     kind = stock_class(type(model))
     if not kind.__name__.endswith(_HEAD) or not kind.__module__.startswith("transformers.models."):
         raise ValueError(f"mlm_head='labelled' needs transformers' model with a masked-LM head, not {kind.__name__}")

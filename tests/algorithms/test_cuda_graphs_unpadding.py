@@ -10,8 +10,7 @@ from composer.models import HuggingFaceModel
 from composer_speedups import Unpadding, untouched
 from composer_speedups.algorithms.cuda_graphs.graphed_calls import GraphedCalls
 from composer_speedups.algorithms.unpadding.encoder_swap import unpad
-from composer_speedups.packing.encoder import unpadded_encoders, with_counted_rows
-from composer_speedups.packing.planning import Packing
+from composer_speedups.packing.encoder import Packing, unpadded_encoders, with_counted_rows
 from tests.helpers.common import Batch, Recorder, batch, make_trainer, tiny_bert
 from tests.helpers.rerun import graphed
 from tests.helpers.unpadded import compared

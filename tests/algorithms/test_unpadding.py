@@ -315,12 +315,9 @@ def test_unsupported_models_are_refused_and_not_changed() -> None:
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
     config = BertConfig(vocab_size=64, **sizes)
     decoder = BertLMHeadModel(BertConfig(vocab_size=64, is_decoder=True, **sizes))
-    chunked = tiny_bert()
-    chunked.config.chunk_size_feed_forward = 2
     for model, reason in [
         (BertForQuestionAnswering(config), "ForQuestionAnswering, whose loss includes padding"),
         (decoder, "decoder"),
-        (chunked, "chunk_size_feed_forward=0"),
         (tiny_bert().bert.encoder, "BertEncoder is only the encoder"),
         (nn.Linear(2, 2), "without transformers' modules"),
     ]:

@@ -15,8 +15,7 @@ from composer_speedups.algorithms.unpadding.encoder_swap import unpad
 from composer_speedups.core.errors import Refusal
 from composer_speedups.kernels import Shape
 from composer_speedups.kernels.host import counting
-from composer_speedups.packing.attention import PositionBias, unpadded_attention
-from composer_speedups.packing.disentangled_attention import Relative, disentangled_attention
+from composer_speedups.packing.attention import PositionBias, Relative, disentangled_attention, unpadded_attention
 from composer_speedups.packing.layout import lay_out
 from tests.helpers.common import batch, final_weights, make_trainer, plain_batches, tiny_bert, trained
 from tests.helpers.masks import masked_batch, random_masks

@@ -1,7 +1,7 @@
 """Calls of an unpadded model by other ways than its usual one: what the untouched model computes, or a refusal.
 
-Positional arguments, labels that never reach the model, threads, a direct call of ``forward``, tracing, and the
-transformations of torch. Each case is a way in which other projects call a model.
+Positional arguments, labels that never reach the model, threads, a direct call of ``forward``, and tracing: ways in
+which other projects call a model.
 """
 
 from __future__ import annotations
@@ -147,22 +147,7 @@ def test_masks_of_any_dtype(family: Family, dtype: torch.dtype) -> None:
         assert compared(reference, model, lambda m: m(**(given if m is model else inputs)).loss) == "packed"  # noqa: B023
 
 
-# Tracing and transformations.
-
-
-@pytest.mark.parametrize("family", ["bert", "modernbert", "deberta_v2"])
-def test_transformations_of_torch_func(family: Family) -> None:
-    reference, model = pair(family, apply=unpad_and_fuse)
-    (inputs,) = fit_batches(reference, [batch([5, 12, 9])])
-    results = []
-    for module in (reference.eval(), model.eval()):
-        weights = {name: p.detach() for name, p in module.named_parameters()}
-
-        def loss(weights: Any, module: Any = module) -> Tensor:
-            return torch.func.functional_call(module, weights, kwargs=inputs).loss  # type: ignore[no-any-return]
-
-        results.append([*torch.func.grad(loss)(weights).values(), loss(weights)])
-    assert_near(results[1], results[0])
+# Tracing.
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")

@@ -9,7 +9,6 @@ import pytest
 import torch
 from composer.models import ComposerModel
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.nn import functional as F
 from transformers.integrations.neftune import activate_neftune
 
@@ -88,7 +87,7 @@ def test_neftune_adds_the_noise_of_the_padded_batch(family: Family) -> None:
     assert compared(reference, model, loss) == "packed"
 
 
-# Derivatives of a higher order, and in forward mode.
+# Derivatives of a higher order.
 
 
 def gradient_penalty(model: Any, inputs: Batch) -> Tensor:
@@ -105,21 +104,6 @@ def test_a_gradient_penalty_is_refused_by_name(family: Family) -> None:
         gradient_penalty(model, inputs)
     restore_encoders(model)
     compared(reference, model, lambda module: gradient_penalty(module, inputs))
-
-
-@pytest.mark.parametrize("family", family_params(EVERY))
-def test_forward_mode_derivatives(family: Family) -> None:
-    reference, model, inputs = pair(family)
-    tangents = []
-    for module in (reference, model):
-        embedded = module.get_input_embeddings()(inputs["input_ids"]).detach()
-        with forward_ad.dual_level():
-            dual = forward_ad.make_dual(embedded, embedded.cos())
-            logits = module(inputs_embeds=dual, attention_mask=inputs["attention_mask"]).logits
-            tangents.append(forward_ad.unpack_dual(logits).tangent)
-    assert tangents[0].any()
-    assert_near([tangents[1]], [tangents[0]])
-    assert compared(reference, model, lambda module: module(**inputs).loss) == "packed"
 
 
 # One adapter for each row.

@@ -15,7 +15,7 @@ from composer_speedups.algorithms.fused_layers.layer import Positions, fused_lay
 from composer_speedups.algorithms.unpadding.encoder_swap import unpad
 from composer_speedups.families.family import DropoutRates, family_named
 from composer_speedups.kernels.disentangled_attention import attend, disentangled_backward, disentangled_forward
-from composer_speedups.packing.disentangled_attention import Relative
+from composer_speedups.packing.attention import Relative
 from composer_speedups.packing.layout import lay_out
 from tests.helpers.models import tiny_model
 from tests.reference.fused_kernels import DEVICE, kept_weights, near, random, seed

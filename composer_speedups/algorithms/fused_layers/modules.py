@@ -22,13 +22,14 @@ from composer_speedups.kernels import Shape
 from composer_speedups.kernels.host import ran
 from composer_speedups.packing.attention import (
     PositionBias,
+    Relative,
     attention_over_padded_rows,
+    autocast_dtype,
     first_tokens_attention,
+    first_tokens_disentangled_attention,
     real_keys,
     repad,
 )
-from composer_speedups.packing.autocast import autocast_dtype
-from composer_speedups.packing.disentangled_attention import Relative, first_tokens_disentangled_attention
 from composer_speedups.packing.layout import Layout
 from composer_speedups.packing.untouched import is_untouched
 
