@@ -1,4 +1,4 @@
-"""torch_compile's cache: later processes reuse the folder, settings are restored, and unsafe folders are refused."""
+"""torch_compile's cache: later processes reuse the folder, and settings are restored."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from composer_speedups import TorchCompile
-from composer_speedups.core.errors import Refusal
 from tests.algorithms.test_gradient_checkpointing import Plain
 from tests.helpers.common import Batch, Recorder, fit_and_close, make_trainer, plain_batches, trained
 from tests.helpers.forks import Fork
@@ -83,7 +82,7 @@ def test_a_fresh_process_uses_the_code_that_another_compiled() -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.pins
-def test_the_folder_is_in_use_only_while_the_run_trains_or_evaluates(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_folder_is_in_use_until_the_trainer_closes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "mine")
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
 
@@ -95,9 +94,7 @@ def test_the_folder_is_in_use_only_while_the_run_trains_or_evaluates(monkeypatch
     technique = TorchCompile(cache="here")
     seen: list[Any] = []
     monkeypatch.setattr(TorchCompile, "proof", used)
-    trainer = make_trainer([technique], model=Small(), batches=plain_batches(1))
-    assert [os.environ.get(name) for name in VARIABLES] == ["mine", None]
-    fit_and_close(trainer)
+    fit_and_close(make_trainer([technique], model=Small(), batches=plain_batches(1)))
     assert seen[0] == [str(Path("here").absolute()), "set by inductor"]
     assert [os.environ.get(name) for name in VARIABLES] == ["mine", None]
 
@@ -111,47 +108,3 @@ def test_bad_settings_are_refused() -> None:
         TorchCompile(backend="aot_eager", cache="x")
     with pytest.raises(ValueError, match=r"cache must be .*, not ''"):
         TorchCompile(cache="")
-    Path("file").touch()
-    with pytest.raises(Refusal, match=r"torch_compile: cache: .*/file is not a folder; choose a folder"):
-        make_trainer([TorchCompile(cache="file/cache")])
-    with pytest.raises(Refusal, match=r"torch_compile: cache: /x+ cannot be accessed \(File name too long"):
-        make_trainer([TorchCompile(cache="/" + "x" * 300)])
-    for flag in ({"force_disable_caches": True}, {"fx_graph_cache": False}):
-        with (
-            torch._inductor.config.patch(flag),
-            pytest.raises(Refusal, match="inductor's caches are disabled; unset TORCHINDUCTOR_FORCE"),
-        ):
-            make_trainer([TorchCompile(cache="x")])
-
-
-@pytest.mark.parametrize("link", [False, True])
-def test_a_folder_that_others_can_write_to_is_refused(link: bool) -> None:
-    Path("cache").mkdir(mode=0o700)
-    Path("cache").chmod(0o777)
-    Path("link").symlink_to("cache")
-    technique = TorchCompile(cache="link" if link else "cache")
-    with pytest.raises(Refusal, match=r"cache: others could put code into .*; choose a folder"):
-        make_trainer([technique])
-    Path("cache").chmod(0o755)
-    make_trainer([technique]).close()
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give folders to another user")
-def test_a_folder_of_another_user_is_refused() -> None:
-    Path("cache").mkdir(mode=0o700)
-    os.chown("cache", 12345, 12345)
-    with pytest.raises(Refusal, match="cache: others could put code into"):
-        make_trainer([TorchCompile(cache="cache")])
-
-
-def test_inductors_default_folder_is_refused_if_others_can_write_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its name under /tmp is predictable."""
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    monkeypatch.setattr("tempfile.tempdir", str(Path.cwd()))
-    make_trainer([TorchCompile(scope="blocks")]).close()
-    [made] = Path().glob("torchinductor_*")
-    made.chmod(0o777)
-    with pytest.raises(Refusal, match=rf"cache: others could put code into .*{made}"):
-        make_trainer([TorchCompile(scope="blocks")])
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "mine")  # chosen by the user
-    make_trainer([TorchCompile(scope="blocks")]).close()
