@@ -6,14 +6,13 @@ import copy
 import gc
 import weakref
 from collections import UserDict
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from composer_speedups import CUDAGraphs, LoRA, apply, untouched
+from composer_speedups import CUDAGraphs, untouched
 from composer_speedups.algorithms.cuda_graphs.graphed_calls import CaptureError, GraphedCalls
 from composer_speedups.core.errors import Refusal
 from composer_speedups.core.run import Run
@@ -156,38 +155,6 @@ def test_observed_and_untouched_calls_are_eager() -> None:
     with untouched(model):
         model(**batch([4, 4]))
     assert (calls.graphs, calls.replays, calls.eager_calls) == (1, 2, 1)
-
-
-def freeze_the_mode(model: Any) -> None:
-    model.bert.encoder.layer[0].eval()
-
-
-def lower_the_dropout(model: Any) -> None:
-    model.dropout.p = 0.05
-
-
-def scale_the_adapters(model: Any) -> None:
-    model.bert.encoder.layer[1].attention.self.query.set_scale("default", 0.5)
-
-
-@pytest.mark.parametrize("change", [freeze_the_mode, lower_the_dropout, scale_the_adapters])
-def test_settings_that_change_during_training_are_captured_again(change: Callable[[Any], None]) -> None:
-    model = tiny_bert(dropout=0.1)
-    apply(model, [LoRA()])
-    calls = graphed(model)
-    one = batch([4, 4])
-    model(**one)
-    (graph,) = calls._graphs.values()
-    model.eval()
-    model(**one)
-    model.train()
-    model(**one)
-    assert [*calls._graphs.values()] == [graph], "an evaluation changes nothing"
-    change(model)
-    model(**one)
-    (later,) = calls._graphs.values()
-    assert later is not graph
-    assert (calls.replays, calls.eager_calls) == (3, 0)
 
 
 def test_a_failed_capture_raises_or_disables_capturing() -> None:

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from composer_speedups.algorithms.cuda_graphs import capture
 from composer_speedups.algorithms.cuda_graphs.capture import SharedGradients
 from composer_speedups.algorithms.cuda_graphs.graphed_calls import ParameterPlaceholders
-from composer_speedups.algorithms.cuda_graphs.installing import blocks_to_cut, cut_points
-from composer_speedups.algorithms.cuda_graphs.segments import Segments
+from composer_speedups.algorithms.cuda_graphs.segments import Segments, blocks_to_cut, cut_points
 from tests.helpers.rerun import Rerun, graphed
 from tests.reference.loop import gradients
 from tests.reference.tolerance import assert_near

@@ -20,7 +20,7 @@ from composer_speedups import (
     Unpadding,
     apply_recommended,
 )
-from composer_speedups.algorithms.cuda_graphs.installing import install
+from composer_speedups.algorithms.cuda_graphs.graphed_calls import install
 from composer_speedups.algorithms.fused_layers.fusing import fuse
 from composer_speedups.algorithms.unpadding.encoder_swap import unpad
 from composer_speedups.kernels.host import counting

@@ -20,7 +20,7 @@ from composer_speedups import (
     Unpadding,
     apply,
 )
-from composer_speedups.algorithms.cuda_graphs.installing import install
+from composer_speedups.algorithms.cuda_graphs.graphed_calls import install
 from composer_speedups.algorithms.fused_layers.fusing import fuse
 from composer_speedups.algorithms.layer_freezing.modules import freeze
 from composer_speedups.algorithms.unpadding.encoder_swap import unpad

@@ -56,7 +56,7 @@ class CUDAGraphs(Technique):
     def engage(self, run: Run) -> dict[str, Any]:
         import torch
 
-        from composer_speedups.algorithms.cuda_graphs.installing import install
+        from composer_speedups.algorithms.cuda_graphs.graphed_calls import install
 
         try:
             calls = install(run.model, self.max_graphs)
