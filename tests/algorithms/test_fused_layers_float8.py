@@ -97,10 +97,6 @@ def test_scales_of_another_model_are_refused(on_any_device: None) -> None:
     held = float8_scales(model)
     with pytest.raises(ValueError, match=r"have different 8-bit layers: bert\.encoder\.layer\.1"):
         load_float8_scales(model, {"bert.encoder.layer.0": held["bert.encoder.layer.0"]})
-    with pytest.raises(ValueError, match="are not 12 rows of 64"):
-        load_float8_scales(model, {name: [[1]] for name in held})
-    with pytest.raises(ValueError, match="bits of positive numbers"):
-        load_float8_scales(model, {name: [[2**40] * 64] * 12 for name in held})
 
 
 KINDS = [

@@ -18,7 +18,7 @@ from torch import Tensor
 from composer_speedups.algorithms.fused_layers.fusing import fuse
 from composer_speedups.algorithms.fused_layers.layer import Positions, fused_layer
 from composer_speedups.algorithms.fused_layers.modules import FusedLayer
-from composer_speedups.algorithms.fused_layers.pre_norm_layer import pre_norm_layer
+from composer_speedups.algorithms.fused_layers.pre_norm_layers import pre_norm_layer
 from composer_speedups.algorithms.unpadding.encoder_swap import unpad
 from composer_speedups.families.blocks import repeated_blocks
 from composer_speedups.families.family import DropoutRates, family_named

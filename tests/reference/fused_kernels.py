@@ -62,9 +62,9 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     interpreter._convert_float = _to_float8  # type: ignore[attr-defined]
 
 from composer_speedups import kernels
-from composer_speedups.algorithms.fused_layers.gated_layer import gated_layer
 from composer_speedups.algorithms.fused_layers.layer import OPERANDS, fused_layer
 from composer_speedups.algorithms.fused_layers.modules import plain_layer
+from composer_speedups.algorithms.fused_layers.pre_norm_layers import gated_layer
 from composer_speedups.families.family import DropoutRates, GatedLayerModules, LayerModules
 from composer_speedups.kernels.attention import attention_backward, attention_forward, rotate
 from composer_speedups.kernels.casts import cast_together, merged_weights

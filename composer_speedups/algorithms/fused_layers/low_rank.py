@@ -35,19 +35,15 @@ _MATMULS = (slice(0, 3), slice(3, 4), slice(4, 5), slice(5, 6))  # the Linears o
 
 
 class LayerAdapters:
-    """The adapters of a layer's six Linears, in the order of :class:`LayerModules`; None for a Linear without one.
+    """The active adapters of a layer's six Linears; None for a Linear without one."""
 
-    ``differentiate`` is False in a forward pass without gradients.
-    """
-
-    def __init__(self, linears: Sequence[Adapter | None], *, differentiate: bool = True) -> None:
-        self.linears, self.differentiate = list(linears), differentiate
+    def __init__(self, linears: Sequence[Adapter | None]) -> None:
+        self.linears = list(linears)
+        self._differentiate = torch.is_grad_enabled()  # gradients are disabled in a function's forward
 
     @classmethod
     def of(cls, modules: LayerModules) -> LayerAdapters:
-        """Return the active adapters of a layer's modules, which the kernels support."""
-        linears = [adapter_of(linear) for linear in modules.linears()]
-        return cls(linears, differentiate=torch.is_grad_enabled())  # gradients are disabled in a function's forward
+        return cls([adapter_of(linear) for linear in modules.linears()])
 
     @property
     def drop(self) -> bool:
@@ -55,19 +51,16 @@ class LayerAdapters:
         return any(adapter is not None and adapter.dropout > 0 for adapter in self.linears)
 
     def ranks(self) -> tuple[int, ...]:
-        """Return the sums of the ranks of each matmul's adapters, for which kernels are compiled; empty without any.
-
-        With dropout, the matmul's adapters run in other kernels.
-        """
+        """The sums of the ranks of each matmul's adapters, for which kernels are compiled; empty for other kernels."""
         ranks = tuple(sum(len(a.a) for a in self.linears[some] if a is not None) for some in _MATMULS)
         return ranks if any(ranks) and not self.drop else ()
 
     def tensors(self) -> list[Tensor]:
-        """Return A and B of each adapter."""
+        """A and B of each adapter."""
         return [tensor for adapter in self.linears if adapter is not None for tensor in (adapter.a, adapter.b)]
 
     def merged(self, parameters: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor] | None:
-        """Return the weights of the layer's Linears with their adapters in ``dtype``, one after the other in memory.
+        """The weights of the layer's Linears with their adapters in ``dtype``, one after the other in memory.
 
         An adapter with dropout is not part of the weight. None if no adapter is.
         """
@@ -75,21 +68,15 @@ class LayerAdapters:
         return merged_weights([parameters[i] for i in WEIGHTS], added, dtype) if any(added) else None
 
     def read_input(self, wanted: Sequence[bool]) -> bool:
-        """Whether gradients of the adapters of query, key and value are wanted, which the layer's input is for.
-
-        ``wanted`` says so for each of :meth:`tensors`.
-        """
-        return any(wanted[: len(LayerAdapters(self.linears[:3]).tensors())])
+        """Whether gradients of the adapters of query, key and value are wanted, which need the layer's input."""
+        return any(wanted[: 2 * sum(adapter is not None for adapter in self.linears[:3])])
 
     def branches(self, seeds: Sequence[Tensor], dtype: torch.dtype, wanted: Sequence[bool]) -> list[Branch]:
-        """Return the branches of qkv, out, up and down for a forward pass and its backward pass.
+        """The branches of qkv, out, up and down for a forward pass and its backward pass.
 
-        Args:
-            seeds: One per Linear for the dropout of its adapter; may be empty if no adapter has dropout.
-            dtype: Dtype of the matmuls.
-            wanted: Whether the gradient of each of :meth:`tensors` is wanted, if any is.
+        ``seeds`` has one per Linear, if an adapter has dropout; ``wanted`` is of each of :meth:`tensors`.
         """
-        wants = iter([want and self.differentiate for want in wanted])
+        wants = iter([want and self._differentiate for want in wanted])
         flags = [(False, False) if adapter is None else (next(wants), next(wants)) for adapter in self.linears]
         own = [None if a is None or a.dropout == 0 else seeds[i] for i, a in enumerate(self.linears)]
         each = list(zip(self.linears, own, flags, strict=True))
@@ -110,20 +97,12 @@ class LayerAdapters:
 class Branch:
     """The adapters of one matmul in one pass; without any, every method does nothing.
 
-    Args:
-        linears: For each Linear of the matmul, its adapter, the seed of the adapter's dropout (None without dropout),
-            and whether the gradients of A and of B are wanted.
-
-    Attributes:
-        active: Whether there is anything to compute. Without a gradient or dropout, an adapter is only part of the
-            weight.
-        a_RI: s · A of each adapter, one below the other.
-        b_OR: B of each adapter, block by block.
-        d_a, d_b: Partial sums of the gradients of A without s (P, R, I), and of B (P, O, R), of the last backward pass.
+    Each Linear has an adapter, the seed of its dropout (None without dropout), and whether the gradients of A and of B
+    are wanted.
     """
 
-    a_RI: Tensor
-    b_OR: Tensor
+    a_RI: Tensor  # s · A of each adapter, one below the other
+    b_OR: Tensor  # B of each adapter, block by block
 
     def __init__(self, linears: Sequence[tuple[Adapter | None, Tensor | None, tuple[bool, bool]]]) -> None:
         self._held: list[_Held] = []
@@ -134,13 +113,15 @@ class Branch:
                 outputs, ranks = slice(i * width, (i + 1) * width), slice(rank, rank + own)
                 self._held.append(_Held(adapter, seed, wanted, outputs, ranks))
                 rank += own
+        # Partial sums of the gradients of A without s (P, R, I), and of B (P, O, R), of the last backward pass.
         self.d_a: Tensor | None = None
         self.d_b: Tensor | None = None
+        # Without a gradient or dropout, an adapter is only part of the weight, and there is nothing to compute.
         self.active = any(any(held.wanted) or held.seed is not None for held in self._held)
         self._count, self._rank = len(linears), rank
 
     def adapters(self) -> list[Adapter]:
-        """Return the adapters, without a place for Linears that have none."""
+        """The adapters, without a place for Linears that have none."""
         return [held.adapter for held in self._held]
 
     def prepare(self, each_a: Sequence[Tensor], each_b: Sequence[Tensor]) -> None:
@@ -163,7 +144,7 @@ class Branch:
         return not self.active or (not self.drops and len(self.a_RI) <= MAX_WIDTH)
 
     def forward(self, x_TI: Tensor, y_TO: Tensor) -> Tensor | None:
-        """Return z = s · A · dropout(x) (T, R), which the backward pass needs; None if it does not.
+        """z = s · A · dropout(x) (T, R), which the backward pass needs, or None if it does not.
 
         The results of adapters with dropout are added to the matmul's result, in place.
         """
@@ -179,13 +160,13 @@ class Branch:
         return torch.cat(parts, 1)
 
     def from_gelu(self, x_TF: Tensor, y_TO: Tensor) -> Tensor | None:
-        """Do as :meth:`forward` for the input GELU(x), which is only written to memory for adapters with dropout."""
+        """As :meth:`forward` for the input GELU(x), which is only written to memory for adapters with dropout."""
         if self.active and self.is_simple:
             return gelu_narrow(x_TF, self.a_RI.t(), write=False)[1]
         return self.forward(gelu_forward(x_TF), y_TO) if self.active else None
 
     def through(self, dy_TO: Tensor, z_TR: Tensor | None, dx_TI: Tensor | None) -> Tensor | None:
-        """Return the gradient of z without s (T, R), and keep that of B, from the gradient of the matmul's result.
+        """The gradient of z without s (T, R), from that of the matmul's result; keeps the gradient of B.
 
         The share of adapters with dropout is added to the gradient of the matmul's input, in place, if that is given.
         The share of the others comes from the weight that they are part of.
@@ -219,10 +200,7 @@ class Branch:
             self.d_a = _product(rounded, x_TI)[None]
 
     def gradients(self, d_a: Tensor | None, d_b: Tensor | None) -> list[tuple[Tensor | None, float, Tensor | None]]:
-        """Return the gradient of each A without the scale, the scale, and the gradient of B; None for those not wanted.
-
-        ``d_a`` and ``d_b`` are the totals of the partial sums.
-        """
+        """The gradient of each A without the scale, the scale, and the gradient of B, from the partial sums' totals."""
         found = []
         for held in self._held:
             of_a = d_a[held.ranks].to(held.adapter.a.dtype) if held.wanted[0] and d_a is not None else None
@@ -248,7 +226,7 @@ class _Held(NamedTuple):
 
 
 def gradients_of(branches: Sequence[Branch]) -> list[Tensor | None]:
-    """Return the gradients of A and B of each adapter of a layer, after the backward pass through its branches."""
+    """The gradients of A and B of each adapter of a layer, after the backward pass through its branches."""
     partial = [p for branch in branches for p in (branch.d_a, branch.d_b) if p is not None]
     found = iter([total for i in range(0, len(partial), MAX_TENSORS) for total in totals(partial[i : i + MAX_TENSORS])])
     each: list[tuple[Tensor | None, float, Tensor | None]] = []
@@ -262,7 +240,7 @@ def gradients_of(branches: Sequence[Branch]) -> list[Tensor | None]:
 
 
 def gelu_and_z(branch: Branch, x_TF: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Compute GELU(x) (T, F), and z of a branch that reads it, if the kernel supports the branch."""
+    """GELU(x) (T, F), and z of a branch that reads it, if the kernel supports the branch."""
     if branch.active and branch.is_simple:
         result, z_TR = gelu_narrow(x_TF, branch.a_RI.t())
         assert result is not None
@@ -291,15 +269,10 @@ def gelu_gradients(
     dtypes: Sequence[torch.dtype],
     operand: Float8 | None = None,
 ) -> GeluGradients:
-    """Compute the gradient of GELU's input, and the gradients of its neighbours' adapters and of the down weight.
+    """The gradients of GELU's input x, of its neighbours' adapters and of the down weight.
 
-    Args:
-        grad_TF: Gradient of GELU's result; overwritten.
-        x_TF: GELU's input.
-        d_down_TH: Gradient of the down matmul's result.
-        on_up, on_down, z_up, z_down: The branches of the matmuls before and after GELU, and their z.
-        wanted, dtypes: Of the layer's parameters.
-        operand: Also receives the gradient of x in 8 bits.
+    ``grad_TF`` is the gradient of GELU's result, and overwritten; ``d_down_TH`` that of the down matmul's result;
+    ``wanted`` and ``dtypes`` are of the layer's parameters. ``operand`` also receives the gradient of x in 8 bits.
     """
     dz_down = on_down.through(d_down_TH, z_down, grad_TF)
     simple = (on_up.active or on_down.active) and on_up.is_simple and on_down.is_simple

@@ -23,10 +23,9 @@ def products(
     kinds: Sequence[int] = (0, 1),
     merged: Sequence[Tensor] | None = None,
 ) -> list[list[Tensor]]:
-    """Return the four matmuls' weights (kind 0) and biases (kind 1) in a dtype; query, key and value are one matmul.
+    """The four matmuls' weights (kind 0) and biases (kind 1) in a dtype; query, key and value are one matmul.
 
-    ``merged`` are the weights of the six Linears with their adapters, in that dtype and one after the other in memory,
-    which take the place of the parameters.
+    ``merged`` are the six Linears' weights with their adapters, in that dtype and one after the other in memory.
     """
     cast = [kind for kind in kinds if kind or merged is None]
     copies = iter([*(merged or ()), *cast_together([parameters[i + kind] for kind in cast for i in WEIGHTS], dtype)])
@@ -45,15 +44,14 @@ def parameter_gradients(
     weights: Sequence[Tensor | None],
     partial_sums: Sequence[Tensor | None],
 ) -> list[Tensor | None]:
-    """Return the gradients of a layer's parameters, in their order and dtypes; None for those that are not wanted.
+    """The gradients of a layer's parameters, in their order and dtypes; None for those that are not wanted.
 
-    Args:
-        dtypes, wanted: Of each parameter.
-        weights: Gradients of the four matmuls' weights: qkv, out, up, down; None if not wanted.
-        partial_sums: Of the second norm, of the up projection, of the first norm and of qkv, from their kernels; None
-            for those whose kernel did not run, because no parameter of theirs is wanted.
+    ``weights`` are those of qkv, out, up and down; ``partial_sums`` those of the second norm, the up projection, the
+    first norm and qkv, or None if no parameter of theirs is wanted.
     """
-    (d_qkv_w, d_out_w, d_up_w, d_down_w), (sums2, d_up_b, sums1, d_qkv_b) = weights, _sums(wanted, partial_sums)
+    needs_sums = any(want for i, want in enumerate(wanted) if i not in WEIGHTS)
+    sums2, d_up_b, sums1, d_qkv_b = totals_of(partial_sums) if needs_sums else [None] * 4
+    d_qkv_w, d_out_w, d_up_w, d_down_w = weights
     norm2, norm1 = ([None] * 3 if sums is None else sums.unbind() for sums in (sums2, sums1))
     gradients = of_query_key_value(d_qkv_w, d_qkv_b)
     gradients += [d_out_w, norm1[2], norm1[0], norm1[1], d_up_w, d_up_b, d_down_w, norm2[2], norm2[0], norm2[1]]
@@ -61,13 +59,13 @@ def parameter_gradients(
 
 
 def of_query_key_value(weight: Tensor | None, bias: Tensor | None) -> list[Tensor | None]:
-    """Return the gradients of weight and bias of query, key and value in turn, from those of their one matmul."""
+    """The gradients of weight and bias of query, key and value in turn, from those of their one matmul."""
     thirds = [[None] * 3 if three is None else three.chunk(3) for three in (weight, bias)]
     return [gradient for pair in zip(*thirds, strict=True) for gradient in pair]
 
 
 def totals_of(partial_sums: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Return the total of each tensor of partial sums, of which at least one is given; None for the others."""
+    """The total of each tensor of partial sums, of which at least one is given; None for the others."""
     found = iter(totals([partial for partial in partial_sums if partial is not None]))
     return [None if partial is None else next(found) for partial in partial_sums]
 
@@ -75,19 +73,13 @@ def totals_of(partial_sums: Sequence[Tensor | None]) -> list[Tensor | None]:
 def in_dtypes(
     gradients: Sequence[Tensor | None], dtypes: Sequence[torch.dtype], wanted: Sequence[bool]
 ) -> list[Tensor | None]:
-    """Return each gradient in its parameter's dtype; None for those that are not wanted."""
+    """Each gradient in its parameter's dtype; None for those that are not wanted."""
     each = zip(gradients, dtypes, wanted, strict=True)
     return [g.to(dtype) if want and g is not None else None for g, dtype, want in each]
 
 
-def _sums(wanted: Sequence[bool], partial_sums: Sequence[Tensor | None]) -> list[Tensor | None]:
-    if not any(want for i, want in enumerate(wanted) if i not in WEIGHTS):
-        return [None] * len(partial_sums)
-    return totals_of(partial_sums)
-
-
 def weight_gradient(grad_TO: Tensor, x_TI: Tensor, dtype: torch.dtype) -> Tensor:
-    """Compute a weight's gradient (O, I); torch 2.8 and newer write float32 directly."""
+    """A weight's gradient (O, I); torch 2.8 and newer write float32 directly."""
     if dtype == torch.float32 and grad_TO.is_cuda and hasattr(torch.ops.aten.mm, "dtype"):
         return torch.mm(grad_TO.t(), x_TI, out_dtype=torch.float32)
     return torch.mm(grad_TO.t(), x_TI)
