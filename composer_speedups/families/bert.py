@@ -70,7 +70,6 @@ ELECTRA = _named(
     "Electra",
     around_blocks=("ElectraModel.embeddings_project",),
     reads=_electra_reads,
-    embedding="embedding_size",
 )
 
 
@@ -97,14 +96,8 @@ DISTILBERT = Family(
     block=Block.POST_NORM,
     layer_modules=_distilbert_modules,
     dropouts=_distilbert_dropouts,
-    hidden="dim",
     inner="hidden_dim",
-    heads="n_heads",
-    embedding="dim",
     activation="activation",
-    attention_dropout="attention_dropout",
-    attention_output_dropout=None,
-    hidden_dropout="dropout",
 )
 
 
@@ -133,5 +126,4 @@ ALBERT = Family(
     block=Block.POST_NORM,
     layer_modules=_albert_modules,
     dropouts=_albert_dropouts,
-    embedding="embedding_size",
 )

@@ -56,7 +56,4 @@ EUROBERT = Family(
     reads=_reads,
     packed_encoder=_UnpaddedEuroBert,
     block_flops=_block_flops,
-    attention_dropout="attention_dropout",
-    attention_output_dropout=None,
-    hidden_dropout=None,
 )

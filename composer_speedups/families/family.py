@@ -1,7 +1,6 @@
 """The declaration of a model family, and the table of all families, each of which a file of this folder declares.
 
-No module outside of this folder names a class of transformers' models. Importing this module does not import torch,
-because a separate process compiles kernels from a model's config.json before torch is imported.
+No module outside of this folder names a class of transformers' models.
 
 Shapes: B rows, S slots per row, H hidden units, A heads, D units per head, P entries of the relative-position table.
 """
@@ -9,13 +8,11 @@ Shapes: B rows, S slots per row, H hidden units, A heads, D units per head, P en
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
-
-from composer_speedups.kernels import Shape
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -147,16 +144,9 @@ class Family:
     packed_attention: type[Any] | None = None  # and an attention module; None if it uses transformers' interface
     # Config, real tokens of each row (rows,) → FLOPs of a forward pass through all blocks; None for flops.block_flops.
     block_flops: Callable[[Any, Tensor], int] | None = None
-    # Keys of config.json: widths and heads; the activation (None: always the exact GELU); dropout of attention weights,
-    # of the attention output, and of the outputs of blocks and embeddings (None: no dropout).
-    hidden: str = "hidden_size"
+    # Keys of config.json: the feed-forward layer's width, and its activation (None: always the exact GELU).
     inner: str = "intermediate_size"
-    heads: str = "num_attention_heads"
-    embedding: str = "hidden_size"
     activation: str | None = "hidden_act"
-    attention_dropout: str = "attention_probs_dropout_prob"
-    attention_output_dropout: str | None = "hidden_dropout_prob"
-    hidden_dropout: str | None = "hidden_dropout_prob"
 
     @property
     def has_berts_layers(self) -> bool:
@@ -215,27 +205,3 @@ def config_value(config: Any, key: str, default: Any = None) -> Any:
         if value is not None:
             return value
     return default
-
-
-def kernel_shape(config: Mapping[str, Any]) -> Shape:
-    """The shapes that the fused kernels are compiled for, from a config.json of transformers.
-
-    Raises:
-        KeyError: The family has no fused kernels, or a key is missing.
-    """
-    family = family_named(config["model_type"])
-    if family is None or not family.has_berts_layers:
-        raise KeyError(config["model_type"])
-    assert family.hidden_dropout is not None
-    dropped = family.attention_output_dropout
-    return Shape(
-        hidden=config[family.hidden],
-        inner=config[family.inner],
-        heads=config[family.heads],
-        attention_weights=config[family.attention_dropout],
-        attention=0.0 if dropped is None else config[dropped],
-        output=config[family.hidden_dropout],
-        embedding=config[family.embedding],
-        embedded=config[family.hidden_dropout],
-        biased=family.block is Block.BIASED,
-    )

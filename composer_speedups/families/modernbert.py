@@ -104,7 +104,4 @@ MODERNBERT = Family(
     packed_encoder=_UnpaddedModernBert,
     block_flops=_block_flops,
     activation="hidden_activation",
-    attention_dropout="attention_dropout",
-    attention_output_dropout="attention_dropout",
-    hidden_dropout="mlp_dropout",
 )

@@ -97,12 +97,6 @@ T5 = Family(
     max_width_with_holes=lambda _: 0,
     packed_encoder=_UnpaddedT5,
     block_flops=_block_flops,
-    hidden="d_model",
     inner="d_ff",
-    heads="num_heads",
-    embedding="d_model",
     activation="dense_act_fn",
-    attention_dropout="dropout_rate",
-    attention_output_dropout="dropout_rate",
-    hidden_dropout="dropout_rate",
 )
