@@ -111,18 +111,6 @@ class Captured:
             token = _Link.apply(self, segment, token, *self.completed[segment])
         return _Replay.apply(self, token, *tensors, *self.completed[0])
 
-    def release(self) -> None:
-        """Free the graphs and their memory, even while autograd's graph of a call refers to this object.
-
-        Composer keeps its State, and with it the last loss, until the process ends. A backward pass that has not run
-        yet raises RuntimeError.
-        """
-        self._replays = [_released] * len(self._replays)
-        self._replay_forward = _released
-        self._static = self._outputs = ()
-        self.output_gradients = [None] * len(self.output_gradients)
-        self._shared = SharedGradients(())
-
     def forward(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         for static, value in zip(self._static, inputs[: len(self._static)], strict=True):
             static.copy_(value)
@@ -159,10 +147,6 @@ class Captured:
         """The tensor that links segments in autograd's graph. It is on the GPU, so one thread runs all."""
         assert self._token is not None
         return self._token.detach()
-
-
-def _released() -> None:
-    raise RuntimeError("cuda_graphs: the graph of this call was released before its backward pass; run it earlier")
 
 
 NO_SECOND_DERIVATIVE = (

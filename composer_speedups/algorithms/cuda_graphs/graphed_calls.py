@@ -64,12 +64,12 @@ class GraphedCalls:
 
     @property
     def graphs(self) -> int:
-        """Number of captured shapes; each has a graph of the forward pass and one per backward segment."""
+        """The number of captured shapes."""
         return len(self._graphs)
 
     @property
     def backward_segments(self) -> int:
-        """Number of segments of the backward pass, the minimum over the shapes."""
+        """The number of segments of the backward pass, the minimum over the shapes."""
         return min((graph.segments for graph in self._graphs.values()), default=1)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -92,10 +92,7 @@ class GraphedCalls:
         return graph(leaves)
 
     def _forget_outdated(self) -> None:
-        """Drop all graphs if parameters were frozen or thawed since the last call; later calls are captured again.
-
-        Calls whose backward pass is due keep their graphs.
-        """
+        """Drop all graphs if parameters were frozen or thawed since the last call; later calls are captured again."""
         self._parameters = self._parameters or list(self.model.parameters())
         before, self._trained = self._trained, [parameter.requires_grad for parameter in self._parameters]
         if before is None or before == self._trained:
@@ -116,7 +113,7 @@ class GraphedCalls:
             self._graphs[key] = _Graph(self, self._gradients, leaves, spec)
         except CaptureError as error:
             self.on_failure(error)
-            self._stop()  # calls whose backward pass is due keep their graphs
+            self.release()
         return self._graphs.get(key)
 
     def begin(self, buffers: Mapping[nn.Parameter, Tensor]) -> None:
@@ -129,15 +126,7 @@ class GraphedCalls:
         self._attribute = attribute
 
     def release(self) -> None:
-        """Restore the model's original function, free the graphs and their memory, and stop capturing.
-
-        A backward pass that has not run yet then raises RuntimeError.
-        """
-        for graph in self._graphs.values():
-            graph.release()
-        self._stop()
-
-    def _stop(self) -> None:
+        """Restore the model's original function, and stop capturing; backward passes that are due keep their graphs."""
         if self._attribute is not None and getattr(self.model, self._attribute) is self:
             setattr(self.model, self._attribute, self.original)
         self._graphs.clear()
@@ -218,9 +207,6 @@ class _Graph:
     @property
     def segments(self) -> int:
         return self._replay.segments
-
-    def release(self) -> None:
-        self._replay.release()
 
     def __call__(self, leaves: list[Any]) -> Any:
         """Replay, and return the tensors in the model's output object."""
