@@ -5,7 +5,10 @@ tokens, calls the original forward on one long row with variable-length attentio
 slots. The models around it (:class:`~.call.ModelAroundEncoder`) describe each call, and :class:`Packing` plans it
 before the tokens are embedded.
 
-Shapes: B rows, S slots per row, T packed tokens, H hidden units.
+A masked-LM head may compute labelled tokens only, since the loss reads no other logits. ModernBERT's config has this as
+``sparse_prediction``; here it is for every family, without a synchronization if the labels were counted on the host.
+
+Shapes: B rows, S slots per row, T packed tokens, M labelled tokens, H hidden units.
 """
 
 from __future__ import annotations
@@ -14,10 +17,11 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from composer_speedups.kernels.host import ran
@@ -27,15 +31,28 @@ from composer_speedups.packing.call import (
     ModelAroundEncoder,
     call_of,
     known_batch,
+    models_around_encoders,
     take_row_lengths,
+    unwrapped,
     with_known_batch,
 )
-from composer_speedups.packing.labelled_head import labelled_heads
+from composer_speedups.packing.derived_classes import stock_class
 from composer_speedups.packing.layout import COUNTED_ON_HOST_MESSAGE, Layout, lay_out, mark_dynamic, run_eagerly
-from composer_speedups.packing.rows import IGNORED, STAYS_PADDED, CountedRows, RowRules, count_rows
+from composer_speedups.packing.rows import (
+    IGNORED,
+    ROW_LABELS,
+    STAYS_PADDED,
+    CountedRows,
+    RowRules,
+    as_numpy,
+    count_rows,
+)
 from composer_speedups.packing.untouched import packs_everything
 
 _PADDED = CallPlan()
+MLMHead = Literal["all", "labelled"]
+_HEAD = "ForMaskedLM"
+_STALE = "unpadding: the labels changed after they were counted; change batches before they are moved to the device"
 READS_PADDING = (
     "unpadding: the loss reads outputs at padding positions, which would be zeros; give padding the label -100, pool "
     "with the attention mask, or, if padding makes no difference, set check='never'"
@@ -202,6 +219,67 @@ class UnpaddedModel(UnpaddedEncoder, ModelAroundEncoder):
     def _output(self, last: Tensor, plan: CallPlan) -> Any:
         """The packed last hidden state, (1, T, H) → transformers' output, (B, S, H) with zeros at padding."""
         return BaseModelOutput(last_hidden_state=self._scattered(last, plan))  # type: ignore[arg-type]
+
+
+class LabelledHead:
+    """In training calls with labels (B, S), the head gets the hidden states of the labelled tokens, (1, M, H), and the
+    loss gets their labels, (1, M), so the logits are (1, M, vocabulary). M is rounded up to a multiple of
+    ``pad_to_multiple_of``."""
+
+    def __init__(self, pad_to_multiple_of: int) -> None:
+        self.pad_to_multiple_of = pad_to_multiple_of
+
+    def select(self, model: PreTrainedModel, call: Call, inputs: dict[str, Any]) -> None:
+        """Choose the slots for which the model computes logits, and replace the labels in ``inputs`` by theirs."""
+        labels = call.labels
+        if not (model.training and torch.is_grad_enabled() and labels is not None and labels.ndim == 2):
+            return
+        base = unwrapped(model.base_model)
+        if not isinstance(base, ModelAroundEncoder):  # a wrapper
+            return
+        call.head_layout, call.head_base = self._layout_of(labels), base
+        # M is rounded up, and the layout's unused entries get a label that the loss ignores.
+        used = call.head_layout.indices_T < labels.numel()
+        inputs["labels"] = call.head_layout.pick(labels).where(used, IGNORED)
+        ran("labelled_head")
+
+    def _layout_of(self, labels_BS: Tensor) -> Layout:
+        known = known_batch().labelled
+        if known is None or known.mask_BS.shape != labels_BS.shape:
+            return self._count_and_lay_out(labels_BS)
+        torch._assert_async((known.mask_BS == (labels_BS != IGNORED)).all(), _STALE)
+        return known
+
+    @run_eagerly(COUNTED_ON_HOST_MESSAGE)
+    def _count_and_lay_out(self, labels_BS: Tensor) -> Layout:
+        total = int((as_numpy(labels_BS) != IGNORED).sum())
+        return lay_out(labels_BS != IGNORED, total, self.pad_to_multiple_of)
+
+
+def labelled_heads(model: nn.Module) -> list[LabelledHead]:
+    """The masked-LM heads in a model that compute labelled tokens only."""
+    heads = [around.call_rules.labelled_head for around in models_around_encoders(model)]
+    return [head for head in heads if head is not None]
+
+
+def head_tokens(model: nn.Module, batch: Any) -> int | None:
+    """Number of tokens for which the head computes logits in training; None for every token, and on a GPU if the batch
+    has no count, which would synchronize."""
+    if not hasattr(batch, "get") or not labelled_heads(model):
+        return None
+    if (counts := batch.get(ROW_LABELS)) is not None:
+        return int(counts.numpy().sum())
+    labels = batch.get("labels")
+    if not isinstance(labels, Tensor) or labels.device.type != "cpu":
+        return None
+    return int((as_numpy(labels) != IGNORED).sum())
+
+
+def check_labelled_head(model: PreTrainedModel) -> None:
+    """Raise ValueError for a model that is not a ``...ForMaskedLM`` of transformers."""
+    kind = stock_class(type(model))
+    if not kind.__name__.endswith(_HEAD) or not kind.__module__.startswith("transformers.models."):
+        raise ValueError(f"mlm_head='labelled' needs transformers' model with a masked-LM head, not {kind.__name__}")
 
 
 def unpadded_encoders(model: nn.Module) -> list[UnpaddedEncoder]:

@@ -22,7 +22,7 @@ from triton.runtime.jit import JITFunction  # noqa: E402
 
 from composer_speedups import LoRA, apply  # noqa: E402
 from composer_speedups.algorithms.fused_layers.layer import OPERANDS, Positions, fused_layer  # noqa: E402
-from composer_speedups.algorithms.fused_layers.low_rank import LayerAdapters  # noqa: E402
+from composer_speedups.algorithms.fused_layers.weights import LayerAdapters  # noqa: E402
 from composer_speedups.families import bert  # noqa: E402
 from composer_speedups.families.family import DropoutRates  # noqa: E402
 from composer_speedups.kernels import Shape  # noqa: E402

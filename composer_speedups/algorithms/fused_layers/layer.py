@@ -20,10 +20,13 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from composer_speedups.algorithms.fused_layers.low_rank import LayerAdapters, gelu_and_z, gelu_gradients, gradients_of
-from composer_speedups.algorithms.fused_layers.products import (
+from composer_speedups.algorithms.fused_layers.weights import (
     PARAMETERS,
     WEIGHTS,
+    LayerAdapters,
+    gelu_and_z,
+    gelu_gradients,
+    gradients_of,
     parameter_gradients,
     products,
     weight_gradient,

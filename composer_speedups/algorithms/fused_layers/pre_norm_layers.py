@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from composer_speedups.algorithms.fused_layers.layer import NO_SECOND_DERIVATIVE
-from composer_speedups.algorithms.fused_layers.products import (
+from composer_speedups.algorithms.fused_layers.weights import (
     in_dtypes,
     of_query_key_value,
     products,

@@ -29,8 +29,7 @@ from composer_speedups.packing.comparison import (
     with_padding,
 )
 from composer_speedups.packing.derived_classes import derived_class, restore_class, stock_class
-from composer_speedups.packing.encoder import Packing, UnpaddedEncoder
-from composer_speedups.packing.labelled_head import LabelledHead, MLMHead, check_labelled_head
+from composer_speedups.packing.encoder import LabelledHead, MLMHead, Packing, UnpaddedEncoder, check_labelled_head
 from composer_speedups.packing.layout import MULTIPLE, run_eagerly
 from composer_speedups.packing.rows import RowRules
 from composer_speedups.packing.untouched import untouched, with_everything_packed

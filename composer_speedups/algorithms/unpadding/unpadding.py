@@ -13,8 +13,7 @@ from composer_speedups.core.technique import NOT_YET, ComparedTechnique, Order
 if TYPE_CHECKING:
     from composer_speedups.core.run import FirstBatch, Run
     from composer_speedups.packing.call import KnownBatch
-    from composer_speedups.packing.encoder import UnpaddedEncoder
-    from composer_speedups.packing.labelled_head import LabelledHead
+    from composer_speedups.packing.encoder import LabelledHead, UnpaddedEncoder
     from composer_speedups.packing.layout import Layout
 
 
@@ -51,8 +50,7 @@ class Unpadding(ComparedTechnique):
 
     def engage(self, run: Run) -> dict[str, Any]:
         from composer_speedups.algorithms.unpadding.encoder_swap import restore_encoders, unpad
-        from composer_speedups.packing.encoder import unpadded_encoders
-        from composer_speedups.packing.labelled_head import labelled_heads
+        from composer_speedups.packing.encoder import labelled_heads, unpadded_encoders
 
         if self.mlm_head == "labelled" and getattr(run.model, "get_metrics", lambda **_: {})(is_train=True):
             raise self.refusal(
