@@ -19,10 +19,13 @@ from composer.loggers import InMemoryLogger
 from composer.models import ComposerClassifier, HuggingFaceModel
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim import optimizer as torch_optimizer
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.data import DataLoader
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForSequenceClassification
 
-from composer_speedups import TorchCompile, apply
+from composer_speedups import TorchCompile, Unpadding, apply
 from composer_speedups.core.engaging import check
 from composer_speedups.core.errors import Refusal
 from composer_speedups.core.registry import technique_class, technique_names
@@ -239,3 +242,21 @@ def test_the_class_is_public(name: str) -> None:
     cls = technique_class(name)
     assert getattr(composer_speedups, cls.__name__) is cls
     assert cls.__name__ in composer_speedups.__all__
+
+
+@pytest.mark.pins
+@pytest.mark.parametrize("around", ["forward", "backward and step"])
+def test_a_dispatch_mode_of_the_loop_delays_the_observation(around: str) -> None:
+    model = AutoModelForSequenceClassification.from_config(tiny_config())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    applied = apply(model, [Unpadding()], optimizer)
+    for step, batch in enumerate(plain_batches(2)):
+        with FlopCounterMode(display=False) if step == 0 and around == "forward" else nullcontext():
+            loss = model(**batch).loss
+        with FlopCounterMode(display=False) if step == 0 and around != "forward" else nullcontext():
+            loss.backward()
+            optimizer.step()
+        assert ("attention" in applied.evidence["unpadding"]) is (step == 1)  # from its proof
+    assert _get_current_dispatch_mode() is None
+    hooks = torch_optimizer._global_optimizer_post_hooks.values()
+    assert hooks and not any(getattr(hook, "reads_gradients", True) for hook in hooks)
