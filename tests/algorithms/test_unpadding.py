@@ -3,40 +3,25 @@
 from __future__ import annotations
 
 import copy
-import json
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
-from packaging.version import Version
-from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import BertConfig, BertForQuestionAnswering, BertLMHeadModel
 
-from composer_speedups import Unpadding
-from composer_speedups.algorithms.unpadding.encoder_swap import restore_encoders, unpad
+from composer_speedups.algorithms.unpadding.encoder_swap import unpad
 from composer_speedups.packing.attention import unpadded_attention
-from composer_speedups.packing.encoder import unpadded_encoders
 from composer_speedups.packing.layout import lay_out
 from tests.helpers.common import Batch, batch, tiny_bert
 from tests.helpers.exhaustive import family_params, others_exhaustive
 from tests.helpers.masks import KINDS, draw_mask, masked_batch, random_masks
-from tests.helpers.models import HEADS, UNPADDED, Family, Head, tiny_model
-from tests.helpers.unpadded import compared, observed, pair, values, way
+from tests.helpers.models import FUSED, HEADS, UNPADDED, Family, Head
+from tests.helpers.unpadded import compared, observed, pair, unpad_and_fuse, values, way
 from tests.reference.loop import counted, gradients
 from tests.reference.tolerance import assert_near
 
-BY_INDEX = pytest.mark.skipif(Version(transformers.__version__) < Version("5.17"), reason="hidden states by index")
 CASES = 14 * len(KINDS)  # for each family and head
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    """Matrices this small do not benefit from a second thread."""
-    torch.set_num_threads(1)
 
 
 def draw_batch(mask: Tensor, model: Any, head: Head, seed: int) -> Batch:
@@ -57,15 +42,18 @@ def draw_batch(mask: Tensor, model: Any, head: Head, seed: int) -> Batch:
 )
 @pytest.mark.pins
 def test_every_kind_of_mask_matches_the_untouched_model(family: Family, head: Head) -> None:
-    """A thousand generated masks, three of four with row lengths. The seed alone decides a case."""
-    reference, model = pair(family, head)
+    """A thousand generated masks, three of four with row lengths, three of five with fused layers, as the seed says."""
+    reference, unpadded = pair(family, head)
+    fused = unpad_and_fuse(copy.deepcopy(reference)) if family in FUSED else unpadded
     packed = dict.fromkeys(KINDS, 0)
     for seed in range(CASES):
         kind = KINDS[seed % len(KINDS)]
         inputs = draw_batch(draw_mask(kind, seed), reference, head, seed)
+        model = fused if seed % 5 < 3 else unpadded
         given = counted(model, inputs) if seed % 4 else inputs
         results: list[Any] = []
         ran = observed(lambda: results.append(values(model, given)))  # noqa: B023
+        assert bool(ran["torch_layer"]) == (model is fused is not unpadded and way(ran) == "packed")
         assert_near(results[0], values(reference, inputs), what=f"{family}, {head}, {kind}, seed {seed}")
         assert ran["counted_in_the_call"] == (seed % 4 == 0)
         packed[kind] += way(ran) == "packed"
@@ -94,18 +82,6 @@ def test_names_weights_modes_and_copies_are_kept() -> None:
     assert copied.bert.encoder is not model.bert.encoder
     assert way(observed(lambda: copied(**batch([3, 5])))) == "packed"
     assert seen == [1]
-
-
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_undo_restores_the_encoder_and_its_attention(attention: str) -> None:
-    model = tiny_bert()
-    model.set_attn_implementation(attention)
-    encoder = type(model.bert.encoder)
-    unpad(model)
-    assert model.config._attn_implementation == attention
-    assert restore_encoders(model) == ["bert.encoder"]
-    assert model.config._attn_implementation == attention
-    assert type(model.bert.encoder) is encoder
 
 
 @pytest.mark.parametrize("multiple", [1, 8, 64, 200])
@@ -158,56 +134,6 @@ def test_batches_with_query_key_masks_run_padded() -> None:
         assert compared(reference, model, lambda module: module(**inputs).loss) == "padded"  # noqa: B023
 
 
-def test_batches_that_stay_padded_use_the_attention_that_the_model_has_now() -> None:
-    reference, model = pair()
-    inputs, asked = batch([3, 7, 2], 9), {"output_hidden_states": True}
-    for implementation in ("sdpa", "eager"):
-        for network in (reference, model):
-            network.set_attn_implementation(implementation)
-        assert way(observed(lambda: model(**inputs, **asked))) == "padded"
-        torch.testing.assert_close(model(**inputs, **asked).logits, reference(**inputs, **asked).logits, rtol=0, atol=0)
-
-
-# Hidden states and attention weights that are requested.
-
-
-def assert_same_records(actual: Any, expected: Any, *, states: int, attentions: int) -> None:
-    """Compare the records of two model outputs, and their expected numbers of tensors."""
-    for name, count in (("hidden_states", states), ("attentions", attentions)):
-        theirs, ours = getattr(expected, name), getattr(actual, name)
-        assert (theirs is None) == (ours is None) == (count == 0), name
-        if count:
-            assert len(theirs) == len(ours) == count, name
-            assert [record is None for record in ours] == [record is None for record in theirs], name
-            assert_near([r for r in ours if r is not None], [r for r in theirs if r is not None])
-
-
-@pytest.mark.pins
-@pytest.mark.parametrize("request_by", ["config", "call", pytest.param("index", marks=BY_INDEX)])
-@pytest.mark.parametrize("family", family_params(UNPADDED))
-def test_requested_hidden_states(family: Family, request_by: str) -> None:
-    reference, model = tiny_model(family), tiny_model(family)
-    inputs, by_index = batch([3, 7, 1], 9), request_by == "index"
-    asked = {"config": {}, "call": {"output_hidden_states": True}, "index": {"output_hidden_states": [1]}}[request_by]
-    for network in (reference, model):
-        network.config.output_hidden_states = request_by == "config"
-    if request_by == "call":  # transformers installs its recording hooks at the first call that requests records
-        model(**inputs, **asked)
-    unpad(model, 8)
-    actual, expected = (network(**inputs, **asked) for network in (model, reference))
-    assert_same_records(actual, expected, states=len(expected.hidden_states) if by_index else 3, attentions=0)
-
-
-@pytest.mark.pins
-@pytest.mark.parametrize("family", family_params(UNPADDED))
-def test_attention_weights_requested_in_the_config(family: Family) -> None:
-    """Requested before the technique engages: afterwards, transformers refuses, because the attention is not eager."""
-    reference, inputs = tiny_model(family, output_attentions=True), batch([3, 7, 1], 9)
-    model = copy.deepcopy(reference)
-    unpad(model, 8)
-    assert_same_records(model(**inputs), reference(**inputs), states=0, attentions=2)
-
-
 # Dropout.
 
 
@@ -237,39 +163,6 @@ def test_dropped_weights_are_scaled_as_in_eager_attention() -> None:
     assert abs(float(sums[..., 0].std()) - expected_deviation) < 0.02
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_gradient_checkpointing_recomputes_packed_layers(reentrant: bool) -> None:
-    reference, model = pair()
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-    inputs = batch([3, 9, 12, 1])
-    assert compared(reference.train(), model.train(), lambda module: module(**inputs).loss) == "packed"
-
-
-# ModernBERT: windows, positions and pooling heads.
-
-
-@pytest.mark.parametrize("pooling", ["cls", "mean"])
-@pytest.mark.parametrize("kind", ["right padding", "left padding"])
-def test_both_poolings_of_modernbert_match_the_untouched_model(pooling: str, kind: str) -> None:
-    reference, model = pair("modernbert", classifier_pooling=pooling)
-    for seed in range(8):
-        mask = draw_mask(kind, seed)
-        inputs = masked_batch(mask, "classification", seed=seed)
-        begins_with_padding = pooling == "cls" and bool((mask[:, 0] == 0).any())
-        ran = compared(reference, model, lambda module: module(**inputs).loss)  # noqa: B023
-        assert ran == ("padded" if begins_with_padding else "packed")
-
-
-def test_rows_with_holes_wider_than_a_window_run_padded() -> None:
-    inputs = masked_batch(torch.tensor([[1] * 12, [1] * 3 + [0] * 5 + [1] * 4]), "mlm")
-    logits = []
-    for width, expected in [(8, "padded"), (24, "packed")]:
-        reference, model = pair("modernbert", "mlm", local_attention=width)
-        assert compared(reference, model, lambda module: module(**inputs).loss) == expected
-        logits.append(reference(**inputs).logits)
-    assert (logits[0] - logits[1]).abs().max() > 1e-2
-
-
 def test_shared_positions_inputs_embeds_and_masks_per_layer_type() -> None:
     reference, model = pair("modernbert", "mlm")
     inputs = masked_batch(draw_mask("right padding", 3), "mlm")
@@ -289,43 +182,3 @@ def test_shared_positions_inputs_embeds_and_masks_per_layer_type() -> None:
     assert_near([model(**both).logits], [reference(**both).logits])
     with pytest.raises(ValueError, match="exactly one of input_ids or inputs_embeds"):
         model()
-
-
-def test_a_layer_attends_as_its_own_kind() -> None:
-    reference, model = pair("modernbert")
-    inputs = masked_batch(draw_mask("right padding", 3), "classification")
-    values(model, inputs)
-    for network in (reference, model):
-        network.model.layers[1] = network.model.layers[0]
-    assert compared(reference, model, lambda module: module(**inputs).loss) == "packed"
-
-
-def test_the_saved_folder_equals_the_stock_models(tmp_path: Path) -> None:
-    saved = []
-    for name, network in zip(("stock", "unpadded"), pair("modernbert"), strict=True):
-        network.save_pretrained(tmp_path / name)
-        config = json.loads((tmp_path / name / "config.json").read_text())
-        saved.append((config, load_file(tmp_path / name / "model.safetensors")))
-    assert saved[0][0] == saved[1][0]
-    assert saved[0][0]["architectures"] == ["ModernBertForSequenceClassification"]
-    torch.testing.assert_close(saved[1][1], saved[0][1], rtol=0, atol=0)
-
-
-def test_unsupported_models_are_refused_and_not_changed() -> None:
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-    config = BertConfig(vocab_size=64, **sizes)
-    decoder = BertLMHeadModel(BertConfig(vocab_size=64, is_decoder=True, **sizes))
-    chunked = tiny_bert()
-    chunked.config.chunk_size_feed_forward = 2
-    for model, reason in [
-        (BertForQuestionAnswering(config), "ForQuestionAnswering, whose loss includes padding"),
-        (decoder, "decoder"),
-        (chunked, "chunk_size_feed_forward=0"),
-        (tiny_bert().bert.encoder, "BertEncoder is only the encoder"),
-        (nn.Linear(2, 2), "without transformers' modules"),
-    ]:
-        with pytest.raises(ValueError, match=reason):
-            unpad(model)
-        assert not unpadded_encoders(model)
-    with pytest.raises(ValueError, match="pad_to_multiple_of must be greater than or equal to 1, not 0"):
-        Unpadding(0)

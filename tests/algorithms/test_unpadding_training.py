@@ -10,29 +10,22 @@ import torch
 from composer.core import Algorithm, Event, State
 from composer.loggers import Logger
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-from transformers import AutoModelForQuestionAnswering
 from transformers.models.bert import modeling_bert
 from transformers.models.bert.modeling_bert import BertEncoder
 
-from composer_speedups import GradientCheckpointing, TorchCompile, Unpadding, apply
+from composer_speedups import TorchCompile, Unpadding, apply
 from composer_speedups.core.compile_counts import compile_counts
 from composer_speedups.core.errors import Refusal
-from composer_speedups.packing.call import known_batch
 from composer_speedups.packing.encoder import unpadded_encoders, with_counted_rows
 from composer_speedups.packing.planning import Packing
-from tests.helpers.common import Recorder, batch, data_spec, make_trainer, plain_batches, tiny_bert, trained
-from tests.helpers.exhaustive import SCOPES, family_params
+from tests.helpers.common import Recorder, batch, make_trainer, plain_batches, tiny_bert, trained
+from tests.helpers.exhaustive import SCOPES
 from tests.helpers.jobs import run
 from tests.helpers.masks import masked_batch
-from tests.helpers.models import UNPADDED, Family, tiny_model
-from tests.helpers.unpadded import compared, observed, pair, values, way
+from tests.helpers.models import Family, tiny_model
+from tests.helpers.unpadded import values
 from tests.reference.loop import train_plainly
 from tests.reference.tolerance import assert_near
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.mark.pins
@@ -108,20 +101,6 @@ def test_left_padding_and_holes_stop_a_run_whose_head_or_distances_they_change()
 
 
 # transformers has no such head for the others.
-ANSWERING = [family for family in UNPADDED if family not in ("esm", "eurobert", "nomic_bert")]
-
-
-@pytest.mark.parametrize("family", family_params(ANSWERING))
-def test_question_answering_is_refused_and_not_changed(family: Family) -> None:
-    model = AutoModelForQuestionAnswering.from_config(tiny_model(family).config)
-    kinds = [type(module) for module in model.modules()]
-    with pytest.raises(Refusal) as error:
-        make_trainer([Unpadding()], model=model)
-    reason = f"does not support {type(model).__name__}, whose loss includes padding positions"
-    assert str(error.value) == f"unpadding: {reason}; remove it for this model"
-    assert [type(module) for module in model.modules()] == kinds
-
-
 class Shorten(Algorithm):
     """An algorithm that changes batches after they were loaded."""
 
@@ -169,27 +148,7 @@ def test_micro_batches_and_evaluation_never_count_tokens_on_the_device(monkeypat
         assert 0 < saved < 1
 
 
-def test_predictions_match_the_untouched_model() -> None:
-    model, batches = tiny_bert(), [*plain_batches(2), batch([1, 16, 5])]
-    expected = [model.eval()(**inputs).logits.detach() for inputs in batches]
-    trainer = make_trainer([Unpadding(8)], model=copy.deepcopy(model))
-    predicted: list[Any] = []
-    ran = observed(lambda: predicted.extend(trainer.predict(data_spec(batches))))
-    assert_near([output["logits"] for output in predicted], expected)
-    assert way(ran) == "packed"
-    assert known_batch().rows == ()
-    trainer.close()
-
-
 # With gradient checkpointing and torch.compile.
-
-
-@pytest.mark.parametrize("family", family_params(UNPADDED))
-def test_recomputed_blocks_run_on_packed_tokens(family: Family) -> None:
-    reference, model = pair(family)
-    apply(model, [GradientCheckpointing(), Unpadding(8)])
-    inputs = batch([3, 9, 16, 1, 8])
-    assert compared(reference.train(), model.train(), lambda module: module(**inputs).loss) == "packed"
 
 
 @pytest.mark.parametrize("scope", SCOPES)
