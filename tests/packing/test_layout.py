@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from composer_speedups.packing.attention import supports_flash_attention, unpadded_attention
 from composer_speedups.packing.layout import Layout, lay_out
-from composer_speedups.packing.rows import STAYS_PADDED, RowRules, row_counts, token_masks
+from composer_speedups.packing.rows import row_counts
 from tests.helpers.masks import random_masks
 
 
@@ -27,45 +27,6 @@ def test_a_plan_and_its_errors() -> None:
     for wrong in (5, 7, 0, 40):
         with pytest.raises(RuntimeError, match="changed after its tokens were counted"):
             lay_out(mask, wrong, 4)
-
-
-def test_the_masks_of_a_batch_are_those_of_its_texts() -> None:
-    rows, texts = torch.ones(2, 3), torch.ones(2, 4, 3)
-    batch = {
-        "input_ids": rows,
-        "attention_mask": rows,
-        "anchor_input_ids": texts,
-        "anchor_attention_mask": texts,
-        "other_input_ids": rows,
-        "other_attention_mask": texts,  # has another shape than the ids
-        "attention_mask_4d": torch.ones(2, 1, 3, 3),
-        "empty_attention_mask": torch.ones(0, 3),
-        "labels": rows,
-    }
-    assert list(token_masks(batch)) == ["attention_mask", "anchor_attention_mask"]
-    assert token_masks([batch]) == {}
-
-
-@pytest.mark.parametrize(
-    ("labels", "settings", "rows"),
-    [
-        (None, "first", [False, True, True]),
-        ([0, 1, 0], "first", [False, True, True]),
-        ([0, -100, -100], "first", [False, False, True]),  # the row without tokens is ignored
-        ([0.0, -100.0, 1.0], "first", [False, True, True]),  # a regression has no label to ignore
-        ([0, 1, 0], "", [False, False, False]),
-        ([[5, -100], [-100, -100], [-100, 3]], "token", [False, False, False]),
-        ([[5, 5], [-100, -100], [-100, 3]], "token", [True, False, False]),
-        ([[5, 5], [-100, -100], [-100, 3]], "", [False, False, False]),
-    ],
-)
-def test_rows_whose_loss_reads_padding(labels: Any, settings: str, rows: list[bool]) -> None:
-    mask = torch.tensor([[1, 0], [0, 0], [0, 1]])
-    labels = None if labels is None else torch.tensor(labels)
-    lengths = RowRules(settings == "token", settings == "first").lengths(mask, labels)
-    assert lengths.tolist() == [
-        STAYS_PADDED if padded else count for padded, count in zip(rows, [1, 0, 1], strict=True)
-    ]
 
 
 @pytest.mark.parametrize("multiple", [1, 8, 64])
