@@ -58,8 +58,6 @@ def fit_compiled(cache: Path | str) -> tuple[list[float], dict[str, Any]]:
 @pytest.mark.exhaustive
 def test_a_fresh_process_uses_the_code_that_another_compiled() -> None:
     """Also from a copy of the folder, as on another machine."""
-    torch.set_num_threads(1)  # torch's cache keys include these settings
-    torch.set_float32_matmul_precision("highest")
     losses, evidence = fit_compiled("made/here")
     assert_near(torch.tensor(losses), torch.tensor(fit()), what="losses of inductor's kernels")
     assert evidence["cache_misses"] > 0
@@ -69,7 +67,7 @@ def test_a_fresh_process_uses_the_code_that_another_compiled() -> None:
     shutil.rmtree("made")
 
     def fit_again() -> None:
-        torch.set_num_threads(1)
+        torch.set_num_threads(1)  # torch's cache keys include these settings
         torch.set_float32_matmul_precision("highest")
         Path("fitted.json").write_text(json.dumps(fit_compiled("copy")))
 
@@ -109,13 +107,9 @@ def test_resuming_does_not_depend_on_the_folder() -> None:
 def test_bad_settings_are_refused() -> None:
     with pytest.raises(ValueError, match=r"cache must be a folder for inductor's cache, .*, not 'x'"):
         TorchCompile(backend="aot_eager", cache="x")
-    with pytest.raises(ValueError, match=r"cache must be .*, not ''"):
-        TorchCompile(cache="")
     Path("file").touch()
     with pytest.raises(Refusal, match=r"torch_compile: cache: .*/file is not a folder; choose a folder"):
         make_trainer([TorchCompile(cache="file/cache")])
-    with pytest.raises(Refusal, match=r"torch_compile: cache: /x+ cannot be accessed \(File name too long"):
-        make_trainer([TorchCompile(cache="/" + "x" * 300)])
     for flag in ({"force_disable_caches": True}, {"fx_graph_cache": False}):
         with (
             torch._inductor.config.patch(flag),
@@ -134,14 +128,10 @@ def test_a_folder_that_others_can_write_to_is_refused(link: bool) -> None:
         make_trainer([technique])
     Path("cache").chmod(0o755)
     make_trainer([technique]).close()
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give folders to another user")
-def test_a_folder_of_another_user_is_refused() -> None:
-    Path("cache").mkdir(mode=0o700)
-    os.chown("cache", 12345, 12345)
-    with pytest.raises(Refusal, match="cache: others could put code into"):
-        make_trainer([TorchCompile(cache="cache")])
+    if os.geteuid() == 0:
+        os.chown("cache", 12345, 12345)
+        with pytest.raises(Refusal, match="cache: others could put code into"):
+            make_trainer([technique])
 
 
 def test_inductors_default_folder_is_refused_if_others_can_write_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
