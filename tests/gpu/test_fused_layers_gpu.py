@@ -76,7 +76,7 @@ def frozen(layers: Any, model: Any) -> Any:
 
 
 def fused(model: Any, last_layer: Any = "needed", precision: Any = "bf16") -> Any:
-    unpad(model, 8)
+    unpad(model)
     fuse(model, last_layer, precision)
     return model.cuda()
 
