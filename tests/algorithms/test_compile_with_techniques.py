@@ -17,7 +17,6 @@ from composer_speedups.algorithms.fused_layers.before_imports import shape_of
 from composer_speedups.algorithms.fused_layers.fusing import fuse
 from composer_speedups.algorithms.fused_layers.modules import FusedEmbeddings, FusedLayer, modules_shape
 from composer_speedups.algorithms.unpadding.encoder_swap import unpad
-from composer_speedups.families.family import kernel_shape
 from composer_speedups.kernels import Shape
 from composer_speedups.tasks.model_names import SIZES
 from composer_speedups.train import application
@@ -53,13 +52,6 @@ def test_the_shape_from_a_size_matches_a_bert_of_that_size(dropout: float | None
         config.hidden_dropout_prob = config.attention_probs_dropout_prob = dropout
     shape = shape_of({"name": "unused", "size": "mini", "dropout": dropout})
     assert shape == fused_shape(BertForSequenceClassification(config))
-
-
-def test_unknown_families_and_missing_models_have_no_shape() -> None:
-    with pytest.raises(KeyError, match="gpt2"):
-        kernel_shape({"model_type": "gpt2"})
-    with pytest.raises(FileNotFoundError, match="nobody/nothing"):
-        shape_of({"name": "nobody/nothing", "size": None, "dropout": None})
 
 
 @pytest.fixture
