@@ -61,9 +61,9 @@ def test_the_tests_that_execute_a_line_are_those_of_its_statement(monkeypatch: p
     module = Path("composer_speedups/kernels/casts.py")
     source = (ROOT / module).read_text().splitlines()
     first = next(number for number, line in enumerate(source, 1) if line.endswith("("))  # the statement goes on below
-    tests = ["tests/kernels/test_capture.py::test_a[x y] (call)", "tests/kernels/test_capture.py::test_a[z] (call)"]
+    tests = ["tests/kernels/test_kernels.py::test_a[x y] (call)", "tests/kernels/test_kernels.py::test_a[z] (call)"]
     tests += [
-        "tests/kernels/test_capture.py::test_b|run",
+        "tests/kernels/test_kernels.py::test_b|run",
         "tests/test_docs.py::test_c|run",
         "tests/gone.py::test_d|run",
     ]
@@ -72,9 +72,9 @@ def test_the_tests_that_execute_a_line_are_those_of_its_statement(monkeypatch: p
     monkeypatch.setattr(mutants, "_recorded", lambda contexts: recorded)
     assert mutants.tests_executing(module, first + 1, "data") == [
         "tests/test_docs.py::test_c",
-        "tests/kernels/test_capture.py::test_b",
-        "tests/kernels/test_capture.py::test_a[z]",
-        "tests/kernels/test_capture.py::test_a[x y]",
+        "tests/kernels/test_kernels.py::test_b",
+        "tests/kernels/test_kernels.py::test_a[z]",
+        "tests/kernels/test_kernels.py::test_a[x y]",
     ]
     elsewhere = next(number for number, line in enumerate(source, 1) if line.startswith("    numbers = "))
     assert mutants.tests_executing(module, elsewhere, "data") == []

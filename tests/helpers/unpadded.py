@@ -45,7 +45,8 @@ def values(model: Any, inputs: Batch) -> dict[str, Tensor]:
     """Return the logits of real tokens, the loss, and all gradients."""
     model.zero_grad()
     output = model(**inputs)
-    output.loss.backward()
+    if output.loss.requires_grad:  # it does not if all adapters are merged
+        output.loss.backward()
     logits = real_logits(output, inputs["attention_mask"])
     return {"logits": logits.detach(), "loss": output.loss.detach(), **gradients(model)}
 

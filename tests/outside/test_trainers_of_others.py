@@ -146,20 +146,6 @@ def test_a_checkpoint_becomes_a_hugging_face_model(tmp_path: Path) -> None:
     assert_near([loaded.eval()(**inputs).logits], [model.model.eval()(**inputs).logits])
 
 
-@pytest.mark.parametrize("when", ["while it runs", "after close"])
-def test_save_pretrained_of_a_trained_model_loads_as_its_own_class(when: str, tmp_path: Path) -> None:
-    model = composer_model()
-    trainer = make_trainer([Unpadding(8), FusedLayers()], model=model)
-    trainer.fit()
-    if when == "after close":
-        trainer.close()
-    model.model.save_pretrained(tmp_path)
-    trainer.close()
-    loaded = BertForSequenceClassification.from_pretrained(tmp_path)
-    assert loaded.config.architectures == ["BertForSequenceClassification"]
-    torch.testing.assert_close(loaded.state_dict(), model.model.state_dict(), rtol=0, atol=0)
-
-
 def test_tuples_as_outputs_and_further_entries_of_a_batch() -> None:
     losses: list[Any] = []
     for techniques in (list[Any](), recommended(on_unavailable="warn")[3:5]):
