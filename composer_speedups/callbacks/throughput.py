@@ -21,7 +21,7 @@ from composer_speedups.callbacks.saved_callback import SavedCallback
 from composer_speedups.core.compile_counts import capture_seconds
 from composer_speedups.core.trainer_state import device_of, model_of
 from composer_speedups.families.flops import batch_lengths, training_flops
-from composer_speedups.packing.labelled_head import head_tokens
+from composer_speedups.packing.encoder import head_tokens
 
 
 class PhaseClock:

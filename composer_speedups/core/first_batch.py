@@ -16,7 +16,7 @@ from composer_speedups.core.run import Run
 from composer_speedups.core.stock import changes_to
 from composer_speedups.core.technique import ComparedTechnique
 from composer_speedups.core.trainer_state import any_rank, loss_of_this_rank, model_of, world_size
-from composer_speedups.kernels.observing import uncounted
+from composer_speedups.kernels.host import uncounted
 from composer_speedups.packing.comparison import (
     SIXTEEN_BITS,
     Outcome,

@@ -53,7 +53,7 @@ def needs_triton(who: str) -> Iterator[Refusal]:
 
 def needs_c_compiler(who: str, what: str) -> Iterator[Refusal]:
     """A C compiler that Triton finds."""
-    from composer_speedups.kernels.compiler import missing_c_compiler
+    from composer_speedups.kernels.host import missing_c_compiler
 
     if (missing := missing_c_compiler()) is not None:
         yield Refusal(who, f"{what} needs a C compiler: {missing}", "install gcc, or set CC")

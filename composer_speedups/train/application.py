@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -15,10 +14,8 @@ from composer_speedups.train.cli import exit_codes, read_command_line
 from composer_speedups.train.config.schema import Config
 from composer_speedups.train.startup import (
     StartupClock,
-    early_processes,
     open_gpu_early,
     prefetch_cpu_model,
-    wait_for,
     without_gc,
 )
 
@@ -37,8 +34,7 @@ def main(arguments: list[str]) -> None:
     config, origins = read_command_line(arguments)  # report unknown keys before torch is imported
     check_paths(config)
     clock.lap("config")
-    with early_processes(config) as early:
-        train(config, origins, clock, early)
+    train(config, origins, clock)
 
 
 def check_paths(config: Config) -> None:
@@ -57,7 +53,6 @@ def train(
     config: Config,
     origins: Origins,
     clock: StartupClock,
-    early: Sequence[subprocess.Popen[bytes]] = (),
     callbacks: Sequence[Callback] = (),
 ) -> None:
     with without_gc():
@@ -107,7 +102,6 @@ def train(
         reproducibility.seed_all(config.seed)
         model = build_model(config.model, task, data.tokenizer, config.data.max_length)
         clock.lap("model")
-        wait_for(early)
         watching = [StartupTimes(clock), *callbacks]
         summary = describe_run(config, model, data, techniques, f"{folder.path}/", device_name(torch_device(device)))
         trainer = build_trainer(config, model, data, techniques, device, folder, callbacks=watching, stop=stop)

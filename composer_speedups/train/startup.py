@@ -7,24 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib.util
-import json
 import os
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from composer_speedups.core.process_age import process_age
-from composer_speedups.core.subprocesses import python_module_command
 
 if TYPE_CHECKING:
     from composer_speedups.train.config.schema import Config
-
-_MAX_WAIT_SECONDS = 60.0
 
 
 class StartupClock:
@@ -72,52 +65,6 @@ def without_gc() -> Iterator[None]:
             gc.freeze()
         if enabled:
             gc.enable()
-
-
-@contextlib.contextmanager
-def early_processes(config: Config) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Run the ``before_imports`` modules of the run's techniques while this process imports torch.
-
-    A technique whose folder has a ``before_imports.py`` can prepare files that the run finds later, such as compiled
-    kernels. It is executed as a program of its own, because imports hold this process's interpreter lock for seconds.
-    Its standard input is a JSON object: ``algorithms`` and ``model``, as in the config, and ``precision``. Only local
-    rank 0 starts it, and only on a machine with a GPU. Its failure is ignored, because the run can do the work itself.
-
-    Yields:
-        The processes, which are killed at the end of the block. See :func:`wait_for`.
-    """
-    processes: list[subprocess.Popen[bytes]] = []
-    gpu = config.trainer.device != "cpu" and Path("/dev/nvidiactl").exists()
-    for name in config.algorithms if gpu and os.environ.get("LOCAL_RANK", "0") == "0" else ():
-        folder = f"composer_speedups.algorithms.{name}"  # optimizers share another one
-        module = f"{folder}.before_imports"
-        if importlib.util.find_spec(folder) is not None and importlib.util.find_spec(module) is not None:
-            model = {key: getattr(config.model, key) for key in ("name", "size", "dropout")}
-            run = {"algorithms": config.algorithms, "model": model, "precision": config.trainer.precision}
-            processes.append(_start(module, json.dumps(run, default=str)))
-    try:
-        yield processes
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-
-
-def _start(module: str, text: str) -> subprocess.Popen[bytes]:
-    command, environment = python_module_command(module)
-    quiet = subprocess.DEVNULL
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, env=environment)
-    assert process.stdin is not None
-    with contextlib.suppress(OSError), process.stdin:  # the process may have ended
-        process.stdin.write(text.encode())
-    return process
-
-
-def wait_for(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Wait for processes to end, for a minute each at most. Their exit statuses are ignored."""
-    for process in processes:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_MAX_WAIT_SECONDS)
 
 
 def open_gpu_early(config: Config) -> None:

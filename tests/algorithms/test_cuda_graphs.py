@@ -3,146 +3,108 @@
 from __future__ import annotations
 
 import copy
-import gc
-import weakref
 from collections import UserDict
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from composer.models import HuggingFaceModel
 from torch import Tensor, nn
+from transformers.utils import ModelOutput
 
-from composer_speedups import CUDAGraphs, LoRA, apply, untouched
+from composer_speedups import CUDAGraphs, Unpadding, untouched
 from composer_speedups.algorithms.cuda_graphs.graphed_calls import CaptureError, GraphedCalls
+from composer_speedups.algorithms.unpadding.encoder_swap import unpad
+from composer_speedups.core.compile_counts import capture_seconds
 from composer_speedups.core.errors import Refusal
 from composer_speedups.core.run import Run
-from tests.helpers.common import batch, make_trainer, plain_batches, tiny_bert
-from tests.helpers.rerun import CannotRecord, graphed
-from tests.reference.loop import gradients
+from composer_speedups.packing.encoder import Packing, unpadded_encoders, with_counted_rows
+from tests.helpers.common import Batch, Recorder, batch, make_trainer, tiny_bert
+from tests.helpers.rerun import CannotRecord, Rerun, graphed
+from tests.helpers.unpadded import compared
+from tests.reference.loop import gradients, train_plainly
 from tests.reference.tolerance import assert_near
 
 
-def grads_of(model: Any, *calls: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Run all forward passes, then all backward passes, and return the gradients."""
-    for loss in [model(**inputs).loss for inputs in calls]:
-        loss.backward()
-    return gradients(model)
+def counts(calls: GraphedCalls) -> tuple[int, int, int]:
+    return calls.graphs, calls.replays, calls.eager_calls
+
+
+# Calls of one model, at most two or three graphs, and what is counted: graphs, replays and eager calls.
+EMBEDDED = {"inputs_embeds": torch.zeros(2, 4, 32, requires_grad=True)}
+ONE = batch([4, 4])
+CALLS: dict[str, tuple[list[dict[str, Any]], tuple[int, int, int]]] = {
+    "each shape once, up to the limit": ([batch([n, n]) for n in (4, 6, 4, 8, 9, 8, 9)], (3, 5, 2)),
+    "arguments by value": ([{**ONE, "output_hidden_states": asked} for asked in (True, False, True)], (2, 3, 0)),
+    "an unknown object": ([ONE, {**ONE, "output_hidden_states": torch.device("cpu")}], (1, 1, 1)),
+    "an argument with a gradient": ([ONE, EMBEDDED], (1, 1, 1)),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_are_replayed_or_eager(name: str) -> None:
+    given, expected = CALLS[name]
+    model = tiny_bert()
+    calls = graphed(model, max_graphs=3)
+    for inputs in given:
+        output = model(**inputs)
+        assert isinstance(output, ModelOutput)
+        assert (output.get("hidden_states") is not None) == bool(inputs.get("output_hidden_states"))
+    assert counts(calls) == expected
+    with torch.no_grad():
+        model(**batch([5, 5]))
+    model.eval()
+    model(**batch([5, 5]))
+    assert counts(calls) == expected, "without gradients or in eval mode, nothing is captured"
 
 
 def test_gradients_of_two_forward_passes_before_backward_accumulate() -> None:
-    reference, model = tiny_bert(), tiny_bert()
-    graphed(model)
-    inputs = [batch([5, 4]), batch([8, 8]), batch([9])]  # the last exceeds max_graphs
-    assert_near(grads_of(model, *inputs), grads_of(reference, *inputs))
+    results = []
+    for captured in (False, True):
+        model = tiny_bert()
+        if captured:
+            graphed(model)
+        # the last exceeds max_graphs
+        for loss in [model(**inputs).loss for inputs in (batch([5, 4]), batch([8, 8]), batch([9]))]:
+            loss.backward()
+        results.append(gradients(model))
+    assert_near(results[1], results[0])
 
 
-def test_release_restores_the_forward_method() -> None:
+def test_release_restores_the_forward() -> None:
     model = tiny_bert()
-    original = model.forward
-    calls = graphed(model)
-    model(**batch([4, 4]))
+    original, calls = model.forward, graphed(model)
+    model(**ONE).loss.backward()
     calls.release()
-    assert model.forward == original
-    assert calls.graphs == 0
-
-
-def test_a_released_graph_is_freed_while_its_loss_lives() -> None:
-    model = tiny_bert()
-    calls = graphed(model)
-    loss = model(**batch([4, 4])).loss
-    (graph,) = calls._graphs.values()
-    replay, static = weakref.ref(graph._replay._replay_forward), weakref.ref(graph._replay._static[0])
-    del graph
-    calls.release()
-    gc.collect()
-    assert replay() is None
-    assert static() is None
-    with pytest.raises(RuntimeError, match="released before its backward pass"):
-        loss.backward()
-
-
-def test_outputs_have_the_models_output_type_and_values() -> None:
-    reference, model = tiny_bert(), tiny_bert()
-    calls = graphed(model)
-    one = plain_batches(1)[0]
-    output, expected = model(**one), reference(**one)
-    assert type(output) is type(expected)
-    assert_near([output.loss, output.logits], [expected.loss, expected.logits])
-    output.loss.backward()
-    expected.loss.backward()
-    assert_near(gradients(model), gradients(reference))
-    assert (calls.graphs, calls.replays, calls.eager_calls) == (1, 1, 0)
-
-
-def test_each_shape_is_captured_once_up_to_the_limit() -> None:
-    model = tiny_bert()
-    calls = graphed(model)
-    for lengths in ([4, 4], [6, 6], [4, 4], [8, 8], [8, 8]):
-        model(**batch(lengths))
-    assert (calls.graphs, calls.replays, calls.eager_calls) == (2, 3, 2)
-
-
-def test_evaluation_and_calls_without_gradients_are_not_captured() -> None:
-    model = tiny_bert()
-    calls = graphed(model)
-    with torch.no_grad():
-        model(**plain_batches(1)[0])
-    model.eval()
-    model(**plain_batches(1)[0])
-    assert (calls.graphs, calls.replays, calls.eager_calls) == (0, 0, 0)
-
-
-def test_arguments_are_compared_by_value_and_unknown_objects_run_eagerly() -> None:
-    model = tiny_bert()
-    calls = graphed(model, max_graphs=5)
-    one = batch([4, 4])
-    model(**one, output_hidden_states=True)
-    assert model(**one, output_hidden_states=False).hidden_states is None
-    assert calls.graphs == 2
-    model(**one, output_hidden_states=torch.device("cpu"))
-    assert (calls.graphs, calls.eager_calls) == (2, 1)
-    embedded = torch.zeros(2, 4, 32, requires_grad=True)
-    model(inputs_embeds=embedded)
-    assert (calls.graphs, calls.eager_calls) == (2, 2)
+    assert (model.forward, calls.graphs) == (original, 0)
 
 
 def test_a_composer_batch_is_one_argument() -> None:
     trainer = make_trainer()
     composer_model: Any = trainer.state.model
     calls = graphed(composer_model)
-    one = plain_batches(1)[0]
-    for argument in (one, UserDict(one)):
+    for argument in (ONE, UserDict(ONE)):
         assert composer_model(argument).loss.isfinite()
     assert (calls.graphs, calls.replays) == (1, 2)
     trainer.close()
 
 
-def test_capture_does_not_update_buffers() -> None:
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
-    reference = copy.deepcopy(model)
-    graphed(model)
-    x = torch.randn(5, 3)
-    model(x)
-    reference(x)
-    assert_near(dict(model.named_buffers()), dict(reference.named_buffers()))
-
-
-def test_captures_draw_no_random_numbers() -> None:
+def test_captures_change_no_buffers_and_draw_no_random_numbers() -> None:
     """With dropout, the run equals an eager one: a resumed run, which captures again, depends on this."""
-    inputs = [batch([5, 4]), batch([8, 8]), batch([5, 4], seed=1)]
     results = []
     for captured in (False, True):
-        model = tiny_bert(dropout=0.3)
+        model, norm = tiny_bert(dropout=0.3), nn.BatchNorm1d(3)
         if captured:
             graphed(model)
+            graphed(norm)
         torch.manual_seed(3)
         losses = []
-        for one in inputs:
+        for one in (batch([5, 4]), batch([8, 8]), batch([5, 4], seed=1)):
             loss = model(**one).loss
             loss.backward()
             losses.append(loss.detach().clone())
-        results.append([*losses, *gradients(model).values(), torch.rand(())])
+        norm(torch.arange(15.0).view(5, 3))
+        results.append([*losses, *gradients(model).values(), *norm.buffers(), torch.rand(())])
     torch.testing.assert_close(results[1], results[0])
 
 
@@ -151,63 +113,35 @@ def test_observed_and_untouched_calls_are_eager() -> None:
     calls = graphed(model)
     calls.paused = lambda: run.observing
     for _ in range(3):
-        model(**batch([4, 4]))
+        model(**ONE)
         run.observing = False
     with untouched(model):
-        model(**batch([4, 4]))
-    assert (calls.graphs, calls.replays, calls.eager_calls) == (1, 2, 1)
-
-
-def freeze_the_mode(model: Any) -> None:
-    model.bert.encoder.layer[0].eval()
-
-
-def lower_the_dropout(model: Any) -> None:
-    model.dropout.p = 0.05
-
-
-def scale_the_adapters(model: Any) -> None:
-    model.bert.encoder.layer[1].attention.self.query.set_scale("default", 0.5)
-
-
-@pytest.mark.parametrize("change", [freeze_the_mode, lower_the_dropout, scale_the_adapters])
-def test_settings_that_change_during_training_are_captured_again(change: Callable[[Any], None]) -> None:
-    model = tiny_bert(dropout=0.1)
-    apply(model, [LoRA()])
-    calls = graphed(model)
-    one = batch([4, 4])
-    model(**one)
-    (graph,) = calls._graphs.values()
-    model.eval()
-    model(**one)
-    model.train()
-    model(**one)
-    assert [*calls._graphs.values()] == [graph], "an evaluation changes nothing"
-    change(model)
-    model(**one)
-    (later,) = calls._graphs.values()
-    assert later is not graph
-    assert (calls.replays, calls.eager_calls) == (3, 0)
+        model(**ONE)
+    assert counts(calls) == (1, 2, 1)
 
 
 def test_a_failed_capture_raises_or_disables_capturing() -> None:
     model = tiny_bert()
     calls = GraphedCalls(model, model.forward, 2, recorder=CannotRecord)
     with pytest.raises(CaptureError, match=r"^operation not permitted when stream is capturing$"):
-        calls(**batch([4, 4]))
+        calls(**ONE)
     seen: list[CaptureError] = []
     calls.on_failure = seen.append
     for _ in range(2):
-        assert calls(**batch([4, 4])).loss.isfinite()
-    assert (len(seen), calls.graphs, calls.replays, calls.eager_calls) == (1, 0, 0, 2)
+        assert calls(**ONE).loss.isfinite()
+    assert (len(seen), *counts(calls)) == (1, 0, 0, 2)
+    linear = nn.Linear(3, 3)
+    weight = linear.weight
+    linear.forward = lambda x: x @ weight  # type: ignore[method-assign]
+    graphed(linear)
+    with pytest.raises(CaptureError, match="the call uses a parameter that is not registered in a module"):
+        linear(torch.ones(2, 3))
 
 
 @pytest.mark.pins
 def test_it_needs_a_gpu_and_a_fixed_microbatch_size() -> None:
     with pytest.raises(Refusal, match=r"cuda_graphs: capturing graphs needs a CUDA GPU"):
         make_trainer([CUDAGraphs()])
-    with pytest.raises(ValueError, match="max_graphs must be greater than or equal to 1"):
-        CUDAGraphs(max_graphs=0)
     cpu = torch.device("cpu")
     unmet = [
         [refusal.reason for refusal in CUDAGraphs().needs(run)]
@@ -217,11 +151,127 @@ def test_it_needs_a_gpu_and_a_fixed_microbatch_size() -> None:
     assert "automatic micro-batches" in unmet[2][1]
 
 
-@pytest.mark.parametrize(("lengths", "noted"), [([4, 5, 6], True), ([4, 5, *[4] * 20, 6], False), ([4, 4, 4], False)])
-def test_a_note_says_that_too_many_shapes_occurred(lengths: list[int], noted: bool) -> None:
-    technique, model = CUDAGraphs(max_graphs=2), tiny_bert()
-    technique._calls = graphed(model, max_graphs=2)
-    for length in lengths:
-        model(**batch([length] * 2))
-    note = technique.summary(Run(torch.device("cpu"))).get("note")
-    assert note is None if not noted else note.startswith("1 of 3 batches ran without a graph")
+# Capturing: parameters, gradients, warm-up and timing.
+
+
+def test_capture_keeps_parameters_and_sums_the_gradients_of_tied_ones() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.rnn, self.out = nn.Embedding(7, 4), nn.LSTM(4, 4), nn.Linear(4, 7)
+            self.out.weight = self.embedding.weight
+
+        def forward(self, x: Tensor) -> tuple[Tensor]:
+            return (self.out(self.rnn(self.embedding(x))[0]),)
+
+    reference, model = Tied(), Tied()
+    model.load_state_dict(reference.state_dict())
+    own = dict(model.named_parameters(remove_duplicate=False))
+    calls, pointers = graphed(model), set()
+    for length in (3, 5):
+        for network in (reference, model):
+            network.zero_grad()
+            network(torch.arange(length).unsqueeze(1))[0].square().mean().backward()
+        assert_near(gradients(model), gradients(reference))
+        pointers.add(tuple(p.grad.data_ptr() for p in model.parameters()))  # type: ignore[union-attr]
+    assert calls.replays == 2
+    assert len(pointers) == 1, "both shapes have the same gradient buffers"
+    assert all(own[name] is p for name, p in model.named_parameters(remove_duplicate=False))
+
+
+def test_warming_up_ends_with_a_call_that_compiles_nothing_and_is_timed() -> None:
+    model = nn.Linear(3, 3)
+    linear, stats = model.forward, torch._dynamo.utils.counters["stats"]
+    before, seconds = stats["unique_graphs"], capture_seconds()
+    ran: list[int] = []
+    warmed_up: list[list[int]] = []
+
+    def forward(x: Tensor) -> tuple[Tensor]:
+        stats["unique_graphs"] += len(ran) < 2
+        ran.append(stats["unique_graphs"] - before)
+        return (linear(x),)
+
+    class Recorder(Rerun):
+        def record(self, run: Any) -> Any:
+            warmed_up.append(list(ran))
+            return super().record(run)
+
+    model.forward = forward
+    calls = GraphedCalls(model, forward, 1, recorder=Recorder)
+    calls(torch.ones(2, 3))
+    assert warmed_up[0] == [1, 2, 2]
+    after = capture_seconds()
+    calls(torch.ones(2, 3))
+    assert seconds < after == capture_seconds()
+
+
+def test_gradients_of_any_subset_of_outputs_with_unused_parameters() -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"a": nn.Linear(3, 2), "b": nn.Linear(3, 2), "unused": nn.Linear(3, 2)})
+    model["a"].bias.requires_grad_(False)
+    reference = copy.deepcopy(model)
+    for network in (model, reference):
+        network.forward = lambda x, network=network: (network["a"](x), network["b"](x), x.sum(-1))
+    calls = graphed(model)
+    for pick in ([0], [1], [0, 1]):
+        for network in (model, reference):
+            network.zero_grad()
+            outputs = network(torch.ones(4, 3))
+            assert [o.requires_grad for o in outputs] == [True, True, False]
+            torch.stack([(i + 1) * outputs[i].square().sum() for i in pick]).sum().backward()
+        # Graphs return zeros for gradients that autograd leaves out.
+        zeros = {n: torch.zeros_like(g) for n, g in gradients(model).items()}
+        assert_near(gradients(model), {**zeros, **gradients(reference)})
+    assert calls.replays == 3
+    assert model["unused"].weight.grad is None
+    assert model["a"].bias.grad is None
+
+
+# Graphs of an unpadded model: one set per number of packed tokens.
+
+
+def left_padded(inputs: Batch) -> Batch:
+    return {**inputs, "attention_mask": inputs["attention_mask"].flip(-1)}
+
+
+LENGTHS = [[12, 7, 9], [1, 16, 4], [3, 2, 1], [16, 15, 2], [10, 10, 1], [1, 1, 1]]  # 32, 32, 16, 48, 32, 16 tokens
+SHAPES: dict[str, tuple[int, list[Batch], tuple[int, int, int]]] = {
+    "other masks": (3, [batch(lengths, 16, seed=i) for i, lengths in enumerate(LENGTHS)], (3, 6, 0)),
+    "above max_graphs": (1, [batch([12, 7, 9], 16), batch([16, 16, 9], 16, seed=1)], (1, 1, 1)),
+    "padded": (3, [left_padded(batch([12, 7, 9], 16)), batch([12, 7, 9], 16)], (2, 2, 0)),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_each_number_of_packed_tokens_is_captured_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    max_graphs, batches, expected = SHAPES[name]
+    reference, model = tiny_bert(), tiny_bert()
+    for network in (reference, model):
+        network.config.problem_type = "single_label_classification"
+    unpad(model, 16)
+    calls = graphed(model, max_graphs)
+    with monkeypatch.context() as patch:
+        patch.setattr(Packing, "_count_and_lay_out", lambda *_: pytest.fail("counted inside the forward pass"))
+        for inputs in batches:
+            with with_counted_rows(model, inputs, inputs):
+                compared(reference, model, lambda network: network(**inputs).loss)  # noqa: B023
+    assert counts(calls) == expected
+    assert compared(reference, model, lambda network: network(**batch([12, 7, 9], 16)).loss) == "packed"
+    assert counts(calls) == (*expected[:2], expected[2] + 1), "without row lengths"
+    with untouched(model):
+        assert compared(reference, model, lambda network: network(**batch([12, 7, 9], 16)).loss) == "padded"
+    assert counts(calls)[:2] == expected[:2]
+
+
+@pytest.mark.parametrize("check", ["never", "always"])
+def test_composers_batches_are_counted_before_their_replays(check: Any) -> None:
+    batches = [batch(lengths, 16, seed=i) for i, lengths in enumerate([[12, 7, 9], [1, 16, 4], [3, 2, 1], [9, 9, 9]])]
+    recorder, technique, model = Recorder(), Unpadding(16, check=check), HuggingFaceModel(tiny_bert())
+    trainer = make_trainer([technique], model=model, batches=batches, callbacks=[recorder])
+    calls = graphed(trainer.state.model)
+    calls.reads_known_batch = bool(unpadded_encoders(model))
+    trainer.fit()
+    trainer.close()
+    assert_near(recorder.losses, train_plainly(tiny_bert(), batches).losses)
+    assert calls.graphs == 2
+    assert technique.engaged

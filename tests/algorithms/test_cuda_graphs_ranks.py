@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,13 +17,14 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from composer_speedups import CUDAGraphs
-from composer_speedups.algorithms.cuda_graphs import installing
+from composer_speedups.algorithms.cuda_graphs import graphed_calls
 from composer_speedups.algorithms.cuda_graphs.capture import CUDARecorder
 from composer_speedups.algorithms.cuda_graphs.graphed_calls import GraphedCalls
 from composer_speedups.algorithms.layer_freezing.modules import freeze
 from composer_speedups.core.run import Run
 from composer_speedups.distributed.ddp import ddp_of
 from tests.helpers.common import batch, final_weights, microbatches, plain_batches, tiny_bert, trained
+from tests.helpers.exhaustive import others_exhaustive
 from tests.helpers.ranks import on_ranks
 from tests.helpers.rerun import Logged, graphed
 from tests.reference.loop import gradients
@@ -72,19 +74,19 @@ def _train(steps: list[list[list[list[int]]]], segments: int, wrap: Any) -> tupl
     return calls.graphs, calls.replays, calls.eager_calls
 
 
-@pytest.mark.parametrize("segments", [1, 2])
-def test_ranks_of_the_same_shapes_replay(segments: int) -> None:
-    assert on_ranks(lambda: train([[step] for step in SAME], segments)) == [(1, 2, 0), (1, 2, 0)]
+# The micro-batches of each step, and what both ranks count.
+STEPS: dict[str, tuple[Any, list[tuple[int, int, int]]]] = {
+    "the same shapes": ([[step] for step in SAME], [(1, 2, 0), (1, 2, 0)]),
+    "one captures or is eager while the other replays": ([[step] for step in UNLIKE], [(2, 4, 0), (2, 3, 1)]),
+    "micro-batches without synchronization": ([UNLIKE[:3], SAME, UNLIKE[1:]], [(2, 8, 0), (2, 4, 4)]),
+}
 
 
-@pytest.mark.parametrize("segments", [1, 2])
-def test_a_rank_may_capture_or_run_eagerly_while_the_other_replays(segments: int) -> None:
-    assert on_ranks(lambda: train([[step] for step in UNLIKE], segments)) == [(2, 4, 0), (2, 3, 1)]
-
-
-@pytest.mark.parametrize("segments", [1, 2])
-def test_micro_batches_without_synchronization_accumulate(segments: int) -> None:
-    assert on_ranks(lambda: train([UNLIKE[:3], SAME, UNLIKE[1:]], segments)) == [(2, 8, 0), (2, 4, 4)]
+@pytest.mark.parametrize("segments", [(1, 1), (2, 2), (1, 2)], ids=str)
+@pytest.mark.parametrize("name", STEPS)
+def test_ranks_replay_the_mean_gradients(name: str, segments: tuple[int, int]) -> None:
+    steps, expected = STEPS[name]
+    assert on_ranks(lambda: train(steps, segments[dist.get_rank()])) == expected
 
 
 def technique_on_ddp(microbatches: int, segments: int, frozen_after: int | None = None) -> dict[str, Any]:
@@ -116,24 +118,23 @@ def technique_on_ddp(microbatches: int, segments: int, frozen_after: int | None 
     return {**technique.summary(run), "outside buckets": outside, "storages": len(set(storages.values()))}
 
 
-@pytest.mark.parametrize("segments", [1, 2])
-@pytest.mark.parametrize("microbatches", [1, 2])
-def test_graphs_write_gradients_into_ddps_buckets(microbatches: int, segments: int) -> None:
-    for evidence in on_ranks(lambda: technique_on_ddp(microbatches, segments)):
+@pytest.mark.parametrize(
+    ("microbatches", "segments", "frozen_after"),
+    others_exhaustive(
+        [*product([1, 2], [1, 2], [None]), (1, 2, 1), (1, 2, 3), (1, 2, 4)], lambda case: case[2] is None
+    ),
+)
+def test_graphs_write_gradients_into_ddps_buckets(microbatches: int, segments: int, frozen_after: int | None) -> None:
+    for evidence in on_ranks(lambda: technique_on_ddp(microbatches, segments, frozen_after)):
         assert evidence.pop("storages") < 4, "the gradients are a few hundred KiB, and a bucket is 25 MiB"
         assert evidence.pop("outside buckets") == 0
-        assert evidence.pop("backward_segments", 1) == segments
-        assert evidence == {"graphs": 1, "replays": 2 * microbatches, "eager_calls": 2 * microbatches}
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("frozen_after", [1, 3, 4])
-def test_graphs_write_into_the_buckets_that_ddp_has_after_layers_were_frozen(frozen_after: int) -> None:
-    for evidence in on_ranks(lambda: technique_on_ddp(1, 2, frozen_after)):
-        assert evidence.pop("storages") < 4
-        assert evidence.pop("outside buckets") == 0
-        eager = min(frozen_after, 2) + 2  # calls are held until DDP has rebuilt its buckets
-        assert evidence == {"graphs": 1, "replays": 8 - eager, "eager_calls": eager}
+        if frozen_after is None:
+            steps, eager = 4, 2
+            assert evidence.pop("backward_segments", 1) == segments
+        else:
+            steps, eager = 8, min(frozen_after, 2) + 2  # calls are held until DDP has rebuilt its buckets
+        replays, eager_calls = (steps - eager) * microbatches, eager * microbatches
+        assert evidence == {"graphs": 1, "replays": replays, "eager_calls": eager_calls}
 
 
 class Accumulated(Callback):
@@ -158,7 +159,7 @@ def technique_in_a_trainer() -> list[int]:
     """Train four batches of two micro-batches, in a Composer Trainer with the technique and in one without; return for
     each micro-batch how many parameters' gradients autograd accumulated."""
     CUDAGraphs.needs = lambda *_: ()  # type: ignore[method-assign,assignment,return-value]
-    installing.install = graphed  # type: ignore[assignment]
+    graphed_calls.install = graphed  # type: ignore[assignment]
     torch.cuda.graph_pool_handle = lambda: None  # type: ignore[assignment,return-value]
     weights, seen, technique = [], Accumulated(), CUDAGraphs()
     for techniques, callbacks in (([technique], [seen]), ([], [])):
@@ -175,13 +176,6 @@ def test_a_trainer_accumulates_gradients_without_autograd_except_under_ddp(ranks
     every = len(list(tiny_bert().parameters()))
     replayed = 0 if ranks == 1 else every
     assert on_ranks(technique_in_a_trainer, ranks) == [[every, every, *[replayed] * 6]] * ranks
-
-
-def test_ranks_with_different_segments_train_together() -> None:
-    def different_segments() -> tuple[int, int, int]:
-        return train([[step] for step in UNLIKE], segments=1 + dist.get_rank())
-
-    assert on_ranks(different_segments) == [(2, 4, 0), (2, 3, 1)]
 
 
 def send(log, bucket):  # type: ignore[no-untyped-def]  # DDP refuses string annotations
@@ -219,13 +213,11 @@ def numbers_of_cuts() -> tuple[int, int]:
     model = nn.ModuleDict({"blocks": nn.ModuleList(nn.Linear(2600, 2600) for _ in range(5))})
     counts = []
     for segments in (None, 4):
-        calls = installing.install(model, segments=segments)
+        calls = graphed_calls.install(model, segments=segments)
         counts.append(len(calls.cut_behind))
         calls.release()
     with pytest.raises(ValueError, match="before DDP wraps the model"):
-        installing.install(DistributedDataParallel(tiny_bert()))
-    with pytest.raises(ValueError, match="segments must be at least 1, not 0"):
-        installing.install(model, segments=0)
+        graphed_calls.install(DistributedDataParallel(tiny_bert()))
     return counts[0], counts[1]
 
 

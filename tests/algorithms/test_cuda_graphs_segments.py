@@ -1,21 +1,26 @@
-"""Backward passes in segments, with a stand-in for the capture: parity with an untouched model, and gradient order."""
+"""Backward passes in segments, with a stand-in for the capture: parity, gradient order, and where a model is cut."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import BertForMaskedLM, BertForSequenceClassification
 
 from composer_speedups import CUDAGraphs
+from composer_speedups.algorithms.cuda_graphs import capture
+from composer_speedups.algorithms.cuda_graphs.capture import SharedGradients
+from composer_speedups.algorithms.cuda_graphs.graphed_calls import ParameterPlaceholders
+from composer_speedups.algorithms.cuda_graphs.segments import Segments, blocks_to_cut, cut_points
 from composer_speedups.algorithms.unpadding.encoder_swap import unpad
 from composer_speedups.core.run import Run
 from composer_speedups.packing.encoder import with_counted_rows
 from tests.helpers.common import batch, tiny_config
-from tests.helpers.rerun import Logged, graphed
+from tests.helpers.rerun import Logged, Rerun, graphed
 from tests.reference.loop import gradients
 from tests.reference.tolerance import assert_near
 
@@ -82,11 +87,11 @@ def test_hooks_of_parameters_and_second_derivatives_are_not_passed_by() -> None:
     assert called == [bias, bias]
 
 
-@pytest.mark.parametrize("segments", [3, LAYERS])
+@pytest.mark.parametrize("segments", [1, 3, LAYERS])
 def test_an_unpadded_model_is_cut_too(segments: int) -> None:
     reference, model = bert(), bert()
     unpad(model, 16)
-    calls = graphed(model, max_graphs=3, segments=segments)
+    calls, technique = graphed(model, max_graphs=3, segments=segments), CUDAGraphs()
     for seed, lengths in enumerate([[12, 7, 9], [1, 16, 4], [3, 2, 1], [16, 15, 16]]):
         inputs = batch(lengths, 16, seed=seed)
         for network in (reference, model):
@@ -95,6 +100,8 @@ def test_an_unpadded_model_is_cut_too(segments: int) -> None:
                 network(**inputs).loss.backward()
         assert_near(gradients(model), gradients(reference), what=f"{lengths}")
     assert (calls.graphs, calls.replays, calls.backward_segments) == (3, 4, segments)
+    technique._calls = calls
+    assert technique.summary(Run(torch.device("cpu"))).get("backward_segments") == (segments if segments > 1 else None)
 
 
 def test_gradient_hooks_run_between_the_replays_of_segments() -> None:
@@ -119,9 +126,189 @@ def test_gradient_hooks_run_between_the_replays_of_segments() -> None:
         ]
 
 
-def test_the_evidence_counts_segments() -> None:
-    model, technique = bert(), CUDAGraphs()
-    for segments, expected in ((1, None), (3, 3)):
-        technique._calls = graphed(copy.deepcopy(model), segments=segments)
-        technique._calls.model(**given(None, [5, 4], 0))
-        assert technique.summary(Run(torch.device("cpu"))).get("backward_segments") == expected
+# Where a model is cut: skip connections, and models that stay whole.
+
+
+class Blocks(nn.Module):
+    """Linear blocks, called by ``run``, between an input layer and a head."""
+
+    def __init__(self, run: Callable[[Blocks, Tensor], Any], count: int = 4) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.blocks = nn.Linear(3, 6), nn.ModuleList(Block() for _ in range(count))
+        self.head, self.run = nn.Linear(6, 2), run
+
+    def forward(self, x: Tensor) -> Any:
+        return self.run(self, self.first(x).tanh())
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, str]:
+        return self.inner(x.tanh()), "more"
+
+
+def states(model: Blocks, x: Tensor) -> list[Tensor]:
+    """Return the input of the first block and the output of each block."""
+    hidden = [x]
+    for block in model.blocks:
+        hidden.append(block(hidden[-1])[0])
+    return hidden
+
+
+def from_a_cut(model: Blocks, x: Tensor) -> Any:
+    hidden = states(model, x)
+    return (model.head(hidden[-1] * hidden[1]),)
+
+
+def from_within_a_segment(model: Blocks, x: Tensor) -> Any:
+    hidden = states(model, x)
+    return (model.head(hidden[-1] * hidden[0]),)
+
+
+def every_state(model: Blocks, x: Tensor) -> Any:
+    hidden = states(model, x)
+    return (model.head(hidden[-1]), *hidden[1:])
+
+
+class Once(torch.autograd.Function):
+    """The square, with a backward pass that overwrites its saved tensor, so a second call would be silently wrong."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.kept = 2 * x
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return ctx.kept.mul_(gradient).clone()
+
+
+def around_all_cuts(model: Blocks, x: Tensor) -> Any:
+    hidden = states(model, Once.apply(x.detach() + model.first.bias))
+    return (model.head(hidden[-1]) + hidden[0].sum(),)
+
+
+def twice(model: Blocks, x: Tensor) -> Any:
+    return (model.head(states(model, states(model, x)[-1])[-1]),)
+
+
+def backwards(model: Blocks, x: Tensor) -> Any:
+    for block in reversed(model.blocks):
+        x = block(x)[0]
+    return (model.head(x),)
+
+
+def in_place(model: Blocks, x: Tensor) -> Any:
+    for block in model.blocks:
+        x = block(x)[0]
+        x.add_(1)
+    return (model.head(x),)
+
+
+def unused(model: Blocks, x: Tensor) -> Any:
+    states(model, x)
+    return (model.head(model.blocks[-1].inner(x)),)
+
+
+@pytest.mark.parametrize(
+    ("run", "frozen", "segments"),
+    [
+        (from_a_cut, 0, 4),
+        (from_a_cut, 1, 4),
+        (from_a_cut, 2, 3),
+        (from_a_cut, 4, 1),
+        (every_state, 0, 4),
+        (from_within_a_segment, 0, 1),
+        (around_all_cuts, 0, 1),
+        (twice, 0, 1),
+        (backwards, 0, 1),
+        (in_place, 0, 1),
+        (unused, 0, 1),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_gradients_match_and_models_that_cannot_be_cut_have_one_segment(run: Any, frozen: int, segments: int) -> None:
+    reference, model = Blocks(run), Blocks(run)
+    for network in (reference, model):
+        for module in (network.first, *network.blocks)[:frozen]:
+            module.requires_grad_(False)
+        network.blocks[-1].inner.bias.requires_grad_(frozen == 0)
+    calls = graphed(model, segments=4)
+    for seed in range(3):
+        x = torch.randn(5, 3, generator=torch.Generator().manual_seed(seed))
+        for network in (reference, model):
+            network.zero_grad()
+            outputs = network(x)
+            torch.stack([(i + 1) * output.square().sum() for i, output in enumerate(outputs)]).sum().backward()
+        assert_near(gradients(model), gradients(reference), what=f"seed {seed}")
+    assert (calls.replays, calls.backward_segments) == (3, segments)
+
+
+def test_compiled_blocks_are_cut_outside_the_compiled_code() -> None:
+    reference, model = Blocks(from_a_cut), Blocks(from_a_cut)
+    for block in model.blocks:
+        block.compile(backend="aot_eager")
+    compiled = [block._compiled_call_impl for block in model.blocks]
+    calls = graphed(model, segments=4)
+    for _ in range(2):
+        for network in (reference, model):
+            network.zero_grad()
+            network(torch.ones(5, 3))[0].square().sum().backward()
+        assert_near(gradients(model), gradients(reference))
+    assert calls.backward_segments == 4
+    assert [block._compiled_call_impl for block in model.blocks] == compiled
+
+
+def test_blocks_to_cut() -> None:
+    model = Blocks(from_a_cut)
+    blocks = list(model.blocks)
+    assert blocks_to_cut(model, 1) == []
+    assert blocks_to_cut(model, 2) == [blocks[1]]
+    assert blocks_to_cut(model, 3) == [blocks[0], blocks[1]]
+    assert blocks_to_cut(model, 9) == blocks[:3]
+    assert blocks_to_cut(model) == [], "their gradients are too small"
+    assert blocks_to_cut(nn.Linear(2, 2), 3) == []
+    compiled = copy.deepcopy(model)
+    compiled.compile()
+    assert blocks_to_cut(compiled, 3) == []
+
+
+@pytest.mark.parametrize(
+    ("sizes", "points"),
+    [
+        ([27] * 12, [1, 3, 5, 7, 9]),  # BERT-base
+        ([27] * 5, [2]),  # the first segment gets the remainder
+        ([100] * 3, [0, 1]),
+        ([49, 49], []),
+        ([0, 0, 60, 60], [2]),  # the first two are frozen
+        ([60, 0, 0, 60], [2]),
+        ([], []),
+    ],
+)
+def test_cut_points(sizes: list[int], points: list[int]) -> None:
+    assert cut_points([size * 2**20 for size in sizes]) == points
+
+
+def test_capture_keeps_no_reference_to_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Blocks(every_state)
+    made: list[Segments] = []
+    shared, stand_ins = SharedGradients(model.parameters()), ParameterPlaceholders(model)
+
+    class Kept(Segments):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            made.append(self)
+
+    monkeypatch.setattr(capture, "Segments", Kept)
+
+    def call(x: Tensor) -> tuple[Tensor, ...]:
+        with stand_ins.in_place():
+            return tuple(model(x))
+
+    leaves, blocks = stand_ins.of(shared.parameters), blocks_to_cut(model, 4)
+    assert capture.Captured(call, [torch.ones(5, 3)], leaves, shared, Rerun(), blocks).segments == 4
+    assert [(segments._outputs, segments._cuts, segments._visited) for segments in made] == [((), [], set())]

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from composer_speedups.algorithms.fused_layers.fusing import fuse
-from composer_speedups.algorithms.fused_layers.modules import FusedEmbeddings, FusedLayer, plain_layer
+from composer_speedups.algorithms.fused_layers.modules import FusedLayer, plain_layer
 from composer_speedups.algorithms.unpadding.encoder_swap import unpad
 from composer_speedups.families.family import DropoutRates
 from composer_speedups.kernels.dropout import draw_seeds
@@ -41,7 +41,7 @@ INPUTS = batch([12, 3, 9, 7])
 def fused(model: Any, last_layer: Any = "needed") -> Any:
     model.config.problem_type = "single_label_classification"
     unpad(model)
-    assert fuse(model, last_layer)
+    fuse(model, last_layer)
     return model.train()
 
 
@@ -103,14 +103,6 @@ def test_each_dropout_site_of_a_model_uses_the_same_mask_in_both_passes(site: st
     assert slope_over_norm(loss, list(model.parameters()), 5, 1e-5) == pytest.approx(1, abs=1e-4)
     model.eval()
     assert torch.equal(loss(), loss())
-
-
-def test_the_dropout_rate_of_embeddings() -> None:
-    model = fused(without_dropout(tiny_model("bert")))
-    (embeddings,) = (module for module in model.modules() if isinstance(module, FusedEmbeddings))
-    embeddings.dropout.p = 0.3
-    zeros = (embeddings(torch.randint(1, 64, (8, 40))) == 0).float().mean()
-    assert float(zeros) == pytest.approx(0.3, abs=0.02)
 
 
 @pytest.mark.parametrize("family", family_params(FAMILIES))

@@ -1,10 +1,14 @@
-"""fused_layers on the CPU: torch's operators, first tokens in the last layer, changed layers, heads, and refusals."""
+"""fused_layers on the CPU: first tokens in the last layer, changed models, adapters, 8 bits, and refusals.
+
+tests/families compares every family, also with adapters, and tests/algorithms/test_unpadding.py every kind of mask.
+"""
 
 from __future__ import annotations
 
 import copy
 import io
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,63 +16,59 @@ import pytest
 import torch
 from composer.core import Algorithm, Event, State
 from composer.loggers import Logger
-from composer.models import HuggingFaceModel
-from peft import IA3Config, LoraConfig, PrefixTuningConfig, get_peft_model
+from peft import IA3Config, LoraConfig, PeftModel, PrefixTuningConfig, get_peft_model
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrize, prune
 from torch.utils.data import DataLoader
-from transformers import AutoModelForSequenceClassification, BertConfig
 from transformers.models.bert.modeling_bert import BertSelfOutput
 
-from composer_speedups import FusedLayers, TF32Matmul, Unpadding, recommended
-from composer_speedups.algorithms.fused_layers.fusing import fuse, unfuse
+from composer_speedups import FusedLayers, LoRA, TF32Matmul, Unpadding, apply, recommended
+from composer_speedups.algorithms.fused_layers import fusing
+from composer_speedups.algorithms.fused_layers.fusing import float8_scales, fuse, load_float8_scales
 from composer_speedups.algorithms.fused_layers.modules import FusedEmbeddings, FusedLayer
-from composer_speedups.algorithms.unpadding.encoder_swap import restore_encoders, unpad
+from composer_speedups.algorithms.unpadding.encoder_swap import unpad
+from composer_speedups.core.engaging import engage
 from composer_speedups.core.errors import Refusal
-from composer_speedups.core.stock import changes_to
+from composer_speedups.core.run import Run
+from composer_speedups.core.stock import changes_to, model_differences
 from composer_speedups.packing.layout import Layout
 from composer_speedups.recommendation import RECOMMENDED
 from composer_speedups.train.config.load import load_config
 from tests.conftest import ROOT
-from tests.helpers.common import batch, make_trainer, plain_batches, tiny_bert, tiny_config, trained, without_labels
-from tests.helpers.exhaustive import family_params
-from tests.helpers.masks import masked_batch, random_masks
-from tests.helpers.models import FAMILIES, FUSED, HEADS, UNPADDED, tiny_model
-from tests.helpers.unpadded import compared, observed, pair, unpad_and_fuse, values, way
+from tests.helpers.common import (
+    batch,
+    final_weights,
+    make_trainer,
+    plain_batches,
+    tiny_bert,
+    tiny_config,
+    trained,
+    without_labels,
+)
+from tests.helpers.models import Family, tiny_model
+from tests.helpers.unpadded import compared, observed, pair, unpad_and_fuse, values
 from tests.reference.loop import gradients
 from tests.reference.tolerance import assert_near
 
-INPUTS = batch([9, 16, 3, 12])
+INPUTS, FULL = batch([9, 16, 3, 12]), batch([16, 16])
 
 
-def loss(inputs: Any = INPUTS) -> Callable[[Any], Tensor]:
-    return lambda model: model(**inputs).loss
+def loss(model: Any) -> Tensor:
+    return model(**INPUTS).loss  # type: ignore[no-any-return]
 
 
 def layers_of(model: nn.Module) -> list[FusedLayer]:
     return [layer for layer in model.modules() if isinstance(layer, FusedLayer)]
 
 
-def ways(ran: Any) -> dict[str, int]:
+def ways_of(model: Any, inputs: Any = INPUTS) -> dict[str, int]:
     """How the layers ran."""
+    ran = observed(lambda: model(**inputs))
     return {name: ran[name] for name in ("torch_layer", "first_tokens", "unfused_layer", "stock_layer") if ran[name]}
 
 
-def ways_of(model: Any, inputs: Any = INPUTS) -> dict[str, int]:
-    return ways(observed(lambda: model(**inputs)))
-
-
 ALL, FIRST = {"torch_layer": 2}, {"torch_layer": 1, "first_tokens": 1}
-
-
-@pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("family", family_params(FUSED))
-def test_outputs_and_gradients_match_the_untouched_model(family: Any, head: Any) -> None:
-    reference, model = pair(family, head, 64, apply=unpad_and_fuse)
-    for seed, mask in enumerate(random_masks(20)):
-        inputs = masked_batch(mask, head, seed=seed)
-        assert_near(values(model, inputs), values(reference, inputs), what=f"seed {seed}")
 
 
 @pytest.mark.parametrize(
@@ -98,16 +98,6 @@ def test_only_under_a_classification_head_the_last_layer_computes_first_tokens_o
     assert not hidden[1].any()  # a row without a token
 
 
-def test_a_call_of_the_base_model_returns_every_token() -> None:
-    for family in FAMILIES:
-        reference, model = pair(family, apply=unpad_and_fuse)
-        inputs, mask = without_labels(INPUTS), INPUTS["attention_mask"].bool()
-        for _ in range(2):
-            states = [m.eval().base_model(**inputs).last_hidden_state[mask] for m in (model, reference)]
-            assert_near([states[0]], [states[1]], what=family)
-            assert ways_of(model, inputs) == FIRST  # through the head
-
-
 def test_after_a_failed_forward_pass_the_encoder_returns_every_token() -> None:
     model = unpad_and_fuse(tiny_bert())
     with pytest.raises(ValueError, match="one of input_ids or inputs_embeds"):
@@ -115,7 +105,7 @@ def test_after_a_failed_forward_pass_the_encoder_returns_every_token() -> None:
     assert model.bert(**without_labels(INPUTS)).last_hidden_state[0, 1:9].any()
 
 
-# Heads, poolers and hooks that read the last layer.
+# Changes that both models have, and how the fused one's layers run.
 
 
 class MeanPooler(nn.Module):
@@ -137,24 +127,6 @@ class FirstTwo(nn.Module):
 
 def hooked(path: str) -> Callable[[Any], Any]:
     return lambda model: model.get_submodule(path).register_forward_hook(lambda *_: None)
-
-
-@pytest.mark.parametrize(
-    ("family", "change"),
-    [
-        ("bert", lambda model: model.bert.set_submodule("pooler", MeanPooler())),
-        ("roberta", lambda model: model.set_submodule("classifier", FirstTwo())),
-        *[("bert", hooked(path)) for path in ("bert", "bert.encoder", "bert.encoder.layer.1", "bert.pooler")],
-    ],
-)
-def test_what_could_read_other_tokens_of_the_last_layer_gets_them(family: Any, change: Any) -> None:
-    models = tiny_model(family), tiny_model(family)
-    for model in models:
-        change(model)
-    full = batch([16, 16])  # without padding, a mean is over real tokens
-    unpad_and_fuse(models[1])
-    assert compared(models[0], models[1], loss(full)) == "packed"
-    assert ways_of(models[1], full) == ALL
 
 
 def last_layer_twice(model: Any) -> None:
@@ -179,16 +151,84 @@ def hooks_of_parameters(model: Any) -> None:
         parameter.register_hook(lambda gradient: 2 * gradient)
 
 
-@pytest.mark.parametrize("change", [last_layer_twice, tied_and_frozen, hooks_of_a_whole_layer, hooks_of_parameters])
-def test_what_does_not_change_a_layers_code_is_respected(change: Any) -> None:
-    models = tiny_bert(), tiny_bert()
+# Without padding, a mean is over real tokens.
+CHANGES: list[tuple[Family, Callable[[Any], Any], Any, dict[str, int]]] = [
+    ("bert", lambda model: model.bert.set_submodule("pooler", MeanPooler()), FULL, ALL),
+    ("roberta", lambda model: model.set_submodule("classifier", FirstTwo()), INPUTS, ALL),
+    *[("bert", hooked(path), INPUTS, ALL) for path in ("bert", "bert.encoder", "bert.encoder.layer.1", "bert.pooler")],
+    ("bert", last_layer_twice, INPUTS, ALL),
+    ("bert", tied_and_frozen, INPUTS, FIRST),
+    ("bert", hooks_of_a_whole_layer, INPUTS, FIRST),
+    ("bert", hooks_of_parameters, INPUTS, FIRST),
+]
+
+
+@pytest.mark.parametrize(("family", "change", "inputs", "ran"), CHANGES)
+def test_a_change_that_leaves_the_layers_code_is_respected(family: Family, change: Any, inputs: Any, ran: Any) -> None:
+    models = tiny_model(family), tiny_model(family)
     for model in models:
         change(model)
-    assert compared(models[0], unpad_and_fuse(models[1]), loss()) == "packed"
-    assert set(ways_of(models[1])) <= {"torch_layer", "first_tokens"}
+    unpad_and_fuse(models[1])
+    assert compared(models[0], models[1], lambda model: model(**inputs).loss) == "packed"
+    assert ways_of(models[1], inputs) == ran
 
 
-# Changed layers.
+@pytest.mark.parametrize("submodule", ["attention.self", "attention.output", "output", "output.dropout"])
+def test_dropout_follows_the_mode_of_each_submodule(submodule: str) -> None:
+    models: Any = tiny_bert(dropout=0.5).train(), tiny_bert(dropout=0.5).train()
+    for model in models:
+        model.bert.embeddings.eval()
+        model.dropout.eval()
+        for layer in model.bert.encoder.layer:
+            for name in ("attention.self", "attention.output", "output"):
+                layer.get_submodule(name).eval()
+            layer.get_submodule(submodule).train()
+    unpad_and_fuse(models[1])
+    assert not torch.equal(models[1](**INPUTS).logits, models[1](**INPUTS).logits)
+    for model in models:
+        for layer in model.bert.encoder.layer:
+            layer.get_submodule(submodule).eval()
+    assert models[1].bert.encoder.layer[0].training
+    compared(models[0], models[1], loss)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing_of_transformers_recomputes_the_same(reentrant: bool, fused: bool) -> None:
+    """Dropout is on; the recomputation must use the same masks."""
+    model = tiny_bert(dropout=0.3).train()
+    unpad(model, 8)
+    if fused:
+        fuse(model)
+    results = []
+    for enabled in (True, False):
+        if enabled:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        else:
+            model.gradient_checkpointing_disable()
+        model.zero_grad()
+        torch.manual_seed(9)
+        model(**INPUTS).loss.backward()
+        results.append(gradients(model))
+    assert_near(results[0], results[1])
+
+
+def test_copies_loaded_models_other_dtypes_and_inference() -> None:
+    reference, model = pair(apply=unpad_and_fuse)
+    with torch.inference_mode():
+        assert_near([model(**INPUTS).logits.clone()], [reference(**INPUTS).logits.clone()])
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for other in (copy.deepcopy(model), torch.load(file, weights_only=False), model):
+        assert compared(reference, other, loss) == "packed"
+        assert ways_of(other) == FIRST
+        other.bert.pooler = MeanPooler()  # must not affect the other models
+    _, double = pair(apply=unpad_and_fuse)
+    compared(reference.double(), double.double(), loss)
+
+
+# Layers and adapters that are refused.
 
 
 class OwnIntermediate(nn.Module):
@@ -273,15 +313,91 @@ LAYER_CHANGES: list[tuple[Callable[[Any], Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("change", "reason"), LAYER_CHANGES)
-def test_a_model_with_a_changed_layer_is_refused_and_not_changed(change: Any, reason: str) -> None:
+def adapted(model: Any, **settings: Any) -> Any:
+    """Return a model of the user's own with adapters of some size, as after training."""
+    torch.manual_seed(3)
+    defaults: dict[str, Any] = {"target_modules": "all-linear", "r": 4, "lora_alpha": 12, "init_lora_weights": False}
+    return get_peft_model(model, LoraConfig(**{**defaults, **settings}))
+
+
+def two_active(model: Any) -> Any:
+    model.add_adapter("second", LoraConfig(target_modules=["query"], r=2, init_lora_weights=False))
+    model.base_model.set_adapter(["default", "second"])
+    return model
+
+
+def with_a_hook(model: Any) -> Any:
+    query = model.base_model.model.bert.encoder.layer[0].attention.self.query
+    query.lora_A["default"].register_forward_hook(lambda _m, _i, out: 2 * out)
+    return model
+
+
+def with_another_dropout(model: Any) -> Any:
+    query = model.base_model.model.bert.encoder.layer[0].attention.self.query
+    query.lora_dropout["default"] = nn.Tanh()
+    return model
+
+
+def with_changed_layer(change: Callable[[Any], Any]) -> Any:
     model = tiny_bert()
     torch.manual_seed(4)
     change(model.bert.encoder.layer[0])
+    return model
+
+
+def sized(**settings: Any) -> Any:
+    return type(tiny_bert())(tiny_config().from_dict({**tiny_config().to_dict(), **settings}))
+
+
+# Whether the matmuls are in 8 bits, the model, and why it is refused.
+REFUSED: list[tuple[bool, Callable[[], Any], str]] = [
+    *[
+        (
+            False,
+            partial(with_changed_layer, change),
+            rf"^fused_layers cannot fuse every layer: bert.*\.0.*{reason}",
+        )
+        for change, reason in LAYER_CHANGES
+    ],
+    (False, lambda: sized(hidden_act="relu"), "activation is 'relu'"),
+    (False, lambda: sized(hidden_size=24), "16, 32, 64, 128 units, and these have 12"),
+    (False, lambda: adapted(tiny_bert(), use_dora=True), r"query has an adapter with DoRA"),
+    (False, lambda: adapted(tiny_bert(), lora_bias=True), r"query has an adapter with a bias \(lora_bias\)"),
+    (False, lambda: two_active(adapted(tiny_bert())), r"query has several active adapters \(default, second\)"),
+    (False, lambda: with_a_hook(adapted(tiny_bert())), r"query has a forward hook"),
+    (False, lambda: with_another_dropout(adapted(tiny_bert())), r"has an adapter with Tanh instead of Dropout"),
+    (
+        False,
+        lambda: get_peft_model(tiny_bert(), IA3Config(target_modules=["key"], feedforward_modules=[])),
+        r"layer\.0\.attention\.self\.key is a peft Linear instead of a torch Linear",
+    ),
+    *[
+        (False, lambda family=family: adapted(tiny_model(family)), f"adapters in BERT's layers and .*, not in {layer}")
+        for family, layer in [("modernbert", "ModernBertEncoderLayer"), ("esm", "EsmLayer")]
+    ],
+    *[
+        (True, partial(tiny_model, family), rf"supports BERT's layers and similar ones, not {layer}$")
+        for family, layer in [
+            ("modernbert", "ModernBertEncoderLayer"),
+            ("deberta_v2", "DebertaV2Layer"),
+            ("albert", "AlbertLayer"),
+            ("esm", "EsmLayer"),
+            ("jina_embeddings_v3", "JinaEmbeddingsV3Layer"),
+        ]
+    ],
+    (True, tiny_bert, r"needs a CUDA GPU of compute capability 8.9 or newer, .* is on the cpu"),
+]
+
+
+@pytest.mark.parametrize(("float8", "build", "reason"), REFUSED)
+def test_a_model_is_refused_and_not_changed(float8: bool, build: Callable[[], Any], reason: str) -> None:
+    model = build()
     unpad(model, 8)
-    with pytest.raises(ValueError, match=rf"^fused_layers cannot fuse every layer: bert\.encoder\.layer\.0.*{reason}"):
-        fuse(model)
+    with pytest.raises(ValueError, match=reason):
+        fuse(model, precision="fp8" if float8 else "bf16")
     assert not layers_of(model)
+    if isinstance(model, PeftModel):
+        assert_near(values(model, INPUTS), values(build(), INPUTS))
 
 
 def test_a_patched_class_and_global_hooks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,123 +412,162 @@ def test_a_patched_class_and_global_hooks_are_refused(monkeypatch: pytest.Monkey
         unpad_and_fuse(tiny_bert())
 
 
-@pytest.mark.parametrize(
-    ("config", "reason"),
-    [
-        (LoraConfig(target_modules=["query"], use_dora=True), "has an adapter with DoRA"),
-        (IA3Config(target_modules=["key"], feedforward_modules=[]), "is a peft Linear instead of a torch Linear"),
-    ],
-)
-def test_adapters_other_than_plain_lora_are_refused_and_train_unpadded(config: Any, reason: str) -> None:
-    torch.manual_seed(1)
-    model = get_peft_model(tiny_bert(), config)
-    reference = copy.deepcopy(model)
-    unpad(model, 8)
-    with pytest.raises(ValueError, match=rf"layer\.0\.attention\.self\.\w+ {reason}"):
-        fuse(model)
-    assert compared(reference, model, loss()) == "packed"
+def test_missing_unpadding_is_refused() -> None:
+    with pytest.raises(ValueError, match="add unpadding"):
+        fuse(tiny_bert())
+    with pytest.raises(Refusal, match="fused_layers: it needs packed tokens, and nothing packs them"):
+        make_trainer([FusedLayers()])
+
+
+# Adapters.
+
+
+def test_lora_leaves_a_model_that_needs_no_comparison() -> None:
+    model = tiny_bert()
+    apply(model, [LoRA()])
+    assert changes_to(model) == []
+    model.bert.encoder.layer[0].attention.self.query.register_forward_hook(lambda *_: None)
+    assert changes_to(model) == ["bert.encoder.layer.0.attention.self.query has a forward hook"]
 
 
 def test_prefix_tuning_matches_the_untouched_model() -> None:
     torch.manual_seed(1)
     reference = get_peft_model(tiny_bert(), PrefixTuningConfig(task_type="SEQ_CLS", num_virtual_tokens=3))
-    compared(reference, unpad_and_fuse(copy.deepcopy(reference)), loss())
+    assert_near(values(unpad_and_fuse(copy.deepcopy(reference)), INPUTS), values(reference, INPUTS))
 
 
-@pytest.mark.parametrize("submodule", ["attention.self", "attention.output", "output", "output.dropout"])
-def test_dropout_follows_the_mode_of_each_submodule(submodule: str) -> None:
-    models: Any = tiny_bert(dropout=0.5).train(), tiny_bert(dropout=0.5).train()
-    for model in models:
-        model.bert.embeddings.eval()
-        model.dropout.eval()
-        for layer in model.bert.encoder.layer:
-            for name in ("attention.self", "attention.output", "output"):
-                layer.get_submodule(name).eval()
-            layer.get_submodule(submodule).train()
-    unpad_and_fuse(models[1])
-    assert not torch.equal(models[1](**INPUTS).logits, models[1](**INPUTS).logits)
-    for model in models:
-        for layer in model.bert.encoder.layer:
-            layer.get_submodule(submodule).eval()
-    assert models[1].bert.encoder.layer[0].training
-    compared(models[0], models[1], loss())
+def second(model: Any) -> None:
+    model.add_adapter("second", LoraConfig(target_modules=["query", "dense"], r=2, init_lora_weights=False))
+    model.set_adapter("second")
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_gradient_checkpointing_of_transformers_recomputes_the_same(reentrant: bool) -> None:
-    """Dropout is on; the recomputation must use the same masks."""
-    model = unpad_and_fuse(tiny_bert(dropout=0.3)).train()
-    results = []
-    for enabled in (True, False):
-        if enabled:
-            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-        else:
-            model.gradient_checkpointing_disable()
-        model.zero_grad()
-        torch.manual_seed(9)
-        model(**INPUTS).loss.backward()
-        results.append(gradients(model))
-    assert_near(results[0], results[1])
+def merge(model: Any) -> None:
+    model.merge_adapter()
 
 
-def test_copies_loaded_models_other_dtypes_and_inference() -> None:
-    reference, model = pair(apply=unpad_and_fuse)
-    with torch.inference_mode():
-        assert_near([model(**INPUTS).logits.clone()], [reference(**INPUTS).logits.clone()])
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    for other in (copy.deepcopy(model), torch.load(file, weights_only=False), model):
-        assert compared(reference, other, loss()) == "packed"
-        assert ways_of(other) == FIRST
-        other.bert.pooler = MeanPooler()  # must not affect the other models
-    _, double = pair(apply=unpad_and_fuse)
-    compared(reference.double(), double.double(), loss())
+@pytest.mark.parametrize(
+    ("when", "change", "ran"),
+    [
+        ("before", second, FIRST),
+        ("after", second, FIRST),
+        ("before", merge, FIRST),
+        ("after", merge, FIRST),
+        ("after", two_active, {"unfused_layer": 2}),
+    ],
+)
+def test_the_adapters_of_the_moment_count(when: str, change: Any, ran: dict[str, int]) -> None:
+    reference = adapted(tiny_bert())
+    ours = copy.deepcopy(reference)
+    for model in (ours, reference):
+        if model is ours and when == "after":
+            unpad_and_fuse(ours)
+        torch.manual_seed(8)
+        change(model)
+        if model is ours and when == "before":
+            unpad_and_fuse(ours)
+    assert_near(values(ours, INPUTS), values(reference, INPUTS))
+    assert ways_of(ours) == ran
+    for model in (ours, reference):
+        model.eval()
+    with torch.no_grad(), ours.disable_adapter(), reference.disable_adapter():
+        assert_near([ours(**INPUTS).logits], [reference(**INPUTS).logits])
 
 
-def test_undoing_restores_classes_attributes_and_hooks() -> None:
-    for family in UNPADDED:
-        model = tiny_model(family)
-        classes = [type(module) for module in model.modules()]
-        state = {name: set(vars(module)) for name, module in model.named_modules()}
-        unpad(model, 8)
-        if family in FUSED:
-            fuse(model)
-        assert [type(module) for module in model.modules()] != classes
-        unfuse(model)
-        assert restore_encoders(model)
-        assert [type(module) for module in model.modules()] == classes
-        assert {name: set(vars(module)) for name, module in model.named_modules()} == state
-        assert model.config._attn_implementation == "eager"
-        assert changes_to(model) == []
+def test_dropout_of_adapters_draws_the_same_masks_as_peft() -> None:
+    """In rows without padding, which have as many packed tokens as slots, torch draws the same numbers."""
+    reference = adapted(tiny_bert(), lora_dropout=0.4).train()
+    ours = copy.deepcopy(reference)
+    unpad(ours, 8)
+    fuse(ours, "all")
+    losses = []
+    for model in (ours, ours, reference):
+        torch.manual_seed(6)
+        losses.append(model(**batch([8, 8])).loss)
+    assert torch.equal(losses[0], losses[1])
+    torch.testing.assert_close(losses[0], losses[2])
+    torch.manual_seed(7)
+    assert not torch.allclose(ours(**batch([8, 8])).loss, losses[0])
+    assert ways_of(ours, batch([8, 8])) == ALL
 
 
-def test_closing_a_trainer_restores_the_model() -> None:
-    model = HuggingFaceModel(tiny_bert(), use_logits=True)
-    trainer = make_trainer([Unpadding(8), FusedLayers()], model=model)
-    trainer.fit()
-    assert layers_of(model)
-    trainer.close()
-    assert changes_to(model) == []
-    assert way(observed(lambda: model(INPUTS))) == "not at all"
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)], ids=["as written", "reversed", "rotated"])
+def test_in_any_order_it_trains_to_the_weights_of_lora_alone(order: tuple[int, ...]) -> None:
+    settings: dict[str, Any] = {"rank": 4, "alpha": 64.0}
+    expected = final_weights(trained([LoRA(**settings)], batches=plain_batches()))
+    techniques: list[Any] = [LoRA(**settings), Unpadding(8), FusedLayers()]
+    trainer = trained([techniques[i] for i in order], batches=plain_batches())
+    assert techniques[2].evidence["layers_ran"] == "1 for first tokens, 1 by torch"
+    assert "compared_with_untouched" not in techniques[1].evidence, "adapters are known"
+    assert techniques[0].evidence["base_unchanged"]
+    assert_near(final_weights(trainer), expected, what="weights")
 
 
-# Refusals and evidence.
+# Matmuls in 8 bits. tests/kernels/test_kernels.py compares the kernels and the layer with plain PyTorch.
 
 
-def test_missing_unpadding_and_unsupported_layers_are_refused() -> None:
-    with pytest.raises(ValueError, match="add unpadding"):
-        fuse(tiny_bert())
-    relu = AutoModelForSequenceClassification.from_config(tiny_config(hidden_act="relu"))
-    odd = BertConfig(vocab_size=64, hidden_size=24, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
-    for model, reason in (
-        (relu, "activation is 'relu'"),
-        (AutoModelForSequenceClassification.from_config(odd), "16, 32, 64, 128 units, and these have 12"),
-    ):
-        with pytest.raises(ValueError, match=reason):
-            unpad_and_fuse(model)
-    with pytest.raises(Refusal, match="fused_layers: it needs packed tokens, and nothing packs them"):
-        make_trainer([FusedLayers()])
+@pytest.fixture
+def on_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Skip the check for a GPU with 8-bit matmuls; on a CPU the layers run in torch's operators."""
+    pytest.importorskip("triton", reason="Triton comes with torch on Linux only")
+    monkeypatch.setattr(fusing, "check_float8", lambda layers: None)
+
+
+def in_float8(model: Any) -> Any:
+    unpad(model)
+    fuse(model, precision="fp8")
+    return model
+
+
+def test_scales_are_a_buffer_outside_the_state_dict(on_any_device: None) -> None:
+    stock, model = tiny_bert(), in_float8(tiny_bert())
+    assert model.state_dict().keys() == stock.state_dict().keys()
+    assert [name for name, _ in model.named_buffers() if "float8" in name] == [
+        f"bert.encoder.layer.{i}.float8_scales" for i in range(2)
+    ]
+    assert float8_scales(model).keys() == {"bert.encoder.layer.0", "bert.encoder.layer.1"}
+    assert model_differences(model) == []
+    inputs = batch([5, 9])
+    assert_near([model(**inputs).logits], [stock(**inputs).logits])
+    model.to(torch.bfloat16)
+    assert {layer.float8_scales.dtype for layer in model.bert.encoder.layer} == {torch.int32}
+
+
+def test_a_runs_checkpoint_has_the_scales_of_each_rank(on_any_device: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, technique = tiny_bert(), FusedLayers(precision="fp8", check="never")
+    monkeypatch.setattr(FusedLayers, "needs", lambda self, run: ())
+    run = Run(torch.device("cpu"), model=model)
+    engage(run, [technique, Unpadding(check="never")])
+    model.bert.encoder.layer[0].float8_scales[3, 8] = 12345
+    held = technique.state(run)
+    assert held["float8_scales"][0]["bert.encoder.layer.0"][3][8] == 12345
+    model.bert.encoder.layer[0].float8_scales.zero_()
+    technique.load_state(run, held)
+    assert float8_scales(model) == held["float8_scales"][0]
+    ranks = [held["float8_scales"][0], {name: [[7] * 64] * 12 for name in held["float8_scales"][0]}]
+    monkeypatch.setattr("composer.utils.dist.get_global_rank", lambda: 1)
+    technique.load_state(run, {"float8_scales": ranks})
+    assert float8_scales(model) == ranks[1]
+    with pytest.raises(Refusal, match="have different 8-bit layers"):
+        technique.load_state(run, {"float8_scales": [{}]})
+    run.undo.close()
+    assert FusedLayers().state(run) == {}
+
+
+def test_a_run_without_an_eight_bit_layer_is_detected(on_any_device: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FusedLayers, "needs", lambda self, run: ())
+    with pytest.raises(Refusal, match="no layer computed in 8 bits"):
+        # on a CPU, the layers run in torch's operators
+        trained([FusedLayers(precision="fp8"), Unpadding()], batches=plain_batches(2))
+
+
+def test_scales_of_another_model_are_refused(on_any_device: None) -> None:
+    model = in_float8(tiny_bert())
+    held = float8_scales(model)
+    with pytest.raises(ValueError, match=r"have different 8-bit layers: bert\.encoder\.layer\.1"):
+        load_float8_scales(model, {"bert.encoder.layer.0": held["bert.encoder.layer.0"]})
+
+
+# Evidence and settings.
 
 
 def test_evidence_says_how_each_layer_ran() -> None:

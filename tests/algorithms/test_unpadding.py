@@ -1,42 +1,38 @@
-"""Unpadded encoders compared with the untouched model: masks of every kind, dropout, records, windows, refusals."""
+"""Unpadded encoders compared with the untouched model, alone and in a Trainer: masks of every kind, dropout, evidence.
+
+tests/families compares every family, technique, head and kind of input, and lists the models that are refused.
+"""
 
 from __future__ import annotations
 
 import copy
-import json
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
-from packaging.version import Version
-from safetensors.torch import load_file
+from composer.core import Algorithm, Event, State
+from composer.loggers import Logger
 from torch import Tensor, nn
-from transformers import BertConfig, BertForQuestionAnswering, BertLMHeadModel
+from transformers.models.bert.modeling_bert import BertEncoder
 
-from composer_speedups import Unpadding
-from composer_speedups.algorithms.unpadding.encoder_swap import restore_encoders, unpad
+from composer_speedups import TorchCompile, Unpadding, apply
+from composer_speedups.algorithms.unpadding.encoder_swap import unpad
+from composer_speedups.core.compile_counts import compile_counts
+from composer_speedups.core.errors import Refusal
 from composer_speedups.packing.attention import unpadded_attention
-from composer_speedups.packing.encoder import unpadded_encoders
+from composer_speedups.packing.encoder import Packing, with_counted_rows
 from composer_speedups.packing.layout import lay_out
-from tests.helpers.common import Batch, batch, tiny_bert
-from tests.helpers.exhaustive import family_params, others_exhaustive
+from tests.helpers.common import Batch, Recorder, batch, plain_batches, tiny_bert, trained
+from tests.helpers.exhaustive import SCOPES, family_params, others_exhaustive
+from tests.helpers.jobs import run
 from tests.helpers.masks import KINDS, draw_mask, masked_batch, random_masks
-from tests.helpers.models import HEADS, UNPADDED, Family, Head, tiny_model
-from tests.helpers.unpadded import compared, observed, pair, values, way
-from tests.reference.loop import counted, gradients
+from tests.helpers.models import FUSED, HEADS, UNPADDED, Family, Head, tiny_model
+from tests.helpers.unpadded import compared, observed, pair, unpad_and_fuse, values, way
+from tests.reference.loop import counted, gradients, train_plainly
 from tests.reference.tolerance import assert_near
 
-BY_INDEX = pytest.mark.skipif(Version(transformers.__version__) < Version("5.17"), reason="hidden states by index")
 CASES = 14 * len(KINDS)  # for each family and head
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    """Matrices this small do not benefit from a second thread."""
-    torch.set_num_threads(1)
 
 
 def draw_batch(mask: Tensor, model: Any, head: Head, seed: int) -> Batch:
@@ -57,15 +53,18 @@ def draw_batch(mask: Tensor, model: Any, head: Head, seed: int) -> Batch:
 )
 @pytest.mark.pins
 def test_every_kind_of_mask_matches_the_untouched_model(family: Family, head: Head) -> None:
-    """A thousand generated masks, three of four with row lengths. The seed alone decides a case."""
-    reference, model = pair(family, head)
+    """A thousand generated masks, three of four with row lengths, three of five with fused layers, as the seed says."""
+    reference, unpadded = pair(family, head)
+    fused = unpad_and_fuse(copy.deepcopy(reference)) if family in FUSED else unpadded
     packed = dict.fromkeys(KINDS, 0)
     for seed in range(CASES):
         kind = KINDS[seed % len(KINDS)]
         inputs = draw_batch(draw_mask(kind, seed), reference, head, seed)
+        model = fused if seed % 5 < 3 else unpadded
         given = counted(model, inputs) if seed % 4 else inputs
         results: list[Any] = []
         ran = observed(lambda: results.append(values(model, given)))  # noqa: B023
+        assert bool(ran["torch_layer"]) == (model is fused is not unpadded and way(ran) == "packed")
         assert_near(results[0], values(reference, inputs), what=f"{family}, {head}, {kind}, seed {seed}")
         assert ran["counted_in_the_call"] == (seed % 4 == 0)
         packed[kind] += way(ran) == "packed"
@@ -94,18 +93,6 @@ def test_names_weights_modes_and_copies_are_kept() -> None:
     assert copied.bert.encoder is not model.bert.encoder
     assert way(observed(lambda: copied(**batch([3, 5])))) == "packed"
     assert seen == [1]
-
-
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_undo_restores_the_encoder_and_its_attention(attention: str) -> None:
-    model = tiny_bert()
-    model.set_attn_implementation(attention)
-    encoder = type(model.bert.encoder)
-    unpad(model)
-    assert model.config._attn_implementation == attention
-    assert restore_encoders(model) == ["bert.encoder"]
-    assert model.config._attn_implementation == attention
-    assert type(model.bert.encoder) is encoder
 
 
 @pytest.mark.parametrize("multiple", [1, 8, 64, 200])
@@ -158,56 +145,6 @@ def test_batches_with_query_key_masks_run_padded() -> None:
         assert compared(reference, model, lambda module: module(**inputs).loss) == "padded"  # noqa: B023
 
 
-def test_batches_that_stay_padded_use_the_attention_that_the_model_has_now() -> None:
-    reference, model = pair()
-    inputs, asked = batch([3, 7, 2], 9), {"output_hidden_states": True}
-    for implementation in ("sdpa", "eager"):
-        for network in (reference, model):
-            network.set_attn_implementation(implementation)
-        assert way(observed(lambda: model(**inputs, **asked))) == "padded"
-        torch.testing.assert_close(model(**inputs, **asked).logits, reference(**inputs, **asked).logits, rtol=0, atol=0)
-
-
-# Hidden states and attention weights that are requested.
-
-
-def assert_same_records(actual: Any, expected: Any, *, states: int, attentions: int) -> None:
-    """Compare the records of two model outputs, and their expected numbers of tensors."""
-    for name, count in (("hidden_states", states), ("attentions", attentions)):
-        theirs, ours = getattr(expected, name), getattr(actual, name)
-        assert (theirs is None) == (ours is None) == (count == 0), name
-        if count:
-            assert len(theirs) == len(ours) == count, name
-            assert [record is None for record in ours] == [record is None for record in theirs], name
-            assert_near([r for r in ours if r is not None], [r for r in theirs if r is not None])
-
-
-@pytest.mark.pins
-@pytest.mark.parametrize("request_by", ["config", "call", pytest.param("index", marks=BY_INDEX)])
-@pytest.mark.parametrize("family", family_params(UNPADDED))
-def test_requested_hidden_states(family: Family, request_by: str) -> None:
-    reference, model = tiny_model(family), tiny_model(family)
-    inputs, by_index = batch([3, 7, 1], 9), request_by == "index"
-    asked = {"config": {}, "call": {"output_hidden_states": True}, "index": {"output_hidden_states": [1]}}[request_by]
-    for network in (reference, model):
-        network.config.output_hidden_states = request_by == "config"
-    if request_by == "call":  # transformers installs its recording hooks at the first call that requests records
-        model(**inputs, **asked)
-    unpad(model, 8)
-    actual, expected = (network(**inputs, **asked) for network in (model, reference))
-    assert_same_records(actual, expected, states=len(expected.hidden_states) if by_index else 3, attentions=0)
-
-
-@pytest.mark.pins
-@pytest.mark.parametrize("family", family_params(UNPADDED))
-def test_attention_weights_requested_in_the_config(family: Family) -> None:
-    """Requested before the technique engages: afterwards, transformers refuses, because the attention is not eager."""
-    reference, inputs = tiny_model(family, output_attentions=True), batch([3, 7, 1], 9)
-    model = copy.deepcopy(reference)
-    unpad(model, 8)
-    assert_same_records(model(**inputs), reference(**inputs), states=0, attentions=2)
-
-
 # Dropout.
 
 
@@ -237,39 +174,6 @@ def test_dropped_weights_are_scaled_as_in_eager_attention() -> None:
     assert abs(float(sums[..., 0].std()) - expected_deviation) < 0.02
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_gradient_checkpointing_recomputes_packed_layers(reentrant: bool) -> None:
-    reference, model = pair()
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-    inputs = batch([3, 9, 12, 1])
-    assert compared(reference.train(), model.train(), lambda module: module(**inputs).loss) == "packed"
-
-
-# ModernBERT: windows, positions and pooling heads.
-
-
-@pytest.mark.parametrize("pooling", ["cls", "mean"])
-@pytest.mark.parametrize("kind", ["right padding", "left padding"])
-def test_both_poolings_of_modernbert_match_the_untouched_model(pooling: str, kind: str) -> None:
-    reference, model = pair("modernbert", classifier_pooling=pooling)
-    for seed in range(8):
-        mask = draw_mask(kind, seed)
-        inputs = masked_batch(mask, "classification", seed=seed)
-        begins_with_padding = pooling == "cls" and bool((mask[:, 0] == 0).any())
-        ran = compared(reference, model, lambda module: module(**inputs).loss)  # noqa: B023
-        assert ran == ("padded" if begins_with_padding else "packed")
-
-
-def test_rows_with_holes_wider_than_a_window_run_padded() -> None:
-    inputs = masked_batch(torch.tensor([[1] * 12, [1] * 3 + [0] * 5 + [1] * 4]), "mlm")
-    logits = []
-    for width, expected in [(8, "padded"), (24, "packed")]:
-        reference, model = pair("modernbert", "mlm", local_attention=width)
-        assert compared(reference, model, lambda module: module(**inputs).loss) == expected
-        logits.append(reference(**inputs).logits)
-    assert (logits[0] - logits[1]).abs().max() > 1e-2
-
-
 def test_shared_positions_inputs_embeds_and_masks_per_layer_type() -> None:
     reference, model = pair("modernbert", "mlm")
     inputs = masked_batch(draw_mask("right padding", 3), "mlm")
@@ -291,41 +195,138 @@ def test_shared_positions_inputs_embeds_and_masks_per_layer_type() -> None:
         model()
 
 
-def test_a_layer_attends_as_its_own_kind() -> None:
-    reference, model = pair("modernbert")
-    inputs = masked_batch(draw_mask("right padding", 3), "classification")
-    values(model, inputs)
+@pytest.mark.pins
+def test_the_evidence_counts_layers_and_tokens_and_names_the_attention() -> None:
+    technique = Unpadding(8)
+    trained([technique], batches=[batch([12, 7, 16, 10]), batch([16, 16, 16, 16])])
+    evidence = technique.evidence
+    assert (evidence["encoders"], evidence["layers"]) == (1, 2)
+    assert "scaled_dot_product" in evidence["attention"]
+    counts = ("first_batch_slots", "first_batch_tokens", "first_batch_packed")
+    assert [evidence[key] for key in counts] == [64, 45, 48]
+    assert evidence["padding_of_the_run"] == round(1 - (45 + 64) / 128, 4)
+
+
+class Sabotage(Algorithm):
+    """Undo unpadding after INIT; ``change`` says how."""
+
+    def __init__(self, change: str) -> None:
+        self.change = change
+
+    def match(self, event: Event, state: State) -> bool:
+        return event == Event.FIT_START
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        model: Any = state.model.model
+        if self.change == "class":
+            model.bert.encoder.__class__ = BertEncoder
+        elif self.change == "outputs":
+            model.config.output_hidden_states = True
+        else:
+            model.bert.encoder.layer[1].forward = lambda hidden, *_, **__: hidden
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ("class", "the first forward pass ran without its encoder"),
+        ("outputs", "the first forward pass ran padded"),
+        ("layer", "1 of 2 layers ran on packed tokens"),
+    ],
+)
+def test_a_restored_encoder_is_detected(change: str, reason: str) -> None:
+    with pytest.raises(Refusal, match=reason):
+        trained([Unpadding(check="never"), Sabotage(change)])
+
+
+def test_left_padding_and_holes_stop_a_run_whose_head_or_distances_they_change() -> None:
+    left = masked_batch(torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]]), "classification")
+    holes = masked_batch(torch.tensor([[1] * 12, [1] * 3 + [0] * 5 + [1] * 4]), "mlm")
+    for model, inputs in ((tiny_bert(), left), (tiny_model("modernbert", "mlm"), holes)):
+        with pytest.raises(Refusal, match=r"rows begin with padding.*pad on the right, without holes"):
+            trained([Unpadding()], model=model, batches=[inputs])
+    technique = Unpadding()
+    inputs = masked_batch(left["attention_mask"], "mlm")
+    trained([technique], model=tiny_model("bert", "mlm"), batches=[inputs])
+    assert technique.engaged
+    later = Unpadding()
+    trained([later], batches=[batch([3, 4]), left])  # a later batch may run padded
+    assert later.engaged
+    assert later.evidence["micro_batches_kept_padded"] == 1
+
+
+# transformers has no such head for the others.
+class Shorten(Algorithm):
+    """An algorithm that changes batches after they were loaded."""
+
+    def match(self, event: Event, state: State) -> bool:
+        return event == Event.AFTER_DATALOADER
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        state.batch["attention_mask"][:, 5:] = 0
+
+
+def test_tokens_are_counted_after_the_last_change_to_the_batch() -> None:
+    batches = plain_batches(2)
+    expected = copy.deepcopy(batches)
+    for changed in expected:
+        changed["attention_mask"][:, 5:] = 0
+    recorder = Recorder()
+    trained([Unpadding(8), Shorten()], batches=batches, callbacks=[recorder])
+    assert_near(recorder.losses, train_plainly(tiny_bert(), expected).losses)
+
+
+def job(*overrides: str, technique: str = "unpadding") -> dict[str, Any]:
+    """Run the quickstart for a few seconds with ``technique`` in place of SDPA, and return its report."""
+    return run("algorithms.sdpa_attention=null", f"algorithms.{technique}={{}}", "trainer.device=cpu", *overrides)
+
+
+def test_micro_batches_and_evaluation_never_count_tokens_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    padded = job("run_name=padded", technique="sdpa_attention")
+    monkeypatch.setattr(Packing, "_count_and_lay_out", lambda *_: pytest.fail("counted inside the forward pass"))
+    for name, size in [("whole", "8"), ("micro", "3")]:
+        report = job(f"run_name={name}", f"trainer.microbatch_size={size}")
+        assert report["algorithms"]["unpadding"]["engaged"]
+        assert report["metrics"] == pytest.approx(padded["metrics"], rel=1e-3)
+        assert report["throughput"]["padding_fraction"] == pytest.approx(padded["throughput"]["padding_fraction"])
+        saved = report["algorithms"]["unpadding"]["evidence"]["padding_of_the_run"]
+        assert 0 < saved < 1
+
+
+# With gradient checkpointing and torch.compile.
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_after_the_first_batches_nothing_is_recompiled(scope: Any) -> None:
+    """Five more batches have other numbers of tokens, rows and slots."""
+    reference, model = tiny_bert(), tiny_bert()
     for network in (reference, model):
-        network.model.layers[1] = network.model.layers[0]
-    assert compared(reference, model, lambda module: module(**inputs).loss) == "packed"
+        network.config.problem_type = "single_label_classification"
+    apply(model, [Unpadding(8), TorchCompile(scope=scope, backend="eager")])
+    lengths = torch.randint(1, 25, (8, 9), generator=torch.Generator().manual_seed(2)).tolist()
+    batches = [batch(rows[: 3 + i % 7], seed=i) for i, rows in enumerate(lengths)]
+    assert len({int(inputs["attention_mask"].sum()) // 8 for inputs in batches[3:]}) >= 4
+    warm = compile_counts()
+    for i, inputs in enumerate(batches):
+        if i == 3:
+            warm = compile_counts()
+        with with_counted_rows(model, inputs, inputs):
+            actual = values(model, inputs)
+        assert_near(actual, values(reference, inputs), what=f"batch {i}")
+    assert warm.graphs
+    assert compile_counts().since(warm)[:4] == (0, 0, 0, 0)
 
 
-def test_the_saved_folder_equals_the_stock_models(tmp_path: Path) -> None:
-    saved = []
-    for name, network in zip(("stock", "unpadded"), pair("modernbert"), strict=True):
-        network.save_pretrained(tmp_path / name)
-        config = json.loads((tmp_path / name / "config.json").read_text())
-        saved.append((config, load_file(tmp_path / name / "model.safetensors")))
-    assert saved[0][0] == saved[1][0]
-    assert saved[0][0]["architectures"] == ["ModernBertForSequenceClassification"]
-    torch.testing.assert_close(saved[1][1], saved[0][1], rtol=0, atol=0)
-
-
-def test_unsupported_models_are_refused_and_not_changed() -> None:
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-    config = BertConfig(vocab_size=64, **sizes)
-    decoder = BertLMHeadModel(BertConfig(vocab_size=64, is_decoder=True, **sizes))
-    chunked = tiny_bert()
-    chunked.config.chunk_size_feed_forward = 2
-    for model, reason in [
-        (BertForQuestionAnswering(config), "ForQuestionAnswering, whose loss includes padding"),
-        (decoder, "decoder"),
-        (chunked, "chunk_size_feed_forward=0"),
-        (tiny_bert().bert.encoder, "BertEncoder is only the encoder"),
-        (nn.Linear(2, 2), "without transformers' modules"),
-    ]:
-        with pytest.raises(ValueError, match=reason):
-            unpad(model)
-        assert not unpadded_encoders(model)
-    with pytest.raises(ValueError, match="pad_to_multiple_of must be greater than or equal to 1, not 0"):
-        Unpadding(0)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", ["bert", "modernbert"])
+@pytest.mark.parametrize("scope", ["model", "blocks"])
+def test_a_compiled_run_has_one_graph(scope: Any, family: Family) -> None:
+    unpadding, compiled = Unpadding(1), TorchCompile(scope=scope, backend="aot_eager")
+    batches = [batch([12, 7, 16, 10 - i], seed=i) for i in range(4)]
+    model, recorder = tiny_model(family), Recorder()
+    model.config.problem_type = "single_label_classification"
+    expected = train_plainly(model, batches).losses
+    trained([unpadding, compiled], model=model, batches=batches, callbacks=[recorder])
+    assert_near(recorder.losses, expected)
+    graphs = 2 if family == "modernbert" and scope == "blocks" else 1  # the first block has no norm
+    assert [compiled.evidence[key] for key in ("graphs", "graph_breaks", "recompiles")] == [graphs, 0, graphs - 1]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from composer_speedups import CUDAGraphs
-from composer_speedups.algorithms.cuda_graphs import installing
+from composer_speedups.algorithms.cuda_graphs import graphed_calls
 from composer_speedups.algorithms.cuda_graphs.graphed_calls import GraphedCalls
 from composer_speedups.core.errors import ConfigError, Refusal, RunFailedError
 from composer_speedups.train.cli import exit_codes
@@ -64,7 +64,7 @@ def failing_capture(monkeypatch: pytest.MonkeyPatch) -> None:
         return calls
 
     monkeypatch.setattr(CUDAGraphs, "needs", lambda *_: ())
-    monkeypatch.setattr(installing, "install", install)
+    monkeypatch.setattr(graphed_calls, "install", install)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
 
 

@@ -8,23 +8,46 @@ from typing import Any
 
 import pytest
 import torch
-from composer.core import DataSpec
-from torch import nn
+from composer import Trainer
+from composer.core import Callback, DataSpec, State
+from composer.loggers import Logger
+from composer.models import HuggingFaceModel
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from torchmetrics.classification import MulticlassAccuracy
 
-from composer_speedups import CUDAGraphs, MixedPrecision, SDPAAttention, TorchCompile, Unpadding
-from composer_speedups.algorithms.cuda_graphs.installing import install
+from composer_speedups import (
+    BestWeights,
+    CUDAGraphs,
+    FusedLayers,
+    MixedPrecision,
+    SDPAAttention,
+    TorchCompile,
+    Unpadding,
+)
+from composer_speedups.algorithms.cuda_graphs.graphed_calls import install
 from composer_speedups.algorithms.unpadding.encoder_swap import unpad
 from composer_speedups.core.errors import Refusal
 from composer_speedups.packing.encoder import with_counted_rows
 from tests.algorithms.test_cuda_graphs_segments import bert
-from tests.helpers.common import Batches, batch, final_weights, make_trainer, plain_batches, tiny_bert, trained
+from tests.helpers.common import (
+    Batches,
+    batch,
+    data_spec,
+    final_weights,
+    learnable_batches,
+    make_trainer,
+    plain_batches,
+    tiny_bert,
+    trained,
+)
 from tests.helpers.waiting import no_waiting
 from tests.reference.loop import gradients, train_plainly
 from tests.reference.tolerance import assert_near
 
+pytestmark = pytest.mark.gpu
 
-@pytest.mark.gpu
+
 @pytest.mark.parametrize("compiled", [False, True])
 def test_replays_train_like_plain_pytorch(compiled: bool) -> None:
     model, batches = tiny_bert(), plain_batches(6)
@@ -45,7 +68,6 @@ def test_replays_train_like_plain_pytorch(compiled: bool) -> None:
     assert technique._calls.graphs == 0
 
 
-@pytest.mark.gpu
 def test_a_closed_trainers_graphs_are_freed() -> None:
     """Composer keeps the State, and with it the last loss, until the process ends."""
 
@@ -59,7 +81,6 @@ def test_a_closed_trainers_graphs_are_freed() -> None:
     assert in_pools() - before <= 4 * 2**20  # the last loss and logits
 
 
-@pytest.mark.gpu
 def test_replays_draw_the_dropout_of_eager_calls() -> None:
     weights = []
     for graphs in ([], [CUDAGraphs()]):
@@ -71,7 +92,6 @@ def test_replays_draw_the_dropout_of_eager_calls() -> None:
     assert_near(weights[1], weights[0], what="weights")
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("compiled", [False, True])
 def test_micro_batches_train_the_same_with_and_without_graphs(compiled: bool) -> None:
     """Two replays per step write their gradients to the same buffers; neither may overwrite the other."""
@@ -99,37 +119,9 @@ def test_micro_batches_train_the_same_with_and_without_graphs(compiled: bool) ->
     assert_near(weights[1], weights[0], what="weights")
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_dropout_differs_from_replay_to_replay_in_mixed_precision(dtype: Any) -> None:
-    one = plain_batches(1)[0]
-    losses: list[float] = []
-    technique = CUDAGraphs()
-    trainer = make_trainer(
-        [technique, MixedPrecision(dtype), SDPAAttention()],
-        model=tiny_bert(dropout=0.3),
-        batches=[one] * 6,
-        gpu=True,
-        optimizer=None,
-    )
-    for group in trainer.state.optimizers[0].param_groups:
-        group["lr"] = 0.0
-    composer_model: Any = trainer.state.model
-    original = composer_model.loss
-
-    def loss(outputs: Any, batch: Any) -> Any:
-        losses.append(float(original(outputs, batch).detach()))
-        return original(outputs, batch)
-
-    composer_model.loss = loss
-    trainer.fit()
-    trainer.close()
-    assert technique.evidence["replays"] == 5
-    assert len(set(losses)) == 6
-
-
-@pytest.mark.gpu
 def test_a_forward_pass_that_waits_for_the_gpu_is_refused_by_name() -> None:
+    with pytest.raises(Refusal, match=r"cuda_graphs: the step cannot be captured \(.*copy between CPU and CUDA"):
+        trained([CUDAGraphs()], gpu=True)  # eager attention
     trainer = make_trainer([CUDAGraphs(), SDPAAttention()], gpu=True)
     bert: Any = trainer.state.model.model
     original = bert.bert.pooler.forward
@@ -139,7 +131,6 @@ def test_a_forward_pass_that_waits_for_the_gpu_is_refused_by_name() -> None:
     trainer.close()
 
 
-@pytest.mark.gpu
 def test_with_warn_a_run_that_cannot_be_captured_continues_with_dropout() -> None:
     technique, model = CUDAGraphs(on_unavailable="warn"), tiny_bert(dropout=0.1)  # eager attention
     with pytest.warns(UserWarning, match="continuing although cuda_graphs: the step cannot be captured"):
@@ -150,7 +141,6 @@ def test_with_warn_a_run_that_cannot_be_captured_continues_with_dropout() -> Non
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
 
 
-@pytest.mark.gpu
 def test_a_model_whose_forward_was_restored_is_detected() -> None:
     technique = CUDAGraphs()
     trainer = make_trainer([technique, SDPAAttention()], gpu=True)
@@ -161,19 +151,11 @@ def test_a_model_whose_forward_was_restored_is_detected() -> None:
     trainer.close()
 
 
-@pytest.mark.gpu
 def test_a_run_of_one_batch_is_too_short() -> None:
     with pytest.raises(Refusal, match=r"no training batch replayed a graph; train longer"):
         trained([CUDAGraphs(), SDPAAttention()], batches=plain_batches(1), gpu=True)
 
 
-@pytest.mark.gpu
-def test_eager_attention_is_refused_with_the_reason() -> None:
-    with pytest.raises(Refusal, match=r"cuda_graphs: the step cannot be captured \(.*copy between CPU and CUDA"):
-        trained([CUDAGraphs()], gpu=True)
-
-
-@pytest.mark.gpu
 def test_another_shape_allocates_no_further_gradients() -> None:
     model = nn.Sequential(nn.Linear(2048, 2048), nn.Linear(2048, 2048)).cuda()
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
@@ -190,25 +172,10 @@ def test_another_shape_allocates_no_further_gradients() -> None:
     assert allocated[3] - allocated[1] < weights / 10
 
 
-@pytest.mark.gpu
-def test_graphs_of_a_compiled_model() -> None:
-    reference, model = (nn.Module.cuda(tiny_bert()) for _ in range(2))
-    model.compile()
-    calls = install(model)
-    for seed in range(3):
-        one = {k: v.cuda() for k, v in batch([12, 7], seed=seed).items()}
-        for each in (reference, model):
-            each.zero_grad()
-            each(**one).loss.backward()
-        assert_near(gradients(model), gradients(reference))
-    assert (calls.graphs, calls.replays) == (1, 3)
-
-
 # Their numbers of packed tokens, rounded up to a multiple of 16: 48, 64, 48, 32, 64, 48, 32
 UNEVEN = [[12, 7, 16, 10], [16] * 4, [11, 8, 16, 9], [3, 2, 16, 1], [16, 16, 15, 9], [16, 1, 16, 1], [1, 9, 9, 9]]
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("compiled", [False, True])
 def test_an_unpadded_model_has_a_graph_for_each_number_of_packed_tokens(compiled: bool) -> None:
     model = tiny_bert()
@@ -225,7 +192,6 @@ def test_an_unpadded_model_has_a_graph_for_each_number_of_packed_tokens(compiled
     assert_near(trained, expected.weights, what="weights")
 
 
-@pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")  # torch warns once per process
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("segments", [1, 3, 5])
@@ -249,3 +215,42 @@ def test_graphs_of_the_flash_kernel_accumulate_gradients_without_synchronizing(s
         assert_near(gradients(model), gradients(eager), torch.bfloat16, f"turn {turn}")
     assert (calls.graphs, calls.replays, calls.eager_calls, calls.backward_segments) == (3, 21, 0, segments)
     calls.release()
+
+
+class Evaluated(Callback):
+    """Records weights and accuracy of each evaluation."""
+
+    def __init__(self) -> None:
+        self.weights: dict[int, dict[str, Tensor]] = {}
+        self.accuracy: dict[int, float] = {}
+
+    def eval_end(self, state: State, logger: Logger) -> None:
+        batch = state.timestamp.batch.value
+        self.weights[batch] = {name: value.detach().cpu().clone() for name, value in state.model.state_dict().items()}
+        self.accuracy[batch] = float(state.eval_metric_values["MulticlassAccuracy"])
+
+
+def test_the_best_weights_are_restored_under_cuda_graphs() -> None:
+    best, evaluated = BestWeights("accuracy", mode="min"), Evaluated()  # the smallest is not that of the last batch
+    metrics: Any = [MulticlassAccuracy(num_classes=2, average="micro")]
+    evaluation: DataSpec = data_spec(learnable_batches(8))
+    trainer: Trainer = make_trainer(
+        [MixedPrecision(), Unpadding(), FusedLayers(), CUDAGraphs()],
+        model=HuggingFaceModel(tiny_bert(), use_logits=True, metrics=metrics),
+        batches=learnable_batches(60),
+        gpu=True,
+        callbacks=[evaluated, best],
+        eval_dataloader=evaluation,
+        eval_interval="10ba",
+    )
+    trainer.fit()
+    smallest = min(evaluated.accuracy, key=evaluated.accuracy.__getitem__)
+    assert best.batch == smallest < 60
+    assert {value.device.type for value in best.weights.values()} == {"cpu"}
+    assert best.restore(trainer.state)
+    restored = {name: value.detach().cpu() for name, value in trainer.state.model.state_dict().items()}
+    torch.testing.assert_close(restored, evaluated.weights[smallest], rtol=0, atol=0)
+    trainer.eval()
+    accuracy = float(trainer.state.eval_metric_values["MulticlassAccuracy"])
+    assert accuracy == pytest.approx(evaluated.accuracy[smallest], abs=0.02)
+    trainer.close()

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from composer_speedups import CUDAGraphs, SDPAAttention, TorchCompile
-from composer_speedups.algorithms.cuda_graphs import installing
+from composer_speedups.algorithms.cuda_graphs import graphed_calls
 from tests.algorithms.test_cuda_graphs_segments import bert
 from tests.gpu.test_fsdp_gpu import job
 from tests.helpers.common import final_weights, make_trainer, plain_batches
@@ -27,7 +27,7 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two G
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_replays_in_segments_train_like_plain_pytorch(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(installing, "install", partial(installing.install, segments=3))
+    monkeypatch.setattr(graphed_calls, "install", partial(graphed_calls.install, segments=3))
     model, batches = bert(), plain_batches(6)
     expected = train_plainly(model, batches)
     technique = CUDAGraphs()
@@ -47,7 +47,7 @@ def test_segments_allocate_no_further_activations() -> None:
     for segments in (1, 1, 4):  # the first run also makes one-time allocations
         model: Any = nn.Sequential(nn.Linear(16, 512), nn.ModuleList(nn.Linear(512, 512) for _ in range(8))).cuda()
         model.forward = partial(_through, model)
-        calls = installing.install(model, segments=segments)
+        calls = graphed_calls.install(model, segments=segments)
         gc.collect()  # release the earlier model's memory
         before = torch.cuda.memory_allocated()
         for _ in range(2):

@@ -1,4 +1,4 @@
-"""FSDP on two GPUs: the same metrics as one process, less memory per GPU, and checkpoints that one process can load."""
+"""Two GPUs: FSDP, DDP, a sharded optimizer and your own Trainer train like one process, in less memory, and resume."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from composer_speedups.core.subprocesses import python_module_command
 from tests.conftest import ROOT
 from tests.helpers.hangs import HANGS
 from tests.helpers.jobs import SHORT
@@ -84,3 +85,51 @@ def test_shards_train_like_one_process_in_less_memory(
         assert held["optimizer_gib"] < 0.6 * whole["optimizer_gib"]
     if settings == ["shard=full"]:
         assert held["weights_gib"] < 0.6 * whole["weights_gib"]
+
+
+SHARDED = ["algorithms.fused_optimizer=null", "algorithms.sharded_optimizer={}"]
+
+
+@pytest.mark.parametrize("precision", [[], ["algorithms.mixed_precision={dtype: fp16}"]], ids=["fp32", "fp16"])
+def test_two_gpus_train_like_ddp_with_half_of_the_state(precision: list[str], tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("ddp", "sharded")]
+    for folder in folders:
+        folder.mkdir()
+    plain = job(folders[0], 2, *precision)
+    report = job(folders[1], 2, *SHARDED, *precision, "checkpoint.interval=1ep")
+    tolerance = 2e-2 if precision else 1e-3
+    for metric, value in plain["metrics"].items():
+        assert report["metrics"][metric] == pytest.approx(value, rel=tolerance, abs=tolerance), metric
+    assert report["memory"]["optimizer_gib"] < 0.6 * plain["memory"]["optimizer_gib"]
+    (checkpoint,) = (folders[1] / "runs" / "job" / "checkpoints").glob("ep1*.pt")
+    resume = [
+        f"checkpoint.load={checkpoint}",
+        "checkpoint.trust_checkpoint=true",
+        "trainer.max_duration=2ep",
+        "run_name=again",
+        "runs_folder=again",
+    ]
+    job(folders[1], 1, *SHARDED, *precision, *resume)
+
+
+def example(folder: Path, ranks: int, *arguments: str) -> dict[str, Any]:
+    """Train BERT-base for twelve batches of 32 samples (global), without dropout because its draws differ by rank."""
+    launcher = ["composer.cli.launcher", "-n", str(ranks), str(ROOT / "examples/own_trainer.py")]
+    job = ["--samples", "384", "--batch-size", str(32 // ranks), "--duration", "12ba", "--dropout", "0", "--lr", "2e-5"]
+    command, environment = python_module_command(*launcher, *job, *arguments)  # the package may not be installed
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANGS, cwd=folder)
+    assert done.returncode == 0, (done.stderr + done.stdout)[-5000:]
+    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+
+
+def test_recommended_trains_on_two_gpus_as_on_one(tmp_path: Path) -> None:
+    one, two, plain = example(tmp_path, 1), example(tmp_path, 2), example(tmp_path, 2, "--plain")
+    for found in (two, plain):
+        assert found["ranks"] == 2
+        assert all(technique["engaged"] for technique in found["techniques"].values()), found["techniques"]
+        assert found["techniques"]["early_loss"]["losses_read"] == 12
+        assert found["techniques"]["cuda_graphs"]["replays"] > 0
+    assert two["loss"] == pytest.approx(one["loss"], abs=0.02), "the batches are the same, in 16 bits"
+    assert two["ddp"]["overlapped_steps"] == 10
+    assert two["ddp"]["gradients_read_by"] is None
+    assert plain["ddp"] is None

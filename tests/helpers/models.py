@@ -39,7 +39,7 @@ ROTARY: tuple[Family, ...] = ("esm", "eurobert", "nomic_bert", "jina_embeddings_
 UNPADDED: tuple[Family, ...] = (*FAMILIES, "albert", "mpnet", "modernbert", "deberta_v2", *ROTARY)
 COPIES: tuple[Family, ...] = ("xlm_roberta", "camembert")  # RoBERTa's code by other names; tests/families has them
 EVERY: tuple[Family, ...] = (*UNPADDED, *COPIES)
-ENCODERS: tuple[Family, ...] = ("t5",)  # most of their heads are on a decoder; tests/families/test_t5.py has the others
+ENCODERS: tuple[Family, ...] = ("t5",)  # most of their heads are on a decoder
 # whose layers fused_layers supports
 FUSED: tuple[Family, ...] = (*FAMILIES, "modernbert", "deberta_v2", "albert", "mpnet", "esm", "jina_embeddings_v3")
 HEADS: tuple[Head, ...] = ("classification", "mlm")  # one that reads a slot a row, and one that reads all
@@ -106,7 +106,7 @@ def _config(family: Family, layers: int, dropout: float, attention_dropout: floa
     common |= {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": attention_dropout}
     if family == "mpnet":
         return MPNetConfig(**common)
-    if family == "esm":  # with what ESM-2 has; tests/families/test_esm.py has its token_dropout
+    if family == "esm":  # with what ESM-2 has; tests/families/test_variants.py has its token_dropout
         return EsmConfig(**common, position_embedding_type="rotary", pad_token_id=1, mask_token_id=3)
     common |= {"type_vocab_size": 2}
     if family == "deberta_v2":  # as v3 has it, with buckets of several distances within the tests' rows

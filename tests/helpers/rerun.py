@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from composer_speedups.algorithms.cuda_graphs.graphed_calls import GraphedCalls
-from composer_speedups.algorithms.cuda_graphs.installing import blocks_to_cut
+from composer_speedups.algorithms.cuda_graphs.segments import blocks_to_cut
 from composer_speedups.packing.encoder import unpadded_encoders
 
 

@@ -22,11 +22,12 @@ from triton.runtime.jit import JITFunction  # noqa: E402
 
 from composer_speedups import LoRA, apply  # noqa: E402
 from composer_speedups.algorithms.fused_layers.layer import OPERANDS, Positions, fused_layer  # noqa: E402
-from composer_speedups.algorithms.fused_layers.low_rank import LayerAdapters  # noqa: E402
+from composer_speedups.algorithms.fused_layers.weights import LayerAdapters  # noqa: E402
 from composer_speedups.families import bert  # noqa: E402
 from composer_speedups.families.family import DropoutRates  # noqa: E402
 from composer_speedups.kernels import Shape  # noqa: E402
 from composer_speedups.kernels.attention import attention_backward, attention_forward  # noqa: E402
+from composer_speedups.kernels.casts import merged_weights  # noqa: E402
 from composer_speedups.kernels.compile_ahead import launches  # noqa: E402
 from composer_speedups.kernels.dropout import dropped  # noqa: E402
 from composer_speedups.kernels.embeddings import embed  # noqa: E402
@@ -41,10 +42,8 @@ from composer_speedups.kernels.float8 import (  # noqa: E402
     new_scales,
 )
 from composer_speedups.kernels.gelu import gelu_backward, gelu_float8, gelu_forward  # noqa: E402
-from composer_speedups.kernels.merged_weights import merged_weights  # noqa: E402
 from composer_speedups.kernels.narrow import gelu_backward_narrow, gelu_narrow, narrow_products  # noqa: E402
-from composer_speedups.kernels.norm import add_norm_backward, add_norm_forward  # noqa: E402
-from composer_speedups.kernels.pre_norm import pre_norm_backward, pre_norm_forward  # noqa: E402
+from composer_speedups.kernels.norm import add_norm_backward, add_norm_forward, pre_norm_backward, pre_norm_forward  # noqa: E402  # noqa: E402
 from composer_speedups.kernels.sums import partial_sums, totals  # noqa: E402
 from tests.helpers.exhaustive import others_exhaustive  # noqa: E402
 
@@ -281,7 +280,7 @@ def test_every_launch_of_a_model_is_compiled_ahead(
     model = BertModel(config)
     if rank:
         apply(model, [LoRA(rank=rank, modules_to_save=[])])
-    modules = bert.FAMILY.layer_modules(model.encoder.layer[0])  # type: ignore[misc]
+    modules = bert.BERT.layer_modules(model.encoder.layer[0])  # type: ignore[misc]
     ranks = LayerAdapters.of(modules).ranks()
     assert ranks == ((3 * rank, rank, rank, rank) if rank else ())
     shape = Shape(hidden, 4 * hidden, heads, *dropouts, embedding=hidden, embedded=0.1, biased=biased)

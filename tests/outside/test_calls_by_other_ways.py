@@ -1,7 +1,8 @@
 """Calls of an unpadded model by other ways than its usual one: what the untouched model computes, or a refusal.
 
-Positional arguments, labels that never reach the model, threads, a direct call of ``forward``, tracing, and the
-transformations of torch. Each case is a way in which other projects call a model.
+Positional arguments, labels that never reach the model, threads, a direct call of ``forward``, tracing, the
+transformations of torch, and what depends on the padded batch or is read in each call. Each case is a way in which
+other projects call a model.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import BertForPreTraining, BertForSequenceClassification
+from transformers.integrations.neftune import activate_neftune
 
-from composer_speedups.algorithms.unpadding.encoder_swap import unpad
+from composer_speedups.algorithms.unpadding.encoder_swap import restore_encoders, unpad
 from composer_speedups.packing.encoder import with_counted_rows
 from tests.helpers.common import Batch, batch, tiny_bert, without_labels
 from tests.helpers.exhaustive import family_params
 from tests.helpers.masks import masked_batch
-from tests.helpers.models import EVERY, UNPADDED, Family, fit_batches, tiny_model
+from tests.helpers.models import EVERY, FUSED, UNPADDED, Family, fit_batches, tiny_model
 from tests.helpers.unpadded import compared, observed, pair, unpad_and_fuse, way
 from tests.reference.loop import counted
 from tests.reference.tolerance import assert_near
@@ -113,28 +115,22 @@ def test_threads_that_call_the_head_and_the_base_get_their_own_results() -> None
     assert not wrong
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("padding", ["labelled", "left"])
 @pytest.mark.parametrize("family", family_params(UNPADDED))
-def test_a_batch_that_stays_padded_is_computed_by_the_untouched_code(
-    family: Family, padding: str, implementation: str
-) -> None:
+def test_a_batch_that_stays_padded_is_computed_by_the_untouched_code(family: Family, padding: str) -> None:
+    """Also if another attention is chosen later; at every slot, padding included, and to the last bit."""
     head: Any = "tokens" if padding == "labelled" else "classification"
-    reference, model = tiny_model(family, head), tiny_model(family, head)
-    if implementation == "sdpa" and not reference._supports_sdpa:
-        pytest.skip(f"transformers has no SDPA attention for {family}")
-    for module in (reference, model):
-        module.set_attn_implementation(implementation)
-    unpad(model, 8)
+    reference, model = pair(family, head)
     inputs = labelled_padding(reference) if head == "tokens" else fit_batches(reference, [batch([5, 20, 9])])[0]
     if padding == "left":
         inputs = {name: values.flip(1) if values.ndim == 2 else values for name, values in inputs.items()}
-    expected, output = reference(**inputs), model(**inputs)
-    assert way(observed(lambda: model(**inputs))) == "padded"
-    assert model.config._attn_implementation == implementation
-    # at every slot, padding included, and to the last bit
-    torch.testing.assert_close(output.logits, expected.logits, rtol=0, atol=0)
-    torch.testing.assert_close(output.loss, expected.loss, rtol=0, atol=0)
+    for implementation in ("eager", "sdpa", "eager") if reference._supports_sdpa else ("eager",):
+        for module in (reference, model):
+            module.set_attn_implementation(implementation)
+        expected, output = reference(**inputs), model(**inputs)
+        assert way(observed(lambda: model(**inputs))) == "padded"
+        assert model.config._attn_implementation == implementation
+        torch.testing.assert_close([output.logits, output.loss], [expected.logits, expected.loss], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.bool, torch.int32])
@@ -147,22 +143,7 @@ def test_masks_of_any_dtype(family: Family, dtype: torch.dtype) -> None:
         assert compared(reference, model, lambda m: m(**(given if m is model else inputs)).loss) == "packed"  # noqa: B023
 
 
-# Tracing and transformations.
-
-
-@pytest.mark.parametrize("family", ["bert", "modernbert", "deberta_v2"])
-def test_transformations_of_torch_func(family: Family) -> None:
-    reference, model = pair(family, apply=unpad_and_fuse)
-    (inputs,) = fit_batches(reference, [batch([5, 12, 9])])
-    results = []
-    for module in (reference.eval(), model.eval()):
-        weights = {name: p.detach() for name, p in module.named_parameters()}
-
-        def loss(weights: Any, module: Any = module) -> Tensor:
-            return torch.func.functional_call(module, weights, kwargs=inputs).loss  # type: ignore[no-any-return]
-
-        results.append([*torch.func.grad(loss)(weights).values(), loss(weights)])
-    assert_near(results[1], results[0])
+# Tracing.
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
@@ -231,3 +212,105 @@ def test_a_model_that_calls_its_encoder_again_gets_the_untouched_result() -> Non
             results.append(model(inputs["input_ids"], inputs["attention_mask"]))
     assert_near([*results[1]], [*results[0]])
     assert way(observed(lambda: model(inputs["input_ids"], inputs["attention_mask"]))) == "packed and padded"
+
+
+# What depends on the padded batch, or is read in each call.
+
+
+def changed_pair(family: Family = "bert", **settings: Any) -> tuple[Any, Any, Batch]:
+    """An untouched model, the same one unpadded and with fused layers, and a batch."""
+    reference = tiny_model(family, "tokens" if family == "t5" else "classification", **settings)
+    model = copy.deepcopy(reference)
+    unpad_and_fuse(model, 64) if family in FUSED else unpad(model)
+    (inputs,) = fit_batches(reference, [batch([5, 12, 9])])
+    if family == "t5":
+        inputs["labels"] = (inputs["input_ids"] % 2).masked_fill(inputs["attention_mask"] == 0, -100)
+    return reference, model, inputs
+
+
+def from_the_left(inputs: Batch) -> Batch:
+    """The batch with its padding on the left."""
+    return {name: value.flip(1) if value.ndim == 2 else value for name, value in inputs.items()}
+
+
+@pytest.mark.parametrize(
+    ("family", "setting", "before", "after"),
+    [
+        ("nomic_bert", "num_hidden_layers", 2, 1),
+        ("eurobert", "num_hidden_layers", 2, 1),
+        ("jina_embeddings_v3", "num_hidden_layers", 2, 1),
+        ("albert", "num_hidden_layers", 2, 1),
+        ("bert", "num_hidden_layers", 2, 1),  # where nothing reads it
+        ("modernbert", "num_hidden_layers", 2, 1),
+        ("modernbert", "sliding_window", 4, 1),
+        ("modernbert", "classifier_pooling", "cls", "mean"),
+        ("eurobert", "classifier_pooling", "mean", "bos"),
+        ("bert", "is_decoder", False, True),
+        ("esm", "is_decoder", False, True),
+    ],
+)
+def test_a_setting_that_is_changed_later(family: Family, setting: str, before: Any, after: Any) -> None:
+    layers = {} if setting == "num_hidden_layers" else {setting: before}
+    reference, model, inputs = changed_pair(family, **layers)
+    inputs = from_the_left(inputs) if after == "bos" else inputs
+    for value in (before, after, before):
+        setattr(reference.config, setting, value)
+        setattr(model.config, setting, value)
+        ran = compared(reference, model, lambda module: module(**inputs).loss)
+    assert ran == "packed"
+
+
+@pytest.mark.parametrize("family", [*family_params(EVERY), "t5"])
+def test_neftune_adds_the_noise_of_the_padded_batch(family: Family) -> None:
+    """transformers' hook divides the noise by the root of the row's width."""
+    reference, model, inputs = changed_pair(family)
+    for module in (reference.train(), model.train()):
+        activate_neftune(module, 5.0)
+
+    def loss(module: Any) -> Tensor:
+        torch.manual_seed(0)
+        return module(**inputs).loss  # type: ignore[no-any-return]
+
+    assert compared(reference, model, loss) == "packed"
+
+
+def gradient_penalty(model: Any, inputs: Batch) -> Tensor:
+    embedded = model.get_input_embeddings()(inputs["input_ids"]).detach().requires_grad_()
+    loss = model(inputs_embeds=embedded, attention_mask=inputs["attention_mask"], labels=inputs["labels"]).loss
+    (gradient,) = torch.autograd.grad(loss, embedded, create_graph=True)
+    return loss + gradient.square().sum()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("family", family_params(EVERY))
+def test_a_gradient_penalty_is_refused_by_name(family: Family) -> None:
+    reference, model, inputs = changed_pair(family)
+    with pytest.raises(RuntimeError, match=r"^unpadding has no second derivative .*remove unpadding"):
+        gradient_penalty(model, inputs)
+    restore_encoders(model)
+    compared(reference, model, lambda module: gradient_penalty(module, inputs))
+
+
+def test_an_adapter_for_each_row() -> None:
+    peft = pytest.importorskip("peft")
+    reference, inputs = tiny_bert().eval(), without_labels(batch([5, 12, 9]))
+    settings = peft.LoraConfig(target_modules=["query", "dense"], r=2, init_lora_weights=False)
+    reference = peft.get_peft_model(reference, settings, "one")
+    reference.add_adapter("two", settings)
+    model = copy.deepcopy(reference.eval())
+    unpad(model, 8)
+    names = ["one", "__base__", "two"]
+    for given, how in (({"adapter_names": names}, "padded"), ({}, "packed"), ({"adapter_names": names}, "padded")):
+        with torch.no_grad():
+            assert_near([model(**inputs, **given).logits], [reference(**inputs, **given).logits])
+        assert compared(reference, model, lambda m: m(**inputs, **given).logits.square().sum()) == how  # noqa: B023
+
+
+def test_a_data_parallel_model_is_refused() -> None:
+    """Also if it wraps the changed model: torch then calls the last method of each module."""
+    model = tiny_bert()
+    with pytest.raises(ValueError, match=r"^composer_speedups does not support nn\.DataParallel; "):
+        unpad(nn.DataParallel(model))
+    assert type(model) is type(tiny_bert())
+    unpad(model)
+    with pytest.raises(ValueError, match=r"^composer_speedups does not support nn\.DataParallel; "):
+        [module._replicate_for_data_parallel() for module in model.modules()]

@@ -1,23 +1,42 @@
-"""Plans of real tokens, and gathering and scattering them."""
+"""Layouts of real tokens, gathering and scattering; and row lengths, counted on the CPU, which travel in the batch."""
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from composer.core.data_spec import _default_split_batch
+from composer.devices import DeviceCPU
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader
 
+from composer_speedups import with_row_lengths
+from composer_speedups.algorithms.unpadding.encoder_swap import unpad
 from composer_speedups.packing.attention import supports_flash_attention, unpadded_attention
+from composer_speedups.packing.call import KnownBatch, take_row_lengths, with_known_batch
+from composer_speedups.packing.encoder import unpadded_encoders
 from composer_speedups.packing.layout import Layout, lay_out
-from composer_speedups.packing.rows import STAYS_PADDED, RowRules, row_counts, token_masks
+from composer_speedups.packing.rows import (
+    ROW_LABELS,
+    RowLengths,
+    RowRules,
+    count_rows,
+    lengths_key,
+    token_masks,
+)
+from tests.helpers.common import Batch, batch, tiny_bert
 from tests.helpers.masks import random_masks
+from tests.helpers.models import fit_batches, tiny_model
+from tests.helpers.unpadded import compared, observed, pair, way
+from tests.reference.tolerance import assert_near
 
 
 def test_a_plan_and_its_errors() -> None:
     mask = torch.tensor([[1, 1, 0], [0, 0, 0], [1, 0, 1], [0, 1, 1]])
-    assert row_counts(mask) == [2, 0, 2, 2]
     plan = lay_out(mask, 6, 4)
     assert plan.indices_T.tolist() == [0, 1, 6, 8, 10, 11, 12, 12]
     assert plan.cu_seqlens.tolist() == [0, 2, 2, 4, 6, 8]
@@ -27,45 +46,6 @@ def test_a_plan_and_its_errors() -> None:
     for wrong in (5, 7, 0, 40):
         with pytest.raises(RuntimeError, match="changed after its tokens were counted"):
             lay_out(mask, wrong, 4)
-
-
-def test_the_masks_of_a_batch_are_those_of_its_texts() -> None:
-    rows, texts = torch.ones(2, 3), torch.ones(2, 4, 3)
-    batch = {
-        "input_ids": rows,
-        "attention_mask": rows,
-        "anchor_input_ids": texts,
-        "anchor_attention_mask": texts,
-        "other_input_ids": rows,
-        "other_attention_mask": texts,  # has another shape than the ids
-        "attention_mask_4d": torch.ones(2, 1, 3, 3),
-        "empty_attention_mask": torch.ones(0, 3),
-        "labels": rows,
-    }
-    assert list(token_masks(batch)) == ["attention_mask", "anchor_attention_mask"]
-    assert token_masks([batch]) == {}
-
-
-@pytest.mark.parametrize(
-    ("labels", "settings", "rows"),
-    [
-        (None, "first", [False, True, True]),
-        ([0, 1, 0], "first", [False, True, True]),
-        ([0, -100, -100], "first", [False, False, True]),  # the row without tokens is ignored
-        ([0.0, -100.0, 1.0], "first", [False, True, True]),  # a regression has no label to ignore
-        ([0, 1, 0], "", [False, False, False]),
-        ([[5, -100], [-100, -100], [-100, 3]], "token", [False, False, False]),
-        ([[5, 5], [-100, -100], [-100, 3]], "token", [True, False, False]),
-        ([[5, 5], [-100, -100], [-100, 3]], "", [False, False, False]),
-    ],
-)
-def test_rows_whose_loss_reads_padding(labels: Any, settings: str, rows: list[bool]) -> None:
-    mask = torch.tensor([[1, 0], [0, 0], [0, 1]])
-    labels = None if labels is None else torch.tensor(labels)
-    lengths = RowRules(settings == "token", settings == "first").lengths(mask, labels)
-    assert lengths.tolist() == [
-        STAYS_PADDED if padded else count for padded, count in zip(rows, [1, 0, 1], strict=True)
-    ]
 
 
 @pytest.mark.parametrize("multiple", [1, 8, 64])
@@ -156,3 +136,154 @@ def test_longest_covers_every_row_and_is_a_multiple_of_128(width: int, multiple:
     assert plan.longest >= int(plan.cu_seqlens.diff().max())
     assert plan.longest % 128 == 0
     assert plan.longest - max(width, multiple) < 128
+
+
+ANY, FIRST, TOKENS, NEAR = RowRules(), RowRules(head_reads_first_slot=True), RowRules(True), RowRules(False, False, 0)
+MASK = torch.tensor([[1, 1, 0], [0, 0, 0], [0, 1, 1], [1, 0, 1]])
+
+
+def lengths(batch: Any, *rules: RowRules, mask: str = "attention_mask") -> Any:
+    return count_rows(batch, rules)[lengths_key(mask)].tolist()
+
+
+@pytest.mark.parametrize(
+    ("rules", "labels", "expected"),
+    [
+        ([ANY], None, [2, 0, 2, 2]),
+        ([FIRST], None, [2, -1, -1, 2]),
+        ([FIRST], [0, 1, 0, 1], [2, -1, -1, 2]),
+        ([FIRST], [0, -100, -100, 1], [2, 0, -1, 2]),  # the row without tokens is ignored
+        ([FIRST], [0.0, -100.0, 1.0, 1.0], [2, -1, -1, 2]),  # a regression has no label to ignore
+        ([TOKENS], [[1, 1, -100], [-100] * 3, [-100, 1, 1], [1, -100, 1]], [2, 0, 2, 2]),
+        ([TOKENS], [[1, 1, 1], [-100] * 3, [0, 1, 1], [1, 1, 1]], [-1, 0, -1, -1]),
+        ([ANY], [[1] * 3] * 4, [2, 0, 2, 2]),
+        ([NEAR], None, [2, 0, 2, -1]),  # holes change distances
+        ([RowRules(False, False, 3)], None, [2, 0, 2, 2]),  # but not in rows that are this narrow
+        ([FIRST, NEAR], None, [2, -1, -1, -1]),  # as the strictest of several encoders
+    ],
+)
+def test_rows_that_the_head_or_distances_forbid_to_pack_stay_padded(rules: Any, labels: Any, expected: Any) -> None:
+    given = {"input_ids": MASK, "attention_mask": MASK}
+    assert lengths(given | ({} if labels is None else {"labels": torch.tensor(labels)}), *rules) == expected
+
+
+def test_each_mask_of_a_batch_has_its_lengths() -> None:
+    texts = torch.stack([MASK, MASK.flip(0)], 1)
+    given = {"input_ids": MASK, "attention_mask": MASK, "b_input_ids": texts, "b_attention_mask": texts}
+    given |= {"attention_mask_4d": torch.ones(4, 1, 3, 3), "empty_attention_mask": torch.ones(0, 3), "labels": MASK}
+    given |= {"c_input_ids": MASK, "c_attention_mask": texts}  # of another shape than the ids
+    counted = count_rows(given, [ANY], labels=True)
+    assert {name: tuple(values.shape) for name, values in counted.items()} == {
+        "_row_lengths": (4,),
+        "b__row_lengths": (4, 2),
+        ROW_LABELS: (4,),
+    }
+    assert counted["b__row_lengths"].tolist() == [[2, 2], [0, 2], [2, 0], [2, 2]]
+    assert count_rows([given], [ANY]) == token_masks([given]) == {}
+
+
+def test_they_stay_on_the_cpu_and_are_divided_with_their_rows() -> None:
+    counted: Any = {**batch([5, 12, 9, 3]), **count_rows(batch([5, 12, 9, 3]), [ANY])}
+    key = lengths_key("attention_mask")
+    moved = counted[key].to("meta", non_blocking=True)
+    assert moved is counted[key]
+    assert counted[key].dtype is torch.int32
+    micro = [DeviceCPU().batch_to_device(part) for part in _default_split_batch(counted, 3)]
+    assert [part[key].tolist() for part in micro] == [[5, 12, 9], [3]]
+    for part in (copy.deepcopy(micro[0]), pickle.loads(pickle.dumps(micro[0]))):
+        assert type(part[key]) is RowLengths
+        assert part[key].tolist() == [5, 12, 9]
+
+
+@pytest.mark.parametrize("family", ["bert", "modernbert", "t5"])
+def test_a_collator_counts_for_a_loop_of_ones_own(family: Any) -> None:
+    reference, model = pair(family, "tokens")
+    rows = [{name: values[i] for name, values in batch([5, 12, 9, 3]).items()} for i in range(4)]
+    collate = with_row_lengths(torch.utils.data.default_collate, model)
+    for given in DataLoader(rows, batch_size=3, collate_fn=collate):  # type: ignore[arg-type]
+        mask = given["attention_mask"]
+        given["labels"] = (given["input_ids"] % 2).masked_fill(mask == 0, -100)
+        plain = {name: values for name, values in given.items() if name != "_row_lengths"}
+
+        def loss(module: Any, given: Any = given, plain: Any = plain) -> Tensor:
+            return module(**(given if module is model else plain)).loss  # type: ignore[no-any-return]
+
+        assert compared(reference, model, loss) == "packed"
+        ran = observed(lambda given=given: model(**given))  # type: ignore[misc]
+        assert not ran["counted_in_the_call"], "it would wait for a GPU"
+    with pytest.raises(ValueError, match="the model does not run unpadded"):
+        with_row_lengths(collate, reference)
+
+
+def taken(model: Any, inputs: Batch, change: Any = None) -> KnownBatch:
+    """What a forward pass knows of a batch that may have changed after its rows were counted."""
+    rules = [encoder.packing.rules for encoder in unpadded_encoders(model)]
+    counted: Any = {**inputs, **count_rows(inputs, rules, labels=True)}
+    return take_row_lengths(counted | (change or {}), rules, 8)
+
+
+@pytest.mark.parametrize(
+    ("family", "head", "change"),
+    [
+        ("bert", "classification", lambda inputs: {"attention_mask": inputs["attention_mask"].flip(1)}),
+        ("deberta_v2", "mlm", lambda inputs: {"attention_mask": inputs["attention_mask"].roll(-1, 1)}),
+        ("bert", "mlm", lambda inputs: {"attention_mask": inputs["attention_mask"][:, 3:]}),
+        ("bert", "mlm", lambda inputs: {"labels": inputs["input_ids"]}),
+    ],
+)
+def test_rows_that_changed_after_they_were_counted_are_an_error(family: Any, head: Any, change: Any) -> None:
+    model = tiny_model(family, head)
+    unpad(model, 8)
+    (inputs,) = fit_batches(model, [batch([5, 12, 9])])
+    with pytest.raises(RuntimeError, match=r"changed after (its tokens|they) were counted"):
+        taken(model, inputs, change(inputs))
+    known = taken(model, inputs)
+    inputs["attention_mask"][0, 3:] = 0
+    with with_known_batch(known), pytest.raises(RuntimeError, match="changed after its tokens were counted"):
+        model(**inputs)
+
+
+def test_a_label_at_padding_that_appears_later_is_an_error() -> None:
+    model = tiny_model("bert", "tokens")
+    unpad(model, 8)
+    inputs = batch([5, 12, 9])
+    inputs["labels"] = (inputs["input_ids"] % 2).masked_fill(inputs["attention_mask"] == 0, -100)
+    with with_known_batch(taken(model, inputs)):
+        model(**inputs)
+        with pytest.raises(RuntimeError, match="give padding the label -100"):
+            model(**{**inputs, "labels": inputs["input_ids"] % 2})
+
+
+def test_a_call_with_another_mask_counts_its_own_tokens() -> None:
+    reference, model = pair()
+    known, other = batch([9, 16, 3, 12]), batch([4, 4, 16, 1])
+    for given, counts in ((known, 0), (other, 1), ({n: v.clone() for n, v in known.items()}, 1)):
+        with with_known_batch(taken(model, known)):
+            ran = observed(lambda given=given: assert_near([model(**given).loss], [reference(**given).loss]))  # type: ignore[misc]
+        assert (way(ran), ran["counted_in_the_call"]) == ("packed", counts)
+
+
+def test_a_view_of_all_texts_and_chunks_of_them_take_their_lengths() -> None:
+    reference, model = tiny_bert().bert.eval(), tiny_bert().bert.eval()
+    unpad(model, 8)
+    rows = batch([5, 3, 6, 2, 2, 4])
+    texts = {name: rows[name].view(3, 2, 6) for name in ("input_ids", "attention_mask")}
+    known = taken(model, texts)
+    ids, mask = (texts[name].flatten(0, 1) for name in ("input_ids", "attention_mask"))
+    lengths = known.lengths_of(mask)
+    assert {name: values.tolist() for name, values in lengths.items()} == {"_row_lengths": [5, 3, 6, 2, 2, 4]}
+    assert known.lengths_of(mask.clone()) == {}
+    with torch.no_grad():
+        expected = reference(ids, mask).last_hidden_state[mask.bool()]
+        with with_known_batch(known):
+            ran = observed(
+                lambda: assert_near([model(ids, mask).last_hidden_state[mask.bool()]], [expected], what="all texts")
+            )
+        assert not ran["counted_in_the_call"]
+        chunks = zip(ids.split(4), mask.split(4), lengths["_row_lengths"].split(4), strict=True)
+        results = []
+        for chunk_ids, chunk_mask, chunk in chunks:
+            ran = observed(lambda: results.append(model(chunk_ids, chunk_mask, _row_lengths=chunk)))  # noqa: B023
+            assert (way(ran), ran["counted_in_the_call"]) == ("packed", 0)
+        hidden = torch.cat([result.last_hidden_state for result in results])
+    assert_near([hidden[mask.bool()]], [expected], what="chunks")

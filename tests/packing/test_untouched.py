@@ -1,4 +1,4 @@
-"""``untouched``: a changed model computes what the untouched one does, to the last bit."""
+"""``untouched``: a changed model computes what the untouched one does, to the last bit; and subclasses like FSDP's."""
 
 from __future__ import annotations
 
@@ -8,14 +8,19 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import BertForMaskedLM
 
 from composer_speedups import FastLayerNorm, SDPAAttention, apply, untouched
+from composer_speedups.algorithms.unpadding.encoder_swap import restore_encoders, unpad
+from composer_speedups.packing.derived_classes import stock_class
+from composer_speedups.packing.encoder import unpadded_encoders
 from composer_speedups.packing.untouched import is_untouched
 from tests.helpers.common import batch
 from tests.helpers.exhaustive import family_params
 from tests.helpers.models import EVERY, FUSED, Family, fit_batches, tiny_model
-from tests.helpers.unpadded import compared, observed, pair, unpad_and_fuse
+from tests.helpers.unpadded import compared, observed, pair, unpad_and_fuse, way
 from tests.reference.loop import gradients
+from tests.reference.tolerance import assert_near
 
 
 @pytest.mark.parametrize("head", ["classification", "mlm"])
@@ -58,3 +63,34 @@ def test_only_this_thread_is_untouched() -> None:
         thread.join()
         assert is_untouched()
     assert (seen, is_untouched()) == ([False], False)
+
+
+class Sharded:
+    """A base class like torch.distributed.fsdp.FSDPModule."""
+
+    def reshard(self) -> str:
+        return "resharded"
+
+
+@pytest.mark.parametrize("mlm_head", ["all", "labelled"])
+def test_a_subclass_like_fsdps_keeps_its_methods_when_the_model_is_restored(mlm_head: Any) -> None:
+    reference = tiny_model("bert", "mlm")
+    model: Any = copy.deepcopy(reference)
+    (inputs,) = fit_batches(model, [batch([9, 3, 12])])
+    unpad(model, 8, mlm_head)
+    for module in (model.bert.encoder, model):
+        kind = type(module)
+        module.__class__ = type(f"FSDP{kind.__name__}", (Sharded, kind), {})
+    assert stock_class(type(model)) is BertForMaskedLM
+    assert unpad(model, 8, mlm_head) == []
+    assert_near([model(**inputs).loss], [reference(**inputs).loss])
+    assert way(observed(lambda: model(**inputs))) == "packed"
+    assert restore_encoders(model) == ["bert.encoder"]
+    assert isinstance(model, BertForMaskedLM)
+    assert [type(module).__name__ for module in (model.bert.encoder, model)] == [
+        "FSDPBertEncoder",
+        "FSDPBertForMaskedLM",
+    ]
+    assert not unpadded_encoders(model)
+    assert [module.reshard() for module in (model.bert.encoder, model)] == ["resharded"] * 2
+    assert_near([model(**inputs).logits], [reference(**inputs).logits])

@@ -10,7 +10,7 @@ import builtins
 import inspect
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -62,12 +62,12 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     interpreter._convert_float = _to_float8  # type: ignore[attr-defined]
 
 from composer_speedups import kernels
-from composer_speedups.algorithms.fused_layers.gated_layer import gated_layer
 from composer_speedups.algorithms.fused_layers.layer import OPERANDS, fused_layer
 from composer_speedups.algorithms.fused_layers.modules import plain_layer
+from composer_speedups.algorithms.fused_layers.pre_norm_layers import gated_layer
 from composer_speedups.families.family import DropoutRates, GatedLayerModules, LayerModules
-from composer_speedups.kernels.attention import attention_backward, attention_forward
-from composer_speedups.kernels.casts import cast_together
+from composer_speedups.kernels.attention import attention_backward, attention_forward, rotate
+from composer_speedups.kernels.casts import cast_together, merged_weights
 from composer_speedups.kernels.embeddings import embed
 from composer_speedups.kernels.first_token_attention import first_token_attention
 from composer_speedups.kernels.float8 import (
@@ -80,12 +80,8 @@ from composer_speedups.kernels.float8 import (
     new_scales,
     scaled_product,
 )
-from composer_speedups.kernels.geglu import geglu_backward, geglu_forward
-from composer_speedups.kernels.gelu import gelu_backward, gelu_float8, gelu_forward
-from composer_speedups.kernels.merged_weights import merged_weights
-from composer_speedups.kernels.norm import add_norm_backward, add_norm_forward
-from composer_speedups.kernels.pre_norm import pre_norm_backward, pre_norm_forward
-from composer_speedups.kernels.rotary import rotate
+from composer_speedups.kernels.gelu import geglu_backward, geglu_forward, gelu_backward, gelu_float8, gelu_forward
+from composer_speedups.kernels.norm import add_norm_backward, add_norm_forward, pre_norm_backward, pre_norm_forward
 from composer_speedups.kernels.sums import partial_sums, totals
 from composer_speedups.packing.layout import Layout, lay_out
 
@@ -101,6 +97,19 @@ def near(what: str, actual: Tensor | None, expected: Tensor | None) -> None:
     bounds = {"rtol": 1e-4, "atol": 5e-5} if DEVICE == "cpu" else {"rtol": 3e-2, "atol": 3e-2}
     torch.testing.assert_close(actual, expected, **bounds, msg=lambda m: f"{what}: {m}")
     print(what, "agrees")
+
+
+def agree(
+    what: str, ours: Tensor, theirs: Tensor, leaves: Mapping[str, Tensor] | Sequence[Tensor], grad: Tensor | None = None
+) -> None:
+    """Compare two results that were computed from the same leaves, and their gradients."""
+    near(what, ours, theirs)
+    if not isinstance(leaves, Mapping):
+        leaves = {str(i): leaf for i, leaf in enumerate(leaves)}
+    grad = random(*ours.shape) if grad is None else grad
+    gradients = [torch.autograd.grad(result, list(leaves.values()), grad) for result in (ours, theirs)]
+    for name, *both in zip(leaves, *gradients, strict=True):
+        near(f"{what}, gradient of {name}", *both)
 
 
 def in_another_layout(x: Tensor) -> Tensor:
@@ -212,8 +221,20 @@ def kept_weights(lengths: Sequence[int], heads: int, attend: Callable[[Tensor], 
     return masks
 
 
+def offsets(lengths: Sequence[int]) -> Tensor:
+    """The start of each row, and the number of all tokens."""
+    return torch.tensor([0, *lengths], device=DEVICE).cumsum(0).to(torch.int32)
+
+
 def plain_attention(
-    qkv: Tensor, lengths: Sequence[int], heads: int, masks: Sequence[Tensor] | None = None, window: int | None = None
+    qkv: Tensor,
+    lengths: Sequence[int],
+    heads: int,
+    masks: Sequence[Tensor] | None = None,
+    *,
+    window: int | None = None,
+    scale: float | None = None,
+    bias: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Compute attention row by row with torch's operators, (T, 3 · H) → (T, H).
 
@@ -223,14 +244,18 @@ def plain_attention(
         heads: Number of heads.
         masks: For each row, the factors of the attention weights after the softmax, (heads, S, S); None for ones.
         window: The largest distance of a key from its query; None for no limit.
+        scale: Factor of the scores; None for one over the root of the head size.
+        bias: Computes what is added to the scores from a row's queries, keys and distances of tokens.
     """
     rows = []
     for i, row in enumerate(qkv.split([*lengths])):
         q, k, v = (x.unflatten(1, (heads, -1)).transpose(0, 1) for x in row.chunk(3, 1))
-        scores = q @ k.transpose(1, 2) * q.shape[-1] ** -0.5
+        scores = q @ k.transpose(1, 2) * (q.shape[-1] ** -0.5 if scale is None else scale)
+        distances = torch.arange(len(row), device=DEVICE)[:, None] - torch.arange(len(row), device=DEVICE)
+        if bias is not None:
+            scores = scores + bias(q, k, distances)
         if window is not None:
-            at = torch.arange(len(row), device=DEVICE)
-            scores = scores.masked_fill((at[:, None] - at).abs() > window, float("-inf"))
+            scores = scores.masked_fill(distances.abs() > window, float("-inf"))
         weights = scores.softmax(-1) if masks is None else scores.softmax(-1) * masks[i]
         rows.append((weights @ v).transpose(0, 1).flatten(1))
     return torch.cat(rows)
@@ -317,38 +342,49 @@ def check_slopes(scalar: Callable[[], Tensor], leaves: Sequence[Tensor]) -> None
     print("slopes equal the gradients' norms")
 
 
-def windows() -> None:
-    """Compare sliding-window attention: windows narrower than a block of keys, wider, and wider than a row."""
-    heads, size, lengths = 2, 16, [5, 0, 200, 1, 70]
-    cu = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32, device=DEVICE)
-    for window in (0, 3, 64, 90, 256):
-        qkv = random(sum(lengths), 3 * heads * size)
-        leaf = qkv.clone().requires_grad_()
-        expected = plain_attention(leaf, lengths, heads, window=window)
-        out, logs = attention_forward(qkv, cu, 256, heads, 0.0, seed(), window)
-        near(f"attention, window {window}", out, expected)
-        grad = random(*out.shape)
-        expected.backward(grad)
-        near("its gradient", attention_backward(grad, qkv, out, logs, cu, 256, 0.0, seed(), window)[0], leaf.grad)
-
-
-def attentions(dropout: float) -> None:
-    heads, size = 2, 16
-    cu = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0)], dtype=torch.int32, device=DEVICE)
-    masks = kept_weights(LENGTHS, heads, lambda qkv: attention_forward(qkv, cu, 128, heads, dropout, seed())[0])
-    rate = float(torch.cat([m.flatten() for m in masks]).mean())
-    assert abs(rate - (1 - dropout)) < 0.01, rate
-    qkv = random(sum(LENGTHS), 3 * heads * size)
-    leaf = qkv.clone().requires_grad_()
-    expected = plain_attention(leaf, LENGTHS, heads, [mask / (1 - dropout) for mask in masks])
-    out, logs = attention_forward(qkv, cu, 128, heads, dropout, seed())
-    near(f"attention, dropout {dropout}", out, expected)
+def attentions(
+    dropout: float = 0.0,
+    heads: int = 2,
+    size: int = 16,
+    *,
+    lengths: Sequence[int] | None = None,
+    longest: int = 128,
+    biased: bool = False,
+    scale: float | None = None,
+    window: int | None = None,
+) -> None:
+    """Compare attention under the masks that the kernel draws; ``biased`` adds a number for each distance."""
+    lengths = LENGTHS if lengths is None else lengths
+    cu, settings = offsets(lengths), {"scale": scale, "window": window}
+    bias = random(heads, 2 * longest + 1) if biased else None
+    masks = None
+    if dropout:
+        zeros = None if bias is None else torch.zeros_like(bias)
+        masks = kept_weights(
+            lengths, heads, lambda qkv: attention_forward(qkv, cu, longest, heads, dropout, seed(), bias=zeros)[0]
+        )
+        rate = float(torch.cat([m.flatten() for m in masks]).mean())
+        assert abs(rate - (1 - dropout)) < 0.01, rate
+        masks = [mask / (1 - dropout) for mask in masks]
+    qkv = random(sum(lengths), 3 * heads * size)
+    leaf, bias_leaf = qkv.clone().requires_grad_(), None if bias is None else bias.clone().requires_grad_()
+    by_distance = None if bias_leaf is None else lambda q, k, distances: bias_leaf[:, distances + longest]
+    expected = plain_attention(leaf, lengths, heads, masks, **settings, bias=by_distance)
+    out, logs = attention_forward(qkv, cu, longest, heads, dropout, seed(), bias=bias, **settings)
+    near(f"attention, dropout {dropout}, {heads} heads of {size}, biased {biased}, {settings}", out, expected)
     grad = random(*out.shape)
     expected.backward(grad)
-    d_qkv, partial = attention_backward(grad, qkv, out, logs, cu, 128, dropout, seed())
+    settings["bias"], grad_bias = bias, None if bias is None else torch.full_like(bias, 7.0)
+    given = (grad, qkv, out, logs, cu, longest, dropout, seed())
+    d_qkv, partial = attention_backward(*given, **settings, grad_bias=grad_bias)
     near("its gradient", d_qkv, leaf.grad)
-    assert leaf.grad is not None
-    near("the sum of its gradient", totals([partial])[0], leaf.grad.sum(0))
+    if bias is None:
+        near("the sum of its gradient", totals([partial])[0], leaf.grad.sum(0))  # type: ignore[union-attr]
+    else:
+        near("the gradient of its bias", grad_bias, bias_leaf.grad)
+        again = torch.empty_like(bias)
+        attention_backward(*given, **settings, grad_bias=again)
+        assert torch.equal(again, grad_bias), "deterministic"
 
 
 def dequantized(operand: Float8) -> Tensor:
@@ -423,7 +459,7 @@ def float8_kernels(dropout: float) -> None:
         operand = Float8.like(up, GRADIENT, rows[3])
         d_up = gelu_backward(d_up, up, operand)[0]
         check_cast(f"GELU's gradient in 8 bits, {attempt}", operand, d_up)
-        qkv, cu = random(tokens, 3 * hidden), torch.tensor([0, 30, 30, tokens], dtype=torch.int32, device=DEVICE)
+        qkv, cu = random(tokens, 3 * hidden), offsets([30, 0, tokens - 30])
         attended, gradient = Float8.like(x, ACTIVATION, rows[4]), Float8.like(qkv, GRADIENT, rows[5])
         out, logs = attention_forward(qkv, cu, 128, 3, dropout, seed(), operand=attended)
         check_cast(f"attention in 8 bits, {attempt}", attended, out)
@@ -445,7 +481,7 @@ def float8_kernels(dropout: float) -> None:
 
 
 def layers(*, in_float8: bool) -> None:
-    """Compare the whole layer with torch's operators, which test_fused_layers.py compares with the stock models."""
+    """Compare the whole layer with torch's operators, which tests/families compares with the stock models."""
     heads, hidden, inner = 2, 32, 64
     sizes = [(hidden, hidden)] * 4 + [(hidden, inner), (inner, hidden)]
     query, key, value, out, up, down = (nn.Linear(*size, device=DEVICE) for size in sizes)
@@ -455,26 +491,18 @@ def layers(*, in_float8: bool) -> None:
         nn.init.normal_(parameter, std=0.4 if not in_float8 else 0.2)
     mask = torch.arange(max(LENGTHS), device=DEVICE) < torch.tensor(LENGTHS, device=DEVICE)[:, None]
     plan, rates = lay_out(mask, sum(LENGTHS), 1), DropoutRates(0.0, 0.0, 0.0)
-    x, grad, results = random(sum(LENGTHS), hidden), random(sum(LENGTHS), hidden), []
+    x = random(sum(LENGTHS), hidden).requires_grad_()
     if in_float8:
-        whole_float8_layer(x, grad, modules, rates, plan)
+        whole_float8_layer(x, random(sum(LENGTHS), hidden), modules, rates, plan)
         return
-    for fused in (True, False):
-        leaf = x.clone().requires_grad_()
-        result = (
-            fused_layer(leaf, modules, rates, plan.cu_seqlens, plan.longest)
-            if fused
-            else plain_layer(leaf, modules, rates, plan)
-        )
-        results.append([result, *torch.autograd.grad(result, [leaf, *modules.parameters()], grad)])
-    for i, (ours, theirs) in enumerate(zip(*results, strict=True)):
-        near(f"layer, {'its result' if i == 0 else f'gradient {i}'}", ours, theirs)
+    results = fused_layer(x, modules, rates, plan.cu_seqlens, plan.longest), plain_layer(x, modules, rates, plan)
+    agree("layer", *results, [x, *modules.parameters()])
 
 
 def gated_layers(
     window: int | None, *, first: bool, dropouts: Sequence[DropoutRates], frozen: Sequence[str] = ()
 ) -> None:
-    """Compare the gated layer with torch's operators, which test_fused_layers.py compares with the stock models.
+    """Compare the gated layer with torch's operators, which tests/families compares with the stock models.
 
     ``frozen`` names modules whose weights have no gradients.
     """
@@ -489,39 +517,30 @@ def gated_layers(
     for name in frozen:
         getattr(modules, name).weight.requires_grad_(False)
     trained = [parameter for parameter in modules.parameters() if parameter.requires_grad]
-    cu = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32, device=DEVICE)
-    tokens = sum(lengths)
+    cu, tokens = offsets(lengths), sum(lengths)
     angles = random(tokens, size // 2).repeat(1, 2)
     cos, sin = angles.cos(), angles.sin()
-    leaves = [t.clone().requires_grad_() for t in [random(tokens, hidden)] * 2]
+    x = random(tokens, hidden).requires_grad_()
     row = torch.repeat_interleave(torch.arange(len(lengths), device=DEVICE), torch.tensor(lengths, device=DEVICE))
     at = torch.arange(tokens, device=DEVICE)
     seen = (row[:, None] == row) & ((at[:, None] - at).abs() <= (tokens if window is None else window))
+    normed = x if before is None else before(x)
+    query, key, value = modules.qkv(normed).view(tokens, 3, heads, size).permute(1, 2, 0, 3)
+    query, key = (t * cos + torch.cat([-t[..., size // 2 :], t[..., : size // 2]], -1) * sin for t in (query, key))
+    attended = F.scaled_dot_product_attention(query, key, value, seen).transpose(0, 1).reshape(tokens, hidden)
+    summed = x + modules.out(attended)
+    activated, gate = modules.up(after(summed)).chunk(2, -1)
+    plain = summed + modules.down(F.gelu(activated) * gate)
 
-    def plain(x: Tensor) -> Tensor:
-        normed = x if before is None else before(x)
-        query, key, value = modules.qkv(normed).view(tokens, 3, heads, size).permute(1, 2, 0, 3)
-        query, key = (t * cos + torch.cat([-t[..., size // 2 :], t[..., : size // 2]], -1) * sin for t in (query, key))
-        attended = F.scaled_dot_product_attention(query, key, value, seen).transpose(0, 1).reshape(tokens, hidden)
-        summed = x + modules.out(attended)
-        activated, gate = modules.up(after(summed)).chunk(2, -1)
-        return summed + modules.down(F.gelu(activated) * gate)
+    def layer(rates: DropoutRates) -> Tensor:
+        return gated_layer(x, modules, rates, cos, sin, cu, 128, torch.float32)
 
-    results = [
-        gated_layer(leaves[0], modules, DropoutRates(0.0, 0.0, 0.0), cos, sin, cu, 128, torch.float32),
-        plain(leaves[1]),
-    ]
     grad = random(tokens, hidden)
-    gradients = [
-        torch.autograd.grad(result, [leaf, *trained], grad) for result, leaf in zip(results, leaves, strict=True)
-    ]
-    near(f"gated layer, window {window}", *results)
-    for i, (ours, theirs) in enumerate(zip(*gradients, strict=True)):
-        near(f"its gradient {i}", ours, theirs)
+    agree(f"gated layer, window {window}", layer(DropoutRates(0.0, 0.0, 0.0)), plain, [x, *trained], grad)
 
     def scalar(rates: DropoutRates) -> Tensor:
         torch.manual_seed(3)  # the same dropout masks at each call
-        return (gated_layer(leaves[0], modules, rates, cos, sin, cu, 128, torch.float32) * grad).sum()
+        return (layer(rates) * grad).sum()
 
     for rates in dropouts:
         check_slopes(partial(scalar, rates), [modules.qkv.weight, modules.up.weight])
@@ -559,21 +578,17 @@ def embeddings(dropout: float, *, mixed: bool) -> None:
     if mixed:
         positions = torch.randint(0, 9, (rows, width), device=DEVICE)
         types = torch.randint(0, 2, (rows, width), device=DEVICE)
-    tables: list[Any] = [random(n, hidden) for n in (30, 10, 2)] + [random(hidden), random(hidden)]
-    ours: Any = [(in_another_layout(t) if mixed else t.clone()).requires_grad_() for t in tables]
-    theirs = [t.clone().requires_grad_() for t in tables]
-    w, p, k, weight, bias = ours
-    out = embed(ids, positions, types, w, p, k, weight, bias, 1e-5, dropout, torch.float32, (1, 2))
-    summed = F.embedding(ids, theirs[0], 1) + F.embedding(positions, theirs[1], 2) + F.embedding(types, theirs[2])
+    shapes = [(30, hidden), (10, hidden), (2, hidden), (hidden,), (hidden,)]
+    leaves = [random(*shape).requires_grad_() for shape in shapes]
+    given: list[Any] = [in_another_layout(leaf) if mixed else leaf for leaf in leaves]
+    out = embed(*[ids, positions, types, *given, 1e-5, dropout, torch.float32, (1, 2)])
+    summed = F.embedding(ids, leaves[0], 1) + F.embedding(positions, leaves[1], 2) + F.embedding(types, leaves[2])
     mask = (out != 0).float() / (1 - dropout)
-    expected = F.layer_norm(summed, (hidden,), theirs[3], theirs[4], 1e-5) * mask
-    near(f"embeddings, dropout {dropout}", out, expected)
+    expected = F.layer_norm(summed, (hidden,), leaves[3], leaves[4], 1e-5) * mask
     grad = random(*out.shape)
     grad[3] = 0  # padding
-    out.backward(grad)
-    expected.backward(grad)
-    for name, a, b in zip(("word", "position", "type", "weight", "bias"), ours, theirs, strict=True):
-        near(f"their {name} gradient", a.grad, b.grad)
+    names = ("word", "position", "type", "weight", "bias")
+    agree(f"embeddings, dropout {dropout}", out, expected, dict(zip(names, leaves, strict=True)), grad)
 
 
 def independence() -> None:
@@ -604,7 +619,7 @@ def first_tokens(dropout: float, window: int | None) -> None:
     """Compare the attention of first tokens with a softmax under the mask that the kernel draws; the last row has no
     query."""
     lengths, heads, size = [5, 0, 100, 64, 1, 7], 2, 64
-    cu = torch.tensor([0, *lengths], device=DEVICE).cumsum(0).to(torch.int32)
+    cu = offsets(lengths)
     starts, hidden, rows = cu.tolist(), heads * size, len(lengths) - 1
     query, key_value = random(rows, hidden).requires_grad_(), random(sum(lengths), 2 * hidden).requires_grad_()
     masks = [torch.ones(heads, length, device=DEVICE) for length in lengths]
@@ -628,11 +643,8 @@ def first_tokens(dropout: float, window: int | None) -> None:
         expected.append(torch.einsum("an,nad->ad", kept, values).flatten())
     torch.manual_seed(3)
     actual = first_token_attention(query, key_value, cu, heads, dropout, window)
-    near(f"attention of first tokens, dropout {dropout}, window {window}", actual, torch.stack(expected))
-    grad = random(rows, hidden)
-    gradients = [torch.autograd.grad(result, [query, key_value], grad) for result in (actual, torch.stack(expected))]
-    for what, ours, theirs in zip(("queries'", "keys' and values'"), *gradients, strict=True):
-        near(f"its {what} gradients", ours, theirs)
+    what = f"attention of first tokens, dropout {dropout}, window {window}"
+    agree(what, actual, torch.stack(expected), {"queries": query, "keys and values": key_value})
 
 
 def documented_example() -> None:
@@ -667,7 +679,8 @@ if __name__ == "__main__":
     layers(in_float8=False)
     layers(in_float8=True)
     rotations()
-    windows()
+    for width in (0, 3, 64, 90, 256):
+        attentions(lengths=[5, 0, 200, 1, 70], longest=256, window=width)
     for settings in ((0.0, None), (0.0, 5), (0.3, None), (0.3, 70)):
         first_tokens(*settings)
     gated_layers(None, first=True, dropouts=[DropoutRates(0.4, 0.4, 0.4)])

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 from composer_speedups.families.family import DropoutRates
-from tests.reference import disentangled_kernels, fused_dropout, fused_kernels
+from tests.reference import fused_dropout, fused_kernels, positional_kernels
 
 if __name__ == "__main__":
     torch.manual_seed(0)
     fused_kernels.LENGTHS = [5, 0, 70]  # one block of keys, and two
-    disentangled_kernels.use_lengths([5, 0, 37], 64)
+    positional_kernels.use_lengths([5, 0, 37], 64)
     fused_kernels.norms(0.25)
     fused_kernels.attentions(0.25)
     fused_kernels.pre_norms(0.25)
@@ -22,5 +22,5 @@ if __name__ == "__main__":
     fused_kernels.first_tokens(0.3, 70)
     fused_kernels.layers(in_float8=False)
     fused_kernels.gated_layers(7, first=False, dropouts=[])
-    disentangled_kernels.attentions(0.3, 2, 16)
+    positional_kernels.disentangled(0.3, 2, 16)
     fused_dropout.check_layer(DropoutRates(0.3, 0.2, 0.4))

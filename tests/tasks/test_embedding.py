@@ -37,8 +37,8 @@ from composer_speedups.core.errors import ConfigError, DataError, Refusal
 from composer_speedups.core.host import host_of
 from composer_speedups.core.trainer_state import model_of
 from composer_speedups.data.loader import build_data
-from composer_speedups.kernels.observing import counting
-from composer_speedups.packing.planning import Packing
+from composer_speedups.kernels.host import counting
+from composer_speedups.packing.encoder import Packing
 from composer_speedups.packing.untouched import is_untouched
 from composer_speedups.tasks.embedding import Embedding
 from composer_speedups.tasks.metrics import Recall

@@ -59,8 +59,7 @@ class LayerFreezing(Technique):
 
     def engage(self, run: Run) -> dict[str, Any]:
         from composer_speedups.algorithms.layer_freezing.modules import first_parameters
-        from composer_speedups.families.blocks import blocks_of
-        from composer_speedups.families.first_layers import only_encoder
+        from composer_speedups.families.blocks import blocks_of, only_encoder
 
         try:
             first_parameters(run.model, self._blocks)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from composer_speedups.families.first_layers import first_layers
+from composer_speedups.families.blocks import first_layers
 
 if TYPE_CHECKING:
     from composer.core import State

@@ -1,4 +1,4 @@
-"""LoRA adapters of a fused layer: added to the weights before the matmuls, and their gradients.
+"""The weights of a fused layer's matmuls, with LoRA adapters, and the gradients of both.
 
 An adapter changes its Linear's weight W to W + s · B · A. That sum is computed once per forward pass, in float32 and
 before it is rounded to the matmuls' dtype, so adapters cost the matmuls nothing. Updates that are smaller than a
@@ -21,34 +21,30 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from composer_speedups.algorithms.fused_layers.products import WEIGHTS, weight_gradient
 from composer_speedups.core.adapters import Adapter, adapter_of
 from composer_speedups.families.family import LayerModules
-from composer_speedups.kernels.casts import cast_together
+from composer_speedups.kernels.casts import cast_together, merged_weights
 from composer_speedups.kernels.dropout import dropped
 from composer_speedups.kernels.float8 import Float8
 from composer_speedups.kernels.gelu import gelu_backward, gelu_forward
-from composer_speedups.kernels.merged_weights import merged_weights
 from composer_speedups.kernels.narrow import MAX_WIDTH, gelu_backward_narrow, gelu_narrow, narrow_products
 from composer_speedups.kernels.sums import MAX_TENSORS, totals
 
+PARAMETERS = 16  # of a layer: weights and biases of six Linears and two LayerNorms
+WEIGHTS = (0, 2, 4, 6, 10, 12)  # of query, key, value, out, up, down; the gradients of others are sums over tokens
 _MATMULS = (slice(0, 3), slice(3, 4), slice(4, 5), slice(5, 6))  # the Linears of qkv, out, up and down
 
 
 class LayerAdapters:
-    """The adapters of a layer's six Linears, in the order of :class:`LayerModules`; None for a Linear without one.
+    """The active adapters of a layer's six Linears; None for a Linear without one."""
 
-    ``differentiate`` is False in a forward pass without gradients.
-    """
-
-    def __init__(self, linears: Sequence[Adapter | None], *, differentiate: bool = True) -> None:
-        self.linears, self.differentiate = list(linears), differentiate
+    def __init__(self, linears: Sequence[Adapter | None]) -> None:
+        self.linears = list(linears)
+        self._differentiate = torch.is_grad_enabled()  # gradients are disabled in a function's forward
 
     @classmethod
     def of(cls, modules: LayerModules) -> LayerAdapters:
-        """Return the active adapters of a layer's modules, which the kernels support."""
-        linears = [adapter_of(linear) for linear in modules.linears()]
-        return cls(linears, differentiate=torch.is_grad_enabled())  # gradients are disabled in a function's forward
+        return cls([adapter_of(linear) for linear in modules.linears()])
 
     @property
     def drop(self) -> bool:
@@ -56,19 +52,16 @@ class LayerAdapters:
         return any(adapter is not None and adapter.dropout > 0 for adapter in self.linears)
 
     def ranks(self) -> tuple[int, ...]:
-        """Return the sums of the ranks of each matmul's adapters, for which kernels are compiled; empty without any.
-
-        With dropout, the matmul's adapters run in other kernels.
-        """
+        """The sums of the ranks of each matmul's adapters, for which kernels are compiled; empty for other kernels."""
         ranks = tuple(sum(len(a.a) for a in self.linears[some] if a is not None) for some in _MATMULS)
         return ranks if any(ranks) and not self.drop else ()
 
     def tensors(self) -> list[Tensor]:
-        """Return A and B of each adapter."""
+        """A and B of each adapter."""
         return [tensor for adapter in self.linears if adapter is not None for tensor in (adapter.a, adapter.b)]
 
     def merged(self, parameters: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor] | None:
-        """Return the weights of the layer's Linears with their adapters in ``dtype``, one after the other in memory.
+        """The weights of the layer's Linears with their adapters in ``dtype``, one after the other in memory.
 
         An adapter with dropout is not part of the weight. None if no adapter is.
         """
@@ -76,21 +69,15 @@ class LayerAdapters:
         return merged_weights([parameters[i] for i in WEIGHTS], added, dtype) if any(added) else None
 
     def read_input(self, wanted: Sequence[bool]) -> bool:
-        """Whether gradients of the adapters of query, key and value are wanted, which the layer's input is for.
-
-        ``wanted`` says so for each of :meth:`tensors`.
-        """
-        return any(wanted[: len(LayerAdapters(self.linears[:3]).tensors())])
+        """Whether gradients of the adapters of query, key and value are wanted, which need the layer's input."""
+        return any(wanted[: 2 * sum(adapter is not None for adapter in self.linears[:3])])
 
     def branches(self, seeds: Sequence[Tensor], dtype: torch.dtype, wanted: Sequence[bool]) -> list[Branch]:
-        """Return the branches of qkv, out, up and down for a forward pass and its backward pass.
+        """The branches of qkv, out, up and down for a forward pass and its backward pass.
 
-        Args:
-            seeds: One per Linear for the dropout of its adapter; may be empty if no adapter has dropout.
-            dtype: Dtype of the matmuls.
-            wanted: Whether the gradient of each of :meth:`tensors` is wanted, if any is.
+        ``seeds`` has one per Linear, if an adapter has dropout; ``wanted`` is of each of :meth:`tensors`.
         """
-        wants = iter([want and self.differentiate for want in wanted])
+        wants = iter([want and self._differentiate for want in wanted])
         flags = [(False, False) if adapter is None else (next(wants), next(wants)) for adapter in self.linears]
         own = [None if a is None or a.dropout == 0 else seeds[i] for i, a in enumerate(self.linears)]
         each = list(zip(self.linears, own, flags, strict=True))
@@ -111,20 +98,12 @@ class LayerAdapters:
 class Branch:
     """The adapters of one matmul in one pass; without any, every method does nothing.
 
-    Args:
-        linears: For each Linear of the matmul, its adapter, the seed of the adapter's dropout (None without dropout),
-            and whether the gradients of A and of B are wanted.
-
-    Attributes:
-        active: Whether there is anything to compute. Without a gradient or dropout, an adapter is only part of the
-            weight.
-        a_RI: s · A of each adapter, one below the other.
-        b_OR: B of each adapter, block by block.
-        d_a, d_b: Partial sums of the gradients of A without s (P, R, I), and of B (P, O, R), of the last backward pass.
+    Each Linear has an adapter, the seed of its dropout (None without dropout), and whether the gradients of A and of B
+    are wanted.
     """
 
-    a_RI: Tensor
-    b_OR: Tensor
+    a_RI: Tensor  # s · A of each adapter, one below the other
+    b_OR: Tensor  # B of each adapter, block by block
 
     def __init__(self, linears: Sequence[tuple[Adapter | None, Tensor | None, tuple[bool, bool]]]) -> None:
         self._held: list[_Held] = []
@@ -135,13 +114,15 @@ class Branch:
                 outputs, ranks = slice(i * width, (i + 1) * width), slice(rank, rank + own)
                 self._held.append(_Held(adapter, seed, wanted, outputs, ranks))
                 rank += own
+        # Partial sums of the gradients of A without s (P, R, I), and of B (P, O, R), of the last backward pass.
         self.d_a: Tensor | None = None
         self.d_b: Tensor | None = None
+        # Without a gradient or dropout, an adapter is only part of the weight, and there is nothing to compute.
         self.active = any(any(held.wanted) or held.seed is not None for held in self._held)
         self._count, self._rank = len(linears), rank
 
     def adapters(self) -> list[Adapter]:
-        """Return the adapters, without a place for Linears that have none."""
+        """The adapters, without a place for Linears that have none."""
         return [held.adapter for held in self._held]
 
     def prepare(self, each_a: Sequence[Tensor], each_b: Sequence[Tensor]) -> None:
@@ -164,7 +145,7 @@ class Branch:
         return not self.active or (not self.drops and len(self.a_RI) <= MAX_WIDTH)
 
     def forward(self, x_TI: Tensor, y_TO: Tensor) -> Tensor | None:
-        """Return z = s · A · dropout(x) (T, R), which the backward pass needs; None if it does not.
+        """z = s · A · dropout(x) (T, R), which the backward pass needs, or None if it does not.
 
         The results of adapters with dropout are added to the matmul's result, in place.
         """
@@ -180,13 +161,13 @@ class Branch:
         return torch.cat(parts, 1)
 
     def from_gelu(self, x_TF: Tensor, y_TO: Tensor) -> Tensor | None:
-        """Do as :meth:`forward` for the input GELU(x), which is only written to memory for adapters with dropout."""
+        """As :meth:`forward` for the input GELU(x), which is only written to memory for adapters with dropout."""
         if self.active and self.is_simple:
             return gelu_narrow(x_TF, self.a_RI.t(), write=False)[1]
         return self.forward(gelu_forward(x_TF), y_TO) if self.active else None
 
     def through(self, dy_TO: Tensor, z_TR: Tensor | None, dx_TI: Tensor | None) -> Tensor | None:
-        """Return the gradient of z without s (T, R), and keep that of B, from the gradient of the matmul's result.
+        """The gradient of z without s (T, R), from that of the matmul's result; keeps the gradient of B.
 
         The share of adapters with dropout is added to the gradient of the matmul's input, in place, if that is given.
         The share of the others comes from the weight that they are part of.
@@ -220,10 +201,7 @@ class Branch:
             self.d_a = _product(rounded, x_TI)[None]
 
     def gradients(self, d_a: Tensor | None, d_b: Tensor | None) -> list[tuple[Tensor | None, float, Tensor | None]]:
-        """Return the gradient of each A without the scale, the scale, and the gradient of B; None for those not wanted.
-
-        ``d_a`` and ``d_b`` are the totals of the partial sums.
-        """
+        """The gradient of each A without the scale, the scale, and the gradient of B, from the partial sums' totals."""
         found = []
         for held in self._held:
             of_a = d_a[held.ranks].to(held.adapter.a.dtype) if held.wanted[0] and d_a is not None else None
@@ -249,7 +227,7 @@ class _Held(NamedTuple):
 
 
 def gradients_of(branches: Sequence[Branch]) -> list[Tensor | None]:
-    """Return the gradients of A and B of each adapter of a layer, after the backward pass through its branches."""
+    """The gradients of A and B of each adapter of a layer, after the backward pass through its branches."""
     partial = [p for branch in branches for p in (branch.d_a, branch.d_b) if p is not None]
     found = iter([total for i in range(0, len(partial), MAX_TENSORS) for total in totals(partial[i : i + MAX_TENSORS])])
     each: list[tuple[Tensor | None, float, Tensor | None]] = []
@@ -263,7 +241,7 @@ def gradients_of(branches: Sequence[Branch]) -> list[Tensor | None]:
 
 
 def gelu_and_z(branch: Branch, x_TF: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Compute GELU(x) (T, F), and z of a branch that reads it, if the kernel supports the branch."""
+    """GELU(x) (T, F), and z of a branch that reads it, if the kernel supports the branch."""
     if branch.active and branch.is_simple:
         result, z_TR = gelu_narrow(x_TF, branch.a_RI.t())
         assert result is not None
@@ -292,15 +270,10 @@ def gelu_gradients(
     dtypes: Sequence[torch.dtype],
     operand: Float8 | None = None,
 ) -> GeluGradients:
-    """Compute the gradient of GELU's input, and the gradients of its neighbours' adapters and of the down weight.
+    """The gradients of GELU's input x, of its neighbours' adapters and of the down weight.
 
-    Args:
-        grad_TF: Gradient of GELU's result; overwritten.
-        x_TF: GELU's input.
-        d_down_TH: Gradient of the down matmul's result.
-        on_up, on_down, z_up, z_down: The branches of the matmuls before and after GELU, and their z.
-        wanted, dtypes: Of the layer's parameters.
-        operand: Also receives the gradient of x in 8 bits.
+    ``grad_TF`` is the gradient of GELU's result, and overwritten; ``d_down_TH`` that of the down matmul's result;
+    ``wanted`` and ``dtypes`` are of the layer's parameters. ``operand`` also receives the gradient of x in 8 bits.
     """
     dz_down = on_down.through(d_down_TH, z_down, grad_TF)
     simple = (on_up.active or on_down.active) and on_up.is_simple and on_down.is_simple
@@ -316,3 +289,71 @@ def gelu_gradients(
 
 def _product(grad_TO: Tensor, x_TI: Tensor) -> Tensor:
     return weight_gradient(grad_TO, x_TI, torch.float32)
+
+
+def products(
+    parameters: Sequence[Tensor],
+    dtype: torch.dtype,
+    kinds: Sequence[int] = (0, 1),
+    merged: Sequence[Tensor] | None = None,
+) -> list[list[Tensor]]:
+    """The four matmuls' weights (kind 0) and biases (kind 1) in a dtype; query, key and value are one matmul.
+
+    ``merged`` are the six Linears' weights with their adapters, in that dtype and one after the other in memory.
+    """
+    cast = [kind for kind in kinds if kind or merged is None]
+    copies = iter([*(merged or ()), *cast_together([parameters[i + kind] for kind in cast for i in WEIGHTS], dtype)])
+    results = []
+    for _ in kinds:
+        query, _, _, *others = (next(copies) for _ in range(6))
+        # The copies of query, key and value follow one another in memory.
+        three = query.as_strided((3 * len(query), *query.shape[1:]), query.stride())
+        results.append([three, *others])
+    return results
+
+
+def parameter_gradients(
+    dtypes: Sequence[torch.dtype],
+    wanted: Sequence[bool],
+    weights: Sequence[Tensor | None],
+    partial_sums: Sequence[Tensor | None],
+) -> list[Tensor | None]:
+    """The gradients of a layer's parameters, in their order and dtypes; None for those that are not wanted.
+
+    ``weights`` are those of qkv, out, up and down; ``partial_sums`` those of the second norm, the up projection, the
+    first norm and qkv, or None if no parameter of theirs is wanted.
+    """
+    needs_sums = any(want for i, want in enumerate(wanted) if i not in WEIGHTS)
+    sums2, d_up_b, sums1, d_qkv_b = totals_of(partial_sums) if needs_sums else [None] * 4
+    d_qkv_w, d_out_w, d_up_w, d_down_w = weights
+    norm2, norm1 = ([None] * 3 if sums is None else sums.unbind() for sums in (sums2, sums1))
+    gradients = of_query_key_value(d_qkv_w, d_qkv_b)
+    gradients += [d_out_w, norm1[2], norm1[0], norm1[1], d_up_w, d_up_b, d_down_w, norm2[2], norm2[0], norm2[1]]
+    return in_dtypes(gradients, dtypes, wanted)
+
+
+def of_query_key_value(weight: Tensor | None, bias: Tensor | None) -> list[Tensor | None]:
+    """The gradients of weight and bias of query, key and value in turn, from those of their one matmul."""
+    thirds = [[None] * 3 if three is None else three.chunk(3) for three in (weight, bias)]
+    return [gradient for pair in zip(*thirds, strict=True) for gradient in pair]
+
+
+def totals_of(partial_sums: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """The total of each tensor of partial sums, of which at least one is given; None for the others."""
+    found = iter(totals([partial for partial in partial_sums if partial is not None]))
+    return [None if partial is None else next(found) for partial in partial_sums]
+
+
+def in_dtypes(
+    gradients: Sequence[Tensor | None], dtypes: Sequence[torch.dtype], wanted: Sequence[bool]
+) -> list[Tensor | None]:
+    """Each gradient in its parameter's dtype; None for those that are not wanted."""
+    each = zip(gradients, dtypes, wanted, strict=True)
+    return [g.to(dtype) if want and g is not None else None for g, dtype, want in each]
+
+
+def weight_gradient(grad_TO: Tensor, x_TI: Tensor, dtype: torch.dtype) -> Tensor:
+    """A weight's gradient (O, I); torch 2.8 and newer write float32 directly."""
+    if dtype == torch.float32 and grad_TO.is_cuda and hasattr(torch.ops.aten.mm, "dtype"):
+        return torch.mm(grad_TO.t(), x_TI, out_dtype=torch.float32)
+    return torch.mm(grad_TO.t(), x_TI)
