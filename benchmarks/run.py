@@ -63,7 +63,7 @@ from benchmarks.table_file import Configuration, Table, configurations_of, read_
 from benchmarks.tables import markdown, page
 from benchmarks.worker import Ahead, compile_bytecode
 from composer_speedups.core.files import write_atomically
-from composer_speedups.core.subprocesses import command_output
+from composer_speedups.core.processes import command_output
 from composer_speedups.sweep.processes import TRAIN, Ended, Job, Process, run_all
 
 ROOT = Path(__file__).parent.parent

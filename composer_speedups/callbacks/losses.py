@@ -12,14 +12,13 @@ from composer.core import Callback, Event, Precision, State, TimeUnit
 from composer.loggers import Logger
 from torch import Tensor
 
-from composer_speedups.callbacks.checkpoint_veto import last_checkpoint, resume_advice, veto_checkpoints
+from composer_speedups.callbacks.checkpoints import SavedCallback, last_checkpoint, resume_advice, veto_checkpoints
 from composer_speedups.callbacks.config import DivergenceConfig, FiniteLossConfig
-from composer_speedups.callbacks.saved_callback import SavedCallback
 from composer_speedups.core.engaging import techniques_of
 from composer_speedups.core.errors import RunFailedError
 from composer_speedups.core.trainer_state import any_rank, device_of, local_shard
+from composer_speedups.distributed.composer_loop import reads_no_gradients
 from composer_speedups.distributed.fsdp import GradientClipping
-from composer_speedups.distributed.gradient_readers import reads_no_gradients
 from composer_speedups.distributed.host_scalars import HostCopy
 
 log = logging.getLogger(__name__)
@@ -33,12 +32,11 @@ class LossMonitor(SavedCallback):
     It reads the loss that Composer has read for its log, averaged over ranks, so that it adds no synchronization.
 
     **NaN and infinite losses** (``finite_loss``). With ``on_nonfinite="stop"`` all ranks stop after that batch, before
-    the next checkpoint or evaluation. With ``"skip"`` the loss is copied to the host after the forward pass. If it is
-    not finite on any rank, the batch's gradients are dropped before the optimizer steps: weights and optimizer state do
-    not change, and the schedule advances. On several ranks this costs one more reduction per batch. The first batch of
-    a process is never skipped, because techniques are observed in it. Neither is one if the weights themselves are not
-    finite. In both cases the weights are checked before each checkpoint and at the end, because gradients may overflow
-    while the loss is finite.
+    the next checkpoint or evaluation. With ``"skip"``, if the loss is not finite on any rank, the batch's gradients are
+    dropped before the optimizer steps: weights and optimizer state do not change, and the schedule advances. On several
+    ranks this costs one more reduction per batch. The first batch of a run is never skipped, because techniques are
+    observed in it, nor is one whose weights are not finite. In both cases the weights are checked before each
+    checkpoint and at the end, because gradients may overflow while the loss is finite.
 
     **Divergence** (``divergence``). While the moving average of the loss is above ``factor`` times its value at the
     last good checkpoint plus ``margin``, checkpoints are not written, so that the last good one remains. After
@@ -156,7 +154,8 @@ class LossMonitor(SavedCallback):
         if not finite and self.finite_loss is not None:
             self.nonfinite += 1
             if self.finite_loss.on_nonfinite == "stop":
-                found = _nonfinite_gradients(state) or "no gradient"
+                named = ((name, p.grad) for name, p in state.model.named_parameters() if p.grad is not None)
+                found = _describe("gradients", named) or "no gradient"
                 raise RunFailedError(f"loss: {loss} at {_circumstances(state)}; not finite: {found}; {_advice(state)}")
             self._log_counts(logger)
         self.losses[batch] = loss
@@ -202,9 +201,7 @@ class LossMonitor(SavedCallback):
     # NaN and infinite values
 
     def _log_counts(self, logger: Logger) -> None:
-        logger.log_metrics(
-            {"numerics/nonfinite_losses": self.nonfinite, "numerics/skipped_steps": self.skipped},
-        )
+        logger.log_metrics({"numerics/nonfinite_losses": self.nonfinite, "numerics/skipped_steps": self.skipped})
 
     def _check_weights(self, state: State, when: str) -> None:
         if bad := _nonfinite_weights(state):
@@ -323,15 +320,9 @@ def _total(loss: Any) -> Tensor:
 
 
 def _nonfinite_weights(state: State) -> str | None:
-    """``"2 of 39 weights, NAME first"``, or None if all weights are finite on all ranks. Collective; synchronizes with
-    the device once."""
+    """``"2 of 39 weights, NAME first"``, or None if all weights are finite on all ranks. Collective."""
     bad = _describe("weights", ((name, p.detach()) for name, p in state.model.named_parameters()))
     return bad or "another rank's weights" if any_rank(state.device, bad is not None) else None
-
-
-def _nonfinite_gradients(state: State) -> str | None:
-    named = ((name, p.grad) for name, p in state.model.named_parameters() if p.grad is not None)
-    return _describe("gradients", named)
 
 
 def _describe(what: str, named: Iterable[tuple[str, Tensor]]) -> str | None:
@@ -345,8 +336,7 @@ def _describe(what: str, named: Iterable[tuple[str, Tensor]]) -> str | None:
 
 
 def _circumstances(state: State, *, ended: bool = True) -> str:
-    """The step, its batch, learning rate, precision and techniques, as the middle of a sentence; ``ended`` if Composer
-    has already counted the batch, as at BATCH_END."""
+    """The step, as the middle of a sentence; ``ended`` if Composer has already counted it, as at BATCH_END."""
     time = state.previous_timestamp if ended and state.previous_timestamp is not None else state.timestamp
     rates = sorted({float(group["lr"]) for optimizer in state.optimizers for group in optimizer.param_groups})
     techniques = [t.name for t in techniques_of(state.algorithms) if t.engaged]

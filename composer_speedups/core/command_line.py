@@ -22,14 +22,13 @@ T = TypeVar("T", bound=Settings)
 
 
 class CommandLine(NamedTuple):
-    files: list[str]  # empty for programs with positional words, and with --help
+    files: list[str]  # none with --help, and for programs with positional words
     words: list[str]
     overrides: list[str]  # key=value
     help: bool
 
     @property
     def file(self) -> str:
-        """The only file, of a program that takes one."""
         [file] = self.files
         return file
 
@@ -38,16 +37,6 @@ def console_command() -> str | None:
     """The name of the console command of this package that started the process; None if none did."""
     command = Path(sys.argv[0]).name
     return command if command.startswith("composer-speedups") else None
-
-
-def usage_as_typed(usage: str) -> str:
-    """A program's usage, with its console command in place of ``python -m …`` or ``composer train.py`` if that is what
-    started it."""
-    command = console_command()
-    if command is None:
-        return usage
-    module = f"python -m composer_speedups.{command.removeprefix('composer-speedups-')} "
-    return usage.replace(module, f"{command} ").replace("usage: composer train.py ", f"usage: {command} ")
 
 
 def parse_command_line(
@@ -64,46 +53,38 @@ def parse_command_line(
     Raises:
         ConfigError: An argument of another form, a missing or superfluous file or word, or an unknown config name.
     """
-    names, positional, overrides, wants_help = list[str](), [], [], False
-    usage = " ".join([*words, more]).strip()
+    names, positional, overrides, wants_help = list[str](), list[str](), list[str](), False
+    usage = " ".join([*words, more]).strip() or "-f FILE"
     rest = iter(arguments)
     for argument in rest:
         if argument in ("-h", "--help"):
             wants_help = True
         elif argument in ("-f", "--file") and not words:
-            if names and not several_files:
-                raise ConfigError(f"{COMMAND_LINE}: {argument} names a second config file; pass one")
             names.append(next(rest, ""))
-            if not names[-1]:
-                raise ConfigError(f"{COMMAND_LINE}: {argument} needs a file, as in -f yamls/quickstart.yaml")
-        elif "=" in argument.lstrip("=") and not argument.startswith("-"):
+        elif "=" in argument[1:] and argument[0] not in "-=":
             overrides.append(argument)
-        elif words and argument and "=" not in argument and not argument.startswith("-"):
+        elif words and argument and "=" not in argument and argument[0] != "-":
             positional.append(argument)
-        elif argument.startswith("--") and "=" in argument:
-            raise ConfigError(f"{COMMAND_LINE}: cannot read {argument!r}; did you mean {argument[2:]!r}?")
         else:
-            expected = usage or "-f FILE"
-            hint = "; quote a value that has blanks, as in 'key={name: value}'" if argument[-1:] in ("}", "]") else ""
-            raise ConfigError(f"{COMMAND_LINE}: cannot read {argument!r}; expected {expected} or key=value{hint}")
-    if not wants_help and len(positional) != len(words):
+            raise ConfigError(f"{COMMAND_LINE}: cannot read {argument!r}; expected {usage} or key=value")
+    if wants_help:
+        return CommandLine([], positional, overrides, True)
+    if len(positional) != len(words):
         raise ConfigError(
             f"{COMMAND_LINE}: expected {usage} and then key=value, not {' '.join(arguments)!r}; see --help"
         )
-    if not wants_help and not words and not names:
+    if not words and not all(names or [""]):
         raise ConfigError(f"{COMMAND_LINE}: no config file; add -f quickstart, or --help for all keys")
+    if len(names) > 1 and not several_files:
+        raise ConfigError(f"{COMMAND_LINE}: -f names a second config file; pass one")
     folders = {name: _configs_of_folder(name) for name in names if several_files}
-    files = [path for name in names if not wants_help for path in folders.get(name) or [find_config(name)]]
-    return CommandLine(files, positional, overrides, wants_help)
+    return CommandLine(
+        [path for n in names for path in folders.get(n) or [find_config(n)]], positional, overrides, False
+    )
 
 
 def find_config(name: str) -> str:
-    """The path of the config that ``-f`` names: a file, or a config that comes with the package, such as ``quickstart``
-    or ``glue/mrpc``.
-
-    Raises:
-        ConfigError: A name without folder and suffix that is neither a file nor a config of the package.
-    """
+    """The path of the config that ``-f`` names: a file, or one of the package's, such as ``quickstart``."""
     if os.path.isfile(name):
         return name
     shipped = _shipped_configs()
@@ -129,19 +110,14 @@ def _shipped_configs() -> dict[str, str]:
 
 
 def read_settings(cls: type[T], arguments: Sequence[str], prefix: str = "") -> tuple[T, list[str]]:
-    """Read settings from ``key=value`` pairs with values in YAML; the last value of a key wins. ``a,b`` is a list, too,
-    and text is taken as it is.
-
-    Args:
-        cls: A class without sections.
-        arguments: ``key=value`` strings. With a prefix, arguments without it are returned.
-        prefix: Prefix of the keys, such as ``tune.``.
+    """Read settings of a class without sections from ``key=value`` pairs with values in YAML; the last one of a key
+    wins. ``a,b`` is a list, too, and text is taken as it is.
 
     Returns:
         The settings, and the arguments without the prefix.
 
     Raises:
-        ConfigError: One line for each mistake, with the key and, if there is one, the closest known key.
+        ConfigError: One line for each mistake.
     """
     own = [pair for pair in arguments if "=" in pair and pair.startswith(prefix)]
     values: dict[str, Any] = {}
@@ -177,13 +153,10 @@ def read_pair(pair: str, cls: type[Settings], prefix: str = "") -> dict[Any, Any
 
 
 def read_yaml(text: str, cls: type[Settings]) -> Any:
-    """The content of a YAML file; None if it is empty.
+    """The content of a YAML file; None if it is empty, and a ValueError if it is not valid.
 
     Where ``cls`` expects text, or a mapping from names, it is as written, not what YAML reads as a boolean, number or
     date (``no``, ``007``).
-
-    Raises:
-        ValueError: It is not valid YAML.
     """
     import yaml
 

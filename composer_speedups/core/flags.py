@@ -1,8 +1,9 @@
-"""Process-wide flags that a run sets while it trains or evaluates, and gives back afterwards."""
+"""Process-wide flags and attributes that are set for a while and given back."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,12 +12,8 @@ import torch
 class ProcessFlag:
     """One process-wide flag, and the runs that currently hold it. The run that took it last determines its value.
 
-    Runs may release it in any order, or only when their Trainers close. The value to restore is passed on to the next
-    holder, and the last one to release the flag restores the value from before the first.
-
-    Args:
-        read: Returns the current value.
-        write: Sets a value that ``read`` returned.
+    Runs may release it in any order. The value to restore is passed on to the next holder, and the last one restores
+    the value from before the first.
     """
 
     def __init__(self, read: Callable[[], Any], write: Callable[[Any], object]) -> None:
@@ -46,3 +43,14 @@ class ProcessFlag:
 
 
 MATMUL_PRECISION = ProcessFlag(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision)
+
+
+@contextmanager
+def temporary_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Set an attribute that ``owner`` has to ``value`` inside the block, and restore it afterwards."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)

@@ -1,8 +1,8 @@
 """Check whether a module is exactly what its library builds: class, children, parameters, settings, no hooks.
 
-A technique that computes a module's result itself reads the module's weights and does not call its code. This is only
-valid if that code is known: a hook or another activation would be ignored silently. PEFT's plain LoRA layers are known:
-what they wrap is compared, and :mod:`.adapters` reads what they add.
+A technique that computes a module's result itself does not call the module's code, and would silently ignore a hook or
+another activation. PEFT's plain LoRA layers are known: what they wrap is compared, and :mod:`.adapters` reads what they
+add.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules import module as torch_modules
 from transformers import PreTrainedModel
 from transformers.modeling_utils import AttentionInterface
 
@@ -34,13 +33,6 @@ _CASTS = "accelerate.utils.operations"
 _FREE = {"training", "layer_idx", "p", "eps", "inplace", "name_or_path", "warnings_issued"}
 _FREE |= {"is_gradient_checkpointing", "gradient_checkpointing", "attn_implementation"}
 _PLAIN = (bool, int, float, str, type(None), tuple, FunctionType, BuiltinFunctionType, MethodType)
-# Global hooks of all modules, for which torch has no public accessor.
-_EVERYWHERE = (
-    torch_modules._global_forward_pre_hooks,
-    torch_modules._global_forward_hooks,
-    torch_modules._global_backward_pre_hooks,
-    torch_modules._global_backward_hooks,
-)
 
 
 def differences(
@@ -52,23 +44,17 @@ def differences(
     around: bool = False,
     skip: Collection[nn.Module] = (),
 ) -> Iterator[str]:
-    """Yield the differences between a module, including its submodules, and a reference.
+    """Yield the differences between a user's module and what its library builds, as sentences that begin with ``name``.
+
+    Dropout probabilities, epsilons, weights, dtypes, devices and ``requires_grad`` may differ, and modules inside may
+    have LoRA adapters.
 
     Args:
-        module: The user's module.
-        reference: The module that the library builds from the same configuration; may be on the meta device.
-        name: The module's name, for the sentences.
-        ours: Whether changes by this package are ignored.
-        around: Whether hooks on the module itself, and this package's ``forward`` around the class's, are ignored,
-            because they run independently of the class's ``forward``.
+        ours: Ignore changes by this package.
+        around: Ignore hooks on the module itself, and this package's ``forward`` around the class's, because they run
+            independently of the class's ``forward``.
         skip: Modules to skip.
-
-    Yields:
-        Sentences such as "bert.encoder.layer.0.output has its own forward". Dropout probabilities, epsilons, values of
-        weights, dtypes, devices and ``requires_grad`` may differ, and modules inside may have LoRA adapters.
     """
-    if _hooked_everywhere():
-        yield "every module has a hook (torch.nn.modules.module.register_module_…_hook)"
     if type(module) is not type(reference) and not (ours and _is_ours(type(module))):
         yield f"{name} is {_described(type(module))} instead of {_described(type(reference))}"
         return
@@ -97,7 +83,7 @@ def differences(
 def _other_module(
     held: nn.Module, built: nn.Module, name: str, *, ours: bool, skip: Collection[nn.Module]
 ) -> Iterator[str]:
-    """As :func:`differences`; PEFT's LoRA layers, and its copies of modules trained in full, are seen through."""
+    """As :func:`differences`, and PEFT's wrappers are seen through."""
     if (refusal := adapter_refusal(held)) is not None:
         yield f"{name} {refusal}"
         return
@@ -111,10 +97,11 @@ def _other_module(
 
 
 def hooks_on(module: nn.Module, name: str, *, ours: bool) -> Iterator[str]:
-    """The kinds of hooks on a module itself, without transformers' recorders; ``ours``: without this package's."""
+    """The kinds of hooks on a module itself; ``ours``: without this package's."""
     for attribute, description in HOOKS.items():
         hooks = getattr(module, attribute).values()
-        if any(not (_is_recorder(hook) or (ours and _is_ours(hook))) for hook in hooks):
+        theirs = (hook for hook in hooks if getattr(hook, "__module__", None) != _RECORDERS)
+        if any(not (ours and _is_ours(hook)) for hook in theirs):
             yield f"{name} has {description}"
 
 
@@ -127,10 +114,8 @@ def _other_settings(module: nn.Module, reference: nn.Module, name: str) -> Itera
 
 
 def model_differences(model: PreTrainedModel, name: str = "", *, skip: Collection[nn.Module] = ()) -> list[str]:
-    """How a transformers model differs from what its class builds from its configuration; see :func:`differences`.
-
-    Changes by this package are ignored. A class that is not transformers' own is a difference.
-    """
+    """How a transformers model differs from what its class builds from its configuration, apart from this package's
+    changes; see :func:`differences`."""
     kind = next(c for c in type(model).__mro__ if not _is_ours(c))
     label = name or kind.__name__
     if not kind.__module__.startswith("transformers.models."):
@@ -146,11 +131,10 @@ def model_differences(model: PreTrainedModel, name: str = "", *, skip: Collectio
 
 
 def changes_to(model: nn.Module) -> list[str]:
-    """How a model, with everything around and inside it, differs from a model that is entirely transformers' own.
+    """How a model, inside Composer's HuggingFaceModel or not, differs from one that is entirely transformers' own.
 
-    Composer's HuggingFaceModel around it is ignored. A bare encoder is a difference, because the code that reads its
-    result is unknown, unless the surrounding model has ``reads_real_tokens`` and so ignores padding, as this package's
-    tasks do.
+    A bare encoder is a difference, because the code that reads its result is unknown, unless the surrounding model has
+    ``reads_real_tokens``, as this package's tasks do.
     """
     outermost = outermost_models(model)
     changes = []
@@ -167,11 +151,7 @@ def changes_to(model: nn.Module) -> list[str]:
 
 
 def built_on_meta(kind: Callable[..., nn.Module], *arguments: Any, **settings: Any) -> Any:
-    """Build a module without allocating its weights.
-
-    Not under transformers' ``no_init_weights``, which replaces torch's functions in all threads: a model that is built
-    in another one would not be initialized.
-    """
+    """Build a module without allocating its weights; without ``no_init_weights``, which affects all threads."""
     with torch.device("meta"):
         return kind(*arguments, **settings)
 
@@ -208,7 +188,6 @@ def _is_forward_of(kind: type[nn.Module], method: Any) -> bool:
 
 
 def _other_tensors(module: nn.Module, reference: nn.Module, name: str, added: Collection[str]) -> Iterator[str]:
-    """``added``: buffers that this package added to the module."""
     buffers = {key: buffer for key, buffer in module._buffers.items() if key not in added}
     for kind, held, built in (
         ("parameters", module._parameters, reference._parameters),
@@ -234,10 +213,6 @@ def _same(held: Any, built: Any) -> bool:
     return bool(held is built or (type(held) is type(built) and held == built))
 
 
-def _hooked_everywhere() -> bool:
-    return any(_EVERYWHERE) and not all(_is_harmless(hook) for hooks in _EVERYWHERE for hook in hooks.values())
-
-
 def _is_patched(kind: type[nn.Module]) -> bool:
     """Whether a class's ``forward`` was replaced."""
     owner = next(c for c in kind.__mro__ if "forward" in vars(c))
@@ -261,14 +236,6 @@ def _is_known_attention(name: str) -> bool:
     function = AttentionInterface().get(name)
     theirs = (getattr(function, "__module__", None) or "").startswith("transformers.")
     return theirs or _is_ours(function) or (name == "eager" and function is None)
-
-
-def _is_recorder(hook: Any) -> bool:
-    return getattr(hook, "__module__", None) == _RECORDERS
-
-
-def _is_harmless(hook: Any) -> bool:
-    return _is_recorder(hook) or _is_ours(hook)
 
 
 def _described(kind: type, *, article: bool = True) -> str:

@@ -25,7 +25,7 @@ _NAMES = {
     "BalancedSampler": "balanced_sampling",
     "FreezeGarbage": "host",
     "OverlappedDDP": "ddp",
-    "reads_no_gradients": "gradient_readers",
+    "reads_no_gradients": "composer_loop",
     "share_cores": "host",
 }
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from importlib.util import find_spec
 
 __all__ = ["missing_c_compiler"]
 
@@ -12,21 +11,10 @@ __all__ = ["missing_c_compiler"]
 def missing_c_compiler() -> str | None:
     """Return which C compiler Triton does not find, as the end of "needs a C compiler: …"; None if it finds one.
 
-    Triton runs ``$CC`` if it is set, and otherwise gcc or clang, unless ``triton.knobs.build.impl`` replaces all of
-    them (Triton 3.4 and newer).
-
-    Source: triton/runtime/build.py.
+    Triton runs ``$CC`` if it is set, and otherwise gcc or clang. Source: triton/runtime/build.py.
     """
     named = os.environ.get("CC")
     candidates = ["gcc", "clang"] if named is None else [named]
-    if any(map(shutil.which, candidates)) or _is_replaced():
+    if any(map(shutil.which, candidates)):
         return None
     return "neither gcc nor clang is installed" if named is None else f"CC is {named!r}, which is not a program"
-
-
-def _is_replaced() -> bool:
-    if find_spec("triton") is None:
-        return False
-    import triton  # slow, and hardly ever reached
-
-    return getattr(getattr(getattr(triton, "knobs", None), "build", None), "impl", None) is not None

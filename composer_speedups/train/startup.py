@@ -18,8 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from composer_speedups.core.process_age import process_age
-from composer_speedups.core.subprocesses import python_module_command
+from composer_speedups.core.processes import process_age, python_module_command
 
 if TYPE_CHECKING:
     from composer_speedups.train.config.schema import Config

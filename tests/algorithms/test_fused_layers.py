@@ -15,7 +15,6 @@ from composer.loggers import Logger
 from composer.models import HuggingFaceModel
 from peft import IA3Config, LoraConfig, PrefixTuningConfig, get_peft_model
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrize, prune
 from torch.utils.data import DataLoader
 from transformers import AutoModelForSequenceClassification, BertConfig
@@ -284,13 +283,7 @@ def test_a_model_with_a_changed_layer_is_refused_and_not_changed(change: Any, re
     assert not layers_of(model)
 
 
-def test_a_patched_class_and_global_hooks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    handle = register_module_forward_hook(lambda *_: None)
-    try:
-        with pytest.raises(ValueError, match="every module has a hook"):
-            unpad_and_fuse(tiny_bert())
-    finally:
-        handle.remove()
+def test_a_patched_class_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BertSelfOutput, "forward", lambda self, a, b: a)
     with pytest.raises(ValueError, match=r"transformers BertSelfOutput\.forward was replaced in its class"):
         unpad_and_fuse(tiny_bert())
@@ -299,7 +292,7 @@ def test_a_patched_class_and_global_hooks_are_refused(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (LoraConfig(target_modules=["query"], use_dora=True), "has an adapter with DoRA"),
+        (LoraConfig(target_modules=["query"], use_dora=True), "has adapters other than one plain LoRA adapter"),
         (IA3Config(target_modules=["key"], feedforward_modules=[]), "is a peft Linear instead of a torch Linear"),
     ],
 )

@@ -103,13 +103,14 @@ def with_another_dropout(model: Any) -> Any:
     return model
 
 
+OTHER = "query has adapters other than one plain LoRA adapter"
 # Name → adapters that the kernels do not know, and the reason.
 UNKNOWN: dict[str, tuple[Change, str]] = {
-    "DoRA": (lambda model: adapted(model, use_dora=True), r"query has an adapter with DoRA"),
-    "bias": (lambda model: adapted(model, lora_bias=True), r"query has an adapter with a bias \(lora_bias\)"),
-    "two": (lambda model: two_active(adapted(model)), r"query has several active adapters \(default, second\)"),
+    "DoRA": (lambda model: adapted(model, use_dora=True), OTHER),
+    "bias": (lambda model: adapted(model, lora_bias=True), OTHER),
+    "two": (lambda model: two_active(adapted(model)), OTHER),
     "hook": (lambda model: with_a_hook(adapted(model)), r"query has a forward hook"),
-    "dropout": (lambda model: with_another_dropout(adapted(model)), r"has an adapter with Tanh instead of Dropout"),
+    "dropout": (lambda model: with_another_dropout(adapted(model)), OTHER),
 }
 
 

@@ -62,7 +62,7 @@ def test_peers_train_the_same_steps_and_report_the_same_keys(overrides: list[str
         assert set(report) - {"losses"} == set(ours)
         for section in ("throughput", "memory", "training", "environment", "numerics"):
             assert set(report[section]) == set(ours[section])
-        for name in ("tokens_per_sec", "mfu", "samples_per_sec", "step_seconds"):
+        for name in ("tokens_per_sec", "samples_per_sec", "step_seconds"):
             assert report["throughput"][name] > 0
         assert report["throughput"]["eval_seconds"] > 0
         assert [e["batch"] for e in report["evaluations"]] == [e["batch"] for e in ours["evaluations"]]
@@ -362,6 +362,5 @@ def test_hf_trainer_trains_pefts_adapters() -> None:
     full = peer(hf_trainer)
     assert report["losses"][0] == pytest.approx(full["losses"][0], abs=1e-5), "adapters begin at zero"
     assert report["losses"][1:] != full["losses"][1:]
-    assert report["throughput"]["mfu"] < 1
     with pytest.raises(ConfigError, match=r"peer\.lora: must have rank and alpha, and may have targets and dropout"):
         peer(hf_trainer, "peer.lora={r: 4}")

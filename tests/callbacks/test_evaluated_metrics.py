@@ -17,7 +17,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from composer_speedups import BestWeights, EarlyStopping
-from composer_speedups.callbacks.run_history import RunHistory
+from composer_speedups.callbacks.history import RunHistory
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.tasks.metrics import final_metrics
 from tests.helpers.common import SAVING, data_spec, fit_and_close, in_turn, make_trainer, plain_batches, tiny_bert

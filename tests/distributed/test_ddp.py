@@ -25,12 +25,12 @@ from composer_speedups import (
     RunReport,
     ThroughputMonitor,
 )
-from composer_speedups.callbacks.float32_matmuls import Float32Matmuls
+from composer_speedups.callbacks.precision import Float32Matmuls
 from composer_speedups.core.trainer_state import model_of
 from composer_speedups.distributed import composer_loop
+from composer_speedups.distributed.composer_loop import reader_of_gradients, reads_no_gradients
 from composer_speedups.distributed.ddp import GradientSums, OverlappedDDP, _by_buckets, sums_of
 from composer_speedups.distributed.fsdp import GradientClipping
-from composer_speedups.distributed.gradient_readers import reader_of_gradients, reads_no_gradients
 from composer_speedups.tasks.classification import Classification
 from composer_speedups.tasks.models import FinetuneModel
 from composer_speedups.train.out_of_memory import MicrobatchTrainer

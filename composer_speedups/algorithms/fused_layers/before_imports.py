@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from composer_speedups.core.subprocesses import command_output
+from composer_speedups.core.processes import command_output
 from composer_speedups.families.family import kernel_shape
 from composer_speedups.kernels import Shape
 from composer_speedups.tasks.model_names import SIZES, resolve_name

@@ -11,11 +11,10 @@ import pytest
 import torch
 from composer import Evaluator
 from composer.models import HuggingFaceModel
-from matplotlib.figure import Figure
 from PIL import Image
 from sklearn.metrics import confusion_matrix, precision_recall_fscore_support
 
-from composer_speedups.callbacks.class_report import ClassReport, class_rows, note_on_metric
+from composer_speedups.callbacks.history import ClassReport, class_rows
 from composer_speedups.tasks.metrics import ByClass, MacroF1, MultilabelMacroF1
 from composer_speedups.train.plot import plot_confusion
 from tests.helpers.common import data_spec, make_trainer, plain_batches, tiny_bert
@@ -140,16 +139,6 @@ def test_class_names_are_drawn_as_text() -> None:
         assert image.getpixel((0, 0))[3] == 0, "no background"
 
 
-@pytest.mark.exhaustive
-def test_counts_are_white_on_dark_cells_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: list[Figure] = []
-    monkeypatch.setattr("composer_speedups.train.plot._write", lambda figure, path: drawn.append(figure))
-    plot_confusion([[1, 3], [2, 2]], ["no", "\U0001f680 yes"], "run", Path("confusion.png"))
-    assert [label.get_text() for label in drawn[0].axes[0].get_yticklabels()] == ["no", "1 yes"]
-    colors = [(text.get_text(), text.get_color()) for text in drawn[0].axes[0].texts]
-    assert colors == [("1", "black"), ("3", "white"), ("2", "black"), ("2", "black")]
-
-
 def test_a_printed_row_has_the_whole_name_of_its_class() -> None:
     names = ["billing question about\nan invoice", "billing question about a refund", "x" * 300]
     classes = {name: {"precision": 0.5, "recall": 0.5, "f1": 0.5, "samples": 2} for name in names}
@@ -157,19 +146,3 @@ def test_a_printed_row_has_the_whole_name_of_its_class() -> None:
     assert rows[:2] == ["F1 of billing question about an invoice", "F1 of billing question about a refund"]
     assert rows[2].startswith("F1 of xxx")
     assert rows[2].endswith("x…")
-
-
-def test_a_note_says_if_every_sample_was_predicted_as_one_class() -> None:
-    def classes(*predicted: int, true: tuple[int, ...] = (8, 8)) -> dict[str, Any]:
-        counts = zip(("no", "yes"), true, predicted, strict=True)
-        return {name: {"samples": samples, "predicted": count} for name, samples, count in counts}
-
-    assert note_on_metric("accuracy", classes(16, 0)) == "every sample was predicted as no"
-    assert note_on_metric("accuracy", classes(0, 16)) == "every sample was predicted as yes"
-    assert note_on_metric("accuracy", classes(15, 1)) == ""
-    assert note_on_metric("accuracy", classes(16, 0, true=(16, 0))) == "", "there is but one class"
-    assert note_on_metric("accuracy", classes(9, 0)) == "", "several labels a sample"
-    assert note_on_metric("macro_f1", classes(16, 0)) == ""
-    assert note_on_metric("binary_f1", classes(15, 1)) == "of yes"
-    assert note_on_metric("binary_f1", {}) == ""
-    assert note_on_metric("train_accuracy", classes(16, 0)) == "of the last batch"
