@@ -16,7 +16,7 @@ from composer_speedups.callbacks.checkpoints import SavedCallback, last_checkpoi
 from composer_speedups.callbacks.config import DivergenceConfig, FiniteLossConfig
 from composer_speedups.core.engaging import techniques_of
 from composer_speedups.core.errors import RunFailedError
-from composer_speedups.core.trainer_state import any_rank, device_of, local_shard
+from composer_speedups.core.trainer_state import any_rank, local_shard
 from composer_speedups.distributed.composer_loop import reads_no_gradients
 from composer_speedups.distributed.fsdp import GradientClipping
 from composer_speedups.distributed.host_scalars import HostCopy
@@ -43,13 +43,13 @@ class LossMonitor(SavedCallback):
     ``batches`` consecutive batches above that limit the run stops and names it. Before the first checkpoint, the value
     after 1 / (1 - smoothing) batches is the reference. Batches with a NaN or infinite loss are ignored here.
 
-    **fp16**: steps that the gradient scaler skips because gradients overflowed are counted on the device. They are
-    harmless unless the scale falls below 1e-4.
+    **fp16**: steps that the gradient scaler skips because gradients overflowed are harmless, unless its scale falls
+    below 1e-4: then the run stops.
 
     Logged after the first batch, every ``interval`` batches and after the last one: ``optimizer/learning_rate`` of the
     first parameter group in that step, ``numerics/smoothed_loss``, and one batch later, so that the host need not wait
     for the device, ``optimizer/gradient_norm`` (the global L2 norm before clipping, if :class:`.GradientClipping`
-    computes it), ``numerics/loss_scale`` and ``numerics/loss_scale_skips`` (fp16). Logged at each skip and at the end:
+    computes it) and ``numerics/loss_scale`` (fp16). Logged at each skip and at the end:
     ``numerics/nonfinite_losses`` and ``numerics/skipped_steps``.
 
     Args:
@@ -70,7 +70,7 @@ class LossMonitor(SavedCallback):
     """
 
     saved = (
-        *("losses", "nonfinite", "skipped", "skipped_in_row", "overflows"),
+        *("losses", "nonfinite", "skipped", "skipped_in_row"),
         *("reference", "withheld", "_sum", "_weight", "_averaged", "_above"),
     )
 
@@ -91,7 +91,6 @@ class LossMonitor(SavedCallback):
     def reset(self) -> None:
         self.losses: dict[int, float] = {}
         self.nonfinite = self.skipped = self.skipped_in_row = 0
-        self.overflows = 0  # steps that fp16's scaler skipped, as far as they were read
         self.reference: float | None = None
         self.withheld = 0
         self._sum = self._weight = 0.0
@@ -117,18 +116,10 @@ class LossMonitor(SavedCallback):
         self._rate = self._group["lr"]
         self._clipping = next((a for a in state.algorithms if isinstance(a, GradientClipping)), None)
         self._scaler = state.scaler if state.precision == Precision.AMP_FP16 else None
-        if self._scaler is not None:
-            self._scale = self._scaler.get_scale()
-            device = device_of(state)
-            self._last_scale = torch.tensor(self._scale, device=device)
-            self._overflows_here = torch.tensor(float(self.overflows), device=device)
 
     def batch_end(self, state: State, logger: Logger) -> None:
         batch = state.timestamp.batch.value
         rate, self._rate = self._rate, self._group["lr"]  # Composer's schedulers have already set the next one
-        if self._scaler is not None and (scale := self._scaler._get_scale_async()) is not None:
-            self._overflows_here += scale < self._last_scale
-            self._last_scale.copy_(scale)
         if self._sent:
             self._receive(state, logger)
         loss = state.total_loss_dict.get("loss/train/total")
@@ -163,9 +154,8 @@ class LossMonitor(SavedCallback):
             self._average(state, self.divergence, loss)
 
     def _send(self) -> None:
-        if self._scaler is not None:  # cloned, because the next batch writes to the same memory
-            self._sent["numerics/loss_scale"] = HostCopy(self._last_scale.clone())
-            self._sent["numerics/loss_scale_skips"] = HostCopy(self._overflows_here.clone())
+        if self._scaler is not None and (scale := self._scaler._get_scale_async()) is not None:
+            self._sent["numerics/loss_scale"] = HostCopy(scale.clone())  # the next batch writes to the same memory
         if self._clipping is not None and self._clipping.norm is not None:
             self._sent["optimizer/gradient_norm"] = HostCopy(self._clipping.norm)
 
@@ -174,11 +164,11 @@ class LossMonitor(SavedCallback):
         self._sent = {}
         logger.log_metrics(values)
         if "numerics/loss_scale" in values:
-            self._scale, self.overflows = values["numerics/loss_scale"], int(values["numerics/loss_scale_skips"])
+            self._scale = values["numerics/loss_scale"]
             if self._scale < MIN_SCALE:
                 raise RunFailedError(
-                    f"loss scale: {self._scale:.3g} at {_circumstances(state)}, after {self.overflows} steps whose "
-                    "gradients overflowed; they overflow at any scale: train in bf16 or fp32, or lower optimizer.lr"
+                    f"loss scale: {self._scale:.3g} at {_circumstances(state)}; gradients overflow at any scale: train "
+                    "in bf16 or fp32, or lower optimizer.lr"
                 )
 
     def close(self, state: State, logger: Logger) -> None:
@@ -192,11 +182,6 @@ class LossMonitor(SavedCallback):
         if self.finite_loss is not None:
             self._log_counts(logger)
             self._check_weights(state, "at the end of the run")
-
-    def state_dict(self) -> dict[str, Any]:
-        if self._scaler is not None:
-            self.overflows = int(self._overflows_here)
-        return super().state_dict()
 
     # NaN and infinite values
 
@@ -253,7 +238,7 @@ class LossMonitor(SavedCallback):
         if self.finite_loss is not None:
             values |= {"nonfinite_losses": self.nonfinite, "skipped_steps": self.skipped}
         if self._scale is not None:
-            values |= {"loss_scale": self._scale, "loss_scale_skips": self.overflows}
+            values["loss_scale"] = self._scale
         if self.divergence is not None:
             values["smoothed_loss"] = self.smoothed if self._weight else None
             values |= {"loss_at_last_good_checkpoint": self.reference, "checkpoints_withheld": self.withheld}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -133,8 +132,8 @@ def techniques_label(state: State) -> str:
 def _format(technique: Technique) -> str:
     changed = {
         name: getattr(technique, name)
-        for name, parameter in inspect.signature(type(technique)).parameters.items()
-        if name != "on_unavailable" and getattr(technique, name) != parameter.default
+        for name, field in type(technique).model_fields.items()
+        if name != "on_unavailable" and getattr(technique, name) != field.get_default(call_default_factory=True)
     }
     settings = ", ".join(f"{name}={value}" for name, value in changed.items())
     return f"{technique.name}({settings})" if settings else technique.name

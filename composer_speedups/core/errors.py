@@ -88,11 +88,6 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def failure_line(what: str, failed: str, error: BaseException) -> str:
-    """``what: failed (ErrorClass: reason)`` in one line."""
-    return f"{what}: {failed} ({type(error).__name__}: {first_line(error)})"
-
-
 def causes_of(error: BaseException) -> Iterator[BaseException]:
     """The error, then the chain of errors that it was raised from or while handling, up to the first."""
     cause: BaseException | None = error

@@ -6,6 +6,7 @@ A model whose modules are all exactly transformers' own is not compared: the par
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -118,18 +119,14 @@ class _Batch:
         return measure(self._model, self._call, self._mask, gradients=self._gradients)
 
     def _call(self) -> tuple[Any, Tensor | None]:
-        if self.tolerance is SIXTEEN_BITS:  # compared in the precision of training
-            from composer.core import get_precision_context
+        from composer.core import get_precision_context
 
-            with get_precision_context(self._state.precision, self._state.precision_config):
-                return self._forward()
-        return self._forward()
-
-    def _forward(self) -> tuple[Any, Tensor | None]:
-        outputs = self._model(self._batch)
-        if not self._with_loss:
-            return outputs, None
-        with loss_of_this_rank():  # other ranks may have halved their batch
+        precise = self.tolerance is not SIXTEEN_BITS  # otherwise compared in the precision of training
+        in_training = get_precision_context(self._state.precision, self._state.precision_config)
+        with nullcontext() if precise else in_training, loss_of_this_rank():  # other ranks may have halved their batch
+            outputs = self._model(self._batch)
+            if not self._with_loss:
+                return outputs, None
             loss = model_of(self._state).loss(outputs, self._batch)
         if isinstance(loss, Tensor):
             return outputs, loss

@@ -11,7 +11,6 @@ import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from inspect import Parameter, Signature
 from typing import Annotated, Any, ClassVar, Literal, Self, Union, dataclass_transform, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError, field_validator
@@ -68,12 +67,6 @@ class Settings(BaseModel):
 
     @classmethod
     def __pydantic_init_subclass__(cls, *, eq: bool = True, **_: Any) -> None:
-        kinds = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
-        every = [
-            Parameter(name, kinds[name in cls.not_recorded], default=field.default, annotation=field.annotation)
-            for name, field in cls.model_fields.items()
-        ]
-        cls.__signature__ = Signature(sorted(every, key=lambda parameter: parameter.kind))
         if not eq:
             cls.__eq__, cls.__hash__ = object.__eq__, object.__hash__  # type: ignore[assignment, method-assign]
 

@@ -188,23 +188,22 @@ def _is_forward_of(kind: type[nn.Module], method: Any) -> bool:
 
 
 def _other_tensors(module: nn.Module, reference: nn.Module, name: str, added: Collection[str]) -> Iterator[str]:
-    buffers = {key: buffer for key, buffer in module._buffers.items() if key not in added}
-    for kind, held, built in (
-        ("parameters", module._parameters, reference._parameters),
-        ("buffers", buffers, reference._buffers),
-    ):
-        if {k for k, v in held.items() if v is not None} != {k for k, v in built.items() if v is not None}:
-            odd = ", ".join(sorted(held.keys() ^ built.keys())) or "one is missing"
-            yield f"{name} has other {kind} than its class builds ({odd})"
+    for kind in ("parameters", "buffers"):
+        held, built = (
+            {key for key, tensor in getattr(owner, f"_{kind}").items() if tensor is not None and key not in added}
+            for owner in (module, reference)
+        )
+        if held != built:
+            yield f"{name} has other {kind} than its class builds ({', '.join(sorted(held ^ built))})"
             return
-    for key, built_parameter in reference._parameters.items():
+    for key, expected in reference._parameters.items():
         parameter = module._parameters[key]
-        if parameter is None or built_parameter is None:
+        if parameter is None or expected is None:
             continue
         if type(parameter) is not nn.Parameter or not parameter.is_floating_point():
             yield f"{name}.{key} is {_described(type(parameter))} instead of a plain floating-point tensor"
-        elif parameter.shape != built_parameter.shape:
-            yield f"{name}.{key} has shape {tuple(parameter.shape)} instead of {tuple(built_parameter.shape)}"
+        elif parameter.shape != expected.shape:
+            yield f"{name}.{key} has shape {tuple(parameter.shape)} instead of {tuple(expected.shape)}"
 
 
 def _same(held: Any, built: Any) -> bool:

@@ -44,8 +44,6 @@ class OverlappedDDP(Callback):
     """
 
     def __init__(self, bucket_mib: float = 64) -> None:
-        if bucket_mib <= 0:
-            raise ValueError(f"bucket_mib must be above 0, not {bucket_mib}")
         self.bucket_mib = bucket_mib
         self._composer_ddp: Any = None
         self._stepping: Optimizer | None = None

@@ -177,9 +177,8 @@ def test_an_evaluation_after_the_last_interval_counts_and_ends_before_the_next_f
 
 
 def test_a_fit_that_resets_the_time_keeps_its_steady_batches() -> None:
-    """Its first batches have the numbers of those that warmed up. Batches of an earlier Trainer do not count."""
+    """Its first batches have the numbers of those that warmed up."""
     clock, monitor = timed(warmup_batches=2)
-    trained(batches=plain_batches(2), callbacks=[monitor])
     trainer = make_trainer(batches=plain_batches(4), callbacks=[monitor])
     clock.pass_during(trainer.state.model, "forward", 2.0)
     trainer.fit()

@@ -55,5 +55,4 @@ def test_a_class_is_a_composer_algorithm_with_optional_arguments(name: str) -> N
     assert issubclass(cls, Algorithm)
     assert cls.required_on_load() is not ENTRIES[name].stock_checkpoint
     assert cls.__init__ is not Algorithm.__init__
-    optional = list(inspect.signature(cls).parameters.values())
-    assert all(p.default is not p.empty for p in optional), "Composer's tests construct algorithms without arguments"
+    assert cls() is not None, "Composer's tests construct algorithms without arguments"

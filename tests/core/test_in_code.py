@@ -23,10 +23,8 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForSequenceClassification
 
 from composer_speedups import TorchCompile, apply
-from composer_speedups.core.engaging import check
 from composer_speedups.core.errors import Refusal
-from composer_speedups.core.registry import technique_class, technique_names
-from composer_speedups.core.run import Run
+from composer_speedups.core.registry import technique_class
 from composer_speedups.core.technique import Technique
 from tests.helpers.common import final_weights, plain_batches, tiny_config
 from tests.helpers.exhaustive import others_exhaustive
@@ -45,12 +43,6 @@ def mlp() -> tuple[Any, Any]:
     return ComposerClassifier(layers, num_classes=2), vectors()
 
 
-def convnet() -> tuple[Any, Any]:
-    torch.manual_seed(0)
-    convolution = [nn.Unflatten(1, (1, 2, 4)), nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4)]
-    return ComposerClassifier(nn.Sequential(*convolution, nn.Flatten(), nn.Linear(32, 2)), num_classes=2), vectors()
-
-
 def bert() -> tuple[Any, Any]:
     """Build BERT as users do: default attention implementation, no tokenizer, rows collated by the DataLoader."""
     torch.manual_seed(0)
@@ -59,7 +51,7 @@ def bert() -> tuple[Any, Any]:
     return HuggingFaceModel(model, use_logits=True), DataLoader(rows, batch_size=4)
 
 
-MODELS: dict[str, Callable[[], tuple[Any, Any]]] = {"mlp": mlp, "convnet": convnet, "bert": bert}
+MODELS: dict[str, Callable[[], tuple[Any, Any]]] = {"mlp": mlp, "bert": bert}
 CASES = others_exhaustive(
     (
         pytest.param(case, id=case.id)
@@ -127,28 +119,8 @@ def test_supported_techniques_engage_on_stock_models() -> None:
         assert all(t.engaged for t in techniques), model
 
 
-def test_all_compatible_techniques_train_a_stock_bert_together() -> None:
-    """Combine as many techniques as do not conflict, in reverse order."""
-    together: list[Technique] = []
-    for name, entry in sorted(ENTRIES.items()):
-        if entry.variants and entry.stock_checkpoint and technique_class(name).effect != "recipe":
-            together = _with(together, _first(name))
-    assert len(together) >= 5
-    trainer = train(together[::-1], *bert())
-    assert all(t.engaged for t in together)
-    assert all(w.isfinite().all() for w in final_weights(trainer).values())
-
-
 def _first(name: str) -> Technique:
     return technique_class(name)(**ENTRIES[name].variants[0])
-
-
-def _with(techniques: list[Technique], another: Technique) -> list[Technique]:
-    try:
-        check([*techniques, another], Run(torch.device("cpu"), precision="amp_bf16"))
-    except Refusal:
-        return techniques
-    return [*techniques, another]
 
 
 IN_VAIN = {  # on the small plain modules
@@ -230,12 +202,3 @@ def _loss(model: Any, batch: Any) -> Tensor:
     if isinstance(batch, dict):
         return model(**batch).loss
     return F.cross_entropy(model(batch[0]).float(), batch[1])
-
-
-@pytest.mark.parametrize("name", technique_names())
-def test_the_class_is_public(name: str) -> None:
-    import composer_speedups
-
-    cls = technique_class(name)
-    assert getattr(composer_speedups, cls.__name__) is cls
-    assert cls.__name__ in composer_speedups.__all__
