@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import datetime
-import io
 import os
+import re
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
+
+import yaml
 
 from composer_speedups.core.errors import ConfigError, did_you_mean
 from composer_speedups.core.settings import Origins, Settings, fields_of, keys_of, parts_of, sections_of
@@ -135,65 +136,63 @@ def read_settings(cls: type[T], arguments: Sequence[str], prefix: str = "") -> t
 
 # YAML and key=value
 
+_TEXT = "tag:yaml.org,2002:str"
+_TYPED = {f"tag:yaml.org,2002:{kind}" for kind in ("bool", "int", "float", "timestamp")}
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads ``1e-3`` as a number, for which YAML 1.1 asks for ``1.0e-3``."""
+
+
+_FLOAT = re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+")
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789"))
+
 
 def read_pair(pair: str, cls: type[Settings], prefix: str = "") -> dict[Any, Any]:
     """The nested mapping of a ``section.key=value``; text is kept as in :func:`read_yaml`."""
-    import yaml
-
     name, _, value = pair.partition("=")
     if not all(name.split(".")):
         raise ConfigError(f"{COMMAND_LINE}: {name[:80]!r} is not a key; expected section.key=value")
     try:
-        node: Any = yaml.compose(value, yaml.SafeLoader)
-        for part in reversed(name.split(".")):
-            node = yaml.MappingNode("", [(yaml.ScalarNode("", part), node)])
-        return _parsed(lambda omegaconf: omegaconf.from_dotlist([pair]), node, cls)
-    except (ValueError, yaml.YAMLError, RecursionError) as error:
+        held = read_yaml(value, cls, name)
+    except ValueError as error:
         raise ConfigError(f"{COMMAND_LINE}: the value of {prefix}{name} is not valid YAML: {error}") from error
+    for part in reversed(name.split(".")):
+        held = {part: held}
+    return held  # type: ignore[no-any-return]
 
 
-def read_yaml(text: str, cls: type[Settings]) -> Any:
-    """The content of a YAML file; None if it is empty, and a ValueError if it is not valid.
+def read_yaml(text: str, cls: type[Settings], key: str = "") -> Any:
+    """The value of a YAML text at a key; None if it is empty, and a ValueError if it is not valid.
 
     Where ``cls`` expects text, or a mapping from names, it is as written, not what YAML reads as a boolean, number or
     date (``no``, ``007``).
     """
-    import yaml
-
-    try:
-        node: Any = yaml.compose(text, yaml.SafeLoader)
-    except (yaml.YAMLError, RecursionError) as error:
-        raise ValueError(str(error)) from error
-    if node is None or (isinstance(node, yaml.ScalarNode) and node.value in ("", "~", "null")):
-        return None
-    return _parsed(lambda omegaconf: omegaconf.load(io.StringIO(text)), node, cls)
-
-
-def _parsed(load: Callable[[Any], Any], node: Any, cls: type[Settings]) -> Any:
-    import yaml
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
     kinds: dict[str, set[Any]] = {}
-    for key, field, _ in keys_of(cls):
-        kinds[key] = kinds.get(key, set()) | (parts_of(field.annotation) if not sections_of(field) else set())
-
-    def as_written(held: Any, node: Any, key: str) -> Any:
-        if isinstance(held, dict) and isinstance(node, yaml.MappingNode):
-            written = {name.value: value for name, value in node.value if isinstance(name.value, str)}
-            if dict not in kinds.get(key, ()):
-                inner = {name: f"{key}.{name}".removeprefix(".") for name in held}
-                return {n: as_written(v, written[n], inner[n]) if n in written else v for n, v in held.items()}
-            return dict(zip(written, held.values(), strict=True)) if len(written) == len(held) else held
-        if str not in kinds.get(key, ()):
-            return held
-        if isinstance(held, list) and isinstance(node, yaml.SequenceNode):
-            return [as_written(*pair, key) for pair in zip(held, node.value, strict=True)]
-        typed = isinstance(held, (bool, int, float, datetime.date)) and isinstance(node, yaml.ScalarNode)
-        return node.value if typed else held
-
+    for name, field, _ in keys_of(cls):
+        kinds[name] = kinds.get(name, set()) | (parts_of(field.annotation) if not sections_of(field) else set())
+    loader = _Loader(text)
     try:
-        loaded = load(OmegaConf)
-        return as_written(OmegaConf.to_container(loaded, resolve=False), node, "")
-    except (OmegaConfBaseException, yaml.YAMLError, OSError, RecursionError) as error:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _keep_text(node, key, kinds)
+        return loader.construct_document(node)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ValueError(str(error)) from error
+
+
+def _keep_text(node: yaml.Node, key: str, kinds: Mapping[str, set[Any]]) -> None:
+    if isinstance(node, yaml.MappingNode):
+        seen = set[str]()
+        for name, value in node.value:
+            if str(name.value) in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"duplicate key {name.value}", name.start_mark)
+            seen.add(str(name.value))
+            if dict not in kinds.get(key, ()):
+                _keep_text(value, key if name.value == "<<" else f"{key}.{name.value}".removeprefix("."), kinds)
+            elif name.tag in _TYPED:
+                name.tag = _TEXT
+    elif str in kinds.get(key, ()):
+        for item in node.value if isinstance(node, yaml.SequenceNode) else [node]:
+            item.tag = _TEXT if item.tag in _TYPED else item.tag

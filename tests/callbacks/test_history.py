@@ -15,61 +15,53 @@ from PIL import Image
 from sklearn.metrics import confusion_matrix, precision_recall_fscore_support
 
 from composer_speedups.callbacks.history import ClassReport, class_rows
-from composer_speedups.tasks.metrics import ByClass, MacroF1, MultilabelMacroF1
+from composer_speedups.tasks.metrics import MacroF1, MultilabelMacroF1
 from composer_speedups.train.plot import plot_confusion
 from tests.helpers.common import data_spec, make_trainer, plain_batches, tiny_bert
 from tests.helpers.jobs import run
 from tests.helpers.ranks import on_ranks
 
 
-class Evaluated:
-    """A state after an evaluation with these metrics."""
-
-    def __init__(self, metric: ByClass, batch: int) -> None:
-        self.dataloader = object()
-        self.evaluators = [SimpleNamespace(label="eval", dataloader=SimpleNamespace(dataloader=self.dataloader))]
-        self.eval_metrics = {"eval": {"MacroF1": metric}}
-        self.timestamp = SimpleNamespace(batch=SimpleNamespace(value=batch))
-
-
-@pytest.mark.parametrize("classes", [4, 101])
-def test_the_classes_metrics_are_scikit_learns(classes: int) -> None:
-    generator = torch.Generator().manual_seed(3)
-    logits, labels = torch.randn(400, classes, generator=generator), torch.randint(classes, (400,), generator=generator)
-    names, predicted = [f"c{i}" for i in range(classes)], logits.argmax(-1)
-    metric, report = MacroF1(classes, names), ClassReport()
-    for rows in torch.arange(400).split(150):
+def reported(metric: Any, logits: torch.Tensor, labels: torch.Tensor) -> dict[str, Any]:
+    """The report of an evaluation after 7 batches, in three batches of its own."""
+    for rows in torch.arange(len(logits)).tensor_split(3):
         metric.update(logits[rows], labels[rows])
-    state: Any = Evaluated(metric, 7)
+    data, report = object(), ClassReport()
+    state: Any = SimpleNamespace(
+        dataloader=data,
+        evaluators=[SimpleNamespace(label="eval", dataloader=SimpleNamespace(dataloader=data))],
+        eval_metrics={"eval": {"MacroF1": metric}},
+        timestamp=SimpleNamespace(batch=SimpleNamespace(value=7)),
+    )
     report.eval_end(state, None)  # type: ignore[arg-type]
-    result = report.summary()
-    assert result["batch"] == 7
-    expected = precision_recall_fscore_support(labels, predicted, labels=range(classes), zero_division=np.nan)
+    assert report.summary(2) == {}, "an evaluation of an earlier process"
+    return report.summary()
+
+
+@pytest.mark.parametrize(("several", "classes"), [(False, 4), (False, 101), (True, 2), (True, 3)])
+def test_the_classes_metrics_are_scikit_learns(several: bool, classes: int) -> None:
+    """With several of three labels, the counts have the shape of a confusion matrix, and are none."""
+    generator, names = torch.Generator().manual_seed(3), [f"c{i}" for i in range(classes)]
+    scores = torch.rand(400, classes, generator=generator)
+    if several:
+        truth = (torch.rand(400, classes, generator=generator) < 0.4).long()
+        predicted, metric = (scores > 0.5).long(), MultilabelMacroF1(names)
+    else:
+        truth = torch.randint(classes, (400,), generator=generator)
+        predicted, metric = scores.argmax(-1), MacroF1(classes, names)
+    result = reported(metric, scores, truth)
+    expected = precision_recall_fscore_support(truth, predicted, labels=range(classes), zero_division=np.nan)
     for key, column in zip(("precision", "recall", "f1", "samples"), expected, strict=True):
         values = [np.nan if (v := result["classes"][name][key]) is None else v for name in names]
         np.testing.assert_allclose(values, column, err_msg=key)
-    matrix = confusion_matrix(labels, predicted, labels=range(classes)).tolist()
-    assert result["confusion"] == (matrix if classes <= 100 else None)
+    matrix = None if several or classes > 100 else confusion_matrix(truth, predicted, labels=range(classes)).tolist()
+    assert (result["batch"], result["confusion"]) == (7, matrix)
 
 
-@pytest.mark.parametrize("labels", [2, 3], ids="{} labels".format)
-def test_the_metrics_of_several_labels_a_sample_are_scikit_learns(labels: int) -> None:
-    """With three labels, the counts have the shape of a confusion matrix, and are none."""
-    generator = torch.Generator().manual_seed(5)
-    chances = torch.rand(60, labels, generator=generator)
-    truth = torch.rand(60, labels, generator=generator) < 0.4
-    names = [f"l{i}" for i in range(labels)]
-    metric, report = MultilabelMacroF1(names), ClassReport()
-    for rows in torch.arange(60).split(25):
-        metric.update(chances[rows], truth[rows].long())
-    state: Any = Evaluated(metric, 3)
-    report.eval_end(state, None)  # type: ignore[arg-type]
-    result = report.summary()
-    expected = precision_recall_fscore_support(truth, chances > 0.5)
-    for key, column in zip(("precision", "recall", "f1", "samples"), expected, strict=True):
-        np.testing.assert_allclose([result["classes"][name][key] for name in names], column, err_msg=key)
-    assert float(metric.compute()) == pytest.approx(expected[2].mean())
-    assert result["confusion"] is None
+def test_a_class_that_is_never_predicted_has_no_precision() -> None:
+    classes = reported(MacroF1(3), torch.eye(3)[[0, 0, 0]], torch.tensor([0, 0, 1]))["classes"]
+    assert classes["1"] == {"precision": None, "recall": 0.0, "f1": 0.0, "samples": 1, "predicted": 0}
+    assert classes["2"] == {"precision": None, "recall": None, "f1": None, "samples": 0, "predicted": 0}
 
 
 def test_a_multilabel_run_reports_its_labels_without_a_picture() -> None:
@@ -79,17 +71,6 @@ def test_a_multilabel_run_reports_its_labels_without_a_picture() -> None:
     scores = [values["f1"] or 0.0 for values in classes.values()]
     assert np.mean(scores) == pytest.approx(report["metrics"]["macro_f1"])
     assert not Path("runs/quickstart/confusion.png").exists()
-
-
-def test_a_class_that_is_never_predicted_has_no_precision() -> None:
-    metric, report = MacroF1(3), ClassReport()
-    metric.update(torch.eye(3)[[0, 0, 0]], torch.tensor([0, 0, 1]))
-    state: Any = Evaluated(metric, 1)
-    report.eval_end(state, None)  # type: ignore[arg-type]
-    classes = report.summary()["classes"]
-    assert classes["1"] == {"precision": None, "recall": 0.0, "f1": 0.0, "samples": 1, "predicted": 0}
-    assert classes["2"] == {"precision": None, "recall": None, "f1": None, "samples": 0, "predicted": 0}
-    assert report.summary(2) == {}, "an evaluation of an earlier process"
 
 
 def test_only_the_evaluator_of_its_label_and_the_last_trainer_count() -> None:

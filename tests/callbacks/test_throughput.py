@@ -73,29 +73,6 @@ def two_batches() -> torch.utils.data.DataLoader[Any]:
 
 
 @pytest.mark.pins
-def test_each_moment_belongs_to_one_phase() -> None:
-    clock = Clock()
-    phases = PhaseClock(clock)
-    for begin, then in [
-        (lambda: phases.begin("start"), 1),
-        (lambda: phases.begin("between"), 2),
-        (lambda: phases.begin("data"), 4),
-        (lambda: phases.begin("step"), 8),
-        (lambda: phases.begin("between"), 16),
-        (phases.begin_evaluation, 32),
-        (lambda: phases.begin("data"), 64),  # the evaluation's dataloader must not count as training
-        (phases.end_evaluation, 128),
-        (lambda: phases.begin("checkpoint"), 256),
-        (lambda: phases.begin("data"), 512),
-        (lambda: phases.begin(None), 1024),
-    ]:
-        begin()
-        clock.now += then
-    expected = {"start": 1, "between": 2 + 16 + 128, "data": 4 + 512, "step": 8, "eval": 96, "checkpoint": 256}
-    assert phases.seconds == expected
-
-
-@pytest.mark.pins
 def test_training_data_evaluation_and_checkpoints_are_timed_separately(tmp_path: Path) -> None:
     (clock, monitor), logger = timed(window=4, warmup_batches=2, interval=1), InMemoryLogger()
     batches = [batch([10, 6, 4, 4], seed=i) for i in range(8)]
@@ -270,40 +247,38 @@ def test_a_run_shorter_than_its_warm_up_reports_a_rate_and_no_steady_batches(tmp
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_bad_settings_are_refused() -> None:
-    for wrong in ({"window": 0}, {"interval": 0}, {"warmup_batches": 9}):
-        with pytest.raises(ValueError, match="must be .* than or equal to"):
-            ThroughputMonitor(**wrong)
+def emulated() -> list[Technique]:
+    return [Float8Linear(emulate=True), MixedPrecision("bf16", allow_cpu=True)]
 
 
-def test_the_precision_in_force_is_the_matmuls_precision() -> None:
-    assert precision_in_force(make_trainer().state) == "fp32"
-    assert precision_in_force(make_trainer([MixedPrecision("bf16", allow_cpu=True)]).state) == "bf16"
-    both = [Float8Linear(emulate=True), MixedPrecision("bf16", allow_cpu=True)]
-    assert precision_in_force(make_trainer(both).state) == "bf16", "emulated float8 multiplies in float32"
-    for named in ("high", "medium"):
-        torch.set_float32_matmul_precision(named)
-        assert precision_in_force(make_trainer().state) == "fp32", "a CPU has no TF32"
+@pytest.mark.parametrize(
+    ("build", "flag", "device", "expected"),
+    [
+        (list, "highest", "cpu", "fp32"),
+        (list, "high", "cpu", "fp32"),  # a CPU has no TF32
+        (list, "highest", "cuda", "fp32"),
+        (list, "high", "cuda", "tf32"),
+        (list, "medium", "cuda", "tf32"),
+        (lambda: emulated()[1:], "highest", "cpu", "bf16"),
+        (emulated, "highest", "cpu", "bf16"),  # emulated float8 multiplies in float32
+    ],
+)
+def test_the_precision_in_force_is_the_matmuls_precision(
+    build: Any, flag: Any, device: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = make_trainer(build()).state
+    monkeypatch.setattr(precision, "device_of", lambda _: torch.device(device))
+    torch.set_float32_matmul_precision(flag)
+    assert precision_in_force(state) == expected
 
 
 @pytest.mark.parametrize("technique", [Float8Linear(), FusedLayers(precision="fp8")])
 def test_float8_has_its_own_peak_rate(technique: Technique) -> None:
-    state = make_trainer([MixedPrecision("bf16", allow_cpu=True)]).state
-    technique.engaged = False
+    state = make_trainer(emulated()[1:]).state
     state.algorithms.append(technique)
-    assert precision_in_force(state) == "bf16"
-    technique.engaged = True
-    assert precision_in_force(state) == "fp8"
-
-
-@pytest.mark.parametrize(("named", "expected"), [("highest", "fp32"), ("high", "tf32"), ("medium", "tf32")])
-def test_fp32_on_a_gpu_is_tf32_if_torchs_flag_allows_it(
-    named: str, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    state = make_trainer().state
-    monkeypatch.setattr(precision, "device_of", lambda _: torch.device("cuda"))
-    torch.set_float32_matmul_precision(named)
-    assert precision_in_force(state) == expected
+    for engaged in (False, True):
+        technique.engaged = engaged
+        assert precision_in_force(state) == ("fp8" if engaged else "bf16")
 
 
 def test_the_peak_rate_is_the_datasheets_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,7 +93,7 @@ def test_the_generic_tests_need_only_a_folder_and_an_entry(tmp_path: Path) -> No
         (folder / "toy" / name).write_text(text)
     settings = str(ROOT / "tests" / "helpers" / "settings.py")
     (tmp_path / "toy_plugin.py").write_text(PLUGIN.format(folder=str(folder), settings=settings))
-    modules = ["all_techniques", "composer_conventions", "in_code", "cards"]
+    modules = ["all_techniques", "in_code", "cards"]
     arguments = ["-p", "toy_plugin", "-p", "no:cacheprovider", "-n", "0", "-q", "--assert=plain", "-m", "not long"]
     arguments += ["-k", "toy or readme_names_every", *(f"tests/core/test_{name}.py" for name in modules)]
 
@@ -114,4 +114,4 @@ def test_the_generic_tests_need_only_a_folder_and_an_entry(tmp_path: Path) -> No
         "test_the_readme_names_every_technique_and_its_code_runs",
     }, output[-6000:]
     passed = int(re.findall(r"(\d+) passed", output)[0])
-    assert passed >= 30, output[-6000:]
+    assert passed >= 25, output[-6000:]
