@@ -20,15 +20,6 @@ from composer_speedups.tasks.metrics import final_metrics
 
 _THROUGHPUT = ("samples_per_sec", "tokens_per_sec", "mfu", "data_wait_fraction", "warmup_seconds", "eval_seconds")
 
-AXES = {
-    "throughput/*": "time/batch",
-    "memory/*": "time/batch",
-    "loss/*": "time/sample",
-    "metrics/*": "time/sample",
-}
-"""Metrics → the x-axis of their charts in Weights & Biases. Learning curves are drawn over samples, so that runs with
-different batch sizes align. Composer logs ``time/batch`` and ``time/sample`` with every metric."""
-
 
 class RunReport(Callback):
     """Logs the techniques' evidence and the values by which runs are compared. It does nothing in a training step.
@@ -64,8 +55,6 @@ class RunReport(Callback):
             if isinstance(late, (ThroughputMonitor, MemoryAnatomy)):
                 raise ValueError(f"callbacks: RunReport must come after {type(late).__name__}; put it last")
         self.batch_end = self._end_first_batch  # type: ignore[method-assign]
-        if _wandb_run(logger) is not None:
-            _define_axes()
 
     def fit_start(self, state: State, logger: Logger) -> None:
         self._trained = False  # in a later fit(), evaluations come before its end again
@@ -77,8 +66,11 @@ class RunReport(Callback):
 
     def fit_end(self, state: State, logger: Logger) -> None:
         self._trained = True
-        if (run := _wandb_run(logger)) is not None:
-            run.config.update(_evidence(state), allow_val_change=True)
+        if any(isinstance(destination, WandBLogger) for destination in logger.destinations):
+            import wandb
+
+            if wandb.run is not None:  # on rank 0
+                wandb.config.update(_evidence(state), allow_val_change=True)
         self._log_values(state, logger)
 
     def eval_after_all(self, state: State, logger: Logger) -> None:
@@ -87,15 +79,6 @@ class RunReport(Callback):
 
     def _log_values(self, state: State, logger: Logger) -> None:
         logger.log_metrics({f"summary/{name}": value for name, value in _values(state).items()})
-
-
-def _wandb_run(logger: Logger) -> Any:
-    """The run that Composer's logger for Weights & Biases opened; None without it, and on ranks other than 0."""
-    if not any(isinstance(destination, WandBLogger) for destination in logger.destinations):
-        return None
-    import wandb
-
-    return wandb.run
 
 
 def _evidence(state: State) -> dict[str, Any]:
@@ -162,14 +145,3 @@ def _values(state: State) -> dict[str, float]:
             best = callback.metrics
     values |= final_metrics(state) | best
     return {name: value for name, value in values.items() if value is not None}
-
-
-def _define_axes() -> None:
-    """Define the x-axes of metrics in the current Weights & Biases run."""
-    import wandb
-
-    for axis in sorted(set(AXES.values())):
-        wandb.define_metric(axis)
-    for metrics, axis in AXES.items():
-        # Composer logs the values of a row's axes itself, for the last row of a run after its metrics.
-        wandb.define_metric(metrics, step_metric=axis, step_sync=False)

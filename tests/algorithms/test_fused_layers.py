@@ -256,7 +256,7 @@ LAYER_CHANGES: list[tuple[Callable[[Any], Any], str]] = [
     ),
     (
         lambda layer: layer.set_submodule("attention.self.key", nn.Linear(32, 32, bias=False)),
-        r"attention\.self\.key has other parameters than its class builds \(one is missing\)",
+        r"attention\.self\.key has other parameters than its class builds \(bias\)",
     ),
     (lambda layer: setattr(layer.attention.self, "scaling", 1.0), r"attention\.self\.scaling is 1\.0 instead of"),
     (

@@ -1,4 +1,4 @@
-"""RunReport: the techniques' evidence in loggers, one value per measurement, and the axes of wandb's charts."""
+"""RunReport: the techniques' evidence in loggers, and one value per measurement."""
 
 from __future__ import annotations
 
@@ -156,13 +156,3 @@ def test_wandb_can_group_and_compare_runs(wandb_run: WandbRun) -> None:
     for name in compared:
         assert wandb_run.history[f"summary/{name}"] == [wandb_run.summary[f"summary/{name}"]], "bar and column"
     assert wandb_run.summary["summary/accuracy"] == wandb_run.history["metrics/eval/MulticlassAccuracy"][-1]
-
-
-def test_wandb_plots_speed_over_batches_and_metrics_over_samples(wandb_run: WandbRun) -> None:
-    assert wandb_run.axes["throughput/samples_per_sec"] == "time/batch"
-    assert wandb_run.axes["memory/peak_gib"] == "time/batch"
-    for name in ("loss/train/total", "metrics/train/MulticlassAccuracy", "metrics/eval/MulticlassAccuracy"):
-        assert wandb_run.axes[name] == "time/sample"
-    assert len(wandb_run.rows) == 7
-    for row in wandb_run.rows:
-        assert (row["time/batch"], row["time/sample"]) == (row["_step"], 8 * row["_step"])
