@@ -125,13 +125,9 @@ class BestWeights(BestWeightsConfig, _ComparesEvaluations, eq=False):
             logger.log_metrics({f"best/{self._reported}": self.last, "best/batch": self.batch})
 
     def restore(self, state: State) -> bool:
-        """Load the best weights into the model, in place. Collective: every rank must call it.
+        """Load the best weights into the model, in place, and return whether there was a best evaluation. Collective.
 
-        The optimizer's state stays that of the last batch, so training should not continue from here.
-
-        Returns:
-            Whether there was a best evaluation; otherwise the weights do not change.
-        """
+        The optimizer's state stays that of the last batch, so training should not continue from here."""
         if self.batch is None:
             return False
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=dist.is_initialized())

@@ -43,17 +43,9 @@ def console_command() -> str | None:
 def parse_command_line(
     arguments: Sequence[str], *words: str, several_files: bool = False, more: str = ""
 ) -> CommandLine:
-    """Split a command line into ``--help``, ``key=value`` pairs, and ``-f FILE`` or positional words.
-
-    Args:
-        arguments: The arguments without the program's name.
-        words: Names of the positional words that the program takes instead of ``-f FILE``, such as ``PROJECT``.
-        several_files: Take more than one ``-f FILE``, and ``-f FOLDER/all`` for all configs of a folder of the package.
-        more: Options that follow the words, for errors.
-
-    Raises:
-        ConfigError: An argument of another form, a missing or superfluous file or word, or an unknown config name.
-    """
+    """Split a command line into ``--help``, ``key=value`` pairs, and ``-f FILE`` or as many positional words as
+    ``words``, the names of words such as ``PROJECT``. ``several_files`` allows more than one ``-f FILE``, and ``-f
+    FOLDER/all`` for all configs of a folder of the package; ``more`` are options that follow the words, for errors."""
     names, positional, overrides, wants_help = list[str](), list[str](), list[str](), False
     usage = " ".join([*words, more]).strip() or "-f FILE"
     rest = iter(arguments)
@@ -111,15 +103,8 @@ def _shipped_configs() -> dict[str, str]:
 
 
 def read_settings(cls: type[T], arguments: Sequence[str], prefix: str = "") -> tuple[T, list[str]]:
-    """Read settings of a class without sections from ``key=value`` pairs with values in YAML; the last one of a key
-    wins. ``a,b`` is a list, too, and text is taken as it is.
-
-    Returns:
-        The settings, and the arguments without the prefix.
-
-    Raises:
-        ConfigError: One line for each mistake.
-    """
+    """Read settings of a class without sections from ``key=value`` pairs with values in YAML, and return them with the
+    arguments without the prefix. The last one of a key wins; ``a,b`` is a list, too, and text is taken as it is."""
     own = [pair for pair in arguments if "=" in pair and pair.startswith(prefix)]
     values: dict[str, Any] = {}
     for pair in own:

@@ -21,11 +21,8 @@ _RUN = "_composer_speedups_run"  # attribute of a changed model: its run. It is 
 
 
 def techniques_of(algorithms: Iterable[Any]) -> list[Technique]:
-    """The techniques in a list of algorithms, in the order in which they engage.
-
-    Raises:
-        ConfigError: A class instead of its instance, a name, or a list in the list.
-    """
+    """The techniques in a list of algorithms, in the order in which they engage; anything else than instances is
+    refused."""
     algorithms = list(algorithms)
     for other in algorithms:
         if isinstance(other, type) or not hasattr(other, "match"):
@@ -35,15 +32,10 @@ def techniques_of(algorithms: Iterable[Any]) -> list[Technique]:
 
 
 def check(techniques: Iterable[Technique], run: Run) -> None:
-    """Check techniques before anything is changed, and set ``run.techniques`` to those that can engage.
+    """Set ``run.techniques`` to those that can engage, or raise a Refusal, before anything is changed.
 
-    Each is checked with the precision that those before it leave.
-
-    Raises:
-        Refusal: Two conflict, or one is listed twice, or one cannot engage, which also names the others that cannot.
-
-    Warns:
-        UserWarning: A technique with ``on_unavailable="warn"`` cannot engage.
+    Each is checked with the precision that those before it leave. With ``on_unavailable="warn"``, one that cannot
+    engage is left out with a warning.
     """
     ordered, precision = techniques_of(techniques), run.precision
     run.techniques = {technique.name: technique for technique in ordered}
@@ -99,13 +91,9 @@ def _warn(technique: Technique, error: Refusal, continuing: str) -> None:
 
 
 def engage(run: Run, techniques: Iterable[Technique]) -> Comparison:
-    """Check techniques and change the run by all of them, or by none; a Refusal says why not.
+    """Check techniques and change the run by all of them or by none, and return the comparison that is due.
 
-    A run that had changed the model with the same techniques is undone before.
-
-    Returns:
-        The comparison with the untouched model that is due.
-    """
+    A run that had changed the model with the same techniques is undone before."""
     techniques = techniques_of(techniques)
     leave_open()
     _undo_earlier(run.model, techniques)

@@ -40,15 +40,9 @@ _locked: weakref.WeakSet[io.FileIO] = weakref.WeakSet()
 
 
 def lock_file(path: Path, key: str) -> io.FileIO:
-    """Open a file for reading and writing, created if it is missing, and lock it until it is closed.
-
-    The lock ends with this process: forked children, such as DataLoader workers, close the file. The process that holds
-    the lock may delete the file.
-
-    Raises:
-        LockedFileError: Another process holds the lock; names ``key``, the config key that determines the path.
-        OSError: It cannot be opened, or is a symbolic link.
-    """
+    """Open a file for reading and writing, created if it is missing, and lock it until it is closed, or raise a
+    LockedFileError that names ``key``. The lock ends with this process: forked children, such as DataLoader workers,
+    close the file. The process that holds the lock may delete it. Symbolic links are not followed."""
     while True:
         file = io.FileIO(path, "r+", opener=lambda name, how: os.open(name, how | os.O_CREAT | os.O_NOFOLLOW, 0o644))
         try:
@@ -145,8 +139,7 @@ def replace_folder(folder: Path, *, keep_existing: bool = False) -> Iterator[Pat
 
 
 def remove_unfinished(folder: Path, name: str = "") -> None:
-    """Delete the partial files and folders that a killed process left in ``folder``; with ``name``, only those of the
-    file or folder of this name."""
+    """Delete what a killed process left in ``folder``, of any file or folder or of the one with this name."""
     for path in folder.glob(f"{_PREFIX}{glob.escape(name)}{'.' * bool(name)}*"):
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
@@ -219,11 +212,7 @@ def model_files(folder: str, kinds: Iterable[str]) -> list[tuple[str, Path]]:
 
 
 def hashes_of(files: Sequence[tuple[str, Path]], key: str) -> dict[str, str]:
-    """Name → hash of the content, or of the size and some blocks if the files have more than 4 GiB together.
-
-    Raises:
-        DataError: A file cannot be read; names ``key`` and the file.
-    """
+    """Name → hash of the content, or of the size and some blocks if the files have more than 4 GiB together."""
     try:
         whole = sum(path.stat().st_size for _, path in files) <= WHOLE
         return {name: _hash(path, whole=whole) for name, path in files}

@@ -46,14 +46,8 @@ def replace_parameters(
     """Replace old parameters by new ones in the same groups, with the same learning rate and weight decay.
 
     Groups stay, even empty ones, because schedulers count them. An old parameter's state (its moments) is passed on if
-    exactly one new parameter replaces it, and dropped otherwise. A second call changes nothing.
-
-    Args:
-        optimizers: One, several or None; changed in place.
-        replacements: Old parameter → the new ones; an empty list removes it.
-        names: New parameter → its name, for optimizers that were built from named parameters.
-        for_untrained: The group for new parameters whose old one is in no group.
-    """
+    exactly one new parameter replaces it. ``names`` are those of new parameters, for optimizers of named parameters;
+    ``for_untrained`` is the group for new parameters whose old one is in none. A second call changes nothing."""
     if optimizers is None:
         return
     optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)

@@ -18,9 +18,7 @@ def pretrained_config(name: str, **settings: Any) -> Any:
     """The configuration of a model: a local folder, or a hub id. ``settings`` replace values of the file.
 
     Keys of transformers' internals are left out: ``"_attn_implementation": "owner/kernel"`` would execute code.
-
-    Raises:
-        ValueError: The weights are quantised, or the model does not know one of the settings.
+    Quantised weights, and settings that the model does not know, raise a ValueError.
     """
     stored = AutoConfig.from_pretrained(name, trust_remote_code=False)
     if quantisation := getattr(stored, "quantization_config", None):
@@ -50,11 +48,8 @@ def _public(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def pretrained_tokenizer(name: str, **settings: Any) -> Any:
-    """The tokenizer in a local folder or of a hub id. ``settings`` replace values of the file.
-
-    Raises:
-        ValueError: There is none; transformers would build one without a vocabulary from the model's type.
-    """
+    """The tokenizer in a local folder or of a hub id. ``settings`` replace values of the file. Without one, a
+    ValueError; transformers would build one without a vocabulary from the model's type."""
     tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, **settings)
     words = set(tokenizer.get_vocab().values()) - {*tokenizer.added_tokens_decoder, *tokenizer.all_special_ids}
     if len(words) < 2:  # T5's has a piece for the space
@@ -67,17 +62,11 @@ def pretrained_model(
 ) -> tuple[Any, dict[str, Any]]:
     """Load a model in eval mode, with eager attention and weights in ``dtype``, whatever the dtype of the stored ones.
 
-    Args:
-        auto: The auto class of transformers.
-        config: From :func:`pretrained_config`; a hub id is loaded from the same commit.
-        key: The config key or argument that names the model, for errors.
-        settings: Arguments of the model's class.
+    ``config`` is from :func:`pretrained_config`, ``key`` names the model in errors, and ``settings`` are arguments of
+    the model's class. PEFT adapters are refused: their configuration names a module that PEFT would import.
 
     Returns:
         The model, and transformers' loading info: its missing, unexpected and mismatched keys.
-
-    Raises:
-        ConfigError: The model has PEFT adapters, whose configuration names a module that PEFT would import.
     """
     commit = getattr(config, "_commit_hash", None)
     pinned = {} if commit is None else {"revision": commit}
