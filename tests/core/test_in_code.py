@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from transformers import AutoModelForSequenceClassification
 
-from composer_speedups import TorchCompile, apply
+from composer_speedups import apply
 from composer_speedups.core.errors import Refusal
 from composer_speedups.core.registry import technique_class
 from composer_speedups.core.technique import Technique
@@ -94,6 +94,7 @@ def test_a_stock_composer_model_trains_or_the_technique_is_refused(case: Case, m
     except Refusal as error:
         refusal = error
     if refusal is not None:
+        assert model != "bert" or not case.entry.variants, refusal
         assert refusal.who in {"techniques", *(t.name for t in techniques)}
         assert str(refusal).startswith(f"{refusal.who}: ")
         assert "\n" not in str(refusal)
@@ -104,25 +105,11 @@ def test_a_stock_composer_model_trains_or_the_technique_is_refused(case: Case, m
     assert all(w.isfinite().all() for w in final_weights(trainer).values())
 
 
-def test_supported_techniques_engage_on_stock_models() -> None:
-    """Without this test, refusing everything would pass."""
-    general = {"fused_optimizer", "mixed_precision", "torch_compile"}
-    for model, names in {
-        "mlp": general | {"fast_layernorm"},
-        "bert": general | {"fast_layernorm", "sdpa_attention"},
-    }.items():
-        techniques = [_first(name) for name in sorted(names - {"torch_compile"})]
-        # An MLP has no repeated blocks; the whole model is the default.
-        techniques.append(_first("torch_compile") if model == "bert" else TorchCompile(backend="aot_eager"))
-        assert ("blocks" in repr(techniques)) == (model == "bert")
-        train(techniques, *MODELS[model]())
-        assert all(t.engaged for t in techniques), model
-
-
 def _first(name: str) -> Technique:
     return technique_class(name)(**ENTRIES[name].variants[0])
 
 
+OF_COMPOSERS_LOOP = {"empty_cache", "sparse_upcycling"}
 IN_VAIN = {  # on the small plain modules
     "bnb_optimizer": "the model is too small for it",
     "lowbit_optimizer": "the model is too small for it",
@@ -145,6 +132,7 @@ def test_apply_works_on_a_plain_module_or_refuses(case: Case, kind: str) -> None
         refusal = error
     if refusal is not None or applied is None:
         assert refusal is not None
+        assert kind != "bert" or not case.entry.variants or case.name in OF_COMPOSERS_LOOP, refusal
         assert refusal.who in {"techniques", *(t.name for t in techniques)}
         assert refusal.reason
         assert refusal.fix
@@ -170,17 +158,6 @@ def test_apply_works_on_a_plain_module_or_refuses(case: Case, kind: str) -> None
     assert torch.get_float32_matmul_precision() == flag
     if case.entry.stock_checkpoint:
         assert [type(module) for module in model.modules()] == kinds
-
-
-def test_supported_techniques_apply_to_a_bert() -> None:
-    """Without this test, refusing everything would pass."""
-    model: Any = bert()[0].model
-    names = {"foreach_optimizer", "mixed_precision", "fast_layernorm", "torch_compile"}
-    applied = apply(model, [_first(name) for name in names], torch.optim.AdamW(model.parameters()))
-    assert set(applied.evidence) == names
-    assert set(apply(bert()[0].model, [_first("unpadding"), _first("fused_layers")]).evidence) == {
-        "unpadding", "fused_layers"
-    }  # fmt: skip
 
 
 def test_a_technique_without_effect_raises_at_the_step_and_another_set_is_refused() -> None:
