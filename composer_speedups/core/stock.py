@@ -60,24 +60,21 @@ def differences(
         return
     if not isinstance(module, type(reference)):
         return
+    yield from _other_code(module, name, ours=ours, around=around)
+    yield from _other_contents(module, reference, name, getattr(type(module), "own_buffers", ()) if ours else ())
+    yield from _other_settings(module, reference, name)
+    for child, built in reference._modules.items():
+        held = module._modules.get(child)
+        if held is not None and built is not None and held not in skip:
+            yield from _other_module(held, built, f"{name}.{child}" if name else child, ours=ours, skip=skip)
+
+
+def _other_code(module: nn.Module, name: str, *, ours: bool, around: bool = False) -> Iterator[str]:
     if not _is_ours(type(module)) and _is_patched(type(module)):
         yield f"{_described(type(module), article=False)}.forward was replaced in its class"
     yield from _own_methods(module, name, ours=ours or around)
     if not around:
         yield from hooks_on(module, name, ours=ours)
-    yield from _other_tensors(module, reference, name, getattr(type(module), "own_buffers", ()) if ours else ())
-    yield from _other_settings(module, reference, name)
-    if module._modules.keys() != reference._modules.keys():
-        odd = sorted(module._modules.keys() ^ reference._modules.keys())
-        yield f"{name} has other modules than its class builds ({', '.join(odd)})"
-        return
-    for child, built in reference._modules.items():
-        held, below = module._modules[child], f"{name}.{child}" if name else child
-        if held is None or built is None:
-            if held is not built:
-                yield f"{below} is {'missing' if held is None else 'set, but its class does not build it'}"
-        elif held not in skip:
-            yield from _other_module(held, built, below, ours=ours, skip=skip)
 
 
 def _other_module(
@@ -89,10 +86,7 @@ def _other_module(
         return
     inner, wrappers = without_adapter(held)
     for wrapper in wrappers:
-        if _is_patched(type(wrapper)):
-            yield f"{_described(type(wrapper), article=False)}.forward was replaced in its class"
-        yield from _own_methods(wrapper, name, ours=ours)
-        yield from hooks_on(wrapper, name, ours=ours)
+        yield from _other_code(wrapper, name, ours=ours)
     yield from differences(inner, built, name, ours=ours, skip=skip)
 
 
@@ -187,10 +181,10 @@ def _is_forward_of(kind: type[nn.Module], method: Any) -> bool:
     return getattr(function, "__func__", function) in known
 
 
-def _other_tensors(module: nn.Module, reference: nn.Module, name: str, added: Collection[str]) -> Iterator[str]:
-    for kind in ("parameters", "buffers"):
+def _other_contents(module: nn.Module, reference: nn.Module, name: str, added: Collection[str]) -> Iterator[str]:
+    for kind in ("parameters", "buffers", "modules"):
         held, built = (
-            {key for key, tensor in getattr(owner, f"_{kind}").items() if tensor is not None and key not in added}
+            {key for key, value in getattr(owner, f"_{kind}").items() if value is not None and key not in added}
             for owner in (module, reference)
         )
         if held != built:
