@@ -1,4 +1,4 @@
-"""Training on several GPUs: DDP, FSDP, reductions of host scalars, balanced sampling. The settings do not import torch."""
+"""Training on several GPUs: DDP, FSDP, host reductions, balanced sampling. FSDP's settings do not import torch."""
 
 from __future__ import annotations
 
