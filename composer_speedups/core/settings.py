@@ -322,17 +322,12 @@ def _unknown(cls: type[Settings], owner: type[Settings], name: str, prefix: str,
         others = " or ".join(reader.rpartition(": ")[2] for reader in readers)
         return f"{name} is for {readers[0].partition(':')[0]}: {others}, not {chosen}; remove it"
     known, leaf = known or [*dict.fromkeys(key for key, _ in keys)], name.rpartition(".")[2]
-    section = name.removesuffix(leaf)
-    beside = [key.removeprefix(section) for key in known if key.rpartition(".")[0] == section[:-1]]
     if meant := cls.also_called.get(leaf):
         hint = f"; did you mean {meant!r}?"
     elif name in known:  # it was written with a dot
         hint = f"; write {name.replace('.', ': {')}: …{'}' * name.count('.')} in a YAML file"
     else:
-        few = f"; {section[:-1]} has: {', '.join(beside)}" if section and 0 < len(beside) <= 20 else None
-        hint = did_you_mean(
-            name, known, prefix, otherwise=few or ("; --help lists all keys" if len(known) > 20 else None)
-        )
+        hint = did_you_mean(name, known, prefix, otherwise="; --help lists all keys" if len(known) > 20 else None)
     return f"unknown key {prefix + name!r}{hint}"
 
 
