@@ -12,7 +12,7 @@ from composer.core import Callback, State
 from composer.loggers import Logger
 
 from composer_speedups.core.engaging import techniques_of
-from composer_speedups.core.flags import MATMUL_PRECISION
+from composer_speedups.core.reversible import MATMUL_PRECISION
 from composer_speedups.core.trainer_state import device_of, weight_dtypes
 
 _HALF = {torch.bfloat16: "bf16", torch.float16: "fp16"}

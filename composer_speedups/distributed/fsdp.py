@@ -25,7 +25,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.nn.utils import clip_grad_norm_
 
 from composer_speedups.core.errors import ConfigError
-from composer_speedups.core.flags import temporary_attribute
+from composer_speedups.core.reversible import temporary_attribute
 from composer_speedups.core.trainer_state import local_shard
 from composer_speedups.distributed import FSDPConfig
 from composer_speedups.families.blocks import repeated_blocks

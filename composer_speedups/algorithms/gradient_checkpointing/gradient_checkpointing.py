@@ -35,7 +35,7 @@ class GradientCheckpointing(Technique):
 
     def engage(self, run: Run) -> dict[str, Any]:
         from composer_speedups.algorithms.gradient_checkpointing.modules import recomputed
-        from composer_speedups.core.instance_forward import replace_forward, restore_forward
+        from composer_speedups.core.reversible import replace_forward, restore_forward
         from composer_speedups.families.blocks import repeated_blocks
 
         if any(getattr(module, "gradient_checkpointing", False) for module in run.model.modules()):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from composer_speedups.core.instance_forward import Inner, call_inner
+from composer_speedups.core.reversible import Inner, call_inner
 from composer_speedups.kernels.observing import ran
 
 

@@ -65,7 +65,7 @@ class MixedPrecision(Technique):
             run.state.precision = Precision(f"amp_{self.dtype}")
         else:
             from composer_speedups.algorithms.mixed_precision.modules import autocast_forward
-            from composer_speedups.core.instance_forward import restore_forward
+            from composer_speedups.core.reversible import restore_forward
 
             autocast_forward(run.model, {"bf16": torch.bfloat16, "fp16": torch.float16}[self.dtype])
             run.give_back(restore_forward, run.model)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from composer_speedups.core.instance_forward import Inner, call_inner, replace_forward
+from composer_speedups.core.reversible import Inner, call_inner, replace_forward
 
 
 def autocast_forward(model: nn.Module, dtype: torch.dtype) -> None:

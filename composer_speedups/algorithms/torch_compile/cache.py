@@ -10,7 +10,7 @@ from pathlib import Path
 from torch._dynamo.utils import counters
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-from composer_speedups.core.flags import ProcessFlag
+from composer_speedups.core.reversible import ProcessFlag
 
 _VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")  # inductor sets the second to a folder in the first
 _COUNTERS = {  # evidence → torch's counters

@@ -15,7 +15,7 @@ from composer.loggers import Logger
 
 from composer_speedups import TF32Matmul
 from composer_speedups.callbacks.precision import Float32Matmuls
-from composer_speedups.core.flags import MATMUL_PRECISION, ProcessFlag
+from composer_speedups.core.reversible import MATMUL_PRECISION, ProcessFlag
 from tests.helpers.common import make_trainer, plain_batches
 from tests.helpers.jobs import run
 
