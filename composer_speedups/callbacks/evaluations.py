@@ -127,7 +127,8 @@ class BestWeights(BestWeightsConfig, _ComparesEvaluations, eq=False):
     def restore(self, state: State) -> bool:
         """Load the best weights into the model, in place, and return whether there was a best evaluation. Collective.
 
-        The optimizer's state stays that of the last batch, so training should not continue from here."""
+        The optimizer's state stays that of the last batch, so training should not continue from here.
+        """
         if self.batch is None:
             return False
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=dist.is_initialized())

@@ -93,7 +93,8 @@ def _warn(technique: Technique, error: Refusal, continuing: str) -> None:
 def engage(run: Run, techniques: Iterable[Technique]) -> Comparison:
     """Check techniques and change the run by all of them or by none, and return the comparison that is due.
 
-    A run that had changed the model with the same techniques is undone before."""
+    A run that had changed the model with the same techniques is undone before.
+    """
     techniques = techniques_of(techniques)
     leave_open()
     _undo_earlier(run.model, techniques)

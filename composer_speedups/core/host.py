@@ -66,7 +66,8 @@ def in_force(state: State) -> list[Technique]:
 class Host(Callback):
     """Runs the techniques of one Trainer. It is first among the callbacks, so right after the algorithms.
 
-    After the first batch, an event that no technique defines costs one look-up in a dictionary."""
+    After the first batch, an event that no technique defines costs one look-up in a dictionary.
+    """
 
     def __init__(self, run: Run, techniques: Sequence[Technique], comparison: Comparison) -> None:
         self.run = run

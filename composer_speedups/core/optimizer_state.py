@@ -47,7 +47,8 @@ def replace_parameters(
 
     Groups stay, even empty ones, because schedulers count them. An old parameter's state (its moments) is passed on if
     exactly one new parameter replaces it. ``names`` are those of new parameters, for optimizers of named parameters;
-    ``for_untrained`` is the group for new parameters whose old one is in none. A second call changes nothing."""
+    ``for_untrained`` is the group for new parameters whose old one is in none. A second call changes nothing.
+    """
     if optimizers is None:
         return
     optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)

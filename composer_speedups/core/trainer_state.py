@@ -91,7 +91,8 @@ def open_host_group(device: Device) -> None:
     """Enable reductions of host tensors, with an additional gloo group if the default group only has NCCL. Collective.
 
     The group is shared by all callers and destroyed after as many calls of :func:`close_host_group`. If gloo cannot
-    connect one of the ranks, a ValueError on all; its text after the semicolon is the fix."""
+    connect one of the ranks, a ValueError on all; its text after the semicolon is the fix.
+    """
     if _host_groups or not ranks_meet_on_host():
         _host_groups.append(host_group() or _new_host_group(device))
 
