@@ -57,7 +57,7 @@ from benchmarks.rows import RESULTS, Call, Row, call_time, describe_error, empty
 from benchmarks.table_file import Configuration, Table, configurations_of, read_table
 from benchmarks.tables import markdown, where_of
 from benchmarks.worker import Ahead, compile_bytecode
-from composer_speedups.core.subprocesses import command_output
+from composer_speedups.core.processes import command_output
 from composer_speedups.sweep.processes import TRAIN, Ended, Job, Process, run_all
 
 ROOT = Path(__file__).parent.parent

@@ -26,6 +26,7 @@ _OTHERS = {
     "apply_recommended": "composer_speedups.recommendation",
     "load_sparse_upcycling": "composer_speedups.algorithms.sparse_upcycling.modules",
     "merged_state_dict": "composer_speedups.algorithms.lora.modules",
+    "reads_no_gradients": "composer_speedups.distributed.composer_loop",
     "recommended": "composer_speedups.recommendation",
     "save_adapter": "composer_speedups.algorithms.lora.modules",
     "share_cores": "composer_speedups.distributed.host",

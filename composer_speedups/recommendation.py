@@ -44,7 +44,7 @@ def recommended(on_unavailable: OnUnavailable = "stop", precision: Literal["bf16
 
     Example:
         ``Trainer(model=model, algorithms=recommended(), …)``. On several GPUs, add the callbacks and the sampler of
-        :mod:`composer_speedups.distributed`, as in ``examples/own_trainer.py``.
+        ``examples/own_trainer.py``.
     """
     # imported here because they need torch and Composer; the set itself is plain data
     from torch import cuda

@@ -17,7 +17,7 @@ from composer_speedups.callbacks.memory import MemoryAnatomy
 from composer_speedups.callbacks.run_report import numerics_of
 from composer_speedups.callbacks.throughput import ThroughputMonitor
 from composer_speedups.core.files import write_json
-from composer_speedups.core.process_age import process_age
+from composer_speedups.core.processes import process_age
 from composer_speedups.families.flops import batch_lengths
 from composer_speedups.tasks.models import FinetuneModel
 from composer_speedups.train.config.schema import Config

@@ -25,11 +25,10 @@ from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.peers.job import build_job, read_arguments
 from benchmarks.peers.meter import monitors
-from composer_speedups import recommended
+from composer_speedups import FreezeGarbage, OverlappedDDP, recommended, share_cores
 from composer_speedups.callbacks.run_report import RunReport
 from composer_speedups.core.settings import Settings
 from composer_speedups.data.loader import real_tokens
-from composer_speedups.distributed import FreezeGarbage, OverlappedDDP, share_cores
 from composer_speedups.train.cli import exit_codes
 from composer_speedups.train.optimization import build_optimizer, build_scheduler
 from composer_speedups.train.report import write_report

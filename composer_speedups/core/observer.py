@@ -97,7 +97,7 @@ class Observer:
         self.seen.steps += any(optimizer is ours for ours in self._run.optimizers)
         self._rate = max([self._rate, *(float(group["lr"]) for group in optimizer.param_groups)])
 
-    stepped.reads_gradients = False  # type: ignore[attr-defined]  # see distributed.gradient_readers
+    stepped.reads_gradients = False  # type: ignore[attr-defined]  # see distributed.composer_loop
 
     def outputs(self, outputs: Any) -> None:
         """Note the dtypes of the model's outputs."""

@@ -7,14 +7,14 @@ import sys
 import unicodedata
 from collections.abc import Sequence
 
-from composer_speedups.core.command_line import parse_command_line, read_settings, usage_as_typed
+from composer_speedups.core.command_line import parse_command_line, read_settings
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.core.settings import keys_help
 from composer_speedups.dashboards.layout import Request, Section, as_text, layout
 from composer_speedups.train.cli import exit_codes
 
 _USAGE = """\
-usage: python -m composer_speedups.dashboards PROJECT [key=value ...]
+usage: composer-speedups-dashboards PROJECT [key=value ...]
 
 Create a Weights & Biases dashboard that compares runs, which must log with loggers.wandb={}.
 It needs pip install '.[dashboards]' in a clone and `wandb login`.
@@ -50,7 +50,7 @@ def read_request(arguments: Sequence[str]) -> tuple[str, Request]:
     """
     command_line = parse_command_line(arguments, "PROJECT")
     if command_line.help:
-        print(usage_as_typed(_USAGE) + keys_help(Request))
+        print(_USAGE + keys_help(Request))
         raise SystemExit(0)
     (project,) = command_line.words
     entity, slash, name = project.partition("/")

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from composer_speedups.core.command_line import parse_command_line, read_settings, usage_as_typed
+from composer_speedups.core.command_line import parse_command_line, read_settings
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.core.settings import Settings, fields_of, keys_help
 from composer_speedups.data.paths import check_file
@@ -19,7 +19,7 @@ from composer_speedups.predict.finished_run import exported_folder
 from composer_speedups.train.cli import exit_codes
 
 _USAGE = """\
-usage: python -m composer_speedups.predict RUN --input FILE [--output FILE | --evaluate] [key=value ...]
+usage: composer-speedups-predict RUN --input FILE [--output FILE | --evaluate] [key=value ...]
 
 Predict with a finished run (a folder such as runs/quickstart, or its model/) for every row of a file: .csv, .tsv,
 .jsonl, .parquet, .conll, or .txt with a text per line. Line i of the output is row i with its predictions, which are
@@ -88,7 +88,7 @@ def read_request(arguments: Sequence[str]) -> tuple[Path, Request]:
     """
     command_line = parse_command_line(_as_pairs(arguments), "RUN", more="--input FILE")
     if command_line.help:
-        print(usage_as_typed(_USAGE) + keys_help(Request))
+        print(_USAGE + keys_help(Request))
         raise SystemExit(0)
     request, _ = read_settings(Request, command_line.overrides)
     if not request.input:

@@ -14,9 +14,9 @@ import transformers
 from datasets import Dataset
 from pydantic import BaseModel, ValidationError
 
-from composer_speedups.callbacks.class_report import metrics_by_class
+from composer_speedups.callbacks.history import metrics_by_class
 from composer_speedups.core.errors import ConfigError, first_line
-from composer_speedups.core.file_hashes import TEXTS, WEIGHTS, hashes_of, model_files
+from composer_speedups.core.files import TEXTS, WEIGHTS, hashes_of, model_files
 from composer_speedups.core.pretrained import pretrained_config, pretrained_model, pretrained_tokenizer
 from composer_speedups.core.settings import fields_of
 from composer_speedups.data.flat import PER_TOKEN, FlatTokens, Ragged

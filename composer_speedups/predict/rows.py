@@ -17,7 +17,7 @@ from typing import IO, Any
 import pyarrow
 import pyarrow.parquet
 
-from composer_speedups.callbacks.class_report import class_rows, note_on_metric
+from composer_speedups.callbacks.history import class_rows
 from composer_speedups.core.errors import ConfigError, DataError, first_line
 from composer_speedups.core.files import atomic_file, finite
 from composer_speedups.data.reader import Row, check_columns
@@ -84,7 +84,7 @@ def evaluate_file(model: FinishedModel, rows: list[Row], source: Path, batch_siz
     metrics, by_class = model.evaluate(samples, batch_size)
     left_out = f", {len(problems):,} of them left out" if problems else ""
     head = f"{source}: {len(rows):,} rows{left_out}"
-    shown = [*((name, value, note_on_metric(name, by_class)) for name, value in metrics.items()), *class_rows(by_class)]
+    shown = [*((name, value, "") for name, value in metrics.items()), *class_rows(by_class)]
     width = max(15, *(len(name) for name, _, _ in shown))
     lines = [f"  {name:<{width}} {value:>10.6g}  {note}" for name, value, note in shown if value is not None]
     return "\n".join([head, *map(str.rstrip, lines)])

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Literal, NamedTuple
 
-from composer_speedups.core.subprocesses import kill_process_group, killed_with_parent, python_module_command
+from composer_speedups.core.processes import kill_process_group, killed_with_parent, python_module_command
 
 TRAIN = "composer_speedups.train"
 """The module that trains."""

@@ -18,8 +18,8 @@ from tabulate import tabulate
 from composer_speedups.core.command_line import parse_command_line, read_settings
 from composer_speedups.core.errors import ConfigError, RunFailedError
 from composer_speedups.core.files import lock_file, make_folder
+from composer_speedups.core.processes import command_output
 from composer_speedups.core.settings import fields_of, keys_help
-from composer_speedups.core.subprocesses import command_output
 from composer_speedups.sweep.processes import TRAIN, Ended, Job, Process, run_all
 from composer_speedups.sweep.settings import RepeatConfig
 from composer_speedups.train.cli import exit_codes

@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import (
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.core.files import cannot_be_loaded
 from composer_speedups.core.pretrained import pretrained_config, pretrained_model, pretrained_tokenizer
-from composer_speedups.core.temporary_attribute import temporary_attribute
+from composer_speedups.core.reversible import temporary_attribute
 from composer_speedups.families.flops import BlockRun, batch_lengths, block_runs, frozen_flops, training_flops
 from composer_speedups.packing.encoder import head_tokens
 from composer_speedups.packing.rows import IGNORED

@@ -10,7 +10,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 
-from composer_speedups.core.command_line import console_command, parse_command_line, usage_as_typed
+from composer_speedups.core.command_line import console_command, parse_command_line
 from composer_speedups.core.errors import Interrupted, Refusal, RunFailedError
 from composer_speedups.core.files import out_of_space
 from composer_speedups.core.registry import technique_class, technique_names
@@ -103,7 +103,7 @@ def _in_one_line(
 
 def help_text() -> str:
     """The usage, every key with its type, default and doc line, and every technique with its settings."""
-    return "\n".join([usage_as_typed(_USAGE), "keys:", keys_help(Config), "", _TECHNIQUES, *_techniques(), ""])
+    return "\n".join([_USAGE, "keys:", keys_help(Config), "", _TECHNIQUES, *_techniques(), ""])
 
 
 def _techniques() -> Iterator[str]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from composer_speedups.core.subprocesses import command_output
+from composer_speedups.core.processes import command_output
 
 _PACKAGES = {
     "composer": "mosaicml",

@@ -9,8 +9,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from composer_speedups.core.file_hashes import TEXTS, WEIGHTS, hashes_of, model_files
-from composer_speedups.core.files import check_folder
+from composer_speedups.core.files import TEXTS, WEIGHTS, check_folder, hashes_of, model_files
 from composer_speedups.data.paths import find_files, is_address
 from composer_speedups.tasks.model_names import resolve_name
 from composer_speedups.train.config.schema import Config

@@ -15,8 +15,8 @@ from composer.utils import dist, ensure_tuple
 from composer_speedups.core.errors import first_line
 from composer_speedups.core.host import in_force
 from composer_speedups.core.trainer_state import model_of
+from composer_speedups.distributed.composer_loop import reads_no_gradients
 from composer_speedups.distributed.fsdp import offloading
-from composer_speedups.distributed.gradient_readers import reads_no_gradients
 from composer_speedups.tasks.models import FinetuneModel
 from composer_speedups.tasks.task import Task
 

@@ -19,8 +19,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties, findfont, get_font
 
+from composer_speedups.callbacks.history import RunHistory
 from composer_speedups.callbacks.losses import LossMonitor
-from composer_speedups.callbacks.run_history import RunHistory
 from composer_speedups.callbacks.throughput import Batch, ThroughputMonitor
 from composer_speedups.core.files import write_atomically
 from composer_speedups.train.config.schema import Config

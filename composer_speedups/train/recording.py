@@ -8,7 +8,7 @@ from pathlib import Path
 
 from composer.utils import dist
 
-from composer_speedups.core.errors import RunFailedError, failure_line
+from composer_speedups.core.errors import RunFailedError, first_line
 
 
 class Recording:
@@ -23,7 +23,7 @@ class Recording:
         try:
             yield
         except Exception as error:
-            self._failures.append(failure_line(what, "failed", error))
+            self._failures.append(f"{what}: failed ({type(error).__name__}: {first_line(error)})")
 
     def check(self, model: Path | None) -> None:
         """Raise an error on rank 0 if anything failed on any rank. Collective: every rank must call it.

@@ -10,15 +10,14 @@ from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.utils import dist
 
-from composer_speedups.callbacks.class_report import ClassReport, class_rows, note_on_metric
 from composer_speedups.callbacks.evaluations import BestWeights, EarlyStopping
+from composer_speedups.callbacks.history import ClassReport, RunHistory, class_rows
 from composer_speedups.callbacks.losses import LossMonitor
 from composer_speedups.callbacks.memory import MemoryAnatomy
-from composer_speedups.callbacks.run_history import RunHistory
 from composer_speedups.callbacks.run_report import RunReport, describe_evidence, evidence_of
 from composer_speedups.callbacks.throughput import ThroughputMonitor
 from composer_speedups.core.files import write_json
-from composer_speedups.core.process_age import process_age
+from composer_speedups.core.processes import process_age
 from composer_speedups.core.trainer_state import device_of
 from composer_speedups.data.summary import DataSummary
 from composer_speedups.distributed.ddp import sums_of
@@ -139,7 +138,6 @@ def summary_table(report: dict[str, Any], folder: str) -> str:
         ("step", throughput.get("step_seconds"), "s, mean"),
         ("data wait", throughput.get("data_seconds"), "s per batch, mean"),
         ("between batches", throughput.get("between_batches_seconds"), "s per batch, mean, on the host"),
-        ("GPU idle", throughput.get("gpu_idle_seconds"), "s per batch, mean, waiting for the host between batches"),
         ("warm-up", throughput.get("warmup_seconds"), "s, compilation included"),
         ("evaluation", throughput.get("eval_seconds"), "s in all"),
         ("checkpoints", throughput.get("checkpoint_seconds"), "s in all"),
@@ -148,7 +146,7 @@ def summary_table(report: dict[str, Any], folder: str) -> str:
             memory.get("peak_gib"),
             f"GiB {'of the GPU' if report['environment']['gpu'] else 'resident'}",
         ),
-        *((name.replace("_", " "), value, note_on_metric(name, classes)) for name, value in metrics.items()),
+        *((name.replace("_", " "), value, _of_last_batch(name)) for name, value in metrics.items()),
         *class_rows(classes),
         _best_row(report["best"], exported=report["config"]["export"]),
         _early_stopping_row(report["early_stopping"], report["training"]),
@@ -173,6 +171,10 @@ def summary_table(report: dict[str, Any], folder: str) -> str:
     if report["baseline"]:
         lines += ["", _against_baseline(report)]
     return "\n".join(lines)
+
+
+def _of_last_batch(metric: str) -> str:
+    return "of the last batch" if metric.startswith("train_") else ""
 
 
 def _best_row(best: dict[str, Any], *, exported: bool) -> tuple[str, int | None, str]:
@@ -234,7 +236,7 @@ def _resumed(entries: list[dict[str, Any]] | None) -> str:
 def _peak(peak: dict[str, Any] | None) -> str:
     if peak is None:
         return ""
-    return f"of {peak['flops_per_sec'] / 1e12:.3g} TFLOP/s ({peak['precision']}, {peak['source']})"
+    return f"of {peak['flops_per_sec'] / 1e12:.3g} TFLOP/s ({peak['precision']})"
 
 
 def _number(value: float) -> str:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from composer_speedups.core.process_age import process_age
+from composer_speedups.core.processes import process_age
 
 if TYPE_CHECKING:
     from composer_speedups.train.config.schema import Config

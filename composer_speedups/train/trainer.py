@@ -15,12 +15,11 @@ from composer.core import Algorithm, Callback, DataSpec
 from composer.devices import Device, DeviceCPU, DeviceGPU
 from composer.utils import dist, reproducibility
 
-from composer_speedups.callbacks.class_report import ClassReport
 from composer_speedups.callbacks.evaluations import BestWeights, EarlyStopping, find_metric
-from composer_speedups.callbacks.float32_matmuls import Float32Matmuls
+from composer_speedups.callbacks.history import ClassReport, RunHistory
 from composer_speedups.callbacks.losses import LossMonitor
 from composer_speedups.callbacks.memory import MemoryAnatomy
-from composer_speedups.callbacks.run_history import RunHistory
+from composer_speedups.callbacks.precision import Float32Matmuls
 from composer_speedups.callbacks.run_report import RunReport
 from composer_speedups.callbacks.throughput import ThroughputMonitor
 from composer_speedups.core.errors import ConfigError, first_line

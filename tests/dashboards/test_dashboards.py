@@ -178,7 +178,7 @@ def test_arguments_become_a_request() -> None:
         ("a b", "command line: expected PROJECT and then key=value"),
         ("team/bert", "PROJECT: 'team/bert' contains a slash; write bert entity=team"),
         ("bert rns=a", "command line: unknown key 'rns'; did you mean 'runs'?"),
-        ("bert --kind=report", "command line: cannot read '--kind=report'; did you mean 'kind=report'?"),
+        ("bert --kind=report", "command line: cannot read '--kind=report'; expected PROJECT or key=value"),
         ("bert kind=page", "command line: kind must be 'workspace' or 'report', not 'page'"),
         ("bert runs=", "runs: names no run; write runs=a,b"),
         ("bert name=a+b", "name: W&B does not accept emoji or signs"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -13,14 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from composer_speedups.callbacks import throughput
 from composer_speedups.train import application
 from composer_speedups.train.cli import exit_codes
 from tests.conftest import ROOT
 from tests.helpers.forks import Fork
-
-# This machine's own, measured once rather than in each run of this process: it takes as long as a few batches.
-throughput.device_peak = functools.cache(throughput.device_peak)
 
 # The quickstart, cut down to seconds, on padded batches as most tests of one technique want them.
 SHORT = [

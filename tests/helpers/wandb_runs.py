@@ -18,7 +18,6 @@ class WandbRun:
     rows: list[dict[str, Any]] = field(default_factory=list)  # of the history
     config: dict[str, Any] = field(default_factory=dict)
     summary: dict[str, Any] = field(default_factory=dict)
-    axes: dict[str, str] = field(default_factory=dict)  # metric → its x-axis
     name: str = ""  # dashboards select runs by it
     group: str = ""
     tags: tuple[str, ...] = ()
@@ -51,8 +50,6 @@ def read_wandb(folder: Path) -> WandbRun:
         if record.HasField("run"):
             seen.name, seen.group = record.run.display_name, record.run.run_group
             seen.tags = tuple(record.run.tags)
-        if record.HasField("metric") and record.metric.name:
-            seen.axes[record.metric.name] = record.metric.step_metric
         if row := _items(record.history.item):
             seen.rows.append(row)
         for name, value in row.items():

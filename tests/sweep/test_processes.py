@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from composer_speedups.core.subprocesses import killed_with_parent
+from composer_speedups.core.processes import killed_with_parent
 from composer_speedups.sweep.processes import Ended, Job, Process, run_all
 from tests.conftest import ROOT
 from tests.helpers.hangs import HANGS, wait_until

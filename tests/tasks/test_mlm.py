@@ -69,7 +69,6 @@ def test_a_run_learns_reports_and_exports_a_tied_masked_lm() -> None:
     assert report["metrics"]["loss"] < first["metrics"]["loss"] - 0.1
     assert report["metrics"]["accuracy"] > first["metrics"]["accuracy"]
     assert {"train_loss", "train_accuracy"} <= set(report["metrics"])
-    assert report["throughput"]["mfu"] > 0
     exported = AutoModelForMaskedLM.from_pretrained("runs/quickstart/model")
     assert is_tied(exported)
     assert json.loads(Path("runs/quickstart/model/config.json").read_text())["architectures"] == ["BertForMaskedLM"]

@@ -13,7 +13,7 @@ from datasets import Dataset
 from safetensors.torch import load_file, save_file
 from transformers import BertForSequenceClassification
 
-from composer_speedups.core import file_hashes
+from composer_speedups.core import files
 from composer_speedups.core.errors import ConfigError, DataError
 from composer_speedups.data.builtin import builtin_reviews
 from composer_speedups.data.tokens import load_tokenizer
@@ -159,8 +159,8 @@ def test_patterns_folders_and_initial_weights_are_covered_and_names_of_shards_ar
 
 
 def test_of_large_files_the_size_and_blocks_are_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_hashes, "WHOLE", 1000)
-    monkeypatch.setattr(file_hashes, "_BLOCK", 10)
+    monkeypatch.setattr(files, "WHOLE", 1000)
+    monkeypatch.setattr(files, "_BLOCK", 10)
     content = bytearray(os.urandom(2000))
 
     def hashed() -> inputs.Inputs:

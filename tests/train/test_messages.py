@@ -24,7 +24,7 @@ FILES = {  # a config file → what its line says after "my.yaml: "
     'data: {bach_size: 3}': "unknown key 'data.bach_size'; did you mean 'data.batch_size'?",
     'batch_size: 3': "unknown key 'batch_size'; did you mean 'data.batch_size'?",
     'zzz: 1': "unknown key 'zzz'; --help lists all keys",
-    'optimizer: {zzz: 1}': "unknown key 'optimizer.zzz'; optimizer has: lr, weight_decay, beta1, beta2, eps, decay_bias_and_norm, max_grad_norm",
+    'optimizer: {zzz: 1}': "unknown key 'optimizer.zzz'; --help lists all keys",
     'optimizer: {learning_rate: 1}': "unknown key 'optimizer.learning_rate'; did you mean 'optimizer.lr'?",
     'optimizer.lr: 1': "unknown key 'optimizer.lr'; write optimizer: {lr: …} in a YAML file",
     'trainer: {early_stopping.mode: max}': "unknown key 'trainer.early_stopping.mode'; write trainer: {early_stopping: {mode: …}} in a YAML file",
@@ -142,13 +142,13 @@ COMMAND_LINES = {  # overrides → what their line says after "command line: "
 }  # fmt: skip
 
 CALLS: list[tuple[Callable[[], Any], str]] = [  # calls → the message of their ConfigError
-    (lambda: parse_command_line(["-f"]), 'command line: -f needs a file, as in -f yamls/quickstart.yaml'),
+    (lambda: parse_command_line(["-f"]), 'command line: no config file; add -f quickstart, or --help for all keys'),
     (lambda: parse_command_line(["-f", "a", "-f", "b"]), 'command line: -f names a second config file; pass one'),
     (lambda: parse_command_line([]), 'command line: no config file; add -f quickstart, or --help for all keys'),
     (lambda: parse_command_line(["quickstart"]), "command line: cannot read 'quickstart'; expected -f FILE or key=value"),
-    (lambda: parse_command_line(["--lr=3"]), "command line: cannot read '--lr=3'; did you mean 'lr=3'?"),
+    (lambda: parse_command_line(["--lr=3"]), "command line: cannot read '--lr=3'; expected -f FILE or key=value"),
     (lambda: parse_command_line(["=3"]), "command line: cannot read '=3'; expected -f FILE or key=value"),
-    (lambda: parse_command_line(["a={b:", "c}"]), "command line: cannot read 'c}'; expected -f FILE or key=value; quote a value that has blanks, as in 'key={name: value}'"),
+    (lambda: parse_command_line(["a={b:", "c}"]), "command line: cannot read 'c}'; expected -f FILE or key=value"),
     (lambda: parse_command_line(["-f", "x.yaml"], "PROJECT"), "command line: cannot read '-f'; expected PROJECT or key=value"),
     (lambda: parse_command_line([""], "PROJECT"), "command line: cannot read ''; expected PROJECT or key=value"),
     (lambda: parse_command_line(["seed=3"], "PROJECT"), "command line: expected PROJECT and then key=value, not 'seed=3'; see --help"),

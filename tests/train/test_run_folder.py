@@ -46,7 +46,7 @@ def test_the_lock_does_not_follow_a_symbolic_link() -> None:
     Path("precious").write_text("mine")
     Path("runs").mkdir()
     Path("runs/.run.lock").symlink_to("../precious")
-    with pytest.raises(ConfigError, match=r"^runs_folder: runs/\.run\.lock is a symbolic link"):
+    with pytest.raises(ConfigError, match=r"^runs_folder: .* \(Too many levels of symbolic links\)"):
         RunFolder(load_config(None))
     assert Path("precious").read_text() == "mine"
     assert [path.name for path in Path("runs").iterdir()] == [".run.lock"]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from composer_speedups.core.errors import Refusal
-from composer_speedups.core.requirements import needs_autocast, needs_c_compiler, needs_cuda, needs_package
+from composer_speedups.core.requirements import needs_autocast, needs_cuda, needs_package, needs_triton
 from composer_speedups.core.technique import Order, Technique
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class FastLayerNorm(Technique):
         if self.implementation == "triton":
             yield from needs_cuda(self.name, run, "Liger's Triton kernel", (7, 0))
             yield from needs_package(self.name, "liger_kernel", ".[liger]")
-            yield from needs_c_compiler(self.name, "Triton")
+            yield from needs_triton(self.name)
         if self.implementation == "apex":
             yield from needs_cuda(self.name, run, "Apex's kernel", (7, 0))
             if not all(importlib.util.find_spec(module) for module in ("apex", "fused_layer_norm_cuda")):

@@ -12,7 +12,7 @@ from composer_speedups.core.technique import Order, Technique
 if TYPE_CHECKING:
     from torch import nn
 
-    from composer_speedups.core.instance_forward import Inner
+    from composer_speedups.core.reversible import Inner
     from composer_speedups.core.run import FirstBatch, Run
 
 
@@ -38,7 +38,7 @@ class GradientCheckpointing(Technique):
     """Recompute one of every n blocks; 1 for all of them."""
 
     def engage(self, run: Run) -> dict[str, Any]:
-        from composer_speedups.core.instance_forward import replace_forward, restore_forward
+        from composer_speedups.core.reversible import replace_forward, restore_forward
         from composer_speedups.families.blocks import repeated_blocks
 
         if any(getattr(module, "gradient_checkpointing", False) for module in run.model.modules()):
@@ -71,7 +71,7 @@ def _recomputed(block: nn.Module, inner: Inner, /, *args: Any, **kwargs: Any) ->
     import torch
     from torch.utils.checkpoint import checkpoint
 
-    from composer_speedups.core.instance_forward import call_inner
+    from composer_speedups.core.reversible import call_inner
 
     if not (block.training and torch.is_grad_enabled()):
         return call_inner(block, inner, *args, **kwargs)
@@ -83,7 +83,7 @@ def _recomputed(block: nn.Module, inner: Inner, /, *args: Any, **kwargs: Any) ->
 def _observed(block: nn.Module, inner: Inner, /, *args: Any, **kwargs: Any) -> Any:
     import torch
 
-    from composer_speedups.core.instance_forward import call_inner
+    from composer_speedups.core.reversible import call_inner
     from composer_speedups.kernels.host import ran
 
     if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:  # inside a backward pass

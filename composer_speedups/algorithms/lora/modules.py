@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from composer_speedups.core.files import replace_folder
-from composer_speedups.core.parameter_groups import replace_parameters
+from composer_speedups.core.optimizer_state import replace_parameters
 from composer_speedups.core.stock import outermost_models
 
 ADAPTER = "default"  # PEFT's name for a single adapter

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from composer_speedups.core.instance_forward import Inner
+    from composer_speedups.core.reversible import Inner
     from composer_speedups.core.run import FirstBatch, Run
 
 
@@ -69,7 +69,7 @@ class MixedPrecision(Technique):
 
             run.state.precision = Precision(f"amp_{self.dtype}")
         else:
-            from composer_speedups.core.instance_forward import replace_forward, restore_forward
+            from composer_speedups.core.reversible import replace_forward, restore_forward
 
             signature = inspect.signature(run.model.forward)  # by which Trainers choose a batch's entries
             plain = [parameter.replace(annotation=parameter.empty) for parameter in signature.parameters.values()]
@@ -92,7 +92,7 @@ class MixedPrecision(Technique):
 def _under_autocast(model: nn.Module, inner: Inner, dtype: torch.dtype, /, *args: Any, **kwargs: Any) -> Any:
     import torch
 
-    from composer_speedups.core.instance_forward import call_inner
+    from composer_speedups.core.reversible import call_inner
 
     with torch.autocast(next(model.parameters()).device.type, dtype):
         return call_inner(model, inner, *args, **kwargs)

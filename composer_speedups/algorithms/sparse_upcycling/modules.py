@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.nn.utils import skip_init
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
-from composer_speedups.core.parameter_groups import replace_parameters
+from composer_speedups.core.optimizer_state import replace_parameters
 from composer_speedups.core.pretrained import pretrained_config
 from composer_speedups.core.stock import outermost_models
 from composer_speedups.families.family import families, family_of, family_titles

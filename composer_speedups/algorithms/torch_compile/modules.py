@@ -11,7 +11,7 @@ from torch import nn
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.utils import counters
 
-from composer_speedups.core.flags import ProcessFlag
+from composer_speedups.core.reversible import ProcessFlag
 from composer_speedups.core.stock import HOOKS
 from composer_speedups.core.trainer_state import is_composer_model
 from composer_speedups.families.blocks import repeated_blocks

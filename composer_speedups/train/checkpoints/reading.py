@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from composer_speedups.core.engaging import refuse_other_techniques, techniques_of
 from composer_speedups.core.errors import ConfigError, Refusal, first_line
-from composer_speedups.core.temporary_attribute import temporary_attribute
+from composer_speedups.core.reversible import temporary_attribute
 
 _KEPT = "model optimizers schedulers algorithms callbacks scaler timestamp rank_zero_seed dataset_state".split()
 

@@ -11,7 +11,7 @@ from composer.core import Event, State
 from composer.loggers import Logger
 from composer.utils import checkpoint, dist
 
-from composer_speedups.callbacks.checkpoint_veto import checkpoint_allowed, last_checkpoint
+from composer_speedups.callbacks.checkpoints import checkpoint_allowed, last_checkpoint
 from composer_speedups.core.errors import Interrupted, RunFailedError, causes_of
 from composer_speedups.core.files import NO_SPACE, publish, remove_unfinished
 from composer_speedups.train.fit import StopSignals

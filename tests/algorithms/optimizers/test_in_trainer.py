@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR, SequentialLR
 
 from composer_speedups import apply
 from composer_speedups.algorithms.optimizers.optimizers import TECHNIQUES
-from composer_speedups.callbacks.peaks import precision_in_force
+from composer_speedups.callbacks.precision import precision_in_force
 from composer_speedups.core.engaging import check
 from composer_speedups.core.errors import Refusal
 from composer_speedups.core.registry import technique_class

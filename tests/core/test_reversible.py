@@ -14,9 +14,9 @@ from composer.core import Callback, Event, State
 from composer.loggers import Logger
 
 from composer_speedups import TF32Matmul
-from composer_speedups.callbacks.float32_matmuls import Float32Matmuls
-from composer_speedups.core.flags import MATMUL_PRECISION, ProcessFlag
-from tests.helpers.common import make_trainer, plain_batches, trained
+from composer_speedups.callbacks.precision import Float32Matmuls
+from composer_speedups.core.reversible import MATMUL_PRECISION, ProcessFlag
+from tests.helpers.common import make_trainer, plain_batches
 from tests.helpers.jobs import run
 
 current = torch.get_float32_matmul_precision
@@ -42,12 +42,14 @@ class Seen(Callback):
             self.flags.add(current())
 
 
-def build(kind: str, **kwargs: Any) -> tuple[Trainer, Seen]:
+def build(kind: str, *, bad: bool = False) -> tuple[Trainer, Seen]:
     """Return a Trainer with TF32, or for ``off`` one with full float32, and its Seen callback."""
-    seen = Seen()
+    seen, batches = Seen(), plain_batches(1)
+    if bad:
+        batches[0]["input_ids"] = batches[0]["input_ids"] + 10_000  # not in the vocabulary
     algorithms = [] if kind == "off" else [TF32Matmul(kind)]  # type: ignore[arg-type]
     baseline = [Float32Matmuls()] if kind == "off" else []
-    return make_trainer(algorithms, callbacks=[seen, *baseline], **kwargs), seen
+    return make_trainer(algorithms, callbacks=[seen, *baseline], batches=batches), seen
 
 
 WANTED = {"high": "high", "medium": "medium", "off": "highest"}
@@ -60,7 +62,7 @@ WANTED = {"high": "high", "medium": "medium", "off": "highest"}
 def test_each_fit_uses_its_own_flag_in_any_order(kinds: tuple[str, str], original: str) -> None:
     for fitting, closing in itertools.product(([0, 1], [1, 0]), repeat=2):
         torch.set_float32_matmul_precision(original)
-        pair = [build(kind, batches=plain_batches(1)) for kind in kinds]
+        pair = [build(kind) for kind in kinds]
         assert current() == original, "a Trainer sets the flag only while it runs"
         for i in fitting:
             pair[i][0].fit()
@@ -71,29 +73,11 @@ def test_each_fit_uses_its_own_flag_in_any_order(kinds: tuple[str, str], origina
         assert [seen.flags for _, seen in pair] == [{WANTED[kind]} for kind in kinds]
 
 
+@pytest.mark.parametrize("closes", ["before the fit of another", "during it", "after it", "after its close"])
 @pytest.mark.parametrize("kind", ["high", "off"])
-@pytest.mark.parametrize("first", [0, 1])
-def test_a_failed_run_does_not_affect_the_flag_of_another(kind: str, first: int) -> None:
-    bad = plain_batches(1)
-    bad[0]["input_ids"] = bad[0]["input_ids"] + 10_000  # not in the vocabulary
-    torch.set_float32_matmul_precision("highest" if kind == "high" else "high")
-    original = current()
-    failed, _ = build(kind, batches=bad)
-    other, seen = build("medium")
-    with pytest.raises(IndexError):
-        failed.fit()
-    other.fit()
-    pair = [failed, other]
-    pair[first].close()
-    pair[1 - first].close()
-    assert seen.flags == {"medium"}
-    assert current() == original
-
-
-def test_closing_a_trainer_during_another_fit_keeps_the_flag() -> None:
-    bad = plain_batches(1)
-    bad[0]["input_ids"] = bad[0]["input_ids"] + 10_000
-    failed, _ = build("high", batches=bad)
+def test_a_failed_run_does_not_affect_the_flag_of_another(kind: str, closes: str) -> None:
+    torch.set_float32_matmul_precision(original := "highest" if kind == "high" else "high")
+    failed, (other, seen) = build(kind, bad=True)[0], build("medium")
     with pytest.raises(IndexError):
         failed.fit()
 
@@ -101,21 +85,15 @@ def test_closing_a_trainer_during_another_fit_keeps_the_flag() -> None:
         def batch_start(self, state: State, logger: Logger) -> None:
             failed.close()
 
-    seen = Seen()
-    trained([TF32Matmul("medium")], callbacks=[Closing(), seen])
-    assert seen.flags == {"medium"}
-    assert current() == "highest"
-
-
-def test_a_flag_that_changes_between_runs_does_not_affect_them() -> None:
-    """Composer's DeviceGPU sets the flag when it is created."""
-    trainers = [build("high"), build("off")]
-    for trainer, _ in trainers:
-        torch.set_float32_matmul_precision("medium")
-        trainer.fit()
+    if closes == "before the fit of another":
+        failed.close()
+    if closes == "during it":
+        other.state.callbacks.insert(0, Closing())
+    other.fit()
+    for trainer in [other, failed] if closes == "after its close" else [failed, other]:
         trainer.close()
-    assert [seen.flags for _, seen in trainers] == [{"high"}, {"highest"}]
-    assert current() == "medium"
+    assert seen.flags == {"medium"}
+    assert current() == original
 
 
 def test_process_flag_can_be_restored_in_any_order() -> None:

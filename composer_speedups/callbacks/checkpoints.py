@@ -1,23 +1,55 @@
-"""Let a callback veto checkpoints, and name the checkpoint to resume from."""
+"""Callbacks and checkpoints: keep a callback's state in them, veto them, and name the one to resume from."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from composer.callbacks import CheckpointSaver
-from composer.core import Event, State
+from composer.core import Callback, Event, State
+from composer.loggers import Logger
+
+from composer_speedups.core.errors import ConfigError
+
+
+class SavedCallback(Callback):
+    """A callback of which checkpoints hold the attributes named in :attr:`saved`. In each Trainer it starts anew.
+
+    Raises:
+        ConfigError: A Trainer has two callbacks of a class. Composer's checkpoints hold one state per class.
+    """
+
+    saved: ClassVar[tuple[str, ...]]
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def init(self, state: State, logger: Logger) -> None:
+        if sum(type(callback) is type(self) for callback in state.callbacks) > 1:
+            name = type(self).__name__
+            raise ConfigError(
+                f"callbacks: {name} is listed twice, and checkpoints hold one state per class; derive a class from "
+                f"{name} for the second one"
+            )
+        self.reset()
+
+    def reset(self) -> None:
+        """Initialize the attributes that are not settings."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: copy(getattr(self, name)) for name in self.saved}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        vars(self).update({name: state[name] for name in self.saved if name in state})
+
 
 Allow = Callable[[State, Event], bool]
 
 
 def veto_checkpoints(state: State, allow: Allow) -> None:
-    """Make every CheckpointSaver of the Trainer call ``allow`` before it writes a scheduled checkpoint.
-
-    Args:
-        state: The Trainer's state, once the Trainer is built.
-        allow: Returns whether to write the checkpoint. It is called on every rank and must return the same on each.
-    """
+    """Make every CheckpointSaver of the Trainer ask ``allow`` on every rank before it writes a scheduled checkpoint."""
     for saver in state.callbacks:
         if isinstance(saver, CheckpointSaver):
             interval = saver.save_interval

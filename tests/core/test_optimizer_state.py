@@ -1,4 +1,4 @@
-"""replace_parameters: new parameters take the groups and the state of those that they replace."""
+"""New parameters take the groups and the state of those that they replace."""
 
 from __future__ import annotations
 
@@ -8,18 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from composer_speedups.core.parameter_groups import replace_parameters
-
-pytestmark = pytest.mark.pins
-
-
-def parameters(count: int) -> list[nn.Parameter]:
-    return [nn.Parameter(torch.full((2,), float(i))) for i in range(count)]
+from composer_speedups.core.optimizer_state import replace_parameters
 
 
 @pytest.mark.parametrize("untrained", ["no group", "first group"])
+@pytest.mark.pins
 def test_new_parameters_replace_old_ones(untrained: Any) -> None:
-    kept, copied, split, removed, outside, *new = parameters(9)
+    kept, copied, split, removed, outside, *new = [nn.Parameter(torch.full((2,), float(i))) for i in range(9)]
     groups: list[dict[str, Any]] = [
         {"params": [("kept", kept), ("copied", copied)], "lr": 1.0},
         {"params": [("split", split), ("removed", removed)], "lr": 2.0},
