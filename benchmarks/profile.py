@@ -178,7 +178,7 @@ class StepProfiler(Callback):
 
 def main(arguments: list[str], results: Path = RESULTS) -> Row:
     counts, rest = read_settings(Counts, arguments, _PREFIX)
-    config, _ = read_command_line(rest)
+    config = read_command_line(rest)
     config.trainer.max_duration = f"{counts.batches}ba"
     config.callbacks.throughput = config.callbacks.memory = None
     techniques = build_techniques(config.algorithms, config.on_unavailable)

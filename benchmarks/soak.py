@@ -105,11 +105,11 @@ def soak(arguments: Sequence[str]) -> dict[str, Any]:
     file = [] if {"-f", "--file"} & set(overrides) else ["-f", str(QUICKSTART)]
     every = f"{max(1, steps // 10)}ba"
     length = [f"trainer.max_duration={steps}ba", f"trainer.eval_interval={every}", f"checkpoint.interval={every}"]
-    config, origins = read_command_line([*file, *_SETTINGS, *length, *overrides])
+    config = read_command_line([*file, *_SETTINGS, *length, *overrides])
     watch = Watch(max(1, steps // 100))
     with without_gc():
         clock = StartupClock()
-    application.train(config, origins, clock, callbacks=[watch])
+    application.train(config, clock, callbacks=[watch])
     results = {
         "steps": steps,
         "grown": grown(watch.readings),

@@ -17,8 +17,7 @@ from composer_speedups.core.errors import ConfigError, first_line
 from composer_speedups.tasks.models import FinetuneModel
 from composer_speedups.train.cli import read_command_line
 from composer_speedups.train.config.schema import Config
-from composer_speedups.train.optimization import build_scheduler
-from composer_speedups.train.trainer import build_data_and_model
+from composer_speedups.train.trainer import build_data_and_model, build_scheduler
 
 _PREFIX = "peer."
 
@@ -57,7 +56,7 @@ def read_arguments(arguments: Sequence[str], *, several_ranks: bool = False) -> 
         if argument.startswith(_PREFIX):
             name, _, value = argument.removeprefix(_PREFIX).partition("=")
             flags[name] = yaml.safe_load(value)
-    config, _ = read_command_line([a for a in arguments if not a.startswith(_PREFIX)])
+    config = read_command_line([a for a in arguments if not a.startswith(_PREFIX)])
     _refuse_the_rest(config)
     if dist.get_world_size() > 1 and not several_ranks:
         raise ConfigError("this peer trains in one process; start it without composer -n")

@@ -31,9 +31,9 @@ from composer_speedups.core.errors import ConfigError
 from composer_speedups.data.loader import real_tokens
 from composer_speedups.distributed import FreezeGarbage, OverlappedDDP, share_cores
 from composer_speedups.train.cli import exit_codes
-from composer_speedups.train.optimization import build_optimizer, build_scheduler
 from composer_speedups.train.report import write_report
 from composer_speedups.train.run_folder import RunFolder
+from composer_speedups.train.trainer import build_optimizer, build_scheduler
 
 
 def main(arguments: list[str]) -> None:

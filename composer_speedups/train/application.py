@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from composer_speedups.core.errors import Interrupted
 from composer_speedups.core.files import check_folder
-from composer_speedups.core.settings import Origins, refuse
+from composer_speedups.core.settings import refuse
 from composer_speedups.data.file_checks import check_data_files
 from composer_speedups.train.cli import exit_codes, read_command_line
 from composer_speedups.train.config.schema import Config
@@ -34,28 +34,19 @@ def main(arguments: list[str]) -> None:
         RunFailedError: The report or the plot failed. The model was exported before.
     """
     clock = StartupClock()
-    config, origins = read_command_line(arguments)  # report unknown keys before torch is imported
-    check_paths(config)
-    clock.lap("config")
-    with early_processes(config) as early:
-        train(config, origins, clock, early)
-
-
-def check_paths(config: Config) -> None:
-    """Refuse missing files, columns and folders before the imports, which take most of the time until the first step.
-
-    Raises:
-        Refusal: Names the key, the path and the fix.
-    """
+    config = read_command_line(arguments)  # report unknown keys before torch is imported
+    # Missing files and columns too, because the imports take most of the time until the first step.
     check_data_files(config.data, config.task)
     if config.model.size is None:  # otherwise the name is not read
         check_folder(config.model.name, "model.name")
     check_folder(config.data.tokenizer or "", "data.tokenizer")
+    clock.lap("config")
+    with early_processes(config) as early:
+        train(config, clock, early)
 
 
 def train(
     config: Config,
-    origins: Origins,
     clock: StartupClock,
     early: Sequence[subprocess.Popen[bytes]] = (),
     callbacks: Sequence[Callback] = (),
@@ -79,8 +70,7 @@ def train(
         from composer_speedups.train.fit import StopSignals, is_trained, train_to_end
         from composer_speedups.train.model_card import write_model_card
         from composer_speedups.train.plot import write_plot
-        from composer_speedups.train.recording import Recording
-        from composer_speedups.train.report import StartupTimes, callback_of, write_report
+        from composer_speedups.train.report import Recording, StartupTimes, callback_of, write_report
         from composer_speedups.train.run_folder import RunFolder
         from composer_speedups.train.trainer import build_trainer, join_ranks, open_device, run_of
 
@@ -94,7 +84,7 @@ def train(
     join_ranks(config.trainer, device)
     clock.lap("device")
 
-    with StopSignals() as stop, RunFolder(config, named="run_name" in origins) as folder:
+    with StopSignals() as stop, RunFolder(config) as folder:
         model_name = resolve_name(config.model.name)
         on_gpu = torch_device(device).type == "cuda"
         data = build_data(config.data, task, model_name=model_name, on_gpu=on_gpu, seed=config.seed)

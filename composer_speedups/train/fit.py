@@ -10,7 +10,7 @@ import threading
 import traceback
 import warnings
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from composer import Trainer
@@ -22,7 +22,11 @@ from composer_speedups.core.errors import DataError, Interrupted, Refusal, RunFa
 from composer_speedups.core.trainer_state import max_over_ranks
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_SIZE_KEYS = ("trainer.microbatch_size: ", "data.batch_size: ")
+_IGNORED_WARNINGS = (
+    "No batches were trained for global rank",  # after resuming from a checkpoint of an epoch's last batch
+    "Cannot split .* of length",  # a batch smaller than the micro-batch
+    "The ``compute`` method of metric .* was called before",
+)
 _WORKER_FIX = "look for the kernel's out-of-memory killer, lower data.workers, or start again"
 
 
@@ -38,7 +42,7 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.received: int | None = None
-        self._phase = "at once"
+        self.phase: Literal["at once", "after the batch", "never"] = "at once"
         self._interrupts = 0
         self._before: dict[int, Any] = {}
 
@@ -52,18 +56,6 @@ class StopSignals:
             signal.signal(signum, handler)
         self._before = {}
 
-    def defer(self) -> None:
-        """From now on, wait for the end of the batch."""
-        self._phase = "after the batch"
-
-    def at_once(self) -> None:
-        """From now on, end immediately: training has failed, and the batch will not end."""
-        self._phase = "at once"
-
-    def ignore(self) -> None:
-        """From now on, ignore signals: training is over."""
-        self._phase = "never"
-
     def signal_on_any_rank(self, device: Device) -> int | None:
         """The signal that any rank has received so far. Collective; ``device`` is used for the reduction."""
         return max_over_ranks(device, self.received or 0) or None
@@ -73,16 +65,14 @@ class StopSignals:
         if self._interrupts > 1:
             os._exit(128 + signum)
         name = signal.Signals(signum).name
-        if self._phase == "at once":
+        if self.phase == "at once":
             if dist.get_global_rank() == 0:
                 os.write(2, f"\n{name}: stopped at once; no checkpoint was written\n".encode())
             sys.exit(128 + signum)
         self.received = self.received or signum
-        if dist.get_global_rank() == 0 and self._phase == "after the batch":
-            # not print, which the signal may have interrupted
-            os.write(
-                2, f"\n{name}: finishing the batch and writing a checkpoint; Ctrl-C (again) stops at once\n".encode()
-            )
+        if dist.get_global_rank() == 0 and self.phase == "after the batch":
+            later = "finishing the batch and writing a checkpoint; Ctrl-C (again) stops at once"
+            os.write(2, f"\n{name}: {later}\n".encode())  # not print, which the signal may have interrupted
 
 
 def train_to_end(trainer: Trainer, stop: StopSignals | None = None) -> None:
@@ -92,16 +82,11 @@ def train_to_end(trainer: Trainer, stop: StopSignals | None = None) -> None:
         DataError, RunFailedError: See :func:`fit`.
         Interrupted: A signal ended training; the loggers have been flushed.
     """
-    state = trainer.state
-    assert state.max_duration is not None
     with warnings.catch_warnings():
-        # Resuming from a checkpoint of an epoch's last batch, Composer iterates over the rest of that epoch, which is
-        # empty.
-        warnings.filterwarnings("ignore", message="No batches were trained for global rank")
-        warnings.filterwarnings("ignore", message="Cannot split .* of length")  # a batch smaller than the micro-batch
-        warnings.filterwarnings("ignore", message="The ``compute`` method of metric .* was called before")
+        for message in _IGNORED_WARNINGS:
+            warnings.filterwarnings("ignore", message=message)
         try:
-            fit(trainer, None if state.timestamp < state.max_duration else "1ba", stop)  # RunHistory raises Interrupted
+            fit(trainer, "1ba" if is_trained(trainer.state) else None, stop)  # RunHistory raises Interrupted
         except Interrupted:
             _end_evaluation_workers(trainer)
             trainer.close()
@@ -115,14 +100,11 @@ def is_trained(state: State) -> bool:
 
 
 def _end_evaluation_workers(trainer: Trainer) -> None:
-    """End the persistent workers of evaluation loaders. Composer ends only those of the training loader.
-
-    With pinned memory, torch would otherwise wait five seconds for each of them at exit.
-    """
+    """Composer ends only the persistent workers of the training loader; with pinned memory, torch would wait five
+    seconds for each of the others at exit."""
     for evaluator in trainer.state.evaluators:
         iterator = getattr(evaluator.dataloader.dataloader, "_iterator", None)
-        shut_down = getattr(iterator, "_shutdown_workers", None)
-        if shut_down is not None:
+        if (shut_down := getattr(iterator, "_shutdown_workers", None)) is not None:
             shut_down()
 
 
@@ -146,7 +128,7 @@ def fit(trainer: Trainer, duration: str | None = None, stop: StopSignals | None 
         for worker in multiprocessing.active_children():
             worker.kill()  # a worker that hangs would outlive the run
         if stop is not None:
-            stop.at_once()
+            stop.phase = "at once"  # the batch will not end
         trainer.engine.close()  # Trainer.close() would wait for ranks that may have died
         if (explained := _explained(error)) is not None:
             raise explained from error
@@ -164,10 +146,11 @@ def _explained(error: Exception) -> Refusal | None:
     worker_message = str(error).rpartition(f"{DataError.__module__}.{DataError.__name__}: ")[2]
     if isinstance(error, DataError) and worker_message != str(error):  # torch embeds it in the worker's traceback
         return DataError(worker_message)
-    if (death := next(filter(None, map(_worker_death, causes_of(error))), None)) is not None:
-        return RunFailedError(f"data.workers: {death}; {_WORKER_FIX}")
+    if (death := next(filter(_is_of_a_dead_worker, causes_of(error)), None)) is not None:
+        reason = first_line(death).rstrip(". ")
+        return RunFailedError(f"data.workers: a DataLoader worker died ({reason}); {_WORKER_FIX}")
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in message:
-        if (fix := str(error).strip().splitlines()[-1:]) and fix[0].startswith(_SIZE_KEYS):
+        if (fix := str(error).strip().splitlines()[-1:]) and fix[0].startswith("trainer.microbatch_size: "):
             return RunFailedError(f"{fix[0]} ({message})")  # MicrobatchTrainer's message names a size that fits
         return RunFailedError(
             f"out of memory: {message}; lower data.batch_size, data.max_length or trainer.microbatch_size"
@@ -175,14 +158,10 @@ def _explained(error: Exception) -> Refusal | None:
     return None
 
 
-def _worker_death(error: BaseException) -> str | None:
-    """What an error says of a DataLoader worker that died; None for another error."""
-    message = first_line(error).rstrip(". ")
-    if message.startswith("DataLoader worker"):  # raised by torch, by the signal handler or by the worker's queue
-        return message
-    # it died while it transferred a batch, which only this thread or the one that pins memory notices
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    receiving = os.path.dirname(frames[-1].f_code.co_filename) == os.path.dirname(multiprocessing.__file__)
-    if (isinstance(error, (EOFError, ConnectionError)) and receiving) or message.startswith("Pin memory thread"):
-        return f"a DataLoader worker died ({message})"
-    return None
+def _is_of_a_dead_worker(error: BaseException) -> bool:
+    """Whether torch says so, or the connection to the worker ended while it sent a batch."""
+    frames = traceback.extract_tb(error.__traceback__)
+    receiving = bool(frames) and frames[-1].filename.startswith(multiprocessing.__path__[0])
+    return str(error).startswith(("DataLoader worker", "Pin memory thread")) or (
+        isinstance(error, (EOFError, ConnectionError)) and receiving
+    )

@@ -6,7 +6,6 @@ Importing this module does not import torch.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 from composer_speedups.core.file_hashes import TEXTS, WEIGHTS, hashes_of, model_files
@@ -24,15 +23,11 @@ _FOLDERS = ("model.name", "data.tokenizer")  # in which names say what a file is
 
 
 def inputs_of(config: Config) -> Inputs:
-    """The hashes of the local files that a run of this config reads: data files, patterns of them and folders, streamed
-    or not; weights, configuration and tokenizer in the folders of ``model.name`` and ``data.tokenizer``; and the file
-    of ``checkpoint.load`` if only its weights are loaded.
+    """The hashes of the local files that a run of this config reads: data files and folders, streamed or not; weights,
+    configuration and tokenizer in local folders; and the file of ``checkpoint.load`` if only its weights are loaded.
 
-    Names and times of data files do not count. If a key's files have more than 4 GiB together, the size and 16 blocks
-    of 64 KiB of each are hashed, and a change between the blocks that keeps the size is not seen.
-
-    Not covered are names on the hub, for which ``data.hub_revision`` names a commit, and addresses such as ``s3://…``.
-    Built-in data are generated and have no files.
+    If a key's files have more than 4 GiB together, the size and 16 blocks of 64 KiB of each are hashed. Not covered are
+    names on the hub, for which ``data.hub_revision`` names a commit, and addresses such as ``s3://…``.
 
     Raises:
         DataError: A file is missing or cannot be read.
@@ -73,9 +68,5 @@ def _data_files(name: str | None, key: str) -> list[tuple[str, Path]]:
         return []
     folder = os.path.expanduser(name)
     if os.path.isdir(folder):  # of save_to_disk, or of MDS shards
-        return [(str(path), path) for path in _files_below(folder)]
+        return [(str(path), path) for path in sorted(Path(folder).rglob("*")) if path.is_file()]
     return [(path, Path(path)) for path in find_files(name, key)]
-
-
-def _files_below(folder: str) -> Iterator[Path]:
-    return (path for path in sorted(Path(folder).rglob("*")) if path.is_file())

@@ -214,8 +214,8 @@ def test_every_configuration_of_the_repositorys_tables_is_valid(name: str, monke
         monkeypatch.setenv(folder, "folder")
     read = read_table(ROOT / "benchmarks" / "tables" / f"{name}.yaml")
     for configuration in {configuration.name: configuration for configuration in configurations_of(read)}.values():
-        read_config = read_arguments if configuration.peer else read_command_line
-        config, _ = read_config(["-f", str(ROOT / read.base), *configuration.overrides])
+        arguments = ["-f", str(ROOT / read.base), *configuration.overrides]
+        config = read_arguments(arguments)[0] if configuration.peer else read_command_line(arguments)
         refuse_conflicts(build_techniques(config.algorithms, config.on_unavailable))
 
 

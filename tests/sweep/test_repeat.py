@@ -16,8 +16,7 @@ import pytest
 from composer_speedups.core.command_line import read_settings
 from composer_speedups.core.errors import ConfigError, RunFailedError
 from composer_speedups.core.settings import fields_of
-from composer_speedups.sweep.repeat import Run, gpus_of_processes, main, planned_runs, table
-from composer_speedups.sweep.settings import RepeatConfig
+from composer_speedups.sweep.repeat import RepeatConfig, Run, gpus_of_processes, main, planned_runs, table
 from composer_speedups.train.config.load import save_config
 from composer_speedups.train.config.schema import Config
 from tests.conftest import ROOT
@@ -89,15 +88,11 @@ def test_seeds_are_numbers_and_ranges(text: str, seeds: list[int]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["seeds=a..5"], "seeds must be numbers or ranges of at most 1000, such as 1..5 or 1,2,7, not 'a..5'"),
         (["seeds=5..1"], "not '5..1'"),
         (["seeds=1..2000000000"], "not '1..2000000000'"),
         (["seeds=2147483648"], "seed must be less than 2147483648"),
         (["seed=3"], "set seeds, such as seeds=1..5"),
-        (["processes=0"], "processes must be greater than or equal to 1, not 0"),
-        (["data.bach_size=3"], "unknown key 'data.bach_size'; did you mean 'data.batch_size'"),
         (["-f", "nowhere"], "-f nowhere: no such file"),
-        (["-f", "glue/nowhere"], "glue/nowhere (relative to"),
         (["-f", "quickstart"], "run_name: 'quickstart' is the name of two files"),
         (["runs_folder=file/runs"], "runs_folder: file/runs (relative to"),
     ],
@@ -108,14 +103,6 @@ def test_a_mistake_is_one_line_before_anything_is_trained(arguments: list[str], 
         main(["-f", QUICKSTART, *arguments], "no_program")
     assert message in str(error.value)
     assert [path.name for path in Path().iterdir()] == ["file"]
-
-
-def test_the_command_ends_with_status_2_without_importing_torch() -> None:
-    code = "import sys; sys.modules['torch'] = None; import composer_speedups.sweep.repeat as r; r.command()"
-    command = [sys.executable, "-c", code, "-f", "quickstart", "seeds=x"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-    assert done.stderr.startswith("repeat: command line: seeds must be")
 
 
 def test_help_lists_every_key(capsys: pytest.CaptureFixture[str]) -> None:
@@ -167,7 +154,6 @@ def test_the_table_has_mean_and_standard_deviation_of_each_metric() -> None:
         ("0,2", [], None, ["0", "2"]),
         (" GPU-a, GPU-b ", [], 5, ["GPU-a", "GPU-b", "GPU-a", "GPU-b", "GPU-a"]),
         ("0,1,2", [], 2, ["0", "1"]),
-        ("1,-1,2", [], None, ["1"]),
         ("", [], None, [None]),
         ("0,1", ["trainer.device=cpu"], 2, [None, None]),
         (None, [], None, ["GPU-0", "GPU-1"]),
@@ -222,16 +208,12 @@ def start_command(program: str, *arguments: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, stdout=subprocess.DEVNULL)
 
 
-def test_a_stopped_command_leaves_no_run_behind_and_continues_and_another_one_is_refused(
-    stub: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stopped_command_leaves_no_run_behind_and_continues(stub: str, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = ["-f", QUICKSTART, "seeds=1..2", "trainer.device=cpu"]
     monkeypatch.setenv("SLOW", "2")
     command = start_command(stub, *arguments)
     pid = Path("quickstart-seed2.pid")
     wait_until(lambda: pid.exists() and pid.read_text(), "the second run does not start")
-    with pytest.raises(ConfigError, match=r"^runs_folder: runs/\.quickstart-seed2\.repeat\.lock is in use"):
-        main([*arguments, "seeds=2..3"], stub)
     command.terminate()
     assert command.wait(HANGS) == 143
     assert not psutil.pid_exists(int(pid.read_text()))
@@ -253,12 +235,10 @@ def test_runs_are_trained_again_once_their_data_changed_and_other_data_are_not_a
     Path("train.csv").write_text("text,label\na,1\nb,0\n")
     capsys.readouterr()
     monkeypatch.setenv("CHANGES", "2")
-    with pytest.raises(RunFailedError, match=r"^1 of 2 .*seed2: data\.train_file: train\.csv changed while"):
+    with pytest.raises(RunFailedError, match=r"^1 of 2 .*seed2: its data or config changed while the command ran"):
         main(FILES, stub)
     assert calls() == ["quickstart-seed1", "quickstart-seed2"] * 2
-    printed = capsys.readouterr().out
-    assert "quickstart-seed1: trained again, since data.train_file: train.csv has changed" in printed
-    assert ["quickstart", "failed: seed 2", "", "", ""] in cells(printed.splitlines())
+    assert ["quickstart", "failed: seed 2", "", "", ""] in cells(capsys.readouterr().out.splitlines())
 
 
 BRIEF = ["-f", QUICKSTART, *SHORT, "trainer.device=cpu", "export=false", "seeds=1..2"]

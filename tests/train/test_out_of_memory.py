@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -250,3 +252,58 @@ def test_the_report_states_each_change_of_the_micro_batch(monkeypatch: pytest.Mo
     message = r"^trainer\.microbatch_size: .* micro-batch of 8, .*; set trainer\.microbatch_size=4 \(CUDA out of memory"
     with pytest.raises(RunFailedError, match=message):
         run(*settings, "trainer.on_out_of_memory=stop")
+
+
+@pytest.mark.pins
+def test_a_micro_batch_set_by_the_config_gives_the_same_loss_and_is_in_the_report() -> None:
+    whole = run("trainer.max_duration=2ba", "export=false")
+    report = run("trainer.microbatch_size=2", "trainer.max_duration=2ba", "export=false")
+    assert report["metrics"]["train_loss"] == pytest.approx(whole["metrics"]["train_loss"], rel=1e-3)
+    training = report["training"]
+    assert (training["microbatch_size"], training["microbatch_chosen"]) == (2, "by the config")
+    assert training["samples"] == 16
+    assert "chosen by the config" in summary_table(report, "runs")
+
+
+# Batches that need about 10 GiB without micro-batches.
+LARGE = [
+    "trainer.max_duration=3ba",
+    "model.size=mini",
+    "data.train_samples=2048",
+    "data.batch_size=1024",
+    "data.max_length=256",
+    "data.padding=max_length",
+    "algorithms={fused_optimizer: {}}",
+    "export=false",
+]
+
+
+@contextlib.contextmanager
+def three_gib_more() -> Iterator[float]:
+    """Limit this process to 3 GiB of GPU memory beyond what earlier tests hold; yield the limit in GiB."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    limit = torch.cuda.memory_reserved() + 3 * 2**30
+    torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.get_device_properties(0).total_memory)
+    try:
+        yield limit / 2**30
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("microbatch", ["null", "512", "auto"])
+@pytest.mark.filterwarnings("ignore:trainer.microbatch_size. out of memory:UserWarning")
+@pytest.mark.filterwarnings("ignore:`device_train_microbatch_size='auto'` may:UserWarning")  # Composer advises
+@pytest.mark.filterwarnings("ignore:CUDA out of memory or excessive:RuntimeWarning")  # at each halving
+def test_a_batch_that_does_not_fit_the_gpu_is_trained_in_micro_batches(microbatch: str) -> None:
+    """Neither the whole batch nor the configured micro-batch fits."""
+    whole = run(*LARGE, "trainer.microbatch_size=64")
+    with three_gib_more() as limit:
+        report = run(*LARGE, f"trainer.microbatch_size={microbatch}")
+    training = report["training"]
+    assert training["microbatch_chosen"] == ("automatically" if microbatch == "auto" else "after running out of memory")
+    assert training["microbatch_size"] in (16, 32, 64, 128, 256)
+    assert training["samples"] == 3 * 1024
+    assert report["memory"]["peak_gib"] < limit
+    assert report["metrics"]["train_loss"] == pytest.approx(whole["metrics"]["train_loss"], rel=1e-3)

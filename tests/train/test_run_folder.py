@@ -70,9 +70,3 @@ def test_a_refused_run_leaves_the_folder_as_it_was(monkeypatch: pytest.MonkeyPat
     before = contents()
     refused_twice()
     assert contents() == before
-
-
-def test_a_folder_that_cannot_be_written_is_refused_in_one_line() -> None:
-    Path("file").touch()
-    with pytest.raises(ConfigError, match=r"runs_folder: file/deep/run \(relative to /.*\) is not writable"):
-        RunFolder(load_config(None, ["runs_folder=file/deep"]))
