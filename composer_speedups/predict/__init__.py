@@ -11,11 +11,7 @@ from composer_speedups.tasks.settings import TASK_FILE
 
 
 def exported_folder(run: Path) -> Path:
-    """The exported model of a run, or ``run`` itself if it is one.
-
-    Raises:
-        ConfigError: There is none; names the folder and the fix.
-    """
+    """The exported model of a run, or ``run`` itself if it is one."""
     for folder in (run, run / "model"):
         if (folder / TASK_FILE).is_file():
             return folder

@@ -42,18 +42,7 @@ class Evaluation(NamedTuple):
 
 
 class FinishedModel:
-    """The exported model of a run with its task and tokenizer.
-
-    Args:
-        model: The transformers model, in eval mode, on its device, with float32 weights.
-        task: The task that it was trained for, with its labels.
-        tokenizer: Its tokenizer.
-        max_length: Maximum number of tokens per text, as in training.
-        precision: ``"bf16"`` computes under autocast.
-
-    Attributes:
-        engaged: A line per technique: what it changed, or why it is not used.
-    """
+    """The exported model of a run with its task and tokenizer."""
 
     def __init__(self, model: Any, task: Task, tokenizer: Any, max_length: int, precision: str) -> None:
         self.model, self.task, self.tokenizer, self.max_length = model, task, tokenizer, max_length
@@ -71,19 +60,7 @@ class FinishedModel:
         columns: Mapping[str, Any] | None = None,
         evaluates: bool = False,
     ) -> FinishedModel:
-        """Load the model from the folder of a run, or from the folder ``model`` that train.py exported, wherever it is.
-
-        Args:
-            run: The folder.
-            device: ``"auto"``, ``"cpu"`` or ``"gpu"``.
-            precision: ``"auto"``, ``"fp32"`` or ``"bf16"``.
-            columns: ``text_columns``, ``label_column`` and ``label_columns``, where they differ from those of training.
-            evaluates: Whether labelled samples will be evaluated, instead of texts predicted.
-
-        Raises:
-            ConfigError: The run is not finished, its files are damaged or name code, its task cannot predict, or there
-                is no GPU.
-        """
+        """Load the model from the folder of a run, or from the folder ``model`` that train.py exported."""
         if device == "gpu" and not torch.cuda.is_available():
             raise ConfigError("device: there is no GPU here; set device=cpu or auto")
         on_gpu = device != "cpu" and torch.cuda.is_available()
@@ -118,11 +95,7 @@ class FinishedModel:
         self.engaged += [str(warning.message) for warning in caught]
 
     def encode(self, rows: Sequence[Mapping[str, Any]]) -> Columns:
-        """Token ids of rows, each a mapping from :attr:`columns` to texts.
-
-        Raises:
-            DataError: A text is missing.
-        """
+        """Token ids of rows, each a mapping from :attr:`columns` to texts."""
         texts = [self.texts(row) for row in rows]
         columns = {f"text_{i}": list(column) for i, column in enumerate(zip(*texts, strict=True), start=1)}
         return self.task.encode(columns, self.tokenizer, self.max_length)

@@ -32,13 +32,6 @@ def predict_file(model: FinishedModel, rows: list[Row], source: Path, output: Pa
 
     A column of the input that has the name of a prediction is written as ``input_<name>``. All rows are checked before
     any is computed. The prediction of a row without text is null in each field; a line on stderr lists these rows.
-
-    Returns:
-        A line with the number of rows, the rate and the path.
-
-    Raises:
-        DataError: A missing column, or no row with text.
-        ConfigError: ``output`` cannot be written, or a Parquet file cannot hold the columns of the input.
     """
     _check(model, rows, source, labelled=False)
     problems, where = dict[int, str](), f"input: {source}"
@@ -73,10 +66,6 @@ def evaluate_file(model: FinishedModel, rows: list[Row], source: Path, batch_siz
     """Return the metrics of the task for the labelled rows of ``source``, which are ``rows``, a line each.
 
     Rows without text, or whose label is missing or unknown, are left out; a line on stderr lists them.
-
-    Raises:
-        DataError: A missing column, or no valid row.
-        ConfigError: A metric needs a package that is missing.
     """
     _check(model, rows, source, labelled=True)
     where, summary = f"input: {source}", DataSummary()

@@ -85,11 +85,7 @@ class Run(NamedTuple):
 
 
 def planned_runs(files: Sequence[str], overrides: Sequence[str], seeds: Sequence[int]) -> list[Run]:
-    """The runs of all seeds of the first file, then those of the next one.
-
-    Raises:
-        Refusal: A config is invalid, or a file that the runs read is missing.
-    """
+    """The runs of all seeds of the first file, then those of the next one."""
     if any(pair.partition("=")[0] == "seed" for pair in overrides):
         raise ConfigError("command line: seed differs between the runs; set seeds, such as seeds=1..5")
     configs = [load_config(file, overrides) for file in files]
@@ -167,11 +163,7 @@ def table(runs: Sequence[Run]) -> str:
 
 
 def main(arguments: Sequence[str], program: str = TRAIN) -> None:
-    """Train the runs that have not finished, and print the table of all; ``program`` is the module that trains.
-
-    Raises:
-        Refusal: An unknown key or invalid value; or, after the table, that a run failed.
-    """
+    """Train the runs that have not finished, and print the table of all; ``program`` is the module that trains."""
     command_line = parse_command_line(arguments, several_files=True)
     if command_line.help:
         print(f"{_USAGE}{keys_help(RepeatConfig)}\n\nAll other keys are those of composer train.py --help.")

@@ -133,11 +133,7 @@ class OriginalRun:
 
 
 def search(run: OriginalRun, sets: Mapping[Changes, Mapping[str, Algorithms]], settings: TuneConfig) -> Result:
-    """Measure the original set and each set of the table once, and the fastest one and the original again.
-
-    Raises:
-        RunFailedError: The original run fails, so there is nothing to compare with.
-    """
+    """Measure the original set and each set of the table once, and the fastest one and the original again."""
     end = time.monotonic() + settings.budget_seconds
     original = run.measure("original", run.config.algorithms, settings.steps)
     if not original.ok:

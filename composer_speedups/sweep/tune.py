@@ -59,11 +59,7 @@ def help_text() -> str:
 
 
 def main(arguments: list[str]) -> None:
-    """Read the arguments, search, and write the YAML.
-
-    Raises:
-        Refusal: An unknown key, an invalid value, or an original run that fails.
-    """
+    """Read the arguments, search, and write the YAML."""
     command_line = parse_command_line(arguments)
     if command_line.help:
         print(help_text())
@@ -89,11 +85,7 @@ def main(arguments: list[str]) -> None:
 
 
 def output_for(file: str, output: str | None) -> Path:
-    """The YAML to write for the original ``file``; by default ``x.tuned.yaml`` in the working directory.
-
-    Raises:
-        ConfigError: Names ``tune.output``: it cannot be written, or would replace another file.
-    """
+    """The YAML to write for the original ``file``; by default ``x.tuned.yaml`` in the working directory."""
     path = Path(output or f"{Path(file).stem}.tuned.yaml")
     if path.suffix not in (".yaml", ".yml"):
         raise ConfigError(f"tune.output: {path} does not end in .yaml; choose a name that does")
@@ -104,15 +96,7 @@ def output_for(file: str, output: str | None) -> Path:
 
 
 def write_tuned(path: Path, original: str, config: Config, result: Result, environment: dict[str, Any]) -> None:
-    """Write the YAML, and all trials as .json next to it, both atomically.
-
-    Args:
-        path: The YAML.
-        original: The original file, with the overrides of the command line.
-        config: The config that they describe; its techniques become those of the result.
-        result: The result of the search.
-        environment: The ``environment`` section of a run's report.
-    """
+    """Write the YAML, and all trials as .json next to it, both atomically."""
     if result.chosen is not None:
         config.algorithms = dict(result.chosen.algorithms)
     machine = environment["gpu"] or f"{environment['cpu']}, {environment['cpu_count']} cores"

@@ -27,12 +27,7 @@ if TYPE_CHECKING:
 
 
 def main(arguments: list[str]) -> None:
-    """Run the training program.
-
-    Raises:
-        Refusal: An unknown key, an invalid value, or a technique that cannot engage.
-        RunFailedError: The report or the plot failed. The model was exported before.
-    """
+    """Run the training program."""
     clock = StartupClock()
     config = read_command_line(arguments)  # report unknown keys before torch is imported
     # Missing files and columns too, because the imports take most of the time until the first step.
@@ -137,11 +132,7 @@ def command() -> None:
 
 
 def _leave_ranks() -> None:
-    """Leave the process group of ranks on a CPU.
-
-    Otherwise a thread of gloo that still holds a tensor when the interpreter ends aborts the process ("terminate called
-    without an active exception"), and the launcher reports a failed run.
-    """
+    """Leave the group of gloo: a thread of it that still holds a tensor at the end aborts the process."""
     from torch import distributed  # imported by the run
 
     if distributed.is_initialized() and distributed.get_backend() == "gloo":

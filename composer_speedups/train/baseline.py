@@ -30,10 +30,6 @@ def baseline_techniques(config: Config) -> list[Technique]:
 def measure_baseline(config: Config, device: Device) -> dict[str, Any] | None:
     """Train ``baseline.batches`` batches with ``baseline.algorithms`` and as many with ``algorithms``, each on a
     temporary model, in alternating turns, so that other load on the machine slows both equally.
-
-    Returns:
-        The section ``baseline`` of report.json: ``turn_ratios`` says by which factor the run's techniques are faster in
-        each turn on rank 0, without turns in which one of them was not in its steady state. None without a baseline.
     """
     if config.baseline is None:
         return None

@@ -51,11 +51,7 @@ def read_command_line(arguments: Sequence[str]) -> Config:
 
 @contextlib.contextmanager
 def exit_codes(program: str = "train.py") -> Iterator[None]:
-    """Turn errors into lines on stderr, one for each mistake, and an exit status; see _USAGE.
-
-    The lines begin with ``program``, or with the name of the console command if the process was started by one. Other
-    exceptions than refusals keep their traceback and exit with Python's status 1.
-    """
+    """Turn errors into lines on stderr that begin with the program's name, one for each mistake, and an exit status."""
     program = console_command() or program
     formatted, warnings.formatwarning = warnings.formatwarning, _in_one_line
     try:

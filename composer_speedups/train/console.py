@@ -60,11 +60,7 @@ def _samples(spec: DataSpec | None) -> str:
 
 class TrainingProgress(LoggerDestination):
     """Shows a progress bar with epoch, samples/s, loss and time left on a terminal, and a line per tenth of the run
-    elsewhere. Each evaluation prints a line with its metrics, named as in the report. Only rank 0 should have it.
-
-    It replaces Composer's ProgressBarLogger, which prints the whole config, counts epochs from 0 and truncates the
-    names of metrics.
-    """
+    elsewhere. It replaces Composer's ProgressBarLogger, which counts epochs from 0 and cuts names of metrics."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self.stream = stream or sys.stderr

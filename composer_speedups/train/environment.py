@@ -57,10 +57,7 @@ def device_name(device: torch.device) -> str:
 
 
 def gpu_state(identity: str | None = None) -> dict[str, Any]:
-    """Driver version, power limit and SM clocks of a GPU, by UUID or index, from nvidia-smi; None for others.
-
-    At the end of a run the clocks are close to those during training.
-    """
+    """Driver version, power limit and SM clocks of a GPU, by UUID or index, from nvidia-smi; None for others."""
     command = ("nvidia-smi", f"--query-gpu={','.join(_GPU_STATE.values())}", "--format=csv,noheader,nounits")
     output = _run(*command, f"--id={identity}") if identity is not None else None
     output = output or _run(*command)  # nvidia-smi does not accept the identity of a MIG instance

@@ -31,13 +31,10 @@ _WORKER_FIX = "look for the kernel's out-of-memory killer, lower data.workers, o
 
 
 class StopSignals:
-    """Records SIGTERM and SIGINT inside a ``with`` block, so that training ends after a complete batch.
+    """Records SIGTERM and SIGINT inside a ``with`` block, so that training ends after a complete batch, on all ranks.
 
-    Before training, and in a run without checkpoints, signals end the process immediately. After training they are
-    ignored, because writing the report takes only a moment. A second Ctrl-C always ends the process immediately.
-    Composer's launcher forwards a Ctrl-C as a SIGTERM as well, which does not count as a second one.
-
-    With several ranks, all of them stop after the same batch once one of them has received a signal.
+    A second Ctrl-C always ends the process immediately. Composer's launcher forwards a Ctrl-C as a SIGTERM as well,
+    which does not count as a second one.
     """
 
     def __init__(self) -> None:
@@ -76,12 +73,7 @@ class StopSignals:
 
 
 def train_to_end(trainer: Trainer, stop: StopSignals | None = None) -> None:
-    """``trainer.fit()``, also for a resumed run with nothing left to train, which is an error in Composer.
-
-    Raises:
-        DataError, RunFailedError: See :func:`fit`.
-        Interrupted: A signal ended training; the loggers have been flushed.
-    """
+    """``trainer.fit()``, also for a resumed run with nothing left to train, which is an error in Composer."""
     with warnings.catch_warnings():
         for message in _IGNORED_WARNINGS:
             warnings.filterwarnings("ignore", message=message)
@@ -109,14 +101,7 @@ def _end_evaluation_workers(trainer: Trainer) -> None:
 
 
 def fit(trainer: Trainer, duration: str | None = None, stop: StopSignals | None = None) -> None:
-    """``trainer.fit(duration)``; if it raises, close the callbacks and loggers without waiting for other ranks.
-
-    From then on, signals to ``stop`` end the process immediately, even if a logger blocks.
-
-    Raises:
-        RunFailedError: Replaces torch's error if a data worker died or memory ran out. Other errors are passed on.
-        DataError: Raised by a data worker, without the worker's traceback.
-    """
+    """``trainer.fit(duration)``; if it raises, close the callbacks and loggers without waiting for other ranks."""
     try:
         try:
             trainer.fit(duration=duration)

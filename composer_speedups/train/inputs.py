@@ -19,7 +19,7 @@ Inputs = dict[str, dict[str, str]]
 
 INITIAL = "checkpoint.load"
 """The key of weights that a resumed run does not read again."""
-_FOLDERS = ("model.name", "data.tokenizer")  # in which names say what a file is
+_FOLDERS = ("model.name", "data.tokenizer")  # in which names say what a file is; others may be renamed
 
 
 def inputs_of(config: Config) -> Inputs:
@@ -28,10 +28,6 @@ def inputs_of(config: Config) -> Inputs:
 
     If a key's files have more than 4 GiB together, the size and 16 blocks of 64 KiB of each are hashed. Not covered are
     names on the hub, for which ``data.hub_revision`` names a commit, and addresses such as ``s3://…``.
-
-    Raises:
-        DataError: A file is missing or cannot be read.
-        ConfigError: A folder is missing.
     """
     data, model, load = config.data, config.model, config.checkpoint.load
     hub = data.hub_name if data.source == "hub" else None
@@ -51,10 +47,7 @@ def inputs_of(config: Config) -> Inputs:
 
 
 def changed_input(before: Inputs, now: Inputs) -> str | None:
-    """The key and the first file whose content differs, such as ``data.train_file: train.csv``; None if all are equal.
-
-    Other files may have other names now, but not those of a model or tokenizer, since the names say what they are.
-    """
+    """The key and the first file whose content differs, as in ``data.train_file: train.csv``; None if none does."""
     for key in {**now, **before}:
         old, new = before.get(key, {}), now.get(key, {})
         if old == new or (key not in _FOLDERS and [*old.values()] == [*new.values()]):

@@ -24,11 +24,8 @@ from composer_speedups.tasks.task import Task
 class MicrobatchTrainer(Trainer):
     """A Composer Trainer that halves its micro-batch size when a batch does not fit, and trains that batch again.
 
-    Composer's ``device_train_microbatch_size="auto"`` asks all ranks after every forward pass whether one ran out of
-    memory, which makes the host wait for the GPU. This Trainer does nothing until memory runs out, and also reduces
-    sizes given as numbers. The gradient is the mean over the whole batch at any size: Composer weights each micro-batch
-    by its samples, or by its :meth:`.Task.loss_weight` if the task's loss is a weighted mean. Dropout masks differ, as
-    with any other micro-batch size.
+    Unlike Composer's ``auto``, it does nothing until memory runs out. The gradient is the mean over the whole batch at
+    any size: Composer weights each micro-batch by its samples, or by its :meth:`.Task.loss_weight`.
 
     It stops, and names the size to set, if continuing would change the run: with several ranks (which wait in
     collectives of the batch), with captured graphs, with a micro-batch of one sample, with a loss over the whole batch,
@@ -122,11 +119,7 @@ def _task_of(state: State) -> Task | None:
 
 
 def _half_of(state: State, rows: int, wanted: str, error: torch.OutOfMemoryError) -> int:
-    """The micro-batch size to continue with, for a largest micro-batch of ``rows``.
-
-    Raises:
-        torch.OutOfMemoryError: There is none. The last line of the message states the reason and what to set.
-    """
+    """The micro-batch size to continue with, for a largest micro-batch of ``rows``."""
     task, half, ranks = _task_of(state), max(1, rows // 2), dist.get_world_size()
     fixed = [t.name for t in in_force(state) if t.fixed_shapes]
     fix, small = f"set trainer.microbatch_size={half}", "lower data.max_length, or use a smaller model"

@@ -194,10 +194,7 @@ def _summary(state: State, kind: type[Any]) -> dict[str, Any]:
 
 
 class StartupTimes(Callback):
-    """Logs ``startup/<phase>_seconds`` and ``startup/to_first_step_seconds`` after the first trained batch.
-
-    It synchronizes with the GPU once, outside the steady state.
-    """
+    """Logs ``startup/<phase>_seconds`` and ``startup/to_first_step_seconds`` after the first trained batch."""
 
     def __init__(self, clock: StartupClock) -> None:
         self.clock = clock

@@ -30,11 +30,6 @@ class RunFolder:
     run whose ``checkpoint.load`` lies inside the folder continues from there, if the files are the same. Any other
     earlier run of the name is moved to ``<run_name>.<its date>``, and
     moved back if this one writes nothing but its config.
-
-    Raises:
-        ConfigError: The folder is not writable, another process is using it, its run was interrupted under another
-            config or with other files, or the checkpoint is refused.
-        DataError: A file that the run reads cannot be read.
     """
 
     def __init__(self, config: Config) -> None:

@@ -66,12 +66,7 @@ def without_gc() -> Iterator[None]:
 @contextlib.contextmanager
 def early_processes(config: Config) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Run the ``before_imports.py`` of techniques that have one, as a program of its own, while this process imports
-    torch; imports hold this process's interpreter lock for seconds.
-
-    It can prepare files that the run finds later, such as compiled kernels. Its standard input is a JSON object:
-    ``algorithms`` and ``model``, as in the config, and ``precision``. Only local rank 0 starts it, and only on a
-    machine with a GPU. Its failure is ignored, because the run can do the work itself.
-    """
+    torch, such as to compile kernels that the run finds later; imports hold this process's interpreter lock."""
     processes: list[subprocess.Popen[bytes]] = []
     gpu = config.trainer.device != "cpu" and Path("/dev/nvidiactl").exists()
     model = {key: getattr(config.model, key) for key in ("name", "size", "dropout")}

@@ -54,12 +54,7 @@ _ONE_THREAD_HIDDEN_SIZE = 128  # up to this hidden size, a second CPU thread gai
 
 
 def open_device(config: TrainerConfig) -> Device:
-    """The device to train on, with TF32 off, which Composer would turn on; :class:`Float32Matmuls` keeps it off.
-
-    Raises:
-        ConfigError: There are fewer GPUs than ranks, or none although ``trainer.device``, Composer's mixed precision,
-            FSDP or automatic micro-batches need one.
-    """
+    """The device to train on, with TF32 off, which Composer would turn on; :class:`Float32Matmuls` keeps it off."""
     if config.device == "gpu" and not torch.cuda.is_available():
         raise ConfigError("trainer.device: there is no GPU here; set trainer.device=cpu or auto")
     on_gpu = config.device != "cpu" and torch.cuda.is_available()
@@ -120,16 +115,8 @@ def build_trainer(
     callbacks: Sequence[Callback] = (),
     stop: StopSignals | None = None,
 ) -> Trainer:
-    """Build Composer's Trainer with the config's settings; techniques engage meanwhile.
-
-    Checkpoints and logs go to ``folder``; None writes neither. ``callbacks`` come after those of the config, and
-    ``stop`` requests the end of training after a checkpoint.
-
-    Raises:
-        ConfigError: The checkpoint to load is malformed, does not fit the run, was written with other techniques, or
-            contains something that would be executed. Or ``checkpoint.best`` or ``trainer.early_stopping`` names a
-            metric that the task does not evaluate.
-    """
+    """Build Composer's Trainer with the config's settings; techniques engage meanwhile. ``stop`` requests the end of
+    training after a checkpoint."""
     settings, checkpoint = config.trainer, config.checkpoint
     for key, section in (("checkpoint.best", checkpoint.best), ("trainer.early_stopping", settings.early_stopping)):
         if section is not None:

@@ -22,16 +22,7 @@ Keys = tuple[str | int, ...]  # path of keys to a value
 
 
 def load_config(file: str | os.PathLike[str] | None = None, overrides: Sequence[str] = ()) -> Config:
-    """Read, merge and check a config.
-
-    Args:
-        file: YAML file; None starts from the defaults.
-        overrides: ``key=value`` strings with values in YAML; the last one of a key wins. ``algorithms.NAME=null``
-            removes a technique.
-
-    Raises:
-        ConfigError: One line for each mistake: the file or command line, the key, and what is wrong.
-    """
+    """Read, merge and check a config."""
     given: dict[Any, Any] = {}
     origins, mistakes = Origins(COMMAND_LINE if file is None else str(file)), list[str]()
     if file is not None:
@@ -74,10 +65,7 @@ def as_yaml(config: Config, *, resolved: bool = False) -> str:
 
 
 def written(config: Config) -> dict[str, Any]:
-    """The config as it is written to config.yaml, report.json and loggers.
-
-    A value that was set as ``${oc.env:NAME}`` is written in that form, because the environment may contain secrets.
-    """
+    """The config as it is written to files and loggers: with ``${oc.env:NAME}`` in place of secrets."""
     values = config.model_dump()
     for path, (text, value) in config.interpolations.items():
         if _at(values, path) == value:  # otherwise it was changed after loading
@@ -96,11 +84,8 @@ _IGNORED_KEYS = (
 
 
 def differences(config: Config, stored: Path) -> list[tuple[str, Any, Any]] | None:
-    """The dotted keys whose values differ from those of a run's config.yaml, with the stored and the current value.
-
-    Both are compared as :func:`written`, so ``${oc.env:NAME}`` equals itself for any value of the variable. Keys that
-    affect neither the weights nor the values that reports compare are ignored. None if the file cannot be read.
-    """
+    """The dotted keys whose values differ from a run's config.yaml, with both values; None if the file
+    cannot be read."""
     try:
         before = dict(_flat(yaml.safe_load(stored.read_text())))
     except (OSError, UnicodeDecodeError, yaml.YAMLError, AttributeError):

@@ -44,11 +44,7 @@ def _techniques() -> type[Settings]:
 
 
 def as_mapping(algorithms: Any) -> Any:
-    """``[a, {b: {x: 1}}]`` and ``{a: {}, b: {x: 1}}`` are equivalent, and so are null and ``[]``.
-
-    Raises:
-        ValueError: Something else, or a technique that is listed twice.
-    """
+    """``[a, {b: {x: 1}}]`` and ``{a: {}, b: {x: 1}}`` are equivalent, and so are null and ``[]``."""
     if algorithms is None:
         return {}
     if isinstance(algorithms, list):
@@ -367,11 +363,7 @@ class Config(Settings):
         yield from self.warmup_checks()
 
     def warmup_checks(self, batches_per_epoch: int | None = None) -> Iterator[Check]:
-        """A warm-up that is longer than the training, or whose unit cannot be compared with the training's.
-
-        Args:
-            batches_per_epoch: None before the data is read; epochs are then not compared with batches.
-        """
+        """A warm-up that is longer than the training, or whose unit cannot be compared with the training's."""
         warmup, duration = self.scheduler.warmup, self.trainer.max_duration
         if warmup.endswith("dur"):
             return
