@@ -1,4 +1,4 @@
-"""checkpoint.autoresume: which checkpoint an interrupted run resumes from, and when it refuses to."""
+"""The folder of a run: an earlier run is kept, an interrupted one resumed, and a run in use refused."""
 
 from __future__ import annotations
 
@@ -15,9 +15,13 @@ import pytest
 import yaml
 
 from composer_speedups.core.errors import ConfigError
+from composer_speedups.core.files import lock_file
+from composer_speedups.train import trainer
 from composer_speedups.train.checkpoints import checkpoints_in
+from composer_speedups.train.config.load import load_config
 from composer_speedups.train.fit import StopSignals
 from composer_speedups.train.report import StartupTimes
+from composer_speedups.train.run_folder import RunFolder
 from tests.helpers.jobs import run
 
 JOB = [
@@ -80,12 +84,6 @@ def test_the_same_command_resumes_and_prints_the_checkpoint(capsys: pytest.Captu
     assert report["training"]["batches"] == 10
     assert [path.name for path in Path("runs").iterdir() if path.is_dir()] == ["job"]
     assert [path.name for path in checkpoints_in(CHECKPOINTS)] == ["ep1-ba10-rank0.pt"], "keep=1 now"
-
-
-@pytest.mark.usefixtures("interrupted")
-def test_autoresume_false_starts_over() -> None:
-    assert run(*JOB, "checkpoint.autoresume=false", "optimizer.lr=0.5")["resumed"] == []
-    assert len(list(Path("runs").glob("job.*/checkpoints/*ba4*.pt"))) == 1
 
 
 @pytest.mark.usefixtures("interrupted")
@@ -158,11 +156,58 @@ def test_signals_are_deferred_only_during_training(
     assert capfd.readouterr().err == ""
 
 
-def test_each_batch_is_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    with crash_after(3, monkeypatch):
-        run(*JOB)
-    run(*JOB)
-    report = json.loads((FOLDER / "report.json").read_text())
-    throughput = report["throughput"]
-    assert throughput["steady_batches"] + throughput["other_batches"] == 8
-    assert throughput["other_batches"] == 2 + 3, "three per process; the first process's third is lost"
+BRIEF = ["trainer.max_duration=1ba", "trainer.eval_batches=1"]
+
+
+def contents() -> dict[Path, int]:
+    return {path: path.stat().st_mtime_ns for path in Path("runs").rglob("*") if not path.name.endswith(".lock")}
+
+
+def test_an_earlier_run_is_kept_under_its_date() -> None:
+    run(*BRIEF)
+    Path("runs/quickstart/notes.txt").write_text("mine")
+    run(*BRIEF, "trainer.max_duration=2ba")
+    (kept,) = (path for path in Path("runs").glob("quickstart.*") if path.is_dir())
+    assert (kept / "notes.txt").read_text() == "mine"
+    assert json.loads((kept / "report.json").read_text())["training"]["batches"] == 1
+    assert not Path("runs/quickstart/notes.txt").exists()
+
+
+def test_a_run_in_use_is_refused() -> None:
+    with RunFolder(load_config(None)) as folder:
+        (folder / "notes.txt").write_text("mine")
+        with pytest.raises(ConfigError, match="run_name: 'run' is in use"):
+            RunFolder(load_config(None))
+        assert (folder / "notes.txt").read_text() == "mine"
+    with lock_file(Path("runs/.run.lock"), ""):
+        pass  # it was given back
+
+
+def test_the_lock_does_not_follow_a_symbolic_link() -> None:
+    Path("precious").write_text("mine")
+    Path("runs").mkdir()
+    Path("runs/.run.lock").symlink_to("../precious")
+    with pytest.raises(ConfigError, match=r"^runs_folder: runs/\.run\.lock is a symbolic link"):
+        RunFolder(load_config(None))
+    assert Path("precious").read_text() == "mine"
+    assert [path.name for path in Path("runs").iterdir()] == [".run.lock"]
+
+
+def test_a_refused_run_leaves_the_folder_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ConfigError("algorithms: refused")
+
+    def refused_twice() -> None:
+        with pytest.raises(ConfigError, match=r"data\.drop_last: the 4 training samples do not fill one batch"):
+            run("data.train_samples=4", "data.batch_size=8", "data.drop_last=true")
+        with monkeypatch.context() as patch:
+            patch.setattr(trainer, "build_trainer", refuse)
+            with pytest.raises(ConfigError, match="algorithms: refused"):
+                run(*BRIEF)
+
+    refused_twice()
+    assert contents() == {}
+    run(*BRIEF)
+    before = contents()
+    refused_twice()
+    assert contents() == before

@@ -67,19 +67,6 @@ def test_two_ranks_export_the_weights_of_the_best_evaluation(settings: tuple[str
 
 
 @pytest.mark.exhaustive
-def test_a_resumed_run_exports_the_same_weights() -> None:
-    """From checkpoints before and after the best evaluation, and from the one after the last batch, which precedes the
-    last evaluation."""
-    settings = [*JOB, BEST, "trainer.eval_interval=4ba"]
-    whole = run(*settings, "checkpoint.keep=-1", "run_name=whole")
-    for checkpoint in ("ep0-ba2", "ep1-ba8", "ep1-ba10"):
-        load = [f"checkpoint.load=runs/whole/checkpoints/{checkpoint}-rank0.pt", "checkpoint.trust_checkpoint=true"]
-        part = run(*settings, *load, "run_name=part")
-        assert (part["best"], part["metrics"]) == (whole["best"], whole["metrics"]), checkpoint
-        torch.testing.assert_close(exported("part"), exported("whole"), rtol=0, atol=0)
-
-
-@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_run_that_is_killed_stops_early_and_exports_like_an_uninterrupted_one(tmp_path: Path) -> None:
     """The first kill comes after an evaluation and before its checkpoint, the second after training was stopped."""

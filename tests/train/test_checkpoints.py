@@ -172,19 +172,10 @@ def test_entries_that_are_missing_or_of_another_type_are_refused_in_one_line(val
             run(load, "checkpoint.autoresume=false", *OWN)
 
 
-@pytest.mark.parametrize(
-    ("address", "message"),
-    [
-        ("https://example.org/a.pt", "is not a file: https://example.org/a.pt"),
-        ("a{rank}.pt", "is not a file: a{rank}.pt"),
-    ],
-)
-def test_invalid_names_are_refused(address: str, message: str) -> None:
+def test_a_name_without_a_file_is_refused() -> None:
     for more in ([], ["checkpoint.trust_checkpoint=true"], ["run_name=x", "checkpoint.interval=2ba"]):
-        with pytest.raises(ConfigError) as error:
-            run(f"checkpoint.load='{address}'", *more)
-        assert "checkpoint.load" in str(error.value)
-        assert message in str(error.value)
+        with pytest.raises(ConfigError, match=r"checkpoint\.load is not a file: https://example.org/a.pt; name a"):
+            run("checkpoint.load=https://example.org/a.pt", *more)
     assert not [path for path in Path("runs").rglob("*") if not path.name.endswith(".lock")]
 
 

@@ -1,4 +1,4 @@
-"""A report or plot that fails never costs the model; the run ends with exit status 1 and says what failed."""
+"""What a run leaves: loggers, the report, the plot and the model card; one that fails never costs the model."""
 
 from __future__ import annotations
 
@@ -9,15 +9,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from composer.loggers import TensorboardLogger
+from composer.loggers import FileLogger, TensorboardLogger, WandBLogger
+from composer.models import HuggingFaceModel
+from huggingface_hub import ModelCard
 from matplotlib.figure import Figure
 from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torchmetrics.classification import MulticlassAccuracy
 
+from composer_speedups import LossMonitor, MemoryAnatomy, RunReport, ThroughputMonitor, recommended
 from composer_speedups.core import files
+from composer_speedups.core.engaging import techniques_of
 from composer_speedups.core.errors import RunFailedError
 from composer_speedups.train.cli import exit_codes
+from composer_speedups.train.model_card import model_card
 from composer_speedups.train.report import Recording
+from tests.helpers.common import awkward_batches, data_spec, make_trainer, plain_batches, tiny_bert
 from tests.helpers.jobs import run
+from tests.helpers.wandb_runs import WandbRun, missing_in, read_wandb
 
 JOB = ["trainer.max_duration=4ba", "loggers.tensorboard={}"]
 FOLDER = Path("runs/quickstart")
@@ -93,3 +102,109 @@ def test_a_logger_that_fails_at_the_end_of_training_does_not_cost_the_model(monk
     with pytest.raises(OSError, match="No space left"):
         run(*JOB)
     assert load_file(FOLDER / "model" / "model.safetensors")
+
+
+BRIEF = ["trainer.max_duration=2ba", "trainer.eval_batches=1", "run_name=done"]
+
+
+def read(text: str) -> Any:
+    """The metadata of a card, as the hub's library reads it."""
+    return ModelCard(text).data
+
+
+def changed(report: dict[str, Any], **sections: dict[str, Any]) -> dict[str, Any]:
+    """A report with other values in sections of its config."""
+    config = {**report["config"], **{name: {**report["config"][name], **new} for name, new in sections.items()}}
+    return {**report, "config": config}
+
+
+def test_an_exported_model_has_a_card_of_its_report() -> None:
+    report = run(*BRIEF, "algorithms.unpadding={}", "algorithms.sdpa_attention=null")
+    text = Path("runs/done/model/README.md").read_text()
+    modes = {path.stat().st_mode for path in Path("runs/done/model").iterdir()}
+    assert len(modes) == 1, "whoever may read the configuration may read the weights"
+    data = read(text)
+    assert (data.library_name, data.pipeline_tag) == ("transformers", "text-classification")
+    assert (data.base_model, data.datasets) == (None, None)
+    words = " ".join(text.split())
+    assert f"| accuracy | {report['metrics']['accuracy']:.6g} |" in words
+    assert "train_accuracy" in report["metrics"]
+    assert "train_" not in text, "of a last batch, which may have two samples"
+    assert "trained from random weights" in text
+    assert "Generated samples (builtin), at most 48 tokens per text." in text
+    assert "\n2 batches of 8 samples (`2ba`), learning rate 0.001, seed 17.\n" in text
+    for name, entry in report["algorithms"].items():
+        assert f"| `{name}` | {next(iter(entry['evidence']))} " in words
+    for name in ("torch", "composer", "transformers", "python"):
+        assert f"| {name} | {report['environment'][name]} |" in words
+
+    hub = {"source": "hub", "hub_name": "nyu-mll/glue", "hub_config": "mrpc", "eval_split": "validation"}
+    pretrained = {"init": "pretrained", "name": "google-bert/bert-base-uncased"}
+    text = str(model_card(changed(report, data=hub, model=pretrained)))
+    assert "dataset `nyu-mll/glue mrpc`, trained on `train`, validated on `validation`, at most" in text
+    data = read(text)
+    assert (data.base_model, data.datasets) == ("google-bert/bert-base-uncased", ["nyu-mll/glue"])
+
+    files = {"source": "files", "train_file": "/secret/of/mine/part-*.csv"}
+    text = str(model_card(changed(report, data=files, model={"init": "pretrained", "name": "/secret/bert|x"})))
+    assert "secret" not in text
+    assert "Files: part-*.csv, at most 48" in text
+    assert "trained from `bert|x`" in text
+
+
+SECTIONS = ("throughput/", "memory/", "loss/", "metrics/", "summary/", "startup/", "optimizer/")
+
+
+def test_tensorboard_and_the_file_get_every_metric_that_wandb_gets(wandb_run: WandbRun) -> None:
+    """wandb works offline, without an account."""
+    run("trainer.max_duration=6ba", "loggers.tensorboard={}", "loggers.file={}")
+    events = EventAccumulator(str(next(Path("runs/quickstart/tensorboard").rglob("events*")).parent))
+    events.Reload()
+    text = Path("runs/quickstart/log-rank0.txt").read_text()
+    metrics = {name for name in wandb_run.history if name.startswith(SECTIONS)}
+    assert {name.split("/")[0] + "/" for name in metrics} == set(SECTIONS)
+    assert metrics <= set(events.Tags()["scalars"])
+    assert [name for name in metrics if name not in text] == []
+    rates = [event.value for event in events.Scalars("throughput/samples_per_sec")]
+    assert len(rates) == len(wandb_run.history["throughput/samples_per_sec"]) == 2, "after batches 4 and 6"
+    assert min(rates) > 0
+
+
+@pytest.mark.filterwarnings("ignore:continuing without:UserWarning")
+@pytest.mark.pins
+def test_the_recommended_set_in_a_trainer_of_ones_own_logs_to_all_of_them() -> None:
+    """What this machine lacks is left out. A dashboard finds all but what only train.py measures or names so."""
+    model: Any = tiny_bert()
+    metrics: Any = [MulticlassAccuracy(num_classes=2, average="micro")]
+    batches = [*awkward_batches(), *plain_batches(3)]
+    trainer = make_trainer(
+        recommended(on_unavailable="warn"),
+        model=HuggingFaceModel(model, use_logits=True, metrics=metrics),
+        batches=batches,
+        eval_dataloader=data_spec(plain_batches(2)),
+        callbacks=[ThroughputMonitor(window=2), MemoryAnatomy(), LossMonitor(), RunReport()],
+        loggers=[
+            WandBLogger(init_kwargs={"mode": "offline", "dir": str(Path.cwd())}),
+            TensorboardLogger("events"),
+            FileLogger("log.txt"),
+        ],
+        run_name="own",
+    )
+    trainer.fit()
+    evidence = {
+        f"techniques/{technique.name}/{key}": value
+        for technique in techniques_of(trainer.state.algorithms)
+        for key, value in {"engaged": technique.engaged, **technique.evidence}.items()
+    }
+    trainer.close()
+    seen = read_wandb(Path())
+    assert {key: seen.config[key] for key in evidence} == evidence
+    assert evidence["techniques/unpadding/engaged"] is True
+    assert "unpadding" in seen.config["techniques"]
+    absent = missing_in(seen, "classification")
+    assert not {key for key in absent if not key.startswith(("startup/", "metrics/eval/"))}
+    assert "metrics/eval/MulticlassAccuracy" not in absent
+    events = EventAccumulator(str(next(Path("events").rglob("events*")).parent))
+    events.Reload()
+    assert "summary/samples_per_sec" in events.Tags()["scalars"]
+    assert "summary/samples_per_sec" in Path("log.txt").read_text()
