@@ -28,8 +28,7 @@ class RunFolder:
     An interrupted run of this name resumes in its folder from its newest complete checkpoint if
     ``checkpoint.autoresume`` is set, and the config and the files that it reads (:func:`.inputs_of`) are the same. A
     run whose ``checkpoint.load`` lies inside the folder continues from there, if the files are the same. Any other
-    earlier run of the name is moved to ``<run_name>.<its date>``, and
-    moved back if this one writes nothing but its config.
+    earlier run of the name is moved to ``<run_name>.<its date>``, and moved back if this one fails before it begins.
     """
 
     def __init__(self, config: Config) -> None:
