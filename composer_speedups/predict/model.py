@@ -154,9 +154,11 @@ class FinishedModel:
             outputs = wrapped.eval_forward(batch, {"logits": logits})  # as in training, it takes the labels out of it
             for metric in metrics.values():
                 wrapped.update_metric(batch, outputs, metric)
-        seen = (m for m in metrics.values() if isinstance(m, ByClass) and m.seen is not None)
-        counted = next(((m.names, m.seen.cpu().numpy()) for m in seen if m.seen is not None), None)
-        return Evaluation(computed(metrics), metrics_by_class(*counted) if counted else {})
+        values, classes = computed(metrics), dict[str, dict[str, Any]]()
+        for metric in metrics.values():
+            if isinstance(metric, ByClass) and metric.seen is not None:
+                classes = metrics_by_class(metric.names, metric.seen.cpu().numpy())
+        return Evaluation(values, classes)
 
     def _logits(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         device = self.model.device
