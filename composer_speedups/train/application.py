@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from composer_speedups.core.errors import Interrupted
+from composer_speedups.core.errors import Interrupted, RunFailedError, failure_line
 from composer_speedups.core.files import check_folder
 from composer_speedups.core.settings import refuse
 from composer_speedups.data.file_checks import check_data_files
@@ -65,7 +65,7 @@ def train(
         from composer_speedups.train.fit import StopSignals, is_trained, train_to_end
         from composer_speedups.train.model_card import write_model_card
         from composer_speedups.train.plot import write_plot
-        from composer_speedups.train.report import Recording, StartupTimes, callback_of, write_report
+        from composer_speedups.train.report import StartupTimes, callback_of, write_report
         from composer_speedups.train.run_folder import RunFolder
         from composer_speedups.train.trainer import build_trainer, join_ranks, open_device, run_of
 
@@ -108,16 +108,16 @@ def train(
         if best := callback_of(trainer.state, BestWeights):
             best.restore(trainer.state)
         exported = export_model(trainer.state, folder / "model") if config.export else None
-        recording, report = Recording(), None
-        with recording.of("report"):
+        try:
             report = write_report(trainer, config, folder, baseline, data.summary)
-        with recording.of("model card"):
-            if report is not None and exported is not None and dist.get_global_rank() == 0:
+            if exported is not None and dist.get_global_rank() == 0:
                 write_model_card(report, exported)
-        with recording.of("plot"):
-            write_plot(trainer, config, folder, {} if report is None else report["classes"])
-        trainer.close()
-        recording.check(exported)
+            write_plot(trainer, config, folder, report["classes"])
+        except Exception as error:
+            ended = f"the run was trained to its end{f', and the model is in {exported}' if exported else ''}"
+            raise RunFailedError(failure_line(f"{ended}; its report, model card or plot", "failed", error)) from error
+        finally:
+            trainer.close()
 
 
 def command() -> None:

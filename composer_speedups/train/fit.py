@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import signal
 import sys
-import threading
 import traceback
 import warnings
 from types import FrameType
@@ -44,8 +43,7 @@ class StopSignals:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignals:
-        if threading.current_thread() is threading.main_thread():  # only the main thread may set handlers
-            self._before = {signum: signal.signal(signum, self._note) for signum in _SIGNALS}
+        self._before = {signum: signal.signal(signum, self._note) for signum in _SIGNALS}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -106,10 +104,11 @@ def fit(trainer: Trainer, duration: str | None = None, stop: StopSignals | None 
         try:
             trainer.fit(duration=duration)
         except BaseException:
-            _restore_sigchld()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             raise
     except (EOFError, MemoryError, OSError, RuntimeError, Refusal) as error:
-        _restore_sigchld()  # torch's handler may have raised in the first call
+        # torch's handler, which raises in any line when a worker dies, may have done so in the first call
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for worker in multiprocessing.active_children():
             worker.kill()  # a worker that hangs would outlive the run
         if stop is not None:
@@ -118,12 +117,6 @@ def fit(trainer: Trainer, duration: str | None = None, stop: StopSignals | None 
         if (explained := _explained(error)) is not None:
             raise explained from error
         raise
-
-
-def _restore_sigchld() -> None:
-    """Disable torch's handler, which raises in any line of the main thread when a worker dies."""
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def _explained(error: Exception) -> Refusal | None:

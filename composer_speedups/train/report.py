@@ -1,10 +1,7 @@
-"""runs/<name>/report.json, the summary table on the console, and what could not be recorded."""
+"""runs/<name>/report.json, and the summary table on the console."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -20,7 +17,6 @@ from composer_speedups.callbacks.memory import MemoryAnatomy
 from composer_speedups.callbacks.run_history import RunHistory
 from composer_speedups.callbacks.run_report import RunReport, describe_evidence, evidence_of
 from composer_speedups.callbacks.throughput import ThroughputMonitor
-from composer_speedups.core.errors import RunFailedError, failure_line
 from composer_speedups.core.files import write_json
 from composer_speedups.core.process_age import process_age
 from composer_speedups.core.trainer_state import device_of
@@ -214,27 +210,3 @@ class StartupTimes(Callback):
     def summary(self) -> dict[str, float]:
         """The ``startup`` section of report.json; empty before the first batch."""
         return self.clock.summary() if self._done else {}
-
-
-class Recording:
-    """Collects what could not be recorded after training (the report, the model card, the plot), so that it does not
-    cost the model."""
-
-    def __init__(self) -> None:
-        self._failures: list[str] = []
-
-    @contextmanager
-    def of(self, what: str) -> Iterator[None]:
-        """Keep an error of the block for :meth:`check`."""
-        try:
-            yield
-        except Exception as error:
-            self._failures.append(failure_line(what, "failed", error))
-
-    def check(self, model: Path | None) -> None:
-        """Raise a RunFailedError on rank 0 that names what failed on any rank, and where the ``model`` is.
-        Collective."""
-        failures = [line for lines in dist.all_gather_object(self._failures) for line in lines]
-        if failures and dist.get_global_rank() == 0:
-            exported = "" if model is None else f"; the model is in {model}"
-            raise RunFailedError.of([f"the run was trained to its end{exported}. What failed:", *failures])
