@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +20,7 @@ from composer_speedups.core.settings import Origins
 from composer_speedups.tasks.settings import TASKS, ClassificationSettings
 from composer_speedups.train.config.schema import Config, as_mapping
 
-Keys = tuple[str | int, ...]  # path of keys to a value
+Keys = tuple[str, ...]  # path of keys to a value
 
 
 def load_config(file: str | os.PathLike[str] | None = None, overrides: Sequence[str] = ()) -> Config:
@@ -48,9 +50,8 @@ def load_config(file: str | os.PathLike[str] | None = None, overrides: Sequence[
         )
     if mistakes:
         raise ConfigError.of(mistakes)
-    resolved = config.model_dump()
-    references = ((path, text) for path, text in _leaves(merged) if isinstance(text, str) and "${" in text)
-    vars(config)["interpolations"] = {path: (text, _at(resolved, path)) for path, text in references}
+    resolved, references = dict(_flat(config.model_dump())), ((k, v) for k, v in _flat(merged) if "${" in str(v))
+    vars(config)["interpolations"] = {path: (text, resolved.get(path)) for path, text in references}
     return config
 
 
@@ -67,9 +68,10 @@ def as_yaml(config: Config, *, resolved: bool = False) -> str:
 def written(config: Config) -> dict[str, Any]:
     """The config as it is written to files and loggers: with ``${oc.env:NAME}`` in place of secrets."""
     values = config.model_dump()
+    now = dict(_flat(values))
     for path, (text, value) in config.interpolations.items():
-        if _at(values, path) == value:  # otherwise it was changed after loading
-            _at(values, path[:-1])[path[-1]] = text
+        if path in now and now[path] == value:  # otherwise it was changed after loading
+            functools.reduce(operator.getitem, path[:-1], values)[path[-1]] = text
     return values
 
 
@@ -95,19 +97,21 @@ def differences(config: Config, stored: Path) -> list[tuple[str, Any, Any]] | No
     both = {
         name: [v.get(name, defaults.get(name, "unset")) for v in (before, now)] for name in before.keys() | now.keys()
     }
+    named = [(".".join(map(str, path)), *values) for path, values in both.items()]
     return [
         (name, old, new)
-        for name, (old, new) in sorted(both.items())
+        for name, old, new in sorted(named, key=operator.itemgetter(0))
         if old != new and not any(f"{name}.".startswith(f"{key}.") for key in _IGNORED_KEYS)
     ]
 
 
-def _flat(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flat(section: Any, path: Keys = ()) -> Iterator[tuple[Keys, Any]]:
+    """The path of keys to each value that is not a section, with the value."""
     for name, value in section.items():
         if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{name}.")
+            yield from _flat(value, (*path, name))
         else:
-            yield f"{prefix}{name}", value
+            yield (*path, name), value
 
 
 def _read_file(file: str | os.PathLike[str]) -> dict[Any, Any]:
@@ -163,21 +167,3 @@ def _dotted(raw: Mapping[Any, Any], prefix: str = "") -> Iterator[str]:
         yield f"{prefix}{name}"
         if isinstance(value, Mapping):
             yield from _dotted(value, f"{prefix}{name}.")
-
-
-def _leaves(values: Any, path: Keys = ()) -> Iterator[tuple[Keys, Any]]:
-    if isinstance(values, (dict, list)):
-        for key, value in values.items() if isinstance(values, dict) else enumerate(values):
-            yield from _leaves(value, (*path, key))
-    else:
-        yield path, values
-
-
-def _at(values: Any, path: Keys) -> Any:
-    """The value at a path of keys; None if there is none."""
-    for key in path:
-        try:
-            values = values[key]
-        except (KeyError, IndexError, TypeError):
-            return None
-    return values

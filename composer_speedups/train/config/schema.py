@@ -298,7 +298,7 @@ class Config(Settings):
     loggers: LoggersConfig = Field(default_factory=LoggersConfig)
     """Where metrics are logged in addition to report.json."""
 
-    interpolations: ClassVar[Mapping[tuple[str | int, ...], tuple[str, Any]]] = types.MappingProxyType({})
+    interpolations: ClassVar[Mapping[tuple[str, ...], tuple[Any, Any]]] = types.MappingProxyType({})
     """Path of keys → what was written there as ${...}, and its value; load_config sets it for written()."""
 
     @classmethod
