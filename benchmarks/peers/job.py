@@ -73,7 +73,6 @@ def _refuse_the_rest(config: Config) -> None:
         "trainer.eval_batches": trainer.eval_batches is not None,
         "trainer.microbatch_size": trainer.microbatch_size is not None,
         "trainer.microbatch_tokens": trainer.microbatch_tokens is not None,
-        "trainer.parallelism_config": bool(trainer.parallelism_config),
         "checkpoint": config.checkpoint.load is not None or config.checkpoint.interval is not None,
     }
     for key, given in refused.items():

@@ -63,8 +63,6 @@ def restricted_loading(*, trust: bool) -> Iterator[None]:
     def load(path: str, state: State, *args: Any, load_weights_only: bool = False, **settings: Any) -> Any:
         if trust:
             return composer_load(path, state, *args, load_weights_only=load_weights_only, **settings)
-        if state.fsdp_sharded_state_dict_enabled:
-            raise pickle.UnpicklingError("sharded checkpoints are unpickled without checks")
         settings["ignore_keys"] = functools.partial(_keep_own, state=state, weights_only=load_weights_only)
         with temporary_attribute(composer_checkpoint, "_torch_load_with_validation", _unpickle):
             return composer_load(path, state, *args, load_weights_only=load_weights_only, **settings)
@@ -129,8 +127,7 @@ def _keep_own(held: dict[str, Any], state: State, *, weights_only: bool) -> None
     for name in held.keys() - ({"state"} if weights_only else {"state", "rng"}):
         del held[name]
     held["state"] = kept
-    # FSDP1's flat parameters have other names and shapes; and only rank 0 may have the tensors
-    if (given := kept["model"]) is None or state.fsdp_config_version == 1:
+    if (given := kept["model"]) is None:  # only rank 0 may have the tensors
         return
     run: dict[str, Any] = get_model_state_dict(state.model)
     for name in {**run, **given}:  # Composer would skip those of other names
@@ -146,7 +143,7 @@ class WholeCheckpointSaver(CheckpointSaver):
     """Saves checkpoints under a temporary name, and renames them when they are on the disk. Composer writes in place: a
     kill leaves a partial file under a valid name, or no latest one.
 
-    The ``keep`` newest ones are kept (-1: all), whichever process wrote them. FSDP's sharded ones are Composer's own.
+    The ``keep`` newest ones are kept (-1: all), whichever process wrote them.
     When ``stop`` requests the end, the batch ends with a checkpoint, and training with :class:`Interrupted`.
     """
 
@@ -193,9 +190,6 @@ class WholeCheckpointSaver(CheckpointSaver):
         super().epoch_checkpoint(state, logger)
 
     def _save_checkpoint(self, state: State, logger: Logger) -> None:
-        if state.fsdp_sharded_state_dict_enabled:
-            super()._save_checkpoint(state, logger)
-            return
         self.last_checkpoint_batch = state.timestamp.batch
         path = Path(self.filename.format(state))
         partial = path.with_name(f".unfinished-{path.name}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import warnings
 from datetime import datetime
 from pathlib import Path
@@ -93,19 +92,18 @@ class RunFolder:
             return False
         if not settings.trust_checkpoint and not path.endswith(".pt"):
             raise ConfigError(
-                f"{_LOAD}: {path} is no .pt file, and Composer unpacks archives and sharded checkpoints unchecked; "
-                "name a .pt file, or, if you trust its author, set checkpoint.trust_checkpoint=true"
+                f"{_LOAD}: {path} is no .pt file, and Composer unpacks archives unchecked; name a .pt file, or, if you "
+                "trust its author, set checkpoint.trust_checkpoint=true"
             )
         if not (settings.trust_checkpoint or settings.weights_only or inside):
             raise ConfigError(
                 f"{_LOAD}: {path} is of another run; set checkpoint.weights_only=true to load its weights only, or, if "
                 "you trust its author, checkpoint.trust_checkpoint=true to continue that run"
             )
-        if os.path.isfile(path):  # otherwise it is a folder of sharded checkpoints
-            held = read_checkpoint(path, _LOAD, trust=settings.trust_checkpoint)
-            if inside and not settings.weights_only:
-                self._check_same_inputs(held, f"{_LOAD}: {path} was written, and", "set checkpoint.weights_only=true")
-                self._check_ranks(held, config)
+        held = read_checkpoint(path, _LOAD, trust=settings.trust_checkpoint)
+        if inside and not settings.weights_only:
+            self._check_same_inputs(held, f"{_LOAD}: {path} was written, and", "set checkpoint.weights_only=true")
+            self._check_ranks(held, config)
         return inside
 
     def _check_same_inputs(self, held: dict[str, Any], since: str, fix: str) -> None:

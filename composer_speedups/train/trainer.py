@@ -73,8 +73,6 @@ def open_device(config: TrainerConfig) -> Device:
         return device
     if config.precision != "fp32":
         raise ConfigError(f"trainer.precision: {config.precision} needs a GPU; set trainer.precision=fp32")
-    if config.parallelism_config:
-        raise ConfigError("trainer.parallelism_config: Composer's FSDP needs GPUs; on the CPU use trainer.fsdp, or DDP")
     if config.microbatch_size == "auto":
         raise ConfigError("trainer.microbatch_size: auto needs a GPU; give a number, or null")
     return DeviceCPU()
@@ -82,7 +80,7 @@ def open_device(config: TrainerConfig) -> Device:
 
 def join_ranks(config: TrainerConfig, device: Device) -> None:
     """Join the process group before any rank reads data. A single process joins one only if its model is sharded."""
-    if dist.get_world_size() > 1 or config.fsdp or config.parallelism_config:
+    if dist.get_world_size() > 1 or config.fsdp:
         dist.initialize_dist(device, config.dist_timeout)
 
 
@@ -93,7 +91,7 @@ def run_of(config: TrainerConfig, device: Device) -> Run:
         config.precision,
         ranks=dist.get_world_size(),
         microbatch_size=config.microbatch_size,
-        sharded=bool(config.fsdp or config.parallelism_config),
+        sharded=config.fsdp is not None,
     )
 
 
@@ -158,7 +156,7 @@ def build_trainer(
             device=device,
             precision=settings.precision,
             device_train_microbatch_size=settings.microbatch_size,
-            parallelism_config=fsdp_parallelism(settings.fsdp) if settings.fsdp else settings.parallelism_config,
+            parallelism_config=fsdp_parallelism(settings.fsdp) if settings.fsdp else None,
             dist_timeout=settings.dist_timeout,
             seed=config.seed,
             deterministic_mode=settings.deterministic,

@@ -73,8 +73,6 @@ FILES = {  # a config file → what its line says after "my.yaml: "
     'trainer: {microbatch_size: 0}': 'trainer.microbatch_size must be greater than or equal to 1, not 0',
     'trainer: {microbatch_tokens: 9, microbatch_size: auto}': 'trainer.microbatch_tokens cannot be combined with microbatch_size=auto; set a number, or null',
     'trainer: {microbatch_tokens: 9, fsdp: {}}': 'trainer.microbatch_tokens gives ranks different numbers of forward passes, which FSDP does not support; set microbatch_size',
-    'trainer: {parallelism_config: {ddp: {}}}': 'trainer.parallelism_config accepts fsdp and tp, not ddp',
-    'trainer: {parallelism_config: {tp: {}}, fsdp: {}}': 'trainer.parallelism_config and trainer.fsdp both shard the model; remove one of them',
     'run_name: ../up': "run_name must be letters, digits, '.', '_' and '-' (100 at most, no folder), not '../up'",
     'run_name: "a\\0b"': 'run_name must not contain NUL or a surrogate',
     "runs_folder: 'runs/{rank}'": 'runs_folder must not contain braces, which Composer replaces in some of its paths: runs/{rank}',

@@ -134,7 +134,6 @@ def test_the_saved_config_and_a_checkpoint_reproduce_the_run(finished: Path) -> 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["device=cpu", "parallelism_config={fsdp: {}}"], r"parallelism_config: Composer's FSDP needs GPUs"),
         (["device=cpu", "precision=amp_bf16"], "precision: amp_bf16 needs a GPU"),
         (["device=cpu", "microbatch_size=auto"], "microbatch_size: auto needs a GPU"),
         (["device=gpu"], "device: there is no GPU here"),

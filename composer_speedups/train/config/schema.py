@@ -132,8 +132,6 @@ class TrainerConfig(Settings):
     """On one GPU: halve the micro-batch and keep the effective batch, with a warning; or stop."""
     fsdp: FSDPConfig | None = None
     """Shard the model across ranks; null trains with DDP, a full replica on each rank."""
-    parallelism_config: dict[str, Any] | None = None
-    """Composer's own FSDP1 and tensor-parallel settings, instead of trainer.fsdp."""
     dist_timeout: float = Field(300.0, gt=0, le=86_400)
     """Seconds that a rank waits for the others before it fails."""
     progress_bar: bool = True
@@ -148,8 +146,6 @@ class TrainerConfig(Settings):
 
     def checks(self) -> Iterator[Check]:
         if self.fsdp is not None:
-            both = "and trainer.fsdp both shard the model; remove one of them"
-            yield self.parallelism_config, "parallelism_config", both
             no_auto = "auto is not supported with trainer.fsdp; set a number, or null"
             yield self.microbatch_size == "auto", "microbatch_size", no_auto
         if self.microbatch_tokens is not None:
@@ -158,9 +154,7 @@ class TrainerConfig(Settings):
             sharded = (
                 "gives ranks different numbers of forward passes, which FSDP does not support; set microbatch_size"
             )
-            yield self.fsdp is not None or self.parallelism_config, "microbatch_tokens", sharded
-        unknown = sorted(map(str, set(self.parallelism_config or {}) - {"fsdp", "tp"}))
-        yield unknown, "parallelism_config", f"accepts fsdp and tp, not {', '.join(unknown)}"
+            yield self.fsdp is not None, "microbatch_tokens", sharded
         if self.early_stopping is not None:
             unevaluated = "needs evaluations during the training; set trainer.eval_interval"
             yield self.eval_interval is None, "early_stopping", unevaluated
@@ -381,7 +375,7 @@ class Config(Settings):
 
 def checkpoint_problem(name: str | None) -> str | None:
     """What is wrong with a local checkpoint, as far as can be seen without loading it."""
-    if name is None or os.path.isdir(name):
+    if name is None:
         return None
     if not os.path.isfile(name):
         shown = with_working_directory(name)
