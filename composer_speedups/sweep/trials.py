@@ -143,18 +143,18 @@ def search(run: OriginalRun, sets: Mapping[Changes, Mapping[str, Algorithms]], s
     for changes, labelled in sets.items():
         for label, techniques in labelled.items():
             algorithms, left = combined(run.config, techniques), end - time.monotonic()
-            status: Literal["untried", "refused"] = "untried"
-            if not (reason := forbidden(changes, settings.allow or ())) and (reason := run.refusal(algorithms)):
-                status = "refused"
-            elif not reason and (same := seen.get(key_of(algorithms))):
-                reason = f"the same techniques as {same}"
-            elif not reason and left <= 0:
-                reason = "no time was left; increase tune.budget_seconds"
-            if reason:
-                result.trials.append(Trial(label, algorithms, status, reason))
+            if reason := forbidden(changes, settings.allow or ()):
+                trial = Trial(label, algorithms, "untried", reason)
+            elif reason := run.refusal(algorithms):
+                trial = Trial(label, algorithms, "refused", reason)
+            elif same := seen.get(key_of(algorithms)):
+                trial = Trial(label, algorithms, "untried", f"the same techniques as {same}")
+            elif left <= 0:
+                trial = Trial(label, algorithms, "untried", "no time was left; increase tune.budget_seconds")
             else:
                 seen[key_of(algorithms)] = label
-                result.trials.append(run.measure(label, algorithms, settings.steps, left))
+                trial = run.measure(label, algorithms, settings.steps, left)
+            result.trials.append(trial)
     _choose(run, result, settings)
     return result
 
