@@ -71,7 +71,8 @@ def own_line(output: str) -> str:
     """train.py's own error line without its prefix, or else the last line that names an exception or a crash, or else
     the last nonempty line of the output; empty if there is none."""
     before, fatal, stacks = output.partition("Fatal Python error: ")  # faulthandler's stacks follow
-    output = before + fatal + stacks.partition("\n")[0]
+    kind = stacks.partition("\n")[0]
+    output = before if kind == "Aborted" else before + fatal + kind  # the caller of abort has printed the reason
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     own = [line.partition("train.py: ")[2] for line in lines if "train.py: " in line]
     causes = [line for line in lines if _CAUSE.match(line)]  # torch prints advice below its exceptions

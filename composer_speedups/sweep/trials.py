@@ -71,14 +71,8 @@ class Result:
     again: dict[str, list[float]] = field(default_factory=dict)  # planned times of "original" and "fastest", in turns
     noise: float = 0.0  # least difference of planned times that counts
     chosen: Trial | None = None  # a set that was faster than the original by more than the noise
-    kept_original: str = ""  # why there is none
-
-    @property
-    def speedup(self) -> float | None:
-        """Median planned time of the original set divided by that of the chosen one, both run in turns."""
-        if self.chosen is None:
-            return None
-        return statistics.median(self.again["original"]) / statistics.median(self.again["fastest"])
+    speedup: float | None = None  # median planned time of the original divided by that of the chosen one
+    kept_original: str = ""  # why no set was chosen
 
 
 class OriginalRun:
@@ -178,8 +172,9 @@ def _choose(run: OriginalRun, result: Result, settings: TuneConfig) -> None:
             times.append(again.planned_seconds(steps))
     result.again = {"original": before, "fastest": after}
     result.noise = max(result.noise, max(base, *before) - min(base, *before), max(after) - min(after))
-    if statistics.median(before) - statistics.median(after) > result.noise:
-        result.chosen = fastest
+    ours, theirs = statistics.median(after), statistics.median(before)
+    if theirs - ours > result.noise:
+        result.chosen, result.speedup = fastest, theirs / ours
     else:
         result.kept_original = f"{fastest.label} was not faster by more than the noise when both were run again"
 

@@ -109,8 +109,8 @@ def write_tuned(path: Path, original: str, config: Config, result: Result, envir
         *(f"# {line}" for line in table_of(result).splitlines()),
         *(f"# Not measured: {line}" for line in untried),
     ]
-    log = {"environment": environment, **dataclasses.asdict(result)}
-    write_json(path.with_suffix(".json"), {**log, "speedup": result.speedup, "algorithms": config.algorithms})
+    log = {"environment": environment, **dataclasses.asdict(result), "algorithms": config.algorithms}
+    write_json(path.with_suffix(".json"), log)
     write_atomically(path, "\n".join([*comments, "", as_yaml(config)]))
 
 

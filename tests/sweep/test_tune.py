@@ -77,7 +77,7 @@ def test_the_yaml_is_the_original_with_the_fastest_set_and_what_was_measured(mon
     assert "# original techniques kept: no set was faster" in Path("kept.yaml").read_text()
 
     times = {"original": [100.7, 100.7], "fastest": [60.9, 60.9]}
-    result = Result(original, 1000, trials, times, 2.0, faster)
+    result = Result(original, 1000, trials, times, 2.0, faster, 1.65)
     write_tuned(Path("x.yaml"), "original.yaml", config, result, ENVIRONMENT)
     text, tuned = Path("x.yaml").read_text(), load_config("x.yaml")
     assert tuned == config
@@ -290,6 +290,7 @@ def test_the_reason_is_the_last_exception_rather_than_what_follows_it() -> None:
     crash = "begins\nFatal Python error: Bus error\n\nCurrent thread 0x2:\n\nExtension modules: a, b\n"
     assert own_line(crash) == "Fatal Python error: Bus error"
     assert own_line(f"train.py: why\n{crash}") == "why"
+    assert own_line("begins\n  what(): why\nFatal Python error: Aborted\n\nCurrent thread 0x2:\n") == "what(): why"
     traceback = '  File "a.py", line 1, in f\n    raise ValueError("x: y")\nValueError: bad\n'
     last = "\nDuring handling of the above exception\n\npkg.errors.CompilationError: at 262:30:\n    tl.dot(\n"
     advice = "\nSet VARIABLE=1 for the internal stack trace\n"

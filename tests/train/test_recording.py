@@ -8,22 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from composer.loggers import FileLogger, TensorboardLogger, WandBLogger
-from composer.models import HuggingFaceModel
+from composer.loggers import TensorboardLogger
 from huggingface_hub import ModelCard
 from matplotlib.figure import Figure
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torchmetrics.classification import MulticlassAccuracy
 
-from composer_speedups import LossMonitor, MemoryAnatomy, RunReport, ThroughputMonitor, recommended
 from composer_speedups.core import files
-from composer_speedups.core.engaging import techniques_of
 from composer_speedups.core.errors import RunFailedError
 from composer_speedups.train.model_card import model_card
-from tests.helpers.common import awkward_batches, data_spec, make_trainer, plain_batches, tiny_bert
 from tests.helpers.jobs import run
-from tests.helpers.wandb_runs import WandbRun, missing_in, read_wandb
+from tests.helpers.wandb_runs import WandbRun
 
 JOB = ["trainer.max_duration=4ba", "loggers.tensorboard={}"]
 FOLDER = Path("runs/quickstart")
@@ -136,43 +131,3 @@ def test_tensorboard_and_the_file_get_every_metric_that_wandb_gets(wandb_run: Wa
     rates = [event.value for event in events.Scalars("throughput/samples_per_sec")]
     assert len(rates) == len(wandb_run.history["throughput/samples_per_sec"]) == 2, "after batches 4 and 6"
     assert min(rates) > 0
-
-
-@pytest.mark.filterwarnings("ignore:continuing without:UserWarning")
-@pytest.mark.pins
-def test_the_recommended_set_in_a_trainer_of_ones_own_logs_to_all_of_them() -> None:
-    """What this machine lacks is left out. A dashboard finds all but what only train.py measures or names so."""
-    model: Any = tiny_bert()
-    metrics: Any = [MulticlassAccuracy(num_classes=2, average="micro")]
-    batches = [*awkward_batches(), *plain_batches(3)]
-    trainer = make_trainer(
-        recommended(on_unavailable="warn"),
-        model=HuggingFaceModel(model, use_logits=True, metrics=metrics),
-        batches=batches,
-        eval_dataloader=data_spec(plain_batches(2)),
-        callbacks=[ThroughputMonitor(window=2), MemoryAnatomy(), LossMonitor(), RunReport()],
-        loggers=[
-            WandBLogger(init_kwargs={"mode": "offline", "dir": str(Path.cwd())}),
-            TensorboardLogger("events"),
-            FileLogger("log.txt"),
-        ],
-        run_name="own",
-    )
-    trainer.fit()
-    evidence = {
-        f"techniques/{technique.name}/{key}": value
-        for technique in techniques_of(trainer.state.algorithms)
-        for key, value in {"engaged": technique.engaged, **technique.evidence}.items()
-    }
-    trainer.close()
-    seen = read_wandb(Path())
-    assert {key: seen.config[key] for key in evidence} == evidence
-    assert evidence["techniques/unpadding/engaged"] is True
-    assert "unpadding" in seen.config["techniques"]
-    absent = missing_in(seen, "classification")
-    assert not {key for key in absent if not key.startswith(("startup/", "metrics/eval/"))}
-    assert "metrics/eval/MulticlassAccuracy" not in absent
-    events = EventAccumulator(str(next(Path("events").rglob("events*")).parent))
-    events.Reload()
-    assert "summary/samples_per_sec" in events.Tags()["scalars"]
-    assert "summary/samples_per_sec" in Path("log.txt").read_text()
