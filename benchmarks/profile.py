@@ -151,9 +151,9 @@ class StepProfiler(Callback):
 
 def main(arguments: list[str], results: Path = RESULTS) -> Row:
     counts, rest = read_settings(Counts, arguments, "profile.")
-    config, origins = read_command_line([*rest, *_SETTINGS, f"trainer.max_duration={counts.batches}ba"])
+    config = read_command_line([*rest, *_SETTINGS, f"trainer.max_duration={counts.batches}ba"])
     profiler = StepProfiler(counts)
-    application.train(config, origins, StartupClock(), callbacks=[profiler])
+    application.train(config, StartupClock(), callbacks=[profiler])
     report = json.loads((Path(config.runs_folder) / config.run_name / "report.json").read_text())
     row = _row(rest, profiler, report, config.data.batch_size)
     append_row(row, "profile", results)

@@ -94,9 +94,9 @@ def soak(arguments: Sequence[str]) -> dict[str, Any]:
     file = [] if {"-f", "--file"} & set(overrides) else ["-f", str(QUICKSTART)]
     every = f"{max(1, steps // 10)}ba"
     length = [f"trainer.max_duration={steps}ba", f"trainer.eval_interval={every}", f"checkpoint.interval={every}"]
-    config, origins = read_command_line([*file, *_SETTINGS, *length, *overrides])
+    config = read_command_line([*file, *_SETTINGS, *length, *overrides])
     watch = Watch(max(1, steps // 100))
-    application.train(config, origins, StartupClock(), callbacks=[watch])
+    application.train(config, StartupClock(), callbacks=[watch])
     readings = [reading._asdict() for reading in watch.readings]
     results = {"steps": steps, "grown": grown(watch.readings), "readings": readings}
     path = Path(config.runs_folder) / config.run_name / "soak.json"

@@ -24,9 +24,8 @@ from composer_speedups.core.trainer_state import torch_device
 from composer_speedups.packing.encoder import with_counted_rows
 from composer_speedups.train.cli import exit_codes
 from composer_speedups.train.config.schema import Config
-from composer_speedups.train.optimization import build_optimizer
 from composer_speedups.train.run_folder import RunFolder
-from composer_speedups.train.trainer import open_device
+from composer_speedups.train.trainer import build_optimizer, open_device
 
 _COMPOSERS = {"early_loss", "lean_dispatch"}  # depend on Composer's loop
 

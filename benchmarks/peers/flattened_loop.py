@@ -39,9 +39,8 @@ from composer_speedups.core.errors import ConfigError
 from composer_speedups.core.settings import Settings
 from composer_speedups.core.trainer_state import torch_device
 from composer_speedups.train.cli import exit_codes
-from composer_speedups.train.optimization import build_optimizer
 from composer_speedups.train.run_folder import RunFolder
-from composer_speedups.train.trainer import open_device
+from composer_speedups.train.trainer import build_optimizer, open_device
 
 ATTENTION = "torch_varlen"
 

@@ -18,8 +18,7 @@ from composer_speedups.core.settings import Settings
 from composer_speedups.tasks.models import FinetuneModel
 from composer_speedups.train.cli import read_command_line
 from composer_speedups.train.config.schema import Config
-from composer_speedups.train.optimization import build_scheduler
-from composer_speedups.train.trainer import build_data_and_model
+from composer_speedups.train.trainer import build_data_and_model, build_scheduler
 
 PREFIX = "peer."
 
@@ -52,7 +51,7 @@ def read_arguments(
 ) -> tuple[Config, Any]:
     """Read train.py's arguments, and a peer's own flags ``peer.NAME=VALUE``; refuse what peers do not support."""
     given, rest = read_settings(flags, arguments, PREFIX)
-    config, _ = read_command_line(rest)
+    config = read_command_line(rest)
     _refuse_the_rest(config)
     if dist.get_world_size() > 1 and not several_ranks:
         raise ConfigError("this peer trains in one process; start it without composer -n")
@@ -69,7 +68,6 @@ def _refuse_the_rest(config: Config) -> None:
         "trainer.eval_batches": trainer.eval_batches is not None,
         "trainer.microbatch_size": trainer.microbatch_size is not None,
         "trainer.microbatch_tokens": trainer.microbatch_tokens is not None,
-        "trainer.parallelism_config": bool(trainer.parallelism_config),
         "checkpoint": config.checkpoint.load is not None or config.checkpoint.interval is not None,
     }
     for key, given in refused.items():

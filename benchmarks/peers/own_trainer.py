@@ -30,9 +30,9 @@ from composer_speedups.callbacks.run_report import RunReport
 from composer_speedups.core.settings import Settings
 from composer_speedups.data.loader import real_tokens
 from composer_speedups.train.cli import exit_codes
-from composer_speedups.train.optimization import build_optimizer, build_scheduler
 from composer_speedups.train.report import write_report
 from composer_speedups.train.run_folder import RunFolder
+from composer_speedups.train.trainer import build_optimizer, build_scheduler
 
 
 class Flags(Settings):

@@ -143,5 +143,17 @@ def class_rows(classes: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, 
         )
 
 
+def note_on_metric(metric: str, classes: Mapping[str, Mapping[str, Any]]) -> str:
+    """What a printed metric is of: ``of the last batch``, ``of spam``, or ``every sample was predicted as ham``."""
+    if metric.startswith("train_"):
+        return "of the last batch"
+    predicted = {name: values["predicted"] for name, values in classes.items() if values["predicted"]}
+    samples = [values["samples"] for values in classes.values() if values["samples"]]
+    one_of_each = sum(predicted.values()) == sum(samples)  # not several labels per sample
+    if metric == "accuracy" and len(predicted) == 1 < len(samples) and one_of_each:
+        return f"every sample was predicted as {next(iter(predicted))}"
+    return f"of {[*classes][1]}" if metric.endswith("binary_f1") and len(classes) == 2 else ""
+
+
 def _ratio(part: int, whole: int) -> float | None:
     return part / whole if whole else None

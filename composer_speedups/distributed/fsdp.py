@@ -2,7 +2,7 @@
 
 Composer 0.32's FSDP1 runs on GPUs only, wraps a Hugging Face model as one unit, and does not support CPU offload. Its
 FSDP2 (torch's ``fully_shard``) shards block by block, keeps the names and dtypes of parameters, and also runs with
-gloo. ``trainer.parallelism_config`` gives access to both.
+gloo.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from composer_speedups.core.processes import process_age
@@ -21,22 +21,16 @@ if TYPE_CHECKING:
 
 
 class StartupClock:
-    """Seconds since the start of the process, split into consecutive phases.
+    """Seconds since the start of the process, split into consecutive phases."""
 
-    Args:
-        now: Returns the time in seconds since the epoch; replaced in tests.
-        started: When the process started, by the same clock. Default: from the operating system.
-    """
-
-    def __init__(self, now: Callable[[], float] = time.time, started: float | None = None) -> None:
-        self._now = now
-        self._since = time.time() - process_age() if started is None else started
+    def __init__(self) -> None:
+        self._since = time.time() - process_age()
         self.seconds: dict[str, float] = {}
         self.lap("interpreter")
 
     def lap(self, phase: str) -> None:
         """Attribute the time since the last lap to ``phase``."""
-        now = self._now()
+        now = time.time()
         self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._since
         self._since = now
 
@@ -51,27 +45,21 @@ class StartupClock:
 @contextlib.contextmanager
 def without_gc() -> Iterator[None]:
     """Disable garbage collection inside the block, because imports create a million permanent objects that each pass
-    visits.
-
-    If torch is imported inside, all objects that exist at the end are frozen. Otherwise a full collection would take
-    0.4 s in some training step, while all other ranks wait.
-    """
-    enabled, first = gc.isenabled(), "torch" not in sys.modules
+    visits, and freeze them at its end if torch was imported inside. Otherwise a full collection would take 0.4 s in
+    some training step, while all other ranks wait."""
+    first = "torch" not in sys.modules
     gc.disable()
     try:
         yield
     finally:
-        if first and "torch" in sys.modules:
+        if first:
             gc.freeze()
-        if enabled:
-            gc.enable()
+        gc.enable()
 
 
 def open_gpu_early(config: Config) -> None:
-    """Create this rank's CUDA context in a thread while the interpreter continues to import. No tensor is created.
-
-    Failures are ignored here and reported by the code that needs the GPU.
-    """
+    """Create this rank's CUDA context in a thread while the interpreter continues to import. Failures are left to the
+    code that needs the GPU."""
     import torch
 
     def create_context(index: int) -> None:
@@ -84,11 +72,8 @@ def open_gpu_early(config: Config) -> None:
 
 
 def prefetch_cpu_model() -> threading.Thread:
-    """Let Composer look up the processor's name, which takes a second and which its Trainer waits for.
-
-    Returns:
-        The thread of the look-up. Join it before building a Trainer, which would otherwise look it up again.
-    """
+    """Let Composer look up the processor's name in a thread, which takes a second. Join it before building a Trainer,
+    which would otherwise look it up again."""
     from composer.utils.collect_env import get_cpu_model  # caches the result
 
     thread = threading.Thread(target=get_cpu_model, daemon=True)

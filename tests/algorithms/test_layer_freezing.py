@@ -31,7 +31,7 @@ from composer_speedups.core.errors import Refusal
 from composer_speedups.core.registry import technique_class
 from composer_speedups.core.trainer_state import model_of
 from composer_speedups.distributed.ddp import OverlappedDDP, ddp_of, sums_of
-from composer_speedups.train.checkpoints.reading import restricted_loading
+from composer_speedups.train.checkpoints import restricted_loading
 from tests.algorithms.test_cuda_graphs_segments import LAYERS, bert
 from tests.helpers.common import (
     SAVING,

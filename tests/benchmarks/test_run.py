@@ -163,7 +163,7 @@ def test_every_configuration_of_the_repositorys_tables_is_valid(name: str, monke
     read = read_table(ROOT / "benchmarks" / "tables" / f"{name}.yaml")
     for configuration in {configuration.name: configuration for configuration in configurations_of(read)}.values():
         own = [override for override in configuration.overrides if not override.startswith(PREFIX)]
-        config, _ = read_command_line(["-f", str(ROOT / read.base), *own])
+        config = read_command_line(["-f", str(ROOT / read.base), *own])
         refuse_conflicts(build_techniques(config.algorithms, config.on_unavailable))
 
 

@@ -122,7 +122,7 @@ def test_training_data_evaluation_and_checkpoints_are_timed_separately(tmp_path:
     assert [b for b, _ in logged] == list(range(3, 9))
     assert [value for _, value in logged] == pytest.approx([4.0] * 6)
     assert monitor.eval_marks == [4, 8]
-    plot_run(monitor, None, "a run", tmp_path / "plot.png")
+    plot_run(monitor, {}, {}, "a run", tmp_path / "plot.png")
     with Image.open(tmp_path / "plot.png") as image:
         pixels = np.array(image)  # height × width × RGBA
     assert pixels[0, 0, 3] == 0, "no background"
@@ -243,7 +243,7 @@ def test_a_run_shorter_than_its_warm_up_reports_a_rate_and_no_steady_batches(tmp
     trained(batches=plain_batches(2), callbacks=[monitor])
     assert monitor.summary()["samples_per_sec"] > 0
     assert monitor.summary()["steady_batches"] == 0
-    plot_run(monitor, None, "a short run", tmp_path / "plot.png")
+    plot_run(monitor, {}, {}, "a short run", tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 

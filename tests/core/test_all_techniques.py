@@ -13,7 +13,7 @@ from composer.core import Algorithm, Event, get_precision_context
 
 from composer_speedups.core.host import host_of
 from composer_speedups.core.technique import Technique
-from composer_speedups.train.checkpoints.reading import read_checkpoint, restricted_loading
+from composer_speedups.train.checkpoints import read_checkpoint, restricted_loading
 from tests.helpers.common import (
     SAVING,
     Recorder,

@@ -18,7 +18,7 @@ from composer.core import State
 from composer_speedups.core.errors import ConfigError, Interrupted, RunFailedError
 from composer_speedups.tasks.models import FinetuneModel
 from composer_speedups.train import out_of_memory
-from composer_speedups.train.checkpoints.saver import checkpoints_in
+from composer_speedups.train.checkpoints import checkpoints_in
 from composer_speedups.train.report import StartupTimes
 from tests.helpers.common import make_trainer
 from tests.helpers.jobs import run

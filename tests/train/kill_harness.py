@@ -111,9 +111,9 @@ CALLS: dict[str, tuple[str, str, bool]] = {
     "step": ("torch:Tensor", "backward", True),
     "batch_end": ("composer_speedups.callbacks.throughput:ThroughputMonitor", "batch_end", True),
     "eval": ("composer:Trainer", "_eval_loop", False),
-    "rename": ("composer_speedups.train.checkpoints.saver", "publish", True),
-    "symlink": ("composer_speedups.train.checkpoints.saver:WholeCheckpointSaver", "_point_at", True),
-    "rotate": ("composer_speedups.train.checkpoints.saver:WholeCheckpointSaver", "_remove_older", True),
+    "rename": ("composer_speedups.train.checkpoints", "publish", True),
+    "symlink": ("composer_speedups.train.checkpoints:WholeCheckpointSaver", "_point_at", True),
+    "rotate": ("composer_speedups.train.checkpoints:WholeCheckpointSaver", "_remove_older", True),
     "export": ("composer_speedups.tasks.export", "model_of", False),
     "report": ("composer_speedups.train.report", "write_json", True),
 }

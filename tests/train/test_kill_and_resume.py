@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from composer_speedups.train.checkpoints.saver import checkpoints_in
+from composer_speedups.train.checkpoints import checkpoints_in
 from tests.conftest import ROOT
 from tests.helpers.jobs import SHORT
 from tests.helpers.settings import ENTRIES

@@ -15,7 +15,8 @@ from composer_speedups import LoRA, MixedPrecision, TorchCompile
 from composer_speedups.core.command_line import parse_command_line, read_settings
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.core.registry import build_techniques
-from composer_speedups.sweep.settings import RepeatConfig, TuneConfig
+from composer_speedups.sweep.repeat import RepeatConfig
+from composer_speedups.sweep.tune import TuneConfig
 from composer_speedups.tasks.settings import ClassificationSettings, RerankingSettings
 from composer_speedups.train.config.load import load_config
 from tests.conftest import ROOT
@@ -67,14 +68,11 @@ FILES = {  # a config file → what its line says after "my.yaml: "
     'scheduler: {warmup: 5ba}\ntrainer: {max_duration: 4ba}': 'scheduler.warmup is 5ba and trainer.max_duration is 4ba, so the learning rate never reaches its peak; shorten the warm-up, or train for longer',
     'data: {streaming: true}\nscheduler: {warmup: 1ep}\ntrainer: {max_duration: 9ba, eval_interval: 1ba}': 'scheduler.warmup is 1ep, and a stream has no epochs; use batches, such as 500ba',
     'trainer: {eval_interval: null, early_stopping: {}}': 'trainer.early_stopping needs evaluations during the training; set trainer.eval_interval',
-    'trainer: {early_stopping: {patience: 2ep}}': 'trainer.early_stopping.patience of 2ep and evaluations every 1ep allow a stop after 4ep at the earliest, and training ends after 2ep; evaluate more often, or train for longer',
     'trainer: {precision: fp16}': "trainer.precision must be 'fp32', 'amp_bf16' or 'amp_fp16', not 'fp16'",
     'trainer: {microbatch_size: some}': "trainer.microbatch_size must be an integer or 'auto' or null, not 'some'",
     'trainer: {microbatch_size: 0}': 'trainer.microbatch_size must be greater than or equal to 1, not 0',
     'trainer: {microbatch_tokens: 9, microbatch_size: auto}': 'trainer.microbatch_tokens cannot be combined with microbatch_size=auto; set a number, or null',
     'trainer: {microbatch_tokens: 9, fsdp: {}}': 'trainer.microbatch_tokens gives ranks different numbers of forward passes, which FSDP does not support; set microbatch_size',
-    'trainer: {parallelism_config: {ddp: {}}}': 'trainer.parallelism_config accepts fsdp and tp, not ddp',
-    'trainer: {parallelism_config: {tp: {}}, fsdp: {}}': 'trainer.parallelism_config and trainer.fsdp both shard the model; remove one of them',
     'run_name: ../up': "run_name must be letters, digits, '.', '_' and '-' (100 at most, no folder), not '../up'",
     'run_name: "a\\0b"': 'run_name must not contain NUL or a surrogate',
     "runs_folder: 'runs/{rank}'": 'runs_folder must not contain braces, which Composer replaces in some of its paths: runs/{rank}',
@@ -100,13 +98,10 @@ FILES = {  # a config file → what its line says after "my.yaml: "
     "data: {train_file: '${oc.env:NO_SUCH_VARIABLE}/x'}": 'data.train_file: KeyError raised while resolving interpolation: "Environment variable \'NO_SUCH_VARIABLE\' not found"',
     "data: {hub_name: '${nowhere}'}": "data.hub_name: Interpolation key 'nowhere' not found",
     'checkpoint: {load: my.yaml}': 'checkpoint.load is not a complete checkpoint: my.yaml; it is damaged or another kind of file',
-    "checkpoint: {load: 'http://a/b.pt'}": 'checkpoint.load is an address from which Composer cannot load checkpoints (http): http://a/b.pt; download it and name the local file, or use an address of s3, gs, oci, azure, dbfs',
     'checkpoint: {weights_only: true}': 'checkpoint.weights_only needs checkpoint.load, the checkpoint to load them from',
     'data: {tokenizer: wordpiece}': "data.tokenizer wordpiece trains a new vocabulary, to which the pretrained embeddings do not belong; remove it for the model's own, or set model.init=random",
     'model: {dtype: float16}': "model.dtype must be 'float32' or 'bfloat16', not 'float16'",
     'model: {dtype: bfloat16}': "model.dtype bfloat16 weights lose most of AdamW's updates, which are below their resolution; add algorithms.kahan_optimizer={}, or keep float32 weights and compute in bf16 with mixed_precision",
-    'model: {dtype: bfloat16}\nalgorithms: [kahan_optimizer]\nbaseline: {}': "model.dtype bfloat16 weights lose most of AdamW's updates, which are below their resolution; add baseline.algorithms.kahan_optimizer={}, or keep float32 weights and compute in bf16 with mixed_precision",
-    'model: {dtype: bfloat16}\nalgorithms: [kahan_optimizer]\non_unavailable: warn': 'model.dtype bfloat16 cannot be trained without kahan_optimizer; set on_unavailable=stop',
     'trainer: {precision: amp_bf16}\nalgorithms: [mixed_precision]': 'trainer.precision and algorithms.mixed_precision both set the precision; remove one of them',
     'algorithms: {tf32_matmull: {}}': "unknown key 'algorithms.tf32_matmull'; did you mean 'algorithms.tf32_matmul'?",
     'algorithms: {tf32_matmul: 3}': 'algorithms.tf32_matmul must be a section of keys or null, not 3',
@@ -124,6 +119,8 @@ FILES = {  # a config file → what its line says after "my.yaml: "
     'algorithms: {sparse_upcycling: {experts: 2, top_k: 3}}': 'algorithms.sparse_upcycling.top_k must be 2 to experts=2, not 3',
     'algorithms: {fused_optimizer: {on_unavailable: no}}': "algorithms.fused_optimizer.on_unavailable must be 'stop' or 'warn', not False",
     'baseline: {algorithms: {lora: {rank: 0}}}': 'baseline.algorithms.lora.rank must be greater than or equal to 1, not 0',
+    'trainer: {early_stopping: {min_delta: -1}}': 'trainer.early_stopping.min_delta must be greater than or equal to 0, not -1',
+    'checkpoint: {best: {mode: largest}}': "checkpoint.best.mode must be 'min' or 'max' or null, not 'largest'",
     'baseline: {batches: 1}': 'baseline.batches must be greater than or equal to 10, not 1',
     '[1, 2]': 'must contain keys and values at the top level, not a list',
     '': 'the file is empty or contains only comments; start from yamls/quickstart.yaml',
@@ -155,7 +152,7 @@ CALLS: list[tuple[Callable[[], Any], str]] = [  # calls → the message of their
     (lambda: parse_command_line(["a", "b"], "PROJECT"), "command line: expected PROJECT and then key=value, not 'a b'; see --help"),
     (lambda: read_settings(TuneConfig, ["tune.stps=7"], "tune."), "command line: unknown key 'tune.stps'; did you mean 'tune.steps'?"),
     (lambda: read_settings(TuneConfig, ["tune.other=7"], "tune."), "command line: unknown key 'tune.other'; known: budget_seconds, output, allow, steps, repeats"),
-    (lambda: read_settings(TuneConfig, ["tune.steps=few"], "tune."), "command line: tune.steps must be an integer or null, not 'few'"),
+    (lambda: read_settings(TuneConfig, ["tune.steps=few"], "tune."), "command line: tune.steps must be an integer, not 'few'"),
     (lambda: read_settings(TuneConfig, ["tune.steps=["], "tune."), 'command line: the value of tune.steps is not valid YAML: while parsing a flow node expected the node content, but found \'<stream end>\' in "<unicode string>", line 1, column 2: [ ^'),
     (lambda: read_settings(TuneConfig, ["tune.steps=4"], "tune."), 'command line: tune.steps must be greater than or equal to 5, not 4'),
     (lambda: read_settings(TuneConfig, ["tune.budget_seconds=nan"], "tune."), "command line: tune.budget_seconds must be a finite number, not 'nan'"),

@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 from composer_speedups import ShardedOptimizer
 from composer_speedups.core.optimizer_state import state_bytes
 from composer_speedups.core.trainer_state import model_of
-from composer_speedups.train.checkpoints.reading import restricted_loading
+from composer_speedups.train.checkpoints import restricted_loading
 from tests.algorithms.optimizers.cases import engaged, technique
 from tests.helpers.common import (
     SAVING,
