@@ -146,7 +146,7 @@ class FinishedModel:
     @property
     def columns(self) -> list[str]:
         """The columns that it reads."""
-        return self.task.texts
+        return self.task.text_columns
 
     @torch.no_grad()
     def predict(self, encoded: Columns, batch_size: int) -> list[dict[str, Any]]:
@@ -221,14 +221,16 @@ def _task_of(folder: Path, columns: Mapping[str, Any], *, evaluates: bool) -> tu
         raise ConfigError(f"RUN: {folder} has no config.json; train again")
     task, max_length = _settings(path, evaluates=evaluates)
     labels = _read(exported, _Exported).id2label
-    read = len(task.texts_of(training=False)) if evaluates else 1 if task.name == "embedding" else len(task.texts)
+    read = (
+        len(task.texts_of(training=False)) if evaluates else 1 if task.name == "embedding" else len(task.text_columns)
+    )
     for key, names in columns.items():
         known = len(getattr(task, key, None) or ())
         expected = read if key == "text_columns" else known
         if isinstance(names, list) and len(names) != expected:
             raise ConfigError(f"{key}: the run reads {expected} columns, not {len(names)}")
         setattr(task, key, names)
-    task.text_columns = task.texts[:read]
+    task.text_columns = task.text_columns[:read]
     if hasattr(task, "labels"):
         if sorted(labels) != list(range(len(labels))) or not labels or len({*labels.values()}) < len(labels):
             raise _damaged(exported, "id2label does not give every class a name of its own")

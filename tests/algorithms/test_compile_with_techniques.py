@@ -19,7 +19,7 @@ from composer_speedups.algorithms.fused_layers.modules import FusedEmbeddings, F
 from composer_speedups.algorithms.unpadding.encoder_swap import unpad
 from composer_speedups.families.family import kernel_shape
 from composer_speedups.kernels import Shape
-from composer_speedups.tasks.model_names import SIZES
+from composer_speedups.tasks.settings import SIZES
 from composer_speedups.train import application
 from composer_speedups.train.config.schema import Config
 from composer_speedups.train.startup import early_processes, wait_for

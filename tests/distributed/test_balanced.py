@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from torch.utils.data import DistributedSampler
 
-from composer_speedups.data.length_batching import LengthGroupedSampler
+from composer_speedups.data.batching import LengthGroupedSampler
 from composer_speedups.data.loader import build_data
 from composer_speedups.distributed.balanced_sampling import BalancedSampler
 from composer_speedups.tasks.classification import Classification

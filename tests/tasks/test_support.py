@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.conftest import ROOT, SupportRecorder
+from tests.conftest import ROOT
 from tests.helpers.forks import Fork
-from tests.helpers.support import MARKS, RECORD, TASKS, WAYS, claims_of, merged, read_record
+from tests.helpers.support import MARKS, TASKS, WAYS, claims_of, read_record
 
 SKIPS = {"skip", "skipif", "long", "xfail"}
 
@@ -70,30 +69,3 @@ def test_no_marked_test_is_skipped_on_a_cpu(collected: dict[str, dict[str, Any]]
 def test_every_task_has_a_test_for_every_way(collected: dict[str, dict[str, Any]]) -> None:
     claimed = {(task, way) for entry in collected.values() for task, way, _ in entry["claims"]}
     assert claimed == {(task, way) for task in TASKS for way in WAYS}
-
-
-def report(name: str, when: str, outcome: Any, **keywords: int) -> pytest.TestReport:
-    claims = [("supports", [["mlm", "tune", "supports"]])]
-    return pytest.TestReport(name, ("f", 1, "t"), keywords, outcome, None, when, user_properties=claims)  # type: ignore
-
-
-def test_only_passing_tests_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.helpers.support.RECORD", Path("record.json"))
-    old = {"gone": {"on": "CPU", "claims": []}, "elsewhere": {"on": "GPU", "claims": []}}
-    Path("record.json").write_text(json.dumps(old))
-    recorder = SupportRecorder()
-    for name, when, outcome in (
-        ("good", "setup", "passed"),
-        ("good", "call", "passed"),
-        ("bad", "call", "failed"),
-        ("none", "call", "skipped"),
-    ):
-        recorder.pytest_runtest_logreport(report(name, when, outcome))
-    recorder.pytest_sessionfinish()
-    assert read_record() == {
-        "elsewhere": {"on": "GPU", "claims": []},
-        "good": {"on": "CPU", "claims": [["mlm", "tune", "supports"]]},
-    }
-    recorder.pytest_runtest_logreport(report("fast", "call", "passed", gpu=1))
-    assert set(merged(read_record(), {"fast": recorder.passed["fast"]})) == {"good", "fast"}
-    assert RECORD.name == "supported.json"

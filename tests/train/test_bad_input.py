@@ -128,7 +128,6 @@ def test_thousands_of_mutated_configs() -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("data.train_samples=1000000000", "data.train_samples must be at most 1,000,000 with data.source: builtin"),
         ("runs_folder=/dev/null/x", "runs_folder: /dev/null/x/quickstart is not writable"),
         (f"data.cache_dir={'long' * 999}", "cannot be created (File name too long); choose another folder"),
         ("data.cache_dir=/dev/null/x", "data.cache_dir: /dev/null/x/tokenizers cannot be created"),
@@ -167,7 +166,7 @@ COLUMN = (
             "train.application",
             ["data.train_file=a.csv", "model.task=multilabel"],
             "data.train_file: a.csv has no column 'labels'; did you mean 'label'? (it has: text, label); set "
-            "data.label_column=NAME, or data.label_columns for columns of 0 and 1",
+            "data.label_column=NAME",
         ),
         ("predict.__main__", ["done", "input=none.csv"], "input: none.csv (relative to /"),
         ("predict.__main__", ["none", "input=a.csv"], "RUN: none (relative to /"),

@@ -140,7 +140,7 @@ def test_conflicts_and_bad_data_are_refused_before_a_model_is_built(monkeypatch:
         run("algorithms.tf32_matmul={}", "trainer.device=cpu")
     assert not Path("runs").exists()
     Path("bad.csv").write_text("text,label\nfine,1\nwrong,0\nlate,0.5\n")
-    with pytest.raises(DataError, match=r"bad\.csv, row 3, headers not counted: label is '0\.5'"):
+    with pytest.raises(DataError, match=r"bad\.csv, row 3: label is '0\.5'"):
         run("data.source=files", "data.train_file=bad.csv")
 
 

@@ -166,6 +166,6 @@ def test_custom_trains_every_task_with_the_tasks_own_columns(task: str) -> None:
     config = load_config(ROOT / "yamls" / "custom.yaml", [f"model.task={task}"])
     built = build_task(config.task)
     assert (built.name, type(built).model_fields.keys()) == (task, type(config.task).model_fields.keys())
-    assert (built.texts, built.label_column) == (TASKS[task]().text_columns, TASKS[task]().label_column)
+    assert (built.text_columns, built.label_column) == (TASKS[task]().text_columns, TASKS[task]().label_column)
     for training in (True, False):
         assert config.task.columns(training=training) == built.columns(training=training)

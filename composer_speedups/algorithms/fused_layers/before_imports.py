@@ -15,7 +15,7 @@ from typing import Any
 from composer_speedups.core.subprocesses import command_output
 from composer_speedups.families.family import kernel_shape
 from composer_speedups.kernels import Shape
-from composer_speedups.tasks.model_names import SIZES, resolve_name
+from composer_speedups.tasks.settings import SIZES, resolve_name
 
 
 def shape_of(model: Mapping[str, Any]) -> Shape:
