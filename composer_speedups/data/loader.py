@@ -25,7 +25,7 @@ from composer_speedups.data.tokens import load_tokenizer, measure_truncation, to
 from composer_speedups.distributed.balanced_sampling import BalancedSampler
 from composer_speedups.families.flops import batch_lengths
 from composer_speedups.packing.rows import IGNORED
-from composer_speedups.tasks.data_config import GENERATED, DataConfig
+from composer_speedups.tasks.settings import GENERATED, DataConfig
 from composer_speedups.tasks.task import Task
 
 Batch = dict[str, torch.Tensor]

@@ -24,8 +24,7 @@ import pyarrow.parquet
 from composer_speedups.core.errors import DataError, did_you_mean, first_line
 from composer_speedups.data.conll import conll_rows
 from composer_speedups.data.paths import TEXT_FORMATS, find_files, is_address, suffix_of
-from composer_speedups.tasks.data_config import DataConfig
-from composer_speedups.tasks.settings import TaskSettings
+from composer_speedups.tasks.settings import DataConfig, TaskSettings
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -29,7 +29,7 @@ from composer_speedups.data.reader import (
     with_class_names,
 )
 from composer_speedups.data.summary import DataSummary, DroppedRows, invalid_rows
-from composer_speedups.tasks.data_config import GENERATED, DataConfig
+from composer_speedups.tasks.settings import GENERATED, DataConfig
 from composer_speedups.tasks.task import Example, Task
 
 Arrays = npt.NDArray[Any]

@@ -30,7 +30,7 @@ from composer_speedups.data.reader import (
     saved_dataset,
     with_class_names,
 )
-from composer_speedups.tasks.data_config import DataConfig
+from composer_speedups.tasks.settings import DataConfig
 from composer_speedups.tasks.task import Task, shown
 
 _INSTALL = "pip install --no-deps mosaicml-streaming==0.13.0 && pip install Brotli catalogue python-snappy xxhash zstd"

@@ -20,7 +20,7 @@ from composer_speedups.core.errors import ConfigError, DataError
 from composer_speedups.core.files import cannot_be_loaded, check_folder, make_folder, replace_folder
 from composer_speedups.core.pretrained import pretrained_tokenizer
 from composer_speedups.data.summary import Truncation
-from composer_speedups.tasks.data_config import DataConfig
+from composer_speedups.tasks.settings import DataConfig
 from composer_speedups.tasks.task import Task
 
 _MEASURED = 1000  # samples that are tokenized again to measure truncation

@@ -24,10 +24,9 @@ from composer_speedups.data.loader import Pad
 from composer_speedups.packing.encoder import with_counted_rows
 from composer_speedups.predict.finished_run import exported_folder
 from composer_speedups.recommendation import apply_recommended
-from composer_speedups.tasks.data_config import DataConfig
 from composer_speedups.tasks.metrics import ByClass, computed
 from composer_speedups.tasks.models import FinetuneModel, has_token_types, positions_of
-from composer_speedups.tasks.settings import TASK_FILE, TASKS
+from composer_speedups.tasks.settings import TASK_FILE, TASKS, DataConfig
 from composer_speedups.tasks.task import Task, build_task
 
 Columns = dict[str, list[Any]]

@@ -21,7 +21,7 @@ from composer_speedups.data.batching import LengthGroupedSampler
 from composer_speedups.data.flat import FlatTokens, Ragged
 from composer_speedups.data.loader import Pad, build_data
 from composer_speedups.tasks.classification import Classification
-from composer_speedups.tasks.data_config import DataConfig
+from composer_speedups.tasks.settings import DataConfig
 from composer_speedups.train.report import summary_table
 from tests.helpers.common import Batches, Recorder, batch, final_weights, tiny_bert, trained
 from tests.helpers.jobs import assert_resumes_exactly, run

@@ -14,7 +14,7 @@ from sklearn.linear_model import LogisticRegression
 from composer_speedups.data.builtin import builtin_reviews, builtin_samples
 from composer_speedups.data.loader import build_data
 from composer_speedups.tasks.classification import Classification
-from composer_speedups.tasks.data_config import DataConfig
+from composer_speedups.tasks.settings import DataConfig
 from composer_speedups.tasks.task import task_class
 from tests.helpers.jobs import run
 from tests.helpers.texts import tokenizer_of

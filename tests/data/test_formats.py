@@ -29,11 +29,10 @@ from composer_speedups.data.reader import check_data_files, load_rows
 from composer_speedups.data.sources import load_samples
 from composer_speedups.data.tokens import load_tokenizer
 from composer_speedups.tasks.classification import Classification
-from composer_speedups.tasks.data_config import DataConfig
 from composer_speedups.tasks.mlm import MaskedLanguageModelling
 from composer_speedups.tasks.multilabel import Multilabel
 from composer_speedups.tasks.regression import Regression
-from composer_speedups.tasks.settings import EmbeddingSettings
+from composer_speedups.tasks.settings import DataConfig, EmbeddingSettings
 from composer_speedups.tasks.task import Task
 from composer_speedups.tasks.token_classification import TokenClassification
 from tests.data.samples import READERS, ROWS, Reader, Rows, files, in_memory, save, streamed

@@ -17,9 +17,9 @@ from composer_speedups.data.summary import DataSummary
 from composer_speedups.data.tokens import load_tokenizer
 from composer_speedups.predict.__main__ import main
 from composer_speedups.tasks.classification import Classification
-from composer_speedups.tasks.data_config import DataConfig
 from composer_speedups.tasks.multilabel import Multilabel
 from composer_speedups.tasks.regression import Regression
+from composer_speedups.tasks.settings import DataConfig
 from composer_speedups.tasks.token_classification import TokenClassification
 from tests.data.samples import READERS, Reader, files, in_memory, save, streamed
 from tests.helpers.jobs import run

@@ -24,29 +24,22 @@ from transformers import AutoModel
 from composer_speedups import (
     FusedLayers,
     FusedOptimizer,
-    GradientCheckpointing,
-    SDPAAttention,
     ThroughputMonitor,
-    TorchCompile,
     Unpadding,
 )
-from composer_speedups.algorithms.cuda_graphs.graphed_calls import GraphedCalls
 from composer_speedups.core.errors import ConfigError, Refusal
-from composer_speedups.core.host import host_of
 from composer_speedups.core.trainer_state import model_of
 from composer_speedups.data.loader import Data, build_data
 from composer_speedups.kernels.observing import counting
-from composer_speedups.packing.planning import Packing
 from composer_speedups.packing.untouched import is_untouched
-from composer_speedups.tasks.data_config import DataConfig
 from composer_speedups.tasks.embedding import Embedding
 from composer_speedups.tasks.models import FinetuneModel, _from_config
+from composer_speedups.tasks.settings import DataConfig
 from composer_speedups.train.out_of_memory import MicrobatchTrainer
 from tests.helpers.common import VOCABULARY, Batch, Recorder, make_trainer
 from tests.helpers.jobs import assert_resumes_exactly, run_on_files
 from tests.helpers.models import UNPADDED, Family, tiny_model
 from tests.helpers.ranks import ends_of_ranks, on_ranks
-from tests.helpers.rerun import Rerun
 from tests.helpers.texts import collated, tiny_encoder, tokenizer_of, triples, write_rows
 from tests.helpers.unpadded import way
 from tests.reference.loop import gradients, train_on
@@ -199,40 +192,6 @@ def test_every_family_is_unpadded_as_a_bare_encoder(family: Family, tokenizer: A
         recorded.append(recorder)
     assert_near(recorded[1].losses, recorded[0].losses, what="losses")
     assert_near(recorded[1].first_gradients, recorded[0].first_gradients, what="gradients")
-
-
-def test_captured_batches_are_planned_before_replay(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA graphs with a stand-in for capturing. A forward pass that counts tokens would synchronize with the GPU."""
-    task = Embedding(text_columns=THREE)
-    model, recorder = built(task, tokenizer), Recorder()
-    whole = collated(task, ROWS[:18], tokenizer)
-    batches = [{name: rows[start : start + 6] for name, rows in whole.items()} for start in (0, 6, 12)]
-    expected = train_on(model.model, batches, ranking_loss).losses
-    monkeypatch.setattr(Packing, "_count_and_lay_out", lambda *_: pytest.fail("counted inside the forward pass"))
-    trainer = make_trainer([Unpadding(256)], model=model, batches=batches, callbacks=[recorder])
-    calls = GraphedCalls(model, model.forward, 2, recorder=Rerun)
-    calls.reads_known_batch, calls.paused = True, lambda: host_of(trainer.state).run.observing
-    calls.install("forward")
-    trainer.fit()
-    trainer.close()
-    assert_near(recorder.losses, expected)
-    assert (calls.graphs, calls.replays, calls.eager_calls) == (1, 2, 1)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("cache", [None, 5])
-def test_compiled_and_checkpointed_layers_compute_the_same(cache: int | None, tokenizer: Any) -> None:
-    task = Embedding(text_columns=THREE, gradient_cache=cache)
-    model = built(task, tokenizer)
-    batches = [collated(task, ROWS[start : start + 6], tokenizer) for start in (0, 6)]
-    expected = train_on(model.model, batches, ranking_loss)
-    for techniques in (
-        [Unpadding(8), TorchCompile(scope="blocks", backend="aot_eager")],
-        [GradientCheckpointing(), SDPAAttention()],
-    ):
-        _, recorder = trained(built(task, tokenizer), batches, *techniques)
-        assert_near(recorder.losses, expected.losses, what="losses")
-        assert_near(recorder.first_gradients, expected.first_gradients, what="gradients")
 
 
 def test_gradient_caching_keeps_no_activations(tokenizer: Any) -> None:

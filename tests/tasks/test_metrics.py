@@ -19,10 +19,9 @@ from torch.nn import functional as F
 import composer_speedups.train.trainer
 from composer_speedups.data.loader import build_data
 from composer_speedups.tasks.classification import Classification
-from composer_speedups.tasks.data_config import DataConfig
 from composer_speedups.tasks.metrics import BinaryF1, MacroF1, Matthews
 from composer_speedups.tasks.models import build_model
-from composer_speedups.tasks.settings import ModelConfig
+from composer_speedups.tasks.settings import DataConfig, ModelConfig
 from composer_speedups.tasks.task import task_class
 from tests.helpers.jobs import run
 from tests.helpers.ranks import on_ranks

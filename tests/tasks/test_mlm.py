@@ -17,8 +17,8 @@ from composer_speedups.core.errors import Refusal
 from composer_speedups.data.builtin import builtin_reviews
 from composer_speedups.data.flat import Ragged
 from composer_speedups.data.loader import Pad, build_data
-from composer_speedups.tasks.data_config import DataConfig
 from composer_speedups.tasks.mlm import MaskedLanguageModelling
+from composer_speedups.tasks.settings import DataConfig
 from tests.helpers.common import make_trainer, plain_batches
 from tests.helpers.jobs import assert_resumes_exactly
 from tests.helpers.models import FAMILIES, Family, fit_batches, tiny_model

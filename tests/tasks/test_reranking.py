@@ -19,9 +19,9 @@ from transformers import BertForSequenceClassification
 from composer_speedups import FusedLayers, FusedOptimizer, ThroughputMonitor, Unpadding
 from composer_speedups.core.errors import DataError
 from composer_speedups.data.loader import build_data
-from composer_speedups.tasks.data_config import DataConfig
 from composer_speedups.tasks.models import FinetuneModel
 from composer_speedups.tasks.reranking import Reranking
+from composer_speedups.tasks.settings import DataConfig
 from tests.helpers.common import Batch, Recorder, make_trainer
 from tests.helpers.jobs import assert_resumes_exactly, run_on_files
 from tests.helpers.texts import WORDS, collated, sentence, tiny_encoder, tokenizer_of, write_rows

@@ -14,9 +14,8 @@ from torch import Tensor
 from composer_speedups import FusedLayers, FusedOptimizer, Unpadding
 from composer_speedups.data.builtin import builtin_samples
 from composer_speedups.data.loader import build_data
-from composer_speedups.tasks.data_config import DataConfig
 from composer_speedups.tasks.models import build_model
-from composer_speedups.tasks.settings import ModelConfig
+from composer_speedups.tasks.settings import DataConfig, ModelConfig
 from composer_speedups.tasks.task import task_class
 from tests.helpers.common import Recorder, make_trainer
 from tests.helpers.jobs import assert_resumes_exactly

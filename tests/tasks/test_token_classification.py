@@ -12,8 +12,8 @@ from transformers import RobertaTokenizerFast
 from composer_speedups.core.errors import ConfigError, DataError
 from composer_speedups.data.builtin import builtin_samples
 from composer_speedups.data.tokens import load_tokenizer
-from composer_speedups.tasks.data_config import DataConfig
 from composer_speedups.tasks.metrics import EntityF1
+from composer_speedups.tasks.settings import DataConfig
 from composer_speedups.tasks.token_classification import TokenClassification
 
 TAGS = ["O", "B-PER", "I-PER", "B-ORG", "I-ORG", "B-LOC", "I-LOC"]

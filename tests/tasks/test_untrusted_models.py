@@ -24,8 +24,8 @@ from composer_speedups.data.tokens import load_tokenizer
 from composer_speedups.predict.model import FinishedModel
 from composer_speedups.tasks.classification import Classification
 from composer_speedups.tasks.models import build_model
+from composer_speedups.tasks.settings import DataConfig, ModelConfig
 from composer_speedups.train.config.load import load_config
-from composer_speedups.train.config.schema import DataConfig, ModelConfig
 from tests.conftest import ROOT
 from tests.helpers.jobs import run
 from tests.helpers.models import tiny_model
@@ -35,10 +35,9 @@ from tests.helpers.payload import MARKER, Payload
 @pytest.mark.parametrize("text", ["!!python/object/apply:os.mkdir [ran]", "!!python/name:os.mkdir ''"])
 def test_yaml_tags_cannot_run_python(text: str) -> None:
     Path("bad.yaml").write_text(f"run_name: {text}\n")
-    with pytest.raises(ConfigError, match=r"bad\.yaml: not valid YAML"):
-        load_config("bad.yaml")
-    with pytest.raises(ConfigError, match="not valid YAML"):
-        load_config(None, [f"run_name={text}"])
+    for arguments in (("bad.yaml",), (None, [f"run_name={text}"])):
+        with pytest.raises(ConfigError, match="not valid YAML"):
+            load_config(*arguments)
     assert not MARKER.exists()
 
 
@@ -118,20 +117,15 @@ def test_a_kernel_that_a_configuration_names_is_never_loaded(
 
 
 def test_internals_are_left_out_of_the_configurations_of_parts_and_labels_are_kept() -> None:
-    config = {
-        "model_type": "clip",
-        "_attn_implementation": KERNEL,
-        "label2id": {"_other": 1},
-        "id2label": {1: "_other"},
-    }
-    config |= {"text_config": {"_attn_implementation": KERNEL}, "vision_config": {"attn_implementation": KERNEL}}
+    parts = {"text_config": {"_attn_implementation": KERNEL}, "vision_config": {"attn_implementation": KERNEL}}
+    labels = {"label2id": {"_other": 1}, "id2label": {1: "_other"}}
     Path("clip").mkdir()
-    Path("clip/config.json").write_text(json.dumps(config))
+    Path("clip/config.json").write_text(
+        json.dumps({"model_type": "clip", "_attn_implementation": KERNEL, **parts, **labels})
+    )
     read = pretrained_config("clip")
     assert {part._attn_implementation for part in (read, read.text_config, read.vision_config)} == {None}
     assert read.label2id == {"_other": 1}
-    theirs = AutoConfig.from_pretrained("clip")
-    assert KERNEL in {part._attn_implementation for part in (theirs, theirs.text_config, theirs.vision_config)}
 
 
 def with_adapter(folder: str) -> None:
