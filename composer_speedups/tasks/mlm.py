@@ -18,7 +18,7 @@ from transformers import DataCollatorForLanguageModeling
 from composer_speedups.tasks.settings import MLMSettings
 from composer_speedups.tasks.task import Task
 
-_MAX_DRAWS = 20  # of a batch's mask, as long as it masks no token and the batch would have no loss
+_MAX_DRAWS = 100  # of a batch's mask, as long as it masks no token and the batch would have no loss
 
 
 class MaskedLanguageModelling(MLMSettings, Task):

@@ -173,6 +173,13 @@ class TaskSettings(Settings):
     """Column of the label."""
 
     @classmethod
+    def __pydantic_init_subclass__(cls, **settings: Any) -> None:
+        super().__pydantic_init_subclass__(**settings)
+        if "task" in cls.model_fields:
+            cls.name = cls.model_fields["task"].default
+            cls.option = f"model.task: {cls.name}"
+
+    @classmethod
     def key_of(cls, name: str) -> str:
         return f"{'model' if name in _IN_MODEL else 'data'}.{name}"
 
@@ -231,8 +238,6 @@ class _MayHavePairs(TaskSettings):
 
 
 class ClassificationSettings(_MayHavePairs):
-    name = "classification"
-    option = "model.task: classification"
     trains_on_random_tokens = True
 
     task: Literal["classification"] = "classification"
@@ -256,9 +261,6 @@ class ClassificationSettings(_MayHavePairs):
 
 
 class MultilabelSettings(_MayHavePairs):
-    name = "multilabel"
-    option = "model.task: multilabel"
-
     task: Literal["multilabel"] = "multilabel"
     """Any number of labels per text or pair of texts."""
     label_column: str | None = "labels"
@@ -283,16 +285,11 @@ class MultilabelSettings(_MayHavePairs):
 
 
 class RegressionSettings(_MayHavePairs):
-    name = "regression"
-    option = "model.task: regression"
-
     task: Literal["regression"] = "regression"
     """A number per text or pair of texts."""
 
 
 class TokenClassificationSettings(TaskSettings):
-    name = "token_classification"
-    option = "model.task: token_classification"
     most_texts = 1
 
     task: Literal["token_classification"] = "token_classification"
@@ -308,9 +305,6 @@ class TokenClassificationSettings(TaskSettings):
 
 
 class RerankingSettings(_MayHavePairs):
-    name = "reranking"
-    option = "model.task: reranking"
-
     task: Literal["reranking"] = "reranking"
     """The relevance of a document for a query, which are read together."""
     loss_name: Literal["bce", "pairwise"] = Field("bce", alias="loss")
@@ -330,8 +324,6 @@ class RerankingSettings(_MayHavePairs):
 
 
 class EmbeddingSettings(TaskSettings):
-    name = "embedding"
-    option = "model.task: embedding"
     most_texts = None
 
     task: Literal["embedding"] = "embedding"
@@ -380,8 +372,6 @@ class EmbeddingSettings(TaskSettings):
 
 
 class MLMSettings(TaskSettings):
-    name = "mlm"
-    option = "model.task: mlm"
     most_texts = 1
     trains_on_random_tokens = True
 

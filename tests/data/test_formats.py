@@ -139,10 +139,7 @@ def test_rows_of_jsonl_may_lack_keys_and_unread_columns_are_not_looked_for() -> 
     scores = EmbeddingSettings(text_columns=["one", "two"], label_column="score", loss_name="cosine")
     check_data_files(files("pairs.csv", "scores.csv"), embedding)
     with pytest.raises(DataError, match=r"pairs\.csv has no column 'score'"):
-        check_data_files(
-            files("pairs.csv", "scores.csv"),
-            scores,
-        )
+        check_data_files(files("pairs.csv", "scores.csv"), scores)
     with pytest.raises(DataError, match=r"data\.eval_file: pairs\.csv has no column 'score'"):
         check_data_files(files("pairs.csv", "pairs.csv"), embedding)
 
@@ -182,7 +179,7 @@ def test_files_of_a_pattern_must_have_the_columns_and_rows_are_numbered_through(
         in_memory("part-*.csv")
     save({"texts": ["x"], "label": [3]}, "part-1.csv")
     with pytest.raises(
-        DataError, match=r"part-1\.csv has no column 'text'; did you mean 'texts'\? \(it has: texts, label\); set"
+        DataError, match=r"part-1\.csv has no column 'text'; did you mean 'texts'\? \(it has: texts, label\)"
     ):
         in_memory("part-*.csv")
 
@@ -272,61 +269,27 @@ REFUSED: list[tuple[str, str | bytes, str]] = [
     ("twice.jsonl", '{"text": "a", "label": 1, "label": 0}\n', r"cannot be read \(line 1 .* two columns 'label'\)$"),
     ("list.jsonl", '["a", 1]\n', r"cannot be read \(line 1 is not a JSON object\)$"),
     ("deep.jsonl", DEEP.format("[" * 100_000 + "]" * 100_000), r"cannot be read \(line 2 is nested too deeply; remove"),
-    ("deeper.jsonl", DEEP.format('{"a":' * 100_000 + "1" + "}" * 100_000), r"cannot be read \(line 2 is nested too"),
     ("quoted.csv", 'text,label\nfine,1\n"a"b,1\n', "cannot be read \\(line 3: ',' expected after '\"'\\)$"),
-    (
-        "long.csv",
-        "text,label\na,1\na,1,2,3\n",
-        r"cannot .*\(line 3 has 4 cells, and the header has 2; put texts with ','",
-    ),
+    ("long.csv", "text,label\na,1\na,1,2,3\n", r"cannot .*\(line 3 has 4 cells, and the header has 2; put texts with"),
     ("short.csv", "text,label\nfine,1\na\n", r"cannot be read \(line 3 has 1 cells, and the header has 2\)$"),
     ("long.tsv", "text\tlabel\nfine\t1\ta\n", r"cannot be read \(line 2 has 3 cells, and the header has 2\)$"),
     ("open.csv", 'text,label\nfine,1\n"never closed,0\nfine,1\n', r"cannot be read \(.*end of data\)$"),
     ("twice.csv", "text,text,label\na,b,1\n", r"cannot be read \(it has two columns 'text'\)$"),
-    (
-        "a.conll",
-        "# id 1\nAnn B-PER\nran\n",
-        r"cannot be read \(line 3 has a word without a tag: ran; .* use a .txt file",
-    ),
+    ("a.conll", "# id 1\nAnn B-PER\nran\n", r"cannot be read \(line 3 has a word without a tag: ran; .* use a .txt"),
     ("cut.parquet", "PAR1" + "\0" * 50, r"cannot be read \(.*\)$"),
-    (
-        "twice.parquet",
-        parquet(pyarrow.Table.from_arrays([ONE] * 2, ["text", "text"])),
-        r"cannot .* two columns 'text'\)$",
-    ),
+    ("twice.parquet", parquet(pyarrow.Table.from_arrays([ONE] * 2, ["text"] * 2)), r"cannot .* two columns 'text'\)$"),
     ("b.parquet", parquet(pyarrow.Table.from_arrays([NO_TEXT, ONE], ["text", "label"])), "cannot be read"),
-    (
-        "no.parquet",
-        parquet(pyarrow.table(ROWS), "no JSON"),
-        r"cannot be read \(the metadata 'huggingface', .* is invalid: ",
-    ),
-    (
-        "odd.parquet",
-        parquet(pyarrow.table(ROWS), b"\xff"),
-        r"cannot be read \(the metadata 'huggingface', .* is invalid: ",
-    ),
-    (
-        "nope.parquet",
-        parquet(pyarrow.table(ROWS), '{"info": {"features": {"label": {"_type": "Nope"}}}}'),
-        r"cannot be read \(the metadata 'huggingface', .* is invalid: ",
-    ),
-    (
-        "latin.csv",
-        "text,label\nfine,1\nun café noir,0\n".encode("latin1"),
-        rf"is not UTF-8: byte 0xe9 in line 3 \(byte 25 of the file\); {ICONV.format('latin1', 'latin.csv')}",
-    ),
+    *(("c.parquet", parquet(pyarrow.table(ROWS), text), r"cannot be read \(the metadata 'huggingface', .* is invalid: ")
+      for text in ("no JSON", b"\xff", '{"info": {"features": {"label": {"_type": "Nope"}}}}')),
+    ("latin.csv", "text,label\na,1\nun café noir,0\n".encode("latin1"), r"is not UTF-8: byte 0xe9 in line 3 \(byte 22"),
     ("a.jsonl", '{"text": "é"}\n'.encode("latin1"), f"is not UTF-8: .* line 1 .*{ICONV.format('latin1', 'a.jsonl')}"),
-    (
-        "wide.csv",
-        "text,label\na,1\n".encode("utf-16"),
-        f"is not UTF-8: .* line 1 .*{ICONV.format('utf-16', 'wide.csv')}",
-    ),
+    ("utf16.csv", "text,label\n".encode("utf-16"), f"is not UTF-8: .* line 1 .*{ICONV.format('utf-16', 'utf16.csv')}"),
     # with iconv, the bytes of packed files would become text
     *(("a.csv", packed(pack), "is compressed or a spreadsheet; save") for pack in (gzip.compress, lzma.compress)),
     *(("b.jsonl", packed(pack), "is compressed or a spreadsheet; save") for pack in (bz2.compress, zipped)),
     ("empty.csv", "", "is empty"),
     ("a.xlsx", "x", "must end in .parquet, .csv, .tsv, .jsonl, .conll, .txt"),
-]
+]  # fmt: skip
 
 
 @both
@@ -384,8 +347,7 @@ def test_missing_labels_are_refused_although_a_class_is_called_none() -> None:
         with pytest.raises(DataError, match=rf"^data\.train_file: {name}.* row \d: .*{said}"):
             in_memory(save(rows, name), task)
     with pytest.raises(
-        DataError,
-        match=r"a\.csv: 2 of 4 .* \(row 2: label is empty, row 4: label is empty\); .* None, yes .*",
+        DataError, match=r"a\.csv: 2 of 4 .* \(row 2: label is empty, row 4: label is empty\); .* None, yes"
     ):
         in_memory("a.csv")
     many: Rows = {"text": ["a"] * 3000, "label": ["", "no", "yes"] * 1000}
@@ -408,9 +370,7 @@ def test_labels_may_be_dates_or_whole_decimals_and_other_types_are_named() -> No
             read(labels)
     for bad, shown in ((float("nan"), "nan"), (None, "empty"), (float("inf"), "inf")):
         name = save({"text": ["a", "b"], "label": [1.0, bad]}, "b.parquet")
-        with pytest.raises(
-            DataError, match=rf"b\.parquet, row 2: label is {shown}; every label must be a finite number"
-        ):
+        with pytest.raises(DataError, match=rf"b\.parquet, row 2: label is {shown}; every label must be a finite"):
             in_memory(name, Regression())
 
 
@@ -435,7 +395,7 @@ def test_a_hub_configuration_is_read_with_its_splits_and_class_names(name: str) 
     with pytest.raises(DataError, match="hub_name 'nyu-mll/glue', split 'test': cannot be"):
         load_samples(DataConfig(hub_name="nyu-mll/glue", hub_config=name), task)
     with pytest.raises(
-        DataError, match=rf"no column 'text' \(it has: {', '.join(texts)}, label, idx\); set data\.text_co"
+        DataError, match=rf"no column 'text' \(it has: {', '.join(texts)}, label, idx\); set data\.text"
     ):
         load_samples(config, Classification())
 
@@ -484,8 +444,5 @@ def test_pairs_are_truncated_and_typed_as_by_the_tokenizer(truncation: Any) -> N
 def test_a_pair_that_the_strategy_cannot_truncate_is_refused_in_one_line() -> None:
     config = files(save(PAIRS, "a.jsonl"), max_length=16)
     task = Classification(text_columns=["one", "two"], truncation="only_second")
-    with pytest.raises(
-        DataError,
-        match=r"^data\.truncation: only_second cannot cut .*max_length=16, .* longest_first",
-    ):
+    with pytest.raises(DataError, match=r"^data\.truncation: only_second cannot cut .*max_length=16, .* longest_first"):
         build_data(config, task, model_name="", on_gpu=False)

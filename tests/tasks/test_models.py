@@ -31,7 +31,6 @@ from transformers import (
 
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.data.tokens import load_tokenizer
-from composer_speedups.families.flops import batch_lengths, training_flops
 from composer_speedups.predict.model import FinishedModel
 from composer_speedups.tasks.classification import Classification
 from composer_speedups.tasks.models import FinetuneModel, build_model, positions_of
@@ -339,23 +338,6 @@ def test_flops_of_shared_layers_count_every_use(inner: int) -> None:
     for torchs, ours in counts:
         assert ours == pytest.approx(torchs, rel=0.02)
     assert counts[0][0] - counts[1][0] == counts[0][1] - counts[1][1] > 0.1 * counts[0][1]
-
-
-def test_flops_exclude_padding() -> None:
-    config, short = tiny_bert().config, batch([5, 9])
-    wide = batch([5, 9], 40)
-    lengths = [batch_lengths(b) for b in (short, wide)]
-    assert lengths[0].tolist() == lengths[1].tolist() == [5, 9]  # type: ignore[union-attr]
-    assert training_flops(config, lengths[0], "mlm") == training_flops(config, lengths[1], "mlm")  # type: ignore
-    hidden, inner, layers, vocab = 32, 64, 2, 64
-    linear = 2 * 14 * (4 * hidden**2 + 2 * hidden * inner)
-    attention = 4 * hidden * (5**2 + 9**2)
-    head = 2 * 14 * hidden * (hidden + vocab)
-    assert training_flops(config, lengths[0], "mlm") == 3 * (layers * (linear + attention) + head)  # type: ignore
-    assert batch_lengths({"input_ids": torch.ones(2, 3)}).tolist() == [3, 3]  # type: ignore[union-attr]
-    choices = {"input_ids": torch.ones(2, 3, 4)}
-    assert batch_lengths(choices).tolist() == [[4, 4, 4], [4, 4, 4]], "multiple choice"  # type: ignore[union-attr]
-    assert batch_lengths((torch.ones(2), torch.ones(2))) is None
 
 
 def test_composer_does_not_search_causal_lms_for_a_classifier(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:

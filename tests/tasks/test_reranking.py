@@ -12,6 +12,7 @@ import pytest
 import torch
 from sentence_transformers import CrossEncoder
 from sentence_transformers.cross_encoder.losses import BinaryCrossEntropyLoss, RankNetLoss
+from sklearn.metrics import ndcg_score
 from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import BertForSequenceClassification
@@ -150,18 +151,10 @@ def ranked_by_hand(rows: list[dict[str, Any]], scores: list[float]) -> dict[str,
     by_query: dict[str, list[tuple[float, int]]] = {}
     for row, score in zip(rows, scores, strict=True):
         by_query.setdefault(row["query"], []).append((score, row["label"]))
-    reciprocal, gains = [], []
-    for documents in by_query.values():
-        labels = [label for _, label in sorted(documents, reverse=True)]
-        if any(labels):
-            first = labels.index(next(label for label in labels if label > 0)) + 1
-            reciprocal.append(1 / first if first <= 10 else 0.0)
-            gain, ideal = (
-                sum(label / math.log2(place + 2) for place, label in enumerate(ranking[:10]))
-                for ranking in (labels, sorted(labels, reverse=True))
-            )
-            gains.append(gain / ideal)
-    return {"mrr@10": sum(reciprocal) / len(reciprocal), "ndcg@10": sum(gains) / len(gains)}
+    ranked = [sorted(documents, reverse=True) for documents in by_query.values() if any(y for _, y in documents)]
+    first = [next(i for i, (_, label) in enumerate(documents, start=1) if label) for documents in ranked]
+    gains = [ndcg_score([[y for _, y in documents]], [[x for x, _ in documents]], k=10) for documents in ranked]
+    return {"mrr@10": sum(1 / i for i in first if i <= 10) / len(ranked), "ndcg@10": sum(gains) / len(ranked)}
 
 
 @pytest.mark.supports("export", task="reranking")
