@@ -56,11 +56,12 @@ def reported_values(values: Mapping[str, Any]) -> dict[str, float]:
 
 def final_metrics(state: State) -> dict[str, float]:
     """The metrics of the last training batch (``train_``) and of the last evaluation. Collective."""
-    metrics = {f"train_{name}": value for name, value in computed(state.train_metrics or {}).items()}
+    metrics: dict[str, float] = {}
     if state.total_loss_dict:
         metrics["train_loss"] = float(state.total_loss_dict["loss/train/total"])
-    for group in state.eval_metrics.values():
-        metrics |= {name: value for name, value in computed(group).items() if name not in metrics}
+    for prefix, group in [("train_", state.train_metrics or {}), *(("", m) for m in state.eval_metrics.values())]:
+        for name, value in computed(group).items():
+            metrics.setdefault(prefix + name, value)
     return metrics
 
 
