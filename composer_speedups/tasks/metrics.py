@@ -173,11 +173,8 @@ class Matthews(ClassCounts):
 
 
 class MeanLoss(Metric):
-    """The mean over samples of a loss that is averaged over each batch.
-
-    torchmetrics' MeanMetric checks for NaN on the host at each batch, and ignores the weights if that check is
-    disabled.
-    """
+    """The mean over samples of a loss that is averaged over each batch. torchmetrics' MeanMetric checks for NaN on the
+    host at each batch, or ignores the weights."""
 
     full_state_update = False
     total: Tensor
@@ -219,10 +216,7 @@ class KeptPairs(Metric):
 
 
 class Pearson(KeptPairs):
-    """The Pearson correlation of predictions and targets.
-
-    torchmetrics' own merges running sums of the ranks, and is NaN if a rank has one sample.
-    """
+    """The Pearson correlation. torchmetrics' own merges running sums of the ranks, and is NaN if one has one sample."""
 
     def compute(self) -> Tensor:
         return pearson_corrcoef(*(values.double() for values in self.pairs())).float()

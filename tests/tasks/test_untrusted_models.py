@@ -146,6 +146,10 @@ def test_a_module_that_an_adapter_names_is_never_imported(monkeypatch: pytest.Mo
     for technique in ([], ["algorithms.lora={}"]):
         with pytest.raises(ConfigError, match=r"^model\.name: 'model' has PEFT adapters .*; use the base model"):
             run("model.name=model", "model.init=pretrained", "model.size=null", "data.tokenizer=null", *technique)
+    run("trainer.max_duration=1ba", "run_name=done")
+    with_adapter("runs/done/model")
+    with pytest.raises(ConfigError, match=r"^RUN: 'runs/done/model' has PEFT adapters"):
+        FinishedModel.load(Path("runs/done"))
     Path("model/config.json").unlink()  # only an adapter; transformers loads the base model that it names
     with pytest.raises(ConfigError, match=r"^model\.name: 'model' cannot be loaded"):
         build_model(ModelConfig(name="model"), Classification(), tokenizer, 16)
@@ -154,29 +158,6 @@ def test_a_module_that_an_adapter_names_is_never_imported(monkeypatch: pytest.Mo
     with pytest.raises(AttributeError, match="theirs"):
         AutoModelForSequenceClassification.from_pretrained("model")
     assert MARKER.exists()  # PEFT imports it
-
-
-@pytest.mark.parametrize("attack", ["adapter", "auto_map"])
-def test_predict_does_not_run_code_in_the_exported_model(attack: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("builtins.input", lambda *_: "y")
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(Path("modules").absolute()))
-    monkeypatch.syspath_prepend(str(Path.cwd()))
-    run("trainer.max_duration=1ba", "run_name=done")
-    folder = Path("runs/done/model")
-    if attack == "adapter":
-        with_adapter(str(folder))
-        message = r"^RUN: 'runs/done/model' has PEFT adapters"
-    else:
-        names = ("AutoConfig", "AutoModelForSequenceClassification", "AutoTokenizer")
-        config = {"model_type": "theirs", "auto_map": dict.fromkeys(names, "code.Theirs")}
-        path = folder / "config.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | config))
-        (folder / "code.py").write_text(_CODE)
-        accept_files(str(folder))
-        message = "^RUN: runs/done/model cannot be loaded"
-    with pytest.raises(ConfigError, match=message):
-        FinishedModel.load(Path("runs/done"))
-    assert not MARKER.exists()
 
 
 def test_a_datasets_script_is_never_run() -> None:
