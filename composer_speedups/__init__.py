@@ -30,7 +30,7 @@ _OTHERS = {
     "recommended": "composer_speedups.recommendation",
     "save_adapter": "composer_speedups.algorithms.lora.modules",
     "share_cores": "composer_speedups.distributed.host",
-    "split_by_tokens": "composer_speedups.data.token_microbatches",
+    "split_by_tokens": "composer_speedups.data.batching",
     "untouched": "composer_speedups.packing.untouched",
     "with_row_lengths": "composer_speedups.packing.encoder",
 }

@@ -25,10 +25,9 @@ from composer_speedups.data.loader import Pad
 from composer_speedups.packing.encoder import with_counted_rows
 from composer_speedups.predict import exported_folder
 from composer_speedups.recommendation import apply_recommended
-from composer_speedups.tasks.data_config import DataConfig
 from composer_speedups.tasks.metrics import ByClass, computed
 from composer_speedups.tasks.models import FinetuneModel, has_token_types
-from composer_speedups.tasks.settings import TASK_FILE, TASKS
+from composer_speedups.tasks.settings import TASK_FILE, TASKS, DataConfig
 from composer_speedups.tasks.task import Task, build_task
 
 Columns = dict[str, list[Any]]
@@ -114,7 +113,7 @@ class FinishedModel:
     @property
     def columns(self) -> list[str]:
         """The columns that it reads."""
-        return self.task.texts
+        return self.task.text_columns
 
     @torch.no_grad()
     def predict(self, encoded: Columns, batch_size: int) -> list[dict[str, Any]]:
@@ -208,10 +207,10 @@ def _task_of(folder: Path, *, evaluates: bool) -> tuple[Task, int]:
 
 def _choose_columns(task: Task, columns: Mapping[str, Any], *, evaluates: bool) -> None:
     """Read other columns than in training."""
-    read = len(task.texts_of(training=False)) if evaluates else 1 if task.name == "embedding" else len(task.texts)
+    read = len(task.texts_of(training=False)) if evaluates else 1 if task.name == "embedding" else len(task.text_columns)
     for key, names in columns.items():
         expected = read if key == "text_columns" else len(getattr(task, key, None) or ())
         if isinstance(names, list) and len(names) != expected:
             raise ConfigError(f"{key}: the run reads {expected} columns, not {len(names)}")
         setattr(task, key, names)
-    task.text_columns = task.texts[:read]
+    task.text_columns = task.text_columns[:read]

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from composer_speedups.core.errors import Interrupted, RunFailedError, first_line
 from composer_speedups.core.files import check_folder
 from composer_speedups.core.settings import refuse
-from composer_speedups.data.file_checks import check_data_files
 from composer_speedups.train.cli import exit_codes, read_command_line
 from composer_speedups.train.config.schema import Config
 from composer_speedups.train.startup import StartupClock, open_gpu_early, prefetch_cpu_model, without_gc
@@ -23,7 +22,10 @@ def main(arguments: list[str]) -> None:
     clock = StartupClock()
     config = read_command_line(arguments)  # report unknown keys before torch is imported
     # Missing files and columns too, because the imports take most of the time until the first step.
-    check_data_files(config.data, config.task)
+    if config.data.train_file is not None:
+        from composer_speedups.data.reader import check_data_files  # imports pyarrow
+
+        check_data_files(config.data, config.task)
     if config.model.size is None:  # otherwise the name is not read
         check_folder(config.model.name, "model.name")
     check_folder(config.data.tokenizer or "", "data.tokenizer")

@@ -13,7 +13,7 @@ from composer.utils import dist
 from tqdm import tqdm
 
 from composer_speedups.tasks.metrics import reported_values
-from composer_speedups.tasks.model_names import SIZES
+from composer_speedups.tasks.settings import SIZES
 
 if TYPE_CHECKING:
     from composer_speedups.core.technique import Technique

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from composer_speedups.core.files import TEXTS, WEIGHTS, check_folder, hashes_of, model_files
 from composer_speedups.data.paths import find_files, is_address
-from composer_speedups.tasks.model_names import resolve_name
+from composer_speedups.tasks.settings import resolve_name
 from composer_speedups.train.config.schema import Config
 
 Inputs = dict[str, dict[str, str]]

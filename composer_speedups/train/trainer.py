@@ -32,8 +32,8 @@ from composer_speedups.core.errors import ConfigError
 from composer_speedups.core.run import Run
 from composer_speedups.core.technique import Technique
 from composer_speedups.core.trainer_state import torch_device
+from composer_speedups.data.batching import split_by_tokens
 from composer_speedups.data.loader import Data, build_data
-from composer_speedups.data.token_microbatches import split_by_tokens
 from composer_speedups.distributed.ddp import OverlappedDDP
 from composer_speedups.distributed.fsdp import GradientClipping, check_sharding, fsdp_parallelism, sharded_blocks
 from composer_speedups.distributed.host import share_cores

@@ -15,7 +15,7 @@ from transformers import BertModel
 from composer_speedups.data.flat import Ragged
 from composer_speedups.data.loader import Pad
 from composer_speedups.data.tokens import load_tokenizer
-from composer_speedups.tasks.data_config import DataConfig
+from composer_speedups.tasks.settings import DataConfig
 from composer_speedups.tasks.task import Task
 from tests.helpers.common import Batch, tiny_config
 

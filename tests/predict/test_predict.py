@@ -366,7 +366,7 @@ def test_text_is_split_at_whitespace_into_words_with_a_tag_each() -> None:
     assert None not in answer["tags"][:4]
     assert short["words"] == sentence.split()
     Path("written.jsonl").write_text(json.dumps({"tokens": str(["a", "b"])}) + "\n")
-    with pytest.raises(DataError, match=r"^input: written\.jsonl, row 1: tokens is .*, a list written as text; use"):
+    with pytest.raises(DataError, match=r"^input: written\.jsonl, row 1: tokens is .*; every sample needs words"):
         main(["runs/done", "--input", "written.jsonl"])
 
 
@@ -424,7 +424,7 @@ def test_evaluate_leaves_invalid_rows_out_and_counts_them(
     assert "all.csv: 9 rows, 3 of them left out\n" in printed.out
     assert [line.split()[2:] for line in printed.out.splitlines() if "binary_f1" in line] == [["of", "positive"]]
     assert evaluated(printed.out) == evaluated(whole.out)
-    first = "row 2, headers not counted: text is empty, row 3: label is empty, row 4: label is 'so'"
+    first = "row 2: text is empty, row 3: label is empty, row 4: label is 'so'"
     assert f"input: all.csv: 3 of 9 rows are invalid ({first})" in printed.err
     advice = "every sample needs text; every label must be one of negative, positive (data.labels)"
     assert f"; {advice}; the metrics leave out such rows\n" in printed.err

@@ -17,7 +17,7 @@ from composer_speedups.core import files
 from composer_speedups.core.errors import ConfigError, DataError
 from composer_speedups.data.builtin import builtin_reviews
 from composer_speedups.data.tokens import load_tokenizer
-from composer_speedups.tasks.data_config import DataConfig
+from composer_speedups.tasks.settings import DataConfig
 from composer_speedups.train import inputs
 from composer_speedups.train.config.load import load_config
 from composer_speedups.train.inputs import changed_input, inputs_of

@@ -20,8 +20,8 @@ from transformers import BertForMaskedLM
 
 from composer_speedups import SDPAAttention, Unpadding
 from composer_speedups.core.errors import RunFailedError
+from composer_speedups.data.batching import split_by_tokens
 from composer_speedups.data.loader import tokens_and_weight
-from composer_speedups.data.token_microbatches import split_by_tokens
 from composer_speedups.tasks.mlm import MaskedLanguageModelling
 from composer_speedups.tasks.models import FinetuneModel
 from composer_speedups.tasks.task import Task

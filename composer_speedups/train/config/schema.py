@@ -32,8 +32,14 @@ from composer_speedups.core.files import with_working_directory
 from composer_speedups.core.registry import technique_class, technique_names
 from composer_speedups.core.settings import DURATION_UNITS, Check, ComposerTime, FileName, Settings, keys_of
 from composer_speedups.distributed import FSDPConfig
-from composer_speedups.tasks.data_config import DataConfig
-from composer_speedups.tasks.settings import TASKS, AnyTask, ClassificationSettings, ModelConfig, TaskSettings
+from composer_speedups.tasks.settings import (
+    TASKS,
+    AnyTask,
+    ClassificationSettings,
+    DataConfig,
+    ModelConfig,
+    TaskSettings,
+)
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Micro-batches bounded by their real tokens instead of their samples."""
+"""Which samples are batched together: batches of similar lengths, and micro-batches bounded by real tokens."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
+from composer_speedups.distributed.balanced_sampling import BalancedSampler, Integers
 from composer_speedups.families.flops import batch_lengths
 
 Split = Callable[[Any, int | float], list[Any]]
@@ -91,3 +94,29 @@ def _pieces_of(value: Any, sizes: Sequence[int]) -> Sequence[Any]:
         remaining = iter(value)
         return [[next(remaining) for _ in range(size)] for size in sizes]
     return [value] * len(sizes)
+
+
+class LengthGroupedSampler(BalancedSampler):
+    """Shuffles the epoch, cuts it into pools of ``pool`` batches, sorts each pool by length, cuts it into batches, and
+    shuffles these. Every sample still occurs once per epoch.
+
+    An incomplete batch is not sorted and comes last, or is dropped with ``drop_last``. ``widths`` are the lengths to
+    sort by, if not ``lengths``: those of the longest of several texts. The rest is as in :class:`.BalancedSampler`.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int] | Integers,
+        batch_size: int,
+        pool: int,
+        widths: Sequence[int] | Integers | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__(lengths, batch_size, **settings)
+        self.pool, self.widths = pool, self.lengths if widths is None else np.asarray(widths)
+
+    def arranged(self, batches: Integers, generator: torch.Generator) -> Integers:
+        pools = [batches[start : start + self.pool].ravel() for start in range(0, len(batches), self.pool)]
+        by_length = [pool[np.argsort(self.widths[pool], kind="stable")] for pool in pools]
+        grouped = np.concatenate([batches.ravel()[:0], *by_length]).reshape(batches.shape)
+        return grouped[torch.randperm(len(batches), generator=generator).numpy()]
