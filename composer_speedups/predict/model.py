@@ -207,7 +207,9 @@ def _task_of(folder: Path, *, evaluates: bool) -> tuple[Task, int]:
 
 def _choose_columns(task: Task, columns: Mapping[str, Any], *, evaluates: bool) -> None:
     """Read other columns than in training."""
-    read = len(task.texts_of(training=False)) if evaluates else 1 if task.name == "embedding" else len(task.text_columns)
+    read = (
+        len(task.texts_of(training=False)) if evaluates else 1 if task.name == "embedding" else len(task.text_columns)
+    )
     for key, names in columns.items():
         expected = read if key == "text_columns" else len(getattr(task, key, None) or ())
         if isinstance(names, list) and len(names) != expected:
