@@ -56,7 +56,17 @@ ENTRIES: dict[str, Entry] = {
         loss_bound=0.01,
         evidence=(*SWAPPED, "tensors_by_state_bits"),
         package="bitsandbytes",
-        also=(Entry([{"bits": 32}], evidence=(*SWAPPED, "tensors_by_state_bits"), package="bitsandbytes"),),
+        also=(
+            Entry([{"bits": 32}], evidence=(*SWAPPED, "tensors_by_state_bits"), package="bitsandbytes"),
+            Entry(
+                [{**BNB, "stable_embedding": True}],
+                same=(),
+                loss_bound=0.05,
+                evidence=(*SWAPPED, "stable_embedding"),
+                stock_checkpoint=False,
+                package="bitsandbytes",
+            ),
+        ),
     ),
     "cuda_graphs": Entry(gpu_variants=[{}], needs={"sdpa_attention": {}}, evidence=("graphs", "replays")),
     "early_loss": Entry(gpu_variants=[{}], evidence=("losses_read", "read_before_the_batch_was_over")),

@@ -13,6 +13,8 @@ from composer_speedups.core.requirements import needs_cuda, needs_package, needs
 from composer_speedups.core.technique import FSDP, NOT_YET, Effect, Order, Technique
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch import nn
     from torch.optim import Optimizer
 
@@ -370,15 +372,21 @@ class BnbOptimizer(_Quantised):
     """Bits per value of each moment; 32 is AdamW up to rounding."""
     paged: bool = Field(False)
     """Keep the state in paged memory; needs a GPU."""
+    stable_embedding: bool = Field(False)
+    """Convert the word embedding to bitsandbytes' StableEmbedding, which normalises its rows."""
     min_8bit_size: int = Field(4096, ge=0)
     """Minimum number of values of a parameter with 8-bit state."""
 
     @classmethod
     def effect_with(cls, settings: Mapping[str, Any], device: str | None) -> Effect:
-        return "rounding" if settings.get("bits") == 32 else "recipe"
+        return "rounding" if settings.get("bits") == 32 and not settings.get("stable_embedding") else "recipe"
 
     def needs(self, run: Run) -> Iterable[Refusal]:
         yield from super().needs(run)
+        for name in ("lora", "layer_freezing") if self.stable_embedding else ():
+            if name in run.techniques:
+                reason = f"conflicts with {name}, which freezes the word embedding: a stable embedding must be trained"
+                yield self.refusal(reason, "set stable_embedding: false, or remove one of them")
         yield from needs_package(self.name, "bitsandbytes", ".[bnb]")
         if self.paged:
             yield from needs_cuda(self.name, run, "paged optimizer state")
@@ -387,6 +395,13 @@ class BnbOptimizer(_Quantised):
         from composer_speedups.algorithms.optimizers.adamw import bnb_adamw, embedding_weights
 
         settings = {"optim_bits": self.bits, "min_8bit_size": self.min_8bit_size, "is_paged": self.paged}
+        if self.stable_embedding:
+            from composer_speedups.algorithms.optimizers.stable_embedding import make_stable_embedding
+
+            added = make_stable_embedding(model)
+            # not a new group: schedulers have a fixed number of groups
+            of_norms = next((g for g in groups if any(p.ndim == 1 for p in g["params"])), groups[0])
+            of_norms["params"] += added
         return bnb_adamw(groups, embedding_weights(model), **defaults, **settings)
 
     def after_load(self, run: Run) -> None:
@@ -398,6 +413,25 @@ class BnbOptimizer(_Quantised):
                 loaded, state[key] = state[key], self._new.get_state_buffer(parameter, dtype=state[key].dtype)
                 torch.cuda.synchronize(parameter.device)  # the GPU zeroes it before the host writes to it
                 state[key].copy_(loaded)
+
+    def proof(self, run: Run, seen: FirstBatch) -> Mapping[str, Any]:
+        shown = super().proof(run, seen)
+        if shown is NOT_YET or not self.stable_embedding:
+            return shown
+        from composer_speedups.algorithms.optimizers.stable_embedding import stable_embeddings
+
+        norms = {name: module.norm.weight for name, module in stable_embeddings(run.model).items()}
+        trained = [name for name, weight in norms.items() if self._new.state.get(weight)]
+        if not trained:
+            raise self.no_effect("no stable embedding was trained", "set stable_embedding=False")
+        return {**shown, "stable_embedding": trained}
+
+    def export(self, run: Run, weights: dict[str, Any], folder: Path) -> dict[str, Any]:
+        if not self.stable_embedding:
+            return weights
+        from composer_speedups.algorithms.optimizers.stable_embedding import folded_weights
+
+        return folded_weights(run.model.model, weights)
 
     def shown(self, seen: FirstBatch) -> Mapping[str, Any]:
         if not self.paged:
