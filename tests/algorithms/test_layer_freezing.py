@@ -22,7 +22,6 @@ from composer_speedups import (
     FusedLayers,
     LayerFreezing,
     ShardedOptimizer,
-    TorchCompile,
     Unpadding,
     apply,
 )
@@ -187,22 +186,6 @@ def test_no_activations_of_frozen_layers_are_stored() -> None:
     assert whole > embedded > one
     assert abs(one - three - 2 * block) < block / 4, "each block stores as much as the others"
     assert none < block
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("scope", ["model", "blocks"])
-def test_compiled_code_is_compiled_again(scope: Any) -> None:
-    torch.compiler.reset()
-    model, reference, inputs = bert(), bert(), batch([12, 7])
-    apply(model, [TorchCompile(scope, "aot_eager")])
-    for layers in (0, 2, 4):
-        for each in (model, reference):
-            each.zero_grad()
-            each(**inputs).loss.backward()
-        assert_near(gradients(model), gradients(reference), what=f"before {layers}")
-        for each in (model, reference):
-            freeze(each, (), layers)
-    torch.compiler.reset()
 
 
 # CUDA graphs, with a stand-in for the capture

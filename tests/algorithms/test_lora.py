@@ -301,26 +301,13 @@ def test_adapters_that_are_off_or_not_in_the_optimizer_are_detected() -> None:
     assert_not_engaged(trainer, "no adapter got a gradient")
 
 
-@pytest.mark.parametrize("undone", [False, True])
-def test_after_a_first_step_with_learning_rate_zero_the_end_of_the_run_decides(undone: bool) -> None:
+def test_after_a_first_step_with_learning_rate_zero_a_later_step_decides() -> None:
     """With a learning-rate warm-up from 0, the first step changes nothing."""
-    technique = LoRA(targets=["query", "value"])
-    trainer = make_trainer([technique])
-    optimizer = trainer.state.optimizers[0]
-    for group in optimizer.param_groups:
+    trainer = make_trainer([technique := LoRA(targets=["query", "value"])])
+    for group in trainer.state.optimizers[0].param_groups:
         group["lr"] = 0.0  # the scheduler changes it from the second batch on
-    if undone:
-        before = [p.detach().clone() for p in optimizer.param_groups[0]["params"]]
-
-        def restore(*_: Any) -> None:
-            for p, old in zip(optimizer.param_groups[0]["params"], before, strict=True):
-                p.data.copy_(old)
-
-        optimizer.register_step_post_hook(restore)
-        assert_not_engaged(trainer, "no step changed an adapter")
-    else:
-        fit_and_close(trainer)
-        assert (technique.evidence["parameters_moved"], technique.evidence["adapters_with_gradient"]) == (10, 4)
+    fit_and_close(trainer)
+    assert (technique.evidence["parameters_moved"], technique.evidence["adapters_with_gradient"]) == (10, 4)
 
 
 OTHERS: dict[str, Callable[[], list[Any]]] = {

@@ -76,7 +76,6 @@ class LoRA(Technique):
         }
 
     def proof(self, run: Run, seen: FirstBatch) -> Mapping[str, Any]:
-        """Adapters have gradients and changed; frozen weights have none."""
         from composer_speedups.algorithms.lora.modules import ADAPTER, adapted_layers
 
         fix = "do not change requires_grad, the adapters and the optimizer after INIT"
