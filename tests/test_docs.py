@@ -32,12 +32,8 @@ def test_the_code_of_a_page_runs(path: Path) -> None:
     [
         (Block("bash", "composer-speedups-trian -f quickstart\n"), "no such command"),
         (Block("bash", "composer-speedups-train -f quickstart data.bach_size=3\n"), "data.batch_size"),
-        (Block("bash", "composer-speedups-tune -f bert_imdb tune.budget=3\n"), "tune.budget_seconds"),
-        (Block("bash", "composer-speedups-repeat -f quickstart seds=3\n"), "seds"),
-        (Block("bash", "composer -n 2 train.py -f yamls/bert_imbd.yaml\n"), "bert_imbd"),
         (Block("bash", "pip install '.[minlm]'\n"), "minlm"),
         (Block("yaml", "data: {bach_size: 3}\n"), "data.batch_size"),
-        (Block("yaml", "algorithms: {unpadding: {pad_to: 3}}\n"), "pad_to"),
         (Block("python", "from composer_speedups import Unpading\n"), "Unpading"),
         (Block("sh", "true\n"), "a block of language 'sh'"),
     ],
