@@ -112,7 +112,8 @@ class SparseUpcycling(Technique):
         if self._losses:
             self._balance = float(torch.stack(self._losses).mean())
             self._losses = []
-            run.log({f"{self.name}/load_balancing_loss": self._balance / len(self._load)})
+            assert run.logger is not None
+            run.logger.log_metrics({f"{self.name}/load_balancing_loss": self._balance / len(self._load)})
 
     def proof(self, run: Run, seen: FirstBatch) -> Mapping[str, Any]:
         from composer_speedups.algorithms.sparse_upcycling.modules import sparse_layers
