@@ -17,11 +17,7 @@ commands, each with its own --help:
 
 
 def command(arguments: list[str] | None = None) -> None:
-    """Print the version or the list of commands.
-
-    Args:
-        arguments: Command line without the program's name; None for ``sys.argv[1:]``.
-    """
+    """Print the version or the list of commands."""
     parser = argparse.ArgumentParser(
         prog="composer-speedups",
         description="Techniques that make fine-tuning Hugging Face encoders with MosaicML Composer fast.",
@@ -29,11 +25,7 @@ def command(arguments: list[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"composer-speedups {__version__}")
-    _, unread = parser.parse_known_args(arguments)
-    if unread:
-        command_name = f"{parser.prog}-{unread[0]}"
-        meant = f"; did you mean {command_name}?" if f" {command_name} " in _COMMANDS else "; see --help"
-        parser.exit(2, f"{parser.prog}: cannot read {unread[0]!r}{meant}\n")
+    parser.parse_args(arguments)
     parser.print_help()
 
 

@@ -71,22 +71,6 @@ def test_the_command_without_arguments_lists_every_command(capsys: pytest.Captur
         assert name in printed
 
 
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        (["train", "-f", "quickstart"], "cannot read 'train'; did you mean composer-speedups-train?"),
-        (["trian"], "cannot read 'trian'; see --help"),
-    ],
-)
-def test_a_word_after_the_command_names_the_command_that_is_meant(
-    arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        command(arguments)
-    assert stopped.value.code == 2
-    assert capsys.readouterr().err == f"composer-speedups: {line}\n"
-
-
 PINS = [Requirement(line) for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
 
 

@@ -49,11 +49,7 @@ class BestWeightsConfig(Settings):
     value of any other metric."""
 
 
-class EarlyStoppingConfig(Settings):
-    metric: str = "loss"
-    """Metric of the evaluations to compare, as in report.json: loss, accuracy, entity_f1."""
-    mode: Literal["min", "max"] | None = None
-    """Whether smaller or larger values are better; null: smaller for a loss, error or perplexity, larger otherwise."""
+class EarlyStoppingConfig(BestWeightsConfig):
     patience: Annotated[str, ComposerTime(("ep", "ba"), gt=0)] = "1ep"
     """Stop at the first evaluation that comes more than this after the last improvement, as a Composer time."""
     min_delta: float = Field(0.0, ge=0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,6 @@ class Run:
         precision: Precision of the forward pass: ``fp32``, ``amp_bf16`` or ``amp_fp16``.
         model: The model that is trained; None while settings are checked before a model exists.
         optimizers: Its optimizers; empty if the loop passed none.
-        schedulers: Composer's schedulers, or torch's that the user passed to the Trainer.
         ranks: Number of processes that train together.
         microbatch_size: Samples of a micro-batch, ``"auto"``, or None for whole batches.
         sharded: Whether FSDP or tensor parallelism shards the model across ranks.
@@ -41,7 +40,6 @@ class Run:
     precision: str = "fp32"
     model: Any = None
     optimizers: Sequence[Any] = ()
-    schedulers: Sequence[Any] = ()
     ranks: int = 1
     microbatch_size: int | float | str | None = None
     sharded: bool = False
@@ -64,11 +62,6 @@ class Run:
     def give_back(self, function: Callable[..., object], *args: Any) -> None:
         """Call ``function(*args)`` when the run closes."""
         self.undo.callback(function, *args)
-
-    def log(self, metrics: Mapping[str, Any]) -> None:
-        """Log metrics to all loggers of Composer's Trainer."""
-        if self.logger is not None:
-            self.logger.log_metrics(dict(metrics))
 
     def __reduce__(self) -> Any:
         """None in a copy or a pickle of the model, which refers to its run: only the model itself is in the run."""

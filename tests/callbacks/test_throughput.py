@@ -72,6 +72,13 @@ def two_batches() -> torch.utils.data.DataLoader[Any]:
     return torch.utils.data.DataLoader(Batches([{k: v[0] for k, v in batch([8]).items()}] * 4), batch_size=2)
 
 
+def fit_slowly(clock: Clock, seconds: float, **settings: Any) -> None:
+    """Train with forward passes of this many seconds."""
+    trainer = make_trainer(**settings)
+    clock.pass_during(trainer.state.model, "forward", seconds)
+    fit_and_close(trainer)
+
+
 @pytest.mark.pins
 def test_training_data_evaluation_and_checkpoints_are_timed_separately(tmp_path: Path) -> None:
     (clock, monitor), logger = timed(window=4, warmup_batches=2, interval=1), InMemoryLogger()
@@ -172,9 +179,7 @@ def test_with_a_mask_of_pairs_of_tokens_every_position_counts() -> None:
     pairs: list[Any] = [mask[:, None, None, :].expand(4, 1, 16, 16).bool() for mask in masks]
     batches = [{**inputs, "attention_mask": mask} for inputs, mask in zip(plain_batches(), pairs, strict=True)]
     clock, monitor = timed(warmup_batches=0)
-    trainer = make_trainer(callbacks=[monitor], batches=batches)
-    clock.pass_during(trainer.state.model, "forward", 2.0)
-    fit_and_close(trainer)
+    fit_slowly(clock, 2.0, callbacks=[monitor], batches=batches)
     assert monitor.summary()["padding_fraction"] == 0
     assert monitor.summary()["tokens_per_sec"] == 4 * 16 / 2.0
 
@@ -197,9 +202,7 @@ def test_mfu_is_flops_divided_by_time_and_peak(monkeypatch: pytest.MonkeyPatch) 
     (clock, monitor), logger = timed(window=2, warmup_batches=0, interval=1), InMemoryLogger()
     monkeypatch.setattr(module, "device_peak", lambda *_: module.Peak(1e6, "fp32"))
     lengths = [[3, 4], [16, 9], [5, 5]]
-    trainer = make_trainer(batches=[batch(row) for row in lengths], callbacks=[monitor], loggers=[logger])
-    clock.pass_during(trainer.state.model, "forward", 2.0)
-    fit_and_close(trainer)
+    fit_slowly(clock, 2.0, batches=[batch(row) for row in lengths], callbacks=[monitor], loggers=[logger])
     one, two, three = (
         module.training_flops(tiny_bert().config, torch.tensor(row), "classification") for row in lengths
     )
@@ -225,10 +228,8 @@ def test_a_resumed_run_counts_its_first_batch_as_warm_up(tmp_path: Path) -> None
 
     def train(until: int, **kwargs: Any) -> ThroughputMonitor:
         clock, monitor = timed(warmup_batches=1 if until == 4 else 0)
-        trainer = make_trainer(batches=plain_batches(8), max_duration=f"{until}ba", callbacks=[monitor], **kwargs)
-        clock.pass_during(trainer.state.model, "forward", 0.5 if until == 4 else 2.0)
-        trainer.fit()
-        trainer.close()
+        seconds, duration = 0.5 if until == 4 else 2.0, f"{until}ba"
+        fit_slowly(clock, seconds, batches=plain_batches(8), max_duration=duration, callbacks=[monitor], **kwargs)
         return monitor
 
     train(4, save_folder=str(tmp_path), **SAVING)

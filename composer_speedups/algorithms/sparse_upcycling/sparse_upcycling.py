@@ -101,7 +101,8 @@ class SparseUpcycling(Technique):
 
         self._mean = float(torch.stack(self._balance).mean())
         self._balance = []
-        run.log({f"{self.name}/load_balancing_loss": self._mean})
+        assert run.logger is not None
+        run.logger.log_metrics({f"{self.name}/load_balancing_loss": self._mean})
 
     def proof(self, run: Run, seen: FirstBatch) -> Mapping[str, Any]:
         from composer_speedups.algorithms.sparse_upcycling.modules import sparse_layers
