@@ -6,7 +6,6 @@ from __future__ import annotations
 import bz2
 import gzip
 import io
-import itertools
 import json
 import lzma
 import zipfile
@@ -114,18 +113,15 @@ def test_columns_are_checked_up_front_as_they_are_when_rows_are_read(suffix: str
     save({key: values[:0] for key, values in ROWS.items()}, cut)
     if suffix == "jsonl":
         Path(cut).write_text("\n")
-    for text, label in itertools.product([["text"], ["txt"]], ["label", "lable"]):
-        config, task = files(name, name), Classification(text_columns=text, label_column=label)
-        if (text, label) == (["text"], "label"):
-            check_data_files(config, task)
-            continue
-        with pytest.raises(DataError) as late:
+    check_data_files(files(name, name), Classification())
+    check_data_files(files(cut), Classification(label_column="lable"))  # without rows
+    for text, label, meant in (("txt", "label", "text"), ("text", "lable", "label")):
+        config, task = files(name, name), Classification(text_columns=[text], label_column=label)
+        with pytest.raises(DataError, match=f"did you mean '{meant}'") as late:
             load_samples(config, task)
         with pytest.raises(DataError) as early:
             check_data_files(config, task)
         assert str(early.value) == str(late.value)
-        assert "did you mean 'text'?" in str(early.value) or "did you mean 'label'?" in str(early.value)
-        check_data_files(files(cut), task)  # without rows
 
 
 @pytest.mark.exhaustive

@@ -196,6 +196,8 @@ def test_only_plain_finite_numbers_are_scores(cell: str, value: float | None, re
     if value is not None:
         assert read(name, Regression())["labels"] == [value]
         return
+    with pytest.raises(DataError, match="f: label is True; every label must be a finite number"):
+        Regression().label(True, "f")
     with pytest.raises(DataError, match=f"label is '{cell}'; every label must be a finite number"):
         read(name, Regression())
 

@@ -143,10 +143,3 @@ def test_multilabel_reads_lists_also_if_they_are_written_as_text(cells: list[Any
         task.label(f"{lists[0][0]};new", "f")
     with pytest.raises(DataError, match=r"f: labels is 1; every label must be a list .*data\.label_columns"):
         task.label(1, "f")
-
-
-def test_multilabel_reads_columns_of_0_and_1() -> None:
-    columns = Multilabel(label_columns=["toxic", "spam"])
-    assert columns.example({"text": "x", "toxic": 1, "spam": False}, "f", training=True)["labels"] == [1.0, 0.0]
-    with pytest.raises(DataError, match="f, row 4: spam is 2; every label must be 0 or 1"):
-        columns.example({"text": "x", "toxic": 1, "spam": 2}, "f, row 4", training=True)
