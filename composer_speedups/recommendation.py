@@ -21,6 +21,7 @@ RECOMMENDED: dict[str, dict[str, Any]] = {
     "fused_layers": {},
     "cuda_graphs": {"max_graphs": 16},
     "early_loss": {},
+    "lean_dispatch": {},
 }
 """YAML name → settings, the same as in ``yamls/bert_imdb_fast.yaml``."""
 

@@ -199,7 +199,7 @@ def test_the_readme_names_every_technique_and_its_code_runs(names: dict[str, Any
         exec(code[0].replace("recommended()", 'recommended(on_unavailable="warn")'), names)
     names["trainer"].close()
     engaged = {technique.name for technique in names["trainer"].state.algorithms if technique.engaged}
-    assert engaged == {"unpadding", "fused_layers", "fused_optimizer"}
+    assert engaged == {"unpadding", "fused_layers", "fused_optimizer", "lean_dispatch"}
     assert {"unpadding", "fused_layers"} <= _recommended(code[1])
 
 

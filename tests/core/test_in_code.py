@@ -259,4 +259,5 @@ def test_a_dispatch_mode_of_the_loop_delays_the_observation(around: str) -> None
         assert ("attention" in applied.evidence["unpadding"]) is (step == 1)  # from its proof
     assert _get_current_dispatch_mode() is None
     hooks = torch_optimizer._global_optimizer_post_hooks.values()
-    assert hooks and not any(getattr(hook, "reads_gradients", True) for hook in hooks)
+    assert hooks
+    assert not any(getattr(hook, "reads_gradients", True) for hook in hooks)

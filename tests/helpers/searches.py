@@ -22,16 +22,7 @@ from tests.helpers.jobs import SHORT
 def search(
     monkeypatch: pytest.MonkeyPatch, techniques: dict[str, Any], *overrides: str, first_in_process: bool = False
 ) -> dict[str, Any]:
-    """Tune a shortened quickstart.
-
-    Args:
-        techniques: Label → set to try.
-        overrides: Overrides of the config and of tune's settings.
-        first_in_process: Run the first trial as a new process, as users do.
-
-    Returns:
-        The content of quickstart.tuned.json.
-    """
+    """Tune a shortened quickstart over sets by label; the content of quickstart.tuned.json."""
     first = [first_in_process]
 
     class Forked:

@@ -18,36 +18,22 @@ Same = Literal["logits", "losses", "gradients", "weights"]
 
 @dataclass(frozen=True)
 class Entry:
-    """How to test a technique.
-
-    Attributes:
-        variants: Constructor arguments, one dict per test case; ``gpu_variants`` for those that need a GPU.
-        same: Results that equal the untouched model's within the tolerance of ``dtype``: all of them, unless the
-            technique is a recipe.
-        loss_bound: Largest distance of the smoothed loss from the untouched model's over 200 steps. Given if the
-            technique computes in less than float32 or changes the recipe.
-        dtype: The dtype in which the technique computes.
-        needs: Other techniques that it requires.
-        evidence: Keys that its evidence must have.
-        stock_checkpoint: Whether parameter names, shapes and exports are the stock model's.
-        weight_dtype: Dtype of the trained and exported weights.
-        package: A package without which the variants are skipped.
-        also: Entries of further variants with other properties.
-        gpu: The entry that applies on a GPU instead.
-    """
+    """How to test a technique, with constructor arguments for each test case."""
 
     variants: list[dict[str, Any]] = field(default_factory=list)
-    gpu_variants: list[dict[str, Any]] = field(default_factory=list)
+    gpu_variants: list[dict[str, Any]] = field(default_factory=list)  # of those that need a GPU
+    # What equals the untouched model's within the tolerance of ``dtype``: all of it, unless it is a recipe.
     same: tuple[Same, ...] = ("logits", "losses", "gradients", "weights")
+    # Largest distance of the smoothed loss from the untouched model's over 200 steps, where it may differ.
     loss_bound: float | None = None
-    dtype: torch.dtype = torch.float32
-    needs: dict[str, dict[str, Any]] = field(default_factory=dict)
-    evidence: tuple[str, ...] = ()
-    stock_checkpoint: bool = True
-    weight_dtype: torch.dtype = torch.float32
-    package: str | None = None
-    also: tuple[Entry, ...] = ()
-    gpu: Entry | None = None
+    dtype: torch.dtype = torch.float32  # in which it computes
+    needs: dict[str, dict[str, Any]] = field(default_factory=dict)  # other techniques
+    evidence: tuple[str, ...] = ()  # keys that it must have
+    stock_checkpoint: bool = True  # parameter names, shapes and exports are the stock model's
+    weight_dtype: torch.dtype = torch.float32  # of the trained and exported weights
+    package: str | None = None  # without which the variants are skipped
+    also: tuple[Entry, ...] = ()  # further variants with other properties
+    gpu: Entry | None = None  # what applies on a GPU instead
 
 
 BF16 = {"mixed_precision": {"dtype": "bf16", "allow_cpu": True}}
@@ -137,6 +123,7 @@ ENTRIES: dict[str, Entry] = {
         loss_bound=0.65,  # random embeddings, frozen from the start; one that learned nothing would end 0.7 away
         evidence=("frozen", "froze_after_batches", "frozen_parameters", "trained_parameters", "optimizer_bytes"),
     ),
+    "lean_dispatch": Entry([{}], evidence=("events_per_batch", "calls_left_out_per_batch")),
     "lora": Entry(
         # Above the defaults, with which a base of random weights learns next to nothing at the tests' rate.
         [{"targets": "all-linear", "alpha": 64.0}, {"targets": ["query", "dense"], "rank": 4, "alpha": 64.0}],

@@ -42,7 +42,7 @@ def pair(
 
 
 def values(model: Any, inputs: Batch) -> dict[str, Tensor]:
-    """Return the logits of real tokens, the loss, and all gradients."""
+    """The logits of real tokens, the loss, and all gradients."""
     model.zero_grad()
     output = model(**inputs)
     if output.loss.requires_grad:  # it does not if all adapters are merged

@@ -12,8 +12,7 @@ from composer_speedups.tasks.data_config import DataConfig
 from composer_speedups.tasks.models import build_model
 from composer_speedups.tasks.settings import ModelConfig
 from composer_speedups.tasks.task import task_class
-from tests.helpers.ranks import on_ranks
-from tests.helpers.shared import once_per_run
+from tests.helpers.ranks import on_ranks, once_per_run
 from tests.helpers.support import TASKS
 
 Metrics = dict[tuple[str, int], dict[str, float]]  # by task and number of samples

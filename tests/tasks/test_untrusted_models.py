@@ -27,9 +27,8 @@ from composer_speedups.tasks.models import build_model
 from composer_speedups.train.config.load import load_config
 from composer_speedups.train.config.schema import DataConfig, ModelConfig
 from tests.conftest import ROOT
-from tests.helpers.jobs import run
+from tests.helpers.jobs import MARKER, Payload, run
 from tests.helpers.models import tiny_model
-from tests.helpers.payload import MARKER, Payload
 
 
 @pytest.mark.parametrize("text", ["!!python/object/apply:os.mkdir [ran]", "!!python/name:os.mkdir ''"])

@@ -28,7 +28,7 @@ from tests.conftest import ROOT
 from tests.helpers.forks import Fork
 from tests.helpers.hangs import HANGS
 from tests.helpers.jobs import fork_train
-from tests.helpers.mutations import Mutation, files, overrides
+from tests.train.mutated_configs import Mutation, files, overrides
 
 QUICKSTART = str(ROOT / "yamls" / "quickstart.yaml")
 

@@ -14,8 +14,8 @@ from composer_speedups.core.errors import ConfigError
 from composer_speedups.train.config.load import load_config
 from tests.conftest import ROOT
 from tests.helpers.jobs import SHORT, run
-from tests.helpers.kill_harness import Point, run_cases
 from tests.helpers.ranks import on_ranks
+from tests.train.kill_harness import Point, run_cases
 
 # The learning rate is so high that the loss climbs and falls again. The largest loss is neither the first nor the last.
 UNSTEADY = [

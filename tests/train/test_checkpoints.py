@@ -22,8 +22,7 @@ from composer.utils import checkpoint as composer_checkpoint
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.train.checkpoints.reading import DamagedCheckpointError, read_checkpoint, restricted_loading
 from tests.helpers.common import make_trainer
-from tests.helpers.jobs import run, short_checkpoint
-from tests.helpers.payload import MARKER, Payload
+from tests.helpers.jobs import MARKER, Payload, run, short_checkpoint
 
 BRIEF = ("trainer.max_duration=3ba", "trainer.eval_batches=1", "export=false")
 OWN = ("checkpoint.interval=2ba", "run_name=quickstart", *BRIEF)

@@ -29,20 +29,10 @@ _HEREDOC = re.compile(r"^cat > (\S+) <<'EOF'\n(.*?)^EOF\n", re.DOTALL | re.MULTI
 # One epoch of a few short samples. These settings follow a page's own, so they take precedence.
 BRIEF = [*SHORT, "trainer.max_duration=1ep"]
 # For tutorials, whose files have ten rows. There is no access to the hub.
-_ON_OWN_FILES = [
-    "model.init=random",
-    "model.size=tiny",
-    "data.tokenizer=wordpiece",
-    "data.vocab_size=300",
-    "data.batch_size=4",
-    "scheduler.warmup=1ba",
-    "plot=false",
-    "algorithms.fused_layers=null",
-    "algorithms.tf32_matmul=null",
-    "algorithms.mixed_precision=null",
-]
-
-
+_ON_OWN_FILES = (
+    "model.init=random model.size=tiny data.tokenizer=wordpiece data.vocab_size=300 data.batch_size=4 plot=false "
+    "scheduler.warmup=1ba algorithms.fused_layers=null algorithms.tf32_matmul=null algorithms.mixed_precision=null"
+).split()
 # The code writes to a bucket; tests/data/test_streams.py writes shards to a folder instead.
 _NOT_RUN = {"streaming"}
 
@@ -58,14 +48,9 @@ def blocks_of(text: str) -> list[Block]:
 
 
 def run_blocks(blocks: list[Block], names: dict[str, Any]) -> None:
-    """Run blocks in the working directory.
+    """Run blocks in python, yaml and bash in the working directory; blocks in text are output.
 
-    Args:
-        blocks: Blocks in python, yaml and bash. Blocks in ``text`` are output, and are skipped.
-        names: The namespace of the Python blocks.
-
-    Raises:
-        AssertionError: A block is in another language, or a command cannot be run.
+    ``names`` is the namespace of the Python blocks.
     """
     for language, code in blocks:
         if language == "python" and _NOT_RUN.isdisjoint(re.findall(r"^from (\w+)", code, re.MULTILINE)):

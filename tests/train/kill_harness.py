@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import pkgutil
 import random
@@ -21,13 +22,10 @@ Point = dict[str, Any]  # {"at": one of POINTS or "random", "count": at which ca
 
 
 def run_cases(folder: Path, cases: list[dict[str, Any]]) -> dict[str, list[int]]:
-    """Run cases one after the other; each is ``{"name", "arguments", "points"}``.
+    """Run cases ``{"name", "arguments", "points"}``: train.py until it is stopped at each point, then to its end.
 
-    For each of its points, a case runs train.py until it is stopped there; then it runs train.py to the end. A random
-    point lies within the time that the last run of the case named ``like`` took.
-
-    Returns:
-        Name of each case → the exit statuses of its runs, negative for signals. ``<name>.out`` has their output.
+    A random point lies within the time of the last run of the case named ``like``. Returns the exit statuses of each
+    case, negative for signals; ``<name>.out`` has the output.
     """
     folder.mkdir(exist_ok=True)
     statuses_of: dict[str, list[int]] = {}
@@ -76,14 +74,14 @@ def _train(arguments: list[str], point: Point | None) -> None:
 
 def _at_call(owner: Any, name: str, count: int, act: Callable[[], None], *, before: bool) -> None:
     """Act at the ``count``-th call of a function, before it or after it."""
-    original, seen = getattr(owner, name), [0]
+    original, calls = getattr(owner, name), itertools.count(1)
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        seen[0] += 1
-        if before and seen[0] == count:
+        due = next(calls) == count
+        if due and before:
             act()
         result = original(*args, **kwargs)
-        if not before and seen[0] == count:
+        if due and not before:
             act()
         return result
 
@@ -95,12 +93,11 @@ def _in_write(count: int, act: Callable[[], None]) -> None:
     import torch
     from composer.utils import checkpoint
 
-    original, seen = checkpoint._write_checkpoint_file, [0]
+    original, calls = checkpoint._write_checkpoint_file, itertools.count(1)
 
     def halfway(state_dict: dict[str, Any], filename: str) -> None:
-        seen[0] += 1
         original(state_dict, filename)
-        if seen[0] == count:
+        if next(calls) == count:
             os.truncate(filename, os.path.getsize(filename) // 2)
             act()
             torch.save(state_dict, filename)  # for signals that do not kill at once
@@ -124,10 +121,9 @@ CALLS: dict[str, tuple[str, str, bool]] = {
 
 def _install(point: str, count: int, act: Callable[[], None]) -> None:
     if point == "write":
-        _in_write(count, act)
-    else:
-        owner, name, before = CALLS[point]
-        _at_call(pkgutil.resolve_name(owner), name, count, act, before=before)
+        return _in_write(count, act)
+    owner, name, before = CALLS[point]
+    return _at_call(pkgutil.resolve_name(owner), name, count, act, before=before)
 
 
 POINTS = ("data", "step", "batch_end", "eval", "write", "rename", "symlink", "rotate", "export", "report")
