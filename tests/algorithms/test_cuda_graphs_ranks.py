@@ -13,12 +13,10 @@ from composer.core import Callback, State
 from composer.loggers import Logger
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from composer_speedups import CUDAGraphs
 from composer_speedups.algorithms.cuda_graphs import graphed_calls
-from composer_speedups.algorithms.cuda_graphs.capture import CUDARecorder
 from composer_speedups.algorithms.cuda_graphs.graphed_calls import GraphedCalls
 from composer_speedups.algorithms.layer_freezing.modules import freeze
 from composer_speedups.core.run import Run
@@ -26,7 +24,7 @@ from composer_speedups.distributed.ddp import ddp_of
 from tests.helpers.common import batch, final_weights, microbatches, plain_batches, tiny_bert, trained
 from tests.helpers.exhaustive import others_exhaustive
 from tests.helpers.ranks import on_ranks
-from tests.helpers.rerun import Logged, graphed
+from tests.helpers.rerun import graphed
 from tests.reference.loop import gradients
 from tests.reference.tolerance import assert_near
 
@@ -178,36 +176,6 @@ def test_a_trainer_accumulates_gradients_without_autograd_except_under_ddp(ranks
     assert on_ranks(technique_in_a_trainer, ranks) == [[every, every, *[replayed] * 6]] * ranks
 
 
-def send(log, bucket):  # type: ignore[no-untyped-def]  # DDP refuses string annotations
-    log.append("bucket")
-    return allreduce_hook(None, bucket)
-
-
-def replays_and_buckets() -> dict[int, list[Any]]:
-    """Return the order of replays (0 is the forward pass) and DDP buckets in a step, by number of segments."""
-    orders: dict[int, list[Any]] = {}
-    for segments in (1, 2):
-        model, log = tiny_bert(), orders.setdefault(segments, [])
-        graphed(model, segments=segments, recorder=lambda pool, log=log: Logged(log))
-        shared: Any = DistributedDataParallel(model, bucket_cap_mb=0.01)
-        shared.register_comm_hook(log, send)
-        for _ in range(3):  # DDP rebuilds its buckets after the first
-            log.clear()
-            shared.zero_grad()
-            learn(shared, SAME[:1], 0, width=5)
-        assert_near(gradients(model), mean_of_ranks(SAME[:1], width=5))
-    return orders
-
-
-def test_buckets_of_the_last_blocks_are_sent_before_the_first_blocks_backward() -> None:
-    for orders in on_ranks(replays_and_buckets):
-        assert orders[1].index("bucket") > orders[1].index(1), "the buckets follow the only backward graph"
-        assert [entry for entry in orders[2] if entry != "bucket"] == [0, 1, 2]
-        first, second = orders[2].index(1), orders[2].index(2)
-        assert orders[2][first + 1 : second].count("bucket") >= 2
-        assert orders[2][second + 1 :].count("bucket") >= 2
-
-
 def numbers_of_cuts() -> tuple[int, int]:
     """Return the number of cuts in a model with large blocks: the default, and with four segments."""
     model = nn.ModuleDict({"blocks": nn.ModuleList(nn.Linear(2600, 2600) for _ in range(5))})
@@ -224,40 +192,3 @@ def numbers_of_cuts() -> tuple[int, int]:
 def test_models_are_cut_by_default_on_several_ranks_only() -> None:
     assert on_ranks(numbers_of_cuts) == [(1, 3), (1, 3)]
     assert on_ranks(numbers_of_cuts, ranks=1) == [(0, 3)]
-
-
-def capture_mode() -> str:
-    """Return the error mode of a capture, in the stream of its warm-up."""
-    seen: list[str] = []
-    streams: list[Any] = []
-
-    class InStream(contextlib.nullcontext[None]):
-        def __init__(self, stream: Any) -> None:
-            super().__init__()
-            streams.append(stream)
-
-    class Graph(InStream):
-        def __init__(self, graph: Any, pool: Any, stream: Any, capture_error_mode: str) -> None:
-            super().__init__(stream)
-            seen.append(capture_error_mode)
-
-    replaced = {
-        "CUDAGraph": lambda: SimpleNamespace(replay=None),
-        "graph": Graph,
-        "stream": InStream,
-        "Stream": lambda device: object(),
-        "current_device": lambda: 0,
-        "synchronize": lambda: None,
-    }
-    for name, stand_in in replaced.items():
-        setattr(torch.cuda, name, stand_in)
-    recorder = CUDARecorder(pool=(0, 1))
-    recorder.warm_up(lambda: None)
-    recorder.record(lambda: None)
-    assert streams[0] is streams[1]
-    return seen[0]
-
-
-def test_nccl_threads_may_call_cuda_during_a_capture() -> None:
-    assert on_ranks(capture_mode) == ["thread_local"] * 2
-    assert on_ranks(capture_mode, ranks=1) == ["global"]

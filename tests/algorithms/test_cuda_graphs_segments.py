@@ -12,15 +12,12 @@ from torch import Tensor, nn
 from transformers import BertForMaskedLM, BertForSequenceClassification
 
 from composer_speedups import CUDAGraphs
-from composer_speedups.algorithms.cuda_graphs import capture
-from composer_speedups.algorithms.cuda_graphs.capture import SharedGradients
-from composer_speedups.algorithms.cuda_graphs.graphed_calls import ParameterPlaceholders
-from composer_speedups.algorithms.cuda_graphs.segments import Segments, blocks_to_cut, cut_points
+from composer_speedups.algorithms.cuda_graphs.segments import blocks_to_cut, cut_points
 from composer_speedups.algorithms.unpadding.encoder_swap import unpad
 from composer_speedups.core.run import Run
 from composer_speedups.packing.encoder import with_counted_rows
 from tests.helpers.common import batch, tiny_config
-from tests.helpers.rerun import Logged, Rerun, graphed
+from tests.helpers.rerun import Logged, graphed
 from tests.reference.loop import gradients
 from tests.reference.tolerance import assert_near
 
@@ -291,24 +288,3 @@ def test_blocks_to_cut() -> None:
 )
 def test_cut_points(sizes: list[int], points: list[int]) -> None:
     assert cut_points([size * 2**20 for size in sizes]) == points
-
-
-def test_capture_keeps_no_reference_to_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Blocks(every_state)
-    made: list[Segments] = []
-    shared, stand_ins = SharedGradients(model.parameters()), ParameterPlaceholders(model)
-
-    class Kept(Segments):
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
-            made.append(self)
-
-    monkeypatch.setattr(capture, "Segments", Kept)
-
-    def call(x: Tensor) -> tuple[Tensor, ...]:
-        with stand_ins.in_place():
-            return tuple(model(x))
-
-    leaves, blocks = stand_ins.of(shared.parameters), blocks_to_cut(model, 4)
-    assert capture.Captured(call, [torch.ones(5, 3)], leaves, shared, Rerun(), blocks).segments == 4
-    assert [(segments._outputs, segments._cuts, segments._visited) for segments in made] == [((), [], set())]

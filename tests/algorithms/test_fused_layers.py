@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 from transformers.models.bert.modeling_bert import BertSelfOutput
 
 from composer_speedups import FusedLayers, LoRA, TF32Matmul, Unpadding, apply, recommended
-from composer_speedups.algorithms.fused_layers.fusing import float8_scales, fuse, load_float8_scales
+from composer_speedups.algorithms.fused_layers.fusing import float8_scales, fuse
 from composer_speedups.algorithms.fused_layers.modules import FusedEmbeddings, FusedLayer
 from composer_speedups.algorithms.unpadding.encoder_swap import unpad
 from composer_speedups.core.engaging import engage
@@ -552,13 +552,6 @@ def test_a_run_without_an_eight_bit_layer_is_detected(monkeypatch: pytest.Monkey
     with pytest.raises(Refusal, match="no layer computed in 8 bits"):
         # on a CPU, the layers run in torch's operators
         trained([FusedLayers(precision="fp8"), Unpadding()], batches=plain_batches(2))
-
-
-def test_scales_of_another_model_are_refused() -> None:
-    model = in_float8(tiny_bert())
-    held = float8_scales(model)
-    with pytest.raises(ValueError, match=r"have different 8-bit layers: bert\.encoder\.layer\.1"):
-        load_float8_scales(model, {"bert.encoder.layer.0": held["bert.encoder.layer.0"]})
 
 
 # Evidence and settings.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,32 +12,11 @@ import pytest
 import torch
 from torch import nn
 
-from composer_speedups import CUDAGraphs, SDPAAttention, TorchCompile
 from composer_speedups.algorithms.cuda_graphs import graphed_calls
-from tests.algorithms.test_cuda_graphs_segments import bert
 from tests.gpu.test_fsdp_gpu import job
-from tests.helpers.common import final_weights, make_trainer, plain_batches
-from tests.reference.loop import train_plainly
-from tests.reference.tolerance import assert_near
 
 pytestmark = pytest.mark.gpu
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_replays_in_segments_train_like_plain_pytorch(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphed_calls, "install", partial(graphed_calls.install, segments=3))
-    model, batches = bert(), plain_batches(6)
-    expected = train_plainly(model, batches)
-    technique = CUDAGraphs()
-    others: list[Any] = [SDPAAttention(), *([TorchCompile(scope="blocks")] if compiled else [])]
-    trainer = make_trainer([technique, *others], model=copy.deepcopy(model), batches=batches, gpu=True)
-    trainer.fit()
-    trained = {n.removeprefix("model."): w for n, w in final_weights(trainer).items()}
-    trainer.close()
-    assert_near(trained, expected.weights, what="weights")
-    wanted = ("graphs", "replays", "eager_calls", "backward_segments")
-    assert [technique.evidence[key] for key in wanted] == [1, 5, 1, 3]
 
 
 def test_segments_allocate_no_further_activations() -> None:

@@ -12,12 +12,9 @@ import torch
 
 from composer_speedups import (
     CUDAGraphs,
-    FusedLayers,
     LayerFreezing,
-    MixedPrecision,
     SDPAAttention,
     TorchCompile,
-    Unpadding,
     apply,
 )
 from composer_speedups.algorithms.cuda_graphs.graphed_calls import install
@@ -79,19 +76,6 @@ def test_replays_train_like_eager_calls(dropout: float, compiled: bool) -> None:
         "replays": 7,
         "eager_calls": 1,
     }
-
-
-def test_the_fast_set_trains_with_frozen_layers() -> None:
-    runs, freezing, graphs = [], LayerFreezing(layers=1, start="3ba"), CUDAGraphs(max_graphs=1)
-    for techniques in ([], [graphs]):
-        algorithms: list[Any] = [*techniques, freezing, Unpadding(), FusedLayers(), MixedPrecision("bf16")]
-        trainer = make_trainer(algorithms, model=tiny_bert(), batches=plain_batches(8), gpu=True)
-        trainer.fit()
-        runs.append(final_weights(trainer))
-        trainer.close()
-    assert_near(runs[1], runs[0], torch.bfloat16, "weights")
-    assert freezing.evidence["froze_after_batches"] == 3
-    assert graphs.evidence["replays"] == 7
 
 
 def test_activations_gradients_and_graphs_of_frozen_layers_are_freed() -> None:

@@ -6,6 +6,7 @@ import inspect
 import re
 import subprocess
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,25 +27,13 @@ from composer_speedups.algorithms.fused_layers.weights import LayerAdapters  # n
 from composer_speedups.families import bert  # noqa: E402
 from composer_speedups.families.family import DropoutRates  # noqa: E402
 from composer_speedups.kernels import Shape  # noqa: E402
-from composer_speedups.kernels.attention import attention_backward, attention_forward  # noqa: E402
-from composer_speedups.kernels.casts import merged_weights  # noqa: E402
 from composer_speedups.kernels.compile_ahead import launches  # noqa: E402
-from composer_speedups.kernels.dropout import dropped  # noqa: E402
 from composer_speedups.kernels.embeddings import embed  # noqa: E402
 from composer_speedups.kernels.first_token_attention import first_token_attention  # noqa: E402
 from composer_speedups.kernels.float8 import (  # noqa: E402
-    ACTIVATION,
-    GRADIENT,
-    Float8,
-    begin_scales,
-    cast_float8,
-    cast_weights,
     new_scales,
 )
-from composer_speedups.kernels.gelu import gelu_backward, gelu_float8, gelu_forward  # noqa: E402
-from composer_speedups.kernels.narrow import gelu_backward_narrow, gelu_narrow, narrow_products  # noqa: E402
-from composer_speedups.kernels.norm import add_norm_backward, add_norm_forward, pre_norm_backward, pre_norm_forward  # noqa: E402  # noqa: E402
-from composer_speedups.kernels.sums import partial_sums, totals  # noqa: E402
+from composer_speedups.kernels.norm import pre_norm_backward, pre_norm_forward  # noqa: E402
 from tests.helpers.exhaustive import others_exhaustive  # noqa: E402
 
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
@@ -107,35 +96,6 @@ def tokens(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.zeros(*shape, dtype=dtype)
 
 
-def norms(dropout: float, dtype: torch.dtype) -> None:
-    x, weight = tokens(256, HIDDEN, dtype=dtype), torch.zeros(HIDDEN)
-    add_norm_forward(x, x, weight, weight, 1e-12, dropout, SEED)
-    for bias in (None, weight):
-        add_norm_backward(x, x, torch.zeros(2, 256), weight, dropout, SEED, bias)
-
-
-def pre_norms(dropout: float, dtype: torch.dtype) -> None:
-    width = 1280  # of ESM-2
-    residual, sublayer, weight = torch.zeros(256, width), tokens(256, width, dtype=dtype), torch.zeros(width)
-    pre_norm_forward(residual, sublayer, weight, 1e-5, dropout, SEED, dtype, weight)
-    statistics = torch.zeros(2, 256)
-    pre_norm_backward(sublayer, residual, residual, statistics, weight, dropout, SEED, weight, sublayer=True)
-
-
-def attention(dropout: float, dtype: torch.dtype) -> None:
-    qkv, out = tokens(256, 3 * HIDDEN, dtype=dtype), tokens(256, HIDDEN, dtype=dtype)
-    attention_forward(qkv, CU, 256, 12, dropout, SEED)
-    attention_backward(out, qkv, out, torch.zeros(12, 256), CU, 256, dropout, SEED)
-
-
-def biased_attention(dropout: float, dtype: torch.dtype) -> None:
-    qkv, out = tokens(256, 3 * HIDDEN, dtype=dtype), tokens(256, HIDDEN, dtype=dtype)
-    bias = torch.zeros(12, 2 * 256 + 1)
-    attention_forward(qkv, CU, 256, 12, dropout, SEED, bias=bias)
-    inputs = out, qkv, out, torch.zeros(12, 256), CU, 256, dropout, SEED
-    attention_backward(*inputs, bias=bias, grad_bias=torch.zeros_like(bias))
-
-
 def first_token(
     dropout: float, dtype: torch.dtype, rows: int = 2, hidden: int = HIDDEN, heads: int = 12, cu: Tensor = CU
 ) -> None:
@@ -143,48 +103,6 @@ def first_token(
     out = first_token_attention(query, key_value, cu, heads, dropout)
     if out.requires_grad:
         out.backward(torch.zeros_like(out))
-
-
-def gelu(dropout: float, dtype: torch.dtype) -> None:
-    x, norms = tokens(256, 4 * HIDDEN, dtype=dtype), torch.zeros(4, 3, HIDDEN)
-    totals([norms, gelu_backward(gelu_forward(x), x)[2], norms, partial_sums(tokens(256, 3 * HIDDEN, dtype=dtype))])
-
-
-def narrow(dropout: float, dtype: torch.dtype) -> None:
-    """As for adapters of rank 8: three of query, key and value together, and one of each other matmul."""
-    x, wide, qkv = (tokens(256, units * HIDDEN, dtype=dtype) for units in (1, 4, 3))
-    for rank, y in ((24, qkv), (8, x)):
-        z, b = tokens(256, rank, dtype=dtype), tokens(y.shape[1], rank, dtype=dtype)
-        narrow_products(y, z, b)
-        narrow_products(x, z)
-    gelu_narrow(wide, right := tokens(4 * HIDDEN, 8, dtype=dtype))
-    gelu_narrow(wide, right, write=False)
-    gelu_backward_narrow(wide, wide, z, right, z)
-    dropped(x, 0.1, SEED)
-    dropped(x, 0.1, SEED, add_to=x)
-    square, up = torch.zeros(HIDDEN, HIDDEN), torch.zeros(4 * HIDDEN, HIDDEN)
-    weights = [*[square] * 4, up, up.t().contiguous()]
-    merged_weights(weights, [(torch.zeros(8, w.shape[1]), torch.zeros(len(w), 8), 2.0) for w in weights], dtype)
-
-
-def float8(dropout: float, dtype: torch.dtype) -> None:
-    scales, weight, statistics = new_scales(1), torch.zeros(HIDDEN), torch.zeros(2, 256)
-    x, wide = tokens(256, HIDDEN), tokens(256, 4 * HIDDEN)
-    gradient = Float8.like(x, GRADIENT, scales[0])
-    begin_scales(scales, 1, keep=True)
-    cast_float8(x, scales[0])
-    square, up = torch.zeros(HIDDEN, HIDDEN), torch.zeros(4 * HIDDEN, HIDDEN)
-    cast_weights([square] * 4 + [up, up.t().contiguous()], [scales[0]] * 4)
-    add_norm_forward(x, x, weight, weight, 1e-12, dropout, SEED, Float8.like(x, ACTIVATION, scales[0]))
-    add_norm_backward(x, x, statistics, weight, dropout, SEED, None, None, gradient)
-    add_norm_backward(x, x, statistics, weight, dropout, SEED, weight, x, gradient)
-    gelu_float8(wide, scales[0])
-    gelu_backward(wide, wide, Float8.like(wide, GRADIENT, scales[0]))
-    narrow_8, operand = tokens(256, 8), Float8.like(wide, GRADIENT, scales[0])
-    gelu_backward_narrow(wide, wide, narrow_8, tokens(4 * HIDDEN, 8), narrow_8, operand)
-    qkv, logs = tokens(256, 3 * HIDDEN), torch.zeros(12, 256)
-    attention_forward(qkv, CU, 256, 12, dropout, SEED, operand=Float8.like(x, ACTIVATION, scales[0]))
-    attention_backward(x, qkv, x, logs, CU, 256, dropout, SEED, operand=Float8.like(qkv, GRADIENT, scales[0]))
 
 
 def embeddings(
@@ -198,11 +116,30 @@ def embeddings(
         out.backward(torch.zeros_like(out))
 
 
-# Number of launches
-LAUNCHES = {
-    norms: 3, pre_norms: 2, attention: 3, biased_attention: 3, first_token: 2, gelu: 4, embeddings: 2, float8: 23,
-    narrow: 10,
-}  # fmt: skip
+def pre_norms(dropout: float, dtype: torch.dtype) -> None:
+    width = 1280  # of ESM-2
+    residual, sublayer, weight = torch.zeros(256, width), tokens(256, width, dtype=dtype), torch.zeros(width)
+    pre_norm_forward(residual, sublayer, weight, 1e-5, dropout, SEED, dtype, weight)
+    statistics = torch.zeros(2, 256)
+    pre_norm_backward(sublayer, residual, residual, statistics, weight, dropout, SEED, weight, sublayer=True)
+
+
+def of_a_model(dropout: float, dtype: torch.dtype, *, biased: bool = False, **settings: Any) -> None:
+    """All kernels of a model of BERT-base's sizes."""
+    rates = dropout, dropout, dropout
+    shape = Shape(HIDDEN, 4 * HIDDEN, 12, *rates, embedding=HIDDEN, embedded=dropout, biased=biased)
+    for some in launches(shape, dtype, torch.device("cpu"), **settings):
+        for launch in some:
+            launch()
+
+
+CASES: dict[str, Callable[[float, torch.dtype], None]] = {
+    "in 16 bits": of_a_model,
+    "in 8 bits": partial(of_a_model, float8=True),
+    "adapters": partial(of_a_model, ranks=(24, 8, 8, 8)),
+    "with a bias": partial(of_a_model, biased=True),
+    "pre-norms": pre_norms,
+}
 
 
 @pytest.fixture(scope="module")
@@ -211,60 +148,39 @@ def compiled_kernels(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tmp_path_factory.mktemp("triton"))
 
 
-def listed(kernel: Any, what: str) -> str:
-    """What cuobjdump prints of a compiled kernel: ``-sass`` for its instructions, ``-res-usage`` for its registers."""
+def registers_and_stack(kernel: Any) -> tuple[int, int]:
     Path("kernel.cubin").write_bytes(kernel.asm["cubin"])
     tool = Path(triton.__path__[0]) / "backends" / "nvidia" / "bin" / "cuobjdump"
-    return subprocess.run([tool, what, "kernel.cubin"], capture_output=True, text=True, check=True).stdout
+    listed = subprocess.run([tool, "-res-usage", "kernel.cubin"], capture_output=True, text=True, check=True).stdout
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", listed).groups()  # type: ignore[union-attr]
+    return int(registers), int(stack)
 
 
 @pytest.mark.pins
-@pytest.mark.parametrize(
-    "case", others_exhaustive(LAUNCHES, lambda case: case not in (float8, narrow, biased_attention))
-)
+@pytest.mark.parametrize("case", others_exhaustive(CASES, {"in 16 bits", "pre-norms"}.__contains__))
 @pytest.mark.parametrize(
     ("architecture", "dropout"), others_exhaustive([(80, 0.1), (90, 0.1), (90, 0.0)], (90, 0.1).__eq__)
 )
 def test_every_launch_compiles_and_spills_no_registers(
-    case: Callable[[float, torch.dtype], None],
+    case: str,
     architecture: int,
     dropout: float,
     launched: list[Launch],
     compiled_kernels: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if case is float8 and architecture < 89:
+    if case == "in 8 bits" and architecture < 89:
         pytest.skip("8-bit matmuls need compute capability 8.9")
     monkeypatch.setenv("TRITON_CACHE_DIR", compiled_kernels)  # kernels without dropout compile once for both rates
-    case(dropout, torch.float16 if architecture == 80 else torch.bfloat16)
-    assert len(launched) == LAUNCHES[case]
-    compiled = [launch.compile(architecture) for launch in launched]
-    if architecture == 90:  # the block sizes were chosen for it
-        for kernel in compiled:
-            used = listed(kernel, "-res-usage")
-            registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", used).groups())  # type: ignore[union-attr]
-            least = 8 if case is float8 else 0  # the norm's backward kernel spills to stay within 128 registers
+    CASES[case](dropout, torch.float16 if architecture == 80 else torch.bfloat16)
+    assert len(launched) >= 2
+    for launch in {launch.key(): launch for launch in launched}.values():
+        kernel = launch.compile(architecture)
+        if architecture == 90:  # the block sizes were chosen for it
+            registers, stack = registers_and_stack(kernel)
+            least = 8 if case == "in 8 bits" else 0  # the norm's backward kernel spills to stay within 128 registers
             assert stack <= least, kernel.metadata.name
             assert registers <= 255, kernel.metadata.name
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("backward", [False, True])
-def test_gelu_is_computed_once_for_all_of_its_products(
-    backward: bool, launched: list[Launch], compiled_kernels: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """GELU has two instructions of the special function unit per number: an exponential and a reciprocal."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", compiled_kernels)
-    wide, z, right = tokens(256, 4 * HIDDEN), tokens(256, 8), tokens(4 * HIDDEN, 8)
-    if backward:
-        gelu_backward_narrow(wide, wide, z, right, z)
-    else:
-        gelu_narrow(wide, right)
-    (launch,) = launched
-    sizes = {launch.fn.arg_names[i]: value for (i,), value in launch.constants.items()}
-    per_thread = sizes["ROWS"] * sizes["COLUMNS"] // (32 * launch.options["num_warps"])
-    listing = listed(launch.compile(90), "-sass")
-    assert len(re.findall(r"\bMUFU\b", listing)) == 2 * per_thread
 
 
 @pytest.mark.parametrize("dropouts", [DropoutRates(0.1, 0.1, 0.1), DropoutRates(0.1, 0.0, 0.6)])

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 from transformers import (
-    BertForPreTraining,
     BertForSequenceClassification,
     BertForTokenClassification,
 )
@@ -128,24 +127,6 @@ def test_a_model_called_inside_another_has_its_own_call() -> None:
 
 
 # What a head reads.
-
-
-@pytest.mark.parametrize("head", ["classification", "pretraining", "as many labels as slots", "regression"])
-def test_a_row_without_tokens_stays_padded_if_its_first_slot_is_read(head: str) -> None:
-    inputs = without_labels(batch([5, 0, 9], 12))
-    if head == "classification":
-        model: Any = tiny_bert()
-        inputs["labels"] = torch.tensor([0, 1, 1])
-    elif head == "pretraining":
-        model = of(BertForPreTraining)
-        inputs["labels"] = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
-        inputs["next_sentence_label"] = torch.tensor([0, 1, 0])
-    elif head == "regression":
-        model, inputs["labels"] = of(BertForSequenceClassification, num_labels=1), torch.tensor([1.0, -100.0, 2.0])
-    else:
-        model = of(BertForSequenceClassification, num_labels=12, problem_type="multi_label_classification")
-        inputs["labels"] = torch.arange(36.0).view(3, 12) % 2
-    assert compared(*pair(model), lambda module: module(**inputs).loss) == "padded"
 
 
 def test_labels_in_bfloat16() -> None:

@@ -12,7 +12,7 @@ from composer.core import Evaluator
 from composer.models import HuggingFaceModel
 from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy
-from transformers import BertForSequenceClassification, Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 from composer_speedups import FusedLayers, Unpadding, apply_recommended, recommended
 from composer_speedups.kernels.host import counting
@@ -132,18 +132,6 @@ def test_composer_trains_evaluates_and_predicts_like_the_untouched_model() -> No
         results.append([accuracy, *(outputs["logits"] for outputs in predicted)])
         trainer.close()
     assert_near(results[1], results[0])
-
-
-def test_a_checkpoint_becomes_a_hugging_face_model(tmp_path: Path) -> None:
-    model = composer_model()
-    trained([Unpadding(8), FusedLayers()], model=model, save_folder=str(tmp_path), save_interval="1ep")
-    path = str(tmp_path / "latest-rank0.pt")
-    loaded, _ = HuggingFaceModel.hf_from_composer_checkpoint(path)  # a new model of the saved class and config
-    assert type(loaded) is BertForSequenceClassification
-    saved = torch.load(path, weights_only=False)["state"]["model"]
-    loaded.load_state_dict({name.removeprefix("model."): weight for name, weight in saved.items()})
-    inputs = batch([3, 7])
-    assert_near([loaded.eval()(**inputs).logits], [model.model.eval()(**inputs).logits])
 
 
 def test_tuples_as_outputs_and_further_entries_of_a_batch() -> None:

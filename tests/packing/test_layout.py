@@ -154,6 +154,7 @@ def lengths(batch: Any, *rules: RowRules, mask: str = "attention_mask") -> Any:
         ([FIRST], [0, 1, 0, 1], [2, -1, -1, 2]),
         ([FIRST], [0, -100, -100, 1], [2, 0, -1, 2]),  # the row without tokens is ignored
         ([FIRST], [0.0, -100.0, 1.0, 1.0], [2, -1, -1, 2]),  # a regression has no label to ignore
+        ([FIRST], [[1.0] * 3] * 4, [2, -1, -1, 2]),  # as many labels as slots
         ([TOKENS], [[1, 1, -100], [-100] * 3, [-100, 1, 1], [1, -100, 1]], [2, 0, 2, 2]),
         ([TOKENS], [[1, 1, 1], [-100] * 3, [0, 1, 1], [1, 1, 1]], [-1, 0, -1, -1]),
         ([ANY], [[1] * 3] * 4, [2, 0, 2, 2]),

@@ -84,6 +84,7 @@ from composer_speedups.kernels.gelu import geglu_backward, geglu_forward, gelu_b
 from composer_speedups.kernels.norm import add_norm_backward, add_norm_forward, pre_norm_backward, pre_norm_forward
 from composer_speedups.kernels.sums import partial_sums, totals
 from composer_speedups.packing.layout import Layout, lay_out
+from tests.reference import masked_layer
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 LENGTHS = [5, 0, 70, 1, 37]
@@ -499,6 +500,24 @@ def layers(*, in_float8: bool) -> None:
     agree("layer", *results, [x, *modules.parameters()])
 
 
+def dropped_layer(rates: DropoutRates) -> None:
+    """Read every dropout mask of the layer from its forward pass, and compare it with a plain layer under these masks.
+
+    A backward pass with other masks fails.
+    """
+    plan, modules = masked_layer.plan_on(DEVICE), masked_layer.modules_on(DEVICE)
+    x = random(sum(masked_layer.LENGTHS), masked_layer.HIDDEN).requires_grad_()
+
+    def layer(x_TH: Tensor, modules: LayerModules, rates: DropoutRates, plan: Layout) -> Tensor:
+        return fused_layer(x_TH, modules, rates, plan.cu_seqlens, plan.longest)
+
+    masks = masked_layer.masks_of(layer, rates, DEVICE, 11)
+    masked_layer.check_rates(masks, rates)
+    torch.manual_seed(11)
+    ours, theirs = layer(x, modules, rates, plan), masked_layer.masked_layer(x, modules, rates, masks)
+    agree(f"layer that drops {tuple(rates)}", ours, theirs, [x, *modules.parameters()])
+
+
 def gated_layers(
     window: int | None, *, first: bool, dropouts: Sequence[DropoutRates], frozen: Sequence[str] = ()
 ) -> None:
@@ -678,6 +697,9 @@ if __name__ == "__main__":
     merged()
     layers(in_float8=False)
     layers(in_float8=True)
+    dropped_layer(DropoutRates(0.3, 0.2, 0.4))
+    for site in DropoutRates._fields if DEVICE == "cuda" else ():  # masks_of reads one site at a time anyway
+        dropped_layer(masked_layer.only(site, 0.5))
     rotations()
     for width in (0, 3, 64, 90, 256):
         attentions(lengths=[5, 0, 200, 1, 70], longest=256, window=width)

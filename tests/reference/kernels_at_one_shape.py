@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from composer_speedups.families.family import DropoutRates
-from tests.reference import fused_dropout, fused_kernels, positional_kernels
+from tests.reference import fused_kernels, positional_kernels
 
 if __name__ == "__main__":
     torch.manual_seed(0)
@@ -23,4 +23,4 @@ if __name__ == "__main__":
     fused_kernels.layers(in_float8=False)
     fused_kernels.gated_layers(7, first=False, dropouts=[])
     positional_kernels.disentangled(0.3, 2, 16)
-    fused_dropout.check_layer(DropoutRates(0.3, 0.2, 0.4))
+    fused_kernels.dropped_layer(DropoutRates(0.3, 0.2, 0.4))
