@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from composer_speedups.packing.attention import autocast_dtype
+from composer_speedups.kernels.host import autocast_dtype
 
 if TYPE_CHECKING:
     from composer.core import State
