@@ -52,7 +52,8 @@ The same seed drops the same numbers, so pass the forward pass's seed to the bac
                                     ``embed_forward`` and ``embed_backward`` are the two passes
 ``compile_ahead.compile_ahead``     compiles the kernels of a :class:`Shape` in threads
 ``host.``                           ``FirstDerivative``: base class of autograd functions without a second derivative;
-                                    ``counting``: what the kernels' callers report; ``missing_c_compiler``
+                                    ``counting``: what the kernels' callers report; ``to_autocast_dtype`` and
+                                    ``autocast_dtype``; ``missing_c_compiler``
 =================================== =================================================================================
 
 Attention in two rows of 5 and 3 tokens, and its gradient::

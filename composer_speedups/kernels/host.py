@@ -1,5 +1,5 @@
 """What the package's own code needs on the host, without Triton: counts of what ran, the base class of its autograd
-functions, and whether Triton finds a C compiler."""
+functions, autocast's dtype for operators that autocast does not cast, and whether Triton finds a C compiler."""
 
 from __future__ import annotations
 
@@ -12,8 +12,17 @@ from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
-__all__ = ["FirstDerivative", "counting", "missing_c_compiler", "ran", "uncounted"]
+__all__ = [
+    "FirstDerivative",
+    "autocast_dtype",
+    "counting",
+    "missing_c_compiler",
+    "ran",
+    "to_autocast_dtype",
+    "uncounted",
+]
 
 _counters: list[Counter[str]] = []  # of the process: backward passes run in threads of autograd
 
@@ -69,6 +78,17 @@ def _once(backward: Callable[..., Any], refusal: str) -> Callable[..., Any]:
         return backward(ctx, *gradients)
 
     return wrapped
+
+
+def autocast_dtype(device_type: str, otherwise: torch.dtype) -> torch.dtype:
+    """The dtype of autocast on a CPU or GPU; ``otherwise`` if autocast is off, and on other devices, such as meta."""
+    enabled = device_type in ("cpu", "cuda") and torch.is_autocast_enabled(device_type)
+    return torch.get_autocast_dtype(device_type) if enabled else otherwise
+
+
+def to_autocast_dtype(x: Tensor) -> Tensor:
+    """Cast a tensor to the dtype of autocast; without autocast, return it."""
+    return x.to(autocast_dtype(x.device.type, x.dtype))
 
 
 def missing_c_compiler() -> str | None:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.modeling_utils import AttentionInterface
 
-from composer_speedups.kernels.host import missing_c_compiler, ran
+from composer_speedups.kernels.host import missing_c_compiler, ran, to_autocast_dtype
 from composer_speedups.packing.layout import Layout
 
 IMPLEMENTATION = "unpadded"  # transformers assumes the flash-attn package for any name that contains "flash"
@@ -270,17 +270,6 @@ def _biased_sdpa(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, layout
     scale = float((3 * query.shape[-1]) ** -0.5)
     bias = (bias * scale).masked_fill(~real_keys(layout), torch.finfo(bias.dtype).min)
     return F.scaled_dot_product_attention(query, key, value, bias, dropout, scale=scale)
-
-
-def autocast_dtype(device_type: str, otherwise: torch.dtype) -> torch.dtype:
-    """The dtype of autocast on a CPU or GPU; ``otherwise`` if autocast is off, and on other devices, such as meta."""
-    enabled = device_type in ("cpu", "cuda") and torch.is_autocast_enabled(device_type)
-    return torch.get_autocast_dtype(device_type) if enabled else otherwise
-
-
-def to_autocast_dtype(x: Tensor) -> Tensor:
-    """Cast a tensor to the dtype of autocast; without autocast, return it."""
-    return x.to(autocast_dtype(x.device.type, x.dtype))
 
 
 # Registered at import, so that it is also available when a changed model is unpickled.

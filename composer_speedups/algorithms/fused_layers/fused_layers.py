@@ -48,7 +48,6 @@ class FusedLayers(ComparedTechnique):
 
     def reset(self) -> None:
         super().reset()
-        self._layers: list[Any] = []
         self._compiling: Any = None  # a kernels.compile_ahead.Compiling, whose module imports Triton
 
     @property
@@ -69,28 +68,26 @@ class FusedLayers(ComparedTechnique):
     def engage(self, run: Run) -> dict[str, Any]:
         from composer_speedups.algorithms.fused_layers.fusing import fuse, unfuse
         from composer_speedups.algorithms.fused_layers.modules import FusedEmbeddings, FusedLayer, modules_shape
-        from composer_speedups.families.family import family_of
 
         try:
             fuse(run.model, self.last_layer, self.precision)
         except ValueError as error:
             raise self.refusal(str(error).removeprefix("fused_layers "), "remove it for this model") from error
         run.give_back(unfuse, run.model)
-        self._layers = [layer for layer in run.model.modules() if isinstance(layer, FusedLayer)]
+        layers = [layer for layer in run.model.modules() if isinstance(layer, FusedLayer)]
         embeddings = next((module for module in run.model.modules() if isinstance(module, FusedEmbeddings)), None)
-        family = family_of(type(self._layers[0]))
-        if run.device.type == "cuda" and family is not None and family.has_berts_layers:  # for which compile_ahead is
+        if run.device.type == "cuda" and layers[0].family.has_berts_layers:  # for which compile_ahead is
             import torch
 
             from composer_speedups.algorithms.fused_layers.weights import LayerAdapters  # imports Triton
             from composer_speedups.kernels.compile_ahead import compile_ahead
 
             dtype = torch.float16 if run.precision == "amp_fp16" else torch.bfloat16
-            shape = modules_shape(self._layers[0], embeddings)
-            ranks = LayerAdapters.of(self._layers[0].layer_modules()).ranks()
+            shape = modules_shape(layers[0], embeddings)
+            ranks = LayerAdapters.of(layers[0].layer_modules()).ranks()
             self._compiling = compile_ahead(shape, dtype, run.device, float8=self.precision == "fp8", ranks=ranks)
             run.give_back(lambda: self._compiling.close(cancel=True))
-        return {"layers": len(self._layers)}
+        return {"layers": len(layers)}
 
     def fit_start(self, run: Run) -> None:
         if self._compiling is not None and getattr(run.state.train_dataloader, "num_workers", None):  # type: ignore

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 
 from composer_speedups.algorithms.fused_layers.modules import WITHOUT_ADAPTERS, FusedEmbeddings, FusedLayer
 from composer_speedups.core.adapters import is_adapted
-from composer_speedups.core.requirements import unsuitable_device
 from composer_speedups.core.stock import built_on_meta, differences, hooks_on, model_differences, outermost_models
 from composer_speedups.families.blocks import blocks_of
 from composer_speedups.families.family import Block, Reads, config_value, family_of, family_titles
@@ -20,7 +19,6 @@ from composer_speedups.packing.derived_classes import derived_class, restore_cla
 from composer_speedups.packing.encoder import UnpaddedEncoder, unpadded_encoders
 
 _HEAD_SIZES = (16, 32, 64, 128)
-_FLOAT8_CAPABILITY = (8, 9)  # compute capability of torch._scaled_mm
 
 LastLayer = Literal["needed", "all"]
 Precision = Literal["bf16", "fp8"]
@@ -33,7 +31,7 @@ def fuse(model: nn.Module, last_layer: LastLayer = "needed", precision: Precisio
 
     Raises:
         ValueError: The model has no unpadded encoder, or a layer that is not exactly what transformers builds from the
-            model's configuration, or of a kind without fused kernels; or for ``"fp8"``, an unsupported device or width.
+            model's configuration, or of a kind or width without fused kernels.
             Nothing is changed.
     """
     encoders = unpadded_encoders(model)
@@ -45,10 +43,8 @@ def fuse(model: nn.Module, last_layer: LastLayer = "needed", precision: Precisio
     fresh = {name: layer for name, layer in layers.items() if not isinstance(layer, FusedLayer)}
     for name, layer in fresh.items():
         config = configs[id(layer)]
-        if reason := _unsupported(config, layer) or _why_not(layer, name, config, built):
+        if reason := _unsupported(config, layer, precision) or _why_not(layer, name, config, built):
             raise ValueError(f"fused_layers cannot fuse every layer: {reason}")
-    if precision == "fp8":
-        check_float8(layers.values())
     embeddings = [*_embeddings(model)]
     for module in fresh.values():
         module.__class__ = derived_class(FusedLayer, type(module))
@@ -129,25 +125,6 @@ def _float8_layers(model: nn.Module) -> dict[str, FusedLayer]:
     return {name: m for name, m in modules if isinstance(m, FusedLayer) and m.precision == "fp8"}
 
 
-def check_float8(layers: Iterable[Any]) -> None:
-    """Raise ValueError if a layer's kind, device or width does not support 8-bit matmuls."""
-    for layer in layers:
-        family = family_of(type(layer))
-        # a scale follows the magnitudes of one place in the model
-        if family is None or family.inner_layer or not family.has_berts_layers:
-            raise ValueError(f"precision='fp8' supports BERT's layers and similar ones, not {type(layer).__name__}")
-        reason = unsuitable_device(next(layer.parameters()).device, "precision='fp8'", _FLOAT8_CAPABILITY)
-        if reason is not None:
-            raise ValueError(reason)
-        assert family.layer_modules is not None
-        up = family.layer_modules(layer).up
-        if up.in_features % 16 or up.out_features % 16:
-            raise ValueError(
-                f"precision='fp8' needs widths that are multiples of 16, and the layers have {up.in_features} and "
-                f"{up.out_features} units"
-            )
-
-
 def _new_scales(layer: FusedLayer) -> torch.Tensor:
     from composer_speedups.algorithms.fused_layers.layer import OPERANDS  # imports Triton
     from composer_speedups.kernels.float8 import new_scales
@@ -163,7 +140,7 @@ def _layers_of(encoder: UnpaddedEncoder) -> list[nn.Module]:
     return [m for block in blocks for m in block.modules() if family.has("inner_layer", stock_class(type(m)))]
 
 
-def _unsupported(config: Any, layer: nn.Module) -> str | None:
+def _unsupported(config: Any, layer: nn.Module, precision: Precision) -> str | None:
     """Why a kind of layer has no fused kernels; None if it has."""
     family = family_of(type(layer))
     role = "inner_layer" if family is not None and family.inner_layer else "layer"
@@ -180,6 +157,15 @@ def _unsupported(config: Any, layer: nn.Module) -> str | None:
         return f"it supports {type(layer).__name__} without biases, and this one has some"
     if family.block in WITHOUT_ADAPTERS and any(map(is_adapted, layer.modules())):
         return f"it supports adapters in BERT's layers and similar ones, not in {type(layer).__name__}"
+    if precision == "fp8":
+        # a scale follows the magnitudes of one place in the model
+        if family.inner_layer or not family.has_berts_layers:
+            return f"precision='fp8' supports BERT's layers and similar ones, not {type(layer).__name__}"
+        assert family.layer_modules is not None
+        up = family.layer_modules(layer).up
+        if up.in_features % 16 or up.out_features % 16:
+            widths = f"{up.in_features} and {up.out_features}"
+            return f"precision='fp8' needs widths that are multiples of 16, and the layers have {widths} units"
     return None
 
 

@@ -19,12 +19,11 @@ from torch.nn import functional as F
 from composer_speedups.core.adapters import adapter_of, adapter_refusal, merged_weight
 from composer_speedups.families.family import Block, DropoutRates, Family, LayerModules, family_of
 from composer_speedups.kernels import Shape
-from composer_speedups.kernels.host import ran
+from composer_speedups.kernels.host import autocast_dtype, ran
 from composer_speedups.packing.attention import (
     PositionBias,
     Relative,
     attention_over_padded_rows,
-    autocast_dtype,
     first_tokens_attention,
     first_tokens_disentangled_attention,
     real_keys,
