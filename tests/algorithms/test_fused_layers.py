@@ -563,13 +563,6 @@ def test_a_run_without_an_eight_bit_layer_is_detected(on_any_device: None, monke
 # Evidence and settings.
 
 
-def test_evidence_says_how_each_layer_ran() -> None:
-    technique = FusedLayers()
-    trained([technique, Unpadding()], batches=plain_batches(2))
-    ran = {"layers_ran": "1 for first tokens, 1 by torch", "embeddings_ran": "by the stock code"}
-    assert technique.evidence == {"layers": 2, **ran}
-
-
 class StockLayers(Algorithm):
     """Requests hidden states, so that the encoder leaves every batch padded."""
 
