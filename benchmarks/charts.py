@@ -1,22 +1,19 @@
-"""Charts of the rows of one call, for the documentation and for the page of a finished call.
+"""Charts of the rows of one call, for the documentation.
 
 - ``waterfall``: samples/s of a cumulative table's configurations, each bar showing what its technique adds.
 - ``losses``: overlaid loss curves of two to four configurations, from a table with ``losses: true``.
-- ``bars``: samples/s of configurations with their spread, at every point of the matrix.
-- ``seconds``: the same for the duration of whole processes, from a table with ``fresh: true``.
+- ``bars``: samples/s of some configurations with their spread, at every point of the matrix.
 - ``time_to_accuracy``: seconds from the start of a process to an accuracy, over all seeds; the first configuration is
   the reference of :func:`~benchmarks.tables.reached_by`.
 
 Charts have no background, and inks that can be read on a light and on a dark page.
-
-The rows are those of one call (:func:`call_shown`); by default all of the call's are drawn. ``waterfall``
-and ``losses`` draw the first point of the matrix.
 """
 
 from __future__ import annotations
 
 import hashlib
 import io
+import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,19 +26,17 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from benchmarks.rows import Row, describe_errors, point_of
-from benchmarks.table_file import Table
 from benchmarks.tables import PEERS, committed, reached_by
 from composer_speedups.core.files import write_atomically
 from composer_speedups.train.plot import CHART_STYLE, INK
 
 _BLUE, _RED, _GREY = "#2b7bba", "#c44e52", "#909090"
-_COLOURS = (_RED, _BLUE, "#3a923a", "#8c564b")
+_LINES = ((_RED, "-"), (_BLUE, "--"), ("#3a923a", ":"), ("#8c564b", "-."))
 _DIGEST = "Rows"  # key of the PNG's text that identifies the rows it shows
 _MEASURES = {
     "waterfall": "samples_per_sec",
     "losses": "losses",
     "bars": "samples_per_sec",
-    "seconds": "process_seconds",
     "time_to_accuracy": "evaluations",
 }
 
@@ -64,16 +59,10 @@ def waterfall(rows: Sequence[Row]) -> Figure:
 
 
 def loss_curves(rows: Sequence[Row], window: int = 20) -> Figure:
-    """The ``losses`` of each row: every batch in a light colour, and the mean of the last ``window`` batches.
-
-    Raises:
-        ValueError: More than four rows, which could not be distinguished.
-    """
-    if len(rows) > len(_COLOURS):
-        raise ValueError(f"{len(rows)} curves in one chart; name {len(_COLOURS)} configurations at most")
+    """The ``losses`` of each row: every batch in a light colour, and the mean of the last ``window`` batches."""
     figure = _figure(4.2)
     axes = figure.add_subplot()
-    for row, colour, style in zip(rows, _COLOURS, ("-", "--", ":", "-."), strict=False):
+    for row, (colour, style) in zip(rows, itertools.cycle(_LINES), strict=False):
         batches = np.arange(1, len(row["losses"]) + 1)
         axes.plot(batches, row["losses"], color=colour, alpha=0.18, linewidth=0.8)
         smoothed = smooth(row["losses"], window)
@@ -95,43 +84,36 @@ def smooth(losses: Sequence[float], window: int) -> np.ndarray:
     return (sums[ends] - sums[starts]) / (ends - starts)
 
 
-def configuration_bars(rows: Sequence[Row], measure: str) -> Figure:
-    """Each configuration's median as a bar with its minimum and maximum, with one panel per point of the matrix.
-
-    A configuration without a value shows the reason instead. The first configuration and the programs that the fast set
-    is compared with are grey. The others are labelled with their ratio to the first one, or if ``measure`` is
-    ``process_seconds``, with the first one's ratio to theirs.
-    """
+def configuration_bars(rows: Sequence[Row]) -> Figure:
+    """Each configuration's median with its minimum and maximum, or why it has none, in a panel for each point."""
     panels: dict[str, list[Row]] = {}
     for row in rows:
         panels.setdefault(_spell_point(row), []).append(row)
     heights = [0.5 + 0.36 * len(panel) for panel in panels.values()]
     figure = _figure(0.7 + sum(heights))
     subplots = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
-    timed = [row for row in rows if row[measure]]
+    timed = [row for row in rows if row["samples_per_sec"]]
     for axes, (point, panel) in zip(subplots, panels.items(), strict=True):
-        _bars(axes, panel, measure, rows[0]["configuration"])
-        _style_bars(axes, panel, max(row[measure]["max"] for row in timed))
+        _bars(axes, panel, rows[0]["configuration"])
+        _style_bars(axes, panel, max(row["samples_per_sec"]["max"] for row in timed))
         axes.set_title(point, loc="left")
-    whole = "seconds from the start of the process to its end"
-    unit = whole if measure == "process_seconds" else "samples/s, steady state"
-    subplots[-1].set_xlabel(f"{unit}\n{_source(timed[0])}")
+    subplots[-1].set_xlabel(f"samples/s, steady state\n{_source(timed[0])}")
     return figure
 
 
-def _bars(axes: Axes, rows: Sequence[Row], measure: str, first: str) -> None:
-    base = next((row[measure]["median"] for row in rows if row["configuration"] == first and row[measure]), None)
+def _bars(axes: Axes, rows: Sequence[Row], first: str) -> None:
+    rates = {row["configuration"]: row["samples_per_sec"] for row in rows}
+    base = rates.get(first)
     for place, row in enumerate(rows):
-        value = row[measure]
-        if value is None:
+        rate = row["samples_per_sec"]
+        if rate is None:
             _label(axes, describe_errors(row).partition(":")[0] or "not measured", 0, place, color=_RED)
             continue
-        median = value["median"]
-        text = f"{median:.1f}" if measure == "process_seconds" else f"{median:,.0f}"
+        text = f"{rate['median']:,.0f}"
         if base is not None and row["configuration"] != first:
-            text += f"  ×{base / median if measure == 'process_seconds' else median / base:.2f}"
+            text += f"  ×{rate['median'] / base['median']:.2f}"
         grey = row["configuration"] == first or row.get("peer") in PEERS
-        _bar(axes, place, text, median, value["min"], value["max"], grey=grey)
+        _bar(axes, place, text, rate["median"], rate["min"], rate["max"], grey=grey)
 
 
 def _bar(axes: Axes, place: int, text: str, median: float, least: float, most: float, *, grey: bool) -> None:
@@ -143,10 +125,7 @@ def _bar(axes: Axes, place: int, text: str, median: float, least: float, most: f
 
 
 def accuracy_bars(rows: Sequence[Row]) -> Figure:
-    """Each configuration's median time to the accuracy of the first one, with its minimum and maximum over the seeds.
-
-    A configuration shows instead how many of its runs reached that accuracy, unless all of them did.
-    """
+    """Each configuration's time to the accuracy of the first one, or how many of its runs reached it."""
     peers = {row["configuration"]: row.get("peer") in PEERS for row in rows}
     names = list(peers)
     reached = reached_by(rows, names[0])
@@ -210,9 +189,10 @@ def _digest_of(rows: Sequence[Row], measure: str) -> str:
 
 
 def call_shown(kind: str, rows: Sequence[Row], configurations: Sequence[str] = ()) -> list[Row]:
-    """The rows that a chart shows: those of the last call in which all configurations (by default: any) were measured.
+    """The rows that a chart shows: those of the last call that measured all configurations (by default: any), in order.
 
-    Bars of given configurations are of the call in which the first, which the others are compared with, was fastest.
+    Bars are of the call in which the first configuration, which the others are compared with, was fastest. A waterfall
+    and losses show the first point of the matrix; the others show every point, and failed configurations.
 
     Raises:
         SystemExit: No call has them.
@@ -220,49 +200,34 @@ def call_shown(kind: str, rows: Sequence[Row], configurations: Sequence[str] = (
     measure = _MEASURES[kind]
     named = [row for row in rows if not configurations or row["configuration"] in configurations]
     measured = [row for row in named if row.get(measure)]
-    calls = sorted({row["call"] for row in measured}, reverse=True)
-    if kind == "bars" and configurations:
-        first = {row["call"]: row[measure]["median"] for row in measured if row["configuration"] == configurations[0]}
-        calls = sorted(first, key=lambda call: first[call], reverse=True)
-    for call in calls:
+    names: dict[str, set[str]] = {}
+    for row in measured:
+        names.setdefault(row["call"], set()).add(row["configuration"])
+    calls = sorted(call for call in names if set(configurations) <= names[call])
+    if not calls:
+        raise SystemExit(f"no call has rows of {', '.join(configurations) or 'any configuration'} with {measure}")
+    if kind == "bars":
+        first = [row for row in measured if row["configuration"] == configurations[0] and row["call"] in calls]
+        call = max(first, key=lambda row: row[measure]["median"])["call"]
+    else:
+        call = calls[-1]
+    if kind in ("waterfall", "losses"):
         of_call = [row for row in measured if row["call"] == call]
-        first_point = {row["configuration"]: row for row in of_call if point_of(row) == point_of(of_call[0])}
-        if set(configurations) <= set(first_point):
-            if kind in ("bars", "seconds", "time_to_accuracy"):  # every point, and failed configurations
-                shown = [row for row in named if row["call"] == call]
-                points = [point_of(row) for row in shown]
-                order = [*configurations, *(row["configuration"] for row in shown)]
-                return sorted(shown, key=lambda r: (points.index(point_of(r)), order.index(r["configuration"])))
-            return [first_point[configuration] for configuration in configurations or first_point]
-    raise SystemExit(f"no call has rows of {', '.join(configurations) or 'any configuration'} with {measure}")
+        return [row for row in of_call if point_of(row) == point_of(of_call[0])]
+    shown = [row for row in named if row["call"] == call]
+    points = [point_of(row) for row in shown]
+    order = [*configurations, *(row["configuration"] for row in shown)]
+    return sorted(shown, key=lambda row: (points.index(point_of(row)), order.index(row["configuration"])))
 
 
 def draw(kind: str, rows: Sequence[Row], path: Path) -> None:
     """Write a PNG that contains :func:`_digest_of` its rows."""
-    draws = {"waterfall": waterfall, "losses": loss_curves, "time_to_accuracy": accuracy_bars}
+    draws = {"waterfall": waterfall, "losses": loss_curves, "bars": configuration_bars}
     image = io.BytesIO()
     with rc_context(CHART_STYLE):
-        figure = draws[kind](rows) if kind in draws else configuration_bars(rows, _MEASURES[kind])
+        figure = draws.get(kind, accuracy_bars)(rows)
         figure.savefig(image, format="png", metadata={_DIGEST: _digest_of(rows, _MEASURES[kind])})
     write_atomically(path, image.getvalue())
-
-
-def draw_table(table: Table, rows: Sequence[Row], path: Path) -> bool:
-    """Draw a call's rows in the kind that suits the table; return False if there is nothing to draw."""
-    kind = kind_of(table, rows)
-    if not any(row.get(_MEASURES[kind]) for row in rows):
-        return False
-    draw(kind, call_shown(kind, rows), path)
-    return True
-
-
-def kind_of(table: Table, rows: Sequence[Row]) -> str:
-    """The kind of chart that suits a table's keys; see the top of this file."""
-    if table.losses and len({row["configuration"] for row in rows}) <= len(_COLOURS):
-        return "losses"
-    if table.cumulative:
-        return "waterfall"
-    return "seconds" if table.fresh else "bars"
 
 
 class Chart(NamedTuple):
@@ -280,11 +245,7 @@ class Chart(NamedTuple):
         return cls(kind, table, Path(path), [name.strip() for name in " ".join(names).split("|") if name.strip()])
 
     def rows(self) -> list[Row]:
-        """The committed rows that it shows.
-
-        Raises:
-            SystemExit: There are none.
-        """
+        """The committed rows that it shows."""
         return call_shown(self.kind, committed(self.table), self.configurations)
 
     def is_stale(self) -> bool:

@@ -1,7 +1,6 @@
 """Tables of what the code declares: techniques with their order and conflicts, model families, heads and tasks.
 
-What is refused is listed in tests/helpers/refusals.py, and which uses of a task are supported was recorded by the tests
-(tests/helpers/support.py).
+What is refused is listed in tests/helpers/refusals.py, and what tasks read and report in tests/helpers/support.py.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from composer_speedups.core.technique import FSDP, Order, Technique
 from composer_speedups.families.family import Family, family_named
 from composer_speedups.families.family import families as known_families
 from tests.helpers.refusals import FAILING, HEADS, INPUTS, MISSING, REFUSALS, TECHNIQUES, UNDEFINED, refusal_of
-from tests.helpers.support import TASKS, WAYS, read_record
+from tests.helpers.support import TASKS
 
 ROOT = Path(__file__).parent.parent
 _STAGES = {
@@ -106,7 +105,7 @@ def _quoted(names: list[str] | tuple[str, ...]) -> list[str]:
     return [f"`{name}`" for name in names]
 
 
-# Tasks, and the uses of each that the tests recorded
+# Tasks
 
 
 def tasks() -> list[str]:
@@ -117,21 +116,6 @@ def tasks() -> list[str]:
         metrics = ", ".join(filter(None, [*row.metrics.values(), row.more]))
         lines.append([f"`{name}`", row.data, row.loss, metrics, ", ".join(_quoted(yamls[name]))])
     return table(["`model.task`", "columns it reads", "loss", "metrics", "YAML (`-f`)"], lines)
-
-
-def support() -> list[str]:
-    """Tasks × ways to use them: what the marked tests that passed claim, and a dash where none has."""
-    claims = {
-        (task, way): {"supports": "yes", "refuses": "refused"}[mark]
-        for entry in read_record().values()
-        for task, way, mark in entry["claims"]
-    }
-    return table(["task", *WAYS], [[f"`{task}`", *(claims.get((task, way), "–") for way in WAYS)] for task in TASKS])
-
-
-def support_legend() -> list[str]:
-    """The columns of :func:`support`."""
-    return [f"- {way}: {what}." for way, what in WAYS.items()]
 
 
 def _yamls_by_task() -> dict[str, list[str]]:
@@ -149,15 +133,6 @@ def _yamls_by_task() -> dict[str, list[str]]:
 # Techniques
 
 
-def techniques() -> list[str]:
-    """The techniques, each with a link to its card and the card's first sentence."""
-    lines = []
-    for name in technique_names():
-        card, sentence = _card_and_summary(name)
-        lines.append([f"[`{name}`](../{card})", sentence])
-    return table(["technique, with its card", "what it does"], lines)
-
-
 def _card_and_summary(name: str) -> tuple[str, str]:
     """The path of a technique's card, and the card's first sentence; a card of several has a section for each."""
     folder = folder_of(name).name
@@ -169,13 +144,16 @@ def _card_and_summary(name: str) -> tuple[str, str]:
     return card, re.split(r"(?<=\.)\s", summary.replace("\n", " "))[0].rstrip(".")
 
 
-def techniques_short() -> list[str]:
-    """The techniques for README's table: what each does, what it is for, and whether the result stays the same."""
+def techniques(prefix: str = "") -> list[str]:
+    """The techniques: what each does, what it is for, and whether the result stays the same.
+
+    ``prefix`` leads from the document to the repository's root.
+    """
     lines = []
     for technique in _classes():
         card, sentence = _card_and_summary(technique.name)
         purpose, same = technique.purpose.removeprefix("saves "), _EFFECTS[technique.effect]
-        lines.append([f"[`{technique.name}`]({card})", sentence, purpose, same])
+        lines.append([f"[`{technique.name}`]({prefix}{card})", sentence, purpose, same])
     return table(["technique", "what it does", "meant to save", "result"], lines)
 
 

@@ -1,33 +1,27 @@
-"""python -m benchmarks.micro [rows=128] [longest=256] [hidden=768] [heads=12] [dropout=0.1] [rank=8]
+"""python -m benchmarks.micro: time each kernel of fused_layers separately.
 
-Times each kernel of fused_layers separately in bf16, compared with PyTorch's operators for the same work, and with the
-time to read its inputs and write its outputs once at the rate of a large copy. The rows have the lengths of IMDB's
-reviews; ``rank`` is that of LoRA adapters. Prints Markdown, and appends a row to benchmarks/results/<gpu>/micro.jsonl.
+In bf16, compared with PyTorch's operators for the same work, and with the time to read its inputs and write its outputs
+once at the rate of a large copy. The rows have the lengths of IMDB's reviews; ``rank`` is that of LoRA adapters. Prints
+Markdown, and appends a row to benchmarks/results/<gpu>/micro.jsonl.
 """
 
 from __future__ import annotations
 
 import itertools
 import statistics
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.benchmark import Timer
 
-from benchmarks.rows import Row, append_row, call_time
-from benchmarks.tables import table
-from composer_speedups.core.command_line import read_settings
-from composer_speedups.core.errors import ConfigError
-from composer_speedups.core.settings import Settings
+from benchmarks.rows import append_row, call_time
+from benchmarks.tables import kernel_times
 from composer_speedups.families.blocks import repeated_blocks
 from composer_speedups.families.family import family_of
-from composer_speedups.train.cli import exit_codes
 from composer_speedups.train.environment import environment
 
 # Quantiles of the lengths of 8,000 reviews, in tokens of bert-base-uncased's vocabulary, from the shortest to the
@@ -38,23 +32,17 @@ _QUANTILES = (
 )  # fmt: skip
 
 
-class Shape(Settings):
-    rows: int = Field(128, ge=1)
-    longest: int = Field(256, ge=1)
-    hidden: int = Field(768, ge=1)
-    heads: int = Field(12, ge=1)
-    dropout: float = Field(0.1, ge=0, lt=1)
-    rank: int = Field(8, ge=1, le=16)
+SHAPE = {"rows": 128, "longest": 256, "hidden": 768, "heads": 12, "rank": 8}
+DROPOUT = 0.1
 
 
 class Case(NamedTuple):
-    """A kernel: its call, PyTorch's equivalent, and the bytes and operations it needs."""
+    """A kernel: its call, PyTorch's equivalent, and the bytes that it reads and writes."""
 
     name: str
     ours: Callable[[], Any]
     theirs: Callable[[], Any]
-    moved: int  # bytes
-    flops: int = 0
+    moved: int
 
 
 def lengths(rows: int, longest: int) -> list[int]:
@@ -73,13 +61,9 @@ class Product(NamedTuple):
 
 
 def linear_products(model: nn.Module, tokens: int, first_tokens: int | None = None) -> list[Product]:
-    """The products of every Linear in the model's repeated blocks, in order.
+    """The products of every Linear in the model's repeated blocks, each of ``tokens`` rows.
 
-    Args:
-        model: A transformers model, or a module around one.
-        tokens: Number of rows of each product.
-        first_tokens: Number of rows in the last block if it computes only first tokens, except for keys and values;
-            None if it computes all.
+    A last block that computes only first tokens has ``first_tokens`` rows instead, except for keys and values.
     """
     blocks = list(repeated_blocks(model).values())
     products, few = [], first_tokens or 0
@@ -102,10 +86,7 @@ def linear_products(model: nn.Module, tokens: int, first_tokens: int | None = No
 
 
 def gemm_floor(products: Sequence[Product], device: torch.device, dtype: torch.dtype, repeats: int = 10) -> float:
-    """Seconds of one step's products: forward, input gradient and weight gradient of each.
-
-    Every layer has its own weights, as in a step. The best of three passes of ``repeats`` steps is returned.
-    """
+    """Seconds of a step's products, forward and backward, with the weights of each layer; the best of three."""
     shapes = {(product.rows, width) for product in products for width in (product.inputs, product.outputs)}
     rows = {shape: torch.randn(*shape, device=device, dtype=dtype) for shape in shapes}
     weights = [torch.randn(product.outputs, product.inputs, device=device, dtype=dtype) for product in products]
@@ -140,14 +121,13 @@ def copied_per_microsecond(size: int = 2**30) -> float:
     return 2 * size / microseconds(lambda: target.copy_(source), 5)
 
 
-def cases(shape: Shape) -> list[Case]:
+def cases(rows: int, longest: int, hidden: int, heads: int, rank: int, dropout: float = DROPOUT) -> list[Case]:
     from composer_speedups.kernels.attention import attention_backward, attention_forward
     from composer_speedups.kernels.gelu import gelu_backward, gelu_forward
     from composer_speedups.kernels.narrow import gelu_backward_narrow, gelu_narrow, narrow_products
     from composer_speedups.kernels.norm import add_norm_backward, add_norm_forward
 
-    longest, hidden, heads, dropout = shape.longest, shape.hidden, shape.heads, shape.dropout
-    sizes = lengths(shape.rows, longest)
+    sizes = lengths(rows, longest)
     tokens = sum(sizes)
     cu = torch.tensor([0, *itertools.accumulate(sizes)], dtype=torch.int32, device="cuda")
     seed = torch.tensor([7], dtype=torch.int32, device="cuda")
@@ -160,7 +140,7 @@ def cases(shape: Shape) -> list[Case]:
     weight, bias = torch.ones(hidden, device="cuda"), torch.zeros(hidden, device="cuda")
     out, logs = attention_forward(qkv, cu, longest, heads, dropout, seed)
     _, summed, moments = add_norm_forward(x.clone(), residual, weight, bias, 1e-12, dropout, seed)
-    unit, products = 2 * tokens * hidden, 4 * sum(size**2 for size in sizes) * hidden
+    unit = 2 * tokens * hidden
 
     q, k, v = (part.view(tokens, heads, -1) for part in qkv.split(hidden, 1))
     flash: Any = torch.ops.aten._flash_attention_forward
@@ -179,8 +159,8 @@ def cases(shape: Shape) -> list[Case]:
 
     leaf = up.clone().requires_grad_()
     normed, activated = plain_norm(), F.gelu(leaf)
-    z, z_qkv = random(tokens, shape.rank), random(tokens, 3 * shape.rank)
-    on_qkv, on_up = random(3 * hidden, 3 * shape.rank), random(4 * hidden, shape.rank)
+    z, z_qkv = random(tokens, rank), random(tokens, 3 * rank)
+    on_qkv, on_up = random(3 * hidden, 3 * rank), random(4 * hidden, rank)
 
     def gelu_backward_and_products() -> Any:
         d_x = torch.autograd.grad(activated, leaf, d_up, retain_graph=True)[0]
@@ -188,9 +168,9 @@ def cases(shape: Shape) -> list[Case]:
 
     return [
         Case("attention", lambda: attention_forward(qkv, cu, longest, heads, dropout, seed),
-             lambda: flash(q, k, v, cu, cu, longest, longest, dropout, False, False), 4 * unit, products),
+             lambda: flash(q, k, v, cu, cu, longest, longest, dropout, False, False), 4 * unit),
         Case("attention_backward", lambda: attention_backward(grad, qkv, out, logs, cu, longest, dropout, seed),
-             flash_backward, 8 * unit, 5 * products // 2),
+             flash_backward, 8 * unit),
         Case("norm", lambda: add_norm_forward(x, residual, weight, bias, 1e-12, dropout, seed), plain_norm, 4 * unit),
         Case("norm_backward", lambda: add_norm_backward(grad, summed, moments, weight, dropout, seed, bias),
              lambda: torch.autograd.grad(normed, leaves, grad, retain_graph=True), 5 * unit),
@@ -206,43 +186,27 @@ def cases(shape: Shape) -> list[Case]:
     ]  # fmt: skip
 
 
-def main(arguments: Sequence[str]) -> None:
-    if arguments and arguments[0] in ("-h", "--help"):
-        print(__doc__)
-        return
-    shape, others = read_settings(Shape, arguments)
-    if others:
-        raise ConfigError(f"cannot read {others[0]!r}; expected key=value")
+def main(shape: dict[str, int] = SHAPE) -> None:
     if not torch.cuda.is_available():
         raise SystemExit("benchmarks.micro times kernels of a CUDA GPU, and there is none here")
-    every, speed = cases(shape), copied_per_microsecond()
+    every, speed = cases(**shape), copied_per_microsecond()
     kernels = []
     for case in every:
-        us = microseconds(case.ours)
-        times = {"us": us, "torch_us": microseconds(case.theirs), "copy_us": case.moved / speed}
-        kernels.append({"name": case.name, **times, "tflops": case.flops / us / 1e6 or None})
+        times = {"us": microseconds(case.ours), "torch_us": microseconds(case.theirs), "copy_us": case.moved / speed}
+        kernels.append({"name": case.name, **times})
     row = {
         "table": "micro",
         "call": call_time(),
-        **shape.model_dump(),
-        "tokens": sum(lengths(shape.rows, shape.longest)),
+        **shape,
+        "dropout": DROPOUT,
+        "tokens": sum(lengths(shape["rows"], shape["longest"])),
         "copy_gb_per_second": speed / 1e3,
         "kernels": kernels,
         "environment": environment(),
     }
     append_row(row, "micro")
-    print("\n".join(markdown(row)))
-
-
-def markdown(row: Row) -> list[str]:
-    """Format a row as a table."""
-    lines = []
-    for kernel in row["kernels"]:
-        times = [f"{kernel[name]:.0f}" for name in ("us", "torch_us", "copy_us")]
-        lines.append([kernel["name"], *times, "–" if kernel["tflops"] is None else f"{kernel['tflops']:.0f}"])
-    return table(["kernel", "µs", "PyTorch's, µs", "one copy, µs", "TFLOP/s"], lines)
+    print("\n".join(kernel_times(row)))
 
 
 if __name__ == "__main__":
-    with exit_codes("benchmarks.micro"):
-        main(sys.argv[1:])
+    main()

@@ -8,19 +8,12 @@ that ``mutants.toml`` lists for the package. Cosmic Ray is not a development dep
     uv run --with "cosmic-ray>=8.7,<9" python -m benchmarks.mutants callbacks
 
 Keys are ``sample``, the number of mutants (20), ``seed`` of the draw (1), the number of ``jobs`` (2), and
-
-- ``exhaustive``: false runs only those of the tests that plain ``pytest`` runs; true, the default, all without a GPU.
-- ``contexts=FILE``: data of coverage.py (``--with coverage``). The tests of the whole suite that execute the mutated
-  line then run in place of those of the module and package, first a few that execute little else, at last all with each
-  of their parameters. Such data comes from ``uv run --with pytest-cov pytest -n 2 --cov=composer_speedups
-  --cov-context=test``, which misses lines that only processes started by a test execute, unless these are recorded too.
-- ``quick``: true runs only the first of these tests.
-- ``again=CALL``: tries only the mutants that an earlier row has left alive again, with the tests of today.
+``exhaustive``: false runs only those of the tests that plain ``pytest`` runs; true, the default, all without a GPU.
 
 A mutant is ``killed`` if a test fails, ``timed_out`` after the time that the file allows, and ``survived`` if all tests
 pass. Survivors that someone has read and listed in ``mutants.toml`` are ``equivalent``, if the changed code computes
-the same, or ``not_run``, if no test can run the line without a GPU; ``again`` does not try these. The tests that failed
-run once more on the unchanged code, where they must pass.
+the same, or ``not_run``, if no test can run the line without a GPU. The tests that failed run once more on the
+unchanged code, where they must pass.
 
 A row in ``results/cpu/mutants.jsonl`` has the counts, the survivors, and which test killed which mutant. A location is
 drawn first and then one of its operators, because Cosmic Ray has eleven operators for each arithmetic operation. A
@@ -29,8 +22,6 @@ change that is no valid Python is not drawn.
 
 from __future__ import annotations
 
-import ast
-import functools
 import os
 import random
 import re
@@ -50,7 +41,7 @@ from typing import Any
 
 from pydantic import Field
 
-from benchmarks.rows import RESULTS, append_row, call_time, read_rows
+from benchmarks.rows import append_row, call_time
 from composer_speedups.core.command_line import parse_command_line, read_settings
 from composer_speedups.core.errors import ConfigError, did_you_mean
 from composer_speedups.core.settings import Settings
@@ -60,7 +51,6 @@ from composer_speedups.train.environment import environment
 ROOT = Path(__file__).parent.parent
 CONFIG = tomllib.loads((ROOT / "benchmarks" / "mutants.toml").read_text())
 PACKAGES: dict[str, Any] = CONFIG["packages"]
-_FIRST = 16  # of the tests that execute a line, so many run before the others
 _LEFT = ("survived", "timed_out")
 _NOT_COPIED = shutil.ignore_patterns(".*", "results", "runs", "site", "__pycache__")
 
@@ -72,9 +62,6 @@ class Sample(Settings):
     seed: int = Field(1)
     jobs: int = Field(2, ge=1)
     exhaustive: bool = Field(True)
-    contexts: str = Field("")
-    again: str = Field("")
-    quick: bool = Field(False)
 
 
 def modules_of(package: str) -> list[Path]:
@@ -94,44 +81,6 @@ def tests_named_after(module: Path) -> list[str]:
     return _existing([f"tests/{area}/test_{folders[0] if folders else module.stem}*.py"])
 
 
-@functools.cache
-def _recorded(contexts: str) -> dict[str, dict[int, list[str]]]:
-    """The tests that execute each line of each file."""
-    from coverage import CoverageData
-
-    data = CoverageData(basename=contexts)
-    data.read()
-    return {measured: data.contexts_by_lineno(measured) for measured in data.measured_files()}
-
-
-def _executed_with(tree: ast.Module, line: int) -> range:
-    """The lines that a test executes if it depends on a line.
-
-    They are those of its statement. What is executed when the module is imported, such as a default of a parameter or
-    of a class's field, has those of its function, its class, or the module.
-    """
-    holders = [node for node in ast.walk(tree) if isinstance(node, ast.stmt)]
-    holders = [node for node in holders if node.lineno <= line <= (node.end_lineno or 0)]  # from the outside inwards
-    blocks = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-    if not isinstance(holders[-1], blocks) and any(isinstance(node, ast.FunctionDef) for node in holders):
-        return range(holders[-1].lineno, line + 1)
-    block = next((node for node in reversed(holders) if isinstance(node, blocks)), None)
-    return range(block.lineno, (block.end_lineno or 0) + 1) if block else range(1, (tree.body[-1].end_lineno or 0) + 1)
-
-
-def tests_executing(module: Path, line: int, contexts: str) -> list[str]:
-    """The tests that execute a line, by coverage.py's data; those that execute the fewest lines come first."""
-    span = _executed_with(ast.parse((ROOT / module).read_text()), line)
-    executing, lines = set[str](), Counter[str]()
-    for measured, by_line in _recorded(contexts).items():
-        lines.update(test for tests in by_line.values() for test in tests)
-        if Path(measured).parts[-len(module.parts) :] == module.parts:
-            executing.update(test for at in span for test in by_line.get(at, []))
-    phase = re.compile(r" \((?:setup|call|teardown)\)$|\|(?:setup|run|teardown)$")
-    tests = dict.fromkeys(phase.sub("", test) for test in sorted(executing, key=lambda test: (lines[test], test)))
-    return [test for test in tests if (ROOT / test.partition("::")[0]).is_file()]
-
-
 def is_python(mutation: Any) -> bool:
     """Whether the changed module can be compiled; Cosmic Ray also takes the ``*`` of a signature for a product."""
     from cosmic_ray.mutating import mutate_code
@@ -146,14 +95,7 @@ def is_python(mutation: Any) -> bool:
 
 
 def draw(mutations: Sequence[Any], sample: int, seed: int, allowed: Callable[[Any], bool]) -> list[Any]:
-    """Draw mutations at different locations, one operator each, without the operators that ``mutants.toml`` excludes.
-
-    Args:
-        mutations: Cosmic Ray's ``MutationSpec`` of every possible change.
-        sample: How many to draw; fewer if there are fewer locations.
-        seed: Of the draw.
-        allowed: A drawn mutation for which this is False is left out, and another is drawn.
-    """
+    """Draw mutations at different locations, one operator each, without those that ``mutants.toml`` excludes."""
     excluded = re.compile("|".join(CONFIG["cosmic-ray"]["filters"]["operators-filter"]["exclude-operators"]))
     locations: dict[Any, list[Any]] = {}
     for mutation in mutations:
@@ -184,10 +126,7 @@ def enter_copy(folder: str) -> None:
 
 
 def try_mutation(mutation: Any, commands: Sequence[str]) -> dict[str, str]:
-    """Test a mutation in the working directory until a command fails; without a command, it survives.
-
-    Returns the outcome, the changed lines, and for a killed mutant the test that failed, or the end of the output.
-    """
+    """The outcome, the changed lines, and for a killed mutant the test that failed or the end of the output."""
     from cosmic_ray.mutating import mutate_and_test
     from cosmic_ray.work_item import TestOutcome
 
@@ -195,8 +134,6 @@ def try_mutation(mutation: Any, commands: Sequence[str]) -> dict[str, str]:
     for command in commands or ["true"]:
         result = mutate_and_test([mutation], command, CONFIG["cosmic-ray"]["timeout"])
         outcome = "timed_out" if result.output == "timeout" else outcomes[result.test_outcome]
-        if "ERROR: not found" in (result.output or ""):
-            raise RuntimeError(result.output)
         if outcome == "killed" and re.search(r"^(\d+ deselected|no tests ran) in ", result.output or "", re.MULTILINE):
             outcome = "survived"
         if outcome != "survived":
@@ -209,11 +146,6 @@ def try_mutation(mutation: Any, commands: Sequence[str]) -> dict[str, str]:
         failed = re.search(r"^(?:FAILED|ERROR) (\S+\.py(?:::.+?)?)(?: - |$)", output, re.MULTILINE)
         tried["by"] = failed[1] if failed else output[-500:]
     return tried
-
-
-def name_of(mutation: Any) -> tuple[str, int, str]:
-    """A mutation's module, line and operator."""
-    return str(mutation.module_path), mutation.start_pos[0], mutation.operator_name
 
 
 def judged_by_reading(mutant: dict[str, Any]) -> dict[str, Any]:
@@ -231,23 +163,12 @@ def _command(*, exhaustive: bool, quick: bool = False) -> str:
     return f"{CONFIG['cosmic-ray']['test-command']} -m '{' and '.join(f'not {marker}' for marker in unwanted)}'"
 
 
-def commands_for(mutation: Any, package: str, settings: Sample) -> list[str]:
+def commands_for(mutation: Any, package: str, *, exhaustive: bool) -> list[str]:
     """The commands that test a mutation, the quickest first."""
     named = tests_named_after(mutation.module_path)
-    of_package = list(dict.fromkeys([*named, *_existing(PACKAGES[package]["tests"])]))
-    every = _command(exhaustive=settings.exhaustive)
-    commands = [f"{_command(exhaustive=False, quick=True)} {shlex.join(named)}"] if named else []
-    last = [f"{every} {shlex.join(of_package)}"]
-    if settings.contexts:
-        executing = tests_executing(mutation.module_path, mutation.start_pos[0], settings.contexts)
-        executing.sort(key=lambda test: test.partition("::")[0] not in named)
-        functions = list(dict.fromkeys(test.partition("[")[0] for test in executing))
-        if executing:
-            chunks = [executing[:_FIRST], executing[_FIRST : 5 * _FIRST]]
-            commands = [f"{every} {shlex.join(tests)}" for tests in chunks if tests]
-            # If few tests execute the line, others that are marked exhaustive may be the ones that do.
-            last = [f"{every} {shlex.join(functions)}", *(last if len(executing) < _FIRST else [])]
-    return commands if settings.quick else [*commands, *last]
+    every = list(dict.fromkeys([*named, *_existing(PACKAGES[package]["tests"])]))
+    quick = [f"{_command(exhaustive=False, quick=True)} {shlex.join(named)}"] if named else []
+    return [*quick, f"{_command(exhaustive=exhaustive)} {shlex.join(every)}"]
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -264,22 +185,14 @@ def main(arguments: Sequence[str]) -> None:
     where = {**environment(), "gpu": None}  # with the commit, while the files are those that are copied
     drawn = draw(every_mutation(package), settings.sample, settings.seed, is_python)
     tried: list[dict[str, Any]] = []
-    if settings.again:
-        (earlier,) = (row for row in read_rows(RESULTS / "cpu" / "mutants.jsonl") if row["call"] == settings.again)
-        left = [judged_by_reading(mutant) for mutant in earlier["left"]]
-        places = {(mutant["module"], mutant["line"], mutant["operator"]): mutant["outcome"] for mutant in left}
-        if len({name_of(mutation) for mutation in drawn} & places.keys()) != len(left):
-            raise ConfigError(f"again={settings.again}: give that row's sample and seed; its code must be unchanged")
-        drawn = [mutation for mutation in drawn if places.get(name_of(mutation)) in _LEFT]
-        tried = [*earlier["gone"], *(mutant for mutant in left if mutant["outcome"] not in _LEFT)]
-    commands = [commands_for(mutation, package, settings) for mutation in drawn]
+    commands = [commands_for(mutation, package, exhaustive=settings.exhaustive) for mutation in drawn]
     with (
         tempfile.TemporaryDirectory() as folder,
         ProcessPoolExecutor(settings.jobs, initializer=enter_copy, initargs=(folder,)) as pool,
     ):
         for mutation, result in zip(drawn, pool.map(try_mutation, drawn, commands), strict=True):
-            module, number, operator = name_of(mutation)
-            tried.append(judged_by_reading({"module": module, "line": number, "operator": operator, **result}))
+            place = {"module": str(mutation.module_path), "line": mutation.start_pos[0]}
+            tried.append(judged_by_reading({**place, "operator": mutation.operator_name, **result}))
             print(tried[-1], flush=True)
     killers = sorted({mutant["by"] for mutant in tried if ".py" in mutant.get("by", "").split("::")[0]})
     if killers:
@@ -288,15 +201,12 @@ def main(arguments: Sequence[str]) -> None:
             raise SystemExit(f"{checked.stdout}\nthese tests do not pass without a mutant: {shlex.join(killers)}")
     tried = [mutant for mutant in tried if mutant["outcome"] != "not_possible"]
     counts = Counter(mutant["outcome"] for mutant in tried)
-    tests = "those that execute the line" if settings.contexts else "the package's"
     row = {
         "table": "mutants",
         "call": call,
         "package": package,
         "seed": settings.seed,
         "exhaustive": settings.exhaustive,
-        "tests": f"the first of {tests}" if settings.quick else tests,
-        "again": settings.again or None,
         "mutants": counts.total(),
         **{outcome: counts[outcome] for outcome in ("killed", "timed_out", "survived", "equivalent", "not_run")},
         "seconds": round(time.monotonic() - began),

@@ -10,7 +10,6 @@ from __future__ import annotations
 import random
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,12 +62,5 @@ def write_proteins(folder: Path, count: int = _SAMPLES, **shape: int) -> None:
         EsmTokenizer(str(vocabulary)).save_pretrained(folder)
 
 
-def main(arguments: Sequence[str]) -> None:
-    if len(arguments) != 1 or arguments[0].startswith("-"):
-        print(__doc__)
-        raise SystemExit(0 if {"-h", "--help"} & set(arguments) else 2)
-    write_proteins(Path(arguments[0]))
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    write_proteins(Path(sys.argv[1]))

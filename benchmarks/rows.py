@@ -2,8 +2,7 @@
 
 A table's rows are in ``results/<gpu>/<table>.jsonl``, one per configuration and point of the matrix. Rows of one call
 have the same time in ``call``. The file is rewritten atomically after every run. Until a call is finished, its rows
-have a key ``unfinished`` with the identity of the call, by which it can be resumed. The rows of a stopped call that are
-committed have no such key: other commits cannot resume it, and ``repeats`` says how often each configuration ran.
+have a key ``unfinished``, which identifies the call that can be resumed; it is removed from rows that are committed.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.table_file import Configuration
-from composer_speedups.core.files import LockedFileError, lock_file, write_atomically
+from composer_speedups.core.files import write_atomically
 from composer_speedups.sweep.processes import Ended, own_line
 
 RESULTS = Path(__file__).parent / "results"
@@ -26,7 +25,6 @@ Row = dict[str, Any]
 _MEASURED = {  # name in a row → path in the report
     "samples_per_sec": ("throughput", "samples_per_sec"),
     "tokens_per_sec": ("throughput", "tokens_per_sec"),
-    "mfu": ("throughput", "mfu"),
     "step_seconds": ("throughput", "step_seconds"),
     "data_seconds": ("throughput", "data_seconds"),
     "warmup_seconds": ("throughput", "warmup_seconds"),
@@ -56,18 +54,8 @@ def folder_of(gpu: str | None, results: Path = RESULTS) -> Path:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """All rows of a file; empty if the file does not exist.
-
-    Raises:
-        SystemExit: A line is not a row.
-    """
-    rows = []
-    for number, line in enumerate(path.read_text().splitlines() if path.exists() else [], start=1):
-        try:
-            rows.append(json.loads(line))
-        except ValueError as error:
-            raise SystemExit(f"{path}: line {number} is damaged; move the file away to start over") from error
-    return rows
+    """All rows of a file; empty if the file does not exist."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def append_row(row: Row, name: str, results: Path = RESULTS) -> None:
@@ -80,7 +68,7 @@ def _write(path: Path, rows: Sequence[Row]) -> None:
     write_atomically(path, "".join(f"{json.dumps(row)}\n" for row in rows))
 
 
-def empty_row(table: str, call: str, configuration: Configuration, jobs: int = 1, published: str | None = None) -> Row:
+def empty_row(table: str, call: str, configuration: Configuration, jobs: int = 1) -> Row:
     """The row of a configuration before its first run."""
     return {
         "table": table,
@@ -101,15 +89,12 @@ def empty_row(table: str, call: str, configuration: Configuration, jobs: int = 1
         "numerics": {},
         "overrides": configuration.overrides,
         "environment": {},
-        **({"published": published} if published else {}),
+        **({"published": configuration.published} if configuration.published else {}),
     }
 
 
 def add_run(row: Row, report: Row) -> None:
-    """Add a run's report to its row: medians with their spread, and the evidence of the last successful run.
-
-    Runs that shared the machine (``jobs`` above 1) do not measure speed, so their times are not recorded.
-    """
+    """Add a run's report to its row; runs that shared the machine (``jobs`` above 1) have no times."""
     row["repeats"] += 1
     if "error" in report:
         row["errors"].append(report["error"])
@@ -136,46 +121,24 @@ def _find(report: Row, path: tuple[str, ...]) -> Any:
 
 
 class Call:
-    """The rows of one call in a table's file, which it locks, so that a table runs once at a time.
+    """The rows of one call in a table's file, which may continue the file's last call.
 
-    Args:
-        path: The file; its folder must exist.
-        rows: The empty rows of all configurations at all points, in the order of the table.
-        identity: The values that must be the same to resume a call, by name.
-        resume: Resume the file's last call if it is unfinished.
-
-    Attributes:
-        rows: The rows with the finished runs of this process and, if resumed, of earlier ones.
-
-    Raises:
-        SystemExit: Another process is running the table, or the unfinished call has another identity.
+    ``identity`` is a digest of what must be the same to continue a call.
     """
 
-    def __init__(self, path: Path, rows: Sequence[Row], identity: Row, *, resume: bool = False) -> None:
+    def __init__(self, path: Path, rows: Sequence[Row], identity: str, *, resume: bool = False) -> None:
         self.rows, self._path, self._identity = list(rows), path, identity
-        try:
-            self._locked = lock_file(path.with_name(f".{path.stem}.lock"), "table")
-        except LockedFileError as error:
-            raise SystemExit(f"{path}: another process is running this table; wait for it to end") from error
-        try:
-            self._earlier = read_rows(path)
-            begun = self._earlier[-1].get("unfinished") if self._earlier else None
-            for row in self._earlier:
-                row.pop("unfinished", None)
-            if resume and begun:
-                self._resume(begun)
-        except BaseException:
-            self._locked.close()
-            raise
+        self._earlier = read_rows(path)
+        begun = [row.pop("unfinished", None) for row in self._earlier][-1:]
+        if resume and any(begun):
+            self._resume(begun == [identity])
 
-    def _resume(self, begun: Row) -> None:
-        """Continue the file's last call."""
+    def _resume(self, same: bool) -> None:
         call = self._earlier[-1]["call"]
-        different = [name for name, value in self._identity.items() if begun.get(name) != value]
-        if different:
+        if not same:
             raise SystemExit(
-                f"{self._path}: the call of {call} had different {', '.join(different)}; "
-                "use the same again, or remove resume=true to keep its runs as rows and start a new call"
+                f"{self._path}: the call of {call} had other configurations, overrides or code; use the same again, "
+                "or remove resume=true to keep its runs as rows and start a new call"
             )
         kept = {(row["configuration"], spell(point_of(row))): row for row in self._earlier if row["call"] == call}
         self.rows = [kept.get((row["configuration"], spell(point_of(row))), {**row, "call": call}) for row in self.rows]
@@ -187,16 +150,13 @@ class Call:
         add_run(self.rows[index], report)
         self._write({"unfinished": self._identity})
 
+    def finish(self) -> list[Row]:
+        """Mark the call as finished and return its rows."""
+        self._write({})
+        return self.rows
+
     def _write(self, more: Row) -> None:
         _write(self._path, [*self._earlier, *({**row, **more} for row in self.rows if row["repeats"])])
-
-    def end(self, *, finished: bool) -> list[Row]:
-        """Release the file and return the rows of all configurations that ran. A call that is not ``finished`` can
-        be resumed."""
-        if finished:
-            self._write({})
-        self._locked.close()
-        return [row for row in self.rows if row["repeats"]]
 
 
 def error_report(ended: Ended) -> Row:
@@ -221,11 +181,7 @@ def describe_errors(row: Row) -> str:
 
 
 def median_step(row: Row) -> float:
-    """The median step time of a row's runs in seconds.
-
-    Raises:
-        statistics.StatisticsError: No run completed a step.
-    """
+    """The median step time of a row's runs in seconds."""
     return statistics.median(p50 for _, p50, _ in filter(None, row["step_seconds_p10_p50_p90"]))
 
 

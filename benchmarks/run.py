@@ -14,13 +14,11 @@ A table is a YAML file under benchmarks/tables (or its name without .yaml)::
     fresh: true                       # cold processes (except Python's bytecode), timed from start to end
     share_compiled: true              # all runs share a compile cache, so that only first runs compile
     losses: true                      # rows keep the loss of every batch of the last run
-    like: finetune                    # inherit the keys of another table; overrides come before those of set
-    published: {where: "a V100", configurations: {fp32: "8.86 samples/s"}}  # published figures, shown with the rows
     configurations:
       fp32: []
       + TF32: ["algorithms.tf32_matmul={}"]
       + TF32, warm: {set: ["algorithms.torch_compile={}"], warm: true}
-      2 GPUs: {ranks: 2}
+      2 GPUs: {ranks: 2, published: "8.86 samples/s"}  # a figure to show beside the row
       HF Trainer: {peer: hf_trainer, set: [peer.torch_compile_mode=default]}
 
 ``peer`` names a module of benchmarks.peers that runs instead of train.py, with the same base and overrides. A
@@ -33,7 +31,7 @@ On the command line, repeats=2, jobs=1, ahead=1, warm_jobs=1 and data.batch_size
 last. Rows are written to benchmarks/results/<gpu>/<table>.jsonl, one per configuration and point of the matrix, with
 the median, minimum and maximum of its runs. Rows of one call have the same time in ``call``, and only those are
 compared. A failed run leaves its error, and its row and the printed table state the kind: out of memory, refused (an
-invalid config or a missing package) or failed. <table>.md and <table>.png show the last finished call.
+invalid config or a missing package) or failed.
 
 Each finished run is written to its row immediately. After a call was stopped or killed, the same command with
 resume=true continues it, with the same configurations, overrides and code. Without an unfinished call it starts a new
@@ -42,7 +40,6 @@ one, so it can always be given.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -56,14 +53,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from tqdm import tqdm
-
 from benchmarks.rows import RESULTS, Call, Row, call_time, describe_error, empty_row, error_report, folder_of, spell
 from benchmarks.table_file import Configuration, Table, configurations_of, read_table
-from benchmarks.tables import markdown, page
+from benchmarks.tables import markdown, where_of
 from benchmarks.worker import Ahead, compile_bytecode
-from composer_speedups.core.files import write_atomically
-from composer_speedups.core.subprocesses import command_output
+from composer_speedups.core.processes import command_output
 from composer_speedups.sweep.processes import TRAIN, Ended, Job, Process, run_all
 
 ROOT = Path(__file__).parent.parent
@@ -74,11 +68,7 @@ _LOSS = re.compile(r"^\[metric\]\[batch=\d+\]: loss/train/total: (\S+)", re.MULT
 
 
 def rows_file(configurations: Sequence[Configuration], name: str, results: Path = RESULTS) -> Path:
-    """The path ``<results>/<gpu>/<name>.jsonl``, for the GPU of this machine unless every configuration trains on the
-    CPU.
-
-    The GPU's name is determined without torch, which would allocate memory on it.
-    """
+    """The file of a table's rows on this machine; torch would take memory of the GPU to know its name."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1")
     said = None
     if not hidden and not all("trainer.device=cpu" in configuration.overrides for configuration in configurations):
@@ -88,23 +78,16 @@ def rows_file(configurations: Sequence[Configuration], name: str, results: Path 
 
 def run_table(table: Table, name: str, results: Path = RESULTS) -> list[Row]:
     """Run all configurations in turn, ``repeats`` times, and update the row after each run."""
-    configurations = configurations_of(table)
-    path, when, published = rows_file(configurations, name, results), call_time(), table.published.configurations
-    rows = [
-        empty_row(name, when, configuration, table.jobs, published.get(configuration.name))
-        for configuration in configurations
-    ]
+    configurations, when, started = configurations_of(table), call_time(), time.monotonic()
+    path = rows_file(configurations, name, results)
+    rows = [empty_row(name, when, configuration, table.jobs) for configuration in configurations]
     call = Call(path, rows, _identity(table, configurations), resume=table.resume)
-    started, finished, total = time.monotonic(), False, table.repeats * len(configurations)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-
     compiled = [(c.name, {key: value for key, value in c.point.items() if key != "seed"}) for c in configurations]
     waiting = [
         (repeat, i) for repeat in range(table.repeats) for i, row in enumerate(call.rows) if repeat >= row["repeats"]
     ]
-    bar = tqdm(total=total, initial=total - len(waiting), desc=name, unit="run", disable=None, dynamic_ncols=True)
-    with contextlib.ExitStack() as stack:
-        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    with tempfile.TemporaryDirectory() as scratch:
 
         def job(index: int, folder: str) -> Job:
             cache = folder
@@ -112,7 +95,7 @@ def run_table(table: Table, name: str, results: Path = RESULTS) -> list[Row]:
                 cache = f"cache{compiled.index(compiled[index])}"
             elif table.share_compiled:
                 cache = "cache"
-            return job_of(table.base, configurations[index], scratch / folder, scratch / cache)
+            return job_of(table.base, configurations[index], Path(scratch, folder), Path(scratch, cache))
 
         def run(jobs: list[Job], at_a_time: int, done: Callable[[Job, Ended], None]) -> None:
             ahead = Ahead(jobs, table.ahead)
@@ -127,9 +110,7 @@ def run_table(table: Table, name: str, results: Path = RESULTS) -> list[Row]:
             shutil.rmtree(done.log.with_suffix(""), ignore_errors=True)
             call.add(index, report)
             shown = f"{configurations[index].name} {spell(configurations[index].point)} {_said(report)}"
-            tqdm.write(f"{time.monotonic() - started:5.0f} s  {repeat + 1}/{table.repeats}  {shown}")
-            sys.stdout.flush()
-            bar.update()
+            print(f"{time.monotonic() - started:5.0f} s  {repeat + 1}/{table.repeats}  {shown}", flush=True)
 
         jobs = [job(i, f"run{repeat}-{i}") for repeat, i in waiting]
         runs = dict(zip((job.log for job in jobs), waiting, strict=True))
@@ -139,24 +120,16 @@ def run_table(table: Table, name: str, results: Path = RESULTS) -> list[Row]:
                 compile_bytecode({job.program for job in jobs})
             run([job(i, f"fill{i}") for i in sorted(to_fill)], table.warm_jobs, lambda *_: None)
             run(jobs, table.jobs, add)
-            finished = True
-        finally:
-            bar.close()
-            rows = call.end(finished=finished)
-            if not finished:
-                print(f"stopped; resume=true continues from {path}", file=sys.stderr, flush=True)
-    return rows
+        except BaseException:
+            print(f"stopped; resume=true continues from {path}", file=sys.stderr, flush=True)
+            raise
+    return call.finish()
 
 
-def _identity(table: Table, configurations: Sequence[Configuration]) -> Row:
-    """What identifies a call: a call can only be resumed by one with the same identity."""
-    return {
-        "base": table.base,
-        "jobs": table.jobs,
-        "fresh": table.fresh,
-        "commit (or uncommitted changes)": code_version(ROOT),
-        "configurations": hashlib.sha256(json.dumps(configurations).encode()).hexdigest()[:12],
-    }
+def _identity(table: Table, configurations: Sequence[Configuration]) -> str:
+    """A digest of what must be the same to resume a call."""
+    same = [table.base, table.jobs, table.fresh, code_version(ROOT), configurations]
+    return hashlib.sha256(json.dumps(same).encode()).hexdigest()[:12]
 
 
 def code_version(root: Path) -> str | None:
@@ -204,16 +177,6 @@ def report_of(job: Job, ended: Ended, fresh: bool) -> Row:
     return report
 
 
-def leave_page(table: Table, rows: Sequence[Row], path: Path) -> list[Path]:
-    """Write the page of a finished call and, if there is something to draw, its chart, next to the file of the rows."""
-    from benchmarks.charts import draw_table  # imports Matplotlib, which the runs do not need
-
-    text, chart = path.with_suffix(".md"), path.with_suffix(".png")
-    drawn = draw_table(table, rows, chart)
-    write_atomically(text, page(rows, path.stem, table.given, table.published.where, chart.name if drawn else ""))
-    return [text, chart] if drawn else [text]
-
-
 def main(arguments: Sequence[str], results: Path = RESULTS) -> None:
     if not arguments or {"-h", "--help"} & set(arguments):
         print(__doc__)
@@ -226,8 +189,7 @@ def main(arguments: Sequence[str], results: Path = RESULTS) -> None:
         raise SystemExit(f"{path}: no such table; there are {known}")
     table = read_table(path, arguments[1:])
     rows = run_table(table, path.stem, results)
-    print("\n".join(markdown(rows)))
-    print("written:", *leave_page(table, rows, rows_file(configurations_of(table), path.stem, results)))
+    print("\n".join([*markdown(rows), "", where_of([row for row in rows if row["environment"]])]))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ Needs Linux. Writes soak.json to the run's folder. Exit status: 0 nothing grew, 
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import gc
 import json
@@ -27,7 +26,7 @@ from composer.loggers import Logger
 
 from composer_speedups.train import application
 from composer_speedups.train.cli import exit_codes, read_command_line
-from composer_speedups.train.startup import StartupClock, without_gc
+from composer_speedups.train.startup import StartupClock
 
 QUICKSTART = Path(__file__).parent.parent / "yamls" / "quickstart.yaml"
 MIB = 2**20
@@ -60,9 +59,7 @@ class Watch(Callback):
         if batch == 0 or batch % self.every:
             return
         gc.collect()
-        # of glibc; otherwise its free memory varies by 100 MiB and more
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).malloc_trim(0)
+        ctypes.CDLL(None).malloc_trim(0)  # of glibc; otherwise its free memory varies by 100 MiB and more
         children = self._process.children(recursive=True)
         gpu_bytes = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
         counts = (self._process.num_fds(), self._process.num_threads(), len(children))
@@ -71,11 +68,7 @@ class Watch(Callback):
 
 
 def host_bytes(pid: int) -> int:
-    """A process's own memory: anonymous and shared-memory pages, each divided by the number of processes that share it.
-
-    File pages are not counted, because libraries are shared with other processes on the machine. 0 for a process that
-    has ended. Source: the kernel's documentation of /proc/PID/smaps_rollup.
-    """
+    """A process's anonymous and shared-memory pages, each divided by its number of sharers; 0 if it has ended."""
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     except (FileNotFoundError, ProcessLookupError):
@@ -84,18 +77,14 @@ def host_bytes(pid: int) -> int:
 
 
 def grown(readings: Sequence[Reading]) -> dict[str, tuple[float, float]]:
-    """Resources whose median is larger in the last fifth of the run than in the second: (before, after) by name.
-
-    Medians are used because a reading may coincide with the restart of workers at an epoch's end. Counts may not grow
-    at all, bytes by the slack that allocators need.
-    """
-    fifth = max(1, len(readings) // 5)
-    medians = {
-        name: tuple(statistics.median(getattr(reading, name) for reading in part) for part in (early, late))
-        for name in Reading._fields[1:]
-        for early, late in [(readings[fifth : 2 * fifth], readings[-fifth:])]
-    }
-    return {name: (old, new) for name, (old, new) in medians.items() if new > old + _SLACK.get(name, 0)}
+    """Resources whose median is larger in the last fifth of the run than in the second: (before, after) by name."""
+    fifth, found = max(1, len(readings) // 5), {}
+    for place, name in enumerate(Reading._fields[1:], start=1):
+        values = [reading[place] for reading in readings]
+        early, late = statistics.median(values[fifth : 2 * fifth]), statistics.median(values[-fifth:])
+        if late > early + _SLACK.get(name, 0):
+            found[name] = (early, late)
+    return found
 
 
 def soak(arguments: Sequence[str]) -> dict[str, Any]:
@@ -105,34 +94,24 @@ def soak(arguments: Sequence[str]) -> dict[str, Any]:
     file = [] if {"-f", "--file"} & set(overrides) else ["-f", str(QUICKSTART)]
     every = f"{max(1, steps // 10)}ba"
     length = [f"trainer.max_duration={steps}ba", f"trainer.eval_interval={every}", f"checkpoint.interval={every}"]
-    config, origins = read_command_line([*file, *_SETTINGS, *length, *overrides])
+    config = read_command_line([*file, *_SETTINGS, *length, *overrides])
     watch = Watch(max(1, steps // 100))
-    with without_gc():
-        clock = StartupClock()
-    application.train(config, origins, clock, callbacks=[watch])
-    results = {
-        "steps": steps,
-        "grown": grown(watch.readings),
-        "readings": [reading._asdict() for reading in watch.readings],
-    }
+    application.train(config, StartupClock(), callbacks=[watch])
+    readings = [reading._asdict() for reading in watch.readings]
+    results = {"steps": steps, "grown": grown(watch.readings), "readings": readings}
     path = Path(config.runs_folder) / config.run_name / "soak.json"
     path.write_text(json.dumps(results, indent=2) + "\n")
     return results
 
 
 def main(arguments: Sequence[str]) -> None:
-    if set(arguments) & {"-h", "--help"}:
-        print(__doc__)
-        return
     results = soak(arguments)
-    first, last = results["readings"][len(results["readings"]) // 5], results["readings"][-1]
-    for name in Reading._fields[1:]:
-        unit = MIB if name.endswith("bytes") else 1
-        print(f"  {name:<12} {first[name] / unit:10,.1f} after a fifth, {last[name] / unit:10,.1f} at the end")
-    print(f"grew: {', '.join(results['grown'])}" if results["grown"] else "nothing grew")
+    print(json.dumps({name: results["readings"][-1][name] for name in Reading._fields}))
+    for name, (early, late) in results["grown"].items():
+        print(f"{name} grew from {early:,.0f} to {late:,.0f}")
     raise SystemExit(1 if results["grown"] else 0)
 
 
 if __name__ == "__main__":
-    with exit_codes("benchmarks.soak"):
+    with exit_codes():
         main(sys.argv[1:])

@@ -24,6 +24,7 @@ class Configuration(NamedTuple):
     peer: str | None = None  # a module of benchmarks.peers to run instead of train.py
     warm: bool = False  # its runs use a filled compile cache
     ranks: int = 1  # number of processes, with one GPU each
+    published: str | None = None
 
 
 class _Keys(BaseModel):
@@ -35,6 +36,7 @@ class _Configuration(_Keys):
     peer: str | None = None
     warm: bool = False
     ranks: int = Field(1, ge=1)
+    published: str | None = None
 
     @model_validator(mode="after")
     def _check_peer(self) -> _Configuration:
@@ -45,13 +47,8 @@ class _Configuration(_Keys):
         return self
 
 
-class _Published(_Keys):
-    where: str = ""
-    configurations: dict[str, str] = {}
-
-
 class Table(_Keys):
-    """The keys of a table, and what the command line adds to them: ``only``, ``last``, ``given`` and ``resume``."""
+    """The keys of a table, and what the command line adds to them: ``only``, ``last`` and ``resume``."""
 
     base: str
     overrides: list[str] = Field([], alias="set")
@@ -64,20 +61,17 @@ class Table(_Keys):
     fresh: bool = False
     share_compiled: bool = False
     losses: bool = False
-    published: _Published = _Published()
     configurations: dict[
         str, Annotated[_Configuration, BeforeValidator(lambda keys: {"set": keys} if isinstance(keys, list) else keys)]
     ]
     only: list[str] = []  # selected configurations; all if empty
     last: list[str] = []  # overrides of all configurations, after their own
-    given: list[str] = []  # the command line
     resume: bool = False
 
     @model_validator(mode="after")
     def _check_names(self) -> Table:
-        for key, names in (("configurations", self.only), ("published", self.published.configurations)):
-            if not set(names) <= set(self.configurations):
-                raise ValueError(f"{key} must be among {', '.join(self.configurations)}")
+        if not set(self.only) <= set(self.configurations):
+            raise ValueError(f"configurations must be among {', '.join(self.configurations)}")
         return self
 
 
@@ -88,10 +82,7 @@ def read_table(path: Path, overrides: Sequence[str] = ()) -> Table:
     Raises:
         SystemExit: Names the key, and says what is allowed.
     """
-    keys = yaml.safe_load(path.read_text())
-    if "like" in keys:
-        keys = _inherited(path.with_name(f"{keys.pop('like')}.yaml"), keys)
-    keys |= {"last": [], "given": [override for override in overrides if not override.startswith("resume=")]}
+    keys = yaml.safe_load(path.read_text()) | {"last": []}
     for override in overrides:
         key, sign, value = override.partition("=")
         if not sign:
@@ -113,16 +104,6 @@ def read_table(path: Path, overrides: Sequence[str] = ()) -> Table:
         raise SystemExit(f"{path}: {where}{': ' if where else ''}{message}, not {first['input']!r:.80}") from error
 
 
-def _inherited(other: Path, own: dict[str, Any]) -> dict[str, Any]:
-    """Another table with its keys replaced by this one's, its overrides before this one's, and without published
-    figures."""
-    if not other.is_file():
-        raise SystemExit(f"{other}: no such table, although another table refers to it in like")
-    inherited = yaml.safe_load(other.read_text())
-    inherited.pop("published", None)
-    return {**inherited, **own, "set": [*inherited.get("set", []), *own.get("set", [])]}
-
-
 def configurations_of(table: Table) -> list[Configuration]:
     """Every selected configuration at every point of the matrix."""
     configurations = []
@@ -137,5 +118,6 @@ def configurations_of(table: Table) -> list[Configuration]:
                 own = kept = kept + own
             if name in (table.only or table.configurations):
                 overrides = [*table.overrides, *placed, *own, *logged, *table.last]
-                configurations.append(Configuration(name, point, overrides, keys.peer, keys.warm, keys.ranks))
+                more = keys.model_dump(exclude={"overrides"})
+                configurations.append(Configuration(name, point, overrides, **more))
     return configurations

@@ -6,6 +6,7 @@ A ratio is always of two rows of the same call: the speed of the host differs be
 from __future__ import annotations
 
 import operator
+import re
 import shlex
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,19 +15,30 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from benchmarks.kernel_kinds import kind_of
 from benchmarks.rows import RESULTS, Row, describe_errors, median_step, point_of, read_rows, spell
 
 ROOT = Path(__file__).parent.parent
 COMMITTED = RESULTS / "nvidia-h200"  # the rows of this repository's GPU
-_COLUMNS = ("configuration", "point", "samples/s (least–most)", "ratio", "tokens/s", "MFU", "peak GiB", "warm-up s")
+_COLUMNS = ("configuration", "point", "samples/s (least–most)", "ratio", "peak GiB", "warm-up s")
 _MORE = {  # column → what of a row it shows, and how; "run" leaves the imports out
     "run s": ("run_seconds", ".1f"),
     "process s": ("process_seconds", ".1f"),
-    "accuracy": ("accuracy", ".4f"),
     "published": ("published", ""),
 }
 _FORMATS = {"peak_memory_gib": ".1f", "warmup_seconds": ".0f", "eval_seconds": ".1f"}
+# Of a kernel's name; the first match decides. Inductor's names list what was fused, so several may match.
+_KINDS = {
+    "communication": r"nccl|gloo|c10d::",
+    "attention": r"flash|fmha|attention|sdpa|^(?!.*log_?softmax).*softmax",
+    "optimizer": r"adam|multi_tensor_apply|optimizer",
+    "scaling to float8": r"triton.*_scaled_mm",  # operations that inductor fuses before a float8 product
+    "GEMM": r"gemm|nvjet|xmma|cublas|splitk|cutlass|::(addmm|mm|bmm|baddbmm|linear|matmul)$|mkldnn_linear|_scaled_mm",
+    "activation": r"gelu|erf|tanh|relu",
+    "LayerNorm, dropout, residual": r"layer_?norm|dropout|GammaBeta|masked_scale|bernoulli|seed|LayerNorm",
+    "embeddings": r"embedding",
+    "reductions": r"column_sums|reduce|_red_|::sum$|::mean$|_per_fused_sum|foreach_norm|LpNorm",
+    "copies and casts": r"memcpy|memset|copy|catarray|::cat$|::to$|fill|zero_|contiguous",
+}
 
 
 def table(columns: Sequence[str], lines: Iterable[Sequence[str]]) -> list[str]:
@@ -39,10 +51,7 @@ def table(columns: Sequence[str], lines: Iterable[Sequence[str]]) -> list[str]:
 
 
 def committed(name: str) -> list[Row]:
-    """All committed rows of a table; those from a CPU if there are none from this repository's GPU.
-
-    ``GPU/TABLE`` names the rows of another GPU, by its folder in ``benchmarks/results``.
-    """
+    """All committed rows of ``TABLE`` (those of a CPU if there are no others) or of ``GPU/TABLE``."""
     if "/" in name:
         return read_rows(RESULTS / f"{name}.jsonl")
     return read_rows(COMMITTED / f"{name}.jsonl") or read_rows(RESULTS / "cpu" / f"{name}.jsonl")
@@ -59,11 +68,7 @@ def every_gpus_rows(name: str) -> list[Row]:
 
 
 def where_of(rows: Sequence[Row], *, counted: bool = True) -> str:
-    """How often the rows ran (if ``counted``), on which hardware and versions, on which days and at which commits.
-
-    More than one of each where rows differ, and nothing of what none of them knows. A commit whose files were changed
-    when it ran is named so.
-    """
+    """How often the rows ran (if ``counted``), on which hardware and versions, on which days and at which commits."""
     days = ", ".join(sorted({row["call"][:10] for row in rows}))
     commits = ", ".join(sorted({commit_of(row) for row in rows}))
     return f"{_repeats(rows) if counted else ''}{_machine(rows)}; {days}; commit {commits}."
@@ -81,14 +86,11 @@ def override_of(row: Row, key: str) -> str | None:
     return {name: given for name, _, given in pairs}.get(key)
 
 
-_ALIASES = {"batch": "data.batch_size"}
-
-
 def select(selection: str) -> list[Row]:
     """The rows of ``TABLE [KEY=VALUE …]`` that have measurements.
 
-    ``KEY`` is a key of the row or of an override on its command line; ``batch`` is ``data.batch_size``. A comma
-    separates alternative values. The value of ``call`` is the beginning of the call's time: ``2026-01-02T03:04``.
+    ``KEY`` is a key of the row or of an override on its command line. A comma separates alternative values. The value
+    of ``call`` is the beginning of the call's time: ``2026-01-02T03:04``.
 
     Raises:
         ValueError: There are none.
@@ -97,7 +99,6 @@ def select(selection: str) -> list[Row]:
 
     def meets(row: Row, condition: str) -> bool:
         key, _, wanted = condition.partition("=")
-        key = _ALIASES.get(key, key)
         value = str(row[key]) if key in row else override_of(row, key)
         alternatives = wanted.split(",")
         return str(value).startswith(tuple(alternatives)) if key == "call" else value in alternatives
@@ -175,10 +176,7 @@ def _figure_by_call(columns: Sequence[str], lines: Sequence[_Line], rows: Sequen
 
 
 def _by_call(rows: Sequence[Row]) -> Iterator[tuple[Row, Row | None]]:
-    """Each row with that of the table's first configuration in the same call and batch size, None where none ran.
-
-    By batch size, then by call, then in the order of the table.
-    """
+    """Each row, by batch size and call, with that of the table's first configuration in the same call, if it ran."""
     first = rows[0]["configuration"]
     point = operator.itemgetter("data.batch_size", "call")
     bases = {point(row): row for row in rows if row["configuration"] == first and row["samples_per_sec"]}
@@ -262,10 +260,7 @@ class Reached(NamedTuple):
 
 
 def reached_by(rows: Sequence[Row], reference: str) -> Reached:
-    """Seconds from the start of each run's process until held-out accuracy first reached a target.
-
-    The target is the mean final accuracy of the configuration ``reference``, minus its standard deviation over seeds.
-    """
+    """When each run first reached the mean final accuracy of ``reference``, minus its standard deviation over seeds."""
     runs = {
         configuration: [run for row in rows if row["configuration"] == configuration for run in row["evaluations"]]
         for configuration in dict.fromkeys(row["configuration"] for row in rows)
@@ -302,11 +297,7 @@ def time_to_accuracy(name: str, reference: str) -> list[str]:
 
 
 def steps(name: str, conditions: str = "") -> list[str]:
-    """Every configuration at each batch size: its rate and median step, compared with the first one's of the call.
-
-    The rate is of all steady steps together; where a host runs ahead of the GPU, the median step is the host's. The
-    ``conditions`` select rows; see :func:`select`.
-    """
+    """Every configuration at each batch size: its rate and median step, compared with the first one's of the call."""
     rows, lines = select(f"{name} {conditions}"), []
     for row, base in _by_call(rows):
         if not row["samples_per_sec"]:
@@ -318,23 +309,15 @@ def steps(name: str, conditions: str = "") -> list[str]:
             step += f" ({median_step(base) / median_step(row):.2f})"
         cells = [_spread(row), _ratio(row, base), step, _median(row, "peak_memory_gib"), _median(row, "warmup_seconds")]
         lines.append((row["call"], [str(row["data.batch_size"]), row["configuration"], *cells]))
-    head = [
-        "batch",
-        "configuration",
-        "samples/s",
-        f"ratio to {rows[0]['configuration']}",
-        "median step, ms (ratio)",
-        "peak GiB",
-        "warm-up, s",
-    ]
-    return _figure_by_call(head, lines, rows)
+    first = rows[0]["configuration"]
+    columns = ["samples/s", f"ratio to {first}", "median step, ms (ratio)", "peak GiB", "warm-up, s"]
+    return _figure_by_call(["batch", "configuration", *columns], lines, rows)
 
 
 def best(*selections: str) -> list[str]:
-    """The fast set, also with 8-bit matmuls, compared with the fastest peers of the same call.
+    """The fast set, also with 8-bit matmuls, and the fastest peers, in the call in which a peer was fastest.
 
-    Each selection, ``TABLE [KEY=VALUE …]``, is a line: the call in which a peer was fastest. Ratios are to the faster
-    peer. The GPU has a column if the lines are of several.
+    Each selection, ``TABLE [KEY=VALUE …]``, is a line. Ratios are to the faster peer.
     """
     base = yaml.safe_load((ROOT / "yamls" / "bert_imdb_fast.yaml").read_text())
     lines, rows = [], []
@@ -354,18 +337,8 @@ def best(*selections: str) -> list[str]:
                 f"{fast['peak_memory_gib']['median'] / strongest['peak_memory_gib']['median']:.0%}",
             ]
         )  # fmt: skip
-    columns = [
-        "GPU",
-        "BERT",
-        "batch × tokens",
-        "padding",
-        *PEERS.values(),
-        "fast set",
-        "ratio",
-        "with fp8",
-        "ratio",
-        "memory",
-    ]
+    columns = ["GPU", "BERT", "batch × tokens", "padding", *PEERS.values(), "fast set", "ratio", "with fp8", "ratio"]
+    columns.append("memory")
     if len({gpu for gpu, *_ in lines}) == 1:
         return _figure(columns[1:], [cells for _, *cells in lines], rows)
     return _figure(columns, lines, rows)
@@ -401,27 +374,25 @@ def jobs(name: str) -> list[str]:
         over = "–" if base is None else f"{base['process_seconds']['median'] / seconds:.2f}"
         cells = [_spread(row, "process_seconds"), over, _median(row, "warmup_seconds"), _median(row, "eval_seconds")]
         lines.append((row["call"], [str(row["data.batch_size"]), row["configuration"], *cells]))
-    head = [
-        "batch",
-        "configuration",
-        "start to exit, s",
-        f"speedup over {rows[0]['configuration']}",
-        "warm-up, s",
-        "both evaluations, s",
-    ]
-    return _figure_by_call(head, lines, rows)
+    first = rows[0]["configuration"]
+    columns = ["start to exit, s", f"speedup over {first}", "warm-up, s", "both evaluations, s"]
+    return _figure_by_call(["batch", "configuration", *columns], lines, rows)
 
 
 def kernels(name: str) -> list[str]:
     """The kernels of the last row, PyTorch's, and the time of one copy."""
     row = rows_of(name)[-1]
+    return [*kernel_times(row), "", f"One run: medians of repeated calls. {where_of([row])}"]
+
+
+def kernel_times(row: Row) -> list[str]:
+    """The table of a row of :mod:`benchmarks.micro`."""
     lines = []
     for kernel in row["kernels"]:
         ours, theirs = kernel["us"], kernel["torch_us"]
         times = [f"{ours:.0f}", f"{theirs:.0f}", f"{theirs / ours:.2f}", f"{kernel['copy_us']:.0f}"]
         lines.append([kernel["name"].replace("_", " "), *times])
-    columns = ["kernel", "µs", "PyTorch, µs", "speedup", "lower bound: copying inputs and outputs, µs"]
-    return [*table(columns, lines), "", f"One run: medians of repeated calls. {where_of([row])}"]
+    return table(["kernel", "µs", "PyTorch, µs", "speedup", "lower bound: copying inputs and outputs, µs"], lines)
 
 
 def suite() -> list[str]:
@@ -470,20 +441,21 @@ def mutants() -> list[str]:
 
 
 def kinds(override: str) -> list[str]:
-    """The profiles whose command line holds an override, a column each: kinds of kernels, the slowest first.
+    """The profiles whose command line holds an override, the last one of each configuration."""
+    rows = {profiled(row): row for row in rows_of("profile") if override in row["arguments"]}
+    return [*kinds_of_kernels(rows), "", f"One profile of each configuration. {where_of(list(rows.values()))}"]
 
-    A row keeps only its slowest kernels by name; "kernels outside the slowest" is the time of the others.
-    """
-    rows = {profiled(row): row for row in rows_of("profile") if override in row["arguments"]}  # the last of each name
-    columns = [ms_by_kind(row) for row in rows.values()]
+
+def kinds_of_kernels(rows: dict[str, Row]) -> list[str]:
+    """A column of milliseconds per step for each profile: kinds of kernels, the slowest first."""
+    columns = [_ms_by_kind(row) for row in rows.values()]
     every = dict.fromkeys(kind for column in columns for kind in column)
     order = sorted(every, key=lambda kind: -max(column.get(kind, 0.0) for column in columns))
     lines = [[kind, *(f"{column[kind]:.1f}" if kind in column else "–" for column in columns)] for kind in order]
     totals = {"GPU busy": "busy_ms", "step": "step_ms", "its matmuls alone, bf16": "gemm_floor_ms"}
     for label, key in totals.items():
         lines.append([f"**{label}**", *(f"{row[key]:.1f}" for row in rows.values())])
-    where = where_of(list(rows.values()))
-    return [*table(["ms per step", *rows], lines), "", f"One profile of each configuration. {where}"]
+    return table(["ms per step", *rows], lines)
 
 
 def profiled(row: Row) -> str:
@@ -497,8 +469,7 @@ def profiled(row: Row) -> str:
     return "compiled"
 
 
-def ms_by_kind(row: Row) -> dict[str, float]:
-    """Milliseconds per step of a profile's kernels by their kind."""
+def _ms_by_kind(row: Row) -> dict[str, float]:
     sums: dict[str, float] = {}
     for kernel in row["kernels"]:
         kind = kind_of(kernel["name"])
@@ -507,39 +478,38 @@ def ms_by_kind(row: Row) -> dict[str, float]:
     return {**sums, "kernels outside the slowest": rest} if rest > 0.05 else sums
 
 
+def kind_of(name: str) -> str:
+    """The kind of a CUDA kernel or, in a CPU profile, of an aten operator."""
+    return next((kind for kind, pattern in _KINDS.items() if re.search(pattern, name, re.IGNORECASE)), "other")
+
+
 # A call, whole
 
 
 def call(name: str, count: int | str = 1) -> list[str]:
-    """The rows of a table's last committed calls, one table each: failed ones too, without what random weights say.
-
-    If there are none, a sentence says so.
-    """
+    """The rows of a table's last committed calls, one table each, with failed configurations."""
     rows = committed(name)
     if not rows:
         return [f"Not measured yet: `python -m benchmarks.run {Path(name).name}` does it."]
     lines: list[str] = []
     for when in sorted({row["call"] for row in rows})[-int(count) :]:
         one = [row for row in rows if row["call"] == when]
-        lines += [*markdown(one, without=("tokens/s", "MFU", "accuracy")), ""]
-        lines += [where_of([row for row in one if row["environment"]]), ""]
+        lines += [*markdown(one), "", where_of([row for row in one if row["environment"]]), ""]
     return lines[:-1]
 
 
-def markdown(rows: Sequence[Row], without: Sequence[str] = ()) -> list[str]:
+def markdown(rows: Sequence[Row]) -> list[str]:
     """The rows of a call as a table, speed-up over the first configuration of each point.
 
     Several ranks have an efficiency: their speed-up over a configuration of one rank, over their number. It is the one
     with the same name after a comma, such as "1 GPU, 128 each" for "2 GPUs, 128 each", or else with the longest
     beginning of that name, such as the same one for "2 GPUs, 128 each, bf16 sums".
-    Seconds of whole runs and processes, accuracy and published figures have columns where rows have them.
+    Seconds of whole runs and processes and published figures have columns where rows have them.
     """
     more = [column for column, (name, _) in _MORE.items() if any(row.get(name) is not None for row in rows)]
     if any(row["ranks"] > 1 for row in rows):
         more = ["median step, ms", "efficiency", *more]
-    columns = [column for column in (*_COLUMNS, *more) if column not in without]
-    if not any(map(point_of, rows)):
-        columns.remove("point")
+    columns = [column for column in (*_COLUMNS, *more) if column != "point" or any(map(point_of, rows))]
     first: dict[str, float] = {}  # rate of the first configuration, by point
     lines = []
     for row in rows:
@@ -556,23 +526,14 @@ def markdown(rows: Sequence[Row], without: Sequence[str] = ()) -> list[str]:
 def _measured(row: Row, base: float | None) -> dict[str, str]:
     rate, failed = row["samples_per_sec"], describe_errors(row)
     if rate is None:
-        return {_COLUMNS[2]: failed or ("not timed" if row["train_loss"] or row["accuracy"] else "failed")}
+        return {_COLUMNS[2]: failed or "not timed"}
     text = _spread(row)
     return {
         _COLUMNS[2]: f"{text}; {failed}" if failed else text,
         "ratio": "–" if base is None else f"{rate['median'] / base:.2f}",
-        "tokens/s": _number(row.get("tokens_per_sec"), ",.0f"),
-        "MFU": _mfu(row),
         "peak GiB": _number(row["peak_memory_gib"], ".1f"),
         "warm-up s": _number(row["warmup_seconds"], ".1f"),
     }
-
-
-def _mfu(row: Row) -> str:
-    """The share of the peak of the precision that the run reported, which float8 products do not change: then named."""
-    techniques = row.get("algorithms", {})
-    float8 = "float8_linear" in techniques or "fp8" in str(techniques.get("fused_layers", {}).get("settings", ""))
-    return _number(row.get("mfu"), ".1%") + (f" of {row['numerics']['matmul']}'s peak" if float8 else "")
 
 
 def _efficiency(row: Row, rows: Sequence[Row]) -> str:
@@ -600,21 +561,3 @@ def _number(value: dict[str, Any] | str | None, form: str) -> str:
     if value is None:
         return ""
     return value if isinstance(value, str) else format(value["median"], form)
-
-
-def page(rows: Sequence[Row], name: str, given: Sequence[str], published: str = "", chart: str = "") -> str:
-    """A Markdown page of a call, with the command line that ran it: the table, where it ran, and its chart.
-
-    ``published`` says where the published figures are from, and ``chart`` names a file beside the page.
-    """
-    command = shlex.join(["python", "-m", "benchmarks.run", name, *given])
-    known = [row for row in rows if row["environment"]]
-    paragraphs = [
-        f"# {name}",
-        f"`{command}`, call of {rows[0]['call']}.",
-        "\n".join(markdown(rows)),
-        where_of(known) if known else "No run ended without an error, so none says where it ran.",
-        f"Published: {published}." if published else "",
-        f"![{name}]({chart})" if chart else "",
-    ]
-    return "\n\n".join(filter(None, paragraphs)) + "\n"

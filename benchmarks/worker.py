@@ -50,10 +50,7 @@ class Held(Process):
 
 
 class Ahead:
-    """Starts jobs in their order, and ``count`` of them at the same time, which wait for their turn.
-
-    Jobs with several ranks are started when their turn comes.
-    """
+    """Starts jobs of one rank in their order, and ``count`` of them at the same time, which wait for their turn."""
 
     def __init__(self, jobs: Sequence[Job], count: int) -> None:
         self._jobs, self._count = deque(job for job in jobs if job.ranks == 1), count
@@ -78,8 +75,7 @@ class Ahead:
 
 
 def compile_bytecode(programs: set[str]) -> None:
-    """Import programs, and what they import, in another process, so that their bytecode is there, as after an earlier
-    run."""
+    """Import programs, and what they import, in another process, so that their bytecode is there."""
     for program in sorted(programs | {__name__}):
         code = f"import {program} as module; getattr(module, 'import_all', int)()"
         subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONDONTWRITEBYTECODE": ""}, check=True)

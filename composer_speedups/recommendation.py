@@ -21,6 +21,7 @@ RECOMMENDED: dict[str, dict[str, Any]] = {
     "fused_layers": {},
     "cuda_graphs": {"max_graphs": 16},
     "early_loss": {},
+    "lean_dispatch": {},
 }
 """YAML name → settings, the same as in ``yamls/bert_imdb_fast.yaml``."""
 
@@ -43,7 +44,7 @@ def recommended(on_unavailable: OnUnavailable = "stop", precision: Literal["bf16
 
     Example:
         ``Trainer(model=model, algorithms=recommended(), …)``. On several GPUs, add the callbacks and the sampler of
-        :mod:`composer_speedups.distributed`, as in ``examples/own_trainer.py``.
+        ``examples/own_trainer.py``.
     """
     # imported here because they need torch and Composer; the set itself is plain data
     from torch import cuda

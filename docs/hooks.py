@@ -13,7 +13,7 @@ from mkdocs.structure.files import File, Files
 
 from composer_speedups.core.registry import folder_of, technique_class, technique_names
 from composer_speedups.core.settings import Settings, doc_of, key_line, keys_of, sections_of
-from composer_speedups.sweep.settings import PREFIX, TuneConfig
+from composer_speedups.sweep.tune import PREFIX, TuneConfig
 from composer_speedups.train.config.schema import Config
 
 ROOT = Path(__file__).parent.parent

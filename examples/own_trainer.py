@@ -24,8 +24,7 @@ from composer.utils import dist, reproducibility
 from torch.utils.data import DataLoader, Dataset
 from transformers import AutoModelForSequenceClassification, BertConfig, BertForSequenceClassification
 
-from composer_speedups import ThroughputMonitor, recommended
-from composer_speedups.distributed import BalancedSampler, FreezeGarbage, OverlappedDDP, share_cores
+from composer_speedups import BalancedSampler, FreezeGarbage, OverlappedDDP, ThroughputMonitor, recommended, share_cores
 
 SIZES = {
     "tiny": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64},

@@ -18,7 +18,7 @@ from transformers import AutoModelForSequenceClassification, BertConfig
 from composer_speedups import apply_recommended, with_row_lengths
 from composer_speedups.data.builtin import builtin_reviews
 from composer_speedups.data.tokens import load_tokenizer
-from composer_speedups.tasks.data_config import DataConfig
+from composer_speedups.tasks.settings import DataConfig
 
 
 def main(arguments: list[str] | None = None) -> list[float]:

@@ -17,7 +17,7 @@ from sentence_transformers.losses import MultipleNegativesRankingLoss
 
 from composer_speedups import apply_recommended
 from composer_speedups.data.builtin import builtin_reviews
-from composer_speedups.tasks.model_names import resolve_name
+from composer_speedups.tasks.settings import resolve_name
 
 
 def main(arguments: list[str] | None = None) -> list[float]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import sys
 from collections.abc import Iterator
@@ -30,40 +29,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # two tests run at a time, on two
 import pytest  # noqa: E402
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--record-support", action="store_true", help="write what passed to tests/supported.json")
-
-
-class SupportRecorder:
-    """Writes down what the marked tests that passed claim; see tests/helpers/support.py."""
-
-    def __init__(self) -> None:
-        self.passed: dict[str, dict[str, Any]] = {}
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        claims = dict(report.user_properties).get("supports")
-        if claims is not None and report.when == "call" and report.passed:
-            self.passed[report.nodeid] = {"on": "GPU" if "gpu" in report.keywords else "CPU", "claims": claims}
-
-    def pytest_sessionfinish(self) -> None:
-        from tests.helpers.support import RECORD, merged, read_record
-
-        record = merged(read_record(), self.passed)
-        lines = [f"  {json.dumps(test)}: {json.dumps(entry)}" for test, entry in record.items()]
-        RECORD.write_text("{\n" + ",\n".join(lines) + "\n}\n")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("--record-support") and not hasattr(config, "workerinput"):  # not in xdist's workers
-        config.pluginmanager.register(SupportRecorder())
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    from tests.helpers.support import claims_of
-
-    for item in items:
-        if claims := claims_of(item):
-            item.user_properties.append(("supports", [list(claim) for claim in claims]))
     items.sort(key=lambda item: "slow" not in item.keywords)  # so that no worker is alone with one at the end
     import torch  # not where xdist's controller has only to start the workers
 
@@ -92,7 +58,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _known_processor() -> None:
-    from tests.helpers.isa import skip_isa_probe
+    from tests.helpers.forks import skip_isa_probe
 
     skip_isa_probe()
 

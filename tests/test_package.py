@@ -1,12 +1,12 @@
-"""The package as it is installed and imported: a quick import without a warning, its public names, one version."""
+"""The package as it is installed and imported, its pins, and the layout that docs/design.md asks for."""
 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import tomllib
-from pathlib import Path
 
 import pytest
 import yaml
@@ -14,8 +14,10 @@ from packaging.requirements import Requirement
 
 import composer_speedups
 from composer_speedups.__main__ import command
+from composer_speedups.core.registry import technique_names
 from tests.conftest import ROOT
 
+PACKAGE = ROOT / "composer_speedups"
 IMPORT = """
 import json, sys, time
 start = time.process_time()
@@ -117,13 +119,26 @@ def test_the_pinned_versions_are_those_of_the_newest_rows_of_each_gpu() -> None:
         assert measured["composer"] == pinned["mosaicml"]
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / ".github").rglob("*.yml")), ids=lambda p: p.name)
-def test_files_for_the_repository_host_are_yaml(path: Path) -> None:
-    assert isinstance(yaml.safe_load(path.read_text()), dict)
-
-
 def test_the_workflow_runs_what_a_contributor_runs() -> None:
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
     steps = [step for job in workflow["jobs"].values() for step in job["steps"]]
     assert [step["run"] for step in steps if "run" in step] == [".ci/run"]
     assert (ROOT / ".ci" / "run").stat().st_mode & 0o111
+
+
+def test_at_most_six_modules_lie_directly_in_the_package() -> None:
+    names = sorted(path.name for path in PACKAGE.glob("*.py"))
+    assert len(names) <= 6, names
+
+
+def test_every_folder_of_the_tests_is_one_of_the_package() -> None:
+    folders = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    tests = {path.parent.name for path in (ROOT / "tests").glob("*/__init__.py")}
+    assert tests - folders == {"benchmarks", "gpu", "helpers", "outside", "reference"}
+
+
+@pytest.mark.parametrize("name", ["application.py", "startup.py", "trainer.py", "report.py"])
+def test_the_application_names_no_technique(name: str) -> None:
+    """What a technique wants to do before torch is imported is a hook in its folder."""
+    named = re.findall(r'"(\w+)"|algorithms\.(\w+)', (PACKAGE / "train" / name).read_text())
+    assert {one or other for one, other in named}.isdisjoint(technique_names())

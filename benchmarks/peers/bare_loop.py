@@ -19,23 +19,19 @@ from benchmarks.peers.job import Job, Plan, build_job, plan_of, read_arguments
 from benchmarks.peers.meter import Meter
 from composer_speedups import apply
 from composer_speedups.core.compile_counts import compile_counts
-from composer_speedups.core.errors import ConfigError
 from composer_speedups.core.registry import build_techniques
 from composer_speedups.core.trainer_state import torch_device
 from composer_speedups.packing.encoder import with_counted_rows
 from composer_speedups.train.cli import exit_codes
 from composer_speedups.train.config.schema import Config
-from composer_speedups.train.optimization import build_optimizer
 from composer_speedups.train.run_folder import RunFolder
-from composer_speedups.train.trainer import open_device
+from composer_speedups.train.trainer import build_optimizer, open_device
 
-_COMPOSERS = {"early_loss"}  # depends on Composer's loop
+_COMPOSERS = {"early_loss", "lean_dispatch"}  # depend on Composer's loop
 
 
 def main(arguments: list[str]) -> None:
-    config, flags = read_arguments(arguments)
-    if flags:
-        raise ConfigError(f"unknown key 'peer.{next(iter(flags))}'; the bare loop has no keys of its own")
+    config, _ = read_arguments(arguments)
     wanted = {name: settings for name, settings in config.algorithms.items() if name not in _COMPOSERS}
     techniques = build_techniques(wanted, config.on_unavailable)
     precision = _precision(config)
@@ -50,10 +46,7 @@ def main(arguments: list[str]) -> None:
         applied = apply(model, techniques, build_optimizer(model, config.optimizer))
         meter = Meter(config, model, device, precision)
         Loop(config, job, applied.optimizer, torch.amp.GradScaler(enabled=False), meter).fit(plan)
-        evidence = {
-            "techniques": list(map(repr, techniques)),
-            "graphs": compile_counts().since(before).graphs,
-        }
+        evidence = {"techniques": list(map(repr, techniques)), "graphs": compile_counts().since(before).graphs}
         meter.write(folder, "bare_loop", evidence)
 
 

@@ -7,14 +7,8 @@ GPU the loop uses bf16 autocast, TF32, fused AdamW, torch.compile with dynamic s
 and backward pass per number of tokens. Each batch is one copy from pinned memory, and nothing waits for the GPU. The
 job is that of the config; ``algorithms`` and ``trainer.precision`` are ignored.
 
-The keys, with the fastest values that were found as defaults:
-
-- ``peer.torch_compile`` (true on a GPU)
-- ``peer.graphs`` (true on a GPU): False launches every kernel from Python.
-- ``peer.multiple`` (512): Tokens are rounded up to a multiple of it. Matmuls are slow at odd numbers, and a smaller
-  multiple means more graphs.
-- ``peer.one_product`` (true): Query, key and value are one matmul.
-- ``peer.bf16_layernorm`` (true): LayerNorm returns bf16, where autocast would make it float32.
+``peer.graphs=false`` launches every kernel from Python. Tokens are rounded up to a multiple of ``peer.multiple`` (512):
+matmuls are slow at odd numbers, and a smaller multiple means more graphs.
 
 On a CPU, attention runs text by text. The model must be a BertForSequenceClassification, or an
 EsmForSequenceClassification with rotary positions, such as ESM-2.
@@ -22,13 +16,13 @@ EsmForSequenceClassification with rotary positions, such as ESM-2.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
@@ -42,32 +36,24 @@ from benchmarks.peers.job import build_job, plan_of, read_arguments, set_attenti
 from benchmarks.peers.meter import Meter
 from composer_speedups.core.compile_counts import capturing, compile_counts
 from composer_speedups.core.errors import ConfigError
+from composer_speedups.core.settings import Settings
 from composer_speedups.core.trainer_state import torch_device
 from composer_speedups.train.cli import exit_codes
-from composer_speedups.train.optimization import build_optimizer
 from composer_speedups.train.run_folder import RunFolder
-from composer_speedups.train.trainer import open_device
+from composer_speedups.train.trainer import build_optimizer, open_device
 
 ATTENTION = "torch_varlen"
 
 
-@dataclasses.dataclass
-class Flags:
-    torch_compile: bool
-    graphs: bool
-    multiple: int = 512
-    one_product: bool = True
-    bf16_layernorm: bool = True
+class Flags(Settings):
+    graphs: bool = True
+    multiple: int = Field(512, ge=1)
 
 
 def main(arguments: list[str]) -> None:
-    config, given = read_arguments(arguments)
+    config, flags = read_arguments(arguments, Flags)
     device = open_device(config.trainer)
     on_gpu = torch_device(device).type == "cuda"
-    known = [field.name for field in dataclasses.fields(Flags)]
-    if unknown := [name for name in given if name not in known]:
-        raise ConfigError(f"unknown key 'peer.{unknown[0]}'; the flattened loop has {', '.join(known)}")
-    flags = Flags(**{"torch_compile": on_gpu, "graphs": on_gpu, **given})
     AttentionInterface.register(ATTENTION, varlen_attention)
     AttentionMaskInterface.register(ATTENTION, lambda *_, **__: None)
     config.algorithms = {}
@@ -78,7 +64,7 @@ def main(arguments: list[str]) -> None:
         job = build_job(config, on_gpu=on_gpu)
         check_model(job.model.model)
         set_attention(job.model, ATTENTION)
-        prepare(job.model.model, flags)
+        prepare(job.model.model)
         model = job.model.to(torch_device(device))
         optimizer = build_optimizer(model, config.optimizer)
         for group in optimizer.param_groups:
@@ -86,7 +72,7 @@ def main(arguments: list[str]) -> None:
         before = compile_counts()
         meter = Meter(config, model, device, "amp_bf16" if on_gpu else "fp32")
         loop = FlattenedLoop(config, job, optimizer, torch.amp.GradScaler(enabled=False), meter)
-        loop.use(flags)
+        loop.use(flags, on_gpu=on_gpu)
         loop.fit(plan_of(config, len(job.train)))
         evidence = {
             "attention": ATTENTION,
@@ -105,15 +91,13 @@ def check_model(model: Any) -> None:
         raise ConfigError(f"model.name: the flattened loop trains {kinds} only, not {type(model).__name__}")
 
 
-def prepare(model: Any, flags: Flags) -> None:
-    """Change a model's layers as the flags say; parameters keep their values."""
-    if flags.one_product:
-        for layer in model.base_model.encoder.layer:
-            layer.attention.self = SelfAttention(layer.attention.self)
-    if flags.bf16_layernorm:
-        for module in model.modules():
-            if type(module) is nn.LayerNorm:
-                module.__class__ = AutocastLayerNorm
+def prepare(model: Any) -> None:
+    """Change a model's layers; parameters keep their values."""
+    for layer in model.base_model.encoder.layer:
+        layer.attention.self = SelfAttention(layer.attention.self)
+    for module in model.modules():
+        if type(module) is nn.LayerNorm:
+            module.__class__ = AutocastLayerNorm
 
 
 class SelfAttention(nn.Module):
@@ -166,12 +150,12 @@ class FlattenedLoop(Loop):
     flags: Flags
     graphed: GraphedStep | None = None
 
-    def use(self, flags: Flags) -> None:
+    def use(self, flags: Flags, *, on_gpu: bool) -> None:
         self.flags = flags
         self.classify = functools.partial(classify, self.model.model)
-        if flags.torch_compile:
+        if on_gpu:
             self.classify = torch.compile(self.classify, dynamic=True)
-        if flags.graphs:
+        if on_gpu and flags.graphs:
             self.graphed = GraphedStep(self._forward_backward, self.optimizer)
 
     def forward(self, batch: Mapping[str, Tensor]) -> tuple[Any, Tensor]:

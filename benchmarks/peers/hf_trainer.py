@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -37,54 +37,50 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from benchmarks.peers.job import Job, build_job, plan_of, set_attention
 from benchmarks.peers.job_trainer import JobTrainer, meter_of, read_flags, training_arguments
 from composer_speedups.core.errors import ConfigError
+from composer_speedups.core.settings import Settings
 from composer_speedups.recommendation import apply_recommended
 from composer_speedups.train.cli import exit_codes
 from composer_speedups.train.config.schema import Config
 from composer_speedups.train.run_folder import RunFolder
 
-_OWN_FLAGS: dict[str, Any] = {
-    "preset": "best",
-    "attention": "sdpa",
-    "regional_compile": False,
-    "apply_recommended": False,
-    "disentangled_flash": False,
-    "grad_norm": True,
-    "lora": None,
-}
+
+class Flags(Settings):
+    preset: Literal["best", "plain"] = "best"
+    attention: str = "sdpa"
+    regional_compile: bool = False
+    apply_recommended: bool = False
+    disentangled_flash: bool = False
+    grad_norm: bool = True
+    lora: dict[str, Any] | None = None
+
+
 _LORA = {"rank": "r", "alpha": "lora_alpha", "targets": "target_modules", "dropout": "lora_dropout"}
 
 
 def main(arguments: list[str]) -> None:
-    config, own, flags, on_gpu = read_flags(arguments, _OWN_FLAGS)
-    if own["regional_compile"]:
+    config, own, flags, on_gpu = read_flags(arguments, Flags)
+    if own.regional_compile:
         os.environ["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] = "true"
     with RunFolder(config) as folder:
         job = build_job(config, on_gpu=on_gpu)
         plan = plan_of(config, len(job.train))
-        args = training_arguments(
-            TrainingArguments, config, plan, own["preset"], flags, own=_OWN_FLAGS, on_gpu=on_gpu, folder=folder.path
-        )
+        args = training_arguments(TrainingArguments, config, plan, own.preset, flags, on_gpu=on_gpu, folder=folder.path)
         if args.train_sampling_strategy == "group_by_length":
             job = job._replace(train=_grouped_by_length(job.train, config))
         meter = meter_of(config, job, args, on_gpu=on_gpu)
-        set_attention(job.model, own["attention"])
-        if own["apply_recommended"]:
-            own["apply_recommended"] = sorted(apply_recommended(job.model.model).evidence)
-        if own["disentangled_flash"]:
+        set_attention(job.model, own.attention)
+        applied = sorted(apply_recommended(job.model.model).evidence) if own.apply_recommended else []
+        if own.disentangled_flash:
             from disentangled_flash import optimize_deberta_training
 
             optimize_deberta_training(job.model.model.deberta)
-        model = job.model.model if own["lora"] is None else _with_lora(job.model.model, own["lora"])
-        trainer = _Peer(job, model=model, args=args, plan=plan, meter=meter, config=config, grad_norm=own["grad_norm"])
-        trainer.run(folder, "hf_trainer", own)
+        model = job.model.model if own.lora is None else _with_lora(job.model.model, own.lora)
+        trainer = _Peer(job, model=model, args=args, plan=plan, meter=meter, config=config, grad_norm=own.grad_norm)
+        trainer.run(folder, "hf_trainer", {**own.model_dump(), "apply_recommended": applied})
 
 
 def _grouped_by_length(loader: DataLoader[Any], config: Config) -> DataLoader[Any]:
-    """The job's loader with the sampler that transformers uses for ``group_by_length``.
-
-    Raises:
-        ConfigError: The batches are padded to a fixed length, so grouping would change nothing.
-    """
+    """The job's loader with the sampler that transformers uses for ``group_by_length``."""
     if config.data.padding != "longest":
         raise ConfigError("peer.train_sampling_strategy: group_by_length saves nothing here; set data.padding=longest")
     rows: Any = loader.dataset
@@ -103,14 +99,8 @@ def _grouped_by_length(loader: DataLoader[Any], config: Config) -> DataLoader[An
     )
 
 
-def _with_lora(model: Any, settings: Any) -> Any:
-    """PEFT's model around a classifier, with adapters inserted into the classifier itself.
-
-    Raises:
-        ConfigError: Unknown settings, or none of rank and alpha.
-    """
-    if not isinstance(settings, dict) or not {"rank", "alpha"} <= settings.keys() <= _LORA.keys():
-        raise ConfigError(f"peer.lora: must have rank and alpha, and may have targets and dropout, not {settings!r}")
+def _with_lora(model: Any, settings: dict[str, Any]) -> Any:
+    """PEFT's model around a classifier, with adapters inserted into the classifier itself."""
     from peft import LoraConfig, get_peft_model
 
     chosen = {"targets": "all-linear", **settings}

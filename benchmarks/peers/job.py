@@ -6,21 +6,21 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import yaml
 from composer.core import State, Time, Timestamp, TimeUnit
 from composer.devices import DeviceCPU
 from composer.utils import dist
 from torch import nn
 from torch.utils.data import DataLoader
 
+from composer_speedups.core.command_line import read_settings
 from composer_speedups.core.errors import ConfigError, first_line
+from composer_speedups.core.settings import Settings
 from composer_speedups.tasks.models import FinetuneModel
 from composer_speedups.train.cli import read_command_line
 from composer_speedups.train.config.schema import Config
-from composer_speedups.train.optimization import build_scheduler
-from composer_speedups.train.trainer import build_data_and_model
+from composer_speedups.train.trainer import build_data_and_model, build_scheduler
 
-_PREFIX = "peer."
+PREFIX = "peer."
 
 
 class Job(NamedTuple):
@@ -46,22 +46,16 @@ class Plan(NamedTuple):
         return self.rates[min(batch, len(self.rates) - 1)]
 
 
-def read_arguments(arguments: Sequence[str], *, several_ranks: bool = False) -> tuple[Config, dict[str, Any]]:
-    """Read train.py's arguments, and the peer's ``peer.NAME=VALUE`` without the prefix.
-
-    Raises:
-        ConfigError: An invalid config, or something that the peers do not support.
-    """
-    flags: dict[str, Any] = {}
-    for argument in arguments:
-        if argument.startswith(_PREFIX):
-            name, _, value = argument.removeprefix(_PREFIX).partition("=")
-            flags[name] = yaml.safe_load(value)
-    config, _ = read_command_line([a for a in arguments if not a.startswith(_PREFIX)])
+def read_arguments(
+    arguments: Sequence[str], flags: type[Settings] = Settings, *, several_ranks: bool = False
+) -> tuple[Config, Any]:
+    """Read train.py's arguments, and a peer's own flags ``peer.NAME=VALUE``; refuse what peers do not support."""
+    given, rest = read_settings(flags, arguments, PREFIX)
+    config = read_command_line(rest)
     _refuse_the_rest(config)
     if dist.get_world_size() > 1 and not several_ranks:
         raise ConfigError("this peer trains in one process; start it without composer -n")
-    return config, flags
+    return config, given
 
 
 def _refuse_the_rest(config: Config) -> None:
@@ -74,7 +68,6 @@ def _refuse_the_rest(config: Config) -> None:
         "trainer.eval_batches": trainer.eval_batches is not None,
         "trainer.microbatch_size": trainer.microbatch_size is not None,
         "trainer.microbatch_tokens": trainer.microbatch_tokens is not None,
-        "trainer.parallelism_config": bool(trainer.parallelism_config),
         "checkpoint": config.checkpoint.load is not None or config.checkpoint.interval is not None,
     }
     for key, given in refused.items():
@@ -92,11 +85,7 @@ def build_job(config: Config, *, on_gpu: bool) -> Job:
 
 
 def set_attention(model: FinetuneModel, attention: str) -> None:
-    """Change the attention implementation of a job's model.
-
-    Raises:
-        ConfigError: transformers does not have it, or it needs a package.
-    """
+    """Change the attention implementation of a job's model."""
     try:
         model.model.set_attn_implementation(attention)
     except (ValueError, ImportError) as error:

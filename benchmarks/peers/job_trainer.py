@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from composer.devices import DeviceCPU, DeviceGPU
 from torch.utils.data import DataLoader
 from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 
-from benchmarks.peers.job import Job, Plan, read_arguments
+from benchmarks.peers.job import PREFIX, Job, Plan, read_arguments
 from benchmarks.peers.meter import Meter
 from composer_speedups.core.compile_counts import compile_counts
-from composer_speedups.core.errors import ConfigError, did_you_mean, first_line
+from composer_speedups.core.errors import ConfigError, first_line
+from composer_speedups.core.settings import Settings
 from composer_speedups.train.config.schema import Config
 from composer_speedups.train.run_folder import RunFolder
 
@@ -24,24 +25,17 @@ _BEST = {"optim": "adamw_torch_fused", "logging_nan_inf_filter": False}
 _BEST_ON_GPU = {"bf16": True, "tf32": True, "torch_compile": True, "accelerator_config": {"non_blocking": True}}
 
 
-def read_flags(
-    arguments: Sequence[str], defaults: Mapping[str, Any]
-) -> tuple[Config, dict[str, Any], dict[str, Any], bool]:
-    """Read a peer's command line; ``defaults`` are the flags that are not TrainingArguments'.
-
-    Returns:
-        The config without techniques, the peer's own flags, the other flags, and whether to train on a GPU.
-
-    Raises:
-        ConfigError: As :func:`.read_arguments`, or the config needs a GPU, and there is none.
-    """
-    config, flags = read_arguments(arguments)
-    own = {name: flags.pop(name, default) for name, default in defaults.items()}
+def read_flags(arguments: Sequence[str], own: type[Settings]) -> tuple[Config, Any, dict[str, Any], bool]:
+    """The config without techniques, the peer's own flags, the other flags, and whether to train on a GPU."""
+    names = {argument: argument.partition("=")[0].removeprefix(PREFIX) for argument in arguments}
+    others = [a for a in arguments if a.startswith(PREFIX) and names[a] not in own.model_fields]
+    flags = {names[argument]: yaml.safe_load(argument.partition("=")[2]) for argument in others}
+    config, given = read_arguments([argument for argument in arguments if argument not in others], own)
     config.algorithms, config.trainer.precision = {}, "fp32"  # settings of the suite; the report shows what was used
     on_gpu = config.trainer.device != "cpu" and torch.cuda.is_available()
     if config.trainer.device == "gpu" and not on_gpu:
         raise ConfigError("trainer.device: there is no GPU here; set trainer.device=cpu or auto")
-    return config, own, flags, on_gpu
+    return config, given, flags, on_gpu
 
 
 def training_arguments(
@@ -51,23 +45,10 @@ def training_arguments(
     preset: str,
     flags: dict[str, Any],
     *,
-    own: Iterable[str],
     on_gpu: bool,
     folder: Path,
 ) -> TrainingArguments:
-    """The job's settings, overridden by the preset's flags, overridden by the user's.
-
-    ``own`` are the names of the peer's own flags, which an error about an unknown one may suggest.
-
-    Raises:
-        ConfigError: An unknown name, or a value that TrainingArguments refuse.
-    """
-    if preset not in ("best", "plain"):
-        raise ConfigError(f"peer.preset: must be best or plain, not {preset!r}")
-    known = [field.name for field in dataclasses.fields(kind) if field.init]
-    unknown = next((name for name in flags if name not in known), None)
-    if unknown is not None:
-        raise ConfigError(f"unknown key 'peer.{unknown}'{did_you_mean(unknown, [*known, *own])}")
+    """The job's settings, overridden by the preset's flags, overridden by the user's."""
     optimizer, data = config.optimizer, config.data
     job = {
         "output_dir": str(folder),
@@ -94,7 +75,7 @@ def training_arguments(
     best = {**_BEST, **(_BEST_ON_GPU if on_gpu else {})} if preset == "best" else {}
     try:
         arguments = kind(**{**job, **best, **flags})
-    except (ValueError, ImportError) as error:
+    except (TypeError, ValueError, ImportError) as error:
         raise ConfigError(f"peer: TrainingArguments refused its flags ({first_line(error)})") from error
     if arguments.n_gpu > 1:
         raise ConfigError(f"peer: HF Trainer would use {arguments.n_gpu} GPUs; set CUDA_VISIBLE_DEVICES=0")
@@ -136,9 +117,8 @@ class JobTrainer:
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         if self.lr_scheduler is None:
-            self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
-                optimizer or _unwrapped(self.optimizer), self._plan.rate
-            )
+            optimizer = optimizer or _unwrapped(self.optimizer)
+            self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, self._plan.rate)
         return self.lr_scheduler
 
     def get_decay_parameter_names(self, model: Any) -> list[str]:

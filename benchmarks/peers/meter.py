@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,8 +16,8 @@ from composer_speedups.callbacks.config import MemoryConfig, ThroughputConfig
 from composer_speedups.callbacks.memory import MemoryAnatomy
 from composer_speedups.callbacks.run_report import numerics_of
 from composer_speedups.callbacks.throughput import ThroughputMonitor
-from composer_speedups.core.files import write_atomically
-from composer_speedups.core.process_age import process_age
+from composer_speedups.core.files import write_json
+from composer_speedups.core.processes import process_age
 from composer_speedups.families.flops import batch_lengths
 from composer_speedups.tasks.models import FinetuneModel
 from composer_speedups.train.config.schema import Config
@@ -71,8 +70,7 @@ class Meter:
         self._tell(Event.BATCH_START)
 
     def end_batch(self, loss: torch.Tensor) -> None:
-        """End the step. ``loss`` is a scalar, which is copied if it is kept, because a CUDA graph would overwrite
-        it."""
+        """End the step. ``loss`` is copied if it is kept, because a CUDA graph would overwrite it."""
         batch, state = self.state.batch, self.state
         lengths = batch_lengths(batch)
         state.previous_timestamp = state.timestamp
@@ -107,15 +105,16 @@ class Meter:
     def write(self, folder: RunFolder, peer: str, evidence: Mapping[str, Any]) -> None:
         """Write report.json and print the summary."""
         metrics = {k: v if math.isfinite(v) else None for k, v in self.metrics.items()}
-        write_report(
-            self.state,
-            self.config,
-            folder,
-            peer,
-            evidence,
-            self.losses,
-            {"metrics": metrics, "evaluations": self.evaluations},
-        )
+        more: dict[str, Any] = {"metrics": metrics, "evaluations": self.evaluations}
+        if self.losses is not None:
+            more["losses"] = [float(loss) for loss in self.losses]
+        report = build_report(self.state, self.config, process_age()) | more
+        report["numerics"] = numerics_of(self.state)
+        optimizer = type(self.state.optimizers[0])
+        evidence = {**evidence, "optimizer": f"{optimizer.__module__}.{optimizer.__qualname__}"}
+        report["algorithms"] = {peer: {"engaged": True, "settings": peer, "evidence": evidence}}
+        write_json(folder / "report.json", report)
+        print(summary_table(report, str(folder.path)), flush=True)
 
 
 def monitors(config: Config) -> list[Callback]:
@@ -124,28 +123,3 @@ def monitors(config: Config) -> list[Callback]:
         ThroughputMonitor(**(config.callbacks.throughput or ThroughputConfig()).model_dump()),
         MemoryAnatomy(**(config.callbacks.memory or MemoryConfig()).model_dump()),
     ]
-
-
-def write_report(
-    state: State,
-    config: Config,
-    folder: RunFolder,
-    peer: str,
-    evidence: Mapping[str, Any],
-    losses: Sequence[torch.Tensor] | None,
-    more: Mapping[str, Any] | None = None,
-) -> None:
-    """Write a peer's report.json and print the summary.
-
-    ``algorithms`` contains the peer's name and evidence, ``losses`` the loss of every batch if kept; ``more`` has
-    sections that replace the report's own.
-    """
-    report = build_report(state, config, process_age()) | dict(more or {})
-    report["numerics"] = numerics_of(state)
-    optimizer = type(state.optimizers[0])
-    evidence = {**evidence, "optimizer": f"{optimizer.__module__}.{optimizer.__qualname__}"}
-    report["algorithms"] = {peer: {"engaged": True, "settings": peer, "evidence": evidence}}
-    if losses is not None:
-        report["losses"] = [float(loss) for loss in losses]
-    write_atomically(folder / "report.json", json.dumps(report, indent=2) + "\n")
-    print(summary_table(report, str(folder.path)), flush=True)

@@ -5,10 +5,10 @@ The job is that of the config. Instead of its ``algorithms`` and ``trainer`` key
 and the callbacks of ``composer_speedups.distributed``, as in ``examples/own_trainer.py``, and nothing else of the
 suite.
 
-- ``peer.distributed``: false for Composer's own DDP and garbage collection; default true.
-- ``peer.float8``: true for ``recommended(precision="fp8")``; default false.
+- ``peer.distributed``: false for Composer's own DDP and garbage collection.
+- ``peer.float8``: true for ``recommended(precision="fp8")``.
 - ``peer.plain_loader``: true for a plain ``torch.utils.data.DataLoader`` over padded samples, with ``data.workers``
-  workers and pinned memory, on one GPU; default false, which is ``train.py``'s loader.
+  workers and pinned memory, on one GPU, in place of ``train.py``'s loader.
 """
 
 from __future__ import annotations
@@ -25,35 +25,35 @@ from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.peers.job import build_job, read_arguments
 from benchmarks.peers.meter import monitors
-from composer_speedups import recommended
+from composer_speedups import FreezeGarbage, OverlappedDDP, recommended, share_cores
 from composer_speedups.callbacks.run_report import RunReport
-from composer_speedups.core.errors import ConfigError
+from composer_speedups.core.settings import Settings
 from composer_speedups.data.loader import real_tokens
-from composer_speedups.distributed import FreezeGarbage, OverlappedDDP, share_cores
 from composer_speedups.train.cli import exit_codes
-from composer_speedups.train.optimization import build_optimizer, build_scheduler
 from composer_speedups.train.report import write_report
 from composer_speedups.train.run_folder import RunFolder
+from composer_speedups.train.trainer import build_optimizer, build_scheduler
+
+
+class Flags(Settings):
+    distributed: bool = True
+    float8: bool = False
+    plain_loader: bool = False
 
 
 def main(arguments: list[str]) -> None:
-    config, given = read_arguments(arguments, several_ranks=True)
-    flags = {"distributed": True, "float8": False, "plain_loader": False}
-    for name, value in given.items():
-        if name not in flags or not isinstance(value, bool):
-            raise ConfigError(f"peer.{name}: this peer has distributed, float8 and plain_loader, each true or false")
-        flags[name] = value
+    config, flags = read_arguments(arguments, Flags, several_ranks=True)
     on_gpu = config.trainer.device != "cpu" and torch.cuda.is_available()
     device = DeviceGPU(allow_tf32=False) if on_gpu else DeviceCPU()
-    distributed: list[Callback] = [OverlappedDDP(), FreezeGarbage()] if flags["distributed"] else []
+    distributed: list[Callback] = [OverlappedDDP(), FreezeGarbage()] if flags.distributed else []
     if distributed:
         share_cores(computes=not on_gpu)
     if dist.get_world_size() > 1:
         dist.initialize_dist(device, config.trainer.dist_timeout)
     with RunFolder(config) as folder:
         job = build_job(config, on_gpu=on_gpu)
-        loader = plain_loader(job.train, config.data.workers, on_gpu=on_gpu) if flags["plain_loader"] else job.train
-        algorithms = recommended(config.on_unavailable, "fp8" if flags["float8"] else "bf16")
+        loader = plain_loader(job.train, config.data.workers, on_gpu=on_gpu) if flags.plain_loader else job.train
+        algorithms = recommended(config.on_unavailable, "fp8" if flags.float8 else "bf16")
         trainer = Trainer(
             model=job.model,
             train_dataloader=DataSpec(loader, get_num_tokens_in_batch=real_tokens),

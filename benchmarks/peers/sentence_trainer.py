@@ -27,14 +27,15 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from pydantic import Field
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
 from sentence_transformers.losses import MultipleNegativesRankingLoss
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import BertModel, TrainingArguments
+from transformers import BertModel
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
@@ -42,22 +43,23 @@ from benchmarks.peers.flattened_loop import ATTENTION, varlen_attention
 from benchmarks.peers.job import Job, build_job, plan_of, set_attention
 from benchmarks.peers.job_trainer import JobTrainer, meter_of, read_flags, training_arguments
 from composer_speedups.core.errors import ConfigError, first_line
+from composer_speedups.core.settings import Settings
 from composer_speedups.tasks.embedding import Embedding
 from composer_speedups.train.cli import exit_codes
 from composer_speedups.train.config.schema import Config
 from composer_speedups.train.run_folder import RunFolder
 
-_OWN_FLAGS: dict[str, Any] = {
-    "preset": "best",
-    "attention": "sdpa",
-    "flatten": False,
-    "multiple": 1,
-    "unsloth": False,
-}
+
+class Flags(Settings):
+    preset: Literal["best", "plain"] = "best"
+    attention: str = "sdpa"
+    flatten: bool = False
+    multiple: int = Field(1, ge=1)
+    unsloth: bool = False
 
 
 def main(arguments: list[str]) -> None:
-    config, own, flags, on_gpu = read_flags(arguments, _OWN_FLAGS)
+    config, own, flags, on_gpu = read_flags(arguments, Flags)
     with RunFolder(config) as folder:
         job = build_job(config, on_gpu=on_gpu)
         task = job.model.task
@@ -67,40 +69,28 @@ def main(arguments: list[str]) -> None:
             raise ConfigError("data.eval_file: this peer does not evaluate; set data.eval_file=null")
         plan = plan_of(config, len(job.train))
         args = training_arguments(
-            SentenceTransformerTrainingArguments,
-            config,
-            plan,
-            own["preset"],
-            flags,
-            own=_OWN_FLAGS,
-            on_gpu=on_gpu,
-            folder=folder.path,
+            SentenceTransformerTrainingArguments, config, plan, own.preset, flags, on_gpu=on_gpu, folder=folder.path
         )
-        _check_flags(own, job.model.model, args)
+        if own.unsloth and args.torch_compile:
+            raise ConfigError("peer.unsloth: Unsloth does not unpad a compiled model; set peer.torch_compile=false")
         meter = meter_of(config, job, args, on_gpu=on_gpu)
-        if own["flatten"]:
-            own["attention"] = ATTENTION
+        if own.flatten:
+            if type(job.model.model) is not BertModel:
+                raise ConfigError(f"peer.flatten: supports BertModel only, not {type(job.model.model).__name__}")
+            own.attention = ATTENTION
             AttentionInterface.register(ATTENTION, varlen_attention)
             AttentionMaskInterface.register(ATTENTION, lambda *_, **__: None)
             if on_gpu:
                 torch.set_num_threads(1)  # waking threads takes longer than flattening a batch
-        set_attention(job.model, own["attention"])
+        set_attention(job.model, own.attention)
         encoder = _encoder(job, config)
-        if own["flatten"]:
+        if own.flatten:
             accept_flat_rows(encoder)
-        if own["unsloth"]:
+        if own.unsloth:
             _unpad_with_unsloth(encoder)
-        trainer = _Peer(
-            job,
-            flags=own,
-            plan=plan,
-            meter=meter,
-            config=config,
-            model=encoder,
-            args=args,
-            loss=MultipleNegativesRankingLoss(encoder, scale=1 / task.temperature),
-        )
-        trainer.run(folder, "sentence_trainer", own)
+        loss = MultipleNegativesRankingLoss(encoder, scale=1 / task.temperature)
+        trainer = _Peer(job, flags=own, plan=plan, meter=meter, config=config, model=encoder, args=args, loss=loss)
+        trainer.run(folder, "sentence_trainer", own.model_dump())
 
 
 def _encoder(job: Job, config: Config) -> SentenceTransformer:
@@ -117,23 +107,6 @@ def _encoder(job: Job, config: Config) -> SentenceTransformer:
     if {*encoder.parameters()} != {*job.model.model.parameters()}:
         raise RuntimeError("sentence-transformers keeps its model elsewhere; sentence_trainer needs 6.0 or newer")
     return encoder
-
-
-def _check_flags(own: Mapping[str, Any], model: nn.Module, args: TrainingArguments) -> None:
-    """Raise ConfigError for flags that exclude each other, or that the model does not support."""
-    multiple = own["multiple"]
-    if type(multiple) is not int or multiple < 1:
-        raise ConfigError(f"peer.multiple: must be a positive integer, not {multiple!r}")
-    if not own["flatten"] and multiple != 1:
-        raise ConfigError("peer.multiple: only flattened inputs are rounded; set peer.flatten=true")
-    if own["flatten"] and own["attention"] != "sdpa":
-        raise ConfigError("peer.attention: flattened inputs have their own attention; remove it, or peer.flatten")
-    if own["flatten"] and type(model) is not BertModel:
-        raise ConfigError(f"peer.flatten: supports BertModel only, not {type(model).__name__}")
-    if own["unsloth"] and own["flatten"]:
-        raise ConfigError("peer.unsloth: unpads padded inputs; remove it, or peer.flatten")
-    if own["unsloth"] and args.torch_compile:
-        raise ConfigError("peer.unsloth: Unsloth does not unpad a compiled model; set peer.torch_compile=false")
 
 
 def accept_flat_rows(encoder: SentenceTransformer) -> None:
@@ -153,11 +126,7 @@ class _RealTokens(nn.Module):
 
 
 def _unpad_with_unsloth(encoder: SentenceTransformer) -> None:
-    """Patch the model as Unsloth's ``FastSentenceTransformer.from_pretrained`` does with ``use_unpadding=True``.
-
-    Raises:
-        ConfigError: Unsloth is missing, or does not support the model or the environment.
-    """
+    """Patch the model as Unsloth's ``FastSentenceTransformer`` does with ``use_unpadding=True``."""
     try:
         from unsloth.models._sentence_transformer_unpadding import enable_sentence_transformer_unpadding
     except (ImportError, NotImplementedError) as error:  # the latter without a GPU
@@ -170,10 +139,10 @@ def _unpad_with_unsloth(encoder: SentenceTransformer) -> None:
 class _Peer(JobTrainer, SentenceTransformerTrainer):
     """sentence-transformers' Trainer on a job."""
 
-    def __init__(self, job: Job, *, flags: Mapping[str, Any], **kwargs: Any) -> None:
+    def __init__(self, job: Job, *, flags: Flags, **kwargs: Any) -> None:
         self._flags = flags
         self._rows_in_calls: list[int] = []  # of the encoder; 1 if the texts are one row
-        if flags["unsloth"]:
+        if flags.unsloth:
             model: Any = job.model.model
             model.encoder.layer[0].register_forward_pre_hook(self._note_rows)
         super().__init__(job, **kwargs)
@@ -187,8 +156,8 @@ class _Peer(JobTrainer, SentenceTransformerTrainer):
         texts = zip(batch["input_ids"].unbind(1), batch["attention_mask"].unbind(1), strict=True)
         found: dict[str, Any] = {}
         for n, (ids, mask) in enumerate(texts):
-            if self._flags["flatten"]:
-                inputs = flat_row(ids, mask.bool(), self._flags["multiple"])
+            if self._flags.flatten:
+                inputs = flat_row(ids, mask.bool(), self._flags.multiple)
             else:
                 width = int(mask.sum(-1).max()) if self._config.data.padding == "longest" else mask.shape[1]
                 inputs = {"input_ids": ids[:, :width], "attention_mask": mask[:, :width]}
@@ -202,7 +171,7 @@ class _Peer(JobTrainer, SentenceTransformerTrainer):
 
     def _evidence(self) -> dict[str, Any]:
         evidence = super()._evidence()
-        if self._flags["unsloth"]:
+        if self._flags.unsloth:
             evidence["unpadded_calls"] = self._rows_in_calls.count(1)
             if not evidence["unpadded_calls"]:
                 raise ConfigError("peer.unsloth: Unsloth unpadded no batch; it needs a GPU, bf16, and padded batches")

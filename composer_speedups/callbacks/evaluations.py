@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 from composer.core import State, Time, TimeUnit
 from composer.loggers import Logger
@@ -13,8 +13,8 @@ from composer.utils import dist
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
+from composer_speedups.callbacks.checkpoints import SavedCallback
 from composer_speedups.callbacks.config import BestWeightsConfig, EarlyStoppingConfig
-from composer_speedups.callbacks.saved_callback import SavedCallback
 from composer_speedups.core.errors import ConfigError, did_you_mean
 from composer_speedups.tasks.metrics import reported_name, reported_values
 
@@ -28,8 +28,6 @@ class _ComparesEvaluations(SavedCallback):
     mode: Literal["min", "max"] | None
     dataloader_label: str
 
-    saved: ClassVar[tuple[str, ...]] = ("compared",)
-
     def reset(self) -> None:
         self.compared = ""  # what the values below were compared by
         self._reported = self.metric  # the metric's name in report.json
@@ -38,13 +36,18 @@ class _ComparesEvaluations(SavedCallback):
         self._find(state)
 
     def _find(self, state: State) -> None:
-        found = _metric_of_evaluator(state, self.dataloader_label, self.metric)
-        compared = f"{self.mode or found.mode} {found.reported} of {self.dataloader_label}"
+        label = self.dataloader_label
+        labels = [evaluator.label for evaluator in state.evaluators]
+        if labels and label not in labels:
+            fix = f"set it to one of {', '.join(labels)}"
+            raise ConfigError(f"dataloader_label: no evaluator has the label {label!r}; {fix}")
+        reported, best = find_metric(state.eval_metrics.get(label, {}), self.metric)
+        compared = f"{self.mode or best} {reported} of {label}"
         if self.compared not in ("", compared):
             anew = f"{type(self).__name__} starts anew: the checkpoint's"
             warnings.warn(f"{anew} compared {self.compared}, and this one {compared}", UserWarning, stacklevel=3)
             self.reset()
-        self.compared, self._reported, self.mode = compared, found.reported, self.mode or found.mode
+        self.compared, self._reported, self.mode = compared, reported, self.mode or best
 
     def eval_end(self, state: State, logger: Logger) -> None:
         if not is_evaluation_of(state, self.dataloader_label):
@@ -91,8 +94,7 @@ class BestWeights(BestWeightsConfig, _ComparesEvaluations, eq=False):
         last: The metric's value at the last evaluation.
 
     Raises:
-        ConfigError: From ``fit``, if there is no such evaluator or metric; at loading, if the weights in the checkpoint
-            do not fit the model.
+        ConfigError: From ``fit``, if there is no such evaluator or metric.
     """
 
     dataloader_label: str = "eval"
@@ -108,15 +110,6 @@ class BestWeights(BestWeightsConfig, _ComparesEvaluations, eq=False):
         self.last: float | None = None
 
     def after_load(self, state: State, logger: Logger) -> None:
-        if self.batch is None:
-            return
-        own: dict[str, Any] = get_model_state_dict(state.model)
-        shapes = {name: value.shape for name, value in own.items()}
-        if shapes != {name: value.shape for name, value in self.weights.items()}:
-            raise ConfigError(
-                f"checkpoint.load: the best weights in {state.load_path} do not fit the model; use another checkpoint, "
-                "or checkpoint.weights_only=true loads its last weights only"
-            )
         if dist.get_global_rank() != 0:
             self.weights = {}
 
@@ -126,16 +119,15 @@ class BestWeights(BestWeightsConfig, _ComparesEvaluations, eq=False):
             return
         if self.batch is None or self._is_better(self.last, self.metrics[self._reported]):
             self.batch, self.metrics = state.timestamp.batch.value, metrics
-            self.weights = _copy_of_weights(state)
+            options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+            weights: dict[str, Any] = get_model_state_dict(state.model, options=options)  # empty on other ranks
+            self.weights = {name: value.clone() for name, value in weights.items()}
             logger.log_metrics({f"best/{self._reported}": self.last, "best/batch": self.batch})
 
     def restore(self, state: State) -> bool:
-        """Load the best weights into the model, in place. Collective: every rank must call it.
+        """Load the best weights into the model, in place, and return whether there was a best evaluation. Collective.
 
         The optimizer's state stays that of the last batch, so training should not continue from here.
-
-        Returns:
-            Whether there was a best evaluation; otherwise the weights do not change.
         """
         if self.batch is None:
             return False
@@ -147,21 +139,8 @@ class BestWeights(BestWeightsConfig, _ComparesEvaluations, eq=False):
         """The section ``best`` of report.json; empty if there was no evaluation."""
         if self.batch is None:
             return {}
-        best = self.metrics[self._reported]
-        return {
-            "metric": self._reported,
-            "mode": self.mode,
-            "value": best,
-            "batch": self.batch,
-            "last_value": self.last,
-        }
-
-
-def _copy_of_weights(state: State) -> dict[str, Tensor]:
-    """A copy of the whole model's weights in the host memory of rank 0; empty on other ranks. Collective."""
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights: dict[str, Any] = get_model_state_dict(state.model, options=options)
-    return {name: value.clone() for name, value in weights.items()}
+        shown = {"metric": self._reported, "mode": self.mode, "value": self.metrics[self._reported]}
+        return {**shown, "batch": self.batch, "last_value": self.last}
 
 
 class EarlyStopping(EarlyStoppingConfig, _ComparesEvaluations, eq=False):
@@ -228,34 +207,9 @@ class EarlyStopping(EarlyStoppingConfig, _ComparesEvaluations, eq=False):
         return {**shown, "best": self.best, "best_batch": self.best_batch}
 
 
-class EvaluatedMetric(NamedTuple):
-    """A metric of the evaluation.
-
-    Attributes:
-        logged: The name under which it is logged, such as ``MulticlassAccuracy``.
-        reported: Its name in report.json, such as ``accuracy``.
-        mode: Whether its smallest or its largest value is best.
-    """
-
-    logged: str
-    reported: str
-    mode: Literal["min", "max"]
-
-
-def find_metric(metrics: Mapping[str, Any], name: str, key: str = "metric") -> EvaluatedMetric:
-    """Find a metric by its logged name or by its name in report.json.
-
-    The smallest or the largest value is best as the metric's ``higher_is_better`` says. If that is None, the smallest
-    value is best for a loss, error or perplexity, and the largest for other metrics.
-
-    Args:
-        metrics: Logged name → torchmetrics metric, all of the evaluation.
-        name: The name to find.
-        key: The setting that holds the name, for errors. Default ``"metric"``, as in the callbacks.
-
-    Raises:
-        ConfigError: The evaluation has no such metric.
-    """
+def find_metric(metrics: Mapping[str, Any], name: str, key: str = "metric") -> tuple[str, Literal["min", "max"]]:
+    """The name in report.json of a metric that is called so there or in loggers, and whether its smallest value is
+    best: as ``higher_is_better`` says, or else for a loss, error or perplexity. ``key`` is for the error."""
     by_reported = {reported_name(logged): logged for logged in metrics}
     logged = name if name in metrics else by_reported.get(name)
     if logged is None:
@@ -264,21 +218,7 @@ def find_metric(metrics: Mapping[str, Any], name: str, key: str = "metric") -> E
     reported, larger_is_better = reported_name(logged), metrics[logged].higher_is_better
     if larger_is_better is None:
         larger_is_better = not any(word in reported.lower() for word in _SMALLER_IS_BETTER)
-    return EvaluatedMetric(logged, reported, "max" if larger_is_better else "min")
-
-
-def _metric_of_evaluator(state: State, label: str, name: str) -> EvaluatedMetric:
-    """Find a metric of the Trainer's evaluator with this label; see :func:`find_metric`.
-
-    Raises:
-        ConfigError: There is no such evaluator, or it has no such metric.
-    """
-    labels = [evaluator.label for evaluator in state.evaluators]
-    if labels and label not in labels:
-        raise ConfigError(
-            f"dataloader_label: no evaluator has the label {label!r}; set it to one of {', '.join(labels)}"
-        )
-    return find_metric(state.eval_metrics.get(label, {}), name)
+    return reported, "max" if larger_is_better else "min"
 
 
 def is_evaluation_of(state: State, label: str) -> bool:

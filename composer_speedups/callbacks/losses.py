@@ -12,14 +12,13 @@ from composer.core import Callback, Event, Precision, State, TimeUnit
 from composer.loggers import Logger
 from torch import Tensor
 
-from composer_speedups.callbacks.checkpoint_veto import last_checkpoint, resume_advice, veto_checkpoints
+from composer_speedups.callbacks.checkpoints import SavedCallback, last_checkpoint, resume_advice, veto_checkpoints
 from composer_speedups.callbacks.config import DivergenceConfig, FiniteLossConfig
-from composer_speedups.callbacks.saved_callback import SavedCallback
 from composer_speedups.core.engaging import techniques_of
 from composer_speedups.core.errors import RunFailedError
-from composer_speedups.core.trainer_state import any_rank, device_of, local_shard
+from composer_speedups.core.trainer_state import any_rank, local_shard
+from composer_speedups.distributed.composer_loop import reads_no_gradients
 from composer_speedups.distributed.fsdp import GradientClipping
-from composer_speedups.distributed.gradient_readers import reads_no_gradients
 from composer_speedups.distributed.host_scalars import HostCopy
 
 log = logging.getLogger(__name__)
@@ -33,25 +32,24 @@ class LossMonitor(SavedCallback):
     It reads the loss that Composer has read for its log, averaged over ranks, so that it adds no synchronization.
 
     **NaN and infinite losses** (``finite_loss``). With ``on_nonfinite="stop"`` all ranks stop after that batch, before
-    the next checkpoint or evaluation. With ``"skip"`` the loss is copied to the host after the forward pass. If it is
-    not finite on any rank, the batch's gradients are dropped before the optimizer steps: weights and optimizer state do
-    not change, and the schedule advances. On several ranks this costs one more reduction per batch. The first batch of
-    a process is never skipped, because techniques are observed in it. Neither is one if the weights themselves are not
-    finite. In both cases the weights are checked before each checkpoint and at the end, because gradients may overflow
-    while the loss is finite.
+    the next checkpoint or evaluation. With ``"skip"``, if the loss is not finite on any rank, the batch's gradients are
+    dropped before the optimizer steps: weights and optimizer state do not change, and the schedule advances. On several
+    ranks this costs one more reduction per batch. The first batch of a run is never skipped, because techniques are
+    observed in it, nor is one whose weights are not finite. In both cases the weights are checked before each
+    checkpoint and at the end, because gradients may overflow while the loss is finite.
 
     **Divergence** (``divergence``). While the moving average of the loss is above ``factor`` times its value at the
     last good checkpoint plus ``margin``, checkpoints are not written, so that the last good one remains. After
     ``batches`` consecutive batches above that limit the run stops and names it. Before the first checkpoint, the value
     after 1 / (1 - smoothing) batches is the reference. Batches with a NaN or infinite loss are ignored here.
 
-    **fp16**: steps that the gradient scaler skips because gradients overflowed are counted on the device. They are
-    harmless unless the scale falls below 1e-4.
+    **fp16**: steps that the gradient scaler skips because gradients overflowed are harmless, unless its scale falls
+    below 1e-4: then the run stops.
 
     Logged after the first batch, every ``interval`` batches and after the last one: ``optimizer/learning_rate`` of the
     first parameter group in that step, ``numerics/smoothed_loss``, and one batch later, so that the host need not wait
     for the device, ``optimizer/gradient_norm`` (the global L2 norm before clipping, if :class:`.GradientClipping`
-    computes it), ``numerics/loss_scale`` and ``numerics/loss_scale_skips`` (fp16). Logged at each skip and at the end:
+    computes it) and ``numerics/loss_scale`` (fp16). Logged at each skip and at the end:
     ``numerics/nonfinite_losses`` and ``numerics/skipped_steps``.
 
     Args:
@@ -72,7 +70,7 @@ class LossMonitor(SavedCallback):
     """
 
     saved = (
-        *("losses", "nonfinite", "skipped", "skipped_in_row", "overflows"),
+        *("losses", "nonfinite", "skipped", "skipped_in_row"),
         *("reference", "withheld", "_sum", "_weight", "_averaged", "_above"),
     )
 
@@ -93,7 +91,6 @@ class LossMonitor(SavedCallback):
     def reset(self) -> None:
         self.losses: dict[int, float] = {}
         self.nonfinite = self.skipped = self.skipped_in_row = 0
-        self.overflows = 0  # steps that fp16's scaler skipped, as far as they were read
         self.reference: float | None = None
         self.withheld = 0
         self._sum = self._weight = 0.0
@@ -119,18 +116,10 @@ class LossMonitor(SavedCallback):
         self._rate = self._group["lr"]
         self._clipping = next((a for a in state.algorithms if isinstance(a, GradientClipping)), None)
         self._scaler = state.scaler if state.precision == Precision.AMP_FP16 else None
-        if self._scaler is not None:
-            self._scale = self._scaler.get_scale()
-            device = device_of(state)
-            self._last_scale = torch.tensor(self._scale, device=device)
-            self._overflows_here = torch.tensor(float(self.overflows), device=device)
 
     def batch_end(self, state: State, logger: Logger) -> None:
         batch = state.timestamp.batch.value
         rate, self._rate = self._rate, self._group["lr"]  # Composer's schedulers have already set the next one
-        if self._scaler is not None and (scale := self._scaler._get_scale_async()) is not None:
-            self._overflows_here += scale < self._last_scale
-            self._last_scale.copy_(scale)
         if self._sent:
             self._receive(state, logger)
         loss = state.total_loss_dict.get("loss/train/total")
@@ -156,7 +145,8 @@ class LossMonitor(SavedCallback):
         if not finite and self.finite_loss is not None:
             self.nonfinite += 1
             if self.finite_loss.on_nonfinite == "stop":
-                found = _nonfinite_gradients(state) or "no gradient"
+                named = ((name, p.grad) for name, p in state.model.named_parameters() if p.grad is not None)
+                found = _describe("gradients", named) or "no gradient"
                 raise RunFailedError(f"loss: {loss} at {_circumstances(state)}; not finite: {found}; {_advice(state)}")
             self._log_counts(logger)
         self.losses[batch] = loss
@@ -164,9 +154,8 @@ class LossMonitor(SavedCallback):
             self._average(state, self.divergence, loss)
 
     def _send(self) -> None:
-        if self._scaler is not None:  # cloned, because the next batch writes to the same memory
-            self._sent["numerics/loss_scale"] = HostCopy(self._last_scale.clone())
-            self._sent["numerics/loss_scale_skips"] = HostCopy(self._overflows_here.clone())
+        if self._scaler is not None and (scale := self._scaler._get_scale_async()) is not None:
+            self._sent["numerics/loss_scale"] = HostCopy(scale.clone())  # the next batch writes to the same memory
         if self._clipping is not None and self._clipping.norm is not None:
             self._sent["optimizer/gradient_norm"] = HostCopy(self._clipping.norm)
 
@@ -175,11 +164,11 @@ class LossMonitor(SavedCallback):
         self._sent = {}
         logger.log_metrics(values)
         if "numerics/loss_scale" in values:
-            self._scale, self.overflows = values["numerics/loss_scale"], int(values["numerics/loss_scale_skips"])
+            self._scale = values["numerics/loss_scale"]
             if self._scale < MIN_SCALE:
                 raise RunFailedError(
-                    f"loss scale: {self._scale:.3g} at {_circumstances(state)}, after {self.overflows} steps whose "
-                    "gradients overflowed; they overflow at any scale: train in bf16 or fp32, or lower optimizer.lr"
+                    f"loss scale: {self._scale:.3g} at {_circumstances(state)}; gradients overflow at any scale: train "
+                    "in bf16 or fp32, or lower optimizer.lr"
                 )
 
     def close(self, state: State, logger: Logger) -> None:
@@ -194,17 +183,10 @@ class LossMonitor(SavedCallback):
             self._log_counts(logger)
             self._check_weights(state, "at the end of the run")
 
-    def state_dict(self) -> dict[str, Any]:
-        if self._scaler is not None:
-            self.overflows = int(self._overflows_here)
-        return super().state_dict()
-
     # NaN and infinite values
 
     def _log_counts(self, logger: Logger) -> None:
-        logger.log_metrics(
-            {"numerics/nonfinite_losses": self.nonfinite, "numerics/skipped_steps": self.skipped},
-        )
+        logger.log_metrics({"numerics/nonfinite_losses": self.nonfinite, "numerics/skipped_steps": self.skipped})
 
     def _check_weights(self, state: State, when: str) -> None:
         if bad := _nonfinite_weights(state):
@@ -256,7 +238,7 @@ class LossMonitor(SavedCallback):
         if self.finite_loss is not None:
             values |= {"nonfinite_losses": self.nonfinite, "skipped_steps": self.skipped}
         if self._scale is not None:
-            values |= {"loss_scale": self._scale, "loss_scale_skips": self.overflows}
+            values["loss_scale"] = self._scale
         if self.divergence is not None:
             values["smoothed_loss"] = self.smoothed if self._weight else None
             values |= {"loss_at_last_good_checkpoint": self.reference, "checkpoints_withheld": self.withheld}
@@ -323,15 +305,9 @@ def _total(loss: Any) -> Tensor:
 
 
 def _nonfinite_weights(state: State) -> str | None:
-    """``"2 of 39 weights, NAME first"``, or None if all weights are finite on all ranks. Collective; synchronizes with
-    the device once."""
+    """``"2 of 39 weights, NAME first"``, or None if all weights are finite on all ranks. Collective."""
     bad = _describe("weights", ((name, p.detach()) for name, p in state.model.named_parameters()))
     return bad or "another rank's weights" if any_rank(state.device, bad is not None) else None
-
-
-def _nonfinite_gradients(state: State) -> str | None:
-    named = ((name, p.grad) for name, p in state.model.named_parameters() if p.grad is not None)
-    return _describe("gradients", named)
 
 
 def _describe(what: str, named: Iterable[tuple[str, Tensor]]) -> str | None:
@@ -345,8 +321,7 @@ def _describe(what: str, named: Iterable[tuple[str, Tensor]]) -> str | None:
 
 
 def _circumstances(state: State, *, ended: bool = True) -> str:
-    """The step, its batch, learning rate, precision and techniques, as the middle of a sentence; ``ended`` if Composer
-    has already counted the batch, as at BATCH_END."""
+    """The step, as the middle of a sentence; ``ended`` if Composer has already counted it, as at BATCH_END."""
     time = state.previous_timestamp if ended and state.previous_timestamp is not None else state.timestamp
     rates = sorted({float(group["lr"]) for optimizer in state.optimizers for group in optimizer.param_groups})
     techniques = [t.name for t in techniques_of(state.algorithms) if t.engaged]

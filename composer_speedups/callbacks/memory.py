@@ -11,11 +11,11 @@ import torch
 from composer.core import State
 from composer.loggers import Logger
 
+from composer_speedups.callbacks.checkpoints import SavedCallback
 from composer_speedups.callbacks.config import MemoryConfig
-from composer_speedups.callbacks.saved_callback import SavedCallback
 from composer_speedups.core.optimizer_state import state_tensors
 from composer_speedups.core.trainer_state import device_of, is_compiled, local_shard
-from composer_speedups.distributed.gradient_readers import reads_no_gradients
+from composer_speedups.distributed.composer_loop import reads_no_gradients
 
 GIB = 2**30
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from composer.core import Callback, State
-from composer.loggers import Logger, MLFlowLogger, TensorboardLogger, WandBLogger
-from composer.utils import dist
+from composer.loggers import Logger, WandBLogger
 
 from composer_speedups.callbacks.evaluations import BestWeights
 from composer_speedups.callbacks.memory import MemoryAnatomy
-from composer_speedups.callbacks.peaks import precision_in_force
+from composer_speedups.callbacks.precision import precision_in_force
 from composer_speedups.callbacks.throughput import ThroughputMonitor
 from composer_speedups.core.engaging import techniques_of
 from composer_speedups.core.technique import Technique
@@ -22,23 +20,13 @@ from composer_speedups.tasks.metrics import final_metrics
 
 _THROUGHPUT = ("samples_per_sec", "tokens_per_sec", "mfu", "data_wait_fraction", "warmup_seconds", "eval_seconds")
 
-AXES = {
-    "throughput/*": "time/batch",
-    "memory/*": "time/batch",
-    "loss/*": "time/sample",
-    "metrics/*": "time/sample",
-}
-"""Metrics → the x-axis of their charts in Weights & Biases. Learning curves are drawn over samples, so that runs with
-different batch sizes align. Composer logs ``time/batch`` and ``time/sample`` with every metric."""
-
 
 class RunReport(Callback):
     """Logs the techniques' evidence and the values by which runs are compared. It does nothing in a training step.
 
     Hyperparameters, by which dashboards filter and group runs: ``techniques`` (see :func:`techniques_label`),
-    ``techniques/<name>/engaged`` and ``techniques/<name>/<evidence>``. They are logged after the first batch and at the
-    end; evidence that no longer exists then becomes None. :func:`log_changing_hyperparameters` says what each logger
-    shows.
+    ``techniques/<name>/engaged`` and ``techniques/<name>/<evidence>``. They are logged after the first batch; Weights &
+    Biases, where they may change, has those of the end as well.
 
     Metrics, at the end of training: ``summary/samples_per_sec``, ``summary/tokens_per_sec``, ``summary/mfu`` and
     ``summary/data_wait_fraction`` cover the whole steady state (``throughput/…`` covers the last batches).
@@ -58,21 +46,15 @@ class RunReport(Callback):
     """
 
     def __init__(self) -> None:
-        self._begin()
-
-    def _begin(self) -> None:
         self.numerics: dict[str, str] = {}
-        self._logged: dict[str, Any] = {}
         self._trained = False
 
     def init(self, state: State, logger: Logger) -> None:
-        self._begin()  # of a Trainer, which may be a second one
+        self._trained = False
         for late in state.callbacks[state.callbacks.index(self) :]:
             if isinstance(late, (ThroughputMonitor, MemoryAnatomy)):
                 raise ValueError(f"callbacks: RunReport must come after {type(late).__name__}; put it last")
         self.batch_end = self._end_first_batch  # type: ignore[method-assign]
-        if any(isinstance(destination, WandBLogger) for destination in logger.destinations):
-            _define_axes()
 
     def fit_start(self, state: State, logger: Logger) -> None:
         self._trained = False  # in a later fit(), evaluations come before its end again
@@ -80,29 +62,31 @@ class RunReport(Callback):
 
     def _end_first_batch(self, state: State, logger: Logger) -> None:
         del self.batch_end  # type: ignore[method-assign]  # later batches do not concern it
-        self._log_techniques(state, logger)
+        logger.log_hyperparameters(_evidence(state))
 
     def fit_end(self, state: State, logger: Logger) -> None:
         self._trained = True
-        self._log_techniques(state, logger)
+        if any(isinstance(destination, WandBLogger) for destination in logger.destinations):
+            import wandb
+
+            if wandb.run is not None:  # on rank 0
+                wandb.config.update(_evidence(state), allow_val_change=True)
         self._log_values(state, logger)
 
     def eval_after_all(self, state: State, logger: Logger) -> None:
         if self._trained:
             self._log_values(state, logger)  # if the last interval is incomplete, Composer evaluates after FIT_END
 
-    def _log_techniques(self, state: State, logger: Logger) -> None:
-        current: dict[str, Any] = {"techniques": techniques_label(state)}
-        for name, entry in evidence_of(state).items():
-            current[f"techniques/{name}/engaged"] = entry["engaged"]
-            current |= {f"techniques/{name}/{key}": value for key, value in entry["evidence"].items()}
-        current = dict.fromkeys(self._logged) | current
-        if current != self._logged:
-            self._logged = current
-            log_changing_hyperparameters(state, logger, current)
-
     def _log_values(self, state: State, logger: Logger) -> None:
         logger.log_metrics({f"summary/{name}": value for name, value in _values(state).items()})
+
+
+def _evidence(state: State) -> dict[str, Any]:
+    values: dict[str, Any] = {"techniques": techniques_label(state)}
+    for name, entry in evidence_of(state).items():
+        values[f"techniques/{name}/engaged"] = entry["engaged"]
+        values |= {f"techniques/{name}/{key}": value for key, value in entry["evidence"].items()}
+    return values
 
 
 def evidence_of(state: State) -> dict[str, dict[str, Any]]:
@@ -123,18 +107,16 @@ def describe_evidence(evidence: Mapping[str, Any]) -> str:
 
 
 def techniques_label(state: State) -> str:
-    """The engaged techniques with their non-default settings: ``tf32_matmul + torch_compile(scope=blocks)``.
-
-    ``none`` if no technique engaged. Techniques that could not engage (``on_unavailable: warn``) are omitted.
-    """
+    """The engaged techniques with their non-default settings: ``tf32_matmul + torch_compile(scope=blocks)``; or
+    ``none``."""
     return " + ".join(_format(t) for t in techniques_of(state.algorithms) if t.engaged) or "none"
 
 
 def _format(technique: Technique) -> str:
     changed = {
         name: getattr(technique, name)
-        for name, parameter in inspect.signature(type(technique)).parameters.items()
-        if name != "on_unavailable" and getattr(technique, name) != parameter.default
+        for name, field in type(technique).model_fields.items()
+        if name != "on_unavailable" and getattr(technique, name) != field.get_default(call_default_factory=True)
     }
     settings = ", ".join(f"{name}={value}" for name, value in changed.items())
     return f"{technique.name}({settings})" if settings else technique.name
@@ -163,48 +145,3 @@ def _values(state: State) -> dict[str, float]:
             best = callback.metrics
     values |= final_metrics(state) | best
     return {name: value for name, value in values.items() if value is not None}
-
-
-def log_changing_hyperparameters(state: State, logger: Logger, values: Mapping[str, Any]) -> None:
-    """Log values that may be logged again with other values, so that each logger shows the last ones.
-
-    Composer expects hyperparameters not to change, and its loggers differ in what they do when one does:
-
-    - Weights & Biases raises an error unless the change is announced. The run's config is updated.
-    - MLflow raises an error, because its parameters cannot change. The values are tags of the run instead.
-    - TensorBoard's HParams tab shows the values at the first evaluation. The Text tab shows these and all later ones.
-    - The other loggers keep or show the last value.
-    """
-    values = dict(values)
-    for destination in logger.destinations:
-        if isinstance(destination, WandBLogger):
-            import wandb
-
-            if wandb.run is not None:  # ranks other than 0 have none
-                wandb.config.update(values, allow_val_change=True)
-        elif isinstance(destination, MLFlowLogger):
-            import mlflow
-
-            if mlflow.active_run() is not None:  # otherwise set_tags would start a run, on ranks other than 0 as well
-                mlflow.set_tags(values, synchronous=destination.synchronous)
-        else:
-            destination.log_hyperparameters(values)
-            if isinstance(destination, TensorboardLogger) and not (
-                destination.rank_zero_only and dist.get_global_rank()
-            ):
-                assert destination.writer is not None, "values are logged while the Trainer is open"
-                for name, value in values.items():
-                    destination.writer.add_text(name, str(value), global_step=state.timestamp.batch.value)
-
-
-def _define_axes() -> None:
-    """Define the x-axes of metrics in the current Weights & Biases run. Only rank 0 has one."""
-    import wandb
-
-    if dist.get_global_rank() != 0 or wandb.run is None:
-        return
-    for axis in sorted(set(AXES.values())):
-        wandb.define_metric(axis)
-    for metrics, axis in AXES.items():
-        # Composer logs the values of a row's axes itself, for the last row of a run after its metrics.
-        wandb.define_metric(metrics, step_metric=axis, step_sync=False)

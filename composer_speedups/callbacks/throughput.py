@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -15,25 +14,19 @@ from composer.loggers import Logger
 from composer.utils import dist
 from torch._dynamo.utils import counters
 
+from composer_speedups.callbacks.checkpoints import SavedCallback
 from composer_speedups.callbacks.config import FIRST_VALUE_BY, ThroughputConfig
-from composer_speedups.callbacks.peaks import Peak, device_peak, precision_in_force
-from composer_speedups.callbacks.saved_callback import SavedCallback
+from composer_speedups.callbacks.precision import Peak, device_peak, precision_in_force
 from composer_speedups.core.compile_counts import capture_seconds
 from composer_speedups.core.trainer_state import device_of, model_of
 from composer_speedups.families.flops import batch_lengths, training_flops
-from composer_speedups.packing.labelled_head import head_tokens
+from composer_speedups.packing.encoder import head_tokens
 
 
 class PhaseClock:
     """Measures the seconds spent in each phase: ``start``, ``data``, ``step``, ``eval``, ``checkpoint``, ``between``.
 
     A phase lasts until the next one begins. Those that begin in an evaluation are part of it.
-
-    Args:
-        now: Returns the time in seconds; replaced in tests.
-
-    Attributes:
-        seconds: Phase → seconds so far.
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
@@ -41,7 +34,7 @@ class PhaseClock:
         self._phase: str | None = None
         self._since = 0.0
         self._in_fit = True  # or evaluating outside of fit()
-        self.seconds: dict[str, float] = defaultdict(float)
+        self.seconds: dict[str, float] = defaultdict(float)  # by phase, so far
 
     def begin(self, phase: str | None) -> None:
         """End the present phase and begin another one; None begins none. Does nothing in an evaluation."""
@@ -80,11 +73,14 @@ class Batch:
     # host time since the previous batch (loggers, callbacks, start of an epoch); not included in any rate
     between: float
     steady: bool
-    idle: float = 0.0  # time without work for the GPU before the batch's first forward pass
 
     @property
     def seconds(self) -> float:
         return self.data + self.step
+
+
+_SUMMED = ("samples", "tokens", "slots", "flops", "data", "step", "between")  # fields of a Batch
+_OPTIONAL = ("tokens_per_sec", "padding_fraction", "mfu")
 
 
 class ThroughputMonitor(ThroughputConfig, SavedCallback, eq=False):
@@ -103,14 +99,11 @@ class ThroughputMonitor(ThroughputConfig, SavedCallback, eq=False):
     Logged every ``interval`` batches (the first time before batch 10) and at the end, over the last ``window`` steady
     batches and all ranks, as ``throughput/…``:
 
-    - ``samples_per_sec``, ``tokens_per_sec`` (real tokens), ``padding_fraction``, ``mfu`` (if the model's FLOPs are
-      known), ``step_seconds``, and ``samples_per_sec_step`` (without waiting for data);
+    - ``samples_per_sec``, ``tokens_per_sec`` (real tokens), ``padding_fraction``, ``mfu`` (if the model's FLOPs and the
+      GPU's peak rate are known), ``step_seconds`` (without waiting for data);
     - ``data_seconds`` and ``data_wait_fraction``: waiting for data;
     - ``between_batches_seconds``: host time from the end of a batch until the next one is requested (loggers,
       callbacks, start of an epoch), without evaluation and checkpoints; not included in any rate;
-    - ``gpu_idle_seconds``, on a GPU: from the end of a batch's GPU work until that of the next forward pass begins,
-      apart from evaluations. If it is not near 0, the GPU waits for data, callbacks or Python. It is measured with CUDA
-      events and does not synchronize;
     - totals so far: ``warmup_seconds``, ``eval_seconds``, ``checkpoint_seconds``.
 
     Args:
@@ -124,7 +117,7 @@ class ThroughputMonitor(ThroughputConfig, SavedCallback, eq=False):
         self.eval_marks: list[int] = []  # numbers of training batches that were followed by an evaluation
         self.clock = PhaseClock()
         self._peak: Peak | None = None
-        self._peak_is_here = False  # or from an earlier process, which may have run on another GPU
+        self._peak_is_due = True
         self._lengths: torch.Tensor | None = None
         self._slots = self._flops = self._graphs = self._samples = 0
         self._world = 1  # number of ranks
@@ -133,16 +126,12 @@ class ThroughputMonitor(ThroughputConfig, SavedCallback, eq=False):
         self._unsteady = 0.0  # total seconds of batches outside the steady state
         self._resumed = 0  # batches of earlier processes
         self._logged = -self.interval  # number of batches at the last logged value
-        self._on_gpu = False
-        self._ended: Any = None  # CUDA event at the end of the last batch
-        self._gaps: list[tuple[int, Any, Any]] = []  # position of a batch, and CUDA events around the time before it
         self._summary: dict[str, Any] = {}
 
     def fit_start(self, state: State, logger: Logger) -> None:
         self.clock.begin("start")
         self._graphs, self._capturing = counters["stats"]["unique_graphs"], capture_seconds()
         self._samples, self._world = state.timestamp.sample.value, dist.get_world_size()
-        self._on_gpu = device_of(state).type == "cuda"
         self._measured = self._seconds_so_far()
 
     def _begin_between(self, state: State, logger: Logger) -> None:
@@ -167,19 +156,7 @@ class ThroughputMonitor(ThroughputConfig, SavedCallback, eq=False):
         self._slots = state.batch["input_ids"].numel() if self._lengths is not None else 0
         self._flops = _batch_flops(state, self._lengths)
 
-    def before_forward(self, state: State, logger: Logger) -> None:
-        if self._ended is not None:  # the first micro-batch
-            self._gaps.append((len(self.batches), self._ended, _timed_event()))
-            self._ended = None
-
-    def _note_idle_time(self) -> None:
-        """Note the GPU's idle time before the batches that have begun on it."""
-        while self._gaps and self._gaps[0][2].query():
-            position, ended, begun = self._gaps.pop(0)
-            self.batches[position].idle = ended.elapsed_time(begun) / 1000
-
     def eval_before_all(self, state: State, logger: Logger) -> None:
-        self._ended = None
         self._wait_for_step(state)
         self.clock.begin_evaluation()
 
@@ -192,7 +169,6 @@ class ThroughputMonitor(ThroughputConfig, SavedCallback, eq=False):
             self._summary["eval_seconds"] = self.clock.seconds["eval"]
 
     def _is_steady(self) -> bool:
-        """Whether the batch that is about to end belongs to the steady state."""
         trained = len(self.batches) - self._resumed
         # a resumed run skips batches before its first one
         warm = trained >= max(self.warmup_batches, self._resumed > 0)
@@ -200,7 +176,6 @@ class ThroughputMonitor(ThroughputConfig, SavedCallback, eq=False):
         return warm and alone and counters["stats"]["unique_graphs"] == self._graphs
 
     def _wait_for_step(self, state: State) -> None:
-        """Synchronize, so that the last batch includes the GPU's remaining work."""
         start = self.clock.now()
         _synchronize(device_of(state))
         waited = self.clock.now() - start
@@ -237,11 +212,8 @@ class ThroughputMonitor(ThroughputConfig, SavedCallback, eq=False):
         )
         self.batches.append(batch)
         self._unsteady += capturing + (0.0 if steady else batch.data + batch.step)
-        if self._on_gpu:
-            self._note_idle_time()
-            self._ended = _timed_event()
-        if not self._peak_is_here and batch.flops:
-            self._peak_is_here = True
+        if self._peak_is_due and batch.flops:  # also after a resume, which may be on another GPU
+            self._peak_is_due = False
             self._peak = device_peak(precision_in_force(state), device_of(state))
         count = len(self.batches)
         if count - self._logged >= self.interval and (steady or count >= FIRST_VALUE_BY):
@@ -250,28 +222,26 @@ class ThroughputMonitor(ThroughputConfig, SavedCallback, eq=False):
     def _log(self, logger: Logger) -> None:
         self._logged = len(self.batches)
         window = self.batches[-self.window :]
-        rates = self._rates([b for b in window if b.steady] or window)
+        shown = [b for b in window if b.steady] or window
+        rates = self._rates([sum(getattr(b, name) for b in shown) for name in _SUMMED], len(shown))
         logger.log_metrics({f"throughput/{k}": v for k, v in {**rates, **self._times()}.items()})
 
-    def _rates(self, batches: Sequence[Batch], world: int | None = None) -> dict[str, float]:
-        world = dist.get_world_size() if world is None else world
-        seconds, steps = sum(b.seconds for b in batches), sum(b.step for b in batches)
-        samples, tokens = sum(b.samples for b in batches), sum(b.tokens for b in batches)
+    def _rates(self, sums: Sequence[float], count: int) -> dict[str, float]:
+        """The rates of ``count`` batches of one or all ranks, from the sums of their fields."""
+        samples, tokens, slots, flops, data, step, between = sums
+        world, seconds = dist.get_world_size(), data + step
         rates = {
             "samples_per_sec": world * samples / seconds,
-            "samples_per_sec_step": world * samples / steps,
-            "step_seconds": steps / len(batches),
-            "data_seconds": (seconds - steps) / len(batches),
-            "between_batches_seconds": sum(b.between for b in batches) / len(batches),
-            "data_wait_fraction": (seconds - steps) / seconds,
+            "step_seconds": step / count,
+            "data_seconds": data / count,
+            "between_batches_seconds": between / count,
+            "data_wait_fraction": data / seconds,
         }
-        if self._on_gpu:
-            rates["gpu_idle_seconds"] = sum(b.idle for b in batches) / len(batches)
-        if slots := sum(b.slots for b in batches):
+        if slots:
             rates["tokens_per_sec"] = world * tokens / seconds
             rates["padding_fraction"] = 1 - tokens / slots
         if self._peak is not None:
-            rates["mfu"] = sum(b.flops for b in batches) / seconds / self._peak.flops_per_sec
+            rates["mfu"] = flops / seconds / self._peak.flops_per_sec
         return rates
 
     def _times(self) -> dict[str, float]:
@@ -284,7 +254,6 @@ class ThroughputMonitor(ThroughputConfig, SavedCallback, eq=False):
     def fit_end(self, state: State, logger: Logger) -> None:
         self._wait_for_step(state)
         self.clock.begin(None)
-        self._note_idle_time()
         if len(self.batches) > max(self._logged, 0):
             self._log(logger)
         self._exclude_batches_unsteady_on_any_rank()
@@ -293,29 +262,16 @@ class ThroughputMonitor(ThroughputConfig, SavedCallback, eq=False):
         if not measured:
             return
         # Ranks differ in tokens and in waiting for data; the rate of the run is that of all of them together.
-        mine = torch.tensor(
-            [[b.samples, b.tokens, b.slots, b.flops, b.data, b.step, b.between, b.idle] for b in measured]
-        )
-        sums = state.device.tensor_to_device(mine.double().sum(0))
+        mine = torch.tensor([[float(getattr(b, name)) for name in _SUMMED] for b in measured], dtype=torch.float64)
+        sums = state.device.tensor_to_device(mine.sum(0))
         dist.all_reduce(sums, reduce_operation="SUM")
-        samples, tokens, slots, flops, data, step, between, idle = sums.tolist()
-        world = dist.get_world_size()
-        total = Batch(0, int(samples), int(tokens), int(slots), int(flops), data, step, between, True)
-        rates = self._rates([total], world=world)
-        steps = [b.step for b in measured]
+        rates = self._rates(sums.tolist(), dist.get_world_size() * len(measured))
+        steps = torch.tensor([b.step for b in measured], dtype=torch.float64)
         self._summary = {
-            **{k: rates[k] for k in ("samples_per_sec", "samples_per_sec_step")},
-            **{k: rates.get(k) for k in ("tokens_per_sec", "padding_fraction", "mfu")},
+            **dict.fromkeys(_OPTIONAL),
+            **rates,
             **self._times(),
-            "data_seconds": data / world / len(measured),
-            "between_batches_seconds": between / world / len(measured),
-            "gpu_idle_seconds": idle / world / len(measured) if device_of(state).type == "cuda" else None,
-            "data_wait_fraction": rates["data_wait_fraction"],
-            "step_seconds": statistics.fmean(steps),
-            "step_seconds_p10_p50_p90": torch.tensor(steps)
-            .double()
-            .quantile(torch.tensor([0.1, 0.5, 0.9]).double())
-            .tolist(),
+            "step_seconds_p10_p50_p90": steps.quantile(torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)).tolist(),
             "steady_batches": len(steady),
             "other_batches": len(self.batches) - len(steady),
             "peak": None if self._peak is None else self._peak._asdict(),
@@ -361,13 +317,6 @@ class ThroughputMonitor(ThroughputConfig, SavedCallback, eq=False):
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _timed_event() -> torch.cuda.Event:
-    """Record a CUDA event whose time can be read once it has completed."""
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
 
 
 def _batch_flops(state: State, lengths: torch.Tensor | None) -> int:

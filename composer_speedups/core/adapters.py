@@ -14,23 +14,15 @@ from torch import Tensor, nn
 
 _LORA = ("peft.tuners.lora.layer", "Linear")
 _TRAINED_COPY = ("peft.utils.other", "ModulesToSaveWrapper")
-_VARIANTS = {"DoraLinearVariant": "DoRA", "ALoraLinearVariant": "aLoRA", "ArrowLinearVariant": "Arrow"}
-_VARIANTS |= {"BdLoraLinearVariant": "BD-LoRA"}
 
 
 class Adapter(NamedTuple):
-    """A LoRA adapter. It adds scale · B · A · dropout(x) to the Linear's result.
+    """A LoRA adapter. It adds scale · B · A · dropout(x) to the Linear's result."""
 
-    Attributes:
-        a, b: A (R, I) and B (O, R).
-        scale: alpha / rank.
-        dropout: Dropout probability of the adapter's input that applies now; 0 in eval mode.
-    """
-
-    a: Tensor
-    b: Tensor
-    scale: float
-    dropout: float
+    a: Tensor  # (R, I)
+    b: Tensor  # (O, R)
+    scale: float  # alpha / rank
+    dropout: float  # probability that applies now: 0 in eval mode
 
 
 def is_adapted(module: nn.Module) -> bool:
@@ -39,10 +31,7 @@ def is_adapted(module: nn.Module) -> bool:
 
 
 def adapter_of(module: Any) -> Adapter | None:
-    """The active adapter of a Linear; None without one, and if adapters are disabled or merged into the weight.
-
-    ``module`` is any Linear, for which :func:`adapter_refusal` returns None.
-    """
+    """The active adapter of a Linear without :func:`adapter_refusal`; None if there is none, or it is merged."""
     if not is_adapted(module) or module.disable_adapters or module.merged:
         return None
     name = next((name for name in module.active_adapters if name in module.lora_A), None)
@@ -54,35 +43,24 @@ def adapter_of(module: Any) -> Adapter | None:
 
 
 def adapter_refusal(module: Any) -> str | None:
-    """Return why a LoRA layer does not compute as :class:`Adapter` says; None if it does, and for other modules."""
-    if not is_adapted(module):
+    """Why a LoRA layer does not compute as :class:`Adapter` says; None if it does, and for other modules."""
+    if not is_adapted(module) or (module.disable_adapters and not module.merged):
         return None
     names = [name for name in module.active_adapters if name in module.lora_A]
-    if module.disable_adapters:
-        return "has merged adapters that are disabled" if module.merged else None
-    if len(names) > 1:
-        return f"has several active adapters ({', '.join(names)})"
-    for name in names:
-        if name in module.lora_variant:
-            variant = type(module.lora_variant[name]).__name__
-            return f"has an adapter with {_VARIANTS.get(variant, variant)}"
-        if module.fan_in_fan_out:
-            return "has an adapter for transposed weights (fan_in_fan_out)"
-        a, b, dropout = module.lora_A[name], module.lora_B[name], module.lora_dropout[name]
-        if type(a) is not nn.Linear or type(b) is not nn.Linear or a.bias is not None:
-            return "has an adapter whose matrices are not plain Linear modules"
-        if b.bias is not None:
-            return "has an adapter with a bias (lora_bias)"
-        if type(dropout) not in (nn.Dropout, nn.Identity):
-            return f"has an adapter with {type(dropout).__name__} instead of Dropout"
+    if module.disable_adapters or len(names) > 1 or not all(_is_plain(module, name) for name in names):
+        return "has adapters other than one plain LoRA adapter"
     return None
 
 
-def merged_weight(weight: Tensor, adapter: Adapter | None) -> Tensor:
-    """Return the weight that a Linear (O, I) and its adapter have together, in the weight's dtype; differentiable.
+def _is_plain(module: Any, name: str) -> bool:
+    a, b, dropout = module.lora_A[name], module.lora_B[name], module.lora_dropout[name]
+    known = type(a) is type(b) is nn.Linear and type(dropout) in (nn.Dropout, nn.Identity)
+    other = name in module.lora_variant or module.fan_in_fan_out  # DoRA and others; transposed weights
+    return known and a.bias is None and b.bias is None and not other
 
-    The weight itself is returned if there is no adapter, or one with dropout.
-    """
+
+def merged_weight(weight: Tensor, adapter: Adapter | None) -> Tensor:
+    """The weight that a Linear (O, I) and an adapter without dropout have together, in the weight's dtype."""
     if adapter is None or adapter.dropout > 0:
         return weight
     with torch.autocast(weight.device.type, enabled=False):  # which would round the sum to 16 bits
@@ -90,11 +68,8 @@ def merged_weight(weight: Tensor, adapter: Adapter | None) -> Tensor:
 
 
 def without_adapter(module: Any) -> tuple[nn.Module, list[nn.Module]]:
-    """Return the module that one of PEFT's wrappers stands for, and the modules that the wrapper adds.
-
-    That is the Linear of a LoRA layer, and the copy of a module that PEFT trains in full. Any other module is returned
-    itself, without further ones.
-    """
+    """The module that one of PEFT's wrappers stands for (the Linear of a LoRA layer, the copy that is trained in full),
+    and the modules that the wrapper adds; any other module itself."""
     if is_adapted(module):
         base = module.base_layer
         return base, [part for part in module.modules() if part not in {*base.modules()}]

@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from composer_speedups.core.engaging import ask, engage, techniques_of
 from composer_speedups.core.errors import Refusal
-from composer_speedups.core.observer import Observer
+from composer_speedups.core.observer import Observer, in_other_mode
 from composer_speedups.core.run import Run
 from composer_speedups.core.technique import Technique
 from composer_speedups.core.trainer_state import is_compiled, world_size
@@ -34,7 +34,13 @@ class Applied:
         self._mine = {id(parameter) for parameter in run.model.parameters()}
         # torch's hook lives as long as the process, so it must not keep the model alive
         after_step = weakref.WeakMethod(self._after_step)
-        handle = register_optimizer_step_post_hook(lambda *args: (method := after_step()) and method(*args))
+
+        def stepped(*args: Any) -> None:
+            if (method := after_step()) is not None:
+                method(*args)
+
+        stepped.reads_gradients = False  # type: ignore[attr-defined]  # see distributed.gradient_readers
+        handle = register_optimizer_step_post_hook(stepped)
         weakref.finalize(self, handle.remove)
         self._handles = [handle]
         run.give_back(self._stop_watching)  # and the run, which the model holds, keeps this object
@@ -56,14 +62,14 @@ class Applied:
     def _before_forward(self, model: nn.Module) -> None:
         if not self._waiting:
             self._stop_watching()
-        elif not self._run.observing and model.training and torch.is_grad_enabled():
+        elif not self._run.observing and model.training and torch.is_grad_enabled() and not in_other_mode():
             self._observer.start()
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         mine = any(id(p) in self._mine for group in optimizer.param_groups for p in group["params"])
         if self._run.observing and (mine or optimizer is self.optimizer):
             self._observer.stepped(optimizer)
-            if self._observer.stop():
+            if not in_other_mode() and self._observer.stop():
                 ask(self._run, self._waiting, self._observer.seen)
 
     def _stop_watching(self) -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import datetime
-import io
 import os
+import re
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
+
+import yaml
 
 from composer_speedups.core.errors import ConfigError, did_you_mean
 from composer_speedups.core.settings import Origins, Settings, fields_of, keys_of, parts_of, sections_of
@@ -22,14 +23,13 @@ T = TypeVar("T", bound=Settings)
 
 
 class CommandLine(NamedTuple):
-    files: list[str]  # empty for programs with positional words, and with --help
+    files: list[str]  # none with --help, and for programs with positional words
     words: list[str]
     overrides: list[str]  # key=value
     help: bool
 
     @property
     def file(self) -> str:
-        """The only file, of a program that takes one."""
         [file] = self.files
         return file
 
@@ -40,70 +40,44 @@ def console_command() -> str | None:
     return command if command.startswith("composer-speedups") else None
 
 
-def usage_as_typed(usage: str) -> str:
-    """A program's usage, with its console command in place of ``python -m …`` or ``composer train.py`` if that is what
-    started it."""
-    command = console_command()
-    if command is None:
-        return usage
-    module = f"python -m composer_speedups.{command.removeprefix('composer-speedups-')} "
-    return usage.replace(module, f"{command} ").replace("usage: composer train.py ", f"usage: {command} ")
-
-
 def parse_command_line(
     arguments: Sequence[str], *words: str, several_files: bool = False, more: str = ""
 ) -> CommandLine:
-    """Split a command line into ``--help``, ``key=value`` pairs, and ``-f FILE`` or positional words.
-
-    Args:
-        arguments: The arguments without the program's name.
-        words: Names of the positional words that the program takes instead of ``-f FILE``, such as ``PROJECT``.
-        several_files: Take more than one ``-f FILE``, and ``-f FOLDER/all`` for all configs of a folder of the package.
-        more: Options that follow the words, for errors.
-
-    Raises:
-        ConfigError: An argument of another form, a missing or superfluous file or word, or an unknown config name.
-    """
-    names, positional, overrides, wants_help = list[str](), [], [], False
-    usage = " ".join([*words, more]).strip()
+    """Split a command line into ``--help``, ``key=value`` pairs, and ``-f FILE`` or as many positional words as
+    ``words``, the names of words such as ``PROJECT``. ``several_files`` allows more than one ``-f FILE``, and ``-f
+    FOLDER/all`` for all configs of a folder of the package; ``more`` are options that follow the words, for errors."""
+    names, positional, overrides, wants_help = list[str](), list[str](), list[str](), False
+    usage = " ".join([*words, more]).strip() or "-f FILE"
     rest = iter(arguments)
     for argument in rest:
         if argument in ("-h", "--help"):
             wants_help = True
         elif argument in ("-f", "--file") and not words:
-            if names and not several_files:
-                raise ConfigError(f"{COMMAND_LINE}: {argument} names a second config file; pass one")
             names.append(next(rest, ""))
-            if not names[-1]:
-                raise ConfigError(f"{COMMAND_LINE}: {argument} needs a file, as in -f yamls/quickstart.yaml")
-        elif "=" in argument.lstrip("=") and not argument.startswith("-"):
+        elif "=" in argument[1:] and argument[0] not in "-=":
             overrides.append(argument)
-        elif words and argument and "=" not in argument and not argument.startswith("-"):
+        elif words and argument and "=" not in argument and argument[0] != "-":
             positional.append(argument)
-        elif argument.startswith("--") and "=" in argument:
-            raise ConfigError(f"{COMMAND_LINE}: cannot read {argument!r}; did you mean {argument[2:]!r}?")
         else:
-            expected = usage or "-f FILE"
-            hint = "; quote a value that has blanks, as in 'key={name: value}'" if argument[-1:] in ("}", "]") else ""
-            raise ConfigError(f"{COMMAND_LINE}: cannot read {argument!r}; expected {expected} or key=value{hint}")
-    if not wants_help and len(positional) != len(words):
+            raise ConfigError(f"{COMMAND_LINE}: cannot read {argument!r}; expected {usage} or key=value")
+    if wants_help:
+        return CommandLine([], positional, overrides, True)
+    if len(positional) != len(words):
         raise ConfigError(
             f"{COMMAND_LINE}: expected {usage} and then key=value, not {' '.join(arguments)!r}; see --help"
         )
-    if not wants_help and not words and not names:
+    if not words and not all(names or [""]):
         raise ConfigError(f"{COMMAND_LINE}: no config file; add -f quickstart, or --help for all keys")
+    if len(names) > 1 and not several_files:
+        raise ConfigError(f"{COMMAND_LINE}: -f names a second config file; pass one")
     folders = {name: _configs_of_folder(name) for name in names if several_files}
-    files = [path for name in names if not wants_help for path in folders.get(name) or [find_config(name)]]
-    return CommandLine(files, positional, overrides, wants_help)
+    return CommandLine(
+        [path for n in names for path in folders.get(n) or [find_config(n)]], positional, overrides, False
+    )
 
 
 def find_config(name: str) -> str:
-    """The path of the config that ``-f`` names: a file, or a config that comes with the package, such as ``quickstart``
-    or ``glue/mrpc``.
-
-    Raises:
-        ConfigError: A name without folder and suffix that is neither a file nor a config of the package.
-    """
+    """The path of the config that ``-f`` names: a file, or one of the package's, such as ``quickstart``."""
     if os.path.isfile(name):
         return name
     shipped = _shipped_configs()
@@ -129,20 +103,8 @@ def _shipped_configs() -> dict[str, str]:
 
 
 def read_settings(cls: type[T], arguments: Sequence[str], prefix: str = "") -> tuple[T, list[str]]:
-    """Read settings from ``key=value`` pairs with values in YAML; the last value of a key wins. ``a,b`` is a list, too,
-    and text is taken as it is.
-
-    Args:
-        cls: A class without sections.
-        arguments: ``key=value`` strings. With a prefix, arguments without it are returned.
-        prefix: Prefix of the keys, such as ``tune.``.
-
-    Returns:
-        The settings, and the arguments without the prefix.
-
-    Raises:
-        ConfigError: One line for each mistake, with the key and, if there is one, the closest known key.
-    """
+    """Read settings of a class without sections from ``key=value`` pairs with values in YAML, and return them with the
+    arguments without the prefix. The last one of a key wins; ``a,b`` is a list, too, and text is taken as it is."""
     own = [pair for pair in arguments if "=" in pair and pair.startswith(prefix)]
     values: dict[str, Any] = {}
     for pair in own:
@@ -159,68 +121,63 @@ def read_settings(cls: type[T], arguments: Sequence[str], prefix: str = "") -> t
 
 # YAML and key=value
 
+_TEXT = "tag:yaml.org,2002:str"
+_TYPED = {f"tag:yaml.org,2002:{kind}" for kind in ("bool", "int", "float", "timestamp")}
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads ``1e-3`` as a number, for which YAML 1.1 asks for ``1.0e-3``."""
+
+
+_FLOAT = re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+")
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789"))
+
 
 def read_pair(pair: str, cls: type[Settings], prefix: str = "") -> dict[Any, Any]:
     """The nested mapping of a ``section.key=value``; text is kept as in :func:`read_yaml`."""
-    import yaml
-
     name, _, value = pair.partition("=")
     if not all(name.split(".")):
         raise ConfigError(f"{COMMAND_LINE}: {name[:80]!r} is not a key; expected section.key=value")
     try:
-        node: Any = yaml.compose(value, yaml.SafeLoader)
-        for part in reversed(name.split(".")):
-            node = yaml.MappingNode("", [(yaml.ScalarNode("", part), node)])
-        return _parsed(lambda omegaconf: omegaconf.from_dotlist([pair]), node, cls)
-    except (ValueError, yaml.YAMLError, RecursionError) as error:
+        held = read_yaml(value, cls, name)
+    except ValueError as error:
         raise ConfigError(f"{COMMAND_LINE}: the value of {prefix}{name} is not valid YAML: {error}") from error
+    for part in reversed(name.split(".")):
+        held = {part: held}
+    return held  # type: ignore[no-any-return]
 
 
-def read_yaml(text: str, cls: type[Settings]) -> Any:
-    """The content of a YAML file; None if it is empty.
+def read_yaml(text: str, cls: type[Settings], key: str = "") -> Any:
+    """The value of a YAML text at a key; None if it is empty, and a ValueError if it is not valid.
 
     Where ``cls`` expects text, or a mapping from names, it is as written, not what YAML reads as a boolean, number or
     date (``no``, ``007``).
-
-    Raises:
-        ValueError: It is not valid YAML.
     """
-    import yaml
-
-    try:
-        node: Any = yaml.compose(text, yaml.SafeLoader)
-    except (yaml.YAMLError, RecursionError) as error:
-        raise ValueError(str(error)) from error
-    if node is None or (isinstance(node, yaml.ScalarNode) and node.value in ("", "~", "null")):
-        return None
-    return _parsed(lambda omegaconf: omegaconf.load(io.StringIO(text)), node, cls)
-
-
-def _parsed(load: Callable[[Any], Any], node: Any, cls: type[Settings]) -> Any:
-    import yaml
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
     kinds: dict[str, set[Any]] = {}
-    for key, field, _ in keys_of(cls):
-        kinds[key] = kinds.get(key, set()) | (parts_of(field.annotation) if not sections_of(field) else set())
-
-    def as_written(held: Any, node: Any, key: str) -> Any:
-        if isinstance(held, dict) and isinstance(node, yaml.MappingNode):
-            written = {name.value: value for name, value in node.value if isinstance(name.value, str)}
-            if dict not in kinds.get(key, ()):
-                inner = {name: f"{key}.{name}".removeprefix(".") for name in held}
-                return {n: as_written(v, written[n], inner[n]) if n in written else v for n, v in held.items()}
-            return dict(zip(written, held.values(), strict=True)) if len(written) == len(held) else held
-        if str not in kinds.get(key, ()):
-            return held
-        if isinstance(held, list) and isinstance(node, yaml.SequenceNode):
-            return [as_written(*pair, key) for pair in zip(held, node.value, strict=True)]
-        typed = isinstance(held, (bool, int, float, datetime.date)) and isinstance(node, yaml.ScalarNode)
-        return node.value if typed else held
-
+    for name, field, _ in keys_of(cls):
+        kinds[name] = kinds.get(name, set()) | (parts_of(field.annotation) if not sections_of(field) else set())
+    loader = _Loader(text)
     try:
-        loaded = load(OmegaConf)
-        return as_written(OmegaConf.to_container(loaded, resolve=False), node, "")
-    except (OmegaConfBaseException, yaml.YAMLError, OSError, RecursionError) as error:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _keep_text(node, key, kinds)
+        return loader.construct_document(node)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ValueError(str(error)) from error
+
+
+def _keep_text(node: yaml.Node, key: str, kinds: Mapping[str, set[Any]]) -> None:
+    if isinstance(node, yaml.MappingNode):
+        seen = set[str]()
+        for name, value in node.value:
+            if str(name.value) in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"duplicate key {name.value}", name.start_mark)
+            seen.add(str(name.value))
+            if dict not in kinds.get(key, ()):
+                _keep_text(value, key if name.value == "<<" else f"{key}.{name.value}".removeprefix("."), kinds)
+            elif name.tag in _TYPED:
+                name.tag = _TEXT
+    elif str in kinds.get(key, ()):
+        for item in node.value if isinstance(node, yaml.SequenceNode) else [node]:
+            item.tag = _TEXT if item.tag in _TYPED else item.tag

@@ -1,7 +1,5 @@
-"""Check techniques and change a model by them: in what order, which refuse each other, and all or none.
-
-Nothing here needs Composer: :mod:`.host` is for its Trainer, and :mod:`.apply` for other loops.
-"""
+"""Check techniques and change a model by them, all or none. :mod:`.host` calls it in Composer's Trainer, and
+:mod:`.apply` in other loops."""
 
 from __future__ import annotations
 
@@ -23,32 +21,21 @@ _RUN = "_composer_speedups_run"  # attribute of a changed model: its run. It is 
 
 
 def techniques_of(algorithms: Iterable[Any]) -> list[Technique]:
-    """The techniques in a list of algorithms, in the order in which they engage.
-
-    Raises:
-        ConfigError: A class instead of its instance, a name, or a list in the list.
-    """
+    """The techniques in a list of algorithms, in the order in which they engage; anything else than instances is
+    refused."""
     algorithms = list(algorithms)
     for other in algorithms:
-        if isinstance(other, type) and hasattr(other, "match"):
-            raise ConfigError(f"algorithms: {other.__name__} is a class, not a technique; write {other.__name__}()")
-        if isinstance(other, list):
-            raise ConfigError("algorithms: a list is in the list; write its items, as in [*recommended(), LoRA()]")
         if isinstance(other, type) or not hasattr(other, "match"):
-            raise ConfigError(f"algorithms: {other!r:.80} is no technique; write an instance, such as Unpadding()")
+            fix = "write instances in one list, as in [*recommended(), LoRA()]"
+            raise ConfigError(f"algorithms: {other!r:.80} is no technique; {fix}")
     return sorted((a for a in algorithms if isinstance(a, Technique)), key=lambda t: (t.order, t.name))
 
 
 def check(techniques: Iterable[Technique], run: Run) -> None:
-    """Check techniques before anything is changed, and set ``run.techniques`` to those that can engage.
+    """Set ``run.techniques`` to those that can engage, or raise a Refusal, before anything is changed.
 
-    Each is checked with the precision that those before it leave, whatever the order of the list.
-
-    Raises:
-        Refusal: Two conflict, or one is listed twice, or one cannot engage, which also names the others that cannot.
-
-    Warns:
-        UserWarning: A technique with ``on_unavailable="warn"`` cannot engage.
+    Each is checked with the precision that those before it leave. With ``on_unavailable="warn"``, one that cannot
+    engage is left out with a warning.
     """
     ordered, precision = techniques_of(techniques), run.precision
     run.techniques = {technique.name: technique for technique in ordered}
@@ -68,10 +55,6 @@ def check(techniques: Iterable[Technique], run: Run) -> None:
         run.precision = precision
     if refused:
         first, *others = refused
-        if others and run.device.type != "cuda" and all("CUDA GPU" in error.reason for error in refused):
-            names = ", ".join(error.who for error in refused)
-            fix = 'train on a GPU, remove them, or set on_unavailable="warn" to continue without them'
-            raise Refusal("techniques", f"this run is on the {run.device.type}, and {names} need a CUDA GPU", fix)
         also = f"; these cannot engage either: {', '.join(error.who for error in others)}" if others else ""
         raise Refusal(first.who, first.reason, first.fix + also)
 
@@ -100,24 +83,17 @@ def _leave_out(technique: Technique, run: Run, error: Refusal) -> None:
 
 
 def _warn(technique: Technique, error: Refusal, continuing: str) -> None:
-    key = f", with train.py by algorithms.{technique.name}=null" if error.fix.endswith("remove the technique") else ""
     if technique.engaged is not False:
-        said = f"continuing {continuing} {error.who}: {error.reason} (to silence this: {error.fix}{key})"
+        said = f"continuing {continuing} {error.who}: {error.reason} (to silence this: {error.fix})"
         warnings.warn(str(Refusal(said)), UserWarning, stacklevel=3)
     technique.engaged = False
     technique.evidence = {"unavailable": error.reason, "fix": error.fix}
 
 
 def engage(run: Run, techniques: Iterable[Technique]) -> Comparison:
-    """Check techniques and change the run by all of them, or by none.
+    """Check techniques and change the run by all of them or by none, and return the comparison that is due.
 
     A run that had changed the model with the same techniques is undone before.
-
-    Returns:
-        The comparison with the untouched model that is due.
-
-    Raises:
-        Refusal: One cannot engage, or the model is changed by a run with other techniques.
     """
     techniques = techniques_of(techniques)
     leave_open()
@@ -151,7 +127,7 @@ def engage(run: Run, techniques: Iterable[Technique]) -> Comparison:
 
 
 def _keys(model: nn.Module) -> list[nn.Module]:
-    """The modules by which a model is recognized in another Trainer's wrapper: the transformers models inside it."""
+    """The modules by which a model is recognized in another Trainer's wrapper."""
     return list(outermost_models(model).values()) or [model]
 
 
@@ -172,11 +148,7 @@ def _undo_earlier(model: nn.Module, techniques: Sequence[Technique]) -> None:
 
 
 def ask(run: Run, waiting: dict[str, Technique], seen: FirstBatch) -> None:
-    """Ask techniques for proof, and take out of ``waiting`` those that answer.
-
-    Raises:
-        Refusal: One had no effect; with ``on_unavailable="warn"``, a warning instead, and the technique stays in force.
-    """
+    """Ask techniques for proof, and take out of ``waiting`` those that answer."""
     for technique in list(waiting.values()):
         try:
             proof = technique.proof(run, seen)
@@ -199,15 +171,7 @@ def had_no_effect(technique: Technique, error: Refusal) -> None:
 
 
 def refuse_other_techniques(recorded: list[str], techniques: Iterable[Technique]) -> None:
-    """Refuse to resume a checkpoint of other techniques.
-
-    Args:
-        recorded: The sorted representations of the checkpoint's techniques.
-        techniques: Those of the run.
-
-    Raises:
-        ConfigError: Names both lists.
-    """
+    """Refuse to resume a checkpoint of other techniques, whose sorted representations it ``recorded``."""
     current = sorted(map(repr, techniques))
     if recorded != current:
         raise ConfigError(

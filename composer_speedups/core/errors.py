@@ -54,11 +54,7 @@ class RunFailedError(Refusal):
 class Interrupted(SystemExit):
     """A signal ended training after a complete batch. The exit status is 128 plus the signal's number.
 
-    Args:
-        signum: The signal.
-        batch: Number of trained batches.
-        earlier: The checkpoint that the run resumes from, if none was written for this batch because the loss had
-            climbed.
+    ``earlier`` is the checkpoint that the run resumes from, if none was written because the loss had climbed.
     """
 
     def __init__(self, signum: int, batch: int, earlier: str | None = None) -> None:
@@ -69,31 +65,19 @@ class Interrupted(SystemExit):
         stopped = f"stopped by {signal.Signals(self.signum).name} after batch {self.batch}"
         if self.earlier is None:
             return f"{stopped}, with a checkpoint; the same command resumes from it"
-        return (
-            f"{stopped}, without a checkpoint, since the loss had climbed; the same command resumes from {self.earlier}"
-        )
+        without = "without a checkpoint, since the loss had climbed"
+        return f"{stopped}, {without}; the same command resumes from {self.earlier}"
 
 
 def did_you_mean(name: object, known: Iterable[str], prefix: str = "", *, otherwise: str | None = None) -> str:
-    """Return ``; did you mean 'x'?`` with the closest of the known names, or ``otherwise`` if none is close.
-
-    Args:
-        name: A name or a dotted key.
-        known: The known names or dotted keys. A similar last part, in another section, is close too.
-        prefix: Prefix of the suggestion.
-        otherwise: By default, ``; known:`` and all known names.
-    """
+    """Return ``; did you mean 'x'?`` with the closest of the known names or dotted keys, of which a similar last part
+    is close too. If none is, return ``otherwise``; by default, ``; known:`` and all known names."""
     wanted, known = str(name), list(known)
-    section, _, leaf = wanted.rpartition(".")
-    siblings = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == section}
-    close = [siblings[match] for match in difflib.get_close_matches(leaf, siblings, n=1, cutoff=0.7)]
-    if not siblings:  # the section may be misspelt
-        close = difflib.get_close_matches(wanted, known, n=1, cutoff=0.75)
-    if not close:
-        leaves = {key.rpartition(".")[2]: key for key in reversed(known)}
-        cutoff = 0.5 if len(known) <= 20 else 0.7
-        matches = difflib.get_close_matches(leaf, leaves, n=1, cutoff=cutoff)
-        close = [leaves[leaf] for leaf in matches] or [key for key in known if wanted in key]
+    leaves = {key.rpartition(".")[2]: key for key in reversed(known)}
+    cutoff = 0.5 if len(known) <= 20 else 0.7
+    close = difflib.get_close_matches(wanted, known, n=1, cutoff=0.87)
+    close = close or [leaves[m] for m in difflib.get_close_matches(wanted.rpartition(".")[2], leaves, 1, cutoff)]
+    close = close or [key for key in known if wanted in key]
     if close:
         return f"; did you mean {prefix + close[0]!r}?"
     return f"; known: {', '.join(known)}" if otherwise is None else otherwise
@@ -102,11 +86,6 @@ def did_you_mean(name: object, known: Iterable[str], prefix: str = "", *, otherw
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, or the name of its class if the message is empty."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-def failure_line(what: str, failed: str, error: BaseException) -> str:
-    """``what: failed (ErrorClass: reason)`` in one line."""
-    return f"{what}: {failed} ({type(error).__name__}: {first_line(error)})"
 
 
 def causes_of(error: BaseException) -> Iterator[BaseException]:

@@ -1,10 +1,11 @@
-"""Atomic writes of files and folders, locks, and one-line errors for unusable paths."""
+"""Atomic writes of files and folders, locks, hashes, and one-line errors for unusable paths; does not import torch."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
 import glob
+import hashlib
 import io
 import json
 import math
@@ -13,12 +14,14 @@ import re
 import shutil
 import tempfile
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from composer_speedups.core.errors import ConfigError, causes_of, first_line
+import xxhash
+
+from composer_speedups.core.errors import ConfigError, DataError, causes_of, first_line
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors of a full disk, an exhausted quota or a file size limit
 _PREFIX = ".unfinished-"
@@ -37,28 +40,11 @@ _locked: weakref.WeakSet[io.FileIO] = weakref.WeakSet()
 
 
 def lock_file(path: Path, key: str) -> io.FileIO:
-    """Open a file for reading and writing and lock it until it is closed. It is created if it does not exist, and its
-    content stays as it is.
-
-    The lock belongs to this process. Forked children, such as DataLoader workers, close the file, so the lock ends with
-    this process although a child may outlive it.
-
-    Args:
-        path: The file. The process that holds the lock may delete it.
-        key: The config key that determines the path, for errors.
-
-    Raises:
-        LockedFileError: Another process holds the lock.
-        ConfigError: ``path`` is a symbolic link, which could lead to a file of another purpose.
-        OSError: It cannot be opened.
-    """
+    """Open a file for reading and writing, created if it is missing, and lock it until it is closed, or raise a
+    LockedFileError that names ``key``. The lock ends with this process: forked children, such as DataLoader workers,
+    close the file. The process that holds the lock may delete it. Symbolic links are not followed."""
     while True:
-        try:
-            file = io.FileIO(path, "r+", opener=_open_or_create)
-        except OSError as error:
-            if error.errno != errno.ELOOP:
-                raise
-            raise ConfigError(f"{key}: {path} is a symbolic link, which is not followed; delete it") from error
+        file = io.FileIO(path, "r+", opener=lambda name, how: os.open(name, how | os.O_CREAT | os.O_NOFOLLOW, 0o644))
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.fstat(file.fileno()).st_nlink:  # otherwise its holder deleted it after it was opened here
@@ -68,10 +54,6 @@ def lock_file(path: Path, key: str) -> io.FileIO:
             file.close()
             raise LockedFileError(f"{key}: {path} is in use by a running process") from error
         file.close()
-
-
-def _open_or_create(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW, 0o644)
 
 
 def _close_in_child() -> None:
@@ -90,8 +72,8 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[IO[bytes]]:
-    """Yield an empty file that replaces ``path`` if the block ends without an error. Its name is new, so that no other
-    file is overwritten; :func:`remove_unfinished` finds it after a kill."""
+    """Yield an empty file that replaces ``path`` if the block ends without an error. :func:`remove_unfinished` finds it
+    after a kill."""
     prefix = f"{_PREFIX}{path.name}."
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=prefix, suffix=".tmp", delete=False) as partial:
         try:
@@ -134,13 +116,14 @@ def publish(partial: Path, path: Path) -> None:
 def replace_folder(folder: Path, *, keep_existing: bool = False) -> Iterator[Path]:
     """Yield an empty folder that replaces ``folder`` if the block ends without an error.
 
-    With ``keep_existing``, a folder that another process has created in the meantime is kept, and the new one is
-    deleted. Weights in it get the mode of any new file, since safetensors lets only their owner read them.
+    With ``keep_existing``, a folder that another process has created in the meantime is kept instead. All users can
+    read the weights in it, which safetensors writes for their owner alone.
     """
     partial = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f"{_PREFIX}{folder.name}."))
     try:
         yield partial
-        _share_weights(partial)
+        for weights in partial.rglob("*.safetensors"):
+            weights.chmod(0o644)
         partial.chmod(0o755)
         if not keep_existing:
             shutil.rmtree(folder, ignore_errors=True)
@@ -155,17 +138,8 @@ def replace_folder(folder: Path, *, keep_existing: bool = False) -> Iterator[Pat
         raise
 
 
-def _share_weights(folder: Path) -> None:
-    new = folder / f"{_PREFIX}mode"  # a new file, whose mode the umask decides
-    new.touch()
-    for weights in folder.rglob("*.safetensors"):
-        shutil.copymode(new, weights)
-    new.unlink()
-
-
 def remove_unfinished(folder: Path, name: str = "") -> None:
-    """Delete the partial files and folders that a killed process left in ``folder``; with ``name``, only those of the
-    file or folder of this name."""
+    """Delete what a killed process left in ``folder``, of any file or folder or of the one with this name."""
     for path in folder.glob(f"{_PREFIX}{glob.escape(name)}{'.' * bool(name)}*"):
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
@@ -174,27 +148,18 @@ def remove_unfinished(folder: Path, name: str = "") -> None:
 
 
 def make_folder(path: Path, key: str) -> Path:
-    """Create the folder that a config key names.
-
-    Raises:
-        ConfigError: It cannot be created or is not writable.
-    """
+    """Create the folder that a config key names, or raise a ConfigError."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         shown = with_working_directory(path)
         raise ConfigError(f"{key}: {shown} cannot be created ({error.strerror}); choose another folder") from error
-    if not os.access(path, os.W_OK):
-        raise ConfigError(f"{key}: {with_working_directory(path)} is not writable; choose another folder")
     return path
 
 
 def check_folder(name: str, key: str) -> str:
-    """Expand ``~`` in a folder's path. Any other name is returned unchanged, because it may be a hub id.
-
-    Raises:
-        ConfigError: It begins with ``/``, ``.`` or ``~`` and is not a folder.
-    """
+    """Expand ``~`` in a folder's path, and refuse a missing one. A name that does not begin with ``/``, ``.`` or ``~``
+    may be a hub id, and is returned unchanged."""
     if not name.startswith(("/", ".", "~")):
         return name
     expanded = os.path.expanduser(name)
@@ -229,3 +194,39 @@ def out_of_space(error: BaseException) -> str | None:
         if number in NO_SPACE:
             return str(cause)
     return None
+
+
+# Hashes
+
+WEIGHTS = (".safetensors", ".bin")
+TEXTS = (".json", ".txt", ".model")  # configurations and tokenizers
+WHOLE = 2**32  # bytes of files that are read whole, which takes about a second in the page cache
+_BLOCKS, _BLOCK = 16, 2**16  # of each file beyond that: number and bytes of the blocks that are read
+
+
+def model_files(folder: str, kinds: Iterable[str]) -> list[tuple[str, Path]]:
+    """Name and path of the files with these suffixes in a model's folder; none for a hub id."""
+    if not os.path.isdir(folder):
+        return []
+    return [(path.name, path) for path in sorted(Path(folder).iterdir()) if path.suffix in kinds and path.is_file()]
+
+
+def hashes_of(files: Sequence[tuple[str, Path]], key: str) -> dict[str, str]:
+    """Name → hash of the content, or of the size and some blocks if the files have more than 4 GiB together."""
+    try:
+        whole = sum(path.stat().st_size for _, path in files) <= WHOLE
+        return {name: _hash(path, whole=whole) for name, path in files}
+    except OSError as error:
+        raise DataError(f"{key}: {error.filename} cannot be read ({error.strerror})") from error
+
+
+def _hash(path: Path, *, whole: bool) -> str:
+    with open(path, "rb") as file:
+        if whole:
+            return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()  # type: ignore[arg-type]
+        size = os.fstat(file.fileno()).st_size
+        content = xxhash.xxh3_128(str(size))
+        for number in range(_BLOCKS):
+            file.seek(max(0, size - _BLOCK) * number // (_BLOCKS - 1))
+            content.update(file.read(_BLOCK))
+        return content.hexdigest()

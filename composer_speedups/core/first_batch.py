@@ -6,6 +6,7 @@ A model whose modules are all exactly transformers' own is not compared: the par
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,8 +16,8 @@ from composer_speedups.core.errors import Refusal, first_line
 from composer_speedups.core.run import Run
 from composer_speedups.core.stock import changes_to
 from composer_speedups.core.technique import ComparedTechnique
-from composer_speedups.core.trainer_state import any_rank, loss_of_this_rank, model_of, world_size
-from composer_speedups.kernels.observing import uncounted
+from composer_speedups.core.trainer_state import any_rank, loss_of_this_rank, model_of
+from composer_speedups.kernels.host import uncounted
 from composer_speedups.packing.comparison import (
     SIXTEEN_BITS,
     Outcome,
@@ -35,14 +36,10 @@ _FIX = "remove it for this model; or, if the difference is intended, set check: 
 
 
 class Comparison:
-    """The comparison of a run's model with the untouched one. It is made before the techniques engage.
-
-    Attributes:
-        due: The techniques to compare, and why.
-    """
+    """The comparison of a run's model with the untouched one. It is decided before the techniques engage."""
 
     def __init__(self, run: Run) -> None:
-        self.due: dict[ComparedTechnique, str] = {}
+        self.due: dict[ComparedTechnique, str] = {}  # the techniques to compare, and why
         self._run, self._evaluated = run, False
         compared = [t for t in run.techniques.values() if isinstance(t, ComparedTechnique) and t.check != "never"]
         change = next(iter(changes_to(run.model)), None) if any(t.check == "auto" for t in compared) else None
@@ -52,11 +49,7 @@ class Comparison:
                 self.due[technique] = because
 
     def make(self, state: State, *, training: bool) -> None:
-        """Compare before the first forward pass, and again before the first one that trains.
-
-        Raises:
-            Refusal: The model's results differ from the untouched one's.
-        """
+        """Compare before the first forward pass, and again before the first one that trains; refuse a difference."""
         due = {technique: because for technique, because in self.due.items() if technique.engaged}
         if not due or (self._evaluated and not training):
             return
@@ -109,16 +102,8 @@ class _Batch:
                 changed = self._outcome()
                 with untouched(self._model):
                     return changed, self._outcome()
-            except torch.OutOfMemoryError as error:
-                if self._run.sharded:
-                    raise
-                if world_size() > 1 and not _loss_respects_loss_ranks(self._model):
-                    raise torch.OutOfMemoryError(
-                        f"the comparison with the untouched model ran out of memory ({first_line(error)}), and one of "
-                        f"{world_size()} ranks cannot repeat it with fewer samples, since its loss may gather samples "
-                        "from the others; lower the micro-batch, or set check: never"
-                    ) from error
-                if not self._halve():
+            except torch.OutOfMemoryError:
+                if self._run.sharded or not self._halve():
                     raise
 
     def _halve(self) -> bool:
@@ -134,26 +119,16 @@ class _Batch:
         return measure(self._model, self._call, self._mask, gradients=self._gradients)
 
     def _call(self) -> tuple[Any, Tensor | None]:
-        if self.tolerance is SIXTEEN_BITS:  # compared in the precision of training
-            from composer.core import get_precision_context
+        from composer.core import get_precision_context
 
-            with get_precision_context(self._state.precision, self._state.precision_config):
-                return self._forward()
-        return self._forward()
-
-    def _forward(self) -> tuple[Any, Tensor | None]:
-        outputs = self._model(self._batch)
-        if not self._with_loss:
-            return outputs, None
-        with loss_of_this_rank():  # other ranks may have halved their batch
+        precise = self.tolerance is not SIXTEEN_BITS  # otherwise compared in the precision of training
+        in_training = get_precision_context(self._state.precision, self._state.precision_config)
+        with nullcontext() if precise else in_training, loss_of_this_rank():  # other ranks may have halved their batch
+            outputs = self._model(self._batch)
+            if not self._with_loss:
+                return outputs, None
             loss = model_of(self._state).loss(outputs, self._batch)
         if isinstance(loss, Tensor):
             return outputs, loss
         losses = list(loss.values()) if isinstance(loss, dict) else list(loss)
         return outputs, torch.stack(losses).sum()
-
-
-def _loss_respects_loss_ranks(model: Any) -> bool:
-    """Whether the loss is defined by this package or by Composer, which call :func:`.loss_ranks` before they gather."""
-    methods = [type(owner).loss for owner in (model, getattr(model, "task", model))]
-    return all(method.__module__.partition(".")[0] in ("composer", "composer_speedups") for method in methods)

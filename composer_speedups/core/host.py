@@ -27,11 +27,7 @@ Algorithm.register(Technique)
 
 
 def begin(state: State, logger: Logger) -> None:
-    """Engage all techniques of a Trainer, at INIT. Later calls do nothing.
-
-    Raises:
-        Refusal: A technique cannot engage, or was added to the Trainer later.
-    """
+    """Engage all techniques of a Trainer, at INIT. Later calls refuse techniques that were added since."""
     techniques = techniques_of(state.algorithms)
     if host_of(state) is not None:
         if late := [technique for technique in techniques if technique.engaged is None]:
@@ -71,9 +67,6 @@ class Host(Callback):
     """Runs the techniques of one Trainer. It is first among the callbacks, so right after the algorithms.
 
     After the first batch, an event that no technique defines costs one look-up in a dictionary.
-
-    Attributes:
-        run: The run, with the techniques that are in force.
     """
 
     def __init__(self, run: Run, techniques: Sequence[Technique], comparison: Comparison) -> None:

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from composer_speedups.core.compile_counts import compile_counts
 from composer_speedups.core.run import FirstBatch, Run
 from composer_speedups.core.trainer_state import local_shard
-from composer_speedups.kernels.observing import counting
+from composer_speedups.kernels.host import counting
 
 _MATMULS = {"mm", "addmm", "bmm", "baddbmm", "linear", "_scaled_mm"}
 _SAMPLE = 64  # values compared in each parameter
@@ -97,7 +97,7 @@ class Observer:
         self.seen.steps += any(optimizer is ours for ours in self._run.optimizers)
         self._rate = max([self._rate, *(float(group["lr"]) for group in optimizer.param_groups)])
 
-    stepped.reads_gradients = False  # type: ignore[attr-defined]  # see distributed.gradient_readers
+    stepped.reads_gradients = False  # type: ignore[attr-defined]  # see distributed.composer_loop
 
     def outputs(self, outputs: Any) -> None:
         """Note the dtypes of the model's outputs."""
@@ -121,6 +121,12 @@ class Observer:
         # a fused optimizer skips a step with infinite gradients itself
         skipped = self._run.precision == "amp_fp16" and seen.moved == 0
         return self._stepped and seen.trained > 0 and not skipped
+
+
+def in_other_mode() -> bool:
+    """Whether the loop has a dispatch mode open, such as FlopCounterMode: torch ends modes in reverse order only."""
+    mode = _get_current_dispatch_mode()
+    return mode is not None and not isinstance(mode, Operators)
 
 
 def leave_open() -> None:

@@ -1,14 +1,16 @@
-"""The tensors of an optimizer's state, and their size."""
+"""The tensors of an optimizer's state, and new parameters in its groups."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from composer_speedups.core.trainer_state import local_shard
+
+Optimizers = Optimizer | Iterable[Optimizer] | None
 
 
 def state_tensors(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
@@ -32,3 +34,36 @@ def plain_tensors(tensor: Any) -> Iterator[Tensor]:
 def state_bytes(optimizer: Optimizer) -> int:
     """Bytes of the state on all devices. Tensors that several parameters share, such as look-up tables, count once."""
     return sum({(t.device, t.data_ptr()): t.nbytes for _, t in state_tensors(optimizer)}.values())
+
+
+def replace_parameters(
+    optimizers: Optimizers,
+    replacements: Mapping[nn.Parameter, Sequence[nn.Parameter]],
+    names: Mapping[nn.Parameter, str],
+    *,
+    for_untrained: Literal["no group", "first group"] = "no group",
+) -> None:
+    """Replace old parameters by new ones in the same groups, with the same learning rate and weight decay.
+
+    Groups stay, even empty ones, because schedulers count them. An old parameter's state (its moments) is passed on if
+    exactly one new parameter replaces it. ``names`` are those of new parameters, for optimizers of named parameters;
+    ``for_untrained`` is the group for new parameters whose old one is in none. A second call changes nothing.
+    """
+    if optimizers is None:
+        return
+    optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+    groups = [(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups]
+    held = {p for _, group in groups for p in group["params"]}
+    successors = {old: [new for new in news if new not in held] for old, news in replacements.items()}
+    untrained = [new for old, news in successors.items() if old not in held for new in news]
+    for index, (optimizer, group) in enumerate(groups):
+        olds = list(group["params"])
+        group["params"][:] = [new for old in olds for new in successors.get(old, [old])]
+        if index == 0 and for_untrained == "first group":
+            group["params"] += untrained
+        if "param_names" in group:  # torch records names if the optimizer was built from named parameters
+            known = {**names, **dict(zip(olds, group["param_names"], strict=True))}
+            group["param_names"] = [known[p] for p in group["params"]]
+        for old in olds:
+            if old in successors and (state := optimizer.state.pop(old, None)) and len(successors[old]) == 1:
+                optimizer.state[successors[old][0]] = state

@@ -17,11 +17,8 @@ from composer_speedups.core.errors import ConfigError
 def pretrained_config(name: str, **settings: Any) -> Any:
     """The configuration of a model: a local folder, or a hub id. ``settings`` replace values of the file.
 
-    Keys of transformers' internals are left out. With ``"_attn_implementation": "owner/kernel"``, for example,
-    transformers would download a kernel from the hub and execute it.
-
-    Raises:
-        ValueError: The weights are quantised, or the model does not know one of the settings.
+    Keys of transformers' internals are left out: ``"_attn_implementation": "owner/kernel"`` would execute code.
+    Quantised weights, and settings that the model does not know, raise a ValueError.
     """
     stored = AutoConfig.from_pretrained(name, trust_remote_code=False)
     if quantisation := getattr(stored, "quantization_config", None):
@@ -43,7 +40,6 @@ _BY_LABEL = ("id2label", "label2id")
 
 
 def _public(values: dict[str, Any]) -> dict[str, Any]:
-    """The values without transformers' internals, in configurations of parts of the model, too."""
     return {
         key: _public(value) if isinstance(value, dict) and key not in _BY_LABEL else value
         for key, value in values.items()
@@ -52,12 +48,8 @@ def _public(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def pretrained_tokenizer(name: str, **settings: Any) -> Any:
-    """The tokenizer in a local folder or of a hub id. ``settings`` replace values of the file.
-
-    Raises:
-        ValueError: There is none. transformers would build one without a vocabulary from the model's type, and every
-            word would become ``[UNK]``.
-    """
+    """The tokenizer in a local folder or of a hub id. ``settings`` replace values of the file. Without one, a
+    ValueError; transformers would build one without a vocabulary from the model's type."""
     tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, **settings)
     words = set(tokenizer.get_vocab().values()) - {*tokenizer.added_tokens_decoder, *tokenizer.all_special_ids}
     if len(words) < 2:  # T5's has a piece for the space
@@ -68,30 +60,20 @@ def pretrained_tokenizer(name: str, **settings: Any) -> Any:
 def pretrained_model(
     auto: Any, name: str, config: Any, key: str, *, dtype: torch.dtype = torch.float32, **settings: Any
 ) -> tuple[Any, dict[str, Any]]:
-    """Load a model in eval mode, with eager attention.
+    """Load a model in eval mode, with eager attention and weights in ``dtype``, whatever the dtype of the stored ones.
 
-    Args:
-        auto: The auto class of transformers.
-        name: A local folder or a hub id.
-        config: From :func:`pretrained_config`; a hub id is loaded from the same commit.
-        key: The config key or argument that names the model, for errors.
-        dtype: Dtype of the weights, whatever the dtype of the stored ones. Default float32.
-        settings: Arguments of the model's class.
+    ``config`` is from :func:`pretrained_config`, ``key`` names the model in errors, and ``settings`` are arguments of
+    the model's class. PEFT adapters are refused: their configuration names a module that PEFT would import.
 
     Returns:
         The model, and transformers' loading info: its missing, unexpected and mismatched keys.
-
-    Raises:
-        ConfigError: The model has PEFT adapters. transformers would load them, and PEFT imports the module that their
-            configuration names.
     """
     commit = getattr(config, "_commit_hash", None)
     pinned = {} if commit is None else {"revision": commit}
     if find_adapter_config_file(name, **pinned) is not None:
         raise ConfigError(
-            f"{key}: {name!r} has PEFT adapters (adapter_config.json), which are not loaded, because their "
-            "configuration can name code to execute; use the base model, or merge the adapters into it with PEFT's "
-            "merge_and_unload() and save_pretrained"
+            f"{key}: {name!r} has PEFT adapters (adapter_config.json), whose configuration can name code to execute; "
+            "use the base model, or merge the adapters into it with PEFT's merge_and_unload() and save_pretrained"
         )
     model, info = auto.from_pretrained(
         name,

@@ -36,11 +36,7 @@ def technique_names() -> list[str]:
 
 
 def technique_class(name: str) -> type[Technique]:
-    """The class with a YAML name.
-
-    Raises:
-        ConfigError: No technique has this name; the message suggests the closest one.
-    """
+    """The class with a YAML name; an unknown name is refused with the closest one."""
     if name not in _classes():
         raise ConfigError(f"unknown technique {name!r}{did_you_mean(name, _classes())}")
     return _classes()[name]
@@ -52,15 +48,7 @@ def folder_of(name: str) -> Path:
 
 
 def build_techniques(settings: Mapping[str, Any], on_unavailable: str = "stop") -> list[Technique]:
-    """Build the techniques of a config's ``algorithms`` section.
-
-    Args:
-        settings: YAML name → settings, or None for the defaults.
-        on_unavailable: Default for techniques that do not set it themselves.
-
-    Raises:
-        ConfigError: An unknown technique or setting, or an invalid value.
-    """
+    """Build the techniques of a config's ``algorithms`` section: YAML name → settings, or None for the defaults."""
     return [
         technique_class(name).read({"on_unavailable": on_unavailable, **(values or {})}, f"algorithms.{name}.")
         for name, values in settings.items()

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 
 def needs_cuda(who: str, run: Run, what: str, capability: tuple[int, int] = (0, 0)) -> Iterator[Refusal]:
     """A CUDA GPU of a minimum compute capability, such as (8, 0) for Ampere."""
-    reason = unsuitable_device(run.device, what, capability, "this run is")
-    if reason is not None:
+    if (reason := unsuitable_device(run.device, what, capability, "this run is")) is not None:
         yield Refusal(who, reason, "remove the technique")
 
 
@@ -47,16 +46,11 @@ def needs_package(who: str, module: str, requirement: str) -> Iterator[Refusal]:
 
 def needs_triton(who: str) -> Iterator[Refusal]:
     """Triton, and the C compiler that it needs when a kernel is launched for the first time."""
+    from composer_speedups.kernels.host import missing_c_compiler
+
     yield from needs_package(who, "triton", "triton")
-    yield from needs_c_compiler(who, "Triton")
-
-
-def needs_c_compiler(who: str, what: str) -> Iterator[Refusal]:
-    """A C compiler that Triton finds."""
-    from composer_speedups.kernels.compiler import missing_c_compiler
-
     if (missing := missing_c_compiler()) is not None:
-        yield Refusal(who, f"{what} needs a C compiler: {missing}", "install gcc, or set CC")
+        yield Refusal(who, f"Triton needs a C compiler: {missing}", "install gcc, or set CC")
 
 
 def needs_cpp_compiler(who: str, what: str, fix: str) -> Iterator[Refusal]:

@@ -1,7 +1,6 @@
 """Settings: each is declared once, with type, default, bounds and doc line, in the body of a pydantic model.
 
-Config sections, tasks, techniques and callbacks derive from :class:`Settings`. YAML, ``key=value``, ``--help``,
-constructors, ``repr`` and error messages follow the declarations.
+Config sections, tasks, techniques and callbacks derive from :class:`Settings`.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from inspect import Parameter, Signature
 from typing import Annotated, Any, ClassVar, Literal, Self, Union, dataclass_transform, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError, field_validator
@@ -22,8 +20,7 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 from composer_speedups.core.errors import ConfigError, did_you_mean
 
 DURATION_UNITS = ("ep", "ba", "sp", "tok")  # units of Composer's time strings
-Check = tuple[object, str, str]
-"""Whether settings exclude each other, the key to name, and the end of a sentence about it."""
+Check = tuple[object, str, str]  # whether settings exclude each other, the key to name, the end of a sentence about it
 
 
 class Origins(dict[str, str]):
@@ -38,7 +35,6 @@ class Origins(dict[str, str]):
 
 
 def refuse(checks: Iterable[Check]) -> None:
-    """Raise a ConfigError that lists the settings that exclude each other, if there are any."""
     if lines := [f"{key} {problem}" for excluded, key, problem in checks if excluded]:
         raise ConfigError.of(lines)
 
@@ -51,21 +47,10 @@ class Settings(BaseModel):
         max_graphs: int = Field(4, ge=1)
         \"""Input shapes captured.\"""
 
-    The constructor takes them in that order or by name, and those in ``not_recorded`` by name only. Text is converted
-    to numbers and bools (unless the class is ``strict``), but a bool is no number. One text stands for a list of texts
-    with one entry. Other attributes may be set beside the settings; they are not compared.
-
-    Class arguments:
-        eq: Compare by settings (default), or by identity, in this class and its subclasses.
-        strict: Do not convert text, in this class and its subclasses. Default: False.
-
-    Attributes:
-        not_recorded: Settings that ``repr`` leaves out.
-        also_called: Names of settings in other programs → the key that an error message suggests for them.
-        option: For a class of a union, the key and value that choose it: ``model.task: mlm``.
-
-    Raises:
-        ConfigError: Values are invalid; one line for each, which names the key.
+    The constructor takes them in that order or by name, and those in ``not_recorded`` by name only; it raises a
+    ConfigError with one line for each invalid value. Text is converted to numbers and bools (not with the class
+    argument ``strict=True``), but a bool is no number. One text stands for a list of texts with one entry. Instances
+    are compared by settings, or by identity with the class argument ``eq=False``.
     """
 
     model_config = ConfigDict(
@@ -76,18 +61,12 @@ class Settings(BaseModel):
         use_attribute_docstrings=True,
         populate_by_name=True,
     )
-    not_recorded: ClassVar[tuple[str, ...]] = ()
-    also_called: ClassVar[Mapping[str, str]] = {}
-    option: ClassVar[str] = ""
+    not_recorded: ClassVar[tuple[str, ...]] = ()  # settings that repr leaves out
+    also_called: ClassVar[Mapping[str, str]] = {}  # names in other programs → the key that an error message suggests
+    option: ClassVar[str] = ""  # of a class in a union: the key and value that choose it, ``model.task: mlm``
 
     @classmethod
     def __pydantic_init_subclass__(cls, *, eq: bool = True, **_: Any) -> None:
-        kinds = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
-        every = [
-            Parameter(name, kinds[name in cls.not_recorded], default=field.default, annotation=field.annotation)
-            for name, field in cls.model_fields.items()
-        ]
-        cls.__signature__ = Signature(sorted(every, key=lambda parameter: parameter.kind))
         if not eq:
             cls.__eq__, cls.__hash__ = object.__eq__, object.__hash__  # type: ignore[assignment, method-assign]
 
@@ -108,16 +87,7 @@ class Settings(BaseModel):
 
     @classmethod
     def read(cls, values: Mapping[Any, Any], prefix: str = "", origins: Origins | None = None) -> Self:
-        """Build an instance from plain values, such as parsed YAML.
-
-        Args:
-            values: Key → value; sections are mappings.
-            prefix: Prefix of the keys in error messages, such as ``tune.``.
-            origins: Where each dotted key was set, for error messages.
-
-        Raises:
-            ConfigError: One line for each mistake: the key, and what is allowed or the closest known key.
-        """
+        """Build an instance from plain values, such as parsed YAML; ``prefix`` and ``origins`` are for the errors."""
         try:
             return cls.model_validate({str(key): value for key, value in values.items()})
         except ValidationError as error:
@@ -129,7 +99,6 @@ class Settings(BaseModel):
 
     @classmethod
     def key_of(cls, name: str) -> str:
-        """The key of a setting, from this section on."""
         return name
 
     @field_validator("*", mode="before")
@@ -158,7 +127,7 @@ class Settings(BaseModel):
         self.reset()
 
     def checks(self) -> Iterable[Check]:
-        """Settings that cannot be combined. It is called only if each of them is valid alone."""
+        """Settings that cannot be combined; asked if each of them is valid alone."""
         return ()
 
     def reset(self) -> None:
@@ -190,7 +159,6 @@ def sections_of(field: FieldInfo) -> list[type[Settings]]:
 
 
 def section_choices(field: FieldInfo) -> list[type[Settings]]:
-    """:func:`sections_of`, or the class in the metadata of a mapping that a class checks."""
     return sections_of(field) or [rule.section() for rule in field.metadata if hasattr(rule, "section")]
 
 
@@ -213,14 +181,9 @@ def doc_of(field: FieldInfo) -> str:
 
 @dataclass(frozen=True)
 class ComposerTime:
-    """Metadata of text that is a Composer time: ``Annotated[str, ComposerTime(DURATION_UNITS, gt=0)]``.
+    """Metadata of text that is a Composer time: ``Annotated[str, ComposerTime(DURATION_UNITS, gt=0)]``."""
 
-    Attributes:
-        units: The units allowed; ``dur`` takes a fraction of at most 1.
-        gt: What its number must exceed.
-    """
-
-    units: tuple[str, ...]
+    units: tuple[str, ...]  # ``dur`` takes a fraction of at most 1
     gt: float | None = None
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -305,7 +268,6 @@ def help_lines(cls: type[Settings], prefix: str = "", omit: str = "") -> Iterato
 
 
 def keys_help(cls: type[Settings], prefix: str = "") -> str:
-    """The keys of a program for ``--help``; see :func:`help_lines`."""
     return textwrap.indent("\n".join(help_lines(cls, prefix)), "  ")
 
 
@@ -317,7 +279,7 @@ _BOUNDS = ("greater_than_equal", "greater_than", "less_than_equal", "less_than",
 def mistakes(
     cls: type[Settings], error: ValidationError, prefix: str = "", origins: Mapping[str, str] | None = None
 ) -> list[str]:
-    """What is wrong with values of ``cls``, one line for each, unknown keys first; see :meth:`Settings.read`."""
+    """What is wrong with values of ``cls``, one line for each, unknown keys first."""
     unknown, problems = dict[str, str](), list[tuple[str, str]]()
     wrong: dict[str, tuple[FieldInfo, list[Any]]] = {}
     for e in error.errors(include_url=False):
@@ -360,17 +322,12 @@ def _unknown(cls: type[Settings], owner: type[Settings], name: str, prefix: str,
         others = " or ".join(reader.rpartition(": ")[2] for reader in readers)
         return f"{name} is for {readers[0].partition(':')[0]}: {others}, not {chosen}; remove it"
     known, leaf = known or [*dict.fromkeys(key for key, _ in keys)], name.rpartition(".")[2]
-    section = name.removesuffix(leaf)
-    beside = [key.removeprefix(section) for key in known if key.rpartition(".")[0] == section[:-1]]
     if meant := cls.also_called.get(leaf):
         hint = f"; did you mean {meant!r}?"
     elif name in known:  # it was written with a dot
         hint = f"; write {name.replace('.', ': {')}: …{'}' * name.count('.')} in a YAML file"
     else:
-        few = f"; {section[:-1]} has: {', '.join(beside)}" if section and 0 < len(beside) <= 20 else None
-        hint = did_you_mean(
-            name, known, prefix, otherwise=few or ("; --help lists all keys" if len(known) > 20 else None)
-        )
+        hint = did_you_mean(name, known, prefix, otherwise="; --help lists all keys" if len(known) > 20 else None)
     return f"unknown key {prefix + name!r}{hint}"
 
 
@@ -388,11 +345,4 @@ def _wrong(field: FieldInfo, errors: list[Any]) -> str:
     if types.NoneType in _options(field.annotation) and first["type"] not in _BOUNDS:
         kinds.append("null")
     such = f", such as {' or '.join(field.examples)}" if field.examples and first["type"] not in _BOUNDS else ""
-    return f"must be {' or '.join(dict.fromkeys(kinds))}{such}, not {_shown(first['input'])}"
-
-
-def _shown(value: Any) -> str:
-    try:
-        return repr(value)
-    except ValueError:  # Python writes no numbers of more than 4300 digits
-        return "a number with so many digits"
+    return f"must be {' or '.join(dict.fromkeys(kinds))}{such}, not {first['input']!r}"

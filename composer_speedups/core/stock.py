@@ -1,8 +1,8 @@
 """Check whether a module is exactly what its library builds: class, children, parameters, settings, no hooks.
 
-A technique that computes a module's result itself reads the module's weights and does not call its code. This is only
-valid if that code is known: a hook or another activation would be ignored silently. PEFT's plain LoRA layers are known:
-what they wrap is compared, and :mod:`.adapters` reads what they add.
+A technique that computes a module's result itself does not call the module's code, and would silently ignore a hook or
+another activation. PEFT's plain LoRA layers are known: what they wrap is compared, and :mod:`.adapters` reads what they
+add.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules import module as torch_modules
 from transformers import PreTrainedModel
 from transformers.modeling_utils import AttentionInterface
 
@@ -34,13 +33,6 @@ _CASTS = "accelerate.utils.operations"
 _FREE = {"training", "layer_idx", "p", "eps", "inplace", "name_or_path", "warnings_issued"}
 _FREE |= {"is_gradient_checkpointing", "gradient_checkpointing", "attn_implementation"}
 _PLAIN = (bool, int, float, str, type(None), tuple, FunctionType, BuiltinFunctionType, MethodType)
-# Global hooks of all modules, for which torch has no public accessor.
-_EVERYWHERE = (
-    torch_modules._global_forward_pre_hooks,
-    torch_modules._global_forward_hooks,
-    torch_modules._global_backward_pre_hooks,
-    torch_modules._global_backward_hooks,
-)
 
 
 def differences(
@@ -52,69 +44,58 @@ def differences(
     around: bool = False,
     skip: Collection[nn.Module] = (),
 ) -> Iterator[str]:
-    """Yield the differences between a module, including its submodules, and a reference.
+    """Yield the differences between a user's module and what its library builds, as sentences that begin with ``name``.
+
+    Dropout probabilities, epsilons, weights, dtypes, devices and ``requires_grad`` may differ, and modules inside may
+    have LoRA adapters.
 
     Args:
-        module: The user's module.
-        reference: The module that the library builds from the same configuration; may be on the meta device.
-        name: The module's name, for the sentences.
-        ours: Whether changes by this package are ignored.
-        around: Whether hooks on the module itself, and this package's ``forward`` around the class's, are ignored,
-            because they run independently of the class's ``forward``.
+        ours: Ignore changes by this package.
+        around: Ignore hooks on the module itself, and this package's ``forward`` around the class's, because they run
+            independently of the class's ``forward``.
         skip: Modules to skip.
-
-    Yields:
-        Sentences such as "bert.encoder.layer.0.output has its own forward". Dropout probabilities, epsilons, values of
-        weights, dtypes, devices and ``requires_grad`` may differ, and modules inside may have LoRA adapters.
     """
-    if _hooked_everywhere():
-        yield "every module has a hook (torch.nn.modules.module.register_module_…_hook)"
     if type(module) is not type(reference) and not (ours and _is_ours(type(module))):
         yield f"{name} is {_described(type(module))} instead of {_described(type(reference))}"
         return
     if not isinstance(module, type(reference)):
         return
+    yield from _other_code(module, name, ours=ours, around=around)
+    yield from _other_contents(module, reference, name, getattr(type(module), "own_buffers", ()) if ours else ())
+    yield from _other_settings(module, reference, name)
+    for child, built in reference._modules.items():
+        held = module._modules.get(child)
+        if held is not None and built is not None and held not in skip:
+            yield from _other_module(held, built, f"{name}.{child}" if name else child, ours=ours, skip=skip)
+
+
+def _other_code(module: nn.Module, name: str, *, ours: bool, around: bool = False) -> Iterator[str]:
     if not _is_ours(type(module)) and _is_patched(type(module)):
         yield f"{_described(type(module), article=False)}.forward was replaced in its class"
     yield from _own_methods(module, name, ours=ours or around)
     if not around:
         yield from hooks_on(module, name, ours=ours)
-    yield from _other_tensors(module, reference, name, getattr(type(module), "own_buffers", ()) if ours else ())
-    yield from _other_settings(module, reference, name)
-    if module._modules.keys() != reference._modules.keys():
-        odd = sorted(module._modules.keys() ^ reference._modules.keys())
-        yield f"{name} has other modules than its class builds ({', '.join(odd)})"
-        return
-    for child, built in reference._modules.items():
-        held, below = module._modules[child], f"{name}.{child}" if name else child
-        if held is None or built is None:
-            if held is not built:
-                yield f"{below} is {'missing' if held is None else 'set, but its class does not build it'}"
-        elif held not in skip:
-            yield from _other_module(held, built, below, ours=ours, skip=skip)
 
 
 def _other_module(
     held: nn.Module, built: nn.Module, name: str, *, ours: bool, skip: Collection[nn.Module]
 ) -> Iterator[str]:
-    """As :func:`differences`; PEFT's LoRA layers, and its copies of modules trained in full, are seen through."""
+    """As :func:`differences`, and PEFT's wrappers are seen through."""
     if (refusal := adapter_refusal(held)) is not None:
         yield f"{name} {refusal}"
         return
     inner, wrappers = without_adapter(held)
     for wrapper in wrappers:
-        if _is_patched(type(wrapper)):
-            yield f"{_described(type(wrapper), article=False)}.forward was replaced in its class"
-        yield from _own_methods(wrapper, name, ours=ours)
-        yield from hooks_on(wrapper, name, ours=ours)
+        yield from _other_code(wrapper, name, ours=ours)
     yield from differences(inner, built, name, ours=ours, skip=skip)
 
 
 def hooks_on(module: nn.Module, name: str, *, ours: bool) -> Iterator[str]:
-    """The kinds of hooks on a module itself, without transformers' recorders; ``ours``: without this package's."""
+    """The kinds of hooks on a module itself; ``ours``: without this package's."""
     for attribute, description in HOOKS.items():
         hooks = getattr(module, attribute).values()
-        if any(not (_is_recorder(hook) or (ours and _is_ours(hook))) for hook in hooks):
+        theirs = (hook for hook in hooks if getattr(hook, "__module__", None) != _RECORDERS)
+        if any(not (ours and _is_ours(hook)) for hook in theirs):
             yield f"{name} has {description}"
 
 
@@ -127,10 +108,8 @@ def _other_settings(module: nn.Module, reference: nn.Module, name: str) -> Itera
 
 
 def model_differences(model: PreTrainedModel, name: str = "", *, skip: Collection[nn.Module] = ()) -> list[str]:
-    """How a transformers model differs from what its class builds from its configuration; see :func:`differences`.
-
-    Changes by this package are ignored. A class that is not transformers' own is a difference.
-    """
+    """How a transformers model differs from what its class builds from its configuration, apart from this package's
+    changes; see :func:`differences`."""
     kind = next(c for c in type(model).__mro__ if not _is_ours(c))
     label = name or kind.__name__
     if not kind.__module__.startswith("transformers.models."):
@@ -146,11 +125,10 @@ def model_differences(model: PreTrainedModel, name: str = "", *, skip: Collectio
 
 
 def changes_to(model: nn.Module) -> list[str]:
-    """How a model, with everything around and inside it, differs from a model that is entirely transformers' own.
+    """How a model, inside Composer's HuggingFaceModel or not, differs from one that is entirely transformers' own.
 
-    Composer's HuggingFaceModel around it is ignored. A bare encoder is a difference, because the code that reads its
-    result is unknown, unless the surrounding model has ``reads_real_tokens`` and so ignores padding, as this package's
-    tasks do.
+    A bare encoder is a difference, because the code that reads its result is unknown, unless the surrounding model has
+    ``reads_real_tokens``, as this package's tasks do.
     """
     outermost = outermost_models(model)
     changes = []
@@ -167,11 +145,7 @@ def changes_to(model: nn.Module) -> list[str]:
 
 
 def built_on_meta(kind: Callable[..., nn.Module], *arguments: Any, **settings: Any) -> Any:
-    """Build a module without allocating its weights.
-
-    Not under transformers' ``no_init_weights``, which replaces torch's functions in all threads: a model that is built
-    in another one would not be initialized.
-    """
+    """Build a module without allocating its weights; without ``no_init_weights``, which affects all threads."""
     with torch.device("meta"):
         return kind(*arguments, **settings)
 
@@ -207,35 +181,29 @@ def _is_forward_of(kind: type[nn.Module], method: Any) -> bool:
     return getattr(function, "__func__", function) in known
 
 
-def _other_tensors(module: nn.Module, reference: nn.Module, name: str, added: Collection[str]) -> Iterator[str]:
-    """``added``: buffers that this package added to the module."""
-    buffers = {key: buffer for key, buffer in module._buffers.items() if key not in added}
-    for kind, held, built in (
-        ("parameters", module._parameters, reference._parameters),
-        ("buffers", buffers, reference._buffers),
-    ):
-        if {k for k, v in held.items() if v is not None} != {k for k, v in built.items() if v is not None}:
-            odd = ", ".join(sorted(held.keys() ^ built.keys())) or "one is missing"
-            yield f"{name} has other {kind} than its class builds ({odd})"
+def _other_contents(module: nn.Module, reference: nn.Module, name: str, added: Collection[str]) -> Iterator[str]:
+    for kind in ("parameters", "buffers", "modules"):
+        held, built = (
+            {key for key, value in getattr(owner, f"_{kind}").items() if value is not None and key not in added}
+            for owner in (module, reference)
+        )
+        if held != built:
+            yield f"{name} has other {kind} than its class builds ({', '.join(sorted(held ^ built))})"
             return
-    for key, built_parameter in reference._parameters.items():
+    for key, expected in reference._parameters.items():
         parameter = module._parameters[key]
-        if parameter is None or built_parameter is None:
+        if parameter is None or expected is None:
             continue
         if type(parameter) is not nn.Parameter or not parameter.is_floating_point():
             yield f"{name}.{key} is {_described(type(parameter))} instead of a plain floating-point tensor"
-        elif parameter.shape != built_parameter.shape:
-            yield f"{name}.{key} has shape {tuple(parameter.shape)} instead of {tuple(built_parameter.shape)}"
+        elif parameter.shape != expected.shape:
+            yield f"{name}.{key} has shape {tuple(parameter.shape)} instead of {tuple(expected.shape)}"
 
 
 def _same(held: Any, built: Any) -> bool:
     if isinstance(built, MethodType):
         return getattr(held, "__func__", None) is built.__func__
     return bool(held is built or (type(held) is type(built) and held == built))
-
-
-def _hooked_everywhere() -> bool:
-    return any(_EVERYWHERE) and not all(_is_harmless(hook) for hooks in _EVERYWHERE for hook in hooks.values())
 
 
 def _is_patched(kind: type[nn.Module]) -> bool:
@@ -261,14 +229,6 @@ def _is_known_attention(name: str) -> bool:
     function = AttentionInterface().get(name)
     theirs = (getattr(function, "__module__", None) or "").startswith("transformers.")
     return theirs or _is_ours(function) or (name == "eager" and function is None)
-
-
-def _is_recorder(hook: Any) -> bool:
-    return getattr(hook, "__module__", None) == _RECORDERS
-
-
-def _is_harmless(hook: Any) -> bool:
-    return _is_recorder(hook) or _is_ours(hook)
 
 
 def _described(kind: type, *, article: bool = True) -> str:

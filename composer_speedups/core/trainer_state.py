@@ -14,18 +14,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from composer_speedups.packing.autocast import autocast_dtype
-
 if TYPE_CHECKING:
     from composer.core import State
     from composer.devices import Device
 
 
 def torch_device(device: Device) -> torch.device:
-    """The torch device behind a Composer device, which is a private attribute."""
-    inner = device._device
-    assert isinstance(inner, torch.device)
-    return inner
+    """The torch device behind a Composer device."""
+    inner: Any = device._device
+    return inner  # type: ignore[no-any-return]
 
 
 def device_of(state: State) -> torch.device:
@@ -34,7 +31,7 @@ def device_of(state: State) -> torch.device:
 
 
 def is_composer_model(model: Any) -> bool:
-    """Whether a model is a ComposerModel. Does not import Composer."""
+    """Whether a model is a ComposerModel, without importing Composer."""
     models = sys.modules.get("composer.models")
     return models is not None and isinstance(model, models.ComposerModel)
 
@@ -91,18 +88,10 @@ def host_group() -> Any:
 
 
 def open_host_group(device: Device) -> None:
-    """Enable reductions of host tensors, with an additional gloo group if the default group only has NCCL.
+    """Enable reductions of host tensors, with an additional gloo group if the default group only has NCCL. Collective.
 
-    Collective: every rank must call it at the same point, as ``torch.distributed.new_group``. The group is shared by
-    all callers and destroyed after as many calls of :func:`close_host_group`. Gloo connects over the network interface
-    named in ``GLOO_SOCKET_IFNAME``, or over the one to which this host's name resolves.
-
-    Args:
-        device: The Trainer's device, over which the ranks agree whether all of them can connect.
-
-    Raises:
-        ValueError: On every rank, if one of them cannot connect: torch was built without gloo, or the host's name
-            resolves to an address that other nodes cannot reach. The text after the semicolon is the fix.
+    The group is shared by all callers and destroyed after as many calls of :func:`close_host_group`. If gloo cannot
+    connect one of the ranks, a ValueError on all; its text after the semicolon is the fix.
     """
     if _host_groups or not ranks_meet_on_host():
         _host_groups.append(host_group() or _new_host_group(device))
@@ -163,12 +152,6 @@ def max_over_ranks(device: Device, number: int) -> int:
 def any_rank(device: Device, here: bool) -> bool:
     """Whether ``here`` is true on any rank, so that all ranks continue in the same way. Collective."""
     return bool(max_over_ranks(device, int(here)))
-
-
-def compute_dtype(state: State) -> torch.dtype:
-    """The dtype of the model's matmuls: autocast's, or that of its weights. Call it under autocast."""
-    dtypes = (p.dtype for p in state.model.parameters() if p.is_floating_point())
-    return autocast_dtype(device_of(state).type, next(dtypes, torch.float32))
 
 
 def weight_dtypes(model: torch.nn.Module) -> Counter[torch.dtype]:

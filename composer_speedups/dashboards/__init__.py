@@ -1,5 +1,1 @@
-"""Create a Weights & Biases workspace or report that compares runs: ``python -m composer_speedups.dashboards``."""
-
-from composer_speedups.dashboards.layout import Chart, Section, as_text, layout
-
-__all__ = ["Chart", "Section", "as_text", "layout"]
+"""Create a Weights & Biases workspace that compares runs: ``python -m composer_speedups.dashboards``."""

@@ -16,16 +16,12 @@ _LAYOUT: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("layout.yaml")
 
 
 class Request(Settings):
-    """The keys of the command line."""
-
     entity: str | None = None
     """User or team of the project; null for your default."""
     runs: list[str] | None = None
     """Names of the runs to show, as in runs=a,b; null for all runs of the project."""
-    kind: Literal["workspace", "report"] = "workspace"
-    """A saved view of the project, or a separate report."""
     name: str = "Runs side by side"
-    """Name of the view or report: at most 128 characters, without emoji or signs such as + and =."""
+    """Name of the view: at most 128 characters, without emoji or signs such as + and =."""
     group_by: list[str] = Field(default_factory=lambda: ["techniques"])
     """Config keys; runs with the same values form a group. Empty (group_by=) shows each run separately."""
     task: Task = "classification"
@@ -35,17 +31,11 @@ class Request(Settings):
 
 
 class Chart(NamedTuple):
-    """Lines over the run, or with ``over: None`` a bar per group or run.
+    """Lines over the run, or with ``over: None`` a bar per group or run."""
 
-    Attributes:
-        title: With the unit.
-        metrics: Names of the logged metrics.
-        over: The metric on the x-axis.
-    """
-
-    title: str
-    metrics: tuple[str, ...]
-    over: str | None = None
+    title: str  # with the unit
+    metrics: tuple[str, ...]  # names of the logged metrics
+    over: str | None = None  # the metric on the x-axis
 
     @property
     def axis(self) -> str:
@@ -59,11 +49,7 @@ class Section(NamedTuple):
 
 
 def layout(task: Task = "classification") -> tuple[Section, ...]:
-    """The sections of a dashboard from top to bottom.
-
-    Args:
-        task: Task of the runs (``model.task``), which determines their metrics. Default: classification.
-    """
+    """The sections of a dashboard from top to bottom, with the metrics of a task."""
     scores = _scores(task)
     return tuple(
         Section(name, tuple(_chart(c, s) for c in charts for s in (scores if c.get("each_score") else scores[:1])))

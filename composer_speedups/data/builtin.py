@@ -52,17 +52,9 @@ _NARRATION = [
 
 
 def builtin_samples(task: str, count: int, seed: int, split: str, length_scale: float = 1.0) -> dict[str, list[Any]]:
-    """Generate samples of a task, in the columns that it reads by default.
+    """Samples of a task in the columns that it reads by default: the same for the same arguments on every machine.
 
-    Args:
-        task: Name of the task.
-        count: Number of samples.
-        seed: Seed of the generator.
-        split: ``"train"`` or ``"eval"``, which differ.
-        length_scale: Length of reviews as a multiple of IMDB's; documents are half as long.
-
-    Returns:
-        Column → its ``count`` values, which are the same for the same arguments on every machine.
+    ``split`` is ``"train"`` or ``"eval"``; ``length_scale`` is the length of reviews as a multiple of IMDB's.
     """
     if task not in _GENERATORS:
         reviews = builtin_reviews(count, seed, split, length_scale)
@@ -76,17 +68,7 @@ def builtin_samples(task: str, count: int, seed: int, split: str, length_scale: 
 
 
 def builtin_reviews(count: int, seed: int, split: str, length_scale: float = 1.0) -> dict[str, list]:
-    """Generate reviews, which are the same for the same arguments on every machine.
-
-    Args:
-        count: Number of reviews.
-        seed: Seed of the generator.
-        split: ``"train"`` or ``"eval"``, which differ.
-        length_scale: Length as a multiple of IMDB's.
-
-    Returns:
-        ``{"text": [str] * count, "label": [0 or 1] * count}``.
-    """
+    """Reviews with the label 0 or 1; the arguments are those of :func:`builtin_samples`."""
     rng = random.Random(f"{split}/{seed}/{length_scale!r}")
     labels = [rng.randrange(2) for _ in range(count)]
     return {"text": [_review(rng, label, length_scale) for label in labels], "label": labels}

@@ -22,14 +22,8 @@ class _Line(NamedTuple):
 
 
 def conll_rows(file: Iterable[str]) -> Iterator[dict[str, Any]]:
-    """Yield the sentences: ``tokens``, the first field of each line, and ``ner_tags``, the last field.
-
-    Lines that begin with ``-DOCSTART-`` (CoNLL-2003) are skipped, and so are comments before a sentence, which begin
-    with ``#`` and a blank.
-
-    Raises:
-        ValueError: Names a line that has other fields than those before it, or that could be read in two ways.
-    """
+    """The sentences: ``tokens``, the first field of each line, and ``ner_tags``, the last one, without comments, which
+    begin with ``#`` and a blank, and CoNLL-2003's ``-DOCSTART-``. A line that could be read in two ways is refused."""
     width, tags, numbered = 0, {"O"}, True
     for lines in _blocks(file):
         words = list(itertools.dropwhile(lambda line: line.text.startswith("# "), lines))
@@ -85,11 +79,7 @@ def _check(line: _Line, width: int) -> None:
 
 
 def _counts_its_words(lines: list[_Line]) -> bool:
-    """Whether the first fields of a sentence count from 0 or 1, which one word alone does not tell.
-
-    Raises:
-        ValueError: They are, or the file is one of CoNLL-2012.
-    """
+    """Whether the first fields of a sentence count from 0 or 1; refused unless one word alone cannot tell."""
     firsts = [line.fields[0] for line in lines if not line.text.startswith("#\t")]
     numbers = [field for field in firsts if not _PART_OF_A_WORD.fullmatch(field)]
     counts = any(numbers == [str(start + i) for i in range(len(numbers))] for start in (0, 1))

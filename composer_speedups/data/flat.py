@@ -36,7 +36,7 @@ class Ragged(NamedTuple):
 
     @classmethod
     def of(cls, columns: Mapping[str, Sequence[Any]]) -> Ragged:
-        """Build it from columns as returned by :meth:`Task.encode`."""
+        """From the columns of :meth:`.Task.encode`."""
         tokens = {
             PER_TOKEN[name]: np.fromiter(chain.from_iterable(values), np.int64)
             for name, values in columns.items()
@@ -51,14 +51,6 @@ class FlatTokens(torch.utils.data.Dataset[Ragged]):
     """Tokenized samples in memory, with 4 bytes per token. Forked DataLoader workers share it.
 
     A DataLoader requests a whole batch with ``__getitems__`` and passes the :class:`Ragged` to its ``collate_fn``.
-
-    Args:
-        dataset: From :func:`.tokens.tokenize`: ``input_ids`` (lists of int) and the other columns of the task.
-            ``lengths`` divides the tokens of each sample among its texts.
-
-    Attributes:
-        lengths: Tokens of each sample, (N,).
-        widths: Tokens of each sample's longest text, (N,).
     """
 
     def __init__(self, dataset: Dataset) -> None:
@@ -72,11 +64,12 @@ class FlatTokens(torch.utils.data.Dataset[Ragged]):
             else:
                 self.rows[name] = _values(table.column(name).to_pylist())
         offsets = [chunk.offsets.to_numpy() for chunk in table.column("input_ids").chunks]
-        self.lengths: Arrays = np.concatenate([np.diff(chunk) for chunk in offsets]).astype(np.int64)
+        self.lengths: Arrays = np.concatenate([np.diff(chunk) for chunk in offsets]).astype(np.int64)  # (N,)
         self._starts_N = np.cumsum(self.lengths) - self.lengths
 
     @property
     def widths(self) -> Arrays:
+        """Tokens of each sample's longest text, (N,)."""
         texts_NQ = self.rows.get("lengths")
         return self.lengths if texts_NQ is None else texts_NQ.max(-1)
 
@@ -84,18 +77,13 @@ class FlatTokens(torch.utils.data.Dataset[Ragged]):
         """The same tokens in rows of ``length``, the last one shorter; columns with a value per sample are dropped."""
         packed = copy.copy(self)
         total = int(self.lengths.sum())
-        packed.lengths = np.array(
-            [length] * (total // length) + [total % length] * (total % length > 0), dtype=np.int64
-        )
-        packed._starts_N = np.cumsum(packed.lengths) - packed.lengths
+        packed._starts_N = np.arange(0, total, length)
+        packed.lengths = np.minimum(length, total - packed._starts_N)
         packed.rows = {}
         return packed
 
     def __len__(self) -> int:
         return len(self.lengths)
-
-    def __getitem__(self, index: int) -> Ragged:
-        return self.__getitems__([index])
 
     def __getitems__(self, indices: Sequence[int]) -> Ragged:
         rows_R = np.asarray(indices)
@@ -106,7 +94,6 @@ class FlatTokens(torch.utils.data.Dataset[Ragged]):
         return Ragged({k: v[places_T] for k, v in self.tokens.items()}, rows.pop("lengths", lengths_R), rows)
 
     def arrays(self) -> list[Arrays]:
-        """All arrays."""
         return [self.lengths, *self.tokens.values(), *self.rows.values()]
 
 

@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, SequentialSampler
 
 from composer_speedups.core.errors import ConfigError, DataError
 from composer_speedups.core.settings import refuse
+from composer_speedups.data.batching import LengthGroupedSampler
 from composer_speedups.data.flat import FlatTokens, Ragged
-from composer_speedups.data.length_batching import LengthGroupedSampler
 from composer_speedups.data.sources import load_samples, load_validation, random_rows
 from composer_speedups.data.streams import Tokenized, stream_of_samples
 from composer_speedups.data.summary import DataSummary
@@ -25,7 +25,7 @@ from composer_speedups.data.tokens import load_tokenizer, measure_truncation, to
 from composer_speedups.distributed.balanced_sampling import BalancedSampler
 from composer_speedups.families.flops import batch_lengths
 from composer_speedups.packing.rows import IGNORED
-from composer_speedups.tasks.data_config import GENERATED, DataConfig
+from composer_speedups.tasks.settings import GENERATED, DataConfig
 from composer_speedups.tasks.task import Task
 
 Batch = dict[str, torch.Tensor]
@@ -39,17 +39,8 @@ class Data(NamedTuple):
 
 
 class Pad:
-    """Pads rows of token ids to ``input_ids`` and ``attention_mask``, (rows, length), and converts the other columns.
-
-    With several texts per sample, the shape is (rows, texts, length). Token types are padded with 0, token labels with
-    -100. Labels of samples keep their shape.
-
-    Args:
-        pad_id: Token id of the padding.
-        max_length: Length of every batch; with ``longest``, the maximum length.
-        longest: Pad to the longest row of the batch instead, rounded up to ``multiple``.
-        multiple: See ``longest``.
-    """
+    """Pads rows of token ids to ``input_ids`` and ``attention_mask``, (rows, length) or (rows, texts, length), and
+    converts the other columns: to ``max_length``, or to the longest row, rounded up to ``multiple``."""
 
     def __init__(self, pad_id: int, max_length: int, *, longest: bool, multiple: int = 1) -> None:
         self.max_length, self.longest, self.multiple = max_length, longest, multiple
@@ -69,22 +60,8 @@ class Pad:
 
 
 def build_data(config: DataConfig, task: Task, *, model_name: str, on_gpu: bool, seed: int = 0) -> Data:
-    """Build samples, tokens and loaders from the config, sharded over ranks.
-
-    The first process of a node fills the caches; the others read them.
-
-    Args:
-        config: The keys under ``data``.
-        task: Reads and encodes the samples; its label names are determined here.
-        model_name: Hub id or folder of the model, whose tokenizer is used if the config does not name one.
-        on_gpu: Whether batches are copied to a GPU, so that their memory may be page-locked.
-        seed: Seed of the shuffling.
-
-    Raises:
-        DataError: Unusable rows or files.
-        ConfigError: A source that the task does not support, a batch size that the ranks cannot share, a tokenizer that
-            cannot be loaded, or a stream without known classes.
-    """
+    """Build samples, tokens and loaders from the config, sharded over ranks, and let the task learn its classes. The
+    first process of a node fills the caches; the others read them."""
     refuse(task.data_checks(config))
     world = dist.get_world_size()
     for name in ("batch_size", "eval_batch_size"):
@@ -109,7 +86,8 @@ def build_data(config: DataConfig, task: Task, *, model_name: str, on_gpu: bool,
     sampler: Any = None
     if train is None:
         rows, declared = stream_of_samples(config, seed)
-        _learn_from_stream(task, declared)
+        if task.lacks_classes:
+            _learn_from_stream(task, declared)
         collate = Tokenized(collate, tokenizer, task, config.max_length)
     else:
         sampler = _training_sampler(config, train, seed)
@@ -157,8 +135,6 @@ def _training_sampler(config: DataConfig, tokens: FlatTokens, seed: int) -> Bala
 
 def _learn_from_stream(task: Task, declared: Mapping[str, list[str]]) -> None:
     """Take the classes that a streamed dataset declares, if there were no validation samples to take them from."""
-    if not task.lacks_classes:
-        return
     if task.label_column not in declared:
         raise ConfigError(
             "data.labels is missing: without validation samples, the classes of a stream are unknown before "
@@ -197,8 +173,8 @@ def _tokens(
         train, validation = load_samples(config, task, summary)
         tokenizer = load_tokenizer(config, model_name, _texts(train), splits_words=words)
     encoded = [None if split is None else tokenize(split, tokenizer, config, task) for split in (train, validation)]
-    if train is not None and encoded[0] is not None and not getattr(task, "packing", False):
-        summary.truncation = measure_truncation(train, encoded[0], tokenizer, config, task)
+    if train is not None and not getattr(task, "packing", False):
+        summary.truncation = measure_truncation(train, tokenizer, config, task)
     return tokenizer, encoded[0], encoded[1]
 
 
@@ -220,7 +196,7 @@ def tokens_and_weight(task: Task, batch: Batch) -> dict[str, Any]:
 
 
 def _refuse_to_split(batch: Batch, microbatch_size: int | float) -> list[Batch]:
-    """For losses over a whole batch: Composer requests micro-batches of that size, or fewer samples."""
+    """For losses over a whole batch."""
     if microbatch_size < len(batch["input_ids"]):
         raise ConfigError(
             "trainer.microbatch_size: the loss needs the whole batch, which micro-batches would split; remove it "

@@ -1,4 +1,4 @@
-"""Paths, patterns and addresses of files. Importing this module is quick, so that a missing file is noticed at once."""
+"""Paths, patterns and addresses of files; quick to import."""
 
 from __future__ import annotations
 
@@ -13,11 +13,7 @@ TEXT_FORMATS = (".csv", ".tsv", ".jsonl", ".conll", ".txt")
 
 
 def check_file(path: str, key: str) -> None:
-    """Refuse a file of another format, and a local one that is missing or empty; ``key`` names it in the config.
-
-    Raises:
-        DataError: Names the key, the file, and the fix.
-    """
+    """Refuse a file of another format, and a local one that is missing or empty; ``key`` names it in the config."""
     if suffix_of(path) not in (".parquet", *TEXT_FORMATS):
         raise DataError(f"{key}: {path} must end in .parquet, {', '.join(TEXT_FORMATS)}")
     if is_address(path):
@@ -29,17 +25,16 @@ def check_file(path: str, key: str) -> None:
 
 
 def find_files(name: str, key: str) -> list[str]:
-    """The file that ``name`` names, or all files that match it as a pattern, in the order of their names.
-
-    ``name`` is a path, which may begin with ``~``, or an address that fsspec can open. ``key`` names it in the config.
-
-    Raises:
-        DataError: There is no such file, or :func:`check_file` refuses one.
-    """
+    """The file that a path or an address for fsspec names, or all that match a pattern, in the order of their names."""
     path = os.path.expanduser(name)
     paths = [path]
     if is_address(path) and glob.has_magic(path):
-        paths = _matching_addresses(path, key)
+        import fsspec  # takes longer than all other imports of this module
+
+        try:
+            paths = [file.full_name for file in fsspec.open_files(path)]
+        except (OSError, ValueError, ImportError) as error:  # a package may be missing
+            raise DataError(f"{key}: {path} cannot be read ({first_line(error)})") from error
     elif glob.has_magic(path) and not os.path.isfile(path):
         paths = sorted(glob.glob(path, recursive=True))
     if not paths:
@@ -56,12 +51,3 @@ def is_address(path: str) -> bool:
 
 def suffix_of(path: str) -> str:
     return Path(path).suffix.lower()
-
-
-def _matching_addresses(pattern: str, key: str) -> list[str]:
-    import fsspec  # takes longer than all other imports of this module
-
-    try:
-        return [file.full_name for file in fsspec.open_files(pattern)]
-    except (OSError, ValueError, ImportError, TypeError) as error:  # a package is missing, or an argument
-        raise DataError(f"{key}: {pattern} cannot be read ({first_line(error)})") from error

@@ -23,8 +23,8 @@ import pyarrow.parquet
 
 from composer_speedups.core.errors import DataError, did_you_mean, first_line
 from composer_speedups.data.conll import conll_rows
-from composer_speedups.data.paths import TEXT_FORMATS, is_address, suffix_of
-from composer_speedups.tasks.data_config import DataConfig
+from composer_speedups.data.paths import TEXT_FORMATS, find_files, is_address, suffix_of
+from composer_speedups.tasks.settings import DataConfig, TaskSettings
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -34,8 +34,7 @@ ClassNames = Mapping[str, list[str]]
 """Column → the class names that a data set declares for its integers."""
 
 _MAX_CELL = 2**31 - 1  # characters of a cell; Python's default of 131,072 is less than some documents have
-_ZIP = b"PK\x03\x04"  # first bytes of a file
-_PACKERS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"\xfd7zX": "xz", b"BZh": "bzip2"}  # likewise
+_PACKED = (b"PK\x03\x04", b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"\xfd7zX", b"BZh")  # first bytes: zip, gzip, zstd, xz, bz2
 _BATCH = 1024  # rows of a parquet file that are converted to Python values at a time
 
 
@@ -141,18 +140,10 @@ assert tuple(_TEXT_READERS) == TEXT_FORMATS
 def iterate_rows(
     paths: Iterable[str], key: str, columns: Iterable[str] = (), declared: ClassNames | None = None
 ) -> Iterator[Row]:
-    """Iterate over the rows of files, in their order.
+    """Iterate over the rows of files, in their order, of which the caller reads ``columns`` only.
 
-    Args:
-        paths: The files.
-        key: The config key that names them.
-        columns: The only ones that the caller reads; a format that stores columns apart skips the others.
-        declared: :func:`declared_classes` of the first file of the data set: integers of classes become the names that
-            their own file declares for them. None leaves them as they are.
-
-    Raises:
-        DataError: A file cannot be read, or declares names for other columns; names ``key``, the file, and the line if
-            the format has lines.
+    With ``declared``, the :func:`declared_classes` of the data set's first file, integers of classes become the names
+    that their own file declares for them.
     """
     for path in paths:
         reader = _TEXT_READERS.get(suffix_of(path))
@@ -167,10 +158,7 @@ def iterate_rows(
 
 
 def _open(path: str, mode: str, **settings: Any) -> Any:
-    try:
-        return (fsspec.open if is_address(path) else open)(path, mode, **settings)
-    except TypeError as error:  # fsspec's classes for some kinds of addresses need further arguments
-        raise ValueError(first_line(error)) from error
+    return (fsspec.open if is_address(path) else open)(path, mode, **settings)
 
 
 @contextlib.contextmanager
@@ -189,12 +177,7 @@ def _readable(path: str, key: str) -> Iterator[None]:
 def load_rows(
     paths: Sequence[str], key: str, columns: Sequence[tuple[str, str]] | None, declared: ClassNames | None = None
 ) -> list[Row]:
-    """Read all rows of files into memory, each with ``columns``, which are named with their config keys, or with all
-    columns with None. ``declared`` is as in :func:`iterate_rows`.
-
-    Raises:
-        DataError: A file cannot be read, lacks a column, or changes meanwhile.
-    """
+    """:func:`iterate_rows` as a list of rows with ``columns``, each with its config key; None reads all columns."""
     rows: list[Row] = []
     wanted = [column for column, _ in columns or ()]
     for path in paths:
@@ -215,13 +198,28 @@ def no_rows(where: str) -> DataError:
     return DataError(f"{where} has no rows{header}; use a file with samples")
 
 
-def names_of_columns(path: str, key: str, wanted: Sequence[str]) -> list[str]:
-    """The columns of a local file: those of its schema or of its first row, or in .jsonl, where rows may lack keys, of
-    the rows up to the first one that completes ``wanted``; none for a file without rows.
+def check_data_files(data: DataConfig, task: TaskSettings) -> None:
+    """Refuse a missing local file, and one without a column that the task reads, before the imports, which take most of
+    the time until the first step. Of files that are streamed, which may be many and large, the first row is read."""
+    for split, name in (("train", data.train_file), ("eval", data.eval_file)):
+        key, training = f"data.{split}_file", split == "train"
+        if name is None or is_address(name) or (data.source == "mds" and training):
+            continue
+        folder = os.path.isdir(os.path.expanduser(name))
+        paths = [name] if folder else find_files(name, key)
+        columns, streamed = task.columns(training=training), data.streaming and training
+        for path in paths[:1] if streamed else paths:
+            wanted = () if streamed else [column for column, _ in columns]
+            names = saved_dataset(name, key).column_names if folder else _names_of_columns(path, key, wanted)
+            tokens = streamed and "input_ids" in names  # which are read in place of texts
+            needed = [(column, setting) for column, setting in columns if not (tokens and "text" in setting)]
+            if names:  # there are rows
+                check_columns(names, needed, f"{key}: {path}")
 
-    Raises:
-        DataError: The file cannot be read.
-    """
+
+def _names_of_columns(path: str, key: str, wanted: Sequence[str]) -> list[str]:
+    """The columns of a local file: those of its schema or of its first row, or in .jsonl, where rows may lack keys, of
+    the rows up to the first one that completes ``wanted``; none for a file without rows."""
     names = dict[str, None]()
     if suffix_of(path) not in _TEXT_READERS:
         with _readable(path, key), pyarrow.parquet.ParquetFile(path) as parquet:
@@ -243,21 +241,13 @@ def _version(path: str) -> tuple[int, ...] | None:
 
 
 def check_columns(names: Iterable[str], needed: Sequence[tuple[str, str]], where: str) -> None:
-    """Refuse a data set, described by ``where``, whose columns ``names`` lack one that is needed.
-
-    Raises:
-        DataError: Names the missing column, the existing ones, and the config key that names it.
-    """
+    """Refuse a data set, described by ``where``, whose columns ``names`` lack one of ``needed``, each with its key."""
     existing = list(names)
     for column, key in needed:
         if column not in existing:
             hint = did_you_mean(column, existing, otherwise="")
             known = ", ".join(existing) or "none"
-            name, _, more = key.partition(
-                ","
-            )  # such as: data.label_column, or data.label_columns for columns of 0 and 1
-            value = "[NAME]" if name.endswith("columns") else "NAME"
-            fix = f"set {name}={value}{',' * bool(more)}{more}"
+            fix = f"set {key}={'[NAME]' if key.endswith('columns') else 'NAME'}"
             raise DataError(f"{where} has no column {column!r}{hint} (it has: {known}); {fix}")
 
 
@@ -271,27 +261,20 @@ def _not_utf8(path: str) -> str:
             try:
                 line.decode()
             except UnicodeDecodeError as error:
-                new = f"new{Path(path).suffix}"
-                if head == _ZIP:
-                    return f"is a ZIP archive or a spreadsheet; save its rows as a {Path(path).suffix} file in UTF-8"
-                if packer := next((name for begin, name in _PACKERS.items() if head.startswith(begin)), None):
-                    return f"is compressed; unpack it first, for example with: {packer} -dc < {path} > {new}"
+                if head.startswith(_PACKED):
+                    return f"is compressed or a spreadsheet; save its rows as a {Path(path).suffix} file in UTF-8"
                 is_utf16 = number == 1 and line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
                 return (
                     f"is not UTF-8: byte {line[error.start]:#04x} in line {number} (byte "
                     f"{before + error.start + 1} of the file); save it as UTF-8, for example with: "
-                    f"iconv -f {'utf-16' if is_utf16 else 'latin1'} -t utf-8 {path} > {new}"
+                    f"iconv -f {'utf-16' if is_utf16 else 'latin1'} -t utf-8 {path} > new{Path(path).suffix}"
                 )
             before += len(line)
     return "changed while it was being read"
 
 
 def declared_classes(path: str, key: str) -> ClassNames:
-    """The class names that ``datasets`` stored in a parquet file; empty for other formats.
-
-    Raises:
-        DataError: The file or its metadata cannot be read.
-    """
+    """The class names that ``datasets`` stored in a parquet file; empty for other formats."""
     if suffix_of(path) in _TEXT_READERS:
         return {}
     with _readable(path, key), _open(path, "rb") as file:
@@ -332,11 +315,7 @@ def with_class_names(row: Row, declared: ClassNames) -> Row:
 
 
 def hub_dataset(config: DataConfig, split: str, *, streaming: bool = False) -> tuple[Any, str]:
-    """Open a split of the hub's dataset; also return its description for errors.
-
-    Raises:
-        DataError: It cannot be loaded.
-    """
+    """A split of the hub's dataset, and its description for errors."""
     from datasets import load_dataset
 
     where = f"data.hub_name {config.hub_name!r}, split {split!r}"
@@ -351,11 +330,7 @@ def hub_dataset(config: DataConfig, split: str, *, streaming: bool = False) -> t
 
 
 def saved_dataset(name: str, key: str) -> Dataset:
-    """Open a folder that ``datasets.save_to_disk`` wrote.
-
-    Raises:
-        DataError: It is not one, or has several splits.
-    """
+    """A folder that ``datasets.save_to_disk`` wrote."""
     from datasets import DatasetDict, load_from_disk
 
     path = os.path.expanduser(name)

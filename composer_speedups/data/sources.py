@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 import os
-import re
-import warnings
 import zlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,14 +29,11 @@ from composer_speedups.data.reader import (
     with_class_names,
 )
 from composer_speedups.data.summary import DataSummary, DroppedRows, invalid_rows
-from composer_speedups.tasks.data_config import GENERATED, DataConfig
+from composer_speedups.tasks.settings import GENERATED, DataConfig
 from composer_speedups.tasks.task import Example, Task
 
 Arrays = npt.NDArray[Any]
 Needed = Sequence[tuple[str, str]]  # columns, each with the config key that names it
-
-
-_NUMBER = re.compile(r"[-+]?\d+([.,]\d+)*")
 
 
 class _Split(NamedTuple):
@@ -46,13 +41,11 @@ class _Split(NamedTuple):
     declared: ClassNames  # in the data set's own order
     where: str  # the data set, for errors
 
-    def columns(self, task: Task, *, training: bool) -> dict[str, list[Any]]:
-        return {column: [row.get(column) for row in self.rows] for column, _ in task.columns(training=training)}
-
-    def teach(self, task: Task, *, training: bool = True, trial: bool = False) -> None:
-        """Let the task learn its labels; a ``trial`` finds also those of rows that will be dropped."""
-        found = task.lacks_classes and task.label_column not in self.declared and not trial
-        task.learn(self.columns(task, training=training), self.declared, self.where)
+    def teach(self, task: Task, *, training: bool = True) -> None:
+        """Let the task learn its labels."""
+        found = task.lacks_classes and task.label_column not in self.declared
+        columns = [column for column, _ in task.columns(training=training)]
+        task.learn({name: [row.get(name) for row in self.rows] for name in columns}, self.declared, self.where)
         if found:
             task.check_classes(self.where)
 
@@ -65,12 +58,7 @@ class _Split(NamedTuple):
         training: bool,
         places: Sequence[int] | None = None,
     ) -> dict[int, Example]:
-        """The samples of the rows at ``places``, or of all rows: place → sample.
-
-        Raises:
-            DataError: With ``on_invalid="stop"``, lists the invalid rows; otherwise there is no valid row. Integers
-                that do not count the classes from 0 are always refused.
-        """
+        """Place → sample of the rows at ``places``, or of all rows; the invalid ones are refused or dropped."""
         examples, invalid = {}, list[str]()
         if places is None and task.reads_label(training=training):
             task.check_labels([row.get(str(task.label_column)) for row in self.rows], self.where)
@@ -89,17 +77,8 @@ class _Split(NamedTuple):
 
 
 def load_samples(config: DataConfig, task: Task, summary: DataSummary | None = None) -> tuple[Dataset, Dataset | None]:
-    """Load training and validation samples as returned by :meth:`.Task.example`; the task learns its labels from the
-    valid ones of the former.
-
-    Args:
-        config: The keys under ``data``.
-        task: Reads the samples.
-        summary: Receives the invalid rows that were dropped.
-
-    Raises:
-        DataError: Names the file or dataset, the invalid rows, and what is wrong with them.
-    """
+    """Training and validation samples as returned by :meth:`.Task.example`; the task learns its labels from the valid
+    ones of the former, and ``summary`` receives the dropped rows."""
     summary = summary or DataSummary()
     needed = task.columns(training=True)
     if config.eval_fraction is not None:  # the rows to validate on are among them
@@ -111,7 +90,7 @@ def load_samples(config: DataConfig, task: Task, summary: DataSummary | None = N
     if config.eval_fraction is None:
         held = _split(config, task, "eval", task.columns(training=False))
     trial = task if config.on_invalid == "stop" else copy.copy(task)
-    train.teach(trial, trial=trial is not task)  # from all rows, because a class may occur only in those held out
+    train.teach(trial)  # from all rows, because a class may occur only in those held out
     examples = train.checked(trial, config.on_invalid, summary, training=True)
     if trial is not task:  # a label may occur only in rows that were dropped, and is then no class
         kept = train._replace(rows=[train.rows[place] for place in examples])
@@ -121,26 +100,13 @@ def load_samples(config: DataConfig, task: Task, summary: DataSummary | None = N
     if config.eval_fraction is not None:
         drawn = _held_out(train, examples, task, config)
         examples = {place: examples[place] for place in examples.keys() - drawn}
-    _warn_of_numbers(train.where, task, examples.values())
     samples = Dataset.from_list(task.prepared([examples[place] for place in sorted(examples)], training=True))
     validation = _validation_samples(held, task, config, summary, drawn)
     return _draw(samples, config, config.train_samples), validation
 
 
-def _warn_of_numbers(where: str, task: Task, examples: Collection[Example]) -> None:
-    """Warn if a column of texts holds nothing but numbers: it is probably another column."""
-    for index, column in enumerate(task.texts_of(training=True), start=1):
-        texts = [example[f"text_{index}"] for example in examples]
-        if all(isinstance(text, str) and _NUMBER.fullmatch(text.strip()) for text in texts):
-            number = f"each text in the column {column} is a number, such as {texts[0].strip()[:20]}"
-            warnings.warn(f"{where}: {number}; data.text_columns names the column of the texts", stacklevel=2)
-
-
 def load_validation(config: DataConfig, task: Task, summary: DataSummary | None = None) -> Dataset | None:
-    """Load the validation samples of the hub or of a file into memory; None if there are none.
-
-    The task learns its labels from them, because streamed training samples cannot be scanned in advance.
-    """
+    """The validation samples, from which the task learns its labels, because a stream cannot be scanned in advance."""
     held = _split(config, task, "eval", task.columns(training=False))
     if held is not None:
         held.teach(task, training=False)
@@ -148,17 +114,7 @@ def load_validation(config: DataConfig, task: Task, summary: DataSummary | None 
 
 
 def labelled_samples(rows: list[Row], where: str, task: Task, summary: DataSummary) -> Dataset:
-    """The samples of rows that were read already, as :func:`load_validation` returns them, without invalid rows.
-
-    Args:
-        rows: The rows, with names of classes instead of the integers for which their file declares names.
-        where: The file, for errors.
-        task: A task that knows its classes.
-        summary: Receives the invalid rows.
-
-    Raises:
-        DataError: There are no valid rows.
-    """
+    """The valid rows of a file as :func:`load_validation` returns them, for a task that knows its classes."""
     examples = _split_of(rows, {}, where).checked(task, "drop", summary, training=False)
     return Dataset.from_list(task.prepared([*examples.values()], training=False))
 
@@ -212,20 +168,7 @@ def _split_of(rows: list[Row], declared: ClassNames, where: str) -> _Split:
 
 
 def random_rows(count: int, seed: int, split: str, length: int, tokenizer: Any, classes: int = 2) -> Dataset:
-    """Generate rows of random token ids, all of one length, to measure memory and speed. The same arguments give the
-    same rows.
-
-    Args:
-        count: Number of rows; ``count * length`` must be below 2**31, the range of Arrow's offsets.
-        seed: Seed of the generator.
-        split: ``"train"`` or ``"eval"``, which have different rows.
-        length: Tokens per row, without padding.
-        tokenizer: Tokens are drawn uniformly from its vocabulary without special tokens.
-        classes: Number of labels.
-
-    Returns:
-        Columns ``input_ids`` (lists of int) and ``labels`` (random classes), as from :func:`.tokens.tokenize`.
-    """
+    """Rows of random token ids, all of one length, with random labels, to measure memory and speed."""
     generator = np.random.default_rng([seed, zlib.crc32(split.encode())])
     plain = np.setdiff1d(np.arange(len(tokenizer), dtype=np.int32), tokenizer.all_special_ids)
     ids = generator.choice(plain, size=count * length).astype(np.int32)
@@ -242,11 +185,13 @@ def _held_out(split: _Split, examples: Mapping[int, Example], task: Task, config
     if count < 1:
         raise DataError(f"{split.where} has only one row, which data.eval_fraction cannot split")
     if task.groups_samples:
-        drawn = _whole_groups([split.rows[place].get(task.texts[0]) for place in places], count, config.seed)
+        drawn = _whole_groups([split.rows[place].get(task.text_columns[0]) for place in places], count, config.seed)
     else:
         drawn = _stratified([task.stratum(example) for example in examples.values()], count, config.seed)
     if len(drawn) == total:
-        raise DataError(f"{split.where} has rows of only one {task.texts[0]}, which data.eval_fraction cannot split")
+        raise DataError(
+            f"{split.where} has rows of only one {task.text_columns[0]}, which data.eval_fraction cannot split"
+        )
     return {places[number] for number in drawn.tolist()}
 
 

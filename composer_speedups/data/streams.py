@@ -30,7 +30,7 @@ from composer_speedups.data.reader import (
     saved_dataset,
     with_class_names,
 )
-from composer_speedups.tasks.data_config import DataConfig
+from composer_speedups.tasks.settings import DataConfig
 from composer_speedups.tasks.task import Task, shown
 
 _INSTALL = "pip install --no-deps mosaicml-streaming==0.13.0 && pip install Brotli catalogue python-snappy xxhash zstd"
@@ -39,14 +39,8 @@ _BLOCK = 64  # rows that are read from a file at a time
 
 
 class EndlessSamples(torch.utils.data.IterableDataset[dict[str, Any]]):
-    """A stream of rows that starts over, in another order, when it ends.
-
-    It is endless because ranks whose shares differ by a row would otherwise end at different batches and wait for each
-    other.
-
-    Args:
-        rows: A ``datasets.IterableDataset``, which divides itself among DataLoader workers.
-    """
+    """A stream of rows that starts over, in another order, when it ends: ranks whose shares differ by a row would
+    otherwise end at different batches and wait for each other."""
 
     def __init__(self, rows: Any) -> None:
         self.rows = rows
@@ -63,18 +57,8 @@ class EndlessSamples(torch.utils.data.IterableDataset[dict[str, Any]]):
 
 
 class Tokenized:
-    """Raw rows → checked samples → token ids, then a batch from another collator. Rows with ``input_ids`` are used
-    unchanged.
-
-    Args:
-        collate: Builds a batch from :class:`.Ragged` rows.
-        tokenizer: The model's tokenizer.
-        task: Checks and encodes the rows.
-        max_length: Maximum number of tokens per sample.
-
-    Raises:
-        DataError: A row without text or token ids, or with an unknown label.
-    """
+    """Raw rows → checked samples → token ids → a batch from another collator. Rows with ``input_ids`` are used
+    unchanged."""
 
     def __init__(self, collate: Any, tokenizer: Any, task: Task, max_length: int) -> None:
         self.collate, self.tokenizer, self.task, self.max_length = collate, tokenizer, task, max_length
@@ -96,9 +80,8 @@ class Tokenized:
 
 
 def _token_ids(row: Mapping[str, Any], vocabulary: int) -> list[int]:
-    """The column ``input_ids`` of a row, without the padding that its ``attention_mask`` marks, if it has one. Bytes,
-    whose values would pass for token ids, are refused, and so are ids that the tokenizer does not have: on a GPU,
-    looking them up would end in an assertion that names neither the id nor the row."""
+    """The column ``input_ids`` of a row, without the padding that its ``attention_mask`` marks. Bytes, whose values
+    would pass for token ids, are refused, and so are ids for which a GPU's assertion would name neither id nor row."""
     value, mask = row["input_ids"], row.get("attention_mask")
     ids = np.asarray(value)
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
@@ -118,15 +101,8 @@ def _token_ids(row: Mapping[str, Any], vocabulary: int) -> list[int]:
 
 
 def stream_of_samples(config: DataConfig, seed: int) -> tuple[Any, ClassNames]:
-    """Open this rank's share of the training rows. Every row belongs to one rank and one worker.
-
-    Returns:
-        The rows, with names of classes instead of the integers for which the dataset declares names, and these names.
-
-    Raises:
-        DataError: It cannot be opened.
-        ConfigError: ``source: mds`` without its package.
-    """
+    """This rank's share of the training rows, with names of classes instead of the integers for which the dataset
+    declares names, and these names. Every row belongs to one rank and one worker."""
     if config.source == "mds":
         return _mds(config, seed), {}
     rows, declared = _shuffled_rows(config, seed)
@@ -137,12 +113,12 @@ def _shuffled_rows(config: DataConfig, seed: int) -> tuple[IterableDataset, Clas
     shuffle: dict[str, Any] = {"seed": seed, "buffer_size": config.shuffle_buffer}
     if config.source == "hub":
         rows, _ = hub_dataset(config, config.train_split, streaming=True)
-        return _named(rows.shuffle(**shuffle), class_names(rows.features or {}))
+        return _named(rows.shuffle(**shuffle), rows.features)
     name, key = str(config.train_file), "data.train_file"
     if os.path.isdir(os.path.expanduser(name)):
         saved = saved_dataset(name, key)
         rows = saved.to_iterable_dataset(num_shards=max(1, min(_MAX_SHARDS, len(saved))))
-        return _named(rows.shuffle(**shuffle), class_names(saved.features))
+        return _named(rows.shuffle(**shuffle), saved.features)
     paths = find_files(name, key)
     declared = declared_classes(paths[0], key)
     if next(iterate_rows(paths, key), None) is None:  # without batches, the run would never end
@@ -154,7 +130,8 @@ def _shuffled_rows(config: DataConfig, seed: int) -> tuple[IterableDataset, Clas
     return rows.shuffle(**shuffle, max_buffer_input_shards=1), declared
 
 
-def _named(rows: IterableDataset, declared: ClassNames) -> tuple[IterableDataset, ClassNames]:
+def _named(rows: IterableDataset, features: Mapping[str, Any] | None) -> tuple[IterableDataset, ClassNames]:
+    declared = class_names(features or {})
     return rows.map(with_class_names, fn_kwargs={"declared": declared}), declared
 
 

@@ -11,44 +11,30 @@ _MOST_LISTED = 10  # invalid rows that messages and the report describe
 
 @dataclass(frozen=True)
 class DroppedRows:
-    """Invalid rows that ``data.on_invalid: drop`` left out.
+    """Invalid rows that ``data.on_invalid: drop`` left out."""
 
-    Attributes:
-        where: The file or dataset with its config key.
-        rows: Number of rows, with the invalid ones.
-        problems: The error of each invalid row, such as ``row 6: text is empty; every sample needs text``. Rows
-            are counted from 1, without header lines, and over all files of a pattern.
-    """
-
-    where: str
-    rows: int
-    problems: Sequence[str]
+    where: str  # the file or dataset with its config key
+    rows: int  # with the invalid ones
+    problems: Sequence[str]  # such as: row 6: text is empty; every sample needs text
 
     def __str__(self) -> str:
-        problems = _counted(self.where, self.problems)
-        return f"{len(problems):,} of {self.rows:,} rows of {self.where} ({_listed(problems)})"
+        return f"{len(self.problems):,} of {self.rows:,} rows of {self.where} ({_listed(self.problems)})"
 
     def report(self) -> dict[str, Any]:
-        first = [_without_advice(problem) for problem in _counted(self.where, self.problems)[:_MOST_LISTED]]
+        first = [_without_advice(problem) for problem in self.problems[:_MOST_LISTED]]
         return {"source": self.where, "rows": self.rows, "dropped": len(self.problems), "first": first}
 
 
 @dataclass(frozen=True)
 class Truncation:
-    """How many training samples ``data.max_length`` truncates.
+    """How many training samples ``data.max_length`` truncates."""
 
-    Attributes:
-        fraction: Truncated samples as a fraction of all, 0 to 1.
-        length_for_95_percent: Tokens of ``data.max_length`` that would keep 95% of the samples whole.
-        exact: Whether all samples were measured, and not a part of them.
-    """
-
-    fraction: float
-    length_for_95_percent: int
-    exact: bool
+    fraction: float  # of the samples
+    length_for_95_percent: int  # the max_length that would keep 95% of them whole
+    exact: bool  # all samples were measured, and not a part of them
 
     def __str__(self) -> str:
-        if not self.fraction:
+        if self.exact and not self.fraction:
             return "no sample is truncated"
         about = "" if self.exact else "about "
         share = f"{about}{self.fraction:.0%}" if self.fraction >= 0.01 else f"{about}{self.fraction:.1%}"
@@ -58,15 +44,10 @@ class Truncation:
 
 @dataclass
 class DataSummary:
-    """Filled while the data is built.
-
-    Attributes:
-        dropped: Data sets of which rows were dropped.
-        truncation: None for samples that are streamed, packed or random tokens.
-    """
+    """Filled while the data is built."""
 
     dropped: list[DroppedRows] = field(default_factory=list)
-    truncation: Truncation | None = None
+    truncation: Truncation | None = None  # None for samples that are streamed, packed or random tokens
 
     def report(self) -> dict[str, Any]:
         """The section ``data`` of report.json."""
@@ -79,23 +60,12 @@ class DataSummary:
 
 
 def invalid_rows(where: str, rows: int, problems: Sequence[str], fix: str) -> str:
-    """An error message that counts the invalid rows of ``rows``, describes the first ten, and names the fix.
-
-    ``problems`` are as in :class:`DroppedRows`.
-    """
-    problems = _counted(where, problems)
+    """An error message that counts the invalid rows of ``rows``, describes the first ten, and names the fix."""
     if len(problems) == 1:
         return f"{where}, {problems[0]}; {fix}"
     advice = dict.fromkeys(problem.rpartition("; ")[2] for problem in problems if "; " in problem)
     invalid = f"{len(problems):,} of {rows:,} rows are invalid ({_listed(problems)})"
     return "; ".join([f"{where}: {invalid}", *advice, fix])
-
-
-def _counted(where: str, problems: Sequence[str]) -> list[str]:
-    """The problems; in files with a header line, the first one says how rows are counted."""
-    first, *others = problems
-    note = ", headers not counted:" if where.endswith((".csv", ".tsv")) else ":"
-    return [first.replace(":", note, 1), *others]
 
 
 def _listed(problems: Sequence[str]) -> str:

@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow
-import pyarrow.compute
 from datasets import Dataset
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
@@ -22,10 +20,10 @@ from composer_speedups.core.errors import ConfigError, DataError
 from composer_speedups.core.files import cannot_be_loaded, check_folder, make_folder, replace_folder
 from composer_speedups.core.pretrained import pretrained_tokenizer
 from composer_speedups.data.summary import Truncation
-from composer_speedups.tasks.data_config import DataConfig
+from composer_speedups.tasks.settings import DataConfig
 from composer_speedups.tasks.task import Task
 
-_MEASURED = 1000  # texts that are tokenized again to measure truncation
+_MEASURED = 1000  # samples that are tokenized again to measure truncation
 _UNLIMITED = 10**6  # tokens of a text, to measure truncation
 _SPECIAL = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
 
@@ -33,19 +31,8 @@ _SPECIAL = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mas
 def load_tokenizer(
     config: DataConfig, model_name: str, texts: Sequence[str] | None, *, splits_words: bool = False
 ) -> Any:
-    """Load the model's tokenizer, another one from the hub or a folder, or train a WordPiece tokenizer.
-
-    Whether it belongs to the model's weights is checked when the model is built.
-
-    Args:
-        config: ``tokenizer`` names it; ``vocab_size`` and ``cache_dir`` are used for ``wordpiece``.
-        model_name: Hub id or folder of the model, used if ``tokenizer`` is null.
-        texts: Texts to train ``wordpiece`` on.
-        splits_words: Texts are lists of words. RoBERTa's tokenizers accept those only with a space before each.
-
-    Raises:
-        ConfigError: It cannot be loaded, has no vocabulary, or has no padding token.
-    """
+    """Load the model's tokenizer or another one, or train WordPiece on ``texts``. With ``splits_words``, they are lists
+    of words, which RoBERTa's tokenizers accept only with a space before each."""
     if config.tokenizer == "wordpiece":
         assert texts is not None  # ensured by the schema's checks
         return _trained(config, list(texts))
@@ -116,11 +103,7 @@ def _wordpiece(vocab: dict[str, int]) -> Tokenizer:
 
 
 def tokenize(dataset: Dataset, tokenizer: Any, config: DataConfig, task: Task) -> Dataset:
-    """Token ids of each sample, truncated to ``max_length``, and its labels: the columns of :meth:`.Task.encode`.
-
-    The result is cached in ``cache_dir`` under a hash of the samples, the tokenizer, the length and the task's
-    settings.
-    """
+    """The columns of :meth:`.Task.encode`, cached under a hash of the samples, the tokenizer and the settings."""
     columns = [part for name in dataset.column_names for part in (name, dataset[name])]
     name = _digest(*columns, _identity(tokenizer), config.max_length, repr(task))
     cache = make_folder(Path(config.cache_dir) / "tokens", "data.cache_dir") / f"{name}.arrow"
@@ -140,46 +123,22 @@ def tokenize(dataset: Dataset, tokenizer: Any, config: DataConfig, task: Task) -
         tokens = run()
     except (pyarrow.ArrowInvalid, pyarrow.ArrowIOError):  # a damaged cache file costs a second pass
         tokens = None
-    # A file truncated between two batches reads as a shorter dataset.
-    if tokens is None or len(tokens) != len(dataset) or _differ(tokens, dataset):
+    if tokens is None or len(tokens) != len(dataset):  # a file truncated between two batches
         cache.unlink()
         return run()
     return tokens
 
 
-def measure_truncation(samples: Dataset, tokens: Dataset, tokenizer: Any, config: DataConfig, task: Task) -> Truncation:
-    """How many texts :func:`tokenize` truncated, and the length that would keep 95% of them whole.
-
-    Only texts that fill ``max_length`` can be truncated. They, or 1,000 of them at random, are tokenized once more.
-    """
-    width_N = _widths(tokens.with_format("arrow")[:])
-    full = np.flatnonzero(width_N >= config.max_length)
-    drawn = np.sort(np.random.default_rng(config.seed).permutation(full)[:_MEASURED])
-    measured = np.empty(0, np.int64)
-    if len(drawn):
-        # a copy, because a tokenizer keeps the length of its last call, which is exported
-        encoded = task.encode(samples.select(drawn)[:], copy.deepcopy(tokenizer), _UNLIMITED)
-        lists = {name: encoded[name] for name in ("input_ids", "lengths") if name in encoded}
-        measured = _widths(pyarrow.table(lists))
-    widths = np.concatenate([width_N[width_N < config.max_length], measured])
-    weights = np.concatenate([np.ones(len(width_N) - len(full)), np.full(len(drawn), len(full) / max(1, len(drawn)))])
-    order = widths.argsort()
-    kept = weights[order].cumsum() >= 0.95 * weights.sum() * (1 - 1e-9)
-    truncated = weights[widths > config.max_length].sum() / weights.sum()
-    return Truncation(float(truncated), int(widths[order][kept.argmax()]), exact=len(drawn) == len(full))
-
-
-def _widths(table: pyarrow.Table) -> npt.NDArray[np.int64]:
-    """Tokens of each sample's longest text."""
-    if "lengths" in table.column_names:
-        return np.array([max(lengths) for lengths in table["lengths"].to_pylist()], np.int64)
-    return pyarrow.compute.list_value_length(table["input_ids"]).to_numpy().astype(np.int64)
-
-
-def _differ(tokens: Dataset, dataset: Dataset) -> bool:
-    """Whether both have sample labels and these differ; token labels are in another column."""
-    both = "labels" in tokens.column_names and "labels" in dataset.column_names
-    return both and list(tokens["labels"]) != list(dataset["labels"])
+def measure_truncation(samples: Dataset, tokenizer: Any, config: DataConfig, task: Task) -> Truncation:
+    """How many samples ``max_length`` truncates, and the length that would keep 95% of them whole: of all samples, or
+    of 1,000 at random, which are tokenized once more."""
+    drawn = np.random.default_rng(config.seed).permutation(len(samples))[:_MEASURED]
+    # a copy, because a tokenizer keeps the length of its last call, which is exported
+    encoded = task.encode(samples.select(drawn)[:], copy.deepcopy(tokenizer), _UNLIMITED)
+    texts = encoded.get("lengths") or [[len(ids)] for ids in encoded["input_ids"]]
+    widths = np.array([max(lengths) for lengths in texts])
+    length = int(np.quantile(widths, 0.95, method="inverted_cdf"))
+    return Truncation(float((widths > config.max_length).mean()), length, exact=len(drawn) == len(samples))
 
 
 def _identity(tokenizer: Any) -> str:

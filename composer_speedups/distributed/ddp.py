@@ -18,13 +18,12 @@ from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from composer_speedups.distributed.gradient_readers import reader_of_gradients
+from composer_speedups.distributed.composer_loop import reader_of_gradients
 
 log = logging.getLogger(__name__)
 
+# Batches without overlap: techniques are observed in the first one, and DDP rebuilds its buckets in the second.
 BUCKETS_SETTLED = 2
-"""Number of initial batches without overlap: DDP rebuilds its buckets in the second one, and techniques are
-verified in the first."""
 
 
 class OverlappedDDP(Callback):
@@ -45,8 +44,6 @@ class OverlappedDDP(Callback):
     """
 
     def __init__(self, bucket_mib: float = 64) -> None:
-        if bucket_mib <= 0:
-            raise ValueError(f"bucket_mib must be above 0, not {bucket_mib}")
         self.bucket_mib = bucket_mib
         self._composer_ddp: Any = None
         self._stepping: Optimizer | None = None
@@ -105,7 +102,7 @@ class OverlappedDDP(Callback):
 
 
 def ddp_of(module: nn.Module, **settings: Any) -> DistributedDataParallel:
-    """Wrap a module in a DDP that communicates and copies less than torch's defaults.
+    """Wrap a module in a DDP that communicates and copies less than torch's defaults; ``settings`` override these:
 
     - ``gradient_as_bucket_view``: gradients stay in the buckets that are reduced. By default DDP copies each of them
       after the backward pass, when no computation is left to overlap with, and needs memory for a second copy.
@@ -115,14 +112,6 @@ def ddp_of(module: nn.Module, **settings: Any) -> DistributedDataParallel:
       larger buckets.
     - ``broadcast_buffers`` only if a buffer is part of the state dict: otherwise rank 0 would broadcast buffers such as
       BERT's position ids at each forward pass.
-
-    Args:
-        module: On this rank's device; uses the default process group.
-        **settings: Arguments of ``DistributedDataParallel``, which override those above.
-
-    Returns:
-        A DDP whose gradients are complete when a backward pass returns, until :attr:`GradientSums.waits` of
-        :func:`sums_of` is set to False.
     """
     has_state = not module.state_dict().keys().isdisjoint(name for name, _ in module.named_buffers())
     settings = {"gradient_as_bucket_view": True, "broadcast_buffers": has_state, "bucket_cap_mb": 64} | settings
@@ -144,24 +133,15 @@ class GradientSums:
     DDP waits for all of them before a backward pass returns. The last buckets, which hold the gradients of the
     embeddings, are sent when no computation is left to overlap with. If :attr:`waits` is False they stay in flight, and
     :meth:`settle` must be called before the gradients are read.
-
-    Args:
-        group: The process group.
-
-    Attributes:
-        waits: Whether a backward pass returns only when all gradients are complete; True at first.
-        overlapped_steps: Number of optimizer steps that started before the last gradients were complete.
-        reader: What may read gradients between the backward pass and the step and therefore prevents overlap; None if
-            nothing does.
     """
 
     def __init__(self, group: Any = None) -> None:
         self._group = group
         self._under_way: list[tuple[list[Tensor], Any]] = []  # parameters of a bucket, and the work to wait for
         self._sent: dict[int, int] = {}  # bytes of each bucket
-        self.waits = True
-        self.overlapped_steps = 0
-        self.reader: str | None = None
+        self.waits = True  # whether a backward pass returns only when all gradients are complete
+        self.overlapped_steps = 0  # optimizer steps that started before the last gradients were complete
+        self.reader: str | None = None  # what may read gradients before the step and therefore prevents overlap
 
     def send(self, state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are text
         """The communication hook: start to average a bucket over the ranks, and report it to DDP as done."""
@@ -192,8 +172,7 @@ class GradientSums:
             pass
 
     def arriving(self) -> Iterator[list[Tensor]]:
-        """Yield the parameters of each bucket in flight, in the order in which they were sent, when they are
-        complete."""
+        """Yield the parameters of each bucket in flight when they are complete, in the order in which it was sent."""
         under_way, self._under_way = self._under_way, []
         for parameters, work in under_way:
             work.wait()

@@ -2,7 +2,7 @@
 
 Composer 0.32's FSDP1 runs on GPUs only, wraps a Hugging Face model as one unit, and does not support CPU offload. Its
 FSDP2 (torch's ``fully_shard``) shards block by block, keeps the names and dtypes of parameters, and also runs with
-gloo. ``trainer.parallelism_config`` gives access to both.
+gloo.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.nn.utils import clip_grad_norm_
 
 from composer_speedups.core.errors import ConfigError
-from composer_speedups.core.temporary_attribute import temporary_attribute
+from composer_speedups.core.reversible import temporary_attribute
 from composer_speedups.core.trainer_state import local_shard
 from composer_speedups.distributed import FSDPConfig
 from composer_speedups.families.blocks import repeated_blocks
@@ -33,16 +33,10 @@ from composer_speedups.families.blocks import repeated_blocks
 
 @dataclass
 class Sharding(FSDP2Config):
-    """Composer's FSDP2Config with replicas of the sharded model, which Composer supports for FSDP1 only.
+    """Composer's FSDP2Config with replicas of the sharded model, which Composer supports for FSDP1 only."""
 
-    Args:
-        replicas: Number of replicas. The ranks of a replica are consecutive: with one replica per node, shards stay
-            within the node.
-        offload: Keep the shards in host memory; see :func:`offloading`.
-    """
-
-    replicas: int = 1
-    offload: bool = False
+    replicas: int = 1  # of consecutive ranks: with one replica per node, shards stay within the node
+    offload: bool = False  # keep the shards in host memory; see offloading()
 
     @property
     def data_parallel_replicate_degree(self) -> int | None:
@@ -51,11 +45,7 @@ class Sharding(FSDP2Config):
 
 
 def check_sharding(config: FSDPConfig, *, on_gpu: bool) -> None:
-    """Refuse settings that these ranks or this device do not support.
-
-    Raises:
-        ConfigError: Names the key and the fix.
-    """
+    """Raise a ConfigError for settings that these ranks or this device do not support."""
     ranks, replicas = dist.get_world_size(), config.replicas
     if ranks % replicas:
         raise ConfigError(
@@ -87,10 +77,7 @@ def sharded_blocks(model: nn.Module) -> None:
 
 
 def offloading(config: Any) -> AbstractContextManager[None]:
-    """Wrap Composer's wrapping of the model: with ``Sharding(offload=True)`` the shards are kept in host memory.
-
-    Composer does not pass an offload policy to ``fully_shard``.
-    """
+    """Around Composer's wrapping of the model: with ``Sharding(offload=True)`` the shards are kept in host memory."""
     if not getattr(config, "offload", False):
         return nullcontext()
     return temporary_attribute(fsdp2, "fully_shard", functools.partial(fully_shard, offload_policy=CPUOffloadPolicy()))
@@ -102,13 +89,9 @@ class GradientClipping(algorithms.GradientClipping):
     Composer's own version looks for FSDP1 modules and clips nothing under FSDP2. The class has Composer's name, because
     checkpoints record it and a run may resume with or without sharding. The norm is reduced on the run's device,
     because collectives are not available for shards in host memory.
-
-    Attributes:
-        norm: The gradient norm before the latest clipping, a scalar on the run's device; None before the first one, and
-            under FSDP1.
     """
 
-    norm: Tensor | None = None
+    norm: Tensor | None = None  # before the latest clipping, on the run's device; None under FSDP1
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         if event != Event.AFTER_TRAIN_BATCH or state.fsdp_config_version == 1:

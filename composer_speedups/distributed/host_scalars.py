@@ -50,11 +50,8 @@ def is_busy(device: torch.device) -> bool:
 class HostCopy:
     """A scalar that is being copied to the host, without waiting for work that the device does later.
 
-    On a GPU, it is copied to pinned memory on a separate stream.
-
-    Args:
-        value: The scalar.
-        known: The :func:`mark` at which the device has computed it. Default: a mark that is set now.
+    The device has computed it at the :func:`mark` ``known``, by default one that is set now. On a GPU, it is copied to
+    pinned memory on a separate stream.
     """
 
     def __init__(self, value: Tensor, known: Any = None) -> None:
@@ -79,19 +76,12 @@ class HostCopy:
 
 @dataclass
 class Readback:
-    """The losses that were read.
+    """The losses that were read."""
 
-    Attributes:
-        reads: Number of losses read: one per batch and named loss.
-        early_reads: How many of them were read while the device was still computing the batch.
-        first: The first loss read, and the sum that the device computed, to be compared later; None before.
-        backward_mark: The :func:`mark` at which this micro-batch's backward pass begins, if it was seen.
-    """
-
-    reads: int = 0
-    early_reads: int = 0
-    first: tuple[float, Tensor] | None = None
-    backward_mark: Any = None
+    reads: int = 0  # one per batch and named loss
+    early_reads: int = 0  # how many of them were read while the device was still computing the batch
+    first: tuple[float, Tensor] | None = None  # the first loss read, and the sum that the device computed
+    backward_mark: Any = None  # the mark at which this micro-batch's backward pass begins, if it was seen
 
     def begin_microbatch(self) -> None:
         """Discard the previous micro-batch's mark."""
@@ -152,9 +142,6 @@ class Interception:
     It recognizes that loop by the stack frames of its functions, because a Trainer of the user's own cannot be replaced
     by a subclass. It depends on how they use the values, and therefore supports only one version of Composer.
 
-    Args:
-        device: The Trainer's device.
-
     Raises:
         ValueError: It is another version, or other code has replaced one of the functions.
     """
@@ -183,11 +170,7 @@ class Interception:
         return self._original(tensor)
 
     def install(self) -> None:
-        """Install it on the device, and make ranks reduce host tensors on the host.
-
-        Raises:
-            ValueError: The ranks cannot connect with gloo; see :func:`.open_host_group`.
-        """
+        """Install it on the device, and make ranks reduce host tensors on the host; see :func:`.open_host_group`."""
         open_host_group(self._device)
         if host_group() is not None:
             composer_trainer.dist = _HostReductions()  # type: ignore[assignment]

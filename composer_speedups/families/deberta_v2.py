@@ -18,7 +18,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from composer_speedups.families.family import Block, Family, LayerModules
 from composer_speedups.families.flops import block_flops
-from composer_speedups.packing.disentangled_attention import Relative, disentangled_attention
+from composer_speedups.packing.attention import Relative, disentangled_attention
 from composer_speedups.packing.encoder import UnpaddedEncoder
 from composer_speedups.packing.layout import Layout, mark_dynamic
 
@@ -92,16 +92,11 @@ class _UnpaddedDeberta(UnpaddedEncoder):
 
 
 @torch.compiler.disable  # transformers' function copies a constant to the device
+@lru_cache(maxsize=16)  # batches round the length up to a multiple of 128; CUDA graph capture forbids copies
 def _entries(longest: int, buckets: int, furthest: int, device: torch.device) -> Tensor:
     """See :class:`Relative`. Computed by transformers' function on the device, so that its logarithm is the
     untouched model's."""
-    return _cached_entries(longest, buckets, furthest, device)
-
-
-@lru_cache(maxsize=16)  # batches round the length up to a multiple of 128; CUDA graph capture forbids copies
-def _cached_entries(longest: int, buckets: int, furthest: int, device: torch.device) -> Tensor:
-    # imported here, since few models need it
-    from transformers.models.deberta_v2.modeling_deberta_v2 import make_log_bucket_position
+    from transformers.models.deberta_v2.modeling_deberta_v2 import make_log_bucket_position  # which few models need
 
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
         distances = torch.arange(-longest, longest + 1, device=device)
@@ -159,7 +154,7 @@ def _block_flops(config: Any, lengths: Tensor) -> int:
     return block_flops(config, lengths) + layers * kinds * (scores + tables)
 
 
-FAMILY = Family(
+DEBERTA_V2 = Family(
     name="deberta_v2",
     title="DeBERTa-v2/v3",
     encoder="DebertaV2Encoder",

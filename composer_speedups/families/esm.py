@@ -68,7 +68,7 @@ def _dropouts(layer: Any) -> list[Any]:
     return [(attention, weights), (projected, projected), (out, out)]
 
 
-FAMILY = Family(
+ESM = Family(
     name="esm",
     title="ESM-2",
     encoder="EsmModel",

@@ -46,7 +46,7 @@ def _block_flops(config: Any, lengths: Tensor) -> int:
     return flops - config.num_hidden_layers * int(lengths.sum()) * shared
 
 
-FAMILY = Family(
+EUROBERT = Family(
     name="eurobert",
     title="EuroBERT",
     encoder="EuroBertModel",
@@ -56,7 +56,4 @@ FAMILY = Family(
     reads=_reads,
     packed_encoder=_UnpaddedEuroBert,
     block_flops=_block_flops,
-    attention_dropout="attention_dropout",
-    attention_output_dropout=None,
-    hidden_dropout=None,
 )

@@ -14,11 +14,9 @@ from composer_speedups.packing.rows import lengths_key
 
 
 def batch_lengths(batch: Any) -> torch.Tensor | None:
-    """Real tokens of each row, int64, with the shape of the token ids without their last dimension; None without token
-    ids.
+    """Real tokens of each row, int64, with the shape of the token ids without their last dimension; None without ids.
 
-    Without an attention mask every position counts as real, and likewise with one that has no number for each position,
-    such as a mask of the pairs of tokens.
+    Without a mask that has a number for each position, every position counts as real.
     """
     if not hasattr(batch, "get") or not isinstance(batch.get("input_ids"), torch.Tensor):
         return None
@@ -39,16 +37,14 @@ def training_flops(
 ) -> int:
     """Matmul FLOPs of one forward and backward pass of a BERT-like encoder, without padding.
 
-    A multiply-add counts as two operations, and the backward pass as twice the forward pass. Blocks count as their
-    family's :attr:`.Family.block_flops` says, or as :func:`block_flops`. Embedding look-ups, normalization, activations
-    and the optimizer are not counted, as usual for model FLOPs utilization. Layers of experts (a config with
-    ``sparse_upcycling``) count the router and the experts to which a token is routed.
+    A multiply-add counts as two operations, and the backward pass as twice the forward pass. Embedding look-ups,
+    normalization, activations and the optimizer are not counted, as usual for model FLOPs utilization. Layers of
+    experts (a config with ``sparse_upcycling``) count the router and the experts to which a token is routed.
 
     Args:
-        config: A transformers config with hidden_size, num_hidden_layers and an intermediate size.
+        config: A transformers config.
         lengths: Real tokens of each row, (rows,).
-        head: The pooler and classifier run once per row, the masked-LM head on every token.
-        head_tokens: Number of tokens on which the masked-LM head runs, if not on every one.
+        head: The pooler and classifier run once per row, the masked-LM head on every token, or on ``head_tokens``.
 
     Source: the convention of PaLM (arXiv 2204.02311, appendix B), with each row's own length.
     """
@@ -84,13 +80,8 @@ def block_flops(
 ) -> int:
     """Matmul FLOPs of one forward pass through all blocks.
 
-    Args:
-        config: As for :func:`training_flops`.
-        lengths: Real tokens of each row, int64 (rows,).
-        pairs: Pairs of a query and a key that attends to it, over all layers and rows. Each counts as two products of
-            the attention's width, for its score and for the weighted sum. Default: all pairs of a row's tokens.
-        feed_forward_matrices: Number of matrices (hidden × inner) in a feed-forward layer; 3 with a gate.
-        attention_width: Width of queries, keys and values over all heads. Default: the hidden size.
+    ``pairs`` are those of a query and a key that it attends to, over all layers and rows; by default all of a row. Each
+    counts as two products of the attention's width (of all heads; by default the hidden size).
     """
     hidden, inner = config.hidden_size, config_value(config, "inner")
     width = attention_width or hidden
@@ -113,12 +104,7 @@ def frozen_flops(model: Any, runs: Sequence[BlockRun], lengths: torch.Tensor) ->
 
     Blocks in front of the first trained parameter have no backward pass, which is two of three passes. Behind it, the
     gradient of a frozen weight is one of three products per weight. The head and the products of LoRA's matrices, a few
-    per cent of the total, are ignored.
-
-    Args:
-        model: A transformers model.
-        runs: From :func:`block_runs`.
-        lengths: Real tokens of each row, (rows,).
+    per cent of the total, are ignored. ``runs`` are from :func:`block_runs`.
     """
     lengths = lengths.to(torch.int64)
     untrained = 0

@@ -89,7 +89,7 @@ def _block_flops(config: Any, lengths: Tensor) -> int:
     return block_flops(config, lengths, pairs=pairs, feed_forward_matrices=3)
 
 
-FAMILY = Family(
+MODERNBERT = Family(
     name="modernbert",
     title="ModernBERT",
     encoder="ModernBertModel",
@@ -104,7 +104,4 @@ FAMILY = Family(
     packed_encoder=_UnpaddedModernBert,
     block_flops=_block_flops,
     activation="hidden_activation",
-    attention_dropout="attention_dropout",
-    attention_output_dropout="attention_dropout",
-    hidden_dropout="mlp_dropout",
 )

@@ -121,7 +121,7 @@ def _dropouts(layer: Any) -> list[Any]:
     return [(module, module) for module in modules]
 
 
-FAMILY = Family(
+MPNET = Family(
     name="mpnet",
     title="MPNet",
     encoder="MPNetEncoder",

@@ -1,6 +1,8 @@
-"""The unpadded version of models that embed the tokens themselves and rotate queries and keys by their positions.
+"""Models that embed the tokens themselves and rotate queries and keys by their positions, in their unpadded version.
 
 Such a model packs the tokens before its embeddings. Positions are applied inside attention, so they are packed too.
+With BERT's embeddings, these are Jina Embeddings v3 (BERT's blocks) and NomicBERT (post-norm blocks with gated
+feed-forward layers, whose Linears have no biases).
 
 Shapes: B rows, S slots per row, T packed tokens, D units per head, H hidden units.
 """
@@ -8,6 +10,7 @@ Shapes: B rows, S slots per row, T packed tokens, D units per head, H hidden uni
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,6 +18,8 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.utils.generic import can_return_tuple
 
+from composer_speedups.families.family import Block, Family, LayerModules
+from composer_speedups.families.flops import block_flops
 from composer_speedups.packing.call import CallPlan
 from composer_speedups.packing.encoder import UnpaddedEncoder, UnpaddedModel
 from composer_speedups.packing.layout import Layout, mark_dynamic
@@ -123,3 +128,50 @@ def packed_angles(
     indices_T = layout.indices_T % width if len(cos) == 1 else layout.indices_T.clamp(max=slots - 1)
     cos, sin = (angles.flatten(0, 1).index_select(0, indices_T).unsqueeze(0) for angles in (cos, sin))
     return cos, sin
+
+
+def _jina_modules(layer: Any) -> LayerModules:
+    attention, mlp = layer.self_attn, layer.mlp
+    heads = attention.q_proj.out_features // attention.head_dim
+    return LayerModules(
+        attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj, layer.post_attention_layernorm,
+        mlp.fc1, mlp.fc2, layer.post_mlp_layernorm, heads,
+    )  # fmt: skip
+
+
+def _jina_dropouts(layer: Any) -> list[Any]:
+    weights = SimpleNamespace(p=layer.self_attn.attention_dropout)  # not a separate module
+    projected, out = layer.post_attention_dropout, layer.post_mlp_dropout
+    return [(layer.self_attn, weights), (projected, projected), (out, out)]
+
+
+JINA_EMBEDDINGS_V3 = Family(
+    name="jina_embeddings_v3",
+    title="Jina Embeddings v3",
+    encoder="JinaEmbeddingsV3Model",
+    blocks="layers",
+    layer="JinaEmbeddingsV3Layer",
+    embeddings="JinaEmbeddingsV3Embeddings",
+    feed_forward=("fc1", "activation_fn", "fc2"),
+    block=Block.ROTARY,
+    layer_modules=_jina_modules,
+    dropouts=_jina_dropouts,
+    packed_encoder=UnpaddedRotaryBert,
+)
+
+
+def _nomic_flops(config: Any, lengths: Tensor) -> int:
+    width = config.num_attention_heads * config.head_dim
+    return block_flops(config, lengths, feed_forward_matrices=3, attention_width=width)
+
+
+NOMIC_BERT = Family(
+    name="nomic_bert",
+    title="NomicBERT",
+    encoder="NomicBertModel",
+    blocks="layers",
+    layer="NomicBertLayer",
+    embeddings="NomicBertEmbeddings",
+    packed_encoder=UnpaddedRotaryBert,
+    block_flops=_nomic_flops,
+)

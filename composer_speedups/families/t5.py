@@ -64,16 +64,11 @@ class _UnpaddedT5(UnpaddedModel):
 
 
 @torch.compiler.disable  # the cache is not part of a graph
+@lru_cache(maxsize=16)  # batches round the length up to a multiple of 128; CUDA graph capture forbids copies
 def _buckets(longest: int, entries: int, furthest: int, device: torch.device) -> Tensor:
     """The table's entry for each distance from -L to L of a query from a key, int64 (2·L + 1,), computed by
     transformers' function on the device, so that its logarithm is the untouched model's."""
-    return _cached_buckets(longest, entries, furthest, device)
-
-
-@lru_cache(maxsize=16)  # batches round the length up to a multiple of 128; CUDA graph capture forbids copies
-def _cached_buckets(longest: int, entries: int, furthest: int, device: torch.device) -> Tensor:
-    # imported here, since few models need it
-    from transformers.models.t5.modeling_t5 import T5Attention
+    from transformers.models.t5.modeling_t5 import T5Attention  # which few models need
 
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
         ahead = torch.arange(longest, -longest - 1, -1, device=device)  # of the key, relative to the query
@@ -91,7 +86,7 @@ def _block_flops(config: Any, lengths: Tensor) -> int:
     return block_flops(config, lengths, feed_forward_matrices=matrices, attention_width=config.num_heads * config.d_kv)
 
 
-FAMILY = Family(
+T5 = Family(
     name="t5",
     title="T5's encoder",
     encoder="T5Stack",
@@ -102,12 +97,6 @@ FAMILY = Family(
     max_width_with_holes=lambda _: 0,
     packed_encoder=_UnpaddedT5,
     block_flops=_block_flops,
-    hidden="d_model",
     inner="d_ff",
-    heads="num_heads",
-    embedding="d_model",
     activation="dense_act_fn",
-    attention_dropout="dropout_rate",
-    attention_output_dropout="dropout_rate",
-    hidden_dropout="dropout_rate",
 )

@@ -12,7 +12,7 @@ The same seed drops the same numbers, so pass the forward pass's seed to the bac
                                     float32 (A, 2·L + 1), is added to the scores by distance
 ``attention.attention_backward``    gradient of out, and the above → gradient of qkv (T, 3·H), and partial sums of it
                                     over tokens (P, 3·H); ``grad_bias`` receives the gradient of ``bias``
-``biased_attention.attend``         attention with a bias by distance, with autograd
+``attention.biased_attention``      attention with a bias by distance, with autograd
 ``disentangled_attention.``         DeBERTa's attention: ``disentangled_forward`` and ``disentangled_backward`` also
                                     have a table of positions (P, 2·H) with a gradient; ``attend`` is the autograd
                                     operator
@@ -25,20 +25,20 @@ The same seed drops the same numbers, so pass the forward pass's seed to the bac
 ``gelu.gelu_forward``               GELU's input (T, F) → GELU's result (T, F)
 ``gelu.gelu_backward``              gradient (T, F), overwritten, and GELU's input (T, F) → gradient, GELU's result
                                     (T, F) and partial sums of the gradient (P, F)
-``geglu.geglu_forward``             dropout(GELU(first half) · second half) of (T, 2·F) → (T, F)
-``geglu.geglu_backward``            gradient (T, F), overwritten, and the input → gradient (T, 2·F), the result (T, F)
-``pre_norm.pre_norm_forward``       LayerNorm(residual + dropout(sublayer)), with a float32 residual stream (T, H) →
+``gelu.geglu_forward``              dropout(GELU(first half) · second half) of (T, 2·F) → (T, F)
+``gelu.geglu_backward``             gradient (T, F), overwritten, and the input → gradient (T, 2·F), the result (T, F)
+``norm.pre_norm_forward``           LayerNorm(residual + dropout(sublayer)), with a float32 residual stream (T, H) →
                                     result, sum (T, H), statistics float32 (2, T)
-``pre_norm.pre_norm_backward``      gradients of the result and of the sum → of residual and sublayer (T, H), of the
+``norm.pre_norm_backward``          gradients of the result and of the sum → of residual and sublayer (T, H), of the
                                     weight float32 (H,), or of weight and bias (2, H), and the recomputed result
-``rotary.rotate``                   rotates the queries and keys in qkv (T, 3·H) by their positions, or back, in place
+``attention.rotate``                rotates the queries and keys in qkv (T, 3·H) by their positions, or back, in place
 ``narrow.narrow_products``          x (T, C), left (T, R), right (C, R) → x · right (T, R) and leftᵀ · x (R, C) in
                                     float32, for R up to 64
 ``narrow.gelu_narrow``              GELU's input (T, F) and right (F, R) → GELU's result and its product with right
 ``narrow.gelu_backward_narrow``     as ``gelu.gelu_backward``, with such products instead of GELU's result and the sums
 ``dropout.dropped``                 dropout(x) of (T, C), or added to another tensor in place
 ``casts.cast_together``             up to twelve tensors → copies in another dtype, one after the other in memory
-``merged_weights.merged_weights``   a layer's six weights and their adapters' A and B → W + scale · B · A in another
+``casts.merged_weights``            a layer's six weights and their adapters' A and B → W + scale · B · A in another
                                     dtype, one after the other in memory
 ``sums.totals``                     up to four partial sums over tokens, float32 (P, …) → their totals (…)
 ``sums.partial_sums``               (T, F) → partial sums over tokens, float32 (P, F)
@@ -51,8 +51,8 @@ The same seed drops the same numbers, so pass the forward pass's seed to the bac
 ``embeddings.embed``                ids int64 (B, S), tables (V, H) → dropout(LayerNorm(sum)) (B, S, H), with autograd;
                                     ``embed_forward`` and ``embed_backward`` are the two passes
 ``compile_ahead.compile_ahead``     compiles the kernels of a :class:`Shape` in threads
-``first_derivative.``               ``FirstDerivative``: base class of autograd functions without a second derivative
-``compiler.missing_c_compiler``     which C compiler Triton does not find
+``host.``                           ``FirstDerivative``: base class of autograd functions without a second derivative;
+                                    ``counting``: what the kernels' callers report; ``missing_c_compiler``
 =================================== =================================================================================
 
 Attention in two rows of 5 and 3 tokens, and its gradient::

@@ -1,7 +1,7 @@
 """Variable-length self-attention with dropout over packed queries, keys and values, for rows of up to about 512 tokens.
 
 Queries, keys and values are one tensor, and so are their gradients, so no copies are needed between attention and the
-qkv projection.
+qkv projection. Rotary positions are applied to it in place.
 
 Shapes: T tokens, A heads, D units per head, R rows. The softmax and its sums are float32.
 Source: Dao, arXiv 2307.08691, for the order of the blocks; the kernels were written for this project.
@@ -9,15 +9,17 @@ Source: Dao, arXiv 2307.08691, for the order of the blocks; the kernels were wri
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from composer_speedups.kernels.dropout import mix_bits, query_bits, spread_bits, threshold_of
+from composer_speedups.kernels.dropout import draw_seeds, mix_bits, query_bits, spread_bits, threshold_of
 from composer_speedups.kernels.float8 import Float8, note_magnitude, scale_of, settle
 
-__all__ = ["attention_backward", "attention_forward"]
+__all__ = ["attention_backward", "attention_forward", "biased_attention", "rotate"]
 
 # Queries (rows) and keys (columns) per block, warps, and pipeline stages: the fastest measured on an H200. With at most
 # 128 registers per thread, four blocks fit on a multiprocessor; with at most 168, three.
@@ -381,3 +383,129 @@ def _attention_key_gradients(
     at += HIDDEN
     partial_ptr += HIDDEN
     _store_gradient(grad_v * kept_scale, grad_ptr, partial_ptr + units, grad8_ptr, at, valid, scales_ptr, FLOAT8)
+
+
+def biased_attention(
+    qkv: Tensor, bias: Tensor, cu_seqlens: Tensor, longest: int, heads: int, dropout: float, scale: float | None = None
+) -> Tensor:
+    """Compute softmax(scale · q kᵀ + bias) v for each row, (T, A·D), as a custom operator with autograd.
+
+    It is opaque to ``torch.compile``, and has gradients of ``qkv`` and ``bias``.
+
+    Args:
+        qkv, cu_seqlens, longest, heads, dropout, scale: As in :func:`attention_forward`.
+        bias: As there, float32 (A, 2·L + 1).
+    """
+    (seed,) = draw_seeds(1, qkv.device, dropout=dropout > 0)
+    scale = (qkv.shape[1] // 3 // heads) ** -0.5 if scale is None else scale
+    out, _ = _biased(qkv, bias, cu_seqlens, longest, heads, dropout, scale, seed)
+    return out  # type: ignore[no-any-return]
+
+
+def _biased_forward(
+    qkv: Tensor, bias: Tensor, cu: Tensor, longest: int, heads: int, dropout: float, scale: float, seed: Tensor
+) -> tuple[Tensor, Tensor]:
+    return attention_forward(qkv, cu, longest, heads, dropout, seed, bias=bias, scale=scale)
+
+
+def _biased_gradients(
+    grad_out: Tensor,
+    qkv: Tensor,
+    bias: Tensor,
+    out: Tensor,
+    logs: Tensor,
+    cu: Tensor,
+    longest: int,
+    dropout: float,
+    scale: float,
+    seed: Tensor,
+) -> tuple[Tensor, Tensor]:
+    grad_bias = torch.empty_like(bias)
+    inputs = grad_out.contiguous(), qkv, out, logs, cu, longest, dropout, seed
+    grad, _ = attention_backward(*inputs, bias=bias, grad_bias=grad_bias, scale=scale)
+    return grad, grad_bias
+
+
+# Explicit schemas: annotations are strings in this file, and not every release of torch infers schemas from strings.
+_ROWS = "Tensor cu_seqlens, SymInt longest"
+_biased = torch.library.custom_op(
+    "composer_speedups::biased_attention",
+    _biased_forward,
+    mutates_args=(),
+    schema=f"(Tensor qkv, Tensor bias, {_ROWS}, int heads, float dropout, float scale, Tensor seed) "
+    "-> (Tensor, Tensor)",
+)
+_biased_backward = torch.library.custom_op(
+    "composer_speedups::biased_attention_backward",
+    _biased_gradients,
+    mutates_args=(),
+    schema="(Tensor grad_out, Tensor qkv, Tensor bias, Tensor out, Tensor logs, "
+    f"{_ROWS}, float dropout, float scale, Tensor seed) -> (Tensor, Tensor)",
+)
+
+
+@_biased.register_fake
+def _(qkv: Tensor, _b: Tensor, _c: Tensor, _l: int, heads: int, *_: Any) -> tuple[Tensor, Tensor]:
+    tokens, width = qkv.shape
+    return qkv.new_empty(tokens, width // 3), qkv.new_empty(heads, tokens, dtype=torch.float32)
+
+
+@_biased_backward.register_fake
+def _(_g: Tensor, qkv: Tensor, bias: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(qkv), torch.empty_like(bias)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    qkv, bias, cu_seqlens, ctx.longest, _, ctx.dropout, ctx.scale, seed = inputs
+    ctx.save_for_backward(qkv, bias, *output, cu_seqlens, seed)
+
+
+def _backward(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    qkv, bias, out, logs, cu_seqlens, seed = ctx.saved_tensors
+    inputs = (qkv, bias, out, logs, cu_seqlens, ctx.longest, ctx.dropout, ctx.scale, seed)
+    grad, grad_bias = _biased_backward(grad_out, *inputs)
+    return grad, grad_bias, None, None, None, None, None, None
+
+
+_biased.register_autograd(_backward, setup_context=_setup_context)
+
+
+def rotate(qkv: Tensor, cos_TD: Tensor, sin_TD: Tensor, heads: int, *, back: bool = False) -> None:
+    """Rotate queries and keys by the angles of their tokens, in place.
+
+    Args:
+        qkv: (T, 3·A·D), contiguous: the queries of all heads, then the keys, then the values. Queries and keys are
+            overwritten.
+        cos_TD, sin_TD: Cosines and sines of the angles, contiguous; both halves of a row are equal.
+        heads: A. D must be a power of two.
+        back: Rotate by the negative angles, which computes the gradient.
+
+    Source: Su et al., arXiv 2104.09864; pairs are formed of a head's two halves, as in transformers.
+    """
+    tokens, hidden = qkv.shape[0], qkv.shape[1] // 3
+    size = hidden // heads
+    _rotate[(tokens,)](
+        qkv, cos_TD, sin_TD, HIDDEN=hidden, HEADS=2 * heads, SIZE=size, BACK=back,
+        BLOCK=triton.next_power_of_2(2 * heads), num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def _rotate(
+    qkv_ptr, cos_ptr, sin_ptr,
+    HIDDEN: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr, BACK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Rotate one token. Its queries and keys are adjacent in memory and handled as twice the number of heads."""
+    token = tl.program_id(0).to(tl.int64)
+    heads = tl.arange(0, BLOCK)
+    units = tl.arange(0, SIZE // 2)
+    cos = tl.load(cos_ptr + token * SIZE + units).to(tl.float32)[None, :]
+    sin = tl.load(sin_ptr + token * SIZE + units).to(tl.float32)[None, :]
+    if BACK:
+        sin = -sin
+    at = qkv_ptr + token * (3 * HIDDEN) + heads[:, None] * SIZE + units[None, :]
+    valid = (heads < HEADS)[:, None]
+    first = tl.load(at, mask=valid, other=0.0).to(tl.float32)
+    second = tl.load(at + SIZE // 2, mask=valid, other=0.0).to(tl.float32)
+    tl.store(at, (first * cos - second * sin).to(qkv_ptr.dtype.element_ty), mask=valid)
+    tl.store(at + SIZE // 2, (second * cos + first * sin).to(qkv_ptr.dtype.element_ty), mask=valid)

@@ -12,7 +12,7 @@ import torch
 
 from composer_speedups.kernels import Shape
 from composer_speedups.kernels.attention import attention_backward, attention_forward
-from composer_speedups.kernels.casts import cast_together
+from composer_speedups.kernels.casts import cast_together, merged_weights
 from composer_speedups.kernels.embeddings import embed_backward, embed_forward
 from composer_speedups.kernels.first_token_attention import first_token_backward, first_token_forward
 from composer_speedups.kernels.float8 import (
@@ -25,7 +25,6 @@ from composer_speedups.kernels.float8 import (
     new_scales,
 )
 from composer_speedups.kernels.gelu import gelu_backward, gelu_float8, gelu_forward
-from composer_speedups.kernels.merged_weights import merged_weights
 from composer_speedups.kernels.narrow import MAX_WIDTH, gelu_backward_narrow, gelu_narrow, narrow_products
 from composer_speedups.kernels.norm import add_norm_backward, add_norm_forward
 from composer_speedups.kernels.sums import totals

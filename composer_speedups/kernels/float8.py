@@ -36,13 +36,8 @@ __all__ = [
     "cast_float8",
     "cast_weights",
     "new_scales",
-    "note_magnitude",
-    "noted_magnitude",
-    "scale_of",
     "scaled_product",
     "settle",
-    "settled_scale",
-    "targets_of",
 ]
 
 ACTIVATION, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2

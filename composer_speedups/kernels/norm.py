@@ -1,6 +1,9 @@
 """Dropout, residual addition and LayerNorm in one pass over memory, forward and backward.
 
-Shapes: T tokens, H hidden units. Sums are float32; results have the inputs' dtype.
+Behind a sublayer, as in BERT (``add_norm``), results have the inputs' dtype. Before the next one, as in a pre-norm
+Transformer (``pre_norm``), the sum is the float32 residual stream, and its norm is the sublayer's input.
+
+Shapes: T tokens, H hidden units. Sums are float32.
 """
 
 from __future__ import annotations
@@ -14,11 +17,11 @@ from composer_speedups.kernels.dropout import kept, load_seed, threshold_of
 from composer_speedups.kernels.float8 import Float8, note_magnitude, scale_of, settle
 from composer_speedups.kernels.sums import multiprocessors
 
-__all__ = ["add_norm_backward", "add_norm_forward"]
+__all__ = ["add_norm_backward", "add_norm_forward", "pre_norm_backward", "pre_norm_forward"]
 
 # Rows in registers per program of the backward kernels, and their warps per multiprocessor. More rows would reduce the
 # number of warps, and a single warp does not have enough registers for its sums over tokens.
-BACKWARD = {"ROWS": 2, "warps": 16}
+_BACKWARD = {"ROWS": 2, "warps": 16}
 
 
 def add_norm_forward(
@@ -93,7 +96,7 @@ def add_norm_backward(
     again = None if bias_H is None else torch.empty_like(grad_TH)
     block = triton.next_power_of_2(hidden)
     warps = max(1, min(8, block // 256))
-    programs = backward_programs(grad_TH, warps)
+    programs = _backward_programs(grad_TH, warps)
     partial = torch.empty(programs, 3, hidden, device=grad_TH.device, dtype=torch.float32)
     _layernorm_backward[(programs,)](
         grad_TH, summed_TH, statistics, weight_H, weight_H if bias_H is None else bias_H,
@@ -101,18 +104,18 @@ def add_norm_backward(
         grad_TH if more_TH is None else more_TH, *(operand or (grad_x, seed)),
         tokens, hidden, threshold_of(dropout), 1 / (1 - dropout),
         DROPOUT=dropout > 0, AGAIN=again is not None, MORE=more_TH is not None, FLOAT8=operand is not None,
-        ROWS=BACKWARD["ROWS"], BLOCK=block, num_warps=warps,
+        ROWS=_BACKWARD["ROWS"], BLOCK=block, num_warps=warps,
     )  # fmt: skip
     if operand is not None:
         settle(operand, grad_x)
     return grad_residual, grad_x, partial, again
 
 
-def backward_programs(grad_TH: Tensor, warps: int) -> int:
+def _backward_programs(grad_TH: Tensor, warps: int) -> int:
     """Return how many programs of ``warps`` warps compute a gradient, each of which writes one row of partial sums: as
     many as the device runs at a time, if there are enough tokens."""
-    at_a_time = multiprocessors(grad_TH) * (BACKWARD["warps"] // warps) if grad_TH.is_cuda else 4
-    return min(triton.cdiv(len(grad_TH), BACKWARD["ROWS"]), at_a_time)
+    at_a_time = multiprocessors(grad_TH) * (_BACKWARD["warps"] // warps) if grad_TH.is_cuda else 4
+    return min(triton.cdiv(len(grad_TH), _BACKWARD["ROWS"]), at_a_time)
 
 
 @triton.jit
@@ -217,3 +220,166 @@ def _layernorm_backward(
     tl.store(at, sum_weight, mask=inside)
     tl.store(at + hidden, sum_bias, mask=inside)
     tl.store(at + 2 * hidden, sum_x, mask=inside)
+
+
+def pre_norm_forward(
+    residual_TH: Tensor,
+    sublayer_TH: Tensor | None,
+    weight_H: Tensor,
+    eps: float,
+    dropout: float,
+    seed: Tensor,
+    dtype: torch.dtype,
+    bias_H: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute LayerNorm(residual + dropout(sublayer)).
+
+    Args:
+        residual_TH: float32, contiguous.
+        sublayer_TH: Result of the preceding sublayer, contiguous, in any dtype; None if there is none.
+        weight_H: Weight of the LayerNorm.
+        eps: Added to the variance.
+        dropout: Dropout probability of ``sublayer_TH``.
+        seed: int32 (1,), on the device; the same seed gives the same mask.
+        dtype: Dtype of the result.
+        bias_H: Bias of the LayerNorm, or None.
+
+    Returns:
+        The result (T, H), the sum before the norm, float32 (T, H; ``residual_TH`` itself without a sublayer), and its
+        mean and inverse standard deviation, float32 (2, T).
+    """
+    tokens, hidden = residual_TH.shape
+    out = torch.empty(tokens, hidden, device=residual_TH.device, dtype=dtype)
+    summed = residual_TH if sublayer_TH is None else torch.empty_like(residual_TH)
+    statistics = torch.empty(2, tokens, device=residual_TH.device, dtype=torch.float32)
+    block = triton.next_power_of_2(hidden)
+    _pre_norm_forward[(tokens,)](
+        residual_TH, residual_TH if sublayer_TH is None else sublayer_TH, summed, weight_H,
+        weight_H if bias_H is None else bias_H, out, statistics, seed,
+        tokens, hidden, eps, threshold_of(dropout), 1 / (1 - dropout),
+        SUBLAYER=sublayer_TH is not None, BIAS=bias_H is not None, DROPOUT=dropout > 0, BLOCK=block,
+        num_warps=max(1, min(8, block // 512)),
+    )  # fmt: skip
+    return out, summed, statistics
+
+
+def pre_norm_backward(
+    grad_TH: Tensor,
+    grad_summed_TH: Tensor,
+    summed_TH: Tensor,
+    statistics: Tensor,
+    weight_H: Tensor,
+    dropout: float,
+    seed: Tensor,
+    bias_H: Tensor | None = None,
+    *,
+    sublayer: bool,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """Compute the gradients of :func:`pre_norm_forward`, and recompute its result bit for bit.
+
+    Args:
+        grad_TH: Gradient of the result; contiguous.
+        grad_summed_TH: Gradient of the sum from its other uses, float32; contiguous.
+        summed_TH, statistics: As returned by the forward pass.
+        weight_H, dropout, seed, bias_H: As in the forward pass.
+        sublayer: Whether the forward pass had ``sublayer_TH``.
+
+    Returns:
+        The gradient of the residual, float32 (T, H); of ``sublayer_TH`` (T, H, in ``grad_TH``'s dtype; None without a
+        sublayer); of the weight, float32 (H,), or with a bias of weight and bias, (2, H); and the forward pass's result
+        (T, H, in ``grad_TH``'s dtype).
+    """
+    tokens, hidden = grad_TH.shape
+    grad_residual, again = torch.empty_like(grad_summed_TH), torch.empty_like(grad_TH)
+    grad_sublayer = torch.empty_like(grad_TH) if sublayer else None
+    block = triton.next_power_of_2(hidden)
+    warps = max(1, min(8, block // 256))
+    programs = _backward_programs(grad_TH, warps)
+    sums = (hidden,) if bias_H is None else (2, hidden)
+    partial = torch.empty(programs, *sums, device=grad_TH.device, dtype=torch.float32)
+    _pre_norm_backward[(programs,)](
+        grad_TH, grad_summed_TH, summed_TH, statistics, weight_H, weight_H if bias_H is None else bias_H,
+        grad_residual, again if grad_sublayer is None else grad_sublayer, again, partial, seed,
+        tokens, hidden, threshold_of(dropout), 1 / (1 - dropout),
+        SUBLAYER=sublayer, BIAS=bias_H is not None, DROPOUT=dropout > 0, ROWS=_BACKWARD["ROWS"], BLOCK=block,
+        num_warps=warps,
+    )  # fmt: skip
+    return grad_residual, grad_sublayer, partial.sum(0), again
+
+
+@triton.jit
+def _pre_norm_forward(
+    residual_ptr, sublayer_ptr, summed_ptr, weight_ptr, bias_ptr, out_ptr, statistics_ptr, seed_ptr,
+    tokens, hidden, eps, threshold, scale,
+    SUBLAYER: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    columns = tl.arange(0, BLOCK)
+    valid = columns < hidden
+    at = columns.to(tl.int64) + row * hidden
+    summed = tl.load(residual_ptr + at, mask=valid, other=0.0)
+    if SUBLAYER:
+        sublayer = tl.load(sublayer_ptr + at, mask=valid, other=0.0).to(tl.float32)
+        if DROPOUT:
+            seed = load_seed(seed_ptr)
+            sublayer = tl.where(kept(seed, row, columns, threshold), sublayer * scale, 0.0)
+        summed += sublayer
+        tl.store(summed_ptr + at, summed, mask=valid)
+    centred, mean, inverse = standardize(summed, valid, hidden, eps)
+    weight = tl.load(weight_ptr + columns, mask=valid, other=0.0).to(tl.float32)
+    out = centred * inverse * weight
+    if BIAS:
+        out += tl.load(bias_ptr + columns, mask=valid, other=0.0).to(tl.float32)
+    tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=valid)
+    tl.store(statistics_ptr + row, mean)
+    tl.store(statistics_ptr + tokens + row, inverse)
+
+
+@triton.jit
+def _pre_norm_backward(
+    grad_ptr, grad_summed_ptr, summed_ptr, statistics_ptr, weight_ptr, bias_ptr,
+    grad_residual_ptr, grad_sublayer_ptr, again_ptr, partial_ptr, seed_ptr,
+    tokens, hidden, threshold, scale,
+    SUBLAYER: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < hidden
+    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    if DROPOUT:
+        seed = load_seed(seed_ptr)
+    if BIAS:
+        bias = tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+        sum_bias = tl.zeros((BLOCK,), tl.float32)
+    sum_weight = tl.zeros((BLOCK,), tl.float32)
+    for first in range(program * ROWS, tokens, tl.num_programs(0) * ROWS):
+        rows = first + tl.arange(0, ROWS)
+        real = rows < tokens
+        valid = real[:, None] & inside[None, :]
+        at = rows.to(tl.int64)[:, None] * hidden + columns[None, :]
+        grad = tl.load(grad_ptr + at, mask=valid, other=0.0).to(tl.float32)
+        summed = tl.load(summed_ptr + at, mask=valid, other=0.0)
+        mean = tl.load(statistics_ptr + rows, mask=real, other=0.0)
+        inverse = tl.load(statistics_ptr + tokens + rows, mask=real, other=0.0)
+        normed = (summed - mean[:, None]) * inverse[:, None]  # multiplied by zeros past the end of a row
+        weighted = grad * weight[None, :]
+        again = normed * weight[None, :]
+        if BIAS:
+            again += bias[None, :]
+            sum_bias += tl.sum(grad, 0)
+        tl.store(again_ptr + at, again.to(again_ptr.dtype.element_ty), mask=valid)
+        sum_weight += tl.sum(grad * normed, 0)
+        along = tl.sum(weighted * normed, 1) / hidden
+        across = tl.sum(weighted, 1) / hidden
+        grad_sum = (weighted - normed * along[:, None] - across[:, None]) * inverse[:, None]
+        grad_sum += tl.load(grad_summed_ptr + at, mask=valid, other=0.0)
+        tl.store(grad_residual_ptr + at, grad_sum, mask=valid)
+        if SUBLAYER:
+            if DROPOUT:
+                grad_sum = tl.where(kept(seed, rows[:, None], columns[None, :], threshold), grad_sum * scale, 0.0)
+            tl.store(grad_sublayer_ptr + at, grad_sum.to(grad_sublayer_ptr.dtype.element_ty), mask=valid)
+    if BIAS:
+        tl.store(partial_ptr + program * 2 * hidden + columns, sum_weight, mask=inside)
+        tl.store(partial_ptr + (program * 2 + 1) * hidden + columns, sum_bias, mask=inside)
+    else:
+        tl.store(partial_ptr + program * hidden + columns, sum_weight, mask=inside)

@@ -5,7 +5,10 @@ It is torch's flash kernel in 16 bits on a GPU, or with a bias by distance a Tri
 transformers chooses an attention function by ``config._attn_implementation``. The attention modules of an unpadded
 encoder get a :class:`PackedAttentionConfig`, so that they call this one; the model's own config does not change.
 
-Shapes: B rows, S slots per row, T packed tokens, A heads, D units per head, H = A·D, L a bound on the length of a row.
+DeBERTa's disentangled attention does not go through that interface, and has a Triton kernel and torch's operators, too.
+
+Shapes: B rows, S slots per row, T packed tokens, A heads, D units per head, H = A·D, L a bound on the length of a row,
+P entries of the table of relative positions.
 """
 
 from __future__ import annotations
@@ -20,27 +23,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.modeling_utils import AttentionInterface
 
-from composer_speedups.kernels.compiler import missing_c_compiler
-from composer_speedups.kernels.observing import ran
-from composer_speedups.packing.autocast import to_autocast_dtype
+from composer_speedups.kernels.host import missing_c_compiler, ran
 from composer_speedups.packing.layout import Layout
 
 IMPLEMENTATION = "unpadded"  # transformers assumes the flash-attn package for any name that contains "flash"
 
 
 class PositionBias(NamedTuple):
-    """Replaces a bias that is added to the scores of all pairs of slots, (1, A, S, S).
+    """Replaces a bias that is added to the scores of all pairs of slots, (1, A, S, S)."""
 
-    Attributes:
-        layout: The layout of the packed tokens. Rows have no holes, so packed tokens have the distances of their slots.
-        by_distance: float32 (A, 2·L + 1), L being ``layout.longest``: for each head, the bias of distances from -L to L
-            of a query from a key.
-        first_tokens_only: Only each row's first token of the encoder's result is read.
-    """
-
-    layout: Layout
-    by_distance: Tensor
-    first_tokens_only: bool = False
+    layout: Layout  # rows have no holes, so packed tokens have the distances of their slots
+    by_distance: Tensor  # float32 (A, 2·L + 1): the bias of distances from -L to L of a query from a key
+    first_tokens_only: bool = False  # only each row's first token of the encoder's result is read
 
     def of_slots(self) -> Tensor:
         """The bias of all pairs of slots, (1, A, S, S)."""
@@ -49,12 +43,18 @@ class PositionBias(NamedTuple):
         return near.unfold(1, slots, 1).flip(2).unsqueeze(0)
 
 
+class Relative(NamedTuple):
+    """Replaces the relative positions (1, S, S) of disentangled attention; see :class:`PositionBias`."""
+
+    layout: Layout
+    entries: Tensor  # int32 (2·L + 1,): the table's entry for each distance from -L to L of a query from a key
+    first_tokens_only: bool = False
+
+
 class PackedAttentionConfig:
     """A model's config as its attention modules see it: with this module's attention, and otherwise unchanged.
 
-    Args:
-        config: The model's config, whose implementation computes batches that stay padded.
-        eager: The function that transformers calls for the implementation ``"eager"``.
+    ``eager`` is the function that transformers calls for the implementation ``"eager"``.
     """
 
     _attn_implementation = IMPLEMENTATION
@@ -120,12 +120,12 @@ def unpadded_attention(
         key, value = (x.repeat_interleave(heads // x.shape[1], 1) for x in (key, value))
     packed_TAD = [x.squeeze(0).transpose(0, 1) for x in (query, key, value)]
     if position_bias is not None and supports_triton_attention(query.device, query.dtype, query.shape[-1]):
-        from composer_speedups.kernels.biased_attention import attend  # imports Triton
+        from composer_speedups.kernels.attention import biased_attention  # imports Triton
 
         ran("biased_attention")
         qkv = torch.cat([x.flatten(1) for x in packed_TAD], 1)
         rows = layout.cu_seqlens, layout.longest
-        out_TH = attend(qkv, position_bias.by_distance.contiguous(), *rows, heads, dropout, scaling)
+        out_TH = biased_attention(qkv, position_bias.by_distance.contiguous(), *rows, heads, dropout, scaling)
         return out_TH.view(1, -1, heads, query.shape[-1]), None
     if position_bias is None and supports_flash_attention(query.device, query.dtype, query.shape[-1]):
         out_TAD = torch.ops.aten._flash_attention_forward(
@@ -224,6 +224,63 @@ def _distances(width: int, device: torch.device) -> Tensor:
     """(S, S): the distances between slots."""
     slots = torch.arange(width, device=device)
     return (slots[:, None] - slots).abs()
+
+
+def disentangled_attention(
+    query: Tensor, key: Tensor, value: Tensor, positions: Tensor, relative: Relative, heads: int, dropout: float
+) -> Tensor:
+    """softmax((q kᵀ + q·position key + k·position query) / √(3·D)) v, (T, A·D).
+
+    ``positions`` (P, 2·A·D) are the keys of the relative positions, then their queries.
+    """
+    ran("packed_layer")
+    layout, size = relative.layout, query.shape[1] // heads
+    if supports_triton_attention(query.device, query.dtype, size):
+        from composer_speedups.kernels.disentangled_attention import attend  # imports Triton
+
+        ran("disentangled_attention")
+        qkv = torch.cat([query, key, value], 1)
+        return attend(qkv, positions.contiguous(), relative.entries, layout.cu_seqlens, layout.longest, heads, dropout)
+    queries, keys, values = (repad(x, layout, heads) for x in (query, key, value))
+    bias_BASS = position_scores(queries, keys, positions, relative)
+    return pack_heads(_biased_sdpa(queries, keys, values, bias_BASS, layout, dropout), layout)
+
+
+def first_tokens_disentangled_attention(
+    query_BAD: Tensor, key_BASD: Tensor, value_BASD: Tensor, positions: Tensor, relative: Relative, dropout: float
+) -> Tensor:
+    """The attention output of each row's first token only, (B, A·D)."""
+    queries = query_BAD.unsqueeze(2)
+    bias_BA1S = position_scores(queries, key_BASD, positions, relative)
+    return _biased_sdpa(queries, key_BASD, value_BASD, bias_BA1S, relative.layout, dropout).flatten(1)
+
+
+def position_scores(query_BAQD: Tensor, key_BASD: Tensor, positions: Tensor, relative: Relative) -> Tensor:
+    """Unscaled position scores of the first Q queries and all keys, (B, A, Q, S)."""
+    heads, first, slots = query_BAQD.shape[1], query_BAQD.shape[2], key_BASD.shape[2]
+    table_2APD = positions.unflatten(1, (2, heads, -1)).permute(1, 2, 3, 0)  # (2, A, D, P)
+    place = torch.arange(slots, device=query_BAQD.device)
+    entry_QS = relative.entries.long()[place[:first, None] - place + relative.layout.longest]
+    by_query = (query_BAQD @ table_2APD[0]).gather(3, entry_QS.expand(len(query_BAQD), heads, -1, -1))
+    by_key = (key_BASD @ table_2APD[1]).gather(3, entry_QS.T.expand(len(key_BASD), heads, -1, -1))
+    return by_query + by_key.transpose(2, 3)
+
+
+def _biased_sdpa(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, layout: Layout, dropout: float) -> Tensor:
+    scale = float((3 * query.shape[-1]) ** -0.5)
+    bias = (bias * scale).masked_fill(~real_keys(layout), torch.finfo(bias.dtype).min)
+    return F.scaled_dot_product_attention(query, key, value, bias, dropout, scale=scale)
+
+
+def autocast_dtype(device_type: str, otherwise: torch.dtype) -> torch.dtype:
+    """The dtype of autocast on a CPU or GPU; ``otherwise`` if autocast is off, and on other devices, such as meta."""
+    enabled = device_type in ("cpu", "cuda") and torch.is_autocast_enabled(device_type)
+    return torch.get_autocast_dtype(device_type) if enabled else otherwise
+
+
+def to_autocast_dtype(x: Tensor) -> Tensor:
+    """Cast a tensor to the dtype of autocast; without autocast, return it."""
+    return x.to(autocast_dtype(x.device.type, x.dtype))
 
 
 # Registered at import, so that it is also available when a changed model is unpickled.

@@ -16,7 +16,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -40,72 +40,44 @@ _LENGTHS = lengths_key("attention_mask")
 
 @dataclass
 class CallPlan:
-    """What an encoder computes in one call. :meth:`.planning.Packing.plan_call` makes it.
+    """What an encoder computes in one call. :meth:`.encoder.Packing.plan_call` makes it."""
 
-    Attributes:
-        layout: The layout of the packed tokens; None if the batch stays padded.
-        first_tokens_only: Whether only each row's first token of the encoder's result is read.
-        observe: Called with the padded result, to see whether padding is read; None if that is known.
-    """
-
-    layout: Layout | None = None
-    first_tokens_only: bool = False
-    observe: Callable[[Any], Any] | None = None
+    layout: Layout | None = None  # of the packed tokens; None if the batch stays padded
+    first_tokens_only: bool = False  # only each row's first token of the encoder's result is read
+    observe: Callable[[Any], Any] | None = None  # called with the padded result, to see whether padding is read
 
 
 @dataclass
 class Call:
-    """One call of the outermost of the models around an encoder; the models inside it use the same object.
+    """One call of the outermost of the models around an encoder; the models inside it use the same object."""
 
-    Attributes:
-        encoders: The encoders inside the model. One in a wrapper that may call it in any way is not among them, and
-            stays padded.
-        outermost: The outermost model.
-        labels: The labels that the outermost model was called with.
-        unknown_reader: Whether the code that reads the outermost model's result is unknown.
-        first_tokens_only: Whether only each row's first token of the encoder's result is read.
-        head_layout: The tokens for which a masked-LM head computes logits; None for all.
-        head_base: With ``head_layout``, the model inside the outermost one whose hidden states the head reads.
-        padded: Whether the encoder must compute the batch as the untouched model does.
-        plan: What the encoder computes; None while no model directly around it runs.
-    """
-
-    encoders: tuple[Any, ...]
+    encoders: tuple[Any, ...]  # inside the model, without those in a wrapper that may call it in any way
     outermost: Any = None
-    labels: Tensor | None = None
-    unknown_reader: bool = False
-    first_tokens_only: bool = False
-    head_base: nn.Module | None = None
+    labels: Tensor | None = None  # that the outermost model was called with
+    unknown_reader: bool = False  # of the outermost model's result
+    first_tokens_only: bool = False  # only each row's first token of the encoder's result is read
+    # The tokens for which a masked-LM head computes logits (None for all), and the model whose hidden states it reads.
     head_layout: Layout | None = None
-    padded: bool = False
-    plan: CallPlan | None = None
+    head_base: nn.Module | None = None
+    padded: bool = False  # the encoder must compute the batch as the untouched model does
+    plan: CallPlan | None = None  # None while no model directly around the encoder runs
 
 
 @dataclass
 class CallRules:
-    """What is known beforehand of the calls of a model around an encoder.
+    """What is known beforehand of the calls of a model around an encoder."""
 
-    Attributes:
-        encoder_paths: The names of the encoders inside it.
-        around_directly: Whether it calls its encoder itself, not through another model.
-        unknown_reader: See :class:`Call`; applies when it is the outermost model.
-        pooling: The configuration's ``classifier_pooling``, which decides what the head reads. With another one, which
-            heads look up in each call, batches stay padded.
-        pad_to_multiple_of: The number of packed tokens is rounded up to a multiple of it.
-        first_calls: A check of its first calls; None for no check.
-        first_tokens_only: Whether everything that reads the encoder's result reads only first tokens.
-        labelled_head: The :class:`~.labelled_head.LabelledHead` of a masked-LM head that computes labelled tokens
-            only; None for other heads.
-    """
-
-    encoder_paths: tuple[str, ...] = ()
-    around_directly: bool = False
-    unknown_reader: bool = False
+    encoder_paths: tuple[str, ...] = ()  # the names of the encoders inside it
+    around_directly: bool = False  # it calls its encoder itself, not through another model
+    unknown_reader: bool = False  # of its result, when it is the outermost model
+    # The configuration's classifier_pooling, which decides what the head reads. With another one, which heads look up
+    # in each call, batches stay padded.
     pooling: str | None = None
     pad_to_multiple_of: int = MULTIPLE
-    first_calls: FirstCalls | None = None
-    first_tokens_only: bool = False
-    labelled_head: Any = None
+    # Compares its first calls, given its arguments by name, and the names of those that were passed by position.
+    compare: Callable[[Any, dict[str, Any], Sequence[str]], None] | None = None
+    first_tokens_only: bool = False  # everything that reads the encoder's result reads only first tokens
+    labelled_head: Any = None  # the LabelledHead of a masked-LM head that computes labelled tokens only
 
 
 class KnownRows(NamedTuple):
@@ -188,14 +160,8 @@ def with_known_batch(batch: KnownBatch) -> Iterator[None]:
 
 @run_eagerly(COUNTED_ON_HOST_MESSAGE)
 def take_row_lengths(batch: MutableMapping[str, Any], rules: Sequence[RowRules], pad_to_multiple_of: int) -> KnownBatch:
-    """Take the row lengths out of a batch, and lay out its tokens on the batch's device, without synchronizing.
-
-    Args:
-        batch: On its device, with the entries of :func:`.count_rows`. A mask without an entry is not part of the
-            result.
-        rules: Those with which the rows were counted.
-        pad_to_multiple_of: The number of packed tokens is rounded up to a multiple of it.
-    """
+    """Take the row lengths (:func:`.count_rows`) out of a batch, and lay out its tokens on its device, without
+    synchronizing. A mask without lengths is not part of the result."""
     entries = {name: batch.pop(name) for name, value in [*batch.items()] if isinstance(value, RowLengths)}
     rows, labels, labelled = [], labels_of(batch), None
     for name, mask in token_masks(batch).items():
@@ -221,14 +187,6 @@ def refuse_replicas(*_: Any) -> Any:
     )
 
 
-class FirstCalls(Protocol):
-    """Checks an outermost model in its first calls."""
-
-    def compare(self, model: Any, inputs: dict[str, Any], positional: Sequence[str]) -> None:
-        """Compare a call, given its arguments by name, if that is due. ``positional`` names those that were passed by
-        position. Raises ValueError if the model cannot run packed."""
-
-
 class ModelAroundEncoder(nn.Module):
     """The methods of a model around an unpadded encoder, mixed into the model's own class."""
 
@@ -251,29 +209,29 @@ class ModelAroundEncoder(nn.Module):
 
     def describe_call(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the class's own forward, with a :class:`Call` that describes it."""
-        positional = self.argument_names[: len(args)]
-        if len(args) > len(positional) or any(name in kwargs for name in positional):
+        names = self.argument_names[: len(args)]
+        if len(args) > len(names) or any(name in kwargs for name in names):
             return type(self).inner_forward(self, *args, **kwargs)  # raises the usual TypeError
-        inputs = {**dict(zip(positional, args, strict=True)), **kwargs}
+        inputs = {**dict(zip(names, args, strict=True)), **kwargs}
         at_paths = [_module_at(self, path) for path in self.call_rules.encoder_paths]
         encoders = tuple(module for module in at_paths if hasattr(type(module), "prepare_call"))
         if any(isinstance(value, RowLengths) for value in inputs.values()):  # the collator's, in a loop of one's own
             rules = [encoder.packing.rules for encoder in encoders]
             known = take_row_lengths(inputs, rules, self.call_rules.pad_to_multiple_of)
             with with_known_batch(known):
-                return self._describe_call(positional, inputs, encoders)
-        return self._describe_call(positional, inputs, encoders)
+                return self._describe_call(names, inputs, encoders)
+        return self._describe_call(names, inputs, encoders)
 
-    def _describe_call(self: Any, positional: list[str], inputs: dict[str, Any], encoders: tuple[Any, ...]) -> Any:
+    def _describe_call(self: Any, names: list[str], inputs: dict[str, Any], encoders: tuple[Any, ...]) -> Any:
         around = call_of(encoders[0]) if encoders else None
-        call = self._outermost_call(encoders, positional, inputs) if around is None else around
+        call = self._outermost_call(encoders, names, inputs) if around is None else around
         before, _current.call = _current.call, call
         try:
             if self.call_rules.around_directly and encoders:
                 inputs = encoders[0].prepare_call(call, inputs)
             # by position again, for a subclass whose forward takes *args or positional-only arguments
-            rest = {name: value for name, value in inputs.items() if name not in positional}
-            output = type(self).inner_forward(self, *(inputs[name] for name in positional), **rest)
+            rest = {name: value for name, value in inputs.items() if name not in names}
+            output = type(self).inner_forward(self, *(inputs[name] for name in names), **rest)
         finally:
             # The plan is only for this call: the outermost model may still call the encoder directly.
             _current.call, call.plan = before, None
@@ -281,13 +239,13 @@ class ModelAroundEncoder(nn.Module):
             return _selected_hidden_states(output, call.head_layout)
         return output
 
-    def _outermost_call(self: Any, encoders: tuple[Any, ...], positional: list[str], inputs: dict[str, Any]) -> Call:
+    def _outermost_call(self: Any, encoders: tuple[Any, ...], names: list[str], inputs: dict[str, Any]) -> Call:
         rules = self.call_rules
         call = Call(encoders, self, unknown_reader=rules.unknown_reader, first_tokens_only=rules.first_tokens_only)
         other_pooling = getattr(self.config, "classifier_pooling", None) != rules.pooling
         call.padded = is_untouched() or other_pooling or _is_traced() or _has_adapter_per_row(self)
-        if rules.first_calls is not None and not call.padded:
-            rules.first_calls.compare(self, inputs, positional)
+        if rules.compare is not None and not call.padded:
+            rules.compare(self, inputs, names)
         labels = inputs.get("labels")
         if isinstance(labels, Tensor) and labels.ndim > 0:
             call.labels = labels
@@ -330,15 +288,10 @@ def _argument_names(model_class: type[Any]) -> list[str]:
 
 
 def _is_traced() -> bool:
-    """Whether the call is exported, traced by torch.jit, transformed by torch.func, or differentiated in forward mode.
-
-    Such a call can neither read the number of tokens on the host nor use this package's autograd functions.
-    """
+    """Whether the call is exported, or traced by torch.jit, and cannot read the number of tokens on the host."""
     if torch.compiler.is_dynamo_compiling():  # where is_exporting() is always true
         return False
-    transformed = torch._C._functorch.peek_interpreter_stack() is not None
-    forward_mode = torch.autograd.forward_ad._current_level >= 0
-    return transformed or forward_mode or torch.jit.is_tracing() or torch.compiler.is_exporting()
+    return torch.jit.is_tracing() or torch.compiler.is_exporting()
 
 
 def _has_adapter_per_row(model: nn.Module) -> bool:

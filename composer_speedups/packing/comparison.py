@@ -22,17 +22,11 @@ _INPUTS = ("attention_mask", "input_ids", "token_type_ids", "position_ids", "inp
 
 
 class Tolerance(NamedTuple):
-    """How far two computations of the same value may differ by rounding.
+    """How far two computations of the same value may differ by rounding, relatively."""
 
-    Attributes:
-        value: Relative difference of the loss and of the outputs.
-        gradient: Relative difference of a parameter's gradient, in norm.
-        floor: Gradients whose norm is below this fraction of the largest one are compared relative to that fraction.
-    """
-
-    value: float
-    gradient: float
-    floor: float
+    value: float  # of the loss and of the outputs
+    gradient: float  # of a parameter's gradient, in norm
+    floor: float  # gradients below this fraction of the largest norm are compared relative to that fraction
 
 
 FLOAT32 = Tolerance(1e-4, 2e-3, 1e-3)
@@ -41,31 +35,19 @@ SIXTEEN_BITS = Tolerance(3e-2, 0.15, 3e-2)
 
 @dataclass
 class Outcome:
-    """The result of one batch.
+    """The result of one batch."""
 
-    Attributes:
-        loss: None if only the outputs were computed.
-        outputs: Logits, or all tensors that the model returned, at real tokens and in rows with at least one.
-        gradients: The gradient of each trainable parameter, zeros if it has none.
-    """
-
-    loss: float | None
-    outputs: Tensor | None
-    gradients: dict[str, Tensor] = field(default_factory=dict)
+    loss: float | None  # None if only the outputs were computed
+    outputs: Tensor | None  # logits, or all tensors of the output, at real tokens and in rows with at least one
+    gradients: dict[str, Tensor] = field(default_factory=dict)  # of each trainable parameter, zeros if it has none
 
 
 class Difference(NamedTuple):
-    """How much two outcomes differ.
+    """How much two outcomes differ."""
 
-    Attributes:
-        loss: Absolute difference; None without losses.
-        gradient: Largest relative difference of a parameter's gradient; None without gradients.
-        beyond: What exceeds the tolerance, as a sentence; None if nothing does.
-    """
-
-    loss: float | None
-    gradient: float | None
-    beyond: str | None
+    loss: float | None  # absolute; None without losses
+    gradient: float | None  # the largest relative difference of a parameter's gradient; None without gradients
+    beyond: str | None  # what exceeds the tolerance, as a sentence; None if nothing does
 
     def evidence(self) -> dict[str, float]:
         """The difference as written to report.json."""
@@ -89,13 +71,8 @@ def measure(
 ) -> Outcome:
     """Run a model on one batch in eval mode. Its mode, buffers and gradients and the random state are preserved.
 
-    Batch norms keep their mode: in training mode they read every position, padding included.
-
-    Args:
-        model: The model whose parameters' gradients are computed.
-        call: Runs it and returns its outputs and its loss.
-        mask_BS: The batch's attention mask; outputs at padding positions are not compared.
-        gradients: Whether to compute gradients.
+    Batch norms keep their mode: in training mode they read every position, padding included. ``call`` runs the model
+    and returns its outputs and its loss.
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     with _quietly(model), torch.set_grad_enabled(gradients):
@@ -108,22 +85,19 @@ def measure(
     return Outcome(None if loss is None else float(loss.detach()), None if real is None else real.detach(), by_name)
 
 
-def outcome_of(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], positional: Sequence[str] = ()
-) -> Outcome:
-    """:func:`measure` for one call of a model. Gradients are computed if they are enabled.
+def outcome_of(model: nn.Module, inputs: Mapping[str, Any], names: Sequence[str] = ()) -> Outcome:
+    """:func:`measure` for one call of a model, of whose arguments ``names`` are passed by position.
 
-    They are those of the loss that the model returns, alone or among outputs; without one, of a weighted sum of the
-    outputs that are compared. A sharded model's are not computed. ``positional`` names the arguments in ``kwargs`` that
-    are passed by position, after ``args``.
+    Gradients are computed if they are enabled and the model is not sharded: those of the loss that the model returns,
+    alone or among outputs; without one, of a weighted sum of the outputs that are compared.
     """
     sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
-    masks = [token_masks(batch).get("attention_mask") for batch in (kwargs, *args)]
-    mask_BS = next((mask for mask in masks if mask is not None and mask.ndim == 2), None)
+    mask_BS = token_masks(inputs).get("attention_mask")
+    mask_BS = None if mask_BS is None or mask_BS.ndim != 2 else mask_BS
 
     def call() -> tuple[Any, Tensor | None]:
-        rest = {name: value for name, value in kwargs.items() if name not in positional}
-        outputs = model(*args, *(kwargs[name] for name in positional), **rest)
+        rest = {name: value for name, value in inputs.items() if name not in names}
+        outputs = model(*(inputs[name] for name in names), **rest)
         loss = outputs[0] if isinstance(outputs, tuple) else outputs
         if not isinstance(loss, Tensor):
             loss = loss.get("loss") if isinstance(loss, Mapping) else getattr(loss, "loss", None)
@@ -141,8 +115,7 @@ def _weighted_sum(outputs: Any, mask_BS: Tensor | None) -> Tensor | None:
 
 
 def with_padding(batch: Any) -> Any:
-    """Mask half of the first row if the batch has no padding, because later batches will have some and a head may read
-    it.
+    """Mask half of the first row if the batch has no padding, as later batches will, which a head may read.
 
     The batch is returned unchanged if other values in it have one entry per token, such as token labels.
     """

@@ -21,21 +21,10 @@ def swap_class(
     new: type[nn.Module],
     only: Callable[[nn.Module], bool] = lambda _: True,
 ) -> list[str]:
-    """Change every module of exactly class ``old`` to class ``new``.
+    """Change every module of exactly class ``old`` to its subclass ``new``, with the same state; return their names.
 
     Modules of subclasses of ``old`` are not changed, because they may define their own ``forward``.
-
-    Args:
-        model: Changed in place.
-        old: The class to replace.
-        new: A subclass of ``old`` that adds no parameters, buffers or constructor state.
-        only: Returns whether to change a module; by default all are changed.
-
-    Returns:
-        The names of the changed modules in ``named_modules`` order; empty if there are none.
     """
-    if not issubclass(new, old):
-        raise ValueError(f"{new.__name__} must be a subclass of {old.__name__} to take over its state")
     names = []
     for name, module in model.named_modules():
         if type(module) is old and only(module):
@@ -56,28 +45,18 @@ def derived_class(mixin: Any, stock: Any) -> type[Any]:
     """A subclass of both classes, with ``mixin``'s methods first. Every call returns the same class.
 
     Its name is the stock class's name with ``mixin.prefix`` in front. It and its modules can be copied and pickled.
-
-    A mixin that is not an nn.Module does not become a base class; its ``complete(cls)`` adds the methods to the new
-    class instead. This works for every stock class. With the mixin as first base, CPython refuses to assign the new
-    class to a module of ``class Mine(ABC, nn.Module)``.
     """
     if (mixin, stock) not in _MADE:
         members = {"__module__": mixin.__module__, "_derived_from": (mixin, stock)}
-        is_base = issubclass(mixin, nn.Module)
-        bases = (mixin, stock) if is_base else (stock,)
-        made = _metaclass(type(stock))(f"{mixin.prefix}{stock.__name__}", bases, members)
-        if not is_base:
-            mixin.complete(made)
-        _MADE[mixin, stock] = made
+        _MADE[mixin, stock] = _metaclass(type(stock))(f"{mixin.prefix}{stock.__name__}", (mixin, stock), members)
     return _MADE[mixin, stock]
 
 
 def _metaclass(stock: type) -> type[_Derived]:
     """:class:`_Derived`, or a subclass of it and of another metaclass, such as that of an abstract class."""
     if stock not in _METACLASSES:
-        made = type("_Derived", (_Derived, stock), {})
-        copyreg.pickle(made, _reduce)
-        _METACLASSES[stock] = made
+        _METACLASSES[stock] = type("_Derived", (_Derived, stock), {})
+        copyreg.pickle(_METACLASSES[stock], _reduce)
     return _METACLASSES[stock]
 
 

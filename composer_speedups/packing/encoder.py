@@ -2,44 +2,158 @@
 
 The class of an encoder is derived from its original class (see :func:`~.derived_classes.derived_class`). It packs the
 tokens, calls the original forward on one long row with variable-length attention, and scatters the result to the padded
-slots. The models around it (:class:`~.call.ModelAroundEncoder`) describe each call, and :class:`~.planning.Packing`
-plans it before the tokens are embedded.
+slots. The models around it (:class:`~.call.ModelAroundEncoder`) describe each call, and :class:`Packing` plans it
+before the tokens are embedded.
 
-Shapes: B rows, S slots per row, T packed tokens, H hidden units.
+A masked-LM head may compute labelled tokens only, since the loss reads no other logits. ModernBERT's config has this as
+``sparse_prediction``; here it is for every family, without a synchronization if the labels were counted on the host.
+
+Shapes: B rows, S slots per row, T packed tokens, M labelled tokens, H hidden units.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
-from composer_speedups.kernels.observing import ran
+from composer_speedups.kernels.host import ran
 from composer_speedups.packing.call import (
     Call,
     CallPlan,
     ModelAroundEncoder,
     call_of,
+    known_batch,
+    models_around_encoders,
     take_row_lengths,
+    unwrapped,
     with_known_batch,
 )
-from composer_speedups.packing.labelled_head import labelled_heads
-from composer_speedups.packing.layout import Layout, mark_dynamic
-from composer_speedups.packing.planning import Packing
-from composer_speedups.packing.rows import CountedRows, count_rows
+from composer_speedups.packing.derived_classes import stock_class
+from composer_speedups.packing.layout import COUNTED_ON_HOST_MESSAGE, Layout, lay_out, mark_dynamic, run_eagerly
+from composer_speedups.packing.rows import (
+    IGNORED,
+    ROW_LABELS,
+    STAYS_PADDED,
+    CountedRows,
+    RowRules,
+    as_numpy,
+    count_rows,
+)
+from composer_speedups.packing.untouched import packs_everything
 
 _PADDED = CallPlan()
+MLMHead = Literal["all", "labelled"]
+_HEAD = "ForMaskedLM"
+_STALE = "unpadding: the labels changed after they were counted; change batches before they are moved to the device"
+READS_PADDING = (
+    "unpadding: the loss reads outputs at padding positions, which would be zeros; give padding the label -100, pool "
+    "with the attention mask, or, if padding makes no difference, set check='never'"
+)
+_LABELLED = "unpadding: a padding position has a label, so the loss would differ; give padding the label -100"
+_CHANGED = "unpadding: the attention mask changed after its tokens were counted; change batches before they are moved"
+
+
+@dataclass
+class Packing:
+    """Decides for each call of one encoder whether its batch is packed, and lays out the tokens.
+
+    A call whose tokens were counted on the host takes their layout; any other call counts its tokens itself.
+    """
+
+    config: Any  # of the model directly around the encoder
+    pad_to_multiple_of: int
+    rules: RowRules  # which rows stay padded, with their batch
+    # Whether unknown code reads the result at padding; None until the gradients of a batch show that it does not.
+    reads_padding: bool | None = False
+
+    def plan_call(self, call: Call, inputs: dict[str, Any]) -> CallPlan:
+        """Plan a call of the model directly around the encoder.
+
+        A batch stays padded if it has a query-key mask or cached keys, if hidden states or attention weights are
+        requested, if the head reads padding (:class:`.RowRules`), or until it is known whether other code reads it.
+        """
+        ids = inputs.get("input_ids")
+        values, mask = inputs.get("inputs_embeds") if ids is None else ids, inputs.get("attention_mask")
+        if call.padded or not isinstance(values, Tensor) or not self._can_pack(mask, inputs):
+            return CallPlan()
+        unknown = call.unknown_reader or (self.rules.head_has_token_loss and call.labels is None)
+        # Without gradients, or in compiled code, nothing can be observed, and the batch would stay padded in every
+        # call. It is packed instead; the card says that padding is zeros.
+        observable = torch.is_grad_enabled() and not torch.compiler.is_compiling() and not packs_everything()
+        if self.reads_padding is None and unknown and mask is not None and observable:
+            ran("waits_for_gradients")
+            return CallPlan(observe=partial(self._observe, call, mask))
+        return CallPlan(self._layout_of(values, mask, call.labels), call.first_tokens_only)
+
+    def _can_pack(self, mask: Any, inputs: dict[str, Any]) -> bool:
+        return (
+            (mask is None or (isinstance(mask, Tensor) and mask.ndim == 2))
+            and not getattr(self.config, "is_decoder", False)  # which models look up in each call
+            and inputs.get("encoder_hidden_states") is None
+            and inputs.get("past_key_values") is None
+            and (inputs.get("input_ids") is None) != (inputs.get("inputs_embeds") is None)
+            and not self._requested("output_attentions", inputs)
+            and not self._requested("output_hidden_states", inputs)
+        )
+
+    def _requested(self, name: str, inputs: dict[str, Any]) -> bool:
+        value = inputs.get(name)
+        return bool(getattr(self.config, name, False) if value is None else value)
+
+    def _layout_of(self, values: Tensor, mask_BS: Tensor | None, labels: Tensor | None) -> Layout | None:
+        """The layout of a call's tokens; None to stay padded."""
+        shape = values.shape[:2]
+        if mask_BS is not None and mask_BS.shape != shape:
+            return None
+        if mask_BS is not None and (known := known_batch().of(mask_BS)) is not None:
+            if known.layout is not None:
+                torch._assert_async((known.layout.mask_BS == mask_BS.bool()).all(), _CHANGED)
+                if self.rules.head_has_token_loss and labels is not None and labels.shape == shape:
+                    torch._assert_async(((labels == IGNORED) | known.layout.mask_BS).all(), _LABELLED)
+            return known.layout
+        return self._count_and_lay_out(values, mask_BS, labels)
+
+    @run_eagerly(COUNTED_ON_HOST_MESSAGE)
+    def _count_and_lay_out(self, values: Tensor, mask_BS: Tensor | None, labels: Tensor | None) -> Layout | None:
+        if mask_BS is None:
+            mask_BS = values.new_ones(values.shape[:2], dtype=torch.bool)
+            counts = [mask_BS.shape[1]] * len(mask_BS)
+        else:
+            ran("counted_in_the_call")
+            counts = self.rules.lengths(mask_BS, labels).tolist()
+        return None if STAYS_PADDED in counts or not counts else lay_out(mask_BS, sum(counts), self.pad_to_multiple_of)
+
+    def _observe(self, call: Call, mask_BS: Tensor, output: Any) -> None:
+        """Look at the gradient of the encoder's padded result when it arrives."""
+        last = output[0]
+        if not last.requires_grad:  # the encoder is frozen
+            if not any(p.requires_grad for p in call.outermost.parameters()):
+                return  # the caller may use the output as a tensor without a gradient
+            last.requires_grad_()
+        last.register_hook(partial(self._conclude, ~mask_BS.bool()))
+
+    def _conclude(self, padding: Tensor, grad_BSH: Tensor) -> None:
+        """Note that padding is not read, or raise ValueError. Synchronizes."""
+        gradient = grad_BSH.detach()[padding]
+        if not gradient.numel() or not bool(gradient.isfinite().all()):
+            return  # nothing to see: infinity times a zero mask is NaN, as when fp16 overflows
+        if bool(gradient.any()):
+            raise ValueError(READS_PADDING)
+        # Only after the backward pass: gradient checkpointing may still recompute this forward pass, which needs the
+        # layout that it had.
+        torch.autograd.Variable._execution_engine.queue_callback(partial(setattr, self, "reads_padding", False))
 
 
 class UnpaddedEncoder(nn.Module):
-    """The methods of an encoder that runs on packed tokens, mixed into the encoder's own class.
-
-    Attributes:
-        packing: How its batches are packed.
-    """
+    """The methods of an encoder that runs on packed tokens, mixed into the encoder's own class."""
 
     prefix = "Unpadded"
     packing: Packing
@@ -62,11 +176,7 @@ class UnpaddedEncoder(nn.Module):
         return output
 
     def prepare_call(self, call: Call, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Plan a call of the model directly around the encoder, from its arguments by name.
-
-        Returns:
-            The arguments to call the model's own forward with.
-        """
+        """Plan a call of the model directly around the encoder; return the arguments for the model's own forward."""
         call.plan = self.packing.plan_call(call, inputs)
         return inputs if call.plan.layout is None else self._inputs_of_packed(inputs, call.plan.layout)
 
@@ -111,18 +221,74 @@ class UnpaddedModel(UnpaddedEncoder, ModelAroundEncoder):
         return BaseModelOutput(last_hidden_state=self._scattered(last, plan))  # type: ignore[arg-type]
 
 
+class LabelledHead:
+    """In training calls with labels (B, S), the head gets the hidden states of the labelled tokens, (1, M, H), and the
+    loss gets their labels, (1, M), so the logits are (1, M, vocabulary). M is rounded up to a multiple of
+    ``pad_to_multiple_of``."""
+
+    def __init__(self, pad_to_multiple_of: int) -> None:
+        self.pad_to_multiple_of = pad_to_multiple_of
+
+    def select(self, model: PreTrainedModel, call: Call, inputs: dict[str, Any]) -> None:
+        """Choose the slots for which the model computes logits, and replace the labels in ``inputs`` by theirs."""
+        labels = call.labels
+        if not (model.training and torch.is_grad_enabled() and labels is not None and labels.ndim == 2):
+            return
+        base = unwrapped(model.base_model)
+        if not isinstance(base, ModelAroundEncoder):  # a wrapper
+            return
+        call.head_layout, call.head_base = self._layout_of(labels), base
+        # M is rounded up, and the layout's unused entries get a label that the loss ignores.
+        used = call.head_layout.indices_T < labels.numel()
+        inputs["labels"] = call.head_layout.pick(labels).where(used, IGNORED)
+        ran("labelled_head")
+
+    def _layout_of(self, labels_BS: Tensor) -> Layout:
+        known = known_batch().labelled
+        if known is None or known.mask_BS.shape != labels_BS.shape:
+            return self._count_and_lay_out(labels_BS)
+        torch._assert_async((known.mask_BS == (labels_BS != IGNORED)).all(), _STALE)
+        return known
+
+    @run_eagerly(COUNTED_ON_HOST_MESSAGE)
+    def _count_and_lay_out(self, labels_BS: Tensor) -> Layout:
+        total = int((as_numpy(labels_BS) != IGNORED).sum())
+        return lay_out(labels_BS != IGNORED, total, self.pad_to_multiple_of)
+
+
+def labelled_heads(model: nn.Module) -> list[LabelledHead]:
+    """The masked-LM heads in a model that compute labelled tokens only."""
+    heads = [around.call_rules.labelled_head for around in models_around_encoders(model)]
+    return [head for head in heads if head is not None]
+
+
+def head_tokens(model: nn.Module, batch: Any) -> int | None:
+    """Number of tokens for which the head computes logits in training; None for every token, and on a GPU if the batch
+    has no count, which would synchronize."""
+    if not hasattr(batch, "get") or not labelled_heads(model):
+        return None
+    if (counts := batch.get(ROW_LABELS)) is not None:
+        return int(counts.numpy().sum())
+    labels = batch.get("labels")
+    if not isinstance(labels, Tensor) or labels.device.type != "cpu":
+        return None
+    return int((as_numpy(labels) != IGNORED).sum())
+
+
+def check_labelled_head(model: PreTrainedModel) -> None:
+    """Raise ValueError for a model that is not a ``...ForMaskedLM`` of transformers."""
+    kind = stock_class(type(model))
+    if not kind.__name__.endswith(_HEAD) or not kind.__module__.startswith("transformers.models."):
+        raise ValueError(f"mlm_head='labelled' needs transformers' model with a masked-LM head, not {kind.__name__}")
+
+
 def unpadded_encoders(model: nn.Module) -> list[UnpaddedEncoder]:
     """The unpadded encoders in a model."""
     return [module for module in model.modules() if isinstance(module, UnpaddedEncoder)]
 
 
 def with_counted_rows(model: nn.Module, batch: Any, moved: Any) -> AbstractContextManager[None]:
-    """Let this thread's forward passes use the row lengths of a batch.
-
-    ``batch`` is on the CPU, and ``moved`` has its tensors on the device.
-
-    For loops whose model does not pass its arguments on as they are; see :func:`with_row_lengths`.
-    """
+    """Let this thread's forward passes use the row lengths of ``batch`` on the CPU; ``moved`` has it on the device."""
     packings = [encoder.packing for encoder in unpadded_encoders(model)]
     if not packings:
         return nullcontext()

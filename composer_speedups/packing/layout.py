@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from composer_speedups.kernels.first_derivative import FirstDerivative
+from composer_speedups.kernels.host import FirstDerivative
 
 MULTIPLE = 64  # packed tokens are rounded up to a multiple of it by default, because matmuls are fastest then
 COUNTED_ON_HOST_MESSAGE = (
@@ -24,10 +24,7 @@ COUNTED_ON_HOST_MESSAGE = (
 
 
 def run_eagerly(reason: str) -> Callable[[Any], Any]:
-    """torch.compiler.disable as a decorator that states a reason, which the error about a full graph contains.
-
-    torch 2.7.0 does not take one.
-    """
+    """torch.compiler.disable with a reason for the error about a full graph, which torch 2.7.0 does not take."""
     if "reason" in inspect.signature(torch.compiler.disable).parameters:
         return functools.partial(torch.compiler.disable, reason=reason)
     return torch.compiler.disable  # type: ignore[no-any-return]
@@ -38,19 +35,12 @@ class Layout(NamedTuple):
 
     The unused entries form a separate sequence: no real token attends to them, they are gathered from the last slot of
     the batch, are not scattered back, and get no gradient.
-
-    Attributes:
-        mask_BS: bool; the mask the layout was made from.
-        indices_T: int64; the slot of each packed token among the N, and N for unused entries.
-        cu_seqlens: int32 (B + 2,); where each row starts among the packed tokens, then the start of the unused entries,
-            then T.
-        longest: A bound on the length of a row and of the unused entries.
     """
 
-    mask_BS: Tensor
-    indices_T: Tensor
-    cu_seqlens: Tensor
-    longest: int
+    mask_BS: Tensor  # bool; the mask the layout was made from
+    indices_T: Tensor  # int64; the slot of each packed token among the N, and N for unused entries
+    cu_seqlens: Tensor  # int32 (B + 2,); where each row starts in T, then the start of the unused entries, then T
+    longest: int  # a bound on the length of a row and of the unused entries
 
     def gather(self, x_BSH: Tensor) -> Tensor:
         """The real tokens of padded rows, (B, S, H) → (T, H)."""

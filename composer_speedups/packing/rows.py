@@ -40,17 +40,11 @@ class RowLengths(Tensor):
 
 
 class RowRules(NamedTuple):
-    """Which rows of a batch one encoder must leave padded.
+    """Which rows of a batch one encoder must leave padded."""
 
-    Attributes:
-        head_has_token_loss: The head computes a loss per slot, without using the mask.
-        head_reads_first_slot: The head reads each row's first slot, even if it is padding.
-        max_width_with_holes: In a batch with more slots per row than this, padding between real tokens changes the
-            result; None if it never does.
-    """
-
-    head_has_token_loss: bool = False
-    head_reads_first_slot: bool = False
+    head_has_token_loss: bool = False  # per slot, without using the mask
+    head_reads_first_slot: bool = False  # even if it is padding
+    # In a batch with more slots per row than this, padding between real tokens changes the result; None: never.
     max_width_with_holes: int | None = None
 
     def lengths(self, mask_BS: Tensor, labels: Tensor | None = None) -> Any:
@@ -71,8 +65,7 @@ class RowRules(NamedTuple):
         return np.where(padded, STAYS_PADDED, real.sum(-1))
 
     def assert_lengths(self, mask_BS: Tensor, filled: int) -> None:
-        """Check, without synchronizing, that a mask still has the rows that were counted, of which ``filled`` have
-        tokens: none that begins with padding or has holes, where that matters."""
+        """Check without synchronizing that no row of a mask with ``filled`` rows begins with padding or has holes."""
         message = "the attention mask changed after its tokens were counted; change batches before they are moved"
         mask_BS = mask_BS.bool()
         if self.head_reads_first_slot:
@@ -94,14 +87,8 @@ def lengths_key(mask: str) -> str:
 def count_rows(batch: Any, rules: Sequence[RowRules], *, labels: bool = False) -> dict[str, RowLengths]:
     """The entries to add to a batch, from its masks and labels on the CPU; those on a GPU are left out.
 
-    Args:
-        batch: Tensors by name, with rows (B, S), or (B, texts, S) if samples have several texts.
-        rules: Those of each encoder. A row stays padded if one of them must leave it so.
-        labels: Whether to count the labelled tokens of each row, too, as :data:`ROW_LABELS`.
-
-    Returns:
-        For each mask, under :func:`lengths_key`, the real tokens of its rows, or :data:`STAYS_PADDED`; (B,) or
-        (B, texts).
+    For each mask (B, S) or (B, texts, S), under :func:`lengths_key`: the real tokens of its rows, or
+    :data:`STAYS_PADDED` if one of the encoders' rules says so; with ``labels``, also the labelled tokens of each row.
     """
     entries, known = {}, labels_of(batch)
     for name, mask in token_masks(batch).items():
@@ -119,12 +106,7 @@ def _row_lengths(numbers: Any) -> RowLengths:
 
 
 class CountedRows:
-    """A collator that adds the row lengths to each batch, for loops without Composer's Trainer.
-
-    Args:
-        collate: The collator that makes the batches.
-        rules, labels: See :func:`count_rows`.
-    """
+    """A collator that adds the row lengths to each batch, for loops without Composer's Trainer."""
 
     def __init__(self, collate: Callable[[Any], Any], rules: Sequence[RowRules], *, labels: bool = False) -> None:
         self.collate, self.rules, self.labels = collate, rules, labels
@@ -136,24 +118,16 @@ class CountedRows:
 
 
 def token_masks(batch: Any) -> dict[str, Tensor]:
-    """The attention masks of a batch, by name: ``attention_mask``, and further ones of a bi-encoder.
-
-    They are (B, S), or (B, texts, S) if samples have several texts.
-    """
+    """The attention masks of a batch by name, (B, S), or (B, texts, S) as the ids."""
     if not isinstance(batch, Mapping):
         return {}
-    named = {name: x for name, x in batch.items() if isinstance(name, str) and isinstance(x, Tensor) and x.numel()}
-    return {
-        name: mask
-        for name, mask in named.items()
-        if _MASK in name
-        if mask.ndim == 2 or (mask.ndim == 3 and mask.shape == _shape(named, name))
-    }
-
-
-def _shape(tensors: Mapping[str, Tensor], mask: str) -> torch.Size | None:
-    ids = tensors.get(mask.replace(_MASK, "input_ids"))
-    return None if ids is None else ids.shape
+    masks = {}
+    for name, mask in batch.items():
+        if isinstance(name, str) and _MASK in name and isinstance(mask, Tensor) and mask.numel():
+            ids = batch.get(name.replace(_MASK, "input_ids"))
+            if mask.ndim == 2 or (mask.ndim == 3 and isinstance(ids, Tensor) and mask.shape == ids.shape):
+                masks[name] = mask
+    return masks
 
 
 def labels_of(batch: Any) -> Tensor | None:
@@ -162,16 +136,10 @@ def labels_of(batch: Any) -> Tensor | None:
     return labels if isinstance(labels, Tensor) else None
 
 
-def row_counts(mask_BS: Tensor) -> list[int]:
-    """Real tokens of each row, on the host. Synchronizes if the mask is on a GPU."""
-    return [int(count) for count in (as_numpy(mask_BS) != 0).sum(-1)]
-
-
 def as_numpy(values: Tensor) -> Any:
-    """A tensor's values on the host. Synchronizes if it is on a GPU.
+    """A tensor's values on the host, for work on a few thousand numbers, for which torch would wake all its threads.
 
-    For work on a few thousand numbers, for which torch would wake all its threads: milliseconds on hosts with many
-    cores.
+    Synchronizes if it is on a GPU.
     """
     values = values.detach().cpu()
     return (values.float() if values.dtype is torch.bfloat16 else values).numpy()  # NumPy has no bfloat16

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -11,15 +10,16 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from composer_speedups.core.command_line import parse_command_line, read_settings, usage_as_typed
+from composer_speedups.core.command_line import parse_command_line, read_settings
 from composer_speedups.core.errors import ConfigError
+from composer_speedups.core.files import make_folder
 from composer_speedups.core.settings import Settings, fields_of, keys_help
 from composer_speedups.data.paths import check_file
-from composer_speedups.predict.finished_run import exported_folder
+from composer_speedups.predict import exported_folder
 from composer_speedups.train.cli import exit_codes
 
 _USAGE = """\
-usage: python -m composer_speedups.predict RUN --input FILE [--output FILE | --evaluate] [key=value ...]
+usage: composer-speedups-predict RUN --input FILE [--output FILE | --evaluate] [key=value ...]
 
 Predict with a finished run (a folder such as runs/quickstart, or its model/) for every row of a file: .csv, .tsv,
 .jsonl, .parquet, .conll, or .txt with a text per line. Line i of the output is row i with its predictions, which are
@@ -54,11 +54,7 @@ class Request(Settings):
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Write predictions, and print where they are and how fast they were computed; or print metrics.
-
-    Raises:
-        Refusal: Names an argument, the run or the file.
-    """
+    """Write predictions, and print where they are and how fast they were computed; or print metrics."""
     run, request = read_request(arguments)
     exported_folder(run)
     check_file(request.input, "input")
@@ -81,52 +77,38 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def read_request(arguments: Sequence[str]) -> tuple[Path, Request]:
-    """Read the run's folder and the keys of a command line; ``--help`` prints every key and exits with 0.
-
-    Raises:
-        ConfigError: Names the argument and the fix.
-    """
+    """Read the run's folder and the keys of a command line; ``--help`` prints every key and exits with 0."""
     command_line = parse_command_line(_as_pairs(arguments), "RUN", more="--input FILE")
     if command_line.help:
-        print(usage_as_typed(_USAGE) + keys_help(Request))
+        print(_USAGE + keys_help(Request))
         raise SystemExit(0)
     request, _ = read_settings(Request, command_line.overrides)
     if not request.input:
         raise ConfigError("input is missing; add --input FILE")
     if request.evaluate and request.output is not None:
         raise ConfigError("output has no effect with evaluate, which only prints; remove one of them")
-    for key in ("label_column", "label_columns"):
-        if getattr(request, key) is not None and not request.evaluate:
-            raise ConfigError(f"{key} is for --evaluate; predictions need no labels")
     if request.output is None:
         request.output = f"{Path(request.input).with_suffix('')}.predictions.jsonl"
-    if Path(request.output).suffix not in _FORMATS:
-        raise ConfigError(f"output: {request.output} must end in {', '.join(_FORMATS)}")
-    if os.path.realpath(request.output) == os.path.realpath(request.input):
-        raise ConfigError(f"output: {request.output} is the input itself; choose another name")
-    target = os.path.realpath(request.output)
-    if os.path.isdir(target):
-        raise ConfigError(f"output: {request.output} is a folder; name a file in it")
-    if not os.path.isdir(os.path.dirname(target)):
-        raise ConfigError(f"output: there is no folder for {request.output}; create it first")
+    output = Path(request.output)
+    if output.suffix not in _FORMATS:
+        raise ConfigError(f"output: {output} must end in {', '.join(_FORMATS)}")
+    if output.resolve() == Path(request.input).resolve():
+        raise ConfigError(f"output: {output} is the input itself; choose another name")
+    make_folder(output.parent, "output")
     return Path(command_line.words[0]).expanduser(), request
 
 
 def _as_pairs(arguments: Sequence[str]) -> list[str]:
     """``--input FILE`` as ``input=FILE``."""
-    names = fields_of(Request)
     pairs, rest = [], iter(arguments)
     for argument in rest:
-        name = argument.removeprefix("--")
-        if argument.startswith("--") and name in names and names[name].annotation is bool:
-            pairs.append(f"{name}=true")
-        elif argument.startswith("--") and name in names:
-            value = next(rest, None)
-            if value is None:
-                raise ConfigError(f"command line: {argument} needs a value")
-            pairs.append(f"{name}={value}")
+        name, equals, _ = argument.removeprefix("--").partition("=")
+        if not argument.startswith("--") or name not in fields_of(Request):
+            pairs.append(argument)
+        elif equals:
+            pairs.append(argument.removeprefix("--"))
         else:
-            pairs.append(argument.removeprefix("--") if name.partition("=")[0] in names else argument)
+            pairs.append(f"{name}={'true' if name == 'evaluate' else next(rest, '')}")
     return pairs
 
 

@@ -2,36 +2,35 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import transformers
 from datasets import Dataset
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
-from composer_speedups.callbacks.class_report import metrics_by_class
+from composer_speedups.callbacks.history import metrics_by_class
 from composer_speedups.core.errors import ConfigError, first_line
-from composer_speedups.core.file_hashes import TEXTS, WEIGHTS, hashes_of, model_files
+from composer_speedups.core.files import TEXTS, WEIGHTS, hashes_of, model_files
 from composer_speedups.core.pretrained import pretrained_config, pretrained_model, pretrained_tokenizer
 from composer_speedups.core.settings import fields_of
 from composer_speedups.data.flat import PER_TOKEN, FlatTokens, Ragged
 from composer_speedups.data.loader import Pad
 from composer_speedups.packing.encoder import with_counted_rows
-from composer_speedups.predict.finished_run import exported_folder
+from composer_speedups.predict import exported_folder
 from composer_speedups.recommendation import apply_recommended
-from composer_speedups.tasks.data_config import DataConfig
 from composer_speedups.tasks.metrics import ByClass, computed
-from composer_speedups.tasks.models import FinetuneModel, has_token_types, positions_of
-from composer_speedups.tasks.settings import TASK_FILE, TASKS
+from composer_speedups.tasks.models import FinetuneModel, has_token_types
+from composer_speedups.tasks.settings import TASK_FILE, TASKS, DataConfig
 from composer_speedups.tasks.task import Task, build_task
 
 Columns = dict[str, list[Any]]
-T = TypeVar("T", bound=BaseModel)
 
 
 class Evaluation(NamedTuple):
@@ -42,18 +41,7 @@ class Evaluation(NamedTuple):
 
 
 class FinishedModel:
-    """The exported model of a run with its task and tokenizer.
-
-    Args:
-        model: The transformers model, in eval mode, on its device, with float32 weights.
-        task: The task that it was trained for, with its labels.
-        tokenizer: Its tokenizer.
-        max_length: Maximum number of tokens per text, as in training.
-        precision: ``"bf16"`` computes under autocast.
-
-    Attributes:
-        engaged: A line per technique: what it changed, or why it is not used.
-    """
+    """The exported model of a run with its task and tokenizer."""
 
     def __init__(self, model: Any, task: Task, tokenizer: Any, max_length: int, precision: str) -> None:
         self.model, self.task, self.tokenizer, self.max_length = model, task, tokenizer, max_length
@@ -71,28 +59,15 @@ class FinishedModel:
         columns: Mapping[str, Any] | None = None,
         evaluates: bool = False,
     ) -> FinishedModel:
-        """Load the model from the folder of a run, or from the folder ``model`` that train.py exported, wherever it is.
-
-        Args:
-            run: The folder.
-            device: ``"auto"``, ``"cpu"`` or ``"gpu"``.
-            precision: ``"auto"``, ``"fp32"`` or ``"bf16"``.
-            columns: ``text_columns``, ``label_column`` and ``label_columns``, where they differ from those of training.
-            evaluates: Whether labelled samples will be evaluated, instead of texts predicted.
-
-        Raises:
-            ConfigError: The run is not finished, its files are damaged or name code, its task cannot predict, or there
-                is no GPU.
-        """
+        """Load the model from the folder of a run, or from the folder ``model`` that train.py exported."""
         if device == "gpu" and not torch.cuda.is_available():
             raise ConfigError("device: there is no GPU here; set device=cpu or auto")
         on_gpu = device != "cpu" and torch.cuda.is_available()
         exported = exported_folder(run)
-        task, max_length = _task_of(exported, columns or {}, evaluates=evaluates)
-        _check_files(exported)
         folder = str(exported)
-        auto = getattr(transformers, task.auto_class)
         try:
+            task, max_length = _task_of(exported, evaluates=evaluates)
+            auto = getattr(transformers, task.auto_class)
             config = pretrained_config(folder)
             arguments = task.model_arguments(auto._model_mapping[type(config)])
             model, info = pretrained_model(auto, folder, config, "RUN", **arguments)
@@ -101,13 +76,9 @@ class FinishedModel:
             tokenizer = pretrained_tokenizer(folder)
         except ConfigError:
             raise
-        except Exception as error:  # transformers, safetensors and tokenizers raise different classes
+        except Exception as error:  # transformers, safetensors, tokenizers and pydantic raise different classes
             raise ConfigError(f"RUN: {folder} cannot be loaded ({first_line(error)}); train it again") from error
-        positions = positions_of(model)
-        if positions is not None and max_length > positions:
-            raise _damaged(
-                exported / TASK_FILE, f"data.max_length is {max_length}, and the model has {positions} positions"
-            )
+        _choose_columns(task, columns or {}, evaluates=evaluates)
         if on_gpu:
             model.cuda()
         chosen = ("bf16" if on_gpu else "fp32") if precision == "auto" else precision
@@ -123,11 +94,7 @@ class FinishedModel:
         self.engaged += [str(warning.message) for warning in caught]
 
     def encode(self, rows: Sequence[Mapping[str, Any]]) -> Columns:
-        """Token ids of rows, each a mapping from :attr:`columns` to texts.
-
-        Raises:
-            DataError: A text is missing.
-        """
+        """Token ids of rows, each a mapping from :attr:`columns` to texts."""
         texts = [self.texts(row) for row in rows]
         columns = {f"text_{i}": list(column) for i, column in enumerate(zip(*texts, strict=True), start=1)}
         return self.task.encode(columns, self.tokenizer, self.max_length)
@@ -146,7 +113,7 @@ class FinishedModel:
     @property
     def columns(self) -> list[str]:
         """The columns that it reads."""
-        return self.task.texts
+        return self.task.text_columns
 
     @torch.no_grad()
     def predict(self, encoded: Columns, batch_size: int) -> list[dict[str, Any]]:
@@ -162,15 +129,7 @@ class FinishedModel:
 
     @torch.no_grad()
     def evaluate(self, samples: Dataset, batch_size: int) -> Evaluation:
-        """Evaluate as training does.
-
-        Args:
-            samples: From :func:`.labelled_samples`.
-            batch_size: Samples per forward pass.
-
-        Raises:
-            ConfigError: A metric needs a package that is missing.
-        """
+        """Evaluate samples (from :func:`.labelled_samples`) as training does, ``batch_size`` per forward pass."""
         encoded = samples.map(
             lambda rows: self.task.encode(rows, self.tokenizer, self.max_length),
             batched=True,
@@ -214,77 +173,46 @@ class FinishedModel:
 _INPUTS = {"attention_mask", *(name for name in PER_TOKEN.values() if name not in ("labels", "word_starts"))}
 
 
-def _task_of(folder: Path, columns: Mapping[str, Any], *, evaluates: bool) -> tuple[Task, int]:
-    """The task of an exported model, with its labels and its maximum length."""
-    path, exported = folder / TASK_FILE, folder / "config.json"
-    if not exported.is_file():
-        raise ConfigError(f"RUN: {folder} has no config.json; train again")
-    task, max_length = _settings(path, evaluates=evaluates)
-    labels = _read(exported, _Exported).id2label
-    read = len(task.texts_of(training=False)) if evaluates else 1 if task.name == "embedding" else len(task.texts)
-    for key, names in columns.items():
-        known = len(getattr(task, key, None) or ())
-        expected = read if key == "text_columns" else known
-        if isinstance(names, list) and len(names) != expected:
-            raise ConfigError(f"{key}: the run reads {expected} columns, not {len(names)}")
-        setattr(task, key, names)
-    task.text_columns = task.texts[:read]
-    if hasattr(task, "labels"):
-        if sorted(labels) != list(range(len(labels))) or not labels or len({*labels.values()}) < len(labels):
-            raise _damaged(exported, "id2label does not give every class a name of its own")
-        task.labels = [labels[number] for number in sorted(labels)]
-    return task, max_length
-
-
-def _settings(path: Path, *, evaluates: bool) -> tuple[Task, int]:
-    content = _read(path, _TaskFile)
-    keys = {**content.data, **content.model}
-    kind = TASKS.get(str(keys.get("task")))
-    if kind is None:
-        raise _damaged(path, f"model.task must be one of {', '.join(TASKS)}, not {keys.get('task')!r}")
-    if kind.name == "mlm" and not evaluates:
-        raise ConfigError("RUN: a masked language model does not predict anything for a text; fine-tune it for a task")
-    try:
-        task = build_task(kind.read({key: value for key, value in keys.items() if key in fields_of(kind)}))
-        return task, DataConfig.read({"max_length": keys.get("max_length")}).max_length
-    except ConfigError as error:
-        raise _damaged(path, str(error)) from error
-
-
-def _check_files(folder: Path) -> None:
-    """Refuse an export of which a file was changed or removed: its predictions would be those of another model."""
-    before = _read(folder / TASK_FILE, _TaskFile).files
-    now = hashes_of(model_files(str(folder), (*WEIGHTS, *TEXTS)), "RUN")
-    if changed := next((name for name in before if now.get(name) != before[name]), None):
-        raise ConfigError(
-            f"RUN: {folder / changed} is not the file that train.py exported; restore it, or, to use the folder as it "
-            f"is, remove {changed!r} from 'files' in its {TASK_FILE}"
-        )
-
-
 class _TaskFile(BaseModel):
     """The content of the task's file; unknown keys are ignored."""
 
     model: dict[str, Any]
     data: dict[str, Any]
-    files: dict[str, str] = {}
+    files: dict[str, str] = {}  # name → hash
 
 
-class _Exported(BaseModel):
-    """What they need of the exported model's config.json."""
-
-    id2label: dict[int, str] = {}
-
-
-def _read(path: Path, kind: type[T]) -> T:
+def _task_of(folder: Path, *, evaluates: bool) -> tuple[Task, int]:
+    """The task of an exported model, with its labels and its maximum length."""
+    content = _TaskFile.model_validate_json((folder / TASK_FILE).read_bytes())
+    now = hashes_of(model_files(str(folder), (*WEIGHTS, *TEXTS)), "RUN")
+    if changed := next((name for name, before in content.files.items() if now.get(name) != before), None):
+        raise ConfigError(
+            f"RUN: {folder / changed} is not the file that train.py exported; restore it, or, to use the folder as it "
+            f"is, remove {changed!r} from 'files' in its {TASK_FILE}"
+        )
+    keys = {**content.data, **content.model}
+    kind = TASKS[keys["task"]]
+    if kind.name == "mlm" and not evaluates:
+        raise ConfigError("RUN: a masked language model predicts nothing for a text; fine-tune it for a task")
     try:
-        return kind.model_validate_json(path.read_bytes())
-    except ValidationError as error:
-        problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        raise _damaged(
-            path, ": ".join([*filter(None, [".".join(map(str, problem["loc"]))]), problem["msg"]])
-        ) from error
+        task = build_task(kind.read({key: value for key, value in keys.items() if key in fields_of(kind)}))
+        max_length = DataConfig.read({"max_length": keys["max_length"]}).max_length
+    except ConfigError as error:
+        raise ConfigError(f"RUN: {folder / TASK_FILE} is damaged ({error}); train again") from error
+    if hasattr(task, "labels"):
+        labels = json.loads((folder / "config.json").read_text())["id2label"]
+        task.labels = [labels[str(number)] for number in range(len(labels))]
+    return task, max_length
 
 
-def _damaged(path: Path, reason: str) -> ConfigError:
-    return ConfigError(f"RUN: {path} is damaged ({reason}); train again")
+def _choose_columns(task: Task, columns: Mapping[str, Any], *, evaluates: bool) -> None:
+    """Read other columns than in training."""
+    read = (
+        len(task.texts_of(training=False)) if evaluates else 1 if task.name == "embedding" else len(task.text_columns)
+    )
+    for key, names in columns.items():
+        expected = read if key == "text_columns" else len(getattr(task, key, None) or ())
+        if isinstance(names, list) and len(names) != expected:
+            raise ConfigError(f"{key}: the run reads {expected} columns, not {len(names)}")
+        setattr(task, key, names)
+    task.text_columns = task.text_columns[:read]

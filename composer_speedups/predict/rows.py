@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import csv
 import io
-import itertools
 import json
 import sys
 import time
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
@@ -17,7 +15,7 @@ from typing import IO, Any
 import pyarrow
 import pyarrow.parquet
 
-from composer_speedups.callbacks.class_report import class_rows, note_on_metric
+from composer_speedups.callbacks.history import class_rows, note_on_metric
 from composer_speedups.core.errors import ConfigError, DataError, first_line
 from composer_speedups.core.files import atomic_file, finite
 from composer_speedups.data.reader import Row, check_columns
@@ -30,50 +28,44 @@ _ROWS_PER_BLOCK = 2048  # rows that are sorted by length and computed together
 
 def predict_file(model: FinishedModel, rows: list[Row], source: Path, output: Path, batch_size: int) -> str:
     """Write every row of ``source``, which are ``rows``, with its predictions to ``output``, atomically: a call that is
-    interrupted leaves the file as it was. If it is a symbolic link, the file that it leads to is written.
+    interrupted leaves the file as it was.
 
-    A column of the input that has the name of a prediction is written as ``input_<name>``.
-
-    All rows are checked before any is computed. The prediction of a row without text is null in each field; a line on
-    stderr lists these rows.
-
-    Returns:
-        A line with the number of rows, the rate and the path.
-
-    Raises:
-        DataError: A missing column, or no row with text.
-        ConfigError: ``output`` cannot be written, or a Parquet file cannot hold the columns of the input.
+    A column of the input that has the name of a prediction is written as ``input_<name>``. All rows are checked before
+    any is computed. The prediction of a row without text is null in each field; a line on stderr lists these rows.
     """
     _check(model, rows, source, labelled=False)
-    readable, problems = _with_stand_ins(model, rows, f"input: {source}")
+    problems, where = dict[int, str](), f"input: {source}"
+    for index, row in enumerate(rows):
+        try:
+            model.texts(row, f"row {index + 1}")
+        except DataError as error:
+            problems[index] = str(error)
+    readable = [row for index, row in enumerate(rows) if index not in problems]
+    if not readable:
+        fix = "text_columns names the columns of the texts"
+        raise DataError(invalid_rows(where, len(rows), [*problems.values()], fix))
     if problems:
-        line = invalid_rows(f"input: {source}", len(rows), [*problems.values()], "predictions of such rows are null")
-        print(line, file=sys.stderr)
-    if output.suffix == ".parquet":
-        _as_parquet(rows, io.BytesIO())  # refuse columns that it cannot hold before anything is computed
+        said = "predictions of such rows are null"
+        print(invalid_rows(where, len(rows), [*problems.values()], said), file=sys.stderr)
+    began = time.perf_counter()
+    predictions = predicted(model, readable, batch_size)
+    rate = len(rows) / (time.perf_counter() - began)
+    given, null = iter(predictions), _null(predictions[0])
+    answers = [null if index in problems else next(given) for index in range(len(rows))]
     try:
-        with atomic_file(output.resolve()) as made:
-            began = time.perf_counter()
-            computed = itertools.chain.from_iterable(predicted(model, readable, batch_size))
-            predictions = (_null(value) if i in problems else value for i, value in enumerate(computed))
-            _write(rows, predictions, output.suffix, made)
-            seconds = time.perf_counter() - began
+        with atomic_file(output.resolve()) as file:
+            _write(_joined(rows, answers), output.suffix, file)
     except OSError as error:
         raise ConfigError(
             f"output: {output} cannot be written ({error.strerror or error}); choose another output"
         ) from error
-    return f"{output}: {len(rows):,} rows{f', {len(rows) / seconds:,.0f} rows/s' if rows else ''}"
+    return f"{output}: {len(rows):,} rows, {rate:,.0f} rows/s"
 
 
 def evaluate_file(model: FinishedModel, rows: list[Row], source: Path, batch_size: int) -> str:
-    """Return the metrics of the task for the labelled rows of ``source``, which are ``rows``, a line each. Integers of
-    classes for which the file declares names must be replaced by these.
+    """Return the metrics of the task for the labelled rows of ``source``, which are ``rows``, a line each.
 
     Rows without text, or whose label is missing or unknown, are left out; a line on stderr lists them.
-
-    Raises:
-        DataError: A missing column, or no valid row.
-        ConfigError: A metric needs a package that is missing.
     """
     _check(model, rows, source, labelled=True)
     where, summary = f"input: {source}", DataSummary()
@@ -90,16 +82,13 @@ def evaluate_file(model: FinishedModel, rows: list[Row], source: Path, batch_siz
     return "\n".join([head, *map(str.rstrip, lines)])
 
 
-def predicted(model: FinishedModel, rows: Sequence[Row], batch_size: int) -> Iterator[list[Row]]:
-    """Yield the predictions for checked rows in blocks; each block is tokenized while the previous one is computed."""
+def predicted(model: FinishedModel, rows: Sequence[Row], batch_size: int) -> list[Row]:
+    """The predictions for checked rows, computed in blocks, which a thread tokenizes meanwhile."""
     blocks = [rows[start : start + _ROWS_PER_BLOCK] for start in range(0, len(rows), _ROWS_PER_BLOCK)]
     with ThreadPoolExecutor(1) as reader:
-        encoded = deque(reader.submit(model.encode, block) for block in blocks[:1])
-        for number in range(1, len(blocks) + 1):
-            encoded.extend(reader.submit(model.encode, block) for block in blocks[number : number + 1])
-            predictions = model.predict(encoded.popleft().result(), batch_size)
-            block = zip(predictions, blocks[number - 1], strict=True)
-            yield [model.task.with_text(prediction, model.texts(row)) for prediction, row in block]
+        encoded = reader.map(model.encode, blocks)
+        computed = [prediction for block in encoded for prediction in model.predict(block, batch_size)]
+    return [model.task.with_text(prediction, model.texts(row)) for prediction, row in zip(computed, rows, strict=True)]
 
 
 def _check(model: FinishedModel, rows: list[Row], source: Path, *, labelled: bool) -> None:
@@ -113,95 +102,59 @@ def _check(model: FinishedModel, rows: list[Row], source: Path, *, labelled: boo
         check_columns(names, needed, f"input: {source}")
 
 
-def _with_stand_ins(model: FinishedModel, rows: Sequence[Row], where: str) -> tuple[list[Row], dict[int, str]]:
-    """The rows with the first valid one in the place of those without text, so that their predictions have the same
-    fields; and index → problem of these."""
-    problems, valid = dict[int, str](), None
-    for index, row in enumerate(rows):
-        try:
-            model.texts(row, f"row {index + 1}")
-            valid = valid or row
-        except DataError as error:
-            problems[index] = str(error)
-    if valid is None:
-        if rows:
-            fix = "text_columns names the columns of the texts"
-            raise DataError(invalid_rows(where, len(rows), [*problems.values()], fix))
-        return [], {}
-    return [valid if index in problems else row for index, row in enumerate(rows)], problems
-
-
 def _null(prediction: Any) -> Any:
     """The same fields with null values."""
     return {name: _null(value) for name, value in prediction.items()} if isinstance(prediction, dict) else None
 
 
-def _names(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+def _joined(rows: Sequence[Row], predictions: Sequence[Row]) -> list[Row]:
+    """All columns that any of the rows has, in each row, then its predictions.
+
+    A column with the name of a prediction, or below it as in ``probabilities.yes``, gets ``input_`` before its name, as
+    often as it takes for a name of its own.
+    """
+    names, predicted = _names(rows), predictions[0]
+    renamed, taken = {name: name for name in names}, {*names, *predicted}
+    for name in names:
+        if name in predicted or name.partition(".")[0] in predicted:
+            while renamed[name] in taken:
+                renamed[name] = f"input_{renamed[name]}"
+            taken.add(renamed[name])
+    both = zip(rows, predictions, strict=True)
+    return [{renamed[name]: row.get(name) for name in names} | prediction for row, prediction in both]
+
+
+def _names(rows: Sequence[Row]) -> list[str]:
     """The columns that any of the rows has, in the order in which they occur."""
     return list(dict.fromkeys(name for row in rows for name in row))
 
 
-def _write(rows: Sequence[Row], predictions: Iterator[Row], suffix: str, file: IO[bytes]) -> None:
-    """Write the rows with their predictions in the format of the suffix."""
+def _write(rows: list[Row], suffix: str, file: IO[bytes]) -> None:
+    """Write the rows in the format of the suffix."""
     if suffix == ".jsonl":
-        for row in _joined(rows, predictions):
+        for row in rows:
             file.write(json.dumps(finite(row), default=str).encode() + b"\n")
-    elif suffix == ".parquet":
-        _as_parquet(list(_joined(rows, predictions, fill=True)), file)
+    elif suffix == ".csv":
+        flat, text = [_flat(row) for row in rows], io.StringIO(newline="")
+        writer = csv.DictWriter(text, [*flat[0]])
+        writer.writeheader()
+        writer.writerows(flat)
+        file.write(text.getvalue().encode())
     else:
-        file.write(_as_csv(list(_joined(rows, map(_flat, predictions), fill=True))).encode())
+        try:
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+        except (pyarrow.ArrowException, OverflowError) as error:
+            raise ConfigError(
+                f"output: a .parquet file cannot hold these rows ({first_line(error)}); choose a .jsonl file"
+            ) from error
 
 
-def _joined(rows: Sequence[Row], predictions: Iterator[Row], *, fill: bool = False) -> Iterator[Row]:
-    """The columns of each row, then its predictions.
-
-    A column with the name of a prediction, or below it as in ``probabilities.yes``, gets ``input_`` before its name, as
-    often as it takes for a name of its own. With ``fill``, each row has all columns that any row has, in the same
-    order, with None for those that it lacks.
-    """
-    if not rows:
-        return
-    first = next(predictions)
-    names = _names(rows)
-    taken = {*names, *first}
-    renamed = {}
-    for name in names:
-        if name in first or name.partition(".")[0] in first:
-            new = f"input_{name}"
-            while new in taken:
-                new = f"input_{new}"
-            taken.add(new)
-            renamed[name] = new
-    for row, prediction in zip(rows, itertools.chain([first], predictions), strict=True):
-        yield {renamed.get(name, name): row.get(name) for name in (names if fill else row)} | prediction
-
-
-def _as_parquet(rows: list[Row], file: IO[bytes]) -> None:
-    names = _names(rows)
-    try:
-        table = pyarrow.table({name: [row.get(name) for row in rows] for name in names})
-        pyarrow.parquet.write_table(table, file)
-    except (pyarrow.ArrowException, OverflowError) as error:
-        raise ConfigError(
-            f"output: a .parquet file cannot hold these rows ({first_line(error)}); choose a .jsonl file"
-        ) from error
-
-
-def _flat(prediction: Row) -> Row:
-    """One column per key of a mapping, such as ``probabilities.yes``."""
-    return {
-        f"{key}.{inner}" if inner else key: item
-        for key, value in prediction.items()
-        for inner, item in (value.items() if isinstance(value, dict) else [("", value)])
-    }
-
-
-def _as_csv(rows: list[Row]) -> str:
-    """Lists and mappings are written as JSON."""
-    text = io.StringIO(newline="")
-    writer = csv.DictWriter(text, _names(rows))
-    writer.writeheader()
-    for row in rows:
-        plain = {k: json.dumps(v, default=str) if isinstance(v, (list, dict)) else v for k, v in row.items()}
-        writer.writerow(plain)
-    return text.getvalue()
+def _flat(row: Row) -> Row:
+    """A column for each class, such as ``probabilities.yes``; other lists and mappings are written as JSON."""
+    flat: Row = {}
+    for name, value in row.items():
+        if name == "probabilities" and isinstance(value, dict):
+            flat |= {f"{name}.{key}": inner for key, inner in value.items()}
+        else:
+            flat[name] = json.dumps(value, default=str) if isinstance(value, (list, dict)) else value
+    return flat

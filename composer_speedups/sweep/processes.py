@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Literal, NamedTuple
 
-from composer_speedups.core.subprocesses import kill_process_group, killed_with_parent, python_module_command
+from composer_speedups.core.processes import kill_process_group, killed_with_parent, python_module_command
 
 TRAIN = "composer_speedups.train"
 """The module that trains."""
@@ -31,21 +31,13 @@ _OUT_OF_MEMORY = (
 
 @dataclass(frozen=True)
 class Job:
-    """A program to run in a process of its own.
+    """A program to run in a process of its own."""
 
-    Attributes:
-        arguments: Its command line; that of train.py for a training run.
-        log: File to which its output and errors are appended.
-        environment: Variables to add to this process's environment.
-        program: The module to run.
-        ranks: Number of processes that train together, started by Composer's launcher if it is above 1.
-    """
-
-    arguments: Sequence[str]
-    log: Path
-    environment: Mapping[str, str] = field(default_factory=dict)
-    program: str = TRAIN
-    ranks: int = 1
+    arguments: Sequence[str]  # its command line; that of train.py for a training run
+    log: Path  # to which its output and errors are appended
+    environment: Mapping[str, str] = field(default_factory=dict)  # added to this process's
+    program: str = TRAIN  # the module to run
+    ranks: int = 1  # processes that train together, started by Composer's launcher if there are several
 
 
 class Ended(NamedTuple):
@@ -57,11 +49,8 @@ class Ended(NamedTuple):
 
     @property
     def kind(self) -> Literal["ok", "out of memory", "time", "refused", "failed"]:
-        """What went wrong: the GPU's or the host's memory ran out; the time limit was reached; train.py refused a
-        config, a package or the machine in one line; or anything else.
-
-        A process that another one killed counts as out of memory, because the kernel kills for this reason.
-        """
+        """What went wrong. A process that another one killed counts as out of memory, because the kernel kills for this
+        reason."""
         output = self.output.lower()
         if not self.status:
             return "time" if self.status is None else "ok"
@@ -80,13 +69,10 @@ class Ended(NamedTuple):
 
 def own_line(output: str) -> str:
     """train.py's own error line without its prefix, or else the last line that names an exception or a crash, or else
-    the last nonempty line of the output; empty if there is none.
-
-    Stacks printed by faulthandler are ignored: the caller of ``abort`` has printed the reason before them.
-    """
-    before, fatal, stacks = output.partition("Fatal Python error: ")
+    the last nonempty line of the output; empty if there is none."""
+    before, fatal, stacks = output.partition("Fatal Python error: ")  # faulthandler's stacks follow
     kind = stacks.partition("\n")[0]
-    output = before if kind == "Aborted" else before + fatal + kind
+    output = before if kind == "Aborted" else before + fatal + kind  # the caller of abort has printed the reason
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     own = [line.partition("train.py: ")[2] for line in lines if "train.py: " in line]
     causes = [line for line in lines if _CAUSE.match(line)]  # torch prints advice below its exceptions
@@ -139,8 +125,8 @@ def run_all(
 ) -> None:
     """Run jobs in their order, ``at_a_time`` together, and call ``done`` after each.
 
-    An exception, such as one of a signal handler or of ``done``, stops the running jobs with SIGTERM, upon which those
-    with checkpoints write one, and kills them after a minute or at another signal.
+    An exception, such as one of a signal handler, stops the running jobs with SIGTERM, upon which those with
+    checkpoints write one, and kills them after a minute or at another signal.
     """
     waiting, running = deque(jobs), list[Process]()
     try:

@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
+import re
 import signal
 import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
+from pydantic import BeforeValidator, Field
 from tabulate import tabulate
 
 from composer_speedups.core.command_line import parse_command_line, read_settings
 from composer_speedups.core.errors import ConfigError, RunFailedError
-from composer_speedups.core.files import lock_file, make_folder
-from composer_speedups.core.settings import fields_of, keys_help
-from composer_speedups.core.subprocesses import command_output
+from composer_speedups.core.files import make_folder
+from composer_speedups.core.processes import command_output
+from composer_speedups.core.settings import Settings, fields_of, keys_help
 from composer_speedups.sweep.processes import TRAIN, Ended, Job, Process, run_all
-from composer_speedups.sweep.settings import RepeatConfig
 from composer_speedups.train.cli import exit_codes
-from composer_speedups.train.config.differences import differences
-from composer_speedups.train.config.load import load_config
+from composer_speedups.train.config.load import differences, load_config
 from composer_speedups.train.config.schema import Config
 from composer_speedups.train.inputs import Inputs, changed_input, inputs_of
 
@@ -43,6 +42,28 @@ keys:
 """
 
 
+_MAX = 1000  # numbers in a range
+
+
+def numbers(items: Sequence[object]) -> list[int]:
+    """The numbers in a list of numbers and ranges such as ``1..5``, each one once."""
+    found: list[int] = []
+    for item in map(str, items):
+        ends = re.fullmatch(r"(\d{1,10})(?:\.\.(\d{1,10}))?", item)
+        first, last = (int(ends[1]), int(ends[2] or ends[1])) if ends else (1, 0)
+        if not 0 <= last - first < _MAX:
+            raise ValueError(f"must be numbers or ranges of at most {_MAX}, such as 1..5 or 1,2,7, not {item!r}")
+        found += range(first, last + 1)
+    return list(dict.fromkeys(found))
+
+
+class RepeatConfig(Settings):
+    seeds: Annotated[list[int], BeforeValidator(numbers)] = Field([1, 2, 3, 4, 5], min_length=1)
+    """Seeds to train every file with: 1..5, or 1,2,7."""
+    processes: int | None = Field(None, ge=1, le=1024)
+    """Runs at a time, which share the GPUs; null for one on each visible GPU, or one without a GPU."""
+
+
 class Run(NamedTuple):
     """A config with one seed."""
 
@@ -56,29 +77,15 @@ class Run(NamedTuple):
     def metrics(self) -> dict[str, float | None] | None:
         """The metrics in the report; None if the run has not finished, or was trained with another config or other
         files."""
-        if self.changed() or differences(self.config, self.folder / "config.yaml") != []:
+        path = self.folder / "report.json"
+        if not path.exists() or differences(self.config, self.folder / "config.yaml") != []:
             return None
-        return self._report().get("metrics")
-
-    def changed(self) -> str | None:
-        """The key and name of a file that has changed since a finished run read it."""
-        report = self._report()
-        return changed_input(report.get("inputs", {}), self.inputs) if report else None
-
-    def _report(self) -> dict[str, Any]:
-        try:
-            report = json.loads((self.folder / "report.json").read_text())
-        except (OSError, ValueError):
-            return {}
-        return report if isinstance(report, dict) else {}
+        report: dict[str, Any] = json.loads(path.read_text())
+        return None if changed_input(report["inputs"], self.inputs) else report["metrics"]
 
 
 def planned_runs(files: Sequence[str], overrides: Sequence[str], seeds: Sequence[int]) -> list[Run]:
-    """The runs of all seeds of the first file, then those of the next one.
-
-    Raises:
-        Refusal: A config is invalid, or a file that the runs read is missing.
-    """
+    """The runs of all seeds of the first file, then those of the next one."""
     if any(pair.partition("=")[0] == "seed" for pair in overrides):
         raise ConfigError("command line: seed differs between the runs; set seeds, such as seeds=1..5")
     configs = [load_config(file, overrides) for file in files]
@@ -107,9 +114,7 @@ def gpus_of_processes(runs: Sequence[Run], processes: int | None) -> list[str | 
     elif names is None:
         uuids = command_output("nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader", timeout=60)
         names = (uuids or "").replace("\n", ",")
-    listed = [name.strip() for name in names.split(",") if name.strip()]
-    named = listed[: listed.index("-1")] if "-1" in listed else listed  # CUDA ignores what follows -1
-    gpus: list[str | None] = [*named] or [None]
+    gpus: list[str | None] = [name.strip() for name in names.split(",") if name.strip()] or [None]
     return [gpus[i % len(gpus)] for i in range(processes or len(gpus))]
 
 
@@ -118,9 +123,6 @@ def _train_all(runs: Sequence[Run], gpus: Sequence[str | None], program: str) ->
     fails."""
     waiting, free, failures = [run for run in runs if run.metrics() is None], [*gpus], list[str]()
     print(f"{len(waiting)} of {len(runs)} runs are not finished; training {len(free)} at a time", flush=True)
-    for run in waiting:
-        if changed := run.changed():
-            print(f"{run.folder.name}: trained again, since {changed} has changed", flush=True)
     # The logs are next to the folders, which train.py may rename.
     by_log = {Path(f"{run.folder}.log"): run for run in waiting}
 
@@ -133,8 +135,8 @@ def _train_all(runs: Sequence[Run], gpus: Sequence[str | None], program: str) ->
     def done(job: Job, ended: Ended) -> None:
         free.append(job.environment.get("CUDA_VISIBLE_DEVICES"))
         reason = ended.reason
-        if not reason and (changed := by_log[job.log].changed()):
-            reason = f"{changed} changed while the command ran; start again"
+        if not reason and by_log[job.log].metrics() is None:
+            reason = "its data or config changed while the command ran; start again"
         if reason:
             failures.append(f"{job.log.stem}: {reason}")
         print(f"{job.log.stem}: {reason or 'finished'}", flush=True)
@@ -161,11 +163,7 @@ def table(runs: Sequence[Run]) -> str:
 
 
 def main(arguments: Sequence[str], program: str = TRAIN) -> None:
-    """Train the runs that have not finished, and print the table of all; ``program`` is the module that trains.
-
-    Raises:
-        Refusal: An unknown key or invalid value; or, after the table, that a run failed.
-    """
+    """Train the runs that have not finished, and print the table of all; ``program`` is the module that trains."""
     command_line = parse_command_line(arguments, several_files=True)
     if command_line.help:
         print(f"{_USAGE}{keys_help(RepeatConfig)}\n\nAll other keys are those of composer train.py --help.")
@@ -176,12 +174,10 @@ def main(arguments: Sequence[str], program: str = TRAIN) -> None:
     runs = planned_runs(command_line.files, overrides, settings.seeds)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError("WORLD_SIZE: each run is one process; start this command without a launcher")
-    with contextlib.ExitStack() as locks:  # no two commands train the same run
-        for run in runs:
-            lock = make_folder(run.folder.parent, "runs_folder") / f".{run.folder.name}.repeat.lock"
-            locks.enter_context(lock_file(lock, "runs_folder"))
-        failures = _train_all(runs, gpus_of_processes(runs, settings.processes), program)
-        print(table(runs), flush=True)
+    for run in runs:
+        make_folder(run.folder.parent, "runs_folder")
+    failures = _train_all(runs, gpus_of_processes(runs, settings.processes), program)
+    print(table(runs), flush=True)
     if failures:
         raise RunFailedError(f"{len(failures)} of {len(runs)} runs failed; the first: {failures[0]}")
 

@@ -36,9 +36,9 @@ SETS: dict[str, dict[Changes, dict[str, Algorithms]]] = {
             "compiled": _fast(**_COMPILED, torch_compile={"scope": "model"}),
             "compiled block by block": _fast(**_COMPILED, torch_compile={"scope": "blocks"}),
             "padded": _fast(**_PADDED, sdpa_attention={}),
-            "padded, in fp16": _fast(
+            "padded, in fp16": _fast(  # for GPUs without bf16
                 **_PADDED, sdpa_attention={}, tf32_matmul=None, mixed_precision={"dtype": "fp16"}
-            ),  # for GPUs without bf16
+            ),
         },
         "rounding": {
             "unpadding, in float32": {"fused_optimizer": {}, "early_loss": {}, "unpadding": {}},
@@ -70,8 +70,7 @@ SETS: dict[str, dict[Changes, dict[str, Algorithms]]] = {
 
 
 def combined(config: Config, techniques: Algorithms) -> dict[str, Any]:
-    """The techniques of a config's recipe, such as LoRA, and those of a set that do not conflict with them or with the
-    config's precision."""
+    """The techniques of a config's recipe, such as LoRA, and those of a set that fit to them and to its precision."""
     fitting = {n: s for n, s in config.algorithms.items() if technique_class(n).effect_with(s, None) == "recipe"}
     omitted = {*fitting, *(["mixed_precision"] if config.trainer.precision != "fp32" else [])}
     for name, settings in techniques.items():

@@ -1,28 +1,36 @@
-"""A short trial of a run with another set of techniques, in a child process."""
+"""Try sets of techniques in short runs, and run the fastest one and the original again in turns."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
+import statistics
 import tempfile
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from composer_speedups.callbacks.config import MemoryConfig, ThroughputConfig
 from composer_speedups.core.engaging import check
-from composer_speedups.core.errors import ConfigError, Refusal
+from composer_speedups.core.errors import ConfigError, Refusal, RunFailedError
 from composer_speedups.core.registry import build_techniques
 from composer_speedups.core.run import Run
 from composer_speedups.data.loader import build_data
 from composer_speedups.sweep.processes import Ended, Job, Process
-from composer_speedups.sweep.sets import Algorithms
+from composer_speedups.sweep.sets import Algorithms, Changes, combined, forbidden, key_of
 from composer_speedups.tasks.models import resolve_name
 from composer_speedups.tasks.task import build_task
 from composer_speedups.train.config.load import save_config
 from composer_speedups.train.config.schema import CheckpointConfig, Config, LoggersConfig
+
+if TYPE_CHECKING:
+    from composer_speedups.sweep.tune import TuneConfig
+
+_MIN_GAIN = 0.02  # fraction of the planned run's time below which a difference always counts as noise
 
 
 @dataclass(frozen=True)
@@ -40,41 +48,35 @@ class Trial:
     samples_per_sec: float = math.nan  # in the steady state
     peak_gib: float | None = None  # of the GPU, or resident memory on a CPU
     tokens_per_step: float = math.nan  # mean number of real tokens per step
-    wall_seconds: float = 0.0  # duration of the whole process
 
     @property
     def ok(self) -> bool:
         return self.status == "ok"
 
     def planned_seconds(self, steps: int) -> float:
-        """Estimated training time of ``steps`` steps: the start once, then steady steps. Infinite if the trial failed.
-
-        Imports, loading data, evaluations and checkpoints are not included, because they hardly depend on the
-        techniques.
-        """
+        """Estimated time of ``steps`` steps, without imports, data, evaluations and checkpoints, which hardly depend on
+        the techniques. Infinite if the trial failed."""
         if not self.ok:
             return math.inf
         return self.start_seconds + max(0, steps - self.start_steps) * self.step_seconds
 
 
-def break_even_steps(base: Trial, other: Trial) -> int | None:
-    """Number of steps after which ``other`` has made up for its longer start; 0 if it starts as fast, None for
-    never."""
-    saved = base.step_seconds - other.step_seconds
-    # Steps of the start are trained steps too, and both may have trained different numbers of them.
-    extra = (other.start_seconds - other.start_steps * other.step_seconds) - (
-        base.start_seconds - base.start_steps * base.step_seconds
-    )
-    return max(0, math.ceil(extra / saved)) if saved > 0 else None
+@dataclass
+class Result:
+    """What a search measured. Times are in seconds."""
+
+    original: Trial
+    planned_steps: int
+    trials: list[Trial] = field(default_factory=list)  # one for each set of the table
+    again: dict[str, list[float]] = field(default_factory=dict)  # planned times of "original" and "fastest", in turns
+    noise: float = 0.0  # least difference of planned times that counts
+    chosen: Trial | None = None  # a set that was faster than the original by more than the noise
+    speedup: float | None = None  # median planned time of the original divided by that of the chosen one
+    kept_original: str = ""  # why no set was chosen
 
 
 class OriginalRun:
-    """The run to tune: its length, why train.py would refuse a set of techniques, and trials.
-
-    Args:
-        config: Its config.
-        run: The device and ranks it trains on, as techniques check them.
-    """
+    """The run to tune: its length, why train.py would refuse a set of techniques, and trials."""
 
     def __init__(self, config: Config, run: Run) -> None:
         self.config, self.run = config, run
@@ -82,16 +84,10 @@ class OriginalRun:
     @cached_property
     def batches_per_epoch(self) -> int:
         """Number of training batches. Counting them also fills the token cache for all trials."""
-        data, model = self.config.data, self.config.model
+        task, name = build_task(self.config.task), resolve_name(self.config.model.name)
         on_gpu = self.run.device.type == "cuda"
-        built = build_data(
-            data,
-            build_task(self.config.task),
-            model_name=resolve_name(model.name),
-            on_gpu=on_gpu,
-            seed=self.config.seed,
-        )
-        return len(built.train.dataloader)  # type: ignore[arg-type]
+        data = build_data(self.config.data, task, model_name=name, on_gpu=on_gpu, seed=self.config.seed)
+        return len(data.train.dataloader)  # type: ignore[arg-type]
 
     def planned_steps(self, trial: Trial) -> int:
         """Optimizer steps of the planned run, at least 1; ``trial`` gives the number of tokens per step."""
@@ -114,26 +110,77 @@ class OriginalRun:
             return f"{error.who}: {error.reason}"
         return None
 
-    def measure(self, label: str, algorithms: Algorithms, steps: int, timeout: float) -> Trial:
+    def measure(self, label: str, algorithms: Algorithms, steps: int, timeout: float | None = None) -> Trial:
         """Train ``steps`` steps with these techniques in a child process that is killed after ``timeout`` seconds.
 
-        The process starts with empty compile caches, because a user's first run compiles too. A failure is a Trial with
-        its reason.
+        The process starts with empty compile caches, because a user's first run compiles too.
         """
         with tempfile.TemporaryDirectory(prefix="tune-") as name:
             folder = Path(name)
-            trial = trial_config(self.config, algorithms, steps, folder)
-            save_config(trial, folder / "trial.yaml", resolved=True)  # a folder that other users cannot read
+            config = trial_config(self.config, algorithms, steps, folder)
+            save_config(config, folder / "trial.yaml", resolved=True)  # a folder that other users cannot read
             caches = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
             job = Job(["-f", str(folder / "trial.yaml")], folder / "log", caches)
-            return trial_of(label, algorithms, Process(job).wait(timeout), folder / "trial")
+            trial = trial_of(label, algorithms, Process(job).wait(timeout), folder / "trial")
+        print(f"{label}: {trial.reason or f'{trial.samples_per_sec:,.0f} samples/s'}", flush=True)
+        return trial
+
+
+def search(run: OriginalRun, sets: Mapping[Changes, Mapping[str, Algorithms]], settings: TuneConfig) -> Result:
+    """Measure the original set and each set of the table once, and the fastest one and the original again."""
+    end = time.monotonic() + settings.budget_seconds
+    original = run.measure("original", run.config.algorithms, settings.steps)
+    if not original.ok:
+        raise RunFailedError(f"original YAML: the original run fails: {original.reason}; train.py must run it first")
+    result = Result(original, run.planned_steps(original))
+    seen = {key_of(run.config.algorithms): "the original YAML"}
+    for changes, labelled in sets.items():
+        for label, techniques in labelled.items():
+            algorithms, left = combined(run.config, techniques), end - time.monotonic()
+            if reason := forbidden(changes, settings.allow or ()):
+                trial = Trial(label, algorithms, "untried", reason)
+            elif reason := run.refusal(algorithms):
+                trial = Trial(label, algorithms, "refused", reason)
+            elif same := seen.get(key_of(algorithms)):
+                trial = Trial(label, algorithms, "untried", f"the same techniques as {same}")
+            elif left <= 0:
+                trial = Trial(label, algorithms, "untried", "no time was left; increase tune.budget_seconds")
+            else:
+                seen[key_of(algorithms)] = label
+                trial = run.measure(label, algorithms, settings.steps, left)
+            result.trials.append(trial)
+    _choose(run, result, settings)
+    return result
+
+
+def _choose(run: OriginalRun, result: Result, settings: TuneConfig) -> None:
+    """Run the original and the fastest set in turns. It is chosen if it is faster by more than the noise here too."""
+    steps, original = result.planned_steps, result.original
+    base = original.planned_seconds(steps)
+    result.noise = _MIN_GAIN * base
+    fastest = min(result.trials, key=lambda trial: trial.planned_seconds(steps), default=original)
+    if base - fastest.planned_seconds(steps) <= result.noise:
+        result.kept_original = "no set was faster" if fastest.ok else "no set could be tried"
+        return
+    before, after = list[float](), list[float]()
+    for _ in range(settings.repeats):
+        for trial, times in ((original, before), (fastest, after)):
+            again = run.measure(trial.label, trial.algorithms, settings.steps)
+            if not again.ok:
+                result.kept_original = f"{trial.label} failed when it was run again: {again.reason}"
+                return
+            times.append(again.planned_seconds(steps))
+    result.again = {"original": before, "fastest": after}
+    result.noise = max(result.noise, max(base, *before) - min(base, *before), max(after) - min(after))
+    ours, theirs = statistics.median(after), statistics.median(before)
+    if theirs - ours > result.noise:
+        result.chosen, result.speedup = fastest, theirs / ours
+    else:
+        result.kept_original = f"{fastest.label} was not faster by more than the noise when both were run again"
 
 
 def trial_config(config: Config, algorithms: Algorithms, steps: int, folder: Path) -> Config:
-    """The config of a trial: ``steps`` steps in ``folder``, with everything that determines a step's time unchanged.
-
-    Composer evaluates at the end of every run: here one batch, at most as large as a training batch.
-    """
+    """The config of a trial: ``steps`` steps in ``folder``, with everything that determines a step's time unchanged."""
     return config.replaced(
         algorithms=dict(algorithms),
         on_unavailable=config.on_unavailable if algorithms == config.algorithms else "stop",
@@ -147,7 +194,7 @@ def trial_config(config: Config, algorithms: Algorithms, steps: int, folder: Pat
         trainer=config.trainer.replaced(
             max_duration=f"{steps}ba",
             eval_interval=f"{steps}ba",
-            eval_batches=1,
+            eval_batches=1,  # Composer evaluates at the end of every run
             progress_bar=False,
             early_stopping=None,
             # a set that does not fit is left out instead of measured with smaller micro-batches
@@ -161,14 +208,13 @@ def trial_config(config: Config, algorithms: Algorithms, steps: int, folder: Pat
 
 def trial_of(label: str, algorithms: Algorithms, ended: Ended, folder: Path) -> Trial:
     """The Trial of a process that ended, with the report in its run's folder."""
-    wall = ended.seconds
     if ended.kind != "ok":
-        return Trial(label, algorithms, ended.kind, ended.reason, wall_seconds=wall)
+        return Trial(label, algorithms, ended.kind, ended.reason)
     report = json.loads((folder / "report.json").read_text())
     throughput, training = report["throughput"], report["training"]
     if not throughput.get("steady_batches"):
         reason = f"none of its {training['batches']} steps reached the steady state"
-        return Trial(label, algorithms, "failed", reason, wall_seconds=wall)
+        return Trial(label, algorithms, "failed", reason)
     return Trial(
         label,
         algorithms,
@@ -178,5 +224,4 @@ def trial_of(label: str, algorithms: Algorithms, ended: Ended, folder: Path) -> 
         samples_per_sec=throughput["samples_per_sec"],
         peak_gib=report["memory"].get("peak_gib"),
         tokens_per_step=training["tokens"] / training["batches"],
-        wall_seconds=wall,
     )

@@ -47,11 +47,8 @@ class Classification(ClassificationSettings, TaskWithClasses):
         if not isinstance(self.class_weights, str):
             return
         counts = Counter(labels)
-        present = sum(number in counts for number in range(len(self.classes)))
-        self._balanced = [
-            counts.total() / (present * counts[number]) if number in counts else 1.0
-            for number in range(len(self.classes))
-        ]
+        classes = range(len(self.classes))
+        self._balanced = [counts.total() / (len(counts) * counts[k]) if k in counts else 1.0 for k in classes]
         self._weights = {}
 
     def weights(self) -> list[float] | None:
@@ -61,8 +58,6 @@ class Classification(ClassificationSettings, TaskWithClasses):
             ConfigError: ``class_weights`` does not fit the classes, or is balanced before the labels are known.
         """
         weights, names = self.class_weights, self.classes
-        if weights is None:
-            return None
         if isinstance(weights, str):
             if self._balanced is None:
                 raise ConfigError(
@@ -75,12 +70,12 @@ class Classification(ClassificationSettings, TaskWithClasses):
             if unknown := [name for name in by_name if name not in names]:
                 raise ConfigError(f"model.class_weights has no class {unknown[0]!r}{did_you_mean(unknown[0], names)}")
             return [by_name.get(name, 1.0) for name in names]
-        if len(weights) != len(names):
+        if weights is not None and len(weights) != len(names):
             raise ConfigError(
                 f"model.class_weights has {len(weights)} values for {len(names)} classes ({', '.join(names)}); set one "
                 f"per class, in this order, or by name, as in {{{names[-1]}: 3.0}}"
             )
-        return list(weights)
+        return weights
 
     def head_settings(self) -> dict[str, Any]:
         self.weights()  # checks them
@@ -88,12 +83,12 @@ class Classification(ClassificationSettings, TaskWithClasses):
         return {"problem_type": "single_label_classification", **super().head_settings()}
 
     def outputs(self, model: Any, batch: dict[str, Any]) -> Any:
-        if self._has_own_loss():
+        if self._has_own_loss:
             batch = {key: value for key, value in batch.items() if key != "labels"}
         return model(**batch)
 
     def loss(self, outputs: Any, batch: Mapping[str, Any]) -> Any:
-        if not self._has_own_loss():
+        if not self._has_own_loss:
             return outputs["loss"]
         logits_RK = outputs["logits"].float()
         weights_K = self._weights_on(logits_RK.device)
@@ -132,13 +127,12 @@ class Classification(ClassificationSettings, TaskWithClasses):
             for label, row in zip(best, rows, strict=True)
         ]
 
+    @property
     def _has_own_loss(self) -> bool:
-        return self.class_weights is not None or self.label_smoothing > 0
+        return self.weights_losses or self.label_smoothing > 0
 
     def _weights_on(self, device: torch.device) -> Tensor | None:
         """The class weights, (K,). They are kept, because copying them to a GPU would wait for it at each batch."""
-        if self.class_weights is None:
-            return None
-        if device not in self._weights:
+        if self.weights_losses and device not in self._weights:
             self._weights[device] = torch.tensor(self.weights(), dtype=torch.float32, device=device)
-        return self._weights[device]
+        return self._weights.get(device)

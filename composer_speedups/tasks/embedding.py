@@ -6,7 +6,6 @@ Shapes: R samples, N texts per sample, S slots per text, C candidates of all ran
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from torchmetrics import Metric
 from torchmetrics.regression import SpearmanCorrCoef
 
-from composer_speedups.core.files import write_atomically
+from composer_speedups.core.files import write_json
 from composer_speedups.core.trainer_state import loss_ranks
 from composer_speedups.packing.call import known_batch
 from composer_speedups.tasks.metrics import Recall
@@ -53,7 +52,7 @@ class Embedding(EmbeddingSettings, Task):
         return tokens if "labels" not in examples else {**tokens, "labels": examples["labels"]}
 
     def model_arguments(self, kind: type) -> dict[str, Any]:
-        """Omit the pooler, which would be neither used nor trained."""
+        # omit the pooler, which would be neither used nor trained
         return {"add_pooling_layer": False} if "add_pooling_layer" in inspect.signature(kind).parameters else {}
 
     def outputs(self, model: Any, batch: dict[str, Any]) -> dict[str, Tensor]:
@@ -113,8 +112,7 @@ class Embedding(EmbeddingSettings, Task):
             return {}
         if self.reads_label(training=False):
             return {"SpearmanCorrCoef": SpearmanCorrCoef()}
-        first = Recall(1)
-        return {"Recall@1": first, "Recall@10": Recall(10, shares=first)}
+        return {"Recall@1": Recall(1), "Recall@10": Recall(10)}
 
     def update_metric(self, metric: Metric, logits: Tensor, labels: Tensor, batch: Mapping[str, Any]) -> None:
         if isinstance(metric, Recall):
@@ -126,28 +124,20 @@ class Embedding(EmbeddingSettings, Task):
         return [{"embedding": vector} for vector in logits[:, 0].float().tolist()]
 
     def export(self, folder: Path, hidden: int, max_length: int) -> None:
-        """Write the files from which sentence-transformers loads the folder: its modules, pooling and normalization.
-
-        They have the format of sentence-transformers 3, which later versions also read.
-        """
-        package = "sentence_transformers.models"
-        modules = [
-            ("", f"{package}.Transformer"),
-            ("1_Pooling", f"{package}.Pooling"),
-            ("2_Normalize", f"{package}.Normalize"),
-        ]
-        pooling = {
-            "word_embedding_dimension": hidden,
-            "pooling_mode_cls_token": self.pooling == "cls",
-            "pooling_mode_mean_tokens": self.pooling == "mean",
-            "pooling_mode_max_tokens": False,
-            "pooling_mode_mean_sqrt_len_tokens": False,
-        }
+        """Write the files from which sentence-transformers 3 and later load the folder."""
+        paths = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
         files: dict[str, Any] = {
             "modules.json": [
-                {"idx": i, "name": str(i), "path": path, "type": kind} for i, (path, kind) in enumerate(modules)
+                {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
+                for i, (kind, path) in enumerate(paths.items())
             ],
-            "1_Pooling/config.json": pooling,
+            "1_Pooling/config.json": {
+                "word_embedding_dimension": hidden,
+                "pooling_mode_cls_token": self.pooling == "cls",
+                "pooling_mode_mean_tokens": self.pooling == "mean",
+                "pooling_mode_max_tokens": False,
+                "pooling_mode_mean_sqrt_len_tokens": False,
+            },
             "sentence_bert_config.json": {"max_seq_length": max_length, "do_lower_case": False},
             "config_sentence_transformers.json": {
                 "model_type": "SentenceTransformer",
@@ -158,17 +148,13 @@ class Embedding(EmbeddingSettings, Task):
         }
         (folder / "2_Normalize").mkdir(exist_ok=True)
         for name, content in files.items():
-            path = folder / name
-            path.parent.mkdir(exist_ok=True)
-            write_atomically(path, json.dumps(content, indent=2) + "\n")
+            (folder / name).parent.mkdir(exist_ok=True)
+            write_json(folder / name, content)
 
 
 def _text_keys(ids_RNS: Tensor, mask_RNS: Tensor) -> Tensor:
-    """A number per text, (R, N), int64, equal for texts with the same real tokens, whatever their padding.
-
-    It is a sum of the token ids modulo 2**64 with a pseudo-random coefficient per position, so two different texts
-    collide with a probability of about 2**-60. It is a tensor on the device, because the ranks gather the numbers.
-    """
+    """A number per text, (R, N), int64, equal for texts with the same real tokens, whatever their padding."""
+    # The token ids' sum modulo 2**64 with a pseudo-random coefficient per position: other texts collide with 2**-60.
     position_RNS = mask_RNS.cumsum(-1)
     mixed = position_RNS * -0x61C8864680B583EB  # the multipliers of splitmix64 as signed integers
     mixed = (mixed ^ (mixed >> 30)) * -0x40A7B892E31B1A47

@@ -12,8 +12,7 @@ from composer.utils import dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from composer_speedups.core.file_hashes import TEXTS, WEIGHTS, hashes_of, model_files
-from composer_speedups.core.files import replace_folder, write_json
+from composer_speedups.core.files import TEXTS, WEIGHTS, hashes_of, model_files, replace_folder, write_json
 from composer_speedups.core.host import host_of
 from composer_speedups.core.trainer_state import model_of
 from composer_speedups.tasks.models import FinetuneModel, positions_of

@@ -45,31 +45,21 @@ _REPORTED_NAMES = {
 
 
 def reported_name(logged: str) -> str:
-    """The name of a metric in reports, summaries and dashboards, from the name under which it is logged.
-
-    A metric that this package does not know keeps its logged name.
-    """
+    """The name in reports and dashboards of a metric that is logged as ``logged``; the same for an unknown one."""
     return _REPORTED_NAMES.get(logged, logged)
 
 
 def reported_values(values: Mapping[str, Any]) -> dict[str, float]:
-    """The values of an evaluation's metrics that are scalars, by their names in report.json instead of the logged
-    ones."""
+    """The values of an evaluation's scalar metrics by their names in report.json."""
     return {reported_name(name): float(value) for name, value in values.items() if not getattr(value, "ndim", 0)}
 
 
 def final_metrics(state: State) -> dict[str, float]:
-    """The metrics of the last training batch (``train_``) and of the last evaluation.
-
-    Collective: with several ranks, every rank must call it.
-    """
+    """The metrics of the last training batch (``train_``) and of the last evaluation. Collective."""
     metrics: dict[str, float] = {}
     if state.total_loss_dict:
         metrics["train_loss"] = float(state.total_loss_dict["loss/train/total"])
-    for prefix, group in [
-        ("train_", state.train_metrics or {}),
-        *(("", m) for m in state.eval_metrics.values()),
-    ]:
+    for prefix, group in [("train_", state.train_metrics or {}), *(("", m) for m in state.eval_metrics.values())]:
         for name, value in computed(group).items():
             metrics.setdefault(prefix + name, value)
     return metrics
@@ -81,21 +71,16 @@ def computed(metrics: Mapping[str, Metric]) -> dict[str, float]:
 
 
 def gather_alike(tensor: Tensor, group: Any = None) -> list[Tensor]:
-    """Gather every rank's tensor for a metric's ``dist_sync_fn``. The tensors must have the same shape on all ranks.
-
-    Composer computes training metrics after each batch. torchmetrics' own function makes ranks exchange shapes and
-    enter a barrier for each state first, which synchronizes with the GPU.
-    """
+    """``dist_sync_fn`` for tensors of one shape. torchmetrics' own makes ranks exchange shapes and enter a barrier,
+    which synchronizes with the GPU, for each state, and Composer computes training metrics after each batch."""
     gathered = [torch.empty_like(tensor) for _ in range(torch.distributed.get_world_size(group))]
     torch.distributed.all_gather(gathered, tensor.contiguous(), group)
     return gathered
 
 
 def gather_lists(tensor: Tensor, group: Any = None) -> list[Tensor]:
-    """Gather every rank's samples for a metric's ``dist_sync_fn``; a rank may have none of them.
-
-    For such a rank, torchmetrics passes an empty float tensor, whatever the others' dtype and dimensions are.
-    """
+    """``dist_sync_fn`` for samples. Of a rank that has none, torchmetrics passes an empty float tensor, whatever the
+    others' dtype and dimensions are."""
     kinds: list[Any] = [None] * torch.distributed.get_world_size(group)
     torch.distributed.all_gather_object(kinds, (tensor.dtype, tensor.shape[1:]) if tensor.numel() else None, group)
     kind = next((kind for kind in kinds if kind is not None), None)
@@ -106,14 +91,10 @@ def gather_lists(tensor: Tensor, group: Any = None) -> list[Tensor]:
 
 class ClassCounts(Metric):
     """How often each class is the true class, the predicted class, and both, without the synchronization of
-    torchmetrics' ``bincount``.
-
-    Args:
-        num_classes: Number of classes K; the counts have shape (3, K). A whole confusion matrix would take K² numbers.
-    """
+    torchmetrics' ``bincount``."""
 
     full_state_update = False
-    counts: Tensor
+    counts: Tensor  # (3, K); a whole confusion matrix would take K² numbers
 
     def __init__(self, num_classes: int) -> None:
         super().__init__()
@@ -128,57 +109,39 @@ class ClassCounts(Metric):
 
 
 class ByClass:
-    """What a metric keeps after :meth:`compute`, so that it can be told class by class.
+    """What a metric keeps after :meth:`compute`, so that it can be told class by class."""
 
-    Attributes:
-        names: Names of the K classes.
-        seen: How often each class is a true class, a predicted class, and both, over all ranks, (3, K); None before.
-        confusion: How often each true class was predicted as each class, (K, K); None before, and if not counted.
-    """
-
-    names: list[str]
-    seen: Tensor | None = None
-    confusion: Tensor | None = None
+    names: list[str]  # of the K classes
+    seen: Tensor | None = None  # ClassCounts.counts over all ranks
+    confusion: Tensor | None = None  # how often each true class was predicted as each class, (K, K)
 
 
 class MacroF1(ClassCounts, ByClass):
-    """The mean of F1 over classes. Classes that occur neither as true nor as predicted class are ignored.
-
-    The confusion matrix is counted for up to 100 classes.
-
-    Args:
-        num_classes: Number of classes K.
-        names: Names of the classes. Default: their numbers.
-    """
+    """The mean of F1 over classes. Classes that occur neither as true nor as predicted class are ignored."""
 
     pairs: Tensor
 
     def __init__(self, num_classes: int, names: Sequence[str] | None = None) -> None:
         super().__init__(num_classes)
         self.names = list(names or map(str, range(num_classes)))
-        self._is_small = num_classes <= _MOST_PAIRED
-        size = num_classes if self._is_small else 0
+        size = num_classes if num_classes <= _MOST_PAIRED else 0
         self.add_state("pairs", default=torch.zeros(size, size, dtype=torch.int64), dist_reduce_fx="sum")
 
     def update(self, logits_RK: Tensor, labels_R: Tensor) -> None:
         super().update(logits_RK, labels_R)
-        if self._is_small:
+        if len(self.pairs):
             pairs_R = labels_R * len(self.pairs) + logits_RK.argmax(-1)
             self.pairs.view(-1).index_add_(0, pairs_R, torch.ones_like(pairs_R))
 
     def compute(self) -> Tensor:
-        self.seen, self.confusion = self.counts.clone(), self.pairs.clone() if self._is_small else None
+        self.seen, self.confusion = self.counts.clone(), self.pairs.clone() if len(self.pairs) else None
         true_K, predicted_K, hits_K = self.counts
         all_K = true_K + predicted_K
         return (2 * hits_K[all_K > 0] / all_K[all_K > 0]).mean()
 
 
 class MultilabelMacroF1(MultilabelF1Score, ByClass):
-    """torchmetrics' mean of F1 over labels, at a probability of 0.5.
-
-    Args:
-        names: Names of the labels.
-    """
+    """torchmetrics' mean of F1 over labels, at a probability of 0.5."""
 
     def __init__(self, names: Sequence[str]) -> None:
         super().__init__(num_labels=len(names), average="macro", validate_args=False)
@@ -210,14 +173,8 @@ class Matthews(ClassCounts):
 
 
 class MeanLoss(Metric):
-    """The mean over samples of a loss that is averaged over each batch.
-
-    torchmetrics' MeanMetric checks for NaN on the host at each batch, and ignores the weights if that check is
-    disabled.
-
-    Args:
-        function: (logits in float32, labels) → scalar.
-    """
+    """The mean over samples of a loss that is averaged over each batch. torchmetrics' MeanMetric checks for NaN on the
+    host at each batch, or ignores the weights."""
 
     full_state_update = False
     total: Tensor
@@ -259,28 +216,20 @@ class KeptPairs(Metric):
 
 
 class Pearson(KeptPairs):
-    """The Pearson correlation of predictions and targets.
-
-    torchmetrics' own merges running sums of the ranks, and is NaN if a rank has one sample.
-    """
+    """The Pearson correlation. torchmetrics' own merges running sums of the ranks, and is NaN if one has one sample."""
 
     def compute(self) -> Tensor:
         return pearson_corrcoef(*(values.double() for values in self.pairs())).float()
 
 
 class EntityF1(KeptPairs):
-    """Micro-averaged F1 of whole entities as in CoNLL-2003, computed by seqeval.
-
-    Args:
-        names: Tag id → name, such as ``B-PER``.
-    """
+    """Micro-averaged F1 of whole entities as in CoNLL-2003, computed by seqeval."""
 
     def __init__(self, names: Sequence[str]) -> None:
         super().__init__()
         self.names = list(names)
 
     def update(self, logits_RSK: Tensor, labels_RS: Tensor) -> None:
-        """Add sentences; tokens with the label -100 are ignored."""
         # One list for all sentences; -1 separates two of them, because entities do not continue across sentences.
         held_RS = F.pad(labels_RS != IGNORED, (0, 1), value=True)
         tags_RS = logits_RSK.argmax(-1)
@@ -293,50 +242,21 @@ class EntityF1(KeptPairs):
         return torch.tensor(f1_score([expected], [predicted], zero_division=0))
 
 
-class Recall(Metric):
-    """The fraction of anchors whose positive is among the ``k`` nearest of all positives, by cosine similarity.
+class Recall(KeptPairs):
+    """The fraction of anchors whose positive is among the ``k`` nearest of all positives, for unit vectors (R, H).
 
     Positives that are as near as the anchor's own, such as equal texts, do not count as nearer.
-
-    Args:
-        k: Number of nearest positives.
-        shares: Another recall metric over the same anchors, whose vectors and comparisons are reused. Both are updated
-            and reset together, as all metrics of an evaluation are.
     """
 
-    full_state_update = False
-    anchors: list[Tensor]
-    positives: list[Tensor]
-
-    def __init__(self, k: int, shares: Recall | None = None) -> None:
+    def __init__(self, k: int) -> None:
         super().__init__()
-        self.k, self.shares = k, shares
-        self.nearer_A: Tensor | None = None  # number of positives that are nearer than the anchor's own, per anchor
-        if shares is None:
-            self.add_state("anchors", default=[], dist_reduce_fx="cat")
-            self.add_state("positives", default=[], dist_reduce_fx="cat")
-
-    def update(self, anchors_RH: Tensor, positives_RH: Tensor) -> None:
-        """Add unit vectors; row i of ``anchors`` belongs to row i of ``positives``."""
-        if self.shares is None:
-            self.anchors.append(anchors_RH)
-            self.positives.append(positives_RH)
+        self.k = k
 
     def compute(self) -> Tensor:
-        if self.shares is None:
-            self.nearer_A = self._compared()
-        else:
-            self.shares.compute()  # torchmetrics caches what it has computed
-            self.nearer_A = self.shares.nearer_A
-        assert self.nearer_A is not None
-        return (self.nearer_A < self.k).float().mean()
-
-    def _compared(self) -> Tensor:
         # In float64, because TF32 and autocast would make equal texts differ by more than _EQUAL.
-        anchors, positives = dim_zero_cat(self.anchors).double(), dim_zero_cat(self.positives).double()
-        return torch.cat(
-            [
-                (chunk @ positives.T > (chunk * own).sum(-1, keepdim=True) + _EQUAL).sum(-1)
-                for chunk, own in zip(anchors.split(_CHUNK), positives.split(_CHUNK), strict=True)
-            ]
-        )
+        anchors, positives = (vectors.double() for vectors in self.pairs())
+        found = torch.zeros((), device=anchors.device)
+        for chunk, own in zip(anchors.split(_CHUNK), positives.split(_CHUNK), strict=True):
+            nearer = chunk @ positives.T > (chunk * own).sum(-1, keepdim=True) + _EQUAL
+            found += (nearer.sum(-1) < self.k).sum()
+        return found / len(anchors)

@@ -15,11 +15,10 @@ from composer.metrics import LanguageCrossEntropy, LanguagePerplexity, MaskedAcc
 from torchmetrics import Metric
 from transformers import DataCollatorForLanguageModeling
 
-from composer_speedups.core.errors import ConfigError
 from composer_speedups.tasks.settings import MLMSettings
 from composer_speedups.tasks.task import Task
 
-_MAX_DRAWS = 20  # of a batch's mask, as long as it masks no token
+_MAX_DRAWS = 100  # of a batch's mask, as long as it masks no token and the batch would have no loss
 
 
 class MaskedLanguageModelling(MLMSettings, Task):
@@ -33,8 +32,6 @@ class MaskedLanguageModelling(MLMSettings, Task):
     loss_per_token = True
 
     def encode(self, examples: Mapping[str, list[Any]], tokenizer: Any, max_length: int) -> dict[str, list[Any]]:
-        if self.whole_word_masking and not tokenizer.is_fast:
-            raise ConfigError("data.whole_word_masking needs a fast tokenizer, which maps word pieces to words")
         truncation = {"truncation": False} if self.packing else {"truncation": True, "max_length": max_length}
         encoded = tokenizer(examples["text_1"], verbose=False, **truncation)
         columns = {"input_ids": encoded["input_ids"]}
@@ -52,25 +49,18 @@ class MaskedLanguageModelling(MLMSettings, Task):
         return MaskTokens(pad, tokenizer, self.mlm_probability, whole_words=self.whole_word_masking, fixed=not training)
 
     def metrics(self, *, training: bool) -> dict[str, Metric]:
-        metrics: list[Metric] = [MaskedAccuracy(), LanguageCrossEntropy()]
-        if not training:
-            metrics.append(LanguagePerplexity())
-        return {type(metric).__name__: metric for metric in metrics}
+        metrics: dict[str, Metric] = {
+            "MaskedAccuracy": MaskedAccuracy(),
+            "LanguageCrossEntropy": LanguageCrossEntropy(),
+        }
+        return metrics if training else {**metrics, "LanguagePerplexity": LanguagePerplexity()}
 
 
 class MaskTokens:
     """A collator that masks tokens of a padded batch and adds ``labels``, -100 for tokens that are not masked.
 
-    A batch without a masked token would have no loss. If a draw masks no token, the mask is drawn again; after 20 such
-    draws, the first token (or word) that is not special is masked. ``fixed`` masks draw each row by itself.
-
-    Args:
-        pad: Pads the rows to a batch, with ``word_starts`` if whole words are masked.
-        tokenizer: Defines the mask token, and the special tokens, which are never masked.
-        probability: Probability with which a token (or word) is masked.
-        whole_words: Mask all pieces of a word together.
-        fixed: Mask the same row in the same way each time, whatever the other rows and the padding, so that evaluations
-            are comparable, do not depend on batch size and ranks, and do not change the random state of training.
+    ``fixed`` masks the same row in the same way each time, whatever the other rows and the padding, so that evaluations
+    are comparable, do not depend on batch size and ranks, and do not change the random state of training.
     """
 
     def __init__(
@@ -108,28 +98,12 @@ class MaskTokens:
         for _ in range(_MAX_DRAWS):
             masked_RS, labels_RS = self.collator.torch_mask_tokens(ids_RS.clone(), special_RS, offsets)
             if (labels_RS != -100).any():
-                return masked_RS, labels_RS
-        chosen_RS = _first_word(special_RS, word_starts_RS)
-        labels_RS[chosen_RS] = ids_RS[chosen_RS]
-        masked_RS[chosen_RS] = self.collator.tokenizer.mask_token_id
+                break
         return masked_RS, labels_RS
 
 
-def _first_word(special_RS: torch.Tensor, word_starts_RS: torch.Tensor | None) -> torch.Tensor:
-    """Return a mask (R, S) of the first token that is not special or, with ``word_starts_RS``, of its word."""
-    chosen_RS = torch.zeros_like(special_RS)
-    for row, first in (~special_RS).nonzero()[:1].tolist():  # none if all tokens are special
-        chosen_RS[row, first] = True
-        if word_starts_RS is not None:
-            next_words_S = special_RS[row, first + 1 :] | word_starts_RS[row, first + 1 :].bool()
-            chosen_RS[row, first + 1 :] = next_words_S.cumsum(0) == 0
-    return chosen_RS
-
-
 def _offsets(word_starts_RS: torch.Tensor) -> torch.Tensor:
-    """Return token offsets, (R, S, 2), that tell transformers which pieces continue a word.
-
-    Such a piece begins where the previous one ends; any other token begins after a gap.
-    """
+    """Token offsets, (R, S, 2): a piece that continues a word begins where the previous one ends, others after a
+    gap."""
     starts_RS = torch.arange(word_starts_RS.shape[1]) + word_starts_RS.cumsum(-1)
     return torch.stack([starts_RS, starts_RS + 1], dim=-1)

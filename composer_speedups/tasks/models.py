@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import transformers
@@ -18,13 +18,12 @@ from transformers.models.auto.modeling_auto import (
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.core.files import cannot_be_loaded
 from composer_speedups.core.pretrained import pretrained_config, pretrained_model, pretrained_tokenizer
-from composer_speedups.core.temporary_attribute import temporary_attribute
+from composer_speedups.core.reversible import temporary_attribute
 from composer_speedups.families.flops import BlockRun, batch_lengths, block_runs, frozen_flops, training_flops
-from composer_speedups.packing.labelled_head import head_tokens
+from composer_speedups.packing.encoder import head_tokens
 from composer_speedups.packing.rows import IGNORED
 from composer_speedups.tasks.metrics import gather_alike, gather_lists
-from composer_speedups.tasks.model_names import SIZES, resolve_name
-from composer_speedups.tasks.settings import ModelConfig
+from composer_speedups.tasks.settings import SIZES, ModelConfig, resolve_name
 from composer_speedups.tasks.task import Task
 
 # Weights that a pretrained encoder may lack: the head, which fine-tuning trains.
@@ -53,8 +52,7 @@ class FinetuneModel(HuggingFaceModel):
     def __init__(
         self, model: Any, task: Task, tokenizer: Any = None, max_length: int = 512, *, train_metrics: bool = True
     ) -> None:
-        # Composer would import all 180 causal LMs of transformers, which takes seconds, to check whether the model is
-        # one.
+        # to check for a causal LM, Composer would import all 180 of transformers, which takes seconds
         with temporary_attribute(huggingface, "_is_registered_causal_lm", lambda model: False):
             # metrics receive logits instead of the whole output
             super().__init__(model, tokenizer=tokenizer, use_logits=True)
@@ -80,10 +78,7 @@ class FinetuneModel(HuggingFaceModel):
         return loss
 
     def eval_forward(self, batch: Any, outputs: Any = None) -> Any:
-        """Return a batch's logits, with its labels set aside for the metrics.
-
-        Composer's method uses a setting that transformers deprecates, with a warning, and supports generation.
-        """
+        """A batch's logits; its labels are set aside for the metrics. Composer's method warns of a deprecation."""
         self.labels = batch.pop("labels", None)
         logits = (outputs or self.forward(batch))["logits"]
         return logits.squeeze(1) if logits.ndim == 2 and logits.shape[1] == 1 else logits
@@ -99,10 +94,9 @@ class FinetuneModel(HuggingFaceModel):
         """FLOPs of a forward and backward pass over ``batch`` without padding; see :func:`.training_flops`."""
         lengths = batch_lengths(batch)
         assert lengths is not None
-        if self.task.name == "mlm":
-            flops = training_flops(self.model.config, lengths, "mlm", head_tokens(self.model, batch))
-        else:
-            flops = training_flops(self.model.config, lengths, "classification")
+        head: Literal["classification", "mlm"] = "mlm" if self.task.name == "mlm" else "classification"
+        tokens = head_tokens(self.model, batch) if head == "mlm" else None
+        flops = training_flops(self.model.config, lengths, head, tokens)
         if self._block_runs is None:
             self._block_runs = block_runs(self.model)
         return flops - frozen_flops(self.model, self._block_runs, lengths)
@@ -121,25 +115,24 @@ def _metrics(task: Task, *, training: bool) -> dict[str, Metric]:
 
 
 def build_model(config: ModelConfig, task: Task, tokenizer: Any, max_length: int) -> FinetuneModel:
-    """Build the config's model, with eager attention, because SDPA is a technique.
-
-    Args:
-        config: Name or size, initialization, and dtype of the weights, whatever the dtype of the stored ones.
-        task: The task with its labels.
-        tokenizer: Saved with checkpoints and exports; its vocabulary determines the size of a random model.
-        max_length: Tokens per row, for which a random model needs positions.
-
-    Raises:
-        ConfigError: It cannot be loaded, is not an encoder, has a head for other labels, lacks encoder weights,
-            vocabulary or positions, or has weights for another tokenizer.
-    """
+    """Build the config's model, with eager attention, because SDPA is a technique."""
     auto = getattr(transformers, task.auto_class)
     settings = task.head_settings()
     if config.dropout is not None:
         settings |= dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), config.dropout)
     name = resolve_name(config.name)
     if config.size is not None:
-        bert = _sized(config.size, len(tokenizer), max_length, tokenizer.pad_token_id, settings)
+        layers, hidden, heads = SIZES[config.size]
+        bert = BertConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=hidden,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            intermediate_size=4 * hidden,
+            max_position_embeddings=max(512, max_length),
+            pad_token_id=tokenizer.pad_token_id,
+            **settings,
+        )
         model = _from_config(auto, bert, task, config.dtype)
     else:
         model = _loaded(auto, name, config, task, settings)
@@ -152,20 +145,6 @@ def build_model(config: ModelConfig, task: Task, tokenizer: Any, max_length: int
 def _from_config(auto: Any, config: Any, task: Task, dtype: str) -> Any:
     arguments = task.model_arguments(auto._model_mapping[type(config)])
     return auto.from_config(config, attn_implementation="eager", dtype=getattr(torch, dtype), **arguments)
-
-
-def _sized(size: str, vocab: int, max_length: int, pad: int, settings: dict[str, Any]) -> BertConfig:
-    layers, hidden, heads = SIZES[size]
-    return BertConfig(
-        vocab_size=vocab,
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        intermediate_size=4 * hidden,
-        max_position_embeddings=max(512, max_length),
-        pad_token_id=pad,
-        **settings,
-    )
 
 
 def _loaded(auto: Any, name: str, asked: ModelConfig, task: Task, settings: dict[str, Any]) -> Any:
@@ -202,20 +181,13 @@ def _loaded(auto: Any, name: str, asked: ModelConfig, task: Task, settings: dict
 
 
 def _check_encoder(config: Any, name: str) -> None:
-    """Refuse decoders. They use causal attention and other padding, and their FLOPs differ from
-    :func:`.training_flops`."""
-    kind = None
-    if getattr(config, "is_encoder_decoder", False):
-        kind = "an encoder-decoder"
-    elif getattr(config, "is_decoder", False) or (
-        config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-        and config.model_type not in MODEL_FOR_MASKED_LM_MAPPING_NAMES  # BERT and similar encoders are in both
-    ):
-        kind = "a decoder"
-    if kind is not None:
+    """Refuse decoders, whose attention is causal and whose FLOPs differ from :func:`.training_flops`."""
+    kind = config.model_type  # BERT and similar encoders are also among the causal LMs
+    causal = kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and kind not in MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    if causal or getattr(config, "is_encoder_decoder", False) or getattr(config, "is_decoder", False):
         raise ConfigError(
-            f"model.name: {name!r} ({type(config).__name__}) is {kind}, which this program does not train; use an "
-            "encoder of the BERT family, such as BERT, RoBERTa, DistilBERT, ELECTRA or ModernBERT"
+            f"model.name: {name!r} ({type(config).__name__}) is or has a decoder, which this program does not train; "
+            "use an encoder of the BERT family, such as BERT, RoBERTa, DistilBERT, ELECTRA or ModernBERT"
         )
 
 
@@ -226,10 +198,9 @@ def _check_labels(config: Any, name: str, task: Task, settings: dict[str, Any]) 
     if needed is None or not any(name.endswith(head) for name in config.architectures or ()):
         return
     if config.num_labels != needed:
-        labels = f"{config.num_labels} label{'s' if config.num_labels != 1 else ''}"
         raise ConfigError(
-            f"model.name: {name!r} is a classifier of {labels}, and model.task: {task.name} needs {needed} for this "
-            f"data; {_WITHOUT_HEAD}"
+            f"model.name: the head of {name!r} is for {config.num_labels} label(s), and model.task: {task.name} needs "
+            f"{needed} for this data; {_WITHOUT_HEAD}"
         )
     stored, wanted = list(config.id2label.values()), list(settings.get("id2label", {}).values())
     if stored != wanted and sorted(stored) == sorted(wanted):
@@ -240,11 +211,8 @@ def _check_labels(config: Any, name: str, task: Task, settings: dict[str, Any]) 
 
 
 def positions_of(model: Any) -> int | None:
-    """The largest number of tokens that a model has positions for; None for one with relative positions only.
-
-    RoBERTa and MPNet count positions from the one after the padding token's: 514 positions are for 512 tokens.
-    """
-    for name, module in model.named_modules():
+    """The largest number of tokens that a model has positions for; None for one with relative positions only."""
+    for name, module in model.named_modules():  # RoBERTa and MPNet count from the position after the padding token's
         if name.endswith("position_embeddings") and isinstance(module, torch.nn.Embedding):
             return module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1)
     positions: int | None = getattr(model.config, "max_position_embeddings", None)
@@ -270,33 +238,21 @@ def _check_fit(model: Any, name: str, tokenizer: Any, max_length: int) -> None:
 
 
 def _check_vocabulary(config: Any, name: str, tokenizer: Any) -> None:
-    """Refuse a tokenizer other than the one whose tokens the pretrained embeddings belong to.
-
-    It may have tokens added to those of the model's own tokenizer, or lack added ones. If the model has none, only the
-    number of tokens and the padding token can be compared.
-    """
+    """Refuse a tokenizer other than the one of the pretrained embeddings, added tokens aside. If the
+    model has none, only the number of tokens and the padding token can be compared."""
     if tokenizer.name_or_path == name:
         return
-    fix = "use the model's own tokenizer, or set model.init=random"
+    given, problem = tokenizer.get_vocab(), ""
     try:
         own = pretrained_tokenizer(name).get_vocab()
     except Exception:  # OSError, ValueError, and classes of tokenizers and the hub
-        unused = config.vocab_size - len(tokenizer)
-        if unused > max(_PADDED_ROWS, config.vocab_size // 100):
-            raise ConfigError(
-                f"data.tokenizer has {len(tokenizer)} tokens, and {name!r} embeddings of {config.vocab_size}; {fix}"
-            ) from None
-        if config.pad_token_id is not None and tokenizer.pad_token_id != config.pad_token_id:
-            raise ConfigError(
-                f"data.tokenizer pads with the id {tokenizer.pad_token_id}, and {name!r} with {config.pad_token_id}; "
-                f"{fix}"
-            ) from None
-        return
-    given = tokenizer.get_vocab()
-    fewer, more = sorted((given, own), key=len)
-    for token, number in fewer.items():
-        if more.get(token) != number:
-            raise ConfigError(
-                f"data.tokenizer gives the token {token!r} the id {given.get(token, 'none')}, and the tokenizer of "
-                f"{name!r} {own.get(token, 'none')}; {fix}"
-            )
+        if config.vocab_size - len(tokenizer) > max(_PADDED_ROWS, config.vocab_size // 100):
+            problem = f"has {len(tokenizer)} tokens, and {name!r} embeddings of {config.vocab_size}"
+        elif config.pad_token_id not in (None, tokenizer.pad_token_id):
+            problem = f"pads with the id {tokenizer.pad_token_id}, and {name!r} with {config.pad_token_id}"
+    else:
+        fewer, more = sorted((given, own), key=len)
+        if other := next((token for token, number in fewer.items() if more.get(token) != number), None):
+            problem = f"gives the token {other!r} the id {given.get(other)}, and that of {name!r} {own.get(other)}"
+    if problem:
+        raise ConfigError(f"data.tokenizer {problem}; use the model's own tokenizer, or set model.init=random")

@@ -81,10 +81,7 @@ class Multilabel(MultilabelSettings, TaskWithClasses):
             texts = [value for value in values if isinstance(value, str) and not _WRITTEN.fullmatch(value.strip())]
             separator = next((mark for mark in _SEPARATORS if any(mark in text for text in texts)), None)
             lists = [_as_list(value, separator) for value in values]
-            readable = [names for names in lists if isinstance(names, (list, tuple))]
-            if not readable:
-                self.classes_of(lists[0], f"{where}, row 1", _EXPECTED)
-            columns = {**columns, self.label_column: readable}
+            columns = {**columns, self.label_column: [names for names in lists if isinstance(names, (list, tuple))]}
         super().learn(columns, declared, where)
 
     def label(self, value: Any, where: str) -> list[float]:

@@ -16,7 +16,7 @@ from torchmetrics import Metric
 from torchmetrics.retrieval import RetrievalMRR, RetrievalNormalizedDCG
 
 from composer_speedups.core.errors import DataError
-from composer_speedups.core.files import write_atomically
+from composer_speedups.core.files import write_json
 from composer_speedups.tasks.metrics import MeanLoss
 from composer_speedups.tasks.settings import RerankingSettings
 from composer_speedups.tasks.task import Example, Task, joined, number, shown
@@ -127,4 +127,4 @@ class Reranking(RerankingSettings, Task):
         """Write the length to which sentence-transformers' CrossEncoder truncates pairs, which is that of training."""
         path = folder / "tokenizer_config.json"
         settings = json.loads(path.read_text())
-        write_atomically(path, json.dumps({**settings, "model_max_length": max_length}, indent=2) + "\n")
+        write_json(path, {**settings, "model_max_length": max_length})

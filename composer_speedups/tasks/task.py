@@ -57,11 +57,6 @@ class Task(TaskSettings):
 
     # --- data ---------------------------------------------------------------------------------------------------------
 
-    @property
-    def texts(self) -> list[str]:
-        """The text columns."""
-        return self.text_columns
-
     def learn(self, columns: Mapping[str, Sequence[Any]], declared: Mapping[str, list[str]], where: str) -> None:
         """Determine open settings, such as the names of the classes, from the training samples.
 
@@ -91,18 +86,12 @@ class Task(TaskSettings):
         return example
 
     def stratum(self, example: Example) -> int | None:
-        """The group of a checked sample, such as its class: a held-out fraction has the same share of each group. None
-        draws from all samples alike."""
+        """The class of a checked sample, of which a held-out fraction has the same share; None draws from all alike."""
         return None
 
     def text(self, row: Mapping[str, Any], column: str, where: str) -> Any:
         """Check and return the text of one column."""
         text = row.get(column)
-        if isinstance(text, (int, float)) and not isinstance(text, bool) and not math.isnan(text):
-            raise DataError(
-                f"{where}: {column} is {shown(text)}, a number; every sample needs text, and data.text_columns "
-                "names the column of the texts"
-            )
         if not isinstance(text, str) or not text.strip():
             raise DataError(f"{where}: {column} is {shown(text)}; every sample needs text")
         return text
@@ -113,18 +102,10 @@ class Task(TaskSettings):
 
     def check_classes(self, where: str) -> None:
         """Refuse classes that :meth:`learn` found and that a reader made by mistake, or that look alike or are the same
-        number; warn of others that probably are one class. ``data.labels`` accepts any names.
-
-        Raises:
-            DataError: Names the data set, described by ``where``, and the classes.
-        """
+        number. ``data.labels`` accepts any names."""
 
     def check_labels(self, values: Sequence[Any], where: str) -> None:
-        """Check what the raw labels of a data set, described by ``where``, tell only together.
-
-        Raises:
-            DataError: Names the data set and the value.
-        """
+        """Check what the raw labels of a data set, described by ``where``, tell only together."""
 
     def prepared(self, examples: list[Example], *, training: bool) -> list[Example]:
         """Build the samples from all checked rows; by default these are returned unchanged."""
@@ -136,8 +117,9 @@ class Task(TaskSettings):
         Returns:
             ``input_ids`` and other lists per token, ``labels`` and other numbers (or lists of one length) per sample.
         """
-        texts = [examples[key] for key in examples if key.startswith("text_")]
-        return {**self.tokens(texts, tokenizer, max_length), **_without_texts(examples)}
+        texts = {key: values for key, values in examples.items() if key.startswith("text_")}
+        others = {key: values for key, values in examples.items() if key not in texts}
+        return {**self.tokens([*texts.values()], tokenizer, max_length), **others}
 
     def tokens(self, texts: list[list[Any]], tokenizer: Any, max_length: int) -> dict[str, list[Any]]:
         """Token ids of single texts, or of pairs with their token types."""
@@ -145,16 +127,13 @@ class Task(TaskSettings):
         unread = {"return_attention_mask": False} | ({} if len(texts) == 2 else {"return_token_type_ids": False})
         try:
             encoded = tokenizer(*texts, truncation=kind, max_length=max_length, **unread)
-            fits = max(map(len, encoded["input_ids"]), default=0) <= max_length
-        except Exception as error:  # from the Rust tokenizers; those in Python only warn
+        except Exception as error:  # the Rust tokenizers have no class for it
             if "Truncation error" not in str(error):
                 raise
-            fits = False
-        if not fits:
             raise DataError(
                 f"data.truncation: {kind} cannot cut every pair to data.max_length={max_length}, which the other text "
                 "alone exceeds; use longest_first, or a larger length"
-            )
+            ) from error
         return {key: encoded[key] for key in ("input_ids", "token_type_ids") if key in encoded}
 
     def arranged(self, rows: Any, max_length: int, *, training: bool) -> Any:
@@ -217,10 +196,7 @@ class Task(TaskSettings):
 
 
 def build_task(settings: TaskSettings) -> Task:
-    """Build the task of these settings."""
-    fields = type(settings).model_fields
-    kind = task_class(settings.name)
-    return kind(**{name: getattr(settings, name) for name in fields})
+    return task_class(settings.name)(**{name: getattr(settings, name) for name in type(settings).model_fields})
 
 
 def task_class(name: str) -> type[Task]:
@@ -228,11 +204,6 @@ def task_class(name: str) -> type[Task]:
     module = importlib.import_module(f"composer_speedups.tasks.{name}")
     kinds = (kind for kind in vars(module).values() if isinstance(kind, type) and issubclass(kind, Task))
     return next(kind for kind in kinds if kind.__module__ == module.__name__ and kind.name == name)
-
-
-def as_list(names: str | Sequence[str]) -> list[str]:
-    """The names as a list; one string is one name."""
-    return [names] if isinstance(names, str) else list(names)
 
 
 def joined(texts: list[dict[str, list[Any]]]) -> dict[str, list[Any]]:
@@ -243,17 +214,11 @@ def joined(texts: list[dict[str, list[Any]]]) -> dict[str, list[Any]]:
 
 
 def number(value: Any, where: str, column: str) -> float:
-    """Convert a raw value to a finite number, also in float32. Text may not have the underscores of Python's literals.
-
-    Raises:
-        DataError: It is not a finite number.
-    """
+    """A raw value as a number that is finite in float32. Text may not have the underscores of Python's literals."""
     try:
-        parsed = math.nan if "_" in str(value) else float(value)
+        parsed = math.nan if isinstance(value, bool) or "_" in str(value) else float(value)
     except (TypeError, ValueError, OverflowError):
         parsed = math.nan
-    if str(value).strip().lower() in ("true", "false"):
-        raise DataError(f"{where}: {column} is {shown(value)}, not a number; for classes set model.task=classification")
     if not abs(parsed) <= _LARGEST:
         raise DataError(f"{where}: {column} is {shown(value)}; every label must be a finite number")
     return parsed
@@ -262,7 +227,3 @@ def number(value: Any, where: str, column: str) -> float:
 def shown(value: Any) -> str:
     """A raw value for an error message: ``empty``, or its beginning."""
     return "empty" if value is None or (isinstance(value, str) and not value.strip()) else repr(value)[:60]
-
-
-def _without_texts(examples: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
-    return {key: values for key, values in examples.items() if not key.startswith("text_")}

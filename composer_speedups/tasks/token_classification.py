@@ -31,11 +31,7 @@ class TokenClassification(TokenClassificationSettings, TaskWithClasses):
     def text(self, row: Mapping[str, Any], column: str, where: str) -> list[str]:
         """The words of a sample: a list of words, or text, which is split at whitespace."""
         words = row.get(column)
-        if isinstance(words, str) and words[:2] in ("['", '["') and words[-2:] in ("']", '"]'):
-            raise DataError(
-                f"{where}: {column} is {shown(words)}, a list written as text; use .jsonl or .parquet, or plain text"
-            )
-        if isinstance(words, str):
+        if isinstance(words, str) and words[:2] not in ("['", '["'):  # otherwise a list that is written as text
             words = words.split()
         if not isinstance(words, (list, tuple)) or not words or not all(isinstance(word, str) for word in words):
             raise DataError(f"{where}: {column} is {shown(row.get(column))}; every sample needs words")
@@ -49,33 +45,22 @@ class TokenClassification(TokenClassificationSettings, TaskWithClasses):
 
     def encode(self, examples: Mapping[str, list[Any]], tokenizer: Any, max_length: int) -> dict[str, list[Any]]:
         """Token ids and the label of every token. Without tags, the first piece of each word has the word's index."""
-        if not tokenizer.is_fast:
-            raise ConfigError(
-                "data.tokenizer: task token_classification needs a fast tokenizer, which maps word pieces to words"
-            )
         encoded = tokenizer(examples["text_1"], is_split_into_words=True, truncation=True, max_length=max_length)
         word_ids = [encoded.word_ids(row) for row in range(len(examples["text_1"]))]
-        if "labels" in examples:
-            aligned = [self._aligned(ids, tags) for ids, tags in zip(word_ids, examples["labels"], strict=True)]
-        else:
-            aligned = [
-                [IGNORED if word is None or (i and word == ids[i - 1]) else word for i, word in enumerate(ids)]
-                for ids in word_ids
-            ]
+        tags = examples.get("labels", [None] * len(word_ids))
+        aligned = [self._aligned(ids, row) for ids, row in zip(word_ids, tags, strict=True)]
         return {"input_ids": encoded["input_ids"], "token_labels": aligned}
 
-    def _aligned(self, word_of: list[int | None], tags: list[int]) -> list[int]:
-        """The label of each token, taken from its word."""
+    def _aligned(self, word_of: list[int | None], tags: list[int] | None) -> list[int]:
+        """The label of each token: its word's tag, or its word's index without tags."""
         labels: list[int] = []
-        before = None
-        for word in word_of:
+        for word, before in zip(word_of, [None, *word_of], strict=False):
             if word is None:
                 labels.append(IGNORED)
             elif word != before:
-                labels.append(tags[word])
+                labels.append(word if tags is None else tags[word])
             else:
-                labels.append(self._continued(tags[word]) if self.label_all_pieces else IGNORED)
-            before = word
+                labels.append(self._continued(tags[word]) if tags and self.label_all_pieces else IGNORED)
         return labels
 
     def _continued(self, tag: int) -> int:
@@ -84,15 +69,18 @@ class TokenClassification(TokenClassificationSettings, TaskWithClasses):
         return names.index(inside) if names[tag].startswith("B-") and inside in names else tag
 
     def metrics(self, *, training: bool) -> dict[str, Metric]:
-        metrics: list[Metric] = [MaskedAccuracy(), LanguageCrossEntropy()]
+        metrics: dict[str, Metric] = {
+            "MaskedAccuracy": MaskedAccuracy(),
+            "LanguageCrossEntropy": LanguageCrossEntropy(),
+        }
         names = self.classes
         if not training and any(name.startswith(("B-", "I-")) for name in names):
             if importlib.util.find_spec("seqeval") is None:
                 raise ConfigError(
                     "model.task: the F1 of token_classification needs seqeval; pip install '.[ner]' in a clone"
                 )
-            metrics.append(EntityF1(names))
-        return {type(metric).__name__: metric for metric in metrics}
+            metrics["EntityF1"] = EntityF1(names)
+        return metrics
 
     def predictions(self, logits: Tensor, batch: Mapping[str, Any]) -> list[dict[str, Any]]:
         """The tag of each word, from its first piece, with the words' indices: a word without pieces, or beyond the

@@ -2,64 +2,38 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from composer_speedups.core.errors import Interrupted
+from composer_speedups.core.errors import Interrupted, RunFailedError, first_line
 from composer_speedups.core.files import check_folder
-from composer_speedups.core.settings import Origins, refuse
-from composer_speedups.data.file_checks import check_data_files
+from composer_speedups.core.settings import refuse
 from composer_speedups.train.cli import exit_codes, read_command_line
 from composer_speedups.train.config.schema import Config
-from composer_speedups.train.startup import (
-    StartupClock,
-    early_processes,
-    open_gpu_early,
-    prefetch_cpu_model,
-    wait_for,
-    without_gc,
-)
+from composer_speedups.train.startup import StartupClock, open_gpu_early, prefetch_cpu_model, without_gc
 
 if TYPE_CHECKING:
     from composer.core import Callback
 
 
 def main(arguments: list[str]) -> None:
-    """Run the training program.
-
-    Raises:
-        Refusal: An unknown key, an invalid value, or a technique that cannot engage.
-        RunFailedError: The report or the plot failed. The model was exported before.
-    """
+    """Run the training program."""
     clock = StartupClock()
-    config, origins = read_command_line(arguments)  # report unknown keys before torch is imported
-    check_paths(config)
-    clock.lap("config")
-    with early_processes(config) as early:
-        train(config, origins, clock, early)
+    config = read_command_line(arguments)  # report unknown keys before torch is imported
+    # Missing files and columns too, because the imports take most of the time until the first step.
+    if config.data.train_file is not None:
+        from composer_speedups.data.reader import check_data_files  # imports pyarrow
 
-
-def check_paths(config: Config) -> None:
-    """Refuse missing files, columns and folders before the imports, which take most of the time until the first step.
-
-    Raises:
-        Refusal: Names the key, the path and the fix.
-    """
-    check_data_files(config.data, config.task)
+        check_data_files(config.data, config.task)
     if config.model.size is None:  # otherwise the name is not read
         check_folder(config.model.name, "model.name")
     check_folder(config.data.tokenizer or "", "data.tokenizer")
+    clock.lap("config")
+    train(config, clock)
 
 
-def train(
-    config: Config,
-    origins: Origins,
-    clock: StartupClock,
-    early: Sequence[subprocess.Popen[bytes]] = (),
-    callbacks: Sequence[Callback] = (),
-) -> None:
+def train(config: Config, clock: StartupClock, callbacks: Sequence[Callback] = ()) -> None:
     with without_gc():
         open_gpu_early(config)
 
@@ -79,7 +53,6 @@ def train(
         from composer_speedups.train.fit import StopSignals, is_trained, train_to_end
         from composer_speedups.train.model_card import write_model_card
         from composer_speedups.train.plot import write_plot
-        from composer_speedups.train.recording import Recording
         from composer_speedups.train.report import StartupTimes, callback_of, write_report
         from composer_speedups.train.run_folder import RunFolder
         from composer_speedups.train.trainer import build_trainer, join_ranks, open_device, run_of
@@ -94,7 +67,7 @@ def train(
     join_ranks(config.trainer, device)
     clock.lap("device")
 
-    with StopSignals() as stop, RunFolder(config, named="run_name" in origins) as folder:
+    with StopSignals() as stop, RunFolder(config) as folder:
         model_name = resolve_name(config.model.name)
         on_gpu = torch_device(device).type == "cuda"
         data = build_data(config.data, task, model_name=model_name, on_gpu=on_gpu, seed=config.seed)
@@ -107,7 +80,6 @@ def train(
         reproducibility.seed_all(config.seed)
         model = build_model(config.model, task, data.tokenizer, config.data.max_length)
         clock.lap("model")
-        wait_for(early)
         watching = [StartupTimes(clock), *callbacks]
         summary = describe_run(config, model, data, techniques, f"{folder.path}/", device_name(torch_device(device)))
         trainer = build_trainer(config, model, data, techniques, device, folder, callbacks=watching, stop=stop)
@@ -123,16 +95,17 @@ def train(
         if best := callback_of(trainer.state, BestWeights):
             best.restore(trainer.state)
         exported = export_model(trainer.state, folder / "model") if config.export else None
-        recording, report = Recording(), None
-        with recording.of("report"):
+        try:
             report = write_report(trainer, config, folder, baseline, data.summary)
-        with recording.of("model card"):
-            if report is not None and exported is not None and dist.get_global_rank() == 0:
+            if exported is not None and dist.get_global_rank() == 0:
                 write_model_card(report, exported)
-        with recording.of("plot"):
-            write_plot(trainer, config, folder, {} if report is None else report["classes"])
-        trainer.close()
-        recording.check(exported)
+            write_plot(trainer, config, folder, report["classes"])
+        except Exception as error:
+            ended = f"the run was trained to its end{f', and the model is in {exported}' if exported else ''}"
+            reason = f"its report, model card or plot failed ({type(error).__name__}: {first_line(error)})"
+            raise RunFailedError(f"{ended}; {reason}") from error
+        finally:
+            trainer.close()
 
 
 def command() -> None:
@@ -147,11 +120,7 @@ def command() -> None:
 
 
 def _leave_ranks() -> None:
-    """Leave the process group of ranks on a CPU.
-
-    Otherwise a thread of gloo that still holds a tensor when the interpreter ends aborts the process ("terminate called
-    without an active exception"), and the launcher reports a failed run.
-    """
+    """Leave the group of gloo: a thread of it that still holds a tensor at the end aborts the process."""
     from torch import distributed  # imported by the run
 
     if distributed.is_initialized() and distributed.get_backend() == "gloo":

@@ -28,23 +28,14 @@ def baseline_techniques(config: Config) -> list[Technique]:
 
 
 def measure_baseline(config: Config, device: Device) -> dict[str, Any] | None:
-    """Train ``baseline.batches`` batches with ``baseline.algorithms`` and as many with ``algorithms``, in alternating
-    turns.
-
-    Each set trains its own temporary model on the run's data. Turns alternate so that other load on the machine slows
-    both sets equally. The random state changes.
-
-    Returns:
-        ``algorithms`` (names), ``batches``, ``samples_per_sec`` of the baseline and ``run_samples_per_sec`` of the
-        run's techniques, over all ranks, and ``turn_ratios``, by which factor the run's are faster in each turn on
-        rank 0, without turns in which one of them was not in its steady state; None without a baseline.
+    """Train ``baseline.batches`` batches with ``baseline.algorithms`` and as many with ``algorithms``, each on a
+    temporary model, in alternating turns, so that other load on the machine slows both equally.
     """
     if config.baseline is None:
         return None
     sets = [baseline_techniques(config), build_techniques(config.algorithms, config.on_unavailable)]
     if dist.get_global_rank() == 0 and config.trainer.progress_bar:
-        first, second = (", ".join(t.name for t in techniques) or "no technique" for techniques in sets)
-        print(f"comparing {second} with {first}, {config.baseline.batches} batches each", flush=True)
+        print(f"comparing with the baseline, {config.baseline.batches} batches each", flush=True)
     batches = config.baseline.batches // _TURNS
     with contextlib.ExitStack() as stack:
         trainers = []
@@ -53,13 +44,13 @@ def measure_baseline(config: Config, device: Device) -> dict[str, Any] | None:
             stack.callback(trainers[-1].close)
         for trainer in trainers * _TURNS:
             fit(trainer, f"{batches}ba")
-        theirs, ours = (_batches_of(trainer) for trainer in trainers)
-        before, now = (dist.get_world_size() * steady_rate(each, batches) for each in (theirs, ours))
+        monitors = [callback_of(trainer.state, ThroughputMonitor) for trainer in trainers]
+        theirs, ours = (monitor.batches for monitor in monitors if monitor is not None)
     return {
         "algorithms": [technique.name for technique in sets[0] if technique.engaged],
         "batches": batches * _TURNS,
-        "samples_per_sec": before,
-        "run_samples_per_sec": now,
+        "samples_per_sec": dist.get_world_size() * steady_rate(theirs, batches),
+        "run_samples_per_sec": dist.get_world_size() * steady_rate(ours, batches),
         "turn_ratios": turn_ratios(theirs, ours, batches),
     }
 
@@ -77,12 +68,6 @@ def _short_trainer(config: Config, techniques: list[Technique], device: Device) 
     )
     data, model = build_data_and_model(short, on_gpu=torch_device(device).type == "cuda")
     return build_trainer(short, model, data._replace(eval=None), techniques, device)
-
-
-def _batches_of(trainer: Trainer) -> list[Batch]:
-    monitor = callback_of(trainer.state, ThroughputMonitor)
-    assert monitor is not None
-    return monitor.batches
 
 
 def steady_rate(batches: Sequence[Batch], turn: int) -> float:

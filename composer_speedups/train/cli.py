@@ -10,11 +10,11 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 
-from composer_speedups.core.command_line import console_command, parse_command_line, usage_as_typed
+from composer_speedups.core.command_line import console_command, parse_command_line
 from composer_speedups.core.errors import Interrupted, Refusal, RunFailedError
 from composer_speedups.core.files import out_of_space
 from composer_speedups.core.registry import technique_class, technique_names
-from composer_speedups.core.settings import Origins, help_lines, keys_help
+from composer_speedups.core.settings import help_lines, keys_help
 from composer_speedups.train.config.schema import Config
 
 _USAGE = """\
@@ -34,37 +34,24 @@ _PRINT_CONFIG = "--print-config"
 _TECHNIQUES = "techniques (keys of algorithms; each also has its own on_unavailable):"
 
 
-def read_command_line(arguments: Sequence[str]) -> tuple[Config, Origins]:
-    """Read the config from the command line, with the origin of each key.
-
-    ``--help`` prints every key, ``--print-config`` prints the config, and both exit with status 0.
-
-    Raises:
-        ConfigError: Names the argument, the key or the file.
-    """
+def read_command_line(arguments: Sequence[str]) -> Config:
+    """Read the config from the command line; ``--help`` and ``--print-config`` print and exit with status 0."""
     command = parse_command_line([a for a in arguments if a != _PRINT_CONFIG])
     if command.help:
         print(help_text())
         raise SystemExit(0)
-    from composer_speedups.train.config.load import as_yaml, load_with_origins  # imports OmegaConf
+    from composer_speedups.train.config.load import as_yaml, load_config  # imports OmegaConf
 
-    config, origins = load_with_origins(command.file, command.overrides)
+    config = load_config(command.file, command.overrides)
     if _PRINT_CONFIG in arguments:
         print(as_yaml(config), end="")
         raise SystemExit(0)
-    return config, origins
+    return config
 
 
 @contextlib.contextmanager
 def exit_codes(program: str = "train.py") -> Iterator[None]:
-    """Turn errors into lines on stderr, one for each mistake, and an exit status. The lines begin with ``program``, or
-    with the name of the console command if the process was started by one.
-
-    A refusal exits with 2, also of a technique that had no effect in the first batch. A run that fails exits with 1:
-    the loss was NaN or infinite, a data worker died, the disk is full, or the plot or the report failed. A run that a
-    signal ended after a checkpoint exits with 128 plus the signal's number, and so does a program that Ctrl-C ended.
-    Other exceptions keep their traceback and exit with Python's status 1.
-    """
+    """Turn errors into lines on stderr that begin with the program's name, one for each mistake, and an exit status."""
     program = console_command() or program
     formatted, warnings.formatwarning = warnings.formatwarning, _in_one_line
     try:
@@ -103,7 +90,7 @@ def _in_one_line(
 
 def help_text() -> str:
     """The usage, every key with its type, default and doc line, and every technique with its settings."""
-    return "\n".join([usage_as_typed(_USAGE), "keys:", keys_help(Config), "", _TECHNIQUES, *_techniques(), ""])
+    return "\n".join([_USAGE, "keys:", keys_help(Config), "", _TECHNIQUES, *_techniques(), ""])
 
 
 def _techniques() -> Iterator[str]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections import deque
-from collections.abc import Callable, Sized
+from collections.abc import Sized
 from typing import TYPE_CHECKING, Any, TextIO
 
 from composer.core import DataSpec, State, TimeUnit
@@ -14,7 +13,7 @@ from composer.utils import dist
 from tqdm import tqdm
 
 from composer_speedups.tasks.metrics import reported_values
-from composer_speedups.tasks.model_names import SIZES
+from composer_speedups.tasks.settings import SIZES
 
 if TYPE_CHECKING:
     from composer_speedups.core.technique import Technique
@@ -22,54 +21,34 @@ if TYPE_CHECKING:
     from composer_speedups.tasks.models import FinetuneModel
     from composer_speedups.train.config.schema import Config
 
-_REFRESH_SECONDS = 0.1  # between two updates
-_RECENT_UPDATES = 50  # their rate determines the time left
 _MIN_PROGRESS, _MIN_SECONDS = 0.1, 5.0  # between two lines of a log file
+_BAR_SECONDS = 0.1  # between two updates of the bar
 _NO_CHECKPOINTS = "at the end; checkpoint.interval is not set, so an interrupted run is lost"
 
 
 def describe_run(
     config: Config, model: FinetuneModel, data: Data, techniques: list[Technique], folder: str, device: str
 ) -> str:
-    """Five lines: model, data, techniques, batch, and the folder of the results; others if something is to be said of
-    the data. ``--print-config`` prints every key.
-
-    Args:
-        config: The run's config.
-        model: The model before it is sharded.
-        data: The run's data.
-        techniques: The requested techniques.
-        folder: The run's folder.
-        device: The device's name.
-    """
+    """Five lines, plus warnings about the data: model, data, techniques, batch, and the folder of the results."""
     parameters = sum(p.numel() for p in model.parameters())
     asked = [t.name for t in techniques if t.engaged is not False]
     ranks = f" on {dist.get_world_size()} ranks" if dist.get_world_size() > 1 else ""
     truncated = "" if data.summary.truncation is None else f" ({data.summary.truncation})"
+    name = f"{config.model.name}{' with random weights' * (config.model.init == 'random')}"
+    if (size := config.model.size) is not None:
+        layers, hidden, _ = SIZES[size]
+        name = f"random BERT of size {size} ({layers} layers, hidden size {hidden})"
+    source = {"hub": config.data.hub_name, "builtin": "built-in texts", "random": "random tokens"}
     rows = {
-        "model": f"{_model_name(config)}, {_amount(parameters)} parameters, task {config.task.name}",
-        "data": f"{_data_name(config)}, {_samples(data.train)} to train on, {_samples(data.eval)} to validate on, "
-        f"{config.data.max_length} tokens at most{truncated}",
+        "model": f"{name}, {parameters / 1e6:,.1f} M parameters, task {config.task.name}",
+        "data": f"{source.get(config.data.source, config.data.train_file)}, {_samples(data.train)} to train on, "
+        f"{_samples(data.eval)} to validate on, {config.data.max_length} tokens at most{truncated}",
         **data.summary.lines(),
         "techniques": ", ".join(asked) or "none",
         "batch": f"{config.data.batch_size} samples{ranks}, {config.trainer.max_duration} in all, on {device}",
         "results": folder if config.checkpoint.interval else f"{folder} {_NO_CHECKPOINTS}",
     }
     return "\n".join(f"{name:<12}{value}" for name, value in rows.items())
-
-
-def _model_name(config: Config) -> str:
-    if (size := config.model.size) is not None:
-        layers, hidden, _ = SIZES[size]
-        return f"random BERT of size {size} ({layers} layers, hidden size {hidden})"
-    random = " with random weights" if config.model.init == "random" else ""
-    return f"{config.model.name}{random}"
-
-
-def _data_name(config: Config) -> str:
-    data = config.data
-    names = {"hub": data.hub_name, "builtin": "built-in texts", "random": "random tokens"}
-    return names.get(data.source) or str(data.train_file)
 
 
 def _samples(spec: DataSpec | None) -> str:
@@ -79,80 +58,61 @@ def _samples(spec: DataSpec | None) -> str:
     return f"{len(rows):,} samples" if isinstance(rows, Sized) else "a stream"
 
 
-def _amount(count: float) -> str:
-    return f"{count / 1e6:,.1f} M" if count >= 1e5 else f"{count:,}"
-
-
 class TrainingProgress(LoggerDestination):
     """Shows a progress bar with epoch, samples/s, loss and time left on a terminal, and a line per tenth of the run
-    elsewhere.
+    elsewhere. It replaces Composer's ProgressBarLogger, which counts epochs from 0 and cuts names of metrics."""
 
-    Each evaluation prints a line with its metrics, named as in the report. Epochs count from 1. The time left is based
-    on the last 50 updates, which are at least 0.1 s apart. Only rank 0 should have it. It replaces Composer's
-    ProgressBarLogger, which prints the whole config, counts epochs from 0 and truncates metric names.
-
-    Args:
-        stream: Where to print; None for stderr.
-        now: Returns the time in seconds; replaced in tests.
-    """
-
-    def __init__(self, stream: TextIO | None = None, now: Callable[[], float] = time.monotonic) -> None:
-        self.stream, self._now = stream or sys.stderr, now
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self.stream = stream or sys.stderr
         self._bar: tqdm[Any] | None = None
-        self._recent: deque[tuple[float, float]] = deque(maxlen=_RECENT_UPDATES)  # (time, fraction of the run)
-        self._printed = (-1.0, -1.0)  # fraction and time of the last printed line
+        self._start = self._shown = (0.0, 0.0)  # time and fraction of the run, at its start and when last shown
         self._rate: float | None = None
         self._loss: float | None = None
-        self._updated = -_REFRESH_SECONDS
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
         self._rate = metrics.get("throughput/samples_per_sec", self._rate)
         self._loss = metrics.get("loss/train/total", self._loss)
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        self._recent.append((self._now(), _fraction(state)))
+        self._start, self._shown = (time.monotonic(), _fraction(state)), (0.0, -1.0)
         if self.stream.isatty():
             self._bar = tqdm(
                 total=1.0,
                 initial=_fraction(state),
-                bar_format="training {percentage:3.0f}%|{bar:20}| {desc}",  # a {postfix} would begin with a comma
+                bar_format="training {percentage:3.0f}%|{bar:20}| {desc}, {remaining} left",
                 file=self.stream,
                 dynamic_ncols=True,
             )
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        now = self._now()
-        if now - self._updated >= _REFRESH_SECONDS:
-            self._updated = now
-            self._update(state, now)
+        now, fraction = time.monotonic(), _fraction(state)
+        (started, first), (then, before) = self._start, self._shown
+        if self._bar is not None:
+            if now - then >= _BAR_SECONDS:
+                self._shown = now, fraction
+                self._update(state)
+        elif fraction - before >= _MIN_PROGRESS and now - then >= _MIN_SECONDS:
+            self._shown = now, fraction
+            left = tqdm.format_interval((1 - fraction) * (now - started) / (fraction - first))
+            self._print(f"training {fraction:4.0%}  {self._status(state)}, {left} left")
 
-    def _update(self, state: State, now: float) -> None:
-        fraction = _fraction(state)
-        self._recent.append((now, fraction))
+    def _update(self, state: State) -> None:
         if self._bar is not None:
             self._bar.set_description_str(self._status(state), refresh=False)
-            self._bar.update(fraction - self._bar.n)
-            return
-        before, then = self._printed
-        if fraction - before >= _MIN_PROGRESS and now - then >= _MIN_SECONDS:
-            self._printed = fraction, now
-            self._print(f"training {fraction:4.0%}  {self._status(state)}")
+            self._bar.update(_fraction(state) - self._bar.n)
 
     def eval_batch_end(self, state: State, logger: Logger) -> None:
         if self._bar is not None:
-            length = "" if state.dataloader_len is None else f"/{int(state.dataloader_len)}"
-            self._bar.set_description_str(f"evaluating, batch {state.eval_timestamp.batch.value}{length}")
+            self._bar.set_description_str(f"evaluating, batch {state.eval_timestamp.batch.value}")
 
     def eval_after_all(self, state: State, logger: Logger) -> None:
-        if self._bar is not None:
-            self._bar.set_description_str(self._status(state))
+        self._update(state)
         if metrics := reported_values(state.eval_metric_values):
             values = ", ".join(f"{name} {value:.4g}" for name, value in sorted(metrics.items()))
             self._print(f"{_position(state, over=True)}: {values}")
 
     def fit_end(self, state: State, logger: Logger) -> None:
-        if self._bar is not None:
-            self._update(state, self._now())
+        self._update(state)
         self.close(state, logger)
 
     def close(self, state: State, logger: Logger) -> None:
@@ -168,15 +128,9 @@ class TrainingProgress(LoggerDestination):
             print(line, file=self.stream, flush=True)
 
     def _status(self, state: State) -> str:
-        parts = [_position(state)]
-        if self._rate is not None:
-            parts.append(f"{self._rate:,.0f} samples/s")
-        if self._loss is not None:
-            parts.append(f"loss {self._loss:.4f}")
-        (started, first), (now, last) = self._recent[0], self._recent[-1]
-        if last > first:
-            parts.append(f"{tqdm.format_interval((1 - last) * (now - started) / (last - first))} left")
-        return ", ".join(parts)
+        rate = "" if self._rate is None else f", {self._rate:,.0f} samples/s"
+        loss = "" if self._loss is None else f", loss {self._loss:.4f}"
+        return f"{_position(state)}{rate}{loss}"
 
 
 def _fraction(state: State) -> float:

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from composer_speedups.core.subprocesses import command_output
+from composer_speedups.core.processes import command_output
 
-_PACKAGES = {
-    "composer": "mosaicml",
-    "transformers": "transformers",
-    "datasets": "datasets",
-    "triton": "triton",
-    "apex": "apex",
-}
+_PACKAGES = ("transformers", "datasets", "triton", "apex", "composer_speedups")
 
 _GPU_STATE = {  # name in a report → name in nvidia-smi's query
     "driver": "driver_version",
@@ -27,11 +22,7 @@ _GPU_STATE = {  # name in a report → name in nvidia-smi's query
     "gpu_max_sm_clock_mhz": "clocks.max.sm",
 }
 
-_CODE_PATHS = (
-    "--",
-    ":(top)",
-    ":(top,exclude)benchmarks/results",
-)  # untracked and changed files here do not affect the code
+_CODE_PATHS = ("--", ":(top)", ":(top,exclude)benchmarks/results")  # results do not affect the code
 
 
 def environment() -> dict[str, Any]:
@@ -50,8 +41,8 @@ def environment() -> dict[str, Any]:
         "cpu_count": os.cpu_count(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        **{name: _version(package) for name, package in _PACKAGES.items()},
-        "composer_speedups": _version("composer_speedups"),
+        "composer": _version("mosaicml"),
+        **{name: _version(name) for name in _PACKAGES},
         "commit": commit,
         "uncommitted_changes": changed,
     }
@@ -66,13 +57,7 @@ def device_name(device: torch.device) -> str:
 
 
 def gpu_state(identity: str | None = None) -> dict[str, Any]:
-    """Driver version, power limit and SM clocks from nvidia-smi; None for values that it does not report.
-
-    At the end of a run the clocks are close to those during training.
-
-    Args:
-        identity: UUID or index of the GPU; None for the first.
-    """
+    """Driver version, power limit and SM clocks of a GPU, by UUID or index, from nvidia-smi; None for others."""
     command = ("nvidia-smi", f"--query-gpu={','.join(_GPU_STATE.values())}", "--format=csv,noheader,nounits")
     output = _run(*command, f"--id={identity}") if identity is not None else None
     output = output or _run(*command)  # nvidia-smi does not accept the identity of a MIG instance
@@ -80,15 +65,8 @@ def gpu_state(identity: str | None = None) -> dict[str, Any]:
     if len(fields) != len(_GPU_STATE):
         return dict.fromkeys(_GPU_STATE)
     driver, *numbers = fields
-    return dict(zip(_GPU_STATE, [driver, *map(_number, numbers)], strict=True))
-
-
-def _number(text: str) -> float | None:
-    """Parse a number; None for [N/A] and similar values."""
-    try:
-        return float(text)
-    except ValueError:
-        return None
+    values = [float(text) if re.fullmatch(r"[\d.]+", text) else None for text in numbers]  # or [N/A]
+    return dict(zip(_GPU_STATE, [driver, *values], strict=True))
 
 
 def _version(package: str) -> str | None:
@@ -99,11 +77,8 @@ def _version(package: str) -> str | None:
 
 
 def _cpu() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
+    found = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return found[1] if found else "unknown"
 
 
 def _git(*arguments: str) -> str | None:

@@ -6,13 +6,11 @@ Importing this module does not import torch.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
-from composer_speedups.core.file_hashes import TEXTS, WEIGHTS, hashes_of, model_files
-from composer_speedups.core.files import check_folder
+from composer_speedups.core.files import TEXTS, WEIGHTS, check_folder, hashes_of, model_files
 from composer_speedups.data.paths import find_files, is_address
-from composer_speedups.tasks.model_names import resolve_name
+from composer_speedups.tasks.settings import resolve_name
 from composer_speedups.train.config.schema import Config
 
 Inputs = dict[str, dict[str, str]]
@@ -20,23 +18,15 @@ Inputs = dict[str, dict[str, str]]
 
 INITIAL = "checkpoint.load"
 """The key of weights that a resumed run does not read again."""
-_FOLDERS = ("model.name", "data.tokenizer")  # in which names say what a file is
+_FOLDERS = ("model.name", "data.tokenizer")  # in which names say what a file is; others may be renamed
 
 
 def inputs_of(config: Config) -> Inputs:
-    """The hashes of the local files that a run of this config reads: data files, patterns of them and folders, streamed
-    or not; weights, configuration and tokenizer in the folders of ``model.name`` and ``data.tokenizer``; and the file
-    of ``checkpoint.load`` if only its weights are loaded.
+    """The hashes of the local files that a run of this config reads: data files and folders, streamed or not; weights,
+    configuration and tokenizer in local folders; and the file of ``checkpoint.load`` if only its weights are loaded.
 
-    Names and times of data files do not count. If a key's files have more than 4 GiB together, the size and 16 blocks
-    of 64 KiB of each are hashed, and a change between the blocks that keeps the size is not seen.
-
-    Not covered are names on the hub, for which ``data.hub_revision`` names a commit, and addresses such as ``s3://…``.
-    Built-in data are generated and have no files.
-
-    Raises:
-        DataError: A file is missing or cannot be read.
-        ConfigError: A folder is missing.
+    If a key's files have more than 4 GiB together, the size and 16 blocks of 64 KiB of each are hashed. Not covered are
+    names on the hub, for which ``data.hub_revision`` names a commit, and addresses such as ``s3://…``.
     """
     data, model, load = config.data, config.model, config.checkpoint.load
     hub = data.hub_name if data.source == "hub" else None
@@ -56,10 +46,7 @@ def inputs_of(config: Config) -> Inputs:
 
 
 def changed_input(before: Inputs, now: Inputs) -> str | None:
-    """The key and the first file whose content differs, such as ``data.train_file: train.csv``; None if all are equal.
-
-    Other files may have other names now, but not those of a model or tokenizer, since the names say what they are.
-    """
+    """The key and the first file whose content differs, as in ``data.train_file: train.csv``; None if none does."""
     for key in {**now, **before}:
         old, new = before.get(key, {}), now.get(key, {})
         if old == new or (key not in _FOLDERS and [*old.values()] == [*new.values()]):
@@ -73,9 +60,5 @@ def _data_files(name: str | None, key: str) -> list[tuple[str, Path]]:
         return []
     folder = os.path.expanduser(name)
     if os.path.isdir(folder):  # of save_to_disk, or of MDS shards
-        return [(str(path), path) for path in _files_below(folder)]
+        return [(str(path), path) for path in sorted(Path(folder).rglob("*")) if path.is_file()]
     return [(path, Path(path)) for path in find_files(name, key)]
-
-
-def _files_below(folder: str) -> Iterator[Path]:
-    return (path for path in sorted(Path(folder).rglob("*")) if path.is_file())

@@ -6,22 +6,44 @@ import os
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub import ModelCard, ModelCardData
+from tabulate import tabulate
 
 from composer_speedups.callbacks.run_report import describe_evidence
 from composer_speedups.core.files import write_atomically
-from composer_speedups.tasks.task import task_class
 
-# Task → its name on the hub; that of classification for other heads of the same class.
-_PIPELINES = {
+_PIPELINES = {  # the hub's names of tasks
     "token_classification": "token-classification",
     "reranking": "text-ranking",
     "embedding": "sentence-similarity",
     "mlm": "fill-mask",
 }
-_OTHER_PIPELINE = "text-classification"
-_MOST_CLASSES = 100
 _VERSIONS = ("composer_speedups", "commit", "torch", "composer", "transformers", "datasets", "triton", "python", "gpu")
+_BODY = """
+# {run_name}
+
+Task `{task}`, trained from {start} with composer_speedups.
+
+## Data
+
+{data}, at most {max_length} tokens per text.
+
+## Metrics
+
+{metrics}
+
+## Training
+
+{batches:,} batches of {batch_size:,} samples (`{duration}`), learning rate {lr:g}, seed {seed}.{best}
+
+## Techniques
+
+{techniques}
+
+## Versions
+
+{versions}
+"""
 
 
 def write_model_card(report: dict[str, Any], folder: Path) -> None:
@@ -30,123 +52,50 @@ def write_model_card(report: dict[str, Any], folder: Path) -> None:
 
 
 def model_card(report: dict[str, Any]) -> ModelCard:
-    """The card of a run's model, from its report.json.
-
-    Of local folders and files it has the names without their paths. Metrics are also in its metadata if the data are a
-    dataset of the hub.
-    """
-    config = report["config"]
-    model, data = config["model"], config["data"]
-    task = model["task"]
+    """The card of a run's model, from its report.json. Of local folders and files it has the names without their
+    paths."""
+    config, best = report["config"], report["best"]
+    model, data, name = config["model"], config["data"], config["model"]["name"]
     # without those of the training, which are of its last batch alone
     metrics = {k: v for k, v in report["metrics"].items() if v is not None and not k.startswith("train_")}
-    hub = data["hub_name"] if data["source"] == "hub" else None
-    pipeline = _PIPELINES.get(task, _OTHER_PIPELINE)
-    is_base = model["init"] == "pretrained" and "/" in model["name"] and not _is_local(model["name"])
-    results = [
-        EvalResult(
-            task_type=pipeline,
-            dataset_type=hub,
-            dataset_name=hub,
-            dataset_config=data["hub_config"],
-            dataset_split=data["eval_split"],
-            dataset_revision=data["hub_revision"],
-            metric_type=name,
-            metric_value=value,
-        )
-        for name, value in metrics.items()
-        if hub and data["eval_split"] and data["eval_fraction"] is None
-    ]
+    pretrained, local = model["init"] == "pretrained", name.startswith(("/", ".", "~")) or os.path.isdir(name)
     metadata = ModelCardData(
-        base_model=model["name"] if is_base else None,
-        datasets=[hub] if hub else None,
-        library_name="sentence-transformers" if task == "embedding" else "transformers",
-        pipeline_tag=pipeline,
+        base_model=name if pretrained and not local else None,
+        datasets=[data["hub_name"]] if data["source"] == "hub" else None,
+        library_name="sentence-transformers" if model["task"] == "embedding" else "transformers",
+        pipeline_tag=_PIPELINES.get(model["task"], "text-classification"),
         tags=["composer_speedups"],
         model_name=report["run_name"],
-        eval_results=results or None,
     )
-    sections = {
-        "Use": _usage(task),
-        "Data": _data(data),
-        "Metrics": _table(("metric", "value"), [(name, f"{value:.6g}") for name, value in metrics.items()]),
-        "Classes": _classes(report["classes"].get("classes", {})),
-        "Training": _training(report),
-        "Techniques": _techniques(report["algorithms"]),
-        "Versions": _table(
-            ("what", "version"),
-            [(name, report["environment"][name]) for name in _VERSIONS if report["environment"].get(name)],
-        ),
-    }
-    body = "\n\n".join(f"## {title}\n\n{text}" for title, text in sections.items() if text)
-    start = "random weights"
-    if model["init"] == "pretrained":
-        start = f"`{_last_part(model['name']) if _is_local(model['name']) else model['name']}`"
-    title = f"# {report['run_name']}\n\nTask `{task}`, trained from {start} with composer_speedups."
-    return ModelCard(f"---\n{metadata.to_yaml()}\n---\n\n{title}\n\n{body}\n")
-
-
-def _usage(task: str) -> str:
-    if task == "embedding":
-        package, name = "sentence_transformers", "SentenceTransformer"
-        lines = [f'model = {name}("FOLDER")', 'vectors = model.encode(["a text"])']
-    else:
-        package, name = "transformers", task_class(task).auto_class
-        lines = [f'model = {name}.from_pretrained("FOLDER")', 'tokenizer = AutoTokenizer.from_pretrained("FOLDER")']
-        name = f"{name}, AutoTokenizer"
-    return "\n".join(["```python", f"from {package} import {name}", "", *lines, "```"])
+    evidence = {f"`{name}`": describe_evidence(entry["evidence"]) for name, entry in report["algorithms"].items()}
+    body = _BODY.format(
+        run_name=report["run_name"],
+        task=model["task"],
+        start=f"`{os.path.basename(name.rstrip('/')) if local else name}`" if pretrained else "random weights",
+        data=_data(data),
+        max_length=data["max_length"],
+        metrics=_table({k: f"{v:.6g}" for k, v in metrics.items()}, "metric", "value"),
+        batches=report["training"]["batches"],
+        batch_size=data["batch_size"],
+        duration=config["trainer"]["max_duration"],
+        lr=config["optimizer"]["lr"],
+        seed=config["seed"],
+        best=f" The weights are those after batch {best['batch']}, where {best['metric']} was best." if best else "",
+        techniques=_table(evidence, "technique", "evidence"),
+        versions=_table({k: v for k in _VERSIONS if (v := report["environment"].get(k))}, "what", "version"),
+    )
+    return ModelCard(f"---\n{metadata.to_yaml()}\n---\n{body}")
 
 
 def _data(data: dict[str, Any]) -> str:
-    kinds = {"builtin": "built-in samples", "random": "random tokens"}
     if data["source"] == "hub":
-        config = f", configuration `{data['hub_config']}`" if data["hub_config"] else ""
-        revision = f", revision `{data['hub_revision']}`" if data["hub_revision"] else ""
-        origin = f"the hub's dataset `{data['hub_name']}`{config}{revision}"
-        trained = f"trained on `{data['train_split']}`"
-        held_out = data["eval_split"] and f"validated on `{data['eval_split']}`"
-    else:
-        origin = kinds.get(data["source"], "files")
-        trained = f"trained on `{_last_part(data['train_file'])}`" if data["train_file"] else ""
-        held_out = data["eval_file"] and f"validated on `{_last_part(data['eval_file'])}`"
-    if data["eval_fraction"] is not None:
-        held_out = f"validated on {data['eval_fraction']:g} of these samples"
-    return ", ".join(filter(None, [origin, trained, held_out, f"at most {data['max_length']} tokens per text"])) + "."
+        names = [data["hub_name"], data["hub_config"], data["hub_revision"]]
+        splits = f"trained on `{data['train_split']}`, validated on `{data['eval_split']}`"
+        return f"The hub's dataset `{' '.join(filter(None, names))}`, {splits}"
+    files = [os.path.basename(path.rstrip("/")) for path in (data["train_file"], data["eval_file"]) if path]
+    return f"Files: {', '.join(files)}" if files else f"Generated samples ({data['source']})"
 
 
-def _classes(classes: dict[str, dict[str, Any]]) -> str:
-    shown = ("precision", "recall", "f1", "samples")
-    rows = [(name, *("–" if v[key] is None else f"{v[key]:.4g}" for key in shown)) for name, v in classes.items()]
-    return _table(("class", *shown), rows) if 0 < len(rows) <= _MOST_CLASSES else ""
-
-
-def _training(report: dict[str, Any]) -> str:
-    config, training = report["config"], report["training"]
-    optimizer, best = config["optimizer"], report["best"]
-    kept = f" The weights are those after batch {best['batch']}, where {best['metric']} was best." if best else ""
-    return (
-        f"{training['batches']:,} batches of {config['data']['batch_size']:,} samples "
-        f"(`{config['trainer']['max_duration']}`), learning rate {optimizer['lr']:g}, seed {config['seed']}.{kept}"
-    )
-
-
-def _techniques(algorithms: dict[str, Any]) -> str:
-    rows = []
-    for name, entry in algorithms.items():
-        rows.append((f"`{name}`", "yes" if entry["engaged"] else "no", describe_evidence(entry["evidence"])))
-    return _table(("technique", "engaged", "evidence"), rows)
-
-
-def _table(head: tuple[str, ...], rows: list[tuple[Any, ...]]) -> str:
-    if not rows:
-        return ""
-    lines = [head, ("---",) * len(head), *rows]
-    return "\n".join(f"| {' | '.join(str(cell).replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
-
-
-def _is_local(name: str) -> bool:
-    return name.startswith(("/", ".", "~")) or os.path.isdir(name)
-
-
-def _last_part(path: str) -> str:
-    return os.path.basename(path.rstrip("/"))
+def _table(rows: dict[str, Any], *head: str) -> str:
+    cells = [[str(cell).replace("|", r"\|") for cell in row] for row in rows.items()]
+    return tabulate(cells, head, tablefmt="github", disable_numparse=True)

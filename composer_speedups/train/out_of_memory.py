@@ -15,8 +15,8 @@ from composer.utils import dist, ensure_tuple
 from composer_speedups.core.errors import first_line
 from composer_speedups.core.host import in_force
 from composer_speedups.core.trainer_state import model_of
+from composer_speedups.distributed.composer_loop import reads_no_gradients
 from composer_speedups.distributed.fsdp import offloading
-from composer_speedups.distributed.gradient_readers import reads_no_gradients
 from composer_speedups.tasks.models import FinetuneModel
 from composer_speedups.tasks.task import Task
 
@@ -24,23 +24,12 @@ from composer_speedups.tasks.task import Task
 class MicrobatchTrainer(Trainer):
     """A Composer Trainer that halves its micro-batch size when a batch does not fit, and trains that batch again.
 
-    Composer's ``device_train_microbatch_size="auto"`` asks all ranks after every forward pass whether one ran out of
-    memory, which makes the host wait for the GPU. This Trainer does nothing until memory runs out, and also reduces
-    sizes given as numbers. The gradient is the mean over the whole batch at any size: Composer weights each micro-batch
-    by its samples, or by its :meth:`.Task.loss_weight` if the task's loss is a weighted mean. Dropout masks differ, as
-    with any other micro-batch size.
+    Unlike Composer's ``auto``, it does nothing until memory runs out. The gradient is the mean over the whole batch at
+    any size: Composer weights each micro-batch by its samples, or by its :meth:`.Task.loss_weight`.
 
     It stops, and names the size to set, if continuing would change the run: with several ranks (which wait in
-    collectives of the batch), with captured graphs, with a micro-batch of one sample, and if the optimizer's update ran
-    out of memory, since some weights may already have changed. A loss over the whole batch, such as one with in-batch
-    negatives, cannot be divided: it stops as well, and names ``model.gradient_cache``.
-
-    Args:
-        on_out_of_memory: ``"halve"`` or ``"stop"``.
-        settings: The arguments of Composer's Trainer.
-
-    Attributes:
-        history: The changes of the micro-batch size, one of the Trainer's callbacks.
+    collectives of the batch), with captured graphs, with a micro-batch of one sample, with a loss over the whole batch,
+    and if the optimizer's update ran out of memory, since some weights may already have changed.
     """
 
     def __init__(self, on_out_of_memory: Literal["halve", "stop"] = "halve", **settings: Any) -> None:
@@ -94,14 +83,10 @@ class MicrobatchTrainer(Trainer):
 
 class MicrobatchHistory(Callback):
     """Records each change of the micro-batch size, including Composer's automatic ones, and keeps the size of a resumed
-    run.
-
-    Attributes:
-        changes: ``{"batch": …, "from": …, "to": …}`` in order; ``batch`` is the number of batches trained before.
-    """
+    run."""
 
     def __init__(self) -> None:
-        self.changes: list[dict[str, Any]] = []
+        self.changes: list[dict[str, Any]] = []  # in order; "batch" is the number of batches trained before
         self._size: Any = None
 
     def after_load(self, state: State, logger: Logger) -> None:
@@ -134,21 +119,16 @@ def _task_of(state: State) -> Task | None:
 
 
 def _half_of(state: State, rows: int, wanted: str, error: torch.OutOfMemoryError) -> int:
-    """The micro-batch size to continue with, for a largest micro-batch of ``rows``.
-
-    Raises:
-        torch.OutOfMemoryError: There is none. The last line of the message states the reason and what to set.
-    """
-    first = first_line(error)
-    task = _task_of(state)
-    if task is not None and task.needs_whole_batch:
-        raise torch.OutOfMemoryError(f"{first}\n{_no_micro_batches_message(task, state, rows)}") from error
-    half = max(1, rows // 2)
-    ranks = dist.get_world_size()
+    """The micro-batch size to continue with, for a largest micro-batch of ``rows``."""
+    task, half, ranks = _task_of(state), max(1, rows // 2), dist.get_world_size()
     fixed = [t.name for t in in_force(state) if t.fixed_shapes]
-    fix = f"set trainer.microbatch_size={half}"
-    if rows == 1:
-        reason, fix = "1 is the minimum", "lower data.max_length, or use a smaller model"
+    fix, small = f"set trainer.microbatch_size={half}", "lower data.max_length, or use a smaller model"
+    if task is not None and task.needs_whole_batch:
+        cache = getattr(task, "gradient_cache", None) or state.batch["input_ids"][..., 0].numel()  # in texts
+        reason = "micro-batches would split the batch, which its loss needs whole"
+        fix = f"set model.gradient_cache={cache // 2}" if cache > 1 else small
+    elif rows == 1:
+        reason, fix = "1 is the minimum", small
     elif ranks > 1:
         reason, fix = f"{ranks} ranks cannot repeat a batch that failed on one of them", f"{fix}, or auto"
     elif state.fsdp_config is not None:
@@ -160,19 +140,5 @@ def _half_of(state: State, rows: int, wanted: str, error: torch.OutOfMemoryError
     else:
         return half
     raise torch.OutOfMemoryError(
-        f"{first}\ntrainer.microbatch_size: out of memory with a micro-batch of {rows}, and {reason}; {fix}"
+        f"{first_line(error)}\ntrainer.microbatch_size: out of memory with a micro-batch of {rows}, and {reason}; {fix}"
     ) from error
-
-
-def _no_micro_batches_message(task: Task, state: State, rows: int) -> str:
-    """The setting to change if the loss of a sample depends on the other samples of the batch."""
-    cached = getattr(task, "gradient_cache", None)
-    texts = cached or state.batch["input_ids"][..., 0].numel()
-    fix = "lower data.batch_size or data.max_length"
-    if texts > 1:
-        fix = f"set model.gradient_cache={texts // 2}"
-    with_cache = "" if cached is None else f" with model.gradient_cache={cached}"
-    return (
-        f"data.batch_size: {rows} samples per rank do not fit{with_cache}, and their loss needs the whole batch, which "
-        f"micro-batches would split; {fix}"
-    )

@@ -6,21 +6,21 @@ Charts have no background, and inks that can be read on a light and on a dark pa
 from __future__ import annotations
 
 import io
-import itertools
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from composer import Trainer
 from composer.utils import dist
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.font_manager import FontProperties, findfont, get_font
+from torchmetrics.utilities.plot import plot_confusion_matrix
 
+from composer_speedups.callbacks.history import RunHistory
 from composer_speedups.callbacks.losses import LossMonitor
-from composer_speedups.callbacks.run_history import RunHistory
 from composer_speedups.callbacks.throughput import Batch, ThroughputMonitor
 from composer_speedups.core.files import write_atomically
 from composer_speedups.train.config.schema import Config
@@ -35,79 +35,50 @@ CHART_STYLE: Any = {**dict.fromkeys(_TEXTS, INK), "savefig.transparent": True}
 """Matplotlib's settings for a chart, in force while it is drawn and saved."""
 
 _MOST_DRAWN = 30  # classes of a picture
-Learned = tuple[Mapping[int, float], Mapping[int, Mapping[str, float]]]
 
 
 def write_plot(trainer: Trainer, config: Config, folder: RunFolder, evaluation: Mapping[str, Any]) -> None:
-    """Write throughput.png and, if there is a confusion matrix of up to 30 classes, confusion.png on rank 0, unless
-    ``plot`` is false or nothing was measured.
-
-    Args:
-        trainer: The Trainer after ``fit``.
-        config: The run's config.
-        folder: The run's folder.
-        evaluation: This section of the report.
-    """
+    """Write throughput.png and, if the report's section ``classes`` has a confusion matrix of up to 30 classes,
+    confusion.png on rank 0, unless ``plot`` is false or nothing was measured."""
     if dist.get_global_rank() != 0 or not config.plot:
         return
     if evaluation and evaluation["confusion"] is not None and len(evaluation["classes"]) <= _MOST_DRAWN:
-        names, title = [*evaluation["classes"]], f"{config.run_name}, after batch {evaluation['batch']}"
-        plot_confusion(evaluation["confusion"], names, title, folder / "confusion.png")
+        title = f"{config.run_name}, after batch {evaluation['batch']}"
+        plot_confusion(evaluation["confusion"], [*evaluation["classes"]], title, folder / "confusion.png")
     monitor = callback_of(trainer.state, ThroughputMonitor)
     if monitor is not None and monitor.batches:
         losses, history = callback_of(trainer.state, LossMonitor), callback_of(trainer.state, RunHistory)
-        learned = (losses.losses, history.evaluations) if losses and history else None
-        plot_run(monitor, learned, config.run_name, folder / "throughput.png", world=dist.get_world_size())
+        trained, evaluated = losses.losses if losses else {}, history.evaluations if history else {}
+        plot_run(monitor, trained, evaluated, config.run_name, folder / "throughput.png")
 
 
 @rc_context(CHART_STYLE)
 def plot_confusion(matrix: Sequence[Sequence[int]], names: Sequence[str], title: str, path: Path) -> None:
-    """Draw the confusion matrix of an evaluation, colored by the share of each true class, and write a PNG.
-
-    Args:
-        matrix: For each true class, how often each class was predicted.
-        names: The classes, in the order of rows and columns. One with characters that the font lacks, such as emoji, is
-            drawn without them, after its number.
-        title: Title of the picture.
-        path: The PNG.
-    """
-    size, side = len(names), max(4.0, 0.45 * len(names) + 2)
+    """Draw a confusion matrix, with a row for each true class, and write a PNG."""
+    side = max(4.0, 0.45 * len(names) + 2)
     figure = Figure(figsize=(side + 0.6, side), dpi=120, layout="constrained")
     axes = figure.subplots()
-    shares = [[count / max(1, sum(row)) for count in row] for row in matrix]
-    axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
-    for i, j in itertools.product(range(size), repeat=2):
-        color = "white" if shares[i][j] > 0.5 else "black"
-        axes.text(j, i, f"{matrix[i][j]:,}", ha="center", va="center", color=color, fontsize=8)
-    drawn = [_drawable(name) for name in names]
-    numbered = [
-        name if name == whole else f"{i} {name}" for i, (name, whole) in enumerate(zip(drawn, names, strict=True))
-    ]
-    shown = [name if len(name) <= 20 else f"{name[:19]}…" for name in numbered]
-    axes.set_xticks(range(size), shown, rotation=45, ha="right", fontsize=8, parse_math=False)
-    axes.set_yticks(range(size), shown, fontsize=8, parse_math=False)
-    axes.set(xlabel="predicted class", ylabel="true class", title=_drawable(title))
+    plot_confusion_matrix(torch.tensor(matrix), axes, labels=[name.replace("$", r"\$")[:20] for name in names])
+    axes.set_title(title)
     _write(figure, path)
 
 
 @rc_context(CHART_STYLE)
-def plot_run(monitor: ThroughputMonitor, learned: Learned | None, title: str, path: Path, *, world: int = 1) -> None:
-    """Draw samples/s per batch, and below it training loss and accuracy, and write a PNG.
-
-    Args:
-        monitor: After ``fit``.
-        learned: The training losses and the evaluations' metrics by their batches; None draws samples/s only.
-        title: Title of the picture.
-        path: The PNG.
-        world: Number of ranks; each batch's rate is multiplied by it.
-    """
-    figure = Figure(figsize=(9, 4 if learned is None else 6.5), dpi=120, layout="constrained")
-    panels = figure.subplots(1 if learned is None else 2, 1, sharex=True, squeeze=False)[:, 0]
-    _draw_rates(panels[0], monitor, world)
-    panels[0].set_title(_drawable(title))
-    if learned is not None:
-        _draw_learning(panels[1], learned, monitor.window)
-    panels[-1].set_xlabel("training batch")
+def plot_run(
+    monitor: ThroughputMonitor,
+    losses: Mapping[int, float],
+    evaluations: Mapping[int, Mapping[str, float]],
+    title: str,
+    path: Path,
+) -> None:
+    """Draw samples/s per batch over all ranks, and below it training losses and evaluations by their batches, and write
+    a PNG."""
+    figure = Figure(figsize=(9, 6.5), dpi=120, layout="constrained")
+    above, below = panels = figure.subplots(2, 1, sharex=True)
+    _draw_rates(above, monitor)
+    _draw_learning(below, losses, evaluations, monitor.window)
+    above.set_title(title)
+    below.set_xlabel("training batch")
     for axes in panels:
         axes.margins(x=0.01)
         axes.grid(alpha=0.25)
@@ -116,26 +87,20 @@ def plot_run(monitor: ThroughputMonitor, learned: Learned | None, title: str, pa
     _write(figure, path)
 
 
-def _drawable(text: str) -> str:
-    """The text without characters that the font lacks, about which Matplotlib would warn."""
-    font = get_font(findfont(FontProperties()))
-    return "".join(character for character in text if font.get_char_index(ord(character))).strip()
-
-
 def _write(figure: Figure, path: Path) -> None:
     image = io.BytesIO()
     figure.savefig(image, format="png")
     write_atomically(path, image.getvalue())
 
 
-def _draw_rates(axes: Axes, monitor: ThroughputMonitor, world: int) -> None:
+def _draw_rates(axes: Axes, monitor: ThroughputMonitor) -> None:
     """Draw each batch, the moving average, batches outside the steady state, and evaluations."""
     batches = monitor.batches
     index = [batch.index for batch in batches]
     window = min(monitor.window, max(1, len(batches) // 4))
 
     def rate(some: Sequence[Batch]) -> float:
-        return world * sum(batch.samples for batch in some) / sum(batch.seconds for batch in some)
+        return dist.get_world_size() * sum(batch.samples for batch in some) / sum(batch.seconds for batch in some)
 
     means = [rate(batches[max(0, i - window + 1) : i + 1]) for i in range(len(batches))]
     axes.plot(index, [rate([b]) for b in batches], color="tab:blue", alpha=0.35, linewidth=0.8, label="each batch")
@@ -151,13 +116,15 @@ def _draw_rates(axes: Axes, monitor: ThroughputMonitor, world: int) -> None:
     axes.set(ylabel="samples/s", ylim=(0, None))
 
 
-def _draw_learning(axes: Axes, learned: Learned, window: int) -> None:
+def _draw_learning(
+    axes: Axes, trained: Mapping[int, float], evaluations: Mapping[int, Mapping[str, float]], window: int
+) -> None:
     """Draw each batch's training loss and its mean, and loss and accuracy of evaluations, with accuracy on its own
     axis."""
-    batches, losses = list(learned[0]), list(learned[0].values())
+    batches, losses = [*trained], [*trained.values()]
 
     def evaluated(name: str) -> dict[int, float]:
-        return {batch: values[name] for batch, values in learned[1].items() if name in values}
+        return {batch: values[name] for batch, values in evaluations.items() if name in values}
 
     means = [statistics.fmean(losses[max(0, i - window + 1) : i + 1]) for i in range(len(losses))]
     axes.plot(batches, losses, color="tab:blue", alpha=0.25, linewidth=0.8, label="training loss")

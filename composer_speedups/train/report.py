@@ -10,15 +10,14 @@ from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.utils import dist
 
-from composer_speedups.callbacks.class_report import ClassReport, class_rows, note_on_metric
 from composer_speedups.callbacks.evaluations import BestWeights, EarlyStopping
+from composer_speedups.callbacks.history import ClassReport, RunHistory, class_rows, note_on_metric
 from composer_speedups.callbacks.losses import LossMonitor
 from composer_speedups.callbacks.memory import MemoryAnatomy
-from composer_speedups.callbacks.run_history import RunHistory
 from composer_speedups.callbacks.run_report import RunReport, describe_evidence, evidence_of
 from composer_speedups.callbacks.throughput import ThroughputMonitor
 from composer_speedups.core.files import write_json
-from composer_speedups.core.process_age import process_age
+from composer_speedups.core.processes import process_age
 from composer_speedups.core.trainer_state import device_of
 from composer_speedups.data.summary import DataSummary
 from composer_speedups.distributed.ddp import sums_of
@@ -42,18 +41,7 @@ def write_report(
     baseline: dict[str, Any] | None = None,
     data: DataSummary | None = None,
 ) -> dict[str, Any]:
-    """Write report.json and print the summary, on rank 0. Collective: every rank must call it.
-
-    Args:
-        trainer: The Trainer after ``fit``.
-        config: The run's config.
-        folder: The run's folder.
-        baseline: See :func:`.measure_baseline`.
-        data: What is known of the samples.
-
-    Returns:
-        The report.
-    """
+    """Write report.json and print the summary, on rank 0. Collective: every rank must call it."""
     report = build_report(trainer.state, config, process_age(), baseline, data)
     if dist.get_global_rank() == 0:
         write_json(folder / "report.json", report)
@@ -72,7 +60,8 @@ def build_report(
     logged, microbatches = callback_of(state, RunReport), callback_of(state, MicrobatchHistory)
     history = callback_of(state, RunHistory) or RunHistory()
     changes = microbatches.changes if microbatches else []
-    best = callback_of(state, BestWeights)
+    chosen = "after running out of memory" if changes else "by the config"
+    best, classes = callback_of(state, BestWeights), callback_of(state, ClassReport)
     sums = sums_of(state.model)
     return {
         "run_name": config.run_name,
@@ -83,7 +72,8 @@ def build_report(
         "metrics": {**history.metrics, **final_metrics(state), **(best.metrics if best else {})},
         "evaluations": history.summary(),
         "data": data.report() if data else {},
-        "classes": _classes(state, best),
+        # of the exported weights; empty if an earlier process evaluated them
+        "classes": classes.summary(best.batch if best else None) if classes else {},
         "best": _summary(state, BestWeights),
         "early_stopping": _summary(state, EarlyStopping),
         "algorithms": evidence_of(state),
@@ -97,7 +87,7 @@ def build_report(
             # FSDP leaves each rank with flattened, padded shards, whose number of elements is not the model's.
             "parameters": None if state.fsdp_enabled else sum(p.numel() for p in state.model.parameters()),
             "microbatch_size": state.device_train_microbatch_size,
-            "microbatch_chosen": _chooser(state, changes),
+            "microbatch_chosen": "automatically" if state.auto_microbatching else chosen,
             "microbatch_changes": changes,
             "ranks": dist.get_world_size(),
         },
@@ -109,63 +99,49 @@ def build_report(
     }
 
 
-def _classes(state: State, best: BestWeights | None) -> dict[str, Any]:
-    """The classes' metrics in the evaluation of the exported weights; empty if an earlier process evaluated them."""
-    classes = callback_of(state, ClassReport)
-    return classes.summary(best.batch if best else None) if classes else {}
-
-
-def _chooser(state: State, changes: list[dict[str, Any]]) -> str:
-    if state.auto_microbatching:
-        return "automatically"
-    return "after running out of memory" if changes else "by the config"
-
-
-def _token_bound(config: dict[str, Any]) -> str:
-    bound = config["trainer"]["microbatch_tokens"]
-    return "" if bound is None else f"with at most {bound:,} real tokens, "
-
-
 def summary_table(report: dict[str, Any], folder: str) -> str:
     """Format the report as a table for the console. Evidence is cut at 160 columns, with "…"."""
-    throughput, memory, metrics = report["throughput"], report["memory"], report["metrics"]
-    ddp, classes = report["ddp"] or {}, report["classes"].get("classes", {})
-    ranks = f" on {report['training']['ranks']} ranks" if report["training"]["ranks"] > 1 else ""
+    speed, memory, training = report["throughput"], report["memory"], report["training"]
+    startup, ddp, classes = report["startup"], report["ddp"] or {}, report["classes"].get("classes", {})
+    best, stopping, peak = report["best"], report["early_stopping"], speed.get("peak")
+    ranks = f" on {training['ranks']} ranks" if training["ranks"] > 1 else ""
+    bound = report["config"]["trainer"]["microbatch_tokens"]
+    tokens = "" if bound is None else f"with at most {bound:,} real tokens, "
+    resumed = ", ".join(str(entry["batch"]) for entry in report["resumed"] or ())
+    before = resumed and f"and of those before it: resumed after batch {resumed}"
     rows = [
-        ("samples/s", throughput.get("samples_per_sec"), f"steady state, data wait included{ranks}"),
-        ("tokens/s", throughput.get("tokens_per_sec"), "without padding"),
-        ("padding", throughput.get("padding_fraction"), "of all positions"),
-        ("MFU", throughput.get("mfu"), _peak(throughput.get("peak"))),
-        ("step", throughput.get("step_seconds"), "s, mean"),
-        ("data wait", throughput.get("data_seconds"), "s per batch, mean"),
-        ("between batches", throughput.get("between_batches_seconds"), "s per batch, mean, on the host"),
-        ("GPU idle", throughput.get("gpu_idle_seconds"), "s per batch, mean, waiting for the host between batches"),
-        ("warm-up", throughput.get("warmup_seconds"), "s, compilation included"),
-        ("evaluation", throughput.get("eval_seconds"), "s in all"),
-        ("checkpoints", throughput.get("checkpoint_seconds"), "s in all"),
-        (
-            "peak memory",
-            memory.get("peak_gib"),
-            f"GiB {'of the GPU' if report['environment']['gpu'] else 'resident'}",
-        ),
-        *((name.replace("_", " "), value, note_on_metric(name, classes)) for name, value in metrics.items()),
+        ("samples/s", speed.get("samples_per_sec"), f"steady state, data wait included{ranks}"),
+        ("tokens/s", speed.get("tokens_per_sec"), "without padding"),
+        ("padding", speed.get("padding_fraction"), "of all positions"),
+        ("MFU", speed.get("mfu"), peak and f"of {peak['flops_per_sec'] / 1e12:.3g} TFLOP/s ({peak['precision']})"),
+        ("step", speed.get("step_seconds"), "s, mean"),
+        ("data wait", speed.get("data_seconds"), "s per batch, mean"),
+        ("between batches", speed.get("between_batches_seconds"), "s per batch, mean, on the host"),
+        ("warm-up", speed.get("warmup_seconds"), "s, compilation included"),
+        ("evaluation", speed.get("eval_seconds"), "s in all"),
+        ("checkpoints", speed.get("checkpoint_seconds"), "s in all"),
+        ("peak memory", memory.get("peak_gib"), f"GiB {'of the GPU' if report['environment']['gpu'] else 'resident'}"),
+        *((name.replace("_", " "), value, note_on_metric(name, classes)) for name, value in report["metrics"].items()),
         *class_rows(classes),
-        _best_row(report["best"], exported=report["config"]["export"]),
-        _early_stopping_row(report["early_stopping"], report["training"]),
-        ("gradients", ddp.get("mib_a_step"), f"MiB reduced per step{_overlap(ddp, report['training'])}"),
+        ("best", best.get("batch"), best and f"batches trained; {best['metric']} was {_number(best['value'])}"),
+        ("stopped early", training["batches"] if stopping.get("stopped") else None, "batches trained"),
+        (
+            "gradients",
+            ddp.get("mib_a_step"),
+            f"MiB reduced per step; {ddp.get('overlapped_steps', 0)} steps overlap",
+        ),
         (
             "microbatch",
-            report["training"]["microbatch_size"],
-            f"samples per forward pass and device, {_token_bound(report['config'])}chosen "
-            f"{report['training']['microbatch_chosen']}",
+            training["microbatch_size"],
+            f"samples per forward pass and device, {tokens}chosen {training['microbatch_chosen']}",
         ),
-        ("start-up", report["startup"].get("to_first_step_seconds"), _phases(report["startup"])),
-        ("wall time", report["wall_seconds"], f"s, from the start of the process{_resumed(report.get('resumed'))}"),
+        ("start-up", startup.get("to_first_step_seconds"), f"s to the end of the first step: {_phases(startup)}"),
+        ("wall time", report["wall_seconds"], f"s, from the start of the process{before and f', {before}'}"),
     ]
     lines = ["", f"{report['run_name']}: {folder}/report.json"]
     shown = [(name, value, note) for name, value, note in rows if value is not None]
     width = max(15, *(len(name) for name, _, _ in shown))
-    lines += [f"  {name:<{width}} {_number(value):>10}  {note}".rstrip() for name, value, note in shown]
+    lines += [f"  {name:<{width}} {_number(value):>10}  {note or ''}".rstrip() for name, value, note in shown]
     for name, entry in report["algorithms"].items():
         mark = "engaged" if entry["engaged"] else "NOT engaged"
         line = f"  {name:<18} {mark}: {describe_evidence(entry['evidence'])}"
@@ -175,66 +151,26 @@ def summary_table(report: dict[str, Any], folder: str) -> str:
     return "\n".join(lines)
 
 
-def _best_row(best: dict[str, Any], *, exported: bool) -> tuple[str, int | None, str]:
-    """``exported 340 batches trained when accuracy was best, 0.912; the last evaluation had 0.903``."""
-    if not best:
-        return "exported", None, ""
-    note = f"batches trained when {best['metric']} was best, {_number(best['value'])}"
-    name = "exported" if exported else "best"
-    return name, best["batch"], f"{note}; the last evaluation had {_number(best['last_value'])}"
-
-
-def _early_stopping_row(stopping: dict[str, Any], training: dict[str, Any]) -> tuple[str, int | None, str]:
-    if not stopping.get("stopped"):
-        return "stopped early", None, ""
-    why = f"batches trained; {stopping['metric']} had been best after {stopping['best_batch']}"
-    return "stopped early", training["batches"], why
-
-
 def _against_baseline(report: dict[str, Any]) -> str:
     """``unpadding in place of sdpa_attention: 1.35 times as fast on this machine (1,380 and 1,020 samples/s, …; 1.31
-    to 1.38 times in single turns)``; if the turns disagree on which is faster, it says so first."""
+    to 1.38 times in single turns)``."""
     before = report["baseline"]
     theirs, ours = before["samples_per_sec"], before["run_samples_per_sec"]
     engaged = [name for name, entry in report["algorithms"].items() if entry["engaged"]]
-    added = [name for name in engaged if name not in before["algorithms"]]
-    removed = [name for name in before["algorithms"] if name not in engaged]
-    change = ", ".join(added) or "this run"
-    if removed:
+    change = ", ".join(name for name in engaged if name not in before["algorithms"]) or "this run"
+    if removed := [name for name in before["algorithms"] if name not in engaged]:
         change += f" in place of {', '.join(removed)}"
     turns = before["turn_ratios"]
-    spread = f"; {min(turns):.2f} to {max(turns):.2f} times in single turns" if len(turns) > 1 else ""
-    disagree = turns and min(turns) <= 1 <= max(turns)
-    undecided = "the turns do not tell which is faster; over all of them, " if disagree else ""
+    spread = f"; {min(turns):.2f} to {max(turns):.2f} times in single turns" if turns else ""
     rates = f"{ours:,.0f} and {theirs:,.0f} samples/s, {before['batches']} batches each"
-    return (
-        f"{change}: {undecided}{ours / theirs:.2f} times as fast on this machine ({rates}, in turns before the "
-        f"run{spread})"
-    )
+    return f"{change}: {ours / theirs:.2f} times as fast on this machine ({rates}, in turns before the run{spread})"
 
 
 def _phases(startup: dict[str, float]) -> str:
     """The longest phases of the start-up."""
     parts = {name.removesuffix("_seconds"): s for name, s in startup.items() if name != "to_first_step_seconds"}
     largest = sorted(parts, key=parts.__getitem__, reverse=True)[:4]
-    return f"s to the end of the first step: {', '.join(f'{name} {parts[name]:.1f}' for name in largest)}"
-
-
-def _overlap(ddp: dict[str, Any], training: dict[str, Any]) -> str:
-    steps = ddp.get("overlapped_steps")
-    return f", overlapping the optimizer's update in {steps} of {training['batches']} batches" if steps else ""
-
-
-def _resumed(entries: list[dict[str, Any]] | None) -> str:
-    if not entries:
-        return ""
-    return f", and of those before it: resumed after batch {', '.join(str(entry['batch']) for entry in entries)}"
-
-
-def _peak(peak: dict[str, Any] | None) -> str:
-    if peak is None:
-        return ""
-    return f"of {peak['flops_per_sec'] / 1e12:.3g} TFLOP/s ({peak['precision']}, {peak['source']})"
+    return ", ".join(f"{name} {parts[name]:.1f}" for name in largest)
 
 
 def _number(value: float) -> str:
@@ -252,13 +188,7 @@ def _summary(state: State, kind: type[Any]) -> dict[str, Any]:
 
 
 class StartupTimes(Callback):
-    """Logs ``startup/<phase>_seconds`` and ``startup/to_first_step_seconds`` after the first trained batch.
-
-    It synchronizes with the GPU once, outside the steady state.
-
-    Args:
-        clock: Started with the process.
-    """
+    """Logs ``startup/<phase>_seconds`` and ``startup/to_first_step_seconds`` after the first trained batch."""
 
     def __init__(self, clock: StartupClock) -> None:
         self.clock = clock

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import io
-import os
 import warnings
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from composer.core import Time
-from composer.utils import dist, partial_format
+from composer.utils import dist
 
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.core.files import LockedFileError, lock_file, remove_unfinished, with_working_directory
-from composer_speedups.train.checkpoints.reading import DamagedCheckpointError, read_checkpoint
-from composer_speedups.train.checkpoints.saver import checkpoints_in
-from composer_speedups.train.config.differences import UNSET, differences, stored_values
-from composer_speedups.train.config.load import save_config, written
+from composer_speedups.train.checkpoints import DamagedCheckpointError, checkpoints_in, read_checkpoint
+from composer_speedups.train.config.load import differences, save_config
 from composer_speedups.train.config.schema import Config, checkpoint_problem
 from composer_speedups.train.inputs import INITIAL, Inputs, changed_input, inputs_of
 
@@ -25,39 +22,20 @@ _LOAD = "checkpoint.load"
 
 
 class RunFolder:
-    """``runs/<run_name>``, locked by this process inside a ``with`` block.
+    """``runs/<run_name>``, locked by this process inside a ``with`` block. Only rank 0 changes files.
 
     An interrupted run of this name resumes in its folder from its newest complete checkpoint if
     ``checkpoint.autoresume`` is set, and the config and the files that it reads (:func:`.inputs_of`) are the same. A
-    run whose ``checkpoint.load`` lies inside the folder also continues in it, if the files are the same. Any other
-    earlier run of the name is moved to ``<run_name>.<its date>``. A run that fails before it has written anything but
-    its config leaves no folder, and an earlier one is moved back. The run is refused while another process uses the
-    folder. Only rank 0 changes files.
-
-    Args:
-        config: The run's config.
-        named: Whether the name was set explicitly; unrelated jobs share the default name.
-
-    Attributes:
-        load: The checkpoint to load: the one found in the folder, or ``checkpoint.load``; None for none. The same on
-            all ranks.
-        resumed: Whether autoresume found it.
-        inputs: The files that the run reads, by content; empty on other ranks than 0.
-
-    Raises:
-        ConfigError: The folder is not writable, another process is using it, its run was interrupted under another
-            config or with other files, or the checkpoint is refused.
-        DataError: A file that the run reads cannot be read.
+    run whose ``checkpoint.load`` lies inside the folder continues from there, if the files are the same. Any other
+    earlier run of the name is moved to ``<run_name>.<its date>``, and moved back if this one fails before it begins.
     """
 
-    def __init__(self, config: Config, *, named: bool = False) -> None:
+    def __init__(self, config: Config) -> None:
         self.path = Path(config.runs_folder) / config.run_name
-        self.load, self.resumed = config.checkpoint.load, False
-        self.inputs: Inputs = {}
-        self._named = named
+        self.load, self.resumed = config.checkpoint.load, False  # resumed: autoresume found the checkpoint to load
+        self.inputs: Inputs = {}  # the files that the run reads, by content; empty on other ranks than 0
         self._lock: io.FileIO | None = None
-        self._began = False  # in a new folder, on this rank
-        self._earlier: Path | None = None  # where an earlier run was moved to
+        self._began, self._earlier = False, self.path  # in a new folder, and where an earlier run was moved to
         if dist.get_global_rank() == 0:
             try:
                 self._claim(config)
@@ -84,24 +62,22 @@ class RunFolder:
         except BaseException:
             self._lock.close()
             raise
-        if self.path.exists() and not continues:
-            self._earlier = self.path.rename(_free_name(self.path, _date_of(self.path)))
+        if continues:
+            self._prepare_to_continue()
+            print(f"{config.run_name}: resumes from {self.load}", flush=True)
+        elif self.path.exists():
+            self._earlier = _set_aside(self.path, _date_of(self.path))
         self.path.mkdir(exist_ok=True)
         self._began = not continues
-        if continues:
-            self._prepare_to_continue(_date_of(self.path))
-            print(f"{config.run_name}: resumes from {self.load}", flush=True)
         save_config(config, self._config)
 
     def _choose_checkpoint(self, config: Config) -> bool:
         """Set the checkpoint to load, and return whether the run resumes in its folder. Does not change files."""
-        settings, load = config.checkpoint, config.checkpoint.load
-        path = None if load is None else _formatted(load, config.run_name)
+        settings, path = config.checkpoint, config.checkpoint.load
         inside = path is not None and self.path.resolve() in Path(path).resolve().parents
         interrupted = self._config.exists() and not (self.path / "report.json").exists()
-        resumable = self._named and settings.autoresume and settings.interval is not None and interrupted
-        resumable = resumable and bool(checkpoints_in(self._checkpoints))
-        if resumable and (not inside or began_with_same_load(config, self._config)):
+        resumes = settings.autoresume and settings.interval is not None and interrupted and not inside
+        if resumes and checkpoints_in(self._checkpoints):
             check_same_run(config, self._config)
             if newest := newest_undamaged(self._checkpoints, trust=settings.trust_checkpoint):
                 newest_path, held = newest
@@ -116,19 +92,18 @@ class RunFolder:
             return False
         if not settings.trust_checkpoint and not path.endswith(".pt"):
             raise ConfigError(
-                f"{_LOAD}: {path} is no .pt file, and Composer unpacks archives and sharded checkpoints unchecked; "
-                "name a .pt file, or, if you trust its author, set checkpoint.trust_checkpoint=true"
+                f"{_LOAD}: {path} is no .pt file, and Composer unpacks archives unchecked; name a .pt file, or, if you "
+                "trust its author, set checkpoint.trust_checkpoint=true"
             )
         if not (settings.trust_checkpoint or settings.weights_only or inside):
             raise ConfigError(
                 f"{_LOAD}: {path} is of another run; set checkpoint.weights_only=true to load its weights only, or, if "
                 "you trust its author, checkpoint.trust_checkpoint=true to continue that run"
             )
-        if os.path.isfile(path):
-            held = read_checkpoint(path, _LOAD, trust=settings.trust_checkpoint)
-            if inside and not settings.weights_only:
-                self._check_same_inputs(held, f"{_LOAD}: {path} was written, and", "set checkpoint.weights_only=true")
-                self._check_ranks(held, config)
+        held = read_checkpoint(path, _LOAD, trust=settings.trust_checkpoint)
+        if inside and not settings.weights_only:
+            self._check_same_inputs(held, f"{_LOAD}: {path} was written, and", "set checkpoint.weights_only=true")
+            self._check_ranks(held, config)
         return inside
 
     def _check_same_inputs(self, held: dict[str, Any], since: str, fix: str) -> None:
@@ -150,18 +125,17 @@ class RunFolder:
                 "its weights only"
             )
 
-    def _prepare_to_continue(self, date: str) -> None:
-        """Delete partial files; move aside the report, and checkpoints newer than the one to load."""
+    def _prepare_to_continue(self) -> None:
+        """Delete partial files; set aside the report, and checkpoints newer than the one to load."""
         for folder in (self.path, self._checkpoints):
             remove_unfinished(folder)
-        report = self.path / "report.json"
+        date, report, loaded = _date_of(self.path), self.path / "report.json", Path(str(self.load)).resolve()
         if report.exists():  # the run had finished; until it finishes again, it counts as interrupted
-            report.rename(_free_name(self.path / "report.json", date))
-        loaded = Path(_formatted(str(self.load), self.path.name)).resolve()
-        written = checkpoints_in(loaded.parent)
+            _set_aside(report, date)
+        saved = checkpoints_in(loaded.parent)
         # damaged ones that were skipped, or intact ones if checkpoint.load names an older one
-        for path in written[: written.index(loaded)] if loaded in written else ():
-            path.rename(_free_name(path, date))
+        for path in saved[: saved.index(loaded)] if loaded in saved else ():
+            _set_aside(path, date)
 
     @property
     def _config(self) -> Path:
@@ -175,10 +149,10 @@ class RunFolder:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None and self._began and [*self.path.glob("*")] == [self._config]:
+        if kind is not None and self._began and [*self.path.glob("*")] == [self._config]:  # refused before it began
             self._config.unlink()
             self.path.rmdir()
-            if self._earlier is not None:
+            if self._earlier != self.path:
                 self._earlier.rename(self.path)
         if self._lock is not None:
             self._lock.close()
@@ -188,11 +162,7 @@ class RunFolder:
 
 
 def newest_undamaged(folder: Path, *, trust: bool) -> tuple[Path, dict[str, Any]] | None:
-    """The newest undamaged checkpoint and its contents. A warning names each newer damaged one.
-
-    Raises:
-        ConfigError: The newest undamaged one contains something that could execute code.
-    """
+    """The newest undamaged checkpoint and its contents. A warning names each newer damaged one."""
     for path in checkpoints_in(folder):
         try:
             return path, read_checkpoint(str(path), "checkpoint.autoresume", trust=trust)
@@ -201,34 +171,18 @@ def newest_undamaged(folder: Path, *, trust: bool) -> tuple[Path, dict[str, Any]
     return None
 
 
-def _formatted(pattern: str, run_name: str) -> str:
-    try:
-        return partial_format(pattern, run_name=run_name, rank=0, local_rank=0, node_rank=0)
-    except (AttributeError, LookupError, ValueError) as error:
-        raise ConfigError(
-            f"{_LOAD} cannot be formatted: {pattern}; braces may contain only run_name, rank, local_rank or node_rank"
-        ) from error
-
-
 def _date_of(path: Path) -> str:
     return datetime.fromtimestamp(path.stat().st_mtime).strftime("%Y%m%d-%H%M%S")
 
 
-def _free_name(path: Path, date: str) -> Path:
-    candidates = [path.with_name(f"{path.name}.{date}{suffix}") for suffix in ("", *(f"-{i}" for i in range(2, 100)))]
-    return next(candidate for candidate in candidates if not candidate.exists())
+def _set_aside(path: Path, date: str) -> Path:
+    """Rename a file or folder to ``<name>.<date>``, or ``<name>.<date>-2`` and so on."""
+    names = [f"{path.name}.{date}{suffix}" for suffix in ("", *(f"-{i}" for i in range(2, 100)))]
+    return path.rename(next(new for name in names if not (new := path.with_name(name)).exists()))
 
 
 def check_same_run(config: Config, stored: Path) -> None:
-    """Refuse to resume a run under another config; see :func:`.differences`.
-
-    Args:
-        config: The current config.
-        stored: The config.yaml of the interrupted run.
-
-    Raises:
-        ConfigError: Names the key that differs and both values. A longer ``trainer.max_duration`` is allowed.
-    """
+    """Refuse to resume the run whose config.yaml is ``stored`` under another config, except for a longer training."""
     fix = "choose another run_name, or checkpoint.autoresume=false to start over"
     changes = differences(config, stored)
     if changes is None:
@@ -236,25 +190,14 @@ def check_same_run(config: Config, stored: Path) -> None:
     for name, old, new in changes:
         if name == "trainer.max_duration" and _longer(old, new):
             continue
+        before, now = ("null" if value is None else value for value in (old, new))
         raise ConfigError(
-            f"run_name: {config.run_name!r} was interrupted under another config: {name} was {_format(old)} and is "
-            f"{_format(new)}; to resume, set the same value; or {fix}"
+            f"run_name: {config.run_name!r} was interrupted under another config: {name} was {before} and is {now}; to "
+            f"resume, set the same value; or {fix}"
         )
-
-
-def began_with_same_load(config: Config, stored: Path) -> bool:
-    """Whether the interrupted run was started with the same ``checkpoint.load``; False if its file cannot be read."""
-    before = stored_values(stored)
-    return before is not None and before.get(_LOAD) == written(config)["checkpoint"]["load"]
 
 
 def _longer(old: Any, new: Any) -> bool:
     """Whether ``new`` is a longer time than ``old``, in the same unit."""
-    try:
-        return Time.from_timestring(str(old)) < Time.from_timestring(str(new))
-    except (RuntimeError, ValueError):  # other units, or not a time
-        return False
-
-
-def _format(value: Any) -> str:
-    return "unset" if value is UNSET else "null" if value is None else str(value)
+    before, now = Time.from_timestring(str(old)), Time.from_timestring(str(new))
+    return before.unit == now.unit and before < now

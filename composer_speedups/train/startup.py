@@ -7,43 +7,30 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib.util
-import json
 import os
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from composer_speedups.core.process_age import process_age
-from composer_speedups.core.subprocesses import python_module_command
+from composer_speedups.core.processes import process_age
 
 if TYPE_CHECKING:
     from composer_speedups.train.config.schema import Config
 
-_MAX_WAIT_SECONDS = 60.0
-
 
 class StartupClock:
-    """Seconds since the start of the process, split into consecutive phases.
+    """Seconds since the start of the process, split into consecutive phases."""
 
-    Args:
-        now: Returns the time in seconds since the epoch; replaced in tests.
-        started: When the process started, by the same clock. Default: from the operating system.
-    """
-
-    def __init__(self, now: Callable[[], float] = time.time, started: float | None = None) -> None:
-        self._now = now
-        self._since = time.time() - process_age() if started is None else started
+    def __init__(self) -> None:
+        self._since = time.time() - process_age()
         self.seconds: dict[str, float] = {}
         self.lap("interpreter")
 
     def lap(self, phase: str) -> None:
         """Attribute the time since the last lap to ``phase``."""
-        now = self._now()
+        now = time.time()
         self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._since
         self._since = now
 
@@ -58,73 +45,21 @@ class StartupClock:
 @contextlib.contextmanager
 def without_gc() -> Iterator[None]:
     """Disable garbage collection inside the block, because imports create a million permanent objects that each pass
-    visits.
-
-    If torch is imported inside, all objects that exist at the end are frozen. Otherwise a full collection would take
-    0.4 s in some training step, while all other ranks wait.
-    """
-    enabled, first = gc.isenabled(), "torch" not in sys.modules
+    visits, and freeze them at its end if torch was imported inside. Otherwise a full collection would take 0.4 s in
+    some training step, while all other ranks wait."""
+    first = "torch" not in sys.modules
     gc.disable()
     try:
         yield
     finally:
-        if first and "torch" in sys.modules:
+        if first:
             gc.freeze()
-        if enabled:
-            gc.enable()
-
-
-@contextlib.contextmanager
-def early_processes(config: Config) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Run the ``before_imports`` modules of the run's techniques while this process imports torch.
-
-    A technique whose folder has a ``before_imports.py`` can prepare files that the run finds later, such as compiled
-    kernels. It is executed as a program of its own, because imports hold this process's interpreter lock for seconds.
-    Its standard input is a JSON object: ``algorithms`` and ``model``, as in the config, and ``precision``. Only local
-    rank 0 starts it, and only on a machine with a GPU. Its failure is ignored, because the run can do the work itself.
-
-    Yields:
-        The processes, which are killed at the end of the block. See :func:`wait_for`.
-    """
-    processes: list[subprocess.Popen[bytes]] = []
-    gpu = config.trainer.device != "cpu" and Path("/dev/nvidiactl").exists()
-    for name in config.algorithms if gpu and os.environ.get("LOCAL_RANK", "0") == "0" else ():
-        folder = f"composer_speedups.algorithms.{name}"  # optimizers share another one
-        module = f"{folder}.before_imports"
-        if importlib.util.find_spec(folder) is not None and importlib.util.find_spec(module) is not None:
-            model = {key: getattr(config.model, key) for key in ("name", "size", "dropout")}
-            run = {"algorithms": config.algorithms, "model": model, "precision": config.trainer.precision}
-            processes.append(_start(module, json.dumps(run, default=str)))
-    try:
-        yield processes
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-
-
-def _start(module: str, text: str) -> subprocess.Popen[bytes]:
-    command, environment = python_module_command(module)
-    quiet = subprocess.DEVNULL
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, env=environment)
-    assert process.stdin is not None
-    with contextlib.suppress(OSError), process.stdin:  # the process may have ended
-        process.stdin.write(text.encode())
-    return process
-
-
-def wait_for(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Wait for processes to end, for a minute each at most. Their exit statuses are ignored."""
-    for process in processes:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_MAX_WAIT_SECONDS)
+        gc.enable()
 
 
 def open_gpu_early(config: Config) -> None:
-    """Create this rank's CUDA context in a thread while the interpreter continues to import. No tensor is created.
-
-    Failures are ignored here and reported by the code that needs the GPU.
-    """
+    """Create this rank's CUDA context in a thread while the interpreter continues to import. Failures are left to the
+    code that needs the GPU."""
     import torch
 
     def create_context(index: int) -> None:
@@ -137,11 +72,8 @@ def open_gpu_early(config: Config) -> None:
 
 
 def prefetch_cpu_model() -> threading.Thread:
-    """Let Composer look up the processor's name, which takes a second and which its Trainer waits for.
-
-    Returns:
-        The thread of the look-up. Join it before building a Trainer, which would otherwise look it up again.
-    """
+    """Let Composer look up the processor's name in a thread, which takes a second. Join it before building a Trainer,
+    which would otherwise look it up again."""
     from composer.utils.collect_env import get_cpu_model  # caches the result
 
     thread = threading.Thread(target=get_cpu_model, daemon=True)

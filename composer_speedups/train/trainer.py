@@ -2,45 +2,48 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from composer import Trainer
-from composer.core import Algorithm, Callback, DataSpec
+from composer.core import Algorithm, Callback
 from composer.devices import Device, DeviceCPU, DeviceGPU
+from composer.loggers import FileLogger, LoggerDestination, TensorboardLogger, WandBLogger
+from composer.optim import (
+    ComposerScheduler,
+    ConstantWithWarmupScheduler,
+    CosineAnnealingWithWarmupScheduler,
+    LinearWithWarmupScheduler,
+)
 from composer.utils import dist, reproducibility
 
-from composer_speedups.callbacks.class_report import ClassReport
 from composer_speedups.callbacks.evaluations import BestWeights, EarlyStopping, find_metric
-from composer_speedups.callbacks.float32_matmuls import Float32Matmuls
+from composer_speedups.callbacks.history import ClassReport, RunHistory
 from composer_speedups.callbacks.losses import LossMonitor
 from composer_speedups.callbacks.memory import MemoryAnatomy
-from composer_speedups.callbacks.run_history import RunHistory
+from composer_speedups.callbacks.precision import Float32Matmuls
 from composer_speedups.callbacks.run_report import RunReport
 from composer_speedups.callbacks.throughput import ThroughputMonitor
-from composer_speedups.core.errors import ConfigError, first_line
+from composer_speedups.core.errors import ConfigError
 from composer_speedups.core.run import Run
 from composer_speedups.core.technique import Technique
 from composer_speedups.core.trainer_state import torch_device
+from composer_speedups.data.batching import split_by_tokens
 from composer_speedups.data.loader import Data, build_data
-from composer_speedups.data.token_microbatches import split_by_tokens
 from composer_speedups.distributed.ddp import OverlappedDDP
 from composer_speedups.distributed.fsdp import GradientClipping, check_sharding, fsdp_parallelism, sharded_blocks
 from composer_speedups.distributed.host import share_cores
 from composer_speedups.tasks.models import FinetuneModel, build_model, resolve_name
 from composer_speedups.tasks.task import build_task
-from composer_speedups.train.checkpoints.reading import restricted_loading
-from composer_speedups.train.checkpoints.saver import WholeCheckpointSaver
+from composer_speedups.train.checkpoints import WholeCheckpointSaver, restricted_loading
 from composer_speedups.train.config.load import written
-from composer_speedups.train.config.schema import CheckpointConfig, Config, OptimizerConfig, TrainerConfig
+from composer_speedups.train.config.schema import Config, OptimizerConfig, SchedulerConfig, TrainerConfig
+from composer_speedups.train.console import TrainingProgress
 from composer_speedups.train.fit import StopSignals
-from composer_speedups.train.loggers import loggers_of
-from composer_speedups.train.optimization import build_optimizer, build_scheduler
 from composer_speedups.train.out_of_memory import MicrobatchTrainer
 
 if TYPE_CHECKING:
@@ -50,15 +53,7 @@ _ONE_THREAD_HIDDEN_SIZE = 128  # up to this hidden size, a second CPU thread gai
 
 
 def open_device(config: TrainerConfig) -> Device:
-    """The device to train on, with TF32 off. Composer turns TF32 on, but fp32 should mean float32.
-
-    A technique turns TF32 on if requested; otherwise :class:`Float32Matmuls` keeps it off, whatever other Trainers of
-    the process do.
-
-    Raises:
-        ConfigError: There are fewer GPUs than ranks, or none although ``trainer.device``, Composer's mixed precision,
-            FSDP or automatic micro-batches need one.
-    """
+    """The device to train on, with TF32 off, which Composer would turn on; :class:`Float32Matmuls` keeps it off."""
     if config.device == "gpu" and not torch.cuda.is_available():
         raise ConfigError("trainer.device: there is no GPU here; set trainer.device=cpu or auto")
     on_gpu = config.device != "cpu" and torch.cuda.is_available()
@@ -77,8 +72,6 @@ def open_device(config: TrainerConfig) -> Device:
         return device
     if config.precision != "fp32":
         raise ConfigError(f"trainer.precision: {config.precision} needs a GPU; set trainer.precision=fp32")
-    if config.parallelism_config:
-        raise ConfigError("trainer.parallelism_config: Composer's FSDP needs GPUs; on the CPU use trainer.fsdp, or DDP")
     if config.microbatch_size == "auto":
         raise ConfigError("trainer.microbatch_size: auto needs a GPU; give a number, or null")
     return DeviceCPU()
@@ -86,7 +79,7 @@ def open_device(config: TrainerConfig) -> Device:
 
 def join_ranks(config: TrainerConfig, device: Device) -> None:
     """Join the process group before any rank reads data. A single process joins one only if its model is sharded."""
-    if dist.get_world_size() > 1 or config.fsdp or config.parallelism_config:
+    if dist.get_world_size() > 1 or config.fsdp:
         dist.initialize_dist(device, config.dist_timeout)
 
 
@@ -97,7 +90,7 @@ def run_of(config: TrainerConfig, device: Device) -> Run:
         config.precision,
         ranks=dist.get_world_size(),
         microbatch_size=config.microbatch_size,
-        sharded=bool(config.fsdp or config.parallelism_config),
+        sharded=config.fsdp is not None,
     )
 
 
@@ -119,23 +112,8 @@ def build_trainer(
     callbacks: Sequence[Callback] = (),
     stop: StopSignals | None = None,
 ) -> Trainer:
-    """Build Composer's Trainer with the config's settings; techniques engage meanwhile.
-
-    Args:
-        config: The run's config.
-        model: The model.
-        data: The data.
-        techniques: The techniques of ``config.algorithms``.
-        device: The device to train on.
-        folder: Folder of checkpoints and logs; None writes neither.
-        callbacks: Additional callbacks, which come after those of the config.
-        stop: Requests the end of training after a checkpoint.
-
-    Raises:
-        ConfigError: The checkpoint to load is malformed, does not fit the run, was written with other techniques, or
-            contains something that would be executed. Or ``checkpoint.best`` or ``trainer.early_stopping`` names a
-            metric that the task does not evaluate.
-    """
+    """Build Composer's Trainer with the config's settings; techniques engage meanwhile. ``stop`` requests the end of
+    training after a checkpoint."""
     settings, checkpoint = config.trainer, config.checkpoint
     for key, section in (("checkpoint.best", checkpoint.best), ("trainer.early_stopping", settings.early_stopping)):
         if section is not None:
@@ -148,27 +126,36 @@ def build_trainer(
     share_cores(computes=on_cpu or offloads, at_most=1 if one_thread else None)
     if settings.fsdp:
         sharded_blocks(model)
-    with restricted_loading(trust=checkpoint.trust_checkpoint), _one_line_from_wandb():
+    train_data, algorithms = data.train, list[Algorithm](techniques)
+    if settings.microbatch_tokens is not None:
+        train_data = copy.copy(data.train)
+        train_data.split_batch = split_by_tokens(settings.microbatch_tokens)
+    if config.optimizer.max_grad_norm is not None:
+        algorithms.append(GradientClipping("norm", clipping_threshold=config.optimizer.max_grad_norm))
+    observers = [*_callbacks(config, techniques, folder), *callbacks]
+    if checkpoint.interval is not None and folder is not None:  # last, so that it saves the state of all others
+        path, stop = folder / "checkpoints", stop or StopSignals()
+        observers.append(WholeCheckpointSaver(path, checkpoint.interval, checkpoint.keep, stop))
+    with restricted_loading(trust=checkpoint.trust_checkpoint):
         trainer = MicrobatchTrainer(
             on_out_of_memory=settings.on_out_of_memory,
             model=model,
-            train_dataloader=_split_by(settings.microbatch_tokens, data.train),
+            train_dataloader=train_data,
             eval_dataloader=data.eval,
             eval_interval=settings.evaluates_every if data.eval else 1,
             eval_subset_num_batches=settings.eval_batches or -1,
             max_duration=settings.max_duration,
             optimizers=build_optimizer(model, config.optimizer),
             schedulers=build_scheduler(config.scheduler),
-            algorithms=[*techniques, *_gradient_clipping(config.optimizer)],
-            # the saver last, so that it saves the state of all others
-            callbacks=[*_callbacks(config, techniques, folder), *callbacks, *_saver(checkpoint, folder, stop)],
-            loggers=loggers_of(config, folder),
+            algorithms=algorithms,
+            callbacks=observers,
+            loggers=_loggers(config, folder),
             run_name=config.run_name,
             progress_bar=False,  # TrainingProgress replaces it
             device=device,
             precision=settings.precision,
             device_train_microbatch_size=settings.microbatch_size,
-            parallelism_config=fsdp_parallelism(settings.fsdp) if settings.fsdp else settings.parallelism_config,
+            parallelism_config=fsdp_parallelism(settings.fsdp) if settings.fsdp else None,
             dist_timeout=settings.dist_timeout,
             seed=config.seed,
             deterministic_mode=settings.deterministic,
@@ -183,38 +170,54 @@ def build_trainer(
     return trainer
 
 
-def _split_by(max_tokens: int | None, data: DataSpec) -> DataSpec:
-    """The data with micro-batches of at most this many real tokens; unchanged if None."""
-    if max_tokens is None:
-        return data
-    data = copy.copy(data)
-    data.split_batch = split_by_tokens(max_tokens)
-    return data
+def build_optimizer(model: torch.nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
+    """Build torch's AdamW with its per-parameter loop; faster implementations are techniques."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups: list[dict[str, Any]] = [{"params": trained}]
+    if not config.decay_bias_and_norm:  # biases and norm weights are vectors
+        groups = [
+            {"params": [p for p in trained if p.ndim > 1]},
+            {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
+        ]
+    return torch.optim.AdamW(
+        groups,
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        foreach=False,
+        fused=False,
+    )
 
 
-def _gradient_clipping(config: OptimizerConfig) -> list[Algorithm]:
-    threshold = config.max_grad_norm
-    return [] if threshold is None else [GradientClipping("norm", clipping_threshold=threshold)]
+def build_scheduler(config: SchedulerConfig) -> ComposerScheduler:
+    """Build a linear warm-up, followed by the schedule that the config names."""
+    if config.name == "constant":
+        return ConstantWithWarmupScheduler(config.warmup)
+    cosine = config.name == "cosine"
+    kind = CosineAnnealingWithWarmupScheduler if cosine else LinearWithWarmupScheduler
+    return kind(config.warmup, alpha_f=config.final_fraction)
 
 
-def _saver(config: CheckpointConfig, folder: RunFolder | None, stop: StopSignals | None) -> list[Callback]:
-    if config.interval is None or folder is None:
-        return []
-    return [WholeCheckpointSaver(folder / "checkpoints", config.interval, config.keep, stop or StopSignals())]
-
-
-@contextlib.contextmanager
-def _one_line_from_wandb() -> Iterator[None]:
-    """Turn an error of wandb into one line."""
-    try:
-        yield
-    except Exception as error:
-        if not type(error).__module__.startswith("wandb"):  # importing wandb, to compare classes, takes a second
-            raise
-        raise ConfigError(
-            f"loggers.wandb: Weights & Biases cannot start a run ({first_line(error)}); "
-            "fix its keys, or set loggers.wandb.mode=offline"
-        ) from error
+def _loggers(config: Config, folder: RunFolder | None) -> list[LoggerDestination]:
+    """The progress display, and the loggers that the config names, which write to the run's folder."""
+    loggers: list[LoggerDestination] = []
+    if config.trainer.progress_bar and dist.get_global_rank() == 0:
+        loggers.append(TrainingProgress())
+    if folder is None:
+        return loggers
+    if (wandb := config.loggers.wandb) is not None:
+        # Absolute, because wandb's writing process may have been started in another folder.
+        started = {"mode": wandb.mode, "dir": str(folder.path.absolute())}
+        loggers.append(WandBLogger(**wandb.model_dump(exclude={"mode"}), init_kwargs=started))
+    if (tensorboard := config.loggers.tensorboard) is not None:
+        loggers.append(TensorboardLogger(str(folder / "tensorboard"), tensorboard.flush_interval))
+    if (file := config.loggers.file) is not None:
+        name = f"log-rank{dist.get_global_rank()}"
+        earlier = len([*folder.path.glob(f"{name}.*txt")])  # logs of interrupted processes are kept
+        path = folder / f"{name}{f'.{earlier + 1}' if earlier else ''}.txt"
+        loggers.append(FileLogger(str(path), flush_interval=file.flush_interval))
+    return loggers
 
 
 def _check_rates(trainer: Trainer, wanted: float) -> None:

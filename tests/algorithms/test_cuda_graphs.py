@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import copy
-import gc
-import weakref
 from collections import UserDict
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,14 +12,13 @@ from composer.models import HuggingFaceModel
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
-from composer_speedups import CUDAGraphs, LoRA, Unpadding, apply, untouched
+from composer_speedups import CUDAGraphs, Unpadding, untouched
 from composer_speedups.algorithms.cuda_graphs.graphed_calls import CaptureError, GraphedCalls
 from composer_speedups.algorithms.unpadding.encoder_swap import unpad
 from composer_speedups.core.compile_counts import capture_seconds
 from composer_speedups.core.errors import Refusal
 from composer_speedups.core.run import Run
-from composer_speedups.packing.encoder import unpadded_encoders, with_counted_rows
-from composer_speedups.packing.planning import Packing
+from composer_speedups.packing.encoder import Packing, unpadded_encoders, with_counted_rows
 from tests.helpers.common import Batch, Recorder, batch, make_trainer, tiny_bert
 from tests.helpers.rerun import CannotRecord, Rerun, graphed
 from tests.helpers.unpadded import compared
@@ -75,20 +71,12 @@ def test_gradients_of_two_forward_passes_before_backward_accumulate() -> None:
     assert_near(results[1], results[0])
 
 
-def test_a_released_graph_is_freed_while_its_loss_lives_and_the_forward_is_restored() -> None:
+def test_release_restores_the_forward() -> None:
     model = tiny_bert()
-    original = model.forward
-    calls = graphed(model)
-    loss = model(**ONE).loss
-    (graph,) = calls._graphs.values()
-    replay, static = weakref.ref(graph._replay._replay_forward), weakref.ref(graph._replay._static[0])
-    del graph
+    original, calls = model.forward, graphed(model)
+    model(**ONE).loss.backward()
     calls.release()
-    gc.collect()
-    assert replay() is static() is None
     assert (model.forward, calls.graphs) == (original, 0)
-    with pytest.raises(RuntimeError, match="released before its backward pass"):
-        loss.backward()
 
 
 def test_a_composer_batch_is_one_argument() -> None:
@@ -132,37 +120,6 @@ def test_observed_and_untouched_calls_are_eager() -> None:
     assert counts(calls) == (1, 2, 1)
 
 
-def freeze_the_mode(model: Any) -> None:
-    model.bert.encoder.layer[0].eval()
-
-
-def lower_the_dropout(model: Any) -> None:
-    model.dropout.p = 0.05
-
-
-def scale_the_adapters(model: Any) -> None:
-    model.bert.encoder.layer[1].attention.self.query.set_scale("default", 0.5)
-
-
-@pytest.mark.parametrize("change", [freeze_the_mode, lower_the_dropout, scale_the_adapters])
-def test_settings_that_change_during_training_are_captured_again(change: Callable[[Any], None]) -> None:
-    model = tiny_bert(dropout=0.1)
-    apply(model, [LoRA()])
-    calls = graphed(model)
-    model(**ONE)
-    (graph,) = calls._graphs.values()
-    model.eval()
-    model(**ONE)
-    model.train()
-    model(**ONE)
-    assert [*calls._graphs.values()] == [graph], "an evaluation changes nothing"
-    change(model)
-    model(**ONE)
-    (later,) = calls._graphs.values()
-    assert later is not graph
-    assert (calls.replays, calls.eager_calls) == (3, 0)
-
-
 def test_a_failed_capture_raises_or_disables_capturing() -> None:
     model = tiny_bert()
     calls = GraphedCalls(model, model.forward, 2, recorder=CannotRecord)
@@ -192,16 +149,6 @@ def test_it_needs_a_gpu_and_a_fixed_microbatch_size() -> None:
     ]
     assert [len(reasons) for reasons in unmet] == [1, 1, 2], "several ranks are accepted"
     assert "automatic micro-batches" in unmet[2][1]
-
-
-@pytest.mark.parametrize(("lengths", "noted"), [([4, 5, 6], True), ([4, 5, *[4] * 20, 6], False), ([4, 4, 4], False)])
-def test_a_note_says_that_too_many_shapes_occurred(lengths: list[int], noted: bool) -> None:
-    technique, model = CUDAGraphs(max_graphs=2), tiny_bert()
-    technique._calls = graphed(model, max_graphs=2)
-    for length in lengths:
-        model(**batch([length] * 2))
-    note = technique.summary(Run(torch.device("cpu"))).get("note")
-    assert note is None if not noted else note.startswith("1 of 3 batches ran without a graph")
 
 
 # Capturing: parameters, gradients, warm-up and timing.

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import BertForMaskedLM, BertForSequenceClassification
 
 from composer_speedups import CUDAGraphs
-from composer_speedups.algorithms.cuda_graphs.installing import blocks_to_cut, cut_points
+from composer_speedups.algorithms.cuda_graphs.segments import blocks_to_cut, cut_points
 from composer_speedups.algorithms.unpadding.encoder_swap import unpad
 from composer_speedups.core.run import Run
 from composer_speedups.packing.encoder import with_counted_rows

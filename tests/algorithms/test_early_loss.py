@@ -1,8 +1,9 @@
-"""Reading the loss early: the numbers equal Composer's, and only calls of Composer's loop are intercepted."""
+"""Reading the loss early: the numbers equal Composer's, also on two ranks; only its loop's calls are intercepted."""
 
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -11,9 +12,10 @@ import pytest
 import torch
 from composer import Trainer
 from composer.core import DataSpec
-from composer.devices import DeviceCPU
+from composer.devices import DeviceCPU, DeviceGPU
 from composer.loggers import InMemoryLogger
 from composer.models import HuggingFaceModel
+from composer.trainer import trainer as composer_trainer
 from composer.utils import dist
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -27,10 +29,15 @@ from composer_speedups import (
     Unpadding,
     apply,
 )
+from composer_speedups.core import trainer_state
 from composer_speedups.core.errors import Refusal
 from composer_speedups.core.run import Run
+from composer_speedups.core.trainer_state import host_group, ranks_meet_on_host
 from composer_speedups.distributed import composer_loop, host_scalars
+from composer_speedups.train.config.schema import TrainerConfig
+from composer_speedups.train.trainer import open_device
 from tests.helpers.common import Batches, final_weights, make_trainer, plain_batches, tiny_bert, trained
+from tests.helpers.ranks import on_ranks
 
 
 class Watched:
@@ -38,7 +45,7 @@ class Watched:
 
     def __init__(self) -> None:
         self.done: list[str] = []
-        self.busy, self.error = True, 0.0
+        self.error = 0.0
 
     def mark(self, device: torch.device) -> int:
         self.done.append("mark")
@@ -62,7 +69,7 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> Watched:
     monkeypatch.setattr(EarlyLoss, "needs", lambda *_: ())
     monkeypatch.setattr(host_scalars, "mark", watched.mark)
     monkeypatch.setattr(host_scalars, "HostCopy", watched.copy)
-    monkeypatch.setattr(host_scalars, "is_busy", lambda device: watched.busy)
+    monkeypatch.setattr(host_scalars, "is_busy", lambda device: True)
     return watched
 
 
@@ -130,12 +137,6 @@ def test_tensor_losses_are_read_before_the_backward_pass_and_others_after(
     assert copies.done[:4] == ["backward", "mark", "mark", "received, known at ['mark', 'mark']"]
 
 
-def test_each_micro_batch_has_its_own_mark(copies: Watched) -> None:
-    train("mixed", 1, [EarlyLoss()])  # every third loss is a dict, whose backward pass is not detected
-    dicts = 16 // 3
-    assert copies.done.count("mark") == (16 - dicts) + 2 * dicts
-
-
 def test_other_callers_are_not_intercepted(copies: Watched) -> None:
     device = DeviceCPU()
     interception = host_scalars.Interception(device)
@@ -167,19 +168,6 @@ def test_scalars_of_composers_loop_are_not_sent_to_the_device(copies: Watched, m
     assert not read & senders
 
 
-@pytest.mark.exhaustive
-def test_only_a_zero_is_created_on_the_device(copies: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A copy of a host tensor to a GPU makes the host wait."""
-    sent: list[float] = []
-    moved = DeviceCPU.tensor_to_device
-    monkeypatch.setattr(DeviceCPU, "tensor_to_device", lambda self, x: sent.append(float(x)) or moved(self, x))  # type: ignore[func-returns-value]
-    interception = host_scalars.Interception(DeviceCPU())
-    interception.install()
-    assert [float(interception._move(torch.tensor([value]))) for value in (0.0, -1.0, 1.0)] == [0.0, -1.0, 1.0]
-    assert sent == [-1.0, 1.0]
-    interception.undo()
-
-
 def test_a_loop_that_bypasses_the_interception_is_detected(copies: Watched) -> None:
     trainer = make_trainer([EarlyLoss()])
     trainer.state.device.tensor_to_device = DeviceCPU.tensor_to_device.__get__(trainer.state.device)  # type: ignore[method-assign]
@@ -192,13 +180,6 @@ def test_a_wrong_number_is_detected(copies: Watched) -> None:
     copies.error = 1.0
     with pytest.raises(Refusal, match=r"early_loss: .*it read .*, and the GPU has"):
         trained([EarlyLoss()])
-
-
-def test_the_evidence_notes_that_the_gpu_never_waits(copies: Watched) -> None:
-    copies.busy = False
-    technique = EarlyLoss()
-    train("tensor", 4, [technique])
-    assert "this GPU does not wait for the host" in technique.evidence["note"]
 
 
 @pytest.mark.pins
@@ -226,6 +207,141 @@ def test_another_training_loop_is_refused(copies: Watched, monkeypatch: pytest.M
     with pytest.warns(UserWarning, match="continuing without early_loss"):
         trained([technique := EarlyLoss(on_unavailable="warn")])
     assert technique.engaged is False
+
+
+# Ranks
+
+
+def _train_both() -> dict[str, Any]:
+    """Train with and without the technique; return this rank's logs and weights, and the number of losses read."""
+    EarlyLoss.needs = lambda *_: ()  # type: ignore[method-assign, assignment, return-value]  # on the CPU
+    technique, runs = EarlyLoss(), {}
+    for name, algorithms in (("early", [technique]), ("stock", [])):
+        trainer, logged = train("dict", 3, algorithms)
+        runs[name] = {name: values for name, values in logged.items() if "wct" not in name}, final_weights(trainer)
+    return {**runs, "read": technique.evidence["losses_read"]}
+
+
+def _refuse_host_tensors() -> None:
+    """Make the default group refuse host tensors, as NCCL does."""
+    config = torch.distributed.get_backend_config
+    torch.distributed.get_backend_config = lambda group=None: "cuda:nccl" if group is None else config(group)
+
+    def refusing(original: Any) -> Any:
+        def collective(*args: Any, **kwargs: Any) -> Any:
+            if kwargs.get("group") is None and not getattr(args[0], "on_device", False):
+                raise RuntimeError("No backend type associated with device type cpu")
+            return original(*args, **kwargs)
+
+        return collective
+
+    for name in ("all_reduce", "broadcast"):
+        setattr(torch.distributed, name, refusing(getattr(torch.distributed, name)))
+    move = DeviceCPU.tensor_to_device
+
+    def moved(self: DeviceCPU, tensor: Any) -> Any:
+        tensor = move(self, tensor)
+        tensor.on_device = True
+        return tensor
+
+    DeviceCPU.tensor_to_device = moved  # type: ignore[method-assign]
+
+
+def _both_without_host_group() -> dict[str, Any]:
+    _refuse_host_tensors()
+    before = len(torch.distributed.distributed_c10d._world.pg_map)
+    outcome = _train_both()
+    assert len(torch.distributed.distributed_c10d._world.pg_map) == before
+    assert host_group() is None
+    assert composer_trainer.dist is dist
+    return outcome
+
+
+@pytest.mark.parametrize("train_both", [_train_both, _both_without_host_group], ids=["gloo", "nccl only"])
+def test_ranks_log_the_same_losses_and_weights_as_composer(train_both: Any) -> None:
+    """With NCCL only, they open and close a gloo group."""
+    ranks = on_ranks(train_both)
+    for outcome in ranks:
+        (logged, weights), (expected, reference) = outcome["early"], outcome["stock"]
+        assert logged == expected
+        assert len(logged["loss/train/total"]) == 4
+        torch.testing.assert_close(weights, reference, rtol=0, atol=0)
+        assert outcome["read"] == 8
+    assert ranks[0]["early"][0] == ranks[1]["early"][0], "losses are averaged over both ranks"
+
+
+def _refusals() -> list[str]:
+    """Return each rank's errors: if one rank lacks gloo, and if host names resolve to a loopback address."""
+    _refuse_host_tensors()
+    said = []
+    EarlyLoss.needs = lambda *_: ()  # type: ignore[method-assign, assignment, return-value]
+    available = torch.distributed.is_gloo_available
+    torch.distributed.is_gloo_available = lambda: dist.get_global_rank() == 0 and available()
+    with pytest.raises(Refusal) as error:
+        train("tensor", 4, [EarlyLoss()])
+    said.append(str(error.value))
+    torch.distributed.is_gloo_available = available
+    trainer_state.socket.gethostbyname = lambda _: "127.0.1.1"  # type: ignore[attr-defined]
+    os.environ["LOCAL_WORLD_SIZE"] = "1"
+    with pytest.warns(UserWarning, match="continuing without early_loss"):
+        train("tensor", 4, [EarlyLoss(on_unavailable="warn")])
+    with pytest.raises(Refusal) as error:
+        train("tensor", 4, [EarlyLoss()])
+    return [*said, str(error.value)]
+
+
+def test_all_ranks_refuse_if_one_cannot_connect() -> None:
+    lacking = "early_loss: 2 ranks can reduce only tensors on their GPUs, since"
+    name = "this host's name resolves to 127.0.1.1, which other nodes cannot reach; set GLOO_SOCKET_IFNAME to the"
+    other, without = on_ranks(_refusals)
+    assert other[0] == f"{lacking} another rank cannot connect; see its message"
+    assert without[0] == f"{lacking} torch was built without gloo; remove it"
+    assert other[1].startswith(f"{lacking} {name}")
+    assert without[1] == other[1]
+
+
+def _opened(made: list[str]) -> list[str]:
+    made.append("group")
+    return made
+
+
+def test_the_host_group_is_shared_and_destroyed_by_its_last_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    monkeypatch.setattr(trainer_state, "_new_host_group", lambda _: _opened(made))
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda group: made.append("destroyed"))
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_backend_config", lambda: "cuda:nccl")
+    assert not ranks_meet_on_host()
+    for _ in range(2):
+        trainer_state.open_host_group(DeviceCPU())
+    assert ranks_meet_on_host()
+    trainer_state.close_host_group()
+    assert made == ["group"]
+    trainer_state.close_host_group()
+    trainer_state.close_host_group()
+    assert made == ["group", "destroyed"]
+    assert not ranks_meet_on_host()
+    monkeypatch.setattr(torch.distributed, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
+    assert ranks_meet_on_host()
+    trainer_state.open_host_group(DeviceCPU())
+    assert host_group() is None, "the default group can reduce host tensors"
+
+
+@pytest.mark.parametrize(
+    ("world", "interface", "backend"), [(2, None, True), (4, None, False), (4, "eth0", True)], ids=str
+)
+def test_gloo_is_added_on_one_node_or_with_a_known_interface(
+    world: int, interface: str | None, backend: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(DeviceGPU, "__init__", lambda *_, **__: None)
+    monkeypatch.setattr(dist, "get_local_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "get_world_size", lambda: world)
+    if interface:
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", interface)
+    device = open_device(TrainerConfig())
+    assert device.dist_backend == ("cpu:gloo,cuda:nccl" if backend else "nccl")
 
 
 @pytest.mark.gpu

@@ -74,17 +74,9 @@ def error(actual: Tensor, expected: Tensor) -> float:
 
 
 @every_recipe
-@pytest.mark.parametrize("shape", [(16, 32), (2, 16, 32), (3, 32, 32)])
-def test_multiples_of_16_rows_equal_torchaos_linear(recipe: str, shape: tuple[int, ...]) -> None:
-    plain, float8 = linear(recipe)
-    torchaos = TorchaoLinear.from_float(plain, config_of(recipe))
-    torch.testing.assert_close(run(float8, sample(*shape)), run(torchaos, sample(*shape)), rtol=0, atol=0)
-
-
-@every_recipe
-@pytest.mark.parametrize("shape", [(1, 32), (7, 1, 32), (2, 15, 32), (17, 32), (5, 13, 32)])
+@pytest.mark.parametrize("shape", [(16, 32), (2, 16, 32), (1, 32), (7, 1, 32), (2, 15, 32), (17, 32), (5, 13, 32)])
 @pytest.mark.pins
-def test_other_numbers_of_rows_match_torchaos_emulation(
+def test_outputs_and_gradients_match_torchaos_emulation(
     recipe: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain, float8 = linear(recipe)
@@ -98,8 +90,10 @@ def test_other_numbers_of_rows_match_torchaos_emulation(
         return original(self, x)
 
     monkeypatch.setattr(TorchaoLinear, "forward", counted)
-    padded = run(float8, x)
-    assert rows == [-(-x.shape[:-1].numel() // 16) * 16]
+    padded, given = run(float8, x), x.shape[:-1].numel()
+    assert rows == [-(-given // 16) * 16]
+    if given % 16 == 0:
+        torch.testing.assert_close(padded, expected, rtol=0, atol=0)
     assert_near(padded, expected, what="with and without padding rows")
     assert all(error(a, b) < 0.07 for a, b in zip(padded, run(plain, x), strict=True)), "error of 3 bits of mantissa"
     assert error(padded[0], run(plain, x)[0]) > 0.01, "really rounded to 8 bits"
@@ -140,10 +134,9 @@ def test_gradients_of_a_model_have_a_high_cosine_similarity(recipe: Any) -> None
     assert float(torch.cosine_similarity(one, other, dim=0)) > 0.93
 
 
-@pytest.mark.parametrize("batches", [awkward_batches(), plain_batches(2)], ids=["awkward", "plain"])
-def test_it_counts_the_matmuls_of_the_first_batch(batches: Any) -> None:
+def test_it_counts_the_matmuls_of_the_first_batch() -> None:
     technique = Float8Linear(emulate=True)
-    trained([bf16(), technique], batches=batches)
+    trained([bf16(), technique], batches=awkward_batches())
     assert technique.evidence == {
         "modules": 12,
         "recipe": "tensorwise",

@@ -18,14 +18,13 @@ from composer.core import Algorithm, Event, State
 from composer.loggers import Logger
 from peft import IA3Config, LoraConfig, PeftModel, PrefixTuningConfig, get_peft_model
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrize, prune
 from torch.utils.data import DataLoader
 from transformers.models.bert.modeling_bert import BertSelfOutput
 
 from composer_speedups import FusedLayers, LoRA, TF32Matmul, Unpadding, apply, recommended
 from composer_speedups.algorithms.fused_layers import fusing
-from composer_speedups.algorithms.fused_layers.fusing import float8_scales, fuse
+from composer_speedups.algorithms.fused_layers.fusing import float8_scales, fuse, load_float8_scales
 from composer_speedups.algorithms.fused_layers.modules import FusedEmbeddings, FusedLayer
 from composer_speedups.algorithms.unpadding.encoder_swap import unpad
 from composer_speedups.core.engaging import engage
@@ -297,7 +296,7 @@ LAYER_CHANGES: list[tuple[Callable[[Any], Any], str]] = [
     ),
     (
         lambda layer: layer.set_submodule("attention.self.key", nn.Linear(32, 32, bias=False)),
-        r"attention\.self\.key has other parameters than its class builds \(one is missing\)",
+        r"attention\.self\.key has other parameters than its class builds \(bias\)",
     ),
     (lambda layer: setattr(layer.attention.self, "scaling", 1.0), r"attention\.self\.scaling is 1\.0 instead of"),
     (
@@ -361,11 +360,11 @@ REFUSED: list[tuple[bool, Callable[[], Any], str]] = [
     ],
     (False, lambda: sized(hidden_act="relu"), "activation is 'relu'"),
     (False, lambda: sized(hidden_size=24), "16, 32, 64, 128 units, and these have 12"),
-    (False, lambda: adapted(tiny_bert(), use_dora=True), r"query has an adapter with DoRA"),
-    (False, lambda: adapted(tiny_bert(), lora_bias=True), r"query has an adapter with a bias \(lora_bias\)"),
-    (False, lambda: two_active(adapted(tiny_bert())), r"query has several active adapters \(default, second\)"),
+    (False, lambda: adapted(tiny_bert(), use_dora=True), "has adapters other than one plain LoRA adapter"),
+    (False, lambda: adapted(tiny_bert(), lora_bias=True), "has adapters other than one plain LoRA adapter"),
+    (False, lambda: two_active(adapted(tiny_bert())), "has adapters other than one plain LoRA adapter"),
     (False, lambda: with_a_hook(adapted(tiny_bert())), r"query has a forward hook"),
-    (False, lambda: with_another_dropout(adapted(tiny_bert())), r"has an adapter with Tanh instead of Dropout"),
+    (False, lambda: with_another_dropout(adapted(tiny_bert())), "has adapters other than one plain LoRA adapter"),
     (
         False,
         lambda: get_peft_model(tiny_bert(), IA3Config(target_modules=["key"], feedforward_modules=[])),
@@ -400,13 +399,7 @@ def test_a_model_is_refused_and_not_changed(float8: bool, build: Callable[[], An
         assert_near(values(model, INPUTS), values(build(), INPUTS))
 
 
-def test_a_patched_class_and_global_hooks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    handle = register_module_forward_hook(lambda *_: None)
-    try:
-        with pytest.raises(ValueError, match="every module has a hook"):
-            unpad_and_fuse(tiny_bert())
-    finally:
-        handle.remove()
+def test_a_patched_class_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BertSelfOutput, "forward", lambda self, a, b: a)
     with pytest.raises(ValueError, match=r"transformers BertSelfOutput\.forward was replaced in its class"):
         unpad_and_fuse(tiny_bert())
@@ -558,6 +551,13 @@ def test_a_run_without_an_eight_bit_layer_is_detected(on_any_device: None, monke
     with pytest.raises(Refusal, match="no layer computed in 8 bits"):
         # on a CPU, the layers run in torch's operators
         trained([FusedLayers(precision="fp8"), Unpadding()], batches=plain_batches(2))
+
+
+def test_scales_of_another_model_are_refused(on_any_device: None) -> None:
+    model = in_float8(tiny_bert())
+    held = float8_scales(model)
+    with pytest.raises(ValueError, match=r"have different 8-bit layers: bert\.encoder\.layer\.1"):
+        load_float8_scales(model, {"bert.encoder.layer.0": held["bert.encoder.layer.0"]})
 
 
 # Evidence and settings.

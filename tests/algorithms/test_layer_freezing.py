@@ -17,10 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
-from transformers import BertModel
 
 from composer_speedups import (
-    BnbOptimizer,
     FusedLayers,
     LayerFreezing,
     ShardedOptimizer,
@@ -29,14 +27,11 @@ from composer_speedups import (
     apply,
 )
 from composer_speedups.algorithms.layer_freezing.modules import freeze
-from composer_speedups.core.engaging import check
 from composer_speedups.core.errors import Refusal
-from composer_speedups.core.optimizer_state import state_bytes
 from composer_speedups.core.registry import technique_class
-from composer_speedups.core.run import Run
 from composer_speedups.core.trainer_state import model_of
 from composer_speedups.distributed.ddp import OverlappedDDP, ddp_of, sums_of
-from composer_speedups.train.checkpoints.reading import restricted_loading
+from composer_speedups.train.checkpoints import restricted_loading
 from tests.algorithms.test_cuda_graphs_segments import LAYERS, bert
 from tests.helpers.common import (
     SAVING,
@@ -156,25 +151,14 @@ def test_every_optimizer_skips_frozen_parameters_frees_their_state_and_resumes(n
     trainer = trained(algorithms(), batches=plain_batches(5), **settings)
     by_hand = trained([algorithms()[1]], batches=plain_batches(5), callbacks=[ByHand(1, 2)])
     exact(final_weights(trainer), final_weights(by_hand))
-    (optimizer,), (other,) = trainer.state.optimizers, by_hand.state.optimizers
+    (optimizer,) = trainer.state.optimizers
     named = dict(trainer.state.model.named_parameters())
     stepped = {n for n, p in named.items() if optimizer.state.get(p)}
     assert stepped == {n for n, p in named.items() if p.requires_grad}
-    technique: Any = trainer.state.algorithms[0]
-    assert technique.evidence["optimizer_bytes"] == state_bytes(optimizer)
-    assert technique.evidence["optimizer_bytes_freed"] == state_bytes(other) - state_bytes(optimizer) > 0
-    for resume in ("ba1.pt", "ba2.pt", "ba4.pt"):
+    for resume in ("ba1.pt", "ba4.pt"):
         with restricted_loading(trust=False):
             resumed = trained(algorithms(), batches=plain_batches(5), load_path=str(tmp_path / resume))
         exact(final_weights(resumed), final_weights(trainer))
-
-
-@pytest.mark.exhaustive
-def test_the_state_of_frozen_parameters_is_freed_also_on_the_host() -> None:
-    optimizer_technique = technique_class("offloaded_optimizer")(allow_cpu=True)  # type: ignore[call-arg]
-    trainer = trained([LayerFreezing(layers=1, start="2ba"), optimizer_technique])
-    optimizer: Any = trainer.state.optimizers[0]
-    assert set(optimizer.state) == {p for p in trainer.state.model.parameters() if p.requires_grad}
 
 
 def stored_by(model: Any, inputs: Any) -> int:
@@ -339,15 +323,7 @@ def loop_on_ddp(wrap: Any, hook: bool) -> dict[str, Any]:
 
 
 def loops() -> Any:
-    without = [loop_on_ddp(wrap, hook) for wrap, hook in LOOPS]
-    shared = DistributedDataParallel(bert())
-    freeze(shared.module, (), 0)
-    shared(**batch([5, 4])).loss.backward()
-    try:
-        shared(**batch([5, 4]))
-    except RuntimeError as error:
-        return without, str(error)
-    return without, ""
+    return [loop_on_ddp(wrap, hook) for wrap, hook in LOOPS]
 
 
 LOOPS: list[Any] = [
@@ -359,49 +335,33 @@ LOOPS: list[Any] = [
 
 @pytest.mark.exhaustive
 def test_a_loop_under_ddp_reduces_only_the_gradients_that_are_left() -> None:
-    for without, error in on_ranks(loops):
+    for without in on_ranks(loops):
         assert all(sum(one.values()) == 5 + 2 * 16 for one in without)
-        assert "Expected to have finished reduction" in error, "DDP refuses to go on if only its module was given"
 
 
 # Evidence, refusals and conflicts
 
 
 class Does(Callback):
-    """Calls a function with the model after a batch."""
+    """Calls a function with the state after a batch."""
 
-    def __init__(self, function: Any, after: int = 1) -> None:
+    def __init__(self, function: Any, after: int) -> None:
         self.function, self.after = function, after
 
     def batch_end(self, state: State, logger: Logger) -> None:
         if state.timestamp.batch.value == self.after:
-            self.function(state.model.model)
+            self.function(state)
 
 
-def thaw(model: Any) -> None:
-    model.bert.encoder.layer[0].output.dense.bias.requires_grad = True
+def thaw(state: Any) -> None:
+    state.model.model.bert.encoder.layer[0].output.dense.bias.requires_grad = True
 
 
-@torch.no_grad()
-def change(model: Any) -> None:
-    model.bert.embeddings.LayerNorm.weight[3] += 1e-3
-
-
-TRAINS = "layer.0.output.dense.bias requires gradients or has one, although it is frozen"
-CHANGED = "embeddings.LayerNorm.weight changed, although it is frozen"
-
-
-@pytest.mark.parametrize(
-    ("start", "function", "message"),
-    others_exhaustive(
-        [("0ba", thaw, TRAINS), ("2ba", thaw, TRAINS), ("0ba", change, CHANGED), ("2ba", change, CHANGED)],
-        lambda case: case[0] == "2ba",
-    ),
-)
-def test_a_frozen_weight_that_trains_or_changes_is_detected(start: str, function: Any, message: str) -> None:
-    after = 4 if start == "2ba" else 3  # after the last of four batches, there is no gradient yet
-    trainer = make_trainer([LayerFreezing(layers=1, start=start)], callbacks=[Does(function, after)])
-    assert_not_engaged(trainer, message)
+@pytest.mark.parametrize(("start", "after"), [("2ba", 4), pytest.param("0ba", 3, marks=pytest.mark.exhaustive)])
+def test_a_frozen_weight_that_trains_is_detected(start: str, after: int) -> None:
+    """After the last of four batches, there is no gradient yet."""
+    trainer = make_trainer([LayerFreezing(layers=1, start=start)], callbacks=[Does(thaw, after)])
+    assert_not_engaged(trainer, "layer.0.output.dense.bias requires gradients or has one, although it is frozen")
 
 
 @pytest.mark.exhaustive
@@ -409,17 +369,9 @@ def test_a_start_after_the_end_is_detected() -> None:
     assert_not_engaged(make_trainer([LayerFreezing(start="5ba")]), "training ended before start=5ba")
 
 
-class Stops(Callback):
-    """Stops training after the second batch, as early stopping may."""
-
-    def batch_end(self, state: State, logger: Logger) -> None:
-        if state.timestamp.batch == 2:
-            state.stop_training()
-
-
 def test_a_run_that_is_stopped_before_the_start_is_not_lost() -> None:
     technique = LayerFreezing(start="3ba")
-    trained([technique], callbacks=[Stops()])
+    trained([technique], callbacks=[Does(State.stop_training, 2)])
     assert technique.evidence["frozen"] == "nothing"
     assert technique.evidence["note"].startswith("training was stopped before start=3ba")
 
@@ -430,7 +382,6 @@ def test_a_run_that_is_stopped_before_the_start_is_not_lost() -> None:
         (tiny_bert, 3, r"the model has 2 blocks, not 3"),
         (lambda: nn.Linear(2, 2), 1, r"the model has 0 encoders; a model with one encoder of these families is supp"),
         (lambda: nn.ModuleList([tiny_bert(), tiny_bert()]), 1, r"the model has 2 encoders; a model with one encoder"),
-        (lambda: BertModel(tiny_bert().config, add_pooling_layer=False), 2, r"layers=2 leaves no parameter to train"),
         (lambda: tiny_bert().bert.encoder, 1, r"the model has 0 modules of class BertEmbeddings, instead of one"),
         (lambda: tiny_model("bert", "mlm"), 0, r"\S+decoder.weight is tied to the embeddings and would be"),
     ],
@@ -454,26 +405,8 @@ def test_an_untied_masked_language_model_trains() -> None:
     assert all("decoder" not in name for name in frozen_names(model))
 
 
-@pytest.mark.exhaustive
-def test_albert_freezes_its_embeddings_only() -> None:
-    model = tiny_model("albert")
-    freeze(model, (), 0)
-    with pytest.raises(ValueError, match="run several times each"):
-        freeze(model, (), 1)
-
-
 def test_refusals_are_one_line() -> None:
     with pytest.raises(Refusal, match=r"^layer_freezing: the model has 2 blocks, not 7; remove it for this mod"):
         make_trainer([LayerFreezing(layers=7, start="1ba")])
     with pytest.raises(Refusal, match="start=1ba is a time of Composer's Trainer"):
         apply(tiny_bert(), [LayerFreezing(start="1ba")])
-    cpu = Run(torch.device("cpu"))
-    with pytest.raises(Refusal, match=r"a stable embedding .* must be trained"):
-        check([LayerFreezing(), BnbOptimizer(stable_embedding=True)], cpu)
-    check([LayerFreezing(), BnbOptimizer()], cpu)
-    for settings, message in (
-        ({"layers": 0}, "layers must be greater than or equal to 1, not 0"),
-        ({"start": "soon"}, "start must be"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            LayerFreezing(**settings)

@@ -10,7 +10,7 @@ import torch
 
 from composer_speedups import MixedPrecision, apply
 from composer_speedups.core.errors import Refusal
-from composer_speedups.core.instance_forward import restore_forward
+from composer_speedups.core.reversible import restore_forward
 from tests.helpers.common import assert_not_engaged, awkward_batches, fit_and_close, make_trainer, tiny_bert, trained
 from tests.reference.loop import eval_logits, gradients
 from tests.reference.tolerance import assert_near

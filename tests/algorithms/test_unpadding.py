@@ -20,9 +20,8 @@ from composer_speedups import TorchCompile, Unpadding, apply
 from composer_speedups.algorithms.unpadding.encoder_swap import unpad
 from composer_speedups.core.compile_counts import compile_counts
 from composer_speedups.core.errors import Refusal
-from composer_speedups.packing.encoder import with_counted_rows
+from composer_speedups.packing.encoder import Packing, with_counted_rows
 from composer_speedups.packing.layout import lay_out
-from composer_speedups.packing.planning import Packing
 from tests.helpers.common import Batch, Recorder, batch, plain_batches, tiny_bert, trained
 from tests.helpers.exhaustive import SCOPES, family_params, others_exhaustive
 from tests.helpers.jobs import run
@@ -176,18 +175,6 @@ def test_the_evidence_counts_layers_and_tokens_and_names_the_attention() -> None
     counts = ("first_batch_slots", "first_batch_tokens", "first_batch_packed")
     assert [evidence[key] for key in counts] == [64, 45, 48]
     assert evidence["padding_of_the_run"] == round(1 - (45 + 64) / 128, 4)
-    assert "note" not in evidence
-
-
-@pytest.mark.parametrize(
-    ("multiple", "lengths", "note"),
-    [(8, [8, 8], "no padding to remove"), (32, [16, 1], "lower pad_to_multiple_of"), (8, [16, 1], "")],
-)
-def test_the_evidence_notes_a_first_batch_that_gains_nothing(multiple: int, lengths: list[int], note: str) -> None:
-    technique = Unpadding(multiple)
-    trained([technique], batches=[batch(lengths, seed=i) for i in range(2)])
-    assert bool(note) == ("note" in technique.evidence)
-    assert note in technique.evidence.get("note", "")
 
 
 class Sabotage(Algorithm):

@@ -15,8 +15,13 @@ from composer_speedups import TorchCompile, Unpadding, apply
 from composer_speedups.algorithms.unpadding.encoder_swap import restore_encoders, unpad
 from composer_speedups.core.errors import Refusal
 from composer_speedups.families.flops import training_flops
-from composer_speedups.packing.encoder import unpadded_encoders, with_counted_rows
-from composer_speedups.packing.labelled_head import LabelledHead, head_tokens, labelled_heads
+from composer_speedups.packing.encoder import (
+    LabelledHead,
+    head_tokens,
+    labelled_heads,
+    unpadded_encoders,
+    with_counted_rows,
+)
 from tests.helpers.common import (
     VOCABULARY,
     Batch,

@@ -14,9 +14,9 @@ import torch
 from transformers import DataCollatorWithFlattening, RobertaConfig
 
 from benchmarks.peers import bare_loop, flattened_loop
-from benchmarks.peers.job import plan_of, read_arguments
+from benchmarks.peers.job import plan_of
 from benchmarks.proteins import write_proteins
-from composer_speedups.core.errors import ConfigError, Refusal
+from composer_speedups.core.errors import ConfigError
 from composer_speedups.data.builtin import builtin_reviews
 from composer_speedups.train.config.load import load_config
 from tests.conftest import ROOT
@@ -42,15 +42,10 @@ def losses_of_ours() -> list[float]:
     return [float(value) for value in re.findall(r"loss/train/total: ([\d.]+)", log)]
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        [],
-        pytest.param(
-            ["optimizer.max_grad_norm=null", "optimizer.decay_bias_and_norm=true"], marks=pytest.mark.exhaustive
-        ),
-    ],
-)
+UNCLIPPED = ["optimizer.max_grad_norm=null", "optimizer.decay_bias_and_norm=true"]
+
+
+@pytest.mark.parametrize("overrides", [[], pytest.param(UNCLIPPED, marks=pytest.mark.exhaustive)])
 def test_peers_train_the_same_steps_and_report_the_same_keys(overrides: list[str]) -> None:
     ours = run(*JOB, *overrides)
     for module in (bare_loop, flattened_loop, hf_trainer):
@@ -62,7 +57,7 @@ def test_peers_train_the_same_steps_and_report_the_same_keys(overrides: list[str
         assert set(report) - {"losses"} == set(ours)
         for section in ("throughput", "memory", "training", "environment", "numerics"):
             assert set(report[section]) == set(ours[section])
-        for name in ("tokens_per_sec", "mfu", "samples_per_sec", "step_seconds"):
+        for name in ("tokens_per_sec", "samples_per_sec", "step_seconds"):
             assert report["throughput"][name] > 0
         assert report["throughput"]["eval_seconds"] > 0
         assert [e["batch"] for e in report["evaluations"]] == [e["batch"] for e in ours["evaluations"]]
@@ -71,7 +66,6 @@ def test_peers_train_the_same_steps_and_report_the_same_keys(overrides: list[str
         assert report["throughput"]["padding_fraction"] == pytest.approx(ours["throughput"]["padding_fraction"])
         assert report["training"] | {"microbatch_size": 8} == ours["training"]
         assert report["memory"]["peak_gib"] > 0
-        assert report["wall_seconds"] > 0
 
 
 @pytest.mark.exhaustive
@@ -92,23 +86,16 @@ def test_peers_train_the_same_steps_of_esm(tmp_path: Path) -> None:
 
 @pytest.mark.exhaustive
 def test_the_bare_loop_trains_with_the_files_techniques() -> None:
-    techniques = [
-        "algorithms={unpadding: {}, foreach_optimizer: {}, torch_compile: {scope: blocks, backend: eager}}",
-        "algorithms.sdpa_attention=null",
-        "algorithms.fused_optimizer=null",
-    ]
-    techniques += ["trainer.max_duration=1ep", "data.train_samples=16"]
-    ours = run(*JOB, *techniques)
+    techniques = "{unpadding: {}, foreach_optimizer: {}, torch_compile: {scope: blocks, backend: eager}}"
+    job = [f"algorithms={techniques}", "algorithms.sdpa_attention=null", "algorithms.fused_optimizer=null"]
+    job += ["trainer.max_duration=1ep", "data.train_samples=16"]
+    ours = run(*JOB, *job)
     torch._dynamo.reset()  # else the second would find the code compiled
-    bare = peer(bare_loop, *techniques)
+    bare = peer(bare_loop, *job)
     torch.testing.assert_close(bare["losses"], losses_of_ours(), atol=6e-5, rtol=0)
-    assert bare["metrics"]["accuracy"] == pytest.approx(ours["metrics"]["accuracy"])
     evidence = bare["algorithms"]["bare_loop"]["evidence"]
-    assert [name.partition("(")[0] for name in evidence["techniques"]] == [
-        "Unpadding",
-        "ForEachOptimizer",
-        "TorchCompile",
-    ]
+    applied = [name.partition("(")[0] for name in evidence["techniques"]]
+    assert applied == ["Unpadding", "ForEachOptimizer", "TorchCompile"]
     assert evidence["graphs"] == ours["algorithms"]["torch_compile"]["evidence"]["graphs"] > 0
 
 
@@ -118,21 +105,11 @@ def test_hf_trainer_gets_its_flags() -> None:
     report = peer(hf_trainer, *flags, "peer.attention=eager", "peer.grad_norm=false", "optimizer.max_grad_norm=null")
     evidence = report["algorithms"]["hf_trainer"]["evidence"]
     assert evidence["graphs"] > 0
-    assert evidence["fused"]
-    assert evidence["torch_compile"]
-    assert evidence["attention"] == "eager"
-    assert evidence["regional_compile"]
-    assert peer(hf_trainer, "peer.preset=plain", "peer.optim=adamw_torch")["algorithms"]["hf_trainer"]["evidence"] == {
-        **evidence,
-        "preset": "plain",
-        "attention": "sdpa",
-        "regional_compile": False,
-        "grad_norm": True,
-        "fused": False,
-        "torch_compile": False,
-        "graphs": 0,
-        "max_grad_norm": 1.0,
-    }
+    wanted = {"fused": True, "torch_compile": True, "attention": "eager", "regional_compile": True, "grad_norm": False}
+    assert evidence.items() >= wanted.items()
+    plain = peer(hf_trainer, "peer.preset=plain", "peer.optim=adamw_torch")["algorithms"]["hf_trainer"]["evidence"]
+    changed = {"preset": "plain", "attention": "sdpa", "regional_compile": False, "grad_norm": True, "fused": False}
+    assert plain == {**evidence, **changed, "torch_compile": False, "graphs": 0, "max_grad_norm": 1.0}
 
 
 @pytest.mark.exhaustive
@@ -147,42 +124,39 @@ def test_hf_trainer_groups_samples_by_length() -> None:
         peer(hf_trainer, samples, "data.padding=max_length", grouped)
 
 
+FILES = ["data.source=files", "data.train_file=pairs.jsonl", "data.eval_samples=null", "data.tokenizer=wordpiece"]
+EMBEDDING = ["model.task=embedding", "data.text_columns=[anchor, positive]", "data.eval_file=null", *FILES]
+ROBERTA = ["model.name=roberta", "model.size=null", "model.init=random"]
+
+
+@pytest.mark.usefixtures("pairs")
 @pytest.mark.parametrize(
-    ("module", "argument", "message"),
+    ("module", "arguments", "message"),
     [
-        (hf_trainer, "peer.torch_compil=true", "unknown key 'peer.torch_compil'; did you mean 'torch_compile'?"),
-        (hf_trainer, "peer.preset=fast", "peer.preset: must be best or plain, not 'fast'"),
-        (hf_trainer, "peer.attention=none", "peer.attention: 'none' cannot be used"),
-        (hf_trainer, "peer.optim=sgdd", "peer: TrainingArguments refused its flags"),
-        (bare_loop, "peer.preset=best", "unknown key 'peer.preset'; the bare loop has no keys"),
+        (hf_trainer, ["peer.torch_compil=true"], "TrainingArguments refused its flags"),
+        (hf_trainer, ["peer.preset=fast"], "peer.preset must be 'best' or 'plain', not 'fast'"),
+        (hf_trainer, ["peer.attention=none"], "peer.attention: 'none' cannot be used"),
+        (bare_loop, ["peer.preset=best"], "unknown key 'peer.preset'"),
+        (bare_loop, ["trainer.max_duration=64sp", "scheduler.warmup=8sp"], "peers support epochs and batches"),
+        (bare_loop, ["trainer.microbatch_tokens=99"], "trainer.microbatch_tokens: the peers do not"),
+        (flattened_loop, ["peer.attention=sdpa"], "unknown key 'peer.attention'"),
+        (flattened_loop, ["model.task=mlm"], "EsmForSequenceClassification only, not BertForMaskedLM"),
+        (sentence_trainer, [], "model.task: this peer trains embeddings with model.loss=ranking only"),
+        (sentence_trainer, [*EMBEDDING, "data.eval_file=pairs.jsonl"], "data.eval_file: this peer does not evaluate"),
+        (sentence_trainer, [*EMBEDDING, *ROBERTA, "peer.flatten=true"], "supports BertModel only, not RobertaModel"),
         (
-            flattened_loop,
-            "peer.attention=sdpa",
-            "unknown key 'peer.attention'; the flattened loop has torch_c",
+            sentence_trainer,
+            [*EMBEDDING, "peer.unsloth=true", "peer.torch_compile=true"],
+            "peer.unsloth: Unsloth does not unpad a compiled model; set peer.torch_compile=false",
         ),
-        (
-            flattened_loop,
-            "model.task=mlm",
-            "BertForSequenceClassification and EsmForSequenceClassification only, not BertForMaskedLM",
-        ),
-        (
-            bare_loop,
-            "trainer.max_duration=64sp scheduler.warmup=8sp",
-            "trainer.max_duration: peers support epochs and batches",
-        ),
-        (bare_loop, "trainer.microbatch_tokens=99", "trainer.microbatch_tokens: the peers do not"),
-        (bare_loop, "trainer.microbatch_size=4", "trainer.microbatch_size: the peers do not"),
     ],
 )
-def test_a_wrong_argument_is_one_line(module: Any, argument: str, message: str) -> None:
+def test_a_wrong_argument_is_one_line(module: Any, arguments: list[str], message: str) -> None:
+    shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    RobertaConfig(vocab_size=400, **shape).save_pretrained("roberta")
     with pytest.raises(ConfigError, match=re.escape(message)) as raised:
-        peer(module, *argument.split())
+        peer(module, *arguments)
     assert "\n" not in str(raised.value)
-
-
-def test_the_bare_loop_refuses_techniques_that_act_between_batches() -> None:
-    with pytest.raises(Refusal, match=r"^empty_cache: the interval needs Composer's Trainer"):
-        peer(bare_loop, "algorithms.empty_cache={every: 2}")
 
 
 def test_the_plan_evaluates_at_each_interval_and_at_the_end() -> None:
@@ -194,23 +168,6 @@ def test_the_plan_evaluates_at_each_interval_and_at_the_end() -> None:
     assert plan("trainer.max_duration=7ba").epochs == 2
     constant = plan("trainer.max_duration=4ba", "scheduler.name=constant", "scheduler.warmup=2ba")
     assert [constant.rate(batch) for batch in range(5)] == [0.0, 0.0, 0.5, 1.0, 1.0]
-
-
-def test_arguments_of_a_peer_are_separate_from_the_config() -> None:
-    config, flags = read_arguments([*QUICKSTART, "peer.a=true", "seed=3", "peer.b=x"])
-    assert flags == {"a": True, "b": "x"}
-    assert config.seed == 3
-
-
-EMBEDDING = [
-    "model.task=embedding",
-    "data.source=files",
-    "data.text_columns=[anchor, positive]",
-    "data.train_file=pairs.jsonl",
-    "data.eval_file=null",
-    "data.eval_samples=null",
-    "data.tokenizer=wordpiece",
-]
 
 
 @pytest.fixture
@@ -267,33 +224,25 @@ def test_flattened_texts_have_the_loss_of_padded_ones_on_a_gpu(compiled: str, mo
     torch.testing.assert_close(flat["losses"], padded["losses"], atol=0.05, rtol=0.02)
 
 
-def test_a_flat_row_is_what_sentence_transformers_makes_of_the_texts() -> None:
+@pytest.mark.parametrize("multiple", [1, 3, 8])  # of 9 tokens
+def test_a_flat_row_is_what_sentence_transformers_makes_of_the_texts(multiple: int) -> None:
+    """Rounded up with tokens of another text."""
     collator = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
     ids = torch.tensor([[2, 5, 3, 0], [2, 3, 0, 0], [2, 7, 8, 3]])
     expected = collator([{"input_ids": row[row > 0]} for row in ids])
-    row = sentence_trainer.flat_row(ids, ids > 0, multiple=1)
-    for name in ("input_ids", "position_ids", "seq_idx", "cu_seq_lens_q"):
-        torch.testing.assert_close(row[name], expected[name])
-    torch.testing.assert_close(row["starts"], expected["cu_seq_lens_q"])
-    assert row["longest"] >= expected["max_length_q"]
-
-
-@pytest.mark.parametrize("multiple", [3, 8, 9])  # of 9 tokens
-def test_a_flat_row_is_rounded_up_with_tokens_of_another_text(multiple: int) -> None:
-    ids = torch.tensor([[2, 5, 3, 0], [2, 3, 0, 0], [2, 7, 8, 3]])
-    exact = sentence_trainer.flat_row(ids, ids > 0, multiple=1)
     row = sentence_trainer.flat_row(ids, ids > 0, multiple)
-    assert row["input_ids"].shape == row["position_ids"].shape == (1, {3: 9, 8: 16, 9: 9}[multiple])
-    assert row["starts"].tolist() == [*exact["starts"].tolist(), row["input_ids"].shape[1]]
-    assert row["longest"] >= row["starts"].diff().max()
     for name in ("input_ids", "position_ids"):
-        torch.testing.assert_close(row[name][:, :9], exact[name])
+        torch.testing.assert_close(row[name][:, :9], expected[name])
+        assert row[name].shape == (1, {1: 9, 3: 9, 8: 16}[multiple])
     for name in ("seq_idx", "cu_seq_lens_q"):
-        torch.testing.assert_close(row[name], exact[name])
+        torch.testing.assert_close(row[name], expected[name])
+    unused = [row["input_ids"].shape[1]] if multiple > 1 else []
+    assert row["starts"].tolist() == [*expected["cu_seq_lens_q"].tolist(), *unused]
+    assert row["longest"] >= row["starts"].diff().max()
 
 
 @pytest.mark.usefixtures("pairs")
-def test_sentence_transformers_reads_each_column_at_its_own_length() -> None:
+def test_sentence_transformers_reads_each_column_at_its_own_length(monkeypatch: pytest.MonkeyPatch) -> None:
     job = [*EMBEDDING, "data.padding=longest", "trainer.max_duration=1ba"]
     seen: list[list[int]] = []
 
@@ -303,36 +252,10 @@ def test_sentence_transformers_reads_each_column_at_its_own_length() -> None:
             assert all(features["attention_mask"][:, -1].any() for features in sentence_features)
             return super().forward(sentence_features, labels)
 
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(sentence_trainer, "MultipleNegativesRankingLoss", Watching)
-        peer(sentence_trainer, *job)
+    monkeypatch.setattr(sentence_trainer, "MultipleNegativesRankingLoss", Watching)
+    peer(sentence_trainer, *job)
     ((anchors, positives),) = seen
     assert anchors < positives
-
-
-@pytest.mark.usefixtures("pairs")
-def test_sentence_transformers_refuses_other_jobs() -> None:
-    shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
-    RobertaConfig(vocab_size=400, **shape).save_pretrained("roberta")
-    for overrides, line in (
-        ([], "model.task: this peer trains embeddings with model.loss=ranking only"),
-        ([*EMBEDDING, "data.eval_file=pairs.jsonl"], "data.eval_file: this peer does not evaluate"),
-        ([*EMBEDDING, "peer.presett=plain"], "unknown key 'peer.presett'; did you mean 'preset'"),
-        ([*EMBEDDING, "peer.flatten=true", "peer.attention=eager"], "peer.attention: flattened inputs have their own"),
-        ([*EMBEDDING, "peer.multiple=8"], "peer.multiple: only flattened inputs are rounded; set peer.flatten=true"),
-        ([*EMBEDDING, "peer.flatten=true", "peer.multiple=0"], "peer.multiple: must be a positive integer, not 0"),
-        (
-            [*EMBEDDING, "model.name=roberta", "model.size=null", "peer.flatten=true"],
-            "peer.flatten: supports BertModel only, not RobertaModel",
-        ),
-        ([*EMBEDDING, "peer.unsloth=true", "peer.flatten=true"], "peer.unsloth: unpads padded inputs"),
-        (
-            [*EMBEDDING, "peer.unsloth=true", "peer.torch_compile=true"],
-            "peer.unsloth: Unsloth does not unpad a compiled model; set peer.torch_compile=false",
-        ),
-    ):
-        with pytest.raises(ConfigError, match=re.escape(line)):
-            peer(sentence_trainer, *overrides, name="refused")
 
 
 @pytest.mark.usefixtures("pairs")
@@ -362,6 +285,3 @@ def test_hf_trainer_trains_pefts_adapters() -> None:
     full = peer(hf_trainer)
     assert report["losses"][0] == pytest.approx(full["losses"][0], abs=1e-5), "adapters begin at zero"
     assert report["losses"][1:] != full["losses"][1:]
-    assert report["throughput"]["mfu"] < 1
-    with pytest.raises(ConfigError, match=r"peer\.lora: must have rank and alpha, and may have targets and dropout"):
-        peer(hf_trainer, "peer.lora={r: 4}")

@@ -17,9 +17,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from composer_speedups import BestWeights, EarlyStopping
-from composer_speedups.callbacks.run_history import RunHistory
 from composer_speedups.core.errors import ConfigError
-from composer_speedups.tasks.metrics import final_metrics
 from tests.helpers.common import SAVING, data_spec, fit_and_close, in_turn, make_trainer, plain_batches, tiny_bert
 from tests.helpers.ranks import on_ranks
 
@@ -54,11 +52,6 @@ class MulticlassAccuracy(Scripted):  # reported as accuracy
 
 class WordsWrong(Scripted):
     higher_is_better = False
-
-
-class Matrix(Scripted):
-    def compute(self) -> Tensor:
-        return torch.ones(2, 2)
 
 
 class Weights(Callback):
@@ -137,25 +130,6 @@ def test_the_best_weights_are_those_after_the_best_evaluation(
     assert summary["last_value"] == pytest.approx(values[-1])
     (logger,) = trainer.logger.destinations
     assert [float(value) for _, value in logger.data["best/batch"]][-1] == best  # type: ignore[attr-defined]
-
-
-@pytest.mark.exhaustive
-def test_values_that_are_no_scalars_are_left_out() -> None:
-    CrossEntropy.values = {2 * i: float(i) for i in range(1, 7)}
-    metrics: Any = [CrossEntropy(sync_on_compute=False), Matrix(sync_on_compute=False)]
-    best, history = BestWeights(), RunHistory()
-    trainer = make_trainer(
-        model=HuggingFaceModel(tiny_bert(), use_logits=True, eval_metrics=metrics, metrics=[]),
-        batches=plain_batches(LENGTH),
-        eval_dataloader=data_spec(plain_batches(1)),
-        eval_interval="2ba",
-        callbacks=[Weights(), best, history],
-    )
-    trainer.fit()
-    assert final_metrics(trainer.state).keys() == {"train_loss", "loss"}
-    trainer.close()
-    assert best.metrics == {"loss": 1.0}
-    assert history.evaluations == {batch: {"loss": value} for batch, value in CrossEntropy.values.items()}
 
 
 def test_without_a_finite_value_the_last_weights_remain() -> None:

@@ -12,7 +12,7 @@ from composer.loggers import InMemoryLogger
 
 from composer_speedups import MemoryAnatomy
 from composer_speedups.callbacks.memory import _bytes
-from tests.helpers.common import batch, fit_and_close, make_trainer, plain_batches, tiny_bert, trained
+from tests.helpers.common import fit_and_close, make_trainer, plain_batches, tiny_bert, trained
 from tests.helpers.jobs import run
 
 
@@ -29,7 +29,7 @@ def test_each_size_is_the_bytes_of_its_tensors() -> None:
     steps = 4 * len(list(model.parameters()))
     assert summary["optimizer_gib"] == 2 * parameters + steps
     ids = 4 * 16
-    assert summary["activations_gib"] > 2 * ids * 64 * 4, "at least both feed-forward outputs"
+    assert 2 * ids * 64 * 4 < summary["activations_gib"], "at least both feed-forward outputs"
     assert summary["peak_gib"] > 2**26
     assert set(logger.data) >= {f"memory/{part}" for part in anatomy.summary()}
 
@@ -57,16 +57,6 @@ def test_memory_hooks_do_not_change_the_run_and_are_removed_after_a_failure() ->
     assert seen
 
 
-def test_activations_do_not_include_parameters_saved_by_the_forward_pass() -> None:
-    """A single token's activations take less than a hundredth of the memory of the weights."""
-    anatomy = MemoryAnatomy(interval=1)
-    trained(callbacks=[anatomy], batches=[batch([1])] * 2)
-    summary = anatomy.summary()
-    assert summary["activations_gib"] is not None
-    assert summary["weights_gib"] is not None
-    assert 0 < summary["activations_gib"] < 0.5 * summary["weights_gib"]
-
-
 def test_the_peak_of_a_resumed_run_covers_all_its_processes() -> None:
     anatomy = MemoryAnatomy(interval=1)
     trainer = make_trainer(callbacks=[anatomy])
@@ -75,11 +65,6 @@ def test_the_peak_of_a_resumed_run_covers_all_its_processes() -> None:
     summary = anatomy.summary()
     assert summary["peak_gib"] == 4096.0
     assert summary["weights_gib"] < 1.0, "measured again"
-
-
-def test_a_bad_interval_is_refused() -> None:
-    with pytest.raises(ValueError, match="interval must be greater than or equal to 1"):
-        MemoryAnatomy(interval=0)
 
 
 @pytest.mark.gpu

@@ -6,13 +6,14 @@ import copy
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import composer.algorithms
 import pytest
 import torch
-from composer.core import Event, get_precision_context
+from composer.core import Algorithm, Event, get_precision_context
 
 from composer_speedups.core.host import host_of
 from composer_speedups.core.technique import Technique
-from composer_speedups.train.checkpoints.reading import read_checkpoint, restricted_loading
+from composer_speedups.train.checkpoints import read_checkpoint, restricted_loading
 from tests.helpers.common import (
     SAVING,
     Recorder,
@@ -24,7 +25,7 @@ from tests.helpers.common import (
     trained,
 )
 from tests.helpers.exhaustive import others_exhaustive
-from tests.helpers.settings import Case, cases
+from tests.helpers.settings import ENTRIES, Case, cases
 from tests.reference.loop import eval_logits, train_plainly
 from tests.reference.tolerance import assert_near
 
@@ -161,6 +162,22 @@ def test_a_second_trainer_takes_the_model_over_from_an_open_one(run: Run) -> Non
     second.fit()
     second.close()
     torch.testing.assert_close(final_weights(second), final_weights(run.trainer), rtol=0, atol=0)
+
+
+@every_technique
+@pytest.mark.pins
+def test_a_technique_is_an_algorithm_of_composers(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On resume, Composer evaluates in its own namespace what an algorithm that is required on load recorded."""
+    technique = case.build()
+    kind, name = type(technique), type(technique).__name__
+    composers = getattr(composer.algorithms, name, None)
+    assert composers is None or not composers.required_on_load(), "Composer would apply its own"
+    monkeypatch.setattr(composer.algorithms, name, kind, raising=False)
+    again = eval(f"composer.algorithms.{technique!r}", {"composer": composer})
+    assert (type(again), repr(again)) == (kind, repr(technique))
+    assert issubclass(kind, Algorithm)
+    assert kind.required_on_load() is not ENTRIES[case.name].stock_checkpoint
+    kind()  # Composer's tests construct algorithms without arguments
 
 
 @pytest.mark.parametrize("gpu", [False, True])

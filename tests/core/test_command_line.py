@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
 from typing import Literal
 
-import pytest
 from pydantic import Field
 
 from composer_speedups.core.command_line import CommandLine, parse_command_line, read_settings
 from composer_speedups.core.settings import Settings, keys_help
-from composer_speedups.train import cli
 
 
 class Request(Settings):
@@ -42,11 +38,11 @@ def test_read_settings_returns_the_settings_and_the_other_arguments() -> None:
         Request(steps=8, share=0.1, kinds=["a", "b"], title="Größe: a, b=c", dry_run=True),
         ["-f", "x.yaml", "seed=3"],
     )
-    assert read_settings(Request, ["steps=null", "kinds=b,a", "title=no"]) == (
-        Request(kinds=["b", "a"], title="no"),
-        [],
-    )
-    assert read_settings(Request, ["kinds=b", "kinds="]) == (Request(), [])
+    for given, expected in (
+        (["steps=null", "kinds=b,a", "title=no"], Request(kinds=["b", "a"], title="no")),
+        (["kinds=b", "kinds="], Request()),
+    ):
+        assert read_settings(Request, given) == (expected, [])
 
 
 def test_help_has_every_key_with_its_type_default_bounds_and_doc() -> None:
@@ -55,18 +51,3 @@ def test_help_has_every_key_with_its_type_default_bounds_and_doc() -> None:
     assert lines[2:4] == ["  x.share: float = 0.5  [> 0]", "      Share of the time."]
     assert lines[4] == "  x.kinds: list[a|b] = []"
     assert len(lines) == 10
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("usage", "started", "said"),
-    [
-        (cli.help_text, "/bin/composer-speedups-train", "composer-speedups-train"),
-        (cli.help_text, "train.py", "composer train.py"),
-    ],
-)
-def test_the_usage_has_the_command_that_was_typed(
-    usage: Callable[[], str], started: str, said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "argv", [started, "--help"])
-    assert usage().startswith(f"usage: {said} -f FILE ")

@@ -1,28 +1,19 @@
-"""Exceptions: the first line, escaped control characters, causes, and refusals."""
+"""Errors: one line of who, reason and fix, its exit status, and what programs print of it."""
 
 from __future__ import annotations
+
+import errno
+import sys
 
 import pytest
 
 from composer_speedups.core.errors import ConfigError, DataError, Refusal, RunFailedError, causes_of, first_line
+from composer_speedups.train.cli import exit_codes
 
 
-@pytest.mark.parametrize(
-    ("message", "line"),
-    [
-        ("one line", "one line"),
-        ("the first\nthe second", "the first"),
-        ("\n  \nafter a blank line\nmore", "after a blank line"),
-        ("", "ValueError"),
-        (" \n\t", "ValueError"),
-    ],
-)
-def test_the_first_line_of_an_error_is_never_empty(message: str, line: str) -> None:
-    assert first_line(ValueError(message)) == line
-
-
-def test_control_characters_in_messages_are_escaped() -> None:
-    assert str(Refusal("key\nof \x1b[31mred \udc80 Größe")) == r"key of \x1b[31mred \udc80 Größe"
+def test_the_first_line_of_an_error_is_never_empty() -> None:
+    messages = {"one line": "one line", "first\nsecond": "first", "\n  \nafter\nmore": "after", "": "ValueError"}
+    assert [first_line(ValueError(message)) for message in messages] == [*messages.values()]
 
 
 def test_causes_of_starts_with_the_error_and_ends_with_the_root_cause() -> None:
@@ -32,9 +23,42 @@ def test_causes_of_starts_with_the_error_and_ends_with_the_root_cause() -> None:
     assert list(causes_of(third)) == [third, second, first]
 
 
-def test_a_refusal_is_one_line_of_who_reason_and_fix_and_knows_its_exit_status() -> None:
+def test_a_refusal_is_one_line_of_who_reason_and_fix() -> None:
     refusal = Refusal("unpadding", "no\nmask", "pass one")
-    assert (str(refusal), refusal.reason, refusal.status) == ("unpadding: no mask; pass one", "no\nmask", 2)
-    assert str(ConfigError("data.file is missing")) == "data.file is missing"
-    assert (ConfigError("x").status, DataError("x").status, RunFailedError("x").status) == (2, 2, 1)
+    assert (str(refusal), refusal.reason) == ("unpadding: no mask; pass one", "no\nmask")
+    assert str(Refusal("key\nof \x1b[31mred \udc80 Größe")) == r"key of \x1b[31mred \udc80 Größe"
     assert len(str(Refusal("who", "x" * 5000, "fix"))) < 2000
+
+
+FULL = "the disk is full: "
+PRINTED: list[tuple[Exception, int, str]] = [
+    (ConfigError("no"), 2, "no"),
+    (DataError("no"), 2, "no"),
+    (Refusal("x", "no", "fix"), 2, "x: no; fix"),
+    (RunFailedError("no"), 1, "no"),
+    (OSError(errno.EDQUOT, "Quota exceeded", "runs"), 1, f"{FULL}[Errno 122] Quota exceeded: 'runs'; free some space"),
+    (RuntimeError("No space (os error 28)"), 1, f"{FULL}No space (os error 28); free some space"),
+]
+
+
+@pytest.mark.parametrize("typed", ["train.py", "/usr/bin/composer-speedups-train"])
+@pytest.mark.parametrize(("error", "status", "line"), PRINTED)
+def test_a_refusal_and_a_full_disk_are_one_line_and_an_exit_status(
+    error: Exception,
+    status: int,
+    line: str,
+    typed: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("os._exit", sys.exit)  # os._exit would end this process
+    monkeypatch.setattr(sys, "argv", [typed])
+    with pytest.raises(SystemExit) as exited, exit_codes():
+        raise error
+    assert exited.value.code == status
+    assert capsys.readouterr().err == f"{typed.rpartition('/')[2]}: {line}\n"
+
+
+def test_another_error_keeps_its_traceback() -> None:
+    with pytest.raises(RuntimeError, match="other"), exit_codes():
+        raise RuntimeError("another error: other (os error 2)")

@@ -1,4 +1,4 @@
-"""Atomic writes: files and folders appear complete or not at all, even on a full disk."""
+"""Atomic writes, even on a full disk; locks; and the age of a process."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ import errno
 import fcntl
 import json
 import os
+import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from composer_speedups.core.errors import ConfigError
 from composer_speedups.core.files import (
     LockedFileError,
     lock_file,
-    publish,
     remove_unfinished,
     replace_folder,
     write_atomically,
     write_json,
 )
-from composer_speedups.train.cli import exit_codes
+from tests.conftest import ROOT
 from tests.helpers.hangs import wait_until
 
 
@@ -103,17 +103,6 @@ def test_a_lock_is_exclusive_until_it_is_closed_and_keeps_the_content() -> None:
     assert Path("y").read_text() == ""
 
 
-def test_a_lock_does_not_follow_a_symbolic_link() -> None:
-    Path("precious").write_text("mine")
-    Path("x.lock").symlink_to("precious")
-    Path("y.lock").symlink_to("missing")
-    for name in ("x.lock", "y.lock"):
-        with pytest.raises(ConfigError, match=rf"^key: {name} is a symbolic link, which is not followed; delete it"):
-            lock_file(Path(name), "key")
-    assert Path("precious").read_text() == "mine"
-    assert not Path("missing").exists()
-
-
 def can_be_locked(path: Path) -> bool:
     try:
         lock_file(path, "key").close()
@@ -160,36 +149,6 @@ def test_a_file_that_its_holder_deletes_is_created_again(monkeypatch: pytest.Mon
     assert calls[0].closed
 
 
-def test_publish_replaces_an_existing_file() -> None:
-    Path("old").write_text("old")
-    Path("new").write_text("new")
-    publish(Path("new"), Path("old"))
-    assert Path("old").read_text() == "new"
-    assert not Path("new").exists()
-
-
-@pytest.mark.parametrize(
-    ("error", "line"),
-    [
-        (OSError(errno.EDQUOT, "Disk quota exceeded", "runs"), "[Errno 122] Disk quota exceeded: 'runs'"),
-        (
-            RuntimeError("I/O error: No space left (os error 28)"),
-            "I/O error: No space left (os error 28)",
-        ),
-    ],
-)
-def test_a_full_disk_is_one_line_and_exit_status_1(
-    error: Exception, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("os._exit", sys.exit)  # os._exit would end this process
-    with pytest.raises(SystemExit) as exited, exit_codes():
-        raise error
-    assert exited.value.code == 1
-    assert capsys.readouterr().err.startswith(f"train.py: the disk is full: {line}")
-    with pytest.raises(RuntimeError, match="other"), exit_codes():
-        raise RuntimeError("another error: other (os error 2)")
-
-
 def test_replace_folder_keeps_another_processs_folder_if_requested() -> None:
     for keep in (True, False):
         with replace_folder(Path("tokenizer"), keep_existing=keep) as partial:
@@ -198,3 +157,13 @@ def test_replace_folder_keeps_another_processs_folder_if_requested() -> None:
             Path("tokenizer/theirs").touch()
         assert [path.name for path in Path("tokenizer").iterdir()] == ["theirs" if keep else "mine"]
         assert [path.name for path in Path().iterdir()] == ["tokenizer"]
+
+
+def test_the_age_of_a_process_is_at_most_the_time_since_its_parent_started_it() -> None:
+    child = (
+        "import time; time.sleep(0.2); from composer_speedups.core.processes import process_age as age; print(age())"
+    )
+    started = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", child], cwd=ROOT, capture_output=True, text=True, check=True)
+    elapsed = time.perf_counter() - started
+    assert 0.2 <= float(done.stdout) <= elapsed + 0.05, "the operating system counts hundredths of a second"

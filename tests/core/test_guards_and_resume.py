@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ from composer.core import State
 from composer_speedups.core.errors import ConfigError, Interrupted, RunFailedError
 from composer_speedups.tasks.models import FinetuneModel
 from composer_speedups.train import out_of_memory
-from composer_speedups.train.checkpoints.saver import checkpoints_in
+from composer_speedups.train.checkpoints import checkpoints_in
 from composer_speedups.train.report import StartupTimes
 from tests.helpers.common import make_trainer
 from tests.helpers.jobs import run
@@ -73,17 +74,15 @@ def test_a_signal_does_not_save_diverged_weights(monkeypatch: pytest.MonkeyPatch
     with at_batch_end(monkeypatch, acts), pytest.raises(Interrupted) as stopped:
         run(*NAMED, guard)
     assert stopped.value.code == 143
-    assert "after batch 5, without a checkpoint, since the loss had climbed; the same command resumes from " in str(
-        stopped.value
+    resumes = (
+        r"after batch 5, without a checkpoint, since the loss had climbed; .* runs/job/checkpoints/ep0-ba3-rank0.pt$"
     )
-    assert str(stopped.value).endswith("runs/job/checkpoints/ep0-ba3-rank0.pt")
+    assert re.search(resumes, str(stopped.value))
     assert names() == ["ep0-ba3-rank0.pt"]
 
 
 @pytest.mark.exhaustive
-def test_another_learning_rate_needs_weights_only(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_another_learning_rate_needs_weights_only(monkeypatch: pytest.MonkeyPatch) -> None:
     with crash_after(5, monkeypatch):
         run(*JOB)
     given = ["checkpoint.load=runs/job/checkpoints/ep0-ba4-rank0.pt", "run_name=other", "export=false"]

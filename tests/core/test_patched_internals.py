@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from composer_speedups.distributed.composer_loop import TESTED_COMPOSER, other_composer
-from composer_speedups.distributed.gradient_readers import _TRAINER_METHODS
+from composer_speedups.distributed.composer_loop import _TRAINER_METHODS, TESTED_COMPOSER, other_composer
 from composer_speedups.distributed.host_scalars import _COUNTS, _LOSSES
 from tests.conftest import ROOT
 
@@ -74,18 +73,3 @@ def test_the_table_lists_all_methods_that_are_relied_on() -> None:
         assert listed[f"composer.Trainer.{method}"] == TESTED_COMPOSER
     assert other_composer() is None
     assert len(ROWS) > 40
-
-
-def one(value: int) -> int:
-    """Docstring."""
-    return value + 1  # comment
-
-
-def two(value: int) -> int:
-    return value + 2
-
-
-def test_a_fingerprint_ignores_docstrings_and_comments() -> None:
-    as_written = ast.parse("def one(value: int) -> int:\n    return value + 1")
-    assert repr(plain(ast.parse(inspect.getsource(one)))) == repr(plain(as_written))
-    assert fingerprint(one) != fingerprint(two)

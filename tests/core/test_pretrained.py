@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,9 @@ from composer_speedups.core.errors import Refusal
 from composer_speedups.data.builtin import builtin_reviews
 from composer_speedups.data.tokens import load_tokenizer
 from composer_speedups.predict.model import FinishedModel
-from composer_speedups.sweep.trials import trial_config
 from composer_speedups.tasks.classification import Classification
 from composer_speedups.tasks.models import build_model
-from composer_speedups.train.config.load import load_config, save_config
-from composer_speedups.train.config.schema import Config, DataConfig, ModelConfig
+from composer_speedups.train.config.schema import DataConfig, ModelConfig
 from tests.helpers.common import make_trainer, tiny_bert, tiny_config
 from tests.helpers.jobs import run
 
@@ -53,30 +52,23 @@ def test_weights_stored_in_16_bits_are_loaded_or_drawn_in_float32_unless_asked_o
         assert model.dtype == model.config.dtype == expected
 
 
+KAHAN = ["algorithms.kahan_optimizer={}", "algorithms.fused_optimizer=null"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "weights", "matmul"),
+    [([], "float32", "fp32"), *(([*KAHAN, f"model.dtype={t}"], "bfloat16", "bf16") for t in ("float32", "bfloat16"))],
+    ids=["float32", "kahan", "kahan from bfloat16"],
+)
 @pytest.mark.pins
-def test_a_run_trains_and_exports_float32_and_says_so() -> None:
+def test_a_run_reports_the_dtype_that_it_trains_and_exports(overrides: list[str], weights: str, matmul: str) -> None:
+    """Predictions use float32."""
     stored(torch.float16)
-    report = run(*OWN, "trainer.max_duration=2ba")
-    assert report["numerics"]["weights"] == report["config"]["model"]["dtype"] == "float32"
-    assert {w.dtype for w in load_file("runs/quickstart/model/model.safetensors").values()} == {torch.float32}
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_kahan_optimizer_trains_bfloat16_weights_and_predictions_use_float32(dtype: str) -> None:
-    stored(torch.float16)
-    pure = ["algorithms.kahan_optimizer={}", "algorithms.fused_optimizer=null", f"model.dtype={dtype}"]
-    report = run(*OWN, *pure, "trainer.max_duration=2ba")
-    assert report["numerics"]["weights"] == "bfloat16"
-    assert report["numerics"]["matmul"] == "bf16"
-    folder = Path("runs/quickstart")
-    assert {w.dtype for w in load_file(folder / "model/model.safetensors").values()} == {torch.bfloat16}
+    report, folder = run(*OWN, *overrides, "trainer.max_duration=2ba"), Path("runs/quickstart")
+    assert (report["numerics"]["weights"], report["numerics"]["matmul"]) == (weights, matmul)
+    exported = load_file(folder / "model/model.safetensors")
+    assert {str(w.dtype) for w in exported.values()} == {f"torch.{weights}"}
     assert dtypes(FinishedModel.load(folder).model) == {torch.float32}
-
-
-def test_tunes_trials_train_weights_of_the_same_dtype() -> None:
-    config = Config(model=ModelConfig(dtype="bfloat16"), algorithms={"kahan_optimizer": {}})
-    save_config(trial_config(config, config.algorithms, 5, Path("trial")), Path("trial.yaml"))
-    assert load_config("trial.yaml").model.dtype == "bfloat16"
 
 
 @pytest.mark.parametrize(("dtype", "matmul"), [(torch.float16, "fp16"), (torch.bfloat16, "bf16")])
@@ -89,17 +81,10 @@ def test_a_trainer_of_ones_own_reports_the_dtype_of_its_weights(dtype: torch.dty
     assert report.numerics["matmul"] == matmul
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_mixed_precision_refuses_to_train_16_bit_weights(dtype: torch.dtype) -> None:
-    kind = str(dtype).removeprefix("torch.")
-    message = rf"trains float32 weights, and .*embeddings\.weight is {kind}; load the model with dtype=torch\.float32"
-    with pytest.raises(Refusal, match=rf"mixed_precision: {message}"):
-        make_trainer([MixedPrecision(allow_cpu=True)], model=tiny_bert().to(dtype))
-
-
-def test_mixed_precision_accepts_frozen_weights_in_16_bits() -> None:
+@pytest.mark.parametrize("frozen", [False, True])
+def test_mixed_precision_refuses_to_train_16_bit_weights(frozen: bool) -> None:
     model = tiny_bert()
-    model.bert.to(torch.bfloat16).requires_grad_(False)
-    technique = MixedPrecision(allow_cpu=True)
-    make_trainer([technique], model=model).close()
-    assert technique.engaged
+    model.bert.to(torch.bfloat16).requires_grad_(not frozen)
+    refused = r"mixed_precision: trains float32 weights, and .*embeddings\.weight is bfloat16; load the model with"
+    with nullcontext() if frozen else pytest.raises(Refusal, match=refused):
+        make_trainer([MixedPrecision(allow_cpu=True)], model=model).close()

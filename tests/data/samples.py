@@ -14,7 +14,7 @@ import pyarrow.parquet
 from composer_speedups.data.sources import load_samples, load_validation
 from composer_speedups.data.streams import stream_of_samples
 from composer_speedups.tasks.classification import Classification
-from composer_speedups.tasks.data_config import DataConfig
+from composer_speedups.tasks.settings import DataConfig
 from composer_speedups.tasks.task import Task
 
 Rows = dict[str, list[Any]]

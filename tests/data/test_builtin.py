@@ -1,4 +1,4 @@
-"""Built-in samples of each task: reproducible, at chance without training, and learned within seconds."""
+"""Generated samples: reproducible, at chance without training, and learned within seconds; and random tokens."""
 
 from __future__ import annotations
 
@@ -8,19 +8,24 @@ from typing import Any
 
 import pytest
 import torch
+from sklearn.feature_extraction.text import CountVectorizer
+from sklearn.linear_model import LogisticRegression
 
-from composer_speedups.data.builtin import builtin_samples
+from composer_speedups.data.builtin import builtin_reviews, builtin_samples
+from composer_speedups.data.loader import build_data
+from composer_speedups.tasks.classification import Classification
+from composer_speedups.tasks.settings import DataConfig
 from composer_speedups.tasks.task import task_class
 from tests.helpers.jobs import run
+from tests.helpers.texts import tokenizer_of
 
-# Task → digest of its samples; metric; upper bound with random weights; (batches, lower bound after so many batches);
-# lower bound after the quickstart.
-TASKS: dict[str, tuple[str, str, float, tuple[int, float], float]] = {
-    "multilabel": ("43975422c6459e0c", "map", 0.4, (120, 0.43), 0.7),
-    "regression": ("e5ecc30ad437a13c", "spearman", 0.2, (50, 0.4), 0.8),
-    "token_classification": ("772e6be5992d1053", "entity_f1", 0.1, (60, 0.2), 0.9),
-    "reranking": ("100710fbcd3d6190", "ndcg@10", 0.7, (110, 0.8), 0.95),
-    "embedding": ("b22b5392b2f37738", "recall@1", 0.05, (40, 0.6), 0.9),
+# Task → digest of its samples; metric; upper bound with random weights; (batches, lower bound after so many batches).
+TASKS: dict[str, tuple[str, str, float, tuple[int, float]]] = {
+    "multilabel": ("43975422c6459e0c", "map", 0.4, (120, 0.43)),
+    "regression": ("e5ecc30ad437a13c", "spearman", 0.2, (50, 0.4)),
+    "token_classification": ("772e6be5992d1053", "entity_f1", 0.1, (60, 0.2)),
+    "reranking": ("100710fbcd3d6190", "ndcg@10", 0.7, (110, 0.8)),
+    "embedding": ("b22b5392b2f37738", "recall@1", 0.05, (40, 0.6)),
 }
 
 
@@ -35,10 +40,34 @@ def test_samples_are_reproducible_and_depend_on_seed_and_split(task: str) -> Non
 
 @pytest.mark.parametrize("task", ["classification", "mlm", *TASKS])
 def test_samples_have_the_columns_that_the_task_reads(task: str) -> None:
-    kind = task_class(task)()
     samples = builtin_samples(task, 9, 17, "eval", 0.1)
-    assert {column for column, _ in kind.columns(training=True)} <= set(samples)
+    assert {column for column, _ in task_class(task)().columns(training=True)} <= set(samples)
     assert {len(values) for values in samples.values()} == {9}
+
+
+@pytest.mark.pins
+def test_reviews_are_reproducible_and_have_imdbs_lengths() -> None:
+    digest = hashlib.sha256(json.dumps(builtin_reviews(50, 17, "train")).encode()).hexdigest()
+    assert digest.startswith("48726a9c6935cfe3"), digest
+    words = torch.tensor([len(text.split()) for text in builtin_reviews(3000, 1, "train")["text"]]).double()
+    assert 215 < words.mean() < 250
+    assert 160 < words.median() < 195
+    assert words.max() > 1000
+
+
+def counted_words(train: list[str], labels: list[Any], evaluation: list[str]) -> Any:
+    """The scores that a linear model over counts of single words gives the texts of an evaluation."""
+    words = CountVectorizer()
+    model = LogisticRegression(max_iter=2000).fit(words.fit_transform(train), labels)
+    return torch.tensor(model.decision_function(words.transform(evaluation)))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("length_scale", [0.12, 1.0])
+def test_counting_words_does_not_solve_the_reviews(length_scale: float) -> None:
+    train, evaluation = (builtin_reviews(n, 17, s, length_scale) for n, s in [(6000, "train"), (2000, "eval")])
+    scores = counted_words(train["text"], train["label"], evaluation["text"])
+    assert 0.55 < ((scores > 0) == torch.tensor(evaluation["label"])).float().mean() <= 0.75
 
 
 def test_anchor_and_positive_share_no_word() -> None:
@@ -53,17 +82,12 @@ def test_anchor_and_positive_share_no_word() -> None:
 
 
 def test_one_of_four_documents_is_relevant_and_single_words_do_not_tell_which() -> None:
-    from sklearn.feature_extraction.text import CountVectorizer
-    from sklearn.linear_model import LogisticRegression
-
     train, evaluation = (builtin_samples("reranking", 4000, 17, split, 0.12) for split in ("train", "eval"))
     for i in range(0, 4000, 4):
         assert len(set(train["query"][i : i + 4])) == 1
         assert sorted(train["label"][i : i + 4]) == [0, 0, 0, 1]
-    words = CountVectorizer()
     texts = [[f"{q} {d}" for q, d in zip(rows["query"], rows["document"], strict=True)] for rows in (train, evaluation)]
-    model = LogisticRegression(max_iter=2000).fit(words.fit_transform(texts[0]), train["label"])
-    scores = torch.tensor(model.decision_function(words.transform(texts[1]))).view(-1, 4)
+    scores = counted_words(texts[0], train["label"], texts[1]).view(-1, 4)
     best = torch.tensor(evaluation["label"]).view(-1, 4).gather(1, scores.argmax(1, keepdim=True))
     assert 0.5 < best.mean() < 0.8, "single words answer only the more frequent kind of query"
 
@@ -80,26 +104,37 @@ def test_counting_words_does_not_solve_the_tags() -> None:
     assert all(len(tags) == 6 for tags in names), "each name occurs as a person, a place and a company"
 
 
-def _quickstart(task: str, *overrides: str) -> dict[str, Any]:
-    quiet = ("plot=false", "export=false", "trainer.progress_bar=false", "baseline=null")
-    return run(f"model.task={task}", *quiet, *overrides, short=False)
-
-
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("task", TASKS)
 def test_a_tiny_bert_starts_at_chance_and_learns_the_samples_in_seconds(task: str) -> None:
-    _, metric, chance, (batches, least), _ = TASKS[task]
+    _, metric, chance, (batches, least) = TASKS[task]
     sizes = (f"data.train_samples={32 * batches}", "data.eval_samples=400", "data.length_scale=0.06")
     short = (*sizes, "data.max_length=40", "scheduler.name=linear", f"trainer.max_duration={batches}ba")
     unmoved = ("data.train_samples=32", "trainer.max_duration=1ba", "scheduler.warmup=1ba", "optimizer.lr=1e-9")
-    before = _quickstart(task, *short, *unmoved)["metrics"][metric]
-    after = _quickstart(task, *short, "scheduler.warmup=8ba")["metrics"][metric]
+    short = (f"model.task={task}", "plot=false", "export=false", "baseline=null", *short)
+    before = run(*short, *unmoved, short=False)["metrics"][metric]
+    after = run(*short, "scheduler.warmup=8ba", short=False)["metrics"][metric]
     assert before < chance
     assert after > least
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("task", ["classification", *TASKS])
-def test_the_quickstart_learns_the_samples(task: str) -> None:
-    metric, least = ("accuracy", 0.9) if task == "classification" else (TASKS[task][1], TASKS[task][4])
-    assert _quickstart(task)["metrics"][metric] > least
+def test_random_rows_have_max_length_and_no_special_tokens() -> None:
+    tokenizer = tokenizer_of(builtin_reviews(20, 1, "train", 0.1)["text"])
+    tokenizer.save_pretrained("tokenizer")
+    config = DataConfig(
+        source="random", tokenizer="tokenizer", max_length=12, train_samples=40, eval_samples=8, batch_size=4
+    )
+
+    def build(config: DataConfig) -> list[Any]:
+        data = build_data(config, Classification(), model_name="", on_gpu=False)
+        return [spec.dataloader.dataset for spec in (data.train, data.eval) if spec is not None]
+
+    (train, evaluation), (again, _), (other, _) = map(build, (config, config, config.replaced(seed=3)))
+    assert (len(train), len(evaluation)) == (40, 8)
+    assert set(train.lengths.tolist()) == {12}
+    assert set(train.rows["labels"].tolist()) == {0, 1}
+    ids = [rows.tokens["input_ids"].tolist() for rows in (train, again, other, evaluation)]
+    assert not {*ids[0]} & {*tokenizer.all_special_ids}
+    assert len({*ids[0]}) > 40
+    assert ids[0] == ids[1] != ids[2]
+    assert ids[0][:96] != ids[3]

@@ -1,5 +1,5 @@
-"""File formats, folders, patterns and their errors, the same for samples in memory and for streams; hub configurations,
-held-out fractions, and truncated text pairs."""
+"""File formats, folders, patterns and their errors, the same for samples in memory and for streams; hub configurations
+and truncated text pairs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import itertools
 import json
 import lzma
 import zipfile
+from collections.abc import Callable
 from datetime import date
 from decimal import Decimal
 from pathlib import Path
@@ -23,17 +24,15 @@ import pytest
 from datasets import ClassLabel, Dataset, Features, List, Value
 
 from composer_speedups.core.errors import DataError
-from composer_speedups.data.file_checks import check_data_files
 from composer_speedups.data.loader import build_data
-from composer_speedups.data.reader import load_rows
+from composer_speedups.data.reader import check_data_files, load_rows
 from composer_speedups.data.sources import load_samples
 from composer_speedups.data.tokens import load_tokenizer
 from composer_speedups.tasks.classification import Classification
-from composer_speedups.tasks.data_config import DataConfig
 from composer_speedups.tasks.mlm import MaskedLanguageModelling
 from composer_speedups.tasks.multilabel import Multilabel
 from composer_speedups.tasks.regression import Regression
-from composer_speedups.tasks.settings import EmbeddingSettings
+from composer_speedups.tasks.settings import DataConfig, EmbeddingSettings
 from composer_speedups.tasks.task import Task
 from composer_speedups.tasks.token_classification import TokenClassification
 from tests.data.samples import READERS, ROWS, Reader, Rows, files, in_memory, save, streamed
@@ -84,7 +83,7 @@ def test_numbers_in_text_files_are_labels_as_in_other_formats(read: Reader) -> N
         flags = save({"text": texts, "joy": [0, 1, 1], "fear": [True, False, True]}, name)
         task = Multilabel(label_columns=["joy", "fear"])
         assert read(flags, task)["labels"] == [[0.0, 1.0], [1.0, 0.0], [1.0, 1.0]]
-        with pytest.raises(DataError, match=r"label is '?0\.5'?, which is not a class; for numbers set model"):
+        with pytest.raises(DataError, match=r"label is '?0\.5'?; every label must be one of 0, 1"):
             read(save({"text": texts, "label": [1.0, 0.0, 0.5]}, name))
         with pytest.raises(DataError, match=r"joy is '?2'?; every label must be 0 or 1"):
             read(save({"text": texts, "joy": [0, 1, 2], "fear": [0] * 3}, name), task)
@@ -140,10 +139,7 @@ def test_rows_of_jsonl_may_lack_keys_and_unread_columns_are_not_looked_for() -> 
     scores = EmbeddingSettings(text_columns=["one", "two"], label_column="score", loss_name="cosine")
     check_data_files(files("pairs.csv", "scores.csv"), embedding)
     with pytest.raises(DataError, match=r"pairs\.csv has no column 'score'"):
-        check_data_files(
-            files("pairs.csv", "scores.csv"),
-            scores,
-        )
+        check_data_files(files("pairs.csv", "scores.csv"), scores)
     with pytest.raises(DataError, match=r"data\.eval_file: pairs\.csv has no column 'score'"):
         check_data_files(files("pairs.csv", "pairs.csv"), embedding)
 
@@ -174,18 +170,16 @@ def test_a_pattern_reads_all_matching_files(read: Reader) -> None:
         assert sorted(zip(columns["text_1"], columns["labels"], strict=True)) == sorted(
             zip(*ROWS.values(), strict=True)
         )
-    with pytest.raises(DataError, match=r"data\.train_file: there is no file other-\*\.csv \(relative to /"):
-        read("other-*.csv", Classification(labels=["0", "1"]))
 
 
 def test_files_of_a_pattern_must_have_the_columns_and_rows_are_numbered_through() -> None:
     save({"text": ["a"] * 6, "label": [0, 1] * 3}, "part-0.csv")
     save({"text": ["x", ""], "label": [0, 0]}, "part-1.csv")
-    with pytest.raises(DataError, match=r"data\.train_file: part-\*\.csv, row 8, headers not counted: text is empty"):
+    with pytest.raises(DataError, match=r"data\.train_file: part-\*\.csv, row 8: text is empty"):
         in_memory("part-*.csv")
     save({"texts": ["x"], "label": [3]}, "part-1.csv")
     with pytest.raises(
-        DataError, match=r"part-1\.csv has no column 'text'; did you mean 'texts'\? \(it has: texts, label\); set"
+        DataError, match=r"part-1\.csv has no column 'text'; did you mean 'texts'\? \(it has: texts, label\)"
     ):
         in_memory("part-*.csv")
 
@@ -199,11 +193,6 @@ def test_a_csv_file_with_another_separator_is_read(mark: str, read: Reader) -> N
     Path("b.csv").write_text(mark.join(["text", "label"]) + "\n" + mark.join(["a", "b", "1"]) + "\n")
     with pytest.raises(DataError, match=r"line 2 has 3 cells, and the header has 2; put texts with '.+' in double"):
         read("b.csv", Classification(labels=["0", "1"]))
-    Path("a.tsv").write_text("text;label\nfine;1\n")
-    save({"text|label": ["fine"]}, "a.parquet")
-    for other in ("a.tsv", "a.parquet"):
-        with pytest.raises(DataError, match=r"has no column 'text'.* \(it has: text.label\); set data\.text_columns="):
-            in_memory(other)
 
 
 @both
@@ -235,24 +224,11 @@ def test_class_names_come_from_the_dataset_and_minus_one_is_missing(read: Reader
 
 
 @both
-def test_configured_labels_order_the_head(read: Reader) -> None:
-    task = Classification(labels=["yes", "no"])
-    assert read(save({**ROWS, "label": ["no", "yes"] * 10}, "a.csv"), task)["labels"] == [1, 0] * 10
-    with pytest.raises(DataError, match=r"label is 'maybe'; every label must be one of yes, no \(data\.labels\)"):
-        read(save({"text": ["a", "b"], "label": ["no", "maybe"]}, "b.csv"), task)
-
-
-@both
-def test_nested_json_is_read_and_deeper_nesting_is_refused(read: Reader) -> None:
-    """100,000 levels end the process in a parser that recurses without a limit."""
+def test_nested_json_is_read(read: Reader) -> None:
     texts = ["[" * 200, '"[' * 200, "\\" + '"{' * 200, "}]" * 200, "{\n" * 200]
     rows = [{"text": text, "label": "no", "x": [[[0, 1]] * 60]} for text in texts]
     Path("a.jsonl").write_text("".join(f"{json.dumps(row)}\n\n" for row in rows))
     assert read("a.jsonl", Classification(labels=["yes", "no"]))["text_1"] == texts
-    for value in ("[" * 100_000 + "]" * 100_000, '{"a":' * 100_000 + "1" + "}" * 100_000):
-        Path("deep.jsonl").write_text(f'{{"text": "a", "label": "no"}}\n{{"text": "b", "label": "no", "x": {value}}}\n')
-        with pytest.raises(DataError, match=r"deep\.jsonl cannot be read \(line 2 is nested too deeply; remove"):
-            read("deep.jsonl", Classification(labels=["yes", "no"]))
 
 
 @both
@@ -265,104 +241,79 @@ def test_values_of_json_keep_their_types_and_missing_ones_are_refused(read: Read
         read("b.jsonl", Classification(labels=["1", "x"]))
 
 
-MALFORMED = {
-    "cut.jsonl": ('{"text": "a", "label": 1}\n{"text": ', r"line 2 is not JSON: .*"),
-    "half.jsonl": ('{"text": "\\ud800", "label": 1}\n', r"line 1 is not JSON: .*surrogates not allowed"),
-    "twice.jsonl": ('{"text": "a", "label": 1, "label": 0}\n', "line 1 is not JSON: it has two columns 'label'"),
-    "list.jsonl": ('["a", 1]\n', "line 1 is not a JSON object"),
-    "quoted.csv": ('text,label\nfine,1\n"a"b,1\n', "line 3: ',' expected after '\"'"),
-    "ragged.csv": (
-        "text,label\nfine,1\na,1,2,3\n",
-        "line 3 has 4 cells, and the header has 2; put texts with ',' in double quotes",
-    ),
-    "short.csv": ("text,label\nfine,1\na\n", "line 3 has 1 cells, and the header has 2"),
-    "ragged.tsv": ("text\tlabel\nfine\t1\ta\n", "line 2 has 3 cells, and the header has 2"),
-    "open.csv": ('text,label\nfine,1\n"never closed,0\nfine,1\n', ".*end of data"),
-    "twice.csv": ("text,text,label\na,b,1\n", "it has two columns 'text'"),
-    "a.conll": (
-        "# id 1\nAnn B-PER\nran\n",
-        "line 3 has a word without a tag: ran; to predict tags, use a .txt file with a sentence per line",
-    ),
-    "cut.parquet": ("PAR1" + "\0" * 50, ".*"),
-}
-
-
-@both
-@pytest.mark.parametrize("name", MALFORMED)
-def test_malformed_files_are_refused_in_one_line(name: str, read: Reader) -> None:
-    content, problem = MALFORMED[name]
-    Path(name).write_text(content)
-    task = TokenClassification(labels=["O", "B-PER"]) if name == "a.conll" else Classification(labels=["0", "1"])
-    with pytest.raises(DataError, match=rf"^data\.train_file: {name} cannot be read \({problem}\)$"):
-        read(name, task)
-
-
-@both
-def test_files_that_do_not_exist_or_have_another_format_are_refused(read: Reader) -> None:
-    Path("empty.csv").touch()
-    Path("a.xlsx").write_text("x")
-    for name, message in {
-        "empty.csv": "empty.csv is empty",
-        "a.xlsx": "a.xlsx must end in .parquet, .csv, .tsv, .jsonl, .conll, .txt",
-        "missing.csv": rf"missing.csv \(relative to {Path.cwd()}\) is not a file",
-        "~nobody-at-all/x.csv": ".* is not a file",
-        "x" * 5000 + ".csv": ".* is not a file",
-    }.items():
-        with pytest.raises(DataError, match=rf"^data\.train_file: {message}"):
-            read(name, Classification(labels=["0", "1"]))
-
-
-@both
-@pytest.mark.parametrize("name", ["a.csv", "*.csv"])
-def test_an_address_whose_package_is_missing_is_refused_in_one_line(name: str, read: Reader) -> None:
-    fsspec.register_implementation("absent", "no_such_package.Files", clobber=True, errtxt="Install no_such_package")
-    with pytest.raises(DataError, match=r"^data\.train_file: absent://.* cannot be read \(Install no_such_package\)$"):
-        read(f"absent://bucket/{name}", Classification(labels=["0", "1"]))
-
-
-NOT_UTF8 = {
-    "latin.csv": ("text,label\nfine,1\nun café noir,0\n", "latin1", r"byte 0xe9 in line 3 \(byte 25 of the file\)"),
-    "latin.jsonl": ('{"text": "fine", "label": 1}\n{"text": "café", "label": 0}\n', "latin1", "line 2 "),
-    "header.csv": ("text,label,détails\nfine,1,x\n", "latin1", "line 1 "),
-    "wide.csv": ("text,label\nfine,1\n", "utf-16", "line 1 "),
-}
-
-
-@both
-@pytest.mark.parametrize("name", NOT_UTF8)
-def test_a_file_that_is_not_utf8_is_named_with_the_position_and_the_fix(name: str, read: Reader) -> None:
-    text, encoding, position = NOT_UTF8[name]
-    Path(name).write_bytes(text.encode(encoding))
-    fix = rf"save it as UTF-8, for example with: iconv -f {encoding} -t utf-8 {name} > new\.\w+$"
-    with pytest.raises(DataError, match=rf"^data\.train_file: {name} is not UTF-8: .*{position}.*{fix}"):
-        read(name, Classification(labels=["0", "1"]))
-
-
-def _zipped(content: bytes) -> bytes:
+def zipped(content: bytes) -> bytes:
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as file:
         file.writestr("xl/worksheets/sheet1.xml", content)
     return archive.getvalue()
 
 
+def packed(pack: Callable[[bytes], bytes]) -> bytes:
+    return pack("".join(f"text {number} é,1\n" for number in range(500)).encode())
+
+
+def parquet(table: pyarrow.Table, metadata: str | bytes | None = None) -> bytes:
+    buffer = io.BytesIO()
+    table = table if metadata is None else table.replace_schema_metadata({"huggingface": metadata})
+    pyarrow.parquet.write_table(table, buffer)
+    return buffer.getvalue()
+
+
+NO_TEXT = pyarrow.StringArray.from_buffers(1, pyarrow.py_buffer(b"\0\0\0\0\2\0\0\0"), pyarrow.py_buffer(b"\xff\xfe"))
+ONE = pyarrow.array([1])
+ICONV = r"save it as UTF-8, for example with: iconv -f {} -t utf-8 {} > new\.\w+$"
+DEEP = '{{"text": "a", "label": 0}}\n{{"text": "b", "label": 1, "x": {}}}\n'  # a parser may recurse without a limit
+REFUSED: list[tuple[str, str | bytes, str]] = [
+    ("cut.jsonl", '{"text": "a", "label": 1}\n{"text": ', r"cannot be read \(line 2 is not JSON: .*\)$"),
+    ("half.jsonl", '{"text": "\\ud800", "label": 1}\n', r"cannot be read \(line 1 is not JSON: .*surrogates"),
+    ("twice.jsonl", '{"text": "a", "label": 1, "label": 0}\n', r"cannot be read \(line 1 .* two columns 'label'\)$"),
+    ("list.jsonl", '["a", 1]\n', r"cannot be read \(line 1 is not a JSON object\)$"),
+    ("deep.jsonl", DEEP.format("[" * 100_000 + "]" * 100_000), r"cannot be read \(line 2 is nested too deeply; remove"),
+    ("quoted.csv", 'text,label\nfine,1\n"a"b,1\n', "cannot be read \\(line 3: ',' expected after '\"'\\)$"),
+    ("long.csv", "text,label\na,1\na,1,2,3\n", r"cannot .*\(line 3 has 4 cells, and the header has 2; put texts with"),
+    ("short.csv", "text,label\nfine,1\na\n", r"cannot be read \(line 3 has 1 cells, and the header has 2\)$"),
+    ("long.tsv", "text\tlabel\nfine\t1\ta\n", r"cannot be read \(line 2 has 3 cells, and the header has 2\)$"),
+    ("open.csv", 'text,label\nfine,1\n"never closed,0\nfine,1\n', r"cannot be read \(.*end of data\)$"),
+    ("twice.csv", "text,text,label\na,b,1\n", r"cannot be read \(it has two columns 'text'\)$"),
+    ("a.conll", "# id 1\nAnn B-PER\nran\n", r"cannot be read \(line 3 has a word without a tag: ran; .* use a .txt"),
+    ("cut.parquet", "PAR1" + "\0" * 50, r"cannot be read \(.*\)$"),
+    ("twice.parquet", parquet(pyarrow.Table.from_arrays([ONE] * 2, ["text"] * 2)), r"cannot .* two columns 'text'\)$"),
+    ("b.parquet", parquet(pyarrow.Table.from_arrays([NO_TEXT, ONE], ["text", "label"])), "cannot be read"),
+    *(("c.parquet", parquet(pyarrow.table(ROWS), text), r"cannot be read \(the metadata 'huggingface', .* is invalid: ")
+      for text in ("no JSON", b"\xff", '{"info": {"features": {"label": {"_type": "Nope"}}}}')),
+    ("latin.csv", "text,label\na,1\nun café noir,0\n".encode("latin1"), r"is not UTF-8: byte 0xe9 in line 3 \(byte 22"),
+    ("a.jsonl", '{"text": "é"}\n'.encode("latin1"), f"is not UTF-8: .* line 1 .*{ICONV.format('latin1', 'a.jsonl')}"),
+    ("utf16.csv", "text,label\n".encode("utf-16"), f"is not UTF-8: .* line 1 .*{ICONV.format('utf-16', 'utf16.csv')}"),
+    # with iconv, the bytes of packed files would become text
+    *(("a.csv", packed(pack), "is compressed or a spreadsheet; save") for pack in (gzip.compress, lzma.compress)),
+    *(("b.jsonl", packed(pack), "is compressed or a spreadsheet; save") for pack in (bz2.compress, zipped)),
+    ("empty.csv", "", "is empty"),
+    ("a.xlsx", "x", "must end in .parquet, .csv, .tsv, .jsonl, .conll, .txt"),
+]  # fmt: skip
+
+
 @both
-@pytest.mark.parametrize(
-    ("pack", "said"),
-    [
-        (gzip.compress, r"is compressed; unpack it first, for example with: gzip -dc < a\.\w+ > new\.\w+$"),
-        (lzma.compress, "is compressed; unpack it first, for example with: xz "),
-        (bz2.compress, "is compressed; unpack it first, for example with: bzip2 "),
-        (_zipped, r"is a ZIP archive or a spreadsheet; save its rows as a \.\w+ file in UTF-8$"),
-    ],
-)
-@pytest.mark.parametrize("name", ["a.csv", "a.jsonl"])
-def test_a_packed_file_with_the_name_of_a_text_is_not_taken_for_latin1(
-    name: str, pack: Any, said: str, read: Reader
-) -> None:
-    """With iconv, as the error suggested, its bytes would have become text."""
-    Path(name).write_bytes(pack("".join(f"text {number} é,1\n" for number in range(500)).encode()))
-    with pytest.raises(DataError, match=rf"^data\.train_file: {name} {said}"):
-        read(name, Classification(labels=["0", "1"]))
+@pytest.mark.parametrize(("name", "content", "problem"), REFUSED, ids=[case[0] for case in REFUSED])
+def test_unreadable_files_are_refused_in_one_line(name: str, content: str | bytes, problem: str, read: Reader) -> None:
+    Path(name).write_bytes(content.encode() if isinstance(content, str) else content)
+    task = TokenClassification(labels=["O", "B-PER"]) if name == "a.conll" else Classification(labels=["0", "1"])
+    with pytest.raises(DataError, match=rf"^data\.train_file: {name} {problem}"):
+        read(name, task)
+
+
+@both
+def test_files_that_cannot_be_found_are_refused_in_one_line(read: Reader) -> None:
+    fsspec.register_implementation("absent", "no_such_package.Files", clobber=True, errtxt="Install no_such_package")
+    for name, message in {
+        "missing.csv": rf"missing.csv \(relative to {Path.cwd()}\) is not a file",
+        "other-*.csv": r"there is no file other-\*\.csv \(relative to /",
+        "~nobody-at-all/x.csv": ".* is not a file",
+        "x" * 5000 + ".csv": ".* is not a file",
+        "absent://bucket/a.csv": r"absent://.* cannot be read \(Install no_such_package\)$",
+        "absent://bucket/*.csv": r"absent://.* cannot be read \(Install no_such_package\)$",
+    }.items():
+        with pytest.raises(DataError, match=rf"^data\.train_file: {message}"):
+            read(name, Classification(labels=["0", "1"]))
 
 
 @both
@@ -396,12 +347,11 @@ def test_missing_labels_are_refused_although_a_class_is_called_none() -> None:
         with pytest.raises(DataError, match=rf"^data\.train_file: {name}.* row \d: .*{said}"):
             in_memory(save(rows, name), task)
     with pytest.raises(
-        DataError,
-        match=r"a\.csv: 2 of 4 .* \(row 2, headers not counted: label is empty, row 4: .* empty\); .* None, yes .*",
+        DataError, match=r"a\.csv: 2 of 4 .* \(row 2: label is empty, row 4: label is empty\); .* None, yes"
     ):
         in_memory("a.csv")
     many: Rows = {"text": ["a"] * 3000, "label": ["", "no", "yes"] * 1000}
-    with pytest.raises(DataError, match=r"e\.csv: 1,000 of 3,000 .* \(row 1, .*, row 28: [^,]*, …\); every"):
+    with pytest.raises(DataError, match=r"e\.csv: 1,000 of 3,000 .* \(row 1: .*, row 28: [^,]*, …\); every"):
         in_memory(save(many, "e.csv"))
 
 
@@ -413,67 +363,21 @@ def test_labels_may_be_dates_or_whole_decimals_and_other_types_are_named() -> No
 
     assert read([date(2026, 11, 25), date(2026, 11, 24)]) == ["2026-11-24", "2026-11-25"]
     assert read([Decimal("1.00"), Decimal("2.00")]) == ["1", "2"]
-    with pytest.raises(DataError, match=r"row 1: label is Decimal\('1\.50'\), which is not a class; for numbers set"):
+    with pytest.raises(DataError, match=r"row 1: label is Decimal\('1\.50'\); every label must be one of 1, 2"):
         read([Decimal("1.50"), Decimal("2.00")], names=["1", "2"])
-    with pytest.raises(DataError, match=r"the column label holds b'x'; a class is text or an integer \(for numbers"):
-        read([b"x", b"y"])
+    for labels in ([b"x", b"y"], [0.12, 0.5]):
+        with pytest.raises(DataError, match=r"has only the class \(none\); .* for numbers set model\.task=regression"):
+            read(labels)
     for bad, shown in ((float("nan"), "nan"), (None, "empty"), (float("inf"), "inf")):
         name = save({"text": ["a", "b"], "label": [1.0, bad]}, "b.parquet")
-        with pytest.raises(
-            DataError, match=rf"b\.parquet, row 2: label is {shown}; every label must be a finite number"
-        ):
+        with pytest.raises(DataError, match=rf"b\.parquet, row 2: label is {shown}; every label must be a finite"):
             in_memory(name, Regression())
-
-
-NO_TEXT = pyarrow.StringArray.from_buffers(1, pyarrow.py_buffer(b"\0\0\0\0\2\0\0\0"), pyarrow.py_buffer(b"\xff\xfe"))
-ONE = pyarrow.array([1])
-BAD_COLUMNS = {
-    "twice.parquet": pyarrow.Table.from_arrays([pyarrow.array(["a"])] * 2 + [ONE], ["text", "text", "label"]),
-    "bytes.parquet": pyarrow.Table.from_arrays([NO_TEXT, ONE], ["text", "label"]),
-}
-
-
-@both
-@pytest.mark.parametrize("name", BAD_COLUMNS)
-def test_unreadable_columns_are_refused_in_one_line(name: str, read: Reader) -> None:
-    pyarrow.parquet.write_table(BAD_COLUMNS[name], name)
-    with pytest.raises(DataError, match=rf"^data\.train_file: {name} cannot be read"):
-        read(name, Classification(labels=["0", "1"]))
-
-
-@both
-@pytest.mark.parametrize("metadata", ["no JSON", '{"info": {"features": {"label": {"_type": "Nope"}}}}', b"\xff"])
-def test_invalid_metadata_of_a_parquet_file_is_named(metadata: str | bytes, read: Reader) -> None:
-    table = pyarrow.table(ROWS).replace_schema_metadata({"huggingface": metadata})
-    pyarrow.parquet.write_table(table, "a.parquet")
-    said = r"^data\.train_file: a\.parquet cannot be read \(the metadata 'huggingface', .* is invalid: "
-    with pytest.raises(DataError, match=said):
-        read("a.parquet", Classification(labels=["0", "1"]))
 
 
 def test_only_the_columns_that_are_read_are_kept() -> None:
     name = save({**ROWS, "vector": [[0.5] * 3] * 20}, "a.parquet")
     rows = load_rows([name], "input", [("text", "text_columns")])
     assert rows == [{"text": text} for text in ROWS["text"]]
-
-
-def test_held_out_rows_are_not_trained_on() -> None:
-    rows: Rows = {"text": [f"text {i}" for i in range(50)], "label": [0, 1] * 25}
-    name = save(rows, "a.csv")
-
-    def load(name: str, task: Task | None = None, **settings: Any) -> list[Any]:
-        return [split and split[:] for split in load_samples(files(name, **settings), task or Classification())]
-
-    train, held = load(name, eval_fraction=0.2)
-    assert (len(train["text_1"]), len(held["text_1"])) == (40, 10)
-    assert sorted(train["text_1"] + held["text_1"]) == sorted(rows["text"])
-    assert load(name, eval_fraction=0.2) == [train, held]
-    assert load(name, eval_fraction=0.2, seed=3)[1] != held
-    assert held["labels"].count(1) == 5, "each class has its share"
-    two = save({"text": ["a", "b"], "label": [0, 1]}, "b.csv")
-    assert load(two, Classification(labels=["0", "1"]), eval_fraction=0.01)[1] is not None, "at least one row"
-    with pytest.raises(DataError, match=r"c\.csv has only one row, which data\.eval_fraction cannot split"):
-        load(save({"text": ["a"], "label": [0]}, "c.csv"), Classification(labels=["0", "1"]), eval_fraction=0.5)
 
 
 @pytest.mark.parametrize("name", ["mrpc", "mnli"])
@@ -491,7 +395,7 @@ def test_a_hub_configuration_is_read_with_its_splits_and_class_names(name: str) 
     with pytest.raises(DataError, match="hub_name 'nyu-mll/glue', split 'test': cannot be"):
         load_samples(DataConfig(hub_name="nyu-mll/glue", hub_config=name), task)
     with pytest.raises(
-        DataError, match=rf"no column 'text' \(it has: {', '.join(texts)}, label, idx\); set data\.text_co"
+        DataError, match=rf"no column 'text' \(it has: {', '.join(texts)}, label, idx\); set data\.text"
     ):
         load_samples(config, Classification())
 
@@ -540,13 +444,5 @@ def test_pairs_are_truncated_and_typed_as_by_the_tokenizer(truncation: Any) -> N
 def test_a_pair_that_the_strategy_cannot_truncate_is_refused_in_one_line() -> None:
     config = files(save(PAIRS, "a.jsonl"), max_length=16)
     task = Classification(text_columns=["one", "two"], truncation="only_second")
-    with pytest.raises(
-        DataError,
-        match=r"^data\.truncation: only_second cannot cut .*max_length=16, .* longest_first",
-    ):
+    with pytest.raises(DataError, match=r"^data\.truncation: only_second cannot cut .*max_length=16, .* longest_first"):
         build_data(config, task, model_name="", on_gpu=False)
-
-
-def test_an_address_that_its_file_system_cannot_open_is_refused_in_one_line() -> None:
-    with pytest.raises(DataError, match=r"^data\.train_file: jupyter://x\.csv cannot be read \(\w+"):
-        load_rows(["jupyter://x.csv"], "data.train_file", None)

@@ -12,9 +12,8 @@ from safetensors.torch import load_file
 from composer_speedups.core.registry import technique_class
 from composer_speedups.core.technique import FSDP
 from tests.helpers.jobs import run
-from tests.helpers.ranks import on_ranks
+from tests.helpers.ranks import on_ranks, once_per_run
 from tests.helpers.settings import Case
-from tests.helpers.shared import once_per_run
 from tests.reference.composition import CLIP, PARALLELISMS, all_outcomes, first_cases, train
 from tests.reference.tolerance import assert_near
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,16 +27,16 @@ from composer_speedups import (
     RunReport,
     ThroughputMonitor,
 )
-from composer_speedups.callbacks.float32_matmuls import Float32Matmuls
+from composer_speedups.callbacks.precision import Float32Matmuls
 from composer_speedups.core.trainer_state import model_of
 from composer_speedups.distributed import composer_loop
+from composer_speedups.distributed.composer_loop import reader_of_gradients, reads_no_gradients
 from composer_speedups.distributed.ddp import GradientSums, OverlappedDDP, _by_buckets, sums_of
 from composer_speedups.distributed.fsdp import GradientClipping
-from composer_speedups.distributed.gradient_readers import reader_of_gradients, reads_no_gradients
 from composer_speedups.tasks.classification import Classification
 from composer_speedups.tasks.models import FinetuneModel
 from composer_speedups.train.out_of_memory import MicrobatchTrainer
-from tests.helpers.common import Batches, in_turn, make_trainer, plain_batches, tiny_bert
+from tests.helpers.common import Batches, fit_and_close, in_turn, make_trainer, plain_batches, tiny_bert
 from tests.helpers.ranks import on_ranks
 from tests.reference.composition import batches
 from tests.reference.loop import gradients
@@ -62,15 +64,9 @@ def make(*, callbacks: Sequence[Callback] = (), bucket_mib: float = 64, **settin
     )
 
 
-def fit(trainer: Any) -> Any:
-    trainer.fit()
-    trainer.close()
-    return trainer
-
-
 def trained(microbatch: int) -> tuple[dict[str, Tensor], int]:
     last = LastGradients()
-    fit(make(callbacks=[last], device_train_microbatch_size=microbatch))
+    fit_and_close(make(callbacks=[last], device_train_microbatch_size=microbatch))
     return last.gradients, last.pieces
 
 
@@ -88,28 +84,23 @@ def test_buffers_are_broadcast_only_if_they_are_persistent(state: bool) -> None:
     def seen() -> list[Any]:
         model: Any = FinetuneModel(tiny_bert(), Classification(), train_metrics=False)
         model.model.register_buffer("mine", torch.tensor(1.0 + dist.get_global_rank()), persistent=state)
-        trainer = fit(make(model=model))
+        trainer = fit_and_close(make(model=model))
         return [trainer.state.model.broadcast_buffers, float(model.model.mine)]
 
     assert on_ranks(seen) == ([[True, 1.0], [True, 1.0]] if state else [[False, 1.0], [False, 2.0]])
 
 
-def test_ddp_uses_the_comm_hook_of_gradient_sums() -> None:
-    def hook() -> str:
-        return str(fit(make()).state.model._get_ddp_logging_data()["comm_hook"])
-
-    assert on_ranks(hook) == [GradientSums.send.__qualname__] * 2
-
-
 def overlapped(*, callbacks: Sequence[Callback] = (), **settings: Any) -> tuple[int, list[Tensor]]:
     """Train with buckets of 10 KiB; return the number of overlapped steps and the final weights."""
-    trainer = fit(make(callbacks=callbacks, bucket_mib=0.01, **settings))
+    trainer = fit_and_close(make(callbacks=callbacks, bucket_mib=0.01, **settings))
     sums = sums_of(trainer.state.model)
     assert sums is not None
     assert not sums.under_way
     assert sums.waits, "after training, a backward pass waits for its gradients"
     assert "step" not in vars(trainer.state.optimizers[0]) or trainer.state.schedulers
-    assert len(trainer.state.model._get_ddp_logging_data()["rebuilt_bucket_sizes"].split(",")) > 5
+    said = trainer.state.model._get_ddp_logging_data()
+    assert len(said["rebuilt_bucket_sizes"].split(",")) > 5
+    assert said["comm_hook"] == GradientSums.send.__qualname__
     assert sums.summary()["gradients_read_by"] == sums.reader
     return sums.overlapped_steps, [p.detach() for p in trainer.state.model.parameters()]
 
@@ -175,7 +166,7 @@ class Hooked(Callback):
 
 def readers(*settings: dict[str, Any]) -> list[tuple[int, str | None]]:
     """Train once per settings; return the number of overlapped steps and the name of what reads gradients."""
-    models: list[Any] = [fit(make(bucket_mib=0.01, **arguments)).state.model for arguments in settings]
+    models: list[Any] = [fit_and_close(make(bucket_mib=0.01, **arguments)).state.model for arguments in settings]
     return [(sums.overlapped_steps, sums.reader) for sums in map(sums_of, models) if sums is not None]
 
 
@@ -233,16 +224,6 @@ def test_steps_do_not_overlap_in_an_unknown_training_loop(monkeypatch: pytest.Mo
     trainer.close()
 
 
-class Sent:
-    """Stand-in for the handle of a bucket's all-reduce."""
-
-    def __init__(self, log: list[Any], number: int) -> None:
-        self._log, self._number = log, number
-
-    def wait(self) -> None:
-        self._log.append(f"bucket {self._number} arrived")
-
-
 def test_a_bucket_is_stepped_before_the_next_one_arrives() -> None:
     parameters = [torch.nn.Parameter(torch.ones(())) for _ in range(4)]
     number = {parameter: i for i, parameter in enumerate(parameters)}
@@ -252,7 +233,8 @@ def test_a_bucket_is_stepped_before_the_next_one_arrives() -> None:
     log: list[Any] = []
     sums = GradientSums()
     held: list[list[Tensor]] = [[parameters[3]], [parameters[0], parameters[2]]]
-    sums._under_way = [(bucket, Sent(log, i)) for i, bucket in enumerate(held)]
+    for i, bucket in enumerate(held):
+        sums._under_way.append((bucket, SimpleNamespace(wait=partial(log.append, f"bucket {i} arrived"))))
 
     def step() -> None:
         log.append([[number[p] for p in group["params"]] for group in optimizer.param_groups])
@@ -276,8 +258,3 @@ def test_composers_own_ddp_is_left_alone() -> None:
     assert on_ranks(kinds) == [[False, True, True]] * 2
     make().close()
     assert dist_strategy.DistributedDataParallel is DistributedDataParallel
-
-
-def test_a_bucket_size_of_zero_is_refused() -> None:
-    with pytest.raises(ValueError, match="bucket_mib must be above 0, not 0"):
-        OverlappedDDP(0)

@@ -1,4 +1,4 @@
-"""Your own Composer Trainer on two ranks: the example trains, and the classes that it uses are public."""
+"""Your own Composer Trainer on two ranks: the example trains."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from typing import Any
 
 import pytest
 
-import composer_speedups
-from composer_speedups import distributed
-from composer_speedups.distributed import FreezeGarbage
+from composer_speedups import FreezeGarbage
 from tests.conftest import ROOT
 from tests.helpers.common import make_trainer
 from tests.helpers.ranks import on_ranks
@@ -45,17 +43,6 @@ def test_the_example_trains_on_two_ranks() -> None:
     assert first["ddp"]["gradients_read_by"] is None
     plain, _ = on_ranks(lambda: example("--plain"))
     assert plain["ddp"] is None
-
-
-@pytest.mark.pins
-def test_the_classes_of_the_example_are_public() -> None:
-    assert {name: getattr(distributed, name).__name__ for name in distributed.__all__} == {
-        name: name for name in distributed.__all__
-    }
-    for name in ("BalancedSampler", "FreezeGarbage", "OverlappedDDP", "share_cores"):
-        assert getattr(composer_speedups, name) is getattr(distributed, name)
-    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        distributed.nothing  # noqa: B018
 
 
 def test_objects_are_frozen_from_fit_start_until_the_trainer_closes() -> None:

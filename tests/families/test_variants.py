@@ -31,7 +31,7 @@ from composer_speedups.algorithms.unpadding.encoder_swap import restore_encoders
 from composer_speedups.core.engaging import engage
 from composer_speedups.core.run import Run
 from composer_speedups.families.deberta_v2 import _entries
-from composer_speedups.kernels.observing import counting
+from composer_speedups.kernels.host import counting
 from tests.families.test_family_techniques import TECHNIQUE, Watch, draw, outcome, structure
 from tests.helpers.common import Batch, tiny_bert
 from tests.helpers.exhaustive import DEFAULT_FAMILIES, others_exhaustive
@@ -229,12 +229,6 @@ def with_another_attention(model: Any) -> Any:
     return model
 
 
-def chunked() -> Any:
-    model = tiny_bert()
-    model.config.chunk_size_feed_forward = 2
-    return model
-
-
 def t5_config() -> Any:
     return tiny_model("t5", "tokens").config
 
@@ -250,7 +244,6 @@ UNSUPPORTED: list[tuple[Callable[[], Any], str]] = [
     (lambda: T5ForSequenceClassification(t5_config()), "T5ForSequenceClassification, which is a decoder$"),
     (lambda: T5ForQuestionAnswering(t5_config()), "T5ForQuestionAnswering, which is a decoder$"),
     (lambda: BertLMHeadModel(BertConfig(vocab_size=64, is_decoder=True, **SIZES)), "decoder"),
-    (chunked, "chunk_size_feed_forward=0"),
     (lambda: tiny_bert().bert.encoder, "BertEncoder is only the encoder"),
     (lambda: nn.Linear(2, 2), "without transformers' modules"),
 ]

@@ -25,7 +25,7 @@ from composer_speedups import (
     TorchCompile,
     Unpadding,
 )
-from composer_speedups.algorithms.cuda_graphs.installing import install
+from composer_speedups.algorithms.cuda_graphs.graphed_calls import install
 from composer_speedups.algorithms.unpadding.encoder_swap import unpad
 from composer_speedups.core.errors import Refusal
 from composer_speedups.packing.encoder import with_counted_rows

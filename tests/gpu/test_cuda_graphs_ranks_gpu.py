@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from composer_speedups.algorithms.cuda_graphs import installing
+from composer_speedups.algorithms.cuda_graphs import graphed_calls
 from tests.gpu.test_fsdp_gpu import job
 
 pytestmark = pytest.mark.gpu
@@ -25,7 +25,7 @@ def test_segments_allocate_no_further_activations() -> None:
     for segments in (1, 1, 4):  # the first run also makes one-time allocations
         model: Any = nn.Sequential(nn.Linear(16, 512), nn.ModuleList(nn.Linear(512, 512) for _ in range(8))).cuda()
         model.forward = partial(_through, model)
-        calls = installing.install(model, segments=segments)
+        calls = graphed_calls.install(model, segments=segments)
         gc.collect()  # release the earlier model's memory
         before = torch.cuda.memory_allocated()
         for _ in range(2):

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from composer_speedups.core.subprocesses import python_module_command
+from composer_speedups.core.processes import python_module_command
 from tests.conftest import ROOT
 from tests.helpers.hangs import HANGS
 from tests.helpers.jobs import SHORT

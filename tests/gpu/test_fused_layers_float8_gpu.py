@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from composer_speedups import CUDAGraphs, FusedLayers, MixedPrecision, Unpadding
-from composer_speedups.algorithms.cuda_graphs.installing import install
+from composer_speedups.algorithms.cuda_graphs.graphed_calls import install
 from composer_speedups.algorithms.fused_layers.fusing import float8_scales, fuse
 from composer_speedups.algorithms.unpadding.encoder_swap import unpad
 from tests.helpers.common import (

@@ -22,14 +22,13 @@ from composer_speedups import (
     MixedPrecision,
     Unpadding,
 )
-from composer_speedups.algorithms.cuda_graphs.installing import install
+from composer_speedups.algorithms.cuda_graphs.graphed_calls import install
 from composer_speedups.algorithms.fused_layers.fusing import fuse
 from composer_speedups.algorithms.layer_freezing.modules import freeze
 from composer_speedups.algorithms.unpadding.encoder_swap import unpad
 from composer_speedups.core.errors import Refusal
 from composer_speedups.kernels import Shape
-from composer_speedups.packing.attention import PositionBias, unpadded_attention
-from composer_speedups.packing.disentangled_attention import Relative, disentangled_attention
+from composer_speedups.packing.attention import PositionBias, Relative, disentangled_attention, unpadded_attention
 from composer_speedups.packing.layout import lay_out
 from tests.helpers.common import (
     Recorder,

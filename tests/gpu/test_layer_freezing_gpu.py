@@ -1,4 +1,4 @@
-"""Frozen layers on a GPU: fused kernels beside the untouched model, graphs captured again, memory, and two GPUs."""
+"""Frozen layers on a GPU: fused kernels beside the untouched model, graphs captured again, and two GPUs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from composer_speedups import (
     TorchCompile,
     apply,
 )
-from composer_speedups.algorithms.cuda_graphs.installing import install
+from composer_speedups.algorithms.cuda_graphs.graphed_calls import install
 from composer_speedups.algorithms.fused_layers.fusing import fuse
 from composer_speedups.algorithms.layer_freezing.modules import freeze
 from composer_speedups.algorithms.unpadding.encoder_swap import unpad

@@ -12,7 +12,7 @@ from composer.loggers import Logger
 
 from composer_speedups import Unpadding
 from composer_speedups.algorithms.unpadding.encoder_swap import unpad
-from composer_speedups.kernels.observing import counting
+from composer_speedups.kernels.host import counting
 from tests.families.test_family_techniques import Operators
 from tests.helpers.common import batch, make_trainer, tiny_bert
 from tests.helpers.masks import masked_batch, random_masks

@@ -90,16 +90,6 @@ def grouped_adamw(model: torch.nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=1e-3, eps=EPS, weight_decay=0.1, foreach=False)
 
 
-def step_alike(models: list[Any], optimizers: list[Any], steps: int = 5) -> None:
-    """Step each model's optimizer with the same random gradients."""
-    for step in range(steps):
-        for model, optimizer in zip(models, optimizers, strict=True):
-            generator = torch.Generator().manual_seed(step)
-            for parameter in model.parameters():
-                parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.device)
-            optimizer.step()
-
-
 class Batches(Dataset[Batch]):
     """A dataset whose items are batches."""
 

@@ -13,19 +13,14 @@ DEFAULT_FAMILIES = ("bert", "modernbert", "deberta_v2")  # one with each kind of
 def others_exhaustive(values: Iterable[Any], keep: Callable[[Any], bool]) -> list[Any]:
     """Return pytest parameters, with the marker ``exhaustive`` on those that ``keep`` is false for.
 
-    Args:
-        values: Values, or parameters of one value each; marks and ids are kept. A tuple is one value for each argument.
-        keep: Called with each value.
+    A tuple is one value for each argument; marks and ids of parameters are kept.
     """
     parameters = []
     for value in values:
-        given = value if isinstance(value, type(pytest.param())) else None
-        inside = value if given is None else given.values[0]
-        marks = [] if keep(inside) else [pytest.mark.exhaustive]
-        if given is not None:
-            parameters.append(pytest.param(*given.values, id=given.id, marks=[*given.marks, *marks]))
-        else:
-            parameters.append(pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=marks))
+        is_parameter = isinstance(value, type(pytest.param()))
+        given: Any = value if is_parameter else pytest.param(*(value if isinstance(value, tuple) else (value,)))
+        marks = [] if keep(given.values[0] if is_parameter else value) else [pytest.mark.exhaustive]
+        parameters.append(pytest.param(*given.values, id=given.id, marks=[*given.marks, *marks]))
     return parameters
 
 

@@ -1,7 +1,7 @@
 """Processes with everything imported, forked from one that has only done the imports.
 
-Imports take ten seconds per process. The test's own process cannot be forked: once autograd has started threads or CUDA
-was initialized, a child could not train.
+The test's own process cannot be forked: once autograd has started threads or CUDA was initialized, a child could not
+train.
 """
 
 from __future__ import annotations
@@ -33,14 +33,9 @@ class Done(NamedTuple):
 
 
 class Fork:
-    """A process that runs ``function`` in the current folder.
+    """A process that runs a copy of ``function`` in the current folder, with its output in ``<name>.err``.
 
     Its exit status is 0, that of a SystemExit, or 1 with a traceback.
-
-    Args:
-        function: The function, which is copied together with the objects that it refers to.
-        name: Its output is written to ``<name>.err``.
-        environment: Environment variables, in addition to this process's.
     """
 
     def __init__(self, function: Callable[[], Any], name: str = "fork", **environment: str) -> None:
@@ -66,7 +61,6 @@ class Fork:
         return Done(int(self._ended.read_text()), self.path.read_text())
 
     def ends_within(self, seconds: float) -> bool:
-        """Return whether it ends within so many seconds."""
         deadline = time.monotonic() + seconds
         while not self._ended.exists():
             if time.monotonic() > deadline:
@@ -75,7 +69,6 @@ class Fork:
         return True
 
     def signal(self, number: int) -> None:
-        """Send a signal, unless it has ended."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, number)
 
@@ -132,6 +125,16 @@ def _run(function: Callable[[], Any], path: Path, environment: dict[str, str]) -
         os._exit(status)
 
 
+def skip_isa_probe() -> None:
+    """Make inductor assume the instruction sets that it names, without AMX; it would compile and load a probe of each
+    in every process."""
+    from torch._inductor import config
+    from torch._inductor.cpu_vec_isa import VecAMX
+
+    config.cpp.vec_isa_ok = True
+    VecAMX.__bool__ = lambda _: False  # type: ignore[method-assign]
+
+
 if __name__ == "__main__":
     from composer.models import huggingface
 
@@ -139,7 +142,6 @@ if __name__ == "__main__":
     from composer_speedups.train.startup import prefetch_cpu_model
     from tests.helpers.common import tiny_bert
     from tests.helpers.forks import _serve as serve  # not as __main__, which requests do not refer to
-    from tests.helpers.isa import skip_isa_probe
 
     import_all()
     prefetch_cpu_model().join()  # otherwise each child would start a process

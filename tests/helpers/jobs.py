@@ -1,9 +1,9 @@
-"""Short runs of train.py in this process."""
+"""Short runs of train.py in this process, and a payload for attacks on the files that they read."""
 
 from __future__ import annotations
 
-import functools
 import json
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,14 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from composer_speedups.callbacks import throughput
 from composer_speedups.train import application
 from composer_speedups.train.cli import exit_codes
 from tests.conftest import ROOT
 from tests.helpers.forks import Fork
-
-# This machine's own, measured once rather than in each run of this process: it takes as long as a few batches.
-throughput.device_peak = functools.cache(throughput.device_peak)
 
 # The quickstart, cut down to seconds, on padded batches as most tests of one technique want them.
 SHORT = [
@@ -48,12 +44,7 @@ def run(*overrides: str, yaml: str = "quickstart", short: bool = True) -> dict[s
 
 
 def fork_train(*overrides: str, prepare: Callable[[], None] = lambda: None) -> Fork:
-    """Start train.py on the shortened quickstart, in a process in which everything is imported already.
-
-    Args:
-        overrides: ``key=value`` pairs.
-        prepare: Called in that process before.
-    """
+    """Start train.py on the shortened quickstart, after ``prepare``, in a process that has imported everything."""
 
     def job() -> None:
         prepare()
@@ -63,25 +54,24 @@ def fork_train(*overrides: str, prepare: Callable[[], None] = lambda: None) -> F
     return Fork(job)
 
 
+_ON_FILES = """
+data.source=files data.train_file=train.jsonl data.eval_file=eval.jsonl data.train_samples=null data.eval_samples=null
+data.vocab_size=300 data.batch_size=8 data.eval_batch_size=4 algorithms=null algorithms.unpadding={}
+algorithms.fused_layers={} algorithms.fused_optimizer={} trainer.max_duration=1ep scheduler.warmup=1ba
+baseline.batches=10 trainer.progress_bar=false plot=false
+""".split()
+
+
 def run_on_files(task: str, max_length: int, *overrides: str) -> dict[str, Any]:
     """Train and evaluate a task for an epoch of ``train.jsonl`` and ``eval.jsonl`` with the fast set and a baseline."""
-    sizes = [f"data.max_length={max_length}", "data.vocab_size=300", "data.batch_size=8", "data.eval_batch_size=4"]
-    files = ["data.source=files", "data.train_file=train.jsonl", "data.eval_file=eval.jsonl"]
-    files += ["data.train_samples=null", "data.eval_samples=null"]
-    fast = [
-        "algorithms=null",
-        *(f"algorithms.{name}={{}}" for name in ("unpadding", "fused_layers", "fused_optimizer")),
-    ]
-    brief = ["trainer.max_duration=1ep", "scheduler.warmup=1ba", "baseline.batches=10"]
-    quiet = ["trainer.progress_bar=false", "plot=false"]
-    return run(f"model.task={task}", *files, *sizes, *fast, *brief, *quiet, *overrides, short=False)
+    return run(f"model.task={task}", f"data.max_length={max_length}", *_ON_FILES, *overrides, short=False)
 
 
 def assert_resumes_exactly(
     *settings: str, checkpoints: Sequence[str], train: Callable[..., dict[str, Any]] = run
 ) -> dict[str, Any]:
-    """Train without interruption, then again from each of these checkpoints, such as ``ep0-ba2``; the metrics and
-    exported weights must be equal. Return the report; the run is called ``whole``."""
+    """Train without interruption, then again from each checkpoint, such as ``ep0-ba2``, to the same end; the report of
+    the first run, called ``whole``."""
     whole = train(*settings, "checkpoint.keep=-1", "run_name=whole")
     for checkpoint in checkpoints:
         load = f"checkpoint.load=runs/whole/checkpoints/{checkpoint}-rank0.pt"
@@ -98,3 +88,13 @@ def short_checkpoint(folder: Path) -> Path:
         patch.chdir(folder)
         run("trainer.max_duration=2ba", "trainer.eval_batches=1", "checkpoint.interval=2ba", "export=false")
     return folder / "runs" / "quickstart" / "checkpoints" / "ep0-ba2-rank0.pt"
+
+
+MARKER = Path("ran")  # the folder that an attack creates
+
+
+class Payload:
+    """Unpickling an instance creates the marker."""
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(MARKER),)

@@ -23,7 +23,7 @@ KINDS = (
 
 
 def draw_mask(kind: str, seed: int, *, widest: int = 17) -> Tensor:
-    """A mask of one of :data:`KINDS`, (B, S) of 0 and 1 with at least one token; the seed alone decides."""
+    """A mask of one of :data:`KINDS`, (B, S) of 0 and 1 with at least one token."""
     generator = torch.Generator().manual_seed(seed)
 
     def number(low: int, high: int) -> int:

@@ -13,10 +13,7 @@ MARK = 63  # the first token of a marked batch
 
 
 class Poisoned(HuggingFaceModel):
-    """Multiplies the loss, and so every gradient, by ``value`` in batches that begin with ``MARK``.
-
-    With ``overflow``, the loss of these batches stays finite, and only the gradient of the classifier's bias does not.
-    """
+    """Multiplies the loss by ``value`` in marked batches, or with ``overflow`` has an infinite gradient there."""
 
     def __init__(self, value: float = float("nan"), *, overflow: bool = False) -> None:
         super().__init__(tiny_bert(), use_logits=True)

@@ -1,4 +1,4 @@
-"""Functions run on each of some gloo ranks."""
+"""Functions run on each of some gloo ranks, and results that pytest-xdist's workers share."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock
 
 from tests.helpers.forks import Done, Fork
 from tests.helpers.hangs import HANGS
@@ -54,3 +55,15 @@ def _rank(function: Callable[[], Any], rank: int, ranks: int, store: Path) -> No
     # They meet in a file, which Composer would not have them do: a port that was free may be taken by now.
     torch.distributed.init_process_group("gloo", f"file://{store}", timedelta(seconds=HANGS), ranks, rank)
     function()
+
+
+def once_per_run(compute: Callable[[], Any], name: str, factory: pytest.TempPathFactory) -> Any:
+    """Return ``compute()``, which only the first worker of a test run calls; the others wait for its result."""
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
+    if run is None:
+        return compute()
+    path = factory.getbasetemp().parent / f"{name}-{run}.pkl"
+    with FileLock(f"{path}.lock"):
+        if not path.exists():
+            path.write_bytes(pickle.dumps(compute()))
+        return pickle.loads(path.read_bytes())

@@ -45,18 +45,11 @@ INPUTS = (
 
 
 class Refusal(NamedTuple):
-    """A refused combination.
-
-    Attributes:
-        techniques: The techniques that refuse it.
-        error: Regular expression of the ValueError's message.
-        why: The reason, for the documentation.
-        families, head, input: The rest of the combination; empty for all.
-    """
+    """A refused combination; ``families``, ``head`` and ``input`` are empty for all."""
 
     techniques: tuple[str, ...]
-    error: str
-    why: str
+    error: str  # regular expression of the message
+    why: str  # for the documentation
     families: tuple[str, ...] = ()
     head: str = ""
     input: str = ""
@@ -113,8 +106,7 @@ REFUSALS = (
     ),
     Refusal(
         ("sparse_upcycling",),
-        r"sparse_upcycling: it supports the feed-forward layers of .*, "
-        r"and this is (ALBERT|ModernBERT|T5's encoder|ESM-2|EuroBERT|NomicBERT)",
+        r"sparse_upcycling: the model has 0 feed-forward layers like those of .*, and every=1",
         "their feed-forward layers are shared between blocks, are gated, or have no module for the activation",
         families=("albert", "modernbert", "t5", "esm", "eurobert", "nomic_bert"),
     ),
@@ -127,26 +119,22 @@ REFUSALS = (
 )
 
 
+# Technique, family, head and input for which the untouched model's values are undefined, and what the head reads.
+# Padding without real tokens in its local window attends to nothing, and eager attention and SDPA differ there.
 UNDEFINED = {
     ("sdpa_attention", "modernbert", "classification", "left padding"): "reads each row's first slot",
     ("sdpa_attention", "modernbert", "answering", "right padding"): "has a loss over every slot",
 }
-"""Technique, family, head and input for which the untouched model's values are undefined, and what the head reads.
-Padding without real tokens in its local window attends to nothing, and eager attention and SDPA differ there."""
-
-
+# Family and input for which the untouched model fails, and why.
 FAILING = {
     ("deberta_v2", "4-D mask"): "its embeddings are multiplied by the mask",
     ("esm", "4-D mask"): "its embeddings are multiplied by the mask",
 }
-"""Family and input for which the untouched model fails, and why."""
-
-
+# Head and the families for which transformers does not have it.
 MISSING = {
     "choice": ("esm", "eurobert", "nomic_bert", "jina_embeddings_v3"),
     "answering": ("esm", "eurobert", "nomic_bert"),
 }
-"""Head and the families for which transformers does not have it."""
 
 
 def refusal_of(technique: str, family: str, head: str, kind: str = "") -> Refusal | None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from composer_speedups.algorithms.cuda_graphs.graphed_calls import GraphedCalls
-from composer_speedups.algorithms.cuda_graphs.installing import blocks_to_cut
+from composer_speedups.algorithms.cuda_graphs.segments import blocks_to_cut
 from composer_speedups.packing.encoder import unpadded_encoders
 
 
@@ -23,7 +24,7 @@ def graphed(
 
 
 class Rerun:
-    """A recorder with the methods of :class:`~composer_speedups.algorithms.cuda_graphs.capture.CUDARecorder`."""
+    """A recorder with the methods of ``CUDARecorder``."""
 
     def __init__(self, pool: Any = None) -> None:
         self.pool = pool
@@ -59,12 +60,11 @@ class Logged(Rerun):
 
     def __init__(self, log: list[Any]) -> None:
         super().__init__()
-        self._log, self._count = log, 0
+        self._log, self._numbers = log, itertools.count()
 
     def record(self, run: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
         result, replay = super().record(run)
-        number = self._count
-        self._count += 1
+        number = next(self._numbers)
 
         def logged() -> None:
             self._log.append(number)

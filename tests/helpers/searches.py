@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from composer_speedups.sweep import sets, trials
-from composer_speedups.sweep.processes import Ended, Job, Process
+from composer_speedups.sweep.processes import Ended, Job
 from composer_speedups.sweep.tune import main
 from composer_speedups.train import application
 from composer_speedups.train.cli import exit_codes
@@ -19,34 +19,27 @@ from tests.helpers.hangs import HANGS
 from tests.helpers.jobs import SHORT
 
 
-def search(
-    monkeypatch: pytest.MonkeyPatch, techniques: dict[str, Any], *overrides: str, first_in_process: bool = False
-) -> dict[str, Any]:
+def search(monkeypatch: pytest.MonkeyPatch, techniques: dict[str, Any], *overrides: str) -> dict[str, Any]:
     """Tune a shortened quickstart.
 
     Args:
         techniques: Label → set to try.
         overrides: Overrides of the config and of tune's settings.
-        first_in_process: Run the first trial as a new process, as users do.
 
     Returns:
         The content of quickstart.tuned.json.
     """
-    first = [first_in_process]
 
     class Forked:
         def __init__(self, job: Job) -> None:
             self._job = job
 
-        def wait(self, timeout: float) -> Ended:
-            if first.pop() if first else False:
-                return Process(self._job).wait(timeout)
-
+        def wait(self, timeout: float | None = None) -> Ended:
             def job() -> None:
                 with exit_codes():
                     application.main(self._job.arguments)
 
-            done = Fork(job, **self._job.environment).wait(timeout)
+            done = Fork(job, **self._job.environment).wait(timeout or HANGS)
             return Ended(done.status, done.stderr, 1.0)
 
     monkeypatch.setattr(trials, "Process", Forked)

@@ -83,14 +83,8 @@ def make_glue(folder: Path, texts: list[str]) -> None:
 
 def _conll(folder: Path) -> None:
     news = builtin_samples("token_classification", ROWS, 1, "train", 0.1)
-    features = Features(
-        {
-            "id": Value("string"),
-            "tokens": List(Value("string")),
-            "pos_tags": List(Value("int64")),
-            "ner_tags": List(ClassLabel(names=_CONLL_TAGS)),
-        }
-    )
+    names = {"id": Value("string"), "tokens": List(Value("string")), "pos_tags": List(Value("int64"))}
+    features = Features({**names, "ner_tags": List(ClassLabel(names=_CONLL_TAGS))})
     tags = [[_CONLL_TAGS.index(tag) for tag in row] for row in news["ner_tags"]]
     rows = {"id": [str(i) for i in range(ROWS)], "tokens": news["tokens"], "pos_tags": tags, "ner_tags": tags}
     for split in ("train", "validation", "test"):
@@ -99,20 +93,13 @@ def _conll(folder: Path) -> None:
 
 def _msmarco(folder: Path) -> None:
     ranked = builtin_samples("reranking", 4 * ROWS, 1, "train", 0.1)
-    passages = [
-        {
-            "is_selected": [int(x) for x in ranked["label"][i : i + 4]],
-            "passage_text": ranked["document"][i : i + 4],
-            "url": ["…"] * 4,
-        }
-        for i in range(0, 4 * ROWS, 4)
-    ]
+    passages = []
+    for i in range(0, 4 * ROWS, 4):
+        selected, texts = [int(label) for label in ranked["label"][i : i + 4]], ranked["document"][i : i + 4]
+        passages.append({"is_selected": selected, "passage_text": texts, "url": ["…"] * 4})
+    rows = {"passages": passages, "query": ranked["query"][::4], "query_id": list(range(ROWS))}
     for split in ("train", "validation", "test"):
-        save_rows(
-            folder / f"v1.1/{split}-00000-of-00001.parquet",
-            {"passages": passages, "query": ranked["query"][::4], "query_id": list(range(ROWS))},
-        )
-    configs = [
-        {"config_name": "v1.1", "data_files": [{"split": s, "path": f"v1.1/{s}-*"} for s in ("train", "validation")]}
-    ]
+        save_rows(folder / f"v1.1/{split}-00000-of-00001.parquet", rows)
+    files = [{"split": split, "path": f"v1.1/{split}-*"} for split in ("train", "validation")]
+    configs = [{"config_name": "v1.1", "data_files": files}]
     (folder / "README.md").write_text(f"---\n{json.dumps({'configs': configs})}\n---\n")

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import BertConfig, BertModel
+from transformers import BertModel
 
 from composer_speedups.data.flat import Ragged
 from composer_speedups.data.loader import Pad
 from composer_speedups.data.tokens import load_tokenizer
-from composer_speedups.tasks.data_config import DataConfig
+from composer_speedups.tasks.settings import DataConfig
 from composer_speedups.tasks.task import Task
-from tests.helpers.common import Batch
+from tests.helpers.common import Batch, tiny_config
 
 WORDS = """amber birch cedar dune ember fern grove harbour island juniper kelp lagoon meadow nectar orchard prairie
 quartz reef sparrow thicket umber valley willow yarrow zephyr""".split()
@@ -64,8 +64,5 @@ def tiny_encoder(tokenizer: Any, *, dropout: float = 0.0, kind: Any = BertModel,
     """Two layers of 32 with eager attention; weights large enough that a wrong mask shows."""
     torch.manual_seed(0)
     rates = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
-    config = BertConfig(
-        vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
-        max_position_embeddings=64, initializer_range=0.2, pad_token_id=tokenizer.pad_token_id, **rates,
-    )  # fmt: skip
+    config = tiny_config(vocab_size=len(tokenizer), initializer_range=0.2, pad_token_id=tokenizer.pad_token_id, **rates)
     return kind._from_config(config, attn_implementation="eager", **settings)

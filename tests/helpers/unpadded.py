@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from composer_speedups.algorithms.fused_layers.fusing import fuse
 from composer_speedups.algorithms.unpadding.encoder_swap import unpad
-from composer_speedups.kernels.observing import counting
+from composer_speedups.kernels.host import counting
 from tests.helpers.common import Batch
 from tests.helpers.masks import real_logits
 from tests.helpers.models import Family, Head, tiny_model
@@ -42,7 +42,7 @@ def pair(
 
 
 def values(model: Any, inputs: Batch) -> dict[str, Tensor]:
-    """Return the logits of real tokens, the loss, and all gradients."""
+    """The logits of real tokens, the loss, and all gradients."""
     model.zero_grad()
     output = model(**inputs)
     if output.loss.requires_grad:  # it does not if all adapters are merged

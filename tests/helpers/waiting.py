@@ -14,7 +14,6 @@ from tests.reference.loop import counted
 
 @contextmanager
 def no_waiting(*, strict: bool = True) -> Iterator[None]:
-    """Raise if the block waits for the GPU; with ``strict=False``, as in a first step, allow it."""
     torch.cuda.set_sync_debug_mode("error" if strict else "default")
     try:
         yield

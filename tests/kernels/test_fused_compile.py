@@ -23,7 +23,7 @@ from triton.runtime.jit import JITFunction  # noqa: E402
 
 from composer_speedups import LoRA, apply  # noqa: E402
 from composer_speedups.algorithms.fused_layers.layer import OPERANDS, Positions, fused_layer  # noqa: E402
-from composer_speedups.algorithms.fused_layers.low_rank import LayerAdapters  # noqa: E402
+from composer_speedups.algorithms.fused_layers.weights import LayerAdapters  # noqa: E402
 from composer_speedups.families import bert  # noqa: E402
 from composer_speedups.families.family import DropoutRates  # noqa: E402
 from composer_speedups.kernels import Shape  # noqa: E402
@@ -33,7 +33,7 @@ from composer_speedups.kernels.first_token_attention import first_token_attentio
 from composer_speedups.kernels.float8 import (  # noqa: E402
     new_scales,
 )
-from composer_speedups.kernels.pre_norm import pre_norm_backward, pre_norm_forward  # noqa: E402
+from composer_speedups.kernels.norm import pre_norm_backward, pre_norm_forward  # noqa: E402  # noqa: E402
 from tests.helpers.exhaustive import others_exhaustive  # noqa: E402
 
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
@@ -196,7 +196,7 @@ def test_every_launch_of_a_model_is_compiled_ahead(
     model = BertModel(config)
     if rank:
         apply(model, [LoRA(rank=rank, modules_to_save=[])])
-    modules = bert.FAMILY.layer_modules(model.encoder.layer[0])  # type: ignore[misc]
+    modules = bert.BERT.layer_modules(model.encoder.layer[0])  # type: ignore[misc]
     ranks = LayerAdapters.of(modules).ranks()
     assert ranks == ((3 * rank, rank, rank, rank) if rank else ())
     shape = Shape(hidden, 4 * hidden, heads, *dropouts, embedding=hidden, embedded=0.1, biased=biased)

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from transformers import BertForPreTraining
 from transformers.integrations.neftune import activate_neftune
 
@@ -144,22 +143,7 @@ def test_masks_of_any_dtype(family: Family, dtype: torch.dtype) -> None:
         assert compared(reference, model, lambda m: m(**(given if m is model else inputs)).loss) == "packed"  # noqa: B023
 
 
-# Tracing and transformations.
-
-
-@pytest.mark.parametrize("family", ["bert", "modernbert", "deberta_v2"])
-def test_transformations_of_torch_func(family: Family) -> None:
-    reference, model = pair(family, apply=unpad_and_fuse)
-    (inputs,) = fit_batches(reference, [batch([5, 12, 9])])
-    results = []
-    for module in (reference.eval(), model.eval()):
-        weights = {name: p.detach() for name, p in module.named_parameters()}
-
-        def loss(weights: Any, module: Any = module) -> Tensor:
-            return torch.func.functional_call(module, weights, kwargs=inputs).loss  # type: ignore[no-any-return]
-
-        results.append([*torch.func.grad(loss)(weights).values(), loss(weights)])
-    assert_near(results[1], results[0])
+# Tracing.
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
@@ -284,21 +268,6 @@ def test_a_gradient_penalty_is_refused_by_name(family: Family) -> None:
         gradient_penalty(model, inputs)
     restore_encoders(model)
     compared(reference, model, lambda module: gradient_penalty(module, inputs))
-
-
-@pytest.mark.parametrize("family", family_params(EVERY))
-def test_forward_mode_derivatives(family: Family) -> None:
-    reference, model, inputs = changed_pair(family)
-    tangents = []
-    for module in (reference, model):
-        embedded = module.get_input_embeddings()(inputs["input_ids"]).detach()
-        with forward_ad.dual_level():
-            dual = forward_ad.make_dual(embedded, embedded.cos())
-            logits = module(inputs_embeds=dual, attention_mask=inputs["attention_mask"]).logits
-            tangents.append(forward_ad.unpack_dual(logits).tangent)
-    assert tangents[0].any()
-    assert_near([tangents[1]], [tangents[0]])
-    assert compared(reference, model, lambda module: module(**inputs).loss) == "packed"
 
 
 def test_an_adapter_for_each_row() -> None:

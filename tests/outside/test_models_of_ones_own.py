@@ -286,7 +286,7 @@ def test_a_hole_that_changes_distances_keeps_a_batch_padded(family: Family, widt
 # torch.compile.
 
 
-@pytest.mark.long  # each passes alone; after other compiled tests in one process, deberta_v2 and mpnet fail
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("family", "fused", "counted"),
     list(product(["bert", "modernbert", "deberta_v2", "mpnet"], [False, True], [False, True])),

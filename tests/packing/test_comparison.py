@@ -18,7 +18,7 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask
 from transformers.modeling_utils import AttentionInterface
 
 from composer_speedups import FusedLayers, SDPAAttention, Unpadding, apply_recommended
-from composer_speedups.algorithms.unpadding import first_call
+from composer_speedups.algorithms.unpadding import encoder_swap
 from composer_speedups.algorithms.unpadding.encoder_swap import unpad
 from composer_speedups.core import first_batch
 from composer_speedups.core.errors import Refusal
@@ -292,13 +292,13 @@ def test_a_pooler_that_reads_padding_is_refused_in_the_first_call(when: str, gra
 @pytest.mark.parametrize(("check", "calls"), [("auto", 0), ("always", 2), ("never", 0)])
 def test_which_calls_are_compared(check: Any, calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    outcome_of = first_call.outcome_of
+    outcome_of = encoder_swap.outcome_of
 
     def outcome(*given: Any) -> Any:
         seen.append(given)
         return outcome_of(*given)
 
-    monkeypatch.setattr(first_call, "outcome_of", outcome)
+    monkeypatch.setattr(encoder_swap, "outcome_of", outcome)
     model = tiny_bert()
     unpad(model, 8, check=check)
     for _ in range(2):

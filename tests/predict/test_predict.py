@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import csv
-import datetime
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +22,9 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 
 from composer_speedups.core.errors import ConfigError, DataError
 from composer_speedups.data.builtin import builtin_reviews, builtin_samples
-from composer_speedups.kernels.observing import counting
+from composer_speedups.kernels.host import counting
 from composer_speedups.predict import rows
-from composer_speedups.predict.__main__ import main, read_request
+from composer_speedups.predict.__main__ import main
 from composer_speedups.predict.model import FinishedModel
 from tests.helpers.exhaustive import others_exhaustive
 from tests.helpers.jobs import run
@@ -44,11 +42,10 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "runs" / "done"
 
 
-@pytest.mark.parametrize("more", [[], ["--evaluate"]], ids=["predict", "evaluate"])
-def test_a_broken_file_is_refused_before_torch_is_imported(finished: Path, tmp_path: Path, more: list[str]) -> None:
+def test_a_broken_file_is_refused_before_torch_is_imported(finished: Path, tmp_path: Path) -> None:
     (tmp_path / "in.csv").write_text('text\n"a"b\n')
     code = "import sys; sys.modules['torch'] = None; import composer_speedups.predict.__main__ as p; p.command()"
-    command = [sys.executable, "-c", code, str(finished), "--input", str(tmp_path / "in.csv"), *more]
+    command = [sys.executable, "-c", code, str(finished), "--input", str(tmp_path / "in.csv")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr.startswith("predict: input: ")) == (2, True), done.stderr
     assert "cannot be read (line 2: " in done.stderr
@@ -94,22 +91,6 @@ def test_the_model_runs_unpadded(finished: Path) -> None:
     assert ran["padded_encoder"] == ran["counted_in_the_call"] == 0
 
 
-@pytest.mark.parametrize("suffix", ["csv", "parquet"])
-def test_other_formats_hold_the_same_predictions(finished: Path, suffix: str) -> None:
-    Path("in.txt").write_text("\n".join(TEXTS[:5]) + "\n")
-    main([str(finished), "input=in.txt", f"output=out.{suffix}"])
-    main([str(finished), "--input=in.txt"])
-    expected = predictions()
-    if suffix == "parquet":
-        assert pyarrow.parquet.read_table("out.parquet").to_pylist() == expected
-    else:
-        table = pyarrow.csv.read_csv("out.csv").to_pylist()
-        assert [row["label"] for row in table] == [row["label"] for row in expected]
-        assert [row["probabilities.positive"] for row in table] == [
-            row["probabilities"]["positive"] for row in expected
-        ]
-
-
 def test_rows_without_text_have_null_predictions_and_the_others_their_own(
     finished: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -135,10 +116,7 @@ def test_rows_without_text_have_null_predictions_and_the_others_their_own(
     assert [row["label"] or None for row in table] == [row["label"] for row in expected]
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "csv", "parquet"])
-def test_an_interrupted_call_leaves_the_output_as_it_was(
-    suffix: str, finished: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_call_leaves_the_output_as_it_was(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows, "_ROWS_PER_BLOCK", 20)
     plain, calls = FinishedModel.predict, []
 
@@ -149,53 +127,24 @@ def test_an_interrupted_call_leaves_the_output_as_it_was(
         return plain(self, encoded, batch_size)
 
     monkeypatch.setattr(FinishedModel, "predict", killed)
-    call = [str(finished), "--input", save(TEXTS), f"output=out.{suffix}"]
-    Path(f"out.{suffix}").write_text("before")
+    call = [str(finished), "--input", save(TEXTS), "output=out.csv"]
+    Path("out.csv").write_text("before")
     with pytest.raises(KeyboardInterrupt):
         main(call)
-    assert Path(f"out.{suffix}").read_text() == "before"
-    assert sorted(os.listdir()) == ["in.jsonl", f"out.{suffix}"]
+    assert Path("out.csv").read_text() == "before"
+    assert sorted(os.listdir()) == ["in.jsonl", "out.csv"]
     main(call)
     assert calls[3:] == [20, 20, 20], "it starts over"
-    assert Path(f"out.{suffix}").read_bytes() != b"before"
-
-
-@pytest.mark.parametrize("suffix", ["jsonl", "csv", "parquet"])
-def test_a_symbolic_link_is_kept_and_its_target_is_written(finished: Path, suffix: str) -> None:
-    Path("there").mkdir()
-    for name in (f"there/out.{suffix}", "there/result"):  # the second does not exist
-        Path(f"there/out.{suffix}").write_text("before")
-        Path(f"link.{suffix}").unlink(missing_ok=True)
-        Path(f"link.{suffix}").symlink_to(name)
-        main([str(finished), "--input", save(TEXTS[:3]), f"output=link.{suffix}"])
-        assert Path(f"link.{suffix}").is_symlink()
-        assert Path(name).read_bytes() not in (b"before", b"")
-
-
-def test_an_output_that_cannot_be_written_is_refused_before_anything_is_computed(
-    finished: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(FinishedModel, "predict", lambda *_: pytest.fail("computed"))
-    call = [str(finished), "--input", save(TEXTS[:3])]
-    Path("folder.csv").mkdir()
-    Path("link.csv").symlink_to("folder.csv")
-    for name in ("folder.csv", "link.csv"):
-        with pytest.raises(ConfigError, match=rf"^output: {name} is a folder; name a file in it"):
-            main([*call, f"output={name}"])
-    monkeypatch.setattr(rows, "atomic_file", lambda _: open("/no/such/folder"))  # noqa: SIM115
-    with pytest.raises(ConfigError, match=r"^output: out\.csv cannot be written \(No such file or directory\); choose"):
-        main([*call, "output=out.csv"])
+    assert Path("out.csv").read_bytes() != b"before"
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--input"], r"--input needs a value"),
-        ([], r"input is missing; add --input FILE"),
+        (["--input"], r"input is missing; add --input FILE"),
         (["input=in.jsonl", "output=out.xlsx"], r"output: out\.xlsx must end in \.jsonl, \.csv, \.parquet"),
         (["input=in.jsonl", "output=in.jsonl"], r"output: in\.jsonl is the input itself"),
-        (["input=in.jsonl", "output=no/out.jsonl"], r"output: there is no folder for no/out\.jsonl"),
-        (["inptu=in.jsonl"], r"unknown key 'inptu'; did you mean 'input'"),
+        (["input=in.jsonl", "output=in.jsonl/a.csv"], r"output: in\.jsonl \(relative to /.*\) cannot be created"),
         (["input=none.jsonl"], r"input: none\.jsonl \(relative to /.*\) is not a file"),
         (["input=other.jsonl"], r"input: other\.jsonl has no column 'text' \(it has: review\); set text_columns"),
         (["input=empty.jsonl"], r"input: empty\.jsonl: 2 of 2 .* \(row 1: text is empty, row 2: .*; text_columns"),
@@ -205,8 +154,6 @@ def test_an_output_that_cannot_be_written_is_refused_before_anything_is_computed
             r"input: in\.jsonl has no column 'label' \(it has: text\); set label_c",
         ),
         (["input=in.jsonl", "--evaluate", "output=x.csv"], r"output has no effect with evaluate, which only prints"),
-        (["input=in.jsonl", "label_column=y"], r"label_column is for --evaluate; predictions need no labels"),
-        (["input=in.jsonl", "--evaluate", "label_columns=a"], r"label_columns: the run reads 0 columns, not 1"),
         (
             ["input=unknown.jsonl", "--evaluate"],
             r"input: unknown\.jsonl, row 1: label is 'so'; every label must be one of",
@@ -228,31 +175,16 @@ def test_a_bad_argument_or_row_is_one_line_and_nothing_is_written(
     assert not list(Path().glob("*predictions*"))
 
 
-def test_a_run_that_cannot_predict_is_one_line(finished: Path) -> None:
+def test_a_run_that_cannot_predict_is_one_line() -> None:
     save(TEXTS[:2])
-    unfinished, bare = Path("unfinished"), Path("bare")
-    unfinished.mkdir()
-    bare.mkdir()
-    bare.joinpath("report.json").write_text((finished / "report.json").read_text())
-    shutil.copytree(finished / "model", "stock")
-    Path("stock/task.json").unlink()
-    for folder, message in {
-        "nowhere": "is not a folder; name a run's folder, such as runs/NAME",
-        "unfinished": r"has no model/, so its training has not finished",
-        "bare": r"has no model/; train with export=true",
-        "stock": r"has no task\.json, which train\.py writes beside a model; train it again",
-    }.items():
+    Path("bare").mkdir()
+    Path("bare/report.json").write_text("{}")
+    for folder, message in (
+        ("nowhere", "is no finished run; name its folder, such as runs/NAME"),
+        ("bare", r"has no model/task\.json; train with export=true"),
+    ):
         with pytest.raises(ConfigError, match=f"^RUN: {folder}.* {message}"):
             main([folder, "--input", "in.jsonl"])
-    shutil.copytree(finished, "quantised")
-    exported = Path("quantised/model/config.json")
-    settings = {"quant_method": "bitsandbytes", "load_in_8bit": True}
-    exported.write_text(json.dumps({**json.loads(exported.read_text()), "quantization_config": settings}))
-    accept("quantised", "config.json")
-    with pytest.raises(ConfigError, match=r"^RUN: quantised/model cannot be loaded \(its weights are quantised with b"):
-        main(["quantised", "--input", "in.jsonl"])
-    with pytest.raises(ConfigError, match=r"^RUN: long.* is not a folder"):
-        main(["long" * 999, "--input", "in.jsonl"])
 
 
 def changed(text: str, *keys: str, to: Any) -> str:
@@ -266,15 +198,10 @@ def changed(text: str, *keys: str, to: Any) -> str:
 
 DAMAGES: dict[str, Any] = {
     "truncated": lambda text: text[: len(text) // 2],
-    "empty": lambda text: "",
     "bytes": lambda text: b"\xff\xfe\x00",
-    "deep": lambda text: "[" * 200_000,
-    "no settings": lambda text: "{}",
     "another task": lambda text: changed(text, "model", "task", to="config"),
     "too many columns": lambda text: changed(text, "data", "text_columns", to=["a", "b", "c"]),
     "length is a text": lambda text: changed(text, "data", "max_length", to="long"),
-    "length beyond the positions": lambda text: changed(text, "data", "max_length", to=100_000),
-    "a column is null": lambda text: changed(text, "data", "text_columns", to=[None]),
 }
 
 
@@ -285,20 +212,9 @@ def test_a_damaged_task_file_is_refused_in_one_line(finished: Path, damage: str)
     file = Path("copy/model/task.json")
     content = DAMAGES[damage](file.read_text())
     file.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(ConfigError, match=r"^RUN: copy/model/task\.json is damaged \(.+\); train again$") as error:
+    with pytest.raises(ConfigError, match=r"^RUN: copy/model\S* (is damaged|cannot be loaded) .*train"):
         main(["copy", "--input", "in.jsonl"])
-    assert len(str(error.value)) < 300
     assert not Path("in.predictions.jsonl").exists()
-
-
-@pytest.mark.parametrize("labels", [{}, {"zero": "no"}, {"0": "no", "2": "yes"}, {"0": None}, {"0": "a", "1": "a"}])
-def test_labels_that_are_damaged_are_refused_in_one_line(finished: Path, labels: Any) -> None:
-    save(TEXTS[:2])
-    shutil.copytree(finished, "copy")
-    exported = Path("copy/model/config.json")
-    exported.write_text(changed(exported.read_text(), "id2label", to=labels))
-    with pytest.raises(ConfigError, match=r"^RUN: copy/model/config\.json is damaged \(.+\); train again$"):
-        main(["copy", "--input", "in.jsonl"])
 
 
 def accept(folder: str, name: str) -> None:
@@ -325,19 +241,16 @@ def test_a_file_that_was_exchanged_after_the_export_is_named_and_can_be_accepted
     assert {row["label"] for row in predictions()} <= {"no", "yes"}
 
 
-@pytest.mark.parametrize("edit", ["no head", "no layer", "another layer", "another prefix"])
+@pytest.mark.parametrize("edit", ["no head", "another layer"])
 def test_weights_that_do_not_fit_the_configuration_are_refused(finished: Path, edit: str) -> None:
     """transformers would draw those that are missing, and leave out others."""
     save(TEXTS[:2])
     shutil.copytree(finished, "copy")
     path = "copy/model/model.safetensors"
     weights = load_file(path)
-    left_out = {"no head": "classifier", "no layer": "layer.1.output"}.get(edit, "none")
-    kept = {name: weight for name, weight in weights.items() if left_out not in name}
+    kept = {name: weight for name, weight in weights.items() if edit != "no head" or "classifier" not in name}
     if edit == "another layer":
         kept |= {n.replace("layer.1.", "layer.9."): w.clone() for n, w in weights.items() if "layer.1." in n}
-    if edit == "another prefix":
-        kept = {f"x.{name}": weight for name, weight in kept.items()}
     save_file(kept, path, {"format": "pt"})
     accept("copy", "model.safetensors")
     with pytest.raises(ConfigError, match=r"^RUN: copy/model cannot be loaded \(its weights do not fit its"):
@@ -350,16 +263,8 @@ def test_a_masked_language_model_is_refused(finished: Path) -> None:
     shutil.copytree(finished, "masked")
     file = Path("masked/model/task.json")
     file.write_text(changed(file.read_text(), "model", "task", to="mlm"))
-    with pytest.raises(ConfigError, match=r"^RUN: a masked language model does not predict anything for a text"):
+    with pytest.raises(ConfigError, match=r"^RUN: a masked language model predicts nothing for a text"):
         main(["masked", "--input", "in.jsonl"])
-
-
-def test_the_exported_model_alone_predicts_the_same(finished: Path) -> None:
-    main([str(finished), "--input", save(TEXTS[:5])])
-    expected = predictions()
-    shutil.copytree(finished / "model", "elsewhere")
-    main(["elsewhere", "--input", "in.jsonl", "output=out.jsonl"])
-    assert predictions("out.jsonl") == expected
 
 
 ROWS: list[dict[str, Any]] = [
@@ -377,12 +282,8 @@ def test_the_columns_of_the_input_are_in_the_output(finished: Path, suffix: str)
     if suffix == "jsonl":
         first, second = predictions("out.jsonl")
         assert "NaN" not in Path("out.jsonl").read_text(), "which is not JSON"
-        assert {name: first[name] for name in first if name not in answers} == {
-            "id": 7,
-            "text": TEXTS[0],
-            "input_input_label": "positive",
-            "score": None,
-        }
+        assert [name for name in first if name not in answers] == given
+        assert (first["id"], first["input_input_label"], first["score"]) == (7, "positive", None)
         assert second["input_probabilities.negative"] == 0.5
     elif suffix == "parquet":
         first, second = pyarrow.parquet.read_table("out.parquet").to_pylist()
@@ -402,31 +303,12 @@ def test_the_columns_of_the_input_are_in_the_output(finished: Path, suffix: str)
     assert {first["label"], second["label"]} <= {"negative", "positive"}
 
 
-def test_columns_that_parquet_cannot_hold_are_refused_before_anything_is_computed(finished: Path) -> None:
+def test_columns_that_parquet_cannot_hold_are_refused(finished: Path) -> None:
     rows = [{"text": TEXTS[0], "mixed": 1}, {"text": TEXTS[1], "mixed": "one"}]
     Path("in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(ConfigError, match=r"^output: a \.parquet file cannot hold these rows \(.+\); choose a \.jsonl"):
         main([str(finished), "input=in.jsonl", "output=out.parquet"])
     assert not list(Path().glob("out*"))
-
-
-def test_values_of_a_parquet_file_are_written_as_text(finished: Path) -> None:
-    table = pyarrow.table({"text": TEXTS[:2], "when": [datetime.date(2026, 1, 2), None], "x": [Decimal("1.5"), None]})
-    pyarrow.parquet.write_table(table, "in.parquet")
-    main([str(finished), "input=in.parquet"])
-    first, second = predictions()
-    assert (first["when"], first["x"], second["when"]) == ("2026-01-02", "1.5", None)
-    main([str(finished), "input=in.parquet", "output=out.parquet"])
-    assert pyarrow.parquet.read_table("out.parquet").select(["text", "when", "x"]).equals(table)
-
-
-def test_help_names_every_key(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ConfigError, match=r"^command line: expected RUN --input FILE and then key=value, not ''; see"):
-        read_request([])
-    with pytest.raises(SystemExit, match="0"):
-        read_request(["--help"])
-    shown = capsys.readouterr().out
-    assert all(f"\n  {name}: " in shown for name in ("input", "output", "evaluate", "text_columns", "precision"))
 
 
 def stock_answer(task: str, folder: Path, row: dict[str, Any]) -> dict[str, Any]:
@@ -484,7 +366,7 @@ def test_text_is_split_at_whitespace_into_words_with_a_tag_each() -> None:
     assert None not in answer["tags"][:4]
     assert short["words"] == sentence.split()
     Path("written.jsonl").write_text(json.dumps({"tokens": str(["a", "b"])}) + "\n")
-    with pytest.raises(DataError, match=r"^input: written\.jsonl, row 1: tokens is .*, a list written as text; use"):
+    with pytest.raises(DataError, match=r"^input: written\.jsonl, row 1: tokens is .*; every sample needs words"):
         main(["runs/done", "--input", "written.jsonl"])
 
 
@@ -493,34 +375,22 @@ def evaluated(text: str) -> dict[str, float]:
     return {name: float(value) for name, value, *_ in lines}
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("more", [[], ["model.loss=cosine", "data.label_column=score"]], ids=["ranking", "cosine"])
-def test_evaluate_embeddings(more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    check_evaluation("embedding", capsys, *more)
-
-
 @pytest.mark.parametrize(
     "task",
     others_exhaustive(
-        ["token_classification", "classification", "multilabel", "regression", "reranking", "mlm"],
+        ["token_classification", "classification", "multilabel", "regression", "reranking", "embedding", "mlm"],
         "token_classification".__eq__,
     ),
 )
 def test_evaluate_prints_the_metrics_of_training(task: str, capsys: pytest.CaptureFixture[str]) -> None:
-    check_evaluation(task, capsys)
-
-
-def check_evaluation(task: str, capsys: pytest.CaptureFixture[str], *more: str) -> None:
-    """The metrics of a run, computed anew from the file of its validation samples, and with other samples not."""
+    """Computed anew from the file of its validation samples, and with other samples not."""
     samples = {split: builtin_samples(task, 24, 5, split, 0.2) for split in ("train", "eval")}
     for split, columns in samples.items():
         rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-        if "score" in " ".join(more):
-            rows = [{**row, "score": i / 24} for i, row in enumerate(rows)]
         Path(f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     files = ["data.source=files", "data.train_file=train.jsonl", "data.eval_file=eval.jsonl"]
     files += ["data.train_samples=null", "data.eval_samples=null", f"model.task={task}"]
-    report = run(*files, "trainer.max_duration=6ba", "run_name=done", "plot=false", *more)
+    report = run(*files, "trainer.max_duration=6ba", "run_name=done", "plot=false")
     expected = {name: value for name, value in report["metrics"].items() if not name.startswith("train_")}
     capsys.readouterr()
     main(["runs/done", "--input", "eval.jsonl", "--evaluate", "batch_size=5"])
@@ -554,7 +424,7 @@ def test_evaluate_leaves_invalid_rows_out_and_counts_them(
     assert "all.csv: 9 rows, 3 of them left out\n" in printed.out
     assert [line.split()[2:] for line in printed.out.splitlines() if "binary_f1" in line] == [["of", "positive"]]
     assert evaluated(printed.out) == evaluated(whole.out)
-    first = "row 2, headers not counted: text is empty, row 3: label is empty, row 4: label is 'so'"
+    first = "row 2: text is empty, row 3: label is empty, row 4: label is 'so'"
     assert f"input: all.csv: 3 of 9 rows are invalid ({first})" in printed.err
     advice = "every sample needs text; every label must be one of negative, positive (data.labels)"
     assert f"; {advice}; the metrics leave out such rows\n" in printed.err

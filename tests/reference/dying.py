@@ -33,5 +33,5 @@ class Dying(Callback):
 
 if __name__ == "__main__":
     with exit_codes():
-        config, origins = read_command_line(sys.argv[1:])
-        application.train(config, origins, StartupClock(), callbacks=[Dying()])
+        config = read_command_line(sys.argv[1:])
+        application.train(config, StartupClock(), callbacks=[Dying()])

@@ -62,12 +62,12 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     interpreter._convert_float = _to_float8  # type: ignore[attr-defined]
 
 from composer_speedups import kernels
-from composer_speedups.algorithms.fused_layers.gated_layer import gated_layer
 from composer_speedups.algorithms.fused_layers.layer import OPERANDS, fused_layer
 from composer_speedups.algorithms.fused_layers.modules import plain_layer
+from composer_speedups.algorithms.fused_layers.pre_norm_layers import gated_layer
 from composer_speedups.families.family import DropoutRates, GatedLayerModules, LayerModules
-from composer_speedups.kernels.attention import attention_backward, attention_forward
-from composer_speedups.kernels.casts import cast_together
+from composer_speedups.kernels.attention import attention_backward, attention_forward, rotate
+from composer_speedups.kernels.casts import cast_together, merged_weights
 from composer_speedups.kernels.embeddings import embed
 from composer_speedups.kernels.first_token_attention import first_token_attention
 from composer_speedups.kernels.float8 import (
@@ -80,12 +80,8 @@ from composer_speedups.kernels.float8 import (
     new_scales,
     scaled_product,
 )
-from composer_speedups.kernels.geglu import geglu_backward, geglu_forward
-from composer_speedups.kernels.gelu import gelu_backward, gelu_float8, gelu_forward
-from composer_speedups.kernels.merged_weights import merged_weights
-from composer_speedups.kernels.norm import add_norm_backward, add_norm_forward
-from composer_speedups.kernels.pre_norm import pre_norm_backward, pre_norm_forward
-from composer_speedups.kernels.rotary import rotate
+from composer_speedups.kernels.gelu import geglu_backward, geglu_forward, gelu_backward, gelu_float8, gelu_forward
+from composer_speedups.kernels.norm import add_norm_backward, add_norm_forward, pre_norm_backward, pre_norm_forward
 from composer_speedups.kernels.sums import partial_sums, totals
 from composer_speedups.packing.layout import Layout, lay_out
 from tests.reference import masked_layer

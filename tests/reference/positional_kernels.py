@@ -17,16 +17,16 @@ from torch import Tensor
 from composer_speedups.algorithms.fused_layers.fusing import fuse
 from composer_speedups.algorithms.fused_layers.layer import Positions, fused_layer
 from composer_speedups.algorithms.fused_layers.modules import FusedLayer
-from composer_speedups.algorithms.fused_layers.pre_norm_layer import pre_norm_layer
+from composer_speedups.algorithms.fused_layers.pre_norm_layers import pre_norm_layer
 from composer_speedups.algorithms.unpadding.encoder_swap import unpad
 from composer_speedups.families.blocks import repeated_blocks
 from composer_speedups.families.family import DropoutRates, family_named
-from composer_speedups.kernels import biased_attention, disentangled_attention
+from composer_speedups.kernels import disentangled_attention
+from composer_speedups.kernels.attention import biased_attention
 from composer_speedups.kernels.disentangled_attention import disentangled_backward, disentangled_forward
-from composer_speedups.kernels.observing import counting
+from composer_speedups.kernels.host import counting
 from composer_speedups.packing import attention
-from composer_speedups.packing.attention import PositionBias
-from composer_speedups.packing.disentangled_attention import Relative
+from composer_speedups.packing.attention import PositionBias, Relative
 from composer_speedups.packing.layout import lay_out
 from tests.helpers.common import batch
 from tests.helpers.models import tiny_model
@@ -115,7 +115,7 @@ def operators() -> None:
     positions = random(TABLE, 2 * heads * size).requires_grad_()
 
     def biased(dropout: float, scale: float | None = None) -> Tensor:
-        return biased_attention.attend(qkv, bias, CU, LONGEST, heads, dropout, scale)
+        return biased_attention(qkv, bias, CU, LONGEST, heads, dropout, scale)
 
     def by_table(dropout: float) -> Tensor:
         return disentangled_attention.attend(qkv, positions, entries(), CU, LONGEST, heads, dropout)

@@ -8,21 +8,17 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
 from composer_speedups.core.command_line import read_settings
 from composer_speedups.core.errors import ConfigError, RunFailedError
-from composer_speedups.core.settings import fields_of
-from composer_speedups.sweep.repeat import Run, gpus_of_processes, main, planned_runs, table
-from composer_speedups.sweep.settings import RepeatConfig
+from composer_speedups.sweep.repeat import RepeatConfig, Run, gpus_of_processes, main, planned_runs, table
 from composer_speedups.train.config.load import save_config
 from composer_speedups.train.config.schema import Config
 from tests.conftest import ROOT
 from tests.helpers.hangs import HANGS, wait_until
-from tests.helpers.jobs import SHORT
 
 QUICKSTART = str(ROOT / "yamls" / "quickstart.yaml")
 MRPC = str(ROOT / "yamls" / "glue" / "mrpc.yaml")
@@ -79,25 +75,18 @@ def cells(lines: list[str]) -> list[list[str]]:
     return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("|")]
 
 
-@pytest.mark.parametrize(
-    ("text", "seeds"), [("1..5", [1, 2, 3, 4, 5]), ("7", [7]), ("[3, 1..2]", [3, 1, 2]), ("1..3,2..4", [1, 2, 3, 4])]
-)
-def test_seeds_are_numbers_and_ranges(text: str, seeds: list[int]) -> None:
-    assert read_settings(RepeatConfig, [f"seeds={text}"])[0].seeds == seeds
+def test_seeds_are_numbers_and_ranges() -> None:
+    for text, seeds in (("1..5", [1, 2, 3, 4, 5]), ("[3, 1..2]", [3, 1, 2]), ("1..3,2..4", [1, 2, 3, 4])):
+        assert read_settings(RepeatConfig, [f"seeds={text}"])[0].seeds == seeds
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["seeds=a..5"], "seeds must be numbers or ranges of at most 1000, such as 1..5 or 1,2,7, not 'a..5'"),
         (["seeds=5..1"], "not '5..1'"),
-        (["seeds=1..2000000000"], "not '1..2000000000'"),
         (["seeds=2147483648"], "seed must be less than 2147483648"),
         (["seed=3"], "set seeds, such as seeds=1..5"),
-        (["processes=0"], "processes must be greater than or equal to 1, not 0"),
-        (["data.bach_size=3"], "unknown key 'data.bach_size'; did you mean 'data.batch_size'"),
         (["-f", "nowhere"], "-f nowhere: no such file"),
-        (["-f", "glue/nowhere"], "glue/nowhere (relative to"),
         (["-f", "quickstart"], "run_name: 'quickstart' is the name of two files"),
         (["runs_folder=file/runs"], "runs_folder: file/runs (relative to"),
     ],
@@ -108,21 +97,6 @@ def test_a_mistake_is_one_line_before_anything_is_trained(arguments: list[str], 
         main(["-f", QUICKSTART, *arguments], "no_program")
     assert message in str(error.value)
     assert [path.name for path in Path().iterdir()] == ["file"]
-
-
-def test_the_command_ends_with_status_2_without_importing_torch() -> None:
-    code = "import sys; sys.modules['torch'] = None; import composer_speedups.sweep.repeat as r; r.command()"
-    command = [sys.executable, "-c", code, "-f", "quickstart", "seeds=x"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-    assert done.stderr.startswith("repeat: command line: seeds must be")
-
-
-def test_help_lists_every_key(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["--help"])
-    printed = capsys.readouterr().out
-    assert all(f"  {name}: " in printed for name in fields_of(RepeatConfig))
-    assert not set(fields_of(RepeatConfig)) & set(fields_of(Config)), "they share the command line"
 
 
 def test_each_file_is_planned_with_each_seed_in_one_group_of_wandb() -> None:
@@ -161,30 +135,20 @@ def test_the_table_has_mean_and_standard_deviation_of_each_metric() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("visible", "overrides", "processes", "gpus"),
-    [
-        ("0,2", [], None, ["0", "2"]),
-        (" GPU-a, GPU-b ", [], 5, ["GPU-a", "GPU-b", "GPU-a", "GPU-b", "GPU-a"]),
-        ("0,1,2", [], 2, ["0", "1"]),
-        ("1,-1,2", [], None, ["1"]),
-        ("", [], None, [None]),
-        ("0,1", ["trainer.device=cpu"], 2, [None, None]),
-        (None, [], None, ["GPU-0", "GPU-1"]),
-    ],
-)
-def test_processes_take_the_visible_gpus_in_turn(
-    visible: str | None,
-    overrides: list[str],
-    processes: int | None,
-    gpus: list[str | None],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_processes_take_the_visible_gpus_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("composer_speedups.sweep.repeat.command_output", lambda *_, **__: "GPU-0\nGPU-1")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if visible is not None:
+    runs = planned_runs([QUICKSTART], [], [1])
+    assert gpus_of_processes(runs, None) == ["GPU-0", "GPU-1"]
+    for visible, processes, gpus in (
+        ("0,2", None, ["0", "2"]),
+        (" GPU-a, GPU-b ", 5, ["GPU-a", "GPU-b", "GPU-a", "GPU-b", "GPU-a"]),
+        ("0,1,2", 2, ["0", "1"]),
+        ("", None, [None]),
+    ):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert gpus_of_processes(planned_runs([QUICKSTART], overrides, [1]), processes) == gpus
+        assert gpus_of_processes(runs, processes) == gpus
+    assert gpus_of_processes(planned_runs([QUICKSTART], ["trainer.device=cpu"], [1]), 2) == [None, None]
 
 
 def test_runs_are_spread_over_gpus_and_only_failed_ones_are_repeated(
@@ -222,16 +186,12 @@ def start_command(program: str, *arguments: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, stdout=subprocess.DEVNULL)
 
 
-def test_a_stopped_command_leaves_no_run_behind_and_continues_and_another_one_is_refused(
-    stub: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stopped_command_leaves_no_run_behind_and_continues(stub: str, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = ["-f", QUICKSTART, "seeds=1..2", "trainer.device=cpu"]
     monkeypatch.setenv("SLOW", "2")
     command = start_command(stub, *arguments)
     pid = Path("quickstart-seed2.pid")
     wait_until(lambda: pid.exists() and pid.read_text(), "the second run does not start")
-    with pytest.raises(ConfigError, match=r"^runs_folder: runs/\.quickstart-seed2\.repeat\.lock is in use"):
-        main([*arguments, "seeds=2..3"], stub)
     command.terminate()
     assert command.wait(HANGS) == 143
     assert not psutil.pid_exists(int(pid.read_text()))
@@ -253,41 +213,7 @@ def test_runs_are_trained_again_once_their_data_changed_and_other_data_are_not_a
     Path("train.csv").write_text("text,label\na,1\nb,0\n")
     capsys.readouterr()
     monkeypatch.setenv("CHANGES", "2")
-    with pytest.raises(RunFailedError, match=r"^1 of 2 .*seed2: data\.train_file: train\.csv changed while"):
+    with pytest.raises(RunFailedError, match=r"^1 of 2 .*seed2: its data or config changed while the command ran"):
         main(FILES, stub)
     assert calls() == ["quickstart-seed1", "quickstart-seed2"] * 2
-    printed = capsys.readouterr().out
-    assert "quickstart-seed1: trained again, since data.train_file: train.csv has changed" in printed
-    assert ["quickstart", "failed: seed 2", "", "", ""] in cells(printed.splitlines())
-
-
-BRIEF = ["-f", QUICKSTART, *SHORT, "trainer.device=cpu", "export=false", "seeds=1..2"]
-
-
-def reports() -> list[dict[str, Any]]:
-    return [json.loads(Path(f"runs/quickstart-seed{seed}/report.json").read_text()) for seed in (1, 2)]
-
-
-@pytest.mark.exhaustive
-@pytest.mark.slow
-def test_a_killed_command_resumes_the_run_that_it_trained(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = [*BRIEF, "trainer.max_duration=100ba", "trainer.eval_batches=2", "checkpoint.interval=20ba"]
-    command = start_command("composer_speedups.train", *arguments)
-    wait_until(lambda: [*Path("runs/quickstart-seed2/checkpoints").glob("ep*-rank0.pt")], "no checkpoint is written")
-    runs = psutil.Process(command.pid).children(recursive=True)
-    assert Path("runs/quickstart-seed1/report.json").exists()
-    command.kill()
-    command.wait()
-    finished = Path("runs/quickstart-seed1/report.json").stat().st_mtime_ns
-    assert not Path("runs/quickstart-seed2/report.json").exists()
-    psutil.wait_procs(runs, HANGS)  # the kernel kills the run, too
-    main(arguments)
-    assert Path("runs/quickstart-seed1/report.json").stat().st_mtime_ns == finished
-    first, second = reports()
-    assert first["resumed"] == []
-    assert [entry["batch"] >= 20 for entry in second["resumed"]] == [True]
-    assert second["training"]["batches"] == 100
-    losses = [report["metrics"]["loss"] for report in (first, second)]
-    assert losses[0] != losses[1]
-    row = ["quickstart", "loss", "2 of 2", f"{statistics.mean(losses):.4f}", f"{statistics.stdev(losses):.4f}"]
-    assert row in cells(capsys.readouterr().out.splitlines())
+    assert ["quickstart", "failed: seed 2", "", "", ""] in cells(capsys.readouterr().out.splitlines())

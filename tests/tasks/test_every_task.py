@@ -22,9 +22,8 @@ from composer_speedups.train import application
 from composer_speedups.train.config.load import load_config
 from tests.helpers.common import Recorder, make_trainer
 from tests.helpers.jobs import assert_resumes_exactly, run
-from tests.helpers.ranks import on_ranks
+from tests.helpers.ranks import on_ranks, once_per_run
 from tests.helpers.searches import search
-from tests.helpers.shared import once_per_run
 from tests.helpers.support import TASKS
 from tests.helpers.texts import collated, tiny_encoder, tokenizer_of, write_rows
 from tests.helpers.wandb_runs import missing_in, read_wandb

@@ -1,24 +1,63 @@
-"""Metrics over ranks equal torchmetrics', without collectives that exchange shapes."""
+"""Metrics equal scikit-learn's, on any number of ranks, and reading them does not wait for the device."""
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from typing import Any
 
 import pytest
 import torch
+from composer import Trainer
+from composer.core import Callback, Event, State
+from composer.loggers import Logger
 from composer.utils import dist
-from torch import distributed
+from sklearn.metrics import f1_score, matthews_corrcoef
+from torch import Tensor, distributed
 from torch.nn import functional as F
 
-from composer_speedups.data.tokens import load_tokenizer
+import composer_speedups.train.trainer
+from composer_speedups.data.loader import build_data
 from composer_speedups.tasks.classification import Classification
 from composer_speedups.tasks.metrics import BinaryF1, MacroF1, Matthews
 from composer_speedups.tasks.models import build_model
+from composer_speedups.tasks.settings import DataConfig, ModelConfig
 from composer_speedups.tasks.task import task_class
-from composer_speedups.train.config.schema import DataConfig, ModelConfig
 from tests.helpers.jobs import run
-from tests.helpers.ranks import on_ranks
+from tests.helpers.ranks import on_ranks, once_per_run
+from tests.helpers.support import TASKS
+
+
+@pytest.mark.filterwarnings("ignore:A single label was found:UserWarning")
+@pytest.mark.parametrize("shown", [[0, 1, 2, 3], [0, 2], [0, 1], [0], [1]])
+@pytest.mark.parametrize("guessed", [[0, 1, 2, 3], [1, 2, 3], [0, 1], [0], [1]])
+def test_metrics_by_class_equal_scikit_learns_with_missing_classes(shown: list[int], guessed: list[int]) -> None:
+    drawn = torch.Generator().manual_seed(1)
+    macro, matthews, binary = metrics = [MacroF1(4), Matthews(4), BinaryF1(2)]
+    expected, predicted = [], []
+    for rows in (7, 30, 1):
+        labels, guesses = (
+            torch.tensor(of)[torch.randint(len(of), (rows,), generator=drawn)] for of in (shown, guessed)
+        )
+        for metric in metrics if max(shown + guessed) < 2 else metrics[:2]:
+            metric.update(F.one_hot(guesses, 2 if metric is binary else 4).float(), labels)
+        expected += labels.tolist()
+        predicted += guesses.tolist()
+    assert float(macro.compute()) == pytest.approx(f1_score(expected, predicted, average="macro", zero_division=0))
+    assert float(matthews.compute()) == pytest.approx(matthews_corrcoef(expected, predicted), abs=1e-6)
+    if binary.update_called:
+        assert float(binary.compute()) == pytest.approx(f1_score(expected, predicted, zero_division=0))
+
+
+def test_the_metrics_of_many_classes_take_memory_in_proportion() -> None:
+    metrics = Classification(labels=[f"class {i}" for i in range(10_000)]).metrics(training=False)
+    states = [state for metric in metrics.values() for state in metric._defaults.values()]
+    held = sum(state.numel() for state in states if isinstance(state, torch.Tensor))
+    assert held < 10 * 10_000
+    logits = F.one_hot(torch.tensor([0, 9_999, 5]), 10_000).float()
+    for metric in metrics.values():
+        metric.update(logits, torch.tensor([0, 9_999, 6]))
+    assert float(metrics["MacroF1"].compute()) == pytest.approx(2 / 4)
 
 
 def _counting(name: str, calls: Counter[str]) -> Any:
@@ -29,32 +68,6 @@ def _counting(name: str, calls: Counter[str]) -> Any:
         return original(*args, **kwargs)
 
     return noted
-
-
-def _both_ways(task: str) -> dict[str, tuple[float, float]]:
-    """Return for each metric this package's value and torchmetrics' value; every rank has different rows."""
-    text = ["a review of a film"]
-    tokenizer = load_tokenizer(DataConfig(tokenizer="wordpiece", vocab_size=128), "unused", text)
-    config = ModelConfig(size="tiny", init="random")
-    model = build_model(config, task_class(task)(), tokenizer, 32)
-    values = {}
-    drawn = torch.Generator().manual_seed(dist.get_global_rank())
-    classes = len(tokenizer) if task == "mlm" else 2
-    shape = (6, 5) if task == "mlm" else (6 + dist.get_global_rank(),)
-    for name, metric in model.get_metrics(is_train=True).items():
-        metric.update(torch.randn(*shape, classes, generator=drawn), torch.randint(classes, shape, generator=drawn))
-        own, metric._computed, metric.dist_sync_fn = float(metric.compute()), None, None
-        values[name] = own, float(metric.compute())
-    return values
-
-
-@pytest.mark.parametrize("task", ["classification", "mlm"])
-def test_metrics_over_ranks_equal_torchmetrics(task: str) -> None:
-    ranks = on_ranks(lambda: _both_ways(task))
-    assert ranks[0] == ranks[1]
-    assert len(ranks[0]) == 2
-    for own, expected in ranks[0].values():
-        assert own == expected
 
 
 def _further_collectives(one: int, more: int) -> Counter[str]:
@@ -80,47 +93,101 @@ def test_a_logged_batch_needs_one_all_gather_per_metric_state_and_others_none(
         assert dict(counts) == added
 
 
-@pytest.mark.parametrize("shown", [[0, 1, 2, 3], [0, 2], [1]])
-def test_macro_f1_and_matthews_equal_scikit_learns_with_missing_classes(shown: list[int]) -> None:
-    from sklearn.metrics import f1_score, matthews_corrcoef
-
-    drawn = torch.Generator().manual_seed(1)
-    metrics = [MacroF1(4), Matthews(4)]
-    logits, labels = [], []
-    for rows in (7, 30, 1):
-        logits.append(torch.randn(rows, 4, generator=drawn).index_fill(1, torch.tensor([0]), -9.0))
-        labels.append(torch.tensor(shown)[torch.randint(len(shown), (rows,), generator=drawn)])
-        for metric in metrics:
-            metric.update(logits[-1], labels[-1])
-    predicted, expected = torch.cat(logits).argmax(-1).tolist(), torch.cat(labels).tolist()
-    assert float(metrics[0].compute()) == pytest.approx(f1_score(expected, predicted, average="macro", zero_division=0))
-    assert float(metrics[1].compute()) == pytest.approx(matthews_corrcoef(expected, predicted), abs=1e-6)
+Metrics = dict[tuple[str, int], dict[str, float]]  # by task and number of samples
+SIZES = (43, 2)  # samples in batches of 6: of 43, ranks repeat one in a last batch; of 2, one of 3 ranks has none
 
 
-def test_the_metrics_of_many_classes_take_memory_in_proportion() -> None:
-    metrics = Classification(labels=[f"class {i}" for i in range(10_000)]).metrics(training=False)
-    states = [state for metric in metrics.values() for state in metric._defaults.values()]
-    held = sum(state.numel() for state in states if isinstance(state, torch.Tensor))
-    assert held < 10 * 10_000
-    logits = F.one_hot(torch.tensor([0, 9_999, 5]), 10_000).float()
-    for metric in metrics.values():
-        metric.update(logits, torch.tensor([0, 9_999, 6]))
-    assert float(metrics["MacroF1"].compute()) == pytest.approx(2 / 4)
+def evaluated(task_name: str, samples: int) -> dict[str, float]:
+    """The metrics of an untrained model over a task's first built-in validation samples."""
+    config = DataConfig(
+        source="builtin", train_samples=60, eval_samples=samples, batch_size=6, length_scale=0.1, max_length=32,
+        padding="longest", tokenizer="wordpiece", vocab_size=300, cache_dir=f"cache{dist.get_global_rank()}",
+    )  # fmt: skip
+    model_config = ModelConfig(size="tiny", init="random", dropout=0.0)
+    task = task_class(task_name)()
+    data = build_data(config, task, model_name="", on_gpu=False)
+    torch.manual_seed(1)
+    model = build_model(model_config, task, data.tokenizer, 32)
+    trainer = Trainer(model=model, eval_dataloader=data.eval, device="cpu", progress_bar=False)
+    trainer.eval()
+    trainer.close()
+    (metrics,) = trainer.state.eval_metrics.values()
+    return {name: float(metric.compute()) for name, metric in metrics.items()}
 
 
-@pytest.mark.parametrize("shown", [[0, 1], [0], [1]])
-@pytest.mark.parametrize("guessed", [[0, 1], [0], [1]])
-def test_binary_f1_equals_scikit_learns_of_the_second_class(shown: list[int], guessed: list[int]) -> None:
-    from sklearn.metrics import f1_score
+@pytest.fixture(scope="module")
+def metrics(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Metrics]]:
+    def all_tasks() -> Metrics:
+        return {(task, samples): evaluated(task, samples) for task in TASKS for samples in SIZES}
 
-    drawn = torch.Generator().manual_seed(1)
-    metric = BinaryF1(2)
-    expected, predicted = [], []
-    for rows in (7, 30, 1):
-        labels, guesses = (
-            torch.tensor(of)[torch.randint(len(of), (rows,), generator=drawn)] for of in (shown, guessed)
-        )
-        metric.update(F.one_hot(guesses, 2).float(), labels)
-        expected += labels.tolist()
-        predicted += guesses.tolist()
-    assert float(metric.compute()) == pytest.approx(f1_score(expected, predicted, pos_label=1, zero_division=0))
+    def compute() -> dict[int, list[Metrics]]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(tmp_path_factory.mktemp("evaluation"))
+            return {ranks: on_ranks(all_tasks, ranks) for ranks in (1, 2, 3)}
+
+    return once_per_run(compute, "evaluation_on_ranks", tmp_path_factory)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("samples", SIZES)
+@pytest.mark.parametrize("task", TASKS)
+def test_the_metrics_do_not_depend_on_the_number_of_ranks(
+    task: str, samples: int, metrics: dict[int, list[Metrics]]
+) -> None:
+    """Rounding differs, because batches have other widths; an untrained regression's outputs differ only slightly."""
+    (one,) = metrics[1]
+    expected = one[task, samples]
+    for ranks in (2, 3):
+        for rank, own in enumerate(metrics[ranks]):
+            assert own[task, samples] == pytest.approx(expected, rel=3e-4, nan_ok=True), (ranks, rank)
+
+
+def test_composer_does_not_count_samples_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Composer reads the count with ``item()`` if the sampler is a DistributedSampler, which one rank does not need."""
+    readers: set[str] = set()
+    item = Tensor.item
+
+    def seen(self: Tensor) -> Any:
+        readers.add(sys._getframe(1).f_code.co_name)
+        return item(self)
+
+    monkeypatch.setattr(Tensor, "item", seen)
+    run("trainer.max_duration=1ba")
+    assert "_accumulate_time_across_ranks" in readers
+    assert "_eval_loop" not in readers
+
+
+class _Strict(Callback):
+    """Raise on synchronizations from the second to the sixth evaluation batch."""
+
+    def run_event(self, event: Event, state: State, logger: Logger) -> None:
+        if event == Event.EVAL_BEFORE_FORWARD and state.eval_timestamp.batch.value > 1:
+            torch.cuda.set_sync_debug_mode("error")
+        elif event == Event.EVAL_BATCH_END and state.eval_timestamp.batch.value >= 6:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
+def test_evaluation_does_not_synchronize_with_the_gpu_between_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    build = composer_speedups.train.trainer.build_trainer
+
+    def strict(*args: Any, **kwargs: Any) -> Any:
+        trainer = build(*args, **kwargs)
+        trainer.state.callbacks.append(_Strict())
+        return trainer
+
+    monkeypatch.setattr(composer_speedups.train.trainer, "build_trainer", strict)
+    techniques = [
+        "sdpa_attention=null",
+        "mixed_precision={dtype: bf16}",
+        "unpadding={}",
+        "fused_layers={}",
+        "early_loss={}",
+    ]
+    try:
+        overrides = [f"algorithms.{technique}" for technique in techniques]
+        report = run("trainer.max_duration=1ba", "data.eval_samples=64", "trainer.device=gpu", *overrides)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert 0 <= report["metrics"]["accuracy"] <= 1

@@ -12,16 +12,17 @@ import pytest
 import torch
 from sentence_transformers import CrossEncoder
 from sentence_transformers.cross_encoder.losses import BinaryCrossEntropyLoss, RankNetLoss
+from sklearn.metrics import ndcg_score
 from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import BertForSequenceClassification
 
 from composer_speedups import FusedLayers, FusedOptimizer, ThroughputMonitor, Unpadding
-from composer_speedups.core.errors import ConfigError, DataError
+from composer_speedups.core.errors import DataError
 from composer_speedups.data.loader import build_data
 from composer_speedups.tasks.models import FinetuneModel
 from composer_speedups.tasks.reranking import Reranking
-from composer_speedups.train.config.schema import DataConfig
+from composer_speedups.tasks.settings import DataConfig
 from tests.helpers.common import Batch, Recorder, make_trainer
 from tests.helpers.jobs import assert_resumes_exactly, run_on_files
 from tests.helpers.texts import WORDS, collated, sentence, tiny_encoder, tokenizer_of, write_rows
@@ -65,40 +66,31 @@ def cross_encoder(model: Any, folder: Path) -> CrossEncoder:
     return CrossEncoder(str(folder), device="cpu")
 
 
-def test_binary_cross_entropy_equals_sentence_transformers(tokenizer: Any, tmp_path: Path) -> None:
-    task = Reranking()
-    model = built(task, tokenizer)
-    rows = [{**row, "label": row["label"] / 2} for row in ROWS[:8]]
-    batch = collated(task, rows, tokenizer, 16)
-    assert "query_id" not in batch, "only evaluation reads it"
-    loss = model.loss(model(batch), batch)
-    loss.backward()
-    reference = cross_encoder(model, tmp_path)
-    pairs = [[row["query"] for row in rows], [row["document"] for row in rows]]
-    expected = BinaryCrossEntropyLoss(reference)(pairs, batch["labels"])
-    expected.backward()
-    assert_near({"loss": loss, **gradients(model.model)}, {"loss": expected, **gradients(reference.model)})
-
-
-def test_the_pairwise_loss_equals_ranknet(tokenizer: Any, tmp_path: Path) -> None:
-    """sentence-transformers' RankNetLoss takes a query's documents at once; two documents are one pair."""
-    task = Reranking(loss_name="pairwise")
-    model = built(task, tokenizer)
+@pytest.mark.parametrize("loss", ["bce", "pairwise"])
+def test_the_losses_equal_those_of_sentence_transformers(loss: str, tokenizer: Any, tmp_path: Path) -> None:
+    """Its RankNetLoss takes a query's documents at once; two documents are one pair."""
+    model = built(Reranking(loss_name=loss), tokenizer)
     documents = [(sentence(random.Random(i)), sentence(random.Random(i + 50))) for i in range(5)]
+    queries, labels = [f"query {WORDS[i]}" for i in range(5)], (-1, -3) if loss == "pairwise" else (0.5, 0)
     rows = [
-        {"query": f"query {WORDS[i]}", "document": document, "label": label}
-        for i, pair in enumerate(documents)
-        for document, label in zip(pair, (-1, -3), strict=True)
+        {"query": query, "document": document, "label": label}
+        for query, pair in zip(queries, documents, strict=True)
+        for document, label in zip(pair, labels, strict=True)
     ]
-    batch = collated(task, rows, tokenizer, 16)
-    assert batch["input_ids"].shape[:2] == batch["token_type_ids"].shape[:2] == (5, 2)
-    loss = model.loss(model(batch), batch)
-    loss.backward()
+    batch = collated(model.task, rows, tokenizer, 16)
+    assert "query_id" not in batch, "only evaluation reads it"
+    ours = model.loss(model(batch), batch)
+    ours.backward()
     reference = cross_encoder(model, tmp_path)
-    queries, labels = [f"query {WORDS[i]}" for i in range(5)], [torch.tensor([1.0, 0.0])] * 5
-    expected = RankNetLoss(reference, reduction_log="natural")([queries, [list(pair) for pair in documents]], labels)
+    if loss == "bce":
+        pairs = [[row["query"] for row in rows], [row["document"] for row in rows]]
+        expected = BinaryCrossEntropyLoss(reference)(pairs, batch["labels"])
+    else:
+        assert batch["input_ids"].shape[:2] == batch["token_type_ids"].shape[:2] == (5, 2)
+        lists, better = [list(pair) for pair in documents], [torch.tensor([1.0, 0.0])] * 5
+        expected = RankNetLoss(reference, reduction_log="natural")([queries, lists], better)
     expected.backward()
-    assert_near({"loss": loss, **gradients(model.model)}, {"loss": expected, **gradients(reference.model)})
+    assert_near({"loss": ours, **gradients(model.model)}, {"loss": expected, **gradients(reference.model)})
 
 
 def test_pairs_share_a_query_and_use_each_worse_document_once() -> None:
@@ -141,14 +133,6 @@ def test_the_fast_set_trains_pairs_like_plain_pytorch_with_micro_batches(tokeniz
         ]
 
 
-def test_scattered_rows_of_a_query_get_one_small_query_id() -> None:
-    task = Reranking()
-    examples = [task.example({**row, "label": 1}, "", training=False) for row in ROWS]
-    numbered = task.prepared(examples, training=False)
-    pairs = {(row["text_1"], row["query_id"]) for row in numbered}
-    assert sorted(number for _, number in pairs) == list(range(6))
-
-
 @pytest.fixture
 def files() -> list[dict[str, Any]]:
     """Write the data files of a run; return the evaluation rows, an odd number."""
@@ -167,18 +151,10 @@ def ranked_by_hand(rows: list[dict[str, Any]], scores: list[float]) -> dict[str,
     by_query: dict[str, list[tuple[float, int]]] = {}
     for row, score in zip(rows, scores, strict=True):
         by_query.setdefault(row["query"], []).append((score, row["label"]))
-    reciprocal, gains = [], []
-    for documents in by_query.values():
-        labels = [label for _, label in sorted(documents, reverse=True)]
-        if any(labels):
-            first = labels.index(next(label for label in labels if label > 0)) + 1
-            reciprocal.append(1 / first if first <= 10 else 0.0)
-            gain, ideal = (
-                sum(label / math.log2(place + 2) for place, label in enumerate(ranking[:10]))
-                for ranking in (labels, sorted(labels, reverse=True))
-            )
-            gains.append(gain / ideal)
-    return {"mrr@10": sum(reciprocal) / len(reciprocal), "ndcg@10": sum(gains) / len(gains)}
+    ranked = [sorted(documents, reverse=True) for documents in by_query.values() if any(y for _, y in documents)]
+    first = [next(i for i, (_, label) in enumerate(documents, start=1) if label) for documents in ranked]
+    gains = [ndcg_score([[y for _, y in documents]], [[x for x, _ in documents]], k=10) for documents in ranked]
+    return {"mrr@10": sum(1 / i for i in first if i <= 10) / len(ranked), "ndcg@10": sum(gains) / len(ranked)}
 
 
 @pytest.mark.supports("export", task="reranking")
@@ -207,14 +183,17 @@ def test_a_resumed_run_ends_where_the_uninterrupted_one_does(files: list[dict[st
     assert_resumes_exactly(*settings, checkpoints=["ep0-ba1"], train=train_in_process)
 
 
+def validated(**settings: Any) -> DataConfig:
+    return DataConfig(
+        source="files", train_file="train.jsonl", tokenizer="wordpiece", vocab_size=300, max_length=14, batch_size=8,
+        **settings,
+    )  # fmt: skip
+
+
 def test_validation_samples_contain_whole_queries(files: list[dict[str, Any]]) -> None:
     def queries(**settings: Any) -> tuple[list[int], int]:
         """Return the sorted numbers of evaluation rows per query, and the number of training rows."""
-        config = DataConfig(
-            source="files", train_file="train.jsonl", tokenizer="wordpiece", vocab_size=300, max_length=14,
-            batch_size=8, train_samples=None, **settings,
-        )  # fmt: skip
-        data = build_data(config, Reranking(), model_name="", on_gpu=False)
+        data = build_data(validated(**settings), Reranking(), model_name="", on_gpu=False)
         ids = torch.cat([batch["query_id"] for batch in data.eval.dataloader])
         return sorted(ids.bincount()[ids.unique()].tolist()), len(data.train.dataloader.dataset)
 
@@ -233,23 +212,16 @@ def test_validation_samples_contain_whole_queries(files: list[dict[str, Any]]) -
     assert 0 < sum(held) <= 0.4 * len(train)
 
 
-def test_bad_settings_and_rows_are_refused(files: list[dict[str, Any]]) -> None:
-    good = ROWS[0]
-    for value, shown in ((2, "2"), (math.nan, "nan"), (None, "empty")):
-        write_rows("train.jsonl", [{**good, "label": 1}, {**good, "label": value}])
-        with pytest.raises(
-            DataError,
-            match=rf"row 2: label is {shown}; (with model.loss=bce every label must be|every label must be a)",
-        ):
-            train_in_process()
-    write_rows("train.jsonl", [{**good, "label": 1}, {**good, "label": 1}])
-    with pytest.raises(DataError, match=r"no query has two documents with different labels, .*; use bce"):
-        train_in_process("model.loss=pairwise")
-    with pytest.raises(ConfigError, match=r"model.loss pairwise needs every document of a query up front"):
-        train_in_process(
-            "model.loss=pairwise",
-            "data.streaming=true",
-            "data.tokenizer=x",
-            "trainer.max_duration=4ba",
-            "trainer.eval_interval=4ba",
-        )
+@pytest.mark.parametrize(
+    ("loss", "labels", "problem"),
+    [
+        ("bce", [1, 2], r"row 2: label is 2; with model.loss=bce every label must be between 0 and 1"),
+        ("bce", [1, math.nan], "row 2: label is nan; every label must be a finite number"),
+        ("bce", [1, None], "row 2: label is empty; every label must be a finite number"),
+        ("pairwise", [1, 1], "no query has two documents with different labels, .*; use bce"),
+    ],
+)
+def test_bad_labels_are_refused(loss: str, labels: list[Any], problem: str) -> None:
+    write_rows("train.jsonl", [{**ROWS[0], "label": label} for label in labels])
+    with pytest.raises(DataError, match=problem):
+        build_data(validated(), Reranking(loss_name=loss), model_name="", on_gpu=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,11 @@ from composer_speedups import FusedLayers, FusedOptimizer, Unpadding
 from composer_speedups.data.builtin import builtin_samples
 from composer_speedups.data.loader import build_data
 from composer_speedups.tasks.models import build_model
+from composer_speedups.tasks.settings import DataConfig, ModelConfig
 from composer_speedups.tasks.task import task_class
-from composer_speedups.train.config.schema import DataConfig, ModelConfig
 from tests.helpers.common import Recorder, make_trainer
 from tests.helpers.jobs import assert_resumes_exactly
+from tests.helpers.texts import write_rows
 from tests.reference.loop import train_plainly
 
 Rows = dict[str, list[Any]]
@@ -44,9 +44,7 @@ def rows_of(task: str, split: str = "train", count: int = 16) -> Rows:
 
 
 def written(rows: Rows, name: str) -> str:
-    lines = (dict(zip(rows, values, strict=True)) for values in zip(*rows.values(), strict=True))
-    Path(name).write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    return name
+    return write_rows(name, [dict(zip(rows, values, strict=True)) for values in zip(*rows.values(), strict=True)])
 
 
 def inputs_of(task: str, rows: Rows, tokenizer: Any) -> dict[str, Tensor]:
@@ -82,30 +80,19 @@ def labels_of(task: str, rows: Rows, names: list[str], tokenizer: Any) -> Tensor
     return torch.nn.utils.rnn.pad_sequence(labels, batch_first=True, padding_value=-100)
 
 
-def config_of(task: str) -> tuple[DataConfig, ModelConfig]:
-    data = DataConfig(
-        source="files",
-        train_file=written(rows_of(task), "train.jsonl"),
-        eval_file=written(rows_of(task), "same.jsonl"),
-        tokenizer="wordpiece",
-        vocab_size=300,
-        max_length=LENGTH,
-        padding="longest",
-        batch_size=4,
-    )
-    return data, ModelConfig(init="random", size="tiny", dropout=0.0)
-
-
 @pytest.mark.supports("in code")
 @pytest.mark.parametrize("task", TASKS)
 def test_losses_and_gradients_equal_transformers_in_a_plain_loop(task: str) -> None:
     """From texts to losses and gradients, with the techniques that run on a CPU."""
-    data_config, model_config = config_of(task)
+    config = DataConfig(
+        source="files", train_file=written(rows_of(task), "train.jsonl"), eval_file="train.jsonl", batch_size=4,
+        tokenizer="wordpiece", vocab_size=300, max_length=LENGTH, padding="longest",
+    )  # fmt: skip
     two = {"text_columns": ["text", "other"]} if task in ("classification", "regression") else {}
     built = task_class(task)(**two)  # type: ignore[arg-type]
-    data = build_data(data_config, built, model_name="", on_gpu=False)
+    data = build_data(config, built, model_name="", on_gpu=False)
     torch.manual_seed(3)
-    ours = build_model(model_config, built, data.tokenizer, LENGTH)
+    ours = build_model(ModelConfig(init="random", size="tiny", dropout=0.0), built, data.tokenizer, LENGTH)
     torch.manual_seed(3)
     settings = {**ours.config.to_diff_dict(), "vocab_size": len(data.tokenizer)}
     plain = getattr(transformers, built.auto_class).from_config(transformers.BertConfig(**settings))

@@ -1,99 +1,55 @@
-"""The table of supported tasks in docs/RELIABILITY.md says yes only if a test that is not skipped has shown it."""
+"""The table of supported tasks in docs/RELIABILITY.md is what marked tests claim.
+
+@pytest.mark.supports("resume", task="embedding")  # or the test's parameter ``task``; ``tasks`` for several
+@pytest.mark.refuses("predict", task="mlm")        # the test shows that it is refused in one line
+"""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.conftest import ROOT, SupportRecorder
+from tests.conftest import ROOT
 from tests.helpers.forks import Fork
-from tests.helpers.support import MARKS, RECORD, TASKS, WAYS, claims_of, merged, read_record
+from tests.helpers.support import TASKS
 
+MARKS = {"supports": "yes", "refuses": "refused"}
 SKIPS = {"skip", "skipif", "long", "xfail"}
 
 
 class Collected:
-    """A pytest plugin that keeps the marks and claims of collected tests marked ``supports`` or ``refuses``."""
+    """A pytest plugin that keeps task, way and cell of each mark ``supports`` and ``refuses`` of collected tests."""
 
     def __init__(self) -> None:
-        self.tests: dict[str, dict[str, Any]] = {}
+        self.claims: list[tuple[str, str, str]] = []
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         for item in session.items:
-            if claims := claims_of(item):
-                marks = sorted({mark.name for mark in item.iter_markers()})
-                self.tests[item.nodeid] = {"marks": marks, "claims": [list(claim) for claim in claims]}
+            for mark in (mark for kind in MARKS for mark in item.iter_markers(kind)):
+                assert "gpu" in item.keywords or not SKIPS & {other.name for other in item.iter_markers()}, item.nodeid
+                given = item.callspec.params.get("task") if hasattr(item, "callspec") else None
+                tasks = mark.kwargs.get("tasks") or [mark.kwargs.get("task") or given]
+                self.claims += [(str(task), way, MARKS[mark.name]) for task in tasks for way in mark.args]
 
 
-@pytest.fixture(scope="module")
-def collected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """Collect all test files with such marks; return the marks and claims of each test."""
+def test_every_cell_of_the_table_has_a_test(tmp_path: Path) -> None:
     marked = [f"mark.{mark}(" for mark in MARKS]
     files = [str(p) for p in (ROOT / "tests").rglob("test_*.py") if any(mark in p.read_text() for mark in marked)]
-    path = tmp_path_factory.mktemp("collected") / "tests.json"
 
     def collect() -> None:
         plugin = Collected()
         options = ["--collect-only", "-q", "-m", "", "--assert=plain", "-p", "no:cacheprovider", "--rootdir", str(ROOT)]
         status = pytest.main([*options, "-c", str(ROOT / "pyproject.toml"), *files], plugins=[plugin])
-        path.write_text(json.dumps(plugin.tests))
+        Path("claims.json").write_text(json.dumps(plugin.claims))
         raise SystemExit(int(status))
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(path.parent)
-        end = Fork(collect).wait()
+    end = Fork(collect).wait()
     assert end.status == 0, end.stderr[-3000:]
-    tests: dict[str, dict[str, Any]] = json.loads(path.read_text())
-    return tests
-
-
-def test_the_record_matches_the_collected_tests(collected: dict[str, dict[str, Any]]) -> None:
-    record = read_record()
-    again = 'run: pytest -n 2 -m "supports or refuses" --record-support'
-    for test, entry in record.items():
-        assert test in collected, f"{test} is recorded but does not exist; {again}"
-        assert entry["claims"] == collected[test]["claims"], f"the recorded claims of {test} are outdated; {again}"
-        assert entry["on"] == ("GPU" if "gpu" in collected[test]["marks"] else "CPU")
-    on_cpu = {test for test, entry in collected.items() if "gpu" not in entry["marks"]}
-    assert on_cpu <= set(record), f"not recorded; {again}"
-
-
-def test_no_marked_test_is_skipped_on_a_cpu(collected: dict[str, dict[str, Any]]) -> None:
-    for test, entry in collected.items():
-        if "gpu" not in entry["marks"]:
-            assert not SKIPS & set(entry["marks"]), test
-
-
-def test_every_task_has_a_test_for_every_way(collected: dict[str, dict[str, Any]]) -> None:
-    claimed = {(task, way) for entry in collected.values() for task, way, _ in entry["claims"]}
-    assert claimed == {(task, way) for task in TASKS for way in WAYS}
-
-
-def report(name: str, when: str, outcome: Any, **keywords: int) -> pytest.TestReport:
-    claims = [("supports", [["mlm", "tune", "supports"]])]
-    return pytest.TestReport(name, ("f", 1, "t"), keywords, outcome, None, when, user_properties=claims)  # type: ignore
-
-
-def test_only_passing_tests_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.helpers.support.RECORD", Path("record.json"))
-    old = {"gone": {"on": "CPU", "claims": []}, "elsewhere": {"on": "GPU", "claims": []}}
-    Path("record.json").write_text(json.dumps(old))
-    recorder = SupportRecorder()
-    for name, when, outcome in (
-        ("good", "setup", "passed"),
-        ("good", "call", "passed"),
-        ("bad", "call", "failed"),
-        ("none", "call", "skipped"),
-    ):
-        recorder.pytest_runtest_logreport(report(name, when, outcome))
-    recorder.pytest_sessionfinish()
-    assert read_record() == {
-        "elsewhere": {"on": "GPU", "claims": []},
-        "good": {"on": "CPU", "claims": [["mlm", "tune", "supports"]]},
-    }
-    recorder.pytest_runtest_logreport(report("fast", "call", "passed", gpu=1))
-    assert set(merged(read_record(), {"fast": recorder.passed["fast"]})) == {"good", "fast"}
-    assert RECORD.name == "supported.json"
+    claims = {tuple(claim) for claim in json.loads(Path("claims.json").read_text())}
+    lines = (ROOT / "docs" / "RELIABILITY.md").read_text().split("## What each task supports")[1].splitlines()
+    head, _, *body = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|"))
+    rows = {row[0].strip("`"): row[1:] for row in body if row[0].strip("`") in TASKS}
+    assert rows.keys() == TASKS.keys()
+    assert claims == {(task, way, cell) for task, row in rows.items() for way, cell in zip(head[1:], row, strict=True)}

@@ -24,21 +24,19 @@ from composer_speedups.data.tokens import load_tokenizer
 from composer_speedups.predict.model import FinishedModel
 from composer_speedups.tasks.classification import Classification
 from composer_speedups.tasks.models import build_model
+from composer_speedups.tasks.settings import DataConfig, ModelConfig
 from composer_speedups.train.config.load import load_config
-from composer_speedups.train.config.schema import DataConfig, ModelConfig
 from tests.conftest import ROOT
-from tests.helpers.jobs import run
+from tests.helpers.jobs import MARKER, Payload, run
 from tests.helpers.models import tiny_model
-from tests.helpers.payload import MARKER, Payload
 
 
 @pytest.mark.parametrize("text", ["!!python/object/apply:os.mkdir [ran]", "!!python/name:os.mkdir ''"])
 def test_yaml_tags_cannot_run_python(text: str) -> None:
     Path("bad.yaml").write_text(f"run_name: {text}\n")
-    with pytest.raises(ConfigError, match=r"bad\.yaml: not valid YAML"):
-        load_config("bad.yaml")
-    with pytest.raises(ConfigError, match="not valid YAML"):
-        load_config(None, [f"run_name={text}"])
+    for arguments in (("bad.yaml",), (None, [f"run_name={text}"])):
+        with pytest.raises(ConfigError, match="not valid YAML"):
+            load_config(*arguments)
     assert not MARKER.exists()
 
 
@@ -118,20 +116,15 @@ def test_a_kernel_that_a_configuration_names_is_never_loaded(
 
 
 def test_internals_are_left_out_of_the_configurations_of_parts_and_labels_are_kept() -> None:
-    config = {
-        "model_type": "clip",
-        "_attn_implementation": KERNEL,
-        "label2id": {"_other": 1},
-        "id2label": {1: "_other"},
-    }
-    config |= {"text_config": {"_attn_implementation": KERNEL}, "vision_config": {"attn_implementation": KERNEL}}
+    parts = {"text_config": {"_attn_implementation": KERNEL}, "vision_config": {"attn_implementation": KERNEL}}
+    labels = {"label2id": {"_other": 1}, "id2label": {1: "_other"}}
     Path("clip").mkdir()
-    Path("clip/config.json").write_text(json.dumps(config))
+    Path("clip/config.json").write_text(
+        json.dumps({"model_type": "clip", "_attn_implementation": KERNEL, **parts, **labels})
+    )
     read = pretrained_config("clip")
     assert {part._attn_implementation for part in (read, read.text_config, read.vision_config)} == {None}
     assert read.label2id == {"_other": 1}
-    theirs = AutoConfig.from_pretrained("clip")
-    assert KERNEL in {part._attn_implementation for part in (theirs, theirs.text_config, theirs.vision_config)}
 
 
 def with_adapter(folder: str) -> None:
@@ -152,6 +145,10 @@ def test_a_module_that_an_adapter_names_is_never_imported(monkeypatch: pytest.Mo
     for technique in ([], ["algorithms.lora={}"]):
         with pytest.raises(ConfigError, match=r"^model\.name: 'model' has PEFT adapters .*; use the base model"):
             run("model.name=model", "model.init=pretrained", "model.size=null", "data.tokenizer=null", *technique)
+    run("trainer.max_duration=1ba", "run_name=done")
+    with_adapter("runs/done/model")
+    with pytest.raises(ConfigError, match=r"^RUN: 'runs/done/model' has PEFT adapters"):
+        FinishedModel.load(Path("runs/done"))
     Path("model/config.json").unlink()  # only an adapter; transformers loads the base model that it names
     with pytest.raises(ConfigError, match=r"^model\.name: 'model' cannot be loaded"):
         build_model(ModelConfig(name="model"), Classification(), tokenizer, 16)
@@ -160,29 +157,6 @@ def test_a_module_that_an_adapter_names_is_never_imported(monkeypatch: pytest.Mo
     with pytest.raises(AttributeError, match="theirs"):
         AutoModelForSequenceClassification.from_pretrained("model")
     assert MARKER.exists()  # PEFT imports it
-
-
-@pytest.mark.parametrize("attack", ["adapter", "auto_map"])
-def test_predict_does_not_run_code_in_the_exported_model(attack: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("builtins.input", lambda *_: "y")
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(Path("modules").absolute()))
-    monkeypatch.syspath_prepend(str(Path.cwd()))
-    run("trainer.max_duration=1ba", "run_name=done")
-    folder = Path("runs/done/model")
-    if attack == "adapter":
-        with_adapter(str(folder))
-        message = r"^RUN: 'runs/done/model' has PEFT adapters"
-    else:
-        names = ("AutoConfig", "AutoModelForSequenceClassification", "AutoTokenizer")
-        config = {"model_type": "theirs", "auto_map": dict.fromkeys(names, "code.Theirs")}
-        path = folder / "config.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | config))
-        (folder / "code.py").write_text(_CODE)
-        accept_files(str(folder))
-        message = "^RUN: runs/done/model cannot be loaded"
-    with pytest.raises(ConfigError, match=message):
-        FinishedModel.load(Path("runs/done"))
-    assert not MARKER.exists()
 
 
 def test_a_datasets_script_is_never_run() -> None:

@@ -1,4 +1,4 @@
-"""checkpoint.autoresume: which checkpoint an interrupted run resumes from, and when it refuses to."""
+"""The folder of a run: an earlier run is kept, an interrupted one resumed, and a run in use refused."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ import pytest
 import yaml
 
 from composer_speedups.core.errors import ConfigError
-from composer_speedups.train.checkpoints.saver import checkpoints_in
+from composer_speedups.core.files import lock_file
+from composer_speedups.train import trainer
+from composer_speedups.train.checkpoints import checkpoints_in
 from composer_speedups.train.config.load import load_config
-from composer_speedups.train.config.schema import Config
 from composer_speedups.train.fit import StopSignals
 from composer_speedups.train.report import StartupTimes
 from composer_speedups.train.run_folder import RunFolder
@@ -86,29 +87,12 @@ def test_the_same_command_resumes_and_prints_the_checkpoint(capsys: pytest.Captu
 
 
 @pytest.mark.usefixtures("interrupted")
-def test_a_finished_run_starts_over() -> None:
-    run(*JOB)
-    report = run(*JOB)
-    assert report["resumed"] == []
-    assert len([path for path in Path("runs").iterdir() if path.is_dir()]) == 2
-
-
-@pytest.mark.usefixtures("interrupted")
-def test_autoresume_false_starts_over() -> None:
-    assert run(*JOB, "checkpoint.autoresume=false", "optimizer.lr=0.5")["resumed"] == []
-    assert len(list(Path("runs").glob("job.*/checkpoints/*ba4*.pt"))) == 1
-
-
-@pytest.mark.usefixtures("interrupted")
 @pytest.mark.parametrize(
     ("override", "named"),
     [
-        ("optimizer.lr=0.5", "optimizer.lr was 0.001 and is 0.5"),
         ("seed=3", "seed was 17 and is 3"),
         ("algorithms.fused_optimizer=null", "algorithms.fused_optimizer was {} and is unset"),
-        ("data.batch_size=16", "data.batch_size was 8 and is 16"),
         ("trainer.max_duration=7ba", "trainer.max_duration was 8ba and is 7ba"),
-        ("trainer.max_duration=3ep", "trainer.max_duration was 8ba and is 3ep"),
         ("trainer.max_duration=9ep", "trainer.max_duration was 8ba and is 9ep"),
     ],
 )
@@ -138,30 +122,13 @@ def test_damaged_checkpoints_are_skipped_and_kept() -> None:
 
 
 @pytest.mark.usefixtures("interrupted")
-@pytest.mark.parametrize("rank", ["0", "{rank}"])
-def test_resuming_from_an_earlier_checkpoint_renames_later_ones(rank: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    back = [*JOB, f"checkpoint.load='{CHECKPOINTS}/ep0-ba2-rank{rank}.pt'"]
-    with crash_after(4, monkeypatch):
-        run(*back)
+def test_resuming_from_an_earlier_checkpoint_renames_later_ones() -> None:
+    report = run(*JOB, f"checkpoint.load={CHECKPOINTS}/ep0-ba2-rank0.pt")
     assert len(list(CHECKPOINTS.glob("ep0-ba4-rank0.pt.*"))) == 1
-    assert [path.name for path in checkpoints_in(CHECKPOINTS)] == ["ep0-ba2-rank0.pt"]
-    report = run(*back)
     assert [entry["batch"] for entry in report["resumed"]] == [2]
     again = run(*JOB, f"checkpoint.load={CHECKPOINTS}/ep1-ba6-rank0.pt", "trainer.max_duration=10ba")
     assert [entry["batch"] for entry in again["resumed"]] == [2, 6]
     assert len(list(FOLDER.glob("report.json.*"))) == 1
-
-
-def test_a_run_with_the_default_name_starts_over() -> None:
-    """Unrelated jobs may share the default name."""
-    config = load_config(None, ["checkpoint.interval=1ep"])
-    CHECKPOINTS.mkdir(parents=True)
-    shutil.move("runs/job", "runs/run")
-    Path("runs/run/config.yaml").write_text("")
-    Path("runs/run/checkpoints/ep0-ba2-rank0.pt").write_bytes(b"")
-    with RunFolder(config, named=False) as folder:
-        assert folder.load is None
-    assert Config().run_name == "run"
 
 
 def test_signals_are_deferred_only_during_training(
@@ -173,7 +140,7 @@ def test_signals_are_deferred_only_during_training(
             signal.raise_signal(signal.SIGTERM)
         assert ended.value.code == 143
         assert capfd.readouterr().err == "\nSIGTERM: stopped at once; no checkpoint was written\n"
-        stop.defer()
+        stop.phase = "after the batch"
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGTERM)  # Composer's launcher forwards it as SIGTERM
         assert stop.received == signal.SIGINT
@@ -184,16 +151,63 @@ def test_signals_are_deferred_only_during_training(
             signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGTERM) == before
     with StopSignals() as stop:
-        stop.ignore()
+        stop.phase = "never"
         signal.raise_signal(signal.SIGTERM)
     assert capfd.readouterr().err == ""
 
 
-def test_each_batch_is_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    with crash_after(3, monkeypatch):
-        run(*JOB)
-    run(*JOB)
-    report = json.loads((FOLDER / "report.json").read_text())
-    throughput = report["throughput"]
-    assert throughput["steady_batches"] + throughput["other_batches"] == 8
-    assert throughput["other_batches"] == 2 + 3, "three per process; the first process's third is lost"
+BRIEF = ["trainer.max_duration=1ba", "trainer.eval_batches=1"]
+
+
+def contents() -> dict[Path, int]:
+    return {path: path.stat().st_mtime_ns for path in Path("runs").rglob("*") if not path.name.endswith(".lock")}
+
+
+def test_an_earlier_run_is_kept_under_its_date() -> None:
+    run(*BRIEF)
+    Path("runs/quickstart/notes.txt").write_text("mine")
+    run(*BRIEF, "trainer.max_duration=2ba")
+    (kept,) = (path for path in Path("runs").glob("quickstart.*") if path.is_dir())
+    assert (kept / "notes.txt").read_text() == "mine"
+    assert json.loads((kept / "report.json").read_text())["training"]["batches"] == 1
+    assert not Path("runs/quickstart/notes.txt").exists()
+
+
+def test_a_run_in_use_is_refused() -> None:
+    with RunFolder(load_config(None)) as folder:
+        (folder / "notes.txt").write_text("mine")
+        with pytest.raises(ConfigError, match="run_name: 'run' is in use"):
+            RunFolder(load_config(None))
+        assert (folder / "notes.txt").read_text() == "mine"
+    with lock_file(Path("runs/.run.lock"), ""):
+        pass  # it was given back
+
+
+def test_the_lock_does_not_follow_a_symbolic_link() -> None:
+    Path("precious").write_text("mine")
+    Path("runs").mkdir()
+    Path("runs/.run.lock").symlink_to("../precious")
+    with pytest.raises(ConfigError, match=r"^runs_folder: runs/\.run\.lock is a symbolic link"):
+        RunFolder(load_config(None))
+    assert Path("precious").read_text() == "mine"
+    assert [path.name for path in Path("runs").iterdir()] == [".run.lock"]
+
+
+def test_a_refused_run_leaves_the_folder_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ConfigError("algorithms: refused")
+
+    def refused_twice() -> None:
+        with pytest.raises(ConfigError, match=r"data\.drop_last: the 4 training samples do not fill one batch"):
+            run("data.train_samples=4", "data.batch_size=8", "data.drop_last=true")
+        with monkeypatch.context() as patch:
+            patch.setattr(trainer, "build_trainer", refuse)
+            with pytest.raises(ConfigError, match="algorithms: refused"):
+                run(*BRIEF)
+
+    refused_twice()
+    assert contents() == {}
+    run(*BRIEF)
+    before = contents()
+    refused_twice()
+    assert contents() == before

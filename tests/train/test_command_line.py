@@ -11,7 +11,6 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ from composer_speedups.train import application
 from composer_speedups.train.config.load import load_config
 from tests.conftest import ROOT
 from tests.helpers.forks import Done, Fork
-from tests.helpers.hangs import HANGS, wait_until
+from tests.helpers.hangs import HANGS
 from tests.helpers.jobs import SHORT, fork_train, run
 from tests.helpers.ranks import on_ranks
 
@@ -51,15 +50,6 @@ def compose(*arguments: str) -> Done:
 
 
 @pytest.mark.pins
-def test_a_user_error_is_one_line_on_stderr_and_exit_status_2() -> None:
-    done = start([*TRAIN, *QUICKSTART, "data.bach_size=3"])
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
-    assert "unknown key 'data.bach_size'; did you mean 'data.batch_size'?" in done.stderr
-    assert done.stdout == ""
-    assert list(Path().iterdir()) == []
-
-
 @pytest.mark.parametrize("way", ["python train.py", "python -m composer_speedups.train", "composer train.py"])
 def test_train_can_be_started_in_three_ways(way: str, capsys: pytest.CaptureFixture[str]) -> None:
     def run_it(*arguments: str) -> Done:
@@ -76,22 +66,18 @@ def test_train_can_be_started_in_three_ways(way: str, capsys: pytest.CaptureFixt
     mistaken = run_it("-f", "quickstart", "data.bach_size=3")
     assert mistaken.status == 2
     assert "train.py: command line: unknown key 'data.bach_size'; did you mean 'data.batch_size'?" in mistaken.stderr
+    assert not Path("runs").exists()
 
 
 def test_a_config_of_the_package_is_found_by_name() -> None:
     assert load_config(find_config("quickstart")) == load_config(QUICKSTART[1])
     assert parse_command_line(["-f", "bert_imdb"]).file == str(ROOT / "yamls" / "bert_imdb.yaml")
-    for path in ("yamls/quickstart", "nowhere.yaml", "./quickstart"):
-        assert find_config(path) == path
     Path("quickstart").write_text("seed: 3")
     assert find_config("quickstart") == "quickstart", "an existing file takes precedence"
     assert find_config("glue/mrpc") == str(ROOT / "yamls" / "glue" / "mrpc.yaml")
-    assert find_config("glue/mrcp") == "glue/mrcp"
     shipped = ", ".join(sorted(str(p.relative_to(ROOT / "yamls"))[: -len(".yaml")] for p in YAMLS))
     with pytest.raises(ConfigError, match=f"bert_imbd: no such file.*did you mean 'bert_imdb'.* known: {shipped}$"):
         find_config("bert_imbd")
-    with pytest.raises(ConfigError, match=f"no config of the package has that name; known: {shipped}$"):
-        find_config("zzz")
 
 
 @pytest.mark.exhaustive
@@ -140,23 +126,11 @@ def test_the_quickstart_learns_in_an_epoch(capsys: pytest.CaptureFixture[str]) -
     shorter = ["data.length_scale=0.06", "data.max_length=24", "data.vocab_size=500"]
     fewer = ["data.train_samples=8000", "data.eval_samples=400", "baseline.batches=10"]
     report = run("trainer.progress_bar=false", "trainer.max_duration=1ep", *shorter, *fewer, short=False)
-    check_quickstart(report, 0.82)
+    assert report["metrics"]["accuracy"] >= 0.82
+    assert all(entry["engaged"] for entry in report["algorithms"].values())
     printed = capsys.readouterr().out
     assert "samples/s" in printed
     assert "unpadding in place of sdpa_attention: " in printed
-
-
-@pytest.mark.long
-def test_the_unchanged_quickstart_learns_under_composers_launcher() -> None:
-    done = start([*COMPOSER, "-n", "1", *TRAIN[1:], *QUICKSTART, "trainer.progress_bar=false"])
-    assert done.returncode == 0, done.stderr[-3000:]
-    check_quickstart(json.loads(Path("runs/quickstart/report.json").read_text()), 0.9)
-    assert "samples/s" in done.stdout
-
-
-def check_quickstart(report: dict[str, Any], accuracy: float) -> None:
-    assert report["metrics"]["accuracy"] >= accuracy
-    assert all(entry["engaged"] for entry in report["algorithms"].values())
 
 
 @pytest.mark.exhaustive
@@ -192,15 +166,3 @@ def test_ranks_on_the_cpu_leave_their_group_before_the_process_ends(stopped: boo
         return torch.distributed.is_initialized()
 
     assert on_ranks(rank) == [False, False]
-
-
-def test_a_killed_run_leaves_nothing_half_written() -> None:
-    process = fork_train("trainer.max_duration=100000ba", "trainer.eval_interval=100000ba", "checkpoint.interval=20ba")
-    folder = Path("runs/quickstart")
-    wait_until(lambda: list(folder.glob("checkpoints/*.pt")) or process.ends_within(0), "no checkpoint is written")
-    process.signal(signal.SIGKILL)
-    assert process.wait().status == -signal.SIGKILL
-    assert list(folder.glob("checkpoints/*.pt")), "the run never wrote its first checkpoint"
-    assert not (folder / "report.json").exists()
-    assert (folder / "config.yaml").read_text().rstrip().endswith("null")
-    assert run("trainer.max_duration=1ba", "trainer.eval_batches=1")["training"]["batches"] == 1, "the lock is released"

@@ -61,13 +61,6 @@ def test_algorithms_null_removes_all_techniques() -> None:
     assert load_config(file, ["algorithms=[]", "algorithms.sdpa_attention={}"]).algorithms == {"sdpa_attention": {}}
 
 
-def test_a_saved_config_loads_as_the_same_config() -> None:
-    config = load_config(write("algorithms: {torch_compile: {scope: blocks}}\nloggers: {wandb: {}}"))
-    save_config(config, Path("saved.yaml"))
-    assert load_config("saved.yaml") == config
-    assert not list(Path().glob("*.tmp"))
-
-
 def test_aliases_and_interpolations_of_ordinary_configs_are_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LONG", "x" * 100)
     text = """
@@ -125,10 +118,6 @@ def test_a_name_beside_a_size_of_the_file_is_refused() -> None:
     assert load_config(named, ["model.size=base"]).model.size == "base"
 
 
-def test_an_empty_mapping_asks_for_the_defaults() -> None:
-    assert load_config(write("{}", "my.yaml")) == Config()
-
-
 def test_the_keys_of_a_task_are_a_member_of_a_union() -> None:
     config = load_config(
         write("model: {task: reranking, loss: pairwise}\ndata: {text_columns: null, truncation: only_second}")
@@ -148,13 +137,15 @@ def test_missing_and_unreadable_files_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"folder\.yaml: cannot be read"):
         load_config("folder.yaml")
     Path("binary.yaml").write_bytes(b"\xff\xfe\x00\x80" * 9)
-    with pytest.raises(ConfigError, match=r"binary\.yaml"):
+    with pytest.raises(ConfigError, match=r"binary\.yaml: cannot be read"):
         load_config("binary.yaml")
 
 
 def test_text_is_kept_as_written_although_yaml_reads_a_boolean_number_or_date() -> None:
     names = "[no, yes, on, 007, 1e3, 1.0, 2026-11-24, 'off']"
     text = ["no", "yes", "on", "007", "1e3", "1.0", "2026-11-24", "off"]
+    assert load_config(write("{}")) == Config()
+    assert load_config(write("data: {text_columns: review}")).task.text_columns == ["review"]
     file = write(f"data: {{labels: {names}, label_column: off, hub_revision: 0123, streaming: no}}", "my.yaml")
     for config in (load_config(file), load_config(file, [f"data.labels={names}", "data={text_columns: [no, 007]}"])):
         assert labels_of(config) == text
@@ -163,11 +154,6 @@ def test_text_is_kept_as_written_although_yaml_reads_a_boolean_number_or_date() 
         save_config(config, Path("again.yaml"))
         assert load_config("again.yaml") == config
     assert config.task.text_columns == ["no", "007"]
-
-
-def test_one_text_is_a_list() -> None:
-    config = load_config(write("data: {text_columns: review, labels: [no, yes]}", "my.yaml"))
-    assert (config.task.text_columns, labels_of(config)) == (["review"], ["no", "yes"])
 
 
 def test_class_weights_are_balanced_a_list_or_a_mapping_from_names_as_written() -> None:

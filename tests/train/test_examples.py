@@ -40,11 +40,6 @@ def config_of(command: list[str]):  # type: ignore[no-untyped-def]
     return load_config(ROOT / given.file, given.overrides)
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_the_shell_parses(name: str) -> None:
-    assert subprocess.run(["bash", "-n", str(EXAMPLES / name)], check=False).returncode == 0
-
-
 @pytest.mark.parametrize("launcher", ["torchrun", "composer"])
 def test_two_nodes_starts_the_right_ranks_with_a_valid_config(launcher: str) -> None:
     settings = {"NODE_RANK": "1", "MASTER_ADDR": "node-a", "LAUNCHER": launcher, "GPUS": "4"}

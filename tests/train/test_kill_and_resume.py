@@ -14,11 +14,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from composer_speedups.train.checkpoints.saver import checkpoints_in
+from composer_speedups.train.checkpoints import checkpoints_in
 from tests.conftest import ROOT
 from tests.helpers.jobs import SHORT
-from tests.helpers.kill_harness import CALLS, POINTS, Point, run_cases
 from tests.helpers.settings import ENTRIES
+from tests.train.kill_harness import CALLS, POINTS, Point, run_cases
 
 _JOB = [
     *("-f", str(ROOT / "yamls" / "quickstart.yaml")),

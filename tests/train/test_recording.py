@@ -1,51 +1,35 @@
-"""A report or plot that fails never costs the model; the run ends with exit status 1 and says what failed."""
+"""What a run leaves: loggers, the report, the plot and the model card; one that fails never costs the model."""
 
 from __future__ import annotations
 
 import errno
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from composer.loggers import TensorboardLogger
+from huggingface_hub import ModelCard
 from matplotlib.figure import Figure
 from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from composer_speedups.core import files
 from composer_speedups.core.errors import RunFailedError
-from composer_speedups.train.cli import exit_codes
-from composer_speedups.train.recording import Recording
+from composer_speedups.train.model_card import model_card
 from tests.helpers.jobs import run
+from tests.helpers.wandb_runs import WandbRun
 
 JOB = ["trainer.max_duration=4ba", "loggers.tensorboard={}"]
 FOLDER = Path("runs/quickstart")
+MESSAGE = (
+    r"^the run was trained to its end, and the model is in runs/quickstart/model; its report, model card or plot: "
+    r"failed \(OSError: \[Errno 28\] No space left on device\)$"
+)
 
 
 def _disk_is_full(*_: Any, **__: Any) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def _no_space(line: str, where: str) -> bool:
-    return line == f"{where} (OSError: [Errno {errno.ENOSPC}] {os.strerror(errno.ENOSPC)})"
-
-
-def _run(*overrides: str) -> list[str]:
-    """Train; the lines that say what failed."""
-    with pytest.raises(RunFailedError) as raised:
-        run(*JOB, *overrides)
-    first, *failures = raised.value.lines
-    assert first == "the run was trained to its end; the model is in runs/quickstart/model. What failed:"
-    assert load_file(FOLDER / "model" / "model.safetensors")
-    return failures
-
-
-def test_a_plot_that_fails_costs_neither_the_model_nor_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Figure, "savefig", _disk_is_full)
-    (line,) = _run("plot=true")
-    assert _no_space(line, "plot: failed")
-    assert (FOLDER / "report.json").exists()
 
 
 def test_a_report_that_cannot_be_written_is_written_by_the_same_command(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,40 +43,21 @@ def test_a_report_that_cannot_be_written_is_written_by_the_same_command(monkeypa
     again = ["run_name=quickstart", "checkpoint.interval=2ba", "plot=true"]
     with monkeypatch.context() as patch:
         patch.setattr(files, "publish", full)
-        (line,) = _run(*again)
-    assert _no_space(line, "report: failed")
-    assert (FOLDER / "throughput.png").exists()
+        with pytest.raises(RunFailedError, match=MESSAGE):
+            run(*JOB, *again)
+    assert load_file(FOLDER / "model" / "model.safetensors")
     report = run(*JOB, *again)
     assert report["training"]["batches"] == 4
     assert report["resumed"] == [{"batch": 4, "checkpoint": "ep0-ba4-rank0.pt"}]
 
 
-def test_everything_that_failed_has_a_line_and_the_status_is_1(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("composer_speedups.train.model_card.write_model_card", _disk_is_full)
+def test_a_plot_that_fails_costs_neither_the_model_nor_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Figure, "savefig", _disk_is_full)
-    monkeypatch.setattr("os._exit", sys.exit)
-    with pytest.raises(SystemExit) as exited, exit_codes():
+    with pytest.raises(RunFailedError, match=MESSAGE) as error:
         run(*JOB, "plot=true")
-    assert exited.value.code == 1
-    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("train.py: ")]
-    assert lines[0].startswith("train.py: the run was trained to its end; the model is in ")
-    assert [line.split(": ")[1] for line in lines[1:]] == ["model card", "plot"]
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_rank_0_reports_what_failed_on_any_rank(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    recording = Recording()
-    with recording.of("plot"):
-        raise OSError("gone")
-    monkeypatch.setattr("composer.utils.dist.all_gather_object", lambda mine: [mine, ["report on rank 1: failed"]])
-    monkeypatch.setattr("composer.utils.dist.get_global_rank", lambda: rank)
-    if rank == 0:
-        with pytest.raises(RunFailedError, match=r"plot: failed \(OSError: gone\)\nreport on rank 1: failed"):
-            recording.check(None)
-    else:
-        recording.check(None)
+    assert error.value.status == 1
+    assert load_file(FOLDER / "model" / "model.safetensors")
+    assert (FOLDER / "report.json").exists()
 
 
 def test_a_logger_that_fails_at_the_end_of_training_does_not_cost_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,8 +67,67 @@ def test_a_logger_that_fails_at_the_end_of_training_does_not_cost_the_model(monk
     assert load_file(FOLDER / "model" / "model.safetensors")
 
 
-def test_a_logger_that_cannot_start_stops_the_run_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TensorboardLogger, "init", _disk_is_full)
-    with pytest.raises(OSError, match="No space left"):
-        run(*JOB)
-    assert not (FOLDER / "model").exists()
+BRIEF = ["trainer.max_duration=2ba", "trainer.eval_batches=1", "run_name=done"]
+
+
+def read(text: str) -> Any:
+    """The metadata of a card, as the hub's library reads it."""
+    return ModelCard(text).data
+
+
+def changed(report: dict[str, Any], **sections: dict[str, Any]) -> dict[str, Any]:
+    """A report with other values in sections of its config."""
+    config = {**report["config"], **{name: {**report["config"][name], **new} for name, new in sections.items()}}
+    return {**report, "config": config}
+
+
+def test_an_exported_model_has_a_card_of_its_report() -> None:
+    report = run(*BRIEF, "algorithms.unpadding={}", "algorithms.sdpa_attention=null")
+    text = Path("runs/done/model/README.md").read_text()
+    modes = {path.stat().st_mode for path in Path("runs/done/model").iterdir()}
+    assert len(modes) == 1, "whoever may read the configuration may read the weights"
+    data = read(text)
+    assert (data.library_name, data.pipeline_tag) == ("transformers", "text-classification")
+    assert (data.base_model, data.datasets) == (None, None)
+    words = " ".join(text.split())
+    assert f"| accuracy | {report['metrics']['accuracy']:.6g} |" in words
+    assert "train_accuracy" in report["metrics"]
+    assert "train_" not in text, "of a last batch, which may have two samples"
+    assert "trained from random weights" in text
+    assert "Generated samples (builtin), at most 48 tokens per text." in text
+    assert "\n2 batches of 8 samples (`2ba`), learning rate 0.001, seed 17.\n" in text
+    for name, entry in report["algorithms"].items():
+        assert f"| `{name}` | {next(iter(entry['evidence']))} " in words
+    for name in ("torch", "composer", "transformers", "python"):
+        assert f"| {name} | {report['environment'][name]} |" in words
+
+    hub = {"source": "hub", "hub_name": "nyu-mll/glue", "hub_config": "mrpc", "eval_split": "validation"}
+    pretrained = {"init": "pretrained", "name": "google-bert/bert-base-uncased"}
+    text = str(model_card(changed(report, data=hub, model=pretrained)))
+    assert "dataset `nyu-mll/glue mrpc`, trained on `train`, validated on `validation`, at most" in text
+    data = read(text)
+    assert (data.base_model, data.datasets) == ("google-bert/bert-base-uncased", ["nyu-mll/glue"])
+
+    files = {"source": "files", "train_file": "/secret/of/mine/part-*.csv"}
+    text = str(model_card(changed(report, data=files, model={"init": "pretrained", "name": "/secret/bert|x"})))
+    assert "secret" not in text
+    assert "Files: part-*.csv, at most 48" in text
+    assert "trained from `bert|x`" in text
+
+
+SECTIONS = ("throughput/", "memory/", "loss/", "metrics/", "summary/", "startup/", "optimizer/")
+
+
+def test_tensorboard_and_the_file_get_every_metric_that_wandb_gets(wandb_run: WandbRun) -> None:
+    """wandb works offline, without an account."""
+    run("trainer.max_duration=6ba", "loggers.tensorboard={}", "loggers.file={}")
+    events = EventAccumulator(str(next(Path("runs/quickstart/tensorboard").rglob("events*")).parent))
+    events.Reload()
+    text = Path("runs/quickstart/log-rank0.txt").read_text()
+    metrics = {name for name in wandb_run.history if name.startswith(SECTIONS)}
+    assert {name.split("/")[0] + "/" for name in metrics} == set(SECTIONS)
+    assert metrics <= set(events.Tags()["scalars"])
+    assert [name for name in metrics if name not in text] == []
+    rates = [event.value for event in events.Scalars("throughput/samples_per_sec")]
+    assert len(rates) == len(wandb_run.history["throughput/samples_per_sec"]) == 2, "after batches 4 and 6"
+    assert min(rates) > 0

@@ -14,8 +14,6 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from composer_speedups.tasks.settings import TASKS
-from composer_speedups.tasks.task import build_task
 from composer_speedups.train.config.load import load_config
 from tests.conftest import ROOT
 from tests.helpers.jobs import run
@@ -159,13 +157,3 @@ def test_fp32_means_fp32_on_a_gpu() -> None:
         "float32_matmul_precision": "highest",
     }
     assert json.loads(Path("runs/bert_imdb_fp32/report.json").read_text())["throughput"]["peak"]["precision"] == "fp32"
-
-
-@pytest.mark.parametrize("task", TASKS)
-def test_custom_trains_every_task_with_the_tasks_own_columns(task: str) -> None:
-    config = load_config(ROOT / "yamls" / "custom.yaml", [f"model.task={task}"])
-    built = build_task(config.task)
-    assert (built.name, type(built).model_fields.keys()) == (task, type(config.task).model_fields.keys())
-    assert (built.texts, built.label_column) == (TASKS[task]().text_columns, TASKS[task]().label_column)
-    for training in (True, False):
-        assert config.task.columns(training=training) == built.columns(training=training)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import cache, partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,33 +16,18 @@ from torch._dynamo.utils import counters
 
 from composer_speedups.algorithms.cuda_graphs.segments import Segments
 from composer_speedups.core.trainer_state import world_size
-from composer_speedups.kernels.first_derivative import FirstDerivative
+from composer_speedups.kernels.host import FirstDerivative
 
 
 class Captured:
     """The captured forward and backward pass of a call: its graphs, and the memory that they read and write.
 
-    Calling it with tensors of the shapes and dtypes of ``static`` replays the graphs. The outputs are in the graph's
-    memory, and valid until the next replay.
-
-    Args:
-        call: A function from tensors to tensors; only ``leaves`` get gradients.
-        static: The arguments of the captured call; a replay copies its arguments into their memory.
-        leaves: The placeholders that stand for ``shared.parameters`` in the call; see
-            :class:`.ParameterPlaceholders`.
-        shared: The buffers for the gradients of each backward pass.
-        recorder: Captures the graphs.
-        cut_behind: Blocks after which the backward pass is cut into segments with one graph each. A call that cannot be
-            cut there has one segment.
-        accumulate: Whether a backward pass of one segment adds the gradients to ``parameter.grad`` itself. That spares
-            the host autograd's way through 200 nodes, but :func:`torch.autograd.grad` gets none. Parameters with hooks
-            get their gradients from autograd.
-
-    Attributes:
-        output_gradients: The static gradient of each output, an input of the backward pass; None for outputs without
-            one.
-        completed: For each segment of the backward pass, in the order of replays, the parameters whose gradients are
-            complete after it. The first entry also has the parameters that never get a gradient.
+    Calling it with tensors of the shapes and dtypes of ``static`` copies them there and replays the graphs. The outputs
+    are in the graph's memory, and valid until the next replay. Only ``leaves`` get gradients: the placeholders that
+    stand for ``shared.parameters`` in the call. The backward pass has one graph per segment (:mod:`.segments`); a call
+    that cannot be cut has one. With ``accumulate``, a backward pass of one segment adds the gradients to
+    ``parameter.grad`` itself, which skips about 200 AccumulateGrad nodes; :func:`torch.autograd.grad` then returns no
+    gradients. Parameters with hooks get their gradients from autograd.
     """
 
     def __init__(
@@ -51,11 +36,12 @@ class Captured:
         static: Sequence[Tensor],
         leaves: Sequence[nn.Parameter],
         shared: SharedGradients,
-        recorder: Recorder,
+        recorder: Any,  # a CUDARecorder; tests have their own
         cut_behind: Sequence[nn.Module] = (),
         accumulate: bool = False,
     ) -> None:
         self._static, self._leaves, self._shared = static, leaves, shared
+        # the static gradient of each output, an input of the backward pass; None for outputs without one
         self.output_gradients: list[Tensor | None] = []
         self._trained: list[frozenset[nn.Parameter]] = []  # parameters that get a gradient, by segment
         segments = Segments(call, cut_behind)
@@ -79,6 +65,7 @@ class Captured:
         later = [frozenset[nn.Parameter]().union(*self._trained[i + 1 :]) for i in range(len(segments))]
         complete = [trained - rest for trained, rest in zip(self._trained, later, strict=True)]
         complete[0] |= frozenset(shared.parameters).difference(*self._trained)
+        # The parameters whose gradients are complete after each segment; the first has also those without a gradient.
         self.completed = [[p for p in shared.parameters if p in segment] for segment in complete]
         self._token = torch.zeros((), device=leaves[0].device) if len(segments) > 1 else None
         # makes autograd call the backward pass
@@ -86,10 +73,9 @@ class Captured:
 
     @property
     def segments(self) -> int:
-        """Number of graphs of the backward pass."""
         return len(self._replays)
 
-    def _can_be_cut(self, segments: Segments, recorder: Recorder) -> bool:
+    def _can_be_cut(self, segments: Segments, recorder: Any) -> bool:
         try:
             self._warm_up(segments, recorder)
         except torch.OutOfMemoryError:
@@ -99,7 +85,7 @@ class Captured:
             return False
         return True
 
-    def _warm_up(self, segments: Segments, recorder: Recorder) -> None:
+    def _warm_up(self, segments: Segments, recorder: Any) -> None:
         def both() -> None:
             outputs = segments.forward(self._static)
             self.output_gradients = [torch.zeros_like(o) if o.requires_grad else None for o in outputs]
@@ -124,18 +110,6 @@ class Captured:
         for segment in range(self.segments - 1, 0, -1):
             token = _Link.apply(self, segment, token, *self.completed[segment])
         return _Replay.apply(self, token, *tensors, *self.completed[0])
-
-    def release(self) -> None:
-        """Free the graphs and their memory, even while autograd's graph of a call refers to this object.
-
-        Composer keeps its State, and with it the last loss, until the process ends. A backward pass that has not run
-        yet raises RuntimeError.
-        """
-        self._replays = [_released] * len(self._replays)
-        self._replay_forward = _released
-        self._static = self._outputs = ()
-        self.output_gradients = [None] * len(self.output_gradients)
-        self._shared = SharedGradients(())
 
     def forward(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         for static, value in zip(self._static, inputs[: len(self._static)], strict=True):
@@ -170,13 +144,9 @@ class Captured:
         return self._shared.of(self.completed[segment], self._trained[segment])
 
     def token(self) -> Tensor:
-        """Return the tensor that links segments in autograd's graph. It is on the GPU, so one thread runs all."""
+        """The tensor that links segments in autograd's graph. It is on the GPU, so one thread runs all."""
         assert self._token is not None
         return self._token.detach()
-
-
-def _released() -> None:
-    raise RuntimeError("cuda_graphs: the graph of this call was released before its backward pass; run it earlier")
 
 
 NO_SECOND_DERIVATIVE = (
@@ -244,13 +214,9 @@ class _Link(FirstDerivative):
 
 
 class SharedGradients:
-    """One gradient buffer per parameter, shared by all captured graphs; it has the gradient of the last replay.
+    """One gradient buffer per trained parameter, shared by all captured graphs; it has the gradient of the last replay.
 
-    If a parameter has no gradient, autograd sets ``parameter.grad`` to the buffer itself.
-
-    Args:
-        parameters: The model's parameters; those that require gradients are used.
-        buffers: Existing tensors to use as buffers of some parameters, with the parameter's shape and dtype.
+    If a parameter has no gradient, autograd sets ``parameter.grad`` to the buffer itself. ``buffers`` are given ones.
     """
 
     def __init__(
@@ -287,39 +253,25 @@ class SharedGradients:
         return [self._buffers[p].detach() if p in trained else None for p in parameters]
 
 
-class Recorder(Protocol):
-    """Captures functions for replay; tests have their own implementations."""
-
-    def settle(self) -> None:
-        """Wait for kernels that were already launched, so that the capture's time does not include them."""
-
-    def warm_up(self, run: Callable[[], None]) -> None:
-        """Run once, so that work of a kernel's first launch is not captured."""
-
-    def record(self, run: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
-        """Return the result of ``run``, and a function that recomputes it in the same memory."""
-
-
 class CUDARecorder:
-    """Captures CUDA graphs that share a memory pool.
-
-    Args:
-        pool: A handle from ``torch.cuda.graph_pool_handle``; None creates a pool.
-    """
+    """Captures CUDA graphs that share a memory pool, from ``torch.cuda.graph_pool_handle``; None creates one."""
 
     def __init__(self, pool: Any = None) -> None:
         self._pool = torch.cuda.graph_pool_handle() if pool is None else pool
 
     def settle(self) -> None:
+        """Wait for kernels that were already launched, so that the capture's time does not include them."""
         torch.cuda.synchronize()
 
     def warm_up(self, run: Callable[[], None]) -> None:
+        """Run once, so that work of a kernel's first launch is not captured."""
         torch.cuda.synchronize()
         with torch.cuda.stream(_side_stream(torch.cuda.current_device())):
             run()
         torch.cuda.synchronize()
 
     def record(self, run: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+        """Return the result of ``run``, and a function that recomputes it in the same memory."""
         graph = torch.cuda.CUDAGraph()
         # On several ranks, a thread of NCCL queries CUDA events, which "global" forbids in every thread.
         mode = "thread_local" if world_size() > 1 else "global"

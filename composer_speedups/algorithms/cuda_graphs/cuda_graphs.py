@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from composer_speedups.algorithms.cuda_graphs.graphed_calls import CaptureError, GraphedCalls
     from composer_speedups.core.run import FirstBatch, Run
 
-_NOTED_SHARE = 0.1  # of batches without a graph
-
 
 class CUDAGraphs(Technique):
     """Replays the forward and backward pass as CUDA graphs, which saves the time of kernel launches.
@@ -56,7 +54,7 @@ class CUDAGraphs(Technique):
     def engage(self, run: Run) -> dict[str, Any]:
         import torch
 
-        from composer_speedups.algorithms.cuda_graphs.installing import install
+        from composer_speedups.algorithms.cuda_graphs.graphed_calls import install
 
         try:
             calls = install(run.model, self.max_graphs)
@@ -65,6 +63,7 @@ class CUDAGraphs(Technique):
         if run.state is not None:
             calls.pool = torch.cuda.graph_pool_handle()  # Composer runs each backward pass before the next forward
         calls.paused = lambda: run.observing
+        run.give_back(_forget_last_batch, run)
         run.give_back(calls.release)
         self._control(calls)
         return {"max_graphs": self.max_graphs}
@@ -78,8 +77,7 @@ class CUDAGraphs(Technique):
 
         assert run.state is not None
         assert self._calls is not None
-        # Release the last batch's autograd graph. It belongs to the main stream, on which nothing can be captured.
-        run.state.outputs, run.state.loss = None, None  # type: ignore[assignment]  # as before the first batch
+        _forget_last_batch(run)  # its autograd graph belongs to the main stream, on which nothing can be captured
         ddp = run.state.model if isinstance(run.state.model, DistributedDataParallel) else None
         self._calls.accumulate = ddp is None  # DDP needs autograd's hooks
         self._in_buckets = ddp is not None and ddp.gradient_as_bucket_view
@@ -124,10 +122,10 @@ class CUDAGraphs(Technique):
         evidence: dict[str, Any] = {name: getattr(calls, name) for name in ("graphs", "replays", "eager_calls")}
         if calls.backward_segments > 1:
             evidence["backward_segments"] = calls.backward_segments
-        eager, batches = calls.eager_calls, calls.eager_calls + calls.replays
-        if calls.graphs == self.max_graphs and eager > _NOTED_SHARE * batches:
-            evidence["note"] = (
-                f"{eager} of {batches} batches ran without a graph, most of them because there are max_graphs already; "
-                "raise max_graphs, or unpadding's pad_to_multiple_of, such as 512, so that fewer shapes occur"
-            )
         return evidence
+
+
+def _forget_last_batch(run: Run) -> None:
+    """Let go of the last batch's autograd graph, which keeps the memory of the captured graphs."""
+    if run.state is not None:
+        run.state.outputs, run.state.loss = None, None  # type: ignore[assignment]  # as before the first batch

@@ -8,13 +8,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from composer_speedups.algorithms.cuda_graphs.capture import Captured, CUDARecorder, Recorder, SharedGradients
-from composer_speedups.core.adapters import is_adapted
+from composer_speedups.algorithms.cuda_graphs.capture import Captured, CUDARecorder, SharedGradients
+from composer_speedups.algorithms.cuda_graphs.segments import blocks_to_cut
 from composer_speedups.core.compile_counts import capturing
 from composer_speedups.core.errors import first_line
+from composer_speedups.core.trainer_state import world_size
 from composer_speedups.packing.call import KnownBatch, known_batch, with_known_batch
+from composer_speedups.packing.encoder import unpadded_encoders
 from composer_speedups.packing.untouched import is_untouched
 
 
@@ -26,31 +29,7 @@ class GraphedCalls:
     """Replaces a model's forward, and captures its forward and backward pass at the first call of each shape.
 
     Calls in eval mode or without gradients run the original function. So do calls with further shapes after
-    ``max_graphs`` shapes were captured.
-
-    Args:
-        model: The module whose parameters get gradients.
-        original: The function that a call of the model ran before.
-        max_graphs: Maximum number of captured shapes; each keeps the memory of its activations.
-        recorder: Creates the recorder of a capture from the pool; by default :class:`CUDARecorder`.
-
-    Attributes:
-        reads_known_batch: Whether a call reads what the host counted of its batch (:func:`.known_batch`), which is
-            treated as an argument. A call whose batch was not counted runs the original function.
-        cut_behind: Blocks after which the backward pass is cut into segments with one graph each (see
-            :mod:`.segments`); empty by default. It is not cut behind frozen blocks, before which it ends.
-        accumulate: Whether a backward pass adds the gradients to ``parameter.grad`` itself; False by default. See
-            :class:`.Captured`.
-        pool: Memory pool shared by the graphs, from ``torch.cuda.graph_pool_handle``; None gives each graph its own.
-            With a shared pool, every call's backward pass must run before the next call.
-        replays: Number of calls that replayed a graph.
-        eager_calls: Number of training calls that did not replay a graph.
-        paused: Returns whether this call must run the original function, because it is observed; never by default.
-        held: Whether all training calls run the original function until :meth:`begin`; False by default.
-        on_failure: Called with the :class:`CaptureError` of a call that cannot be captured; raises it by default. If it
-            returns, all later calls run the original function.
-        on_outdated: Called after the graphs were dropped, because parameters were frozen or thawed, and before the call
-            that noticed goes on; does nothing by default.
+    ``max_graphs`` shapes were captured, each of which keeps the memory of its activations.
     """
 
     def __init__(
@@ -58,34 +37,39 @@ class GraphedCalls:
         model: nn.Module,
         original: Callable[..., Any],
         max_graphs: int,
-        recorder: Callable[[Any], Recorder] = CUDARecorder,
+        recorder: Callable[[Any], Any] = CUDARecorder,
     ) -> None:
         self.model, self.original, self.max_graphs, self.recorder = model, original, max_graphs, recorder
+        # Whether a call reads what the host counted of its batch, which is treated as an argument. A call whose batch
+        # was not counted runs the original function.
         self.reads_known_batch = False
+        # Blocks after which the backward pass is cut (see segments), except for frozen blocks, before which it ends.
         self.cut_behind: Sequence[nn.Module] = ()
-        self.accumulate = False
+        self.accumulate = False  # see Captured
+        # Memory pool shared by the graphs; None gives each its own. With a shared pool, every call's backward pass must
+        # run before the next call.
         self.pool: Any = None
         self._graphs: dict[Hashable, _Graph] = {}
         self._parameters: list[nn.Parameter] = []
-        self._read_settings: Callable[[], list[Any]] | None = None
         self._trained: list[bool] | None = None  # which of the parameters required gradients in the last call
-        self._settings: list[Any] = []  # of the modules in the last call
         self._gradients: SharedGradients | None = None
         self._attribute: str | None = None
-        self.replays = self.eager_calls = 0
-        self.paused: Callable[[], bool] = bool
-        self.held = False
+        self.replays = self.eager_calls = 0  # training calls that replayed a graph, and the others
+        self.paused: Callable[[], bool] = bool  # whether this call must run the original function: it is observed
+        self.held = False  # whether all training calls run the original function until begin()
+        # Called with the error of a call that cannot be captured; if it returns, later calls are eager.
         self.on_failure: Callable[[CaptureError], None] = _raise
+        # Called after the graphs were dropped, because parameters were frozen or thawed.
         self.on_outdated: Callable[[], object] = lambda: None
 
     @property
     def graphs(self) -> int:
-        """Number of captured shapes; each has a graph of the forward pass and one per backward segment."""
+        """The number of captured shapes."""
         return len(self._graphs)
 
     @property
     def backward_segments(self) -> int:
-        """Number of segments of the backward pass, the minimum over the shapes."""
+        """The number of segments of the backward pass, the minimum over the shapes."""
         return min((graph.segments for graph in self._graphs.values()), default=1)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -108,23 +92,16 @@ class GraphedCalls:
         return graph(leaves)
 
     def _forget_outdated(self) -> None:
-        """Drop all graphs if, since the last call, modules were given other settings, or parameters were frozen or
-        thawed, which :attr:`on_outdated` is told.
-
-        Later calls are captured again. Calls whose backward pass is due keep their graphs.
-        """
+        """Drop all graphs if parameters were frozen or thawed since the last call; later calls are captured again."""
         self._parameters = self._parameters or list(self.model.parameters())
-        self._read_settings = self._read_settings or _reader_of_settings(self.model)
         before, self._trained = self._trained, [parameter.requires_grad for parameter in self._parameters]
-        settings_before, self._settings = self._settings, self._read_settings()
-        if before is None or (before == self._trained and settings_before == self._settings):
+        if before is None or before == self._trained:
             return
         if self._graphs and self.pool is not None:  # a pool whose graphs were freed cannot be used again
             self.pool = torch.cuda.graph_pool_handle()
         self._graphs.clear()
-        if before != self._trained:
-            self._gradients = None
-            self.on_outdated()
+        self._gradients = None
+        self.on_outdated()
 
     def _capture(self, key: Hashable, leaves: list[Any], spec: TreeSpec) -> _Graph | None:
         """Capture and keep the graph of a shape; None if there are ``max_graphs`` already, or if it failed."""
@@ -136,7 +113,7 @@ class GraphedCalls:
             self._graphs[key] = _Graph(self, self._gradients, leaves, spec)
         except CaptureError as error:
             self.on_failure(error)
-            self._stop()  # calls whose backward pass is due keep their graphs
+            self.release()
         return self._graphs.get(key)
 
     def begin(self, buffers: Mapping[nn.Parameter, Tensor]) -> None:
@@ -149,28 +126,12 @@ class GraphedCalls:
         self._attribute = attribute
 
     def release(self) -> None:
-        """Restore the model's original function, free the graphs and their memory, and stop capturing.
-
-        A backward pass that has not run yet then raises RuntimeError.
-        """
-        for graph in self._graphs.values():
-            graph.release()
-        self._stop()
-
-    def _stop(self) -> None:
+        """Restore the model's original function, and stop capturing; backward passes that are due keep their graphs."""
         if self._attribute is not None and getattr(self.model, self._attribute) is self:
             setattr(self.model, self._attribute, self.original)
         self._graphs.clear()
         self._gradients = None
         self.max_graphs = 0
-
-
-def _reader_of_settings(model: nn.Module) -> Callable[[], list[Any]]:
-    """A function that returns what a graph has as constants: modes, dropout rates and scales of LoRA adapters."""
-    modules: list[Any] = [*model.modules()]
-    dropouts = [module for module in modules if isinstance(module, nn.Dropout)]
-    scales = [module.scaling for module in modules if is_adapted(module)]
-    return lambda: [*[m.training for m in modules], *[m.p for m in dropouts], *[n for s in scales for n in s.values()]]
 
 
 def _raise(error: CaptureError) -> None:
@@ -247,9 +208,6 @@ class _Graph:
     def segments(self) -> int:
         return self._replay.segments
 
-    def release(self) -> None:
-        self._replay.release()
-
     def __call__(self, leaves: list[Any]) -> Any:
         """Replay, and return the tensors in the model's output object."""
         assert self._output_spec is not None
@@ -274,10 +232,8 @@ class ParameterPlaceholders:
 
     As long as a loss exists, autograd keeps the nodes that accumulate the parameters' gradients, and each node belongs
     to the stream on which it was created. A capture that uses such a node would make that stream wait for the capturing
-    stream, which CUDA forbids. Other leaf tensors with the same memory have their own nodes.
-
-    Args:
-        model: The model; a parameter shared by several modules has one placeholder.
+    stream, which CUDA forbids. Other leaf tensors with the same memory have their own nodes. A parameter shared by
+    several modules has one placeholder.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -311,23 +267,36 @@ def _generators_restored() -> Iterator[None]:
 
     A replay then draws the same dropout masks as an eager call, also in a resumed run, which captures again.
     """
-    on_cpu = torch.get_rng_state()
+    on_cpu, on_gpu = torch.get_rng_state(), torch.cuda.is_available()
+    if on_gpu:
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        numbers, stream = generator.clone_state(), torch.cuda.current_stream()
     try:
-        with _cuda_generator_restored() if torch.cuda.is_available() else contextlib.nullcontext():
-            yield
+        yield
+        if on_gpu:
+            # Captured graphs hold the generator's current state object, so its numbers are set, and it is kept.
+            generator.set_state(numbers.get_state())
+    except BaseException:
+        if on_gpu:
+            torch.cuda.set_stream(stream)
+            generator.graphsafe_set_state(numbers)
+        raise
     finally:
         torch.set_rng_state(on_cpu)
 
 
-@contextlib.contextmanager
-def _cuda_generator_restored() -> Iterator[None]:
-    generator = torch.cuda.default_generators[torch.cuda.current_device()]
-    numbers, stream = generator.clone_state(), torch.cuda.current_stream()
-    try:
-        yield
-    except BaseException:
-        torch.cuda.set_stream(stream)
-        generator.graphsafe_set_state(numbers)
-        raise
-    # Captured graphs hold the generator's current state object, so its numbers are set, and the object is kept.
-    generator.set_state(numbers.get_state())
+def install(model: nn.Module, max_graphs: int = 4, segments: int | None = None) -> GraphedCalls:
+    """Make a model's training calls replay CUDA graphs; ``release()`` of the result undoes that.
+
+    The model is on a CUDA GPU, and already compiled or unpadded, if at all, but not wrapped in DDP (ValueError). On
+    several ranks, or with ``segments``, backward passes are cut into segments (:func:`blocks_to_cut`), so that DDP
+    sends the gradients of the last blocks while those of the first blocks are computed.
+    """
+    if isinstance(model, DistributedDataParallel):
+        raise ValueError("communication cannot be captured; apply cuda_graphs before DDP wraps the model")
+    attribute = "forward" if model._compiled_call_impl is None else "_compiled_call_impl"
+    calls = GraphedCalls(model, getattr(model, attribute), max_graphs)
+    calls.install(attribute)
+    calls.cut_behind = blocks_to_cut(model, segments) if segments is not None or world_size() > 1 else ()
+    calls.reads_known_batch = bool(unpadded_encoders(model))
+    return calls

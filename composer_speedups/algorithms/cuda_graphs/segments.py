@@ -24,6 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from composer_speedups.families.blocks import repeated_blocks
+
+_MIN_SEGMENT = 50 * 2**20  # minimum bytes of gradients per segment
+
 
 class _Cut:
     """A cut after a block: its output, the leaf that replaces it, and the leaf's gradient so far."""
@@ -36,9 +40,7 @@ class _Cut:
 class Segments:
     """A call whose backward pass runs in segments: from the outputs to the last cut, then to the one before, and so on.
 
-    Args:
-        call: A function from tensors to tensors.
-        blocks: Modules after which it is cut, in the order of their calls; empty for one segment.
+    It is cut behind ``blocks``, in the order of their calls.
     """
 
     def __init__(self, call: Callable[..., tuple[Tensor, ...]], blocks: Sequence[nn.Module]) -> None:
@@ -52,11 +54,7 @@ class Segments:
         return len(self._blocks) + 1
 
     def forward(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return the call's outputs; call :meth:`differentiate` for each segment afterwards.
-
-        Raises:
-            RuntimeError: A block was not called exactly once and in order, or its output cannot be cut.
-        """
+        """Return the call's outputs; RuntimeError if a block is not called once and in order, or cannot be cut."""
         self.release()
         with self._cutting():
             self._outputs = self._call(*inputs)
@@ -67,19 +65,10 @@ class Segments:
     def differentiate(
         self, segment: int, grad_outputs: Sequence[Tensor | None], inputs: Sequence[Tensor], *, check: bool = False
     ) -> list[Tensor | None]:
-        """Compute the gradients of a segment.
+        """Compute a segment's gradient for each of ``inputs``, leaves of the call; None if it does not use it.
 
-        Args:
-            segment: Number of the segment; 0 ends with the outputs. Segments must be differentiated in order.
-            grad_outputs: The gradient of each output; None for outputs without one.
-            inputs: Leaves of the call.
-            check: Whether to check that earlier segments have no autograd node in common with this one.
-
-        Returns:
-            A gradient for each of ``inputs``, None if the segment does not use it. The caller sums them over segments.
-
-        Raises:
-            RuntimeError: The segments overlap, or nothing uses the output at which this segment ends.
+        Segments are differentiated in order, and 0 ends with the outputs. ``check`` raises RuntimeError if earlier
+        segments have an autograd node in common with this one.
         """
         if segment == 0:
             pairs = [(o, g) for o, g in zip(self._outputs, grad_outputs, strict=True) if g is not None]
@@ -143,3 +132,37 @@ class Segments:
             own.add(node)
             nodes.extend(following for following, _ in node.next_functions)
         self._visited |= own
+
+
+def cut_points(sizes: Sequence[int], least: int = _MIN_SEGMENT) -> list[int]:
+    """The indices of the blocks to cut behind, so that every segment has few blocks and at least ``least`` bytes of
+    gradients, of which each block has ``sizes``. The first segment gets the remaining blocks."""
+    points: list[int] = []
+    size, left = 0, sum(sizes)
+    for i in range(len(sizes) - 1, 0, -1):
+        size, left = size + sizes[i], left - sizes[i]
+        if size >= least and left >= least:
+            points.append(i - 1)
+            size = 0
+    return points[::-1]
+
+
+def blocks_to_cut(model: nn.Module, segments: int | None = None) -> list[nn.Module]:
+    """The blocks after which a backward pass is cut into ``segments``, or by its gradients' size (:func:`cut_points`).
+
+    A model without repeated blocks, or with a compiled module around them, is not cut.
+    """
+    try:
+        blocks = repeated_blocks(model)
+    except ValueError:
+        return []
+    around = {name: module for name, module in model.named_modules() if module._compiled_call_impl is not None}
+    if any(name.startswith(f"{outer}." if outer else "") for name in blocks for outer in around):
+        return []
+    count = len(blocks)
+    if segments is None:
+        points = cut_points([sum(p.nbytes for p in b.parameters() if p.requires_grad) for b in blocks.values()])
+    else:
+        segments = min(segments, count)
+        points = [i * count // segments - 1 for i in range(1, segments)]
+    return [list(blocks.values())[i] for i in points]

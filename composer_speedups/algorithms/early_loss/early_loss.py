@@ -62,16 +62,9 @@ class EarlyLoss(Technique):
         value, on_device = first
         if not math.isclose(value, float(on_device), rel_tol=1e-6):  # the order of the sum over ranks may differ
             raise self.no_effect(f"it read {value}, and the GPU has {float(on_device)}", "report this as a bug")
-        return self._counts()
+        return self.summary(run)
 
     def summary(self, run: Run) -> dict[str, Any]:
-        counts = self._counts()
-        if 2 * counts["read_before_the_batch_was_over"] < counts["losses_read"]:
-            note = "most batches had ended when the host read their loss: this GPU does not wait for the host"
-            return {**counts, "note": note}
-        return counts
-
-    def _counts(self) -> dict[str, Any]:
         assert self._interception is not None
         readback = self._interception.readback
         return {"losses_read": readback.reads, "read_before_the_batch_was_over": readback.early_reads}

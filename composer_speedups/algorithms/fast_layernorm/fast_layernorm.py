@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from composer_speedups.core.errors import Refusal
-from composer_speedups.core.requirements import needs_autocast, needs_c_compiler, needs_cuda, needs_package
+from composer_speedups.core.requirements import needs_autocast, needs_cuda, needs_package, needs_triton
 from composer_speedups.core.technique import Order, Technique
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class FastLayerNorm(Technique):
         if self.implementation == "triton":
             yield from needs_cuda(self.name, run, "Liger's Triton kernel", (7, 0))
             yield from needs_package(self.name, "liger_kernel", ".[liger]")
-            yield from needs_c_compiler(self.name, "Triton")
+            yield from needs_triton(self.name)
         if self.implementation == "apex":
             yield from needs_cuda(self.name, run, "Apex's kernel", (7, 0))
             if not all(importlib.util.find_spec(module) for module in ("apex", "fused_layer_norm_cuda")):
@@ -53,19 +53,19 @@ class FastLayerNorm(Technique):
     def engage(self, run: Run) -> dict[str, Any]:
         from torch import nn
 
-        from composer_speedups.algorithms.fast_layernorm.modules import LAYERS, is_supported, to_plain
+        from composer_speedups.algorithms.fast_layernorm.modules import LAYERS, to_plain
         from composer_speedups.packing.derived_classes import swap_class
 
-        kind = LAYERS[self.implementation]
-        names = swap_class(run.model, nn.LayerNorm, kind, lambda module: is_supported(module, self.implementation))
-        left_alone = [name for name, module in run.model.named_modules() if type(module) is nn.LayerNorm]
+        def is_supported(norm: Any) -> bool:
+            affine = self.implementation == "low_precision" or (norm.weight is not None and norm.bias is not None)
+            return affine and (self.implementation != "triton" or len(norm.normalized_shape) == 1)
+
+        names = swap_class(run.model, nn.LayerNorm, LAYERS[self.implementation], is_supported)
         if not names:
-            affine = "a weight, a bias and one normalized dimension" if self.implementation == "triton" else "a weight"
-            reason = f" that is supported: {self.implementation} needs {affine}" if left_alone else ""
-            raise self.refusal(f"the model has no torch.nn.LayerNorm{reason}", "remove it")
+            reason = f"the model has no torch.nn.LayerNorm that the {self.implementation} kernel supports"
+            raise self.refusal(reason, "remove it")
         run.give_back(to_plain, [run.model.get_submodule(name) for name in names])
-        evidence = {"modules": len(names), "implementation": self.implementation}
-        return evidence | ({"left_alone": left_alone} if left_alone else {})
+        return {"modules": len(names), "implementation": self.implementation}
 
     def proof(self, run: Run, seen: FirstBatch) -> dict[str, Any]:
         from composer_speedups.core.trainer_state import is_compiled

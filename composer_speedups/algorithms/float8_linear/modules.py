@@ -1,7 +1,4 @@
-"""torchao's float8 Linear for any number of rows.
-
-Import this module only when needed: it imports torchao, which is optional and slow to import.
-"""
+"""torchao's float8 Linear for any number of rows. This module imports torchao, which is optional and slow to import."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchao.float8.float8_linear import Float8Linear
 
-from composer_speedups.packing.autocast import to_autocast_dtype
+from composer_speedups.packing.attention import to_autocast_dtype
 
 # torch._scaled_mm needs dimensions that are a multiple of it, also the rows, for the weight's gradient
 _MULTIPLE = 16
@@ -33,20 +30,19 @@ class RowPaddedFloat8Linear(Float8Linear):  # type: ignore[misc]
             return F.linear(input, self.weight, self.bias)
         missing = -rows % _MULTIPLE
         if missing == 0:
-            output: Tensor = super().forward(input)
-            return output
+            return super().forward(input)  # type: ignore[no-any-return]
         padded: Tensor = super().forward(F.pad(input.reshape(rows, input.shape[-1]), (0, 0, 0, missing)))
         return padded[:rows].view(*input.shape[:-1], self.out_features)
 
 
 def convertible(model: nn.Module, min_features: int) -> list[nn.Linear]:
     """The plain Linears inside a ModuleList, that is, in the encoder's blocks, whose sizes are multiples of 16."""
-    lists = [f"{name}." if name else "" for name, m in model.named_modules() if isinstance(m, nn.ModuleList)]
+    inside = {m for blocks in model.modules() if isinstance(blocks, nn.ModuleList) for m in blocks.modules()}
     return [
         module
-        for name, module in model.named_modules()
+        for module in model.modules()
         if type(module) is nn.Linear
-        and any(name.startswith(prefix) for prefix in lists)
+        and module in inside
         and min(module.weight.shape) >= min_features
         and all(size % _MULTIPLE == 0 for size in module.weight.shape)
     ]

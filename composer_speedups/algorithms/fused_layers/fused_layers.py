@@ -82,7 +82,7 @@ class FusedLayers(ComparedTechnique):
         if run.device.type == "cuda" and family is not None and family.has_berts_layers:  # for which compile_ahead is
             import torch
 
-            from composer_speedups.algorithms.fused_layers.low_rank import LayerAdapters  # imports Triton
+            from composer_speedups.algorithms.fused_layers.weights import LayerAdapters  # imports Triton
             from composer_speedups.kernels.compile_ahead import compile_ahead
 
             dtype = torch.float16 if run.precision == "amp_fp16" else torch.bfloat16

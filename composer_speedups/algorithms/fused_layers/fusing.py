@@ -26,21 +26,15 @@ LastLayer = Literal["needed", "all"]
 Precision = Literal["bf16", "fp8"]
 
 
-def fuse(model: nn.Module, last_layer: LastLayer = "needed", precision: Precision = "bf16") -> list[str]:
+def fuse(model: nn.Module, last_layer: LastLayer = "needed", precision: Precision = "bf16") -> None:
     """Make the encoder layers of an unpadded model compute with fused kernels.
 
-    Args:
-        model: Changed in place, except for its parameters, their names and its ``state_dict``. Parameters may be
-            frozen, and Linears may have PEFT's LoRA adapters.
-        last_layer, precision: See :class:`.FusedLayers`.
-
-    Returns:
-        Names of the layers and embeddings that were changed, without those that already are fused.
+    Parameters may be frozen, and Linears may have PEFT's LoRA adapters.
 
     Raises:
         ValueError: The model has no unpadded encoder, or a layer that is not exactly what transformers builds from the
-            model's configuration, or of a kind without fused kernels; or for ``"fp8"``, it is not on a CUDA GPU of
-            compute capability 8.9 or newer, or has widths that are not multiples of 16. Nothing is changed.
+            model's configuration, or of a kind without fused kernels; or for ``"fp8"``, an unsupported device or width.
+            Nothing is changed.
     """
     encoders = unpadded_encoders(model)
     if not encoders:
@@ -55,10 +49,10 @@ def fuse(model: nn.Module, last_layer: LastLayer = "needed", precision: Precisio
             raise ValueError(f"fused_layers cannot fuse every layer: {reason}")
     if precision == "fp8":
         check_float8(layers.values())
-    embeddings = dict(_embeddings(model))
+    embeddings = [*_embeddings(model)]
     for module in fresh.values():
         module.__class__ = derived_class(FusedLayer, type(module))
-    for module in embeddings.values():
+    for module in embeddings:
         module.__class__ = derived_class(FusedEmbeddings, type(module))
     # A layer may be both: some models use one layer at several positions.
     inner = {id(layer) for encoder in encoders for layer in [*blocks_of(encoder)][:-1]}
@@ -68,34 +62,30 @@ def fuse(model: nn.Module, last_layer: LastLayer = "needed", precision: Precisio
         if precision == "fp8" and "float8_scales" not in layer._buffers:
             layer.register_buffer("float8_scales", _new_scales(layer), persistent=False)
     _choose_tokens(model, last_layer)
-    return [name for name, _ in model.named_modules() if name in fresh or name in embeddings]
 
 
-def unfuse(model: nn.Module) -> list[str]:
-    """Restore the classes of layers and embeddings, and return the names of the changed modules."""
-    names = []
-    for name, module in model.named_modules():
+def unfuse(model: nn.Module) -> None:
+    """Restore the classes of layers and embeddings."""
+    for module in model.modules():
         if isinstance(module, FusedLayer | FusedEmbeddings):
             restore_class(module)
             for attribute in ("precision", "is_last"):
                 vars(module).pop(attribute, None)
             if "float8_scales" in module._buffers:
                 del module.float8_scales
-            names.append(name)
     for around in models_around_encoders(model):
         around.call_rules.first_tokens_only = False
-    return names
 
 
-def _embeddings(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The embeddings that are exactly transformers' and not fused yet, by name."""
+def _embeddings(model: nn.Module) -> Iterator[nn.Module]:
+    """The embeddings that are exactly transformers' and not fused yet."""
     for name, module in model.named_modules():
         family = family_of(type(module))
         if family is not None and family.has_berts_layers and family.has("embeddings", type(module)):
             models = ((outer, m) for outer, m in model.named_modules() if isinstance(m, PreTrainedModel))
             around = [m for outer, m in models if outer == "" or name.startswith(f"{outer}.")]
             if _why_not(module, name, around[-1].config, {}) is None:
-                yield name, module
+                yield module
 
 
 def _choose_tokens(model: nn.Module, last_layer: LastLayer) -> None:
@@ -120,31 +110,18 @@ def _choose_tokens(model: nn.Module, last_layer: LastLayer) -> None:
 
 
 def float8_scales(model: nn.Module) -> dict[str, list[list[int]]]:
-    """Return the scales of a model's 8-bit layers, to be saved in addition to its state dict. Synchronizes.
-
-    Returns:
-        A row of numbers for each operand, by name of each layer with 8-bit matmuls.
-    """
+    """The scales of a model's 8-bit layers by name, a row of numbers for each operand. Synchronizes."""
     return {name: layer.float8_scales.tolist() for name, layer in _float8_layers(model).items()}
 
 
 def load_float8_scales(model: nn.Module, scales: Mapping[str, Sequence[Sequence[int]]]) -> None:
-    """Load scales that :func:`float8_scales` returned.
-
-    Raises:
-        ValueError: The scales do not match the model.
-    """
+    """Load scales that :func:`float8_scales` returned; ValueError if the model has other 8-bit layers."""
     layers = _float8_layers(model)
     if layers.keys() != scales.keys():
         odd = ", ".join(sorted(layers.keys() ^ scales.keys()))
         raise ValueError(f"the scales and the model have different 8-bit layers: {odd}")
     for name, layer in layers.items():
-        held, rows = layer.float8_scales, scales[name]
-        if (len(rows), {len(row) for row in rows}) != (held.shape[0], {held.shape[1]}):
-            raise ValueError(f"{name}'s scales are not {held.shape[0]} rows of {held.shape[1]}")
-        if not all(0 <= number < 2**31 for row in rows for number in row):
-            raise ValueError(f"{name}'s scales are not the bits of positive numbers")
-        held.copy_(torch.tensor(rows, dtype=torch.int32))
+        layer.float8_scales.copy_(torch.tensor(scales[name], dtype=torch.int32).view_as(layer.float8_scales))
 
 
 def _float8_layers(model: nn.Module) -> dict[str, FusedLayer]:
@@ -153,11 +130,7 @@ def _float8_layers(model: nn.Module) -> dict[str, FusedLayer]:
 
 
 def check_float8(layers: Iterable[Any]) -> None:
-    """Check that the layers can compute with 8-bit matmuls.
-
-    Raises:
-        ValueError: An unsupported kind of layer, device or width.
-    """
+    """Raise ValueError if a layer's kind, device or width does not support 8-bit matmuls."""
     for layer in layers:
         family = family_of(type(layer))
         # a scale follows the magnitudes of one place in the model
@@ -183,7 +156,7 @@ def _new_scales(layer: FusedLayer) -> torch.Tensor:
 
 
 def _layers_of(encoder: UnpaddedEncoder) -> list[nn.Module]:
-    """Return an encoder's blocks, or the layers in blocks that run several times."""
+    """An encoder's blocks, or the layers in blocks that run several times."""
     blocks, family = [*blocks_of(encoder)], family_of(type(encoder))
     if family is None or not family.inner_layer:
         return blocks
@@ -191,7 +164,7 @@ def _layers_of(encoder: UnpaddedEncoder) -> list[nn.Module]:
 
 
 def _unsupported(config: Any, layer: nn.Module) -> str | None:
-    """Return why a kind of layer has no fused kernels; None if it has."""
+    """Why a kind of layer has no fused kernels; None if it has."""
     family = family_of(type(layer))
     role = "inner_layer" if family is not None and family.inner_layer else "layer"
     if family is None or family.block is None or not family.has(role, type(layer)):
@@ -211,10 +184,7 @@ def _unsupported(config: Any, layer: nn.Module) -> str | None:
 
 
 def _why_not(module: nn.Module, name: str, config: Any, built: dict[Any, nn.Module]) -> str | None:
-    """Return the first difference of a layer or of embeddings from what transformers builds; None without any.
-
-    ``built`` caches the modules built for the comparison, for further modules of the class.
-    """
+    """The first difference of a layer or of embeddings from what transformers builds, which ``built`` caches."""
     # ModernBERT's layers differ by their index.
     index = {name: value for name, value in vars(module).items() if name == "layer_idx"}
     kind = (type(module), id(config), *index.values())

@@ -20,24 +20,21 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from composer_speedups.algorithms.fused_layers.low_rank import (
+from composer_speedups.algorithms.fused_layers.weights import (
+    PARAMETERS,
+    WEIGHTS,
     LayerAdapters,
     gelu_and_z,
     gelu_gradients,
     gradients_of,
-)
-from composer_speedups.algorithms.fused_layers.products import (
-    PARAMETERS,
-    WEIGHTS,
     parameter_gradients,
     products,
     weight_gradient,
 )
 from composer_speedups.families.family import DropoutRates, LayerModules
-from composer_speedups.kernels.attention import attention_backward, attention_forward
+from composer_speedups.kernels.attention import attention_backward, attention_forward, rotate
 from composer_speedups.kernels.disentangled_attention import disentangled_backward, disentangled_forward
 from composer_speedups.kernels.dropout import draw_seeds
-from composer_speedups.kernels.first_derivative import FirstDerivative
 from composer_speedups.kernels.float8 import (
     ACTIVATION,
     GRADIENT,
@@ -48,8 +45,8 @@ from composer_speedups.kernels.float8 import (
     scaled_product,
 )
 from composer_speedups.kernels.gelu import gelu_float8
+from composer_speedups.kernels.host import FirstDerivative
 from composer_speedups.kernels.norm import add_norm_backward, add_norm_forward
-from composer_speedups.kernels.rotary import rotate
 from composer_speedups.kernels.sums import partial_sums
 
 NO_SECOND_DERIVATIVE = "fused_layers has no second derivative (create_graph=True); remove fused_layers"
@@ -77,19 +74,12 @@ _GRADIENTS = 4
 
 
 class Positions(NamedTuple):
-    """How a layer's attention uses positions; by default not at all.
+    """How a layer's attention uses positions; by default not at all."""
 
-    Attributes:
-        bias: Added to the scaled scores by distance, float32 (A, 2·L + 1); it gets a gradient.
-        angles: Cosines and sines of the angles by which queries and keys are rotated, (T, D) each.
-        table, entries: Keys and queries of relative positions (P, 2·H), which get a gradient, and the entry for each
-            distance; see :func:`~composer_speedups.kernels.disentangled_attention.disentangled_forward`.
-    """
-
-    bias: Tensor | None = None
-    angles: tuple[Tensor, Tensor] | None = None
-    table: Tensor | None = None
-    entries: Tensor | None = None
+    bias: Tensor | None = None  # added to the scaled scores by distance, float32 (A, 2·L + 1); it gets a gradient
+    angles: tuple[Tensor, Tensor] | None = None  # cosines and sines of the rotation of queries and keys, (T, D) each
+    table: Tensor | None = None  # keys and queries of relative positions (P, 2·H), which get a gradient
+    entries: Tensor | None = None  # of the table, for each distance; see disentangled_forward
 
 
 NO_POSITIONS = Positions()
@@ -106,17 +96,11 @@ def fused_layer(
     *,
     learn: bool = False,
 ) -> Tensor:
-    """Compute the layer's output (T, H) for packed tokens on a GPU.
+    """Compute the layer's output (T, H) for packed tokens on a GPU, in the dtype of ``x_TH``, bf16 or fp16.
 
-    Args:
-        x_TH: The layer's input, bf16 or fp16. Matmuls have its dtype; sums and statistics are float32.
-        modules, rates: The layer's modules, whose Linears may have adapters, and dropout rates.
-        cu_seqlens, longest: See :class:`~composer_speedups.packing.layout.Layout`.
-        positions: See :class:`Positions`.
-        scales: For 8-bit operands of the matmuls, one row per operand of :data:`OPERANDS`, from
-            :func:`~composer_speedups.kernels.float8.new_scales`. ``x_TH`` is bf16, widths are multiples of 16, and
-            positions are at most a bias. None computes in the dtype of ``x_TH``.
-        learn: Record this pass's magnitudes in ``scales``, for the next pass.
+    Sums and statistics are float32. With ``scales``, a row for each of :data:`OPERANDS`, the matmuls have 8-bit
+    operands: ``x_TH`` is bf16, widths are multiples of 16, and positions are at most a bias. ``learn`` records this
+    pass's magnitudes in them, for the next pass.
     """
     begun = None if scales is None else begin_scales(scales, _GRADIENTS, keep=learn)
     adapters = LayerAdapters.of(modules)

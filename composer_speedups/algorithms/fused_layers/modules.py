@@ -19,16 +19,17 @@ from torch.nn import functional as F
 from composer_speedups.core.adapters import adapter_of, adapter_refusal, merged_weight
 from composer_speedups.families.family import Block, DropoutRates, Family, LayerModules, family_of
 from composer_speedups.kernels import Shape
-from composer_speedups.kernels.observing import ran
+from composer_speedups.kernels.host import ran
 from composer_speedups.packing.attention import (
     PositionBias,
+    Relative,
     attention_over_padded_rows,
+    autocast_dtype,
     first_tokens_attention,
+    first_tokens_disentangled_attention,
     real_keys,
     repad,
 )
-from composer_speedups.packing.autocast import autocast_dtype
-from composer_speedups.packing.disentangled_attention import Relative, first_tokens_disentangled_attention
 from composer_speedups.packing.layout import Layout
 from composer_speedups.packing.untouched import is_untouched
 
@@ -36,40 +37,24 @@ WITHOUT_ADAPTERS = (Block.PRE_NORM, Block.GATED)  # their kernels do not compute
 
 
 class Packed(NamedTuple):
-    """What a layer's arguments say of packed tokens.
-
-    Attributes:
-        layout: Their layout.
-        first_tokens_only: Whether only each row's first token of the encoder's result is read.
-        angles: Cosines and sines of the tokens' rotary angles, (T, D) each; None without rotary positions.
-        positions: A :class:`.PositionBias` or :class:`.Relative` positions; None for other kinds of blocks.
-        embeddings: Of relative positions, (P, H); None without relative positions.
-    """
+    """What a layer's arguments say of packed tokens."""
 
     layout: Layout
-    first_tokens_only: bool
-    angles: tuple[Tensor, Tensor] | None = None
-    positions: Any = None
-    embeddings: Tensor | None = None
+    first_tokens_only: bool  # only each row's first token of the encoder's result is read
+    angles: tuple[Tensor, Tensor] | None = None  # cosines and sines of the tokens' rotary angles, (T, D) each
+    positions: Any = None  # a PositionBias or Relative positions; None for other kinds of blocks
+    embeddings: Tensor | None = None  # of relative positions, (P, H)
 
 
 class FusedLayer(nn.Module):
-    """Mixin with the methods of a fused layer; the derived class inherits the original forward from transformers.
-
-    Attributes:
-        family: Its family, whose :attr:`.Family.block` it computes.
-        precision: See :class:`.FusedLayers`.
-        is_last: Whether it is the last layer of its encoder.
-        float8_scales: With ``precision="fp8"``, a non-persistent buffer with the scales of the matmuls' operands, which
-            every forward pass in training updates.
-    """
+    """Mixin with the methods of a fused layer; the derived class inherits the original forward from transformers."""
 
     prefix = "Fused"
     own_buffers = ("float8_scales",)
-    family: ClassVar[Family]
+    family: ClassVar[Family]  # whose Family.block it computes
     precision: str = "bf16"
-    float8_scales: Tensor
-    is_last: bool = False
+    float8_scales: Tensor  # in 8 bits, a non-persistent buffer, which every forward pass in training updates
+    is_last: bool = False  # of its encoder
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -80,38 +65,26 @@ class FusedLayer(nn.Module):
         cls.layer_modules, cls.dropouts = family.layer_modules, family.dropouts  # type: ignore[method-assign, assignment]
 
     def layer_modules(self) -> Any:
-        """Return the layer's modules; replaced in subclasses by the :class:`Family`'s function."""
+        """The layer's modules; replaced in subclasses by the :class:`Family`'s function, as is :meth:`dropouts`."""
         raise NotImplementedError
 
     def dropouts(self) -> list[tuple[nn.Module, nn.Dropout] | None]:
-        """Return the layer's dropout modules; replaced in subclasses by the :class:`Family`'s function."""
         raise NotImplementedError
 
     def rates(self, *, in_training: bool = False) -> DropoutRates:
-        """Return the dropout rates that apply now (0 for a module in eval mode), or those of training mode."""
+        """The dropout rates that apply now (0 for a module in eval mode), or those of training mode."""
         return DropoutRates(
             *(site[1].p if site is not None and (in_training or site[0].training) else 0.0 for site in self.dropouts())
         )
 
-    def refused_adapter(self) -> str | None:
-        """Return why the kernels do not support the adapter that is active now, such as one of several; None if they
-        do."""
-        if self.family.block in WITHOUT_ADAPTERS:
-            return None
-        return next(filter(None, map(adapter_refusal, self.layer_modules().linears())), None)
-
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Map (1, T, H) to (1, T, H) for packed tokens, as the layer's kind says in a tuple; else call the original
-        forward.
+        """(1, T, H) → (1, T, H) for packed tokens, as the layer's kind says in a tuple; else the original forward.
 
         If only first tokens are read, the last layer's others may be zeros.
         """
         packed = self._packed(kwargs)
-        if packed is None:
-            ran("stock_layer")
-            return super().forward(hidden_states, *args, **kwargs)
-        if self.refused_adapter() is not None:
-            ran("unfused_layer")
+        if packed is None or self._has_refused_adapter():
+            ran("stock_layer" if packed is None else "unfused_layer")
             return super().forward(hidden_states, *args, **kwargs)
         x_TH = hidden_states.squeeze(0)
         dtype = autocast_dtype(x_TH.device.type, x_TH.dtype)
@@ -121,15 +94,20 @@ class FusedLayer(nn.Module):
         elif x_TH.is_cuda and dtype != torch.float32:
             ran("fused_layer_fp8" if self.precision == "fp8" else "fused_layer")
             out_TH = self.by_kernels(x_TH, packed, dtype)
-        elif self.family.block is Block.POST_NORM:
-            ran("torch_layer")
-            out_TH = plain_layer(x_TH, self.layer_modules(), self.rates(), packed.layout)
         else:
             ran("torch_layer")
-            return super().forward(hidden_states, *args, **kwargs)
+            if self.family.block is not Block.POST_NORM:
+                return super().forward(hidden_states, *args, **kwargs)
+            out_TH = plain_layer(x_TH, self.layer_modules(), self.rates(), packed.layout)
         ran("packed_layer")
         out = out_TH.unsqueeze(0)
         return out if packed.positions is None else (out, None)
+
+    def _has_refused_adapter(self) -> bool:
+        """Whether the kernels do not support an adapter that is active now, such as one of several."""
+        if self.family.block in WITHOUT_ADAPTERS:
+            return False
+        return any(adapter_refusal(linear) is not None for linear in self.layer_modules().linears())
 
     def _packed(self, kwargs: dict[str, Any]) -> Packed | None:
         """Read the arguments; None if the batch is not packed."""
@@ -146,16 +124,16 @@ class FusedLayer(nn.Module):
         return Packed(layout, first, None if angles is None else (angles[0].squeeze(0), angles[1].squeeze(0)))
 
     def by_kernels(self, x_TH: Tensor, packed: Packed, dtype: torch.dtype) -> Tensor:
-        """Map (T, H) to (T, H) with Triton kernels and matmuls in ``dtype``."""
+        """(T, H) → (T, H) with Triton kernels and matmuls in ``dtype``."""
         modules, rates = self.layer_modules(), self.rates()
         rows = packed.layout.cu_seqlens, packed.layout.longest
         if self.family.block is Block.GATED:
-            from composer_speedups.algorithms.fused_layers.gated_layer import gated_layer  # imports Triton
+            from composer_speedups.algorithms.fused_layers.pre_norm_layers import gated_layer  # imports Triton
 
             assert packed.angles is not None
             return gated_layer(x_TH, modules, rates, *packed.angles, *rows, dtype)
         if self.family.block is Block.PRE_NORM:
-            from composer_speedups.algorithms.fused_layers.pre_norm_layer import pre_norm_layer  # imports Triton
+            from composer_speedups.algorithms.fused_layers.pre_norm_layers import pre_norm_layer  # imports Triton
 
             return pre_norm_layer(x_TH, modules, rates, packed.angles, *rows, dtype).to(x_TH.dtype)
         from composer_speedups.algorithms.fused_layers.layer import Positions, fused_layer  # imports Triton
@@ -172,10 +150,9 @@ class FusedLayer(nn.Module):
         return fused_layer(x_TH.to(dtype), modules, rates, *rows, positions, self.float8_scales, learn=learn)
 
     def first_tokens(self, x_TH: Tensor, packed: Packed) -> Tensor:
-        """Compute the output of each row's first token, with zeros elsewhere, (T, H) → (T, H).
+        """The output of each row's first token, with zeros elsewhere, (T, H) → (T, H).
 
-        It is for a last layer whose head reads only first tokens. Keys and values are computed for all tokens; queries
-        and everything after attention, only for one token per row.
+        Keys and values are computed for all tokens; queries and everything after attention, only for one token per row.
         """
         modules, rates, layout = self.layer_modules(), self.rates(), packed.layout
         is_gated, window, normed_TH = self.family.block is Block.GATED, None, x_TH
@@ -192,9 +169,13 @@ class FusedLayer(nn.Module):
         if packed.positions is None:
             attended_BH = _attend(query_BH, key_value, layout, modules.heads, rates.attention_weights, window)
         else:
-            query_BAD = query_BH.unflatten(-1, (modules.heads, -1))
             key, value = (repad(half, layout, modules.heads) for half in key_value.chunk(2, -1))
-            attended_BH = self._attend_with_positions(query_BAD, key, value, packed, rates.attention_weights)
+            inputs, dropout = (query_BH.unflatten(-1, (modules.heads, -1)), key, value), rates.attention_weights
+            if packed.embeddings is None:
+                attended_BH = first_tokens_attention(*inputs, packed.positions, dropout)
+            else:
+                table = self._table(packed)
+                attended_BH = first_tokens_disentangled_attention(*inputs, table, packed.positions, dropout)
         if self.family.block not in (Block.PRE_NORM, Block.GATED):
             out_BH = _after_attention(attended_BH, first_BH, modules, rates)
         else:
@@ -207,15 +188,6 @@ class FusedLayer(nn.Module):
                 out_BH = summed + F.dropout(modules.down(F.gelu(up)), rates.output)
         return _scatter_first_tokens(out_BH, layout, len(x_TH))
 
-    def _attend_with_positions(
-        self, query_BAD: Tensor, key_BASD: Tensor, value_BASD: Tensor, packed: Packed, dropout: float
-    ) -> Tensor:
-        """The attention output of each row's first token, (B, A·D)."""
-        inputs = query_BAD, key_BASD, value_BASD
-        if packed.embeddings is None:
-            return first_tokens_attention(*inputs, packed.positions, dropout)
-        return first_tokens_disentangled_attention(*inputs, self._table(packed), packed.positions, dropout)
-
     def _table(self, packed: Packed) -> Tensor:
         """Keys and queries of relative positions, (P, 2·A·D)."""
         assert self.family.position_table is not None
@@ -224,7 +196,7 @@ class FusedLayer(nn.Module):
 
 
 def plain_layer(x_TH: Tensor, modules: LayerModules, rates: DropoutRates, layout: Layout) -> Tensor:
-    """Compute a BERT layer with torch's operators, (T, H) → (T, H)."""
+    """A BERT layer with torch's operators, (T, H) → (T, H)."""
     query_TH, key_TH, value_TH = _projected(x_TH, modules.query, modules.key, modules.value).chunk(3, -1)
     attended_TH = attention_over_padded_rows(
         query_TH, key_TH, value_TH, layout, modules.heads, real_keys(layout), rates.attention_weights
@@ -233,7 +205,7 @@ def plain_layer(x_TH: Tensor, modules: LayerModules, rates: DropoutRates, layout
 
 
 def _projected(x_TH: Tensor, *linears: nn.Linear) -> Tensor:
-    """Apply several Linears, which may have adapters, as one matmul, and concatenate their results."""
+    """The concatenated results of several Linears, which may have adapters, as one matmul."""
     adapters = [adapter_of(linear) for linear in linears]
     if any(adapter is not None and adapter.dropout > 0 for adapter in adapters):  # each with an input of its own
         return torch.cat([linear(x_TH) for linear in linears], -1)
@@ -244,7 +216,7 @@ def _projected(x_TH: Tensor, *linears: nn.Linear) -> Tensor:
 def _attend(
     query_BH: Tensor, key_value: Tensor, layout: Layout, heads: int, dropout: float, window: int | None = None
 ) -> Tensor:
-    """Compute the attention output of each row's first token, (B, H), from packed keys and values (T, 2·H)."""
+    """The attention output of each row's first token, (B, H), from packed keys and values (T, 2·H)."""
     if key_value.is_cuda and key_value.dtype in (torch.bfloat16, torch.float16):
         from composer_speedups.kernels.first_token_attention import first_token_attention  # imports Triton
 
@@ -274,14 +246,13 @@ def _rotated(x_TAD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
 
 
 def _first_tokens(x_TH: Tensor, layout: Layout) -> Tensor:
-    """Return each row's first token, (T, H) → (B, H). An empty row gets a token of another row, which
-    :func:`_scatter_first_tokens` drops."""
+    """Each row's first token, (T, H) → (B, H). An empty row has another's, which the scatter below drops."""
     starts = layout.cu_seqlens[: layout.mask_BS.shape[0]].long()
     return x_TH.index_select(0, starts.clamp(max=len(x_TH) - 1))
 
 
 def _scatter_first_tokens(first_BH: Tensor, layout: Layout, tokens: int) -> Tensor:
-    """Scatter each row's first token to its position among zeros, (B, H) → (T, H)."""
+    """Each row's first token in its position among zeros, (B, H) → (T, H)."""
     rows = layout.mask_BS.shape[0]
     starts, ends = layout.cu_seqlens[:rows].long(), layout.cu_seqlens[1 : rows + 1]
     slots = torch.where(ends > starts, starts, tokens)
@@ -312,7 +283,7 @@ class FusedEmbeddings(nn.Module):
         cls.family, cls.arguments = family, list(inspect.signature(super().forward).parameters)[1:]
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Map ids (B, S) to (B, S, H), with the original's arguments; in the autocast dtype if the kernel runs."""
+        """Ids (B, S) → (B, S, H), with the original's arguments; in the autocast dtype if the kernel runs."""
         inputs = dict(zip(self.arguments, args, strict=False)) | kwargs
         others = {name: value for name, value in inputs.items() if name not in _INDEX_ARGUMENTS}
         input_ids, position_ids, token_type_ids = (inputs.get(name) for name in _INDEX_ARGUMENTS)
@@ -350,7 +321,7 @@ _INDEX_ARGUMENTS = ("input_ids", "position_ids", "token_type_ids")
 
 
 def modules_shape(layer: FusedLayer, embeddings: FusedEmbeddings | None) -> Shape:
-    """Return the shape that a model's kernels are compiled for; ``embeddings`` is None if they are not fused."""
+    """The shape that a model's kernels are compiled for; ``embeddings`` is None if they are not fused."""
     modules, rates = layer.layer_modules(), layer.rates(in_training=True)
     hidden, embedded = modules.query.in_features, rates.output
     return Shape(

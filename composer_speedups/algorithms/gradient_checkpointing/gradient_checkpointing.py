@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
@@ -9,6 +10,9 @@ from pydantic import Field
 from composer_speedups.core.technique import Order, Technique
 
 if TYPE_CHECKING:
+    from torch import nn
+
+    from composer_speedups.core.reversible import Inner
     from composer_speedups.core.run import FirstBatch, Run
 
 
@@ -34,8 +38,7 @@ class GradientCheckpointing(Technique):
     """Recompute one of every n blocks; 1 for all of them."""
 
     def engage(self, run: Run) -> dict[str, Any]:
-        from composer_speedups.algorithms.gradient_checkpointing.modules import recomputed
-        from composer_speedups.core.instance_forward import replace_forward, restore_forward
+        from composer_speedups.core.reversible import replace_forward, restore_forward
         from composer_speedups.families.blocks import repeated_blocks
 
         if any(getattr(module, "gradient_checkpointing", False) for module in run.model.modules()):
@@ -46,7 +49,7 @@ class GradientCheckpointing(Technique):
         except ValueError as error:
             raise self.refusal(str(error), "remove it for this model") from error
         for block in blocks:
-            replace_forward(block, recomputed)
+            replace_forward(block, _recomputed)
             run.give_back(restore_forward, block)
         return {"blocks": len(blocks)}
 
@@ -61,3 +64,28 @@ class GradientCheckpointing(Technique):
             "no block was recomputed in the backward pass",
             "do not change the blocks after INIT, keep them in training mode, and train at least one of them",
         )
+
+
+def _recomputed(block: nn.Module, inner: Inner, /, *args: Any, **kwargs: Any) -> Any:
+    """Hooks of the block run around it, so once per step, and not again when it is recomputed."""
+    import torch
+    from torch.utils.checkpoint import checkpoint
+
+    from composer_speedups.core.reversible import call_inner
+
+    if not (block.training and torch.is_grad_enabled()):
+        return call_inner(block, inner, *args, **kwargs)
+    if kwargs.get("past_key_values") is not None:
+        raise ValueError("a block that writes a key-value cache cannot be recomputed; set use_cache=False")
+    return checkpoint(partial(_observed, block, inner), *args, use_reentrant=False, **kwargs)
+
+
+def _observed(block: nn.Module, inner: Inner, /, *args: Any, **kwargs: Any) -> Any:
+    import torch
+
+    from composer_speedups.core.reversible import call_inner
+    from composer_speedups.kernels.host import ran
+
+    if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:  # inside a backward pass
+        ran("recomputed_block")
+    return call_inner(block, inner, *args, **kwargs)

@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from composer_speedups.core.errors import Refusal
-from composer_speedups.core.settings import Check, ComposerTime
+from composer_speedups.core.settings import ComposerTime
 from composer_speedups.core.technique import FSDP, Order, Technique
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from composer_speedups.core.run import FirstBatch, Run
 
 
@@ -25,7 +23,7 @@ class LayerFreezing(Technique):
 
     Raises:
         Refusal: At INIT, without one encoder of a known family, for more blocks than it has, for embeddings that are
-            tied to another module, such as a masked-LM head, and if no parameter would be left to train.
+            tied to another module, such as a masked-LM head.
 
     Source: Lee et al., arXiv 1911.03090.
     """
@@ -39,15 +37,11 @@ class LayerFreezing(Technique):
         "sparse_upcycling": "the experts of a frozen layer would remain equal, and its router would not learn",
     }
 
-    layers: Literal["embeddings"] | int = Field("embeddings")
+    layers: Literal["embeddings"] | Annotated[int, Field(ge=1)] = Field("embeddings")
     """embeddings; or a number of blocks, which are frozen together with the embeddings and with everything else that
     computes the blocks' input, such as DeBERTa's relative positions."""
     start: Annotated[str, ComposerTime(("ba", "ep", "dur"))] = Field("0ba")
     """When they stop training: in ba, ep or dur."""
-
-    def checks(self) -> Iterable[Check]:
-        none = self._blocks < 1 and self.layers != "embeddings"
-        yield none, "layers", f"must be greater than or equal to 1, not {self.layers}"
 
     @property
     def _blocks(self) -> int:
@@ -56,61 +50,41 @@ class LayerFreezing(Technique):
 
     def reset(self) -> None:
         super().reset()
-        self._froze: tuple[int, int] | None = None  # trained batches, and bytes of optimizer state that were freed
-        self._weights: dict[str, float] = {}  # sums of the frozen weights, when training began or they were frozen
+        self._froze: int | None = None  # trained batches
         self._until: Any = None  # max_duration, which a callback that stops training early replaces
 
     def needs(self, run: Run) -> Iterable[Refusal]:
-        if getattr(run.techniques.get("bnb_optimizer"), "stable_embedding", False):
-            reason = (
-                "conflicts with bnb_optimizer: a stable embedding (stable_embedding: true) adds a norm to the "
-                "embeddings, which must be trained"
-            )
-            yield self.refusal(reason, "set stable_embedding: false, or remove one of them")
         if run.in_other_loop and self.start != "0ba":
             yield self.refusal(f"start={self.start} is a time of Composer's Trainer", "leave start out")
 
     def engage(self, run: Run) -> dict[str, Any]:
-        from composer_speedups.algorithms.layer_freezing.modules import check_freezing, is_due
-        from composer_speedups.families.blocks import blocks_of
-        from composer_speedups.families.first_layers import only_encoder
+        from composer_speedups.algorithms.layer_freezing.modules import first_parameters
+        from composer_speedups.families.blocks import blocks_of, only_encoder
 
         try:
-            check_freezing(run.model, self._blocks)
+            first_parameters(run.model, self._blocks)
         except ValueError as error:
             raise self.refusal(str(error), "remove it for this model") from error
-        if run.in_other_loop or is_due(self.start, None):
+        if float(self.start.rstrip("abdepru")) == 0:  # before DDP builds its buckets
             self._freeze(run)
         return {"layers": self.layers, "blocks": len(blocks_of(only_encoder(run.model))), "start": self.start}
 
     def _freeze(self, run: Run) -> None:
         from composer_speedups.algorithms.layer_freezing.modules import freeze
-        from composer_speedups.core.optimizer_state import state_bytes
 
-        model, optimizers, batches = run.model, run.optimizers, 0
+        model, optimizers, self._froze = run.model, run.optimizers, 0
         if run.state is not None:
-            model, optimizers, batches = run.state.model, run.state.optimizers, run.state.timestamp.batch.value
-        before = sum(map(state_bytes, optimizers))
+            model, optimizers, self._froze = run.state.model, run.state.optimizers, run.state.timestamp.batch.value
         freeze(model, optimizers, self._blocks)
-        self._froze = batches, before - sum(map(state_bytes, optimizers))
-        self.fit_start(run)
-
-    def _parameters(self, run: Run) -> dict[str, nn.Parameter]:
-        """The parameters that must be frozen, by name."""
-        from composer_speedups.families.first_layers import first_layers
-
-        modules = {} if self._froze is None else first_layers(run.model, self._blocks)
-        return {f"{path}.{name}": p for path, module in modules.items() for name, p in module.named_parameters()}
 
     def fit_start(self, run: Run) -> None:
-        from composer_speedups.algorithms.layer_freezing.modules import sums
-
-        self._weights = sums(self._parameters(run))  # after a checkpoint was loaded
-        self._until = None if run.state is None else run.state.max_duration
+        assert run.state is not None
+        self._until = run.state.max_duration
 
     def batch_start(self, run: Run) -> None:
         from composer_speedups.algorithms.layer_freezing.modules import is_due
 
+        assert run.state is not None
         if self._froze is None and is_due(self.start, run.state):
             self._freeze(run)
 
@@ -118,37 +92,30 @@ class LayerFreezing(Technique):
         return self.summary(run) if self._froze is not None else {"frozen": "nothing yet"}
 
     def summary(self, run: Run) -> dict[str, Any]:
-        from composer_speedups.algorithms.layer_freezing.modules import sums
-        from composer_speedups.core.optimizer_state import state_bytes
+        from composer_speedups.algorithms.layer_freezing.modules import first_parameters
 
-        parameters = self._parameters(run)
         if self._froze is None:
             if run.state is not None and run.state.max_duration is not self._until:  # early stopping may come before
                 return {"frozen": "nothing", "note": f"training was stopped before start={self.start}"}
             raise self.no_effect(f"training ended before start={self.start}", "set an earlier start")
-        fix = "do not change requires_grad and the frozen weights after INIT"
+        parameters = first_parameters(run.model, self._blocks)
         training = next((n for n, p in parameters.items() if p.requires_grad or p.grad is not None), None)
         if training is not None:
-            raise self.no_effect(f"{training} requires gradients or has one, although it is frozen", fix)
-        changed = next((name for name, value in sums(parameters).items() if value != self._weights[name]), None)
-        if changed is not None:
-            raise self.no_effect(f"{changed} changed, although it is frozen", fix)
+            reason = f"{training} requires gradients or has one, although it is frozen"
+            raise self.no_effect(reason, "do not change requires_grad after INIT")
         blocks = f" and {self._blocks} block{'s' if self._blocks > 1 else ''}" if self._blocks else ""
-        batches, freed = self._froze
         return {
             "frozen": f"embeddings{blocks}",
-            "froze_after_batches": batches,
+            "froze_after_batches": self._froze,
             "frozen_parameters": sum(p.numel() for p in set(parameters.values())),
             "trained_parameters": sum(p.numel() for p in run.model.parameters() if p.requires_grad),
-            "optimizer_bytes": sum(map(state_bytes, run.optimizers)),
-            "optimizer_bytes_freed": freed,
         }
 
     def state(self, run: Run) -> dict[str, Any]:
-        return {} if self._froze is None else {"froze": list(self._froze)}
+        return {} if self._froze is None else {"froze": self._froze}
 
     def load_state(self, run: Run, state: Mapping[str, Any]) -> None:
         """Freeze what was frozen: the checkpoint has no optimizer state for it."""
         if self._froze is None:
             self._freeze(run)
-        self._froze = state["froze"][0], state["froze"][1]
+        self._froze = state["froze"]

@@ -5,26 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from composer_speedups.algorithms.layer_freezing.reducer import rebuild_reducer
-from composer_speedups.families.first_layers import first_layers
+from composer_speedups.families.blocks import first_layers
 
 if TYPE_CHECKING:
     from composer.core import State
 
 
-def check_freezing(model: nn.Module, blocks: int) -> dict[str, nn.Module]:
-    """The modules to freeze, by name: the embeddings, a number of blocks, and all that computes their input.
+def first_parameters(model: nn.Module, blocks: int) -> dict[str, nn.Parameter]:
+    """The parameters to freeze, by name: of the embeddings, a number of blocks, and all that computes their input.
 
     Raises:
         ValueError: They cannot be frozen.
     """
     modules = first_layers(model, blocks)
-    parameters = {p for module in modules.values() for p in module.parameters()}
+    named = {f"{path}.{name}": p for path, module in modules.items() for name, p in module.named_parameters()}
+    parameters = set(named.values())
     inside = {id(inner) for module in modules.values() for inner in module.modules()}
     for path, module in model.named_modules():
         if id(module) in inside or isinstance(module, nn.Embedding):  # T5 registers its embeddings twice
@@ -35,9 +34,7 @@ def check_freezing(model: nn.Module, blocks: int) -> dict[str, nn.Module]:
                 f"{path}.{tied} is tied to the embeddings and would be frozen, too; load the model with "
                 "tie_word_embeddings=False"
             )
-    if not any(p.requires_grad and p not in parameters for p in model.parameters()):
-        raise ValueError(f"layers={blocks or 'embeddings'!r} leaves no parameter to train")
-    return modules
+    return named
 
 
 def freeze(model: nn.Module, optimizers: Iterable[Optimizer], blocks: int) -> None:
@@ -48,37 +45,46 @@ def freeze(model: nn.Module, optimizers: Iterable[Optimizer], blocks: int) -> No
             again without the frozen parameters.
         optimizers: Their groups do not change: an optimizer skips parameters without gradients, and does not decay
             them.
-        blocks: See :func:`check_freezing`.
+        blocks: See :func:`first_parameters`.
     """
-    parameters = {p for module in check_freezing(model, blocks).values() for p in module.parameters()}
+    parameters = first_parameters(model, blocks).values()
     changed = any(p.requires_grad for p in parameters)
     for parameter in parameters:
         parameter.requires_grad_(False)
         parameter.grad = None
-    for optimizer in optimizers:
-        for parameter in parameters:
+        for optimizer in optimizers:
             optimizer.state.pop(parameter, None)
     if changed:
         for module in model.modules():
             if isinstance(module, DistributedDataParallel):
-                rebuild_reducer(module)
+                _rebuild_reducer(module)
 
 
-@torch.no_grad()
-def sums(parameters: dict[str, nn.Parameter]) -> dict[str, float]:
-    """Sums in float64, which any update changes."""
-    return {name: float(p.sum(dtype=torch.float64)) for name, p in parameters.items()}
+def _rebuild_reducer(model: DistributedDataParallel) -> None:
+    """Build a DDP's reducer again, for the parameters that require gradients now; otherwise it would wait for others.
+
+    Communication hooks stay registered. torch rebuilds the buckets in the second backward pass, as those of a new DDP.
+
+    Source: ``DistributedDataParallel.__setstate__``, which builds the reducer of a DDP that was unpickled.
+    """
+    if (sums := vars(model).get("gradient_sums")) is not None:  # distributed.ddp's buckets that are still in flight
+        sums.settle()
+    group, state, hooks = model.process_group, model.__getstate__(), list(model._comm_hooks)
+    # the old reducer's hooks on the parameters are removed when nothing refers to it any more
+    del model.reducer, model.logger
+    state["_comm_hooks"] = []
+    model.__setstate__(state)
+    assert model.process_group is group
+    for hook, hook_state in hooks:
+        model.register_comm_hook(hook_state, hook)
 
 
-def is_due(start: str, state: State | None) -> bool:
-    """Whether a time in batches, epochs or a share of ``max_duration`` is over; None is before training."""
+def is_due(start: str, state: State) -> bool:
+    """Whether a time in batches, epochs or a share of ``max_duration`` is over."""
     from composer.core import TimeUnit
     from composer.core.time import Time
 
-    time = Time.from_timestring(start)
-    if state is None or time.value == 0:
-        return bool(time.value == 0)
-    now, whole = state.timestamp, state.max_duration
+    time, now, whole = Time.from_timestring(start), state.timestamp, state.max_duration
     if time.unit != TimeUnit.DURATION:
         return bool(now.get(time.unit).value >= time.value)
     assert whole is not None, "fit() has a duration"

@@ -1,18 +1,22 @@
-"""Insert PEFT's LoRA layers into a model in place, keeping the model object, its class and its blocks."""
+"""Insert PEFT's LoRA layers into a model in place, keeping the model object, its class and its blocks; and export it,
+merged into a stock model's state dict or in PEFT's format."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
-from composer_speedups.core.parameter_groups import replace_parameters
+from composer_speedups.core.files import replace_folder
+from composer_speedups.core.optimizer_state import replace_parameters
 from composer_speedups.core.stock import outermost_models
 
 ADAPTER = "default"  # PEFT's name for a single adapter
@@ -41,23 +45,6 @@ def trained_copies(model: nn.Module) -> dict[str, Any]:
     return {name: module for name, module in model.named_modules() if isinstance(module, ModulesToSaveWrapper)}
 
 
-def replacements(model: nn.Module) -> dict[Parameter, list[Parameter]]:
-    """Map each frozen parameter to the trained parameters that replace it in the optimizer; most have none."""
-    replaced: dict[Parameter, list[Parameter]] = {}
-    for layer in adapted_layers(model).values():
-        replaced[layer.get_base_layer().weight] = [layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight]
-    for wrapper in trained_copies(model).values():
-        copied = dict(wrapper.modules_to_save[ADAPTER].named_parameters())
-        replaced |= {original: [copied[name]] for name, original in wrapper.original_module.named_parameters()}
-    return {p: replaced.get(p, []) for p in model.parameters() if not p.requires_grad}
-
-
-def settings_of(model: nn.Module) -> dict[str, Any] | None:
-    """The settings that :func:`insert` got for the adapters in ``model``; None without our adapters."""
-    settings: dict[str, Any] | None = vars(adapter_host(model)).get(_SETTINGS)
-    return settings if adapted_layers(model) else None
-
-
 def add_adapters(
     model: nn.Module,
     optimizers: Iterable[Optimizer],
@@ -76,31 +63,45 @@ def add_adapters(
     Raises:
         ValueError: A target does not match, or the model has other adapters.
     """
-    from peft import PeftModel
+    from peft import LoraConfig, PeftModel, inject_adapter_in_model
 
     inner = adapter_host(model)
-    saved = head_names(inner) if modules_to_save is None else modules_to_save
-    wanted = {
-        "rank": rank,
-        "alpha": alpha,
-        "dropout": dropout,
-        "targets": targets if isinstance(targets, str) else sorted(set(targets)),
-        "modules_to_save": sorted(set(saved)),
+    settings: dict[str, Any] = {
+        "r": rank,
+        "lora_alpha": alpha,  # may be a float: PEFT only divides it by the rank
+        "lora_dropout": dropout,
+        "target_modules": targets if isinstance(targets, str) else sorted(set(targets)),
+        "modules_to_save": sorted(set(_head_names(inner) if modules_to_save is None else modules_to_save)) or None,
     }
-    before = settings_of(model)
-    wrapped = any(isinstance(module, PeftModel) for module in model.modules())
-    if wrapped or (adapted_layers(model) and before is None):
-        raise ValueError("the model already has PEFT adapters; pass its base model, or remove the technique")
-    if before is None:
-        insert(inner, wanted)
-    elif before != wanted:
-        had = ", ".join(f"{name}={before[name]!r}" for name in wanted if before[name] != wanted[name])
-        raise ValueError(f"the model already has LoRA's adapters with {had}; build a new model")
+    if adapted_layers(model) or any(isinstance(module, PeftModel) for module in model.modules()):
+        if (before := vars(inner).get(_SETTINGS)) != settings:
+            had = "PEFT adapters" if before is None else f"LoRA's adapters with {before}"
+            raise ValueError(f"the model already has {had}; build a new model, or pass its base model")
+    else:
+        linears = [name for name, module in inner.named_modules() if isinstance(module, nn.Linear)]
+        _refuse_unmatched([] if isinstance(targets, str) else targets, linears, "targets: no Linear")
+        every = [name for name, _ in inner.named_modules()]
+        _refuse_unmatched(settings["modules_to_save"] or (), every, "modules_to_save: no module")
+        task = next((t for end, t in _TASKS.items() if type(inner).__name__.endswith(f"For{end}")), None)
+        base = getattr(inner, "name_or_path", None) or None
+        config = LoraConfig(task_type=task, base_model_name_or_path=base, **settings)
+        inject_adapter_in_model(config, inner, adapter_name=ADAPTER)
+        for layer in adapted_layers(inner).values():
+            layer.train(layer.get_base_layer().training)  # PEFT's modules start in training mode
+        vars(inner)[_SETTINGS] = settings
     names = {p: name for name, p in inner.named_parameters()}
-    replace_parameters(list(optimizers), replacements(inner), names, for_untrained="first group")
+    replace_parameters(list(optimizers), _replacements(inner), names, for_untrained="first group")
 
 
-def head_names(model: nn.Module) -> list[str]:
+def _refuse_unmatched(wanted: Iterable[str], names: Sequence[str], what: str) -> None:
+    """Refuse a name that matches nothing; PEFT ignores it if another name matches."""
+    for one in wanted:
+        if not any(name == one or name.endswith(f".{one}") for name in names):
+            known = ", ".join(sorted({name.rpartition(".")[2] for name in names if name}))
+            raise ValueError(f"{what} of the model is called {one!r}; it has {known}")
+
+
+def _head_names(model: nn.Module) -> list[str]:
     """Return the names of the modules on top of a Hugging Face encoder, which are new and must be fully trained.
 
     Empty for a language model, whose head is pretrained, and for a model that is not a Hugging Face model.
@@ -116,80 +117,73 @@ def head_names(model: nn.Module) -> list[str]:
     ]
 
 
-def insert(model: nn.Module, settings: dict[str, Any]) -> None:
-    """Freeze ``model`` and insert adapters with the given settings.
-
-    Args:
-        model: The module that :func:`adapter_host` returned; changed in place.
-        settings: Rank, alpha, dropout, targets and modules to save.
-
-    Raises:
-        ValueError: A target that does not match any module, or matches one that is not a Linear.
-    """
-    from peft import LoraConfig, inject_adapter_in_model
-
-    names, saved = settings["targets"], settings["modules_to_save"]
-    task = next((t for end, t in _TASKS.items() if type(model).__name__.endswith(f"For{end}")), None)
-    config = LoraConfig(
-        task_type=task,  # selects PEFT's class when the adapter is loaded
-        r=settings["rank"],
-        lora_alpha=settings["alpha"],  # may be a float: PEFT only divides it by the rank
-        lora_dropout=settings["dropout"],
-        target_modules=names,
-        modules_to_save=saved or None,
-        base_model_name_or_path=getattr(model, "name_or_path", None) or None,
-    )
-    if names != "all-linear":
-        _check_targets(model, config, names)
-    for name in saved:
-        if not any(key == name or key.endswith(f".{name}") for key, _ in model.named_modules()):
-            children = ", ".join(name for name, _ in model.named_children())
-            raise ValueError(f"modules_to_save: the model has no module {name!r}; its children are {children}")
-    inject_adapter_in_model(config, model, adapter_name=ADAPTER)
+def _replacements(model: nn.Module) -> dict[Parameter, list[Parameter]]:
+    """Map each frozen parameter to the trained parameters that replace it in the optimizer; most have none."""
+    replaced: dict[Parameter, list[Parameter]] = {}
     for layer in adapted_layers(model).values():
-        layer.train(layer.get_base_layer().training)  # PEFT's modules start in training mode
-    vars(model)[_SETTINGS] = settings
-
-
-def _check_targets(model: nn.Module, config: Any, names: Sequence[str]) -> None:
-    """Refuse a name that matches nothing; PEFT ignores it if another name matches."""
-    from peft.tuners.tuners_utils import _ExcludedModule, check_target_module_exists
-
-    for name in names:
-        one = copy.copy(config)
-        one.target_modules = {name}
-        matched = {
-            key: module
-            for key, module in model.named_modules()
-            if (hit := check_target_module_exists(one, key)) and not isinstance(hit, _ExcludedModule)
-        }
-        if not matched:
-            raise ValueError(f"targets: no module is called {name!r}; the model's Linears are {_linear_names(model)}")
-        for key, module in matched.items():
-            if not isinstance(module, nn.Linear):
-                raise ValueError(f"targets: {key} is a {type(module).__name__}; only Linear modules are supported")
-
-
-def _linear_names(model: nn.Module) -> str:
-    last = {name.split(".")[-1] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    return ", ".join(sorted(last)) or "none"
-
-
-def adapter_weights(model: nn.Module) -> list[Parameter]:
-    """The B matrices of the adapters, which start at zero."""
-    return [layer.lora_B[ADAPTER].weight for layer in adapted_layers(model).values()]
-
-
-def trained_and_frozen(model: nn.Module) -> tuple[dict[str, Parameter], dict[str, Parameter]]:
-    """The trained and the frozen parameters, according to PEFT's modules, not to requires_grad."""
-    added = [m[ADAPTER] for layer in adapted_layers(model).values() for m in (layer.lora_A, layer.lora_B)]
-    added += [wrapper.modules_to_save[ADAPTER] for wrapper in trained_copies(model).values()]
-    ours = {p for module in added for p in module.parameters()}
-    named = dict(model.named_parameters())
-    return {n: p for n, p in named.items() if p in ours}, {n: p for n, p in named.items() if p not in ours}
+        replaced[layer.get_base_layer().weight] = [layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight]
+    for wrapper in trained_copies(model).values():
+        copied = dict(wrapper.modules_to_save[ADAPTER].named_parameters())
+        replaced |= {original: [copied[name]] for name, original in wrapper.original_module.named_parameters()}
+    return {p: replaced.get(p, []) for p in model.parameters() if not p.requires_grad}
 
 
 @torch.no_grad()
-def sums(parameters: dict[str, Parameter]) -> dict[str, Tensor]:
-    """Float64 sums, which any update changes; the tensors' version would not show changes through ``.data``."""
-    return {name: p.sum(dtype=torch.float64) for name, p in parameters.items()}
+def merged_state_dict(model: nn.Module, weights: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """Return the state dict of the equivalent model without adapters, whose weights are W + alpha / rank · B A.
+
+    ``model.save_pretrained(folder, state_dict=merged_state_dict(model))`` saves it. ``model`` is not changed. An
+    adapter that PEFT already merged into W is not added again.
+
+    Args:
+        model: The Hugging Face model (or plain module) with LoRA's adapters.
+        weights: The full state dict of ``model``, for a model that is sharded over ranks; None for
+            ``model.state_dict()``.
+
+    Returns:
+        The state dict, with the stock model's names. Merged weights are new tensors in the dtype of W; all others are
+        the tensors of ``weights``.
+    """
+    weights = dict(model.state_dict() if weights is None else weights)
+    for name, layer in adapted_layers(model).items():
+        a, b = (weights.pop(f"{name}.lora_{m}.{ADAPTER}.weight").float() for m in "AB")
+        base = weights[f"{name}.base_layer.weight"]
+        if ADAPTER not in layer.merged_adapters:
+            weights[f"{name}.base_layer.weight"] = (base.float() + layer.scaling[ADAPTER] * (b @ a)).to(base.dtype)
+    stock = {f"{name}.base_layer.": f"{name}." for name in adapted_layers(model)}
+    for name in trained_copies(model):
+        stock[f"{name}.modules_to_save.{ADAPTER}."] = f"{name}."
+        weights = {key: value for key, value in weights.items() if not key.startswith(f"{name}.original_module.")}
+    prefixes = {key: next(filter(key.startswith, stock), "") for key in weights}
+    return {stock.get(prefix, "") + key.removeprefix(prefix): weights[key] for key, prefix in prefixes.items()}
+
+
+def save_adapter(model: nn.Module, folder: Path | str, weights: dict[str, Tensor] | None = None) -> Path:
+    """Save the adapters and the fully trained modules in PEFT's format; an existing ``folder`` is replaced.
+
+    ``PeftModel.from_pretrained(base, folder)`` loads them into the base model. ``adapter_config.json`` contains the
+    base model's name or path, if it is known.
+
+    Args:
+        model: The model with LoRA's adapters, or a ComposerModel that contains it.
+        folder: The folder to write; its parent must exist.
+        weights: The full state dict of the Hugging Face model, for a model that is sharded over ranks; None for
+            ``model.state_dict()``.
+
+    Raises:
+        ValueError: The model has no adapters.
+    """
+    from peft.utils import SAFETENSORS_WEIGHTS_NAME, get_peft_model_state_dict
+
+    model = adapter_host(model)
+    if not adapted_layers(model):
+        raise ValueError("the model has no adapters; add the technique lora")
+    # With save_embedding_layers="auto", PEFT would look up the base model on the hub to check its vocabulary size.
+    adapter_weights = get_peft_model_state_dict(model, weights, ADAPTER, save_embedding_layers=False)
+    config: Any = copy.copy(model.peft_config[ADAPTER])  # type: ignore[union-attr, index]
+    config.inference_mode = True
+    with replace_folder(Path(folder)) as new_folder:
+        tensors = {f"base_model.model.{name}": t.detach().cpu().contiguous() for name, t in adapter_weights.items()}
+        save_file(tensors, new_folder / SAFETENSORS_WEIGHTS_NAME, metadata={"format": "pt"})
+        config.save_pretrained(str(new_folder))
+    return Path(folder)

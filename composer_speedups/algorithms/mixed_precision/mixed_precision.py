@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,6 +13,10 @@ from composer_speedups.core.requirements import needs_cuda
 from composer_speedups.core.technique import Order, Technique
 
 if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from composer_speedups.core.reversible import Inner
     from composer_speedups.core.run import FirstBatch, Run
 
 
@@ -64,10 +69,12 @@ class MixedPrecision(Technique):
 
             run.state.precision = Precision(f"amp_{self.dtype}")
         else:
-            from composer_speedups.algorithms.mixed_precision.modules import autocast_forward
-            from composer_speedups.core.instance_forward import restore_forward
+            from composer_speedups.core.reversible import replace_forward, restore_forward
 
-            autocast_forward(run.model, {"bf16": torch.bfloat16, "fp16": torch.float16}[self.dtype])
+            signature = inspect.signature(run.model.forward)  # by which Trainers choose a batch's entries
+            plain = [parameter.replace(annotation=parameter.empty) for parameter in signature.parameters.values()]
+            forward: Any = replace_forward(run.model, _under_autocast, torch.bfloat16)
+            forward.__signature__ = inspect.Signature(plain)  # without annotations, which cannot all be pickled
             run.give_back(restore_forward, run.model)
         return {"dtype": self.dtype, "precision_before": before}
 
@@ -79,7 +86,13 @@ class MixedPrecision(Technique):
                 f"matmuls and outputs were {', '.join(sorted(dtypes)) or 'not seen'}, and none was {wanted}",
                 "look for code that changes the Trainer's precision after INIT",
             )
-        evidence: dict[str, Any] = {"dtypes_seen": sorted(dtypes)}
-        if self.dtype == "fp16" and run.state is not None and run.state.scaler is not None:
-            evidence["loss_scale"] = run.state.scaler.get_scale()
-        return evidence
+        return {"dtypes_seen": sorted(dtypes)}
+
+
+def _under_autocast(model: nn.Module, inner: Inner, dtype: torch.dtype, /, *args: Any, **kwargs: Any) -> Any:
+    import torch
+
+    from composer_speedups.core.reversible import call_inner
+
+    with torch.autocast(next(model.parameters()).device.type, dtype):
+        return call_inner(model, inner, *args, **kwargs)

@@ -12,6 +12,8 @@ from composer_speedups.core.requirements import needs_cuda
 from composer_speedups.core.technique import ComparedTechnique, Order
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from composer_speedups.core.run import FirstBatch, Run
 
 
@@ -41,31 +43,32 @@ class SDPAAttention(ComparedTechnique):
             yield from needs_cuda(self.name, run, f"the {self.backend} kernel", (8, 0))
 
     def engage(self, run: Run) -> dict[str, Any]:
-        from composer_speedups.algorithms.sdpa_attention.modules import attention_name, set_attention
+        from transformers import PreTrainedModel
+
         from composer_speedups.core.stock import outermost_models
         from composer_speedups.packing.untouched import remember_attention
 
         models = list(outermost_models(run.model).values())
         if not models:
             raise self.refusal("the model has no Hugging Face model", "remove it")
+        for module in run.model.modules():
+            if isinstance(module, PreTrainedModel) and not module._supports_sdpa:
+                reason = f"{type(module).__name__} does not support scaled_dot_product_attention in transformers"
+                raise self.refusal(reason, "remove it")
         before = {model: model.config._attn_implementation or "eager" for model in models}
-        try:
-            set_attention(models, attention_name(self.backend))
-        except ValueError as error:
-            raise self.refusal(str(error), "remove it") from error
         for model in models:
+            model.set_attn_implementation(_attention_name(self.backend))
             remember_attention(model, before[model])
             run.give_back(remember_attention, model, None)
             run.give_back(model.set_attn_implementation, before[model])
         return {"backend": self.backend, "implementation_before": ", ".join(sorted(set(before.values())))}
 
     def proof(self, run: Run, seen: FirstBatch) -> dict[str, Any]:
-        from composer_speedups.algorithms.sdpa_attention.modules import attention_name
         from composer_speedups.core.stock import outermost_models
         from composer_speedups.core.trainer_state import is_compiled
 
         implementations = {model.config._attn_implementation for model in outermost_models(run.model).values()}
-        if implementations != {attention_name(self.backend)}:
+        if implementations != {_attention_name(self.backend)}:
             raise self.no_effect(
                 f"the model's attention is {', '.join(map(str, implementations))}", "do not change it after INIT"
             )
@@ -80,3 +83,31 @@ class SDPAAttention(ComparedTechnique):
         if self.backend not in ("auto", *kernels[0].split("_")):
             raise self.no_effect(f"the kernel that ran is {kernels[0]}", "use backend: auto")
         return {"kernel": kernels[0], "kernel_seen_in": "forward pass"}
+
+
+def _attention_name(backend: str) -> str:
+    """The name of an attention implementation of transformers that uses this backend, which is registered if needed.
+
+    It does not contain "flash", because transformers would load the flash-attn package for such a name.
+    """
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+    from transformers.modeling_utils import AttentionInterface
+
+    backends = {
+        "flash": SDPBackend.FLASH_ATTENTION,
+        "efficient": SDPBackend.EFFICIENT_ATTENTION,
+        "cudnn": SDPBackend.CUDNN_ATTENTION,
+        "math": SDPBackend.MATH,
+    }
+
+    def attention(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with sdpa_kernel(backends[backend]):
+            return sdpa_attention_forward(module, *args, **kwargs)
+
+    name = "sdpa" if backend == "auto" else f"sdpa_only_{backend.replace('flash', 'fa')}"
+    if AttentionInterface().get(name) is None:
+        AttentionInterface.register(name, attention)
+        AttentionMaskInterface.register(name, sdpa_mask)  # without it, the model would attend to padding
+    return name

@@ -1,4 +1,4 @@
-"""A feed-forward layer of experts, its router, and the load-balancing loss.
+"""Feed-forward layers of experts with routers: their modules, the load-balancing loss, and how a model gets them.
 
 Shape suffixes: T tokens (including padding), H hidden units, E experts, K experts per token, S = T·K slots.
 """
@@ -6,93 +6,69 @@ Shape suffixes: T tokens (including padding), H hidden units, E experts, K exper
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import skip_init
+from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
-from composer_speedups.kernels.observing import ran
+from composer_speedups.core.optimizer_state import replace_parameters
+from composer_speedups.core.pretrained import pretrained_config
+from composer_speedups.core.stock import outermost_models
+from composer_speedups.families.family import families, family_of, family_titles
+from composer_speedups.kernels.host import ran
 
-ROUTER_STD = 0.02  # arXiv 2212.05055, section 3.1
-
-
-class Expert(nn.Module):
-    """A copy of a dense feed-forward block: up, activation, down."""
-
-    def __init__(self, up: nn.Module, activation: nn.Module, down: nn.Module) -> None:
-        super().__init__()
-        self.up, self.activation, self.down = copy.deepcopy(up), copy.deepcopy(activation), copy.deepcopy(down)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        output: Tensor = self.down(self.activation(self.up(hidden)))
-        return output
+_ROUTER_STD = 0.02  # arXiv 2212.05055, section 3.1
+_PARTS = ("up", "activation", "down")
 
 
 class Routing:
-    """The routing of a model's last forward pass: recorded by the layers, started and finished by hooks of the encoder.
-
-    The losses are computed after the encoder, outside of activation checkpoints. Layers that are recomputed in the
-    backward pass record nothing.
-
-    Attributes:
-        balance: Load-balancing loss of each layer by name, a scalar with a gradient.
-        load: Share of the real tokens' slots of each expert, shape (E,), by name of the layer.
-    """
+    """What the layers of a model chose in a forward pass, while it is recorded, and the mask of that pass."""
 
     def __init__(self) -> None:
-        self.balance: dict[str, Tensor] = {}
-        self.load: dict[str, Tensor] = {}
-        self._mask: Tensor | None = None
-        self._noted: dict[str, tuple[Tensor, Tensor, torch.Size]] | None = None  # None outside of a forward pass
+        self.mask: Tensor | None = None
+        # layer → probabilities (T, E), chosen experts (T, K), and its input's shape without the last dimension
+        self.noted: dict[str, tuple[Tensor, Tensor, torch.Size]] | None = None
 
     @torch.compiler.disable
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Start recording. A forward pre-hook of the encoder, whose second argument is the mask in every family."""
-        mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
-        if mask is not None and mask.dim() != 2:
-            raise ValueError(f"load balancing needs an attention mask of shape (rows, tokens), not {tuple(mask.shape)}")
-        self.balance, self.load, self._mask, self._noted = {}, {}, mask, {}
+        """A forward pre-hook of the encoder, whose second argument is the mask in every family."""
+        self.mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
+        if self.mask is not None and self.mask.dim() != 2:
+            raise ValueError(
+                f"load balancing needs an attention mask of shape (rows, tokens), not {tuple(self.mask.shape)}"
+            )
 
-    def note(self, name: str, probabilities_TE: Tensor, chosen_TK: Tensor, positions: torch.Size) -> None:
-        """Record a layer's routing in training; ``positions`` is its input's shape without the last dimension."""
-        if self._noted is not None and probabilities_TE.requires_grad:
-            self._noted[name] = probabilities_TE, chosen_TK, positions
-
-    @torch.compiler.disable
-    def end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Compute the losses and stop recording. A forward hook of the encoder."""
-        for name, (probabilities_TE, chosen_TK, positions) in (self._noted or {}).items():
-            real_T = self.real_tokens(positions, probabilities_TE.device)
-            self.balance[name], share_E = balance_loss(probabilities_TE, chosen_TK, real_T)
-            self.load[name] = share_E.detach()
-        self._mask = self._noted = None
+    def losses(self) -> list[Tensor]:
+        """The load-balancing loss of each layer, a scalar with a gradient; ends the recording."""
+        noted, self.noted = self.noted or {}, None
+        return [
+            balance_loss(probabilities_TE, chosen_TK, self.real_tokens(positions, probabilities_TE.device))
+            for probabilities_TE, chosen_TK, positions in noted.values()
+        ]
 
     def real_tokens(self, positions: torch.Size, device: torch.device) -> Tensor | None:
         """Return which tokens are not padding, bool (T,); None if all are real.
 
         In an encoder that packs its tokens (the unpadding technique), the real ones are first.
         """
-        if self._mask is None:
+        if self.mask is None:
             return None
-        mask_T = self._mask.reshape(-1) != 0
-        if positions == self._mask.shape:
-            return mask_T
-        return torch.arange(positions.numel(), device=device) < mask_T.sum()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {}  # models can be copied and pickled, but tensors with a gradient function cannot
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        Routing.__init__(self)
+        mask_T = self.mask.reshape(-1) != 0
+        return mask_T if positions == self.mask.shape else torch.arange(positions.numel(), device=device) < mask_T.sum()
 
 
-def balance_loss(probabilities_TE: Tensor, chosen_TK: Tensor, real_T: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the load-balancing loss of one layer, and each expert's share of the slots.
+def balance_loss(probabilities_TE: Tensor, chosen_TK: Tensor, real_T: Tensor | None) -> Tensor:
+    """Return the load-balancing loss of one layer.
 
-    The loss is ``E · Σ share·probability`` over real tokens: 1 if both are uniform, E if one expert gets all slots, 0
-    without a real token. Its gradient flows only through the probabilities.
+    It is ``E · Σ share·probability`` over real tokens: 1 if both are uniform, E if one expert gets all slots, 0 without
+    a real token. Its gradient flows only through the probabilities.
 
     Source: Switch Transformer, arXiv 2101.03961, section 2.2, with shares of the T·K slots in place of the tokens.
     """
@@ -102,44 +78,27 @@ def balance_loss(probabilities_TE: Tensor, chosen_TK: Tensor, real_T: Tensor | N
     slots_TE = F.one_hot(chosen_TK, experts).sum(1)
     share_E = (slots_TE * weight_T[:, None]).sum(0) / (count * chosen_TK.shape[1])
     probability_E = (probabilities_TE * weight_T[:, None]).sum(0) / count
-    return experts * (share_E * probability_E).sum(), share_E
+    return experts * (share_E * probability_E).sum()
 
 
 class SparseFeedForward(nn.Module):
     """Experts with a router, which sends each token to its ``top_k`` most probable experts.
 
     Experts have no capacity limit, so no token is dropped. The weights of a token's experts add up to one, so the
-    output of equal experts is that of the dense block.
-
-    Args:
-        up, activation, down: The dense block; copied for each expert.
-        experts: Number of experts.
-        top_k: Experts per token.
-        name: Name of the layer, the key of its loss in ``routing``.
-        routing: The model's routing, shared by its layers.
+    output of equal experts is that of the dense block, an ``nn.Sequential`` that each of them copies.
     """
 
-    def __init__(
-        self,
-        up: nn.Linear,
-        activation: nn.Module,
-        down: nn.Linear,
-        *,
-        experts: int,
-        top_k: int,
-        name: str,
-        routing: Routing,
-    ) -> None:
+    def __init__(self, dense: Any, experts: int, top_k: int, name: str, routing: Routing) -> None:
         super().__init__()
-        weight = up.weight
+        weight = dense.up.weight
         # The router's weights are drawn on the CPU, and no other number is, so they do not depend on the device.
         self.router = skip_init(
-            nn.Linear, up.in_features, experts, bias=False, device=weight.device, dtype=weight.dtype
+            nn.Linear, weight.shape[1], experts, bias=False, device=weight.device, dtype=weight.dtype
         )
         with torch.no_grad():
-            self.router.weight.copy_(torch.randn(self.router.weight.shape) * ROUTER_STD)
+            self.router.weight.copy_(torch.randn(self.router.weight.shape) * _ROUTER_STD)
         self.router.weight.requires_grad_(weight.requires_grad)
-        self.experts = nn.ModuleList(Expert(up, activation, down) for _ in range(experts))
+        self.experts = nn.ModuleList(copy.deepcopy(dense) for _ in range(experts))
         self.top_k, self.name, self.routing = top_k, name, routing
 
     @torch.compiler.disable  # its shapes depend on the data, so it would be recompiled repeatedly
@@ -150,8 +109,8 @@ class SparseFeedForward(nn.Module):
             probabilities_TE = F.linear(x_TH.float(), self.router.weight.float()).softmax(-1)
             top_TK, chosen_TK = probabilities_TE.topk(self.top_k)
             weights_TK = top_TK / top_TK.sum(-1, keepdim=True)
-        if self.training:
-            self.routing.note(self.name, probabilities_TE, chosen_TK, hidden.shape[:-1])
+        if self.training and self.routing.noted is not None and probabilities_TE.requires_grad:
+            self.routing.noted[self.name] = probabilities_TE, chosen_TK, hidden.shape[:-1]
         outputs_TKH = self._dispatch(x_TH, chosen_TK)
         combined_TH = (outputs_TKH * weights_TK[..., None]).sum(1).to(outputs_TKH.dtype)
         return combined_TH.view(*hidden.shape[:-1], -1)
@@ -178,27 +137,85 @@ def sparse_layers(model: nn.Module) -> list[SparseFeedForward]:
     return [m for m in model.modules() if isinstance(m, SparseFeedForward)]
 
 
-def load_balancing_loss(model: nn.Module) -> Tensor | None:
-    """The load-balancing loss of the last forward pass in training mode, a scalar with a gradient, summed over layers.
+def upcycle(
+    model: nn.Module, optimizers: Iterable[torch.optim.Optimizer], *, experts: int, every: int, top_k: int
+) -> None:
+    """Replace layers ``every``, ``2·every``, … (counted from 1) by experts, which are copies of the layer.
 
-    A layer's loss is 1 if its real tokens are spread evenly, and at most ``experts / top_k``. None if there was no
-    forward pass in training mode with gradients.
+    The outputs do not change, except for the rounding of weights that add up to one. Experts and routers join the
+    optimizers' groups of the weights that they replace. The settings are stored in the model's config as
+    ``sparse_upcycling``. A model that already has these experts is not changed.
 
-    Source: Switch Transformer, arXiv 2101.03961, section 2.2.
+    Raises:
+        ValueError: There is no layer to replace, or the model has layers of experts with other settings.
     """
-    losses = list(sparse_layers(model)[0].routing.balance.values())
-    return torch.stack(losses).sum() if losses else None
+    outermost = next(iter(outermost_models(model).values()), None)
+    if outermost is None:
+        raise ValueError("the model has no Hugging Face model whose feed-forward layers could be replaced by experts")
+    if getattr(outermost.config, "chunk_size_feed_forward", 0):
+        raise ValueError("experts need all tokens of a layer at once; set the model's chunk_size_feed_forward to 0")
+    encoder: Any = outermost.base_model
+    settings = {"experts": experts, "every": every, "top_k": top_k}
+    if sparse_layers(model):
+        if encoder.config.sparse_upcycling != settings:
+            had = encoder.config.sparse_upcycling
+            raise ValueError(f"the model already has layers of experts with {had}; build a new model")
+        return
+    family = family_of(type(encoder))
+    layouts = {known.feed_forward for known in ([family] if family else families())} - {None}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    blocks = [
+        (name, [f"{name}.{path}" for path in layout])
+        for name in modules
+        for layout in layouts
+        if layout is not None and all(f"{name}.{path}" in modules for path in layout)
+    ]
+    if not blocks[every - 1 :: every]:
+        known = family_titles(lambda family: family.feed_forward)
+        raise ValueError(f"the model has {len(blocks)} feed-forward layers like those of {known}, and every={every}")
+    routing = Routing()
+    replaced: dict[nn.Parameter, list[nn.Parameter]] = {}
+    for name, paths in blocks[every - 1 :: every]:
+        dense: Any = nn.Sequential(OrderedDict(zip(_PARTS, (modules[path] for path in paths), strict=True)))
+        sparse = SparseFeedForward(dense, experts, top_k, name, routing).train(dense.up.training)
+        # Identities replace the rest, so the layer's forward is unchanged: its dropout, residual and LayerNorm.
+        for path, new in zip(paths, (sparse, nn.Identity(), nn.Identity()), strict=True):
+            model.set_submodule(path, new)
+        for key, old in dense.named_parameters():
+            replaced[old] = [expert.get_parameter(key) for expert in sparse.experts]
+        replaced[dense.up.weight].append(sparse.router.weight)
+    encoder.register_forward_pre_hook(routing.begin, with_kwargs=True)
+    encoder.config.sparse_upcycling = settings
+    replace_parameters(list(optimizers), replaced, {p: n for n, p in model.named_parameters()})
 
 
-def add_to_loss(loss: Any, extra: Tensor) -> Any:
-    """Add a term to a ComposerModel's loss and return it in the same form.
+def load_sparse_upcycling(folder: str | Path, auto: Any = AutoModelForSequenceClassification) -> PreTrainedModel:
+    """Load a model with experts from a folder that ``save_pretrained`` or train.py wrote.
 
-    Composer accepts a tensor, a list or tuple of tensors (which it sums), or a dict (of which it uses ``total``, or
-    else the sum).
+    transformers' ``from_pretrained`` would not find weights for the layers that were replaced by experts.
+
+    Args:
+        folder: A local folder with a config.json, which has the settings, and safetensors files.
+        auto: The auto class of the model's task. Default AutoModelForSequenceClassification.
+
+    Returns:
+        The model in eval mode, on the CPU, in the dtype of its weights.
+
+    Raises:
+        ValueError: The folder does not have a model with experts, or lacks some of its weights.
     """
-    if isinstance(loss, dict):
-        total = {"total": loss["total"] + extra} if "total" in loss else {}
-        return {**loss, **total, "load_balancing": extra}
-    if isinstance(loss, (list, tuple)):
-        return [*loss, extra]
-    return loss + extra
+    config = pretrained_config(str(folder))
+    settings = getattr(config, "sparse_upcycling", None)
+    if settings is None:
+        raise ValueError(f"{folder} does not have an exported model with experts; load it with from_pretrained")
+    with torch.random.fork_rng(devices=[]):  # the drawn weights are overwritten below
+        model: PreTrainedModel = auto.from_config(config)
+        upcycle(model, (), **settings)
+    files = sorted(Path(folder).glob("*.safetensors"))
+    weights = {name: weight for file in files for name, weight in load_file(file).items()}
+    missing, unexpected = model.load_state_dict(weights, strict=False)
+    model.tie_weights()
+    lacking = [name for name in missing if name not in model.all_tied_weights_keys] + list(unexpected)
+    if lacking:
+        raise ValueError(f"the weights in {folder} do not fit its config: {lacking[0]} and {len(lacking) - 1} more")
+    return model.eval()

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
 from composer_speedups.core.errors import Refusal
+from composer_speedups.core.requirements import needs_composer
 from composer_speedups.core.settings import Check
 from composer_speedups.core.technique import Order, Technique
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from torch import Tensor
 
     from composer_speedups.core.run import FirstBatch, Run
@@ -56,20 +55,14 @@ class SparseUpcycling(Technique):
 
     def reset(self) -> None:
         super().reset()
-        self._reached = False  # whether the backward pass reached the load-balancing loss
-        self._losses: list[Tensor] = []  # load-balancing losses of this batch's micro-batches
-        self._balance = 0.0  # load-balancing loss of the last batch, summed over layers
-        self._load: dict[str, Tensor] = {}  # by layer: shares of the real tokens' slots in the last micro-batch
+        self._balance: list[Tensor] = []  # this batch's load-balancing losses, means over layers, of its micro-batches
 
     def needs(self, run: Run) -> Iterable[Refusal]:
-        from composer_speedups.core.requirements import needs_composer
-
         if self.load_balancing:
             yield from needs_composer(self.name, run, "the load-balancing loss")
 
     def engage(self, run: Run) -> dict[str, Any]:
-        from composer_speedups.algorithms.sparse_upcycling.modules import sparse_layers
-        from composer_speedups.algorithms.sparse_upcycling.upcycle import upcycle
+        from composer_speedups.algorithms.sparse_upcycling.modules import sparse_layers, upcycle
 
         before = sum(p.numel() for p in run.model.parameters())
         try:
@@ -80,70 +73,42 @@ class SparseUpcycling(Technique):
             "layers": len(sparse_layers(run.model)),
             "experts": self.experts,
             "parameters_added": sum(p.numel() for p in run.model.parameters()) - before,
-            "checkpoint": "has experts; load an exported model with load_sparse_upcycling",
         }
 
+    def fit_start(self, run: Run) -> None:
+        from composer_speedups.algorithms.sparse_upcycling.modules import sparse_layers
+
+        self._routing = sparse_layers(run.model)[0].routing
+
+    def before_forward(self, run: Run) -> None:
+        self._routing.noted = {}
+
     def after_loss(self, run: Run) -> None:
-        from composer_speedups.algorithms.sparse_upcycling.modules import (
-            add_to_loss,
-            load_balancing_loss,
-            sparse_layers,
-        )
+        """Add the load-balancing loss, outside of activation checkpoints, whose recomputation then records nothing."""
+        import torch
 
         assert run.state is not None
-        balance = load_balancing_loss(run.model)
-        if balance is None:
+        if not (losses := self._routing.losses()):
             fix = "use gradient checkpointing without use_reentrant, or remove sparse_upcycling"
             raise self.no_effect("there was no forward pass in training mode with gradients", fix)
-        self._losses.append(balance.detach())
-        self._load = dict(sparse_layers(run.model)[0].routing.load)  # evaluation clears it
-        if not self.load_balancing:
-            return
-        if not self._reached:
-            balance.register_hook(self._note_gradient)
-        run.state.loss = add_to_loss(run.state.loss, self.load_balancing * balance)
-
-    def _note_gradient(self, gradient: Tensor) -> None:
-        self._reached = True
+        balance = torch.stack(losses).sum()
+        self._balance.append(balance.detach() / len(losses))
+        if self.load_balancing:
+            run.state.loss = run.state.loss + self.load_balancing * balance  # type: ignore[operator]
 
     def batch_end(self, run: Run) -> None:
         import torch
 
-        if self._losses:
-            self._balance = float(torch.stack(self._losses).mean())
-            self._losses = []
-            run.log({f"{self.name}/load_balancing_loss": self._balance / len(self._load)})
+        self._mean = float(torch.stack(self._balance).mean())
+        self._balance = []
+        run.log({f"{self.name}/load_balancing_loss": self._mean})
 
     def proof(self, run: Run, seen: FirstBatch) -> Mapping[str, Any]:
         from composer_speedups.algorithms.sparse_upcycling.modules import sparse_layers
 
-        layers, fix = sparse_layers(run.model), "do not change the model and its loss after INIT, or remove it"
-        ran = {
-            layer.name: sum(bool(seen.ran[f"{layer.name} expert {i}"]) for i in range(self.experts)) for layer in layers
-        }
-        for name, count in ran.items():
-            if count < self.top_k:
-                raise self.no_effect(f"only {count} experts of {name} ran in the first batch", fix)
-        if run.state is not None and self.load_balancing and not self._reached:
-            raise self.no_effect("the load-balancing loss was not part of the backward pass", fix)
-        trained = {id(p) for optimizer in run.optimizers for g in optimizer.param_groups for p in g["params"]}
-        ours = [p for layer in layers for p in layer.parameters()]
-        if trained and not run.sharded and not trained.issuperset(map(id, ours)):  # FSDP has other parameters
-            raise self.no_effect("the optimizer does not train the experts and their router", fix)
-        return {
-            "experts_that_ran": min(ran.values()),
-            "load_balancing_loss": round(self._balance / len(layers), 4),
-            "share_in_first_batch": self._shares(),
-        }
-
-    def summary(self, run: Run) -> dict[str, Any]:
-        return {"share_in_last_batch": self._shares()}
-
-    def _shares(self) -> str:
-        """The smallest and largest share of a layer's real tokens per expert; an even load is 1/experts."""
-        import torch
-
-        if not self._load:
-            return "not seen"
-        shares = torch.stack(list(self._load.values()))
-        return f"{float(shares.min()):.3f}–{float(shares.max()):.3f}"
+        layers = sparse_layers(run.model)
+        ran = min(sum(f"{layer.name} expert {i}" in seen.ran for i in range(self.experts)) for layer in layers)
+        if ran < self.top_k:
+            fix = "do not change the model after INIT, or remove it"
+            raise self.no_effect(f"only {ran} experts of a layer ran in the first batch", fix)
+        return {"experts_that_ran": ran, **({} if run.state is None else {"load_balancing_loss": round(self._mean, 4)})}

@@ -41,7 +41,7 @@ class TF32Matmul(Technique):
         yield from needs_cuda(self.name, run, "TF32", (8, 0))
 
     def engage(self, run: Run) -> dict[str, Any]:
-        from composer_speedups.core.flags import MATMUL_PRECISION
+        from composer_speedups.core.reversible import MATMUL_PRECISION
 
         before = MATMUL_PRECISION.read()
         if run.in_other_loop:
@@ -50,12 +50,12 @@ class TF32Matmul(Technique):
         return {"before": before, "during": self.precision}
 
     def fit_start(self, run: Run) -> None:
-        from composer_speedups.core.flags import MATMUL_PRECISION
+        from composer_speedups.core.reversible import MATMUL_PRECISION
 
         MATMUL_PRECISION.take(self, self.precision)
 
     def fit_end(self, run: Run) -> None:
-        from composer_speedups.core.flags import MATMUL_PRECISION
+        from composer_speedups.core.reversible import MATMUL_PRECISION
 
         MATMUL_PRECISION.give_back(self)
 

@@ -25,8 +25,8 @@ class TorchCompile(Technique):
     Raises:
         ValueError: A mode or a cache with another backend than inductor.
         Refusal: At INIT, for an unknown backend, if TORCHDYNAMO_DISABLE or a similar variable is set, for inductor
-            without Triton (GPU) or a C++ compiler, or for a cache that other users can write to; for a model without a
-            repeated block (``scope: blocks``), or one that other code has compiled.
+            without Triton (GPU) or a C++ compiler; for a model without a repeated block (``scope: blocks``), or one
+            that other code has compiled.
 
     Source: torch.nn.Module.compile.
     """
@@ -45,8 +45,7 @@ class TorchCompile(Technique):
     dynamic: bool | None = Field(None)
     """Dynamic shapes; null decides after a first recompile."""
     cache: str | None = Field(None)
-    """Folder that keeps inductor's compiled code for later runs; null uses inductor's default folder. Others must not
-    be able to write to the folder, because the run executes code from it."""
+    """Folder that keeps inductor's compiled code for later runs, which execute it; null uses inductor's default."""
 
     def checks(self) -> Iterator[Check]:
         other = f"and the backend is {self.backend!r}"
@@ -71,8 +70,6 @@ class TorchCompile(Technique):
 
     def needs(self, run: Run) -> Iterable[Refusal]:
         import torch._inductor
-
-        from composer_speedups.algorithms.torch_compile.cache import checked_folder, folder_problem
 
         if (off := switched_off()) is not None:
             yield self.refusal(f"{off} is set, which disables torch.compile", "unset it, or remove torch_compile")
@@ -99,17 +96,9 @@ class TorchCompile(Technique):
         elif self.backend == "inductor":
             fix = "install it, set CXX, or choose another backend"
             yield from needs_cpp_compiler(self.name, "inductor", fix)
-        folder = checked_folder(self.cache) if self.backend == "inductor" else None
-        if folder is not None and (problem := folder_problem(folder)) is not None:
-            yield self.refusal(f"cache: {problem}", "choose a folder that only you can write to (chmod 700)")
-        inductor = torch._inductor.config
-        if self.cache is not None and (inductor.force_disable_caches or not inductor.fx_graph_cache):
-            fix = "unset TORCHINDUCTOR_FORCE_DISABLE_CACHES and TORCHINDUCTOR_FX_GRAPH_CACHE, or remove cache"
-            yield self.refusal("cache: inductor's caches are disabled", fix)
 
     def engage(self, run: Run) -> dict[str, Any]:
-        from composer_speedups.algorithms.torch_compile.cache import CACHE_FOLDERS, cache_counts, checked_folder
-        from composer_speedups.algorithms.torch_compile.modules import targets
+        from composer_speedups.algorithms.torch_compile.modules import CACHE_FOLDERS, cache_counts, targets
         from composer_speedups.core.compile_counts import compile_counts
 
         try:
@@ -120,27 +109,10 @@ class TorchCompile(Technique):
             module.compile(backend=self.backend, mode=self.mode, dynamic=self.dynamic)
             run.give_back(setattr, module, "_compiled_call_impl", None)
         self._before, self._cached = compile_counts(), cache_counts()
-        if self.backend == "inductor" and (folder := checked_folder(self.cache)) is not None:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        run.give_back(CACHE_FOLDERS.release, self)
-        if run.in_other_loop:
-            self.fit_start(run)
+        if self.cache is not None:
+            CACHE_FOLDERS.take(self, [os.path.abspath(os.path.expanduser(self.cache)), None])
+            run.give_back(CACHE_FOLDERS.release, self)
         return {"scope": self.scope, "backend": self.backend}
-
-    def fit_start(self, run: Run) -> None:
-        if self.cache is not None:
-            from composer_speedups.algorithms.torch_compile.cache import CACHE_FOLDERS, checked_folder
-
-            CACHE_FOLDERS.take(self, [str(checked_folder(self.cache)), None])
-
-    def fit_end(self, run: Run) -> None:
-        if self.cache is not None:
-            from composer_speedups.algorithms.torch_compile.cache import CACHE_FOLDERS
-
-            CACHE_FOLDERS.give_back(self)
-
-    eval_standalone_start = eval_before_all = predict_start = fit_start
-    eval_standalone_end = eval_after_all = predict_end = fit_end
 
     def proof(self, run: Run, seen: FirstBatch) -> dict[str, Any]:
         from composer_speedups.algorithms.torch_compile.modules import has_compiled_code
@@ -156,7 +128,7 @@ class TorchCompile(Technique):
         return {"modules": len(compiled), "reused_from_this_process": reused, **self.summary(run)}
 
     def summary(self, run: Run) -> dict[str, Any]:
-        from composer_speedups.algorithms.torch_compile.cache import cache_counts
+        from composer_speedups.algorithms.torch_compile.modules import cache_counts
         from composer_speedups.core.compile_counts import compile_counts
 
         since = compile_counts().since(self._before)

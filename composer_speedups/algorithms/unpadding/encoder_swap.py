@@ -1,37 +1,44 @@
-"""Find a model's encoders, replace their class by one that runs unpadded, and restore it."""
+"""Find a model's encoders, replace their class by one that runs unpadded, and restore it.
+
+In a loop without Composer's Trainer, a model's first calls are compared with the untouched model's.
+"""
 
 from __future__ import annotations
 
+import copy
 import sys
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from composer_speedups.algorithms.unpadding.first_call import FirstCall
-from composer_speedups.core.stock import outermost_models
+from composer_speedups.core.stock import model_differences, outermost_models
 from composer_speedups.families.blocks import blocks_of
 from composer_speedups.families.family import Family, Reads, family_of, family_titles
 from composer_speedups.packing.attention import PackedAttentionConfig
 from composer_speedups.packing.call import CallRules, ModelAroundEncoder, refuse_replicas
-from composer_speedups.packing.comparison import Check
-from composer_speedups.packing.derived_classes import derived_class, restore_class, stock_class
-from composer_speedups.packing.encoder import UnpaddedEncoder
-from composer_speedups.packing.labelled_head import (
-    LabelledHead,
-    MLMHead,
-    check_labelled_head,
+from composer_speedups.packing.comparison import (
+    SIXTEEN_BITS,
+    Check,
+    Tolerance,
+    compare,
+    outcome_of,
+    tolerance_of,
+    with_padding,
 )
-from composer_speedups.packing.layout import MULTIPLE
-from composer_speedups.packing.planning import Packing
+from composer_speedups.packing.derived_classes import derived_class, restore_class, stock_class
+from composer_speedups.packing.encoder import LabelledHead, MLMHead, Packing, UnpaddedEncoder, check_labelled_head
+from composer_speedups.packing.layout import MULTIPLE, run_eagerly
 from composer_speedups.packing.rows import RowRules
+from composer_speedups.packing.untouched import untouched, with_everything_packed
 
-_REFUSED = {
-    Reads.PADDING: "whose loss includes padding positions",
-    Reads.DECODER: "which is a decoder",
-}
+_REFUSED = {Reads.PADDING: "whose loss includes padding positions", Reads.DECODER: "which is a decoder"}
+_COMPARED_EAGERLY = (
+    "unpadding compares this model with the untouched one in its first calls; call it once before compiling, or set "
+    "check='never'"
+)
 
 
 class _Encoder(NamedTuple):
@@ -56,15 +63,9 @@ def unpad(
 ) -> list[str]:
     """Make every encoder in ``model`` run unpadded, and return the names of the newly changed ones.
 
-    The settings of the last call hold, also for encoders that an earlier one changed.
-
-    Args:
-        model: The model; changed in place, except for its parameters, their names and its ``state_dict``.
-        pad_to_multiple_of, mlm_head: See :class:`.Unpadding`.
-        check: Other than with ``"never"``, a transformers model that is not exactly its class's (or every one, with
-            ``"always"``) is compared with the untouched one in its first call. Where code that is not known reads the
-            result, batches stay padded until gradients have shown that it does not read padding; a gradient at padding
-            is an error.
+    The settings of the last call hold, also for encoders that an earlier one changed. Other than with
+    ``check="never"``, first calls are compared (:class:`FirstCall`), and where code that is not known reads the result,
+    batches stay padded until gradients have shown that it does not read padding.
 
     Raises:
         ValueError: The model has no encoder, one that cannot run unpadded, or a head that does not support
@@ -101,7 +102,7 @@ def unpad(
             unknown_reader=check != "never" and not _has_known_head(around) and not reads_real_tokens,
             pooling=getattr(around.config, "classifier_pooling", None),
             pad_to_multiple_of=pad_to_multiple_of,
-            first_calls=FirstCall(around_name, check, partial(restore_encoders, model)) if compared else None,
+            compare=FirstCall(around_name, check, model).compare if compared else None,
             labelled_head=LabelledHead(pad_to_multiple_of) if mlm_head == "labelled" and is_outermost else None,
         )
     return changed
@@ -222,8 +223,54 @@ def _check(encoder: _Encoder) -> None:
     reason = family.refuses(encoder.module)
     if reason is not None:
         raise ValueError(f"unpadding does not support {family.title} with {reason}")
-    if getattr(config, "chunk_size_feed_forward", 0):
-        raise ValueError("unpadding needs chunk_size_feed_forward=0: chunks need a fixed number of tokens")
     if getattr(config, "position_embedding_type", None) not in (None, "absolute", "rotary"):
         kind = config.position_embedding_type
         raise ValueError(f"unpadding supports absolute and rotary positions, and these are {kind}")
+
+
+class FirstCall:
+    """Runs a transformers model's first call, and its first call with gradients, with and without packing.
+
+    With ``"auto"``, only if it is not exactly its class's when it is called. ``name`` is its name in ``model``, which
+    is restored if the results differ.
+    """
+
+    def __init__(self, name: str, check: Check, model: nn.Module) -> None:
+        self._name, self._model = name, model
+        self._because = f"check={check!r}" if check == "always" else ""
+        self._due = {False, True}  # without and with gradients
+
+    def compare(self, module: nn.Module, inputs: dict[str, Any], names: Sequence[str]) -> None:
+        """Compare a call, if that is due; ValueError if the results differ. See :class:`.CallRules`."""
+        if torch.is_grad_enabled() in self._due and (self._because or not torch.compiler.is_dynamo_compiling()):
+            self._compare(module, inputs, names)
+
+    @run_eagerly(_COMPARED_EAGERLY)
+    def _compare(self, module: nn.Module, inputs: dict[str, Any], names: Sequence[str]) -> None:
+        self._because = self._because or next(iter(model_differences(module, self._name)), "")  # type: ignore[arg-type]
+        due, self._due = self._due, set()  # the comparison calls the module too
+        if not self._because:
+            return
+
+        def outcome() -> Any:
+            given = {name: copy.copy(value) if isinstance(value, Mapping) else value for name, value in inputs.items()}
+            return outcome_of(module, with_padding(given), names)
+
+        with with_everything_packed():
+            changed = outcome()
+        with untouched(module):
+            expected = outcome()
+        difference = compare(expected, changed, _tolerance(module))
+        if difference.beyond is not None:
+            restore_encoders(self._model)
+            raise ValueError(
+                f"unpadding does not support this model: {difference.beyond} on the first batch ({self._because}); the "
+                "model is restored; if the difference is intended, set check='never'"
+            )
+        self._due = due - {torch.is_grad_enabled(), False}
+
+
+def _tolerance(module: nn.Module) -> Tolerance:
+    """As :func:`tolerance_of`; a larger one in the autocast of the module's own ``forward``, as accelerate sets it."""
+    device = next((p.device.type for p in module.parameters()), "cpu")
+    return SIXTEEN_BITS if "forward" in vars(module) and torch.is_autocast_enabled(device) else tolerance_of(module)

@@ -13,8 +13,7 @@ from composer_speedups.core.technique import NOT_YET, ComparedTechnique, Order
 if TYPE_CHECKING:
     from composer_speedups.core.run import FirstBatch, Run
     from composer_speedups.packing.call import KnownBatch
-    from composer_speedups.packing.encoder import UnpaddedEncoder
-    from composer_speedups.packing.labelled_head import LabelledHead
+    from composer_speedups.packing.encoder import LabelledHead, UnpaddedEncoder
     from composer_speedups.packing.layout import Layout
 
 
@@ -46,13 +45,12 @@ class Unpadding(ComparedTechnique):
         self._first: Layout | None = None  # of the observed batch
         # totals of the training batches: real tokens and slots of the masks, labelled tokens and slots of the labels
         self._tokens = self._slots = self._labelled = self._label_slots = 0
-        self._kept_padded = 0  # training micro-batches that an encoder could not pack
-        self._uncounted = 0  # masks of micro-batches without row lengths
+        # training micro-batches that an encoder could not pack, and masks of micro-batches without row lengths
+        self._kept_padded = self._uncounted = 0
 
     def engage(self, run: Run) -> dict[str, Any]:
         from composer_speedups.algorithms.unpadding.encoder_swap import restore_encoders, unpad
-        from composer_speedups.packing.encoder import unpadded_encoders
-        from composer_speedups.packing.labelled_head import labelled_heads
+        from composer_speedups.packing.encoder import labelled_heads, unpadded_encoders
 
         if self.mlm_head == "labelled" and getattr(run.model, "get_metrics", lambda **_: {})(is_train=True):
             raise self.refusal(
@@ -139,22 +137,19 @@ class Unpadding(ComparedTechnique):
         from composer_speedups.families.blocks import blocks_of
 
         layers = sum(len(blocks_of(encoder)) for encoder in self._encoders)
-        attention = _attention_among(seen)
-        if is_compiled(run.model):
-            attention = attention or ["not seen in compiled code"]
-        elif not seen.ran["packed_encoder"]:
+        attention = _attention_among(seen) or ["not seen in compiled code"]
+        compiled = is_compiled(run.model)
+        if not compiled and not seen.ran["packed_encoder"]:
             if seen.ran["waits_for_gradients"]:
                 return NOT_YET
             if seen.ran["padded_encoder"] and (self._kept_padded or seen.ran["counted_in_the_call"]):
                 raise self.no_effect(*_PADDED)
             how = "padded" if seen.ran["padded_encoder"] else "without its encoder"
             raise self.no_effect(f"the first forward pass ran {how}", "do not change attention and output settings")
-        elif seen.ran["packed_layer"] < layers:
+        if not compiled and seen.ran["packed_layer"] < layers:
             reason = f"{seen.ran['packed_layer']} of {layers} layers ran on packed tokens"
             raise self.no_effect(reason, "do not change the encoder's layers")
-        elif not attention:
-            raise self.no_effect("no variable-length attention ran", "do not change the model's attention")
-        if self.mlm_head == "labelled" and not seen.ran["labelled_head"] and not is_compiled(run.model):
+        if self.mlm_head == "labelled" and not seen.ran["labelled_head"] and not compiled:
             raise self.no_effect("the masked-LM head computed every token", "pass labels (B, S) to the model")
         return {"layers": layers, "attention": ", ".join(attention), **self._sizes(), **self.summary(run)}
 
@@ -162,23 +157,16 @@ class Unpadding(ComparedTechnique):
         """What the observed batch was packed to."""
         if self._first is None:
             return {}
-        slots, packed, tokens = self._first.mask_BS.numel(), len(self._first.indices_T), int(self._first.mask_BS.sum())
-        sizes = {"first_batch_slots": slots, "first_batch_tokens": tokens, "first_batch_packed": packed}
-        self._first = None
-        if tokens == slots:
-            return {**sizes, "note": "the first batch has no padding to remove"}
-        if packed >= slots:
-            note = "the first batch is no smaller packed than padded; lower pad_to_multiple_of"
-            return {**sizes, "note": note}
-        return sizes
+        mask_BS, packed, self._first = self._first.mask_BS, len(self._first.indices_T), None
+        counted = {"first_batch_slots": mask_BS.numel(), "first_batch_tokens": int(mask_BS.sum())}
+        return {**counted, "first_batch_packed": packed}
 
     def summary(self, run: Run) -> dict[str, Any]:
         evidence: dict[str, Any] = {}
         if self._slots:
             evidence["padding_of_the_run"] = round(1 - self._tokens / self._slots, 4)
         if self.mlm_head == "labelled":
-            unknown = "unknown: the labels were counted in the forward pass"
-            evidence["head_tokens"] = round(self._labelled / self._label_slots, 4) if self._label_slots else unknown
+            evidence["head_tokens"] = round(self._labelled / self._label_slots, 4) if self._label_slots else "unknown"
         if self._kept_padded:
             evidence["micro_batches_kept_padded"] = self._kept_padded
         if self._uncounted:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -17,32 +20,11 @@ from composer_speedups.core.settings import Origins
 from composer_speedups.tasks.settings import TASKS, ClassificationSettings
 from composer_speedups.train.config.schema import Config, as_mapping
 
-_MAX_BYTES = 2**20  # size limit of a config file; this package's have about two thousand bytes
-
-Keys = tuple[str | int, ...]  # path of keys to a value
+Keys = tuple[str, ...]  # path of keys to a value
 
 
 def load_config(file: str | os.PathLike[str] | None = None, overrides: Sequence[str] = ()) -> Config:
-    """The config of :func:`load_with_origins`."""
-    return load_with_origins(file, overrides)[0]
-
-
-def load_with_origins(
-    file: str | os.PathLike[str] | None = None, overrides: Sequence[str] = ()
-) -> tuple[Config, Origins]:
-    """Read, merge and check a config.
-
-    Args:
-        file: YAML file; None starts from the defaults.
-        overrides: ``key=value`` strings with values in YAML; the last one of a key wins. ``algorithms.NAME=null``
-            removes a technique.
-
-    Returns:
-        The config, and the file or command line that set each key.
-
-    Raises:
-        ConfigError: One line for each mistake: the file or command line, the key, and what is wrong.
-    """
+    """Read, merge and check a config."""
     given: dict[Any, Any] = {}
     origins, mistakes = Origins(COMMAND_LINE if file is None else str(file)), list[str]()
     if file is not None:
@@ -68,46 +50,82 @@ def load_with_origins(
         )
     if mistakes:
         raise ConfigError.of(mistakes)
-    resolved = config.model_dump()
-    references = ((path, text) for path, text in _leaves(merged) if isinstance(text, str) and "${" in text)
-    vars(config)["interpolations"] = {path: (text, _at(resolved, path)) for path, text in references}
-    return config, origins
+    resolved, references = dict(_flat(config.model_dump())), ((k, v) for k, v in _flat(merged) if "${" in str(v))
+    vars(config)["interpolations"] = {path: (text, resolved.get(path)) for path, text in references}
+    return config
 
 
 def save_config(config: Config, path: Path, *, resolved: bool = False) -> None:
-    """Write a config that ``-f`` can read.
-
-    Args:
-        config: From :func:`load_config`.
-        path: The YAML file.
-        resolved: Write the values that a run uses, for a file that only child processes read, instead of the result of
-            :func:`written`.
-    """
+    """Write :func:`as_yaml` to a file."""
     write_atomically(path, as_yaml(config, resolved=resolved))
 
 
 def as_yaml(config: Config, *, resolved: bool = False) -> str:
-    """The text that :func:`save_config` writes."""
+    """A config that ``-f`` can read, with references to the environment unless ``resolved``."""
     return OmegaConf.to_yaml(OmegaConf.create(config.model_dump() if resolved else written(config)))
 
 
 def written(config: Config) -> dict[str, Any]:
-    """The config as it is written to config.yaml, report.json and loggers.
-
-    A value that was set as ``${oc.env:NAME}`` is written in that form, because the environment may contain secrets.
-    """
+    """The config as it is written to files and loggers: with ``${oc.env:NAME}`` in place of secrets."""
     values = config.model_dump()
+    now = dict(_flat(values))
     for path, (text, value) in config.interpolations.items():
-        if _at(values, path) == value:  # otherwise it was changed after loading
-            _at(values, path[:-1])[path[-1]] = text
+        if path in now and now[path] == value:  # otherwise it was changed after loading
+            functools.reduce(operator.getitem, path[:-1], values)[path[-1]] = text
     return values
+
+
+# Keys that may differ between a run and its resumption, because they affect neither the weights nor the values that
+# reports compare. The name of a section covers all its keys.
+_IGNORED_KEYS = (
+    "runs_folder export plot baseline callbacks loggers "
+    "trainer.progress_bar trainer.on_out_of_memory trainer.dist_timeout "
+    "data.pin_memory data.prefetch_factor data.cache_dir "
+    "checkpoint.interval checkpoint.keep checkpoint.autoresume checkpoint.trust_checkpoint"
+).split()
+
+
+def differences(config: Config, stored: Path) -> list[tuple[str, Any, Any]] | None:
+    """The dotted keys whose values differ from a run's config.yaml, with both values; None if the file
+    cannot be read."""
+    try:
+        before = dict(_flat(yaml.safe_load(stored.read_text())))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, AttributeError):
+        return None
+    now, defaults = dict(_flat(written(config))), dict(_flat(Config(task=type(config.task)()).model_dump()))
+    # a key that the stored file lacks, since the version that wrote it did not have it, had its default
+    both = {
+        name: [v.get(name, defaults.get(name, "unset")) for v in (before, now)] for name in before.keys() | now.keys()
+    }
+    named = [(".".join(map(str, path)), *values) for path, values in both.items()]
+    return [
+        (name, old, new)
+        for name, old, new in sorted(named, key=operator.itemgetter(0))
+        if old != new and not any(f"{name}.".startswith(f"{key}.") for key in _IGNORED_KEYS)
+    ]
+
+
+def _flat(section: Any, path: Keys = ()) -> Iterator[tuple[Keys, Any]]:
+    """The path of keys to each value that is not a section, with the value."""
+    for name, value in section.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, (*path, name))
+        else:
+            yield (*path, name), value
 
 
 def _read_file(file: str | os.PathLike[str]) -> dict[Any, Any]:
     try:
-        loaded = read_yaml(_read_text(file), Config)
+        loaded = read_yaml(Path(file).read_text("utf-8-sig"), Config)
+    except FileNotFoundError:
+        shown = with_working_directory(file)
+        raise ConfigError(f"{shown}: no such file; -f takes a YAML file, such as yamls/quickstart.yaml") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{str(file)[:80]}: cannot be read: {error}; -f takes a YAML file in UTF-8") from error
+    except ConfigError:
+        raise
     except ValueError as error:
-        raise error if isinstance(error, ConfigError) else ConfigError(f"{file}: not valid YAML: {error}") from error
+        raise ConfigError(f"{file}: not valid YAML: {error}") from error
     if loaded is None:  # {} would train the default model on the default dataset
         raise ConfigError(f"{file}: the file is empty or contains only comments; start from yamls/quickstart.yaml")
     if not isinstance(loaded, dict):
@@ -149,39 +167,3 @@ def _dotted(raw: Mapping[Any, Any], prefix: str = "") -> Iterator[str]:
         yield f"{prefix}{name}"
         if isinstance(value, Mapping):
             yield from _dotted(value, f"{prefix}{name}.")
-
-
-def _read_text(file: str | os.PathLike[str]) -> str:
-    """The file's text: at most 1 MiB in UTF-8, or in UTF-16 with a byte order mark."""
-    try:
-        with open(file, "rb") as stream:
-            data = stream.read(_MAX_BYTES + 1)  # a device may be endless
-    except FileNotFoundError:
-        shown = with_working_directory(file)
-        raise ConfigError(f"{shown}: no such file; -f takes a YAML file, such as yamls/quickstart.yaml") from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{str(file)[:80]}: cannot be read: {error}; -f takes a YAML file") from error
-    if len(data) > _MAX_BYTES:
-        raise ConfigError(f"{file}: is not a config: it has more than {_MAX_BYTES} bytes")
-    try:
-        return data.decode("utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{file}: cannot be read: {error}; save it as UTF-8") from error
-
-
-def _leaves(values: Any, path: Keys = ()) -> Iterator[tuple[Keys, Any]]:
-    if isinstance(values, (dict, list)):
-        for key, value in values.items() if isinstance(values, dict) else enumerate(values):
-            yield from _leaves(value, (*path, key))
-    else:
-        yield path, values
-
-
-def _at(values: Any, path: Keys) -> Any:
-    """The value at a path of keys; None if there is none."""
-    for key in path:
-        try:
-            values = values[key]
-        except (KeyError, IndexError, TypeError):
-            return None
-    return values

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from string import ascii_lowercase, digits
 from typing import Annotated, Any, ClassVar, Literal
-from urllib.parse import urlsplit
 
 from pydantic import (
     BeforeValidator,
@@ -33,8 +32,14 @@ from composer_speedups.core.files import with_working_directory
 from composer_speedups.core.registry import technique_class, technique_names
 from composer_speedups.core.settings import DURATION_UNITS, Check, ComposerTime, FileName, Settings, keys_of
 from composer_speedups.distributed import FSDPConfig
-from composer_speedups.tasks.data_config import DataConfig
-from composer_speedups.tasks.settings import TASKS, AnyTask, ClassificationSettings, ModelConfig, TaskSettings
+from composer_speedups.tasks.settings import (
+    TASKS,
+    AnyTask,
+    ClassificationSettings,
+    DataConfig,
+    ModelConfig,
+    TaskSettings,
+)
 
 
 @functools.cache
@@ -45,11 +50,7 @@ def _techniques() -> type[Settings]:
 
 
 def as_mapping(algorithms: Any) -> Any:
-    """``[a, {b: {x: 1}}]`` and ``{a: {}, b: {x: 1}}`` are equivalent, and so are null and ``[]``.
-
-    Raises:
-        ValueError: Something else, or a technique that is listed twice.
-    """
+    """``[a, {b: {x: 1}}]`` and ``{a: {}, b: {x: 1}}`` are equivalent, and so are null and ``[]``."""
     if algorithms is None:
         return {}
     if isinstance(algorithms, list):
@@ -67,8 +68,8 @@ def as_mapping(algorithms: Any) -> Any:
 
 def _without_those_off(algorithms: Any) -> Any:
     """Leave out techniques that null or false switches off; true means the default settings."""
-    kept = {k: v for k, v in as_mapping(algorithms).items() if v is not None and v is not False}
-    return {name: {} if settings is True else settings for name, settings in kept.items()}
+    given = as_mapping(algorithms).items()
+    return {name: {} if value is True else value for name, value in given if value is not None and value is not False}
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,6 @@ class _Checked:
 
 
 Techniques = Annotated[dict[str, Any], BeforeValidator(_without_those_off), _Checked(_techniques)]
-NO_INTERPOLATIONS: Mapping[tuple[str | int, ...], tuple[str, Any]] = types.MappingProxyType({})
 
 
 class OptimizerConfig(Settings):
@@ -138,8 +138,6 @@ class TrainerConfig(Settings):
     """On one GPU: halve the micro-batch and keep the effective batch, with a warning; or stop."""
     fsdp: FSDPConfig | None = None
     """Shard the model across ranks; null trains with DDP, a full replica on each rank."""
-    parallelism_config: dict[str, Any] | None = None
-    """Composer's own FSDP1 and tensor-parallel settings, instead of trainer.fsdp."""
     dist_timeout: float = Field(300.0, gt=0, le=86_400)
     """Seconds that a rank waits for the others before it fails."""
     progress_bar: bool = True
@@ -154,8 +152,6 @@ class TrainerConfig(Settings):
 
     def checks(self) -> Iterator[Check]:
         if self.fsdp is not None:
-            both = "and trainer.fsdp both shard the model; remove one of them"
-            yield self.parallelism_config, "parallelism_config", both
             no_auto = "auto is not supported with trainer.fsdp; set a number, or null"
             yield self.microbatch_size == "auto", "microbatch_size", no_auto
         if self.microbatch_tokens is not None:
@@ -164,26 +160,10 @@ class TrainerConfig(Settings):
             sharded = (
                 "gives ranks different numbers of forward passes, which FSDP does not support; set microbatch_size"
             )
-            yield self.fsdp is not None or self.parallelism_config, "microbatch_tokens", sharded
-        unknown = sorted(map(str, set(self.parallelism_config or {}) - {"fsdp", "tp"}))
-        yield unknown, "parallelism_config", f"accepts fsdp and tp, not {', '.join(unknown)}"
+            yield self.fsdp is not None, "microbatch_tokens", sharded
         if self.early_stopping is not None:
             unevaluated = "needs evaluations during the training; set trainer.eval_interval"
             yield self.eval_interval is None, "early_stopping", unevaluated
-            if self.eval_interval is not None:
-                yield from self._patience_checks(self.early_stopping.patience, self.eval_interval)
-
-    def _patience_checks(self, patience: str, evaluated: str) -> Iterator[Check]:
-        """Early stopping that could not stop before the end, as far as can be seen without an epoch's length."""
-        times = (patience, evaluated, self.max_duration)
-        units = {time.lstrip(digits) for time in times}
-        waits, interval, end = (int(time.rstrip(ascii_lowercase)) for time in times)
-        earliest = (waits // interval + 2) * interval  # the first evaluation is an improvement
-        never = (
-            f"of {patience} and evaluations every {evaluated} allow a stop after {earliest}{min(units)} at "
-            f"the earliest, and training ends after {self.max_duration}; evaluate more often, or train for longer"
-        )
-        yield len(units) == 1 and earliest >= end, "early_stopping.patience", never
 
 
 class CheckpointConfig(Settings):
@@ -207,9 +187,7 @@ class CheckpointConfig(Settings):
         missing = "needs checkpoint.load, the checkpoint to load them from"
         yield self.weights_only and self.load is None, "weights_only", missing
         # A resumed run may have deleted the checkpoint it was started with, so RunFolder checks this later.
-        resumes = self.autoresume and self.interval is not None
-        pattern = "{" in str(self.load)  # placeholders for the run's name and rank
-        if not resumes and not pattern:
+        if not (self.autoresume and self.interval is not None):
             problem = checkpoint_problem(self.load)
             yield problem, "load", str(problem)
 
@@ -320,8 +298,8 @@ class Config(Settings):
     loggers: LoggersConfig = Field(default_factory=LoggersConfig)
     """Where metrics are logged in addition to report.json."""
 
-    interpolations: ClassVar[Mapping[tuple[str | int, ...], tuple[str, Any]]] = NO_INTERPOLATIONS
-    """Values that were set as ${...}; load_config sets it for written()."""
+    interpolations: ClassVar[Mapping[tuple[str, ...], tuple[Any, Any]]] = types.MappingProxyType({})
+    """Path of keys → what was written there as ${...}, and its value; load_config sets it for written()."""
 
     @classmethod
     def key_of(cls, name: str) -> str:
@@ -355,11 +333,14 @@ class Config(Settings):
 
     def checks(self) -> Iterator[Check]:
         model, data, precision = self.model, self.data, self.trainer.precision
-        stopping = self.trainer.early_stopping
         braces = f"must not contain braces, which Composer replaces in some of its paths: {self.runs_folder}"
         yield set(self.runs_folder) & set("{}"), "runs_folder", braces
         yield from self.task.run_checks(self)
-        yield from self._dtype_checks()
+        lossy = (
+            "bfloat16 weights lose most of AdamW's updates, which are below their resolution; add "
+            "algorithms.kahan_optimizer={}, or keep float32 weights and compute in bf16 with mixed_precision"
+        )
+        yield model.dtype == "bfloat16" and "kahan_optimizer" not in self.algorithms, "model.dtype", lossy
         foreign = (
             "wordpiece trains a new vocabulary, to which the pretrained embeddings do not belong; remove it for the "
             "model's own, or set model.init=random"
@@ -370,23 +351,19 @@ class Config(Settings):
         yield nameless, "data.tokenizer", missing
         both = "and algorithms.mixed_precision both set the precision; remove one of them"
         yield precision != "fp32" and "mixed_precision" in self.algorithms, "trainer.precision", both
-        for key, time in (
-            ("trainer.max_duration", self.trainer.max_duration),
-            ("trainer.eval_interval", self.trainer.eval_interval or ""),
-            ("scheduler.warmup", self.scheduler.warmup),
-            ("trainer.early_stopping.patience", stopping.patience if stopping else ""),
-            ("checkpoint.interval", self.checkpoint.interval or ""),
-        ):
+        times = {
+            "trainer.max_duration": self.trainer.max_duration,
+            "trainer.eval_interval": self.trainer.eval_interval,
+            "scheduler.warmup": self.scheduler.warmup,
+            "checkpoint.interval": self.checkpoint.interval,
+        }
+        for key, time in times.items():
             endless = f"is {time}, and a stream has no epochs; use batches, such as 500ba"
-            yield data.streaming and time.endswith("ep"), key, endless
+            yield data.streaming and str(time).endswith("ep"), key, endless
         yield from self.warmup_checks()
 
     def warmup_checks(self, batches_per_epoch: int | None = None) -> Iterator[Check]:
-        """A warm-up that is longer than the training, or whose unit cannot be compared with the training's.
-
-        Args:
-            batches_per_epoch: None before the data is read; epochs are then not compared with batches.
-        """
+        """A warm-up that is longer than the training, or whose unit cannot be compared with the training's."""
         warmup, duration = self.scheduler.warmup, self.trainer.max_duration
         if warmup.endswith("dur"):
             return
@@ -401,42 +378,11 @@ class Config(Settings):
             longer = f"{both}, so the learning rate never reaches its peak; shorten the warm-up, or train for longer"
             yield waits > trains, "scheduler.warmup", longer
 
-    def _dtype_checks(self) -> Iterator[Check]:
-        """bfloat16 weights that AdamW would hardly update."""
-        if self.model.dtype != "bfloat16":
-            return
-        sets = {"algorithms": self.algorithms}
-        if self.baseline is not None:
-            sets["baseline.algorithms"] = self.baseline.algorithms
-        for section, algorithms in sets.items():
-            needs_kahan = (
-                f"bfloat16 weights lose most of AdamW's updates, which are below their resolution; add "
-                f"{section}.kahan_optimizer={{}}, or keep float32 weights and compute in bf16 with mixed_precision"
-            )
-            yield "kahan_optimizer" not in algorithms, "model.dtype", needs_kahan
-        kahan = [algorithms.get("kahan_optimizer", {}) for algorithms in sets.values()]
-        may_continue = "warn" in (self.on_unavailable, *(settings.get("on_unavailable") for settings in kahan))
-        must_stop = "bfloat16 cannot be trained without kahan_optimizer; set on_unavailable=stop"
-        yield may_continue, "model.dtype", must_stop
-
-
-_OBJECT_STORES = ("s3", "gs", "oci", "azure", "dbfs")  # supported by Composer, which needs an address only
-
 
 def checkpoint_problem(name: str | None) -> str | None:
-    """Describe what is wrong with a checkpoint's address or local file, as far as can be seen without loading it."""
-    if name is None or os.path.isdir(name):  # pathlib raises for names that are too long
+    """What is wrong with a local checkpoint, as far as can be seen without loading it."""
+    if name is None:
         return None
-    kind = urlsplit(name.replace("AZURE_BLOBS", "azure"))  # as Composer parses it
-    if "://" in name:
-        if kind.scheme not in _OBJECT_STORES:
-            return (
-                f"is an address from which Composer cannot load checkpoints ({kind.scheme}): {name}; download it "
-                f"and name the local file, or use an address of {', '.join(_OBJECT_STORES)}"
-            )
-        return None if kind.netloc else f"does not name a bucket: {name}; write {kind.scheme}://BUCKET/PATH.pt"
-    if kind.scheme and os.path.exists(name):
-        return f"contains a colon, so Composer would parse it as an address: {name}; write ./{name}"
     if not os.path.isfile(name):
         shown = with_working_directory(name)
         return f"is not a file: {shown}; name a checkpoint, such as runs/NAME/checkpoints/latest-rank0.pt"

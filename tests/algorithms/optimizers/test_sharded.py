@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -22,8 +22,8 @@ from torch.optim.lr_scheduler import OneCycleLR
 from composer_speedups import ShardedOptimizer
 from composer_speedups.core.optimizer_state import state_bytes
 from composer_speedups.core.trainer_state import model_of
-from composer_speedups.train.checkpoints.reading import restricted_loading
-from tests.algorithms.optimizers.cases import technique
+from composer_speedups.train.checkpoints import restricted_loading
+from tests.algorithms.optimizers.cases import engaged, technique
 from tests.helpers.common import (
     SAVING,
     final_weights,
@@ -47,16 +47,8 @@ def exact(actual: Any, expected: Any) -> None:
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
-def error_of(function: Callable[[], Any]) -> str | None:
-    try:
-        function()
-    except (RuntimeError, ValueError) as error:
-        return str(error)
-    return None
-
-
 def sharded(optimizer: AdamW) -> Any:
-    return technique("sharded_optimizer").kind.build(optimizer, nn.Module())
+    return engaged(technique("sharded_optimizer"), optimizer, nn.ParameterList(optimizer.param_groups[0]["params"]))[1]
 
 
 def train(kind: str, until: int, *, save: Path | None = None, load: Path | None = None) -> dict[str, Any]:
@@ -119,8 +111,8 @@ def load_a_plain_state() -> dict[str, Any]:
     given["param_groups"][0]["fused"] = True  # as if written on a GPU
     before = copy.deepcopy(given)
     split.load_state_dict(given)
+    exact(given["state"], before["state"])
     return {
-        "changed": error_of(partial(exact, given["state"], before["state"])),
         "given": before["state"],
         "loaded": split.state_dict()["state"],
         "bytes": (state_bytes(split), state_bytes(plain)),
@@ -213,11 +205,10 @@ def test_a_loop_with_clipping_schedulers_and_loss_scaling_trains_exactly_like_ad
 @pytest.mark.exhaustive
 def test_each_rank_holds_a_share_of_the_state(seen: Seen) -> None:
     evidence = [rank["trained"]["sharded"]["evidence"] for rank in seen.ranks]
-    shares, whole = evidence[0]["state_bytes_by_rank"], evidence[0]["state_bytes_of_all"]
+    shares, whole = evidence[0]["state_bytes_by_rank"], seen.alone["sharded"]["evidence"]["state_bytes"]
     assert [e["state_bytes"] for e in evidence] == shares
-    assert sum(shares) == whole == seen.alone["sharded"]["evidence"]["state_bytes"]
+    assert sum(shares) == whole
     assert max(shares) < 0.6 * whole
-    assert "note" not in evidence[0]
     loops = [rank["loops"][False] for rank in seen.ranks]
     assert sum(rank["sharded"]["bytes"] for rank in loops) == loops[0]["plain"]["bytes"]
 
@@ -246,7 +237,6 @@ def test_the_state_of_a_plain_adamw_is_loaded_in_shares_and_not_changed(seen: Se
     first, second = (rank["plain state"] for rank in seen.ranks)
     exact(first["loaded"], first["given"])
     assert {value.device.type for entry in second["loaded"].values() for value in entry.values()} == {"meta"}
-    assert first["changed"] is second["changed"] is None
     assert first["fused"] == [None, None], "the implementation is that of this device"
     assert first["bytes"][0] + second["bytes"][0] == first["bytes"][1]
     assert min(first["bytes"][0], second["bytes"][0]) > 0
@@ -268,15 +258,5 @@ def test_one_rank_has_a_plain_adamw_and_says_so() -> None:
     trainer = make_trainer([built := ShardedOptimizer()])
     assert type(trainer.state.optimizers[0]) is AdamW
     fit_and_close(trainer)
-    assert built.evidence["note"] == "the state is not split, because there is one rank"
+    assert built.evidence["ranks"] == 1
     exact(final_weights(trainer), final_weights(fit_and_close(make_trainer())))
-
-
-def test_what_cannot_be_split_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    mixed = AdamW([nn.Parameter(torch.ones(2, dtype=dtype)) for dtype in (torch.float32, torch.bfloat16)])
-    with pytest.raises(ValueError, match=r"^the optimizer has parameters of torch.bfloat16 and torch.float32; train"):
-        sharded(mixed)
-    monkeypatch.setattr("composer_speedups.algorithms.optimizers.kinds.world_size", lambda: 3)
-    few = AdamW([nn.Parameter(torch.ones(2)) for _ in range(2)])
-    with pytest.raises(ValueError, match=r"^2 parameters cannot be divided among 3 ranks; use torch\.optim\.AdamW$"):
-        sharded(few)

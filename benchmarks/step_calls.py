@@ -1,0 +1,112 @@
+"""Count the Python calls of a training step in Composer's Trainer, apart from the model and the optimizer.
+
+    python -m benchmarks.step_calls
+
+A busy machine does not change the counts. They are of a tiny BERT on a CPU, after the first batches, without those of
+torch, transformers and the modules that compute the model: dispatch, loggers, callbacks, techniques, data and time.
+"""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+import warnings
+from collections import Counter
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from composer import Trainer
+from composer.core import Callback, Event, State
+from composer.loggers import Logger
+from composer.models import HuggingFaceModel
+from torch.utils.data import DataLoader
+from transformers import BertConfig, BertForSequenceClassification
+
+import composer_speedups
+from composer_speedups import recommended
+
+_SITE = Path(sysconfig.get_path("purelib"))
+_OURS = Path(composer_speedups.__file__).parent
+_COMPUTE = tuple(
+    str(folder)
+    for folder in (
+        *(_SITE / name for name in ("torch", "transformers")),
+        *(_OURS / name for name in ("packing", "kernels", "families")),
+        *(_OURS / "algorithms" / name for name in ("fused_layers", "unpadding")),
+    )
+)
+
+
+class CallCounter(Callback):
+    """Counts the calls of the steps from ``first`` on, each from BEFORE_DATALOADER to the next one.
+
+    Attributes:
+        calls: Function's file and name → calls; ``steps`` is the number of steps.
+    """
+
+    def __init__(self, first: int = 5) -> None:
+        self.first, self.steps = first, 0
+        self.calls: Counter[str] = Counter()
+
+    def run_event(self, event: Event, state: State, logger: Logger) -> None:
+        if event == Event.BEFORE_DATALOADER and state.timestamp.batch >= self.first:
+            self.steps += 1
+            sys.setprofile(self._note)
+        elif event in (Event.EPOCH_END, Event.FIT_END):
+            sys.setprofile(None)
+
+    def _note(self, frame: FrameType, kind: str, _: Any) -> None:
+        code = frame.f_code
+        if kind == "call" and not code.co_filename.startswith(_COMPUTE) and code.co_filename != __file__:
+            self.calls[f"{code.co_filename}:{code.co_qualname}"] += 1
+
+    def per_step(self) -> int:
+        """Mean number of calls."""
+        return round(self.calls.total() / max(self.steps, 1))
+
+
+def count(algorithms: list[Any]) -> CallCounter:
+    """Train 25 batches of a tiny BERT."""
+    torch.manual_seed(0)
+    mask, label = torch.ones(12, dtype=torch.long), torch.tensor(1)
+    rows = [{"input_ids": torch.randint(5, 90, (12,)), "attention_mask": mask, "labels": label} for _ in range(100)]
+    config = BertConfig(
+        vocab_size=100, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64
+    )
+    model = BertForSequenceClassification(config)
+    counter = CallCounter()
+    trainer = Trainer(
+        model=HuggingFaceModel(model, use_logits=True),
+        train_dataloader=DataLoader(rows, batch_size=4),  # type: ignore[arg-type]
+        optimizers=torch.optim.AdamW(model.parameters()),
+        algorithms=algorithms,
+        callbacks=[counter],
+        max_duration="1ep",
+        device="cpu",
+        progress_bar=False,
+    )
+    trainer.fit()
+    trainer.close()
+    return counter
+
+
+def main() -> None:
+    """Print the counts, with ``-v`` also the functions that are called most."""
+    warnings.simplefilter("ignore")
+    with_it = recommended(on_unavailable="warn")
+    without = [technique for technique in recommended(on_unavailable="warn") if technique.name != "lean_dispatch"]
+    for label, algorithms in {
+        "Composer": [],
+        "recommended without lean_dispatch": without,
+        "recommended": with_it,
+    }.items():
+        counter = count(algorithms)
+        print(f"{label:35} {counter.per_step():>6,} calls per step")
+        for name, calls in counter.calls.most_common(40 if "-v" in sys.argv else 0):
+            print(f"    {calls / counter.steps:8.1f}  {name}")
+
+
+if __name__ == "__main__":
+    main()

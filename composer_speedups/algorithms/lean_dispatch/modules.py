@@ -1,0 +1,239 @@
+"""The replacement of ``Engine.run_event``, and of what Composer computes in every batch without using it.
+
+Neither Composer's State nor its Logger leads to the Engine, so the functions are replaced on Composer's class and
+modules, and act only for Trainers that have the technique. Everything else goes Composer's own way.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from composer import Trainer
+from composer.core import Callback, Engine, Event, State
+from composer.core.engine import Trace, _get_default_passes, _setup_trace
+from composer.loggers import LoggerDestination
+from composer.trainer import trainer as composer_trainer
+
+from composer_speedups.core.technique import Technique
+from composer_speedups.distributed.composer_loop import TESTED_COMPOSER, is_defined_in_composer, other_composer
+
+# Events of each batch. All others are rare and may change what the tables below are made of.
+_LEAN = {
+    event._value_
+    for event in (
+        Event.BEFORE_DATALOADER,
+        Event.AFTER_DATALOADER,
+        Event.BATCH_START,
+        Event.BEFORE_TRAIN_BATCH,
+        Event.BEFORE_FORWARD,
+        Event.AFTER_FORWARD,
+        Event.BEFORE_LOSS,
+        Event.AFTER_LOSS,
+        Event.BEFORE_BACKWARD,
+        Event.AFTER_BACKWARD,
+        Event.AFTER_TRAIN_BATCH,
+        Event.BATCH_END,
+        Event.BATCH_CHECKPOINT,
+        Event.EVAL_BATCH_START,
+        Event.EVAL_BEFORE_FORWARD,
+        Event.EVAL_AFTER_FORWARD,
+        Event.EVAL_BATCH_END,
+    )
+}
+_DEFAULT_PASSES = _get_default_passes()
+_installed: list[LeanEvents] = []  # of the Trainers that have the technique and are not closed
+
+
+def replaced_by_other_code() -> str | None:
+    """Why Composer's events cannot be dispatched here; None if they can."""
+    if (version := other_composer()) is not None:
+        return f"the installed Composer is {version}, and {TESTED_COMPOSER} is the one that was tested"
+    if not (_installed or is_defined_in_composer(Engine.run_event)):
+        return "other code has replaced composer.core.Engine.run_event"
+    return None
+
+
+class _Listeners(NamedTuple):
+    """Who handles an event, and how many others do not."""
+
+    callbacks: Sequence[Callback]
+    loggers: Sequence[Callback]
+    left_out: int
+
+
+class LeanEvents:
+    """Runs one Trainer's events.
+
+    Attributes:
+        events: Number of events that it ran.
+        batches: How many of them were the start of a training batch.
+        left_out: Number of calls that it left out.
+        sharded: Whether FSDP wraps a module; None until Composer asks in a batch.
+        in_batch: Whether the last event was one of :data:`_LEAN`.
+    """
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self.events = self.batches = self.left_out = 0
+        self._callbacks: list[Callback] = []  # those that the table was made of
+        self._table: dict[str, _Listeners] = {}
+        self._algorithms: list[Any] = []
+        self._others: list[Any] = []  # algorithms that are no techniques
+        self._begin()
+
+    def _begin(self) -> None:
+        """Make the table anew in the next batch."""
+        self.in_batch = False
+        self.sharded: bool | None = None
+        self._callbacks, self._algorithms = [], []
+        self._debugging = bool(os.environ.get("ENGINE_DEBUG"))
+
+    def per_batch(self) -> dict[str, int]:
+        """Evidence: the numbers of a batch, with those of evaluations."""
+        batches = max(self.batches, 1)
+        return {"events_per_batch": self.events // batches, "calls_left_out_per_batch": self.left_out // batches}
+
+    def install(self) -> None:
+        if not _installed:
+            _composers[:] = [vars(owner)[name] for owner, name, _ in _REPLACED]
+            for owner, name, ours in _REPLACED:
+                setattr(owner, name, ours)
+        _installed.append(self)
+
+    def uninstall(self) -> None:
+        _installed.remove(self)
+        if not _installed:
+            for (owner, name, ours), composers in zip(_REPLACED, _composers, strict=True):
+                if vars(owner)[name] is ours:  # not what other code has put there since
+                    setattr(owner, name, composers)
+
+    def takes(self, engine: Engine, event: Event) -> bool:
+        """Whether the event is run here; if not, Composer's own method runs it, with its checks and markers."""
+        if event._value_ not in _LEAN:
+            self._begin()
+            return False
+        state = self.state
+        self.in_batch = not (
+            engine._is_closed
+            or self._debugging
+            or state.profiler is not None
+            or state.dataloader is None
+            or state.max_duration is None
+            or engine.algorithm_passes != _DEFAULT_PASSES
+        )
+        return self.in_batch
+
+    def run(self, engine: Engine, event: Event) -> Any:
+        """Run an event as ``Engine.run_event`` does."""
+        state, name = self.state, event._value_
+        self.events += 1
+        self.batches += name == "batch_start"
+        if state.algorithms != self._algorithms:
+            self._algorithms = list(state.algorithms)
+            self._others = [algorithm for algorithm in self._algorithms if not isinstance(algorithm, Technique)]
+        traces = self._run_algorithms(engine, event) if self._others else OrderedDict()
+        listeners = self._listeners(name)
+        for callback in listeners.callbacks:
+            callback.run_event(event, state, engine.logger)
+        if listeners.callbacks:
+            listeners = self._listeners(name)  # a callback may have added a logger, which hears the same event
+        for logger in listeners.loggers:
+            logger.run_event(event, state, engine.logger)
+        self.left_out += listeners.left_out + len(self._algorithms) - len(self._others)
+        return traces
+
+    def _run_algorithms(self, engine: Engine, event: Event) -> Any:
+        matching = [algorithm for algorithm in self._others if algorithm.match(event, self.state)]
+        if not matching:
+            return OrderedDict()
+        matching = list(engine._compile(matching, event))
+        traces = _setup_trace(matching, event)
+        for order, algorithm in enumerate(matching):
+            exit_code = algorithm.apply(event, self.state, engine.logger)
+            kind = type(algorithm).__name__
+            traces[f"{algorithm}/{event}"] = Trace(name=kind, event=event, exit_code=exit_code, order=order, run=True)
+        engine.logger.log_traces({f"algorithm_traces/{t.name}/{t.event}": 1 if t.run else 0 for t in traces.values()})
+        return traces
+
+    def _listeners(self, name: str) -> _Listeners:
+        callbacks = self.state.callbacks
+        if callbacks != self._callbacks:
+            self._callbacks, self._table = list(callbacks), {}
+        found = self._table.get(name)
+        if found is None:
+            hearing = [callback for callback in callbacks if _hears(callback, name)]
+            loggers = [callback for callback in hearing if isinstance(callback, LoggerDestination)]
+            others = [callback for callback in hearing if not isinstance(callback, LoggerDestination)]
+            found = self._table[name] = _Listeners(others, loggers, len(callbacks) - len(hearing))
+        return found
+
+
+def _hears(callback: Callback, name: str) -> bool:
+    """Whether a callback handles an event: it overrides the event's method or ``run_event``, on its class or itself."""
+    return any(
+        attribute in vars(callback) or getattr(type(callback), attribute) is not getattr(Callback, attribute)
+        for attribute in (name, "run_event")
+    )
+
+
+def _of(state: State) -> LeanEvents | None:
+    for events in _installed:
+        if events.state is state:
+            return events
+    return None
+
+
+def _run_event(self: Engine, event: Event | str) -> Any:
+    """In the place of ``Engine.run_event``."""
+    events = _of(self.state)
+    if events is not None:
+        event = event if type(event) is Event else Event(event)
+        if events.takes(self, event):
+            return events.run(self, event)
+    return _composers[0](self, event)
+
+
+def _fsdp_enabled(self: State) -> bool:
+    """In the place of ``State.fsdp_enabled``, which visits all modules: once per epoch. Models are wrapped before."""
+    events = _of(self)
+    if events is None or not events.in_batch:
+        return bool(_composers[1].fget(self))
+    if events.sharded is None:
+        events.sharded = bool(_composers[1].fget(self))
+    return events.sharded
+
+
+def _memory_stats(*args: Any, **kwargs: Any) -> Any:
+    """In the place of ``torch.cuda.memory_stats``. Composer's loop needs one number, for automatic micro-batches."""
+    events = _calling(Trainer._train_batch)
+    if events is not None and not events.state.auto_microbatching:
+        return {"num_alloc_retries": 0}
+    return _composers[2](*args, **kwargs)
+
+
+def _deepcopy(value: Any, *args: Any) -> Any:
+    """In the place of Composer's ``deepcopy``. Its loop copies each micro-batch, for training metrics."""
+    events = _calling(Trainer._train_microbatch)
+    if events is not None and not events.state.train_metrics:
+        return None
+    return _composers[3](value, *args)
+
+
+def _calling(method: Any) -> LeanEvents | None:
+    """The events of the Trainer whose method called the function that calls this one; None for other callers."""
+    frame = sys._getframe(2)
+    return _of(frame.f_locals["self"].state) if frame.f_code is method.__code__ else None
+
+
+_REPLACED: list[tuple[Any, str, Any]] = [
+    (Engine, "run_event", _run_event),
+    (State, "fsdp_enabled", property(_fsdp_enabled)),
+    (torch.cuda, "memory_stats", _memory_stats),
+    (composer_trainer, "deepcopy", _deepcopy),
+]
+_composers: list[Any] = []  # what they replaced

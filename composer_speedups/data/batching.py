@@ -1,0 +1,122 @@
+"""Which samples are batched together: batches of similar lengths, and micro-batches bounded by real tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from composer_speedups.distributed.balanced_sampling import BalancedSampler, Integers
+from composer_speedups.families.flops import batch_lengths
+
+Split = Callable[[Any, int | float], list[Any]]
+
+
+def split_by_tokens(max_tokens: int) -> Split:
+    """Make a function that splits each batch into micro-batches of at most this many real tokens.
+
+        Trainer(train_dataloader=DataSpec(loader, split_batch=split_by_tokens(8192)), …)
+
+    Samples differ in length, so a number of samples that always fits in memory must be chosen for the longest ones. A
+    bound on tokens puts many short samples, or a few long ones, into a micro-batch. It bounds memory if the model is
+    unpadded; otherwise padding takes memory, too.
+
+    Micro-batches are consecutive samples, as many as fit. A sample with more tokens than the bound is a micro-batch of
+    its own. The ``device_train_microbatch_size`` of Composer's Trainer bounds the samples as well; its default is the
+    whole batch. The gradient is that of the whole batch, up to rounding: Composer weights each micro-batch by its
+    samples. A loss that is a mean over labelled tokens needs ``accumulate_train_batch_on_tokens=True`` in addition, and
+    the number of labels as ``loss_generating`` in the result of the DataSpec's ``get_num_tokens_in_batch``. A loss that
+    compares the samples of a batch cannot be split.
+
+    On several ranks, each splits its own samples, so the numbers of forward passes differ. DDP supports this with
+    Composer's default ``ddp_sync_strategy``. FSDP and ``device_train_microbatch_size="auto"`` do not, because they
+    communicate in every forward pass: the ranks would wait for each other until the timeout.
+
+    Args:
+        max_tokens: Maximum number of real tokens per micro-batch and device, at least 1. The tokens of all texts of a
+            sample count. Without an attention mask, every position counts.
+
+    Returns:
+        A function for ``DataSpec(split_batch=…)``. Batches are mappings with ``input_ids``, and usually
+        ``attention_mask``, of shape (samples, …, slots). Other tensors and lists have an entry per sample; any other
+        value is the same for all micro-batches. Synchronizes if the batch is on a GPU; Composer splits it before.
+
+    Raises:
+        ValueError: ``max_tokens`` is below 1; when a batch is split, it has no ``input_ids``.
+    """
+    if max_tokens < 1:
+        raise ValueError(f"max_tokens must be at least 1, not {max_tokens}")
+    return partial(_split, max_tokens)
+
+
+def _split(max_tokens: int, batch: Any, max_samples: int | float) -> list[Any]:
+    lengths = batch_lengths(batch)
+    if lengths is None:
+        raise ValueError(
+            f"split_by_tokens needs a mapping with input_ids, not {type(batch).__name__}; remove it from the DataSpec"
+        )
+    tokens = lengths.reshape(len(lengths), -1).sum(-1) if lengths.ndim > 1 else lengths
+    sizes = _group(tokens.tolist(), max_tokens, max_samples)
+    return [batch] if len(sizes) < 2 else _pieces(batch, sizes)
+
+
+def _group(tokens: Iterable[int], max_tokens: int, max_samples: int | float) -> list[int]:
+    """The number of samples of each micro-batch, for the number of tokens of each sample."""
+    sizes: list[int] = []
+    total = 0
+    for count in tokens:
+        if sizes and total + count <= max_tokens and sizes[-1] < max_samples:
+            sizes[-1] += 1
+            total += count
+        else:
+            sizes.append(1)
+            total = count
+    return sizes
+
+
+def _pieces(batch: Mapping[str, Any], sizes: Sequence[int]) -> list[Any]:
+    split = {key: _pieces_of(value, sizes) for key, value in batch.items()}
+    return [{key: pieces[i] for key, pieces in split.items()} for i in range(len(sizes))]
+
+
+def _pieces_of(value: Any, sizes: Sequence[int]) -> Sequence[Any]:
+    if isinstance(value, Tensor):
+        return value.split(list(sizes))
+    if isinstance(value, Mapping):
+        return _pieces(value, sizes)
+    if isinstance(value, (list, tuple)):
+        if len(value) != sum(sizes):
+            raise ValueError(f"a list of {len(value)} entries does not fit a batch of {sum(sizes)} samples")
+        remaining = iter(value)
+        return [[next(remaining) for _ in range(size)] for size in sizes]
+    return [value] * len(sizes)
+
+
+class LengthGroupedSampler(BalancedSampler):
+    """Shuffles the epoch, cuts it into pools of ``pool`` batches, sorts each pool by length, cuts it into batches, and
+    shuffles these. Every sample still occurs once per epoch.
+
+    An incomplete batch is not sorted and comes last, or is dropped with ``drop_last``. ``widths`` are the lengths to
+    sort by, if not ``lengths``: those of the longest of several texts. The rest is as in :class:`.BalancedSampler`.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int] | Integers,
+        batch_size: int,
+        pool: int,
+        widths: Sequence[int] | Integers | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__(lengths, batch_size, **settings)
+        self.pool, self.widths = pool, self.lengths if widths is None else np.asarray(widths)
+
+    def arranged(self, batches: Integers, generator: torch.Generator) -> Integers:
+        pools = [batches[start : start + self.pool].ravel() for start in range(0, len(batches), self.pool)]
+        by_length = [pool[np.argsort(self.widths[pool], kind="stable")] for pool in pools]
+        grouped = np.concatenate([batches.ravel()[:0], *by_length]).reshape(batches.shape)
+        return grouped[torch.randperm(len(batches), generator=generator).numpy()]

@@ -1,1 +1,0 @@
-"""Checkpoints: written atomically, read without executing their contents, and found again after an interruption."""

@@ -1,0 +1,246 @@
+"""Each event reaches the same callbacks, loggers and algorithms as in Composer's Trainer, in the same order."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from composer.algorithms import GradientClipping
+from composer.callbacks import OptimizerMonitor
+from composer.core import Algorithm, Callback, Engine, Event, State
+from composer.loggers import InMemoryLogger, Logger
+from composer.profiler import JSONTraceHandler, Profiler, cyclic_schedule
+from composer.trainer import trainer as composer_trainer
+from torch import Tensor
+from torchmetrics.classification import MulticlassAccuracy
+
+from composer_speedups import FusedOptimizer, LeanDispatch
+from composer_speedups.core.errors import Refusal
+from tests.helpers.common import data_spec, final_weights, make_trainer, plain_batches
+
+STEP = 13  # events of a training batch
+
+
+class Heard(list[tuple[str, str, int]]):
+    """(Who, event, batch), in order."""
+
+    def note(self, who: object, event: Event, state: State) -> None:
+        self.append((type(who).__name__, event.value, state.timestamp.batch.value))
+
+
+class Everything(Callback):
+    """Overrides ``run_event``; adds a callback in batch 1 and a logger in batch 2, each inside an event."""
+
+    def __init__(self, heard: Heard) -> None:
+        self.heard = heard
+
+    def run_event(self, event: Event, state: State, logger: Logger) -> None:
+        self.heard.note(self, event, state)
+        if (event, state.timestamp.batch) == (Event.BEFORE_LOSS, 1):
+            state.callbacks.append(Later(self.heard))
+        if (event, state.timestamp.batch) == (Event.AFTER_LOSS, 2):
+            state.callbacks.append(LateLogger(self.heard))
+
+
+class Later(Callback):
+    def __init__(self, heard: Heard) -> None:
+        self.heard = heard
+
+    def before_loss(self, state: State, logger: Logger) -> None:
+        self.heard.note(self, Event.BEFORE_LOSS, state)
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        self.heard.note(self, Event.BATCH_END, state)
+        if state.timestamp.batch == 3:
+            state.callbacks.remove(self)
+
+
+class LateLogger(InMemoryLogger):
+    def __init__(self, heard: Heard) -> None:
+        super().__init__()
+        self.heard = heard
+
+    def after_loss(self, state: State, logger: Logger) -> None:
+        self.heard.note(self, Event.AFTER_LOSS, state)
+
+
+class Traced(LateLogger):
+    def log_traces(self, traces: dict[str, Any]) -> None:
+        self.heard += [(key, "traced", value) for key, value in traces.items()]
+
+
+class OnInstance(Callback):
+    """Its handler is an attribute of the instance."""
+
+    def __init__(self, heard: Heard) -> None:
+        self.eval_batch_end = lambda state, logger: heard.note(self, Event.EVAL_BATCH_END, state)  # type: ignore
+
+
+class EverySecondBatch(Algorithm):
+    """Matches by state, and adds a callback, which hears the event in which it was added."""
+
+    def __init__(self, heard: Heard) -> None:
+        self.heard = heard
+
+    def match(self, event: Event, state: State) -> bool:
+        if event in (Event.BEFORE_FORWARD, Event.AFTER_FORWARD):
+            self.heard.note("match", event, state)
+            return state.timestamp.batch.value % 2 == 1
+        return False
+
+    def apply(self, event: Event, state: State, logger: Logger) -> int:
+        self.heard.note(self, event, state)
+        if event == Event.AFTER_FORWARD and state.timestamp.batch == 3:
+            state.callbacks.append(Everything(self.heard))
+        return state.timestamp.batch.value
+
+
+class Another(EverySecondBatch):
+    """After the first one at BEFORE_FORWARD, before it at AFTER_FORWARD."""
+
+
+def run(lean: bool, **settings: Any) -> tuple[Heard, dict[str, Tensor], dict[str, Any], dict[str, Any]]:
+    heard = Heard()
+    logged = Traced(heard)
+    techniques = [LeanDispatch()] if lean else []
+    trainer = make_trainer(
+        [EverySecondBatch(heard), *techniques, FusedOptimizer(), GradientClipping("norm", 0.1), Another(heard)],
+        batches=plain_batches(5),
+        callbacks=[Everything(heard), OnInstance(heard), OptimizerMonitor()],
+        loggers=logged,
+        eval_dataloader=data_spec(plain_batches(2)),
+        eval_interval="2ba",
+        **settings,
+    )
+    trainer.fit()
+    evidence = techniques[0].evidence if techniques else {}
+    weights = final_weights(trainer)
+    trainer.close()
+    times = ("wall_clock", "time/")
+    data = {key: [v for _, v in values] for key, values in logged.data.items() if not key.startswith(times)}
+    return heard, weights, data, evidence
+
+
+@pytest.mark.pins
+def test_everyone_hears_what_they_hear_without_it() -> None:
+    expected, weights, logged, _ = run(lean=False)
+    heard, lean_weights, lean_logged, evidence = run(lean=True)
+    assert [entry for entry in heard if "LeanDispatch" not in entry[0]] == expected  # its own trace at INIT
+    assert {"Later", "LateLogger", "OnInstance", "Another", "EverySecondBatch"} <= {who for who, *_ in heard}
+    torch.testing.assert_close(lean_weights, weights, rtol=0, atol=0)
+    assert lean_logged.keys() == logged.keys()
+    assert any(how == "traced" and "Another" in who for who, how, _ in heard)
+    assert lean_logged == logged
+    assert evidence["events_per_batch"] >= STEP
+    assert evidence["calls_left_out_per_batch"] > 2 * STEP
+
+
+def test_an_event_returns_composers_traces_and_may_be_a_string() -> None:
+    traces = []
+    for techniques in ([], [LeanDispatch()]):
+        trainer = make_trainer([EverySecondBatch(Heard()), *techniques, Another(Heard())])
+        trainer.fit()
+        trainer.state.timestamp = trainer.state.timestamp.copy(batch=1)
+        traces.append([trainer.engine.run_event(event) for event in ("before_forward", "AFTER_FORWARD", "before_loss")])
+        trainer.close()
+        with pytest.raises(RuntimeError, match="already closed"):
+            trainer.engine.run_event(Event.BATCH_START)
+    strip = [[[(type(t), t.name, t.order, t.exit_code) for t in found.values()] for found in run] for run in traces]
+    assert strip[0] == strip[1]
+    assert [len(found) for found in traces[1]] == [2, 2, 0]
+
+
+@pytest.mark.filterwarnings("ignore:The profiler is enabled:UserWarning", "ignore:.*Profiler clears events:UserWarning")
+def test_a_profiler_or_a_pass_goes_composers_way(tmp_path: Any) -> None:
+    profiler = Profiler(cyclic_schedule(wait=0, warmup=1, active=2), [JSONTraceHandler(str(tmp_path))])
+    technique = LeanDispatch()
+    with pytest.raises(Refusal, match="ran no event through it"):
+        make_trainer([technique], profiler=profiler).fit()
+    trainer = make_trainer([technique := LeanDispatch()], batches=plain_batches(3))
+    orders = []
+
+    def own_pass(algorithms: Any, event: Event) -> Any:
+        orders.append(event)
+        return algorithms
+
+    class Adds(Callback):
+        def batch_end(self, state: State, logger: Logger) -> None:
+            trainer.engine.register_pass(own_pass)
+
+    trainer.state.callbacks.append(Adds())
+    trainer.fit()
+    assert orders.count(Event.BEFORE_FORWARD) == 1 + 2
+    assert technique.evidence["events_per_batch"] == STEP - 1  # of the first batch alone, without BATCH_CHECKPOINT
+    trainer.close()
+
+
+@pytest.mark.parametrize("metrics", [False, True])
+def test_a_batch_is_copied_for_training_metrics_only(metrics: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    copied: list[Any] = []
+
+    def noted(value: Any) -> Any:
+        copied.append(value)
+        return copy.deepcopy(value)
+
+    monkeypatch.setattr(composer_trainer, "deepcopy", noted)
+    trainer = make_trainer([LeanDispatch()], batches=plain_batches(2))
+    copied.clear()
+    if metrics:
+        trainer.state.train_metrics = {"accuracy": MulticlassAccuracy(num_classes=2)}
+    trainer.fit()
+    assert len([value for value in copied if "input_ids" in value]) == (2 if metrics else 0)
+    assert not metrics or float(trainer.state.train_metrics["accuracy"].compute()) >= 0
+    trainer.close()
+
+
+def test_memory_statistics_and_the_walk_for_fsdp_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    def noted(name: str, result: Any) -> Any:
+        calls.append(name)
+        return result
+
+    monkeypatch.setattr(State, "fsdp_enabled", property(lambda state: noted("walk", False)))
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda: noted("stats", {"num_alloc_retries": 1}))
+
+    class OnGPU(Callback):
+        def after_train_batch(self, state: State, logger: Logger) -> None:
+            monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+        def batch_end(self, state: State, logger: Logger) -> None:
+            monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+            assert torch.cuda.memory_stats() == {"num_alloc_retries": 1}  # for other callers
+            assert not state.fsdp_enabled
+
+    trainer = make_trainer([LeanDispatch()], batches=plain_batches(4), callbacks=[OnGPU()])
+    trainer.state.auto_microbatching = False
+    calls.clear()
+    trainer.fit()
+    assert (calls.count("stats"), calls.count("walk")) == (4, 1)
+    assert trainer.cumulative_alloc_retries == 0
+    trainer.close()
+
+
+def test_composers_functions_are_given_back_when_the_last_trainer_closes() -> None:
+    def now() -> list[Any]:
+        return [Engine.run_event, State.fsdp_enabled, torch.cuda.memory_stats, composer_trainer.deepcopy]
+
+    before = now()
+    assert before[3] is copy.deepcopy
+    one, other = (make_trainer([LeanDispatch()]) for _ in range(2))
+    assert not set(map(id, now())) & set(map(id, before))
+    one.fit()
+    one.close()
+    other.fit()
+    assert Engine.run_event is not before[0]
+    other.close()
+    assert now() == before
+
+
+def test_another_replacement_of_run_event_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    composers = Engine.run_event
+    monkeypatch.setattr(Engine, "run_event", lambda self, event: composers(self, event))
+    with pytest.raises(Refusal, match=r"other code has replaced composer.core.Engine.run_event"):
+        make_trainer([LeanDispatch()])
