@@ -21,7 +21,6 @@ from composer_speedups import (
     LoRA,
     MixedPrecision,
     Unpadding,
-    apply_recommended,
 )
 from composer_speedups.algorithms.cuda_graphs.graphed_calls import install
 from composer_speedups.algorithms.fused_layers.fusing import fuse
@@ -29,7 +28,6 @@ from composer_speedups.algorithms.layer_freezing.modules import freeze
 from composer_speedups.algorithms.unpadding.encoder_swap import unpad
 from composer_speedups.core.errors import Refusal
 from composer_speedups.kernels import Shape
-from composer_speedups.kernels.host import counting
 from composer_speedups.packing.attention import PositionBias, Relative, disentangled_attention, unpadded_attention
 from composer_speedups.packing.layout import lay_out
 from tests.helpers.common import (
@@ -240,23 +238,6 @@ def test_the_kernel_with_a_bias_is_as_accurate_as_its_dtype_allows(dtype: torch.
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_dropout_of_adapters_repeats_with_the_seed_and_stops_in_eval_mode(precision: Any) -> None:
-    model = fused(adapted(tiny_bert(), lora_dropout=0.3).train(), "all", precision)
-    inputs = on_gpu(batch([12, 7, 16, 10]))
-    results = []
-    for _ in range(2):
-        torch.manual_seed(3)
-        with torch.autocast("cuda", torch.bfloat16):
-            results.append([model(**inputs).logits for _ in range(2)])
-    if precision == "bf16":  # with fp8, the second pass has fitted scales
-        assert torch.equal(results[0][0], results[1][0])
-    assert not torch.allclose(results[1][0], results[1][1], atol=1e-2)
-    model.eval()
-    with torch.autocast("cuda", torch.bfloat16), torch.no_grad():
-        assert torch.equal(model(**inputs).logits, model(**inputs).logits)
-
-
-@pytest.mark.parametrize("precision", PRECISIONS)
 def test_losses_are_the_same_with_and_without_graphs(precision: Any) -> None:
     losses, weights = [], []
     for with_graphs in (False, True):
@@ -273,14 +254,6 @@ def test_losses_are_the_same_with_and_without_graphs(precision: Any) -> None:
         assert distance(other, one) < bound
 
 
-def test_a_peft_model_of_ones_own_runs_the_kernels() -> None:
-    model = adapted(tiny_bert())
-    apply_recommended(model.cuda(), check="never")
-    with torch.autocast("cuda", torch.bfloat16), counting() as ran:
-        model(**on_gpu(batch([12, 7, 16, 10]))).loss.backward()
-    assert (ran["fused_layer"], ran["first_tokens"], ran["fused_embeddings"]) == (1, 1, 1)
-
-
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("order", [1, -1], ids=["as written", "reversed"])
 def test_it_trains_in_the_fast_set(precision: Any, order: int) -> None:
@@ -290,7 +263,7 @@ def test_it_trains_in_the_fast_set(precision: Any, order: int) -> None:
     trainer = trained(algorithms, model=tiny_bert(dropout=0.1), batches=plain_batches(6), gpu=True)
     way = "by fused kernels" if precision == "bf16" else "by fused kernels in 8 bits"
     assert layers.evidence["layers_ran"] == f"2 {way}"
-    assert lora.evidence["base_unchanged"]
+    assert lora.evidence["parameters_moved"]
     assert graphs.evidence["replays"] >= 4
     assert all(weight.isfinite().all() for weight in final_weights(trainer).values())
 

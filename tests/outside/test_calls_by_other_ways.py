@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import BertForPreTraining, BertForSequenceClassification
+from transformers import BertForPreTraining
 from transformers.integrations.neftune import activate_neftune
 
 from composer_speedups.algorithms.unpadding.encoder_swap import restore_encoders, unpad
@@ -192,26 +192,6 @@ def test_saving_loading_resizing_and_tied_weights(family: Family, tmp_path: Any)
     inputs = masked_batch(batch([5, 12, 9])["attention_mask"], "mlm")
     (inputs,) = fit_batches(reference, [{**inputs, "input_ids": inputs["input_ids"].clamp(min=2)}])
     compared(reference, model, lambda module: module(**inputs).loss)
-
-
-class Twice(BertForSequenceClassification):
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        hidden = self.bert(input_ids, attention_mask).last_hidden_state
-        again = self.bert.encoder(torch.ones_like(hidden), attention_mask[:, None, None].to(hidden.dtype))
-        return hidden[attention_mask.bool()], again.last_hidden_state
-
-
-def test_a_model_that_calls_its_encoder_again_gets_the_untouched_result() -> None:
-    results, inputs = [], batch([5, 12, 9])
-    for changed in (False, True):
-        torch.manual_seed(0)
-        model = Twice._from_config(tiny_bert().config, attn_implementation="eager").eval()
-        if changed:
-            unpad(model, 8)
-        with torch.no_grad():
-            results.append(model(inputs["input_ids"], inputs["attention_mask"]))
-    assert_near([*results[1]], [*results[0]])
-    assert way(observed(lambda: model(inputs["input_ids"], inputs["attention_mask"]))) == "packed and padded"
 
 
 # What depends on the padded batch, or is read in each call.
