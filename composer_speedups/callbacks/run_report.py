@@ -14,6 +14,7 @@ from composer_speedups.callbacks.memory import MemoryAnatomy
 from composer_speedups.callbacks.precision import precision_in_force
 from composer_speedups.callbacks.throughput import ThroughputMonitor
 from composer_speedups.core.engaging import techniques_of
+from composer_speedups.core.host import host_of
 from composer_speedups.core.technique import Technique
 from composer_speedups.core.trainer_state import weight_dtypes
 from composer_speedups.tasks.metrics import final_metrics
@@ -25,7 +26,7 @@ class RunReport(Callback):
     """Logs the techniques' evidence and the values by which runs are compared. It does nothing in a training step.
 
     Hyperparameters, by which dashboards filter and group runs: ``techniques`` (see :func:`techniques_label`),
-    ``techniques/<name>/engaged`` and ``techniques/<name>/<evidence>``. They are logged after the first batch; Weights &
+    ``techniques/<name>/engaged`` and ``techniques/<name>/<evidence>``. They are logged after the first batch with proof; Weights &
     Biases, where they may change, has those of the end as well.
 
     Metrics, at the end of training: ``summary/samples_per_sec``, ``summary/tokens_per_sec``, ``summary/mfu`` and
@@ -54,15 +55,17 @@ class RunReport(Callback):
         for late in state.callbacks[state.callbacks.index(self) :]:
             if isinstance(late, (ThroughputMonitor, MemoryAnatomy)):
                 raise ValueError(f"callbacks: RunReport must come after {type(late).__name__}; put it last")
-        self.batch_end = self._end_first_batch  # type: ignore[method-assign]
+        self.batch_end = self._log_evidence  # type: ignore[method-assign]
 
     def fit_start(self, state: State, logger: Logger) -> None:
         self._trained = False  # in a later fit(), evaluations come before its end again
         self.numerics = numerics_of(state)  # flags are given back before the end
 
-    def _end_first_batch(self, state: State, logger: Logger) -> None:
-        del self.batch_end  # type: ignore[method-assign]  # later batches do not concern it
-        logger.log_hyperparameters(_evidence(state))
+    def _log_evidence(self, state: State, logger: Logger) -> None:
+        host = host_of(state)
+        if host is None or not host.waits_for_proof:
+            del self.batch_end  # type: ignore[method-assign]  # later batches do not concern it
+            logger.log_hyperparameters(_evidence(state))
 
     def fit_end(self, state: State, logger: Logger) -> None:
         self._trained = True

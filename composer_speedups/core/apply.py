@@ -39,7 +39,7 @@ class Applied:
             if (method := after_step()) is not None:
                 method(*args)
 
-        stepped.reads_gradients = False  # type: ignore[attr-defined]  # see distributed.gradient_readers
+        stepped.reads_gradients = False  # type: ignore[attr-defined]  # see distributed.composer_loop
         handle = register_optimizer_step_post_hook(stepped)
         weakref.finalize(self, handle.remove)
         self._handles = [handle]

@@ -104,6 +104,11 @@ class Host(Callback):
         """Whether a technique handles an event of Composer."""
         return event in self._table
 
+    @property
+    def waits_for_proof(self) -> bool:
+        """Whether a technique has not yet proved its effect, as when the learning rate warms up from 0."""
+        return bool(self._waiting)
+
     def run_event(self, event: Event, state: State, logger: Logger) -> None:
         for call in self._table.get(event, ()):
             call()

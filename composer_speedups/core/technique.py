@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from composer_speedups.core.run import FirstBatch, Run
 else:
-    Algorithm = object  # Composer need not be installed; :meth:`Technique.__post_init__` registers it
+    Algorithm = object  # Composer need not be installed; :meth:`Technique.model_post_init` registers it
 
 Effect = Literal["exact", "rounding", "lower_precision", "recipe"]  # from the smallest change to the largest
 OnUnavailable = Literal["stop", "warn"]

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from composer.core import Algorithm, Event, State
+from composer.core import Algorithm, DataSpec, Event, State
 from composer.loggers import Logger
 from torch import Tensor
+from torch.utils.data import DataLoader
 from transformers.models.bert.modeling_bert import BertEncoder
 
 from composer_speedups import TorchCompile, Unpadding, apply
@@ -22,7 +23,17 @@ from composer_speedups.core.compile_counts import compile_counts
 from composer_speedups.core.errors import Refusal
 from composer_speedups.packing.encoder import Packing, with_counted_rows
 from composer_speedups.packing.layout import lay_out
-from tests.helpers.common import Batch, Recorder, batch, plain_batches, tiny_bert, trained
+from tests.helpers.common import (
+    Batch,
+    Batches,
+    Recorder,
+    batch,
+    in_turn,
+    microbatches,
+    plain_batches,
+    tiny_bert,
+    trained,
+)
 from tests.helpers.exhaustive import SCOPES, family_params, others_exhaustive
 from tests.helpers.jobs import run
 from tests.helpers.masks import KINDS, draw_mask, masked_batch, random_masks
@@ -165,15 +176,23 @@ def test_shared_positions_and_masks_for_each_kind_of_layer() -> None:
     assert_near([model(**both).logits], [reference(**both).logits])
 
 
+def split_by_composer(batches: list[Batch]) -> DataSpec:
+    return DataSpec(DataLoader(Batches(batches), batch_size=None, sampler=in_turn(batches)))  # type: ignore[arg-type]
+
+
 @pytest.mark.pins
-def test_the_evidence_counts_layers_and_tokens_and_names_the_attention() -> None:
+@pytest.mark.parametrize(("rows", "packed"), [(4, 48), (2, 24 + 32)])
+def test_the_evidence_counts_layers_and_tokens_of_all_micro_batches(rows: int, packed: int) -> None:
     technique = Unpadding(8)
-    trained([technique], batches=[batch([12, 7, 16, 10]), batch([16, 16, 16, 16])])
+    batches = [batch([12, 7, 16, 10]), batch([16, 16, 16, 16])]
+    trained(
+        [technique], batches=batches, train_dataloader=split_by_composer(batches), device_train_microbatch_size=rows
+    )
     evidence = technique.evidence
     assert (evidence["encoders"], evidence["layers"]) == (1, 2)
     assert "scaled_dot_product" in evidence["attention"]
     counts = ("first_batch_slots", "first_batch_tokens", "first_batch_packed")
-    assert [evidence[key] for key in counts] == [64, 45, 48]
+    assert [evidence[key] for key in counts] == [64, 45, packed]
     assert evidence["padding_of_the_run"] == round(1 - (45 + 64) / 128, 4)
 
 
@@ -197,16 +216,17 @@ class Sabotage(Algorithm):
 
 
 @pytest.mark.parametrize(
-    ("change", "reason"),
+    ("change", "rows", "reason"),
     [
-        ("class", "the first forward pass ran without its encoder"),
-        ("outputs", "the first forward pass ran padded"),
-        ("layer", "1 of 2 layers ran on packed tokens"),
+        ("class", 4, "the first forward pass ran without its encoder"),
+        ("outputs", 4, "the first forward pass ran padded"),
+        ("layer", 4, "1 of 2 calls of layers ran on packed tokens"),
+        ("layer", 2, "2 of 4 calls of layers ran on packed tokens"),
     ],
 )
-def test_a_restored_encoder_is_detected(change: str, reason: str) -> None:
+def test_a_restored_encoder_is_detected(change: str, rows: int, reason: str) -> None:
     with pytest.raises(Refusal, match=reason):
-        trained([Unpadding(check="never"), Sabotage(change)])
+        trained([Unpadding(check="never"), Sabotage(change)], **microbatches(plain_batches(), rows))
 
 
 def test_left_padding_and_holes_stop_a_run_whose_head_or_distances_they_change() -> None:

@@ -16,6 +16,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from composer_speedups import FusedOptimizer, MemoryAnatomy, RunReport, SDPAAttention, TF32Matmul, ThroughputMonitor
 from composer_speedups.callbacks.run_report import techniques_label
 from composer_speedups.core.run import Run
+from composer_speedups.core.technique import NOT_YET
 from tests.helpers.common import data_spec, make_trainer, plain_batches, tiny_bert, trained
 from tests.helpers.wandb_runs import WandbRun, read_wandb
 
@@ -83,13 +84,22 @@ def test_weights_and_biases_says_that_a_technique_had_no_effect() -> None:
     assert config["techniques"] == "none", "what dashboards group runs by"
 
 
-def test_other_loggers_keep_the_evidence_of_the_first_batch() -> None:
+class Late(Counting):
+    """Its effect is seen in the second batch."""
+
+    def proof(self, run: Run, seen: Any) -> Any:
+        assert run.state is not None
+        return super().proof(run, seen) if run.state.timestamp.batch == 2 else NOT_YET
+
+
+@pytest.mark.parametrize("technique", [Counting, Late])
+def test_other_loggers_keep_the_evidence_of_the_first_batch(technique: type[Counting]) -> None:
     """MLflow's parameters never change, for example."""
-    train_with(FileLogger("log.txt"))
+    train_with(FileLogger("log.txt"), technique())
     lines = [line for line in Path("log.txt").read_text().splitlines() if f": {STEPS}: " in line]
     assert [line.split()[-1] for line in lines] == ["1"]
     logger = InMemoryLogger()
-    train_with(logger)
+    train_with(logger, technique())
     assert logger.hyperparameters[STEPS] == 1
 
 

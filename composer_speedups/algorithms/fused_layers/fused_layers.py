@@ -129,8 +129,9 @@ class FusedLayers(ComparedTechnique):
             raise self.no_effect(f"the layers {how}", "keep unpadding engaged")
         if self.precision == "fp8" and not seen.ran["fused_layer_fp8"]:
             raise self.no_effect("no layer computed in 8 bits", "remove precision: fp8 for this model")
+        passes = max(1, seen.ran["packed_encoder"])  # one for each micro-batch
         return {
-            "layers_ran": ", ".join(f"{count} {way}" for way, count in ran.items()),
+            "layers_ran": ", ".join(f"{round(count / passes)} {way}" for way, count in ran.items()),
             "embeddings_ran": next((way for name, way in _EMBEDDED.items() if seen.ran[name]), "not at all"),
         }
 

@@ -42,7 +42,7 @@ class Unpadding(ComparedTechnique):
         super().reset()
         self._encoders: list[UnpaddedEncoder] = []
         self._heads: list[LabelledHead] = []
-        self._first: Layout | None = None  # of the observed batch
+        self._observed: list[Layout] = []  # of the observed batch's micro-batches
         # totals of the training batches: real tokens and slots of the masks, labelled tokens and slots of the labels
         self._tokens = self._slots = self._labelled = self._label_slots = 0
         # training micro-batches that an encoder could not pack, and masks of micro-batches without row lengths
@@ -71,7 +71,7 @@ class Unpadding(ComparedTechnique):
     def after_dataloader(self, run: Run) -> None:
         from composer_speedups.packing.rows import ROW_LABELS, as_numpy, lengths_key, token_masks
 
-        batch = self._count(run)
+        batch, self._observed = self._count(run), []
         for name, mask in token_masks(batch).items():
             lengths = batch.get(lengths_key(name))
             if lengths is not None:
@@ -102,7 +102,7 @@ class Unpadding(ComparedTechnique):
 
         known = self._take(run)
         if run.observing:
-            self._first = next((rows.layout for rows in known.rows), None)
+            self._observed += [rows.layout for rows in known.rows if rows.layout is not None]
         self._kept_padded += any(rows.layout is None for rows in known.rows)
         self._uncounted += len(token_masks(run.state.batch)) - len(known.rows)  # type: ignore[union-attr]
 
@@ -146,20 +146,24 @@ class Unpadding(ComparedTechnique):
                 raise self.no_effect(*_PADDED)
             how = "padded" if seen.ran["padded_encoder"] else "without its encoder"
             raise self.no_effect(f"the first forward pass ran {how}", "do not change attention and output settings")
-        if not compiled and seen.ran["packed_layer"] < layers:
-            reason = f"{seen.ran['packed_layer']} of {layers} layers ran on packed tokens"
+        called = seen.ran["packed_encoder"] * layers // len(self._encoders)  # once for each micro-batch
+        if not compiled and seen.ran["packed_layer"] < called:
+            reason = f"{seen.ran['packed_layer']} of {called} calls of layers ran on packed tokens"
             raise self.no_effect(reason, "do not change the encoder's layers")
         if self.mlm_head == "labelled" and not seen.ran["labelled_head"] and not compiled:
             raise self.no_effect("the masked-LM head computed every token", "pass labels (B, S) to the model")
         return {"layers": layers, "attention": ", ".join(attention), **self._sizes(), **self.summary(run)}
 
     def _sizes(self) -> dict[str, Any]:
-        """What the observed batch was packed to."""
-        if self._first is None:
+        """What the observed micro-batches were packed to, all together."""
+        layouts, self._observed = self._observed, []
+        if not layouts:
             return {}
-        mask_BS, packed, self._first = self._first.mask_BS, len(self._first.indices_T), None
-        counted = {"first_batch_slots": mask_BS.numel(), "first_batch_tokens": int(mask_BS.sum())}
-        return {**counted, "first_batch_packed": packed}
+        return {
+            "first_batch_slots": sum(layout.mask_BS.numel() for layout in layouts),
+            "first_batch_tokens": sum(int(layout.mask_BS.sum()) for layout in layouts),
+            "first_batch_packed": sum(len(layout.indices_T) for layout in layouts),
+        }
 
     def summary(self, run: Run) -> dict[str, Any]:
         evidence: dict[str, Any] = {}

@@ -74,7 +74,8 @@ def _without_those_off(algorithms: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Checked:
-    """Metadata of a mapping that is kept as it was written, and checked as a section."""
+    """Metadata of a mapping that is checked as a section, and kept as it was written: techniques are built for each
+    Trainer, such as the baseline's, and report.json and the resume guard compare the settings that were asked for."""
 
     section: Callable[[], type[Settings]]
 
