@@ -14,6 +14,7 @@ import torch
 import yaml
 
 from benchmarks.tables import table
+from composer_speedups.algorithms.optimizers.optimizers import TECHNIQUES as OPTIMIZERS
 from composer_speedups.core.registry import folder_of, technique_class, technique_names
 from composer_speedups.core.run import Run
 from composer_speedups.core.technique import FSDP, Order, Technique
@@ -172,10 +173,10 @@ def order() -> list[str]:
     for stage in Order:
         engaged = ", ".join(_quoted([t.name for t in every if t.order == stage]))
         stages.append([str(stage + 1), f"{stage.name.lower()}: {_STAGES[stage.name]}", engaged])
-    optimizers = ", ".join(_quoted([t.name for t in every if t.order == Order.OPTIMIZER]))
+    optimizers = ", ".join(_quoted(OPTIMIZERS))
     conflicting = [[f"any two of {optimizers}", "each sets the optimizer"]]
     for one, other in combinations(every, 2):
-        if (reason := _reason(one, other)) and not one.order == other.order == Order.OPTIMIZER:
+        if (reason := _reason(one, other)) and not {one.name, other.name} <= {*OPTIMIZERS}:
             conflicting.append([f"`{one.name}`, `{other.name}`", reason])
     return [
         *table(["order", "stage", "techniques"], stages),

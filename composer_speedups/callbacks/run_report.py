@@ -26,7 +26,7 @@ class RunReport(Callback):
     """Logs the techniques' evidence and the values by which runs are compared. It does nothing in a training step.
 
     Hyperparameters, by which dashboards filter and group runs: ``techniques`` (see :func:`techniques_label`),
-    ``techniques/<name>/engaged`` and ``techniques/<name>/<evidence>``. They are logged after the first batch with proof; Weights &
+    ``techniques/<name>/engaged`` and ``techniques/<name>/<evidence>``. They are logged when all are proven; Weights &
     Biases, where they may change, has those of the end as well.
 
     Metrics, at the end of training: ``summary/samples_per_sec``, ``summary/tokens_per_sec``, ``summary/mfu`` and

@@ -20,6 +20,8 @@ from composer_speedups.core.run import Run
 from composer_speedups.core.technique import Technique
 from composer_speedups.core.trainer_state import is_compiled, world_size
 
+_MOST_BATCHES = 20  # to observe; a technique of which nothing was seen until then has no effect
+
 
 class Applied:
     """Techniques that :func:`apply` applied to a model.
@@ -69,6 +71,7 @@ class Applied:
         mine = any(id(p) in self._mine for group in optimizer.param_groups for p in group["params"])
         if self._run.observing and (mine or optimizer is self.optimizer):
             self._observer.stepped(optimizer)
+            self._observer.seen.ended = self._observer.batches >= _MOST_BATCHES
             if not in_other_mode() and self._observer.stop():
                 ask(self._run, self._waiting, self._observer.seen)
 

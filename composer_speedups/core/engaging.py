@@ -155,7 +155,9 @@ def ask(run: Run, waiting: dict[str, Technique], seen: FirstBatch) -> None:
             if proof is NOT_YET:
                 if not seen.ended:
                     continue
-                raise technique.no_effect("nothing was seen of it until the end of training", "train longer")
+                raise technique.no_effect(
+                    "nothing was seen of it in the observed batches", "train longer, or remove it"
+                )
             technique.evidence.update(proof)
         except Refusal as error:
             had_no_effect(technique, error)

@@ -217,14 +217,17 @@ def _check_parity(case: Case, *, gpu: bool) -> None:
         trainer.state.scaler = torch.amp.GradScaler(init_scale=128)
     trainer.fit()
     trainer.close()
+    trained = {n.removeprefix("model."): w for n, w in final_weights(trainer).items()}
     if "losses" in case.entry.same:
         assert_near(recorder.losses, expected.losses, dtype, "losses")
     if "gradients" in case.entry.same:
         first = {n: g.cpu() for n, g in recorder.first_gradients.items()}
         assert_near(first, expected.first_gradients, dtype, "gradients of the first batch")
     if "weights" in case.entry.same:
-        trained = {n.removeprefix("model."): w for n, w in final_weights(trainer).items()}
         assert_near(trained, expected.weights, dtype, "weights after training")
+    elif case.effect(gpu=gpu) == "recipe" and trained.keys() == expected.weights.keys():
+        with pytest.raises(AssertionError):
+            assert_near(trained, expected.weights, dtype, "another recipe trains other weights")
 
 
 @every_technique

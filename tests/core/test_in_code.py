@@ -28,7 +28,8 @@ from transformers import AutoModelForSequenceClassification
 from composer_speedups import Unpadding, apply
 from composer_speedups.core.errors import Refusal
 from composer_speedups.core.registry import technique_class
-from composer_speedups.core.technique import Technique
+from composer_speedups.core.run import FirstBatch, Run
+from composer_speedups.core.technique import NOT_YET, Order, Technique
 from tests.helpers.common import final_weights, plain_batches, tiny_config
 from tests.helpers.exhaustive import others_exhaustive
 from tests.helpers.settings import ENTRIES, Case
@@ -200,3 +201,40 @@ def test_a_dispatch_mode_of_the_loop_delays_the_observation(around: str) -> None
     hooks = torch_optimizer._global_optimizer_post_hooks.values()
     assert hooks
     assert not any(getattr(hook, "reads_gradients", True) for hook in hooks)
+
+
+class OnlyEvents(Technique):
+    """Acts in events of Composer, which other loops do not have."""
+
+    name = "only_events"
+    order = Order.FLAGS
+    effect = "recipe"
+
+    def reset(self) -> None:
+        super().reset()
+        self._batches = 0
+
+    def engage(self, run: Run) -> dict[str, Any]:
+        return {}
+
+    def batch_end(self, run: Run) -> None:
+        self._batches += 1
+
+    def proof(self, run: Run, seen: FirstBatch) -> Any:
+        return {"batches": self._batches} if self._batches else NOT_YET
+
+
+def test_a_technique_of_which_nothing_is_seen_in_twenty_batches_is_refused() -> None:
+    model, steps = nn.Linear(2, 2), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.register_step_pre_hook(lambda *_: steps.append(1))
+    apply(model, [OnlyEvents()], optimizer)
+
+    def train() -> None:
+        for _ in range(100):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+
+    with pytest.raises(Refusal, match="only_events: was applied but did not take effect: nothing was seen of it"):
+        train()
+    assert len(steps) == 20
