@@ -298,6 +298,9 @@ def test_resuming_does_not_depend_on_the_folder() -> None:
     assert repr(TorchCompile(cache="a")) == repr(TorchCompile(cache="b")) == repr(TorchCompile())
 
 
-def test_bad_caches_are_refused() -> None:
+def test_bad_caches_are_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    with pytest.raises(Refusal, match=r"cache: others could put code into .*; choose a folder of your own"):
+        make_trainer([TorchCompile(cache=str(tmp_path))])
     with pytest.raises(ValueError, match=r"cache must be a folder for inductor's cache, .*, not 'x'"):
         TorchCompile(backend="aot_eager", cache="x")

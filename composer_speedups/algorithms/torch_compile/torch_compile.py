@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
@@ -85,6 +87,11 @@ class TorchCompile(Technique):
             if "cuda_graphs" in run.techniques:
                 reason = "conflicts with cuda_graphs: with this mode or backend, torch_compile captures CUDA graphs too"
                 yield self.refusal(reason, "remove torch_compile or cuda_graphs")
+        folder = Path(self.cache or "").expanduser()
+        if self.cache and folder.is_dir():  # inductor unpickles and runs what is in it
+            status = folder.stat()
+            if status.st_uid != os.geteuid() or status.st_mode & stat.S_IWOTH:
+                yield self.refusal(f"cache: others could put code into {folder}", "choose a folder of your own")
         if "unpadding" in run.techniques and (self.makes_graphs or self.dynamic is False):
             reason = (
                 "conflicts with unpadding: with dynamic: false, or a mode that captures CUDA graphs, it would "
