@@ -10,31 +10,23 @@ from typing import TYPE_CHECKING, Any
 from composer_speedups.core.errors import Refusal
 
 if TYPE_CHECKING:
-    import torch
-
     from composer_speedups.core.run import Run
 
 
 def needs_cuda(who: str, run: Run, what: str, capability: tuple[int, int] = (0, 0)) -> Iterator[Refusal]:
     """A CUDA GPU of a minimum compute capability, such as (8, 0) for Ampere."""
-    if (reason := unsuitable_device(run.device, what, capability, "this run is")) is not None:
-        yield Refusal(who, reason, "remove the technique")
-
-
-def unsuitable_device(
-    device: torch.device, what: str, capability: tuple[int, int], subject: str = "the model is"
-) -> str | None:
-    """Why ``device`` cannot compute ``what``; None if it can."""
     wanted = "a CUDA GPU"
     if capability > (0, 0):
         wanted += f" of compute capability {capability[0]}.{capability[1]} or newer"
-    if device.type != "cuda":
-        return f"{what} needs {wanted}, and {subject} on the {device.type}"
+    if run.device.type != "cuda":
+        yield Refusal(who, f"{what} needs {wanted}, and this run is on the {run.device.type}", "remove the technique")
+        return
     import torch
 
-    have = torch.cuda.get_device_capability(device)
-    name = torch.cuda.get_device_name(device)
-    return None if have >= capability else f"{what} needs {wanted}, and {name} is {have[0]}.{have[1]}"
+    have = torch.cuda.get_device_capability(run.device)
+    if have < capability:
+        name = torch.cuda.get_device_name(run.device)
+        yield Refusal(who, f"{what} needs {wanted}, and {name} is {have[0]}.{have[1]}", "remove the technique")
 
 
 def needs_package(who: str, module: str, requirement: str) -> Iterator[Refusal]:

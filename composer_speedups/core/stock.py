@@ -47,13 +47,8 @@ def differences(
     """Yield the differences between a user's module and what its library builds, as sentences that begin with ``name``.
 
     Dropout probabilities, epsilons, weights, dtypes, devices and ``requires_grad`` may differ, and modules inside may
-    have LoRA adapters.
-
-    Args:
-        ours: Ignore changes by this package.
-        around: Ignore hooks on the module itself, and this package's ``forward`` around the class's, because they run
-            independently of the class's ``forward``.
-        skip: Modules to skip.
+    have LoRA adapters. ``ours`` ignores changes by this package; ``around`` ignores the module's own hooks and this
+    package's ``forward`` around the class's, because they run independently of the class's ``forward``.
     """
     if type(module) is not type(reference) and not (ours and _is_ours(type(module))):
         yield f"{name} is {_described(type(module))} instead of {_described(type(reference))}"
@@ -108,8 +103,7 @@ def _other_settings(module: nn.Module, reference: nn.Module, name: str) -> Itera
 
 
 def model_differences(model: PreTrainedModel, name: str = "", *, skip: Collection[nn.Module] = ()) -> list[str]:
-    """How a transformers model differs from what its class builds from its configuration, apart from this package's
-    changes; see :func:`differences`."""
+    """How a transformers model differs from what its class builds, apart from this package's changes."""
     kind = next(c for c in type(model).__mro__ if not _is_ours(c))
     label = name or kind.__name__
     if not kind.__module__.startswith("transformers.models."):
@@ -127,8 +121,8 @@ def model_differences(model: PreTrainedModel, name: str = "", *, skip: Collectio
 def changes_to(model: nn.Module) -> list[str]:
     """How a model, inside Composer's HuggingFaceModel or not, differs from one that is entirely transformers' own.
 
-    A bare encoder is a difference, because the code that reads its result is unknown, unless the surrounding model has
-    ``reads_real_tokens``, as this package's tasks do.
+    A bare encoder is a difference, because unknown code reads its result; this package's tasks say that they read real
+    tokens only.
     """
     outermost = outermost_models(model)
     changes = []

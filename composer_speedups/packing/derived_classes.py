@@ -42,10 +42,8 @@ _METACLASSES: dict[type, type[_Derived]] = {type: _Derived}
 
 
 def derived_class(mixin: Any, stock: Any) -> type[Any]:
-    """A subclass of both classes, with ``mixin``'s methods first. Every call returns the same class.
-
-    Its name is the stock class's name with ``mixin.prefix`` in front. It and its modules can be copied and pickled.
-    """
+    """A subclass of both classes, with ``mixin``'s methods first; the same in every call. It and its modules can be
+    copied and pickled."""
     if (mixin, stock) not in _MADE:
         members = {"__module__": mixin.__module__, "_derived_from": (mixin, stock)}
         _MADE[mixin, stock] = _metaclass(type(stock))(f"{mixin.prefix}{stock.__name__}", (mixin, stock), members)
@@ -66,10 +64,7 @@ def is_derived(thing: Any) -> bool:
 
 
 def stock_class(derived: Any) -> type[nn.Module]:
-    """The stock class that a class from :func:`derived_class`, or the base of a subclass of one, was made from.
-
-    For any other class, the class itself.
-    """
+    """The stock class that a class from :func:`derived_class` was made from; any other class itself."""
     return getattr(derived, "_derived_from", (None, derived))[1]  # type: ignore[no-any-return]
 
 

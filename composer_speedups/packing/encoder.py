@@ -203,10 +203,7 @@ class UnpaddedEncoder(nn.Module):
         return plan.layout.scatter(packed.squeeze(0))
 
     def _inputs_of_packed(self, inputs: dict[str, Any], layout: Layout) -> dict[str, Any]:
-        """The arguments of a model whose encoder packs the batch.
-
-        transformers would expand a mask (B, S) to pairs of slots; it passes a mask in four dimensions on as it is.
-        """
+        """The model's arguments, with a mask that transformers does not expand to pairs of slots."""
         return {**inputs, "attention_mask": layout.mask_BS[:, None, None, :]}
 
 
