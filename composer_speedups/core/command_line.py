@@ -147,8 +147,8 @@ def read_pair(pair: str, cls: type[Settings], prefix: str = "") -> dict[Any, Any
 
 
 def read_yaml(text: str, cls: type[Settings], key: str = "") -> Any:
-    """The value of a YAML text at a key, None if it is empty. Where ``cls`` expects text, or a mapping from names, it is
-    as written, not what YAML reads as a boolean, number or date (``no``, ``007``)."""
+    """The value of a YAML text at a key, None if it is empty. Where ``cls`` expects text, or a mapping from names, it
+    is as written, not what YAML reads as a boolean, number or date (``no``, ``007``)."""
     kinds: dict[str, set[Any]] = {}
     for name, field, _ in keys_of(cls):
         kinds[name] = kinds.get(name, set()) | (parts_of(field.annotation) if not sections_of(field) else set())

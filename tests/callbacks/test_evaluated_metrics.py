@@ -151,26 +151,6 @@ def test_an_evaluation_of_other_data_does_not_count() -> None:
     assert (best.batch, best.last, stopping.best) == (8, 4.0, 2.0)
 
 
-def test_an_evaluation_before_training_counts_by_any_name_of_the_metric() -> None:
-    best = BestWeights("MulticlassAccuracy")
-    trainer = trainer_with(best, [0.1, 0.2, 0.3, 0.4, 0.3, 0.2], MulticlassAccuracy)
-    MulticlassAccuracy.values = {0: 0.9, **MulticlassAccuracy.values}
-    untrained = weights_of(trainer.state)
-    trainer.eval()
-    fit_and_close(trainer)
-    assert (best.batch, best.mode) == (0, "max")
-    torch.testing.assert_close(dict(best.weights), untrained, rtol=0, atol=0)
-
-
-def test_a_second_trainer_starts_anew() -> None:
-    best, stopping = BestWeights(), EarlyStopping(patience="2ba")
-    fit_and_close(trainer_with(best, [5.0, 1.0, 3.0, 3.0, 3.0, 3.0], extra=[stopping]))
-    assert stopping.stopped
-    trainer = fit_and_close(trainer_with(best, [5.0, 4.0, 3.0, 2.5, 2.0, 1.5], extra=[stopping]))
-    assert trainer.state.timestamp.batch.value == LENGTH
-    assert (best.batch, best.metrics, stopping.best, stopping.stopped) == (LENGTH, {"loss": 1.5}, 1.5, False)
-
-
 @pytest.mark.parametrize("loaded", [2, 6, 10])
 def test_a_resumed_run_has_the_best_weights_of_the_uninterrupted_one(loaded: int) -> None:
     """The best evaluation comes after batch 6, and a later one would be best of those after batch 10."""

@@ -33,11 +33,6 @@ class Counting(FusedOptimizer):
         return {"steps": run.state.timestamp.batch.value}
 
 
-class Ineffective(Counting):
-    def summary(self, run: Run) -> Mapping[str, Any]:
-        raise self.no_effect("it stopped", "look for the reason")
-
-
 def train_with(logger: LoggerDestination, technique: Any = None) -> dict[str, Any]:
     """Train four batches, and return the evidence of the end."""
     technique = technique or Counting()
@@ -73,14 +68,6 @@ def test_weights_and_biases_has_the_evidence_of_the_end() -> None:
     assert {key: config[f"techniques/fused_optimizer/{key}"] for key in technique.evidence} == technique.evidence
     assert config[STEPS] == 5
     assert config["techniques/fused_optimizer/engaged"] is True
-
-
-def test_weights_and_biases_says_that_a_technique_had_no_effect() -> None:
-    with pytest.warns(UserWarning, match="it stopped"):
-        train_with(_wandb_logger(), Ineffective(on_unavailable="warn"))
-    config = read_wandb(Path()).config
-    assert config["techniques/fused_optimizer/engaged"] is False
-    assert config["techniques"] == "none", "what dashboards group runs by"
 
 
 def test_other_loggers_keep_the_evidence_of_the_first_batch() -> None:

@@ -12,7 +12,7 @@ from composer_speedups.core.engaging import check
 from composer_speedups.core.errors import Refusal
 from composer_speedups.core.registry import technique_class
 from composer_speedups.core.run import Run
-from composer_speedups.core.technique import Order, Technique
+from composer_speedups.core.technique import Technique
 from tests.helpers.common import final_weights, make_trainer, plain_batches, tiny_bert, trained
 from tests.helpers.exhaustive import others_exhaustive
 from tests.helpers.settings import ENTRIES
@@ -87,15 +87,3 @@ def test_the_order_of_techniques_does_not_change_the_weights() -> None:
         torch._dynamo.reset()
     for other in results[1:]:
         torch.testing.assert_close(other, results[0], rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("pair", PAIRS, ids="+".join)
-def test_a_conflict_is_declared_once_and_refused_in_either_order(pair: tuple[str, str]) -> None:
-    one, other = map(technique_class, pair)
-    reasons = [reason for reason in (one.not_with.get(other.name), other.not_with.get(one.name)) if reason]
-    both_optimizers = one.order == other.order == Order.OPTIMIZER
-    assert len(reasons) <= 1 or both_optimizers, f"declared twice: {reasons}"
-    for techniques in ([build(pair[0]), build(pair[1])], [build(pair[1]), build(pair[0])]) if reasons else ():
-        with pytest.raises(Refusal) as error:
-            check(techniques, on("cpu"))
-        assert all(name in str(error.value) for name in (*pair, reasons[0]))

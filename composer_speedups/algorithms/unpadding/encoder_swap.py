@@ -226,7 +226,7 @@ def _check(encoder: _Encoder) -> None:
 
 class FirstCall:
     """Runs a transformers model's first call, and its first call with gradients, with and without packing; with
-    ``"auto"``, only if it is not exactly its class's. If they differ, ``model``, which has it as ``name``, is restored."""
+    ``"auto"``, only if it is not exactly its class's. A difference restores ``model``, in which it is ``name``."""
 
     def __init__(self, name: str, check: Check, model: nn.Module) -> None:
         self._name, self._model = name, model
