@@ -90,11 +90,9 @@ def trainer_with(
     metrics: Any = [kind(sync_on_compute=False)]
     return make_trainer(
         model=HuggingFaceModel(tiny_bert(dropout=0.1), use_logits=True, eval_metrics=metrics, metrics=[]),
-        batches=plain_batches(LENGTH),
-        eval_dataloader=data_spec(plain_batches(1)),
         eval_interval="2ba",
         callbacks=[Weights(), callback, *extra],
-        **settings,
+        **{"batches": plain_batches(LENGTH), "eval_dataloader": data_spec(plain_batches(1)), **settings},
     )
 
 
@@ -257,27 +255,20 @@ def test_an_unknown_metric_is_refused_before_training(kind: Any) -> None:
 def _train_on_a_rank() -> dict[str, Any]:
     first = torch.distributed.get_rank() == 0
     values = [3.0, 2.0, 3.0, 3.0, 3.0, 3.0] if first else [3.0, 3.5, 2.0, 3.0, 3.0, 3.0]
-    best, stopping, weights = BestWeights(), EarlyStopping(patience="2ba"), Weights()
-    CrossEntropy.values = {2 * (i + 1): value for i, value in enumerate(values)}
-    metrics: Any = [CrossEntropy(sync_on_compute=False)]
-    trainer = make_trainer(
-        model=HuggingFaceModel(tiny_bert(), use_logits=True, eval_metrics=metrics, metrics=[]),
-        batches=plain_batches(2 * LENGTH),
-        max_duration=f"{LENGTH}ba",
-        eval_dataloader=data_spec(plain_batches(2), sampler=in_turn(plain_batches(2))),
-        eval_interval="2ba",
-        callbacks=[weights, best, stopping],
-    )
-    fit_and_close(trainer)
+    best, stopping = BestWeights(), EarlyStopping(patience="2ba")
+    shared = data_spec(plain_batches(2), sampler=in_turn(plain_batches(2)))
+    settings = {"batches": plain_batches(2 * LENGTH), "max_duration": f"{LENGTH}ba", "eval_dataloader": shared}
+    trainer = fit_and_close(trainer_with(best, values, extra=[stopping], **settings))
+    after = recorded(trainer)
     last = weights_of(trainer.state)
     best.restore(trainer.state)
-    torch.testing.assert_close(weights_of(trainer.state), weights.after[4], rtol=0, atol=0)
+    torch.testing.assert_close(weights_of(trainer.state), after[4], rtol=0, atol=0)
     return {
         "batch": best.batch,
         "kept": bool(best.weights),
         "stopped_after": trainer.state.timestamp.batch.value,
         "stopped": stopping.stopped,
-        "last_is_best": all(torch.equal(value, weights.after[4][name]) for name, value in last.items()),
+        "last_is_best": all(torch.equal(value, after[4][name]) for name, value in last.items()),
     }
 
 

@@ -1,8 +1,12 @@
-"""Every technique trains, engages with evidence, matches the untouched model, and restores process-wide flags."""
+"""Every technique trains, engages with evidence, matches the untouched model, and restores process-wide flags.
+
+Those that are not exact in float32 stay within their bound of the untouched run's loss curve over 200 steps.
+"""
 
 from __future__ import annotations
 
 import copy
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +23,7 @@ from tests.helpers.common import (
     Recorder,
     awkward_batches,
     final_weights,
+    learnable_batches,
     make_trainer,
     tiny_bert,
     trained,
@@ -237,3 +242,44 @@ def _process_flags() -> dict[str, Any]:
         "grad": torch.is_grad_enabled(),
         "dispatch_modes": torch._C._len_torch_dispatch_stack(),
     }
+
+
+WINDOW = 20  # steps of the moving average; the loss of one batch of 16 rows is too noisy
+
+
+def inexact(*, gpu: bool) -> list[Any]:
+    return [c for c in cases(gpu=gpu) if c.values[0].entry.loss_bound is not None]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", inexact(gpu=False))
+def test_the_loss_curve_stays_within_its_bound(case: Case) -> None:
+    _check_curve(case, gpu=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", inexact(gpu=True))
+def test_the_loss_curve_stays_within_its_bound_on_a_gpu(case: Case) -> None:
+    _check_curve(case, gpu=True)
+
+
+def _check_curve(case: Case, *, gpu: bool) -> None:
+    expected, actual = _reference(), _curve(case.build_all(), gpu=gpu)
+    distance = float((actual - expected).abs().max())
+    assert distance <= case.entry.loss_bound, f"the loss differs by {distance:.3f} from the untouched run's"
+
+
+@cache
+def _reference() -> torch.Tensor:
+    curve = _curve([])
+    assert curve[-1] < 0.6 * curve[0], "the reference run must learn"
+    return curve
+
+
+def _curve(algorithms: list[Any], *, gpu: bool = False) -> torch.Tensor:
+    recorder = Recorder()
+    trained(algorithms, batches=learnable_batches(), callbacks=[recorder], gpu=gpu)
+    losses = torch.tensor(recorder.losses)
+    assert len(losses) == 200
+    assert losses.isfinite().all()
+    return losses.unfold(0, WINDOW, 1).mean(-1)

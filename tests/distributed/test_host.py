@@ -1,7 +1,14 @@
-"""CPU threads of torch: the ranks of a node share its cores; a rank that trains on a GPU uses one."""
+"""CPU threads of torch, frozen garbage, and the example of a Trainer of one's own on two ranks."""
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import io
+import json
+import runpy
+import sys
+from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -10,15 +17,63 @@ import pytest
 import torch
 
 import composer_speedups.train.trainer
-from composer_speedups import FusedOptimizer, OffloadedOptimizer
+from composer_speedups import FreezeGarbage, FusedOptimizer, OffloadedOptimizer
 from composer_speedups.distributed.host import _at_first, share_cores
 from composer_speedups.train.config.schema import Config
+from tests.conftest import ROOT
+from tests.helpers.common import make_trainer
 from tests.helpers.jobs import run
 from tests.helpers.ranks import on_ranks
 
+TINY = ["--size", "tiny", "--samples", "64", "--batch-size", "4", "--max-length", "32", "--duration", "6ba"]
 
-@pytest.fixture(autouse=True)
-def cores(monkeypatch: pytest.MonkeyPatch) -> Any:
+
+def example(*arguments: str) -> dict[str, Any] | None:
+    """Run ``examples/own_trainer.py``; return the JSON of its last line, or None on ranks that print nothing."""
+    sys.argv = ["own_trainer.py", *TINY, "--on-unavailable", "warn", *arguments]
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        runpy.run_path(str(ROOT / "examples" / "own_trainer.py"), run_name="__main__")
+    lines = printed.getvalue().strip().splitlines()
+    return json.loads(lines[-1]) if lines else None
+
+
+@pytest.mark.exhaustive
+def test_the_example_trains_on_two_ranks() -> None:
+    first, second = on_ranks(example)
+    assert second is None
+    assert (first["ranks"], first["batch_size_per_rank"], first["batches"]) == (2, 4, 6)
+    assert first["samples_per_sec"] > 0
+    assert first["loss"] == pytest.approx(0.69, abs=0.2)
+    assert first["techniques"]["unpadding"]["engaged"]
+    assert not first["techniques"]["cuda_graphs"]["engaged"], "there is no GPU"
+    assert first["ddp"]["overlapped_steps"] == 4, "all but the first two"
+    assert first["ddp"]["gradients_read_by"] is None
+    plain, _ = on_ranks(lambda: example("--plain"))
+    assert plain["ddp"] is None
+
+
+def test_objects_are_frozen_from_fit_start_until_the_trainer_closes() -> None:
+    frozen = gc.get_freeze_count()  # tests/conftest.py may have frozen objects
+    gc.unfreeze()
+    try:
+        trainer = make_trainer(callbacks=[FreezeGarbage()])
+        assert gc.get_freeze_count() == 0
+        trainer.fit()
+        assert gc.get_freeze_count() > 10_000
+        other = make_trainer(callbacks=[FreezeGarbage()])
+        other.fit()
+        other.close()
+        assert gc.get_freeze_count() > 10_000, "still frozen by the first trainer"
+        trainer.close()
+        assert gc.get_freeze_count() == 0
+    finally:
+        if frozen:
+            gc.freeze()
+
+
+@pytest.fixture
+def cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let torch use eight threads, as on a machine with eight cores."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     before = torch.get_num_threads()
@@ -29,6 +84,7 @@ def cores(monkeypatch: pytest.MonkeyPatch) -> Any:
     _at_first.cache_clear()
 
 
+@pytest.mark.usefixtures("cores")
 def test_ranks_of_a_node_share_its_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     for computes, ranks, threads in [(True, 1, 8), (True, 3, 2), (True, 9, 1), (False, 1, 1)]:
         monkeypatch.setattr("composer.utils.dist.get_local_world_size", lambda ranks=ranks: ranks)
@@ -66,6 +122,7 @@ def test_threads_are_shared_only_if_the_host_computes(
         composer_speedups.train.trainer.build_trainer(*parts)
 
 
+@pytest.mark.usefixtures("cores")
 def test_a_cpu_run_uses_all_cores_two_ranks_share_them_and_a_small_model_uses_one() -> None:
     def threads(size: str) -> int:
         torch.set_num_threads(8)
