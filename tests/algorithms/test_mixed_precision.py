@@ -40,6 +40,9 @@ def test_the_cpu_and_16_bit_weights_are_refused() -> None:
         make_trainer([MixedPrecision("fp16")])
     with pytest.raises(Refusal, match=r"trains float32 weights, and .* is bfloat16; load the model with dtype"):
         make_trainer([MixedPrecision(allow_cpu=True)], model=tiny_bert().bfloat16())
+    frozen = tiny_bert()
+    frozen.bert.to(torch.bfloat16).requires_grad_(False)
+    make_trainer([MixedPrecision(allow_cpu=True)], model=frozen).close()
     technique = MixedPrecision("bf16", on_unavailable="warn")
     with pytest.warns(UserWarning, match="continuing without mixed_precision"):
         trainer = make_trainer([technique])

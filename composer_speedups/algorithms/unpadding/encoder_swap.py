@@ -18,7 +18,7 @@ from composer_speedups.core.stock import model_differences, outermost_models
 from composer_speedups.families.blocks import blocks_of
 from composer_speedups.families.family import Family, Reads, family_of, family_titles
 from composer_speedups.packing.attention import PackedAttentionConfig
-from composer_speedups.packing.call import CallRules, ModelAroundEncoder, refuse_replicas
+from composer_speedups.packing.call import CallRules, ModelAroundEncoder
 from composer_speedups.packing.comparison import (
     SIXTEEN_BITS,
     Check,
@@ -67,8 +67,6 @@ def unpad(
     Other than with ``check="never"``, first calls are compared (:class:`FirstCall`), and where code that is not known
     reads the result, batches stay padded until gradients have shown that it does not read padding.
     """
-    if any(isinstance(module, nn.DataParallel) for module in model.modules()):
-        refuse_replicas()
     encoders = _find_encoders(model)
     for encoder in encoders.values():
         _check(encoder)
