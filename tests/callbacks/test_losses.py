@@ -123,6 +123,15 @@ def test_a_skipped_batch_changes_no_weights_and_no_optimizer_state(name: str) ->
     assert logged(trainer, "numerics/skipped_steps") == [1, 2, 2]
 
 
+def test_skipped_batches_are_counted_across_a_resume() -> None:
+    """The first batch of the resumed run is skipped, too."""
+    whole, resumed = skipping(), skipping()
+    settings: dict[str, Any] = {"model": Poisoned(), "batches": batches(6, 3, 5)}
+    trained(callbacks=[whole], save_folder="saved", save_interval="4ba", **settings)
+    trained(callbacks=[resumed], load_path="saved/ep0-ba4-rank0.pt", **settings)
+    assert counts(resumed) == counts(whole) == (2, 2)
+
+
 def test_a_nonfinite_microbatch_skips_the_whole_batch() -> None:
     def split(batch: Any, size: Any) -> list[Any]:
         return [{key: value[i : i + size] for key, value in batch.items()} for i in range(0, 4, size)]
