@@ -13,6 +13,7 @@ from composer.callbacks import EarlyStopper
 from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.models import HuggingFaceModel
+from composer.utils import dist
 from torch import Tensor
 from torchmetrics import Metric
 
@@ -88,11 +89,13 @@ def trainer_with(
     """Return a Trainer that evaluates after every second batch, to these values."""
     kind.values = {2 * (i + 1): value for i, value in enumerate(values)}
     metrics: Any = [kind(sync_on_compute=False)]
+    evaluated = plain_batches(dist.get_world_size())
     return make_trainer(
         model=HuggingFaceModel(tiny_bert(dropout=0.1), use_logits=True, eval_metrics=metrics, metrics=[]),
+        eval_dataloader=data_spec(evaluated, sampler=in_turn(evaluated)),
         eval_interval="2ba",
         callbacks=[Weights(), callback, *extra],
-        **{"batches": plain_batches(LENGTH), "eval_dataloader": data_spec(plain_batches(1)), **settings},
+        **{"batches": plain_batches(LENGTH), **settings},
     )
 
 
@@ -256,8 +259,7 @@ def _train_on_a_rank() -> dict[str, Any]:
     first = torch.distributed.get_rank() == 0
     values = [3.0, 2.0, 3.0, 3.0, 3.0, 3.0] if first else [3.0, 3.5, 2.0, 3.0, 3.0, 3.0]
     best, stopping = BestWeights(), EarlyStopping(patience="2ba")
-    shared = data_spec(plain_batches(2), sampler=in_turn(plain_batches(2)))
-    settings = {"batches": plain_batches(2 * LENGTH), "max_duration": f"{LENGTH}ba", "eval_dataloader": shared}
+    settings: dict[str, Any] = {"batches": plain_batches(2 * LENGTH), "max_duration": f"{LENGTH}ba"}
     trainer = fit_and_close(trainer_with(best, values, extra=[stopping], **settings))
     after = recorded(trainer)
     last = weights_of(trainer.state)
