@@ -92,8 +92,7 @@ class ThroughputMonitor(ThroughputConfig, SavedCallback, eq=False):
     in it, since all ranks wait; this is known only at the end, and values logged earlier are not corrected.
 
     The monitor synchronizes with the GPU at the end of each batch outside the steady state, before an evaluation and at
-    the end, so that asynchronous steps are not missed. The GPU's work that is unfinished when a checkpoint is written,
-    or when a callback reads a value between batches, counts in that phase.
+    the end. Work that the GPU has not finished when a checkpoint is written counts in that phase.
 
     Logged every ``interval`` batches (the first time before batch 10) and at the end, over the last ``window`` steady
     batches and all ranks, as ``throughput/…``:

@@ -89,13 +89,8 @@ def host_group() -> Any:
 
 
 def open_host_group(device: Device) -> None:
-    """Enable reductions of host tensors, with an additional gloo group if the default group only has NCCL. Collective.
-
-    The group is shared by all callers and destroyed after as many calls of :func:`close_host_group`.
-
-    Raises:
-        ValueError: gloo cannot connect the ranks; the text after the semicolon is the fix.
-    """
+    """Enable reductions of host tensors, with a gloo group if the default group only has NCCL, until as many calls of
+    :func:`close_host_group`. Collective; a ValueError, with the fix after the semicolon, if gloo cannot connect."""
     if _host_groups or not ranks_meet_on_host():
         _host_groups.append(host_group() or _new_host_group(device))
 

@@ -21,10 +21,7 @@ def swap_class(
     new: type[nn.Module],
     only: Callable[[nn.Module], bool] = lambda _: True,
 ) -> list[str]:
-    """Change every module of exactly class ``old`` to its subclass ``new``, with the same state; return their names.
-
-    Modules of subclasses of ``old`` are not changed, because they may define their own ``forward``.
-    """
+    """Change every module of exactly class ``old``, not of a subclass, to its subclass ``new``; return their names."""
     names = []
     for name, module in model.named_modules():
         if type(module) is old and only(module):
@@ -69,10 +66,7 @@ def stock_class(derived: Any) -> type[nn.Module]:
 
 
 def restore_class(module: nn.Module) -> None:
-    """Undo the assignment of a class from :func:`derived_class`.
-
-    A subclass of one that was assigned since, as FSDP2 does, is replaced by the same subclass of the stock class.
-    """
+    """Undo the assignment of a class from :func:`derived_class`, also under a subclass of it, as FSDP2 assigns."""
     changed: Any = type(module)
     restored: Any = stock_class(changed)
     derived = next(kind for kind in changed.__mro__ if "_derived_from" in vars(kind))
