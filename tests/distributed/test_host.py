@@ -1,4 +1,4 @@
-"""CPU threads of torch, frozen garbage, and the example of a Trainer of one's own on two ranks."""
+"""CPU threads of torch, frozen garbage, a Trainer of one's own on two ranks, and ranks that die."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import contextlib
 import gc
 import io
 import json
+import os
 import runpy
+import subprocess
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -22,6 +24,7 @@ from composer_speedups.distributed.host import _at_first, share_cores
 from composer_speedups.train.config.schema import Config
 from tests.conftest import ROOT
 from tests.helpers.common import make_trainer
+from tests.helpers.hangs import HANGS
 from tests.helpers.jobs import run
 from tests.helpers.ranks import on_ranks
 
@@ -132,3 +135,35 @@ def test_a_cpu_run_uses_all_cores_two_ranks_share_them_and_a_small_model_uses_on
     assert threads("mini") == 8
     assert threads("tiny") == 1
     assert on_ranks(partial(threads, "mini")) == [4, 4]
+
+
+LAUNCHERS = {
+    "composer": ["composer.cli.launcher", "-n", "2"],
+    "torchrun": ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
+}
+JOB = [
+    "-f",
+    str(ROOT / "yamls" / "quickstart.yaml"),
+    "baseline=null",
+    "data.train_samples=480",
+    "data.eval_samples=16",
+    "data.batch_size=8",
+    "data.eval_batch_size=8",
+    "data.vocab_size=400",
+    "trainer.progress_bar=false",
+    "trainer.device=cpu",
+    "trainer.dist_timeout=86400",  # the others do not wait for it: they are ended
+]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("rank", ["0", "1"])
+@pytest.mark.parametrize("how", ["raise", "refuse", "kill"])
+def test_the_other_ranks_end_and_the_error_is_shown(launcher: str, rank: str, how: str) -> None:
+    command = [sys.executable, "-m", *LAUNCHERS[launcher], "-m", "tests.reference.dying", *JOB]
+    environment = {**os.environ, "DYING_RANK": rank, "DYING_HOW": how, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=HANGS)
+    said = done.stdout + done.stderr
+    assert done.returncode != 0
+    assert ("the rank's own words" if how != "kill" else "-9") in said
