@@ -44,7 +44,6 @@ class Run(NamedTuple):
     technique: Technique
     trainer: Any
     checkpoint: str
-    asked: list[tuple[str, int]]  # each call of proof and summary, and the number of trained batches
     heard: list[set[Event]]  # events that the host handles before the first batch and after the last
     flags: list[dict[str, Any]]  # process-wide flags before the run, after fit and after close
 
@@ -53,20 +52,7 @@ class Run(NamedTuple):
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Train once per case, for all tests that do not need a run of their own."""
     case: Case = request.param
-    techniques, asked, flags = case.build_all(), list[tuple[str, int]](), [_process_flags()]
-    technique = techniques[-1]
-
-    def count(name: str) -> None:
-        original = getattr(technique, name)
-
-        def counted(run: Any, *seen: Any) -> Any:
-            asked.append((name, run.state.timestamp.batch.value))
-            return original(run, *seen)
-
-        setattr(technique, name, counted)
-
-    count("proof")
-    count("summary")
+    techniques, flags = case.build_all(), [_process_flags()]
     folder = str(tmp_path_factory.mktemp("run"))
     trainer = make_trainer(techniques, model=tiny_bert(dropout=0.1), save_folder=folder, **SAVING)
     host = host_of(trainer.state)
@@ -76,8 +62,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     heard.append(set(filter(host.hears, Event)))
     flags.append(_process_flags())
     trainer.close()
-    del technique.proof, technique.summary
-    return Run(case, techniques, technique, trainer, f"{folder}/ba2.pt", asked, heard, [*flags, _process_flags()])
+    return Run(case, techniques, techniques[-1], trainer, f"{folder}/ba2.pt", heard, [*flags, _process_flags()])
 
 
 @pytest.mark.pins
@@ -85,12 +70,6 @@ def test_a_technique_engages_with_evidence(run: Run) -> None:
     assert run.technique.engaged is True
     for key in run.case.entry.evidence:
         assert run.technique.evidence[key] not in (None, {}, []), f"no {key} in {run.technique.evidence}"
-
-
-@pytest.mark.pins
-def test_proof_comes_after_the_first_batch_and_the_summary_at_the_end(run: Run) -> None:
-    assert [call for call in run.asked if call[0] == "proof"] == [("proof", 1)]
-    assert run.asked[-1] == ("summary", 4)
 
 
 def test_after_the_first_batch_the_host_hears_only_what_a_technique_defines(run: Run) -> None:
