@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-import shutil
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from composer_speedups.core.errors import Refusal
 
@@ -43,17 +42,6 @@ def needs_triton(who: str) -> Iterator[Refusal]:
     yield from needs_package(who, "triton", "triton")
     if (missing := missing_c_compiler()) is not None:
         yield Refusal(who, f"Triton needs a C compiler: {missing}", "install gcc, or set CC")
-
-
-def needs_cpp_compiler(who: str, what: str, fix: str) -> Iterator[Refusal]:
-    """A C++ compiler with which torch.compile can compile for a CPU."""
-    from torch._inductor import config  # a slow import, which only compilation on a CPU needs
-
-    # inductor tries $CXX, or g++ (clang++ on macOS). None stands for a download, which is off by default.
-    cxx: Any = config.cpp.cxx
-    compilers = [cxx] if isinstance(cxx, str) else [name for name in cxx if name is not None]
-    if not any(map(shutil.which, compilers)):
-        yield Refusal(who, f"{what} needs the C++ compiler {' or '.join(compilers)}", fix)
 
 
 def needs_autocast(who: str, run: Run, what: str) -> Iterator[Refusal]:

@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from composer_speedups.core.errors import Refusal
-from composer_speedups.core.requirements import needs_cpp_compiler, needs_cuda, needs_package, needs_triton
+from composer_speedups.core.requirements import needs_cuda, needs_triton
 from composer_speedups.core.settings import Check
 from composer_speedups.core.technique import Order, Technique
 
 if TYPE_CHECKING:
     from composer_speedups.core.run import FirstBatch, Run
-
-_PACKAGES = {"openxla": "torch_xla", "tvm": "tvm", "onnxrt": "onnxruntime"}  # backend → the package that it imports
 
 
 class TorchCompile(Technique):
@@ -24,9 +22,9 @@ class TorchCompile(Technique):
 
     Raises:
         ValueError: A mode or a cache with another backend than inductor.
-        Refusal: At INIT, for an unknown backend, if TORCHDYNAMO_DISABLE or a similar variable is set, for inductor
-            without Triton (GPU) or a C++ compiler; for a model without a repeated block (``scope: blocks``), or one
-            that other code has compiled.
+        Refusal: At INIT, for an unknown backend, if TORCHDYNAMO_DISABLE or a similar variable is set, for inductor on a
+            GPU without Triton, for a model without a repeated block (``scope: blocks``), or one that other code has
+            compiled.
 
     Source: torch.nn.Module.compile.
     """
@@ -78,8 +76,6 @@ class TorchCompile(Technique):
             yield self.refusal(f"torch has no backend {self.backend!r}", f"use one of {', '.join(known)}")
         if self.mode is not None and self.mode not in (modes := torch._inductor.list_mode_options()):
             yield self.refusal(f"inductor has no mode {self.mode!r}", f"use one of {', '.join(modes)}")
-        if (package := _PACKAGES.get(self.backend)) is not None:
-            yield from needs_package(self.name, package, {"tvm": "apache-tvm"}.get(package, package))
         if self.makes_graphs:
             yield from needs_cuda(self.name, run, f"backend {self.backend!r} with mode {self.mode!r}")
             if "cuda_graphs" in run.techniques:
@@ -93,9 +89,6 @@ class TorchCompile(Technique):
             yield self.refusal(reason, "remove torch_compile or unpadding")
         if self.backend == "inductor" and run.device.type == "cuda":
             yield from needs_triton(self.name)
-        elif self.backend == "inductor":
-            fix = "install it, set CXX, or choose another backend"
-            yield from needs_cpp_compiler(self.name, "inductor", fix)
 
     def engage(self, run: Run) -> dict[str, Any]:
         from composer_speedups.algorithms.torch_compile.modules import CACHE_FOLDERS, cache_counts, targets
