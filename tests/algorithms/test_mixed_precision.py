@@ -34,15 +34,16 @@ def test_another_loop_computes_in_bf16_and_keeps_fp32_weights() -> None:
 
 
 def test_the_cpu_and_16_bit_weights_are_refused() -> None:
+    """Frozen ones are not."""
+    frozen = tiny_bert()
+    frozen.bert.to(torch.bfloat16).requires_grad_(False)
+    make_trainer([MixedPrecision(allow_cpu=True)], model=frozen).close()
     with pytest.raises(Refusal, match=r"bf16 needs a CUDA GPU .* this run is on the cpu"):
         make_trainer([MixedPrecision("bf16")])
     with pytest.raises(Refusal, match="fp16 needs a CUDA GPU"):
         make_trainer([MixedPrecision("fp16")])
     with pytest.raises(Refusal, match=r"trains float32 weights, and .* is bfloat16; load the model with dtype"):
         make_trainer([MixedPrecision(allow_cpu=True)], model=tiny_bert().bfloat16())
-    frozen = tiny_bert()
-    frozen.bert.to(torch.bfloat16).requires_grad_(False)
-    make_trainer([MixedPrecision(allow_cpu=True)], model=frozen).close()
     technique = MixedPrecision("bf16", on_unavailable="warn")
     with pytest.warns(UserWarning, match="continuing without mixed_precision"):
         trainer = make_trainer([technique])
