@@ -34,7 +34,7 @@ from transformers.models.esm.modeling_esm import apply_rotary_pos_emb
 from benchmarks.peers.bare_loop import Loop
 from benchmarks.peers.job import build_job, plan_of, read_arguments, set_attention
 from benchmarks.peers.meter import Meter
-from composer_speedups.core.compile_counts import capturing, compile_counts
+from composer_speedups.core.compile_counts import compile_counts, count_capture
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.core.settings import Settings
 from composer_speedups.core.trainer_state import torch_device
@@ -262,7 +262,8 @@ class GraphedStep:
         self._forget_gradients()
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
-        with capturing(), torch.cuda.graph(graph, pool=self.pool):  # counted as warm-up, as the fast set's captures
+        count_capture()  # counted as warm-up, as the fast set's captures
+        with torch.cuda.graph(graph, pool=self.pool):
             graphs_loss = self.step(on_gpu)
         gradients = [parameter.grad for parameter in self.parameters]
         self.captured[(static.shape, flat.rows, flat.longest)] = graph, static, gradients, graphs_loss

@@ -68,10 +68,9 @@ class _ComparesEvaluations(SavedCallback):
 class BestWeights(BestWeightsConfig, _ComparesEvaluations, eq=False):
     """Keeps a copy of the weights of the evaluation at which a metric was best. :meth:`restore` loads it.
 
-    The copy is in the host memory of rank 0, and part of every checkpoint, which becomes larger by the size of the
-    model: a run that is resumed from any checkpoint has exactly the best weights up to that point. The first of several
-    equal evaluations is kept; an evaluation whose value is NaN or infinite is not. ``trainer.eval()`` counts, too, but
-    not on other data that it is given, such as a test set.
+    The copy is in the host memory of rank 0, and part of every checkpoint. The first of several equal evaluations is
+    kept; one whose value is NaN or infinite is not. ``trainer.eval()`` counts, too, but not on other data that it is
+    given, such as a test set.
 
         best = BestWeights("accuracy")
         trainer = Trainer(..., callbacks=[best])
@@ -146,12 +145,10 @@ class BestWeights(BestWeightsConfig, _ComparesEvaluations, eq=False):
 class EarlyStopping(EarlyStoppingConfig, _ComparesEvaluations, eq=False):
     """Composer's ``EarlyStopper``, with its state in checkpoints.
 
-    Composer's forgets the best value when a run is resumed, and continues a run that it had stopped. Here a resumed run
-    stops after the same batch as an uninterrupted one. A NaN is never the best value, and all ranks stop after the same
-    batch.
-
-    As in Composer, training stops at the first evaluation that comes more than ``patience`` after the last improvement.
-    With an evaluation per epoch and a patience of 1 epoch, that is the second one in a row without an improvement.
+    A resumed run stops after the same batch as an uninterrupted one; Composer's forgets the best value, and continues a
+    run that it had stopped. A NaN is never the best value. As in Composer, training stops at the first evaluation that
+    comes more than ``patience`` after the last improvement: with an evaluation per epoch and a patience of 1 epoch, at
+    the second one in a row without an improvement.
 
     Args:
         metric: As for :class:`BestWeights`; likewise ``mode`` and ``dataloader_label``.
@@ -208,8 +205,7 @@ class EarlyStopping(EarlyStoppingConfig, _ComparesEvaluations, eq=False):
 
 
 def find_metric(metrics: Mapping[str, Any], name: str, key: str = "metric") -> tuple[str, Literal["min", "max"]]:
-    """The name in report.json of a metric that is called so there or in loggers, and whether its smallest value is
-    best: as ``higher_is_better`` says, or else for a loss, error or perplexity. ``key`` is for the error."""
+    """The name in report.json of a metric that is called so there or in loggers, and which of its values is best."""
     by_reported = {reported_name(logged): logged for logged in metrics}
     logged = name if name in metrics else by_reported.get(name)
     if logged is None:
@@ -222,7 +218,6 @@ def find_metric(metrics: Mapping[str, Any], name: str, key: str = "metric") -> t
 
 
 def is_evaluation_of(state: State, label: str) -> bool:
-    """Whether the Trainer's own evaluator with this label is running, and not other data given to ``trainer.eval()``,
-    which has the label ``eval`` unless it is named."""
+    """Whether the Trainer's own evaluator with this label is running, not other data given to ``trainer.eval()``."""
     own = next((evaluator for evaluator in state.evaluators if evaluator.label == label), None)
     return own is not None and state.dataloader is own.dataloader.dataloader

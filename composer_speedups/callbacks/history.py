@@ -23,8 +23,8 @@ _WIDEST = 48  # characters of a printed class with the words before it
 class RunHistory(SavedCallback):
     """Records evaluations, and preserves values of report.json across resumes.
 
-    A run that was interrupted after its last batch and before its report trains nothing when resumed: it repeats the
-    last evaluation and writes the report. ``inputs`` is what the run reads, by content; see :func:`.inputs_of`.
+    A run that was interrupted after its last batch repeats the last evaluation when resumed, and trains nothing.
+    ``inputs`` is what the run reads, by content; see :func:`.inputs_of`.
     """
 
     saved = ("evaluations", "seconds", "wall_seconds", "resumed", "metrics")

@@ -33,10 +33,9 @@ class LossMonitor(SavedCallback):
 
     **NaN and infinite losses** (``finite_loss``). With ``on_nonfinite="stop"`` all ranks stop after that batch, before
     the next checkpoint or evaluation. With ``"skip"``, if the loss is not finite on any rank, the batch's gradients are
-    dropped before the optimizer steps: weights and optimizer state do not change, and the schedule advances. On several
-    ranks this costs one more reduction per batch. The first batch of a run is never skipped, because techniques are
-    observed in it, nor is one whose weights are not finite. In both cases the weights are checked before each
-    checkpoint and at the end, because gradients may overflow while the loss is finite.
+    dropped before the optimizer steps, which on several ranks costs one more reduction per batch. The first batch of a
+    run is never skipped, because techniques are observed in it, nor is one whose weights are not finite. Weights are
+    checked before each checkpoint and at the end, because gradients may overflow while the loss is finite.
 
     **Divergence** (``divergence``). While the moving average of the loss is above ``factor`` times its value at the
     last good checkpoint plus ``margin``, checkpoints are not written, so that the last good one remains. After
@@ -47,18 +46,17 @@ class LossMonitor(SavedCallback):
     below 1e-4: then the run stops.
 
     Logged after the first batch, every ``interval`` batches and after the last one: ``optimizer/learning_rate`` of the
-    first parameter group in that step, ``numerics/smoothed_loss``, and one batch later, so that the host need not wait
-    for the device, ``optimizer/gradient_norm`` (the global L2 norm before clipping, if :class:`.GradientClipping`
-    computes it) and ``numerics/loss_scale`` (fp16). Logged at each skip and at the end:
-    ``numerics/nonfinite_losses`` and ``numerics/skipped_steps``.
+    first parameter group, ``numerics/smoothed_loss``, and one batch later, so that the host need not wait for the
+    device, ``optimizer/gradient_norm`` (before clipping, if :class:`.GradientClipping` computes it) and
+    ``numerics/loss_scale`` (fp16); at each skip and at the end, ``numerics/nonfinite_losses`` and
+    ``numerics/skipped_steps``.
 
     Args:
         finite_loss: What to do at a NaN or infinite loss; None does nothing. Default: stop.
         divergence: When a loss counts as diverging. Default None: never.
         interval: Number of batches between two logged values. Default 10.
         metrics_at_interval: Compute training metrics only for the logged batches; in others, ``state.train_metrics`` is
-            None. Composer computes them for every batch, and switches all modules to evaluation and back for it, and
-            several ranks meet. Default False.
+            None, which spares Composer's switch of all modules to evaluation and back. Default False.
 
     Attributes:
         losses: Batch number → training loss of the batch.

@@ -14,7 +14,7 @@ from composer.loggers import Logger
 from composer_speedups.callbacks.checkpoints import SavedCallback
 from composer_speedups.callbacks.config import MemoryConfig
 from composer_speedups.core.optimizer_state import state_tensors
-from composer_speedups.core.trainer_state import device_of, is_compiled, local_shard
+from composer_speedups.core.trainer_state import device_of, local_shard
 from composer_speedups.distributed.composer_loop import reads_no_gradients
 
 GIB = 2**30
@@ -25,10 +25,9 @@ class MemoryAnatomy(MemoryConfig, SavedCallback, eq=False):
 
     ``memory/peak_gib`` is the allocator's peak on a GPU, and the process's peak resident set since it started on a CPU.
     ``memory/weights_gib`` (parameters and buffers), ``memory/gradients_gib`` and ``memory/optimizer_gib`` are the bytes
-    of the tensors. ``memory/activations_gib`` is what the forward pass of one micro-batch keeps for the backward pass:
-    the growth of allocated memory on a GPU; on a CPU, the tensors saved by autograd, parameters excluded, which are not
-    measured in a compiled model. The sizes need not add up to the peak, since gradients are created while activations
-    are freed.
+    of the tensors. ``memory/activations_gib``, on a GPU only, is the growth of allocated memory during the forward pass
+    of one micro-batch, which keeps it for the backward pass. The sizes need not add up to the peak, since gradients are
+    created while activations are freed.
 
     Measured on the second batch, since the first one may compile, every ``interval`` batches, and the peak also at the
     end.
@@ -44,8 +43,6 @@ class MemoryAnatomy(MemoryConfig, SavedCallback, eq=False):
         self._due = False  # whether to measure the next or present batch
         self._before_forward = 0
         self._peak_before = 0.0  # in earlier processes of a resumed run, in bytes
-        self._saved: dict[int, int] = {}
-        self._hooks: Any = None
 
     def fit_start(self, state: State, logger: Logger) -> None:
         if torch.cuda.is_available():
@@ -57,35 +54,12 @@ class MemoryAnatomy(MemoryConfig, SavedCallback, eq=False):
         return finished == 1 or (finished > 0 and finished % self.interval == 0)
 
     def before_forward(self, state: State, logger: Logger) -> None:
-        if not self._due:
-            return
-        self._end_hooks()  # of a forward pass that ran out of memory and is now repeated
-        device = device_of(state)
-        if device.type == "cuda":
-            self._before_forward = torch.cuda.memory_allocated(device)
-            return
-        self._saved = {}
-        parameters = {local_shard(p).untyped_storage().data_ptr() for p in state.model.parameters()}
-
-        def note(tensor: torch.Tensor) -> torch.Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in parameters:
-                self._saved[storage.data_ptr()] = storage.nbytes()
-            return tensor
-
-        if not is_compiled(state.model):  # hooks would cause recompilation, so nothing is measured
-            self._hooks = torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
-            self._hooks.__enter__()
+        if self._due and device_of(state).type == "cuda":
+            self._before_forward = torch.cuda.memory_allocated(device_of(state))
 
     def before_backward(self, state: State, logger: Logger) -> None:
-        if not self._due:
-            return
-        device = device_of(state)
-        if device.type == "cuda":
-            self._put("activations", torch.cuda.memory_allocated(device) - self._before_forward)
-        elif self._hooks is not None:
-            self._end_hooks()
-            self._put("activations", sum(self._saved.values()))
+        if self._due and device_of(state).type == "cuda":
+            self._put("activations", torch.cuda.memory_allocated(device_of(state)) - self._before_forward)
 
     @reads_no_gradients
     def after_train_batch(self, state: State, logger: Logger) -> None:
@@ -114,14 +88,6 @@ class MemoryAnatomy(MemoryConfig, SavedCallback, eq=False):
 
     def _put(self, part: str, size: float) -> None:
         self.parts[f"{part}_gib"] = size / GIB
-
-    def close(self, state: State, logger: Logger) -> None:
-        self._end_hooks()  # left by a forward pass that raised
-
-    def _end_hooks(self) -> None:
-        if self._hooks is not None:
-            self._hooks.__exit__(None, None, None)
-            self._hooks = None
 
     def summary(self) -> dict[str, float | None]:
         """The ``memory`` section of report.json, in GiB; None for values that were not measured."""

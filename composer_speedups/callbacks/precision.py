@@ -38,11 +38,7 @@ class Float32Matmuls(Callback):
 
 
 def precision_in_force(state: State) -> str:
-    """The precision in which matmuls compute: ``fp32``, ``tf32``, ``bf16``, ``fp16`` or ``fp8``.
-
-    Composer's fp32 is TF32 if torch's matmul flag allows it, and techniques may set another precision: mixed precision
-    on a CPU, and float8, which also computes some matmuls in bf16.
-    """
+    """The precision in which most matmuls compute: ``fp32``, ``tf32``, ``bf16``, ``fp16`` or ``fp8``."""
     set_by_techniques = {t.matmul_precision for t in techniques_of(state.algorithms) if t.engaged} - {None}
     for precision in ("fp8", "bf16", "fp16"):  # float8 replaces the matmuls of mixed precision
         if precision in set_by_techniques:

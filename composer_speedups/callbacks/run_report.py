@@ -30,11 +30,10 @@ class RunReport(Callback):
     Biases, where they may change, has those of the end as well.
 
     Metrics, at the end of training: ``summary/samples_per_sec``, ``summary/tokens_per_sec``, ``summary/mfu`` and
-    ``summary/data_wait_fraction`` cover the whole steady state (``throughput/…`` covers the last batches).
-    ``summary/warmup_seconds``, ``summary/eval_seconds`` and ``summary/peak_gib`` are totals. ``summary/accuracy`` and
-    ``summary/loss`` are from the last evaluation, or from the best one with :class:`.BestWeights`;
-    ``summary/train_accuracy`` and ``summary/train_loss`` are from the last training batch. Values that were not
-    measured are omitted. Weights & Biases draws a value that is logged once as one bar per run.
+    ``summary/data_wait_fraction`` of the whole steady state; the totals ``summary/warmup_seconds``,
+    ``summary/eval_seconds`` and ``summary/peak_gib``; ``summary/accuracy`` and ``summary/loss`` of the last evaluation,
+    or of the best one with :class:`.BestWeights`; ``summary/train_accuracy`` and ``summary/train_loss`` of the last
+    batch. Values that were not measured are omitted.
 
     It reads :class:`.ThroughputMonitor` and :class:`.MemoryAnatomy`, which must precede it in ``callbacks``.
 

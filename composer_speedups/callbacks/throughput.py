@@ -12,12 +12,11 @@ import torch
 from composer.core import State
 from composer.loggers import Logger
 from composer.utils import dist
-from torch._dynamo.utils import counters
 
 from composer_speedups.callbacks.checkpoints import SavedCallback
 from composer_speedups.callbacks.config import FIRST_VALUE_BY, ThroughputConfig
 from composer_speedups.callbacks.precision import Peak, device_peak, precision_in_force
-from composer_speedups.core.compile_counts import capture_seconds
+from composer_speedups.core.compile_counts import graphs_so_far
 from composer_speedups.core.trainer_state import device_of, model_of
 from composer_speedups.families.flops import batch_lengths, training_flops
 from composer_speedups.packing.encoder import head_tokens
@@ -87,14 +86,13 @@ class ThroughputMonitor(ThroughputConfig, SavedCallback, eq=False):
     """Logs samples/s, real tokens/s, padding, MFU, and the time that is not spent on training.
 
     Rates are samples (or tokens) divided by the time of training steps *and* of waiting for data. Evaluation and
-    checkpoint writing are excluded and logged separately. The first ``warmup_batches`` batches, batches in which
-    torch.compile compiled, and captures of CUDA graphs do not count as steady state: they are excluded from the rates
+    checkpoint writing are excluded and logged separately. The first ``warmup_batches`` batches, and those in which
+    torch.compile compiled or a CUDA graph was captured, do not count as steady state: they are excluded from the rates
     and add up to ``warmup_seconds``. With several ranks, a batch is also excluded if another rank compiled or captured
     in it, since all ranks wait; this is known only at the end, and values logged earlier are not corrected.
 
     The monitor synchronizes with the GPU at the end of each batch outside the steady state, before an evaluation and at
-    the end, so that asynchronous steps are not missed. The GPU's work that is unfinished when a checkpoint is written,
-    or when a callback reads a value between batches, counts in that phase.
+    the end. Work that the GPU has not finished when a checkpoint is written counts in that phase.
 
     Logged every ``interval`` batches (the first time before batch 10) and at the end, over the last ``window`` steady
     batches and all ranks, as ``throughput/…``:
@@ -120,9 +118,7 @@ class ThroughputMonitor(ThroughputConfig, SavedCallback, eq=False):
         self._peak_is_due = True
         self._lengths: torch.Tensor | None = None
         self._slots = self._flops = self._graphs = self._samples = 0
-        self._world = 1  # number of ranks
         self._measured = (0.0, 0.0, 0.0)  # seconds of data, step and between at the end of the last batch
-        self._capturing = 0.0  # total seconds of captures so far
         self._unsteady = 0.0  # total seconds of batches outside the steady state
         self._resumed = 0  # batches of earlier processes
         self._logged = -self.interval  # number of batches at the last logged value
@@ -130,8 +126,7 @@ class ThroughputMonitor(ThroughputConfig, SavedCallback, eq=False):
 
     def fit_start(self, state: State, logger: Logger) -> None:
         self.clock.begin("start")
-        self._graphs, self._capturing = counters["stats"]["unique_graphs"], capture_seconds()
-        self._samples, self._world = state.timestamp.sample.value, dist.get_world_size()
+        self._graphs, self._samples = graphs_so_far(), state.timestamp.sample.value
         self._measured = self._seconds_so_far()
 
     def _begin_between(self, state: State, logger: Logger) -> None:
@@ -162,7 +157,6 @@ class ThroughputMonitor(ThroughputConfig, SavedCallback, eq=False):
 
     def eval_after_all(self, state: State, logger: Logger) -> None:
         self.clock.end_evaluation()
-        self._capturing = capture_seconds()
         if self.batches:
             self.eval_marks.append(self.batches[-1].index)
         if self._summary:  # if the last interval is incomplete, Composer evaluates after FIT_END
@@ -171,9 +165,7 @@ class ThroughputMonitor(ThroughputConfig, SavedCallback, eq=False):
     def _is_steady(self) -> bool:
         trained = len(self.batches) - self._resumed
         # a resumed run skips batches before its first one
-        warm = trained >= max(self.warmup_batches, self._resumed > 0)
-        alone = self._world == 1 or capture_seconds() == self._capturing  # other ranks wait for a capture too
-        return warm and alone and counters["stats"]["unique_graphs"] == self._graphs
+        return trained >= max(self.warmup_batches, self._resumed > 0) and graphs_so_far() == self._graphs
 
     def _wait_for_step(self, state: State) -> None:
         start = self.clock.now()
@@ -195,23 +187,21 @@ class ThroughputMonitor(ThroughputConfig, SavedCallback, eq=False):
         self.clock.begin("between")
         data, step, between = self._measured
         self._measured = self._seconds_so_far()
-        self._graphs = counters["stats"]["unique_graphs"]
-        capturing = capture_seconds() - self._capturing
-        self._capturing += capturing
+        self._graphs = graphs_so_far()
         samples, self._samples = -self._samples, state.timestamp.sample.value
         batch = Batch(
             index=state.timestamp.batch.value,
-            samples=(samples + self._samples) // self._world,
+            samples=(samples + self._samples) // dist.get_world_size(),
             tokens=0 if self._lengths is None else int(self._lengths.sum()),
             slots=self._slots,
             flops=self._flops,
             data=self._measured[0] - data,
-            step=self._measured[1] - step - capturing,
+            step=self._measured[1] - step,
             between=self._measured[2] - between,
             steady=steady,
         )
         self.batches.append(batch)
-        self._unsteady += capturing + (0.0 if steady else batch.data + batch.step)
+        self._unsteady += 0.0 if steady else batch.seconds
         if self._peak_is_due and batch.flops:  # also after a resume, which may be on another GPU
             self._peak_is_due = False
             self._peak = device_peak(precision_in_force(state), device_of(state))
@@ -307,10 +297,7 @@ class ThroughputMonitor(ThroughputConfig, SavedCallback, eq=False):
         self._peak = None if state["peak"] is None else Peak(*state["peak"])
 
     def summary(self) -> dict[str, Any]:
-        """The ``throughput`` section of report.json: the steady state of all ``fit`` calls on all ranks.
-
-        After a resume it covers all processes; ``warmup_seconds`` is their sum.
-        """
+        """The ``throughput`` section of report.json: the steady state of all ``fit`` calls, processes and ranks."""
         return dict(self._summary)
 
 

@@ -43,9 +43,8 @@ def console_command() -> str | None:
 def parse_command_line(
     arguments: Sequence[str], *words: str, several_files: bool = False, more: str = ""
 ) -> CommandLine:
-    """Split a command line into ``--help``, ``key=value`` pairs, and ``-f FILE`` or as many positional words as
-    ``words``, the names of words such as ``PROJECT``. ``several_files`` allows more than one ``-f FILE``, and ``-f
-    FOLDER/all`` for all configs of a folder of the package; ``more`` are options that follow the words, for errors."""
+    """Split a command line into ``--help``, ``key=value`` pairs, and either positional ``words``, such as ``PROJECT``,
+    or ``-f FILE``; with ``several_files``, also more than one, and ``-f FOLDER/all`` for a folder of the package."""
     names, positional, overrides, wants_help = list[str](), list[str](), list[str](), False
     usage = " ".join([*words, more]).strip() or "-f FILE"
     rest = iter(arguments)
@@ -103,8 +102,8 @@ def _shipped_configs() -> dict[str, str]:
 
 
 def read_settings(cls: type[T], arguments: Sequence[str], prefix: str = "") -> tuple[T, list[str]]:
-    """Read settings of a class without sections from ``key=value`` pairs with values in YAML, and return them with the
-    arguments without the prefix. The last one of a key wins; ``a,b`` is a list, too, and text is taken as it is."""
+    """Read settings of a class without sections from the ``key=value`` pairs with the prefix, and return them with the
+    other arguments. The last one of a key wins; ``a,b`` is a list, too, and text is taken as it is."""
     own = [pair for pair in arguments if "=" in pair and pair.startswith(prefix)]
     values: dict[str, Any] = {}
     for pair in own:
@@ -148,11 +147,8 @@ def read_pair(pair: str, cls: type[Settings], prefix: str = "") -> dict[Any, Any
 
 
 def read_yaml(text: str, cls: type[Settings], key: str = "") -> Any:
-    """The value of a YAML text at a key; None if it is empty, and a ValueError if it is not valid.
-
-    Where ``cls`` expects text, or a mapping from names, it is as written, not what YAML reads as a boolean, number or
-    date (``no``, ``007``).
-    """
+    """The value of a YAML text at a key, None if it is empty. Where ``cls`` expects text, or a mapping from names, it
+    is as written, not what YAML reads as a boolean, number or date (``no``, ``007``)."""
     kinds: dict[str, set[Any]] = {}
     for name, field, _ in keys_of(cls):
         kinds[name] = kinds.get(name, set()) | (parts_of(field.annotation) if not sections_of(field) else set())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from operator import sub
@@ -16,8 +15,6 @@ _COMPILE_PHASES = ("_compile.compile_inner", "backward._backward_impl")
 
 
 class CompileCounts(NamedTuple):
-    """Counts of torch.compile in this process so far."""
-
     graphs: int  # graphs captured
     breaks: int  # graph breaks
     recompiles: int  # recompilations because of a failed guard
@@ -25,7 +22,6 @@ class CompileCounts(NamedTuple):
     seconds: float  # compile time of forward and backward graphs
 
     def since(self, earlier: CompileCounts) -> CompileCounts:
-        """The difference to an earlier count."""
         return CompileCounts(*map(sub, self, earlier))
 
 
@@ -59,18 +55,15 @@ def _all_counts() -> CompileCounts:
     )
 
 
-_capture_seconds = 0.0
+_captures = 0
 
 
-def capture_seconds() -> float:
-    """Seconds that all CUDA graph captures of this process have taken so far, including their warm-up."""
-    return _capture_seconds
+def count_capture() -> None:
+    """Note that a CUDA graph is captured in this batch."""
+    global _captures
+    _captures += 1
 
 
-@contextmanager
-def capturing() -> Iterator[None]:
-    """Measures a capture."""
-    global _capture_seconds
-    start = time.perf_counter()
-    yield
-    _capture_seconds += time.perf_counter() - start
+def graphs_so_far() -> int:
+    """Graphs that torch.compile compiled and CUDA graphs that were captured; a batch that adds one is not steady."""
+    return int(counters["stats"]["unique_graphs"]) + _captures

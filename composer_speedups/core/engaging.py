@@ -21,8 +21,7 @@ _RUN = "_composer_speedups_run"  # attribute of a changed model: its run. It is 
 
 
 def techniques_of(algorithms: Iterable[Any]) -> list[Technique]:
-    """The techniques in a list of algorithms, in the order in which they engage; anything else than instances is
-    refused."""
+    """The techniques in a list of algorithms, in the order in which they engage; refuses what is no algorithm."""
     algorithms = list(algorithms)
     for other in algorithms:
         if isinstance(other, type) or not hasattr(other, "match"):
@@ -32,11 +31,8 @@ def techniques_of(algorithms: Iterable[Any]) -> list[Technique]:
 
 
 def check(techniques: Iterable[Technique], run: Run) -> None:
-    """Set ``run.techniques`` to those that can engage, or raise a Refusal, before anything is changed.
-
-    Each is checked with the precision that those before it leave. With ``on_unavailable="warn"``, one that cannot
-    engage is left out with a warning.
-    """
+    """Set ``run.techniques`` to those that can engage, each with the precision that those before it leave, or raise a
+    Refusal, before anything is changed."""
     ordered, precision = techniques_of(techniques), run.precision
     run.techniques = {technique.name: technique for technique in ordered}
     refuse_conflicts(ordered)
@@ -47,7 +43,7 @@ def check(techniques: Iterable[Technique], run: Run) -> None:
                 _require(technique, run)
             except Refusal as error:
                 if technique.on_unavailable == "warn":
-                    _leave_out(technique, run, error)
+                    _warn(run.techniques.pop(technique.name), error, "without")
                     continue
                 refused.append(error)  # the others are checked as if it engaged, since its error is to be fixed
             run.precision = technique.precision_after(run)
@@ -77,11 +73,6 @@ def _require(technique: Technique, run: Run) -> None:
         raise Refusal(refusal.who, refusal.reason, refusal.fix + other)
 
 
-def _leave_out(technique: Technique, run: Run, error: Refusal) -> None:
-    del run.techniques[technique.name]
-    _warn(technique, error, "without")
-
-
 def _warn(technique: Technique, error: Refusal, continuing: str) -> None:
     if technique.engaged is not False:
         said = f"continuing {continuing} {error.who}: {error.reason} (to silence this: {error.fix})"
@@ -91,10 +82,8 @@ def _warn(technique: Technique, error: Refusal, continuing: str) -> None:
 
 
 def engage(run: Run, techniques: Iterable[Technique]) -> Comparison:
-    """Check techniques and change the run by all of them or by none, and return the comparison that is due.
-
-    A run that had changed the model with the same techniques is undone before.
-    """
+    """Check techniques and change the run by all of them or by none, after a run with the same ones on this model is
+    undone, and return the comparison that is due."""
     techniques = techniques_of(techniques)
     leave_open()
     _undo_earlier(run.model, techniques)
@@ -112,7 +101,7 @@ def engage(run: Run, techniques: Iterable[Technique]) -> Comparison:
             except Refusal as error:
                 if technique.on_unavailable == "stop":
                     raise
-                _leave_out(technique, run, error)
+                _warn(run.techniques.pop(technique.name), error, "without")
                 complete = False
                 continue
             technique.engaged = True
@@ -120,13 +109,13 @@ def engage(run: Run, techniques: Iterable[Technique]) -> Comparison:
     except BaseException:
         run.undo.close()
         raise
-    for model in _keys(run.model):
+    for model in _marked(run.model):
         vars(model)[_RUN] = (run, sorted(map(repr, techniques)))
         run.give_back(vars(model).pop, _RUN, None)
     return comparison
 
 
-def _keys(model: nn.Module) -> list[nn.Module]:
+def _marked(model: nn.Module) -> list[nn.Module]:
     """The modules by which a model is recognized in another Trainer's wrapper."""
     return list(outermost_models(model).values()) or [model]
 
@@ -135,7 +124,7 @@ def _undo_earlier(model: nn.Module, techniques: Sequence[Technique]) -> None:
     if any(isinstance(module, nn.DataParallel) for module in model.modules()):
         raise Refusal("techniques", "torch.nn.DataParallel is not supported", "use DistributedDataParallel")
     asked = sorted(map(repr, techniques))
-    for key in _keys(model):
+    for key in _marked(model):
         run, names = vars(key).get(_RUN) or (None, asked)
         if names != asked and techniques:
             raise Refusal(

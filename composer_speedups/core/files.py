@@ -40,9 +40,8 @@ _locked: weakref.WeakSet[io.FileIO] = weakref.WeakSet()
 
 
 def lock_file(path: Path, key: str) -> io.FileIO:
-    """Open a file for reading and writing, created if it is missing, and lock it until it is closed, or raise a
-    LockedFileError that names ``key``. The lock ends with this process: forked children, such as DataLoader workers,
-    close the file. The process that holds the lock may delete it. Symbolic links are not followed."""
+    """Open or create a file, and lock it until it is closed or this process ends, or raise a LockedFileError that names
+    ``key``. Forked children, such as DataLoader workers, close the file; its holder may delete it."""
     while True:
         file = io.FileIO(path, "r+", opener=lambda name, how: os.open(name, how | os.O_CREAT | os.O_NOFOLLOW, 0o644))
         try:
@@ -114,16 +113,13 @@ def publish(partial: Path, path: Path) -> None:
 
 @contextmanager
 def replace_folder(folder: Path, *, keep_existing: bool = False) -> Iterator[Path]:
-    """Yield an empty folder that replaces ``folder`` if the block ends without an error.
-
-    With ``keep_existing``, a folder that another process has created in the meantime is kept instead. All users can
-    read the weights in it, which safetensors writes for their owner alone.
-    """
+    """Yield an empty folder that replaces ``folder`` if the block ends without an error; with ``keep_existing``, unless
+    another process has created one in the meantime."""
     partial = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f"{_PREFIX}{folder.name}."))
     try:
         yield partial
         for weights in partial.rglob("*.safetensors"):
-            weights.chmod(0o644)
+            weights.chmod(0o644)  # safetensors writes them for their owner alone
         partial.chmod(0o755)
         if not keep_existing:
             shutil.rmtree(folder, ignore_errors=True)
@@ -158,8 +154,8 @@ def make_folder(path: Path, key: str) -> Path:
 
 
 def check_folder(name: str, key: str) -> str:
-    """Expand ``~`` in a folder's path, and refuse a missing one. A name that does not begin with ``/``, ``.`` or ``~``
-    may be a hub id, and is returned unchanged."""
+    """Expand ``~`` in a folder's path, and refuse a missing one; a name without ``/``, ``.`` or ``~`` in front may be a
+    hub id."""
     if not name.startswith(("/", ".", "~")):
         return name
     expanded = os.path.expanduser(name)

@@ -18,14 +18,7 @@ from composer_speedups.core.stock import changes_to
 from composer_speedups.core.technique import ComparedTechnique
 from composer_speedups.core.trainer_state import any_rank, loss_of_this_rank, model_of
 from composer_speedups.kernels.host import uncounted
-from composer_speedups.packing.comparison import (
-    SIXTEEN_BITS,
-    Outcome,
-    compare,
-    measure,
-    tolerance_of,
-    with_padding,
-)
+from composer_speedups.packing.comparison import SIXTEEN_BITS, Outcome, compare, measure, tolerance_of, with_padding
 from composer_speedups.packing.rows import token_masks
 from composer_speedups.packing.untouched import untouched
 
@@ -57,8 +50,9 @@ class Comparison:
         if training:
             self.due = {}
         names, because = ", ".join(technique.name for technique in due), next(iter(due.values()))
-        batch = _Batch(state, list(due), self._run, gradients=training)
-        failure = ""
+        failure, batch = "", _Batch(state, self._run, training)
+        if any(technique.needs_16_bits for technique in due):
+            batch.tolerance = SIXTEEN_BITS
         try:
             with uncounted():
                 changed, stock = batch.changed_and_untouched()
@@ -80,15 +74,11 @@ class Comparison:
 class _Batch:
     """One micro-batch that runs twice, with half of its rows if a run does not fit into memory, and so on."""
 
-    def __init__(self, state: State, techniques: Sequence[ComparedTechnique], run: Run, *, gradients: bool) -> None:
-        self._state, self._run = state, run
+    def __init__(self, state: State, run: Run, training: bool) -> None:
+        self._state, self._run, self._training = state, run, training
         self._batch = with_padding(state.batch)
-        # torch.autograd.grad does not return gradients of FSDP shards
-        self._gradients = gradients and not run.sharded
-        self._with_loss = gradients
         self._model: Any = state.model if run.sharded else model_of(state)
-        coarse = any(technique.needs_16_bits for technique in techniques)
-        self.tolerance = SIXTEEN_BITS if coarse else tolerance_of(self._model)
+        self.tolerance = tolerance_of(self._model)
 
     @property
     def _mask(self) -> Tensor | None:
@@ -116,7 +106,8 @@ class _Batch:
         return True
 
     def _outcome(self) -> Outcome:
-        return measure(self._model, self._call, self._mask, gradients=self._gradients)
+        gradients = self._training and not self._run.sharded  # autograd.grad returns none of FSDP's shards
+        return measure(self._model, self._call, self._mask, gradients=gradients)
 
     def _call(self) -> tuple[Any, Tensor | None]:
         from composer.core import get_precision_context
@@ -125,10 +116,7 @@ class _Batch:
         in_training = get_precision_context(self._state.precision, self._state.precision_config)
         with nullcontext() if precise else in_training, loss_of_this_rank():  # other ranks may have halved their batch
             outputs = self._model(self._batch)
-            if not self._with_loss:
-                return outputs, None
-            loss = model_of(self._state).loss(outputs, self._batch)
-        if isinstance(loss, Tensor):
+            loss = model_of(self._state).loss(outputs, self._batch) if self._training else None
+        if loss is None or isinstance(loss, Tensor):
             return outputs, loss
-        losses = list(loss.values()) if isinstance(loss, dict) else list(loss)
-        return outputs, torch.stack(losses).sum()
+        return outputs, torch.stack([*(loss.values() if isinstance(loss, dict) else loss)]).sum()

@@ -43,11 +43,10 @@ def replace_parameters(
     *,
     for_untrained: Literal["no group", "first group"] = "no group",
 ) -> None:
-    """Replace old parameters by new ones in the same groups, with the same learning rate and weight decay.
+    """Replace old parameters by new ones in the same groups; a second call changes nothing.
 
-    Groups stay, even empty ones, because schedulers count them. An old parameter's state (its moments) is passed on if
-    exactly one new parameter replaces it. ``names`` are those of new parameters, for optimizers of named parameters;
-    ``for_untrained`` is the group for new parameters whose old one is in none. A second call changes nothing.
+    Groups stay, even empty ones, because schedulers count them. An old parameter's state is passed on if exactly one
+    new parameter replaces it. ``for_untrained`` is the group for new parameters whose old one is in none.
     """
     if optimizers is None:
         return

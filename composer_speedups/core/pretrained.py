@@ -15,10 +15,10 @@ from composer_speedups.core.errors import ConfigError
 
 
 def pretrained_config(name: str, **settings: Any) -> Any:
-    """The configuration of a model: a local folder, or a hub id. ``settings`` replace values of the file.
+    """The configuration of a model, with other ``settings``; ValueError for those that it does not know, and for
+    quantised weights.
 
     Keys of transformers' internals are left out: ``"_attn_implementation": "owner/kernel"`` would execute code.
-    Quantised weights, and settings that the model does not know, raise a ValueError.
     """
     stored = AutoConfig.from_pretrained(name, trust_remote_code=False)
     if quantisation := getattr(stored, "quantization_config", None):
@@ -48,8 +48,8 @@ def _public(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def pretrained_tokenizer(name: str, **settings: Any) -> Any:
-    """The tokenizer in a local folder or of a hub id. ``settings`` replace values of the file. Without one, a
-    ValueError; transformers would build one without a vocabulary from the model's type."""
+    """The tokenizer, with other ``settings``; ValueError if there is none, for which transformers would build one
+    without a vocabulary."""
     tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, **settings)
     words = set(tokenizer.get_vocab().values()) - {*tokenizer.added_tokens_decoder, *tokenizer.all_special_ids}
     if len(words) < 2:  # T5's has a piece for the space
@@ -60,14 +60,8 @@ def pretrained_tokenizer(name: str, **settings: Any) -> Any:
 def pretrained_model(
     auto: Any, name: str, config: Any, key: str, *, dtype: torch.dtype = torch.float32, **settings: Any
 ) -> tuple[Any, dict[str, Any]]:
-    """Load a model in eval mode, with eager attention and weights in ``dtype``, whatever the dtype of the stored ones.
-
-    ``config`` is from :func:`pretrained_config`, ``key`` names the model in errors, and ``settings`` are arguments of
-    the model's class. PEFT adapters are refused: their configuration names a module that PEFT would import.
-
-    Returns:
-        The model, and transformers' loading info: its missing, unexpected and mismatched keys.
-    """
+    """Load a model in eval mode, with eager attention and weights in ``dtype``, and transformers' loading info: its
+    missing, unexpected and mismatched keys. PEFT adapters are refused: their configuration names a module to import."""
     commit = getattr(config, "_commit_hash", None)
     pinned = {} if commit is None else {"revision": commit}
     if find_adapter_config_file(name, **pinned) is not None:

@@ -3,38 +3,29 @@
 from __future__ import annotations
 
 import importlib.util
-import shutil
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from composer_speedups.core.errors import Refusal
 
 if TYPE_CHECKING:
-    import torch
-
     from composer_speedups.core.run import Run
 
 
 def needs_cuda(who: str, run: Run, what: str, capability: tuple[int, int] = (0, 0)) -> Iterator[Refusal]:
     """A CUDA GPU of a minimum compute capability, such as (8, 0) for Ampere."""
-    if (reason := unsuitable_device(run.device, what, capability, "this run is")) is not None:
-        yield Refusal(who, reason, "remove the technique")
-
-
-def unsuitable_device(
-    device: torch.device, what: str, capability: tuple[int, int], subject: str = "the model is"
-) -> str | None:
-    """Why ``device`` cannot compute ``what``; None if it can."""
     wanted = "a CUDA GPU"
     if capability > (0, 0):
         wanted += f" of compute capability {capability[0]}.{capability[1]} or newer"
-    if device.type != "cuda":
-        return f"{what} needs {wanted}, and {subject} on the {device.type}"
+    if run.device.type != "cuda":
+        yield Refusal(who, f"{what} needs {wanted}, and this run is on the {run.device.type}", "remove the technique")
+        return
     import torch
 
-    have = torch.cuda.get_device_capability(device)
-    name = torch.cuda.get_device_name(device)
-    return None if have >= capability else f"{what} needs {wanted}, and {name} is {have[0]}.{have[1]}"
+    have = torch.cuda.get_device_capability(run.device)
+    if have < capability:
+        name = torch.cuda.get_device_name(run.device)
+        yield Refusal(who, f"{what} needs {wanted}, and {name} is {have[0]}.{have[1]}", "remove the technique")
 
 
 def needs_package(who: str, module: str, requirement: str) -> Iterator[Refusal]:
@@ -51,17 +42,6 @@ def needs_triton(who: str) -> Iterator[Refusal]:
     yield from needs_package(who, "triton", "triton")
     if (missing := missing_c_compiler()) is not None:
         yield Refusal(who, f"Triton needs a C compiler: {missing}", "install gcc, or set CC")
-
-
-def needs_cpp_compiler(who: str, what: str, fix: str) -> Iterator[Refusal]:
-    """A C++ compiler with which torch.compile can compile for a CPU."""
-    from torch._inductor import config  # a slow import, which only compilation on a CPU needs
-
-    # inductor tries $CXX, or g++ (clang++ on macOS). None stands for a download, which is off by default.
-    cxx: Any = config.cpp.cxx
-    compilers = [cxx] if isinstance(cxx, str) else [name for name in cxx if name is not None]
-    if not any(map(shutil.which, compilers)):
-        yield Refusal(who, f"{what} needs the C++ compiler {' or '.join(compilers)}", fix)
 
 
 def needs_autocast(who: str, run: Run, what: str) -> Iterator[Refusal]:

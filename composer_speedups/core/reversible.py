@@ -12,11 +12,8 @@ from torch import nn
 
 
 class ProcessFlag:
-    """One process-wide flag, and the runs that currently hold it. The run that took it last determines its value.
-
-    Runs may release it in any order. The value to restore is passed on to the next holder, and the last one restores
-    the value from before the first.
-    """
+    """One process-wide flag, whose value is that of the run that took it last. Runs may give it back in any order; the
+    last one restores the value from before the first."""
 
     def __init__(self, read: Callable[[], Any], write: Callable[[Any], object]) -> None:
         self.read, self._write = read, write
@@ -65,10 +62,8 @@ Inner = Callable[..., Any] | None  # the ``forward`` that the instance had alrea
 
 
 def replace_forward(module: nn.Module, function: Callable[..., Any], *settings: Any) -> partial[Any]:
-    """Make ``module.forward(…)`` call ``function(module, inner, *settings, …)``, and return the new ``forward``.
-
-    ``function`` stands at the top level of a file, and passes ``module`` and ``inner`` on to :func:`call_inner`.
-    """
+    """Make ``module.forward(…)`` call ``function(module, inner, *settings, …)``, a function at the top level of a file
+    that passes ``module`` and ``inner`` on to :func:`call_inner`; return the new ``forward``."""
     forward = partial(function, module, vars(module).get("forward"), *settings)
     forward.__module__ = __name__  # by which it is known as this package's
     vars(module)["forward"] = forward

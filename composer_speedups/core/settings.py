@@ -42,10 +42,7 @@ def refuse(checks: Iterable[Check]) -> None:
 # Field is not declared as a field specifier, because mypy would then miss its positional default
 @dataclass_transform()
 class Settings(BaseModel):
-    """Base of a class that declares its settings in its body, as annotated attributes with a default::
-
-        max_graphs: int = Field(4, ge=1)
-        \"""Input shapes captured.\"""
+    """Base of a class that declares its settings in its body, as annotated attributes with a default and a doc line.
 
     The constructor takes them in that order or by name, and those in ``not_recorded`` by name only; it raises a
     ConfigError with one line for each invalid value. Text is converted to numbers and bools (not with the class

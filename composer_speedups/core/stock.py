@@ -1,8 +1,10 @@
 """Check whether a module is exactly what its library builds: class, children, parameters, settings, no hooks.
 
 A technique that computes a module's result itself does not call the module's code, and would silently ignore a hook or
-another activation. PEFT's plain LoRA layers are known: what they wrap is compared, and :mod:`.adapters` reads what they
-add.
+another activation. PEFT's plain LoRA layers are known: what they wrap is compared, and :func:`adapter_of` reads what
+they add. PEFT is not imported: its classes are recognized by name, as families recognize those of transformers.
+
+Shapes of adapters: I inputs and O outputs of a Linear, R the adapter's rank.
 """
 
 from __future__ import annotations
@@ -10,14 +12,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Iterator
 from types import BuiltinFunctionType, FunctionType, MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import AttentionInterface
 
-from composer_speedups.core.adapters import adapter_refusal, without_adapter
 from composer_speedups.packing.derived_classes import is_derived
 
 HOOKS = {  # attribute of a module → what one of its entries is
@@ -47,13 +48,8 @@ def differences(
     """Yield the differences between a user's module and what its library builds, as sentences that begin with ``name``.
 
     Dropout probabilities, epsilons, weights, dtypes, devices and ``requires_grad`` may differ, and modules inside may
-    have LoRA adapters.
-
-    Args:
-        ours: Ignore changes by this package.
-        around: Ignore hooks on the module itself, and this package's ``forward`` around the class's, because they run
-            independently of the class's ``forward``.
-        skip: Modules to skip.
+    have LoRA adapters. ``ours`` ignores changes by this package; ``around`` ignores the module's own hooks and this
+    package's ``forward`` around the class's, because they run independently of the class's ``forward``.
     """
     if type(module) is not type(reference) and not (ours and _is_ours(type(module))):
         yield f"{name} is {_described(type(module))} instead of {_described(type(reference))}"
@@ -108,8 +104,7 @@ def _other_settings(module: nn.Module, reference: nn.Module, name: str) -> Itera
 
 
 def model_differences(model: PreTrainedModel, name: str = "", *, skip: Collection[nn.Module] = ()) -> list[str]:
-    """How a transformers model differs from what its class builds from its configuration, apart from this package's
-    changes; see :func:`differences`."""
+    """How a transformers model differs from what its class builds, apart from this package's changes."""
     kind = next(c for c in type(model).__mro__ if not _is_ours(c))
     label = name or kind.__name__
     if not kind.__module__.startswith("transformers.models."):
@@ -127,8 +122,8 @@ def model_differences(model: PreTrainedModel, name: str = "", *, skip: Collectio
 def changes_to(model: nn.Module) -> list[str]:
     """How a model, inside Composer's HuggingFaceModel or not, differs from one that is entirely transformers' own.
 
-    A bare encoder is a difference, because the code that reads its result is unknown, unless the surrounding model has
-    ``reads_real_tokens``, as this package's tasks do.
+    A bare encoder is a difference, because unknown code reads its result; this package's tasks say that they read real
+    tokens only.
     """
     outermost = outermost_models(model)
     changes = []
@@ -235,3 +230,77 @@ def _described(kind: type, *, article: bool = True) -> str:
     package = kind.__module__.partition(".")[0]
     named = kind.__name__ if package in ("__main__", "builtins") else f"{package} {kind.__name__}"
     return f"a {named}" if article else named
+
+
+# PEFT's LoRA layers
+
+_LORA = ("peft.tuners.lora.layer", "Linear")
+_TRAINED_COPY = ("peft.utils.other", "ModulesToSaveWrapper")
+
+
+class Adapter(NamedTuple):
+    """A LoRA adapter. It adds scale · B · A · dropout(x) to the Linear's result."""
+
+    a: Tensor  # (R, I)
+    b: Tensor  # (O, R)
+    scale: float  # alpha / rank
+    dropout: float  # probability that applies now: 0 in eval mode
+
+
+def is_adapted(module: nn.Module) -> bool:
+    """Whether a module is PEFT's LoRA layer around a Linear."""
+    return _has_name(module, _LORA)
+
+
+def adapter_of(module: Any) -> Adapter | None:
+    """The active adapter of a Linear without :func:`adapter_refusal`; None if there is none, or it is merged."""
+    if not is_adapted(module) or module.disable_adapters or module.merged:
+        return None
+    name = next((name for name in module.active_adapters if name in module.lora_A), None)
+    if name is None:
+        return None
+    dropout = module.lora_dropout[name]
+    rate = dropout.p if isinstance(dropout, nn.Dropout) and dropout.training else 0.0
+    return Adapter(module.lora_A[name].weight, module.lora_B[name].weight, float(module.scaling[name]), rate)
+
+
+def adapter_refusal(module: Any) -> str | None:
+    """Why a LoRA layer does not compute as :class:`Adapter` says; None if it does, and for other modules."""
+    if not is_adapted(module) or (module.disable_adapters and not module.merged):
+        return None
+    names = [name for name in module.active_adapters if name in module.lora_A]
+    if module.disable_adapters or len(names) > 1 or not all(_is_plain(module, name) for name in names):
+        return "has adapters other than one plain LoRA adapter"
+    return None
+
+
+def _is_plain(module: Any, name: str) -> bool:
+    a, b, dropout = module.lora_A[name], module.lora_B[name], module.lora_dropout[name]
+    known = type(a) is type(b) is nn.Linear and type(dropout) in (nn.Dropout, nn.Identity)
+    other = name in module.lora_variant or module.fan_in_fan_out  # DoRA and others; transposed weights
+    return known and a.bias is None and b.bias is None and not other
+
+
+def merged_weight(weight: Tensor, adapter: Adapter | None) -> Tensor:
+    """The weight that a Linear (O, I) and an adapter without dropout have together, in the weight's dtype."""
+    if adapter is None or adapter.dropout > 0:
+        return weight
+    with torch.autocast(weight.device.type, enabled=False):  # which would round the sum to 16 bits
+        return torch.addmm(weight, adapter.b.to(weight.dtype), adapter.a.to(weight.dtype), alpha=adapter.scale)
+
+
+def without_adapter(module: Any) -> tuple[nn.Module, list[nn.Module]]:
+    """The module that one of PEFT's wrappers stands for (the Linear of a LoRA layer, the copy that is trained in full),
+    and the modules that the wrapper adds; any other module itself."""
+    if is_adapted(module):
+        base = module.base_layer
+        return base, [part for part in module.modules() if part not in {*base.modules()}]
+    if _has_name(module, _TRAINED_COPY):
+        names = [] if module.disable_adapters else [n for n in module.active_adapters if n in module.modules_to_save]
+        inner = module.modules_to_save[names[0]] if names else module.original_module
+        return inner, [module, module.modules_to_save]
+    return module, []
+
+
+def _has_name(module: nn.Module, name: tuple[str, str]) -> bool:
+    return (type(module).__module__, type(module).__qualname__) == name

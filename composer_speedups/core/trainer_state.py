@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -13,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor
+
+from composer_speedups.core.errors import first_line
 
 if TYPE_CHECKING:
     from composer.core import State
@@ -58,7 +59,7 @@ _alone = False
 
 @contextlib.contextmanager
 def loss_of_this_rank() -> Iterator[None]:
-    """Make losses inside the block use only this rank's samples, because other ranks may not be computing theirs."""
+    """Make losses in the block use this rank's samples alone, because other ranks may not be computing theirs."""
     global _alone
     before, _alone = _alone, True
     try:
@@ -83,59 +84,35 @@ def ranks_meet_on_host() -> bool:
 
 
 def host_group() -> Any:
-    """The process group for reductions of host tensors; None for the default group. See :func:`open_host_group`."""
+    """The process group for reductions of host tensors; None for the default group."""
     return _host_groups[-1] if _host_groups else None
 
 
 def open_host_group(device: Device) -> None:
-    """Enable reductions of host tensors, with an additional gloo group if the default group only has NCCL. Collective.
-
-    The group is shared by all callers and destroyed after as many calls of :func:`close_host_group`. If gloo cannot
-    connect one of the ranks, a ValueError on all; its text after the semicolon is the fix.
-    """
+    """Enable reductions of host tensors, with a gloo group if the default group only has NCCL, until as many calls of
+    :func:`close_host_group`. Collective; a ValueError, with the fix after the semicolon, if gloo cannot connect."""
     if _host_groups or not ranks_meet_on_host():
         _host_groups.append(host_group() or _new_host_group(device))
 
 
 def close_host_group() -> None:
-    """Undo one call of :func:`open_host_group`; does nothing if no group was created."""
+    """Undo one call of :func:`open_host_group`."""
     if _host_groups and (group := _host_groups.pop()) not in _host_groups:
         with contextlib.suppress(ValueError):  # the process has already left the default group and all others
             torch.distributed.destroy_process_group(group)
 
 
 def _new_host_group(device: Device) -> Any:
-    lacking = f"{world_size()} ranks can reduce only tensors on their GPUs"
-    problem = _gloo_connection_problem()
-    if any_rank(device, problem is not None):
-        raise ValueError(f"{lacking}, since {problem or 'another rank cannot connect; see its message'}")
     whole = torch.distributed.distributed_c10d._get_default_group()
     # The same timeout as on the device, and at least Composer's.
     patience = max(timedelta(seconds=300), whole._get_backend(torch_device(device)).options._timeout)
     try:
         return torch.distributed.new_group(timeout=patience, backend="gloo")
     except RuntimeError as error:
-        reason = str(error).splitlines()[0]
         raise ValueError(
-            f"{lacking}, since gloo cannot connect to the other ranks ({reason}); {_NAME_INTERFACE}"
+            f"gloo cannot connect the {world_size()} ranks ({first_line(error)}); set GLOO_SOCKET_IFNAME to the "
+            "network interface that connects the nodes"
         ) from error
-
-
-_NAME_INTERFACE = "set GLOO_SOCKET_IFNAME to the network interface that connects the nodes"
-
-
-def _gloo_connection_problem() -> str | None:
-    if not torch.distributed.is_gloo_available():
-        return "torch was built without gloo; remove it"
-    if world_size() == int(os.environ.get("LOCAL_WORLD_SIZE", "1")) or os.environ.get("GLOO_SOCKET_IFNAME"):
-        return None
-    try:
-        address = socket.gethostbyname(socket.gethostname())
-    except OSError:
-        address = "127.0.0.1"  # gloo falls back to it
-    if address.startswith("127."):
-        return f"this host's name resolves to {address}, which other nodes cannot reach; {_NAME_INTERFACE}"
-    return None
 
 
 def max_over_ranks(device: Device, number: int) -> int:

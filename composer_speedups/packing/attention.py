@@ -86,23 +86,11 @@ def unpadded_attention(
     position_bias: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention with transformers' signature.
+    """Attention with transformers' signature; without a layout, the untouched model's attention function.
 
-    Args:
-        module: The attention module.
-        query, key, value: (1, A, T, D) with a layout, otherwise (B, A, S, D). Keys and values may have fewer heads,
-            each for several consecutive heads of queries.
-        attention_mask: Not used with a layout.
-        dropout: Dropout probability of the attention weights.
-        scaling: Scale of the scores; None for 1/√D.
-        layout: The layout of the packed tokens. Without it, the untouched model's attention function is called.
-        sliding_window: A token attends only to tokens of its row at a smaller distance than this; None for all. Flash
-            attention counts packed tokens, so rows must not have holes.
-        position_bias: Added to the scaled scores; a :class:`PositionBias` with a layout.
-        kwargs: Passed on to the untouched model's function.
-
-    Returns:
-        (1, T, A, D), and None for the attention weights; without a layout, what the untouched model's function returns.
+    Queries, keys and values are (1, A, T, D), where keys and values may have fewer heads, each for several consecutive
+    heads of queries. The result is (1, T, A, D), and None for the weights. With a ``sliding_window``, rows have no
+    holes, since flash attention counts packed tokens.
 
     Source: Dao, arXiv 2307.08691, through torch's aten operator.
     """
@@ -165,10 +153,7 @@ def attention_over_padded_rows(
     dropout: float,
     scaling: float | None = None,
 ) -> Tensor:
-    """SDPA for which queries, keys and values are moved back to their slots, and the result is packed again, (T, H).
-
-    For devices and dtypes without a flash kernel. ``mask`` is SDPA's, (B, 1 or A, 1 or S, S).
-    """
+    """SDPA on padded slots, for devices and dtypes without a flash kernel; ``mask`` is (B, 1 or A, 1 or S, S)."""
     queries, keys, values = (repad(x, layout, heads) for x in (query_TH, key_TH, value_TH))
     out_BASD = F.scaled_dot_product_attention(queries, keys, values, mask, dropout, scale=scaling)
     return pack_heads(out_BASD, layout)

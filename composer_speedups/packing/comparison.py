@@ -69,11 +69,8 @@ def measure(
     *,
     gradients: bool = True,
 ) -> Outcome:
-    """Run a model on one batch in eval mode. Its mode, buffers and gradients and the random state are preserved.
-
-    Batch norms keep their mode: in training mode they read every position, padding included. ``call`` runs the model
-    and returns its outputs and its loss.
-    """
+    """Run a model on one batch in eval mode, except for its batch norms, which in training mode read padding too.
+    ``call`` returns its outputs and its loss; mode, buffers, gradients and the random state are preserved."""
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     with _quietly(model), torch.set_grad_enabled(gradients):
         outputs, loss = call()
@@ -115,10 +112,8 @@ def _weighted_sum(outputs: Any, mask_BS: Tensor | None) -> Tensor | None:
 
 
 def with_padding(batch: Any) -> Any:
-    """Mask half of the first row if the batch has no padding, as later batches will, which a head may read.
-
-    The batch is returned unchanged if other values in it have one entry per token, such as token labels.
-    """
+    """Mask half of the first row if the batch has no padding, as later batches will, which a head may read; unless
+    other values in it have one entry per token, such as token labels."""
     if not isinstance(batch, dict):
         return batch
     batch = {name: value for name, value in batch.items() if not isinstance(value, RowLengths)}  # of this mask

@@ -21,10 +21,7 @@ def swap_class(
     new: type[nn.Module],
     only: Callable[[nn.Module], bool] = lambda _: True,
 ) -> list[str]:
-    """Change every module of exactly class ``old`` to its subclass ``new``, with the same state; return their names.
-
-    Modules of subclasses of ``old`` are not changed, because they may define their own ``forward``.
-    """
+    """Change every module of exactly class ``old``, not of a subclass, to its subclass ``new``; return their names."""
     names = []
     for name, module in model.named_modules():
         if type(module) is old and only(module):
@@ -42,10 +39,8 @@ _METACLASSES: dict[type, type[_Derived]] = {type: _Derived}
 
 
 def derived_class(mixin: Any, stock: Any) -> type[Any]:
-    """A subclass of both classes, with ``mixin``'s methods first. Every call returns the same class.
-
-    Its name is the stock class's name with ``mixin.prefix`` in front. It and its modules can be copied and pickled.
-    """
+    """A subclass of both classes, with ``mixin``'s methods first; the same in every call. It and its modules can be
+    copied and pickled."""
     if (mixin, stock) not in _MADE:
         members = {"__module__": mixin.__module__, "_derived_from": (mixin, stock)}
         _MADE[mixin, stock] = _metaclass(type(stock))(f"{mixin.prefix}{stock.__name__}", (mixin, stock), members)
@@ -66,18 +61,12 @@ def is_derived(thing: Any) -> bool:
 
 
 def stock_class(derived: Any) -> type[nn.Module]:
-    """The stock class that a class from :func:`derived_class`, or the base of a subclass of one, was made from.
-
-    For any other class, the class itself.
-    """
+    """The stock class that a class from :func:`derived_class` was made from; any other class itself."""
     return getattr(derived, "_derived_from", (None, derived))[1]  # type: ignore[no-any-return]
 
 
 def restore_class(module: nn.Module) -> None:
-    """Undo the assignment of a class from :func:`derived_class`.
-
-    A subclass of one that was assigned since, as FSDP2 does, is replaced by the same subclass of the stock class.
-    """
+    """Undo the assignment of a class from :func:`derived_class`, also under a subclass of it, as FSDP2 assigns."""
     changed: Any = type(module)
     restored: Any = stock_class(changed)
     derived = next(kind for kind in changed.__mro__ if "_derived_from" in vars(kind))

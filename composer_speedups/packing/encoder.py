@@ -75,11 +75,8 @@ class Packing:
     reads_padding: bool | None = False
 
     def plan_call(self, call: Call, inputs: dict[str, Any]) -> CallPlan:
-        """Plan a call of the model directly around the encoder.
-
-        A batch stays padded if it has a query-key mask or cached keys, if hidden states or attention weights are
-        requested, if the head reads padding (:class:`.RowRules`), or until it is known whether other code reads it.
-        """
+        """Plan a call of the model directly around the encoder. A batch stays padded if it cannot be packed, if the
+        head reads padding (:class:`.RowRules`), or until it is known whether other code reads it."""
         ids = inputs.get("input_ids")
         values, mask = inputs.get("inputs_embeds") if ids is None else ids, inputs.get("attention_mask")
         if call.padded or not isinstance(values, Tensor) or not self._can_pack(mask, inputs):
@@ -159,10 +156,7 @@ class UnpaddedEncoder(nn.Module):
     packing: Packing
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
-        """Hidden states (B, S, H) → transformers' output with the last hidden state (B, S, H), zeros at padding.
-
-        Without packed tokens in the call's plan, it computes what the untouched encoder computes.
-        """
+        """Hidden states (B, S, H) → transformers' output with the last hidden state (B, S, H), zeros at padding."""
         plan = self._call_plan()
         if plan.layout is None:
             return self._padded(plan, super().forward(hidden_states, attention_mask=attention_mask, **kwargs))
@@ -203,10 +197,7 @@ class UnpaddedEncoder(nn.Module):
         return plan.layout.scatter(packed.squeeze(0))
 
     def _inputs_of_packed(self, inputs: dict[str, Any], layout: Layout) -> dict[str, Any]:
-        """The arguments of a model whose encoder packs the batch.
-
-        transformers would expand a mask (B, S) to pairs of slots; it passes a mask in four dimensions on as it is.
-        """
+        """The model's arguments, with a mask that transformers does not expand to pairs of slots."""
         return {**inputs, "attention_mask": layout.mask_BS[:, None, None, :]}
 
 

@@ -63,14 +63,10 @@ def round_up(number: int, multiple: int) -> int:
 
 
 def lay_out(mask_BS: Tensor, total: int, pad_to_multiple_of: int = MULTIPLE) -> Layout:
-    """Lay out the real tokens of a batch on the mask's device, without synchronizing.
+    """Lay out the real tokens of a batch, of which there are ``total``, on the mask's device, without synchronizing.
 
-    Args:
-        mask_BS: Nonzero at real tokens, at any positions.
-        total: Number of real tokens, which determines the shapes. A wrong number raises; on a GPU, at its next
-            synchronization.
-        pad_to_multiple_of: T is rounded up to a multiple of it, but to no more than the slots, rounded up to a multiple
-            of :data:`MULTIPLE`.
+    A wrong total raises; on a GPU, at its next synchronization. T is rounded up to a multiple of
+    ``pad_to_multiple_of``, but to no more than the slots, rounded up to a multiple of :data:`MULTIPLE`.
     """
     mask_BS = mask_BS.bool()
     slots = mask_BS.numel()

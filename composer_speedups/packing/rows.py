@@ -48,11 +48,8 @@ class RowRules(NamedTuple):
     max_width_with_holes: int | None = None
 
     def lengths(self, mask_BS: Tensor, labels: Tensor | None = None) -> Any:
-        """Real tokens of each row, or :data:`STAYS_PADDED`, as a NumPy array (B,). Synchronizes with a GPU's mask.
-
-        A row whose loss in the untouched model depends on outputs at padding positions stays padded, with its batch. A
-        row without tokens does not, if its label is ignored.
-        """
+        """Real tokens of each row, or :data:`STAYS_PADDED` if its loss in the untouched model depends on outputs at
+        padding positions, as a NumPy array (B,). Synchronizes with a GPU's mask."""
         real = as_numpy(mask_BS) != 0
         known = None if labels is None or len(labels) != len(real) else as_numpy(labels)
         padded = ~real[:, 0] & self.head_reads_first_slot
@@ -137,9 +134,6 @@ def labels_of(batch: Any) -> Tensor | None:
 
 
 def as_numpy(values: Tensor) -> Any:
-    """A tensor's values on the host, for work on a few thousand numbers, for which torch would wake all its threads.
-
-    Synchronizes if it is on a GPU.
-    """
+    """A tensor's values on the host, for work on a few thousand numbers, for which torch would wake all its threads."""
     values = values.detach().cpu()
     return (values.float() if values.dtype is torch.bfloat16 else values).numpy()  # NumPy has no bfloat16

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -268,36 +267,6 @@ def test_ranks_log_the_same_losses_and_weights_as_composer(train_both: Any) -> N
         torch.testing.assert_close(weights, reference, rtol=0, atol=0)
         assert outcome["read"] == 8
     assert ranks[0]["early"][0] == ranks[1]["early"][0], "losses are averaged over both ranks"
-
-
-def _refusals() -> list[str]:
-    """Return each rank's errors: if one rank lacks gloo, and if host names resolve to a loopback address."""
-    _refuse_host_tensors()
-    said = []
-    EarlyLoss.needs = lambda *_: ()  # type: ignore[method-assign, assignment, return-value]
-    available = torch.distributed.is_gloo_available
-    torch.distributed.is_gloo_available = lambda: dist.get_global_rank() == 0 and available()
-    with pytest.raises(Refusal) as error:
-        train("tensor", 4, [EarlyLoss()])
-    said.append(str(error.value))
-    torch.distributed.is_gloo_available = available
-    trainer_state.socket.gethostbyname = lambda _: "127.0.1.1"  # type: ignore[attr-defined]
-    os.environ["LOCAL_WORLD_SIZE"] = "1"
-    with pytest.warns(UserWarning, match="continuing without early_loss"):
-        train("tensor", 4, [EarlyLoss(on_unavailable="warn")])
-    with pytest.raises(Refusal) as error:
-        train("tensor", 4, [EarlyLoss()])
-    return [*said, str(error.value)]
-
-
-def test_all_ranks_refuse_if_one_cannot_connect() -> None:
-    lacking = "early_loss: 2 ranks can reduce only tensors on their GPUs, since"
-    name = "this host's name resolves to 127.0.1.1, which other nodes cannot reach; set GLOO_SOCKET_IFNAME to the"
-    other, without = on_ranks(_refusals)
-    assert other[0] == f"{lacking} another rank cannot connect; see its message"
-    assert without[0] == f"{lacking} torch was built without gloo; remove it"
-    assert other[1].startswith(f"{lacking} {name}")
-    assert without[1] == other[1]
 
 
 def _opened(made: list[str]) -> list[str]:

@@ -186,8 +186,6 @@ def test_models_with_other_adapters_are_refused() -> None:
     config = model.peft_config["default"]
     with pytest.raises(Refusal, match="already has PEFT adapters; build a new model, or pass its base model"):
         make_trainer([LoRA(rank=2)], model=HuggingFaceModel(get_peft_model(tiny_bert(), config)))
-    with pytest.raises(ValueError, match="no adapters; add the technique lora"):
-        save_adapter(tiny_bert(), "adapter")
 
 
 @pytest.mark.pins

@@ -34,6 +34,10 @@ def test_another_loop_computes_in_bf16_and_keeps_fp32_weights() -> None:
 
 
 def test_the_cpu_and_16_bit_weights_are_refused() -> None:
+    """Frozen ones are not."""
+    frozen = tiny_bert()
+    frozen.bert.to(torch.bfloat16).requires_grad_(False)
+    make_trainer([MixedPrecision(allow_cpu=True)], model=frozen).close()
     with pytest.raises(Refusal, match=r"bf16 needs a CUDA GPU .* this run is on the cpu"):
         make_trainer([MixedPrecision("bf16")])
     with pytest.raises(Refusal, match="fp16 needs a CUDA GPU"):

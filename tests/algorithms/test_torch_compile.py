@@ -200,20 +200,6 @@ def test_blocks_that_cannot_share_code_because_of_hooks_are_refused() -> None:
     apply(model, [TorchCompile("blocks", "eager")])
 
 
-def test_inductor_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setattr("shutil.which", lambda _: None)
-    with pytest.raises(Refusal, match=r"inductor needs the C\+\+ compiler .*; install it, set CXX, or choose"):
-        make_trainer([TorchCompile()])
-    monkeypatch.setattr("shutil.which", lambda name: name if name == "gcc" else None)
-    with pytest.raises(Refusal, match=r"inductor needs the C\+\+ compiler"):
-        check([TorchCompile()], Run(torch.device("cpu")))
-    check([TorchCompile()], Run(torch.device("cuda")))
-    monkeypatch.setattr("shutil.which", lambda _: None)
-    with pytest.raises(Refusal, match=r"Triton needs a C compiler: neither .*; install gcc, or set CC"):
-        check([TorchCompile()], Run(torch.device("cuda")))
-
-
 # The cache: later processes reuse the folder, and settings are restored.
 
 VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")

@@ -13,6 +13,7 @@ from composer.callbacks import EarlyStopper
 from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.models import HuggingFaceModel
+from composer.utils import dist
 from torch import Tensor
 from torchmetrics import Metric
 
@@ -88,13 +89,13 @@ def trainer_with(
     """Return a Trainer that evaluates after every second batch, to these values."""
     kind.values = {2 * (i + 1): value for i, value in enumerate(values)}
     metrics: Any = [kind(sync_on_compute=False)]
+    evaluated = plain_batches(dist.get_world_size())
     return make_trainer(
         model=HuggingFaceModel(tiny_bert(dropout=0.1), use_logits=True, eval_metrics=metrics, metrics=[]),
-        batches=plain_batches(LENGTH),
-        eval_dataloader=data_spec(plain_batches(1)),
+        eval_dataloader=data_spec(evaluated, sampler=in_turn(evaluated)),
         eval_interval="2ba",
         callbacks=[Weights(), callback, *extra],
-        **settings,
+        **{"batches": plain_batches(LENGTH), **settings},
     )
 
 
@@ -149,26 +150,6 @@ def test_an_evaluation_of_other_data_does_not_count() -> None:
         trainer.eval(data_spec(plain_batches(1)))
     trainer.close()
     assert (best.batch, best.last, stopping.best) == (8, 4.0, 2.0)
-
-
-def test_an_evaluation_before_training_counts_by_any_name_of_the_metric() -> None:
-    best = BestWeights("MulticlassAccuracy")
-    trainer = trainer_with(best, [0.1, 0.2, 0.3, 0.4, 0.3, 0.2], MulticlassAccuracy)
-    MulticlassAccuracy.values = {0: 0.9, **MulticlassAccuracy.values}
-    untrained = weights_of(trainer.state)
-    trainer.eval()
-    fit_and_close(trainer)
-    assert (best.batch, best.mode) == (0, "max")
-    torch.testing.assert_close(dict(best.weights), untrained, rtol=0, atol=0)
-
-
-def test_a_second_trainer_starts_anew() -> None:
-    best, stopping = BestWeights(), EarlyStopping(patience="2ba")
-    fit_and_close(trainer_with(best, [5.0, 1.0, 3.0, 3.0, 3.0, 3.0], extra=[stopping]))
-    assert stopping.stopped
-    trainer = fit_and_close(trainer_with(best, [5.0, 4.0, 3.0, 2.5, 2.0, 1.5], extra=[stopping]))
-    assert trainer.state.timestamp.batch.value == LENGTH
-    assert (best.batch, best.metrics, stopping.best, stopping.stopped) == (LENGTH, {"loss": 1.5}, 1.5, False)
 
 
 @pytest.mark.parametrize("loaded", [2, 6, 10])
@@ -277,27 +258,19 @@ def test_an_unknown_metric_is_refused_before_training(kind: Any) -> None:
 def _train_on_a_rank() -> dict[str, Any]:
     first = torch.distributed.get_rank() == 0
     values = [3.0, 2.0, 3.0, 3.0, 3.0, 3.0] if first else [3.0, 3.5, 2.0, 3.0, 3.0, 3.0]
-    best, stopping, weights = BestWeights(), EarlyStopping(patience="2ba"), Weights()
-    CrossEntropy.values = {2 * (i + 1): value for i, value in enumerate(values)}
-    metrics: Any = [CrossEntropy(sync_on_compute=False)]
-    trainer = make_trainer(
-        model=HuggingFaceModel(tiny_bert(), use_logits=True, eval_metrics=metrics, metrics=[]),
-        batches=plain_batches(2 * LENGTH),
-        max_duration=f"{LENGTH}ba",
-        eval_dataloader=data_spec(plain_batches(2), sampler=in_turn(plain_batches(2))),
-        eval_interval="2ba",
-        callbacks=[weights, best, stopping],
-    )
-    fit_and_close(trainer)
+    best, stopping = BestWeights(), EarlyStopping(patience="2ba")
+    settings: dict[str, Any] = {"batches": plain_batches(2 * LENGTH), "max_duration": f"{LENGTH}ba"}
+    trainer = fit_and_close(trainer_with(best, values, extra=[stopping], **settings))
+    after = recorded(trainer)
     last = weights_of(trainer.state)
     best.restore(trainer.state)
-    torch.testing.assert_close(weights_of(trainer.state), weights.after[4], rtol=0, atol=0)
+    torch.testing.assert_close(weights_of(trainer.state), after[4], rtol=0, atol=0)
     return {
         "batch": best.batch,
         "kept": bool(best.weights),
         "stopped_after": trainer.state.timestamp.batch.value,
         "stopped": stopping.stopped,
-        "last_is_best": all(torch.equal(value, weights.after[4][name]) for name, value in last.items()),
+        "last_is_best": all(torch.equal(value, after[4][name]) for name, value in last.items()),
     }
 
 

@@ -11,12 +11,10 @@ import pytest
 import torch
 from composer import Evaluator
 from composer.models import HuggingFaceModel
-from PIL import Image
 from sklearn.metrics import confusion_matrix, precision_recall_fscore_support
 
 from composer_speedups.callbacks.history import ClassReport, class_rows
 from composer_speedups.tasks.metrics import MacroF1, MultilabelMacroF1
-from composer_speedups.train.plot import plot_confusion
 from tests.helpers.common import data_spec, make_trainer, plain_batches, tiny_bert
 from tests.helpers.jobs import run
 from tests.helpers.ranks import on_ranks
@@ -64,15 +62,6 @@ def test_a_class_that_is_never_predicted_has_no_precision() -> None:
     assert classes["2"] == {"precision": None, "recall": None, "f1": None, "samples": 0, "predicted": 0}
 
 
-def test_a_multilabel_run_reports_its_labels_without_a_picture() -> None:
-    report = run("model.task=multilabel", "plot=true", "baseline=null")
-    classes = report["classes"]["classes"]
-    assert len(classes) > 1
-    scores = [values["f1"] or 0.0 for values in classes.values()]
-    assert np.mean(scores) == pytest.approx(report["metrics"]["macro_f1"])
-    assert not Path("runs/quickstart/confusion.png").exists()
-
-
 def test_only_the_evaluator_of_its_label_and_the_last_trainer_count() -> None:
     report = ClassReport()
     for length in (4, 2):
@@ -109,14 +98,6 @@ def test_two_ranks_report_the_counts_of_all_samples() -> None:
     both, _ = on_ranks(lambda: run(*brief, "run_name=both"))
     assert both["classes"]["confusion"] == alone["confusion"]
     assert np.sum(alone["confusion"]) == 18
-
-
-def test_class_names_are_drawn_as_text() -> None:
-    names = ["$x^", "y" * 300, "$z$", "no"]
-    plot_confusion([[1, 0, 2, 3]] * 4, names, "a run", Path("confusion.png"))
-    with Image.open("confusion.png") as image:
-        assert image.format == "PNG"
-        assert image.getpixel((0, 0))[3] == 0, "no background"
 
 
 def test_a_printed_row_has_the_whole_name_of_its_class() -> None:

@@ -12,7 +12,7 @@ from composer.loggers import InMemoryLogger
 
 from composer_speedups import MemoryAnatomy
 from composer_speedups.callbacks.memory import _bytes
-from tests.helpers.common import fit_and_close, make_trainer, plain_batches, tiny_bert, trained
+from tests.helpers.common import fit_and_close, make_trainer, tiny_bert, trained
 from tests.helpers.jobs import run
 
 
@@ -28,33 +28,14 @@ def test_each_size_is_the_bytes_of_its_tensors() -> None:
     assert summary["gradients_gib"] == parameters
     steps = 4 * len(list(model.parameters()))
     assert summary["optimizer_gib"] == 2 * parameters + steps
-    ids = 4 * 16
-    assert 2 * ids * 64 * 4 < summary["activations_gib"], "at least both feed-forward outputs"
+    assert "activations_gib" not in summary, "measured on a GPU only"
     assert summary["peak_gib"] > 2**26
-    assert set(logger.data) >= {f"memory/{part}" for part in anatomy.summary()}
+    assert set(logger.data) >= {f"memory/{part}" for part in summary}
 
 
 def test_tied_weights_count_once() -> None:
     weight = torch.zeros(10, 10)
     assert _bytes([weight, weight, weight[:5], weight.T]) == 400
-
-
-def test_memory_hooks_do_not_change_the_run_and_are_removed_after_a_failure() -> None:
-    weights = []
-    for callbacks in ([MemoryAnatomy(interval=1)], []):
-        trainer = trained(callbacks=callbacks)
-        weights.append({n: p.detach().clone() for n, p in trainer.state.model.named_parameters()})
-    torch.testing.assert_close(weights[0], weights[1], rtol=0, atol=0)
-    bad = plain_batches(2)
-    bad[1]["input_ids"] += 10_000
-    anatomy = MemoryAnatomy()
-    with pytest.raises(IndexError):
-        trained(callbacks=[anatomy], batches=bad)
-    seen: list[int] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(1) or t, lambda t: t):  # type: ignore
-        (torch.ones(2, requires_grad=True) ** 2).sum()
-    assert anatomy._hooks is None
-    assert seen
 
 
 def test_the_peak_of_a_resumed_run_covers_all_its_processes() -> None:

@@ -132,12 +132,6 @@ def test_charts_show_the_committed_rows(chart: Chart) -> None:
     assert not chart.is_stale(), "run python -m benchmarks.render"
 
 
-def test_every_png_in_the_documents_is_a_rendered_chart() -> None:
-    drawn = {chart.path.name for chart in CHARTS}
-    shown = {name for path in documents() for name in re.findall(r"!\[.*?\]\(.*?([\w-]+\.png)\)", path.read_text())}
-    assert shown == drawn
-
-
 def test_the_headline_shows_its_row() -> None:
     """It is the only sentence with measured figures."""
     text = (ROOT / "README.md").read_text()
@@ -154,13 +148,6 @@ def test_the_headline_shows_its_row() -> None:
     assert list(headline.groups()) == [row[i] for i, column in enumerate(columns) if column == "ratio"]
 
 
-def test_the_readme_can_be_read_in_one_sitting() -> None:
-    text = (ROOT / "README.md").read_text()
-    prose = re.sub(r"^```.*?^```|^\|.*?$|<!--.*?-->", "", text, flags=re.DOTALL | re.MULTILINE)
-    assert len(text.splitlines()) <= 150
-    assert len(prose.split()) <= 900
-
-
 @pytest.mark.parametrize("path", documents(), ids=lambda p: str(p.relative_to(ROOT)))
 def test_no_other_sentence_holds_measured_figures(path: Path) -> None:
     text = re.sub(
@@ -168,13 +155,6 @@ def test_no_other_sentence_holds_measured_figures(path: Path) -> None:
     )
     figures = re.findall(r"\d[\d,.]* (?:samples|tokens)/s|\d[\d.]* times as|\b0\.[89]\d\d\d\b|<!-- value.*", text)
     assert not figures, "a table holds figures, and a sentence says what it shows"
-
-
-def _recommended(code: str) -> set[str]:
-    """Run the README's block on a new model and return the techniques that engaged."""
-    names: dict[str, Any] = {"model": tiny_bert()}
-    exec(code.replace("apply_recommended(model)", "applied = apply_recommended(model)"), names)
-    return set(names["applied"].evidence)
 
 
 def test_the_readme_names_every_technique_and_its_code_runs(names: dict[str, Any]) -> None:
@@ -193,21 +173,6 @@ def test_the_readme_names_every_technique_and_its_code_runs(names: dict[str, Any
     names["trainer"].close()
     engaged = {technique.name for technique in names["trainer"].state.algorithms if technique.engaged}
     assert engaged == {"unpadding", "fused_layers", "fused_optimizer", "lean_dispatch"}
-    assert {"unpadding", "fused_layers"} <= _recommended(code[1])
-
-
-def test_documented_pytest_commands_name_existing_files_with_the_marker() -> None:
-    commands = [
-        command.split()
-        for path in (*documents(), ROOT / "CONTRIBUTING.md")
-        for command in re.findall(r"`((?:uv run |python -m )?pytest [^`]*)`", path.read_text())
-    ]
-    files = 0
-    for command in commands:
-        mark = command[command.index("-m") + 1] if "-m" in command[1:] else ""
-        for name in (word.partition("::")[0] for word in command if word.startswith("tests/")):
-            files += 1
-            assert (ROOT / name).exists(), f"{' '.join(command)}: {name} is missing"
-            if mark in ("gpu", "long") and name.endswith(".py"):
-                assert f"mark.{mark}" in (ROOT / name).read_text(), f"{' '.join(command)}: no {mark} test in {name}"
-    assert files > 20
+    names = {"model": tiny_bert()}
+    exec(code[1].replace("apply_recommended(model)", "applied = apply_recommended(model)"), names)
+    assert {"unpadding", "fused_layers"} <= set(names["applied"].evidence)

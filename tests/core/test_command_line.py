@@ -1,13 +1,18 @@
-"""The command-line parser of all programs."""
+"""The command line of all programs, and what they print of an error: one line of who, reason and fix."""
 
 from __future__ import annotations
 
+import errno
+import sys
 from typing import Literal
 
+import pytest
 from pydantic import Field
 
 from composer_speedups.core.command_line import CommandLine, parse_command_line, read_settings
+from composer_speedups.core.errors import ConfigError, DataError, Refusal, RunFailedError
 from composer_speedups.core.settings import Settings, keys_help
+from composer_speedups.train.cli import exit_codes
 
 
 class Request(Settings):
@@ -51,3 +56,38 @@ def test_help_has_every_key_with_its_type_default_bounds_and_doc() -> None:
     assert lines[2:4] == ["  x.share: float = 0.5  [> 0]", "      Share of the time."]
     assert lines[4] == "  x.kinds: list[a|b] = []"
     assert len(lines) == 10
+
+
+def test_a_refusal_is_one_line_of_who_reason_and_fix() -> None:
+    refusal = Refusal("unpadding", "no\nmask", "pass one")
+    assert (str(refusal), refusal.reason) == ("unpadding: no mask; pass one", "no\nmask")
+    assert str(Refusal("key\nof \x1b[31mred \udc80 Größe")) == r"key of \x1b[31mred \udc80 Größe"
+    assert len(str(Refusal("who", "x" * 5000, "fix"))) < 2000
+
+
+FULL = "the disk is full: "
+PRINTED: list[tuple[Exception, int, str]] = [
+    (ConfigError("no"), 2, "no"),
+    (DataError("no"), 2, "no"),
+    (Refusal("x", "no", "fix"), 2, "x: no; fix"),
+    (RunFailedError("no"), 1, "no"),
+    (OSError(errno.EDQUOT, "Quota exceeded", "runs"), 1, f"{FULL}[Errno 122] Quota exceeded: 'runs'; free some space"),
+    (RuntimeError("No space (os error 28)"), 1, f"{FULL}No space (os error 28); free some space"),
+]
+
+
+@pytest.mark.parametrize(("error", "status", "line"), PRINTED)
+def test_a_refusal_and_a_full_disk_are_one_line_and_an_exit_status(
+    error: Exception, status: int, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("os._exit", sys.exit)  # os._exit would end this process
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/composer-speedups-train"])
+    with pytest.raises(SystemExit) as exited, exit_codes():
+        raise error
+    assert exited.value.code == status
+    assert capsys.readouterr().err == f"composer-speedups-train: {line}\n"
+
+
+def test_another_error_keeps_its_traceback() -> None:
+    with pytest.raises(RuntimeError, match="other"), exit_codes():
+        raise RuntimeError("another error: other (os error 2)")

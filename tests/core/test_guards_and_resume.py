@@ -107,36 +107,6 @@ def test_a_run_resumes_after_its_initial_checkpoint_was_pruned(monkeypatch: pyte
         run(*again, "run_name=new")
 
 
-def bad_losses(monkeypatch: pytest.MonkeyPatch, *bad: int) -> None:
-    """Make the loss NaN in the training batches with these indices."""
-    plain, before = FinetuneModel.loss, [0]
-
-    def forward_loss(self: Any, outputs: Any, batch: Any) -> Any:
-        loss = plain(self, outputs, batch)
-        return loss * float("nan") if self.training and before[0] in bad else loss
-
-    def batch_start(_: Any, state: State, logger: Any) -> None:
-        before[0] = state.timestamp.batch.value
-
-    monkeypatch.setattr(FinetuneModel, "loss", forward_loss)
-    monkeypatch.setattr(StartupTimes, "batch_start", batch_start)
-
-
-def test_skipped_batches_are_counted_across_a_resume(monkeypatch: pytest.MonkeyPatch) -> None:
-    skip = "callbacks.finite_loss.on_nonfinite=skip"
-    bad_losses(monkeypatch, 2, 4)
-    with crash_after(5, monkeypatch):
-        run(*JOB, skip, "run_name=whole")
-    whole = run(*JOB, skip, "run_name=whole", "checkpoint.autoresume=false")
-    with at_batch_end(monkeypatch, {4: stop}), pytest.raises(Interrupted):
-        run(*JOB, skip)
-    report = run(*JOB, skip)
-    assert report["resumed"] == [{"batch": 4, "checkpoint": "ep0-ba4-rank0.pt"}]
-    assert report["guards"]["skipped_steps"] == whole["guards"]["skipped_steps"] == 2
-    assert report["metrics"] == whole["metrics"]
-    assert report["algorithms"]["fused_optimizer"]["evidence"]["operators_in_one_step"]
-
-
 def test_resuming_keeps_a_halved_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, seen = FinetuneModel.forward, list[int]()
 

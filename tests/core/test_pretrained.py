@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +10,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import BertForSequenceClassification
 
-from composer_speedups import FusedOptimizer, MixedPrecision, RunReport
-from composer_speedups.core.errors import Refusal
 from composer_speedups.data.builtin import builtin_reviews
 from composer_speedups.data.tokens import load_tokenizer
 from composer_speedups.predict.model import FinishedModel
 from composer_speedups.tasks.classification import Classification
 from composer_speedups.tasks.models import build_model
 from composer_speedups.train.config.schema import DataConfig, ModelConfig
-from tests.helpers.common import make_trainer, tiny_bert, tiny_config
+from tests.helpers.common import tiny_config
 from tests.helpers.jobs import run
 
 OWN = ["model.name=./stored", "model.init=pretrained", "model.size=null", "data.tokenizer=null"]
@@ -69,22 +66,3 @@ def test_a_run_reports_the_dtype_that_it_trains_and_exports(overrides: list[str]
     exported = load_file(folder / "model/model.safetensors")
     assert {str(w.dtype) for w in exported.values()} == {f"torch.{weights}"}
     assert dtypes(FinishedModel.load(folder).model) == {torch.float32}
-
-
-@pytest.mark.parametrize(("dtype", "matmul"), [(torch.float16, "fp16"), (torch.bfloat16, "bf16")])
-def test_a_trainer_of_ones_own_reports_the_dtype_of_its_weights(dtype: torch.dtype, matmul: str) -> None:
-    report = RunReport()
-    trainer = make_trainer([FusedOptimizer()], model=tiny_bert().to(dtype), callbacks=[report])
-    trainer.fit()
-    trainer.close()
-    assert report.numerics["weights"] == str(dtype).removeprefix("torch.")
-    assert report.numerics["matmul"] == matmul
-
-
-@pytest.mark.parametrize("frozen", [False, True])
-def test_mixed_precision_refuses_to_train_16_bit_weights(frozen: bool) -> None:
-    model = tiny_bert()
-    model.bert.to(torch.bfloat16).requires_grad_(not frozen)
-    refused = r"mixed_precision: trains float32 weights, and .*embeddings\.weight is bfloat16; load the model with"
-    with nullcontext() if frozen else pytest.raises(Refusal, match=refused):
-        make_trainer([MixedPrecision(allow_cpu=True)], model=model).close()

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import GPT2Config, GPT2ForSequenceClassification
 
-from composer_speedups import Unpadding, apply, apply_recommended, recommended
+from composer_speedups import apply_recommended, recommended
 from composer_speedups.core.errors import Refusal
 from composer_speedups.recommendation import RECOMMENDED
 from tests.conftest import ROOT
@@ -54,19 +54,6 @@ def test_a_model_that_unpadding_does_not_support_gets_sdpa_and_a_warning() -> No
         applied = apply_recommended(model)
     assert set(applied.evidence) == {"sdpa_attention"}
     assert model.config._attn_implementation == "sdpa"
-
-
-def test_a_second_call_engages_anew_and_another_set_is_refused() -> None:
-    model = tiny_model("bert", "classification")
-    first = apply_recommended(model)
-    second = apply_recommended(model)
-    kinds = [type(module) for module in model.modules()]
-    first.undo()  # gives back nothing any more
-    assert [type(module) for module in model.modules()] == kinds
-    with pytest.raises(Refusal, match=r"the model is in use with .FusedLayers.*Unpadding"):
-        apply(model, [Unpadding()])
-    second.undo()
-    apply(model, [Unpadding()])
 
 
 def test_fp8_changes_nothing_but_the_precision_of_the_fused_layers() -> None:

@@ -109,14 +109,6 @@ def test_process_flag_can_be_restored_in_any_order() -> None:
             flag.give_back(owners[leaving])  # the second call does nothing
             staying.remove(leaving)
             assert value[0] == (staying[-1] if staying else "original")
-    owner = object()
-    for wanted in ("fit", "evaluation"):
-        flag.take(owner, wanted)
-    flag.give_back(owner)
-    assert value[0] == "fit"
-    flag.take(owner, "evaluation")
-    flag.release(owner)
-    assert value[0] == "original"
 
 
 def test_train_py_uses_full_float32_matmuls_by_default() -> None:

@@ -293,21 +293,6 @@ def test_a_batch_that_raises_leaves_no_observer_behind() -> None:
     trainer.close()
 
 
-def test_torch_compile_compiles_under_the_observer() -> None:
-    torch._dynamo.reset()
-    watching, graphs = Watching(), list[Any]()
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    model = tiny_bert()
-    model.bert.encoder.layer[0].compile(backend=backend)
-    trained([watching], model=model, batches=plain_batches(2))
-    assert watching.seen.graphs == len(graphs) == 1
-    torch._dynamo.reset()
-
-
 def test_a_changed_model_is_collected() -> None:
     model = tiny_bert()
     alive = weakref.ref(apply(model, [Toy()])._run)

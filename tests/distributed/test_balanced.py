@@ -10,11 +10,7 @@ import pytest
 from torch.utils.data import DistributedSampler
 
 from composer_speedups.data.batching import LengthGroupedSampler
-from composer_speedups.data.loader import build_data
 from composer_speedups.distributed.balanced_sampling import BalancedSampler
-from composer_speedups.tasks.classification import Classification
-from composer_speedups.tasks.settings import DataConfig
-from tests.helpers.ranks import on_ranks
 
 LENGTHS = np.minimum(np.random.default_rng(0).lognormal(5.3, 0.6, size=5003).astype(int) + 3, 256)
 
@@ -79,19 +75,3 @@ def test_shares_are_nearly_equal_in_tokens(ranks: int) -> None:
 def test_a_batch_that_ranks_cannot_share_is_refused() -> None:
     with pytest.raises(ValueError, match="batch_size must be a multiple of the 3 ranks, not 64"):
         BalancedSampler(LENGTHS, 64, ranks=3)
-
-
-@pytest.mark.exhaustive
-def test_the_loader_balances_tokens_between_ranks() -> None:
-    config = DataConfig(
-        source="builtin", tokenizer="wordpiece", vocab_size=300, train_samples=200, eval_samples=20, batch_size=8,
-        max_length=128, length_scale=0.3, padding="longest", pad_to_multiple_of=1, drop_last=True,
-    )  # fmt: skip
-
-    def tokens() -> list[int]:
-        data = build_data(config, Classification(), model_name="", on_gpu=False, seed=3)
-        return [int(batch["attention_mask"].sum()) for batch in data.train.dataloader]
-
-    alone, (one, two) = np.array(tokens()), map(np.array, on_ranks(tokens))
-    assert (one + two).tolist() == alone.tolist()
-    assert (np.abs(one - two) / alone).mean() < 0.05

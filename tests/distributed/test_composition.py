@@ -14,7 +14,7 @@ from composer_speedups.core.technique import FSDP
 from tests.helpers.jobs import run
 from tests.helpers.ranks import on_ranks, once_per_run
 from tests.helpers.settings import Case
-from tests.reference.composition import CLIP, PARALLELISMS, all_outcomes, first_cases, train
+from tests.reference.composition import CLIP, all_outcomes, first_cases, train
 from tests.reference.tolerance import assert_near
 
 # Technique → the quantity that each rank computes over its own share of a batch.
@@ -83,7 +83,3 @@ def test_sharded_and_single_process_runs_resume_from_each_other(ranks: tuple[int
     assert resumed["training"]["samples"] == whole["training"]["samples"]
     exported, stock = (load_file(f"runs/{name}/model/model.safetensors") for name in ("second", "quickstart"))
     assert_near(exported, stock, what="exported weights")
-
-
-def test_every_data_parallel_mode_was_tested(outcomes: dict[str, dict[str, Any]]) -> None:
-    assert set(outcomes["fused_optimizer"]) == set(PARALLELISMS)

@@ -29,9 +29,6 @@ class Rerun:
     def __init__(self, pool: Any = None) -> None:
         self.pool = pool
 
-    def settle(self) -> None:
-        pass
-
     def warm_up(self, run: Callable[[], None]) -> None:
         run()
 

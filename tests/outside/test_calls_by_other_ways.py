@@ -286,11 +286,8 @@ def test_an_adapter_for_each_row() -> None:
 
 
 def test_a_data_parallel_model_is_refused() -> None:
-    """Also if it wraps the changed model: torch then calls the last method of each module."""
+    """If it wraps the changed model: torch then calls the last method of each module."""
     model = tiny_bert()
-    with pytest.raises(ValueError, match=r"^composer_speedups does not support nn\.DataParallel; "):
-        unpad(nn.DataParallel(model))
-    assert type(model) is type(tiny_bert())
     unpad(model)
     with pytest.raises(ValueError, match=r"^composer_speedups does not support nn\.DataParallel; "):
         [module._replicate_for_data_parallel() for module in model.modules()]

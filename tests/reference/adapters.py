@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from composer_speedups.algorithms.fused_layers.layer import OPERANDS, fused_layer
-from composer_speedups.core.adapters import adapter_of
+from composer_speedups.core.stock import adapter_of
 from composer_speedups.families.family import DropoutRates, LayerModules
 from composer_speedups.kernels.dropout import draw_seeds, dropped
 from composer_speedups.kernels.float8 import GRADIENT, Float8, new_scales

@@ -111,7 +111,6 @@ def _check_loggers(report: dict[str, Any], folder: Path, task: str) -> None:
     """Every logger has the end of the run, and a dashboard finds what it shows."""
     seen = read_wandb(folder)
     absent = {
-        "memory/activations_gib": report["algorithms"].get("torch_compile", {}).get("engaged"),  # on a CPU
         "metrics/eval/BinaryF1": task == "classification" and "binary_f1" not in report["metrics"],  # of two classes
         **dict.fromkeys(["metrics/eval/Recall@1", "metrics/eval/Recall@10", "summary/recall@10"], task == "embedding"),
     }

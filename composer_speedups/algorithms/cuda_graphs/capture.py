@@ -194,11 +194,7 @@ def _has_hooks(parameter: nn.Parameter) -> bool:
 
 
 class _Link(FirstDerivative):
-    """Another segment of the backward pass.
-
-    autograd accumulates a node's gradients before it runs the next node, so DDP's hooks run before the next segment is
-    replayed.
-    """
+    """Another segment of the backward pass. DDP's hooks of its parameters run before the next segment is replayed."""
 
     refusal = NO_SECOND_DERIVATIVE
 
@@ -258,10 +254,6 @@ class CUDARecorder:
 
     def __init__(self, pool: Any = None) -> None:
         self._pool = torch.cuda.graph_pool_handle() if pool is None else pool
-
-    def settle(self) -> None:
-        """Wait for kernels that were already launched, so that the capture's time does not include them."""
-        torch.cuda.synchronize()
 
     def warm_up(self, run: Callable[[], None]) -> None:
         """Run once, so that work of a kernel's first launch is not captured."""

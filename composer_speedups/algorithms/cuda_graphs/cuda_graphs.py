@@ -95,11 +95,7 @@ class CUDAGraphs(Technique):
             self._calls.begin({p: p.grad.detach() for p in trained if p.grad is not None})
 
     def _wait_for_buckets(self) -> None:
-        """If DDP keeps gradients in its buckets, delay capturing, so that graphs write to the final buckets.
-
-        Called before the first forward pass, and in the first one after parameters were frozen or thawed: DDP then has
-        new buckets.
-        """
+        """If DDP keeps gradients in its buckets, capture once they are final; freezing parameters makes others."""
         assert self._calls is not None
         self._calls.held, self._batches = self._in_buckets, 0
 

@@ -13,7 +13,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from composer_speedups.algorithms.cuda_graphs.capture import Captured, CUDARecorder, SharedGradients
 from composer_speedups.algorithms.cuda_graphs.segments import blocks_to_cut
-from composer_speedups.core.compile_counts import capturing
+from composer_speedups.core.compile_counts import count_capture
 from composer_speedups.core.errors import first_line
 from composer_speedups.core.trainer_state import world_size
 from composer_speedups.packing.call import KnownBatch, known_batch, with_known_batch
@@ -189,12 +189,11 @@ class _Graph:
             autocast = torch.autocast("cuda", enabled=torch.is_autocast_enabled("cuda"), cache_enabled=False)
             with _generators_restored(), autocast:
                 placeholders = self._placeholders.of(gradients.parameters)
-                recorder.settle()
-                with capturing():
-                    trained = [block for block in calls.cut_behind if any(p.requires_grad for p in block.parameters())]
-                    self._replay = Captured(
-                        self._call, static, placeholders, gradients, recorder, trained, calls.accumulate
-                    )
+                count_capture()
+                trained = [block for block in calls.cut_behind if any(p.requires_grad for p in block.parameters())]
+                self._replay = Captured(
+                    self._call, static, placeholders, gradients, recorder, trained, calls.accumulate
+                )
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, AssertionError) as error:
@@ -263,10 +262,8 @@ def _leaf(parameter: nn.Parameter) -> nn.Parameter:
 
 @contextlib.contextmanager
 def _generators_restored() -> Iterator[None]:
-    """Restore the states of torch's generators, and the current stream if a capture fails.
-
-    A replay then draws the same dropout masks as an eager call, also in a resumed run, which captures again.
-    """
+    """Restore the states of torch's generators, so that a replay draws the dropout masks of an eager call, also in a
+    resumed run, which captures again; and the current stream if a capture fails."""
     on_cpu, on_gpu = torch.get_rng_state(), torch.cuda.is_available()
     if on_gpu:
         generator = torch.cuda.default_generators[torch.cuda.current_device()]

@@ -38,10 +38,7 @@ class _Cut:
 
 
 class Segments:
-    """A call whose backward pass runs in segments: from the outputs to the last cut, then to the one before, and so on.
-
-    It is cut behind ``blocks``, in the order of their calls.
-    """
+    """A call whose backward pass is cut behind ``blocks``, which are called in this order."""
 
     def __init__(self, call: Callable[..., tuple[Tensor, ...]], blocks: Sequence[nn.Module]) -> None:
         self._call, self._blocks = call, list(blocks)
@@ -148,10 +145,8 @@ def cut_points(sizes: Sequence[int], least: int = _MIN_SEGMENT) -> list[int]:
 
 
 def blocks_to_cut(model: nn.Module, segments: int | None = None) -> list[nn.Module]:
-    """The blocks after which a backward pass is cut into ``segments``, or by its gradients' size (:func:`cut_points`).
-
-    A model without repeated blocks, or with a compiled module around them, is not cut.
-    """
+    """The blocks after which a backward pass is cut into ``segments``, or by its gradients' size (:func:`cut_points`);
+    none in a model without repeated blocks, or with a compiled module around them."""
     try:
         blocks = repeated_blocks(model)
     except ValueError:

@@ -10,8 +10,14 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from composer_speedups.algorithms.fused_layers.modules import WITHOUT_ADAPTERS, FusedEmbeddings, FusedLayer
-from composer_speedups.core.adapters import is_adapted
-from composer_speedups.core.stock import built_on_meta, differences, hooks_on, model_differences, outermost_models
+from composer_speedups.core.stock import (
+    built_on_meta,
+    differences,
+    hooks_on,
+    is_adapted,
+    model_differences,
+    outermost_models,
+)
 from composer_speedups.families.blocks import blocks_of
 from composer_speedups.families.family import Block, Reads, config_value, family_of, family_titles
 from composer_speedups.packing.call import ModelAroundEncoder, models_around_encoders

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from composer_speedups.core.adapters import adapter_of, adapter_refusal, merged_weight
+from composer_speedups.core.stock import adapter_of, adapter_refusal, merged_weight
 from composer_speedups.families.family import Block, DropoutRates, Family, LayerModules, family_of
 from composer_speedups.kernels import Shape
 from composer_speedups.kernels.host import autocast_dtype, ran

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from composer_speedups.core.adapters import Adapter, adapter_of
+from composer_speedups.core.stock import Adapter, adapter_of
 from composer_speedups.families.family import LayerModules
 from composer_speedups.kernels.casts import cast_together, merged_weights
 from composer_speedups.kernels.dropout import dropped

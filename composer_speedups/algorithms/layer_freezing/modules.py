@@ -16,11 +16,8 @@ if TYPE_CHECKING:
 
 
 def first_parameters(model: nn.Module, blocks: int) -> dict[str, nn.Parameter]:
-    """The parameters to freeze, by name: of the embeddings, a number of blocks, and all that computes their input.
-
-    Raises:
-        ValueError: They cannot be frozen.
-    """
+    """The parameters to freeze, by name: of the embeddings, a number of blocks, and all that computes their input;
+    ValueError if they cannot be frozen."""
     modules = first_layers(model, blocks)
     named = {f"{path}.{name}": p for path, module in modules.items() for name, p in module.named_parameters()}
     parameters = set(named.values())
@@ -40,12 +37,8 @@ def first_parameters(model: nn.Module, blocks: int) -> dict[str, nn.Parameter]:
 def freeze(model: nn.Module, optimizers: Iterable[Optimizer], blocks: int) -> None:
     """Stop training the first layers, between the optimizer's step and the next forward pass, on every rank.
 
-    Args:
-        model: Changed in place. If it is wrapped in DistributedDataParallel, the wrapper, whose reducer is then built
-            again without the frozen parameters.
-        optimizers: Their groups do not change: an optimizer skips parameters without gradients, and does not decay
-            them.
-        blocks: See :func:`first_parameters`.
+    The optimizers' groups stay: they skip parameters without gradients, and do not decay them. ``model`` is the
+    DistributedDataParallel around a model, if there is one; its reducer is built again without the frozen parameters.
     """
     parameters = first_parameters(model, blocks).values()
     changed = any(p.requires_grad for p in parameters)

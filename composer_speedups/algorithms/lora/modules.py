@@ -55,13 +55,10 @@ def add_adapters(
     dropout: float,
     modules_to_save: Sequence[str] | None,
 ) -> None:
-    """Freeze a model, and train low-rank adapters of its Linears and copies of the modules to save.
+    """Freeze a model, and train low-rank adapters of its Linears and copies of the modules to save; ValueError if a
+    target does not match, or the model has other adapters. A model that already has these is not changed.
 
-    Frozen parameters are removed from the optimizers' groups, and each new parameter joins the group of the weight that
-    it replaces. A model that already has these adapters is not changed.
-
-    Raises:
-        ValueError: A target does not match, or the model has other adapters.
+    Each new parameter joins the optimizers' group of the weight that it replaces.
     """
     from peft import LoraConfig, PeftModel, inject_adapter_in_model
 
@@ -102,10 +99,8 @@ def _refuse_unmatched(wanted: Iterable[str], names: Sequence[str], what: str) ->
 
 
 def _head_names(model: nn.Module) -> list[str]:
-    """Return the names of the modules on top of a Hugging Face encoder, which are new and must be fully trained.
-
-    Empty for a language model, whose head is pretrained, and for a model that is not a Hugging Face model.
-    """
+    """The names of the modules on top of a transformers encoder, which are new and must be fully trained; none for a
+    language model, whose head is pretrained."""
     if not isinstance(model, PreTrainedModel) or model.get_output_embeddings() is not None:
         return []
     if model.base_model is model:
@@ -130,19 +125,9 @@ def _replacements(model: nn.Module) -> dict[Parameter, list[Parameter]]:
 
 @torch.no_grad()
 def merged_state_dict(model: nn.Module, weights: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """Return the state dict of the equivalent model without adapters, whose weights are W + alpha / rank · B A.
+    """The state dict of the equivalent model without adapters, with weights W + alpha / rank · B A and stock names.
 
-    ``model.save_pretrained(folder, state_dict=merged_state_dict(model))`` saves it. ``model`` is not changed. An
-    adapter that PEFT already merged into W is not added again.
-
-    Args:
-        model: The Hugging Face model (or plain module) with LoRA's adapters.
-        weights: The full state dict of ``model``, for a model that is sharded over ranks; None for
-            ``model.state_dict()``.
-
-    Returns:
-        The state dict, with the stock model's names. Merged weights are new tensors in the dtype of W; all others are
-        the tensors of ``weights``.
+    ``weights`` is the full state dict of a sharded model. Adapters that PEFT already merged into W are not added again.
     """
     weights = dict(model.state_dict() if weights is None else weights)
     for name, layer in adapted_layers(model).items():
@@ -159,25 +144,11 @@ def merged_state_dict(model: nn.Module, weights: dict[str, Tensor] | None = None
 
 
 def save_adapter(model: nn.Module, folder: Path | str, weights: dict[str, Tensor] | None = None) -> Path:
-    """Save the adapters and the fully trained modules in PEFT's format; an existing ``folder`` is replaced.
-
-    ``PeftModel.from_pretrained(base, folder)`` loads them into the base model. ``adapter_config.json`` contains the
-    base model's name or path, if it is known.
-
-    Args:
-        model: The model with LoRA's adapters, or a ComposerModel that contains it.
-        folder: The folder to write; its parent must exist.
-        weights: The full state dict of the Hugging Face model, for a model that is sharded over ranks; None for
-            ``model.state_dict()``.
-
-    Raises:
-        ValueError: The model has no adapters.
-    """
+    """Save the adapters and the fully trained modules for ``PeftModel.from_pretrained(base, folder)``; an existing
+    ``folder`` is replaced. ``weights`` is the full state dict of a sharded model."""
     from peft.utils import SAFETENSORS_WEIGHTS_NAME, get_peft_model_state_dict
 
     model = adapter_host(model)
-    if not adapted_layers(model):
-        raise ValueError("the model has no adapters; add the technique lora")
     # With save_embedding_layers="auto", PEFT would look up the base model on the hub to check its vocabulary size.
     adapter_weights = get_peft_model_state_dict(model, weights, ADAPTER, save_embedding_layers=False)
     config: Any = copy.copy(model.peft_config[ADAPTER])  # type: ignore[union-attr, index]

@@ -23,15 +23,8 @@ _BUCKET_BYTES = 2**26  # tensors up to this size are broadcast as one, through a
 class HostAdamW(Optimizer):
     """AdamW that copies gradients and weights to the CPU in each step, updates them there, and copies weights back.
 
-    It keeps no weights between steps, so weights that were loaded or changed in between are used.
-
-    torchao's CPUOffloadOptimizer does not work with Composer's Trainer. It copies gradients to the CPU during the
-    backward pass, hence before they are clipped, unscaled or averaged over ranks. It calls the closure with gradients
-    disabled. And it has neither ``state`` nor hooks, so Composer cannot save it.
-
-    Args:
-        groups: Parameter groups with ``params``, ``lr``, ``betas``, ``eps`` and ``weight_decay``.
-        defaults: These settings for groups that lack them.
+    torchao's CPUOffloadOptimizer copies gradients to the CPU during the backward pass, hence before they are clipped,
+    unscaled or averaged over ranks, and has neither ``state`` nor hooks, so Composer cannot save it.
 
     Source: ZeRO-Offload (arXiv 2101.06840).
     """
@@ -87,17 +80,10 @@ def _to_host(optimizer: Optimizer) -> None:
 class ShardedAdamW(ZeroRedundancyOptimizer):
     """AdamW, torch's fused one on a GPU, with each parameter's state on one rank, and the state dict of a plain AdamW.
 
-    Every rank has to call :meth:`step`, :meth:`state_dict` and :meth:`load_state_dict`. ``state`` has an entry for each
-    parameter that has stepped; those of other ranks' parameters are empty.
-
     What is replaced in torch's class: it sends each parameter separately; it turns the state that it consolidates into
     tensors byte by byte, which takes minutes for BERT-base; its ``load_state_dict`` does not accept the parameter names
     that Composer's checkpoints have; and its ``state`` is empty, so that torch's distributed state dicts, which
     Composer uses, would take an additional step before each checkpoint.
-
-    Args:
-        groups: Parameter groups, the same on each rank, with parameters of one dtype.
-        defaults: ``lr``, ``betas``, ``eps`` and ``weight_decay`` of groups that lack them.
     """
 
     __qualname__ = "AdamW"  # Composer's checkpoints name an optimizer's state after its class
@@ -131,10 +117,7 @@ class ShardedAdamW(ZeroRedundancyOptimizer):
         distributed._broadcast_coalesced(self.process_group, tensors, _BUCKET_BYTES, rank)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state dict of a plain AdamW over all parameters, collected one parameter at a time.
-
-        Every rank has to call it. Rank 0 receives the state in host memory, the others tensors on the meta device.
-        """
+        """The state dict of a plain AdamW, in rank 0's host memory, and of meta tensors on other ranks. Collective."""
         self._forget_removed()
         parameters = self._index_to_param
         stepped = torch.tensor([p in self.optim.state for p in parameters], device=self._default_device).byte()
@@ -157,11 +140,7 @@ class ShardedAdamW(ZeroRedundancyOptimizer):
         return whole
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of this class or of a plain AdamW, written by any number of ranks.
-
-        Args:
-            state_dict: The same on every rank; it is not changed. Parameters are named by any keys.
-        """
+        """Load a state dict of a plain AdamW, the same on every rank, with any names of the parameters."""
         # torch takes the implementation from the state dict, which may have been written on another device.
         implementation = {name: self.param_groups[0][name] for name in ("fused", "foreach")}
         groups = [group | implementation for group in state_dict["param_groups"]]
@@ -225,11 +204,8 @@ def _torchao_class(bits: Any) -> Any:
 def torchao_adamw(
     groups: list[dict[str, Any]], embeddings: set[Tensor], bits: Any, min_size: int, **settings: Any
 ) -> Optimizer:
-    """torchao's AdamW8bit, AdamW4bit or AdamWFp8.
-
-    Embeddings, parameters with fewer than ``min_size`` values, and those whose number of values is not a multiple of
-    the block size (256, or 128 for 4 bits) have state of the parameter's dtype.
-    """
+    """torchao's AdamW8bit, AdamW4bit or AdamWFp8, with state of the parameter's dtype for embeddings, parameters with
+    fewer than ``min_size`` values, and those whose number of values is not a multiple of the block size."""
     optimizer = _torchao_class(bits)(groups, **settings)
     optimizer.embeddings, optimizer.min_size = embeddings, min_size
     return optimizer  # type: ignore[no-any-return]

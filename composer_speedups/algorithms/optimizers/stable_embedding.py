@@ -10,21 +10,11 @@ from torch import nn
 
 
 def make_stable_embedding(model: nn.Module) -> list[nn.Parameter]:
-    """Convert the word embedding to a StableEmbedding, which applies LayerNorm to each row before positions are added.
+    """Convert the word embedding in place to a StableEmbedding, which applies LayerNorm to each row before positions
+    are added, and return the norm's new parameters; empty if it was converted before.
 
-    The module, its weight (hence also tied weights) and its name are kept. The norm's gain is initialized with the mean
-    standard deviation of the rows, so a pretrained model keeps its proportion of words to positions.
-
-    Args:
-        model: A transformers model, or a module around one; changed in place.
-
-    Returns:
-        The new parameters, ``norm.weight`` and ``norm.bias`` of shape [hidden]; empty if it was converted before.
-
-    Raises:
-        ValueError: No word embedding of class ``nn.Embedding`` is found, or it is frozen.
-
-    Source: Dettmers et al., arXiv 2110.02861, section 2.3.
+    The norm's gain is initialized with the mean standard deviation of the rows, so a pretrained model keeps its
+    proportion of words to positions. Source: Dettmers et al., arXiv 2110.02861, section 2.3.
     """
     inner: Any = next((module for module in model.modules() if hasattr(module, "get_input_embeddings")), None)
     module = None if inner is None else inner.get_input_embeddings()
@@ -48,11 +38,8 @@ def stable_embeddings(model: nn.Module) -> dict[str, Any]:
 
 
 def folded_weights(model: nn.Module, weights: dict[str, Any]) -> dict[str, Any]:
-    """The state dict of an equivalent stock model, whose embedding has normalised rows.
-
-    ``weights``, the model's own state dict, is returned if a decoder is tied to the embedding: it reads rows that are
-    not normalised.
-    """
+    """The state dict of an equivalent stock model, whose embedding has normalised rows; the model's own ``weights`` if
+    a decoder is tied to the embedding, since it reads rows that are not normalised."""
     folded = dict(weights)
     for name, module in stable_embeddings(model).items():
         own = f"{name}.weight"

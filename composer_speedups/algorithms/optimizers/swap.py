@@ -16,14 +16,8 @@ Defaults = dict[str, Any]
 
 
 def set_implementation(optimizer: Optimizer, flag: str) -> Optimizer:
-    """Make a torch optimizer step with its ``"foreach"`` or ``"fused"`` implementation.
-
-    The object, its groups and its state stay, so schedulers and checkpoints are not affected. Call it again after
-    loading a state dict, which restores the flags that it was written with.
-
-    Raises:
-        ValueError: The optimizer does not have the implementation.
-    """
+    """Make a torch optimizer step with its ``"foreach"`` or ``"fused"`` implementation, again after it loads a state
+    dict, which restores flags; ValueError if it has none."""
     if flag not in optimizer.defaults or not type(optimizer).__module__.startswith("torch.optim."):
         raise ValueError(f"{class_name(optimizer)} has no {flag} implementation")
     flags = {"foreach": flag == "foreach", "fused": flag == "fused"}
@@ -39,19 +33,11 @@ def set_implementation(optimizer: Optimizer, flag: str) -> Optimizer:
 
 
 def replaced(old: Optimizer, build: Callable[[Groups, Defaults], Optimizer]) -> Optimizer:
-    """Build another optimizer over the parameters of ``old``, in the same groups.
+    """Build another optimizer over the parameters of an AdamW or Composer's ``DecoupledAdamW``, in the same groups with
+    their additional keys, such as ``initial_lr``, and with its hooks; ValueError if something would be lost.
 
-    Args:
-        old: ``torch.optim.AdamW``, or Composer's ``DecoupledAdamW``, that must not step afterwards.
-        build: Receives groups with ``params``, ``lr``, ``betas``, ``eps`` and ``weight_decay`` (with torch's meaning),
-            and the defaults of these settings. Returns an optimizer with these groups.
-
-    Returns:
-        The new optimizer. Each group keeps its additional keys, such as ``initial_lr``. It takes over the hooks of
-        ``old``, and its closures run with gradients enabled, even if its class calls them without.
-
-    Raises:
-        ValueError: ``old`` is another kind of optimizer, has state, or has a setting that would be lost.
+    ``build`` gets groups with ``params``, ``lr``, ``betas``, ``eps`` and ``weight_decay`` (with torch's meaning), and
+    the defaults of these settings.
     """
     name, decoupled = class_name(old), class_name(old).endswith("decoupled_weight_decay.DecoupledAdamW")
     if type(old) is not AdamW and not decoupled:

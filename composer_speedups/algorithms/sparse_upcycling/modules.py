@@ -54,10 +54,7 @@ class Routing:
         ]
 
     def real_tokens(self, positions: torch.Size, device: torch.device) -> Tensor | None:
-        """Return which tokens are not padding, bool (T,); None if all are real.
-
-        In an encoder that packs its tokens (the unpadding technique), the real ones are first.
-        """
+        """Which tokens are not padding, bool (T,); None if all are real. A packed encoder has the real ones first."""
         if self.mask is None:
             return None
         mask_T = self.mask.reshape(-1) != 0
@@ -65,10 +62,7 @@ class Routing:
 
 
 def balance_loss(probabilities_TE: Tensor, chosen_TK: Tensor, real_T: Tensor | None) -> Tensor:
-    """Return the load-balancing loss of one layer.
-
-    It is ``E · Σ share·probability`` over real tokens: 1 if both are uniform, E if one expert gets all slots, 0 without
-    a real token. Its gradient flows only through the probabilities.
+    """The load-balancing loss of one layer, ``E · Σ share·probability`` over real tokens.
 
     Source: Switch Transformer, arXiv 2101.03961, section 2.2, with shares of the T·K slots in place of the tokens.
     """
@@ -140,14 +134,10 @@ def sparse_layers(model: nn.Module) -> list[SparseFeedForward]:
 def upcycle(
     model: nn.Module, optimizers: Iterable[torch.optim.Optimizer], *, experts: int, every: int, top_k: int
 ) -> None:
-    """Replace layers ``every``, ``2·every``, … (counted from 1) by experts, which are copies of the layer.
+    """Replace layers ``every``, ``2·every``, … (counted from 1) by experts, which are copies of the layer and join the
+    optimizers' groups of the weights that they replace; ValueError if there is none, or other experts are there.
 
-    The outputs do not change, except for the rounding of weights that add up to one. Experts and routers join the
-    optimizers' groups of the weights that they replace. The settings are stored in the model's config as
-    ``sparse_upcycling``. A model that already has these experts is not changed.
-
-    Raises:
-        ValueError: There is no layer to replace, or the model has layers of experts with other settings.
+    A model that already has these experts is not changed. Its config has the settings as ``sparse_upcycling``.
     """
     outermost = next(iter(outermost_models(model).values()), None)
     if outermost is None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from composer_speedups.core.errors import Refusal
-from composer_speedups.core.requirements import needs_cpp_compiler, needs_cuda, needs_package, needs_triton
+from composer_speedups.core.requirements import needs_cuda, needs_package, needs_triton
 from composer_speedups.core.settings import Check
 from composer_speedups.core.technique import Order, Technique
 
@@ -26,9 +26,9 @@ class TorchCompile(Technique):
 
     Raises:
         ValueError: A mode or a cache with another backend than inductor.
-        Refusal: At INIT, for an unknown backend, if TORCHDYNAMO_DISABLE or a similar variable is set, for inductor
-            without Triton (GPU) or a C++ compiler; for a model without a repeated block (``scope: blocks``), or one
-            that other code has compiled.
+        Refusal: At INIT, for an unknown backend, if TORCHDYNAMO_DISABLE or a similar variable is set, for inductor on a
+            GPU without Triton, for a model without a repeated block (``scope: blocks``), or one that other code has
+            compiled.
 
     Source: torch.nn.Module.compile.
     """
@@ -100,9 +100,6 @@ class TorchCompile(Technique):
             yield self.refusal(reason, "remove torch_compile or unpadding")
         if self.backend == "inductor" and run.device.type == "cuda":
             yield from needs_triton(self.name)
-        elif self.backend == "inductor":
-            fix = "install it, set CXX, or choose another backend"
-            yield from needs_cpp_compiler(self.name, "inductor", fix)
 
     def engage(self, run: Run) -> dict[str, Any]:
         from composer_speedups.algorithms.torch_compile.modules import CACHE_FOLDERS, cache_counts, targets

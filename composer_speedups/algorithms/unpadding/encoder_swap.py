@@ -18,7 +18,7 @@ from composer_speedups.core.stock import model_differences, outermost_models
 from composer_speedups.families.blocks import blocks_of
 from composer_speedups.families.family import Family, Reads, family_of, family_titles
 from composer_speedups.packing.attention import PackedAttentionConfig
-from composer_speedups.packing.call import CallRules, ModelAroundEncoder, refuse_replicas
+from composer_speedups.packing.call import CallRules, ModelAroundEncoder
 from composer_speedups.packing.comparison import (
     SIXTEEN_BITS,
     Check,
@@ -61,18 +61,12 @@ def unpad(
     *,
     check: Check = "never",
 ) -> list[str]:
-    """Make every encoder in ``model`` run unpadded, and return the names of the newly changed ones.
+    """Make every encoder in ``model`` run unpadded, and return the names of the newly changed ones; ValueError, before
+    anything is changed, if that is impossible. The settings of the last call hold.
 
-    The settings of the last call hold, also for encoders that an earlier one changed. Other than with
-    ``check="never"``, first calls are compared (:class:`FirstCall`), and where code that is not known reads the result,
-    batches stay padded until gradients have shown that it does not read padding.
-
-    Raises:
-        ValueError: The model has no encoder, one that cannot run unpadded, or a head that does not support
-            ``mlm_head``. Nothing is changed.
+    Other than with ``check="never"``, first calls are compared (:class:`FirstCall`), and where code that is not known
+    reads the result, batches stay padded until gradients have shown that it does not read padding.
     """
-    if any(isinstance(module, nn.DataParallel) for module in model.modules()):
-        refuse_replicas()
     encoders = _find_encoders(model)
     for encoder in encoders.values():
         _check(encoder)
@@ -229,11 +223,8 @@ def _check(encoder: _Encoder) -> None:
 
 
 class FirstCall:
-    """Runs a transformers model's first call, and its first call with gradients, with and without packing.
-
-    With ``"auto"``, only if it is not exactly its class's when it is called. ``name`` is its name in ``model``, which
-    is restored if the results differ.
-    """
+    """Runs a transformers model's first call, and its first call with gradients, with and without packing; with
+    ``"auto"``, only if it is not exactly its class's. A difference restores ``model``, in which it is ``name``."""
 
     def __init__(self, name: str, check: Check, model: nn.Module) -> None:
         self._name, self._model = name, model
