@@ -34,6 +34,11 @@ class Counting(FusedOptimizer):
         return {"steps": run.state.timestamp.batch.value}
 
 
+class Ineffective(Counting):
+    def summary(self, run: Run) -> Mapping[str, Any]:
+        raise self.no_effect("it stopped", "look for the reason")
+
+
 def train_with(logger: LoggerDestination, technique: Any = None) -> dict[str, Any]:
     """Train four batches, and return the evidence of the end."""
     technique = technique or Counting()

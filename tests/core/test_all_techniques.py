@@ -265,3 +265,13 @@ def _curve(algorithms: list[Any], *, gpu: bool = False) -> torch.Tensor:
     assert len(losses) == 200
     assert losses.isfinite().all()
     return losses.unfold(0, WINDOW, 1).mean(-1)
+
+
+@every_technique
+def test_a_failed_run_restores_the_process_flags(case: Case) -> None:
+    before = _process_flags()
+    bad = plain_batches(1)
+    bad[0]["input_ids"] = bad[0]["input_ids"] + 10_000  # not in the vocabulary
+    with pytest.raises(Exception, match=r"index|Index|range"):
+        trained(case.build_all(), batches=bad)
+    assert _process_flags() == before
