@@ -64,12 +64,3 @@ def test_a_model_with_float32_outputs_is_seen_by_its_matmuls() -> None:
     technique = MixedPrecision("bf16", allow_cpu=True)
     trained([technique], model=model)
     assert technique.evidence["dtypes_seen"] == ["bfloat16", "float32"]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_on_a_gpu_it_sets_composers_precision(dtype: Any) -> None:
-    technique = MixedPrecision(dtype)
-    trainer = trained([technique], gpu=True)
-    assert trainer.state.precision.value == f"amp_{dtype}"
-    assert technique.engaged

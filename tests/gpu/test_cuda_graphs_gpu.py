@@ -141,16 +141,6 @@ def test_with_warn_a_run_that_cannot_be_captured_continues_with_dropout() -> Non
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
 
 
-def test_a_model_whose_forward_was_restored_is_detected() -> None:
-    technique = CUDAGraphs()
-    trainer = make_trainer([technique, SDPAAttention()], gpu=True)
-    composer_model: Any = trainer.state.model
-    composer_model.forward = composer_model.forward.original  # undo the replacement
-    with pytest.raises(Refusal, match="no training batch replayed a graph"):
-        trainer.fit()
-    trainer.close()
-
-
 def test_a_run_of_one_batch_is_too_short() -> None:
     with pytest.raises(Refusal, match=r"no training batch replayed a graph; train longer"):
         trained([CUDAGraphs(), SDPAAttention()], batches=plain_batches(1), gpu=True)
