@@ -142,14 +142,16 @@ def test_a_batch_without_rows_has_the_untouched_models_result_or_error(given: An
 @pytest.mark.parametrize("family", [*family_params(UNPADDED), pytest.param("t5", marks=pytest.mark.exhaustive)])
 def test_dropout_masks_are_the_same_without_padding(family: Family) -> None:
     inputs = masked_batch(torch.ones(4, 12, dtype=torch.long), "tokens")
-    reference, model = pair(family, "tokens", dropout=0.3)
-    results = []
-    for network in (reference.train(), model.train()):
-        torch.manual_seed(5)
-        results.append(values(network, inputs))
-    assert_near(results[1], results[0])
-    assert not torch.equal(model(**inputs).logits, model(**inputs).logits)
-    torch.testing.assert_close(model.eval()(**inputs).logits, model(**inputs).logits, rtol=0, atol=0)
+    for change in (unpad, unpad_and_fuse) if family in FUSED else (unpad,):
+        reference, model = pair(family, "tokens", apply=change, dropout=0.3, attention_dropout=0.2)
+        results = []
+        for network in (reference.train(), model.train()):
+            torch.manual_seed(5)
+            results.append(values(network, inputs))
+        assert_near(results[1], results[0])
+        assert not torch.equal(model(**inputs).logits, model(**inputs).logits)
+        torch.testing.assert_close(model.eval()(**inputs).logits, model(**inputs).logits, rtol=0, atol=0)
+        assert observed(lambda: model(**inputs))["torch_layer"] == 2 * (change is unpad_and_fuse)  # noqa: B023
 
 
 def test_shared_positions_and_masks_for_each_kind_of_layer() -> None:
@@ -285,18 +287,3 @@ def test_after_the_first_batches_nothing_is_recompiled(scope: Any) -> None:
         assert_near(actual, values(reference, inputs), what=f"batch {i}")
     assert warm.graphs
     assert compile_counts().since(warm)[:4] == (0, 0, 0, 0)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("family", ["bert", "modernbert"])
-@pytest.mark.parametrize("scope", ["model", "blocks"])
-def test_a_compiled_run_has_one_graph(scope: Any, family: Family) -> None:
-    unpadding, compiled = Unpadding(1), TorchCompile(scope=scope, backend="aot_eager")
-    batches = [batch([12, 7, 16, 10 - i], seed=i) for i in range(4)]
-    model, recorder = tiny_model(family), Recorder()
-    model.config.problem_type = "single_label_classification"
-    expected = train_plainly(model, batches).losses
-    trained([unpadding, compiled], model=model, batches=batches, callbacks=[recorder])
-    assert_near(recorder.losses, expected)
-    graphs = 2 if family == "modernbert" and scope == "blocks" else 1  # the first block has no norm
-    assert [compiled.evidence[key] for key in ("graphs", "graph_breaks", "recompiles")] == [graphs, 0, graphs - 1]

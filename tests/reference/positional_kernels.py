@@ -173,7 +173,6 @@ def layers(name: Any) -> None:
     if name == "esm":
 
         def scalar() -> Tensor:
-            torch.manual_seed(3)  # the same dropout masks at each call
             return (pre_norm(DropoutRates(0.2, 0.3, 0.1)) * grad).sum()
 
         check_slopes(scalar, [x, modules.query.weight, modules.up.bias])
@@ -265,7 +264,6 @@ if __name__ == "__main__":
     for name in ("mpnet", "jina_embeddings_v3", "esm", "deberta_v2"):
         layers(name)
     frozen_weights()
-    models("mpnet", fused=False)
     models("mpnet", fused=True)
     models("t5", fused=False)
     sys.exit(0)
