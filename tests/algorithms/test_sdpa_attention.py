@@ -29,8 +29,8 @@ from tests.helpers.common import (
     trained,
 )
 from tests.helpers.exhaustive import others_exhaustive
-from tests.helpers.models import FAMILIES, HEADS, Family, Head, fit_batches, real_logits, tiny_model
-from tests.reference.loop import train_plainly
+from tests.helpers.models import FAMILIES, HEADS, Family, Head, fit_batches, tiny_model
+from tests.reference.loop import eval_logits, train_plainly
 
 
 @pytest.mark.pins
@@ -102,7 +102,7 @@ def test_every_kernel_runs_on_every_family(family: Family, head: Head, backend: 
     for seed in range(3):
         exact, technique = tiny_model(family, head, seed=seed), SDPAAttention(backend)
         batches = fit_batches(exact, [batch(lengths_of_rows, 32, seed=i) for i, lengths_of_rows in enumerate(lengths)])
-        expected = [*real_logits(exact, batches), *train_plainly(exact, batches).first_gradients.values()]
+        expected = [*eval_logits(exact, batches), *train_plainly(exact, batches).first_gradients.values()]
         by_kernel, by_eager = (
             _distance(_in_bf16(tiny_model(family, head, seed=seed), batches, t), expected) for t in ([technique], [])
         )
@@ -118,7 +118,7 @@ def _in_bf16(model: Any, batches: list[Any], techniques: list[Any]) -> list[torc
     trainer = make_trainer(techniques, model=model, batches=batches, callbacks=[recorder], **bf16)
     on_gpu = [{name: value.cuda() for name, value in inputs.items()} for inputs in batches]
     with torch.autocast("cuda", torch.bfloat16):
-        logits = real_logits(trainer.state.model.model, on_gpu)
+        logits = eval_logits(trainer.state.model.model, on_gpu)
     fit_and_close(trainer)
     return [x.cpu() for x in (*logits, *recorder.first_gradients.values())]
 

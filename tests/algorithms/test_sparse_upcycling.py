@@ -33,7 +33,7 @@ from tests.helpers.common import (
     tiny_bert,
     trained,
 )
-from tests.helpers.models import fit_batches, real_logits, tiny_model
+from tests.helpers.models import fit_batches, tiny_model
 from tests.reference.loop import eval_logits
 from tests.reference.tolerance import assert_near
 
@@ -206,7 +206,7 @@ def test_an_exported_masked_lm_with_tied_embeddings_can_be_loaded(tmp_path: Path
     model.save_pretrained(tmp_path)
     again: Any = load_sparse_upcycling(tmp_path, AutoModelForMaskedLM)
     assert again.lm_head.decoder.weight is again.get_input_embeddings().weight
-    assert_near(real_logits(again, batches), real_logits(model, batches), what="logits")
+    assert_near(eval_logits(again, batches), eval_logits(model, batches), what="logits")
 
 
 def test_wrong_settings_and_models_are_refused() -> None:

@@ -81,17 +81,6 @@ def test_a_closed_trainers_graphs_are_freed() -> None:
     assert in_pools() - before <= 4 * 2**20  # the last loss and logits
 
 
-def test_replays_draw_the_dropout_of_eager_calls() -> None:
-    weights = []
-    for graphs in ([], [CUDAGraphs()]):
-        algorithms: list[Any] = [*graphs, SDPAAttention()]
-        trainer = make_trainer(algorithms, model=tiny_bert(dropout=0.3), batches=plain_batches(6), gpu=True)
-        trainer.fit()
-        weights.append(final_weights(trainer))
-        trainer.close()
-    assert_near(weights[1], weights[0], what="weights")
-
-
 @pytest.mark.parametrize("compiled", [False, True])
 def test_micro_batches_train_the_same_with_and_without_graphs(compiled: bool) -> None:
     """Two replays per step write their gradients to the same buffers; neither may overwrite the other."""

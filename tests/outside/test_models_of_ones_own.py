@@ -21,7 +21,6 @@ from transformers import (
 
 from composer_speedups.algorithms.fused_layers.fusing import fuse
 from composer_speedups.algorithms.unpadding.encoder_swap import restore_encoders, unpad
-from composer_speedups.core.stock import built_on_meta
 from composer_speedups.packing.encoder import unpadded_encoders, with_counted_rows
 from tests.helpers.common import Batch, batch, tiny_bert, tiny_config, without_labels
 from tests.helpers.exhaustive import others_exhaustive
@@ -221,19 +220,6 @@ def test_abstract_classes_and_pickles() -> None:
             assert ran[-1] == "packed"
         assert restore_encoders(model)
         assert type(model) is type(reference)
-
-
-def test_building_a_reference_does_not_change_other_threads() -> None:
-    """transformers' ``no_init_weights`` would: a layer built meanwhile, or after two at once, held garbage."""
-    functions = dict(vars(nn.init))
-    seen: list[Any] = []
-
-    def build() -> nn.Module:
-        seen.append(dict(vars(nn.init)))
-        return nn.Identity()
-
-    built_on_meta(build)
-    assert seen == [functions]
 
 
 # accelerate.

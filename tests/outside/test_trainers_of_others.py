@@ -19,7 +19,6 @@ from composer_speedups.kernels.host import counting
 from tests.helpers.common import Batch, batch, data_spec, make_trainer, plain_batches, tiny_bert, trained
 from tests.helpers.exhaustive import others_exhaustive
 from tests.helpers.models import tiny_model
-from tests.helpers.unpadded import way
 from tests.reference.tolerance import assert_near
 
 pytestmark = [pytest.mark.outside, pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")]
@@ -84,29 +83,6 @@ def test_hf_trainer_trains_and_evaluates_like_the_untouched_model(
     assert ran["packed_encoder"] > 1
     assert_near(own, weights, what="weights")
     assert own_evaluated == pytest.approx(evaluated, abs=1e-5)
-
-
-@pytest.mark.parametrize("apply", ["before", "after"])
-@pytest.mark.parametrize("padding", [True, False])
-def test_a_peft_model_gets_its_labels(apply: str, padding: bool) -> None:
-    """PEFT's tuners call ``forward`` of the model, which skips its hooks."""
-    peft = pytest.importorskip("peft")
-    data, losses = labelled(padding=padding), []
-    for changed in (False, True):
-        model = tiny_model("bert", "tokens")
-        if changed and apply == "before":
-            apply_recommended(model)
-        torch.manual_seed(0)
-        model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["query"], r=2, task_type="TOKEN_CLS"))
-        if changed and apply == "after":
-            apply_recommended(model)
-        with counting() as ran:
-            output = model(**data)
-            output.loss.backward()
-        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        losses.append([output.loss.detach(), *gradients.values()])
-    assert way(ran) == ("padded" if padding else "packed")
-    assert_near(losses[1], losses[0])
 
 
 # What Composer's tests of HuggingFaceModel check.

@@ -83,7 +83,7 @@ from composer_speedups.kernels.float8 import (
 from composer_speedups.kernels.gelu import geglu_backward, geglu_forward, gelu_backward, gelu_float8, gelu_forward
 from composer_speedups.kernels.norm import add_norm_backward, add_norm_forward, pre_norm_backward, pre_norm_forward
 from composer_speedups.kernels.sums import partial_sums, totals
-from composer_speedups.packing.layout import Layout, lay_out
+from composer_speedups.packing.layout import Layout
 from tests.reference import masked_layer
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
@@ -527,16 +527,11 @@ def gated_layers(
 
 def whole_float8_layer() -> None:
     """Check that errors are within 8-bit rounding, and that the second pass, with fitted scales, equals the first."""
-    heads, hidden, inner = 2, 32, 64
-    sizes = [(hidden, hidden)] * 4 + [(hidden, inner), (inner, hidden)]
-    query, key, value, out, up, down = (nn.Linear(*size, device=DEVICE) for size in sizes)
-    norms = [nn.LayerNorm(hidden, device=DEVICE) for _ in range(2)]
-    modules = LayerModules(query, key, value, out, norms[0], up, down, norms[1], heads)
+    plan, modules = masked_layer.plan_on(DEVICE), masked_layer.modules_on(DEVICE)
     for parameter in modules.parameters():
         nn.init.normal_(parameter, std=0.2)
-    mask = torch.arange(max(LENGTHS), device=DEVICE) < torch.tensor(LENGTHS, device=DEVICE)[:, None]
-    plan, rates = lay_out(mask, sum(LENGTHS), 1), DropoutRates(0.0, 0.0, 0.0)
-    x, grad = random(sum(LENGTHS), hidden), random(sum(LENGTHS), hidden)
+    rates, shape = DropoutRates(0.0, 0.0, 0.0), (sum(masked_layer.LENGTHS), masked_layer.HIDDEN)
+    x, grad = random(*shape), random(*shape)
     dtype = torch.float32 if DEVICE == "cpu" else torch.bfloat16
     rows = new_scales(len(OPERANDS), torch.device(DEVICE))
     attempts: list[list[Tensor]] = []
