@@ -20,11 +20,10 @@ from composer_speedups import TorchCompile, Unpadding, apply
 from composer_speedups.algorithms.unpadding.encoder_swap import unpad
 from composer_speedups.core.compile_counts import compile_counts
 from composer_speedups.core.errors import Refusal
-from composer_speedups.packing.encoder import Packing, with_counted_rows
+from composer_speedups.packing.encoder import with_counted_rows
 from composer_speedups.packing.layout import lay_out
 from tests.helpers.common import Batch, Recorder, batch, plain_batches, tiny_bert, trained
 from tests.helpers.exhaustive import SCOPES, family_params, others_exhaustive
-from tests.helpers.jobs import run
 from tests.helpers.masks import KINDS, draw_mask, masked_batch, random_masks
 from tests.helpers.models import FUSED, HEADS, UNPADDED, Family, Head, tiny_model
 from tests.helpers.unpadded import compared, observed, pair, unpad_and_fuse, values, way
@@ -76,22 +75,6 @@ def test_every_kind_of_mask_matches_the_untouched_model(family: Family, head: He
     if head == "mlm" and family != "modernbert":
         always = {count for kind, count in packed.items() if not (by_distance and kind == "holes")}
         assert always == {CASES // len(KINDS)}
-
-
-def test_names_weights_modes_and_copies_are_kept() -> None:
-    reference, model = tiny_bert(), tiny_bert().eval()
-    model.bert.embeddings.requires_grad_(False)
-    seen: list[int] = []
-    assert unpad(model) == ["bert.encoder"]
-    assert unpad(model) == []
-    model.bert.encoder.register_forward_hook(lambda *_: seen.append(1))
-    torch.testing.assert_close(model.state_dict(), reference.state_dict(), rtol=0, atol=0)
-    assert not model.bert.encoder.training
-    assert not any(p.requires_grad for p in model.bert.embeddings.parameters())
-    copied = copy.deepcopy(model)
-    assert copied.bert.encoder is not model.bert.encoder
-    assert way(observed(lambda: copied(**batch([3, 5])))) == "packed"
-    assert seen == [1]
 
 
 @pytest.mark.parametrize("multiple", [1, 8, 64, 200])
@@ -246,23 +229,6 @@ def test_tokens_are_counted_after_the_last_change_to_the_batch() -> None:
     recorder = Recorder()
     trained([Unpadding(8), Shorten()], batches=batches, callbacks=[recorder])
     assert_near(recorder.losses, train_plainly(tiny_bert(), expected).losses)
-
-
-def job(*overrides: str, technique: str = "unpadding") -> dict[str, Any]:
-    """Run the quickstart for a few seconds with ``technique`` in place of SDPA, and return its report."""
-    return run("algorithms.sdpa_attention=null", f"algorithms.{technique}={{}}", "trainer.device=cpu", *overrides)
-
-
-def test_micro_batches_and_evaluation_never_count_tokens_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    padded = job("run_name=padded", technique="sdpa_attention")
-    monkeypatch.setattr(Packing, "_count_and_lay_out", lambda *_: pytest.fail("counted inside the forward pass"))
-    for name, size in [("whole", "8"), ("micro", "3")]:
-        report = job(f"run_name={name}", f"trainer.microbatch_size={size}")
-        assert report["algorithms"]["unpadding"]["engaged"]
-        assert report["metrics"] == pytest.approx(padded["metrics"], rel=1e-3)
-        assert report["throughput"]["padding_fraction"] == pytest.approx(padded["throughput"]["padding_fraction"])
-        saved = report["algorithms"]["unpadding"]["evidence"]["padding_of_the_run"]
-        assert 0 < saved < 1
 
 
 # With gradient checkpointing and torch.compile.

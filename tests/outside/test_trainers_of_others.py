@@ -98,11 +98,15 @@ def test_composer_trains_evaluates_and_predicts_like_the_untouched_model() -> No
     for techniques in ([], [Unpadding(8), FusedLayers()]):
         model, batches = composer_model(), plain_batches()
         trainer = make_trainer(techniques, model=model, batches=batches)
-        trainer.fit()
-        names = ["MulticlassAccuracy"]
-        trainer.eval(
-            Evaluator(label="eval", dataloader=data_spec(batches), metric_names=names, device_eval_microbatch_size=9)
-        )
+        with counting() as ran:
+            trainer.fit()
+            names = ["MulticlassAccuracy"]
+            trainer.eval(
+                Evaluator(
+                    label="eval", dataloader=data_spec(batches), metric_names=names, device_eval_microbatch_size=3
+                )
+            )
+        assert not ran["counted_in_the_call"]
         predicted = trainer.predict(data_spec(batches))
         accuracy = trainer.state.eval_metrics["eval"]["MulticlassAccuracy"].compute()
         results.append([accuracy, *(outputs["logits"] for outputs in predicted)])
