@@ -183,15 +183,6 @@ def test_graphs_are_captured_again_at_each_change(segments: int, accumulate: boo
     assert (calls.replays, calls.eager_calls) == (8, 0)
 
 
-@pytest.mark.exhaustive
-def test_the_backward_pass_is_not_cut_in_frozen_blocks() -> None:
-    model = bert()
-    calls = graphed(model, segments=LAYERS)
-    freeze(model, (), 3)
-    model(**batch([5, 4])).loss.backward()
-    assert calls.backward_segments == LAYERS - 3
-
-
 # Ranks
 
 

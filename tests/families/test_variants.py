@@ -258,17 +258,6 @@ def test_an_unsupported_model_is_refused_and_not_changed(build: Callable[[], Any
 # What one family alone has.
 
 
-def test_a_deberta_encoder_called_directly_returns_all_hidden_states() -> None:
-    model = tiny_model("deberta_v2")
-    reference = copy.deepcopy(model).deberta.encoder
-    unpad(model, 8)
-    model(**draw("deberta_v2", "classification", "right padding"))  # does not request hidden states
-    hidden, mask = torch.randn(3, 9, 32), (torch.arange(9) < torch.tensor([[9], [4], [1]])).long()
-    actual, expected = (encoder(hidden, mask) for encoder in (model.deberta.encoder, reference))
-    assert len(actual.hidden_states) == len(expected.hidden_states) == 3
-    assert_near([*actual.hidden_states], [*expected.hidden_states])
-
-
 @pytest.mark.parametrize(("buckets", "furthest"), [(6, 80), (256, 512), (-1, 20)])
 def test_entries_match_the_relative_positions_of_transformers(buckets: int, furthest: int) -> None:
     width, span = 150, buckets if buckets > 0 else furthest
@@ -279,20 +268,6 @@ def test_entries_match_the_relative_positions_of_transformers(buckets: int, furt
     positions = torch.arange(width)
     torch.testing.assert_close(entries[positions[:, None] - positions + 256].long(), expected)
     assert (entries.diff() >= 0).all(), "the kernel sums over an entry's distances, which must be contiguous"
-
-
-@pytest.mark.exhaustive
-def test_esm_computes_the_other_rows_of_a_batch_with_an_empty_row() -> None:
-    """The untouched model divides that row's masked tokens by its length, 0; its gradients are NaN."""
-    reference = tiny_model("esm", "mlm", token_dropout=True).train()
-    whole = masked_tokens(draw("esm", "mlm", "a row of padding"))
-    others = {name: values[[0, 1, 3]] for name, values in whole.items()}
-    model = copy.deepcopy(reference)
-    unpad(model, 8)
-    actual, expected = outcome(model, whole, ""), outcome(reference, others, "")
-    assert_near([actual[0]["loss"]], [expected[0]["loss"]])
-    assert_near(actual[1], expected[1])
-    assert not all(gradient.isfinite().all() for gradient in outcome(reference, whole, "")[1].values())
 
 
 @pytest.mark.exhaustive
