@@ -271,6 +271,20 @@ def test_entries_match_the_relative_positions_of_transformers(buckets: int, furt
 
 
 @pytest.mark.exhaustive
+def test_esm_computes_the_other_rows_of_a_batch_with_an_empty_row() -> None:
+    """The untouched model divides that row's masked tokens by its length, 0; its gradients are NaN."""
+    reference = tiny_model("esm", "mlm", token_dropout=True).train()
+    whole = masked_tokens(draw("esm", "mlm", "a row of padding"))
+    others = {name: values[[0, 1, 3]] for name, values in whole.items()}
+    model = copy.deepcopy(reference)
+    unpad(model, 8)
+    actual, expected = outcome(model, whole, ""), outcome(reference, others, "")
+    assert_near([actual[0]["loss"]], [expected[0]["loss"]])
+    assert_near(actual[1], expected[1])
+    assert not all(gradient.isfinite().all() for gradient in outcome(reference, whole, "")[1].values())
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("family", ROTARY)
 def test_a_bare_rotary_model_returns_what_the_untouched_one_does(family: Family) -> None:
     """Its output has the same fields, the pooled one included."""
