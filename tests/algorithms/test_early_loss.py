@@ -28,10 +28,9 @@ from composer_speedups import (
     Unpadding,
     apply,
 )
-from composer_speedups.core import trainer_state
 from composer_speedups.core.errors import Refusal
 from composer_speedups.core.run import Run
-from composer_speedups.core.trainer_state import host_group, ranks_meet_on_host
+from composer_speedups.core.trainer_state import host_group
 from composer_speedups.distributed import composer_loop, host_scalars
 from composer_speedups.train.config.schema import TrainerConfig
 from composer_speedups.train.trainer import open_device
@@ -203,9 +202,6 @@ def test_another_training_loop_is_refused(copies: Watched, monkeypatch: pytest.M
     monkeypatch.setattr(Trainer, "_train_batch", replacing)
     with pytest.raises(Refusal, match=r"early_loss: .*other code has replaced Trainer\._train_batch"):
         make_trainer([EarlyLoss()])
-    with pytest.warns(UserWarning, match="continuing without early_loss"):
-        trained([technique := EarlyLoss(on_unavailable="warn")])
-    assert technique.engaged is False
 
 
 # Ranks
@@ -267,33 +263,6 @@ def test_ranks_log_the_same_losses_and_weights_as_composer(train_both: Any) -> N
         torch.testing.assert_close(weights, reference, rtol=0, atol=0)
         assert outcome["read"] == 8
     assert ranks[0]["early"][0] == ranks[1]["early"][0], "losses are averaged over both ranks"
-
-
-def _opened(made: list[str]) -> list[str]:
-    made.append("group")
-    return made
-
-
-def test_the_host_group_is_shared_and_destroyed_by_its_last_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[str] = []
-    monkeypatch.setattr(trainer_state, "_new_host_group", lambda _: _opened(made))
-    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda group: made.append("destroyed"))
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_backend_config", lambda: "cuda:nccl")
-    assert not ranks_meet_on_host()
-    for _ in range(2):
-        trainer_state.open_host_group(DeviceCPU())
-    assert ranks_meet_on_host()
-    trainer_state.close_host_group()
-    assert made == ["group"]
-    trainer_state.close_host_group()
-    trainer_state.close_host_group()
-    assert made == ["group", "destroyed"]
-    assert not ranks_meet_on_host()
-    monkeypatch.setattr(torch.distributed, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
-    assert ranks_meet_on_host()
-    trainer_state.open_host_group(DeviceCPU())
-    assert host_group() is None, "the default group can reduce host tensors"
 
 
 @pytest.mark.parametrize(

@@ -13,13 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from composer_speedups import FastLayerNorm, MixedPrecision, TorchCompile, apply
+from composer_speedups import FastLayerNorm, MixedPrecision, apply
 from composer_speedups.algorithms.fast_layernorm.modules import ApexLayerNorm, LowPrecisionLayerNorm, TritonLayerNorm
 from composer_speedups.core.errors import Refusal
 from tests.helpers.common import (
     assert_not_engaged,
     awkward_batches,
-    batch,
     final_weights,
     make_trainer,
     tiny_bert,
@@ -147,18 +146,3 @@ def test_without_apex_the_refusal_names_its_repository(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
 def test_liger_matches_layernorm_on_a_gpu(shape: tuple[int, ...], dtype: torch.dtype | None) -> None:
     check_layer(TritonLayerNorm, shape, "cuda", dtype)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("precision", ["fp32", "amp_bf16"])
-@pytest.mark.parametrize("compiled", [False, True])
-def test_liger_trains_the_same_weights_on_a_gpu(precision: str, compiled: bool) -> None:
-    model, technique = tiny_bert(), FastLayerNorm("triton")
-    batches = [batch([32, 17, 5, 32], seed=i) for i in range(3)] if compiled else awkward_batches()
-    expected = train_plainly(model, batches)
-    algorithms = [technique, *([TorchCompile()] if compiled else [])]
-    trainer = trained(algorithms, model=model, batches=batches, gpu=True, precision=precision)
-    dtype = torch.bfloat16 if precision == "amp_bf16" else torch.float32
-    weights = {n.removeprefix("model."): w for n, w in final_weights(trainer).items()}
-    assert_near(weights, expected.weights, dtype, "weights after training")
-    assert technique.evidence["seen_in"] == ("compiled code" if compiled else "forward pass")

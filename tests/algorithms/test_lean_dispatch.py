@@ -137,21 +137,6 @@ def test_everyone_hears_what_they_hear_without_it() -> None:
     assert evidence["calls_left_out_per_batch"] > 2 * STEP
 
 
-def test_an_event_returns_composers_traces_and_may_be_a_string() -> None:
-    traces = []
-    for techniques in ([], [LeanDispatch()]):
-        trainer = make_trainer([EverySecondBatch(Heard()), *techniques, Another(Heard())])
-        trainer.fit()
-        trainer.state.timestamp = trainer.state.timestamp.copy(batch=1)
-        traces.append([trainer.engine.run_event(event) for event in ("before_forward", "AFTER_FORWARD", "before_loss")])
-        trainer.close()
-        with pytest.raises(RuntimeError, match="already closed"):
-            trainer.engine.run_event(Event.BATCH_START)
-    strip = [[[(type(t), t.name, t.order, t.exit_code) for t in found.values()] for found in run] for run in traces]
-    assert strip[0] == strip[1]
-    assert [len(found) for found in traces[1]] == [2, 2, 0]
-
-
 @pytest.mark.filterwarnings("ignore:The profiler is enabled:UserWarning", "ignore:.*Profiler clears events:UserWarning")
 def test_a_profiler_or_a_pass_goes_composers_way(tmp_path: Any) -> None:
     profiler = Profiler(cyclic_schedule(wait=0, warmup=1, active=2), [JSONTraceHandler(str(tmp_path))])

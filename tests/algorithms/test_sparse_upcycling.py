@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForMaskedLM, AutoModelForSequenceClassification
 
-from composer_speedups import SparseUpcycling, TorchCompile, apply, load_sparse_upcycling
+from composer_speedups import SparseUpcycling, apply, load_sparse_upcycling
 from composer_speedups.algorithms.sparse_upcycling.modules import SparseFeedForward, balance_loss, sparse_layers
 from composer_speedups.core.errors import ConfigError, Refusal
 from composer_speedups.families.flops import batch_lengths, training_flops
@@ -27,15 +27,13 @@ from tests.helpers.common import (
     batch,
     final_weights,
     fit_and_close,
-    learnable_batches,
     make_trainer,
     microbatches,
     plain_batches,
     tiny_bert,
     trained,
 )
-from tests.helpers.exhaustive import SCOPES
-from tests.helpers.models import fit_batches, real_logits, tiny_model
+from tests.helpers.models import fit_batches, tiny_model
 from tests.reference.loop import eval_logits
 from tests.reference.tolerance import assert_near
 
@@ -99,13 +97,6 @@ def plainly(layer: SparseFeedForward, hidden: Tensor) -> Tensor:
     weights = probabilities * (probabilities >= smallest)
     weights = weights / weights.sum(-1, keepdim=True)
     return torch.stack([e(hidden) * weights[..., i : i + 1] for i, e in enumerate(layer.experts)]).sum(0)
-
-
-def test_an_expert_without_tokens_has_a_zero_gradient() -> None:
-    layer = sparse_layers(upcycled(experts=4))[0]
-    layer(torch.ones(1, 1, 32)).sum().backward()
-    gradients = [e.up.weight.grad for e in layer.experts]
-    assert [bool(g.any()) for g in gradients].count(True) == 2, "the only token goes to two experts"
 
 
 @pytest.mark.pins
@@ -208,7 +199,7 @@ def test_an_exported_masked_lm_with_tied_embeddings_can_be_loaded(tmp_path: Path
     model.save_pretrained(tmp_path)
     again: Any = load_sparse_upcycling(tmp_path, AutoModelForMaskedLM)
     assert again.lm_head.decoder.weight is again.get_input_embeddings().weight
-    assert_near(real_logits(again, batches), real_logits(model, batches), what="logits")
+    assert_near(eval_logits(again, batches), eval_logits(model, batches), what="logits")
 
 
 def test_wrong_settings_and_models_are_refused() -> None:
@@ -256,48 +247,12 @@ def test_the_loss_of_a_batch_includes_the_load_balancing_loss(rows: int) -> None
     assert logged == pytest.approx(float(torch.stack(balances).mean().detach()) / 2, rel=1e-5)
 
 
-def test_experts_diverge_and_all_get_tokens() -> None:
-    technique = SparseUpcycling(every=1)
-    trainer = trained([technique], batches=learnable_batches(12))
-    for layer in sparse_layers(trainer.state.model):
-        first, *others = [e.up.weight.detach() for e in layer.experts]
-        assert all((first - other).abs().max() > 1e-4 for other in others)
-    assert technique.evidence["experts_that_ran"] >= technique.top_k
-    assert technique.evidence["parameters_added"] == sum(
-        3 * sum(p.numel() for p in layer.experts[0].parameters()) + layer.router.weight.numel()
-        for layer in sparse_layers(trainer.state.model)
-    )
-
-
 def test_experts_that_do_not_run_are_detected() -> None:
     technique = SparseUpcycling()
     trainer = make_trainer([technique])
     (layer,) = sparse_layers(trainer.state.model)
     layer._dispatch = lambda x, chosen: layer.experts[0](x)[:, None].expand(*chosen.shape, -1)  # type: ignore
     assert_not_engaged(trainer, "only 0 experts of a layer ran in the first batch")
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("scope", ["model", "blocks"])
-def test_it_works_with_torch_compile(scope: Any) -> None:
-    _check_compiled(scope, "aot_eager", gpu=False)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("scope", SCOPES)
-def test_it_works_with_inductor_on_a_gpu(scope: Any) -> None:
-    _check_compiled(scope, "inductor", gpu=True)
-
-
-def _check_compiled(scope: Any, backend: str, *, gpu: bool) -> None:
-    losses = []
-    for others in ([], [TorchCompile(scope=scope, backend=backend)]):
-        recorder, technique = Recorder(), SparseUpcycling(every=1)
-        model, batches = tiny_model("bert", layers=1), plain_batches(2)
-        trained([technique, *others], model=model, batches=batches, callbacks=[recorder], gpu=gpu)
-        losses.append(recorder.losses)
-        assert technique.engaged
-    assert_near(losses[1], losses[0], what="losses")
 
 
 def test_gradient_checkpointing_does_not_change_the_training() -> None:
@@ -329,13 +284,3 @@ def test_under_autocast_the_router_computes_in_float32() -> None:
         assert layer(torch.randn(1, 3, 32)).dtype == torch.bfloat16
     assert seen[0].dtype == torch.bfloat16
     assert_near([sparse], [plain], torch.bfloat16, "logits")
-
-
-@pytest.mark.gpu
-def test_losses_on_a_gpu_match_the_cpu() -> None:
-    losses = []
-    for gpu in (False, True):
-        recorder = Recorder()
-        trained([SparseUpcycling(every=1)], batches=awkward_batches(), callbacks=[recorder], gpu=gpu)
-        losses.append(recorder.losses)
-    assert_near(losses[1], losses[0], what="losses")

@@ -1,4 +1,4 @@
-"""TF32: refused without a GPU; on a GPU, matmuls are rounded during the run only. For the flag, see test_flags.py."""
+"""TF32: refused without a GPU; on a GPU, matmuls are rounded during the run only."""
 
 from __future__ import annotations
 

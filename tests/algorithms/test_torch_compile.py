@@ -32,26 +32,7 @@ from tests.helpers.common import (
 from tests.helpers.exhaustive import others_exhaustive
 from tests.helpers.forks import Fork
 from tests.helpers.models import tiny_model
-from tests.reference.loop import eval_logits, gradients, train_plainly
 from tests.reference.tolerance import assert_near
-
-
-@pytest.mark.parametrize(
-    ("scope", "backend"), [pytest.param("model", "eager", marks=pytest.mark.exhaustive), ("blocks", "aot_eager")]
-)
-def test_another_loop_keeps_names_outputs_and_gradients(scope: Any, backend: str) -> None:
-    reference, model = tiny_bert(), tiny_bert()
-    applied = apply(model, [TorchCompile(scope, backend)])
-    assert list(model.state_dict()) == list(reference.state_dict())
-    batches = awkward_batches()[:3]
-    assert_near(eval_logits(model, batches), eval_logits(reference, batches))
-    for network in (reference, model):
-        network(**batches[0]).loss.backward()
-    assert_near(gradients(model), gradients(reference))
-    compiled = [name for name, module in model.named_modules() if module._compiled_call_impl is not None]
-    assert compiled == ([""] if scope == "model" else ["bert.encoder.layer.0", "bert.encoder.layer.1"])
-    applied.undo()
-    assert all(module._compiled_call_impl is None for module in model.modules())
 
 
 @pytest.mark.parametrize(
@@ -83,19 +64,6 @@ def test_modes_that_capture_graphs_train_on_a_gpu(arguments: Any) -> None:
     assert technique.makes_graphs
     trained([technique], batches=plain_batches(4), gpu=True)
     assert technique.evidence["graphs"] >= 1
-
-
-@pytest.mark.exhaustive
-@pytest.mark.slow
-def test_inductor_matches_eager() -> None:
-    """Only one test uses the default backend: its first compilation takes half a minute on two cores."""
-    technique, losses, batches = TorchCompile(scope="blocks", dynamic=False), Recorder(), plain_batches(2)
-    expected = train_plainly(tiny_bert(), batches)
-    trained([technique], batches=batches, callbacks=[losses])
-    assert_near(losses.losses, expected.losses, what="losses")
-    assert_near(losses.first_gradients, expected.first_gradients, what="gradients")
-    assert technique.evidence["graphs"] >= 1
-    assert technique.evidence["compile_seconds"] > 0
 
 
 def test_blocks_share_one_graph_and_a_new_shape_counts_as_a_recompile() -> None:
@@ -155,14 +123,6 @@ def test_disabled_compilation_is_refused_before_training(name: str, monkeypatch:
     monkeypatch.setenv(name, "1")
     with pytest.raises(Refusal, match=f"torch_compile: {name} is set, which disables torch.compile; unset it"):
         make_trainer([TorchCompile(backend="aot_eager")])
-    monkeypatch.delenv(name)
-    technique = TorchCompile(backend="aot_eager", on_unavailable="warn")
-    with (
-        torch._dynamo.config.patch(disable=True),
-        pytest.warns(UserWarning, match=r"continuing without torch_compile: torch\._dynamo\.config\.disable is set"),
-    ):
-        make_trainer([technique]).close()
-    assert technique.engaged is False
 
 
 def test_bad_settings_are_refused() -> None:

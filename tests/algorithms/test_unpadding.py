@@ -21,7 +21,7 @@ from composer_speedups import TorchCompile, Unpadding, apply
 from composer_speedups.algorithms.unpadding.encoder_swap import unpad
 from composer_speedups.core.compile_counts import compile_counts
 from composer_speedups.core.errors import Refusal
-from composer_speedups.packing.encoder import Packing, with_counted_rows
+from composer_speedups.packing.encoder import with_counted_rows
 from composer_speedups.packing.layout import lay_out
 from tests.helpers.common import (
     Batch,
@@ -35,7 +35,6 @@ from tests.helpers.common import (
     trained,
 )
 from tests.helpers.exhaustive import SCOPES, family_params, others_exhaustive
-from tests.helpers.jobs import run
 from tests.helpers.masks import KINDS, draw_mask, masked_batch, random_masks
 from tests.helpers.models import FUSED, HEADS, UNPADDED, Family, Head, tiny_model
 from tests.helpers.unpadded import compared, observed, pair, unpad_and_fuse, values, way
@@ -89,22 +88,6 @@ def test_every_kind_of_mask_matches_the_untouched_model(family: Family, head: He
         assert always == {CASES // len(KINDS)}
 
 
-def test_names_weights_modes_and_copies_are_kept() -> None:
-    reference, model = tiny_bert(), tiny_bert().eval()
-    model.bert.embeddings.requires_grad_(False)
-    seen: list[int] = []
-    assert unpad(model) == ["bert.encoder"]
-    assert unpad(model) == []
-    model.bert.encoder.register_forward_hook(lambda *_: seen.append(1))
-    torch.testing.assert_close(model.state_dict(), reference.state_dict(), rtol=0, atol=0)
-    assert not model.bert.encoder.training
-    assert not any(p.requires_grad for p in model.bert.embeddings.parameters())
-    copied = copy.deepcopy(model)
-    assert copied.bert.encoder is not model.bert.encoder
-    assert way(observed(lambda: copied(**batch([3, 5])))) == "packed"
-    assert seen == [1]
-
-
 @pytest.mark.parametrize("multiple", [1, 8, 64, 200])
 def test_unused_entries_and_padding_have_no_influence(multiple: int) -> None:
     reference, model = pair("bert", "mlm", multiple)
@@ -153,14 +136,16 @@ def test_a_batch_without_rows_has_the_untouched_models_result_or_error(given: An
 @pytest.mark.parametrize("family", [*family_params(UNPADDED), pytest.param("t5", marks=pytest.mark.exhaustive)])
 def test_dropout_masks_are_the_same_without_padding(family: Family) -> None:
     inputs = masked_batch(torch.ones(4, 12, dtype=torch.long), "tokens")
-    reference, model = pair(family, "tokens", dropout=0.3)
-    results = []
-    for network in (reference.train(), model.train()):
-        torch.manual_seed(5)
-        results.append(values(network, inputs))
-    assert_near(results[1], results[0])
-    assert not torch.equal(model(**inputs).logits, model(**inputs).logits)
-    torch.testing.assert_close(model.eval()(**inputs).logits, model(**inputs).logits, rtol=0, atol=0)
+    for change in (unpad, unpad_and_fuse) if family in FUSED else (unpad,):
+        reference, model = pair(family, "tokens", apply=change, dropout=0.3, attention_dropout=0.2)
+        results = []
+        for network in (reference.train(), model.train()):
+            torch.manual_seed(5)
+            results.append(values(network, inputs))
+        assert_near(results[1], results[0])
+        assert not torch.equal(model(**inputs).logits, model(**inputs).logits)
+        torch.testing.assert_close(model.eval()(**inputs).logits, model(**inputs).logits, rtol=0, atol=0)
+        assert observed(lambda: model(**inputs))["torch_layer"] == 2 * (change is unpad_and_fuse)  # noqa: B023
 
 
 def test_shared_positions_and_masks_for_each_kind_of_layer() -> None:
@@ -266,23 +251,6 @@ def test_tokens_are_counted_after_the_last_change_to_the_batch() -> None:
     assert_near(recorder.losses, train_plainly(tiny_bert(), expected).losses)
 
 
-def job(*overrides: str, technique: str = "unpadding") -> dict[str, Any]:
-    """Run the quickstart for a few seconds with ``technique`` in place of SDPA, and return its report."""
-    return run("algorithms.sdpa_attention=null", f"algorithms.{technique}={{}}", "trainer.device=cpu", *overrides)
-
-
-def test_micro_batches_and_evaluation_never_count_tokens_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    padded = job("run_name=padded", technique="sdpa_attention")
-    monkeypatch.setattr(Packing, "_count_and_lay_out", lambda *_: pytest.fail("counted inside the forward pass"))
-    for name, size in [("whole", "8"), ("micro", "3")]:
-        report = job(f"run_name={name}", f"trainer.microbatch_size={size}")
-        assert report["algorithms"]["unpadding"]["engaged"]
-        assert report["metrics"] == pytest.approx(padded["metrics"], rel=1e-3)
-        assert report["throughput"]["padding_fraction"] == pytest.approx(padded["throughput"]["padding_fraction"])
-        saved = report["algorithms"]["unpadding"]["evidence"]["padding_of_the_run"]
-        assert 0 < saved < 1
-
-
 # With gradient checkpointing and torch.compile.
 
 
@@ -305,18 +273,3 @@ def test_after_the_first_batches_nothing_is_recompiled(scope: Any) -> None:
         assert_near(actual, values(reference, inputs), what=f"batch {i}")
     assert warm.graphs
     assert compile_counts().since(warm)[:4] == (0, 0, 0, 0)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("family", ["bert", "modernbert"])
-@pytest.mark.parametrize("scope", ["model", "blocks"])
-def test_a_compiled_run_has_one_graph(scope: Any, family: Family) -> None:
-    unpadding, compiled = Unpadding(1), TorchCompile(scope=scope, backend="aot_eager")
-    batches = [batch([12, 7, 16, 10 - i], seed=i) for i in range(4)]
-    model, recorder = tiny_model(family), Recorder()
-    model.config.problem_type = "single_label_classification"
-    expected = train_plainly(model, batches).losses
-    trained([unpadding, compiled], model=model, batches=batches, callbacks=[recorder])
-    assert_near(recorder.losses, expected)
-    graphs = 2 if family == "modernbert" and scope == "blocks" else 1  # the first block has no norm
-    assert [compiled.evidence[key] for key in ("graphs", "graph_breaks", "recompiles")] == [graphs, 0, graphs - 1]

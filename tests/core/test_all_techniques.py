@@ -25,6 +25,7 @@ from tests.helpers.common import (
     final_weights,
     learnable_batches,
     make_trainer,
+    plain_batches,
     tiny_bert,
     trained,
 )

@@ -19,7 +19,8 @@ from composer_speedups.recommendation import RECOMMENDED
 from tests.conftest import ROOT
 from tests.helpers.common import awkward_batches
 from tests.helpers.exhaustive import family_params, others_exhaustive
-from tests.helpers.models import HEADS, UNPADDED, Family, Head, fit_batches, real_logits, tiny_model
+from tests.helpers.models import HEADS, UNPADDED, Family, Head, fit_batches, tiny_model
+from tests.reference.loop import eval_logits
 
 
 @pytest.mark.parametrize("head", HEADS)
@@ -34,7 +35,7 @@ def test_logits_losses_and_gradients_match_the_untouched_model(family: Family, h
     assert changes["unpadding"]["encoders"] == 1
     assert ("fused_layers" in changes) == (not any("fused_layers is left out" in str(w.message) for w in caught))
     batches = fit_batches(untouched, awkward_batches())
-    for ours, theirs in zip(real_logits(model, batches), real_logits(untouched, batches), strict=True):
+    for ours, theirs in zip(eval_logits(model, batches), eval_logits(untouched, batches), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
     for batch in batches:
         losses = [candidate(**batch).loss for candidate in (model, untouched)]

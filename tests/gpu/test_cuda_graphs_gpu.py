@@ -8,19 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from composer import Trainer
-from composer.core import Callback, DataSpec, State
-from composer.loggers import Logger
-from composer.models import HuggingFaceModel
-from torch import Tensor, nn
+from composer.core import DataSpec
+from torch import nn
 from torch.utils.data import DataLoader
-from torchmetrics.classification import MulticlassAccuracy
 
 from composer_speedups import (
-    BestWeights,
     CUDAGraphs,
-    FusedLayers,
-    MixedPrecision,
     SDPAAttention,
     TorchCompile,
     Unpadding,
@@ -33,9 +26,7 @@ from tests.algorithms.test_cuda_graphs_segments import bert
 from tests.helpers.common import (
     Batches,
     batch,
-    data_spec,
     final_weights,
-    learnable_batches,
     make_trainer,
     plain_batches,
     tiny_bert,
@@ -79,17 +70,6 @@ def test_a_closed_trainers_graphs_are_freed() -> None:
     before = in_pools()
     trained([CUDAGraphs(), SDPAAttention()], batches=plain_batches(3), gpu=True)
     assert in_pools() - before <= 4 * 2**20  # the last loss and logits
-
-
-def test_replays_draw_the_dropout_of_eager_calls() -> None:
-    weights = []
-    for graphs in ([], [CUDAGraphs()]):
-        algorithms: list[Any] = [*graphs, SDPAAttention()]
-        trainer = make_trainer(algorithms, model=tiny_bert(dropout=0.3), batches=plain_batches(6), gpu=True)
-        trainer.fit()
-        weights.append(final_weights(trainer))
-        trainer.close()
-    assert_near(weights[1], weights[0], what="weights")
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -139,16 +119,6 @@ def test_with_warn_a_run_that_cannot_be_captured_continues_with_dropout() -> Non
     assert all(w.isfinite().all() for w in final_weights(trainer).values())
     assert torch.rand(3, device="cuda").isfinite().all()
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
-
-
-def test_a_model_whose_forward_was_restored_is_detected() -> None:
-    technique = CUDAGraphs()
-    trainer = make_trainer([technique, SDPAAttention()], gpu=True)
-    composer_model: Any = trainer.state.model
-    composer_model.forward = composer_model.forward.original  # undo the replacement
-    with pytest.raises(Refusal, match="no training batch replayed a graph"):
-        trainer.fit()
-    trainer.close()
 
 
 def test_a_run_of_one_batch_is_too_short() -> None:
@@ -215,42 +185,3 @@ def test_graphs_of_the_flash_kernel_accumulate_gradients_without_synchronizing(s
         assert_near(gradients(model), gradients(eager), torch.bfloat16, f"turn {turn}")
     assert (calls.graphs, calls.replays, calls.eager_calls, calls.backward_segments) == (3, 21, 0, segments)
     calls.release()
-
-
-class Evaluated(Callback):
-    """Records weights and accuracy of each evaluation."""
-
-    def __init__(self) -> None:
-        self.weights: dict[int, dict[str, Tensor]] = {}
-        self.accuracy: dict[int, float] = {}
-
-    def eval_end(self, state: State, logger: Logger) -> None:
-        batch = state.timestamp.batch.value
-        self.weights[batch] = {name: value.detach().cpu().clone() for name, value in state.model.state_dict().items()}
-        self.accuracy[batch] = float(state.eval_metric_values["MulticlassAccuracy"])
-
-
-def test_the_best_weights_are_restored_under_cuda_graphs() -> None:
-    best, evaluated = BestWeights("accuracy", mode="min"), Evaluated()  # the smallest is not that of the last batch
-    metrics: Any = [MulticlassAccuracy(num_classes=2, average="micro")]
-    evaluation: DataSpec = data_spec(learnable_batches(8))
-    trainer: Trainer = make_trainer(
-        [MixedPrecision(), Unpadding(), FusedLayers(), CUDAGraphs()],
-        model=HuggingFaceModel(tiny_bert(), use_logits=True, metrics=metrics),
-        batches=learnable_batches(60),
-        gpu=True,
-        callbacks=[evaluated, best],
-        eval_dataloader=evaluation,
-        eval_interval="10ba",
-    )
-    trainer.fit()
-    smallest = min(evaluated.accuracy, key=evaluated.accuracy.__getitem__)
-    assert best.batch == smallest < 60
-    assert {value.device.type for value in best.weights.values()} == {"cpu"}
-    assert best.restore(trainer.state)
-    restored = {name: value.detach().cpu() for name, value in trainer.state.model.state_dict().items()}
-    torch.testing.assert_close(restored, evaluated.weights[smallest], rtol=0, atol=0)
-    trainer.eval()
-    accuracy = float(trainer.state.eval_metric_values["MulticlassAccuracy"])
-    assert accuracy == pytest.approx(evaluated.accuracy[smallest], abs=0.02)
-    trainer.close()

@@ -7,14 +7,11 @@ from itertools import product
 
 import pytest
 import torch
-from composer.core import Algorithm, Event, State
-from composer.loggers import Logger
 
-from composer_speedups import Unpadding
 from composer_speedups.algorithms.unpadding.encoder_swap import unpad
 from composer_speedups.kernels.host import counting
 from tests.families.test_family_techniques import Operators
-from tests.helpers.common import batch, make_trainer, tiny_bert
+from tests.helpers.common import batch
 from tests.helpers.masks import masked_batch, random_masks
 from tests.helpers.models import HEADS, UNPADDED, tiny_model
 from tests.helpers.unpadded import way
@@ -74,30 +71,3 @@ def test_an_all_padding_batch_gives_no_nan_on_the_flash_kernel() -> None:
     logits.float().sum().backward()
     assert logits.isfinite().all()
     assert all(g.isfinite().all() for g in gradients(model).values())
-
-
-class NoWaiting(Algorithm):
-    """Raise on GPU synchronization during the forward and backward pass, from the second batch on.
-
-    Loading a batch is left out, because Composer itself reads back the number of samples between that and the forward.
-    """
-
-    def match(self, event: Event, state: State) -> bool:
-        return event in (Event.BEFORE_FORWARD, Event.AFTER_BACKWARD)
-
-    def apply(self, event: Event, state: State, logger: Logger) -> None:
-        steady = event == Event.BEFORE_FORWARD and state.timestamp.batch.value > 0
-        torch.cuda.set_sync_debug_mode("error" if steady else "default")
-
-
-def test_a_steady_training_step_never_synchronizes_with_the_gpu() -> None:
-    model = tiny_bert(dropout=0.1)
-    model.config.problem_type = "single_label_classification"
-    technique = Unpadding()
-    trainer = make_trainer([NoWaiting(), technique], model=model, gpu=True, precision="amp_bf16")
-    try:
-        trainer.fit()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-        trainer.close()
-    assert technique.evidence["attention"] == "flash_attention_forward"

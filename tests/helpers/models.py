@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 from transformers import (
     AlbertConfig,
     AutoModelForMaskedLM,
@@ -136,27 +135,8 @@ def fit_batches(model: Any, batches: list[Batch]) -> list[Batch]:
         real = batch["attention_mask"].bool()
         ids = batch["input_ids"].masked_fill(batch["input_ids"] == pad, pad + 1).masked_fill(~real, pad)
         labels = batch["labels"]
-        if is_mlm(model):
+        if type(model).__name__.endswith("ForMaskedLM"):
             asked = real & (torch.arange(ids.shape[1]) % 3 == 0)
             labels = ids.masked_fill(~asked, -100)
         fitted.append({**batch, "input_ids": ids, "labels": labels})
     return fitted
-
-
-def is_mlm(model: Any) -> bool:
-    return type(model).__name__.endswith("ForMaskedLM")
-
-
-@torch.no_grad()
-def real_logits(model: Any, batches: list[Batch]) -> list[Tensor]:
-    """Logits in eval mode of what has a right answer: rows with a real token, or real tokens of a masked LM."""
-    training = model.training
-    model.eval()
-    result = []
-    for batch in batches:
-        mask = batch["attention_mask"].bool()
-        logits = model(**batch).logits.float()[mask if is_mlm(model) else mask.any(-1)]
-        assert logits.isfinite().all()
-        result.append(logits)
-    model.train(training)
-    return result

@@ -20,15 +20,7 @@ from tests.helpers.jobs import SHORT
 
 
 def search(monkeypatch: pytest.MonkeyPatch, techniques: dict[str, Any], *overrides: str) -> dict[str, Any]:
-    """Tune a shortened quickstart.
-
-    Args:
-        techniques: Label → set to try.
-        overrides: Overrides of the config and of tune's settings.
-
-    Returns:
-        The content of quickstart.tuned.json.
-    """
+    """Tune a shortened quickstart with sets by label, and return the content of quickstart.tuned.json."""
 
     class Forked:
         def __init__(self, job: Job) -> None:

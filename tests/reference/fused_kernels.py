@@ -83,7 +83,7 @@ from composer_speedups.kernels.float8 import (
 from composer_speedups.kernels.gelu import geglu_backward, geglu_forward, gelu_backward, gelu_float8, gelu_forward
 from composer_speedups.kernels.norm import add_norm_backward, add_norm_forward, pre_norm_backward, pre_norm_forward
 from composer_speedups.kernels.sums import partial_sums, totals
-from composer_speedups.packing.layout import Layout, lay_out
+from composer_speedups.packing.layout import Layout
 from tests.reference import masked_layer
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
@@ -202,12 +202,8 @@ def merged() -> None:
 def kept_weights(lengths: Sequence[int], heads: int, attend: Callable[[Tensor], Tensor]) -> list[Tensor]:
     """Return masks of the attention weights that dropout keeps, (heads, S, S) for each row.
 
-    They are read from uniform attention over values that are 1 for one key at a time.
-
-    Args:
-        lengths: Number of tokens S of each row.
-        heads: Number of heads.
-        attend: Maps packed queries, keys and values, (T, 3 · heads · 64), to the result, (T, heads · 64).
+    They are read from uniform attention, (T, 3 · heads · 64) → (T, heads · 64), over values that are 1 for one key at a
+    time.
     """
     size = 64  # masks do not depend on the head size
     masks = [torch.zeros(heads, length, length, device=DEVICE) for length in lengths]
@@ -239,14 +235,8 @@ def plain_attention(
 ) -> Tensor:
     """Compute attention row by row with torch's operators, (T, 3 · H) → (T, H).
 
-    Args:
-        qkv: Packed queries, keys and values.
-        lengths: Number of tokens of each row.
-        heads: Number of heads.
-        masks: For each row, the factors of the attention weights after the softmax, (heads, S, S); None for ones.
-        window: The largest distance of a key from its query; None for no limit.
-        scale: Factor of the scores; None for one over the root of the head size.
-        bias: Computes what is added to the scores from a row's queries, keys and distances of tokens.
+    ``masks`` are each row's factors of the attention weights, (heads, S, S). ``window`` is a key's largest distance
+    from its query. ``bias`` computes what is added to the scores from a row's queries, keys and distances of tokens.
     """
     rows = []
     for i, row in enumerate(qkv.split([*lengths])):
@@ -324,22 +314,12 @@ def rotations() -> None:
 
 
 def check_slopes(scalar: Callable[[], Tensor], leaves: Sequence[Tensor]) -> None:
-    """Check that the slope of ``scalar`` along its gradient is the gradient's norm.
+    """Check that the backward pass uses the dropout masks of the forward pass.
 
-    It is not if the backward pass uses other dropout masks than the forward pass. The steps are long, because Triton's
-    attention rounds float32 operands to TF32 on a GPU.
+    The steps are long, because Triton's attention rounds float32 operands to TF32 on a GPU.
     """
-    for leaf, gradient in zip(leaves, torch.autograd.grad(scalar(), leaves), strict=True):
-        norm = gradient.norm()
-        values = []
-        for sign in (1, -1):
-            with torch.no_grad():
-                step = sign * 0.1 * gradient / norm
-                leaf.add_(step)
-                values.append(scalar())
-                leaf.sub_(step)
-        slope = (values[0] - values[1]) / 0.2
-        assert abs(float(slope / norm) - 1) < 0.01, (slope, norm)
+    slope = masked_layer.slope_over_norm(scalar, leaves, 3, 0.1)
+    assert abs(slope - 1) < 0.01, slope
     print("slopes equal the gradients' norms")
 
 
@@ -481,25 +461,6 @@ def float8_kernels(dropout: float) -> None:
     print("an 8-bit matmul agrees")
 
 
-def layers(*, in_float8: bool) -> None:
-    """Compare the whole layer with torch's operators, which tests/families compares with the stock models."""
-    heads, hidden, inner = 2, 32, 64
-    sizes = [(hidden, hidden)] * 4 + [(hidden, inner), (inner, hidden)]
-    query, key, value, out, up, down = (nn.Linear(*size, device=DEVICE) for size in sizes)
-    norms = [nn.LayerNorm(hidden, device=DEVICE) for _ in range(2)]
-    modules = LayerModules(query, key, value, out, norms[0], up, down, norms[1], heads)
-    for parameter in modules.parameters():
-        nn.init.normal_(parameter, std=0.4 if not in_float8 else 0.2)
-    mask = torch.arange(max(LENGTHS), device=DEVICE) < torch.tensor(LENGTHS, device=DEVICE)[:, None]
-    plan, rates = lay_out(mask, sum(LENGTHS), 1), DropoutRates(0.0, 0.0, 0.0)
-    x = random(sum(LENGTHS), hidden).requires_grad_()
-    if in_float8:
-        whole_float8_layer(x, random(sum(LENGTHS), hidden), modules, rates, plan)
-        return
-    results = fused_layer(x, modules, rates, plan.cu_seqlens, plan.longest), plain_layer(x, modules, rates, plan)
-    agree("layer", *results, [x, *modules.parameters()])
-
-
 def dropped_layer(rates: DropoutRates) -> None:
     """Read every dropout mask of the layer from its forward pass, and compare it with a plain layer under these masks.
 
@@ -558,20 +519,24 @@ def gated_layers(
     agree(f"gated layer, window {window}", layer(DropoutRates(0.0, 0.0, 0.0)), plain, [x, *trained], grad)
 
     def scalar(rates: DropoutRates) -> Tensor:
-        torch.manual_seed(3)  # the same dropout masks at each call
         return (layer(rates) * grad).sum()
 
     for rates in dropouts:
         check_slopes(partial(scalar, rates), [modules.qkv.weight, modules.up.weight])
 
 
-def whole_float8_layer(x: Tensor, grad: Tensor, modules: LayerModules, rates: DropoutRates, plan: Layout) -> None:
+def whole_float8_layer() -> None:
     """Check that errors are within 8-bit rounding, and that the second pass, with fitted scales, equals the first."""
+    plan, modules = masked_layer.plan_on(DEVICE), masked_layer.modules_on(DEVICE)
+    for parameter in modules.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    rates, shape = DropoutRates(0.0, 0.0, 0.0), (sum(masked_layer.LENGTHS), masked_layer.HIDDEN)
+    x, grad = random(*shape), random(*shape)
     dtype = torch.float32 if DEVICE == "cpu" else torch.bfloat16
     rows = new_scales(len(OPERANDS), torch.device(DEVICE))
     attempts: list[list[Tensor]] = []
     for attempt in range(3):
-        leaf = x.detach().to(dtype).requires_grad_()
+        leaf = x.to(dtype, copy=True).requires_grad_()
         if attempt < 2:
             result = fused_layer(leaf, modules, rates, plan.cu_seqlens, plan.longest, scales=rows, learn=True)
         else:
@@ -695,8 +660,7 @@ if __name__ == "__main__":
     gelus()
     casts()
     merged()
-    layers(in_float8=False)
-    layers(in_float8=True)
+    whole_float8_layer()
     dropped_layer(DropoutRates(0.3, 0.2, 0.4))
     for site in DropoutRates._fields if DEVICE == "cuda" else ():  # masks_of reads one site at a time anyway
         dropped_layer(masked_layer.only(site, 0.5))

@@ -20,7 +20,6 @@ if __name__ == "__main__":
     fused_kernels.gelus()
     fused_kernels.rotations()
     fused_kernels.first_tokens(0.3, 70)
-    fused_kernels.layers(in_float8=False)
     fused_kernels.gated_layers(7, first=False, dropouts=[])
     positional_kernels.disentangled(0.3, 2, 16)
     fused_kernels.dropped_layer(DropoutRates(0.3, 0.2, 0.4))

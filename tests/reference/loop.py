@@ -50,7 +50,6 @@ def train_on(
     return Trained(losses, first, weights(model), [])
 
 
-@torch.no_grad()
 def on_gpu(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.cuda() for name, value in inputs.items()}
 
@@ -75,15 +74,17 @@ def losses_on_a_gpu(model: Any, batches: list[dict[str, Tensor]]) -> list[float]
     return losses
 
 
+@torch.no_grad()
 def eval_logits(model: Any, batches: list[dict[str, Tensor]]) -> list[Tensor]:
-    """Return the logits of the rows with a real token; attention over padding only is undefined."""
+    """Return the logits of rows with a real token, or of real tokens; attention over padding only is undefined."""
     training = model.training
     model.eval()
     result = []
     for batch in batches:
         logits = model(**batch).logits.float()
         assert logits.isfinite().all()
-        result.append(logits[batch["attention_mask"].any(-1)])
+        mask = batch["attention_mask"].bool()
+        result.append(logits[mask if logits.ndim == 3 else mask.any(-1)])
     model.train(training)
     return result
 

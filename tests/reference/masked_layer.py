@@ -37,11 +37,11 @@ def plan_on(device: str) -> Layout:
     return lay_out(torch.arange(max(LENGTHS), device=device) < lengths[:, None], sum(LENGTHS), 1)
 
 
-def modules_on(device: str, dtype: torch.dtype = torch.float32) -> LayerModules:
+def modules_on(device: str) -> LayerModules:
     """Return modules with random parameters."""
     sizes = [(HIDDEN, HIDDEN)] * 4 + [(HIDDEN, INNER), (INNER, HIDDEN)]
-    query, key, value, out, up, down = (nn.Linear(*size, device=device, dtype=dtype) for size in sizes)
-    norms = [nn.LayerNorm(HIDDEN, device=device, dtype=dtype) for _ in range(2)]
+    query, key, value, out, up, down = (nn.Linear(*size, device=device) for size in sizes)
+    norms = [nn.LayerNorm(HIDDEN, device=device) for _ in range(2)]
     modules = LayerModules(query, key, value, out, norms[0], up, down, norms[1], HEADS)
     for parameter in modules.parameters():
         nn.init.normal_(parameter, std=0.3)
@@ -120,23 +120,10 @@ def check_rates(masks: Masks, rates: DropoutRates) -> None:
         assert abs(dropped - rate) <= 4 * (rate * (1 - rate) / mask.numel()) ** 0.5, f"{dropped} of {site}, not {rate}"
 
 
-def with_gradients(
-    function: Callable[[Tensor, LayerModules], Tensor], x_TH: Tensor, modules: LayerModules, grad: Tensor
-) -> list[Tensor]:
-    """Return the result and the gradients of x and of every parameter."""
-    leaf = x_TH.clone().requires_grad_()
-    result = function(leaf, modules)
-    return [result.detach(), *torch.autograd.grad(result, [leaf, *modules.parameters()], grad)]
-
-
 def slope_over_norm(loss: Callable[[], Tensor], leaves: Sequence[Tensor], number: int, step: float) -> float:
     """Return the loss's numerical derivative along its gradient, over the gradient's norm: 1 if the gradient is right.
 
-    Args:
-        loss: Computes the loss; draws its dropout from torch's generator at each call.
-        leaves: Tensors to differentiate with respect to; restored afterwards.
-        number: Seed, set before each call.
-        step: Norm of the step to either side, over all leaves together.
+    ``number`` is the seed of each call, and ``step`` the norm of the step to either side, over all leaves together.
     """
 
     def at(distance: float, direction: Sequence[Tensor]) -> float:

@@ -14,13 +14,7 @@ from tests.reference.loop import gradients, on_gpu
 
 
 def values(model: Any, inputs: Batch, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
-    """Return the logits of the real tokens or rows, and all gradients, flattened and in float32.
-
-    Args:
-        model: The model.
-        inputs: Its inputs, with labels.
-        dtype: Dtype of autocast; None computes in float32.
-    """
+    """Return the logits of the real tokens or rows, and all gradients, flattened; ``dtype`` is that of autocast."""
     model.zero_grad()
     with torch.autocast("cuda", dtype or torch.bfloat16, enabled=dtype is not None):
         output = model(**inputs)
@@ -38,14 +32,8 @@ def errors(
 ) -> dict[str, tuple[float, float]]:
     """Return, of logits and gradients over random masks, the errors of ours and of the padded model against float32.
 
-    Args:
-        stock: The padded model, on the GPU.
-        ours: The same model with techniques.
-        head: The head, for the labels.
-        dtype: Dtype of autocast for both.
-        ran: What must have run in ours.
-        first: The first mask's seed. From 200, no input of the ReLU in DistilBERT's head is so near zero that rounding
-            would flip its gradient.
+    ``ran`` must have run in ours. ``first`` is the first mask's seed: from 200, no input of the ReLU in DistilBERT's
+    head is so near zero that rounding would flip its gradient.
     """
     exact, theirs, mine = [], [], []
     for seed, mask in enumerate(random_masks(25, widest=64), first):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -42,11 +43,11 @@ def adamw(groups: Groups) -> Optimizer:
     return AdamW(groups, foreach=False)
 
 
-def adafactor(groups: Groups) -> Optimizer:
+def adafactor(groups: Groups, *, scale: bool = False) -> Optimizer:
     from transformers.optimization import Adafactor
 
     kept = [{key: group[key] for key in ("params", "lr", "weight_decay")} for group in groups]
-    return Adafactor(kept, scale_parameter=False, relative_step=False)
+    return Adafactor(kept, scale_parameter=scale, relative_step=False)
 
 
 def bitsandbytes_8bit(groups: Groups) -> Optimizer:
@@ -102,6 +103,7 @@ CASES = [
     OptimizerCase("bnb_optimizer", settings={"bits": 32}, package="bitsandbytes"),
     OptimizerCase("bnb_optimizer", settings={"bits": 32, "paged": True}, package="bitsandbytes", devices=("cuda",)),
     OptimizerCase("adafactor", adafactor, exact=True),
+    OptimizerCase("adafactor", partial(adafactor, scale=True), {"scale_parameter": True}, exact=True),
     OptimizerCase("kahan_optimizer", optimi, exact=True, package="optimi"),
     OptimizerCase("lowbit_optimizer", torchao("AdamW8bit"), {"bits": 8}, exact=True, package="torchao"),
     OptimizerCase("lowbit_optimizer", torchao("AdamW4bit"), {"bits": 4}, exact=True, package="torchao"),

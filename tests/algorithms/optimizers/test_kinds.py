@@ -13,7 +13,7 @@ import torch
 from composer.optim import DecoupledAdamW
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
-from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, LambdaLR, StepLR
+from torch.optim.lr_scheduler import LambdaLR
 
 from composer_speedups.algorithms.optimizers.optimizers import apex_installed
 from composer_speedups.algorithms.optimizers.swap import attach_schedulers, replaced, set_implementation
@@ -123,17 +123,6 @@ def test_each_step_equals_the_references(case: OptimizerCase, device: str) -> No
 
 
 # What only one kind does
-
-
-def test_adafactor_scales_by_the_parameters_rms_if_requested() -> None:
-    for scale, expected in ((False, 1e-3), (True, 0.05e-3)):
-        model = nn.Linear(4, 6, bias=False)
-        nn.init.constant_(model.weight, 0.05)
-        built = technique("adafactor", scale_parameter=scale)
-        _, optimizer = engaged(built, AdamW(model.parameters(), lr=1e-3, weight_decay=0.0), model)
-        model.weight.grad = torch.full_like(model.weight, 1e-4)
-        optimizer.step()
-        torch.testing.assert_close(model.weight.detach(), torch.full((6, 4), 0.05 - expected))
 
 
 def test_kahan_keeps_parameters_ties_and_buffers() -> None:
@@ -286,12 +275,11 @@ def test_decoupled_adamw_keeps_its_trajectory() -> None:
     torch.testing.assert_close(trained[1], trained[0])
 
 
-@pytest.mark.parametrize("positional", [True, False])
-def test_closures_run_with_gradients_enabled(positional: bool) -> None:
+def test_closures_run_with_gradients_enabled() -> None:
     new = swapped(AdamW((model := linear()).parameters()), NoGradAdamW)
     compute = closure(model, new)
-    loss = new.step(compute) if positional else new.step(closure=compute)
-    assert loss.requires_grad
+    assert new.step(compute).requires_grad
+    assert new.step(closure=compute).requires_grad
 
 
 def test_hooks_move_to_the_new_optimizer() -> None:
@@ -309,22 +297,6 @@ def test_hooks_move_to_the_new_optimizer() -> None:
         assert called == ["pre", "post", "state dict"]
         for handle in handles:
             handle.remove()
-
-
-def test_torch_schedulers_and_their_inner_schedulers_move() -> None:
-    old = AdamW((model := linear()).parameters(), lr=1.0)
-    inner = [ConstantLR(old, 0.5, 1), StepLR(old, 1, 0.1)]
-    chained, foreign = ChainedScheduler(inner), StepLR(AdamW(linear().parameters()), 1)
-    new = swapped(old)
-    for _ in range(2):  # a second call changes nothing
-        attach_schedulers([chained, foreign], old, new)
-        assert all(scheduler.optimizer is new for scheduler in (chained, *inner))
-        assert foreign.optimizer is not new
-        assert new.param_groups[0]["lr"] == 0.5, "attaching must not change the learning rate"
-    new.step(closure(model, new))
-    chained.step()  # torch warns, which fails this test, if it has not seen the optimizer step
-    assert new.param_groups[0]["lr"] == pytest.approx(0.1)
-    assert old.param_groups[0]["lr"] == 0.5
 
 
 @pytest.mark.parametrize("flag", ["foreach", "fused"])

@@ -26,7 +26,6 @@ from composer_speedups.train.checkpoints import restricted_loading
 from tests.algorithms.optimizers.cases import engaged, technique
 from tests.helpers.common import (
     SAVING,
-    final_weights,
     fit_and_close,
     grouped_adamw,
     make_trainer,
@@ -100,26 +99,6 @@ def loop(kind: str, *, scaled: bool) -> dict[str, Any]:
     return result
 
 
-def load_a_plain_state() -> dict[str, Any]:
-    """Load the state of a plain AdamW, and return it with what the ranks then hold together."""
-    model, other = tiny_bert(), tiny_bert()
-    plain, split = grouped_adamw(model), sharded(grouped_adamw(other))
-    for parameter in model.parameters():
-        parameter.grad = torch.full_like(parameter, 0.5)
-    plain.step()
-    given = plain.state_dict()
-    given["param_groups"][0]["fused"] = True  # as if written on a GPU
-    before = copy.deepcopy(given)
-    split.load_state_dict(given)
-    exact(given["state"], before["state"])
-    return {
-        "given": before["state"],
-        "loaded": split.state_dict()["state"],
-        "bytes": (state_bytes(split), state_bytes(plain)),
-        "fused": [group["fused"] for group in split.param_groups],
-    }
-
-
 def save_where_a_rank_has_no_state() -> list[str]:
     """Only the second rank's parameter is trained; names of the parameters with a state."""
     model = nn.Sequential(nn.Linear(8, 8, bias=False).requires_grad_(False), nn.Linear(8, 1, bias=False))
@@ -155,7 +134,6 @@ def observe(folder: Path) -> dict[str, Any]:
     for first in (1, 2):
         seen[first, 2] = {kind: train(kind, 4, load=folder / str(first)) for kind in KINDS}
     seen["loops"] = {scaled: {kind: loop(kind, scaled=scaled) for kind in KINDS} for scaled in (False, True)}
-    seen["plain state"] = load_a_plain_state()
     seen["saved"] = save_where_a_rank_has_no_state()
     seen["frozen"] = freeze_after_a_step()
     return seen
@@ -233,16 +211,6 @@ def test_resuming_on_any_number_of_ranks_is_exactly_like_adamw(journey: tuple[in
 
 
 @pytest.mark.exhaustive
-def test_the_state_of_a_plain_adamw_is_loaded_in_shares_and_not_changed(seen: Seen) -> None:
-    first, second = (rank["plain state"] for rank in seen.ranks)
-    exact(first["loaded"], first["given"])
-    assert {value.device.type for entry in second["loaded"].values() for value in entry.values()} == {"meta"}
-    assert first["fused"] == [None, None], "the implementation is that of this device"
-    assert first["bytes"][0] + second["bytes"][0] == first["bytes"][1]
-    assert min(first["bytes"][0], second["bytes"][0]) > 0
-
-
-@pytest.mark.exhaustive
 def test_a_rank_without_a_trained_parameter_does_not_step_while_the_others_save(seen: Seen) -> None:
     assert [rank["saved"] for rank in seen.ranks] == [["1.weight"]] * 2
 
@@ -252,11 +220,3 @@ def test_the_state_of_frozen_parameters_is_freed_and_not_saved(seen: Seen) -> No
     frozen = [rank["frozen"] for rank in seen.ranks]
     assert all(rank["saved"] == [list(range(1, 41, 2))] * 2 for rank in frozen)
     assert sum(rank["held"] for rank in frozen) == 20
-
-
-def test_one_rank_has_a_plain_adamw_and_says_so() -> None:
-    trainer = make_trainer([built := ShardedOptimizer()])
-    assert type(trainer.state.optimizers[0]) is AdamW
-    fit_and_close(trainer)
-    assert built.evidence["ranks"] == 1
-    exact(final_weights(trainer), final_weights(fit_and_close(make_trainer())))

@@ -97,12 +97,3 @@ def test_a_frozen_embedding_and_techniques_that_freeze_it_are_refused() -> None:
     for other in (LoRA(), LayerFreezing()):
         with pytest.raises(Refusal, match=rf"conflicts with {other.name}, which freezes the word embedding"):
             check([other, stable()], Run(torch.device("cpu")))
-
-
-def test_a_stable_embedding_resumes_exactly(tmp_path: Path) -> None:
-    saving = {"save_interval": "2ba", "save_filename": "ba{batch}.pt", "save_latest_filename": None}
-    whole = trained([stable()], save_folder=str(tmp_path), **saving)
-    resumed = fit_and_close(make_trainer([stable()], load_path=str(tmp_path / "ba2.pt")))
-    torch.testing.assert_close(
-        dict(resumed.state.model.named_parameters()), dict(whole.state.model.named_parameters()), rtol=0, atol=0
-    )
