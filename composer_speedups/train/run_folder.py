@@ -15,7 +15,7 @@ from composer_speedups.core.errors import ConfigError
 from composer_speedups.core.files import LockedFileError, lock_file, remove_unfinished, with_working_directory
 from composer_speedups.train.checkpoints import DamagedCheckpointError, checkpoints_in, read_checkpoint
 from composer_speedups.train.config.load import differences, save_config
-from composer_speedups.train.config.schema import Config, checkpoint_problem
+from composer_speedups.train.config.schema import OBJECT_STORES, Config, checkpoint_problem
 from composer_speedups.train.inputs import INITIAL, Inputs, changed_input, inputs_of
 
 _LOAD = "checkpoint.load"
@@ -100,6 +100,8 @@ class RunFolder:
                 f"{_LOAD}: {path} is of another run; set checkpoint.weights_only=true to load its weights only, or, if "
                 "you trust its author, checkpoint.trust_checkpoint=true to continue that run"
             )
+        if path.startswith(OBJECT_STORES):  # Composer downloads it when the Trainer is built
+            return False
         held = read_checkpoint(path, _LOAD, trust=settings.trust_checkpoint)
         if inside and not settings.weights_only:
             self._check_same_inputs(held, f"{_LOAD}: {path} was written, and", "set checkpoint.weights_only=true")

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from composer.utils import ObjectStore
 
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.train.checkpoints import DamagedCheckpointError, read_checkpoint
@@ -96,12 +97,31 @@ def test_the_state_of_another_runs_checkpoint_needs_trust_and_its_weights_do_not
     assert run(f"checkpoint.load={valid}", "checkpoint.trust_checkpoint=true", *BRIEF)["resumed"] != []
 
 
+class FakeStore(ObjectStore):
+    """An object store whose bucket is a local folder."""
+
+    def get_object_size(self, object_name: str) -> int:
+        return Path("bucket", object_name).stat().st_size
+
+    def download_object(self, object_name: str, filename: Any, *_: Any, **__: Any) -> None:
+        shutil.copy(Path("bucket", object_name), filename)
+
+
+def test_weights_are_read_from_an_address(valid: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("composer.trainer.trainer.maybe_create_object_store_from_uri", lambda _: FakeStore())
+    write(valid, by_pickle, "bucket/run/one.pt")
+    with pytest.raises(ConfigError, match=r"^checkpoint\.load: refused, .*posix\.mkdir"):
+        run("checkpoint.load=s3://bucket/run/one.pt", WEIGHTS, *BRIEF)
+    shutil.copy(valid, "bucket/run/one.pt")
+    assert run("checkpoint.load=s3://bucket/run/one.pt", WEIGHTS, *BRIEF)["training"]["batches"] == 3
+
+
 def test_what_composer_unpacks_unchecked_is_refused(valid: Path) -> None:
     shutil.copy(valid, "file.tar")  # Composer unpacks by name
     with tarfile.open("real.pt", "w") as tar:
         tar.add(valid, "composer_states.pt")
-    for name, message in (("file.tar", "file.tar is no .pt file"), ("real.pt", "real.pt cannot be loaded")):
-        with pytest.raises(ConfigError, match=rf"checkpoint\.load:? {message}"):
+    for name, problem in (("file.tar", "is no .pt"), ("s3://a/b.pt.symlink", "is no .pt"), ("real.pt", "cannot be lo")):
+        with pytest.raises(ConfigError, match=rf"checkpoint\.load: {name} {problem}"):
             run(f"checkpoint.load={name}", WEIGHTS)
     assert not list(Path("runs").glob("q*"))
 

@@ -23,7 +23,7 @@ from tests.helpers.wandb_runs import WandbRun
 JOB = ["trainer.max_duration=4ba", "loggers.tensorboard={}"]
 FOLDER = Path("runs/quickstart")
 MESSAGE = (
-    r"^the run was trained to its end, and the model is in runs/quickstart/model; its report, model card or plot: "
+    r"^the run was trained to its end, and the model is in runs/quickstart/model; its report, model card or plot "
     r"failed \(OSError: \[Errno 28\] No space left on device\)$"
 )
 

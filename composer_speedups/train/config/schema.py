@@ -41,6 +41,9 @@ from composer_speedups.tasks.settings import (
     TaskSettings,
 )
 
+OBJECT_STORES = ("s3://", "gs://", "oci://", "azure://", "dbfs:/")
+"""Beginnings of addresses from which Composer downloads checkpoints."""
+
 
 @functools.cache
 def _techniques() -> type[Settings]:
@@ -175,7 +178,7 @@ class CheckpointConfig(Settings):
     """Export the weights of the best evaluation, which every checkpoint then contains too; null exports the last."""
     load: str | None = None
     """Checkpoint of this run's folder to continue from: weights, optimizer, schedule, data position and random state.
-    Of another run, with weights_only or trust_checkpoint."""
+    Of another run, a file or an address such as s3://BUCKET/NAME.pt, with weights_only or trust_checkpoint."""
     weights_only: bool = False
     """Load only the weights from checkpoint.load, and start a new run."""
     autoresume: bool = True
@@ -381,7 +384,7 @@ class Config(Settings):
 
 def checkpoint_problem(name: str | None) -> str | None:
     """What is wrong with a local checkpoint, as far as can be seen without loading it."""
-    if name is None:
+    if name is None or name.startswith(OBJECT_STORES):
         return None
     if not os.path.isfile(name):
         shown = with_working_directory(name)
