@@ -76,8 +76,7 @@ class Run(NamedTuple):
     inputs: Inputs  # the files that it reads, by content, when the command started
 
     def metrics(self) -> dict[str, float | None] | None:
-        """The metrics in the report; None if the run has not finished, or was trained with another config or other
-        files."""
+        """The metrics in the report; None if the run has not finished, or had another config or other files."""
         path = self.folder / "report.json"
         if not path.exists() or differences(self.config, self.folder / "config.yaml") != []:
             return None
@@ -120,8 +119,7 @@ def gpus_of_processes(runs: Sequence[Run], processes: int | None) -> list[str | 
 
 
 def _train_all(runs: Sequence[Run], gpus: Sequence[str | None], program: str) -> list[str]:
-    """Train the runs that have not finished, one at a time for each of ``gpus``, and return a line for each that
-    fails."""
+    """Train the runs that have not finished, one at a time on each of ``gpus``; a line for each that fails."""
     waiting, free, failures = [run for run in runs if run.metrics() is None], [*gpus], list[str]()
     print(f"{len(waiting)} of {len(runs)} runs are not finished; training {len(free)} at a time", flush=True)
     # The logs are next to the folders, which train.py may rename.

@@ -238,8 +238,7 @@ def _check_fit(model: Any, name: str, tokenizer: Any, max_length: int) -> None:
 
 
 def _check_vocabulary(config: Any, name: str, tokenizer: Any) -> None:
-    """Refuse a tokenizer other than the one of the pretrained embeddings, added tokens aside. If the
-    model has none, only the number of tokens and the padding token can be compared."""
+    """Refuse a tokenizer other than the one of the pretrained embeddings, added tokens aside."""
     if tokenizer.name_or_path == name:
         return
     given, problem = tokenizer.get_vocab(), ""

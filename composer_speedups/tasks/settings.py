@@ -1,8 +1,4 @@
-"""The settings of the data, the model and each task, and names of models. Importing them does not import torch.
-
-A task's settings are a member of the union :data:`AnyTask`, which ``model.task`` chooses. They hold the keys under
-``model`` and ``data`` that this task reads and not every other does.
-"""
+"""The settings of the data, the model and each task, a member of the union :data:`AnyTask`; does not import torch."""
 
 from __future__ import annotations
 
@@ -113,8 +109,6 @@ class DataConfig(Settings):
         wordpiece = self.tokenizer == "wordpiece"
         textless = "wordpiece is trained on texts, and data.source: random has none; name a tokenizer"
         yield source == "random" and wordpiece, "tokenizer", textless
-        useless = "saves no padding with data.padding: max_length; set data.padding=longest"
-        yield self.length_batching is not None and self.padding != "longest", "length_batching", useless
         if self.streams:
             uncounted = "drop counts invalid rows up front; streaming cannot; set data.on_invalid=stop"
             yield self.on_invalid == "drop", "on_invalid", uncounted

@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import signal
 import sys
-import traceback
 import warnings
 from types import FrameType
 from typing import Any, Literal
@@ -26,15 +25,13 @@ _IGNORED_WARNINGS = (
     "Cannot split .* of length",  # a batch smaller than the micro-batch
     "The ``compute`` method of metric .* was called before",
 )
+_DEAD_WORKER = ("DataLoader worker", "Pin memory thread")  # beginnings of torch's messages
 _WORKER_FIX = "look for the kernel's out-of-memory killer, lower data.workers, or start again"
 
 
 class StopSignals:
     """Records SIGTERM and SIGINT inside a ``with`` block, so that training ends after a complete batch, on all ranks.
-
-    A second Ctrl-C always ends the process immediately. Composer's launcher forwards a Ctrl-C as a SIGTERM as well,
-    which does not count as a second one.
-    """
+    A second Ctrl-C ends the process."""
 
     def __init__(self) -> None:
         self.received: int | None = None
@@ -56,7 +53,7 @@ class StopSignals:
         return max_over_ranks(device, self.received or 0) or None
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
-        self._interrupts += signum == signal.SIGINT
+        self._interrupts += signum == signal.SIGINT  # Composer's launcher forwards each as a SIGTERM as well
         if self._interrupts > 1:
             os._exit(128 + signum)
         name = signal.Signals(signum).name
@@ -90,8 +87,7 @@ def is_trained(state: State) -> bool:
 
 
 def _end_evaluation_workers(trainer: Trainer) -> None:
-    """Composer ends only the persistent workers of the training loader; with pinned memory, torch would wait five
-    seconds for each of the others at exit."""
+    """Otherwise torch would wait five seconds at exit for each persistent worker with pinned memory."""
     for evaluator in trainer.state.evaluators:
         iterator = getattr(evaluator.dataloader.dataloader, "_iterator", None)
         if (shut_down := getattr(iterator, "_shutdown_workers", None)) is not None:
@@ -124,9 +120,9 @@ def _explained(error: Exception) -> Refusal | None:
     worker_message = str(error).rpartition(f"{DataError.__module__}.{DataError.__name__}: ")[2]
     if isinstance(error, DataError) and worker_message != str(error):  # torch embeds it in the worker's traceback
         return DataError(worker_message)
-    if (death := next(filter(_is_of_a_dead_worker, causes_of(error)), None)) is not None:
-        reason = first_line(death).rstrip(". ")
-        return RunFailedError(f"data.workers: a DataLoader worker died ({reason}); {_WORKER_FIX}")
+    dead = [first_line(cause) for cause in causes_of(error) if str(cause).startswith(_DEAD_WORKER)]
+    if dead:
+        return RunFailedError(f"data.workers: a DataLoader worker died ({dead[0].rstrip('. ')}); {_WORKER_FIX}")
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in message:
         if (fix := str(error).strip().splitlines()[-1:]) and fix[0].startswith("trainer.microbatch_size: "):
             return RunFailedError(f"{fix[0]} ({message})")  # MicrobatchTrainer's message names a size that fits
@@ -134,12 +130,3 @@ def _explained(error: Exception) -> Refusal | None:
             f"out of memory: {message}; lower data.batch_size, data.max_length or trainer.microbatch_size"
         )
     return None
-
-
-def _is_of_a_dead_worker(error: BaseException) -> bool:
-    """Whether torch says so, or the connection to the worker ended while it sent a batch."""
-    frames = traceback.extract_tb(error.__traceback__)
-    receiving = bool(frames) and frames[-1].filename.startswith(multiprocessing.__path__[0])
-    return str(error).startswith(("DataLoader worker", "Pin memory thread")) or (
-        isinstance(error, (EOFError, ConnectionError)) and receiving
-    )

@@ -152,8 +152,6 @@ def summary_table(report: dict[str, Any], folder: str) -> str:
 
 
 def _against_baseline(report: dict[str, Any]) -> str:
-    """``unpadding in place of sdpa_attention: 1.35 times as fast on this machine (1,380 and 1,020 samples/s, …; 1.31
-    to 1.38 times in single turns)``."""
     before = report["baseline"]
     theirs, ours = before["samples_per_sec"], before["run_samples_per_sec"]
     engaged = [name for name, entry in report["algorithms"].items() if entry["engaged"]]

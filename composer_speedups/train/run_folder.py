@@ -22,13 +22,8 @@ _LOAD = "checkpoint.load"
 
 
 class RunFolder:
-    """``runs/<run_name>``, locked by this process inside a ``with`` block. Only rank 0 changes files.
-
-    An interrupted run of this name resumes in its folder from its newest complete checkpoint if
-    ``checkpoint.autoresume`` is set, and the config and the files that it reads (:func:`.inputs_of`) are the same. A
-    run whose ``checkpoint.load`` lies inside the folder continues from there, if the files are the same. Any other
-    earlier run of the name is moved to ``<run_name>.<its date>``, and moved back if this one fails before it begins.
-    """
+    """``runs/<run_name>``, locked by this process inside a ``with`` block; only rank 0 changes files. An earlier run is
+    resumed, or moved to ``<run_name>.<its date>``, and moved back if this one fails before it begins."""
 
     def __init__(self, config: Config) -> None:
         self.path = Path(config.runs_folder) / config.run_name

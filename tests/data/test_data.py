@@ -188,13 +188,6 @@ def test_tokens_and_tokenizer_are_cached(task: str) -> None:
     assert more.keys() > made.keys()
 
 
-def test_a_tokenizer_that_cannot_be_loaded_is_refused_in_one_line() -> None:
-    with pytest.raises(ConfigError, match=r"data\.tokenizer: 'no-such-folder' cannot be loaded .*; use a local folder"):
-        load_tokenizer(DataConfig(tokenizer="no-such-folder"), "x", ROWS["text"])
-    with pytest.raises(ConfigError, match=r"data\.tokenizer: /no/folder is not a folder"):
-        load_tokenizer(DataConfig(tokenizer="/no/folder"), "x", ROWS["text"])
-
-
 def test_padding_to_max_length_and_to_the_longest() -> None:
     rows = Ragged.of({"input_ids": [[5, 6, 7], [8]], "labels": [1, 0]})
     full = Pad(0, 6, longest=False)(rows)

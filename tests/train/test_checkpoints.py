@@ -170,26 +170,6 @@ def test_weights_of_another_model_are_refused() -> None:
                 run(load, *door, *BRIEF)
 
 
-def test_entries_that_are_missing_or_of_another_type_are_refused_in_one_line(valid: Path) -> None:
-    for change, named in (
-        (lambda held: held.update(state=[]), "cannot be loaded"),
-        (lambda held: held["state"].update(model=[1]), "it has no weights"),
-        (lambda held: held["state"].pop("timestamp"), "cannot be loaded .*timestamp"),
-    ):
-        shutil.rmtree("runs", ignore_errors=True)
-        in_own_folder(valid, change)
-        load = f"checkpoint.load=runs/quickstart/checkpoints/{valid.name}"
-        with pytest.raises(ConfigError, match=rf"^checkpoint\.load.*{named}"):
-            run(load, "checkpoint.autoresume=false", *OWN)
-
-
-def test_a_name_without_a_file_is_refused() -> None:
-    for more in ([], ["checkpoint.trust_checkpoint=true"], ["run_name=x", "checkpoint.interval=2ba"]):
-        with pytest.raises(ConfigError, match=r"checkpoint\.load is not a file: https://example.org/a.pt; name a"):
-            run("checkpoint.load=https://example.org/a.pt", *more)
-    assert not [path for path in Path("runs").rglob("*") if not path.name.endswith(".lock")]
-
-
 def test_a_flipped_bit_is_detected_or_changes_no_weight(valid: Path) -> None:
     """torch verifies no checksums: training would continue with a flipped bit."""
     whole, path = valid.read_bytes(), Path("flipped.pt")

@@ -133,12 +133,6 @@ def test_the_report_contains_the_startup_phases() -> None:
     assert "s to the end of the first step: " in summary_table(report, "runs/quickstart")
 
 
-def test_garbage_collection_is_disabled_only_within_the_context() -> None:
-    with without_gc():
-        assert not gc.isenabled()
-    assert gc.isenabled()
-
-
 def test_objects_made_by_imports_are_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
     before = gc.get_freeze_count()
     with without_gc():
@@ -147,8 +141,10 @@ def test_objects_made_by_imports_are_frozen(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.delitem(sys.modules, "torch")
     try:
         with without_gc():
+            assert not gc.isenabled()
             sys.modules["torch"] = torch
             made: list[list[int]] = [[] for _ in range(100_000)]
+        assert gc.isenabled()
         assert gc.get_freeze_count() > before + len(made)
     finally:
         gc.unfreeze()
@@ -158,16 +154,6 @@ def test_the_cpu_model_is_cached_early() -> None:
     get_cpu_model.cache_clear()
     prefetch_cpu_model().join(60)
     assert get_cpu_model.cache_info().currsize == 1
-
-
-def test_a_second_run_tokenizes_nothing() -> None:
-    """A tokenizer keeps the truncation of its last call, which must not change the cache's key."""
-    made = []
-    for _ in range(2):
-        run("trainer.max_duration=1ba", "trainer.eval_batches=1")
-        made.append(sorted(Path(".cache/composer_speedups/tokens").iterdir()))
-    assert made[0] == made[1]
-    assert len(made[0]) == 2
 
 
 @pytest.mark.gpu

@@ -143,18 +143,6 @@ def test_known_errors_of_the_stack_become_one_line(
     assert "\n" not in str(raised.value)
 
 
-def test_a_worker_that_dies_while_it_sends_a_batch_has_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(duration: str | None) -> None:
-        ours, theirs = multiprocessing.Pipe()
-        theirs.close()
-        ours.recv()
-
-    trainer = make_trainer(batches=plain_batches(1))
-    monkeypatch.setattr(trainer, "fit", fail)
-    with pytest.raises(RunFailedError, match=r"^data\.workers: a DataLoader worker died \(EOFError\); "):
-        fit(trainer)
-
-
 def test_the_message_of_a_data_error_in_a_worker_has_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = make_trainer(batches=plain_batches(1))
     loader = DataLoader(Refusing(), num_workers=1)

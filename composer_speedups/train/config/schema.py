@@ -247,23 +247,6 @@ class LoggersConfig(Settings):
 
 
 class Config(Settings):
-    also_called: ClassVar[Mapping[str, str]] = {  # above all in transformers' TrainingArguments
-        "learning_rate": "optimizer.lr",
-        "epochs": "trainer.max_duration",
-        "num_train_epochs": "trainer.max_duration",
-        "max_steps": "trainer.max_duration",
-        "per_device_train_batch_size": "data.batch_size",
-        "per_device_eval_batch_size": "data.eval_batch_size",
-        "gradient_accumulation_steps": "trainer.microbatch_size",
-        "warmup_ratio": "scheduler.warmup",
-        "warmup_steps": "scheduler.warmup",
-        "max_seq_length": "data.max_length",
-        "num_workers": "data.workers",
-        "dataloader_num_workers": "data.workers",
-        "model_name_or_path": "model.name",
-        "output_dir": "runs_folder",
-    }
-
     run_name: FileName = "run"
     """Name of the run's folder under runs_folder."""
     runs_folder: str = "runs"
