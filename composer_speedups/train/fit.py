@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import traceback
 import warnings
 from types import FrameType
 from typing import Any, Literal
@@ -25,7 +26,6 @@ _IGNORED_WARNINGS = (
     "Cannot split .* of length",  # a batch smaller than the micro-batch
     "The ``compute`` method of metric .* was called before",
 )
-_DEAD_WORKER = ("DataLoader worker", "Pin memory thread")  # beginnings of torch's messages
 _WORKER_FIX = "look for the kernel's out-of-memory killer, lower data.workers, or start again"
 
 
@@ -120,9 +120,9 @@ def _explained(error: Exception) -> Refusal | None:
     worker_message = str(error).rpartition(f"{DataError.__module__}.{DataError.__name__}: ")[2]
     if isinstance(error, DataError) and worker_message != str(error):  # torch embeds it in the worker's traceback
         return DataError(worker_message)
-    dead = [first_line(cause) for cause in causes_of(error) if str(cause).startswith(_DEAD_WORKER)]
-    if dead:
-        return RunFailedError(f"data.workers: a DataLoader worker died ({dead[0].rstrip('. ')}); {_WORKER_FIX}")
+    if (death := next(filter(_is_of_a_dead_worker, causes_of(error)), None)) is not None:
+        reason = first_line(death).rstrip(". ")
+        return RunFailedError(f"data.workers: a DataLoader worker died ({reason}); {_WORKER_FIX}")
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in message:
         if (fix := str(error).strip().splitlines()[-1:]) and fix[0].startswith("trainer.microbatch_size: "):
             return RunFailedError(f"{fix[0]} ({message})")  # MicrobatchTrainer's message names a size that fits
@@ -130,3 +130,11 @@ def _explained(error: Exception) -> Refusal | None:
             f"out of memory: {message}; lower data.batch_size, data.max_length or trainer.microbatch_size"
         )
     return None
+
+
+def _is_of_a_dead_worker(error: BaseException) -> bool:
+    """Whether torch says so, or the connection to the worker ended while it sent a batch."""
+    if isinstance(error, (EOFError, ConnectionError)):
+        frames = traceback.extract_tb(error.__traceback__)
+        return bool(frames) and frames[-1].filename.startswith(multiprocessing.__path__[0])
+    return str(error).startswith(("DataLoader worker", "Pin memory thread"))

@@ -132,11 +132,9 @@ class TrainerConfig(Settings):
     precision: Literal["fp32", "amp_bf16", "amp_fp16"] = "fp32"
     """Composer's precision. The mixed_precision technique sets it instead if requested."""
     microbatch_size: Annotated[int, Field(ge=1)] | Literal["auto"] | None = None
-    """Samples per forward pass and device; `auto` finds the largest size that fits a GPU; null does not split
-    batches."""
+    """Samples per forward pass and device; `auto` finds the largest that fits a GPU; null does not split batches."""
     microbatch_tokens: int | None = Field(None, ge=1)
-    """Real tokens per forward pass and device at most, for samples of very different lengths; a longer sample is a
-    micro-batch of its own. A number as microbatch_size bounds the samples as well."""
+    """Real tokens per forward pass and device at most; a longer sample is a micro-batch of its own."""
     on_out_of_memory: Literal["halve", "stop"] = "halve"
     """On one GPU: halve the micro-batch and keep the effective batch, with a warning; or stop."""
     fsdp: FSDPConfig | None = None
@@ -203,8 +201,7 @@ class CallbacksConfig(Settings):
     finite_loss: FiniteLossConfig | None = Field(default_factory=FiniteLossConfig)
     """Handle NaN and infinite losses, and keep NaN weights out of checkpoints; null disables it."""
     divergence: DivergenceConfig | None = None
-    """Stop when the loss climbs far above its value at the last good checkpoint, and do not write checkpoints
-    meanwhile."""
+    """Stop when the loss climbs far above its value at the last good checkpoint, and write no checkpoints meanwhile."""
 
 
 class BaselineConfig(Settings):
@@ -258,13 +255,11 @@ class Config(Settings):
     export: bool = True
     """Write the trained model to runs/<run_name>/model in transformers' format."""
     plot: bool = True
-    """Draw samples/s, loss and accuracy over the run to runs/<run_name>/throughput.png, and the confusion matrix of a
-    classification to confusion.png."""
+    """Draw samples/s, loss and accuracy to runs/<run_name>/throughput.png, and a confusion matrix to confusion.png."""
     algorithms: Techniques = Field(default_factory=dict)
     """Techniques by name, each with its settings: {tf32_matmul: {}, torch_compile: {scope: blocks}}."""
     baseline: BaselineConfig | None = None
-    """Before training, compare these techniques with the run's in alternating turns of a few batches, and report
-    the ratio."""
+    """Before training, compare these techniques with the run's in turns of a few batches, and report the ratio."""
     model: ModelConfig = Field(default_factory=ModelConfig)
     """The model."""
     task: AnyTask = Field(default_factory=ClassificationSettings)
