@@ -50,13 +50,7 @@ class _Split(NamedTuple):
             task.check_classes(self.where)
 
     def checked(
-        self,
-        task: Task,
-        on_invalid: str,
-        summary: DataSummary,
-        *,
-        training: bool,
-        places: Sequence[int] | None = None,
+        self, task: Task, on_invalid: str, summary: DataSummary, *, training: bool, places: Sequence[int] | None = None
     ) -> dict[int, Example]:
         """Place → sample of the rows at ``places``, or of all rows; the invalid ones are refused or dropped."""
         examples, invalid = {}, list[str]()

@@ -73,9 +73,7 @@ def _train_wordpiece(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFa
     tokenizer = _wordpiece(_vocabulary(texts, vocab_size, inner))  # a new trainer, for which they are not special
     cls, sep = (tokenizer.token_to_id(_SPECIAL[name]) for name in ("cls", "sep"))
     tokenizer.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]",
-        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
-        special_tokens=[("[CLS]", cls), ("[SEP]", sep)],
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", cls), ("[SEP]", sep)]
     )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,

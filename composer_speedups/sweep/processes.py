@@ -109,10 +109,7 @@ class Process:
 
 
 def run_all(
-    jobs: Sequence[Job],
-    at_a_time: int,
-    done: Callable[[Job, Ended], None],
-    start: Callable[[Job], Process] = Process,
+    jobs: Sequence[Job], at_a_time: int, done: Callable[[Job, Ended], None], start: Callable[[Job], Process] = Process
 ) -> None:
     """Run jobs in their order, ``at_a_time`` together, and call ``done`` after each; an exception stops them."""
     waiting, running = deque(jobs), list[Process]()

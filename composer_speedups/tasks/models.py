@@ -10,10 +10,7 @@ import transformers
 from composer.models import HuggingFaceModel, huggingface
 from torchmetrics import Metric
 from transformers import BertConfig
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.core.files import cannot_be_loaded

@@ -125,11 +125,7 @@ def summary_table(report: dict[str, Any], folder: str) -> str:
         *class_rows(classes),
         ("best", best.get("batch"), best and f"batches trained; {best['metric']} was {_number(best['value'])}"),
         ("stopped early", training["batches"] if stopping.get("stopped") else None, "batches trained"),
-        (
-            "gradients",
-            ddp.get("mib_a_step"),
-            f"MiB reduced per step; {ddp.get('overlapped_steps', 0)} steps overlap",
-        ),
+        ("gradients", ddp.get("mib_a_step"), f"MiB reduced per step; {ddp.get('overlapped_steps', 0)} steps overlap"),
         (
             "microbatch",
             training["microbatch_size"],

@@ -7,13 +7,11 @@ import json
 from typing import Any
 
 import pytest
-import torch
 
 from composer_speedups.data.builtin import builtin_reviews, builtin_samples
 from composer_speedups.data.loader import build_data
 from composer_speedups.tasks.classification import Classification
 from composer_speedups.tasks.settings import DataConfig
-from composer_speedups.tasks.task import task_class
 from tests.helpers.jobs import run
 from tests.helpers.texts import tokenizer_of
 
@@ -36,21 +34,10 @@ def test_samples_are_reproducible_and_depend_on_seed_and_split(task: str) -> Non
         assert builtin_samples(task, 50, **{"seed": 17, "split": "train", **other}) != samples  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("task", ["classification", "mlm", *TASKS])
-def test_samples_have_the_columns_that_the_task_reads(task: str) -> None:
-    samples = builtin_samples(task, 9, 17, "eval", 0.1)
-    assert {column for column, _ in task_class(task)().columns(training=True)} <= set(samples)
-    assert {len(values) for values in samples.values()} == {9}
-
-
 @pytest.mark.pins
-def test_reviews_are_reproducible_and_have_imdbs_lengths() -> None:
+def test_reviews_are_reproducible() -> None:
     digest = hashlib.sha256(json.dumps(builtin_reviews(50, 17, "train")).encode()).hexdigest()
     assert digest.startswith("48726a9c6935cfe3"), digest
-    words = torch.tensor([len(text.split()) for text in builtin_reviews(3000, 1, "train")["text"]]).double()
-    assert 215 < words.mean() < 250
-    assert 160 < words.median() < 195
-    assert words.max() > 1000
 
 
 @pytest.mark.exhaustive

@@ -24,13 +24,6 @@ from composer_speedups.train.config.schema import DataConfig
 from tests.data.samples import ROWS, files, save
 
 
-def test_columns_may_have_other_names_and_text_may_have_line_breaks() -> None:
-    rows = {"review": ['one\n"two", three'] * 2, "y": [1, 0], "more": [3, 4]}
-    for name in ("a.csv", "a.parquet", "a.jsonl"):
-        train, _ = load_samples(files(save(rows, name)), Classification(text_columns=["review"], label_column="y"))
-        assert train[:] == {"text_1": rows["review"], "labels": rows["y"]}
-
-
 def test_drawn_samples_are_random_seeded_and_unique() -> None:
     name = save(ROWS, "a.parquet")
     first, _ = load_samples(files(name, train_samples=8), Classification())

@@ -19,12 +19,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModel
 
-from composer_speedups import (
-    FusedLayers,
-    FusedOptimizer,
-    ThroughputMonitor,
-    Unpadding,
-)
+from composer_speedups import FusedLayers, FusedOptimizer, ThroughputMonitor, Unpadding
 from composer_speedups.core.errors import ConfigError, Refusal
 from composer_speedups.data.loader import Data, build_data
 from composer_speedups.kernels.host import counting

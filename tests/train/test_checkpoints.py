@@ -17,7 +17,7 @@ from composer.utils import ObjectStore
 
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.train.checkpoints import DamagedCheckpointError, read_checkpoint
-from tests.helpers.common import make_trainer
+from tests.helpers.common import trained
 from tests.helpers.jobs import MARKER, Payload, run, short_checkpoint
 
 BRIEF = ("trainer.max_duration=3ba", "trainer.eval_batches=1", "export=false")
@@ -146,9 +146,7 @@ def test_numpy_builds_nothing_from_a_checkpoint_and_its_random_state_is_read(val
     with pytest.raises(DamagedCheckpointError, match="unpack requires a buffer of 2496 bytes"):
         read_checkpoint("crafted.pt", "checkpoint.load")
 
-    trainer = make_trainer(save_folder=str(tmp_path), save_interval="2ba", save_filename="ba{batch}.pt")
-    trainer.fit()
-    trainer.close()
+    trained(save_folder=str(tmp_path), save_interval="2ba", save_filename="ba{batch}.pt")
     saved = torch.load(tmp_path / "ba2.pt", weights_only=False)["rng"][0]["numpy"]
     words = read_checkpoint(str(tmp_path / "ba2.pt"), "checkpoint.load")["rng"][0]["numpy"]
     assert words[1] == saved[1].tolist()

@@ -20,7 +20,7 @@ from composer_speedups.train.console import TrainingProgress
 from composer_speedups.train.report import summary_table
 from composer_speedups.train.startup import prefetch_cpu_model, without_gc
 from tests.conftest import ROOT
-from tests.helpers.common import make_trainer
+from tests.helpers.common import trained
 from tests.helpers.jobs import SHORT, run
 
 
@@ -58,9 +58,7 @@ def test_a_run_prints_five_lines_and_then_lines_with_one_based_epochs_and_full_m
 
 def test_the_progress_bar_shows_loss_and_remaining_time() -> None:
     screen = Terminal()
-    trainer = make_trainer([], loggers=[TrainingProgress(screen)], max_duration="4ba")
-    trainer.fit()
-    trainer.close()
+    trained([], loggers=[TrainingProgress(screen)], max_duration="4ba")
     last = screen.getvalue().strip().splitlines()[-1].split("\r")[-1]
     assert last.startswith("training 100%|")
     assert "| batch 4, loss 0." in last
@@ -84,9 +82,7 @@ BASELINE = [
 ]
 
 
-def test_a_baseline_is_reported_and_does_not_change_the_run(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_a_baseline_is_reported_and_does_not_change_the_run(capfd: pytest.CaptureFixture[str]) -> None:
     settings = ["trainer.max_duration=3ba", "model.dropout=0.1"]
     compared = run(*settings, *BASELINE)
     printed = capfd.readouterr().out

@@ -95,12 +95,7 @@ def test_two_nodes_on_this_machine_train_together(launcher: str) -> None:
     settings = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LAUNCHER": launcher, "GPUS": "1"}
     environment = {**os.environ, **settings, "CONFIG": "yamls/quickstart.yaml"}
     overrides = [*SHORT, "trainer.device=cpu", "trainer.max_duration=3ba", f"runs_folder={Path.cwd()}/runs"]
-    command = [
-        "bash",
-        "examples/two_nodes.sh",
-        *overrides,
-        f"data.cache_dir={Path.cwd()}/cache",
-    ]
+    command = ["bash", "examples/two_nodes.sh", *overrides, f"data.cache_dir={Path.cwd()}/cache"]
     nodes = [
         subprocess.Popen(command, cwd=ROOT, env={**environment, "NODE_RANK": rank}, stderr=subprocess.PIPE, text=True)
         for rank in "01"

@@ -28,7 +28,17 @@ from composer_speedups.tasks.task import Task
 from composer_speedups.train import out_of_memory
 from composer_speedups.train.out_of_memory import MicrobatchHistory, MicrobatchTrainer
 from composer_speedups.train.report import summary_table
-from tests.helpers.common import Batch, Batches, Recorder, batch, final_weights, make_trainer, tiny_bert, tiny_config
+from tests.helpers.common import (
+    Batch,
+    Batches,
+    Recorder,
+    batch,
+    final_weights,
+    make_trainer,
+    tiny_bert,
+    tiny_config,
+    trained,
+)
 from tests.helpers.jobs import run
 from tests.reference.tolerance import assert_near
 
@@ -103,7 +113,7 @@ def train(
         none = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
         masked_lm = BertForMaskedLM(tiny_config(initializer_range=0.2, **none))
         model = FinetuneModel(masked_lm, task, train_metrics=False)
-    trainer = make_trainer(
+    trainer = trained(
         algorithms,
         model=model,
         callbacks=[watch],
@@ -118,8 +128,6 @@ def train(
         device_train_microbatch_size=size,
         **settings,
     )
-    trainer.fit()
-    trainer.close()
     return trainer, watch, trainer.history  # type: ignore[attr-defined]
 
 
