@@ -27,6 +27,7 @@ class RunFolder:
 
     def __init__(self, config: Config) -> None:
         self.path = Path(config.runs_folder) / config.run_name
+        self._config, self._checkpoints = self.path / "config.yaml", self.path / "checkpoints"
         self.load, self.resumed = config.checkpoint.load, False  # resumed: autoresume found the checkpoint to load
         self.inputs: Inputs = {}  # the files that the run reads, by content; empty on other ranks than 0
         self._lock: io.FileIO | None = None
@@ -133,14 +134,6 @@ class RunFolder:
         # damaged ones that were skipped, or intact ones if checkpoint.load names an older one
         for path in saved[: saved.index(loaded)] if loaded in saved else ():
             _set_aside(path, date)
-
-    @property
-    def _config(self) -> Path:
-        return self.path / "config.yaml"
-
-    @property
-    def _checkpoints(self) -> Path:
-        return self.path / "checkpoints"
 
     def __enter__(self) -> RunFolder:
         return self
