@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import signal
 import subprocess
 import time
@@ -20,6 +21,7 @@ TRAIN = "composer_speedups.train"
 _STOP_SECONDS = 60.0  # for a run that is stopped to finish its batch and write a checkpoint
 _MAX_MESSAGE = 300  # characters of a failed process's message
 _KILLED_STATUSES = (-signal.SIGKILL, 128 + signal.SIGKILL)  # sent by the kernel's out-of-memory killer
+_CAUSE = re.compile(r"([A-Za-z_][\w.]*(Error|Exception)|Fatal Python error): ")
 _OUT_OF_MEMORY = (
     "out of memory",  # train.py's own line, and those of torch and CUDA
     "outofmemoryerror",  # torch's class, in a traceback
@@ -65,10 +67,11 @@ class Ended(NamedTuple):
 
 
 def own_line(output: str) -> str:
-    """train.py's own error line without its prefix, or else the last nonempty line of the output."""
+    """train.py's own error line without its prefix, or else the last that names an exception, or the last of all."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     own = [line.partition("train.py: ")[2] for line in lines if "train.py: " in line]
-    return (own or lines or [""])[-1]
+    causes = [line for line in lines if _CAUSE.match(line)]  # torch prints advice below its exceptions
+    return (own or causes or lines or [""])[-1]
 
 
 class Process:
