@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
@@ -135,7 +136,7 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456
 def read_pair(pair: str, cls: type[Settings], prefix: str = "") -> dict[Any, Any]:
     """The nested mapping of a ``section.key=value``; text is kept as in :func:`read_yaml`."""
     name, _, value = pair.partition("=")
-    if not all(name.split(".")):
+    if not all(name.split(".")) or name.count(".") > 99:
         raise ConfigError(f"{COMMAND_LINE}: {name[:80]!r} is not a key; expected section.key=value")
     try:
         held = read_yaml(value, cls, name)
@@ -152,13 +153,15 @@ def read_yaml(text: str, cls: type[Settings], key: str = "") -> Any:
     kinds: dict[str, set[Any]] = {}
     for name, field, _ in keys_of(cls):
         kinds[name] = kinds.get(name, set()) | (parts_of(field.annotation) if not sections_of(field) else set())
-    loader = _Loader(text)
     try:
+        loader = _Loader(text)  # refuses NUL
         node = loader.get_single_node()
         if node is None:
             return None
         _keep_text(node, key, kinds)
-        return loader.construct_document(node)
+        value = loader.construct_document(node)
+        json.dumps(value, default=str, skipkeys=True)  # refuses a value that contains itself
+        return value
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ValueError(str(error)) from error
 

@@ -59,7 +59,6 @@ class Settings(BaseModel):
         populate_by_name=True,
     )
     not_recorded: ClassVar[tuple[str, ...]] = ()  # settings that repr leaves out
-    also_called: ClassVar[Mapping[str, str]] = {}  # names in other programs → the key that an error message suggests
     option: ClassVar[str] = ""  # of a class in a union: the key and value that choose it, ``model.task: mlm``
 
     @classmethod
@@ -318,10 +317,8 @@ def _unknown(cls: type[Settings], owner: type[Settings], name: str, prefix: str,
         chosen = owner.option.rpartition(": ")[2]
         others = " or ".join(reader.rpartition(": ")[2] for reader in readers)
         return f"{name} is for {readers[0].partition(':')[0]}: {others}, not {chosen}; remove it"
-    known, leaf = known or [*dict.fromkeys(key for key, _ in keys)], name.rpartition(".")[2]
-    if meant := cls.also_called.get(leaf):
-        hint = f"; did you mean {meant!r}?"
-    elif name in known:  # it was written with a dot
+    known = known or [*dict.fromkeys(key for key, _ in keys)]
+    if name in known:  # it was written with a dot
         hint = f"; write {name.replace('.', ': {')}: …{'}' * name.count('.')} in a YAML file"
     else:
         hint = did_you_mean(name, known, prefix, otherwise="; --help lists all keys" if len(known) > 20 else None)

@@ -97,12 +97,8 @@ def _pieces_of(value: Any, sizes: Sequence[int]) -> Sequence[Any]:
 
 
 class LengthGroupedSampler(BalancedSampler):
-    """Shuffles the epoch, cuts it into pools of ``pool`` batches, sorts each pool by length, cuts it into batches, and
-    shuffles these. Every sample still occurs once per epoch.
-
-    An incomplete batch is not sorted and comes last, or is dropped with ``drop_last``. ``widths`` are the lengths to
-    sort by, if not ``lengths``: those of the longest of several texts. The rest is as in :class:`.BalancedSampler`.
-    """
+    """Shuffles the epoch, sorts each pool of ``pool`` batches by length, cuts it into batches, and shuffles these;
+    ``widths`` are the lengths to sort by, if not ``lengths``."""
 
     def __init__(
         self,

@@ -1,13 +1,7 @@
 """Built-in samples of every task: generated, deterministic, and not solvable by counting words.
 
-Classification and mlm use film reviews. A review's label is the opinion of most of its clauses. Whether a clause uses
-words of its own polarity or negates words of the opposite one is drawn independently of the label, and in a good
-quarter of the reviews most clauses negate. Every sentiment word therefore occurs in both classes: a linear model over
-words stays near the share of plain reviews (about 0.7), while a model that reads "not dull" and "although …, …" can
-classify nearly all correctly.
-
-The samples of the other tasks are generated below. They exercise the pipeline and do not measure how well a model
-reads.
+The label of a film review is the opinion of most of its clauses. In a good quarter of the reviews most clauses negate
+words of the opposite polarity, so a linear model over words stays near the share of plain reviews (about 0.7).
 """
 
 from __future__ import annotations
@@ -52,10 +46,7 @@ _NARRATION = [
 
 
 def builtin_samples(task: str, count: int, seed: int, split: str, length_scale: float = 1.0) -> dict[str, list[Any]]:
-    """Samples of a task in the columns that it reads by default: the same for the same arguments on every machine.
-
-    ``split`` is ``"train"`` or ``"eval"``; ``length_scale`` is the length of reviews as a multiple of IMDB's.
-    """
+    """Samples of a task in the columns that it reads by default, the same for the same arguments on every machine."""
     if task not in _GENERATORS:
         reviews = builtin_reviews(count, seed, split, length_scale)
         return {**reviews, "label": [("negative", "positive")[label] for label in reviews["label"]]}

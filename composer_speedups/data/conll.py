@@ -22,8 +22,7 @@ class _Line(NamedTuple):
 
 
 def conll_rows(file: Iterable[str]) -> Iterator[dict[str, Any]]:
-    """The sentences: ``tokens``, the first field of each line, and ``ner_tags``, the last one, without comments, which
-    begin with ``#`` and a blank, and CoNLL-2003's ``-DOCSTART-``. A line that could be read in two ways is refused."""
+    """The sentences without comments: ``tokens``, the first field of each line, and ``ner_tags``, the last one."""
     width, tags, numbered = 0, {"O"}, True
     for lines in _blocks(file):
         words = list(itertools.dropwhile(lambda line: line.text.startswith("# "), lines))
@@ -52,8 +51,7 @@ def _blocks(file: Iterable[str]) -> Iterator[list[_Line]]:
 
 
 def _is_comment(line: _Line, width: int, tags: Collection[str]) -> bool:
-    """Whether a line before a sentence is a comment, and not the word ``#`` with its tags, for which it must have
-    ``width`` fields (0 if that is unknown) and one of the ``tags``."""
+    """Whether it is none of ``width`` fields (0: unknown) with one of the ``tags``, the word ``#``; else refused."""
     if not line.text.startswith("# ") or (width in (0, len(line.fields)) and line.fields[-1] in tags):
         return False
     if width != len(line.fields) or "=" in line.text:

@@ -48,10 +48,7 @@ class Ragged(NamedTuple):
 
 
 class FlatTokens(torch.utils.data.Dataset[Ragged]):
-    """Tokenized samples in memory, with 4 bytes per token. Forked DataLoader workers share it.
-
-    A DataLoader requests a whole batch with ``__getitems__`` and passes the :class:`Ragged` to its ``collate_fn``.
-    """
+    """Tokenized samples in memory, 4 bytes per token; a DataLoader requests a whole batch with ``__getitems__``."""
 
     def __init__(self, dataset: Dataset) -> None:
         table = dataset.with_format("arrow")[:]

@@ -39,8 +39,7 @@ class Data(NamedTuple):
 
 
 class Pad:
-    """Pads rows of token ids to ``input_ids`` and ``attention_mask``, (rows, length) or (rows, texts, length), and
-    converts the other columns: to ``max_length``, or to the longest row, rounded up to ``multiple``."""
+    """Pads rows to (rows, length) or (rows, texts, length): ``max_length``, or the longest, rounded to ``multiple``."""
 
     def __init__(self, pad_id: int, max_length: int, *, longest: bool, multiple: int = 1) -> None:
         self.max_length, self.longest, self.multiple = max_length, longest, multiple
@@ -60,8 +59,7 @@ class Pad:
 
 
 def build_data(config: DataConfig, task: Task, *, model_name: str, on_gpu: bool, seed: int = 0) -> Data:
-    """Build samples, tokens and loaders from the config, sharded over ranks, and let the task learn its classes. The
-    first process of a node fills the caches; the others read them."""
+    """Build samples, tokens and loaders, sharded over ranks; the first process of a node fills the caches."""
     refuse(task.data_checks(config))
     world = dist.get_world_size()
     for name in ("batch_size", "eval_batch_size"):

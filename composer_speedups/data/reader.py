@@ -140,7 +140,7 @@ assert tuple(_TEXT_READERS) == TEXT_FORMATS
 def iterate_rows(
     paths: Iterable[str], key: str, columns: Iterable[str] = (), declared: ClassNames | None = None
 ) -> Iterator[Row]:
-    """Iterate over the rows of files, in their order, of which the caller reads ``columns`` only.
+    """Iterate over the rows of files, of which the caller reads ``columns`` only.
 
     With ``declared``, the :func:`declared_classes` of the data set's first file, integers of classes become the names
     that their own file declares for them.
@@ -199,8 +199,7 @@ def no_rows(where: str) -> DataError:
 
 
 def check_data_files(data: DataConfig, task: TaskSettings) -> None:
-    """Refuse a missing local file, and one without a column that the task reads, before the imports, which take most of
-    the time until the first step. Of files that are streamed, which may be many and large, the first row is read."""
+    """Refuse a missing local file, and one without a column that the task reads, before the slow imports."""
     for split, name in (("train", data.train_file), ("eval", data.eval_file)):
         key, training = f"data.{split}_file", split == "train"
         if name is None or is_address(name) or (data.source == "mds" and training):
@@ -218,8 +217,7 @@ def check_data_files(data: DataConfig, task: TaskSettings) -> None:
 
 
 def _names_of_columns(path: str, key: str, wanted: Sequence[str]) -> list[str]:
-    """The columns of a local file: those of its schema or of its first row, or in .jsonl, where rows may lack keys, of
-    the rows up to the first one that completes ``wanted``; none for a file without rows."""
+    """The columns of a local file: of its schema or first row, or in .jsonl of rows until they complete ``wanted``."""
     names = dict[str, None]()
     if suffix_of(path) not in _TEXT_READERS:
         with _readable(path, key), pyarrow.parquet.ParquetFile(path) as parquet:

@@ -50,13 +50,7 @@ class _Split(NamedTuple):
             task.check_classes(self.where)
 
     def checked(
-        self,
-        task: Task,
-        on_invalid: str,
-        summary: DataSummary,
-        *,
-        training: bool,
-        places: Sequence[int] | None = None,
+        self, task: Task, on_invalid: str, summary: DataSummary, *, training: bool, places: Sequence[int] | None = None
     ) -> dict[int, Example]:
         """Place → sample of the rows at ``places``, or of all rows; the invalid ones are refused or dropped."""
         examples, invalid = {}, list[str]()
@@ -77,8 +71,7 @@ class _Split(NamedTuple):
 
 
 def load_samples(config: DataConfig, task: Task, summary: DataSummary | None = None) -> tuple[Dataset, Dataset | None]:
-    """Training and validation samples as returned by :meth:`.Task.example`; the task learns its labels from the valid
-    ones of the former, and ``summary`` receives the dropped rows."""
+    """Training and validation samples of :meth:`.Task.example`; the task learns its labels from the former."""
     summary = summary or DataSummary()
     needed = task.columns(training=True)
     if config.eval_fraction is not None:  # the rows to validate on are among them
@@ -196,8 +189,7 @@ def _held_out(split: _Split, examples: Mapping[int, Example], task: Task, config
 
 
 def _stratified(strata: Sequence[int | None], count: int, seed: int) -> Arrays:
-    """Draw ``count`` of the rows at random, of each stratum its share up to one row. The only row of a stratum is drawn
-    last, so that it is trained on."""
+    """Draw ``count`` rows at random, of each stratum its share up to one row, and its only row last."""
     order = np.random.default_rng(seed).permutation(len(strata))
     if strata[0] is None:
         return order[:count]

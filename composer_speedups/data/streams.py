@@ -39,8 +39,7 @@ _BLOCK = 64  # rows that are read from a file at a time
 
 
 class EndlessSamples(torch.utils.data.IterableDataset[dict[str, Any]]):
-    """A stream of rows that starts over, in another order, when it ends: ranks whose shares differ by a row would
-    otherwise end at different batches and wait for each other."""
+    """A stream that starts over when it ends: ranks whose shares differ by a row would otherwise wait."""
 
     def __init__(self, rows: Any) -> None:
         self.rows = rows
@@ -57,8 +56,7 @@ class EndlessSamples(torch.utils.data.IterableDataset[dict[str, Any]]):
 
 
 class Tokenized:
-    """Raw rows → checked samples → token ids → a batch from another collator. Rows with ``input_ids`` are used
-    unchanged."""
+    """Raw rows → checked samples → token ids → a batch from another collator; ``input_ids`` are used unchanged."""
 
     def __init__(self, collate: Any, tokenizer: Any, task: Task, max_length: int) -> None:
         self.collate, self.tokenizer, self.task, self.max_length = collate, tokenizer, task, max_length
@@ -80,8 +78,7 @@ class Tokenized:
 
 
 def _token_ids(row: Mapping[str, Any], vocabulary: int) -> list[int]:
-    """The column ``input_ids`` of a row, without the padding that its ``attention_mask`` marks. Bytes, whose values
-    would pass for token ids, are refused, and so are ids for which a GPU's assertion would name neither id nor row."""
+    """The column ``input_ids`` of a row without padding; a GPU would name neither a foreign id nor its row."""
     value, mask = row["input_ids"], row.get("attention_mask")
     ids = np.asarray(value)
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
@@ -101,8 +98,7 @@ def _token_ids(row: Mapping[str, Any], vocabulary: int) -> list[int]:
 
 
 def stream_of_samples(config: DataConfig, seed: int) -> tuple[Any, ClassNames]:
-    """This rank's share of the training rows, with names of classes instead of the integers for which the dataset
-    declares names, and these names. Every row belongs to one rank and one worker."""
+    """This rank's share of the training rows, and the names of classes that the dataset declares for integers."""
     if config.source == "mds":
         return _mds(config, seed), {}
     rows, declared = _shuffled_rows(config, seed)

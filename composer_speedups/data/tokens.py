@@ -31,8 +31,7 @@ _SPECIAL = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mas
 def load_tokenizer(
     config: DataConfig, model_name: str, texts: Sequence[str] | None, *, splits_words: bool = False
 ) -> Any:
-    """Load the model's tokenizer or another one, or train WordPiece on ``texts``. With ``splits_words``, they are lists
-    of words, which RoBERTa's tokenizers accept only with a space before each."""
+    """Load a tokenizer, or train WordPiece on ``texts``; with ``splits_words``, RoBERTa's put a space before words."""
     if config.tokenizer == "wordpiece":
         assert texts is not None  # ensured by the schema's checks
         return _trained(config, list(texts))
@@ -74,9 +73,7 @@ def _train_wordpiece(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFa
     tokenizer = _wordpiece(_vocabulary(texts, vocab_size, inner))  # a new trainer, for which they are not special
     cls, sep = (tokenizer.token_to_id(_SPECIAL[name]) for name in ("cls", "sep"))
     tokenizer.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]",
-        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
-        special_tokens=[("[CLS]", cls), ("[SEP]", sep)],
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", cls), ("[SEP]", sep)]
     )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -86,8 +83,7 @@ def _train_wordpiece(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFa
 
 
 def _vocabulary(texts: list[str], size: int, first: list[str]) -> dict[str, int]:
-    """The vocabulary that WordPiece learns from the texts: special tokens, those of ``first``, characters, and
-    merges."""
+    """What WordPiece learns from the texts: special tokens, those of ``first``, characters, and merges."""
     tokenizer = _wordpiece({})
     special = [*_SPECIAL.values(), *first]
     trainer = trainers.WordPieceTrainer(vocab_size=size, special_tokens=special, show_progress=False)
@@ -130,8 +126,7 @@ def tokenize(dataset: Dataset, tokenizer: Any, config: DataConfig, task: Task) -
 
 
 def measure_truncation(samples: Dataset, tokenizer: Any, config: DataConfig, task: Task) -> Truncation:
-    """How many samples ``max_length`` truncates, and the length that would keep 95% of them whole: of all samples, or
-    of 1,000 at random, which are tokenized once more."""
+    """How many samples ``max_length`` truncates, of at most 1,000 at random, which are tokenized once more."""
     drawn = np.random.default_rng(config.seed).permutation(len(samples))[:_MEASURED]
     # a copy, because a tokenizer keeps the length of its last call, which is exported
     encoded = task.encode(samples.select(drawn)[:], copy.deepcopy(tokenizer), _UNLIMITED)

@@ -1,5 +1,4 @@
-"""Predict with a finished run for the rows of a file. Importing this module is quick, so that a wrong folder is noticed
-at once."""
+"""Predict with a finished run for the rows of a file; quick to import, so that a wrong folder is noticed at once."""
 
 from __future__ import annotations
 

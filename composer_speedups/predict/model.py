@@ -7,13 +7,12 @@ import warnings
 from collections.abc import Collection, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 import transformers
 from datasets import Dataset
-from pydantic import BaseModel
 
 from composer_speedups.callbacks.history import metrics_by_class
 from composer_speedups.core.errors import ConfigError, first_line
@@ -31,13 +30,6 @@ from composer_speedups.tasks.settings import TASK_FILE, TASKS, DataConfig
 from composer_speedups.tasks.task import Task, build_task
 
 Columns = dict[str, list[Any]]
-
-
-class Evaluation(NamedTuple):
-    """The metrics of a task by their names in report.json, and those of each class of a classification."""
-
-    metrics: dict[str, float]
-    classes: dict[str, dict[str, Any]]
 
 
 class FinishedModel:
@@ -128,8 +120,8 @@ class FinishedModel:
         return [prediction for _, prediction in sorted(zip(order, predictions, strict=True), key=itemgetter(0))]
 
     @torch.no_grad()
-    def evaluate(self, samples: Dataset, batch_size: int) -> Evaluation:
-        """Evaluate samples (from :func:`.labelled_samples`) as training does, ``batch_size`` per forward pass."""
+    def evaluate(self, samples: Dataset, batch_size: int) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:
+        """The metrics of samples (from :func:`.labelled_samples`) as in training, and those of each class."""
         encoded = samples.map(
             lambda rows: self.task.encode(rows, self.tokenizer, self.max_length),
             batched=True,
@@ -157,7 +149,7 @@ class FinishedModel:
         for metric in metrics.values():
             if isinstance(metric, ByClass) and metric.seen is not None:
                 classes = metrics_by_class(metric.names, metric.seen.cpu().numpy())
-        return Evaluation(values, classes)
+        return values, classes
 
     def _logits(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         device = self.model.device
@@ -173,24 +165,16 @@ class FinishedModel:
 _INPUTS = {"attention_mask", *(name for name in PER_TOKEN.values() if name not in ("labels", "word_starts"))}
 
 
-class _TaskFile(BaseModel):
-    """The content of the task's file; unknown keys are ignored."""
-
-    model: dict[str, Any]
-    data: dict[str, Any]
-    files: dict[str, str] = {}  # name → hash
-
-
 def _task_of(folder: Path, *, evaluates: bool) -> tuple[Task, int]:
     """The task of an exported model, with its labels and its maximum length."""
-    content = _TaskFile.model_validate_json((folder / TASK_FILE).read_bytes())
+    content = json.loads((folder / TASK_FILE).read_bytes())
     now = hashes_of(model_files(str(folder), (*WEIGHTS, *TEXTS)), "RUN")
-    if changed := next((name for name, before in content.files.items() if now.get(name) != before), None):
+    if changed := next((name for name, before in content["files"].items() if now.get(name) != before), None):
         raise ConfigError(
             f"RUN: {folder / changed} is not the file that train.py exported; restore it, or, to use the folder as it "
             f"is, remove {changed!r} from 'files' in its {TASK_FILE}"
         )
-    keys = {**content.data, **content.model}
+    keys = {**content["data"], **content["model"]}
     kind = TASKS[keys["task"]]
     if kind.name == "mlm" and not evaluates:
         raise ConfigError("RUN: a masked language model predicts nothing for a text; fine-tune it for a task")

@@ -27,12 +27,7 @@ _ROWS_PER_BLOCK = 2048  # rows that are sorted by length and computed together
 
 
 def predict_file(model: FinishedModel, rows: list[Row], source: Path, output: Path, batch_size: int) -> str:
-    """Write every row of ``source``, which are ``rows``, with its predictions to ``output``, atomically: a call that is
-    interrupted leaves the file as it was.
-
-    A column of the input that has the name of a prediction is written as ``input_<name>``. All rows are checked before
-    any is computed. The prediction of a row without text is null in each field; a line on stderr lists these rows.
-    """
+    """Write the rows of ``source`` with their predictions, null for rows without text, to ``output``, atomically."""
     _check(model, rows, source, labelled=False)
     problems, where = dict[int, str](), f"input: {source}"
     for index, row in enumerate(rows):
@@ -63,10 +58,7 @@ def predict_file(model: FinishedModel, rows: list[Row], source: Path, output: Pa
 
 
 def evaluate_file(model: FinishedModel, rows: list[Row], source: Path, batch_size: int) -> str:
-    """Return the metrics of the task for the labelled rows of ``source``, which are ``rows``, a line each.
-
-    Rows without text, or whose label is missing or unknown, are left out; a line on stderr lists them.
-    """
+    """The metrics of the task for the valid rows of ``source``, a line each; a line on stderr lists the others."""
     _check(model, rows, source, labelled=True)
     where, summary = f"input: {source}", DataSummary()
     samples = labelled_samples(rows, where, model.task, summary)
@@ -108,11 +100,7 @@ def _null(prediction: Any) -> Any:
 
 
 def _joined(rows: Sequence[Row], predictions: Sequence[Row]) -> list[Row]:
-    """All columns that any of the rows has, in each row, then its predictions.
-
-    A column with the name of a prediction, or below it as in ``probabilities.yes``, gets ``input_`` before its name, as
-    often as it takes for a name of its own.
-    """
+    """All columns that any of the rows has, in each row, ``input_`` before names of predictions, then these."""
     names, predicted = _names(rows), predictions[0]
     renamed, taken = {name: name for name in names}, {*names, *predicted}
     for name in names:

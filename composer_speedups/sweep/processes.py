@@ -21,7 +21,7 @@ TRAIN = "composer_speedups.train"
 _STOP_SECONDS = 60.0  # for a run that is stopped to finish its batch and write a checkpoint
 _MAX_MESSAGE = 300  # characters of a failed process's message
 _KILLED_STATUSES = (-signal.SIGKILL, 128 + signal.SIGKILL)  # sent by the kernel's out-of-memory killer
-_CAUSE = re.compile(r"([A-Za-z_][\w.]*(Error|Exception)|Fatal Python error|what\(\)): ")
+_CAUSE = re.compile(r"([A-Za-z_][\w.]*(Error|Exception)|Fatal Python error): ")
 _OUT_OF_MEMORY = (
     "out of memory",  # train.py's own line, and those of torch and CUDA
     "outofmemoryerror",  # torch's class, in a traceback
@@ -49,8 +49,7 @@ class Ended(NamedTuple):
 
     @property
     def kind(self) -> Literal["ok", "out of memory", "time", "refused", "failed"]:
-        """What went wrong. A process that another one killed counts as out of memory, because the kernel kills for this
-        reason."""
+        """What went wrong; a process that another one killed counts as out of memory, for which the kernel kills."""
         output = self.output.lower()
         if not self.status:
             return "time" if self.status is None else "ok"
@@ -68,11 +67,7 @@ class Ended(NamedTuple):
 
 
 def own_line(output: str) -> str:
-    """train.py's own error line without its prefix, or else the last line that names an exception or a crash, or else
-    the last nonempty line of the output; empty if there is none."""
-    before, fatal, stacks = output.partition("Fatal Python error: ")  # faulthandler's stacks follow
-    kind = stacks.partition("\n")[0]
-    output = before if kind == "Aborted" else before + fatal + kind  # the caller of abort has printed the reason
+    """train.py's own error line without its prefix, or else the last that names an exception, or the last of all."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     own = [line.partition("train.py: ")[2] for line in lines if "train.py: " in line]
     causes = [line for line in lines if _CAUSE.match(line)]  # torch prints advice below its exceptions
@@ -80,8 +75,7 @@ def own_line(output: str) -> str:
 
 
 class Process:
-    """A running job, in a process group of its own. With ``setpriv``, it is killed when the thread that started it
-    ends."""
+    """A running job, in a process group of its own; with ``setpriv``, it is killed with the thread that started it."""
 
     def __init__(self, job: Job, stdin: IO[bytes] | int = subprocess.DEVNULL) -> None:
         self.job = job
@@ -118,16 +112,9 @@ class Process:
 
 
 def run_all(
-    jobs: Sequence[Job],
-    at_a_time: int,
-    done: Callable[[Job, Ended], None],
-    start: Callable[[Job], Process] = Process,
+    jobs: Sequence[Job], at_a_time: int, done: Callable[[Job, Ended], None], start: Callable[[Job], Process] = Process
 ) -> None:
-    """Run jobs in their order, ``at_a_time`` together, and call ``done`` after each.
-
-    An exception, such as one of a signal handler, stops the running jobs with SIGTERM, upon which those with
-    checkpoints write one, and kills them after a minute or at another signal.
-    """
+    """Run jobs in their order, ``at_a_time`` together, and call ``done`` after each; an exception stops them."""
     waiting, running = deque(jobs), list[Process]()
     try:
         while waiting or running:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -18,7 +19,7 @@ from tabulate import tabulate
 
 from composer_speedups.core.command_line import parse_command_line, read_settings
 from composer_speedups.core.errors import ConfigError, RunFailedError
-from composer_speedups.core.files import make_folder
+from composer_speedups.core.files import lock_file, make_folder
 from composer_speedups.core.processes import command_output
 from composer_speedups.core.settings import Settings, fields_of, keys_help
 from composer_speedups.sweep.processes import TRAIN, Ended, Job, Process, run_all
@@ -75,8 +76,7 @@ class Run(NamedTuple):
     inputs: Inputs  # the files that it reads, by content, when the command started
 
     def metrics(self) -> dict[str, float | None] | None:
-        """The metrics in the report; None if the run has not finished, or was trained with another config or other
-        files."""
+        """The metrics in the report; None if the run has not finished, or had another config or other files."""
         path = self.folder / "report.json"
         if not path.exists() or differences(self.config, self.folder / "config.yaml") != []:
             return None
@@ -119,8 +119,7 @@ def gpus_of_processes(runs: Sequence[Run], processes: int | None) -> list[str | 
 
 
 def _train_all(runs: Sequence[Run], gpus: Sequence[str | None], program: str) -> list[str]:
-    """Train the runs that have not finished, one at a time for each of ``gpus``, and return a line for each that
-    fails."""
+    """Train the runs that have not finished, one at a time on each of ``gpus``; a line for each that fails."""
     waiting, free, failures = [run for run in runs if run.metrics() is None], [*gpus], list[str]()
     print(f"{len(waiting)} of {len(runs)} runs are not finished; training {len(free)} at a time", flush=True)
     # The logs are next to the folders, which train.py may rename.
@@ -174,10 +173,12 @@ def main(arguments: Sequence[str], program: str = TRAIN) -> None:
     runs = planned_runs(command_line.files, overrides, settings.seeds)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError("WORLD_SIZE: each run is one process; start this command without a launcher")
-    for run in runs:
-        make_folder(run.folder.parent, "runs_folder")
-    failures = _train_all(runs, gpus_of_processes(runs, settings.processes), program)
-    print(table(runs), flush=True)
+    with contextlib.ExitStack() as locks:  # otherwise a second command would train finished seeds again
+        for run in runs:
+            lock = make_folder(run.folder.parent, "runs_folder") / f".{run.folder.name}.repeat.lock"
+            locks.enter_context(lock_file(lock, "runs_folder"))
+        failures = _train_all(runs, gpus_of_processes(runs, settings.processes), program)
+        print(table(runs), flush=True)
     if failures:
         raise RunFailedError(f"{len(failures)} of {len(runs)} runs failed; the first: {failures[0]}")
 

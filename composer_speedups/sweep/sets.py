@@ -58,7 +58,7 @@ SETS: dict[str, dict[Changes, dict[str, Algorithms]]] = {
             "compiled": {"fused_optimizer": {}, "torch_compile": {}},
         },
         "lower_precision": {
-            "unpadding and fused layers, in bf16": {**_CPU, "mixed_precision": {"dtype": "bf16", "allow_cpu": True}},
+            "unpadding and fused layers, in bf16": {**_CPU, "mixed_precision": {"dtype": "bf16", "allow_cpu": True}}
         },
         "recipe": {
             "unpadding and fused layers, with LoRA": {**_CPU, "lora": {}},

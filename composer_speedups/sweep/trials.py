@@ -54,8 +54,7 @@ class Trial:
         return self.status == "ok"
 
     def planned_seconds(self, steps: int) -> float:
-        """Estimated time of ``steps`` steps, without imports, data, evaluations and checkpoints, which hardly depend on
-        the techniques. Infinite if the trial failed."""
+        """Estimated time of ``steps`` steps without imports, data and evaluations; infinite if it failed."""
         if not self.ok:
             return math.inf
         return self.start_seconds + max(0, steps - self.start_steps) * self.step_seconds
@@ -111,10 +110,7 @@ class OriginalRun:
         return None
 
     def measure(self, label: str, algorithms: Algorithms, steps: int, timeout: float | None = None) -> Trial:
-        """Train ``steps`` steps with these techniques in a child process that is killed after ``timeout`` seconds.
-
-        The process starts with empty compile caches, because a user's first run compiles too.
-        """
+        """Train ``steps`` steps in a child process with empty compile caches, as a user's first run has them."""
         with tempfile.TemporaryDirectory(prefix="tune-") as name:
             folder = Path(name)
             config = trial_config(self.config, algorithms, steps, folder)

@@ -86,8 +86,7 @@ class Embedding(EmbeddingSettings, Task):
             return self._ranking_loss(vectors, _text_keys(batch["input_ids"], batch["attention_mask"]))
 
     def _ranking_loss(self, vectors: Tensor, keys_RN: Tensor) -> Tensor:
-        """The mean loss over this rank's anchors. DDP averages gradients over ranks, so the mean is over the whole
-        batch."""
+        """The mean loss over this rank's anchors; DDP averages the gradients over ranks."""
         anchors, candidates = vectors[:, 0], vectors[:, 1:].transpose(0, 1).flatten(0, 1)  # positives precede negatives
         # For each candidate its own key, and the key of the anchor whose positive it is (0 for a negative).
         answered_RC = F.pad(keys_RN[:, :1], (0, keys_RN.shape[1] - 2))

@@ -58,13 +58,9 @@ def export_model(state: State, folder: Path) -> Path:
 
 
 def _describe_tokenizer(path: Path, positions: int | None) -> None:
-    """Let transformers 4 load the tokenizer, and ``truncation=True`` cut texts to the ``positions`` of the model.
-
-    transformers 5 writes ``TokenizersBackend``, which transformers 4 does not know, for the class that both call
-    ``PreTrainedTokenizerFast``. A tokenizer that was trained for the run has no length of its own.
-    """
+    """Let transformers 4 load the tokenizer, and ``truncation=True`` cut texts to the ``positions`` of the model."""
     settings = json.loads(path.read_text())
-    if settings["tokenizer_class"] == "TokenizersBackend":
+    if settings["tokenizer_class"] == "TokenizersBackend":  # transformers 5's name for the class
         settings["tokenizer_class"] = "PreTrainedTokenizerFast"
     if positions is not None:
         settings["model_max_length"] = min(settings.get("model_max_length", positions), positions)
@@ -72,8 +68,7 @@ def _describe_tokenizer(path: Path, positions: int | None) -> None:
 
 
 def _tied_again(model: nn.Module, weights: dict[str, Any]) -> dict[str, Any]:
-    """Share gathered tensors between the names of a tied parameter again, so that ``save_pretrained`` writes them
-    once."""
+    """Share gathered tensors between the names of a tied parameter again, which are written once."""
     first: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         same = first.setdefault(id(parameter), name)

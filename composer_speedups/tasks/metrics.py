@@ -71,16 +71,14 @@ def computed(metrics: Mapping[str, Metric]) -> dict[str, float]:
 
 
 def gather_alike(tensor: Tensor, group: Any = None) -> list[Tensor]:
-    """``dist_sync_fn`` for tensors of one shape. torchmetrics' own makes ranks exchange shapes and enter a barrier,
-    which synchronizes with the GPU, for each state, and Composer computes training metrics after each batch."""
+    """``dist_sync_fn`` for tensors of one shape; torchmetrics' own waits for the GPU for each state of each batch."""
     gathered = [torch.empty_like(tensor) for _ in range(torch.distributed.get_world_size(group))]
     torch.distributed.all_gather(gathered, tensor.contiguous(), group)
     return gathered
 
 
 def gather_lists(tensor: Tensor, group: Any = None) -> list[Tensor]:
-    """``dist_sync_fn`` for samples. Of a rank that has none, torchmetrics passes an empty float tensor, whatever the
-    others' dtype and dimensions are."""
+    """``dist_sync_fn`` for samples. Of a rank without any, torchmetrics passes an empty float tensor."""
     kinds: list[Any] = [None] * torch.distributed.get_world_size(group)
     torch.distributed.all_gather_object(kinds, (tensor.dtype, tensor.shape[1:]) if tensor.numel() else None, group)
     kind = next((kind for kind in kinds if kind is not None), None)
@@ -90,8 +88,7 @@ def gather_lists(tensor: Tensor, group: Any = None) -> list[Tensor]:
 
 
 class ClassCounts(Metric):
-    """How often each class is the true class, the predicted class, and both, without the synchronization of
-    torchmetrics' ``bincount``."""
+    """How often each class is the true one, the predicted one, and both; torchmetrics' ``bincount`` would wait."""
 
     full_state_update = False
     counts: Tensor  # (3, K); a whole confusion matrix would take K² numbers
@@ -162,8 +159,7 @@ class BinaryF1(ClassCounts):
 
 
 class Matthews(ClassCounts):
-    """Matthews correlation coefficient for any number of classes; 0 if all true or all predicted classes are the
-    same."""
+    """Matthews correlation of any number of classes; 0 if all true or all predicted classes are the same."""
 
     def compute(self) -> Tensor:
         true_K, predicted_K, hits_K = self.counts.double()
@@ -173,8 +169,7 @@ class Matthews(ClassCounts):
 
 
 class MeanLoss(Metric):
-    """The mean over samples of a loss that is averaged over each batch. torchmetrics' MeanMetric checks for NaN on the
-    host at each batch, or ignores the weights."""
+    """The mean over samples of a loss that is averaged over each batch; MeanMetric waits at each batch."""
 
     full_state_update = False
     total: Tensor
@@ -243,10 +238,7 @@ class EntityF1(KeptPairs):
 
 
 class Recall(KeptPairs):
-    """The fraction of anchors whose positive is among the ``k`` nearest of all positives, for unit vectors (R, H).
-
-    Positives that are as near as the anchor's own, such as equal texts, do not count as nearer.
-    """
+    """The fraction of anchors whose positive is among the ``k`` nearest of all positives, for unit vectors (R, H)."""
 
     def __init__(self, k: int) -> None:
         super().__init__()

@@ -57,11 +57,8 @@ class MaskedLanguageModelling(MLMSettings, Task):
 
 
 class MaskTokens:
-    """A collator that masks tokens of a padded batch and adds ``labels``, -100 for tokens that are not masked.
-
-    ``fixed`` masks the same row in the same way each time, whatever the other rows and the padding, so that evaluations
-    are comparable, do not depend on batch size and ranks, and do not change the random state of training.
-    """
+    """A collator that masks tokens of a padded batch and adds ``labels``, -100 for tokens that are not masked;
+    ``fixed`` masks the same row in the same way each time, and does not change the random state of training."""
 
     def __init__(
         self, pad: Any, tokenizer: Any, probability: float, *, whole_words: bool = False, fixed: bool = False
@@ -103,7 +100,6 @@ class MaskTokens:
 
 
 def _offsets(word_starts_RS: torch.Tensor) -> torch.Tensor:
-    """Token offsets, (R, S, 2): a piece that continues a word begins where the previous one ends, others after a
-    gap."""
+    """Token offsets, (R, S, 2): a piece that continues a word begins where the previous one ends."""
     starts_RS = torch.arange(word_starts_RS.shape[1]) + word_starts_RS.cumsum(-1)
     return torch.stack([starts_RS, starts_RS + 1], dim=-1)

@@ -10,10 +10,7 @@ import transformers
 from composer.models import HuggingFaceModel, huggingface
 from torchmetrics import Metric
 from transformers import BertConfig
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.core.files import cannot_be_loaded
@@ -238,8 +235,7 @@ def _check_fit(model: Any, name: str, tokenizer: Any, max_length: int) -> None:
 
 
 def _check_vocabulary(config: Any, name: str, tokenizer: Any) -> None:
-    """Refuse a tokenizer other than the one of the pretrained embeddings, added tokens aside. If the
-    model has none, only the number of tokens and the padding token can be compared."""
+    """Refuse a tokenizer other than the one of the pretrained embeddings, added tokens aside."""
     if tokenizer.name_or_path == name:
         return
     given, problem = tokenizer.get_vocab(), ""

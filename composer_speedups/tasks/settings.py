@@ -1,8 +1,4 @@
-"""The settings of the data, the model and each task, and names of models. Importing them does not import torch.
-
-A task's settings are a member of the union :data:`AnyTask`, which ``model.task`` chooses. They hold the keys under
-``model`` and ``data`` that this task reads and not every other does.
-"""
+"""The settings of the data, the model and each task, a member of the union :data:`AnyTask`; does not import torch."""
 
 from __future__ import annotations
 
@@ -55,8 +51,7 @@ class DataConfig(Settings):
     eval_fraction: float | None = Field(None, gt=0, lt=1)
     """Validate on this fraction of the training samples, drawn with data.seed, instead of eval_file or eval_split."""
     on_invalid: Literal["stop", "drop"] = "stop"
-    """Rows without text, or whose label is missing or unknown: stop before training and list them, or drop them and
-    report which."""
+    """Rows without text, or whose label is missing or unknown: stop and list them, or drop them and report which."""
     train_samples: int | None = Field(None, ge=1)
     """Number of samples to train on, drawn at random with data.seed; null for all (8,000 if they are generated)."""
     eval_samples: int | None = Field(None, ge=1)
@@ -76,8 +71,7 @@ class DataConfig(Settings):
     pad_to_multiple_of: int = Field(8, ge=1, le=1024)
     """With padding: longest, round the length up to a multiple of this (at most max_length)."""
     length_batching: int | None = Field(None, ge=2, le=100_000)
-    """Sort samples by length within pools of this many batches, so that batches have similar lengths; null draws
-    batches at random."""
+    """With padding: longest, sort samples by length within pools of this many batches; null draws them at random."""
     batch_size: int = Field(40, ge=1, le=1_000_000)
     """Samples per optimizer step, over all ranks together."""
     eval_batch_size: int | None = Field(None, ge=1, le=1_000_000)
@@ -113,8 +107,6 @@ class DataConfig(Settings):
         wordpiece = self.tokenizer == "wordpiece"
         textless = "wordpiece is trained on texts, and data.source: random has none; name a tokenizer"
         yield source == "random" and wordpiece, "tokenizer", textless
-        useless = "saves no padding with data.padding: max_length; set data.padding=longest"
-        yield self.length_batching is not None and self.padding != "longest", "length_batching", useless
         if self.streams:
             uncounted = "drop counts invalid rows up front; streaming cannot; set data.on_invalid=stop"
             yield self.on_invalid == "drop", "on_invalid", uncounted
@@ -247,8 +239,8 @@ class ClassificationSettings(_MayHavePairs):
     class_weights: Literal["balanced"] | list[_Weight] | dict[str, _Weight] | None = Field(
         None, examples=["balanced", "[1.0, 3.0]", "{spam: 3.0}"]
     )
-    """Weight of each class in the loss: by name (1 for the others), as a list in the order of the labels, or balanced,
-    the inverse of how often the class occurs in the training samples; null for equal weights."""
+    """Weight of each class in the loss: by name (1 for the others), in the order of the labels, or balanced, the
+    inverse of the class's frequency in the training samples."""
     labels: list[str] | None = Field(None, examples=["[negative, positive]"])
     """Names of the classes in the order of the head's outputs; null for those of the training samples."""
 
@@ -335,8 +327,7 @@ class EmbeddingSettings(TaskSettings):
     pooling: Literal["mean", "cls"] = "mean"
     """Mean of the token vectors, or the first token's."""
     gradient_cache: int | None = Field(None, ge=1)
-    """Encode this many texts at a time and recompute their activations in the backward pass, so that a batch with
-    in-batch negatives may exceed memory; null encodes the whole batch at once."""
+    """Encode this many texts at a time and recompute them in the backward pass, to save memory; null: all at once."""
     text_columns: list[str] = Field(["anchor", "positive"], examples=["[anchor, positive]"])
     """Columns of the anchor, the positive and any number of negatives."""
     label_column: str | None = None

@@ -83,8 +83,7 @@ class TokenClassification(TokenClassificationSettings, TaskWithClasses):
         return metrics
 
     def predictions(self, logits: Tensor, batch: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """The tag of each word, from its first piece, with the words' indices: a word without pieces, or beyond the
-        maximum length, has none."""
+        """The tag of each word that has a first piece within the maximum length, with the words' indices."""
         names = self.classes
         best_RS, probability_RS = (x.cpu() for x in reversed(logits.float().softmax(-1).max(-1)))
         words_RS = batch["labels"].cpu()

@@ -28,9 +28,7 @@ def baseline_techniques(config: Config) -> list[Technique]:
 
 
 def measure_baseline(config: Config, device: Device) -> dict[str, Any] | None:
-    """Train ``baseline.batches`` batches with ``baseline.algorithms`` and as many with ``algorithms``, each on a
-    temporary model, in alternating turns, so that other load on the machine slows both equally.
-    """
+    """Train two temporary models in alternating turns, so that other load on the machine slows both equally."""
     if config.baseline is None:
         return None
     sets = [baseline_techniques(config), build_techniques(config.algorithms, config.on_unavailable)]
@@ -71,8 +69,7 @@ def _short_trainer(config: Config, techniques: list[Technique], device: Device) 
 
 
 def steady_rate(batches: Sequence[Batch], turn: int) -> float:
-    """Samples/s of one rank over steady batches, without the first batch of each turn, which skips data trained
-    before."""
+    """Samples/s of one rank over steady batches, without the first of each turn, which skips data trained before."""
     return _rate([batch for i, batch in enumerate(batches) if batch.steady and i % turn] or batches)
 
 

@@ -1,8 +1,5 @@
-"""Write checkpoints atomically, find them, and read them without executing anything in them.
-
-Composer unpickles any object, evaluates the recorded ``repr`` of its algorithms, and sets unknown keys of its State.
-Here torch's restricted unpickler reads the file, and Composer receives the keys below and the run's own algorithms.
-"""
+"""Write checkpoints atomically, find them, and read them without executing anything in them, unlike Composer, which
+unpickles any object and evaluates the recorded ``repr`` of algorithms."""
 
 from __future__ import annotations
 
@@ -90,10 +87,9 @@ def _one_line(name: str, kind: type[ConfigError] = ConfigError) -> Iterator[None
 
 
 def read_checkpoint(path: str, key: str, *, trust: bool = False) -> dict[str, Any]:
-    """Read a local file, which ``key`` names in errors, with its tensors mapped to memory; with ``trust``, return {} if
-    it holds other objects. torch does not verify the checksums; this function does, in about a second per GB."""
+    """Read a local file with its tensors mapped to memory; with ``trust``, return {} if it holds other objects."""
     with _one_line(f"{key}: {path}", DamagedCheckpointError):
-        with zipfile.ZipFile(path) as archive:
+        with zipfile.ZipFile(path) as archive:  # torch does not verify the checksums
             if broken := archive.testzip():
                 raise zipfile.BadZipFile(f"damaged: checksum of {broken}")
         with contextlib.suppress(*[pickle.UnpicklingError] * trust):
@@ -110,8 +106,7 @@ def _unpickle(path: Any, **settings: Any) -> Any:
 
 
 def _keep_own(held: dict[str, Any], state: State, *, weights_only: bool) -> None:
-    """Reduce a checkpoint, in place, to what Composer may load into ``state``, which its algorithms have changed.
-    One that was written with other techniques, or for another model, is refused."""
+    """Reduce a checkpoint, in place, to what Composer may load into ``state``; refuse one of another model."""
     recorded = dict(held["state"].get("algorithms", ()))
     for name in recorded:  # Composer would build one that changes the model by evaluating the file's text
         if getattr(getattr(composer.algorithms, name, None), "required_on_load", bool)():
@@ -140,12 +135,8 @@ def _keep_own(held: dict[str, Any], state: State, *, weights_only: bool) -> None
 
 
 class WholeCheckpointSaver(CheckpointSaver):
-    """Saves checkpoints under a temporary name, and renames them when they are on the disk. Composer writes in place: a
-    kill leaves a partial file under a valid name, or no latest one.
-
-    The ``keep`` newest ones are kept (-1: all), whichever process wrote them.
-    When ``stop`` requests the end, the batch ends with a checkpoint, and training with :class:`Interrupted`.
-    """
+    """Saves checkpoints under a temporary name until they are on the disk; a kill of Composer leaves
+    a partial file in place."""
 
     def __init__(self, folder: Path, interval: str, keep: int, stop: StopSignals) -> None:
         super().__init__(

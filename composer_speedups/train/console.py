@@ -59,8 +59,7 @@ def _samples(spec: DataSpec | None) -> str:
 
 
 class TrainingProgress(LoggerDestination):
-    """Shows a progress bar with epoch, samples/s, loss and time left on a terminal, and a line per tenth of the run
-    elsewhere. It replaces Composer's ProgressBarLogger, which counts epochs from 0 and cuts names of metrics."""
+    """Shows a progress bar on a terminal, and a line per tenth of the run elsewhere. Composer's cuts names."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self.stream = stream or sys.stderr

@@ -30,8 +30,9 @@ def environment() -> dict[str, Any]:
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     uuid = getattr(torch.cuda.get_device_properties(), "uuid", None) if gpu else None
     named = os.environ.get("COMPOSER_SPEEDUPS_COMMIT")  # for copies of the code without its git history
-    commit = named or _git("rev-parse", "HEAD")
-    changed = None if named or not commit else bool(_git("status", "--porcelain", "-uno", *_CODE_PATHS))
+    git = ("git", "-C", str(Path(__file__).parent))
+    commit = named or _run(*git, "rev-parse", "HEAD")
+    changed = None if named or not commit else bool(_run(*git, "status", "--porcelain", "-uno", *_CODE_PATHS))
     return {
         "gpu": gpu,
         "gpu_count": torch.cuda.device_count(),
@@ -79,10 +80,6 @@ def _version(package: str) -> str | None:
 def _cpu() -> str:
     found = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     return found[1] if found else "unknown"
-
-
-def _git(*arguments: str) -> str | None:
-    return _run("git", "-C", str(Path(__file__).parent), *arguments)
 
 
 def _run(*command: str) -> str | None:

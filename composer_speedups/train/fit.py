@@ -31,10 +31,7 @@ _WORKER_FIX = "look for the kernel's out-of-memory killer, lower data.workers, o
 
 class StopSignals:
     """Records SIGTERM and SIGINT inside a ``with`` block, so that training ends after a complete batch, on all ranks.
-
-    A second Ctrl-C always ends the process immediately. Composer's launcher forwards a Ctrl-C as a SIGTERM as well,
-    which does not count as a second one.
-    """
+    A second Ctrl-C ends the process."""
 
     def __init__(self) -> None:
         self.received: int | None = None
@@ -56,7 +53,7 @@ class StopSignals:
         return max_over_ranks(device, self.received or 0) or None
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
-        self._interrupts += signum == signal.SIGINT
+        self._interrupts += signum == signal.SIGINT  # Composer's launcher forwards each as a SIGTERM as well
         if self._interrupts > 1:
             os._exit(128 + signum)
         name = signal.Signals(signum).name
@@ -90,8 +87,7 @@ def is_trained(state: State) -> bool:
 
 
 def _end_evaluation_workers(trainer: Trainer) -> None:
-    """Composer ends only the persistent workers of the training loader; with pinned memory, torch would wait five
-    seconds for each of the others at exit."""
+    """Otherwise torch would wait five seconds at exit for each persistent worker with pinned memory."""
     for evaluator in trainer.state.evaluators:
         iterator = getattr(evaluator.dataloader.dataloader, "_iterator", None)
         if (shut_down := getattr(iterator, "_shutdown_workers", None)) is not None:
@@ -138,8 +134,7 @@ def _explained(error: Exception) -> Refusal | None:
 
 def _is_of_a_dead_worker(error: BaseException) -> bool:
     """Whether torch says so, or the connection to the worker ended while it sent a batch."""
-    frames = traceback.extract_tb(error.__traceback__)
-    receiving = bool(frames) and frames[-1].filename.startswith(multiprocessing.__path__[0])
-    return str(error).startswith(("DataLoader worker", "Pin memory thread")) or (
-        isinstance(error, (EOFError, ConnectionError)) and receiving
-    )
+    if isinstance(error, (EOFError, ConnectionError)):
+        frames = traceback.extract_tb(error.__traceback__)
+        return bool(frames) and frames[-1].filename.startswith(multiprocessing.__path__[0])
+    return str(error).startswith(("DataLoader worker", "Pin memory thread"))

@@ -1,7 +1,4 @@
-"""The files that a run reads, by content, so that no run continues or is reused with other data, weights or tokens.
-
-Importing this module does not import torch.
-"""
+"""The files that a run reads, by content, so that no run continues or is reused with others; does not import torch."""
 
 from __future__ import annotations
 
@@ -22,12 +19,7 @@ _FOLDERS = ("model.name", "data.tokenizer")  # in which names say what a file is
 
 
 def inputs_of(config: Config) -> Inputs:
-    """The hashes of the local files that a run of this config reads: data files and folders, streamed or not; weights,
-    configuration and tokenizer in local folders; and the file of ``checkpoint.load`` if only its weights are loaded.
-
-    If a key's files have more than 4 GiB together, the size and 16 blocks of 64 KiB of each are hashed. Not covered are
-    names on the hub, for which ``data.hub_revision`` names a commit, and addresses such as ``s3://…``.
-    """
+    """The hashes of the local data files, weights, configuration and tokenizer that a run of this config reads."""
     data, model, load = config.data, config.model, config.checkpoint.load
     hub = data.hub_name if data.source == "hub" else None
     found = {

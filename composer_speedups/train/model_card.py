@@ -52,8 +52,7 @@ def write_model_card(report: dict[str, Any], folder: Path) -> None:
 
 
 def model_card(report: dict[str, Any]) -> ModelCard:
-    """The card of a run's model, from its report.json. Of local folders and files it has the names without their
-    paths."""
+    """The card of a run's model, from its report.json; it names local folders and files without their paths."""
     config, best = report["config"], report["best"]
     model, data, name = config["model"], config["data"], config["model"]["name"]
     # without those of the training, which are of its last batch alone

@@ -22,15 +22,8 @@ from composer_speedups.tasks.task import Task
 
 
 class MicrobatchTrainer(Trainer):
-    """A Composer Trainer that halves its micro-batch size when a batch does not fit, and trains that batch again.
-
-    Unlike Composer's ``auto``, it does nothing until memory runs out. The gradient is the mean over the whole batch at
-    any size: Composer weights each micro-batch by its samples, or by its :meth:`.Task.loss_weight`.
-
-    It stops, and names the size to set, if continuing would change the run: with several ranks (which wait in
-    collectives of the batch), with captured graphs, with a micro-batch of one sample, with a loss over the whole batch,
-    and if the optimizer's update ran out of memory, since some weights may already have changed.
-    """
+    """A Composer Trainer that halves its micro-batch size when a batch does not fit, and trains that batch again, or
+    names the size to set where that would change the run. The gradient is the mean over the whole batch at any size."""
 
     def __init__(self, on_out_of_memory: Literal["halve", "stop"] = "halve", **settings: Any) -> None:
         self.on_out_of_memory, self.history = on_out_of_memory, MicrobatchHistory()
@@ -82,8 +75,7 @@ class MicrobatchTrainer(Trainer):
 
 
 class MicrobatchHistory(Callback):
-    """Records each change of the micro-batch size, including Composer's automatic ones, and keeps the size of a resumed
-    run."""
+    """Records each change of the micro-batch size, also Composer's automatic ones; a resumed run keeps the last."""
 
     def __init__(self) -> None:
         self.changes: list[dict[str, Any]] = []  # in order; "batch" is the number of batches trained before
@@ -129,10 +121,8 @@ def _half_of(state: State, rows: int, wanted: str, error: torch.OutOfMemoryError
         fix = f"set model.gradient_cache={cache // 2}" if cache > 1 else small
     elif rows == 1:
         reason, fix = "1 is the minimum", small
-    elif ranks > 1:
-        reason, fix = f"{ranks} ranks cannot repeat a batch that failed on one of them", f"{fix}, or auto"
-    elif state.fsdp_config is not None:
-        reason = "FSDP cannot repeat a batch that failed"
+    elif ranks > 1 or state.fsdp_config is not None:
+        reason = f"{ranks} ranks cannot repeat a batch that failed on one of them"
     elif fixed:
         reason = f"{fixed[0]} replays graphs of that size"
     elif wanted == "stop":

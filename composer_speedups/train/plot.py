@@ -1,7 +1,4 @@
-"""runs/<name>/throughput.png: samples/s of every batch, and below it the losses and the accuracy; and confusion.png.
-
-Charts have no background, and inks that can be read on a light and on a dark page.
-"""
+"""throughput.png and confusion.png of a run, without a background, in inks for a light and for a dark page."""
 
 from __future__ import annotations
 
@@ -38,8 +35,7 @@ _MOST_DRAWN = 30  # classes of a picture
 
 
 def write_plot(trainer: Trainer, config: Config, folder: RunFolder, evaluation: Mapping[str, Any]) -> None:
-    """Write throughput.png and, if the report's section ``classes`` has a confusion matrix of up to 30 classes,
-    confusion.png on rank 0, unless ``plot`` is false or nothing was measured."""
+    """Write throughput.png, and confusion.png of up to 30 classes, on rank 0, unless ``plot`` is false."""
     if dist.get_global_rank() != 0 or not config.plot:
         return
     if evaluation and evaluation["confusion"] is not None and len(evaluation["classes"]) <= _MOST_DRAWN:
@@ -71,8 +67,7 @@ def plot_run(
     title: str,
     path: Path,
 ) -> None:
-    """Draw samples/s per batch over all ranks, and below it training losses and evaluations by their batches, and write
-    a PNG."""
+    """Draw samples/s per batch over all ranks, below it losses and evaluations by their batches, and write a PNG."""
     figure = Figure(figsize=(9, 6.5), dpi=120, layout="constrained")
     above, below = panels = figure.subplots(2, 1, sharex=True)
     _draw_rates(above, monitor)
@@ -119,8 +114,7 @@ def _draw_rates(axes: Axes, monitor: ThroughputMonitor) -> None:
 def _draw_learning(
     axes: Axes, trained: Mapping[int, float], evaluations: Mapping[int, Mapping[str, float]], window: int
 ) -> None:
-    """Draw each batch's training loss and its mean, and loss and accuracy of evaluations, with accuracy on its own
-    axis."""
+    """Draw the training losses and their mean, and loss and accuracy of evaluations, with accuracy on its own axis."""
     batches, losses = [*trained], [*trained.values()]
 
     def evaluated(name: str) -> dict[int, float]:

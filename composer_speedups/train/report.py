@@ -125,11 +125,7 @@ def summary_table(report: dict[str, Any], folder: str) -> str:
         *class_rows(classes),
         ("best", best.get("batch"), best and f"batches trained; {best['metric']} was {_number(best['value'])}"),
         ("stopped early", training["batches"] if stopping.get("stopped") else None, "batches trained"),
-        (
-            "gradients",
-            ddp.get("mib_a_step"),
-            f"MiB reduced per step; {ddp.get('overlapped_steps', 0)} steps overlap",
-        ),
+        ("gradients", ddp.get("mib_a_step"), f"MiB reduced per step; {ddp.get('overlapped_steps', 0)} steps overlap"),
         (
             "microbatch",
             training["microbatch_size"],
@@ -152,8 +148,6 @@ def summary_table(report: dict[str, Any], folder: str) -> str:
 
 
 def _against_baseline(report: dict[str, Any]) -> str:
-    """``unpadding in place of sdpa_attention: 1.35 times as fast on this machine (1,380 and 1,020 samples/s, …; 1.31
-    to 1.38 times in single turns)``."""
     before = report["baseline"]
     theirs, ours = before["samples_per_sec"], before["run_samples_per_sec"]
     engaged = [name for name, entry in report["algorithms"].items() if entry["engaged"]]

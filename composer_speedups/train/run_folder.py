@@ -15,23 +15,19 @@ from composer_speedups.core.errors import ConfigError
 from composer_speedups.core.files import LockedFileError, lock_file, remove_unfinished, with_working_directory
 from composer_speedups.train.checkpoints import DamagedCheckpointError, checkpoints_in, read_checkpoint
 from composer_speedups.train.config.load import differences, save_config
-from composer_speedups.train.config.schema import Config, checkpoint_problem
+from composer_speedups.train.config.schema import OBJECT_STORES, Config, checkpoint_problem
 from composer_speedups.train.inputs import INITIAL, Inputs, changed_input, inputs_of
 
 _LOAD = "checkpoint.load"
 
 
 class RunFolder:
-    """``runs/<run_name>``, locked by this process inside a ``with`` block. Only rank 0 changes files.
-
-    An interrupted run of this name resumes in its folder from its newest complete checkpoint if
-    ``checkpoint.autoresume`` is set, and the config and the files that it reads (:func:`.inputs_of`) are the same. A
-    run whose ``checkpoint.load`` lies inside the folder continues from there, if the files are the same. Any other
-    earlier run of the name is moved to ``<run_name>.<its date>``, and moved back if this one fails before it begins.
-    """
+    """``runs/<run_name>``, locked by this process inside a ``with`` block; only rank 0 changes files. An earlier run is
+    resumed, or moved to ``<run_name>.<its date>``, and moved back if this one fails before it begins."""
 
     def __init__(self, config: Config) -> None:
         self.path = Path(config.runs_folder) / config.run_name
+        self._config, self._checkpoints = self.path / "config.yaml", self.path / "checkpoints"
         self.load, self.resumed = config.checkpoint.load, False  # resumed: autoresume found the checkpoint to load
         self.inputs: Inputs = {}  # the files that the run reads, by content; empty on other ranks than 0
         self._lock: io.FileIO | None = None
@@ -100,6 +96,8 @@ class RunFolder:
                 f"{_LOAD}: {path} is of another run; set checkpoint.weights_only=true to load its weights only, or, if "
                 "you trust its author, checkpoint.trust_checkpoint=true to continue that run"
             )
+        if path.startswith(OBJECT_STORES):  # Composer downloads it when the Trainer is built
+            return False
         held = read_checkpoint(path, _LOAD, trust=settings.trust_checkpoint)
         if inside and not settings.weights_only:
             self._check_same_inputs(held, f"{_LOAD}: {path} was written, and", "set checkpoint.weights_only=true")
@@ -136,14 +134,6 @@ class RunFolder:
         # damaged ones that were skipped, or intact ones if checkpoint.load names an older one
         for path in saved[: saved.index(loaded)] if loaded in saved else ():
             _set_aside(path, date)
-
-    @property
-    def _config(self) -> Path:
-        return self.path / "config.yaml"
-
-    @property
-    def _checkpoints(self) -> Path:
-        return self.path / "checkpoints"
 
     def __enter__(self) -> RunFolder:
         return self

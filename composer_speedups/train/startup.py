@@ -1,7 +1,4 @@
-"""Measure and shorten the time from the start of the process to the first trained step.
-
-Importing this module does not import torch, because it runs before anything else is loaded.
-"""
+"""Measure and shorten the time from the start of the process to the first step; does not import torch itself."""
 
 from __future__ import annotations
 
@@ -44,9 +41,8 @@ class StartupClock:
 
 @contextlib.contextmanager
 def without_gc() -> Iterator[None]:
-    """Disable garbage collection inside the block, because imports create a million permanent objects that each pass
-    visits, and freeze them at its end if torch was imported inside. Otherwise a full collection would take 0.4 s in
-    some training step, while all other ranks wait."""
+    """Disable garbage collection during imports, and freeze their million objects at the end: a full collection would
+    take 0.4 s in some training step, while all other ranks wait."""
     first = "torch" not in sys.modules
     gc.disable()
     try:
@@ -58,8 +54,7 @@ def without_gc() -> Iterator[None]:
 
 
 def open_gpu_early(config: Config) -> None:
-    """Create this rank's CUDA context in a thread while the interpreter continues to import. Failures are left to the
-    code that needs the GPU."""
+    """Create this rank's CUDA context in a thread during imports; failures are left to the code that needs the GPU."""
     import torch
 
     def create_context(index: int) -> None:
@@ -72,8 +67,7 @@ def open_gpu_early(config: Config) -> None:
 
 
 def prefetch_cpu_model() -> threading.Thread:
-    """Let Composer look up the processor's name in a thread, which takes a second. Join it before building a Trainer,
-    which would otherwise look it up again."""
+    """Let Composer look up the processor's name in a thread, which takes a second, before a Trainer does."""
     from composer.utils.collect_env import get_cpu_model  # caches the result
 
     thread = threading.Thread(target=get_cpu_model, daemon=True)

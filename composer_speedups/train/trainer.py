@@ -112,8 +112,7 @@ def build_trainer(
     callbacks: Sequence[Callback] = (),
     stop: StopSignals | None = None,
 ) -> Trainer:
-    """Build Composer's Trainer with the config's settings; techniques engage meanwhile. ``stop`` requests the end of
-    training after a checkpoint."""
+    """Build Composer's Trainer; techniques engage meanwhile. ``stop`` requests the end of training."""
     settings, checkpoint = config.trainer, config.checkpoint
     for key, section in (("checkpoint.best", checkpoint.best), ("trainer.early_stopping", settings.early_stopping)):
         if section is not None:
@@ -232,8 +231,7 @@ def _check_rates(trainer: Trainer, wanted: float) -> None:
 
 
 def _callbacks(config: Config, techniques: Sequence[Technique], folder: RunFolder | None) -> list[Callback]:
-    """The callbacks that the config names, and those of every run. Only the first three, or four with several ranks,
-    do something in each batch."""
+    """Only the first three, or four with several ranks, do something in each batch."""
     named = config.callbacks
     sets_matmul_precision = any(t.sets_float32_matmuls and t.engaged is not False for t in techniques)
     return [

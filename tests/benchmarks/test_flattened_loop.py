@@ -19,10 +19,7 @@ from tests.reference.tolerance import assert_near
 
 MASK = 3  # of the tiny ESM
 # Parameters that take no part in a classification, and therefore have no gradients.
-WITHOUT_GRADIENT = {
-    "bert": [],
-    "esm": ["esm.contact_head.regression.weight", "esm.contact_head.regression.bias"],
-}
+WITHOUT_GRADIENT = {"bert": [], "esm": ["esm.contact_head.regression.weight", "esm.contact_head.regression.bias"]}
 
 
 def untouched(family: str) -> Any:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -256,25 +254,6 @@ def test_sentence_transformers_reads_each_column_at_its_own_length(monkeypatch: 
     peer(sentence_trainer, *job)
     ((anchors, positives),) = seen
     assert anchors < positives
-
-
-@pytest.mark.usefixtures("pairs")
-def test_unsloth_unpads_or_the_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused() -> str:
-        with pytest.raises(ConfigError) as raised:
-            peer(sentence_trainer, *EMBEDDING, "trainer.max_duration=1ba", "peer.unsloth=true", name="refused")
-        return str(raised.value)
-
-    monkeypatch.setitem(sys.modules, "unsloth", None)
-    assert refused().startswith("peer.unsloth: Unsloth cannot be imported")
-    module = ModuleType("unsloth.models._sentence_transformer_unpadding")
-    for name in ("unsloth", "unsloth.models"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(module, "enable_sentence_transformer_unpadding", lambda encoder: False, raising=False)
-    assert refused().startswith("peer.unsloth: Unsloth does not unpad this model here; it needs BertModel")
-    monkeypatch.setattr(module, "enable_sentence_transformer_unpadding", lambda encoder: True)
-    assert refused().startswith("peer.unsloth: Unsloth unpadded no batch")
 
 
 @pytest.mark.exhaustive

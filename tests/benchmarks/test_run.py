@@ -15,20 +15,17 @@ import yaml
 from composer.utils import dist
 
 from benchmarks import run as runner
-from benchmarks import worker
 from benchmarks.peers.job import PREFIX
 from benchmarks.rows import RESULTS, error_report, read_rows
 from benchmarks.table_file import Configuration, configurations_of, read_table
-from benchmarks.worker import Ahead
 from composer_speedups.core.engaging import refuse_conflicts
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.core.registry import build_techniques
-from composer_speedups.sweep.processes import Ended, Job, run_all
+from composer_speedups.sweep.processes import Ended, Job
 from composer_speedups.train.cli import read_command_line
 from composer_speedups.train.config.schema import TrainerConfig
 from composer_speedups.train.trainer import open_device
 from tests.conftest import ROOT
-from tests.helpers.hangs import HANGS
 
 ROWS = Path("results/cpu/table.jsonl")
 REPORT: dict[str, Any] = {
@@ -303,47 +300,6 @@ def test_the_version_of_the_code_depends_on_uncommitted_changes_but_not_on_rows(
 
 
 # Processes
-
-# A worker that executes some code in place of its imports, and a program that says what happened before it ran.
-WORKER = """
-import sys
-from pathlib import Path
-from benchmarks import worker
-name = sys.argv[3]
-def import_all():
-    print("imports", name)
-    if name == "broken":
-        sys.exit(3)
-    Path(f"{name}.imported").touch()
-worker.import_all = import_all
-worker._main(*sys.argv[1:])
-"""
-PROGRAM = """
-from pathlib import Path
-def main(arguments):
-    print("runs after", sorted(path.stem for path in Path().glob("*.imported")))
-"""
-
-
-def test_the_processes_of_a_group_import_before_any_of_them_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "importing.py").write_text(WORKER)
-    (tmp_path / "reporting.py").write_text(PROGRAM)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(worker, "__name__", "importing")
-    jobs = [Job([name], Path(f"{name}.log"), program="reporting") for name in ("a", "broken", "c", "d")]
-    ended: list[Ended] = []
-    ahead = Ahead(jobs, 2)
-    run_all(jobs[:3], 1, lambda job, how: ended.append(how), ahead)
-    assert [how.status for how in ended] == [0, 3, 0]
-    assert ended[0].output == "imports a\nruns after ['a']\n"
-    assert ended[1].output == "imports broken\n"
-    assert ended[2].output == "imports c\nruns after ['a', 'c', 'd']\n", "the next group"
-    (held,) = ahead._held
-    ahead.close()
-    assert held.popen.wait(HANGS) == -9, "its turn did not come"
-    assert jobs[3].log.read_text() == "imports d\n"
 
 
 def test_more_ranks_than_gpus_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

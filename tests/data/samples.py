@@ -19,10 +19,7 @@ from composer_speedups.tasks.task import Task
 
 Rows = dict[str, list[Any]]
 Reader = Callable[..., Rows]
-ROWS: Rows = {
-    "text": [f"Review {i}, and it is {'good' if i % 2 else 'bad'}." for i in range(20)],
-    "label": [0, 1] * 10,
-}
+ROWS: Rows = {"text": [f"Review {i}, and it is {'good' if i % 2 else 'bad'}." for i in range(20)], "label": [0, 1] * 10}
 
 
 def save(rows: Rows, name: str) -> str:

@@ -24,13 +24,6 @@ from composer_speedups.train.config.schema import DataConfig
 from tests.data.samples import ROWS, files, save
 
 
-def test_columns_may_have_other_names_and_text_may_have_line_breaks() -> None:
-    rows = {"review": ['one\n"two", three'] * 2, "y": [1, 0], "more": [3, 4]}
-    for name in ("a.csv", "a.parquet", "a.jsonl"):
-        train, _ = load_samples(files(save(rows, name)), Classification(text_columns=["review"], label_column="y"))
-        assert train[:] == {"text_1": rows["review"], "labels": rows["y"]}
-
-
 def test_drawn_samples_are_random_seeded_and_unique() -> None:
     name = save(ROWS, "a.parquet")
     first, _ = load_samples(files(name, train_samples=8), Classification())
@@ -186,13 +179,6 @@ def test_tokens_and_tokenizer_are_cached(task: str) -> None:
     shorter, more = build(4)
     assert len(shorter) < len(first)
     assert more.keys() > made.keys()
-
-
-def test_a_tokenizer_that_cannot_be_loaded_is_refused_in_one_line() -> None:
-    with pytest.raises(ConfigError, match=r"data\.tokenizer: 'no-such-folder' cannot be loaded .*; use a local folder"):
-        load_tokenizer(DataConfig(tokenizer="no-such-folder"), "x", ROWS["text"])
-    with pytest.raises(ConfigError, match=r"data\.tokenizer: /no/folder is not a folder"):
-        load_tokenizer(DataConfig(tokenizer="/no/folder"), "x", ROWS["text"])
 
 
 def test_padding_to_max_length_and_to_the_longest() -> None:

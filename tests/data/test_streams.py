@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from composer.utils import dist
-from datasets import ClassLabel, Dataset
+from datasets import Dataset
 from torch.utils.data import DataLoader
 
 from composer_speedups.core.errors import ConfigError, DataError
@@ -183,15 +182,6 @@ def test_a_stream_without_known_classes_is_refused_before_training(task: str) ->
     write_training_files(task)
     with pytest.raises(ConfigError, match=r"^data\.labels is missing: without validation samples, the classes"):
         stream_run("trainer.max_duration=2ba", f"model.task={task}", "data.labels=null")
-
-
-def test_a_stream_uses_the_classes_that_its_dataset_declares() -> None:
-    tokenizer_in("words")
-    rows = Dataset.from_dict(builtin_reviews(44, 1, "train", 0.1))
-    rows.cast_column("label", ClassLabel(names=["bad", "good"])).to_parquet("train.parquet")
-    stream_run("trainer.max_duration=2ba", "data.labels=null", "export=true")
-    saved = json.loads(Path("runs/quickstart/model/config.json").read_text())
-    assert saved["id2label"] == {"0": "bad", "1": "good"}
 
 
 def test_mds_without_its_package_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

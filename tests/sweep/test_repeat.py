@@ -186,12 +186,16 @@ def start_command(program: str, *arguments: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, stdout=subprocess.DEVNULL)
 
 
-def test_a_stopped_command_leaves_no_run_behind_and_continues(stub: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_command_is_refused_and_a_stopped_one_leaves_no_run_behind(
+    stub: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     arguments = ["-f", QUICKSTART, "seeds=1..2", "trainer.device=cpu"]
     monkeypatch.setenv("SLOW", "2")
     command = start_command(stub, *arguments)
     pid = Path("quickstart-seed2.pid")
     wait_until(lambda: pid.exists() and pid.read_text(), "the second run does not start")
+    with pytest.raises(ConfigError, match=r"^runs_folder: runs/\.quickstart-seed1\.repeat\.lock is in use"):
+        main(arguments, stub)
     command.terminate()
     assert command.wait(HANGS) == 143
     assert not psutil.pid_exists(int(pid.read_text()))

@@ -21,8 +21,8 @@ from composer_speedups.core.registry import build_techniques, technique_class
 from composer_speedups.core.run import Run
 from composer_speedups.recommendation import RECOMMENDED
 from composer_speedups.sweep import trials
-from composer_speedups.sweep.processes import Ended, own_line
-from composer_speedups.sweep.sets import SETS, Changes, combined, forbidden, key_of
+from composer_speedups.sweep.processes import Ended
+from composer_speedups.sweep.sets import SETS, Changes, combined, forbidden
 from composer_speedups.sweep.trials import OriginalRun, Result, Trial, search, trial_config, trial_of
 from composer_speedups.sweep.tune import FIRST_LINE_START, PREFIX, TuneConfig, help_text, output_for, write_tuned
 from composer_speedups.train.config.load import load_config
@@ -286,19 +286,6 @@ def test_a_failed_trial_has_a_one_line_reason(status: int | None, output: str, e
     assert reason in trial.reason
 
 
-def test_the_reason_is_the_last_exception_rather_than_what_follows_it() -> None:
-    crash = "begins\nFatal Python error: Bus error\n\nCurrent thread 0x2:\n\nExtension modules: a, b\n"
-    assert own_line(crash) == "Fatal Python error: Bus error"
-    assert own_line(f"train.py: why\n{crash}") == "why"
-    assert own_line("begins\n  what(): why\nFatal Python error: Aborted\n\nCurrent thread 0x2:\n") == "what(): why"
-    traceback = '  File "a.py", line 1, in f\n    raise ValueError("x: y")\nValueError: bad\n'
-    last = "\nDuring handling of the above exception\n\npkg.errors.CompilationError: at 262:30:\n    tl.dot(\n"
-    advice = "\nSet VARIABLE=1 for the internal stack trace\n"
-    assert own_line(traceback + advice) == "ValueError: bad"
-    assert own_line(traceback + last + advice) == "pkg.errors.CompilationError: at 262:30:"
-    assert own_line("the job failed\nan Error: seen\nended\n") == "ended"
-
-
 EVERY = [
     pytest.param(device, changes, techniques, id=f"{device}: {label}")
     for device, by_changes in SETS.items()
@@ -326,12 +313,6 @@ def test_the_recipe_stays_and_the_sets_techniques_that_conflict_with_it_are_left
     assert whole({"adafactor": {}, "fused_optimizer": {}}) == {"adafactor": {}, **factored}
     assert "fused_layers" not in whole({"sparse_upcycling": {}})
     assert "mixed_precision" not in whole({}, "amp_bf16")
-
-
-def test_sets_are_equal_whatever_their_order_and_defaults() -> None:
-    one: Any = {"torch_compile": {"scope": "model"}, "sdpa_attention": {}}
-    assert key_of(one) == key_of({"sdpa_attention": {}, "torch_compile": {}})
-    assert key_of(one) != key_of({"torch_compile": {"scope": "blocks"}, "sdpa_attention": {}})
 
 
 def test_only_permitted_changes_are_tried() -> None:

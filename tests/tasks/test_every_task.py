@@ -20,7 +20,7 @@ from composer_speedups.tasks.mlm import MaskedLanguageModelling
 from composer_speedups.tasks.models import FinetuneModel
 from composer_speedups.train import application
 from composer_speedups.train.config.load import load_config
-from tests.helpers.common import Recorder, make_trainer
+from tests.helpers.common import Recorder, trained
 from tests.helpers.jobs import assert_resumes_exactly, run
 from tests.helpers.ranks import on_ranks, once_per_run
 from tests.helpers.searches import search
@@ -206,9 +206,7 @@ def test_mlm_trains_in_a_composer_trainer_like_plain_pytorch() -> None:
     expected = train_plainly(stock, batches)
     recorder = Recorder()
     techniques = [Unpadding(8), FusedLayers(), FusedOptimizer()]
-    trainer = make_trainer(techniques, model=model, batches=batches, callbacks=[recorder])
-    trainer.fit()
-    trainer.close()
+    trained(techniques, model=model, batches=batches, callbacks=[recorder])
     assert all(technique.engaged for technique in techniques)
     assert_near(recorder.losses, expected.losses, what="losses")
     assert_near(recorder.first_gradients, expected.first_gradients, what="gradients")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from typing import Any
 
@@ -13,7 +12,7 @@ from composer.core import Callback, Event, State
 from composer.loggers import Logger
 from composer.utils import dist
 from sklearn.metrics import f1_score, matthews_corrcoef
-from torch import Tensor, distributed
+from torch import distributed
 from torch.nn import functional as F
 
 import composer_speedups.train.trainer
@@ -140,21 +139,6 @@ def test_the_metrics_do_not_depend_on_the_number_of_ranks(
     for ranks in (2, 3):
         for rank, own in enumerate(metrics[ranks]):
             assert own[task, samples] == pytest.approx(expected, rel=3e-4, nan_ok=True), (ranks, rank)
-
-
-def test_composer_does_not_count_samples_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Composer reads the count with ``item()`` if the sampler is a DistributedSampler, which one rank does not need."""
-    readers: set[str] = set()
-    item = Tensor.item
-
-    def seen(self: Tensor) -> Any:
-        readers.add(sys._getframe(1).f_code.co_name)
-        return item(self)
-
-    monkeypatch.setattr(Tensor, "item", seen)
-    run("trainer.max_duration=1ba")
-    assert "_accumulate_time_across_ranks" in readers
-    assert "_eval_loop" not in readers
 
 
 class _Strict(Callback):

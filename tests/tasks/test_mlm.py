@@ -17,7 +17,7 @@ from composer_speedups.data.flat import Ragged
 from composer_speedups.data.loader import Pad, build_data
 from composer_speedups.tasks.mlm import MaskedLanguageModelling
 from composer_speedups.tasks.settings import DataConfig
-from tests.helpers.common import make_trainer, plain_batches
+from tests.helpers.common import make_trainer, plain_batches, trained
 from tests.helpers.jobs import assert_resumes_exactly
 from tests.helpers.models import fit_batches, tiny_model
 from tests.helpers.settings import Case, cases
@@ -157,9 +157,7 @@ def test_every_technique_trains_a_masked_lm_and_keeps_its_head_tied(case: Case) 
         with pytest.raises(Refusal, match="is tied to the embeddings and would be frozen"):
             make_trainer([*others, technique], model=model)
         return
-    trainer = make_trainer([*others, technique], model=model, batches=fit_batches(model, plain_batches(2)))
-    trainer.fit()
-    trainer.close()
+    trainer = trained([*others, technique], model=model, batches=fit_batches(model, plain_batches(2)))
     assert technique.engaged is True
     assert float(trainer.state.total_loss_dict["loss/train/total"]) < 10
     if case.entry.stock_checkpoint:

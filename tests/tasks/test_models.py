@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from composer.models import huggingface
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -338,13 +337,3 @@ def test_flops_of_shared_layers_count_every_use(inner: int) -> None:
     for torchs, ours in counts:
         assert ours == pytest.approx(torchs, rel=0.02)
     assert counts[0][0] - counts[1][0] == counts[0][1] - counts[1][1] > 0.1 * counts[0][1]
-
-
-def test_composer_does_not_search_causal_lms_for_a_classifier(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def slow(model: Any) -> bool:
-        raise AssertionError("this imports all causal LMs of transformers")
-
-    assert huggingface._is_registered_causal_lm(tiny_bert()) is False, "Composer would find the same"
-    monkeypatch.setattr(huggingface, "_is_registered_causal_lm", slow)
-    assert built(ModelConfig(init="random", size="tiny"), tokenizer, 16).shift_labels is False
-    assert huggingface._is_registered_causal_lm is slow, "Composer's function is restored"

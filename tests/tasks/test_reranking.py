@@ -23,7 +23,7 @@ from composer_speedups.data.loader import build_data
 from composer_speedups.tasks.models import FinetuneModel
 from composer_speedups.tasks.reranking import Reranking
 from composer_speedups.tasks.settings import DataConfig
-from tests.helpers.common import Batch, Recorder, make_trainer
+from tests.helpers.common import Batch, Recorder, trained
 from tests.helpers.jobs import assert_resumes_exactly, run_on_files
 from tests.helpers.texts import WORDS, collated, sentence, tiny_encoder, tokenizer_of, write_rows
 from tests.reference.loop import gradients, train_on
@@ -120,12 +120,10 @@ def test_the_fast_set_trains_pairs_like_plain_pytorch_with_micro_batches(tokeniz
     for size in (6, 4):  # 4 splits a batch into micro-batches of 4 and 2
         recorder, speed = Recorder(), ThroughputMonitor()
         techniques = [Unpadding(8), FusedLayers(), FusedOptimizer()]
-        trainer = make_trainer(
+        trained(
             techniques, model=built(task, tokenizer), batches=batches, callbacks=[recorder, speed],
             device_train_microbatch_size=size, train_dataloader=DataLoader(batches, batch_size=None),
         )  # fmt: skip
-        trainer.fit()
-        trainer.close()
         assert_near(recorder.losses, expected.losses, what="losses")
         assert_near(recorder.first_gradients, expected.first_gradients, what="gradients")
         assert [(b.samples, b.tokens) for b in speed.batches] == [

@@ -17,7 +17,7 @@ from composer_speedups.data.loader import build_data
 from composer_speedups.tasks.models import build_model
 from composer_speedups.tasks.settings import DataConfig, ModelConfig
 from composer_speedups.tasks.task import task_class
-from tests.helpers.common import Recorder, make_trainer
+from tests.helpers.common import Recorder, trained
 from tests.helpers.jobs import assert_resumes_exactly
 from tests.helpers.texts import write_rows
 from tests.reference.loop import train_plainly
@@ -102,9 +102,7 @@ def test_losses_and_gradients_equal_transformers_in_a_plain_loop(task: str) -> N
     batches = list(data.eval.dataloader)  # rows in the order of the file
     recorder = Recorder()
     techniques = [Unpadding(), FusedLayers(), FusedOptimizer()]
-    trainer = make_trainer(techniques, model=ours, batches=batches, callbacks=[recorder])
-    trainer.fit()
-    trainer.close()
+    trained(techniques, model=ours, batches=batches, callbacks=[recorder])
 
     rows, names = rows_of(task), list(getattr(built, "labels", None) or [])
     parts = [{name: values[start : start + 4] for name, values in rows.items()} for start in range(0, 16, 4)]

@@ -1,17 +1,14 @@
-"""More than 500 mutated configs: each is refused in one line, or passes every check and trains."""
+"""More than 500 mutated configs: each is refused in one line, or passes every check."""
 
 from __future__ import annotations
 
-import random
 import resource
-import signal
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,12 +19,8 @@ from composer_speedups.core.registry import build_techniques
 from composer_speedups.train.cli import exit_codes, read_command_line
 from composer_speedups.train.trainer import open_device, run_of
 from tests.conftest import ROOT
-from tests.helpers.hangs import HANGS
 from tests.helpers.jobs import fork_train
-from tests.train.mutated_configs import Mutation, files, overrides
-
-# Valid configs with these keys are not run: endless runs, hundreds of processes, an account, a compiler.
-NOT_RUN = ("max_duration", "workers", "wandb", "torch_compile")
+from tests.train.mutated_configs import ODD_OVERRIDES, Mutation, files, overrides
 
 
 def refusal(mutation: Mutation) -> str | None:
@@ -44,32 +37,17 @@ def refusal(mutation: Mutation) -> str | None:
     return None
 
 
-@contextmanager
-def _in_time() -> Iterator[None]:
-    def late(*_: Any) -> None:
-        raise TimeoutError(f"the check takes more than {HANGS:.0f} s")
-
-    before = signal.signal(signal.SIGALRM, late)
-    signal.alarm(int(HANGS))
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
-
-
-def check_all(seed: int, each: int) -> tuple[int, list[Mutation]]:
-    """Check all mutations; return their number and those that passed. Fail on any exception other than Refusal."""
-    tried, passed = 0, []
-    for mutation in [*files(), *overrides(seed, each)]:
+def check_all(mutations: Iterable[Mutation]) -> tuple[int, int]:
+    """The number of mutations, and of those that passed. Fails on any exception other than Refusal."""
+    tried = passed = 0
+    for mutation in mutations:
         tried += 1
         try:
-            with _in_time():
-                line = refusal(mutation)
+            line = refusal(mutation)
         except BaseException as error:
             raise AssertionError(f"{mutation.what!a}: {type(error).__name__}: {error}") from error
         if line is None:
-            passed.append(mutation)
+            passed += 1
         else:
             for mistake in line.split("\n"):  # each has a line
                 assert mistake.strip(), mutation.what
@@ -77,38 +55,23 @@ def check_all(seed: int, each: int) -> tuple[int, list[Mutation]]:
     return tried, passed
 
 
-def run_all(mutations: list[Mutation]) -> dict[int, int]:
-    """Train two batches with each mutation; return the counts by exit status. Failures must end with one line."""
-    ended: dict[int, int] = {}
-    for mutation in mutations:
-        if any(name in argument for argument in mutation.arguments for name in NOT_RUN) or mutation.file is not None:
-            continue
-        base = ["trainer.max_duration=2ba", "trainer.eval_batches=1", "trainer.device=cpu"]
-        done = fork_train(*base, *mutation.arguments).wait()
-        assert done.status in (0, 1, 2), f"{mutation.what!a}: {done.stderr[-3000:]}"
-        assert "Traceback" not in done.stderr, f"{mutation.what!a}: {done.stderr[-3000:]}"
-        if done.status:
-            assert done.stderr.splitlines()[-1].startswith("train.py: "), f"{mutation.what!a}: {done.stderr[-3000:]}"
-        ended[done.status] = ended.get(done.status, 0) + 1
-    return ended
+def test_odd_files_and_overrides_are_refused_in_one_line_or_pass() -> None:
+    check_all([*files(), *islice(overrides(17, 0), len(ODD_OVERRIDES))])
 
 
 @pytest.mark.parametrize(
-    ("seed", "each", "trained"),
-    [pytest.param(17, 1, 5, marks=pytest.mark.exhaustive), pytest.param(2311, 12, 10**6, marks=pytest.mark.long)],
+    ("seed", "each"),
+    [pytest.param(17, 1, marks=pytest.mark.exhaustive), pytest.param(2311, 12, marks=pytest.mark.long)],
 )
-def test_mutated_configs_are_refused_in_one_line_or_pass(seed: int, each: int, trained: int) -> None:
+def test_mutated_configs_are_refused_in_one_line_or_pass(seed: int, each: int) -> None:
     """``pytest -m long -s`` prints the counts of thousands."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    tried, passed = check_all(seed, each)
+    tried, passed = check_all([*files(), *overrides(seed, each)])
     assert tried >= 500
-    assert 0 < len(passed) < tried / 2
+    assert 0 < passed < tried / 2
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**19, "more than 512 MiB (in KiB)"
     assert not torch.cuda.is_initialized() or torch.cuda.max_memory_allocated() == 0
-    valid = [mutation for mutation in passed if mutation.file is None]
-    ended = run_all(random.Random(seed).sample(valid, min(trained, len(valid))))
-    assert ended[0] >= 1
-    print(f"{tried} configs: {tried - len(passed)} refused, {len(passed)} passed; run, by exit status: {ended}")
+    print(f"{tried} configs: {tried - passed} refused, {passed} passed")
 
 
 @pytest.mark.parametrize(

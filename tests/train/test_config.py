@@ -156,18 +156,6 @@ def test_text_is_kept_as_written_although_yaml_reads_a_boolean_number_or_date() 
     assert config.task.text_columns == ["no", "007"]
 
 
-def test_class_weights_are_balanced_a_list_or_a_mapping_from_names_as_written() -> None:
-    weights = "{no: 1, spam: 2.5, 007: 3}"
-    file = write(f"model: {{class_weights: {weights}}}", "my.yaml")
-    expected = {"no": 1.0, "spam": 2.5, "007": 3.0}
-    for config in (load_config(file), load_config(overrides=[f"model.class_weights={weights}"])):
-        assert weights_of(config) == expected
-        save_config(config, Path("again.yaml"))
-        assert load_config("again.yaml") == config
-    assert weights_of(load_config(file, ["model.class_weights.no=4"])) == {**expected, "no": 4.0}
-    assert weights_of(load_config(file, ["model.class_weights=balanced"])) == "balanced"
-
-
 def test_on_unavailable_of_the_config_is_the_default_of_each_technique() -> None:
     built = build_techniques({"fused_optimizer": {}, "torch_compile": {"on_unavailable": "stop"}}, "warn")
     assert [t.on_unavailable for t in built] == ["warn", "stop"]

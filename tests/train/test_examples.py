@@ -20,7 +20,6 @@ from tests.helpers.hangs import HANGS
 from tests.helpers.jobs import SHORT
 
 EXAMPLES = ROOT / "examples"
-SCRIPTS = ["two_nodes.sh", "slurm.sbatch"]
 
 
 def fake(folder: Path, *programs: str) -> dict[str, str]:
@@ -75,16 +74,11 @@ def test_slurm_passes_nodes_and_port_on() -> None:
 
 def test_the_job_files_run_two_nodes_sh() -> None:
     sky = yaml.safe_load((EXAMPLES / "skypilot.yaml").read_text())
-    assert sky["num_nodes"] == 2
     service, job = yaml.safe_load_all((EXAMPLES / "kubernetes.yaml").read_text())
-    spec = job["spec"]["template"]["spec"]
-    container = spec["containers"][0]
+    container = job["spec"]["template"]["spec"]["containers"][0]
     names = {variable["name"]: variable.get("value") for variable in container["env"]}
     assert names["MASTER_ADDR"] == f"{job['metadata']['name']}-0.{service['metadata']['name']}"
-    assert spec["subdomain"] == service["metadata"]["name"]
-    assert int(names["NODES"]) == job["spec"]["completions"] == job["spec"]["parallelism"]
-    assert int(names["GPUS"]) == container["resources"]["limits"]["nvidia.com/gpu"]
-    assert {m["name"] for m in container["volumeMounts"]} == {v["name"] for v in spec["volumes"]}
+    assert int(names["NODES"]) == job["spec"]["completions"] == job["spec"]["parallelism"] == sky["num_nodes"] == 2
     for text in (sky["run"], container["args"][0]):
         assert subprocess.run(["bash", "-n", "-c", text], check=False).returncode == 0
         overrides = text.split("examples/two_nodes.sh")[1].split()
@@ -101,12 +95,7 @@ def test_two_nodes_on_this_machine_train_together(launcher: str) -> None:
     settings = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LAUNCHER": launcher, "GPUS": "1"}
     environment = {**os.environ, **settings, "CONFIG": "yamls/quickstart.yaml"}
     overrides = [*SHORT, "trainer.device=cpu", "trainer.max_duration=3ba", f"runs_folder={Path.cwd()}/runs"]
-    command = [
-        "bash",
-        "examples/two_nodes.sh",
-        *overrides,
-        f"data.cache_dir={Path.cwd()}/cache",
-    ]
+    command = ["bash", "examples/two_nodes.sh", *overrides, f"data.cache_dir={Path.cwd()}/cache"]
     nodes = [
         subprocess.Popen(command, cwd=ROOT, env={**environment, "NODE_RANK": rank}, stderr=subprocess.PIPE, text=True)
         for rank in "01"

@@ -114,26 +114,22 @@ def test_a_killed_worker_ends_the_run_at_once(persistent: bool) -> None:
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("error", "line"),
-    [
-        (
-            RuntimeError("DataLoader worker (pid 3) is killed by signal: Killed. "),
-            "data.workers: a DataLoader worker died (DataLoader worker (pid 3)",
-        ),
-        (MemoryError("Unable to allocate 8. TiB"), "out of memory: Unable to allocate 8. TiB; lower data.batch_size"),
-        (torch.OutOfMemoryError("CUDA out of memory. Tried"), "out of memory: CUDA out of memory"),
-        (
-            torch.OutOfMemoryError("CUDA out of memory\ntrainer.microbatch_size: 8 do not fit; set …=4"),
-            "trainer.microbatch_size: 8 do not fit; set …=4 (CUDA out of memory)",
-        ),
-        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you"), "out of memory: "),
-        (RuntimeError("shapes differ"), None),
-    ],
-)
+NO_MEMORY = "out of memory: "
+ERRORS: list[tuple[type[Exception], str, str | None]] = [  # class, its message, and the line that it becomes
+    (RuntimeError, "DataLoader worker (pid 3) is killed", "data.workers: a DataLoader worker died (DataLoader worker"),
+    (MemoryError, "Unable to allocate 8. TiB", f"{NO_MEMORY}Unable to allocate 8. TiB; lower data.batch_size"),
+    (torch.OutOfMemoryError, "CUDA out\ntrainer.microbatch_size: 8; …=4", "trainer.microbatch_size: 8; …=4 (CUDA out)"),
+    (torch.OutOfMemoryError, "CUDA out of memory. Tried", f"{NO_MEMORY}CUDA out of memory"),
+    (RuntimeError, "[enforce fail] DefaultCPUAllocator: can't allocate memory: you", NO_MEMORY),
+    (RuntimeError, "shapes differ", None),
+]
+
+
+@pytest.mark.parametrize(("kind", "message", "line"), ERRORS)
 def test_known_errors_of_the_stack_become_one_line(
-    error: Exception, line: str | None, monkeypatch: pytest.MonkeyPatch
+    kind: type[Exception], message: str, line: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    error = kind(message)
     trainer = make_trainer(batches=plain_batches(1))
     monkeypatch.setattr(trainer, "fit", Mock(side_effect=error))
     with pytest.raises(RuntimeError if line is None else RunFailedError) as raised:

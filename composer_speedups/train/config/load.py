@@ -86,18 +86,14 @@ _IGNORED_KEYS = (
 
 
 def differences(config: Config, stored: Path) -> list[tuple[str, Any, Any]] | None:
-    """The dotted keys whose values differ from a run's config.yaml, with both values; None if the file
-    cannot be read."""
+    """The keys whose values differ from a run's config.yaml, with both values; None if the file cannot be read."""
     try:
         before = dict(_flat(yaml.safe_load(stored.read_text())))
     except (OSError, UnicodeDecodeError, yaml.YAMLError, AttributeError):
         return None
-    now, defaults = dict(_flat(written(config))), dict(_flat(Config(task=type(config.task)()).model_dump()))
-    # a key that the stored file lacks, since the version that wrote it did not have it, had its default
-    both = {
-        name: [v.get(name, defaults.get(name, "unset")) for v in (before, now)] for name in before.keys() | now.keys()
-    }
-    named = [(".".join(map(str, path)), *values) for path, values in both.items()]
+    now = dict(_flat(written(config)))
+    both = [[path, before.get(path, "unset"), now.get(path, "unset")] for path in before.keys() | now.keys()]
+    named = [(".".join(map(str, path)), *values) for path, *values in both]
     return [
         (name, old, new)
         for name, old, new in sorted(named, key=operator.itemgetter(0))

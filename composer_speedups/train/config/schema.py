@@ -41,6 +41,9 @@ from composer_speedups.tasks.settings import (
     TaskSettings,
 )
 
+OBJECT_STORES = ("s3://", "gs://", "oci://", "azure://", "dbfs:/")
+"""Beginnings of addresses from which Composer downloads checkpoints."""
+
 
 @functools.cache
 def _techniques() -> type[Settings]:
@@ -130,11 +133,9 @@ class TrainerConfig(Settings):
     precision: Literal["fp32", "amp_bf16", "amp_fp16"] = "fp32"
     """Composer's precision. The mixed_precision technique sets it instead if requested."""
     microbatch_size: Annotated[int, Field(ge=1)] | Literal["auto"] | None = None
-    """Samples per forward pass and device; `auto` finds the largest size that fits a GPU; null does not split
-    batches."""
+    """Samples per forward pass and device; `auto` finds the largest that fits a GPU; null does not split batches."""
     microbatch_tokens: int | None = Field(None, ge=1)
-    """Real tokens per forward pass and device at most, for samples of very different lengths; a longer sample is a
-    micro-batch of its own. A number as microbatch_size bounds the samples as well."""
+    """Real tokens per forward pass and device at most; a longer sample is a micro-batch of its own."""
     on_out_of_memory: Literal["halve", "stop"] = "halve"
     """On one GPU: halve the micro-batch and keep the effective batch, with a warning; or stop."""
     fsdp: FSDPConfig | None = None
@@ -176,7 +177,7 @@ class CheckpointConfig(Settings):
     """Export the weights of the best evaluation, which every checkpoint then contains too; null exports the last."""
     load: str | None = None
     """Checkpoint of this run's folder to continue from: weights, optimizer, schedule, data position and random state.
-    Of another run, with weights_only or trust_checkpoint."""
+    Of another run, a file or an address such as s3://BUCKET/NAME.pt, with weights_only or trust_checkpoint."""
     weights_only: bool = False
     """Load only the weights from checkpoint.load, and start a new run."""
     autoresume: bool = True
@@ -201,8 +202,7 @@ class CallbacksConfig(Settings):
     finite_loss: FiniteLossConfig | None = Field(default_factory=FiniteLossConfig)
     """Handle NaN and infinite losses, and keep NaN weights out of checkpoints; null disables it."""
     divergence: DivergenceConfig | None = None
-    """Stop when the loss climbs far above its value at the last good checkpoint, and do not write checkpoints
-    meanwhile."""
+    """Stop when the loss climbs far above its value at the last good checkpoint, and write no checkpoints meanwhile."""
 
 
 class BaselineConfig(Settings):
@@ -245,23 +245,6 @@ class LoggersConfig(Settings):
 
 
 class Config(Settings):
-    also_called: ClassVar[Mapping[str, str]] = {  # above all in transformers' TrainingArguments
-        "learning_rate": "optimizer.lr",
-        "epochs": "trainer.max_duration",
-        "num_train_epochs": "trainer.max_duration",
-        "max_steps": "trainer.max_duration",
-        "per_device_train_batch_size": "data.batch_size",
-        "per_device_eval_batch_size": "data.eval_batch_size",
-        "gradient_accumulation_steps": "trainer.microbatch_size",
-        "warmup_ratio": "scheduler.warmup",
-        "warmup_steps": "scheduler.warmup",
-        "max_seq_length": "data.max_length",
-        "num_workers": "data.workers",
-        "dataloader_num_workers": "data.workers",
-        "model_name_or_path": "model.name",
-        "output_dir": "runs_folder",
-    }
-
     run_name: FileName = "run"
     """Name of the run's folder under runs_folder."""
     runs_folder: str = "runs"
@@ -273,13 +256,11 @@ class Config(Settings):
     export: bool = True
     """Write the trained model to runs/<run_name>/model in transformers' format."""
     plot: bool = True
-    """Draw samples/s, loss and accuracy over the run to runs/<run_name>/throughput.png, and the confusion matrix of a
-    classification to confusion.png."""
+    """Draw samples/s, loss and accuracy to runs/<run_name>/throughput.png, and a confusion matrix to confusion.png."""
     algorithms: Techniques = Field(default_factory=dict)
     """Techniques by name, each with its settings: {tf32_matmul: {}, torch_compile: {scope: blocks}}."""
     baseline: BaselineConfig | None = None
-    """Before training, compare these techniques with the run's in alternating turns of a few batches, and report
-    the ratio."""
+    """Before training, compare these techniques with the run's in turns of a few batches, and report the ratio."""
     model: ModelConfig = Field(default_factory=ModelConfig)
     """The model."""
     task: AnyTask = Field(default_factory=ClassificationSettings)
@@ -382,7 +363,7 @@ class Config(Settings):
 
 def checkpoint_problem(name: str | None) -> str | None:
     """What is wrong with a local checkpoint, as far as can be seen without loading it."""
-    if name is None:
+    if name is None or name.startswith(OBJECT_STORES):
         return None
     if not os.path.isfile(name):
         shown = with_working_directory(name)
