@@ -122,7 +122,7 @@ def _half_of(state: State, rows: int, wanted: str, error: torch.OutOfMemoryError
     elif rows == 1:
         reason, fix = "1 is the minimum", small
     elif ranks > 1 or state.fsdp_config is not None:
-        reason = f"{ranks} ranks cannot repeat a batch that failed on one of them"
+        reason = "several ranks cannot repeat a batch that failed on one of them"
     elif fixed:
         reason = f"{fixed[0]} replays graphs of that size"
     elif wanted == "stop":

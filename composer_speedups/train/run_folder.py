@@ -8,13 +8,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import yaml
 from composer.core import Time
 from composer.utils import dist
 
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.core.files import LockedFileError, lock_file, remove_unfinished, with_working_directory
 from composer_speedups.train.checkpoints import DamagedCheckpointError, checkpoints_in, read_checkpoint
-from composer_speedups.train.config.load import differences, save_config
+from composer_speedups.train.config.load import differences, save_config, written
 from composer_speedups.train.config.schema import OBJECT_STORES, Config, checkpoint_problem
 from composer_speedups.train.inputs import INITIAL, Inputs, changed_input, inputs_of
 
@@ -72,8 +73,8 @@ class RunFolder:
         settings, path = config.checkpoint, config.checkpoint.load
         inside = path is not None and self.path.resolve() in Path(path).resolve().parents
         interrupted = self._config.exists() and not (self.path / "report.json").exists()
-        resumes = settings.autoresume and settings.interval is not None and interrupted and not inside
-        if resumes and checkpoints_in(self._checkpoints):
+        resumes = settings.autoresume and settings.interval is not None and interrupted
+        if resumes and checkpoints_in(self._checkpoints) and (not inside or self._began_with(config)):
             check_same_run(config, self._config)
             if newest := newest_undamaged(self._checkpoints, trust=settings.trust_checkpoint):
                 newest_path, held = newest
@@ -103,6 +104,14 @@ class RunFolder:
             self._check_same_inputs(held, f"{_LOAD}: {path} was written, and", "set checkpoint.weights_only=true")
             self._check_ranks(held, config)
         return inside
+
+    def _began_with(self, config: Config) -> bool:
+        """Whether the interrupted run was started with the same ``checkpoint.load``, so that its own are newer."""
+        try:
+            before = yaml.safe_load(self._config.read_text())["checkpoint"]["load"]
+        except (OSError, UnicodeDecodeError, yaml.YAMLError, LookupError, TypeError):
+            return False
+        return bool(before == written(config)["checkpoint"]["load"])
 
     def _check_same_inputs(self, held: dict[str, Any], since: str, fix: str) -> None:
         """Refuse a checkpoint that was trained on other files. Weights that it began with are not read again."""

@@ -137,5 +137,5 @@ def test_fsdp_does_not_repeat_a_batch_after_out_of_memory(monkeypatch: pytest.Mo
     sharded = SimpleNamespace(
         device_train_microbatch_size=8, fsdp_config=object(), callbacks=[], model=None, is_model_ddp=False
     )
-    with pytest.raises(torch.OutOfMemoryError, match=r"FSDP cannot repeat a batch .*; set trainer\.microbatch_size=4"):
+    with pytest.raises(torch.OutOfMemoryError, match=r"cannot repeat a batch .*; set trainer\.microbatch_size=4"):
         out_of_memory._half_of(sharded, 8, "halve", error)  # type: ignore[arg-type]

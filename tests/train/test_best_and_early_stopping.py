@@ -90,17 +90,6 @@ def test_a_run_that_is_killed_stops_early_and_exports_like_an_uninterrupted_one(
     assert [entry["batch"] for entry in killed["resumed"]] == [4, stopped["best_batch"] + 8]
 
 
-def test_best_weights_that_do_not_fit_the_model_are_refused() -> None:
-    run(*JOB, BEST, "trainer.max_duration=2ba", "run_name=first", "export=false")
-    path = Path("runs/first/checkpoints/ep0-ba2-rank0.pt")
-    held = torch.load(path, weights_only=False)
-    weights = held["state"]["callbacks"]["BestWeights"]["weights"]
-    weights[next(iter(weights))] = torch.zeros(3)
-    torch.save(held, path)
-    with pytest.raises(ConfigError, match=r"^checkpoint.load: the best weights in \S+ do not fit the model; use ano"):
-        run(*JOB, BEST, f"checkpoint.load={path}", "run_name=first")
-
-
 @pytest.mark.parametrize("section", ["checkpoint.best", "trainer.early_stopping"])
 def test_a_metric_that_the_task_does_not_have_is_refused_before_training(section: str) -> None:
     with pytest.raises(ConfigError, match=f"^{section}.metric: 'acuracy' is not a .*; did you mean 'accuracy'"):
