@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from composer_speedups.core.errors import ConfigError, Refusal
-from composer_speedups.core.first_batch import Comparison
+from composer_speedups.core.first_comparison import Comparison
 from composer_speedups.core.observer import leave_open
 from composer_speedups.core.run import FirstBatch, Run
 from composer_speedups.core.stock import outermost_models

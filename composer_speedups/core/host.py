@@ -17,7 +17,7 @@ from composer.utils.reproducibility import seed_context
 
 from composer_speedups.core.engaging import ask, engage, had_no_effect, refuse_other_techniques, techniques_of
 from composer_speedups.core.errors import Refusal
-from composer_speedups.core.first_batch import Comparison
+from composer_speedups.core.first_comparison import Comparison
 from composer_speedups.core.observer import Observer
 from composer_speedups.core.run import Run
 from composer_speedups.core.technique import Technique

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from composer_speedups.core.compile_counts import compile_counts
 from composer_speedups.core.run import FirstBatch, Run
 from composer_speedups.core.trainer_state import local_shard
-from composer_speedups.kernels.host import counting
+from composer_speedups.kernels.common import counting
 
 _MATMULS = {"mm", "addmm", "bmm", "baddbmm", "linear", "_scaled_mm"}
 _SAMPLE = 64  # values compared in each parameter

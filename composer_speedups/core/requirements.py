@@ -37,7 +37,7 @@ def needs_package(who: str, module: str, requirement: str) -> Iterator[Refusal]:
 
 def needs_triton(who: str) -> Iterator[Refusal]:
     """Triton, and the C compiler that it needs when a kernel is launched for the first time."""
-    from composer_speedups.kernels.host import missing_c_compiler
+    from composer_speedups.kernels.common import missing_c_compiler
 
     yield from needs_package(who, "triton", "triton")
     if (missing := missing_c_compiler()) is not None:

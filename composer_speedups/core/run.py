@@ -76,7 +76,7 @@ class FirstBatch:
         operators: aten operators that ran outside of compiled code, by name such as ``_fused_adamw_``, in the forward
             and backward pass and in the optimizer's step.
         matmul_dtypes: The dtypes of the results of matrix products outside of compiled code, such as ``bfloat16``.
-        ran: What this package's own code reported (:func:`composer_speedups.kernels.host.ran`), by name: kernels
+        ran: What this package's own code reported (:func:`composer_speedups.kernels.common.ran`), by name: kernels
             launched, encoders that ran packed, blocks that were recomputed, graphs that were replayed.
         graphs: Graphs that torch.compile captured since the techniques engaged; likewise the next two.
         graph_breaks: Graph breaks.

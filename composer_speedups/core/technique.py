@@ -185,7 +185,7 @@ class Technique(Settings, Algorithm, eq=False, strict=True):
 
 
 class ComparedTechnique(Technique):
-    """A technique that computes the model's result itself. :mod:`.first_batch` compares it with the untouched model."""
+    """A technique that computes the model's result itself; :mod:`.first_comparison` compares the untouched model's."""
 
     not_recorded = (*Technique.not_recorded, "check")
 

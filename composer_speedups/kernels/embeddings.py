@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from composer_speedups.kernels.common import FirstDerivative
 from composer_speedups.kernels.dropout import draw_seeds, kept, load_seed, threshold_of
-from composer_speedups.kernels.host import FirstDerivative
 from composer_speedups.kernels.norm import standardize
 
 __all__ = ["embed", "embed_backward", "embed_forward"]

@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from composer_speedups.kernels.common import FirstDerivative
 from composer_speedups.kernels.dropout import draw_seeds, mix_bits, query_bits, spread_bits, threshold_of
-from composer_speedups.kernels.host import FirstDerivative
 
 __all__ = ["first_token_attention", "first_token_backward", "first_token_forward"]
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.modeling_utils import AttentionInterface
 
-from composer_speedups.kernels.host import missing_c_compiler, ran, to_autocast_dtype
+from composer_speedups.kernels.common import missing_c_compiler, ran, to_autocast_dtype
 from composer_speedups.packing.layout import Layout
 
 IMPLEMENTATION = "unpadded"  # transformers assumes the flash-attn package for any name that contains "flash"

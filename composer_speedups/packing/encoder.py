@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
-from composer_speedups.kernels.host import ran
+from composer_speedups.kernels.common import ran
 from composer_speedups.packing.call import (
     Call,
     CallPlan,

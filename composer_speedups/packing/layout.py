@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from composer_speedups.kernels.host import FirstDerivative
+from composer_speedups.kernels.common import FirstDerivative
 
 MULTIPLE = 64  # packed tokens are rounded up to a multiple of it by default, because matmuls are fastest then
 COUNTED_ON_HOST_MESSAGE = (

@@ -34,9 +34,9 @@ from composer_speedups.core.technique import Technique
 from composer_speedups.core.trainer_state import torch_device
 from composer_speedups.data.batching import split_by_tokens
 from composer_speedups.data.loader import Data, build_data
+from composer_speedups.distributed.cpu import share_cores
 from composer_speedups.distributed.ddp import OverlappedDDP
 from composer_speedups.distributed.fsdp import GradientClipping, check_sharding, fsdp_parallelism, sharded_blocks
-from composer_speedups.distributed.host import share_cores
 from composer_speedups.tasks.models import FinetuneModel, build_model, resolve_name
 from composer_speedups.tasks.task import build_task
 from composer_speedups.train.checkpoints import WholeCheckpointSaver, restricted_loading

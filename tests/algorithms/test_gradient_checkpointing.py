@@ -20,7 +20,7 @@ from composer_speedups import (
     apply,
 )
 from composer_speedups.core.errors import Refusal
-from composer_speedups.kernels.host import counting
+from composer_speedups.kernels.common import counting
 from tests.helpers.common import (
     Recorder,
     assert_not_engaged,

@@ -39,7 +39,7 @@ from composer_speedups.core.engaging import engage
 from composer_speedups.core.run import Run
 from composer_speedups.families.blocks import repeated_blocks
 from composer_speedups.families.family import family_named
-from composer_speedups.kernels.host import counting
+from composer_speedups.kernels.common import counting
 from tests.helpers.common import VOCABULARY, Batch
 from tests.helpers.exhaustive import DEFAULT_FAMILIES, others_exhaustive
 from tests.helpers.models import ENCODERS, EVERY, Family, tiny_model

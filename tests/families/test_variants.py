@@ -31,7 +31,7 @@ from composer_speedups.algorithms.unpadding.encoder_swap import restore_encoders
 from composer_speedups.core.engaging import engage
 from composer_speedups.core.run import Run
 from composer_speedups.families.deberta_v2 import _entries
-from composer_speedups.kernels.host import counting
+from composer_speedups.kernels.common import counting
 from tests.families.test_family_techniques import TECHNIQUE, Watch, draw, outcome, structure
 from tests.helpers.common import Batch, tiny_bert
 from tests.helpers.exhaustive import DEFAULT_FAMILIES, others_exhaustive

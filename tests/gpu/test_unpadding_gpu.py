@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from composer_speedups.algorithms.unpadding.encoder_swap import unpad
-from composer_speedups.kernels.host import counting
+from composer_speedups.kernels.common import counting
 from tests.families.test_family_techniques import Operators
 from tests.helpers.common import batch
 from tests.helpers.masks import masked_batch, random_masks

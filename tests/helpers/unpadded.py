@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from composer_speedups.algorithms.fused_layers.fusing import fuse
 from composer_speedups.algorithms.unpadding.encoder_swap import unpad
-from composer_speedups.kernels.host import counting
+from composer_speedups.kernels.common import counting
 from tests.helpers.common import Batch
 from tests.helpers.masks import real_logits
 from tests.helpers.models import Family, Head, tiny_model

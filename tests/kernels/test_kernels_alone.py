@@ -13,7 +13,7 @@ from torch import Tensor
 
 import composer_speedups
 from composer_speedups import kernels
-from composer_speedups.kernels.host import FirstDerivative
+from composer_speedups.kernels.common import FirstDerivative
 
 
 class Square(FirstDerivative):

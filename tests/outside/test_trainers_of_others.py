@@ -15,7 +15,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from transformers import Trainer, TrainingArguments
 
 from composer_speedups import FusedLayers, Unpadding, apply_recommended, recommended
-from composer_speedups.kernels.host import counting
+from composer_speedups.kernels.common import counting
 from tests.helpers.common import Batch, batch, data_spec, make_trainer, plain_batches, tiny_bert, trained
 from tests.helpers.exhaustive import others_exhaustive
 from tests.helpers.models import tiny_model

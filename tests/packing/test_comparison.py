@@ -20,7 +20,7 @@ from transformers.modeling_utils import AttentionInterface
 from composer_speedups import FusedLayers, SDPAAttention, Unpadding, apply_recommended
 from composer_speedups.algorithms.unpadding import encoder_swap
 from composer_speedups.algorithms.unpadding.encoder_swap import unpad
-from composer_speedups.core import first_batch
+from composer_speedups.core import first_comparison
 from composer_speedups.core.errors import Refusal
 from composer_speedups.core.stock import changes_to
 from composer_speedups.packing.comparison import FLOAT32, Outcome, compare
@@ -184,7 +184,7 @@ def test_a_comparison_that_fails_here_or_on_another_rank_is_an_error(monkeypatch
     with pytest.raises(Refusal, match=rf"{failed} \(only in training\); .*never"):
         trained([Unpadding(8)], model=CustomModel(TrainingOnly(plain_mean)), batches=[INPUTS])
     trained([Unpadding(8, check="never")], model=CustomModel(TrainingOnly(plain_mean)), batches=[INPUTS])
-    monkeypatch.setattr(first_batch, "any_rank", lambda *_: True)
+    monkeypatch.setattr(first_comparison, "any_rank", lambda *_: True)
     with pytest.raises(Refusal, match=rf"{failed} \(on another rank\)"):
         trained([Unpadding(8)], model=CustomModel(Pooling(masked_mean)), batches=[INPUTS])
 

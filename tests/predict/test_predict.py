@@ -21,7 +21,7 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 
 from composer_speedups.core.errors import ConfigError, DataError
 from composer_speedups.data.builtin import builtin_reviews, builtin_samples
-from composer_speedups.kernels.host import counting
+from composer_speedups.kernels.common import counting
 from composer_speedups.predict import rows
 from composer_speedups.predict.__main__ import main
 from composer_speedups.predict.model import FinishedModel

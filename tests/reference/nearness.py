@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from composer_speedups.kernels.host import counting
+from composer_speedups.kernels.common import counting
 from tests.helpers.common import Batch
 from tests.helpers.masks import masked_batch, random_masks, real_logits
 from tests.reference.loop import gradients, on_gpu

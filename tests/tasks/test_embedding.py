@@ -22,7 +22,7 @@ from transformers import AutoModel
 from composer_speedups import FusedLayers, FusedOptimizer, ThroughputMonitor, Unpadding
 from composer_speedups.core.errors import ConfigError, Refusal
 from composer_speedups.data.loader import Data, build_data
-from composer_speedups.kernels.host import counting
+from composer_speedups.kernels.common import counting
 from composer_speedups.tasks.embedding import Embedding
 from composer_speedups.tasks.models import FinetuneModel, _from_config
 from composer_speedups.tasks.settings import DataConfig

@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 
 from composer_speedups.algorithms.cuda_graphs.segments import Segments
 from composer_speedups.core.trainer_state import world_size
-from composer_speedups.kernels.host import FirstDerivative
+from composer_speedups.kernels.common import FirstDerivative
 
 
 class Captured:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from composer_speedups.kernels.host import ran, to_autocast_dtype
+from composer_speedups.kernels.common import ran, to_autocast_dtype
 from composer_speedups.packing.untouched import is_untouched
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchao.float8.float8_linear import Float8Linear
 
-from composer_speedups.kernels.host import to_autocast_dtype
+from composer_speedups.kernels.common import to_autocast_dtype
 
 # torch._scaled_mm needs dimensions that are a multiple of it, also the rows, for the weight's gradient
 _MULTIPLE = 16

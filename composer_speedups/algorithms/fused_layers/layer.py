@@ -33,6 +33,7 @@ from composer_speedups.algorithms.fused_layers.weights import (
 )
 from composer_speedups.families.family import DropoutRates, LayerModules
 from composer_speedups.kernels.attention import attention_backward, attention_forward, rotate
+from composer_speedups.kernels.common import FirstDerivative
 from composer_speedups.kernels.disentangled_attention import disentangled_backward, disentangled_forward
 from composer_speedups.kernels.dropout import draw_seeds
 from composer_speedups.kernels.float8 import (
@@ -45,7 +46,6 @@ from composer_speedups.kernels.float8 import (
     scaled_product,
 )
 from composer_speedups.kernels.gelu import gelu_float8
-from composer_speedups.kernels.host import FirstDerivative
 from composer_speedups.kernels.norm import add_norm_backward, add_norm_forward
 from composer_speedups.kernels.sums import partial_sums
 

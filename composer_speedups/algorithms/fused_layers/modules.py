@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from composer_speedups.core.stock import adapter_of, adapter_refusal, merged_weight
 from composer_speedups.families.family import Block, DropoutRates, Family, LayerModules, family_of
 from composer_speedups.kernels import Shape
-from composer_speedups.kernels.host import autocast_dtype, ran
+from composer_speedups.kernels.common import autocast_dtype, ran
 from composer_speedups.packing.attention import (
     PositionBias,
     Relative,

@@ -25,9 +25,9 @@ from composer_speedups.algorithms.fused_layers.weights import (
 )
 from composer_speedups.families.family import DropoutRates, GatedLayerModules, LayerModules
 from composer_speedups.kernels.attention import attention_backward, attention_forward, rotate
+from composer_speedups.kernels.common import FirstDerivative
 from composer_speedups.kernels.dropout import draw_seeds
 from composer_speedups.kernels.gelu import geglu_backward, geglu_forward, gelu_backward, gelu_forward
-from composer_speedups.kernels.host import FirstDerivative
 from composer_speedups.kernels.norm import pre_norm_backward, pre_norm_forward
 from composer_speedups.kernels.sums import partial_sums
 

@@ -84,7 +84,7 @@ def _observed(block: nn.Module, inner: Inner, /, *args: Any, **kwargs: Any) -> A
     import torch
 
     from composer_speedups.core.reversible import call_inner
-    from composer_speedups.kernels.host import ran
+    from composer_speedups.kernels.common import ran
 
     if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:  # inside a backward pass
         ran("recomputed_block")

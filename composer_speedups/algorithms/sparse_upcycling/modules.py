@@ -22,7 +22,7 @@ from composer_speedups.core.optimizer_state import replace_parameters
 from composer_speedups.core.pretrained import pretrained_config
 from composer_speedups.core.stock import outermost_models
 from composer_speedups.families.family import families, family_of, family_titles
-from composer_speedups.kernels.host import ran
+from composer_speedups.kernels.common import ran
 
 _ROUTER_STD = 0.02  # arXiv 2212.05055, section 3.1
 _PARTS = ("up", "activation", "down")

@@ -20,7 +20,7 @@ import torch
 
 import composer_speedups.train.trainer
 from composer_speedups import FreezeGarbage, FusedOptimizer, OffloadedOptimizer
-from composer_speedups.distributed.host import _at_first, share_cores
+from composer_speedups.distributed.cpu import _at_first, share_cores
 from composer_speedups.train.config.schema import Config
 from tests.conftest import ROOT
 from tests.helpers.common import make_trainer

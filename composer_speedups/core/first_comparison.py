@@ -17,7 +17,7 @@ from composer_speedups.core.run import Run
 from composer_speedups.core.stock import changes_to
 from composer_speedups.core.technique import ComparedTechnique
 from composer_speedups.core.trainer_state import any_rank, loss_of_this_rank, model_of
-from composer_speedups.kernels.host import uncounted
+from composer_speedups.kernels.common import uncounted
 from composer_speedups.packing.comparison import SIXTEEN_BITS, Outcome, compare, measure, tolerance_of, with_padding
 from composer_speedups.packing.rows import token_masks
 from composer_speedups.packing.untouched import untouched
