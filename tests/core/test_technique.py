@@ -215,7 +215,7 @@ def test_not_yet_asks_again_after_the_next_batch_and_silence_is_no_effect() -> N
     trained([late], batches=plain_batches(3))
     assert [call for call in late.calls if call != "batch_end"] == ["proof", "proof", "summary", "fit_end", "undone"]
     silent = Late(count=8)
-    with pytest.raises(Refusal, match=r"^late: was applied but did not take effect: nothing was seen of it until the"):
+    with pytest.raises(Refusal, match=r"^late: was applied but did not take effect: nothing was seen of it in the"):
         trained([silent], batches=plain_batches(2))
     assert silent.calls.count("ended") == 1
 
