@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from composer.core import Callback, State
-from composer.loggers import Logger, WandBLogger
+from composer.loggers import Logger, MLFlowLogger, WandBLogger
 
 from composer_speedups.callbacks.evaluations import BestWeights
 from composer_speedups.callbacks.memory import MemoryAnatomy
@@ -64,15 +64,15 @@ class RunReport(Callback):
         host = host_of(state)
         if host is None or not host.waits_for_proof:
             del self.batch_end  # type: ignore[method-assign]  # later batches do not concern it
-            logger.log_hyperparameters(_evidence(state))
+            _update_wandb(state, logger)
+            for destination in logger.destinations:  # a resumed MLflow run refuses changed values
+                resumed = isinstance(destination, MLFlowLogger) and destination.resume
+                if not (resumed or isinstance(destination, WandBLogger)):
+                    destination.log_hyperparameters(_evidence(state))
 
     def fit_end(self, state: State, logger: Logger) -> None:
         self._trained = True
-        if any(isinstance(destination, WandBLogger) for destination in logger.destinations):
-            import wandb
-
-            if wandb.run is not None:  # on rank 0
-                wandb.config.update(_evidence(state), allow_val_change=True)
+        _update_wandb(state, logger)
         self._log_values(state, logger)
 
     def eval_after_all(self, state: State, logger: Logger) -> None:
@@ -81,6 +81,15 @@ class RunReport(Callback):
 
     def _log_values(self, state: State, logger: Logger) -> None:
         logger.log_metrics({f"summary/{name}": value for name, value in _values(state).items()})
+
+
+def _update_wandb(state: State, logger: Logger) -> None:
+    """Weights & Biases may change its values, and a resumed run has those of the process before."""
+    if any(isinstance(destination, WandBLogger) for destination in logger.destinations):
+        import wandb
+
+        if wandb.run is not None:  # on rank 0
+            wandb.config.update(_evidence(state), allow_val_change=True)
 
 
 def _evidence(state: State) -> dict[str, Any]:

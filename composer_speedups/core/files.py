@@ -118,8 +118,11 @@ def replace_folder(folder: Path, *, keep_existing: bool = False) -> Iterator[Pat
     partial = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f"{_PREFIX}{folder.name}."))
     try:
         yield partial
-        for weights in partial.rglob("*.safetensors"):
-            weights.chmod(0o644)  # safetensors writes them for their owner alone
+        new = partial / f"{_PREFIX}mode"  # a new file, whose mode the umask decides
+        new.touch()
+        for weights in partial.rglob("*.safetensors"):  # which safetensors writes for their owner alone
+            shutil.copymode(new, weights)
+        new.unlink()
         partial.chmod(0o755)
         if not keep_existing:
             shutil.rmtree(folder, ignore_errors=True)

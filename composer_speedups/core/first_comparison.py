@@ -16,7 +16,7 @@ from composer_speedups.core.errors import Refusal, first_line
 from composer_speedups.core.run import Run
 from composer_speedups.core.stock import changes_to
 from composer_speedups.core.technique import ComparedTechnique
-from composer_speedups.core.trainer_state import any_rank, loss_of_this_rank, model_of
+from composer_speedups.core.trainer_state import any_rank, loss_of_this_rank, model_of, world_size
 from composer_speedups.kernels.common import uncounted
 from composer_speedups.packing.comparison import SIXTEEN_BITS, Outcome, compare, measure, tolerance_of, with_padding
 from composer_speedups.packing.rows import token_masks
@@ -92,7 +92,13 @@ class _Batch:
                 changed = self._outcome()
                 with untouched(self._model):
                     return changed, self._outcome()
-            except torch.OutOfMemoryError:
+            except torch.OutOfMemoryError as error:
+                if world_size() > 1 and not _loss_respects_loss_ranks(self._model):
+                    raise torch.OutOfMemoryError(
+                        f"the comparison with the untouched model ran out of memory ({first_line(error)}), and one of "
+                        f"{world_size()} ranks cannot repeat it with fewer samples, since its loss may gather samples "
+                        "from the others; lower the micro-batch, or set check: never"
+                    ) from error
                 if self._run.sharded or not self._halve():
                     raise
 
@@ -120,3 +126,9 @@ class _Batch:
         if loss is None or isinstance(loss, Tensor):
             return outputs, loss
         return outputs, torch.stack([*(loss.values() if isinstance(loss, dict) else loss)]).sum()
+
+
+def _loss_respects_loss_ranks(model: Any) -> bool:
+    """Whether the loss is defined by this package or by Composer, which call :func:`.loss_ranks` before they gather."""
+    methods = [type(owner).loss for owner in (model, getattr(model, "task", model))]
+    return all(method.__module__.partition(".")[0] in ("composer", "composer_speedups") for method in methods)

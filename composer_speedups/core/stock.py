@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_modules
 from transformers import PreTrainedModel
 from transformers.modeling_utils import AttentionInterface
 
@@ -27,6 +28,7 @@ HOOKS = {  # attribute of a module → what one of its entries is
     "_backward_pre_hooks": "a backward pre-hook",
     "_backward_hooks": "a backward hook",
 }
+_EVERYWHERE = [getattr(torch_modules, f"_global{kind}") for kind in HOOKS]
 # transformers installs these hooks when hidden states or attentions are requested; they only observe.
 _RECORDERS = "transformers.utils.output_capturing"
 _CASTS = "accelerate.utils.operations"
@@ -66,6 +68,8 @@ def differences(
 
 
 def _other_code(module: nn.Module, name: str, *, ours: bool, around: bool = False) -> Iterator[str]:
+    if not all(_is_harmless(hook) for hooks in _EVERYWHERE for hook in hooks.values()):
+        yield "every module has a hook (torch.nn.modules.module.register_module_…_hook)"
     if not _is_ours(type(module)) and _is_patched(type(module)):
         yield f"{_described(type(module), article=False)}.forward was replaced in its class"
     yield from _own_methods(module, name, ours=ours or around)
@@ -93,6 +97,10 @@ def hooks_on(module: nn.Module, name: str, *, ours: bool) -> Iterator[str]:
         theirs = (hook for hook in hooks if getattr(hook, "__module__", None) != _RECORDERS)
         if any(not (ours and _is_ours(hook)) for hook in theirs):
             yield f"{name} has {description}"
+
+
+def _is_harmless(hook: Any) -> bool:
+    return getattr(hook, "__module__", None) == _RECORDERS or _is_ours(hook)
 
 
 def _other_settings(module: nn.Module, reference: nn.Module, name: str) -> Iterator[str]:

@@ -51,7 +51,7 @@ The same seed drops the same numbers, so pass the forward pass's seed to the bac
 ``embeddings.embed``                ids int64 (B, S), tables (V, H) → dropout(LayerNorm(sum)) (B, S, H), with autograd;
                                     ``embed_forward`` and ``embed_backward`` are the two passes
 ``compile_ahead.compile_ahead``     compiles the kernels of a :class:`Shape` in threads
-``host.``                           ``FirstDerivative``: base class of autograd functions without a second derivative;
+``common.``                         ``FirstDerivative``: base class of autograd functions without a second derivative;
                                     ``counting``: what the kernels' callers report; ``to_autocast_dtype`` and
                                     ``autocast_dtype``; ``missing_c_compiler``
 =================================== =================================================================================

@@ -288,10 +288,15 @@ def _argument_names(model_class: type[Any]) -> list[str]:
 
 
 def _is_traced() -> bool:
-    """Whether the call is exported, or traced by torch.jit, and cannot read the number of tokens on the host."""
+    """Whether the call is exported, traced by torch.jit, transformed by torch.func, or differentiated in forward mode.
+
+    Such a call can neither read the number of tokens on the host nor use this package's autograd functions.
+    """
     if torch.compiler.is_dynamo_compiling():  # where is_exporting() is always true
         return False
-    return torch.jit.is_tracing() or torch.compiler.is_exporting()
+    transformed = torch._C._functorch.peek_interpreter_stack() is not None
+    forward_mode = torch.autograd.forward_ad._current_level >= 0
+    return transformed or forward_mode or torch.jit.is_tracing() or torch.compiler.is_exporting()
 
 
 def _has_adapter_per_row(model: nn.Module) -> bool:

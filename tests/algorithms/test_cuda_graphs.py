@@ -79,6 +79,17 @@ def test_release_restores_the_forward() -> None:
     assert (model.forward, calls.graphs) == (original, 0)
 
 
+def test_a_later_fit_captures_again() -> None:
+    model, technique = tiny_bert(), CUDAGraphs()
+    technique._calls = calls = graphed(model)
+    model(**ONE).loss.backward()
+    assert calls.graphs == 1
+    technique.fit_start(Run(torch.device("cpu")))
+    assert calls.graphs == 0
+    model(**ONE).loss.backward()
+    assert calls.graphs == 1
+
+
 def test_a_composer_batch_is_one_argument() -> None:
     trainer = make_trainer()
     composer_model: Any = trainer.state.model

@@ -16,6 +16,7 @@ import pytest
 import torch
 from peft import IA3Config, LoraConfig, PeftModel, PrefixTuningConfig, get_peft_model
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import prune
 from torch.utils.data import DataLoader
 from transformers.models.bert.modeling_bert import BertSelfOutput
@@ -378,7 +379,13 @@ def test_a_model_is_refused_and_not_changed(float8: bool, build: Callable[[], An
         assert_near(values(model, INPUTS), values(build(), INPUTS))
 
 
-def test_a_patched_class_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_patched_class_and_global_hooks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    handle = register_module_forward_hook(lambda *_: None)
+    try:
+        with pytest.raises(ValueError, match="every module has a hook"):
+            unpad_and_fuse(tiny_bert())
+    finally:
+        handle.remove()
     monkeypatch.setattr(BertSelfOutput, "forward", lambda self, a, b: a)
     with pytest.raises(ValueError, match=r"transformers BertSelfOutput\.forward was replaced in its class"):
         unpad_and_fuse(tiny_bert())

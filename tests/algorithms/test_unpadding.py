@@ -13,7 +13,7 @@ import pytest
 import torch
 from composer.core import Algorithm, DataSpec, Event, State
 from composer.loggers import Logger
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers.models.bert.modeling_bert import BertEncoder
 
@@ -273,3 +273,23 @@ def test_after_the_first_batches_nothing_is_recompiled(scope: Any) -> None:
         assert_near(actual, values(reference, inputs), what=f"batch {i}")
     assert warm.graphs
     assert compile_counts().since(warm)[:4] == (0, 0, 0, 0)
+
+
+class Towers(nn.Module):
+    """Two encoders of different depth, one of which is called more often."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.short, self.long = tiny_model("bert", layers=1), tiny_model("bert", layers=3)
+
+    def forward(self, **inputs: Any) -> Tensor:
+        return sum(self.short(**inputs).loss for _ in range(3)) + self.long(**inputs).loss  # type: ignore[no-any-return]
+
+
+def test_towers_may_be_called_differently_often() -> None:
+    towers = Towers()
+    optimizer = torch.optim.SGD(towers.parameters(), lr=0.1)
+    applied = apply(towers, [Unpadding(8)], optimizer)
+    towers(**batch([3, 5, 8])).backward()
+    optimizer.step()
+    assert applied.evidence["unpadding"]["layers"] == 4

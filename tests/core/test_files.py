@@ -153,3 +153,17 @@ def test_replace_folder_keeps_another_processs_folder_if_requested() -> None:
             Path("tokenizer/theirs").touch()
         assert [path.name for path in Path("tokenizer").iterdir()] == ["theirs" if keep else "mine"]
         assert [path.name for path in Path().iterdir()] == ["tokenizer"]
+
+
+def test_weights_in_a_replaced_folder_have_the_mode_of_a_new_file() -> None:
+    before = os.umask(0o077)
+    try:
+        with replace_folder(Path("model")) as folder:
+            (folder / "model.safetensors").touch(0o600)
+        assert Path("model/model.safetensors").stat().st_mode & 0o777 == 0o600
+        os.umask(0o022)
+        with replace_folder(Path("model")) as folder:
+            (folder / "model.safetensors").touch(0o600)
+        assert Path("model/model.safetensors").stat().st_mode & 0o777 == 0o644
+    finally:
+        os.umask(before)

@@ -72,6 +72,11 @@ class CUDAGraphs(Technique):
         self._calls = calls
         calls.on_failure, calls.on_outdated = self._cannot_capture, self._wait_for_buckets
 
+    def fit_start(self, run: Run) -> None:
+        """In a later fit(), modes, dropout rates or adapters may be others, which graphs would replay as they were."""
+        if self._calls is not None and self._calls.graphs:
+            self._calls.forget()
+
     def before_forward(self, run: Run) -> None:
         from torch.nn.parallel import DistributedDataParallel
 

@@ -95,8 +95,11 @@ class GraphedCalls:
         """Drop all graphs if parameters were frozen or thawed since the last call; later calls are captured again."""
         self._parameters = self._parameters or list(self.model.parameters())
         before, self._trained = self._trained, [parameter.requires_grad for parameter in self._parameters]
-        if before is None or before == self._trained:
-            return
+        if before is not None and before != self._trained:
+            self.forget()
+
+    def forget(self) -> None:
+        """Drop all graphs; later calls are captured again."""
         if self._graphs and self.pool is not None:  # a pool whose graphs were freed cannot be used again
             self.pool = torch.cuda.graph_pool_handle()
         self._graphs.clear()

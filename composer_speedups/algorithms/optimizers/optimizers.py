@@ -265,6 +265,9 @@ class KahanOptimizer(OptimizerTechnique):
 
         if any(isinstance(module, torch.nn.modules.batchnorm._BatchNorm) for module in model.modules()):
             raise ValueError("BatchNorm keeps its statistics in float32")
+        for name, parameter in model.named_parameters():  # such as the integers of a quantised base
+            if parameter.dtype not in (torch.float32, torch.bfloat16):
+                raise ValueError(f"{name} is {parameter.dtype}, and only float32 weights become bfloat16")
         for parameter in model.parameters():
             if parameter.dtype != torch.bfloat16:
                 parameter.grad = None  # its dtype would not match
@@ -316,6 +319,7 @@ class ShardedOptimizer(OptimizerTechnique):
     effect = "rounding"
     not_with: ClassVar = {**_ONE_OPTIMIZER, FSDP: "FSDP already shards the optimizer's state"}
     purpose = "saves memory"
+    state_key = ""  # a rank's share may be a frozen embedding alone; all ranks are asked together, below
 
     def build(self, groups: Groups, defaults: Defaults, model: nn.Module) -> Optimizer:
         from torch.optim import AdamW
@@ -337,6 +341,8 @@ class ShardedOptimizer(OptimizerTechnique):
         sizes = [state_bytes(self._new)] * world_size()
         if len(sizes) > 1:
             distributed.all_gather_object(sizes, sizes[0])
+        if not any(sizes):
+            raise self.no_effect("no rank has any state", "look at the parameters' gradients")
         return {"ranks": len(sizes), "state_bytes_by_rank": sizes}
 
 

@@ -3,6 +3,7 @@ groups, learning rates and weight decay."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -54,6 +55,7 @@ def replaced(old: Optimizer, build: Callable[[Groups, Defaults], Optimizer]) -> 
     for hooks in [name for name in vars(old) if name.startswith("_optimizer_")]:
         getattr(old, hooks).update(getattr(new, hooks))
         setattr(new, hooks, getattr(old, hooks))  # the dicts themselves, so that the user's handles still remove them
+        setattr(old, hooks, OrderedDict())  # without those of the new class
     new.register_step_pre_hook(_with_gradients)
     return new
 

@@ -136,7 +136,8 @@ class Unpadding(ComparedTechnique):
         from composer_speedups.core.trainer_state import is_compiled
         from composer_speedups.families.blocks import blocks_of
 
-        layers = sum(len(blocks_of(encoder)) for encoder in self._encoders)
+        numbers = [len(blocks_of(encoder)) for encoder in self._encoders]
+        layers = sum(numbers)
         attention = _attention_among(seen) or ["not seen in compiled code"]
         compiled = is_compiled(run.model)
         if not compiled and not seen.ran["packed_encoder"]:
@@ -146,7 +147,7 @@ class Unpadding(ComparedTechnique):
                 raise self.no_effect(*_PADDED)
             how = "padded" if seen.ran["padded_encoder"] else "without its encoder"
             raise self.no_effect(f"the first forward pass ran {how}", "do not change attention and output settings")
-        called = seen.ran["packed_encoder"] * layers // len(self._encoders)  # once for each micro-batch
+        called = seen.ran["packed_encoder"] * min(numbers)  # once for each micro-batch; at least, with several encoders
         if not compiled and seen.ran["packed_layer"] < called:
             reason = f"{seen.ran['packed_layer']} of {called} calls of layers ran on packed tokens"
             raise self.no_effect(reason, "do not change the encoder's layers")

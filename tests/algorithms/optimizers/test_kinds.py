@@ -139,6 +139,9 @@ def test_kahan_keeps_parameters_ties_and_buffers() -> None:
     assert model.scale.dtype == torch.float32
     embeddings = torch.ones(1, 2, 32)
     assert model(inputs_embeds=embeddings).logits.dtype == torch.bfloat16, "float32 inputs are cast"
+    half = tiny_bert().half()
+    with pytest.raises(Refusal, match=r"kahan_optimizer: bert\..* is torch\.float16, and only float32 weights become"):
+        engaged(technique("kahan_optimizer"), AdamW(half.parameters()), half)
 
 
 @pytest.mark.parametrize(
@@ -220,6 +223,19 @@ class NoGradAdamW(AdamW):
 
 def swapped(old: Optimizer, cls: Any = AdamW) -> Optimizer:
     return replaced(old, lambda groups, defaults: cls(groups, **defaults, foreach=False))
+
+
+def test_the_replaced_optimizer_keeps_no_hook_of_the_new_one() -> None:
+    old = AdamW(linear().parameters(), foreach=False)
+    called: list[int] = []
+    handle = old.register_step_post_hook(lambda *_: called.append(1))
+    new = swapped(old)
+    assert not old._optimizer_step_pre_hooks
+    assert not old._optimizer_step_post_hooks
+    new.step()
+    handle.remove()
+    new.step()
+    assert called == [1]
 
 
 def linear() -> nn.Linear:
