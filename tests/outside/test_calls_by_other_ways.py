@@ -146,6 +146,21 @@ def test_masks_of_any_dtype(family: Family, dtype: torch.dtype) -> None:
 # Tracing.
 
 
+@pytest.mark.parametrize("family", ["bert", "modernbert", "deberta_v2"])
+def test_transformations_of_torch_func(family: Family) -> None:
+    reference, model = pair(family, apply=unpad_and_fuse)
+    (inputs,) = fit_batches(reference, [batch([5, 12, 9])])
+    results = []
+    for module in (reference.eval(), model.eval()):
+        weights = {name: p.detach() for name, p in module.named_parameters()}
+
+        def loss(weights: Any, module: Any = module) -> Tensor:
+            return torch.func.functional_call(module, weights, kwargs=inputs).loss  # type: ignore[no-any-return]
+
+        results.append([*torch.func.grad(loss)(weights).values(), loss(weights)])
+    assert_near(results[1], results[0])
+
+
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 def test_export_and_trace_use_the_untouched_code() -> None:
     reference, model = pair(apply=unpad_and_fuse)
