@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from composer_speedups.core import files
-from composer_speedups.core.errors import RunFailedError
+from composer_speedups.core.errors import ConfigError, RunFailedError
 from composer_speedups.train.model_card import model_card
 from tests.helpers.jobs import run
 from tests.helpers.wandb_runs import WandbRun
@@ -111,6 +111,17 @@ def test_an_exported_model_has_a_card_of_its_report() -> None:
 
 
 SECTIONS = ("throughput/", "memory/", "loss/", "metrics/", "summary/", "startup/", "optimizer/")
+
+
+def test_a_login_that_wandb_lacks_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    import wandb
+
+    def refuses(**_: Any) -> None:
+        raise wandb.errors.UsageError("No API key configured.\nUse `wandb login`")
+
+    monkeypatch.setattr(wandb, "init", refuses)
+    with pytest.raises(ConfigError, match=r"^loggers\.wandb: .* \(No API key configured\.\); .*mode=offline$"):
+        run(*BRIEF, "loggers.wandb={}")
 
 
 def test_tensorboard_and_the_file_get_every_metric_that_wandb_gets(wandb_run: WandbRun) -> None:
