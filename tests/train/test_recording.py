@@ -103,6 +103,13 @@ def test_an_exported_model_has_a_card_of_its_report() -> None:
     assert "dataset `nyu-mll/glue mrpc`, trained on `train`, validated on `validation`, at most" in text
     assert (data.base_model, data.datasets) == ("google-bert/bert-base-uncased", ["nyu-mll/glue"])
 
+    own = {"init": "pretrained", "name": "minilm"}  # of a package, and no name of the hub
+    text, data = card(report, data={**hub, "eval_split": None}, model=own)
+    assert "trained on `train`, at most" in text
+    assert data.base_model is None
+    text, _ = card(report, data={**hub, "eval_fraction": 0.1})
+    assert "trained on `train`, validated on 0.1 of these samples, at most" in text
+
     files = {"source": "files", "train_file": "/secret/of/mine/part-*.csv"}
     text, _ = card(report, data=files, model={"init": "pretrained", "name": "/secret/bert|x"})
     assert "secret" not in text
