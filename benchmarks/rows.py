@@ -7,6 +7,7 @@ have a key ``unfinished``, which identifies the call that can be resumed; it is 
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import statistics
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.table_file import Configuration
-from composer_speedups.core.files import write_atomically
+from composer_speedups.core.files import LockedFileError, lock_file, write_atomically
 from composer_speedups.sweep.processes import Ended, own_line
 
 RESULTS = Path(__file__).parent / "results"
@@ -118,6 +119,14 @@ def _find(report: Row, path: tuple[str, ...]) -> Any:
     for key in path:
         value = value.get(key) if isinstance(value, dict) else None
     return value
+
+
+def lock_table(path: Path) -> io.FileIO:
+    """Keep other processes from running the table of this file, until the returned file is closed."""
+    try:
+        return lock_file(path.with_name(f".{path.stem}.lock"), "table")
+    except LockedFileError as error:
+        raise SystemExit(f"{path}: another process is running this table; wait for it to end") from error
 
 
 class Call:

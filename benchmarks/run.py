@@ -53,7 +53,18 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from benchmarks.rows import RESULTS, Call, Row, call_time, describe_error, empty_row, error_report, folder_of, spell
+from benchmarks.rows import (
+    RESULTS,
+    Call,
+    Row,
+    call_time,
+    describe_error,
+    empty_row,
+    error_report,
+    folder_of,
+    lock_table,
+    spell,
+)
 from benchmarks.table_file import Configuration, Table, configurations_of, read_table
 from benchmarks.tables import markdown, where_of
 from benchmarks.worker import Ahead, compile_bytecode
@@ -81,13 +92,16 @@ def run_table(table: Table, name: str, results: Path = RESULTS) -> list[Row]:
     configurations, when, started = configurations_of(table), call_time(), time.monotonic()
     path = rows_file(configurations, name, results)
     rows = [empty_row(name, when, configuration, table.jobs) for configuration in configurations]
-    call = Call(path, rows, _identity(table, configurations), resume=table.resume)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     compiled = [(c.name, {key: value for key, value in c.point.items() if key != "seed"}) for c in configurations]
-    waiting = [
-        (repeat, i) for repeat in range(table.repeats) for i, row in enumerate(call.rows) if repeat >= row["repeats"]
-    ]
-    with tempfile.TemporaryDirectory() as scratch:
+    with lock_table(path), tempfile.TemporaryDirectory() as scratch:
+        call = Call(path, rows, _identity(table, configurations), resume=table.resume)
+        waiting = [
+            (repeat, i)
+            for repeat in range(table.repeats)
+            for i, row in enumerate(call.rows)
+            if repeat >= row["repeats"]
+        ]
 
         def job(index: int, folder: str) -> Job:
             cache = folder
@@ -123,7 +137,7 @@ def run_table(table: Table, name: str, results: Path = RESULTS) -> list[Row]:
         except BaseException:
             print(f"stopped; resume=true continues from {path}", file=sys.stderr, flush=True)
             raise
-    return call.finish()
+        return call.finish()
 
 
 def _identity(table: Table, configurations: Sequence[Configuration]) -> str:

@@ -38,8 +38,12 @@ def main(arguments: Sequence[str]) -> None:
     import wandb  # imported here, because it takes a second and wandb-workspaces is an extra
 
     try:
-        entity = request.entity or str(wandb.Api().default_entity)
+        entity = request.entity or wandb.Api().default_entity
+        if entity is None:
+            raise ConfigError("entity: this account has no default user or team; add entity=NAME")
         print(build_workspace(layout(request.task), request, entity, project).save().url)
+    except ConfigError:
+        raise
     except Exception as error:  # the service's errors have no common public class
         where = f"{request.entity or 'your account'}/{project}"
         raise ConfigError(f"entity: W&B did not accept the workspace for {where}: {error}") from error

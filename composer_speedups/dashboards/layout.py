@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import yaml
 from pydantic import Field
@@ -18,7 +18,7 @@ _LAYOUT: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("layout.yaml")
 class Request(Settings):
     entity: str | None = None
     """User or team of the project; null for your default."""
-    runs: list[str] | None = None
+    runs: Annotated[list[str], Field(min_length=1)] | None = None
     """Names of the runs to show, as in runs=a,b; null for all runs of the project."""
     name: str = "Runs side by side"
     """Name of the view: at most 128 characters, without emoji or signs such as + and =."""

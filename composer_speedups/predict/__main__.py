@@ -14,7 +14,7 @@ from composer_speedups.core.command_line import parse_command_line, read_setting
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.core.files import make_folder
 from composer_speedups.core.settings import Settings, fields_of, keys_help
-from composer_speedups.data.paths import check_file
+from composer_speedups.data.paths import check_file, is_address
 from composer_speedups.predict import exported_folder
 from composer_speedups.train.cli import exit_codes
 
@@ -62,6 +62,8 @@ def main(arguments: Sequence[str]) -> None:
 
     declared = declared_classes(request.input, "input") if request.evaluate else None  # predictions keep the integers
     rows, source = load_rows([request.input], "input", None, declared), Path(request.input)
+    if not request.evaluate:
+        make_folder(Path(str(request.output)).parent, "output")
     from composer_speedups.predict.model import FinishedModel  # imports torch, which a refusal does not need
     from composer_speedups.predict.rows import evaluate_file, predict_file
 
@@ -87,6 +89,8 @@ def read_request(arguments: Sequence[str]) -> tuple[Path, Request]:
         raise ConfigError("input is missing; add --input FILE")
     if request.evaluate and request.output is not None:
         raise ConfigError("output has no effect with evaluate, which only prints; remove one of them")
+    if not request.evaluate and is_address(request.output or request.input):
+        raise ConfigError("output must be a local file; add --output FILE")
     if request.output is None:
         request.output = f"{Path(request.input).with_suffix('')}.predictions.jsonl"
     output = Path(request.output)
@@ -94,7 +98,6 @@ def read_request(arguments: Sequence[str]) -> tuple[Path, Request]:
         raise ConfigError(f"output: {output} must end in {', '.join(_FORMATS)}")
     if output.resolve() == Path(request.input).resolve():
         raise ConfigError(f"output: {output} is the input itself; choose another name")
-    make_folder(output.parent, "output")
     return Path(command_line.words[0]).expanduser(), request
 
 

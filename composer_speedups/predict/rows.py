@@ -42,6 +42,8 @@ def predict_file(model: FinishedModel, rows: list[Row], source: Path, output: Pa
     if problems:
         said = "predictions of such rows are null"
         print(invalid_rows(where, len(rows), [*problems.values()], said), file=sys.stderr)
+    if output.suffix == ".parquet":  # refuse columns that it cannot hold before anything is computed
+        _write(_joined(rows, [{}] * len(rows)), output.suffix, io.BytesIO())
     began = time.perf_counter()
     predictions = predicted(model, readable, batch_size)
     rate = len(rows) / (time.perf_counter() - began)
@@ -75,11 +77,14 @@ def evaluate_file(model: FinishedModel, rows: list[Row], source: Path, batch_siz
 
 
 def predicted(model: FinishedModel, rows: Sequence[Row], batch_size: int) -> list[Row]:
-    """The predictions for checked rows, computed in blocks, which a thread tokenizes meanwhile."""
+    """The predictions for checked rows, computed in blocks; a thread tokenizes the next block meanwhile."""
     blocks = [rows[start : start + _ROWS_PER_BLOCK] for start in range(0, len(rows), _ROWS_PER_BLOCK)]
+    computed = list[Row]()
     with ThreadPoolExecutor(1) as reader:
-        encoded = reader.map(model.encode, blocks)
-        computed = [prediction for block in encoded for prediction in model.predict(block, batch_size)]
+        encoded = [reader.submit(model.encode, block) for block in blocks[:1]]
+        for number in range(1, len(blocks) + 1):
+            encoded += [reader.submit(model.encode, block) for block in blocks[number : number + 1]]
+            computed += model.predict(encoded.pop(0).result(), batch_size)
     return [model.task.with_text(prediction, model.texts(row)) for prediction, row in zip(computed, rows, strict=True)]
 
 

@@ -81,7 +81,7 @@ class Run(NamedTuple):
         if not path.exists() or differences(self.config, self.folder / "config.yaml") != []:
             return None
         report: dict[str, Any] = json.loads(path.read_text())
-        return None if changed_input(report["inputs"], self.inputs) else report["metrics"]
+        return None if changed_input(report.get("inputs", {}), self.inputs) else report["metrics"]
 
 
 def planned_runs(files: Sequence[str], overrides: Sequence[str], seeds: Sequence[int]) -> list[Run]:

@@ -90,6 +90,8 @@ def output_for(file: str, output: str | None) -> Path:
     if path.suffix not in (".yaml", ".yml"):
         raise ConfigError(f"tune.output: {path} does not end in .yaml; choose a name that does")
     make_folder(path.parent, "tune.output")
+    if path.is_file() and path.samefile(file):
+        raise ConfigError(f"tune.output: {path} is FILE itself; choose another name")
     if path.is_file() and not path.read_text(errors="replace").startswith(FIRST_LINE_START):
         raise ConfigError(f"tune.output: {path} exists and was not written by this command; choose another name")
     return path

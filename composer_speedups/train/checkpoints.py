@@ -20,6 +20,7 @@ import torch
 from composer.callbacks import CheckpointSaver
 from composer.core import Event, State
 from composer.loggers import Logger
+from composer.trainer import trainer as composer_trainer
 from composer.utils import checkpoint as composer_checkpoint
 from composer.utils import dist
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
@@ -64,7 +65,11 @@ def restricted_loading(*, trust: bool) -> Iterator[None]:
         with temporary_attribute(composer_checkpoint, "_torch_load_with_validation", _unpickle):
             return composer_load(path, state, *args, load_weights_only=load_weights_only, **settings)
 
-    with temporary_attribute(composer_checkpoint, "load_checkpoint", _one_line("checkpoint.load")(load)):
+    in_one_line, store = _one_line("checkpoint.load"), "maybe_create_object_store_from_uri"
+    with (
+        temporary_attribute(composer_checkpoint, "load_checkpoint", in_one_line(load)),
+        temporary_attribute(composer_trainer, store, in_one_line(getattr(composer_trainer, store))),
+    ):
         yield
 
 
@@ -81,7 +86,7 @@ def _one_line(name: str, kind: type[ConfigError] = ConfigError) -> Iterator[None
             reason = f"it would import {imported[1]}, which checkpoints do not need"
         reason = f"{reason.splitlines()[0][:200]}; if you trust its author, set checkpoint.trust_checkpoint=true"
         raise ConfigError(f"{name}: refused, {reason}") from error
-    except Exception as error:  # from the file system, zipfile, torch or Composer
+    except Exception as error:  # from the file system, an object store, zipfile, torch or Composer
         kind = ConfigError if isinstance(error, (MemoryError, torch.OutOfMemoryError)) else kind
         raise kind(f"{name} cannot be loaded ({first_line(error)[:300]}); use another checkpoint") from error
 

@@ -59,7 +59,7 @@ def model_card(report: dict[str, Any]) -> ModelCard:
     metrics = {k: v for k, v in report["metrics"].items() if v is not None and not k.startswith("train_")}
     pretrained, local = model["init"] == "pretrained", name.startswith(("/", ".", "~")) or os.path.isdir(name)
     metadata = ModelCardData(
-        base_model=name if pretrained and not local else None,
+        base_model=name if pretrained and not local and "/" in name else None,
         datasets=[data["hub_name"]] if data["source"] == "hub" else None,
         library_name="sentence-transformers" if model["task"] == "embedding" else "transformers",
         pipeline_tag=_PIPELINES.get(model["task"], "text-classification"),
@@ -87,12 +87,17 @@ def model_card(report: dict[str, Any]) -> ModelCard:
 
 
 def _data(data: dict[str, Any]) -> str:
+    held_out = None
     if data["source"] == "hub":
         names = [data["hub_name"], data["hub_config"], data["hub_revision"]]
-        splits = f"trained on `{data['train_split']}`, validated on `{data['eval_split']}`"
-        return f"The hub's dataset `{' '.join(filter(None, names))}`, {splits}"
-    files = [os.path.basename(path.rstrip("/")) for path in (data["train_file"], data["eval_file"]) if path]
-    return f"Files: {', '.join(files)}" if files else f"Generated samples ({data['source']})"
+        origin = f"The hub's dataset `{' '.join(filter(None, names))}`, trained on `{data['train_split']}`"
+        held_out = data["eval_split"] and f"validated on `{data['eval_split']}`"
+    else:
+        files = [os.path.basename(path.rstrip("/")) for path in (data["train_file"], data["eval_file"]) if path]
+        origin = f"Files: {', '.join(files)}" if files else f"Generated samples ({data['source']})"
+    if data["eval_fraction"] is not None:
+        held_out = f"validated on {data['eval_fraction']:g} of these samples"
+    return ", ".join(filter(None, [origin, held_out]))
 
 
 def _table(rows: dict[str, Any], *head: str) -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +29,7 @@ from composer_speedups.callbacks.memory import MemoryAnatomy
 from composer_speedups.callbacks.precision import Float32Matmuls
 from composer_speedups.callbacks.run_report import RunReport
 from composer_speedups.callbacks.throughput import ThroughputMonitor
-from composer_speedups.core.errors import ConfigError
+from composer_speedups.core.errors import ConfigError, first_line
 from composer_speedups.core.run import Run
 from composer_speedups.core.technique import Technique
 from composer_speedups.core.trainer_state import torch_device
@@ -135,7 +136,7 @@ def build_trainer(
     if checkpoint.interval is not None and folder is not None:  # last, so that it saves the state of all others
         path, stop = folder / "checkpoints", stop or StopSignals()
         observers.append(WholeCheckpointSaver(path, checkpoint.interval, checkpoint.keep, stop))
-    with restricted_loading(trust=checkpoint.trust_checkpoint):
+    with restricted_loading(trust=checkpoint.trust_checkpoint), _one_line_from_wandb():
         trainer = MicrobatchTrainer(
             on_out_of_memory=settings.on_out_of_memory,
             model=model,
@@ -167,6 +168,20 @@ def build_trainer(
         _check_rates(trainer, config.optimizer.lr)
     trainer.logger.log_hyperparameters(written(config))
     return trainer
+
+
+@contextlib.contextmanager
+def _one_line_from_wandb() -> Iterator[None]:
+    """Turn an error of wandb into one line."""
+    try:
+        yield
+    except Exception as error:
+        if not type(error).__module__.startswith("wandb"):  # importing wandb, to compare classes, takes a second
+            raise
+        raise ConfigError(
+            f"loggers.wandb: Weights & Biases cannot start a run ({first_line(error)}); "
+            "fix its keys, or set loggers.wandb.mode=offline"
+        ) from error
 
 
 def build_optimizer(model: torch.nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:

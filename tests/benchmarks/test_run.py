@@ -20,6 +20,7 @@ from benchmarks.rows import RESULTS, error_report, read_rows
 from benchmarks.table_file import Configuration, configurations_of, read_table
 from composer_speedups.core.engaging import refuse_conflicts
 from composer_speedups.core.errors import ConfigError
+from composer_speedups.core.files import lock_file
 from composer_speedups.core.registry import build_techniques
 from composer_speedups.sweep.processes import Ended, Job
 from composer_speedups.train.cli import read_command_line
@@ -230,6 +231,14 @@ def test_rows_are_stored_by_the_gpu_of_the_configurations(monkeypatch: pytest.Mo
 
 
 # Calls that are stopped
+
+
+def test_a_table_runs_in_one_process_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = runs_of(monkeypatch)
+    run()
+    with lock_file(ROWS.with_name(".table.lock"), "table"), pytest.raises(SystemExit, match="is running this table"):
+        run()
+    assert len(seen) == 6
 
 
 def test_a_resumed_call_runs_the_missing_runs_and_has_one_set_of_rows(

@@ -123,6 +123,9 @@ def test_the_workspace_is_saved_and_its_address_printed(
     main(["bert"])
     assert capsys.readouterr().out == "the address\n"
     assert (saved[0].entity, saved[0].project) == ("me", "bert")
+    monkeypatch.setattr(wandb, "Api", lambda: SimpleNamespace(default_entity=None))
+    with pytest.raises(ConfigError, match="entity: this account has no default user or team; add entity=NAME"):
+        main(["bert"])
 
     def refuse(dashboard: Any) -> Any:
         raise RuntimeError("project not found")
@@ -143,6 +146,7 @@ def test_arguments_become_a_request() -> None:
     ("arguments", "message"),
     [
         ("", "command line: expected PROJECT and then key=value"),
+        ("bert runs=", "command line: runs must not be empty"),
         ("bert rns=a", "command line: unknown key 'rns'; did you mean 'runs'?"),
         ("bert task=pages", "command line: task must be 'classification', 'multilabel'"),
     ],

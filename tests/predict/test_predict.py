@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -117,20 +118,28 @@ def test_rows_without_text_have_null_predictions_and_the_others_their_own(
 
 def test_an_interrupted_call_leaves_the_output_as_it_was(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows, "_ROWS_PER_BLOCK", 20)
-    plain, calls = FinishedModel.predict, []
+    plain, calls, submitted, ahead = FinishedModel.predict, [], list[Any](), list[int]()
+
+    class Reader(ThreadPoolExecutor):
+        def submit(self, *call: Any, **settings: Any) -> Any:
+            submitted.append(call)
+            return super().submit(*call, **settings)
 
     def killed(self: FinishedModel, encoded: Any, batch_size: int) -> Any:
         calls.append(len(encoded["input_ids"]))
+        ahead.append(len(submitted))
         if len(calls) == 3:
             raise KeyboardInterrupt
         return plain(self, encoded, batch_size)
 
     monkeypatch.setattr(FinishedModel, "predict", killed)
+    monkeypatch.setattr(rows, "ThreadPoolExecutor", Reader)
     call = [str(finished), "--input", save(TEXTS), "output=out.csv"]
     Path("out.csv").write_text("before")
     with pytest.raises(KeyboardInterrupt):
         main(call)
     assert Path("out.csv").read_text() == "before"
+    assert ahead == [2, 3, 3], "one block is tokenized ahead, and not the whole file"
     assert sorted(os.listdir()) == ["in.jsonl", "out.csv"]
     main(call)
     assert calls[3:] == [20, 20, 20], "it starts over"
@@ -144,7 +153,8 @@ def test_an_interrupted_call_leaves_the_output_as_it_was(finished: Path, monkeyp
         (["input=in.jsonl", "output=out.xlsx"], r"output: out\.xlsx must end in \.jsonl, \.csv, \.parquet"),
         (["input=in.jsonl", "output=in.jsonl"], r"output: in\.jsonl is the input itself"),
         (["input=in.jsonl", "output=in.jsonl/a.csv"], r"output: in\.jsonl \(relative to /.*\) cannot be created"),
-        (["input=none.jsonl"], r"input: none\.jsonl \(relative to /.*\) is not a file"),
+        (["input=s3://a/b.csv"], r"output must be a local file; add --output FILE"),
+        (["input=none.jsonl", "output=new/a.csv"], r"input: none\.jsonl \(relative to /.*\) is not a file"),
         (["input=other.jsonl"], r"input: other\.jsonl has no column 'text' \(it has: review\); set text_columns"),
         (["input=empty.jsonl"], r"input: empty\.jsonl: 2 of 2 .* \(row 1: text is empty, row 2: .*; text_columns"),
         (["input=in.jsonl", "text_columns=a,b"], r"text_columns: the run reads 1 columns, not 2"),
@@ -168,7 +178,7 @@ def test_a_bad_argument_or_row_is_one_line_and_nothing_is_written(
     with pytest.raises((ConfigError, DataError), match=message) as error:
         main([str(finished), *arguments])
     assert "\n" not in str(error.value)
-    assert not list(Path().glob("*predictions*"))
+    assert sorted(os.listdir()) == ["empty.jsonl", "in.jsonl", "other.jsonl", "unknown.jsonl"]
 
 
 def test_a_run_that_cannot_predict_is_one_line() -> None:
@@ -293,7 +303,8 @@ def test_the_columns_of_the_input_are_in_the_output(finished: Path, suffix: str)
     assert {first["label"], second["label"]} <= {"negative", "positive"}
 
 
-def test_columns_that_parquet_cannot_hold_are_refused(finished: Path) -> None:
+def test_columns_that_parquet_cannot_hold_are_refused(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FinishedModel, "predict", None)  # before anything is computed
     rows = [{"text": TEXTS[0], "mixed": 1}, {"text": TEXTS[1], "mixed": "one"}]
     Path("in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(ConfigError, match=r"^output: a \.parquet file cannot hold these rows \(.+\); choose a \.jsonl"):

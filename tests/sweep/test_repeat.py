@@ -221,3 +221,7 @@ def test_runs_are_trained_again_once_their_data_changed_and_other_data_are_not_a
         main(FILES, stub)
     assert calls() == ["quickstart-seed1", "quickstart-seed2"] * 2
     assert ["quickstart", "failed: seed 2", "", "", ""] in cells(capsys.readouterr().out.splitlines())
+
+    of_older = planned_runs([QUICKSTART], FILES[2:-1], [1])[0]
+    (of_older.folder / "report.json").write_text('{"metrics": {"accuracy": 1.0}}')  # without the inputs
+    assert of_older.metrics() is None

@@ -59,6 +59,8 @@ def test_the_output_is_checked_before_anything_is_measured() -> None:
             output_for(QUICKSTART, name)
     Path("ours.yaml").write_text(f"{FIRST_LINE_START} on some day\n")
     assert output_for(QUICKSTART, "ours.yaml") == Path("ours.yaml")
+    with pytest.raises(ConfigError, match=r"tune\.output: ours\.yaml is FILE itself; choose another name"):
+        output_for("ours.yaml", "ours.yaml")
 
 
 def test_the_yaml_is_the_original_with_the_fastest_set_and_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,6 +116,15 @@ def test_weights_are_read_from_an_address(valid: Path, monkeypatch: pytest.Monke
     assert run("checkpoint.load=s3://bucket/run/one.pt", WEIGHTS, *BRIEF)["training"]["batches"] == 3
 
 
+def test_an_unreachable_object_store_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(_: str) -> Any:
+        raise ModuleNotFoundError("No module named 'boto3'")
+
+    monkeypatch.setattr("composer.trainer.trainer.maybe_create_object_store_from_uri", fails)
+    with pytest.raises(ConfigError, match=r"^checkpoint\.load cannot be loaded \(No module named 'boto3'\)"):
+        run("checkpoint.load=s3://bucket/a.pt", WEIGHTS, *BRIEF)
+
+
 def test_what_composer_unpacks_unchecked_is_refused(valid: Path) -> None:
     shutil.copy(valid, "file.tar")  # Composer unpacks by name
     with tarfile.open("real.pt", "w") as tar:

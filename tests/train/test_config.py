@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.core.registry import build_techniques, technique_class
@@ -80,7 +81,9 @@ def test_aliases_and_interpolations_of_ordinary_configs_are_resolved(monkeypatch
 def test_interpolations_are_written_unresolved_and_read_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """The environment may hold secrets. A run resumes with other values in it, but not with another variable."""
     monkeypatch.setenv("PASSWORD", "hunter2")
+    monkeypatch.setenv("SECTION", "{positive: 3.25}")
     text = """
+    model: {class_weights: "${oc.decode:${oc.env:SECTION}}"}
     seed: ${data.seed}
     data: {hub_name: "https://me:${oc.env:PASSWORD}@host/x", train_samples: 5}
     algorithms: {torch_compile: {cache: "${oc.env:PASSWORD}/x"}, tf32_matmul: true, fused_optimizer: null}
@@ -90,7 +93,8 @@ def test_interpolations_are_written_unresolved_and_read_back(monkeypatch: pytest
     config = load_config(file)
     assert config.data.hub_name == "https://me:hunter2@host/x"
     save_config(config, Path("saved.yaml"))
-    assert "hunter2" not in Path("saved.yaml").read_text()
+    assert weights_of(config) == {"positive": 3.25}
+    assert not [secret for secret in ("hunter2", "3.25") if secret in Path("saved.yaml").read_text()]
     assert load_config("saved.yaml") == config
     save_config(config, Path("whole.yaml"), resolved=True)
     assert load_config("whole.yaml") == config
@@ -105,6 +109,20 @@ def test_interpolations_are_written_unresolved_and_read_back(monkeypatch: pytest
     check_same_run(load_config(file), Path("saved.yaml"))
     with pytest.raises(ConfigError, match=r"PASSWORD\}@host/x and is https://me:\$\{oc\.env:OTHER\}@"):
         check_same_run(load_config(file, ["data.hub_name=https://me:${oc.env:OTHER}@host/x"]), Path("saved.yaml"))
+
+
+def test_a_key_that_an_older_config_lacks_had_its_default_and_a_longer_training_continues() -> None:
+    file = write("trainer: {max_duration: 2ep}", "my.yaml")
+    stored = written(load_config(file))
+    del stored["seed"], stored["data"]["batch_size"]
+    Path("saved.yaml").write_text(yaml.safe_dump(stored))
+    check_same_run(load_config(file, ["trainer.max_duration=3ep"]), Path("saved.yaml"))
+    for override, message in (
+        ("seed=3", "seed was 17 and is 3"),
+        ("trainer.max_duration=${data.seed}ba", "2ep and is"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            check_same_run(load_config(file, [override]), Path("saved.yaml"))
 
 
 def test_a_name_beside_a_size_of_the_file_is_refused() -> None:

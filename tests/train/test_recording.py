@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from composer_speedups.core import files
-from composer_speedups.core.errors import RunFailedError
+from composer_speedups.core.errors import ConfigError, RunFailedError
 from composer_speedups.train.model_card import model_card
 from tests.helpers.jobs import run
 from tests.helpers.wandb_runs import WandbRun
@@ -103,6 +103,13 @@ def test_an_exported_model_has_a_card_of_its_report() -> None:
     assert "dataset `nyu-mll/glue mrpc`, trained on `train`, validated on `validation`, at most" in text
     assert (data.base_model, data.datasets) == ("google-bert/bert-base-uncased", ["nyu-mll/glue"])
 
+    own = {"init": "pretrained", "name": "minilm"}  # of a package, and no name of the hub
+    text, data = card(report, data={**hub, "eval_split": None}, model=own)
+    assert "trained on `train`, at most" in text
+    assert data.base_model is None
+    text, _ = card(report, data={**hub, "eval_fraction": 0.1})
+    assert "trained on `train`, validated on 0.1 of these samples, at most" in text
+
     files = {"source": "files", "train_file": "/secret/of/mine/part-*.csv"}
     text, _ = card(report, data=files, model={"init": "pretrained", "name": "/secret/bert|x"})
     assert "secret" not in text
@@ -111,6 +118,17 @@ def test_an_exported_model_has_a_card_of_its_report() -> None:
 
 
 SECTIONS = ("throughput/", "memory/", "loss/", "metrics/", "summary/", "startup/", "optimizer/")
+
+
+def test_a_login_that_wandb_lacks_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    import wandb
+
+    def refuses(**_: Any) -> None:
+        raise wandb.errors.UsageError("No API key configured.\nUse `wandb login`")
+
+    monkeypatch.setattr(wandb, "init", refuses)
+    with pytest.raises(ConfigError, match=r"^loggers\.wandb: .* \(No API key configured\.\); .*mode=offline$"):
+        run(*BRIEF, "loggers.wandb={}")
 
 
 def test_tensorboard_and_the_file_get_every_metric_that_wandb_gets(wandb_run: WandbRun) -> None:

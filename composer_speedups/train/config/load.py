@@ -50,7 +50,7 @@ def load_config(file: str | os.PathLike[str] | None = None, overrides: Sequence[
         )
     if mistakes:
         raise ConfigError.of(mistakes)
-    resolved, references = dict(_flat(config.model_dump())), ((k, v) for k, v in _flat(merged) if "${" in str(v))
+    resolved, references = dict(_all(config.model_dump())), ((k, v) for k, v in _flat(merged) if "${" in str(v))
     vars(config)["interpolations"] = {path: (text, resolved.get(path)) for path, text in references}
     return config
 
@@ -68,7 +68,7 @@ def as_yaml(config: Config, *, resolved: bool = False) -> str:
 def written(config: Config) -> dict[str, Any]:
     """The config as it is written to files and loggers: with ``${oc.env:NAME}`` in place of secrets."""
     values = config.model_dump()
-    now = dict(_flat(values))
+    now = dict(_all(values))
     for path, (text, value) in config.interpolations.items():
         if path in now and now[path] == value:  # otherwise it was changed after loading
             functools.reduce(operator.getitem, path[:-1], values)[path[-1]] = text
@@ -91,14 +91,24 @@ def differences(config: Config, stored: Path) -> list[tuple[str, Any, Any]] | No
         before = dict(_flat(yaml.safe_load(stored.read_text())))
     except (OSError, UnicodeDecodeError, yaml.YAMLError, AttributeError):
         return None
-    now = dict(_flat(written(config)))
-    both = [[path, before.get(path, "unset"), now.get(path, "unset")] for path in before.keys() | now.keys()]
+    now, defaults = dict(_flat(written(config))), dict(_flat(Config(task=type(config.task)()).model_dump()))
+    # a key that the stored file lacks, since the version that wrote it did not have it, had its default
+    paths = before.keys() | now.keys()
+    both = [[path, *(values.get(path, defaults.get(path, "unset")) for values in (before, now))] for path in paths]
     named = [(".".join(map(str, path)), *values) for path, *values in both]
     return [
         (name, old, new)
         for name, old, new in sorted(named, key=operator.itemgetter(0))
         if old != new and not any(f"{name}.".startswith(f"{key}.") for key in _IGNORED_KEYS)
     ]
+
+
+def _all(section: Any, path: Keys = ()) -> Iterator[tuple[Keys, Any]]:
+    """The path of keys to each value and section, which a reference may set as a whole, with the value."""
+    for name, value in section.items():
+        yield (*path, name), value
+        if isinstance(value, dict):
+            yield from _all(value, (*path, name))
 
 
 def _flat(section: Any, path: Keys = ()) -> Iterator[tuple[Keys, Any]]:

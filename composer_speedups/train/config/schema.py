@@ -166,6 +166,19 @@ class TrainerConfig(Settings):
         if self.early_stopping is not None:
             unevaluated = "needs evaluations during the training; set trainer.eval_interval"
             yield self.eval_interval is None, "early_stopping", unevaluated
+            yield from self._patience_checks(self.early_stopping.patience, self.evaluates_every)
+
+    def _patience_checks(self, patience: str, evaluated: str) -> Iterator[Check]:
+        """Early stopping that could not stop before the end, as far as can be seen without an epoch's length."""
+        times = (patience, evaluated, self.max_duration)
+        units = {time.lstrip(digits) for time in times}
+        waits, interval, end = (int(time.rstrip(ascii_lowercase)) for time in times)
+        earliest = (waits // interval + 2) * interval  # the first evaluation is an improvement
+        never = (
+            f"of {patience} and evaluations every {evaluated} allow a stop after {earliest}{min(units)} at "
+            f"the earliest, and training ends after {self.max_duration}; evaluate more often, or train for longer"
+        )
+        yield self.eval_interval and len(units) == 1 and earliest >= end, "early_stopping.patience", never
 
 
 class CheckpointConfig(Settings):
@@ -333,9 +346,11 @@ class Config(Settings):
         yield nameless, "data.tokenizer", missing
         both = "and algorithms.mixed_precision both set the precision; remove one of them"
         yield precision != "fp32" and "mixed_precision" in self.algorithms, "trainer.precision", both
+        stopping = self.trainer.early_stopping
         times = {
             "trainer.max_duration": self.trainer.max_duration,
             "trainer.eval_interval": self.trainer.eval_interval,
+            "trainer.early_stopping.patience": stopping and stopping.patience,
             "scheduler.warmup": self.scheduler.warmup,
             "checkpoint.interval": self.checkpoint.interval,
         }
@@ -363,8 +378,13 @@ class Config(Settings):
 
 def checkpoint_problem(name: str | None) -> str | None:
     """What is wrong with a local checkpoint, as far as can be seen without loading it."""
-    if name is None or name.startswith(OBJECT_STORES):
+    if name is None:
         return None
+    if name.startswith(OBJECT_STORES):
+        scheme, slashes, path = name.partition("://")
+        return (
+            f"does not name a bucket: {name}; write {scheme}://BUCKET/PATH.pt" if slashes and path[:1] in "/" else None
+        )
     if not os.path.isfile(name):
         shown = with_working_directory(name)
         return f"is not a file: {shown}; name a checkpoint, such as runs/NAME/checkpoints/latest-rank0.pt"
