@@ -15,6 +15,7 @@ from composer.metrics import LanguageCrossEntropy, LanguagePerplexity, MaskedAcc
 from torchmetrics import Metric
 from transformers import DataCollatorForLanguageModeling
 
+from composer_speedups.core.errors import ConfigError
 from composer_speedups.tasks.settings import MLMSettings
 from composer_speedups.tasks.task import Task
 
@@ -32,6 +33,8 @@ class MaskedLanguageModelling(MLMSettings, Task):
     loss_per_token = True
 
     def encode(self, examples: Mapping[str, list[Any]], tokenizer: Any, max_length: int) -> dict[str, list[Any]]:
+        if self.whole_word_masking and not tokenizer.is_fast:
+            raise ConfigError("data.whole_word_masking needs a fast tokenizer, which maps word pieces to words")
         truncation = {"truncation": False} if self.packing else {"truncation": True, "max_length": max_length}
         encoded = tokenizer(examples["text_1"], verbose=False, **truncation)
         columns = {"input_ids": encoded["input_ids"]}
