@@ -58,6 +58,8 @@ FILES = {  # a config file → what its line says after "my.yaml: "
     'scheduler: {warmup: 5ba}\ntrainer: {max_duration: 4ba}': 'scheduler.warmup is 5ba and trainer.max_duration is 4ba, so the learning rate never reaches its peak; shorten the warm-up, or train for longer',
     'data: {streaming: true}\nscheduler: {warmup: 1ep}\ntrainer: {max_duration: 9ba, eval_interval: 1ba}': 'scheduler.warmup is 1ep, and a stream has no epochs; use batches, such as 500ba',
     'trainer: {eval_interval: null, early_stopping: {}}': 'trainer.early_stopping needs evaluations during the training; set trainer.eval_interval',
+    'trainer: {early_stopping: {patience: 2ep}}': 'trainer.early_stopping.patience of 2ep and evaluations every 1ep allow a stop after 4ep at the earliest, and training ends after 2ep; evaluate more often, or train for longer',
+    'data: {streaming: true}\nscheduler: {warmup: 1ba}\ntrainer: {max_duration: 9ba, eval_interval: 1ba, early_stopping: {}}': 'trainer.early_stopping.patience is 1ep, and a stream has no epochs; use batches, such as 500ba',
     'trainer: {microbatch_size: some}': "trainer.microbatch_size must be an integer or 'auto' or null, not 'some'",
     'trainer: {microbatch_tokens: 9, microbatch_size: auto}': 'trainer.microbatch_tokens cannot be combined with microbatch_size=auto; set a number, or null',
     'trainer: {microbatch_tokens: 9, fsdp: {}}': 'trainer.microbatch_tokens gives ranks different numbers of forward passes, which FSDP does not support; set microbatch_size',

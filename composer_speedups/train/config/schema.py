@@ -166,6 +166,16 @@ class TrainerConfig(Settings):
         if self.early_stopping is not None:
             unevaluated = "needs evaluations during the training; set trainer.eval_interval"
             yield self.eval_interval is None, "early_stopping", unevaluated
+            times = (self.early_stopping.patience, self.evaluates_every, self.max_duration)
+            waits, interval, end = (int(time.rstrip(ascii_lowercase)) for time in times)
+            earliest = (waits // interval + 2) * interval  # the first evaluation is an improvement
+            units = {time.lstrip(digits) for time in times}
+            never = (
+                f"of {times[0]} and evaluations every {times[1]} allow a stop after {earliest}{min(units)} at the "
+                f"earliest, and training ends after {times[2]}; evaluate more often, or train for longer"
+            )
+            useless = self.eval_interval is not None and len(units) == 1 and earliest >= end
+            yield useless, "early_stopping.patience", never
 
 
 class CheckpointConfig(Settings):
@@ -315,6 +325,7 @@ class Config(Settings):
 
     def checks(self) -> Iterator[Check]:
         model, data, precision = self.model, self.data, self.trainer.precision
+        stopping = self.trainer.early_stopping
         braces = f"must not contain braces, which Composer replaces in some of its paths: {self.runs_folder}"
         yield set(self.runs_folder) & set("{}"), "runs_folder", braces
         yield from self.task.run_checks(self)
@@ -336,6 +347,7 @@ class Config(Settings):
         times = {
             "trainer.max_duration": self.trainer.max_duration,
             "trainer.eval_interval": self.trainer.eval_interval,
+            "trainer.early_stopping.patience": stopping and stopping.patience,
             "scheduler.warmup": self.scheduler.warmup,
             "checkpoint.interval": self.checkpoint.interval,
         }
