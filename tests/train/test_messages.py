@@ -91,6 +91,8 @@ FILES = {  # a config file → what its line says after "my.yaml: "
     'checkpoint: {weights_only: true}': 'checkpoint.weights_only needs checkpoint.load, the checkpoint to load them from',
     'data: {tokenizer: wordpiece}': "data.tokenizer wordpiece trains a new vocabulary, to which the pretrained embeddings do not belong; remove it for the model's own, or set model.init=random",
     'model: {dtype: bfloat16}': "model.dtype bfloat16 weights lose most of AdamW's updates, which are below their resolution; add algorithms.kahan_optimizer={}, or keep float32 weights and compute in bf16 with mixed_precision",
+    'model: {dtype: bfloat16}\nalgorithms: [kahan_optimizer]\non_unavailable: warn': 'model.dtype bfloat16 cannot be trained without kahan_optimizer; set on_unavailable=stop',
+    'model: {dtype: bfloat16}\nalgorithms: {kahan_optimizer: {on_unavailable: warn}}': 'model.dtype bfloat16 cannot be trained without kahan_optimizer; set on_unavailable=stop',
     'trainer: {precision: amp_bf16}\nalgorithms: [mixed_precision]': 'trainer.precision and algorithms.mixed_precision both set the precision; remove one of them',
     'algorithms: {tf32_matmull: {}}': "unknown key 'algorithms.tf32_matmull'; did you mean 'algorithms.tf32_matmul'?",
     'algorithms: {tf32_matmul: 3}': 'algorithms.tf32_matmul must be a section of keys or null, not 3',

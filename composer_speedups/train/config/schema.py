@@ -334,6 +334,10 @@ class Config(Settings):
             "algorithms.kahan_optimizer={}, or keep float32 weights and compute in bf16 with mixed_precision"
         )
         yield model.dtype == "bfloat16" and "kahan_optimizer" not in self.algorithms, "model.dtype", lossy
+        kahan = self.algorithms.get("kahan_optimizer", {})
+        must_stop = "bfloat16 cannot be trained without kahan_optimizer; set on_unavailable=stop"
+        may_continue = kahan.get("on_unavailable", self.on_unavailable) == "warn"
+        yield model.dtype == "bfloat16" and may_continue, "model.dtype", must_stop
         foreign = (
             "wordpiece trains a new vocabulary, to which the pretrained embeddings do not belong; remove it for the "
             "model's own, or set model.init=random"
