@@ -41,9 +41,9 @@ class _Split(NamedTuple):
     declared: ClassNames  # in the data set's own order
     where: str  # the data set, for errors
 
-    def teach(self, task: Task, *, training: bool = True) -> None:
-        """Let the task learn its labels."""
-        found = task.lacks_classes and task.label_column not in self.declared
+    def teach(self, task: Task, *, training: bool = True, trial: bool = False) -> None:
+        """Let the task learn its labels; a ``trial`` finds also those of rows that will be dropped."""
+        found = task.lacks_classes and task.label_column not in self.declared and not trial
         columns = [column for column, _ in task.columns(training=training)]
         task.learn({name: [row.get(name) for row in self.rows] for name in columns}, self.declared, self.where)
         if found:
@@ -83,7 +83,7 @@ def load_samples(config: DataConfig, task: Task, summary: DataSummary | None = N
     if config.eval_fraction is None:
         held = _split(config, task, "eval", task.columns(training=False))
     trial = task if config.on_invalid == "stop" else copy.copy(task)
-    train.teach(trial)  # from all rows, because a class may occur only in those held out
+    train.teach(trial, trial=trial is not task)  # from all rows, because a class may occur only in those held out
     examples = train.checked(trial, config.on_invalid, summary, training=True)
     if trial is not task:  # a label may occur only in rows that were dropped, and is then no class
         kept = train._replace(rows=[train.rows[place] for place in examples])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import unicodedata
+import warnings
 from collections.abc import Mapping, Sequence
 from datetime import date, time
 from decimal import Decimal, InvalidOperation
@@ -79,17 +80,20 @@ class TaskWithClasses(Task):
                 )
 
     def check_labels(self, values: Sequence[Any], where: str) -> None:
-        """Refuse integers that count the classes from 1, of which most would be taken for the next class."""
+        """Refuse integers that count the classes from 1, of which most would be taken for the next class; warn if no
+        integer tells where they begin."""
         names = self.classes
         if not _are_text(names):
             return
         labels = (_plain(label) for label in _labels_in(values) if not isinstance(label, bool))
         integers = {as_integer(label) for label in labels if str(label) not in names} - {None, -1}
+        counted = f"for one of {len(names)} classes, whose integers count from 0 (the class {names[0]})"
         if too_large := [integer for integer in integers if integer is not None and integer >= len(names)]:
             raise DataError(
-                f"{where}: {self.label_column} has {min(too_large)} for one of {len(names)} classes, whose integers "
-                f"count from 0 (the class {names[0]}); write the names of the classes"
+                f"{where}: {self.label_column} has {min(too_large)} {counted}; write the names of the classes"
             )
+        if integers and 0 not in integers:
+            warnings.warn(f"{where}: {self.label_column} has no 0 {counted}", stacklevel=2)
 
     def classes_of(self, value: Any, where: str, expected: str) -> list[int]:
         """The indices of a list of labels; ``expected`` describes it for errors."""

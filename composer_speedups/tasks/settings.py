@@ -107,6 +107,11 @@ class DataConfig(Settings):
         wordpiece = self.tokenizer == "wordpiece"
         textless = "wordpiece is trained on texts, and data.source: random has none; name a tokenizer"
         yield source == "random" and wordpiece, "tokenizer", textless
+        workers = "needs data.workers of at least 1"
+        yield self.workers == 0 and self.persistent_workers, "persistent_workers", workers
+        yield self.workers == 0 and self.prefetch_factor is not None, "prefetch_factor", workers
+        useless = "saves no padding with data.padding: max_length; set data.padding=longest"
+        yield self.length_batching is not None and self.padding != "longest", "length_batching", useless
         if self.streams:
             uncounted = "drop counts invalid rows up front; streaming cannot; set data.on_invalid=stop"
             yield self.on_invalid == "drop", "on_invalid", uncounted

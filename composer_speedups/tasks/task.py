@@ -127,13 +127,16 @@ class Task(TaskSettings):
         unread = {"return_attention_mask": False} | ({} if len(texts) == 2 else {"return_token_type_ids": False})
         try:
             encoded = tokenizer(*texts, truncation=kind, max_length=max_length, **unread)
-        except Exception as error:  # the Rust tokenizers have no class for it
+            fits = max(map(len, encoded["input_ids"]), default=0) <= max_length
+        except Exception as error:  # the Rust tokenizers have no class for it; those in Python only warn
             if "Truncation error" not in str(error):
                 raise
+            fits = False
+        if not fits:
             raise DataError(
                 f"data.truncation: {kind} cannot cut every pair to data.max_length={max_length}, which the other text "
                 "alone exceeds; use longest_first, or a larger length"
-            ) from error
+            )
         return {key: encoded[key] for key in ("input_ids", "token_type_ids") if key in encoded}
 
     def arranged(self, rows: Any, max_length: int, *, training: bool) -> Any:

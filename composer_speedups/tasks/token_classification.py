@@ -45,6 +45,10 @@ class TokenClassification(TokenClassificationSettings, TaskWithClasses):
 
     def encode(self, examples: Mapping[str, list[Any]], tokenizer: Any, max_length: int) -> dict[str, list[Any]]:
         """Token ids and the label of every token. Without tags, the first piece of each word has the word's index."""
+        if not tokenizer.is_fast:
+            raise ConfigError(
+                "data.tokenizer: task token_classification needs a fast tokenizer, which maps word pieces to words"
+            )
         encoded = tokenizer(examples["text_1"], is_split_into_words=True, truncation=True, max_length=max_length)
         word_ids = [encoded.word_ids(row) for row in range(len(examples["text_1"]))]
         tags = examples.get("labels", [None] * len(word_ids))

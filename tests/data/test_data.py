@@ -96,7 +96,7 @@ def test_invalid_rows_can_be_dropped_from_training_and_validation_and_are_counte
 
 
 def test_labels_that_only_dropped_rows_have_are_no_classes() -> None:
-    rows = {"text": [*"abcdefgh", "", "i"], "label": [*["9", "10"] * 4, "a text in the wrong column", ""]}
+    rows = {"text": [*"abcdefgh", "", "i"], "label": [*["9", "10"] * 4, "lines\nof a wrong column", ""]}
     task = Classification()
     train, _ = load_samples(files(save(rows, "bad.csv"), on_invalid="drop"), task)
     assert task.classes == ["9", "10"]

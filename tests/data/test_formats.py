@@ -21,8 +21,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from datasets import ClassLabel, Dataset, Features, List, Value
+from transformers import EsmTokenizer
 
-from composer_speedups.core.errors import DataError
+from composer_speedups.core.errors import ConfigError, DataError
 from composer_speedups.data.loader import build_data
 from composer_speedups.data.reader import check_data_files, load_rows
 from composer_speedups.data.sources import load_samples
@@ -428,3 +429,17 @@ def test_a_pair_that_the_strategy_cannot_truncate_is_refused_in_one_line() -> No
     task = Classification(text_columns=["one", "two"], truncation="only_second")
     with pytest.raises(DataError, match=r"^data\.truncation: only_second cannot cut .*max_length=16, .* longest_first"):
         build_data(config, task, model_name="", on_gpu=False)
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        (TokenClassification(labels=["x", "y"]), "data.tokenizer: task token_classification needs a fast tokenizer"),
+        (MaskedLanguageModelling(whole_word_masking=True), "data.whole_word_masking needs a fast tokenizer"),
+        (Classification(truncation="only_second"), "data.truncation: only_second cannot cut .*max_length=8, "),
+    ],
+)
+def test_what_a_tokenizer_in_python_cannot_do_is_refused(task: Any, message: str) -> None:
+    Path("vocab.txt").write_text("<cls>\n<pad>\n<eos>\n<unk>\na\nb\n<mask>")
+    with pytest.raises((ConfigError, DataError), match=f"^{message}"):
+        task.encode({"text_1": ["a " * 20], "text_2": ["b"]}, EsmTokenizer("vocab.txt"), 8)

@@ -218,6 +218,14 @@ def test_integers_that_do_not_count_the_classes_from_0_are_refused(labels: list[
         load_samples(files(lists, on_invalid=invalid), Multilabel(labels=NAMES))
 
 
+def test_integers_without_a_0_are_read_with_a_warning() -> None:
+    name = save({"text": ["a", "b"], "label": [1, 1]}, "a.csv")
+    with pytest.warns(UserWarning, match=r"a\.csv: label has no 0 for one of 2 classes"):
+        assert in_memory(name, Classification(labels=NAMES))["labels"] == [1, 1]
+    assert in_memory(save({"text": ["a", "b"], "label": [-1, 1]}, "b.csv"), Classification(labels=["-1", "1"]))
+    assert in_memory(save({"text": ["a", "b"], "label": [True, True]}, "b.parquet"), Classification(labels=NAMES))
+
+
 def test_evaluate_reads_declared_names_and_refuses_other_integers(capsys: pytest.CaptureFixture[str]) -> None:
     run("run_name=done", "plot=false")
     capsys.readouterr()

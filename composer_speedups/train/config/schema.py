@@ -166,19 +166,16 @@ class TrainerConfig(Settings):
         if self.early_stopping is not None:
             unevaluated = "needs evaluations during the training; set trainer.eval_interval"
             yield self.eval_interval is None, "early_stopping", unevaluated
-            yield from self._patience_checks(self.early_stopping.patience, self.evaluates_every)
-
-    def _patience_checks(self, patience: str, evaluated: str) -> Iterator[Check]:
-        """Early stopping that could not stop before the end, as far as can be seen without an epoch's length."""
-        times = (patience, evaluated, self.max_duration)
-        units = {time.lstrip(digits) for time in times}
-        waits, interval, end = (int(time.rstrip(ascii_lowercase)) for time in times)
-        earliest = (waits // interval + 2) * interval  # the first evaluation is an improvement
-        never = (
-            f"of {patience} and evaluations every {evaluated} allow a stop after {earliest}{min(units)} at "
-            f"the earliest, and training ends after {self.max_duration}; evaluate more often, or train for longer"
-        )
-        yield self.eval_interval and len(units) == 1 and earliest >= end, "early_stopping.patience", never
+            times = (self.early_stopping.patience, self.evaluates_every, self.max_duration)
+            waits, interval, end = (int(time.rstrip(ascii_lowercase)) for time in times)
+            earliest = (waits // interval + 2) * interval  # the first evaluation is an improvement
+            units = {time.lstrip(digits) for time in times}
+            never = (
+                f"of {times[0]} and evaluations every {times[1]} allow a stop after {earliest}{min(units)} at the "
+                f"earliest, and training ends after {times[2]}; evaluate more often, or train for longer"
+            )
+            useless = self.eval_interval is not None and len(units) == 1 and earliest >= end
+            yield useless, "early_stopping.patience", never
 
 
 class CheckpointConfig(Settings):
@@ -328,6 +325,7 @@ class Config(Settings):
 
     def checks(self) -> Iterator[Check]:
         model, data, precision = self.model, self.data, self.trainer.precision
+        stopping = self.trainer.early_stopping
         braces = f"must not contain braces, which Composer replaces in some of its paths: {self.runs_folder}"
         yield set(self.runs_folder) & set("{}"), "runs_folder", braces
         yield from self.task.run_checks(self)
@@ -336,6 +334,10 @@ class Config(Settings):
             "algorithms.kahan_optimizer={}, or keep float32 weights and compute in bf16 with mixed_precision"
         )
         yield model.dtype == "bfloat16" and "kahan_optimizer" not in self.algorithms, "model.dtype", lossy
+        kahan = self.algorithms.get("kahan_optimizer", {})
+        must_stop = "bfloat16 cannot be trained without kahan_optimizer; set on_unavailable=stop"
+        may_continue = kahan.get("on_unavailable", self.on_unavailable) == "warn"
+        yield model.dtype == "bfloat16" and may_continue, "model.dtype", must_stop
         foreign = (
             "wordpiece trains a new vocabulary, to which the pretrained embeddings do not belong; remove it for the "
             "model's own, or set model.init=random"
