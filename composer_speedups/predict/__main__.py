@@ -12,7 +12,6 @@ from pydantic import Field
 
 from composer_speedups.core.command_line import parse_command_line, read_settings
 from composer_speedups.core.errors import ConfigError
-from composer_speedups.core.files import make_folder
 from composer_speedups.core.settings import Settings, fields_of, keys_help
 from composer_speedups.data.paths import check_file, is_address
 from composer_speedups.predict import exported_folder
@@ -62,8 +61,6 @@ def main(arguments: Sequence[str]) -> None:
 
     declared = declared_classes(request.input, "input") if request.evaluate else None  # predictions keep the integers
     rows, source = load_rows([request.input], "input", None, declared), Path(request.input)
-    if not request.evaluate:
-        make_folder(Path(str(request.output)).parent, "output")
     from composer_speedups.predict.model import FinishedModel  # imports torch, which a refusal does not need
     from composer_speedups.predict.rows import evaluate_file, predict_file
 

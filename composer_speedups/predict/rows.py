@@ -17,7 +17,7 @@ import pyarrow.parquet
 
 from composer_speedups.callbacks.history import class_rows, note_on_metric
 from composer_speedups.core.errors import ConfigError, DataError, first_line
-from composer_speedups.core.files import atomic_file, finite
+from composer_speedups.core.files import atomic_file, finite, make_folder
 from composer_speedups.data.reader import Row, check_columns
 from composer_speedups.data.sources import labelled_samples
 from composer_speedups.data.summary import DataSummary, invalid_rows
@@ -44,6 +44,7 @@ def predict_file(model: FinishedModel, rows: list[Row], source: Path, output: Pa
         print(invalid_rows(where, len(rows), [*problems.values()], said), file=sys.stderr)
     if output.suffix == ".parquet":  # refuse columns that it cannot hold before anything is computed
         _write(_joined(rows, [{}] * len(rows)), output.suffix, io.BytesIO())
+    make_folder(output.parent, "output")
     began = time.perf_counter()
     predictions = predicted(model, readable, batch_size)
     rate = len(rows) / (time.perf_counter() - began)

@@ -155,7 +155,10 @@ def test_an_interrupted_call_leaves_the_output_as_it_was(finished: Path, monkeyp
         (["input=in.jsonl", "output=in.jsonl/a.csv"], r"output: in\.jsonl \(relative to /.*\) cannot be created"),
         (["input=s3://a/b.csv"], r"output must be a local file; add --output FILE"),
         (["input=none.jsonl", "output=new/a.csv"], r"input: none\.jsonl \(relative to /.*\) is not a file"),
-        (["input=other.jsonl"], r"input: other\.jsonl has no column 'text' \(it has: review\); set text_columns"),
+        (
+            ["input=other.jsonl", "output=new/a.csv"],
+            r"input: other\.jsonl has no column 'text' \(it has: review\); set text_columns",
+        ),
         (["input=empty.jsonl"], r"input: empty\.jsonl: 2 of 2 .* \(row 1: text is empty, row 2: .*; text_columns"),
         (["input=in.jsonl", "text_columns=a,b"], r"text_columns: the run reads 1 columns, not 2"),
         (["input=in.jsonl", "--evaluate"], r"input: in\.jsonl has no column 'label' \(it has: text\); set label_c"),

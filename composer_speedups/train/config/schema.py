@@ -384,9 +384,8 @@ def checkpoint_problem(name: str | None) -> str | None:
         return None
     if name.startswith(OBJECT_STORES):
         scheme, slashes, path = name.partition("://")
-        return (
-            f"does not name a bucket: {name}; write {scheme}://BUCKET/PATH.pt" if slashes and path[:1] in "/" else None
-        )
+        nameless = slashes and path[:1] in "/"
+        return f"does not name a bucket: {name}; write {scheme}://BUCKET/PATH.pt" if nameless else None
     if not os.path.isfile(name):
         shown = with_working_directory(name)
         return f"is not a file: {shown}; name a checkpoint, such as runs/NAME/checkpoints/latest-rank0.pt"
