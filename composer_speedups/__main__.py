@@ -25,7 +25,11 @@ def command(arguments: list[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"composer-speedups {__version__}")
-    parser.parse_args(arguments)
+    _, unread = parser.parse_known_args(arguments)
+    if unread:
+        name = f"{parser.prog}-{unread[0]}"
+        meant = f"; did you mean {name}?" if f" {name} " in _COMMANDS else "; see --help"
+        parser.exit(2, f"{parser.prog}: cannot read {unread[0]!r}{meant}\n")
     parser.print_help()
 
 

@@ -62,6 +62,18 @@ def test_the_version_is_defined_once(capsys: pytest.CaptureFixture[str]) -> None
     assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == composer_speedups.__version__
 
 
+@pytest.mark.parametrize(
+    ("argument", "meant"), [("train", "; did you mean composer-speedups-train?"), ("x", "; see --help")]
+)
+def test_a_word_after_the_command_names_the_commands(
+    argument: str, meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        command([argument, "-f", "quickstart"])
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err == f"composer-speedups: cannot read {argument!r}{meant}\n"
+
+
 def test_the_command_without_arguments_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     command([])
     printed = capsys.readouterr().out

@@ -91,6 +91,8 @@ def read_request(arguments: Sequence[str]) -> tuple[Path, Request]:
     if request.output is None:
         request.output = f"{Path(request.input).with_suffix('')}.predictions.jsonl"
     output = Path(request.output)
+    if output.is_dir():
+        raise ConfigError(f"output: {output} is a folder; name a file in it")
     if output.suffix not in _FORMATS:
         raise ConfigError(f"output: {output} must end in {', '.join(_FORMATS)}")
     if output.resolve() == Path(request.input).resolve():

@@ -14,6 +14,7 @@ from composer.utils import dist
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties, findfont, get_font
 from torchmetrics.utilities.plot import plot_confusion_matrix
 
 from composer_speedups.callbacks.history import RunHistory
@@ -54,8 +55,9 @@ def plot_confusion(matrix: Sequence[Sequence[int]], names: Sequence[str], title:
     side = max(4.0, 0.45 * len(names) + 2)
     figure = Figure(figsize=(side + 0.6, side), dpi=120, layout="constrained")
     axes = figure.subplots()
-    plot_confusion_matrix(torch.tensor(matrix), axes, labels=[name.replace("$", r"\$")[:20] for name in names])
-    axes.set_title(title)
+    labels = [(_drawable(name) or f"class {i}").replace("$", r"\$")[:20] for i, name in enumerate(names)]
+    plot_confusion_matrix(torch.tensor(matrix), axes, labels=labels)
+    axes.set_title(_drawable(title))
     _write(figure, path)
 
 
@@ -72,7 +74,7 @@ def plot_run(
     above, below = panels = figure.subplots(2, 1, sharex=True)
     _draw_rates(above, monitor)
     _draw_learning(below, losses, evaluations, monitor.window)
-    above.set_title(title)
+    above.set_title(_drawable(title))
     below.set_xlabel("training batch")
     for axes in panels:
         axes.margins(x=0.01)
@@ -80,6 +82,12 @@ def plot_run(
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(loc="upper left", bbox_to_anchor=(1.09, 1.0), fontsize=8, frameon=False)  # covers no curve
     _write(figure, path)
+
+
+def _drawable(text: str) -> str:
+    """The text without characters that the font lacks, about which Matplotlib would warn."""
+    font = get_font(findfont(FontProperties()))
+    return "".join(character for character in text if font.get_char_index(ord(character))).strip()
 
 
 def _write(figure: Figure, path: Path) -> None:

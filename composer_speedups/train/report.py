@@ -106,6 +106,7 @@ def summary_table(report: dict[str, Any], folder: str) -> str:
     best, stopping, peak = report["best"], report["early_stopping"], speed.get("peak")
     ranks = f" on {training['ranks']} ranks" if training["ranks"] > 1 else ""
     bound = report["config"]["trainer"]["microbatch_tokens"]
+    overlapped = f"; {ddp['overlapped_steps']} steps overlap" if ddp.get("overlapped_steps") else ""
     tokens = "" if bound is None else f"with at most {bound:,} real tokens, "
     resumed = ", ".join(str(entry["batch"]) for entry in report["resumed"] or ())
     before = resumed and f"and of those before it: resumed after batch {resumed}"
@@ -125,7 +126,7 @@ def summary_table(report: dict[str, Any], folder: str) -> str:
         *class_rows(classes),
         ("best", best.get("batch"), best and f"batches trained; {best['metric']} was {_number(best['value'])}"),
         ("stopped early", training["batches"] if stopping.get("stopped") else None, "batches trained"),
-        ("gradients", ddp.get("mib_a_step"), f"MiB reduced per step; {ddp.get('overlapped_steps', 0)} steps overlap"),
+        ("gradients", ddp.get("mib_a_step"), f"MiB reduced per step{overlapped}"),
         (
             "microbatch",
             training["microbatch_size"],
@@ -156,8 +157,12 @@ def _against_baseline(report: dict[str, Any]) -> str:
         change += f" in place of {', '.join(removed)}"
     turns = before["turn_ratios"]
     spread = f"; {min(turns):.2f} to {max(turns):.2f} times in single turns" if turns else ""
-    rates = f"{ours:,.0f} and {theirs:,.0f} samples/s, {before['batches']} batches each"
-    return f"{change}: {ours / theirs:.2f} times as fast on this machine ({rates}, in turns before the run{spread})"
+    disagree = turns and min(turns) <= 1 <= max(turns)
+    undecided = "the turns do not tell which is faster; over all of them, " if disagree else ""
+    rates = (
+        f"{ours:,.0f} and {theirs:,.0f} samples/s, {before['batches']} batches each, in turns before the run{spread}"
+    )
+    return f"{change}: {undecided}{ours / theirs:.2f} times as fast on this machine ({rates})"
 
 
 def _phases(startup: dict[str, float]) -> str:

@@ -15,6 +15,7 @@ from sklearn.metrics import confusion_matrix, precision_recall_fscore_support
 
 from composer_speedups.callbacks.history import ClassReport, class_rows
 from composer_speedups.tasks.metrics import MacroF1, MultilabelMacroF1
+from composer_speedups.train.plot import plot_confusion
 from tests.helpers.common import data_spec, make_trainer, plain_batches, tiny_bert
 from tests.helpers.jobs import run
 from tests.helpers.ranks import on_ranks
@@ -107,3 +108,10 @@ def test_a_printed_row_has_the_whole_name_of_its_class() -> None:
     assert rows[:2] == ["F1 of billing question about an invoice", "F1 of billing question about a refund"]
     assert rows[2].startswith("F1 of xxx")
     assert rows[2].endswith("x…")
+
+
+def test_characters_that_the_font_lacks_are_left_out_of_pictures_without_a_warning() -> None:
+    plot_confusion(
+        [[1, 0], [0, 1]], ["\N{SLIGHTLY SMILING FACE}", "fine \N{SLIGHTLY SMILING FACE}"], "run", Path("c.png")
+    )
+    assert Path("c.png").read_bytes().startswith(b"\x89PNG")

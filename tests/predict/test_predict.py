@@ -151,6 +151,7 @@ def test_an_interrupted_call_leaves_the_output_as_it_was(finished: Path, monkeyp
     [
         (["--input"], r"input is missing; add --input FILE"),
         (["input=in.jsonl", "output=out.xlsx"], r"output: out\.xlsx must end in \.jsonl, \.csv, \.parquet"),
+        (["input=in.jsonl", "output=."], r"output: \. is a folder; name a file in it"),
         (["input=in.jsonl", "output=in.jsonl"], r"output: in\.jsonl is the input itself"),
         (["input=in.jsonl", "output=in.jsonl/a.csv"], r"output: in\.jsonl \(relative to /.*\) cannot be created"),
         (["input=s3://a/b.csv"], r"output must be a local file; add --output FILE"),
