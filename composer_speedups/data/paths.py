@@ -33,7 +33,7 @@ def find_files(name: str, key: str) -> list[str]:
 
         try:
             paths = [file.full_name for file in fsspec.open_files(path)]
-        except (OSError, ValueError, ImportError) as error:  # a package may be missing
+        except (OSError, ValueError, ImportError, TypeError) as error:  # a package may be missing, or an argument
             raise DataError(f"{key}: {path} cannot be read ({first_line(error)})") from error
     elif glob.has_magic(path) and not os.path.isfile(path):
         paths = sorted(glob.glob(path, recursive=True))

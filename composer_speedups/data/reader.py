@@ -158,7 +158,10 @@ def iterate_rows(
 
 
 def _open(path: str, mode: str, **settings: Any) -> Any:
-    return (fsspec.open if is_address(path) else open)(path, mode, **settings)
+    try:
+        return (fsspec.open if is_address(path) else open)(path, mode, **settings)
+    except TypeError as error:  # fsspec's classes for some kinds of addresses need further arguments
+        raise ValueError(first_line(error)) from error
 
 
 @contextlib.contextmanager

@@ -25,6 +25,7 @@ from transformers import EsmTokenizer
 
 from composer_speedups.core.errors import ConfigError, DataError
 from composer_speedups.data.loader import build_data
+from composer_speedups.data.paths import find_files
 from composer_speedups.data.reader import check_data_files, load_rows
 from composer_speedups.data.sources import load_samples
 from composer_speedups.data.tokens import load_tokenizer
@@ -443,3 +444,9 @@ def test_what_a_tokenizer_in_python_cannot_do_is_refused(task: Any, message: str
     Path("vocab.txt").write_text("<cls>\n<pad>\n<eos>\n<unk>\na\nb\n<mask>")
     with pytest.raises((ConfigError, DataError), match=f"^{message}"):
         task.encode({"text_1": ["a " * 20], "text_2": ["b"]}, EsmTokenizer("vocab.txt"), 8)
+
+
+@pytest.mark.parametrize("name", ["jupyter://x.csv", "jupyter://*.csv"])
+def test_an_address_that_needs_further_arguments_is_one_line(name: str) -> None:
+    with pytest.raises(DataError, match=r"^data\.train_file: jupyter://\S+ cannot be read \(\w+"):
+        load_rows(find_files(name, "data.train_file"), "data.train_file", None)
