@@ -178,7 +178,9 @@ def test_every_launch_compiles_and_spills_no_registers(
         kernel = launch.compile(architecture)
         if architecture == 90:  # the block sizes were chosen for it
             registers, stack = registers_and_stack(kernel)
-            least = 8 if case == "in 8 bits" else 0  # the norm's backward kernel spills to stay within 128 registers
+            # The norm's backward kernel spills to stay within 128 registers; Triton 3.3 spills for adapters of rank 24.
+            spills = case == "in 8 bits" or (case == "adapters" and triton.__version__.startswith("3.3."))
+            least = 8 if spills else 0
             assert stack <= least, kernel.metadata.name
             assert registers <= 255, kernel.metadata.name
 
