@@ -93,14 +93,12 @@ def _other_module(
 def hooks_on(module: nn.Module, name: str, *, ours: bool) -> Iterator[str]:
     """The kinds of hooks on a module itself; ``ours``: without this package's."""
     for attribute, description in HOOKS.items():
-        hooks = getattr(module, attribute).values()
-        theirs = (hook for hook in hooks if getattr(hook, "__module__", None) != _RECORDERS)
-        if any(not (ours and _is_ours(hook)) for hook in theirs):
+        if not all(_is_harmless(hook, ours=ours) for hook in getattr(module, attribute).values()):
             yield f"{name} has {description}"
 
 
-def _is_harmless(hook: Any) -> bool:
-    return getattr(hook, "__module__", None) == _RECORDERS or _is_ours(hook)
+def _is_harmless(hook: Any, *, ours: bool = True) -> bool:
+    return getattr(hook, "__module__", None) == _RECORDERS or (ours and _is_ours(hook))
 
 
 def _other_settings(module: nn.Module, reference: nn.Module, name: str) -> Iterator[str]:

@@ -208,6 +208,20 @@ def test_memory_statistics_and_the_walk_for_fsdp_are_left_out(monkeypatch: pytes
     trainer.close()
 
 
+def test_algorithms_that_were_removed_between_epochs_are_not_asked() -> None:
+    heard = Heard()
+
+    class Empties(Callback):
+        def epoch_end(self, state: State, logger: Logger) -> None:
+            state.algorithms.clear()
+
+    algorithms = [LeanDispatch(), EverySecondBatch(heard)]
+    trainer = make_trainer(algorithms, batches=plain_batches(2), callbacks=[Empties()], max_duration="2ep")
+    trainer.fit()
+    trainer.close()
+    assert {batch for _, _, batch in heard} == {0, 1}
+
+
 def test_composers_functions_are_given_back_when_the_last_trainer_closes() -> None:
     def now() -> list[Any]:
         return [Engine.run_event, State.fsdp_enabled, torch.cuda.memory_stats, composer_trainer.deepcopy]

@@ -80,17 +80,16 @@ class LeanEvents:
     def __init__(self, state: State) -> None:
         self.state = state
         self.events = self.batches = self.left_out = 0
-        self._callbacks: list[Callback] = []  # those that the table was made of
-        self._table: dict[str, _Listeners] = {}
-        self._algorithms: list[Any] = []
-        self._others: list[Any] = []  # algorithms that are no techniques
         self._begin()
 
     def _begin(self) -> None:
         """Make the table anew in the next batch."""
         self.in_batch = False
         self.sharded: bool | None = None
-        self._callbacks, self._algorithms = [], []
+        self._callbacks: list[Callback] = []  # those that the table was made of
+        self._table: dict[str, _Listeners] = {}
+        self._algorithms: list[Any] = []
+        self._others: list[Any] = []  # algorithms that are no techniques
         self._debugging = bool(os.environ.get("ENGINE_DEBUG"))
 
     def per_batch(self) -> dict[str, int]:
