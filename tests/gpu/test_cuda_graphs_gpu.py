@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from composer.algorithms import GradientClipping
 from composer.core import DataSpec
+from composer.optim import CosineAnnealingWithWarmupScheduler
 from torch import nn
 from torch.utils.data import DataLoader
 
 from composer_speedups import (
     CUDAGraphs,
+    FusedOptimizer,
     SDPAAttention,
     TorchCompile,
     Unpadding,
@@ -57,6 +60,34 @@ def test_replays_train_like_plain_pytorch(compiled: bool) -> None:
     trainer.close()
     assert technique._calls is not None
     assert technique._calls.graphs == 0
+
+
+@pytest.mark.parametrize("clipped", [False, True])
+def test_replayed_optimizer_steps_equal_eager_ones(clipped: bool) -> None:
+    """Bit by bit, with a schedule of the learning rate; a hook makes the steps eager."""
+    weights, replays = [], []
+    for hooked in (False, True):
+        technique = CUDAGraphs()
+        algorithms: list[Any] = [technique, SDPAAttention(), FusedOptimizer()]
+        if clipped:
+            algorithms.append(GradientClipping("norm", clipping_threshold=0.1))
+        trainer = make_trainer(
+            algorithms,
+            model=tiny_bert(dropout=0.1),
+            batches=plain_batches(9),
+            schedulers=CosineAnnealingWithWarmupScheduler("2ba"),
+            gpu=True,
+        )
+        if hooked:
+            trainer.state.optimizers[0].register_step_post_hook(lambda *_: None)
+        trainer.fit()
+        weights.append(final_weights(trainer))
+        replays.append(technique.evidence["step_replays"])
+        assert all(isinstance(group["lr"], float) for group in trainer.state.optimizers[0].param_groups)
+        trainer.close()
+    assert replays[0] >= 4, "all but the observed batches and the first with captured gradients"
+    assert replays[1] == 0
+    torch.testing.assert_close(weights[0], weights[1], rtol=0, atol=0)
 
 
 def test_a_closed_trainers_graphs_are_freed() -> None:

@@ -70,6 +70,8 @@ class Captured:
         self._token = torch.zeros((), device=leaves[0].device) if len(segments) > 1 else None
         # makes autograd call the backward pass
         self._anchor = torch.zeros((), requires_grad=True) if accumulate and len(segments) == 1 else None
+        self._pairs = shared.pairs(self._trained[0])
+        self._zeros = [True] * len(self.output_gradients)  # the static gradients that are zero
 
     @property
     def segments(self) -> int:
@@ -104,7 +106,7 @@ class Captured:
             recorder.warm_up(both)
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        if self._anchor is not None and not any(map(_has_hooks, self.completed[0])):
+        if self._anchor is not None and not _have_hooks(self.completed[0]):
             return _AccumulatingReplay.apply(self, self._anchor, *tensors)
         token = None
         for segment in range(self.segments - 1, 0, -1):
@@ -112,29 +114,35 @@ class Captured:
         return _Replay.apply(self, token, *tensors, *self.completed[0])
 
     def forward(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        for static, value in zip(self._static, inputs[: len(self._static)], strict=True):
-            static.copy_(value)
+        torch._foreach_copy_(list(self._static), list(inputs[: len(self._static)]))
         self._replay_forward()
         return tuple(output.detach() for output in self._outputs)
 
     def backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Replay the first segment, and return a gradient for each argument of the forward pass."""
-        for static, gradient in zip(self.output_gradients, gradients, strict=True):
-            if static is not None and gradient is None:
-                static.zero_()
-            elif static is not None and gradient is not None:
-                static.copy_(gradient)
+        self._take(gradients)
         self._shared.release()  # later segments find this backward pass's own gradients in the buffers
         return [*(None for _ in self._static), *self.backward_segment(0)]
 
+    def _take(self, gradients: Sequence[Tensor | None]) -> None:
+        for i, (static, gradient) in enumerate(zip(self.output_gradients, gradients, strict=True)):
+            if static is not None and gradient is not None:
+                static.copy_(gradient)
+                self._zeros[i] = False
+            elif static is not None and not self._zeros[i]:
+                static.zero_()
+                self._zeros[i] = True
+
     def accumulate(self, gradients: Sequence[Tensor | None]) -> None:
         """Replay the backward pass, and add its gradients to ``parameter.grad``."""
-        computed = self.backward(gradients)[len(self._static) :]
-        pairs = [(p, g) for p, g in zip(self.completed[0], computed, strict=True) if g is not None]
-        further = [(p.grad, g) for p, g in pairs if p.grad is not None]
+        self._take(gradients)
+        if any(parameter.grad is not None for parameter, _ in self._pairs):
+            self._shared.release()
+        self._replays[0]()
+        further = [(parameter.grad, gradient) for parameter, gradient in self._pairs if parameter.grad is not None]
         if further:
             torch._foreach_add_([before for before, _ in further], [gradient for _, gradient in further])
-        for parameter, gradient in pairs:
+        for parameter, gradient in self._pairs:
             if parameter.grad is None:
                 parameter.grad = gradient
 
@@ -189,8 +197,8 @@ class _AccumulatingReplay(FirstDerivative):
         return (None,) * len(ctx.needs_input_grad)
 
 
-def _has_hooks(parameter: nn.Parameter) -> bool:
-    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
+def _have_hooks(parameters: Iterable[Any]) -> bool:
+    return any(parameter._backward_hooks or parameter._post_accumulate_grad_hooks for parameter in parameters)
 
 
 class _Link(FirstDerivative):
@@ -243,6 +251,10 @@ class SharedGradients:
         for parameter, buffer in self._buffers.items():
             if parameter.grad is not None and parameter.grad.data_ptr() == buffer.data_ptr():
                 parameter.grad = parameter.grad.clone()
+
+    def pairs(self, trained: Container[nn.Parameter]) -> list[tuple[nn.Parameter, Tensor]]:
+        """The parameters in ``trained``, each with its buffer."""
+        return [(p, self._buffers[p]) for p in self.parameters if p in trained]
 
     def of(self, parameters: Iterable[nn.Parameter], trained: Container[nn.Parameter]) -> list[Tensor | None]:
         """Return the buffers of ``parameters``, with None for those not in ``trained``."""

@@ -1,8 +1,9 @@
-"""The CUDA graphs technique: the forward and backward pass are captured and replayed."""
+"""The CUDA graphs technique: the forward pass, the backward pass and the optimizer's step are captured and replayed."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
@@ -13,11 +14,16 @@ from composer_speedups.core.technique import FSDP, Order, Technique
 
 if TYPE_CHECKING:
     from composer_speedups.algorithms.cuda_graphs.graphed_calls import CaptureError, GraphedCalls
+    from composer_speedups.algorithms.cuda_graphs.optimizer_step import OptimizerStep
     from composer_speedups.core.run import FirstBatch, Run
 
 
 class CUDAGraphs(Technique):
-    """Replays the forward and backward pass as CUDA graphs, which saves the time of kernel launches.
+    """Replays the training step as CUDA graphs, which saves the host's time of kernel launches.
+
+    The forward and backward pass have graphs per input shape. The step of torch's fused Adam or AdamW has one of its
+    own. Other optimizers step as usual, and so does any optimizer under fp16's loss scaling, under hooks, or with
+    gradients that were accumulated over micro-batches.
 
     Raises:
         Refusal: At INIT, without a GPU, under FSDP, with automatic micro-batches, or for a model that DDP already
@@ -42,6 +48,8 @@ class CUDAGraphs(Technique):
     def reset(self) -> None:
         super().reset()
         self._calls: GraphedCalls | None = None
+        self._step: OptimizerStep | None = None
+        self._eager_step: str | None = None  # why the optimizer's step is not replayed
         self._in_buckets = False  # whether DDP keeps gradients in its buckets
         self._batches = 0  # number of batches that this process trained with the present parameters
 
@@ -66,7 +74,17 @@ class CUDAGraphs(Technique):
         run.give_back(_forget_last_batch, run)
         run.give_back(calls.release)
         self._control(calls)
+        self._replay_step(run, calls)
         return {"max_graphs": self.max_graphs}
+
+    def _replay_step(self, run: Run, calls: GraphedCalls) -> None:
+        from composer_speedups.algorithms.cuda_graphs.optimizer_step import OptimizerStep, cannot_replay
+
+        optimizer = next(iter(run.optimizers), None)
+        self._eager_step = "the loop passed no optimizer" if optimizer is None else cannot_replay(optimizer)
+        if self._eager_step is None:
+            self._step = OptimizerStep(optimizer, partial(calls.recorder, None), lambda: run.observing)
+            run.give_back(self._step.release)
 
     def _control(self, calls: GraphedCalls) -> None:
         self._calls = calls
@@ -123,6 +141,10 @@ class CUDAGraphs(Technique):
         evidence: dict[str, Any] = {name: getattr(calls, name) for name in ("graphs", "replays", "eager_calls")}
         if calls.backward_segments > 1:
             evidence["backward_segments"] = calls.backward_segments
+        if self._step is not None:
+            evidence["step_replays"] = self._step.replays
+        if note := self._eager_step or (self._step and self._step.note):
+            evidence["step_is_eager"] = note
         return evidence
 
 

@@ -56,7 +56,8 @@ def replaced(old: Optimizer, build: Callable[[Groups, Defaults], Optimizer]) -> 
         getattr(old, hooks).update(getattr(new, hooks))
         setattr(new, hooks, getattr(old, hooks))  # the dicts themselves, so that the user's handles still remove them
         setattr(old, hooks, OrderedDict())  # without those of the new class
-    new.register_step_pre_hook(_with_gradients)
+    if type(new) is not AdamW:
+        new.register_step_pre_hook(_with_gradients)
     return new
 
 

@@ -1,0 +1,159 @@
+"""Replay an optimizer's step as a CUDA graph of its own, which does not depend on the shape of the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial, wraps
+from types import MethodType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim import Adam, AdamW
+from torch.optim import optimizer as torch_optimizer
+
+from composer_speedups.core.errors import first_line
+
+_CONSTANTS = ("betas", "eps", "weight_decay", "amsgrad", "maximize")  # settings of a group that a graph keeps
+_MOST_CAPTURES = 8  # in a run that keeps changing what the graph was captured with
+
+
+def cannot_replay(optimizer: Any) -> str | None:
+    """Why the steps of an optimizer cannot be replayed; None if they can."""
+    groups = optimizer.param_groups
+    if type(optimizer) not in (Adam, AdamW) or not all(group["fused"] for group in groups):
+        return f"the step of {type(optimizer).__name__} is not that of torch's fused Adam or AdamW"
+    if any(isinstance(group["lr"], Tensor) for group in groups):
+        return "the learning rate is a tensor"
+    return None
+
+
+class OptimizerStep:
+    """Replaces the ``step`` of torch's fused Adam or AdamW, and replays it as long as the gradients are the same
+    tensors in every step, whose memory the graph reads.
+
+    Other steps run eagerly: the first ones, those with gradients that were accumulated over micro-batches or scaled,
+    and those of an optimizer with hooks. The groups keep the learning rate as a float. A graph reads it from the
+    device, where it is float32, so eager steps round it, too.
+
+    Args:
+        optimizer: Its method is replaced; :meth:`release` restores it.
+        recorder: Makes a ``CUDARecorder``, one for each capture: the memory of a freed graph cannot be used again.
+        waits: Whether nothing may be captured yet.
+
+    Attributes:
+        replays: Number of replayed steps.
+        note: Why no step is captured any more, or None.
+    """
+
+    def __init__(self, optimizer: Any, recorder: Callable[[], Any], waits: Callable[[], bool] = bool) -> None:
+        self._optimizer, self._recorder, self._waits = optimizer, recorder, waits
+        self.replays = self._captures = 0
+        self.note: str | None = None
+        self._released = False
+        self._replay: Callable[[], None] | None = None
+        self._gradients: list[Tensor | None] = []  # that the graph reads, in the order of the parameters
+        self._present: tuple[Any, ...] = ()  # what else it was captured with
+        self._rates: list[Tensor] = []  # learning rates on the device, one per group
+        self._last_gradient: Tensor | None = None  # of the last parameter, in the step before
+        self._before = vars(optimizer).get("step")  # that of a scheduler, which notes the call
+        self._step: Callable[..., Any] = self._before or MethodType(type(optimizer).step, optimizer)
+
+        @wraps(self._step)  # with a scheduler's mark
+        def step(_: Any, closure: Callable[[], Any] | None = None) -> Any:
+            return self(closure)
+
+        self._installed = optimizer.step = MethodType(step, optimizer)  # schedulers wrap the function of a method
+
+    def release(self) -> None:
+        """Restore the optimizer's method. A scheduler that has wrapped it keeps it, and its steps are eager."""
+        self._released, self._replay, self._gradients, self._last_gradient = True, None, [], None
+        if vars(self._optimizer).get("step") is self._installed:
+            del self._optimizer.step
+            if self._before is not None:
+                self._optimizer.step = self._before
+
+    def __call__(self, closure: Callable[[], Any] | None = None) -> Any:
+        if self._released:
+            return self._step(closure)
+        if not _is_plain(self._optimizer):
+            return self._run_eagerly(closure)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if not self._is_captured():
+            self._run_eagerly(None)
+            return loss
+        for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
+            rate.fill_(group["lr"])
+        self._optimizer._opt_called = True  # as a scheduler's wrapper notes
+        self._replay()  # type: ignore[misc]
+        self.replays += 1
+        return loss
+
+    def _run_eagerly(self, closure: Callable[[], Any] | None) -> Any:
+        groups = self._optimizer.param_groups
+        rates = [group["lr"] for group in groups]
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = float(np.float32(rate))
+        try:
+            return self._step(closure)
+        finally:
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate
+
+    def _is_captured(self) -> bool:
+        optimizer = self._optimizer
+        gradients = [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
+        # A loaded state has other tensors, in another dictionary.
+        present = (
+            id(optimizer.state),
+            [[len(g["params"]), *(g[k] for k in _CONSTANTS)] for g in optimizer.param_groups],
+        )
+        if self._replay is not None:
+            if self._present == present and all(a is b for a, b in zip(self._gradients, gradients, strict=True)):
+                return True
+            self._replay, self._gradients = None, []
+        before, self._last_gradient = self._last_gradient, next((g for g in gradients[::-1] if g is not None), None)
+        if before is None or before is not self._last_gradient or self.note is not None or self._waits():
+            return False
+        self._gradients, self._present = gradients, present
+        self._capture()
+        return self._replay is not None
+
+    def _capture(self) -> None:
+        optimizer = self._optimizer
+        if self._captures == _MOST_CAPTURES:
+            self.note = f"gradients or settings changed after each of {_MOST_CAPTURES} captures"
+            return
+        self._captures += 1
+        kept = [{name: group[name] for name in ("lr", "capturable")} for group in optimizer.param_groups]
+        self._rates = [
+            torch.tensor(group["lr"], dtype=torch.float32, device=group["params"][0].device)
+            for group in optimizer.param_groups
+        ]
+        try:
+            for group, rate in zip(optimizer.param_groups, self._rates, strict=True):
+                group.update(lr=rate, capturable=True)
+            _, self._replay = self._recorder().record(partial(type(optimizer).step, optimizer))
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            self.note = f"it cannot be captured ({first_line(error)})"
+        finally:
+            for group, values in zip(optimizer.param_groups, kept, strict=True):
+                group.update(values)
+
+
+def _is_plain(optimizer: Any) -> bool:
+    """Whether a step only updates the parameters: no hook hears it, and no loss is scaled."""
+    return not (
+        optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or torch_optimizer._global_optimizer_pre_hooks
+        or torch_optimizer._global_optimizer_post_hooks
+        or getattr(optimizer, "grad_scale", None) is not None
+        or getattr(optimizer, "found_inf", None) is not None
+    )

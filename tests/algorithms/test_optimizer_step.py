@@ -1,0 +1,220 @@
+"""The optimizer's step as a graph, on a CPU with a stand-in recorder, beside an untouched optimizer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW
+from torch.optim.lr_scheduler import LambdaLR
+
+from composer_speedups.algorithms.cuda_graphs.optimizer_step import OptimizerStep, cannot_replay
+from tests.helpers.rerun import CannotRecord
+
+
+class Replay:
+    """A recorder whose replay steps with the groups as they were when it was captured, as a graph does."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+
+    def record(self, run: Callable[[], Any]) -> tuple[None, Callable[[], None]]:
+        groups = self.optimizer.param_groups
+        captured = [dict(group) for group in groups]
+
+        def replay() -> None:
+            now = [dict(group) for group in groups]
+            for group, then in zip(groups, captured, strict=True):
+                group.update(then)
+            run()
+            for group, before in zip(groups, now, strict=True):
+                group.update(before)
+
+        return None, replay
+
+
+def parameters() -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(3, 4, generator=generator)) for _ in range(4)]
+
+
+def optimizer_of(trained: list[nn.Parameter], kind: Any = AdamW) -> Any:
+    groups = [{"params": trained[:2]}, {"params": trained[2:], "weight_decay": 0.0, "lr": 0.03}]
+    return kind(groups, lr=0.01, fused=True)
+
+
+class Training:
+    """Trains with gradients in the same memory in every step, as replayed backward passes write them."""
+
+    def __init__(self, *, captured: bool, kind: Any = AdamW) -> None:
+        self.trained = parameters()
+        self.buffers = [torch.zeros_like(p) for p in self.trained[:3]]  # the last parameter never gets a gradient
+        self.optimizer = optimizer_of(self.trained, kind)
+        self.step = OptimizerStep(self.optimizer, lambda: Replay(self.optimizer)) if captured else None
+        self.batch = 0
+
+    def train(self, steps: int, *, fresh: bool = False, rounded: bool = True) -> None:
+        """``fresh`` gradients are other tensors in every step; ``rounded`` rounds the untouched optimizer's rates."""
+        for _ in range(steps):
+            self.batch += 1
+
+            def closure() -> Tensor:
+                for i, (parameter, buffer) in enumerate(zip(self.trained, self.buffers, strict=False)):
+                    buffer.copy_(torch.sin(torch.arange(12.0).view(3, 4) * (i + 1) + self.batch))
+                    parameter.grad = buffer.clone() if fresh else buffer
+                return torch.tensor(float(self.batch))
+
+            rates = [group["lr"] for group in self.optimizer.param_groups]
+            if self.step is None and rounded:
+                for group in self.optimizer.param_groups:
+                    group["lr"] = float(np.float32(group["lr"]))
+            assert float(self.optimizer.step(closure)) == self.batch
+            for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
+
+    def values(self) -> list[Tensor]:
+        return [parameter.detach() for parameter in self.trained]
+
+
+def both(change: Callable[[Training], None], kind: Any = AdamW) -> Training:
+    """Make the same changes to a replayed and an untouched optimizer, and compare their parameters bit by bit."""
+    ours, untouched = Training(captured=True, kind=kind), Training(captured=False, kind=kind)
+    for training in (ours, untouched):
+        change(training)
+    torch.testing.assert_close(ours.values(), untouched.values(), rtol=0, atol=0)
+    assert ours.step is not None
+    return ours
+
+
+def replays(training: Training) -> int:
+    assert training.step is not None
+    return training.step.replays
+
+
+@pytest.mark.parametrize("kind", [Adam, AdamW])
+def test_replays_equal_eager_steps(kind: Any) -> None:
+    assert replays(both(lambda training: training.train(8), kind)) == 7
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_schedule_sets_the_rate_of_replays_and_counts_them(first: bool) -> None:
+    def change(training: Training) -> None:
+        if first:  # the scheduler wraps the step before it is replaced
+            if training.step is not None:
+                training.step.release()
+            schedule = LambdaLR(training.optimizer, lambda step: math.cos(step / 7))
+            if training.step is not None:
+                training.step = OptimizerStep(training.optimizer, lambda: Replay(training.optimizer))
+        else:
+            schedule = LambdaLR(training.optimizer, lambda step: math.cos(step / 7))
+        for _ in range(9):
+            training.train(1)
+            schedule.step()  # warns, which is an error here, if no step was counted
+
+    ours = both(change)
+    assert replays(ours) == 8
+    assert all(isinstance(group["lr"], float) and not group["capturable"] for group in ours.optimizer.param_groups)
+
+
+def test_other_gradients_are_read() -> None:
+    def change(training: Training) -> None:
+        training.train(3)
+        training.train(3, fresh=True)
+        training.train(3)
+        training.trained[1].grad = None
+        training.buffers[1] = torch.zeros(3, 4)  # only this one is another tensor
+        training.train(3)
+
+    assert replays(both(change)) == 2 + 0 + 2 + 3
+
+
+def test_a_loaded_state_and_changed_settings_are_read() -> None:
+    def change(training: Training) -> None:
+        training.train(4)
+        saved = training.optimizer.state_dict()
+        training.train(2)
+        training.optimizer.load_state_dict(saved)
+        training.train(3)
+        training.optimizer.param_groups[0]["weight_decay"] = 0.3
+        training.train(3)
+        training.optimizer.param_groups[1]["betas"] = (0.5, 0.9)
+        training.train(3)
+
+    ours = both(change)
+    assert replays(ours) > 8
+    assert ours.step is not None
+    assert ours.step.note is None
+
+
+def test_settings_that_always_change_end_the_captures() -> None:
+    def change(training: Training) -> None:
+        for step in range(20):
+            training.optimizer.param_groups[0]["weight_decay"] = 0.01 * step
+            training.train(1)
+
+    ours = both(change)
+    assert ours.step is not None
+    assert ours.step.note == "gradients or settings changed after each of 8 captures"
+
+
+def test_hooks_and_scaled_gradients_step_eagerly() -> None:
+    ours = Training(captured=True)
+    ours.train(3)
+    seen: list[Any] = []
+    handle = ours.optimizer.register_step_post_hook(lambda *_: seen.append(1))
+    ours.train(2)
+    assert (len(seen), replays(ours)) == (2, 2)
+    handle.remove()
+    ours.optimizer.found_inf = torch.ones(())  # as GradScaler sets it; the step is skipped
+    before = [value.clone() for value in ours.values()]
+    ours.train(1)
+    torch.testing.assert_close(ours.values(), before, rtol=0, atol=0)
+    del ours.optimizer.found_inf
+    ours.train(1)
+    assert replays(ours) == 3
+
+
+def test_release_restores_the_step() -> None:
+    ours, stock = Training(captured=True), optimizer_of(parameters())
+    assert ours.step is not None
+    ours.step.release()
+    assert "step" not in vars(ours.optimizer)
+    assert ours.optimizer.step.__func__ is stock.step.__func__
+    wrapped = Training(captured=True)
+    schedule = LambdaLR(wrapped.optimizer, lambda _: 1.0)
+    assert wrapped.step is not None
+    wrapped.step.release()  # the scheduler keeps it
+    wrapped.train(3)
+    schedule.step()
+    assert replays(wrapped) == 0
+    before = Training(captured=False)
+    before.train(3, rounded=False)
+    torch.testing.assert_close(wrapped.values(), before.values(), rtol=0, atol=0)
+
+
+def test_a_failed_capture_leaves_the_optimizer_as_it_was() -> None:
+    trained = parameters()
+    optimizer = optimizer_of(trained)
+    step = OptimizerStep(optimizer, CannotRecord)
+    buffers = [torch.ones(3, 4) for _ in trained]
+    for _ in range(3):
+        for parameter, buffer in zip(trained, buffers, strict=True):
+            parameter.grad = buffer
+        optimizer.step()
+    assert (step.replays, step.note) == (0, "it cannot be captured (operation not permitted when stream is capturing)")
+    assert [(group["lr"], group["capturable"]) for group in optimizer.param_groups] == [(0.01, False), (0.03, False)]
+    assert all(int(state["step"]) == 3 for state in optimizer.state.values())
+
+
+def test_what_cannot_be_replayed_is_said() -> None:
+    trained = parameters()
+    assert cannot_replay(AdamW(trained, fused=True)) is None
+    assert cannot_replay(SGD(trained, fused=True)) == "the step of SGD is not that of torch's fused Adam or AdamW"
+    assert cannot_replay(AdamW(trained)) == "the step of AdamW is not that of torch's fused Adam or AdamW"
+    rate = torch.tensor(0.1)
+    assert cannot_replay(AdamW(trained, lr=rate, fused=True)) == "the learning rate is a tensor"
