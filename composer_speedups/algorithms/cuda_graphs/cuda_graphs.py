@@ -33,7 +33,7 @@ class CUDAGraphs(Technique):
     not_with: ClassVar = {FSDP: "captured graphs need whole weights, which FSDP gathers only block by block"}
 
     max_graphs: int = Field(4, ge=1)
-    """Maximum number of captured input shapes; batches with further shapes run eagerly and are counted."""
+    """Maximum number of captured input shapes, in training and again in evaluation; further shapes run eagerly."""
 
     @property
     def fixed_shapes(self) -> bool:
@@ -74,7 +74,7 @@ class CUDAGraphs(Technique):
 
     def fit_start(self, run: Run) -> None:
         """In a later fit(), modes, dropout rates or adapters may be others, which graphs would replay as they were."""
-        if self._calls is not None and self._calls.graphs:
+        if self._calls is not None:
             self._calls.forget()
 
     def before_forward(self, run: Run) -> None:
@@ -123,7 +123,8 @@ class CUDAGraphs(Technique):
         evidence: dict[str, Any] = {name: getattr(calls, name) for name in ("graphs", "replays", "eager_calls")}
         if calls.backward_segments > 1:
             evidence["backward_segments"] = calls.backward_segments
-        return evidence
+        evaluation = {name: getattr(calls, name) for name in ("eval_graphs", "eval_replays", "eval_note")}
+        return evidence | {name: value for name, value in evaluation.items() if value}
 
 
 def _forget_last_batch(run: Run) -> None:
