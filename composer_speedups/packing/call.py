@@ -243,7 +243,7 @@ class ModelAroundEncoder(nn.Module):
         rules = self.call_rules
         call = Call(encoders, self, unknown_reader=rules.unknown_reader, first_tokens_only=rules.first_tokens_only)
         other_pooling = getattr(self.config, "classifier_pooling", None) != rules.pooling
-        call.padded = is_untouched() or other_pooling or _is_traced() or _has_adapter_per_row(self)
+        call.padded = is_untouched() or other_pooling or is_traced() or _has_adapter_per_row(self)
         if rules.compare is not None and not call.padded:
             rules.compare(self, inputs, names)
         labels = inputs.get("labels")
@@ -287,7 +287,7 @@ def _argument_names(model_class: type[Any]) -> list[str]:
     return []
 
 
-def _is_traced() -> bool:
+def is_traced() -> bool:
     """Whether the call is exported, traced by torch.jit, transformed by torch.func, or differentiated in forward mode.
 
     Such a call can neither read the number of tokens on the host nor use this package's autograd functions.

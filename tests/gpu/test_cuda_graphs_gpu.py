@@ -25,10 +25,12 @@ from composer_speedups.algorithms.cuda_graphs.graphed_calls import install
 from composer_speedups.algorithms.unpadding.encoder_swap import unpad
 from composer_speedups.core.errors import Refusal
 from composer_speedups.packing.encoder import with_counted_rows
+from tests.algorithms.test_cuda_graphs_evaluation import Outputs
 from tests.algorithms.test_cuda_graphs_segments import bert
 from tests.helpers.common import (
     Batches,
     batch,
+    data_spec,
     final_weights,
     make_trainer,
     plain_batches,
@@ -36,7 +38,7 @@ from tests.helpers.common import (
     trained,
 )
 from tests.helpers.waiting import no_waiting
-from tests.reference.loop import gradients, train_plainly
+from tests.reference.loop import gradients, on_gpu, train_plainly
 from tests.reference.tolerance import assert_near
 
 pytestmark = pytest.mark.gpu
@@ -216,3 +218,80 @@ def test_graphs_of_the_flash_kernel_accumulate_gradients_without_synchronizing(s
         assert_near(gradients(model), gradients(eager), torch.bfloat16, f"turn {turn}")
     assert (calls.graphs, calls.replays, calls.eager_calls, calls.backward_segments) == (3, 21, 0, segments)
     calls.release()
+
+
+# Evaluation: graphs of the forward pass alone, and copies of their outputs.
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_evaluation_replays_graphs_of_its_own(context: Any) -> None:
+    """Outputs of three shapes are collected, between training calls and their backward passes."""
+    eager, model = (nn.Module.cuda(bert()) for _ in range(2))
+    for each in (eager, model):
+        unpad(each, 16)
+    calls = install(model)
+    calls.pool = torch.cuda.graph_pool_handle()
+
+    def call(model: Any, lengths: list[int], seed: int) -> Any:
+        one = batch(lengths, 16, seed=seed)
+        inputs = on_gpu(one)
+        with torch.autocast("cuda", torch.bfloat16), with_counted_rows(model, one, inputs):
+            return model(**inputs)
+
+    results: list[Any] = []
+    for each in (eager, model):
+        optimizer, collected = torch.optim.SGD(each.parameters(), lr=0.01), []
+        for turn in range(3):
+            loss = call(each.train(), UNEVEN[turn], turn).loss
+            each.eval()
+            with context():
+                collected += [call(each, lengths, 10 + i).logits for i, lengths in enumerate(UNEVEN)]
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        results.append((collected, gradients(each)))
+    assert (calls.graphs, calls.replays, calls.eager_calls) == (2, 3, 0)
+    assert (calls.eval_graphs, calls.eval_replays, calls.eval_note) == (3, 18, "")
+    assert_near(results[1][0], results[0][0], torch.bfloat16, "logits")
+    assert_near(results[1][1], results[0][1], torch.bfloat16, "gradients")
+    calls.release()
+
+
+def trained_with_dropout(technique: CUDAGraphs, *, evaluated: bool, waiting: bool = False) -> tuple[Any, list[Any]]:
+    """The weights after six batches, and the outputs of three evaluations of two shapes."""
+    model, outputs = tiny_bert(dropout=0.1), Outputs()
+    if waiting:  # for the GPU, in evaluation
+        pooler: Any = model.bert.pooler
+        original = pooler.forward
+        pooler.forward = lambda h: original(h if pooler.training else h * float(h.abs().max().item() > -1))
+    data = data_spec([*plain_batches(2), {name: value[:1] for name, value in plain_batches(1)[0].items()}])
+    settings: dict[str, Any] = {"eval_dataloader": data, "eval_interval": "2ba"} if evaluated else {}
+    algorithms = [technique, SDPAAttention()]
+    trainer = trained(algorithms, model=model, batches=plain_batches(6), gpu=True, callbacks=[outputs], **settings)
+    return final_weights(trainer), outputs.logits
+
+
+def test_captured_evaluation_leaves_training_as_it_is() -> None:
+    weights, outputs = [], []
+    for evaluated in (False, True):
+        technique = CUDAGraphs()
+        trained_weights, logits = trained_with_dropout(technique, evaluated=evaluated)
+        weights.append(trained_weights)
+        outputs.append(logits)
+        assert [technique.evidence[k] for k in ("graphs", "replays", "eager_calls")] == [1, 5, 1]
+    assert technique.evidence["eval_graphs"] == 2
+    assert technique.evidence["eval_replays"] >= 4
+    assert len(outputs[1]) >= 9
+    assert all(logits.isfinite().all() for logits in outputs[1])
+    assert_near(weights[1], weights[0], what="weights")
+
+
+def test_evaluation_that_cannot_be_captured_leaves_training_as_it_is() -> None:
+    expected, _ = trained_with_dropout(CUDAGraphs(), evaluated=False)
+    technique = CUDAGraphs()
+    weights, outputs = trained_with_dropout(technique, evaluated=True, waiting=True)
+    assert technique.evidence["eval_note"].startswith("evaluation cannot be captured (")
+    assert "eval_graphs" not in technique.evidence
+    assert [technique.evidence[k] for k in ("graphs", "replays", "eager_calls")] == [1, 5, 1]
+    assert all(logits.isfinite().all() for logits in outputs)
+    assert_near(weights, expected, what="weights")

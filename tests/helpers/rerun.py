@@ -33,11 +33,10 @@ class Rerun:
         run()
 
     def record(self, run: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
-        with torch.enable_grad():  # a replay happens inside a backward pass
-            result = run()
+        mode, result = torch.is_grad_enabled(), run()
 
         def replay() -> None:
-            with torch.enable_grad():
+            with torch.set_grad_enabled(mode):  # a replay happens inside a backward pass
                 again = run()
             for place, value in zip(result or (), again or (), strict=True):
                 place.copy_(value)

@@ -1,4 +1,4 @@
-"""Capture a forward pass as one CUDA graph, and its backward pass as one graph per segment.
+"""Capture a forward pass as one CUDA graph, and its backward pass, if any, as one graph per segment.
 
 This follows the steps of ``torch.cuda.make_graphed_callables``. There, each captured shape allocates gradients for all
 parameters. Here, all shapes share the gradient buffers, so a further shape takes only the memory of its graph.
@@ -100,10 +100,7 @@ class Captured:
                 self._trained.append(self._shared.prepare(gradients[: len(self._leaves)]))
             segments.release()  # so that the capture can use the memory
 
-        compiled = None
-        while compiled != counters["stats"]["unique_graphs"]:  # compiling synchronizes, which a capture forbids
-            compiled = counters["stats"]["unique_graphs"]
-            recorder.warm_up(both)
+        _warm_up(recorder, both)
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         if self._anchor is not None and not _have_hooks(self.completed[0]):
@@ -155,6 +152,28 @@ class Captured:
         """The tensor that links segments in autograd's graph. It is on the GPU, so one thread runs all."""
         assert self._token is not None
         return self._token.detach()
+
+
+class CapturedForward:
+    """The captured forward pass of a call without gradients. It returns copies, which later replays do not change."""
+
+    def __init__(self, call: Callable[..., tuple[Tensor, ...]], static: Sequence[Tensor], recorder: Any) -> None:
+        self._static = static
+        _warm_up(recorder, lambda: call(*static))
+        self._outputs, self._replay = recorder.record(lambda: call(*static))
+
+    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        for static, value in zip(self._static, tensors, strict=True):
+            static.copy_(value)
+        self._replay()
+        return tuple(output.clone() for output in self._outputs)
+
+
+def _warm_up(recorder: Any, run: Callable[[], object]) -> None:
+    compiled = None
+    while compiled != counters["stats"]["unique_graphs"]:  # compiling synchronizes, which a capture forbids
+        compiled = counters["stats"]["unique_graphs"]
+        recorder.warm_up(run)
 
 
 NO_SECOND_DERIVATIVE = (

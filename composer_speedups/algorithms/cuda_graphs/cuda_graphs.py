@@ -39,7 +39,7 @@ class CUDAGraphs(Technique):
     not_with: ClassVar = {FSDP: "captured graphs need whole weights, which FSDP gathers only block by block"}
 
     max_graphs: int = Field(4, ge=1)
-    """Maximum number of captured input shapes; batches with further shapes run eagerly and are counted."""
+    """Maximum number of captured input shapes, in training and again in evaluation; further shapes run eagerly."""
 
     @property
     def fixed_shapes(self) -> bool:
@@ -92,7 +92,7 @@ class CUDAGraphs(Technique):
 
     def fit_start(self, run: Run) -> None:
         """In a later fit(), modes, dropout rates or adapters may be others, which graphs would replay as they were."""
-        if self._calls is not None and self._calls.graphs:
+        if self._calls is not None:
             self._calls.forget()
 
     def before_forward(self, run: Run) -> None:
@@ -145,7 +145,8 @@ class CUDAGraphs(Technique):
             evidence["step_replays"] = self._step.replays
         if note := self._eager_step or (self._step and self._step.note):
             evidence["step_is_eager"] = note
-        return evidence
+        evaluation = {name: getattr(calls, name) for name in ("eval_graphs", "eval_replays", "eval_note")}
+        return evidence | {name: value for name, value in evaluation.items() if value}
 
 
 def _forget_last_batch(run: Run) -> None:

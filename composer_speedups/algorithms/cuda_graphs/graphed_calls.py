@@ -1,22 +1,24 @@
-"""A callable whose training calls are captured as CUDA graphs, one per combination of input shapes."""
+"""A callable whose calls are captured as CUDA graphs, one per combination of input shapes."""
 
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from composer_speedups.algorithms.cuda_graphs.capture import Captured, CUDARecorder, SharedGradients
+from composer_speedups.algorithms.cuda_graphs.capture import Captured, CapturedForward, CUDARecorder, SharedGradients
 from composer_speedups.algorithms.cuda_graphs.segments import blocks_to_cut
 from composer_speedups.core.compile_counts import count_capture
 from composer_speedups.core.errors import first_line
 from composer_speedups.core.trainer_state import world_size
-from composer_speedups.packing.call import KnownBatch, known_batch, with_known_batch
+from composer_speedups.packing.call import KnownBatch, is_traced, known_batch, with_known_batch
 from composer_speedups.packing.encoder import unpadded_encoders
 from composer_speedups.packing.untouched import is_untouched
 
@@ -28,8 +30,9 @@ class CaptureError(RuntimeError):
 class GraphedCalls:
     """Replaces a model's forward, and captures its forward and backward pass at the first call of each shape.
 
-    Calls in eval mode or without gradients run the original function. So do calls with further shapes after
-    ``max_graphs`` shapes were captured, each of which keeps the memory of its activations.
+    In eval mode and without gradients, the forward pass alone is captured, at the second call of each shape, and
+    calls return copies of its outputs. Other calls in eval mode or without gradients run the original function. So do
+    calls with further shapes after ``max_graphs`` shapes were captured for training, or as many for evaluation.
     """
 
     def __init__(
@@ -55,6 +58,15 @@ class GraphedCalls:
         self._gradients: SharedGradients | None = None
         self._attribute: str | None = None
         self.replays = self.eager_calls = 0  # training calls that replayed a graph, and the others
+        # Evaluation's graphs; None for a shape that was called once. They share a recorder, and with it a memory pool,
+        # because each call is complete when it returns, but not with training, whose backward pass may be due.
+        self._evaluations: dict[Hashable, _Graph | None] = {}
+        self._eval_recorder: Any = None
+        self._modules: list[Any] = []  # the model's, when evaluation began, with what a replay depends on
+        self._device = next((p.device for p in model.parameters()), None)
+        self._states: dict[Hashable, int] = {}  # addresses of weights and buffers, with adapters' settings, numbered
+        self.eval_graphs = self.eval_replays = 0
+        self.eval_note = ""  # why evaluation is not captured any more
         self.paused: Callable[[], bool] = bool  # whether this call must run the original function: it is observed
         self.held = False  # whether all training calls run the original function until begin()
         # Called with the error of a call that cannot be captured; if it returns, later calls are eager.
@@ -73,22 +85,27 @@ class GraphedCalls:
         return min((graph.segments for graph in self._graphs.values()), default=1)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.model.training or not torch.is_grad_enabled() or is_untouched():
+        trains = self.model.training and torch.is_grad_enabled()
+        if is_untouched() or not (trains or self._may_evaluate()):
             return self.original(*args, **kwargs)
-        self._forget_outdated()
-        args = tuple(dict(a) if isinstance(a, Mapping) else a for a in args)  # pytree does not support UserDict
+        if trains:
+            self._forget_outdated()
+        plain = tuple(dict(a) if isinstance(a, Mapping) else a for a in args)  # pytree does not support UserDict
         known = known_batch().on_device() if self.reads_known_batch else KnownBatch()
-        leaves, spec = tree_flatten((args, kwargs, known))
+        leaves, spec = tree_flatten((plain, kwargs, known))
         leaves = _without_repeats(leaves)
-        missing = self.reads_known_batch and not known.rows
-        key = None if self.held or missing or self.paused() else _key(leaves, spec)
+        eager = (self.held and trains) or (self.reads_known_batch and not known.rows) or self.paused()
+        key = None if eager else _key(leaves, spec)
         graph = None
-        if key is not None:
+        if key is not None and trains:
             graph = self._graphs[key] if key in self._graphs else self._capture(key, leaves, spec)
+        elif key is not None:
+            graph = self._evaluation(key, leaves, spec)
         if graph is None:
-            self.eager_calls += 1
+            self.eager_calls += trains
             return self.original(*args, **kwargs)
-        self.replays += 1
+        self.replays += trains
+        self.eval_replays += not trains
         return graph(leaves)
 
     def _forget_outdated(self) -> None:
@@ -102,9 +119,14 @@ class GraphedCalls:
         """Drop all graphs; later calls are captured again."""
         if self._graphs and self.pool is not None:  # a pool whose graphs were freed cannot be used again
             self.pool = torch.cuda.graph_pool_handle()
-        self._graphs.clear()
-        self._gradients = None
+        self._drop()
         self.on_outdated()
+
+    def _drop(self) -> None:
+        self._graphs.clear()
+        self._evaluations.clear()
+        self._gradients = self._eval_recorder = None
+        self._modules, self.eval_graphs = [], 0
 
     def _capture(self, key: Hashable, leaves: list[Any], spec: TreeSpec) -> _Graph | None:
         """Capture and keep the graph of a shape; None if there are ``max_graphs`` already, or if it failed."""
@@ -113,11 +135,50 @@ class GraphedCalls:
         if self._gradients is None:
             self._gradients = SharedGradients(self.model.parameters())
         try:
-            self._graphs[key] = _Graph(self, self._gradients, leaves, spec)
+            self._graphs[key] = _Graph(self, self.recorder(self.pool), leaves, spec, self._gradients)
         except CaptureError as error:
             self.on_failure(error)
             self.release()
         return self._graphs.get(key)
+
+    def _may_evaluate(self) -> bool:
+        """Whether a replay does all that a call does: not if it runs a hook, is traced, or may overtake another."""
+        if torch.is_grad_enabled() or self.model.training or self.eval_note or torch.compiler.is_compiling():
+            return False
+        if not self._modules:
+            self._modules = [*self.model.modules()]
+            self._tensors = [t for m in self._modules for t in (m._parameters, m._buffers) if t]
+            self._adapted = [m for m in self._modules if "merged_adapters" in m.__dict__]  # PEFT's
+        unordered = threading.current_thread() is not threading.main_thread() or (  # as servers call models
+            torch.cuda.is_initialized() and torch.cuda.current_stream() != torch.cuda.default_stream()
+        )
+        if unordered or is_traced() or _get_current_dispatch_mode() is not None:
+            return False
+        # the model's own hooks run outside of its forward
+        return not any(m.training or m._forward_hooks or m._forward_pre_hooks for m in self._modules[1:])
+
+    def _evaluation(self, key: Hashable, leaves: list[Any], spec: TreeSpec) -> _Graph | None:
+        """The graph of a call in evaluation, captured if this is its second call; None for an eager call."""
+        if any(isinstance(leaf, Tensor) and leaf.device != self._device for leaf in leaves):
+            return None
+        memory = [t.data_ptr() for tensors in self._tensors for t in tensors.values() if t is not None]
+        adapters = [
+            (m.disable_adapters, *m.active_adapters, *m.merged_adapters, *getattr(m, "scaling", {}).values())
+            for m in self._adapted
+        ]
+        key = (key, self._states.setdefault((*memory, *adapters), len(self._states)))
+        if key not in self._evaluations and len(self._evaluations) < 1000:
+            self._evaluations[key] = None
+        elif self._evaluations.get(key) is None and self.eval_graphs < self.max_graphs:
+            self._eval_recorder = self._eval_recorder or self.recorder(None)
+            try:
+                with torch.inference_mode(False), torch.no_grad():  # inference tensors could not be written later
+                    self._evaluations[key] = _Graph(self, self._eval_recorder, leaves, spec, None)
+                self.eval_graphs += 1
+            except Exception as error:  # one of the model recurs in the eager call
+                self.eval_note = f"evaluation cannot be captured ({first_line(error)})"
+                self.forget()  # the generator's state, which all graphs advance, was replaced
+        return self._evaluations.get(key)
 
     def begin(self, buffers: Mapping[nn.Parameter, Tensor]) -> None:
         """Start capturing if :attr:`held`; graphs write gradients to ``buffers`` (see :class:`SharedGradients`)."""
@@ -132,8 +193,7 @@ class GraphedCalls:
         """Restore the model's original function, and stop capturing; backward passes that are due keep their graphs."""
         if self._attribute is not None and getattr(self.model, self._attribute) is self:
             setattr(self.model, self._attribute, self.original)
-        self._graphs.clear()
-        self._gradients = None
+        self._drop()
         self.max_graphs = 0
 
 
@@ -158,6 +218,9 @@ def _without_repeats(leaves: list[Any]) -> list[Any]:
     ]
 
 
+_CONSTANTS = (bool, int, float, str, type(None))
+
+
 def _key(leaves: list[Any], spec: TreeSpec) -> Hashable | None:
     """Return the key of a call's graph: shapes, dtypes, autocast, and other arguments by value; None if unsupported."""
     autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
@@ -167,7 +230,7 @@ def _key(leaves: list[Any], spec: TreeSpec) -> Hashable | None:
             if leaf.requires_grad:  # its gradient would need static memory of the caller
                 return None
             parts.append((leaf.shape, leaf.dtype, leaf.device))
-        elif leaf is None or isinstance(leaf, (bool, int, float, str, _SameAs)):
+        elif isinstance(leaf, (*_CONSTANTS, _SameAs)):
             parts.append(leaf)
         else:
             return None
@@ -177,20 +240,26 @@ def _key(leaves: list[Any], spec: TreeSpec) -> Hashable | None:
 class _Graph:
     """The captured graphs of one shape, with conversion between the model's arguments and outputs and flat tensors."""
 
-    def __init__(self, calls: GraphedCalls, gradients: SharedGradients, leaves: list[Any], spec: TreeSpec) -> None:
+    def __init__(
+        self, calls: GraphedCalls, recorder: Any, leaves: list[Any], spec: TreeSpec, gradients: SharedGradients | None
+    ) -> None:
+        """Capture a call; without ``gradients``, its forward pass alone."""
         self._original = calls.original
-        self._placeholders = ParameterPlaceholders(calls.model)
+        self._placeholders = None if gradients is None else ParameterPlaceholders(calls.model)
+        self._replay: Any
         self._leaves, self._spec = leaves, spec
         self._outputs: list[Any] = []  # the outputs that are not tensors, with None for tensors
         self._is_tensor: list[bool] = []
         self._output_spec: TreeSpec | None = None
         static = tuple(leaf.clone() for leaf in leaves if isinstance(leaf, Tensor))
         buffers = [(b, b.clone()) for b in calls.model.buffers()]  # warm-up changes running statistics
-        recorder = calls.recorder(calls.pool)
         try:
             # Autocast's cache would reuse tensors of one replay in the next.
             autocast = torch.autocast("cuda", enabled=torch.is_autocast_enabled("cuda"), cache_enabled=False)
             with _generators_restored(), autocast:
+                if gradients is None or self._placeholders is None:
+                    self._replay = CapturedForward(self._call, static, recorder)
+                    return
                 placeholders = self._placeholders.of(gradients.parameters)
                 count_capture()
                 trained = [block for block in calls.cut_behind if any(p.requires_grad for p in block.parameters())]
@@ -208,7 +277,7 @@ class _Graph:
 
     @property
     def segments(self) -> int:
-        return self._replay.segments
+        return int(self._replay.segments)
 
     def __call__(self, leaves: list[Any]) -> Any:
         """Replay, and return the tensors in the model's output object."""
@@ -222,8 +291,11 @@ class _Graph:
         leaves = [next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
         leaves = [leaves[leaf.leaf] if isinstance(leaf, _SameAs) else leaf for leaf in leaves]
         args, kwargs, known = tree_unflatten(leaves, self._spec)
-        with with_known_batch(known), self._placeholders.in_place():
+        in_place = contextlib.nullcontext() if self._placeholders is None else self._placeholders.in_place()
+        with with_known_batch(known), in_place:
             outputs, self._output_spec = tree_flatten(self._original(*args, **kwargs))
+        if self._placeholders is None and not all(isinstance(leaf, (Tensor, *_CONSTANTS)) for leaf in outputs):
+            raise RuntimeError("an output is not a tensor, and may contain some")
         self._outputs = [None if isinstance(leaf, Tensor) else leaf for leaf in outputs]
         self._is_tensor = [isinstance(leaf, Tensor) for leaf in outputs]
         return tuple(leaf for leaf in outputs if isinstance(leaf, Tensor))
@@ -286,7 +358,7 @@ def _generators_restored() -> Iterator[None]:
 
 
 def install(model: nn.Module, max_graphs: int = 4, segments: int | None = None) -> GraphedCalls:
-    """Make a model's training calls replay CUDA graphs; ``release()`` of the result undoes that.
+    """Make a model's calls replay CUDA graphs; ``release()`` of the result undoes that.
 
     The model is on a CUDA GPU, and already compiled or unpadded, if at all, but not wrapped in DDP (ValueError). On
     several ranks, or with ``segments``, backward passes are cut into segments (:func:`blocks_to_cut`), so that DDP
