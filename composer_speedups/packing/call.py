@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from composer_speedups.packing.derived_classes import stock_class, wrap_forward
-from composer_speedups.packing.layout import COUNTED_ON_HOST_MESSAGE, MULTIPLE, Layout, packed_tokens, run_eagerly
+from composer_speedups.packing.layout import MULTIPLE, Layout, counts_on_host, packed_tokens
 from composer_speedups.packing.rows import (
     ROW_LABELS,
     RowLengths,
@@ -82,14 +82,8 @@ class KnownRows(NamedTuple):
     part of a captured or compiled graph."""
 
     values: Tensor
-    # An empty tensor, (T, 0); None if the batch stays padded. Compiled code would take a number for a constant, and
-    # compile each T anew.
-    size: Tensor | None
-
-    @property
-    def packed(self) -> int | None:
-        """The number of packed tokens, T; None if the batch stays padded."""
-        return None if self.size is None else self.size.shape[0]
+    # Empty, of length T; None if the batch stays padded. A number would be a constant in compiled code's first graph.
+    packed: Tensor | None
 
 
 class KnownBatch(NamedTuple):
@@ -161,25 +155,30 @@ def with_known_batch(batch: KnownBatch) -> Iterator[None]:
         _current.batch = before
 
 
-@run_eagerly(COUNTED_ON_HOST_MESSAGE)
 def take_row_lengths(batch: MutableMapping[str, Any], pad_to_multiple_of: int) -> KnownBatch:
     """Take the row lengths (:func:`.count_rows`) out of a batch. A mask without lengths is not among the result's."""
     entries = {name: batch.pop(name) for name, value in [*batch.items()] if isinstance(value, RowLengths)}
 
-    def known(values: Tensor, lengths: RowLengths) -> KnownRows:
-        counts, size = lengths.numpy(), None
-        if counts.min(initial=0) >= 0:
-            size = torch.empty(packed_tokens(int(counts.sum()), values.numel(), pad_to_multiple_of), 0)
-            torch._dynamo.maybe_mark_dynamic(size, 0)
-        return KnownRows(values, size)
+    def known(values: Tensor, counts: Any) -> KnownRows:
+        if counts.min(initial=0) < 0:
+            return KnownRows(values, None)
+        packed = torch.empty(packed_tokens(int(counts.sum()), values.numel(), pad_to_multiple_of), 0)
+        torch._dynamo.maybe_mark_dynamic(packed, 0)
+        return KnownRows(values, packed)
 
     masks, labels, labelled = token_masks(batch), labels_of(batch), None
-    by_mask = [(mask, entries.get(lengths_key(name))) for name, mask in masks.items()]
-    counted = [(mask, counts) for mask, counts in by_mask if counts is not None and counts.shape == mask.shape[:-1]]
+    rows, of_rows = [], []
+    for name, mask in masks.items():
+        lengths = entries.get(lengths_key(name))
+        if lengths is not None and (counts := lengths.numpy()).shape == mask.shape[:-1]:
+            rows.append(known(mask, counts))
+            of_rows.append(lengths)
     if ROW_LABELS in entries and labels is not None and labels.ndim == 2:
-        labelled = known(labels, entries[ROW_LABELS])
-    rows = tuple(known(mask, lengths) for mask, lengths in counted)
-    return KnownBatch(rows, labelled, tuple(lengths for _, lengths in counted), len(masks) - len(rows))
+        labelled = known(labels, entries[ROW_LABELS].numpy())
+    return KnownBatch(tuple(rows), labelled, tuple(of_rows), len(masks) - len(rows))
+
+
+_take_eagerly = counts_on_host(take_row_lengths)
 
 
 def refuse_replicas(*_: Any) -> Any:
@@ -219,7 +218,7 @@ class ModelAroundEncoder(nn.Module):
         at_paths = [_module_at(self, path) for path in self.call_rules.encoder_paths]
         encoders = tuple(module for module in at_paths if hasattr(type(module), "prepare_call"))
         if any(isinstance(value, RowLengths) for value in inputs.values()):  # the collator's, in a loop of one's own
-            with with_known_batch(take_row_lengths(inputs, self.call_rules.pad_to_multiple_of)):
+            with with_known_batch(_take_eagerly(inputs, self.call_rules.pad_to_multiple_of)):
                 return self._describe_call(names, inputs, encoders)
         return self._describe_call(names, inputs, encoders)
 

@@ -37,14 +37,7 @@ from composer_speedups.packing.call import (
     with_known_batch,
 )
 from composer_speedups.packing.derived_classes import stock_class
-from composer_speedups.packing.layout import (
-    COUNTED_ON_HOST_MESSAGE,
-    Layout,
-    lay_out,
-    mark_dynamic,
-    packed_tokens,
-    run_eagerly,
-)
+from composer_speedups.packing.layout import Layout, counts_on_host, lay_out, mark_dynamic, packed_tokens
 from composer_speedups.packing.rows import (
     IGNORED,
     ROW_LABELS,
@@ -118,12 +111,14 @@ class Packing:
             packed: int | None = packed_tokens(shape.numel(), shape.numel(), self.pad_to_multiple_of)
         elif (known := known_batch().of(mask_BS)) is None:
             packed = self._count(mask_BS, labels)
-        elif (packed := known.packed) is not None:
-            mask_BS = mask_BS.bool()
+        elif known.packed is None:
+            return None
+        else:
+            mask_BS, packed = mask_BS.bool(), len(known.packed)
             self.rules.assert_packable(mask_BS, labels)
         return None if packed is None else lay_out(mask_BS, packed, self.pad_to_multiple_of)
 
-    @run_eagerly(COUNTED_ON_HOST_MESSAGE)
+    @counts_on_host
     def _count(self, mask_BS: Tensor, labels: Tensor | None) -> int | None:
         """The number of packed tokens; None to stay padded. Synchronizes with a GPU's mask."""
         ran("counted_in_the_call")
@@ -238,14 +233,15 @@ class LabelledHead:
 
     def _layout_of(self, labels_BS: Tensor) -> Layout:
         known = known_batch().labelled
-        packed = None if known is None or known.values.shape != labels_BS.shape else known.packed
-        packed = self._count(labels_BS) if packed is None else packed
+        if known is None or known.packed is None or known.values.shape != labels_BS.shape:
+            packed = self._count(labels_BS)
+        else:
+            packed = len(known.packed)
         return lay_out(labels_BS != IGNORED, packed, self.pad_to_multiple_of)
 
-    @run_eagerly(COUNTED_ON_HOST_MESSAGE)
+    @counts_on_host
     def _count(self, labels_BS: Tensor) -> int:
-        labelled = int((as_numpy(labels_BS) != IGNORED).sum())
-        return packed_tokens(labelled, labels_BS.numel(), self.pad_to_multiple_of)
+        return packed_tokens(int((as_numpy(labels_BS) != IGNORED).sum()), labels_BS.numel(), self.pad_to_multiple_of)
 
 
 def labelled_heads(model: nn.Module) -> list[LabelledHead]:

@@ -18,10 +18,6 @@ from composer_speedups.kernels.common import FirstDerivative
 from composer_speedups.packing.rows import CHANGED
 
 MULTIPLE = 64  # packed tokens are rounded up to a multiple of it by default, because matmuls are fastest then
-COUNTED_ON_HOST_MESSAGE = (
-    "unpadding reads the number of tokens on the host; wrap the collator in with_row_lengths, compile without "
-    "fullgraph=True, or remove unpadding"
-)
 
 
 def run_eagerly(reason: str) -> Callable[[Any], Any]:
@@ -29,6 +25,12 @@ def run_eagerly(reason: str) -> Callable[[Any], Any]:
     if "reason" in inspect.signature(torch.compiler.disable).parameters:
         return functools.partial(torch.compiler.disable, reason=reason)
     return torch.compiler.disable  # type: ignore[no-any-return]
+
+
+counts_on_host = run_eagerly(
+    "unpadding reads the number of tokens on the host; wrap the collator in with_row_lengths, compile without "
+    "fullgraph=True, or remove unpadding"
+)
 
 
 class Layout(NamedTuple):

@@ -277,6 +277,18 @@ def test_after_the_first_batches_nothing_is_recompiled(scope: Any) -> None:
     assert compile_counts().since(warm)[:4] == (0, 0, 0, 0)
 
 
+def test_other_numbers_of_packed_tokens_are_not_compiled_again() -> None:
+    model = tiny_model("bert", layers=1)
+    model.config.problem_type = "single_label_classification"
+    apply(model, [Unpadding(8), TorchCompile(scope="model", backend="eager")])
+    before = compile_counts()
+    for lengths in ([24, 3], [24, 20], [24, 11]):
+        inputs = batch(lengths)
+        with with_counted_rows(model, inputs, inputs):
+            model(**inputs)
+    assert compile_counts().since(before)[:3] == (1, 0, 0), "graphs, breaks, recompiles"
+
+
 class Towers(nn.Module):
     """Two encoders of different depth, one of which is called more often."""
 

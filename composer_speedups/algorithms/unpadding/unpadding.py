@@ -101,7 +101,7 @@ class Unpadding(ComparedTechnique):
         if run.observing:
             for rows, lengths in zip(known.rows, known.lengths, strict=True):
                 if rows.packed is not None:
-                    self._observed.append((rows.values.numel(), int(lengths.numpy().sum()), rows.packed))
+                    self._observed.append((rows.values.numel(), int(lengths.numpy().sum()), len(rows.packed)))
         self._kept_padded += any(rows.packed is None for rows in known.rows)
         self._uncounted += known.uncounted
 
