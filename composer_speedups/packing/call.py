@@ -22,13 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from composer_speedups.packing.derived_classes import stock_class, wrap_forward
-from composer_speedups.packing.layout import COUNTED_ON_HOST_MESSAGE, MULTIPLE, Layout, lay_out, run_eagerly
+from composer_speedups.packing.layout import MULTIPLE, Layout, counts_on_host, packed_tokens
 from composer_speedups.packing.rows import (
-    IGNORED,
     ROW_LABELS,
-    STAYS_PADDED,
     RowLengths,
-    RowRules,
     labels_of,
     lengths_key,
     token_masks,
@@ -81,45 +78,45 @@ class CallRules:
 
 
 class KnownRows(NamedTuple):
-    """A mask on its device, its layout (None if it stays padded), and the row lengths that were counted on the CPU."""
+    """What the host counted of a mask, or of labels, on their device. The forward pass lays out the tokens itself, as
+    part of a captured or compiled graph."""
 
-    mask: Tensor
-    layout: Layout | None
-    lengths: RowLengths | None
-
-    def may_be_of(self, mask: Tensor) -> bool:
-        """Whether a mask (B·texts, S) has the shape of a view of this one, (B, texts, S), with all texts as rows."""
-        return self.mask.ndim > 2 and mask.shape == (self.mask.shape[:-1].numel(), self.mask.shape[-1])
+    values: Tensor
+    # Empty, of length T; None if the batch stays padded. A number would be a constant in compiled code's first graph.
+    packed: Tensor | None
 
 
 class KnownBatch(NamedTuple):
-    """What the host counted of the batch of one forward pass: its masks' rows, and the layout of labelled tokens."""
+    """What the host counted of the batch of one forward pass: its masks' tokens, and the labelled ones."""
 
     rows: tuple[KnownRows, ...] = ()
-    labelled: Layout | None = None
+    labelled: KnownRows | None = None
+    lengths: tuple[RowLengths, ...] = ()  # of the masks in ``rows``
+    uncounted: int = 0  # masks without row lengths
 
     def on_device(self) -> KnownBatch:
         """Without the lengths, which a captured graph would take for constants."""
-        return KnownBatch(tuple(rows._replace(lengths=None) for rows in self.rows), self.labelled)
+        return KnownBatch(self.rows, self.labelled)
 
     def of(self, mask: Tensor) -> KnownRows | None:
-        """What is known of a mask, or of the one that it is a view of. Compiled code cannot see views: there, a mask of
-        the right shape is taken, if there is only one."""
+        """What is known of a mask, or of the one, (B, texts, S), of which it is a view with all texts as rows. Compiled
+        code cannot see views: there, a mask of the right shape is taken, if there is only one."""
         for rows in self.rows:
-            if rows.mask is mask:
+            if rows.values is mask:
                 return rows
-        views = [rows for rows in self.rows if rows.may_be_of(mask)]
+        views = [rows for rows in self.rows if rows.values.ndim > 2 and rows.values.flatten(0, -2).shape == mask.shape]
         if torch.compiler.is_compiling():
             return views[0] if len(views) == 1 else None
-        bases = [rows.mask if rows.mask._base is None else rows.mask._base for rows in views]
-        return next((rows for rows, base in zip(views, bases, strict=True) if mask._base is base), None)
+        return next((rows for rows in views if rows.values.data_ptr() == mask.data_ptr()), None)
 
     def lengths_of(self, mask: Tensor) -> dict[str, RowLengths]:
         """The model's argument with the row lengths of a mask (B, S), by name, of which chunks of the batch take their
         slice; empty if they are not known."""
         known = self.of(mask)
-        lengths = None if known is None else known.lengths
-        return {} if lengths is None else {_LENGTHS: lengths.flatten()}  # type: ignore[dict-item]
+        for rows, lengths in zip(self.rows, self.lengths, strict=False):
+            if known is not None and rows.values is known.values:
+                return {_LENGTHS: lengths.flatten()}  # type: ignore[dict-item]
+        return {}
 
 
 class _Current(threading.local):
@@ -158,25 +155,30 @@ def with_known_batch(batch: KnownBatch) -> Iterator[None]:
         _current.batch = before
 
 
-@run_eagerly(COUNTED_ON_HOST_MESSAGE)
-def take_row_lengths(batch: MutableMapping[str, Any], rules: Sequence[RowRules], pad_to_multiple_of: int) -> KnownBatch:
-    """Take the row lengths (:func:`.count_rows`) out of a batch, and lay out its tokens on its device, without
-    synchronizing. A mask without lengths is not part of the result."""
+def take_row_lengths(batch: MutableMapping[str, Any], pad_to_multiple_of: int) -> KnownBatch:
+    """Take the row lengths (:func:`.count_rows`) out of a batch. A mask without lengths is not among the result's."""
     entries = {name: batch.pop(name) for name, value in [*batch.items()] if isinstance(value, RowLengths)}
-    rows, labels, labelled = [], labels_of(batch), None
-    for name, mask in token_masks(batch).items():
+
+    def known(values: Tensor, counts: Any) -> KnownRows:
+        if counts.min(initial=0) < 0:
+            return KnownRows(values, None)
+        packed = torch.empty(packed_tokens(int(counts.sum()), values.numel(), pad_to_multiple_of), 0)
+        torch._dynamo.maybe_mark_dynamic(packed, 0)
+        return KnownRows(values, packed)
+
+    masks, labels, labelled = token_masks(batch), labels_of(batch), None
+    rows, of_rows = [], []
+    for name, mask in masks.items():
         lengths = entries.get(lengths_key(name))
-        if lengths is None or lengths.shape != mask.shape[:-1]:
-            continue
-        counts, mask_BS, layout = lengths.flatten().tolist(), mask.flatten(0, -2), None
-        if STAYS_PADDED not in counts:
-            for rule in rules:
-                rule.assert_lengths(mask_BS, sum(count > 0 for count in counts))
-            layout = lay_out(mask_BS, sum(counts), pad_to_multiple_of)
-        rows.append(KnownRows(mask, layout, lengths))
+        if lengths is not None and (counts := lengths.numpy()).shape == mask.shape[:-1]:
+            rows.append(known(mask, counts))
+            of_rows.append(lengths)
     if ROW_LABELS in entries and labels is not None and labels.ndim == 2:
-        labelled = lay_out(labels != IGNORED, sum(entries[ROW_LABELS].tolist()), pad_to_multiple_of)
-    return KnownBatch(tuple(rows), labelled)
+        labelled = known(labels, entries[ROW_LABELS].numpy())
+    return KnownBatch(tuple(rows), labelled, tuple(of_rows), len(masks) - len(rows))
+
+
+_take_eagerly = counts_on_host(take_row_lengths)
 
 
 def refuse_replicas(*_: Any) -> Any:
@@ -216,9 +218,7 @@ class ModelAroundEncoder(nn.Module):
         at_paths = [_module_at(self, path) for path in self.call_rules.encoder_paths]
         encoders = tuple(module for module in at_paths if hasattr(type(module), "prepare_call"))
         if any(isinstance(value, RowLengths) for value in inputs.values()):  # the collator's, in a loop of one's own
-            rules = [encoder.packing.rules for encoder in encoders]
-            known = take_row_lengths(inputs, rules, self.call_rules.pad_to_multiple_of)
-            with with_known_batch(known):
+            with with_known_batch(_take_eagerly(inputs, self.call_rules.pad_to_multiple_of)):
                 return self._describe_call(names, inputs, encoders)
         return self._describe_call(names, inputs, encoders)
 

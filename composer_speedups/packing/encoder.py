@@ -37,11 +37,10 @@ from composer_speedups.packing.call import (
     with_known_batch,
 )
 from composer_speedups.packing.derived_classes import stock_class
-from composer_speedups.packing.layout import COUNTED_ON_HOST_MESSAGE, Layout, lay_out, mark_dynamic, run_eagerly
+from composer_speedups.packing.layout import Layout, counts_on_host, lay_out, mark_dynamic, packed_tokens
 from composer_speedups.packing.rows import (
     IGNORED,
     ROW_LABELS,
-    STAYS_PADDED,
     CountedRows,
     RowRules,
     as_numpy,
@@ -52,20 +51,17 @@ from composer_speedups.packing.untouched import packs_everything
 _PADDED = CallPlan()
 MLMHead = Literal["all", "labelled"]
 _HEAD = "ForMaskedLM"
-_STALE = "unpadding: the labels changed after they were counted; change batches before they are moved to the device"
 READS_PADDING = (
     "unpadding: the loss reads outputs at padding positions, which would be zeros; give padding the label -100, pool "
     "with the attention mask, or, if padding makes no difference, set check='never'"
 )
-_LABELLED = "unpadding: a padding position has a label, so the loss would differ; give padding the label -100"
-_CHANGED = "unpadding: the attention mask changed after its tokens were counted; change batches before they are moved"
 
 
 @dataclass
 class Packing:
     """Decides for each call of one encoder whether its batch is packed, and lays out the tokens.
 
-    A call whose tokens were counted on the host takes their layout; any other call counts its tokens itself.
+    A call whose tokens were not counted on the host counts them itself.
     """
 
     config: Any  # of the model directly around the encoder
@@ -108,25 +104,26 @@ class Packing:
     def _layout_of(self, values: Tensor, mask_BS: Tensor | None, labels: Tensor | None) -> Layout | None:
         """The layout of a call's tokens; None to stay padded."""
         shape = values.shape[:2]
-        if mask_BS is not None and mask_BS.shape != shape:
+        if not shape.numel() or (mask_BS is not None and mask_BS.shape != shape):
             return None
-        if mask_BS is not None and (known := known_batch().of(mask_BS)) is not None:
-            if known.layout is not None:
-                torch._assert_async((known.layout.mask_BS == mask_BS.bool()).all(), _CHANGED)
-                if self.rules.head_has_token_loss and labels is not None and labels.shape == shape:
-                    torch._assert_async(((labels == IGNORED) | known.layout.mask_BS).all(), _LABELLED)
-            return known.layout
-        return self._count_and_lay_out(values, mask_BS, labels)
-
-    @run_eagerly(COUNTED_ON_HOST_MESSAGE)
-    def _count_and_lay_out(self, values: Tensor, mask_BS: Tensor | None, labels: Tensor | None) -> Layout | None:
         if mask_BS is None:
-            mask_BS = values.new_ones(values.shape[:2], dtype=torch.bool)
-            counts = [mask_BS.shape[1]] * len(mask_BS)
+            mask_BS = values.new_ones(shape, dtype=torch.bool)
+            packed: int | None = packed_tokens(shape.numel(), shape.numel(), self.pad_to_multiple_of)
+        elif (known := known_batch().of(mask_BS)) is None:
+            packed = self._count(mask_BS, labels)
+        elif known.packed is None:
+            return None
         else:
-            ran("counted_in_the_call")
-            counts = self.rules.lengths(mask_BS, labels).tolist()
-        return None if STAYS_PADDED in counts or not counts else lay_out(mask_BS, sum(counts), self.pad_to_multiple_of)
+            mask_BS, packed = mask_BS.bool(), len(known.packed)
+            self.rules.assert_packable(mask_BS, labels)
+        return None if packed is None else lay_out(mask_BS, packed, self.pad_to_multiple_of)
+
+    @counts_on_host
+    def _count(self, mask_BS: Tensor, labels: Tensor | None) -> int | None:
+        """The number of packed tokens; None to stay padded. Synchronizes with a GPU's mask."""
+        ran("counted_in_the_call")
+        counts = self.rules.lengths(mask_BS, labels)
+        return None if counts.min() < 0 else packed_tokens(int(counts.sum()), mask_BS.numel(), self.pad_to_multiple_of)
 
     def _observe(self, call: Call, mask_BS: Tensor, output: Any) -> None:
         """Look at the gradient of the encoder's padded result when it arrives."""
@@ -236,15 +233,15 @@ class LabelledHead:
 
     def _layout_of(self, labels_BS: Tensor) -> Layout:
         known = known_batch().labelled
-        if known is None or known.mask_BS.shape != labels_BS.shape:
-            return self._count_and_lay_out(labels_BS)
-        torch._assert_async((known.mask_BS == (labels_BS != IGNORED)).all(), _STALE)
-        return known
+        if known is None or known.packed is None or known.values.shape != labels_BS.shape:
+            packed = self._count(labels_BS)
+        else:
+            packed = len(known.packed)
+        return lay_out(labels_BS != IGNORED, packed, self.pad_to_multiple_of)
 
-    @run_eagerly(COUNTED_ON_HOST_MESSAGE)
-    def _count_and_lay_out(self, labels_BS: Tensor) -> Layout:
-        total = int((as_numpy(labels_BS) != IGNORED).sum())
-        return lay_out(labels_BS != IGNORED, total, self.pad_to_multiple_of)
+    @counts_on_host
+    def _count(self, labels_BS: Tensor) -> int:
+        return packed_tokens(int((as_numpy(labels_BS) != IGNORED).sum()), labels_BS.numel(), self.pad_to_multiple_of)
 
 
 def labelled_heads(model: nn.Module) -> list[LabelledHead]:
@@ -285,7 +282,7 @@ def with_counted_rows(model: nn.Module, batch: Any, moved: Any) -> AbstractConte
         return nullcontext()
     rules = [packing.rules for packing in packings]
     counted = {**moved, **count_rows(batch, rules, labels=bool(labelled_heads(model)))}
-    return with_known_batch(take_row_lengths(counted, rules, packings[0].pad_to_multiple_of))
+    return with_known_batch(take_row_lengths(counted, packings[0].pad_to_multiple_of))
 
 
 def with_row_lengths(collate: Callable[[Any], Any], model: nn.Module) -> CountedRows:

@@ -15,12 +15,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from composer_speedups.kernels.common import FirstDerivative
+from composer_speedups.packing.rows import CHANGED
 
 MULTIPLE = 64  # packed tokens are rounded up to a multiple of it by default, because matmuls are fastest then
-COUNTED_ON_HOST_MESSAGE = (
-    "unpadding reads the number of tokens on the host; wrap the collator in with_row_lengths, compile without "
-    "fullgraph=True, or remove unpadding"
-)
 
 
 def run_eagerly(reason: str) -> Callable[[Any], Any]:
@@ -28,6 +25,12 @@ def run_eagerly(reason: str) -> Callable[[Any], Any]:
     if "reason" in inspect.signature(torch.compiler.disable).parameters:
         return functools.partial(torch.compiler.disable, reason=reason)
     return torch.compiler.disable  # type: ignore[no-any-return]
+
+
+counts_on_host = run_eagerly(
+    "unpadding reads the number of tokens on the host; wrap the collator in with_row_lengths, compile without "
+    "fullgraph=True, or remove unpadding"
+)
 
 
 class Layout(NamedTuple):
@@ -62,27 +65,33 @@ def round_up(number: int, multiple: int) -> int:
     return max(-(-number // multiple), 1) * multiple
 
 
-def lay_out(mask_BS: Tensor, total: int, pad_to_multiple_of: int = MULTIPLE) -> Layout:
-    """Lay out the real tokens of a batch, of which there are ``total``, on the mask's device, without synchronizing.
+def packed_tokens(real: int, slots: int, pad_to_multiple_of: int) -> int:
+    """T for a number of real tokens among N slots: a multiple of ``pad_to_multiple_of``, but no more than N, rounded up
+    to a multiple of :data:`MULTIPLE`."""
+    return min(round_up(real, pad_to_multiple_of), round_up(slots, MULTIPLE))
 
-    A wrong total raises; on a GPU, at its next synchronization. T is rounded up to a multiple of
-    ``pad_to_multiple_of``, but to no more than the slots, rounded up to a multiple of :data:`MULTIPLE`.
+
+def lay_out(mask_BS: Tensor, packed: int, pad_to_multiple_of: int = MULTIPLE) -> Layout:
+    """Lay out the real tokens of a batch as T = ``packed`` tokens, on the mask's device, without synchronizing.
+
+    A T that :func:`packed_tokens` would not return for the mask may raise, and does if the tokens do not fit; on a GPU,
+    at its next synchronization.
     """
     mask_BS = mask_BS.bool()
-    slots = mask_BS.numel()
-    packed = min(round_up(total, pad_to_multiple_of), round_up(slots, MULTIPLE))
-    real_N = mask_BS.flatten()
-    ends_B = mask_BS.sum(-1).cumsum(0)
-    torch._assert_async(ends_B[-1] == total, "the attention mask changed after its tokens were counted")
-    # Real slots go to their rank among the real ones; all others write past the end. Ranks are clamped, so that a wrong
-    # total fails the check above instead of indexing out of range.
+    slots, real_N, ends_B = mask_BS.numel(), mask_BS.flatten(), mask_BS.sum(-1).cumsum(0)
+    longest = round_up(max(mask_BS.shape[1], pad_to_multiple_of), 128)  # rounded, so that it seldom changes
+    unused = packed - ends_B[-1]
+    torch._assert_async((unused >= 0) & (unused <= longest), CHANGED)
+    # Real slots go to their rank among the real ones; all others write past the end. Ranks are clamped, so that too
+    # many fail the check above instead of indexing out of range.
     rank_N = torch.where(real_N, real_N.cumsum(0) - 1, packed).clamp(max=packed)
     indices_T = torch.full((packed + 1,), slots, device=mask_BS.device).scatter_(
         0, rank_N, torch.arange(slots, device=mask_BS.device)
     )[:packed]
-    cu_seqlens = F.pad(F.pad(ends_B, (1, 0)), (0, 1), value=packed).to(torch.int32)
-    torch._dynamo.maybe_mark_dynamic(indices_T, 0)  # T changes with every batch; one graph is used for all
-    longest = round_up(max(mask_BS.shape[1], pad_to_multiple_of), 128)  # rounded, so that it seldom changes
+    # not the value of F.pad, which compiled code takes for a constant
+    cu_seqlens = torch.cat([F.pad(ends_B, (1, 0)), ends_B.new_full((1,), packed)]).to(torch.int32)
+    if not torch.compiler.is_compiling():
+        torch._dynamo.maybe_mark_dynamic(indices_T, 0)  # T changes with every batch; one graph is used for all
     return Layout(mask_BS, indices_T, cu_seqlens, longest)
 
 

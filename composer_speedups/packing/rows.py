@@ -10,7 +10,7 @@ Shapes: B rows, S slots per row.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +21,10 @@ IGNORED = -100  # the label that torch's cross entropy ignores
 STAYS_PADDED = -1  # in place of a row's number of real tokens
 _MASK, _LENGTHS = "attention_mask", "_row_lengths"
 ROW_LABELS = "_row_labels"  # the batch's entry with the number of labelled tokens of each row
+CHANGED = (
+    "unpadding: the attention mask or the labels changed after their tokens were counted; change batches before they "
+    "are moved to the device, and give padding the label -100"
+)
 
 
 class RowLengths(Tensor):
@@ -38,6 +42,10 @@ class RowLengths(Tensor):
     def pin_memory(self, *args: Any, **kwargs: Any) -> RowLengths:
         return self
 
+    def numpy(self, **kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():  # whose dispatch takes 20 calls of Python
+            return super().numpy(**kwargs)
+
 
 class RowRules(NamedTuple):
     """Which rows of a batch one encoder must leave padded."""
@@ -50,25 +58,36 @@ class RowRules(NamedTuple):
     def lengths(self, mask_BS: Tensor, labels: Tensor | None = None) -> Any:
         """Real tokens of each row, or :data:`STAYS_PADDED` if its loss in the untouched model depends on outputs at
         padding positions, as a NumPy array (B,). Synchronizes with a GPU's mask."""
-        real = as_numpy(mask_BS) != 0
-        known = None if labels is None or len(labels) != len(real) else as_numpy(labels)
-        padded = ~real[:, 0] & self.head_reads_first_slot
-        if known is not None and known.ndim == 1 and known.dtype.kind != "f":  # a regression has no label to ignore
-            padded &= real.any(-1) | (known != IGNORED)
-        if known is not None and known.shape == real.shape and self.head_has_token_loss:
-            padded |= ((known != IGNORED) & ~real).any(-1)
-        if self.max_width_with_holes is not None and real.shape[1] > self.max_width_with_holes:
-            padded |= _pieces(real) > 1
-        return np.where(padded, STAYS_PADDED, real.sum(-1))
+        real, labels = as_numpy(mask_BS) != 0, _with_ignored(labels, len(mask_BS))
+        counts = real.sum(-1)
+        for padded in self._padded_rows(real, None if labels is None else as_numpy(labels) != IGNORED, True):
+            counts[padded] = STAYS_PADDED
+        return counts
 
-    def assert_lengths(self, mask_BS: Tensor, filled: int) -> None:
-        """Check without synchronizing that no row of a mask with ``filled`` rows begins with padding or has holes."""
-        message = "the attention mask changed after its tokens were counted; change batches before they are moved"
-        mask_BS = mask_BS.bool()
+    def assert_packable(self, mask_BS: Tensor, labels: Tensor | None) -> None:
+        """Check without synchronizing that no row of a mask, bool, must stay padded. Labels may be unknown here that
+        were known to the host: a row without tokens then counts as one without a label."""
+        labels = _with_ignored(labels, len(mask_BS))
+        for padded in self._padded_rows(mask_BS, None if labels is None else labels != IGNORED, False):
+            torch._assert_async(~padded.any(), CHANGED)
+
+    def _padded_rows(self, real: Any, labelled: Any, if_unknown: bool) -> Iterator[Any]:
+        """For each reason, which rows stay padded, bool (B,), from NumPy arrays or tensors: real tokens (B, S), and
+        which rows or tokens have a label; ``if_unknown`` says whether rows have one if that is not known."""
         if self.head_reads_first_slot:
-            torch._assert_async(mask_BS[:, 0].sum() == filled, message)
-        if self.max_width_with_holes is not None and mask_BS.shape[1] > self.max_width_with_holes:
-            torch._assert_async(_pieces(mask_BS).sum() == filled, message)
+            has_label = labelled if labelled is not None and labelled.ndim == 1 else if_unknown
+            yield ~real[:, 0] & (real.any(-1) | has_label)
+        if self.head_has_token_loss and labelled is not None and labelled.shape == real.shape:
+            yield (labelled & ~real).any(-1)
+        if self.max_width_with_holes is not None and real.shape[1] > self.max_width_with_holes:
+            yield _pieces(real) > 1
+
+
+def _with_ignored(labels: Tensor | None, rows: int) -> Tensor | None:
+    """Labels of rows or of their tokens, some of which may be ignored, as no label of a regression is."""
+    if labels is None or len(labels) != rows or (labels.ndim == 1 and labels.is_floating_point()):
+        return None
+    return labels
 
 
 def _pieces(real: Any) -> Any:
@@ -79,6 +98,11 @@ def _pieces(real: Any) -> Any:
 def lengths_key(mask: str) -> str:
     """The name of the batch's entry with the row lengths of a mask: ``_row_lengths`` for ``attention_mask``."""
     return mask.replace(_MASK, _LENGTHS)
+
+
+def counted_values(name: str) -> str:
+    """The name of the mask or labels that an entry counts."""
+    return "labels" if name == ROW_LABELS else name.replace(_LENGTHS, _MASK)
 
 
 def count_rows(batch: Any, rules: Sequence[RowRules], *, labels: bool = False) -> dict[str, RowLengths]:

@@ -22,7 +22,7 @@ from composer_speedups.algorithms.unpadding.encoder_swap import unpad
 from composer_speedups.core.compile_counts import compile_counts
 from composer_speedups.core.errors import Refusal
 from composer_speedups.packing.encoder import with_counted_rows
-from composer_speedups.packing.layout import lay_out
+from composer_speedups.packing.layout import packed_tokens
 from tests.helpers.common import (
     Batch,
     Batches,
@@ -93,10 +93,12 @@ def test_unused_entries_and_padding_have_no_influence(multiple: int) -> None:
     reference, model = pair("bert", "mlm", multiple)
     inputs = masked_batch(random_masks(3)[2], "mlm")
     assert_near(values(model, inputs), values(reference, inputs))
-    packed = lay_out(inputs["attention_mask"], int(inputs["attention_mask"].sum()), multiple).indices_T
-    assert len(packed) == {1: 23, 8: 24, 64: 64, 200: 64}[multiple], "at most its 34 slots, rounded up to 64"
+    mask = inputs["attention_mask"]
+    assert packed_tokens(int(mask.sum()), mask.numel(), multiple) == {1: 23, 8: 24, 64: 64, 200: 64}[multiple], (
+        "at most its 34 slots, rounded up to 64"
+    )
     hidden = torch.randn(*inputs["input_ids"].shape, 32, requires_grad=True)
-    mask, encode = inputs["attention_mask"].bool(), model.eval().bert
+    mask, encode = mask.bool(), model.eval().bert
     output = encode(inputs_embeds=hidden, attention_mask=mask).last_hidden_state
     assert_near(output[~mask], torch.zeros_like(output[~mask]))
     noise = torch.where(mask[..., None], hidden, 100.0).detach()
@@ -273,6 +275,18 @@ def test_after_the_first_batches_nothing_is_recompiled(scope: Any) -> None:
         assert_near(actual, values(reference, inputs), what=f"batch {i}")
     assert warm.graphs
     assert compile_counts().since(warm)[:4] == (0, 0, 0, 0)
+
+
+def test_other_numbers_of_packed_tokens_are_not_compiled_again() -> None:
+    model = tiny_model("bert", layers=1)
+    model.config.problem_type = "single_label_classification"
+    apply(model, [Unpadding(8), TorchCompile(scope="model", backend="eager")])
+    before = compile_counts()
+    for lengths in ([24, 3], [24, 20], [24, 11]):
+        inputs = batch(lengths)
+        with with_counted_rows(model, inputs, inputs):
+            model(**inputs)
+    assert compile_counts().since(before)[:3] == (1, 0, 0), "graphs, breaks, recompiles"
 
 
 class Towers(nn.Module):

@@ -26,7 +26,7 @@ from composer_speedups.algorithms.layer_freezing.modules import freeze
 from composer_speedups.algorithms.unpadding.encoder_swap import unpad
 from composer_speedups.kernels import Shape
 from composer_speedups.packing.attention import PositionBias, Relative, disentangled_attention, unpadded_attention
-from composer_speedups.packing.layout import lay_out
+from composer_speedups.packing.layout import lay_out, round_up
 from tests.helpers.common import (
     Recorder,
     batch,
@@ -175,7 +175,7 @@ def test_the_kernels_with_positions_are_as_accurate_as_their_dtype_allows(dtype:
     torch.manual_seed(0)
     heads, size, lengths = 3, 64, [200, 0, 70, 1, 256]
     mask = torch.arange(256, device="cuda") < torch.tensor(lengths, device="cuda")[:, None]
-    layout = lay_out(mask, sum(lengths), 64)
+    layout = lay_out(mask, round_up(sum(lengths), 64), 64)
     tokens, far = len(layout.indices_T), layout.longest
     relative = Relative(layout, (torch.arange(-far, far + 1, device="cuda") // 8 + 32).clamp(0, 63).int())
     size_of_scores = 1.0 if kind == "tables" else 0.3  # of usual size, also unscaled

@@ -19,7 +19,7 @@ from composer_speedups.algorithms.unpadding.encoder_swap import unpad
 from composer_speedups.packing.attention import supports_flash_attention, unpadded_attention
 from composer_speedups.packing.call import KnownBatch, take_row_lengths, with_known_batch
 from composer_speedups.packing.encoder import unpadded_encoders
-from composer_speedups.packing.layout import Layout, lay_out
+from composer_speedups.packing.layout import Layout, lay_out, packed_tokens
 from composer_speedups.packing.rows import (
     ROW_LABELS,
     RowLengths,
@@ -37,22 +37,27 @@ from tests.reference.tolerance import assert_near
 
 def test_a_plan_and_its_errors() -> None:
     mask = torch.tensor([[1, 1, 0], [0, 0, 0], [1, 0, 1], [0, 1, 1]])
-    plan = lay_out(mask, 6, 4)
+    plan = lay_out(mask, 8, 4)
     assert plan.indices_T.tolist() == [0, 1, 6, 8, 10, 11, 12, 12]
     assert plan.cu_seqlens.tolist() == [0, 2, 2, 4, 6, 8]
     assert plan.cu_seqlens.dtype == torch.int32
     assert plan.longest >= 3
     assert lay_out(mask, 6, 3).indices_T.tolist() == [0, 1, 6, 8, 10, 11]
-    for wrong in (5, 7, 0, 40):
-        with pytest.raises(RuntimeError, match="changed after its tokens were counted"):
+    for wrong in (5, 0, 6 + plan.longest + 1):
+        with pytest.raises(RuntimeError, match="changed after their tokens were counted"):
             lay_out(mask, wrong, 4)
+    assert [packed_tokens(real, 130, 100) for real in (0, 1, 100, 101, 130)] == [100, 100, 100, 192, 192]
+
+
+def laid_out(mask: Tensor, multiple: int) -> Layout:
+    return lay_out(mask, packed_tokens(int(mask.sum()), mask.numel(), multiple), multiple)
 
 
 @pytest.mark.parametrize("multiple", [1, 8, 64])
 def test_gathering_and_scattering_are_inverse_and_each_others_gradient(multiple: int) -> None:
     """For masks of every kind: real tokens come back to their slots, in double precision and in order."""
     for seed, mask in enumerate(random_masks(36)):
-        layout = lay_out(mask, int(mask.sum()), multiple)
+        layout = laid_out(mask, multiple)
         generator = torch.Generator().manual_seed(seed)
         x_BSH = torch.randn(*mask.shape, 3, dtype=torch.double, generator=generator, requires_grad=True)
         packed = layout.gather(x_BSH)
@@ -132,7 +137,7 @@ def test_longest_covers_every_row_and_is_a_multiple_of_128(width: int, multiple:
     """The kernels read ``longest`` tokens per row, including the row of filler tokens at the end of T."""
     mask = torch.ones(1, width, dtype=torch.long)
     mask[0, 1:] = multiple <= width  # one real token, all others are filler
-    plan = lay_out(mask, int(mask.sum()), multiple)
+    plan = laid_out(mask, multiple)
     assert plan.longest >= int(plan.cu_seqlens.diff().max())
     assert plan.longest % 128 == 0
     assert plan.longest - max(width, multiple) < 128
@@ -220,39 +225,45 @@ def taken(model: Any, inputs: Batch, change: Any = None) -> KnownBatch:
     """What a forward pass knows of a batch that may have changed after its rows were counted."""
     rules = [encoder.packing.rules for encoder in unpadded_encoders(model)]
     counted: Any = {**inputs, **count_rows(inputs, rules, labels=True)}
-    return take_row_lengths(counted | (change or {}), rules, 8)
+    return take_row_lengths(counted | (change or {}), 8)
 
 
 @pytest.mark.parametrize(
     ("family", "head", "change"),
     [
-        ("bert", "classification", lambda inputs: {"attention_mask": inputs["attention_mask"].flip(1)}),
-        ("deberta_v2", "mlm", lambda inputs: {"attention_mask": inputs["attention_mask"].roll(-1, 1)}),
-        ("bert", "mlm", lambda inputs: {"attention_mask": inputs["attention_mask"][:, 3:]}),
-        ("bert", "mlm", lambda inputs: {"labels": inputs["input_ids"]}),
+        ("bert", "classification", lambda inputs: inputs["attention_mask"].copy_(inputs["attention_mask"].flip(1))),
+        ("bert", "classification", lambda inputs: inputs["attention_mask"][0].zero_()),
+        ("deberta_v2", "mlm", lambda inputs: inputs["attention_mask"][1, 3].zero_()),
+        ("bert", "mlm", lambda inputs: inputs["attention_mask"].fill_(1)),
+        ("bert", "mlm", lambda inputs: inputs["labels"].copy_(inputs["input_ids"])),
+        ("bert", "tokens", lambda inputs: inputs["labels"][0].fill_(1)),
     ],
+    ids=["first slots", "a row without tokens", "a hole", "more tokens", "more labels", "a label at padding"],
 )
-def test_rows_that_changed_after_they_were_counted_are_an_error(family: Any, head: Any, change: Any) -> None:
+def test_rows_that_changed_after_they_were_counted_and_cannot_be_packed_are_an_error(
+    family: Any, head: Any, change: Any
+) -> None:
     model = tiny_model(family, head)
-    unpad(model, 8)
-    (inputs,) = fit_batches(model, [batch([5, 12, 9])])
-    with pytest.raises(RuntimeError, match=r"changed after (its tokens|they) were counted"):
-        taken(model, inputs, change(inputs))
-    known = taken(model, inputs)
-    inputs["attention_mask"][0, 3:] = 0
-    with with_known_batch(known), pytest.raises(RuntimeError, match="changed after its tokens were counted"):
-        model(**inputs)
-
-
-def test_a_label_at_padding_that_appears_later_is_an_error() -> None:
-    model = tiny_model("bert", "tokens")
-    unpad(model, 8)
+    unpad(model, 8, "labelled" if head == "mlm" else "all")
     inputs = batch([5, 12, 9])
-    inputs["labels"] = (inputs["input_ids"] % 2).masked_fill(inputs["attention_mask"] == 0, -100)
-    with with_known_batch(taken(model, inputs)):
+    if head == "tokens":
+        inputs["labels"] = (inputs["input_ids"] % 2).masked_fill(inputs["attention_mask"] == 0, -100)
+    (inputs,) = fit_batches(model, [inputs])
+    with with_known_batch(taken(model.train(), inputs)):
         model(**inputs)
-        with pytest.raises(RuntimeError, match="give padding the label -100"):
-            model(**{**inputs, "labels": inputs["input_ids"] % 2})
+        change(inputs)
+        with pytest.raises(RuntimeError, match="changed after their tokens were counted"):
+            model(**inputs)
+
+
+def test_rows_that_changed_after_they_were_counted_are_packed_as_they_are() -> None:
+    reference, model = pair("bert", "mlm")
+    (inputs,) = fit_batches(reference, [batch([5, 12, 9])])
+    with with_known_batch(taken(model, inputs)):
+        inputs["attention_mask"][1, 3:7] = 0
+        inputs["labels"][1, 3:7] = -100
+        ran = observed(lambda: compared(reference, model, lambda network: network(**inputs).loss))
+    assert (way(ran), ran["counted_in_the_call"]) == ("packed", 0)
 
 
 def test_a_call_with_another_mask_counts_its_own_tokens() -> None:

@@ -13,8 +13,8 @@ from composer_speedups.core.technique import NOT_YET, ComparedTechnique, Order
 if TYPE_CHECKING:
     from composer_speedups.core.run import FirstBatch, Run
     from composer_speedups.packing.call import KnownBatch
-    from composer_speedups.packing.encoder import LabelledHead, UnpaddedEncoder
-    from composer_speedups.packing.layout import Layout
+    from composer_speedups.packing.encoder import UnpaddedEncoder
+    from composer_speedups.packing.rows import RowLengths, RowRules
 
 
 class Unpadding(ComparedTechnique):
@@ -41,8 +41,9 @@ class Unpadding(ComparedTechnique):
     def reset(self) -> None:
         super().reset()
         self._encoders: list[UnpaddedEncoder] = []
-        self._heads: list[LabelledHead] = []
-        self._observed: list[Layout] = []  # of the observed batch's micro-batches
+        self._rules: list[RowRules] = []  # of the encoders
+        self._counts_labels = False
+        self._observed: list[tuple[int, ...]] = []  # slots, tokens and packed tokens of the observed micro-batches
         # totals of the training batches: real tokens and slots of the masks, labelled tokens and slots of the labels
         self._tokens = self._slots = self._labelled = self._label_slots = 0
         # training micro-batches that an encoder could not pack, and masks of micro-batches without row lengths
@@ -65,46 +66,44 @@ class Unpadding(ComparedTechnique):
             reason = str(error).removeprefix("unpadding ")
             raise self.refusal(reason, "remove it for this model") from error
         run.give_back(restore_encoders, run.model)
-        self._encoders, self._heads = unpadded_encoders(run.model), labelled_heads(run.model)
+        self._encoders, self._counts_labels = unpadded_encoders(run.model), bool(labelled_heads(run.model))
+        self._rules = [*{encoder.packing.rules for encoder in self._encoders}]
         return {"encoders": len(self._encoders)}
 
     def after_dataloader(self, run: Run) -> None:
-        from composer_speedups.packing.rows import ROW_LABELS, as_numpy, lengths_key, token_masks
+        from composer_speedups.packing.rows import ROW_LABELS, as_numpy, counted_values
 
-        batch, self._observed = self._count(run), []
-        for name, mask in token_masks(batch).items():
-            lengths = batch.get(lengths_key(name))
-            if lengths is not None:
-                counted = lengths.numpy()
-                self._tokens += int((counted if counted.min(initial=0) >= 0 else as_numpy(mask) != 0).sum())
-                self._slots += mask.numel()
-        if self._heads and ROW_LABELS in batch:
-            self._labelled += int(batch[ROW_LABELS].numpy().sum())
-            self._label_slots += batch["labels"].numel()
+        self._observed, entries = [], self._count(run)
+        for name, lengths in entries.items():
+            values, counts = run.state.batch[counted_values(name)], lengths.numpy()  # type: ignore[union-attr]
+            if name == ROW_LABELS:
+                self._labelled += int(counts.sum())
+                self._label_slots += values.numel()
+            else:
+                self._tokens += int((counts if counts.min() >= 0 else as_numpy(values) != 0).sum())
+                self._slots += values.numel()
 
     def eval_batch_start(self, run: Run) -> None:
         self._count(run)
 
-    def _count(self, run: Run) -> Any:
-        """Add the row lengths to the batch, while it is on the CPU."""
+    def _count(self, run: Run) -> dict[str, RowLengths]:
+        """Add the row lengths to the batch, while it is on the CPU, and return them."""
         from composer_speedups.packing.rows import count_rows
 
         assert run.state is not None
-        batch = run.state.batch
-        if entries := count_rows(batch, self._rules(), labels=bool(self._heads)):
-            batch = copy.copy(batch)  # the loader's own object may come again
-            batch.update(entries)
-            run.state.batch = batch
-        return batch
+        if entries := count_rows(run.state.batch, self._rules, labels=self._counts_labels):
+            run.state.batch = copy.copy(run.state.batch)  # the loader's own object may come again
+            run.state.batch.update(entries)
+        return entries
 
     def before_forward(self, run: Run) -> None:
-        from composer_speedups.packing.rows import token_masks
-
         known = self._take(run)
         if run.observing:
-            self._observed += [rows.layout for rows in known.rows if rows.layout is not None]
-        self._kept_padded += any(rows.layout is None for rows in known.rows)
-        self._uncounted += len(token_masks(run.state.batch)) - len(known.rows)  # type: ignore[union-attr]
+            for rows, lengths in zip(known.rows, known.lengths, strict=True):
+                if rows.packed is not None:
+                    self._observed.append((rows.values.numel(), int(lengths.numpy().sum()), len(rows.packed)))
+        self._kept_padded += any(rows.packed is None for rows in known.rows)
+        self._uncounted += known.uncounted
 
     def eval_before_forward(self, run: Run) -> None:
         self._take(run)
@@ -125,12 +124,9 @@ class Unpadding(ComparedTechnique):
         assert run.state is not None
         batch, known = run.state.batch, KnownBatch()
         if isinstance(batch, Mapping):
-            known = take_row_lengths(batch, self._rules(), self.pad_to_multiple_of)  # type: ignore[arg-type]
+            known = take_row_lengths(batch, self.pad_to_multiple_of)  # type: ignore[arg-type]
         know_batch(known)
         return known
-
-    def _rules(self) -> list[Any]:
-        return [vars(encoder)["packing"].rules for encoder in self._encoders if "packing" in vars(encoder)]
 
     def proof(self, run: Run, seen: FirstBatch) -> dict[str, Any]:
         from composer_speedups.core.trainer_state import is_compiled
@@ -157,14 +153,8 @@ class Unpadding(ComparedTechnique):
 
     def _sizes(self) -> dict[str, Any]:
         """What the observed micro-batches were packed to, all together."""
-        layouts, self._observed = self._observed, []
-        if not layouts:
-            return {}
-        return {
-            "first_batch_slots": sum(layout.mask_BS.numel() for layout in layouts),
-            "first_batch_tokens": sum(int(layout.mask_BS.sum()) for layout in layouts),
-            "first_batch_packed": sum(len(layout.indices_T) for layout in layouts),
-        }
+        names = ("first_batch_slots", "first_batch_tokens", "first_batch_packed")
+        return dict(zip(names, map(sum, zip(*self._observed, strict=True)), strict=False))
 
     def summary(self, run: Run) -> dict[str, Any]:
         evidence: dict[str, Any] = {}
