@@ -111,7 +111,8 @@ class Captured:
         return _Replay.apply(self, token, *tensors, *self.completed[0])
 
     def forward(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        torch._foreach_copy_(list(self._static), list(inputs[: len(self._static)]))
+        pairs = [(static, value) for static, value in zip(self._static, inputs, strict=False) if static.numel()]
+        torch._foreach_copy_([static for static, _ in pairs], [value for _, value in pairs])
         self._replay_forward()
         return tuple(output.detach() for output in self._outputs)
 

@@ -159,7 +159,7 @@ class GraphedCalls:
 
     def _evaluation(self, key: Hashable, leaves: list[Any], spec: TreeSpec) -> _Graph | None:
         """The graph of a call in evaluation, captured if this is its second call; None for an eager call."""
-        if any(isinstance(leaf, Tensor) and leaf.device != self._device for leaf in leaves):
+        if any(isinstance(leaf, Tensor) and leaf.device != self._device and leaf.numel() for leaf in leaves):
             return None
         memory = [t.data_ptr() for tensors in self._tensors for t in tensors.values() if t is not None]
         adapters = [
