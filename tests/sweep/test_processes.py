@@ -10,8 +10,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from composer_speedups.core.processes import killed_with_parent
+from composer_speedups.sweep import forks
 from composer_speedups.sweep.processes import Ended, Job, Process, run_all
 from tests.conftest import ROOT
 from tests.helpers.hangs import HANGS, wait_until
@@ -136,6 +138,29 @@ def test_a_job_begins_with_everything_imported_and_may_open_cuda(
     ended = Process(Job(["a=1"], Path("log"), program="loaded")).wait(HANGS)
     assert ended.output.startswith("True False 1 __main__ ['a=1']\nFalse\nTraceback")
     assert (ended.status, ended.kind, ended.reason) == (1, "failed", "ValueError: an error")
+
+
+# Python imports it first of all: it asks for the GPUs in the process from which jobs are forked, and in no other.
+ASKS = """
+import sys
+if "composer_speedups.sweep.forks" in sys.orig_argv:
+    import torch
+    torch._C._cuda_getDeviceCount()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="jobs are forked on Linux")
+@pytest.mark.skipif(not hasattr(torch._C, "_cuda_isInBadFork"), reason="needs torch with CUDA")
+def test_jobs_start_cold_if_an_import_asked_for_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "loaded.py").write_text(LOADED)
+    (tmp_path / "sitecustomize.py").write_text(ASKS)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(forks, "_server", None)
+    try:
+        ended = Process(Job(["a=1"], Path("log"), program="loaded")).wait(HANGS)
+    finally:
+        forks._end_server()
+    assert ended.output.startswith("False False 1 __main__ ['a=1']\nFalse\nTraceback")
 
 
 @COLD
