@@ -9,7 +9,6 @@ A table is a YAML file under benchmarks/tables (or its name without .yaml)::
     matrix: {data.batch_size: [40, 128]}  # run every configuration with each value
     cumulative: true                  # a configuration includes the overrides of those above it, except peers
     jobs: 4                           # concurrent runs, for accuracy; speeds are not recorded
-    ahead: 8                          # processes that import together and then wait for their turn
     warm_jobs: 4                      # concurrent unrecorded runs that fill compile caches
     fresh: true                       # cold processes (except Python's bytecode), timed from start to end
     share_compiled: true              # all runs share a compile cache, so that only first runs compile
@@ -26,7 +25,7 @@ configuration with ``ranks`` is started by ``composer -n RANKS``. Every run star
 ``warm``, the runs of a configuration share a compile cache that an additional, unrecorded run has filled; its runs with
 other seeds use the same. All caches are filled before the first recorded run.
 
-On the command line, repeats=2, jobs=1, ahead=1, warm_jobs=1 and data.batch_size=40 replace the table's values.
+On the command line, repeats=2, jobs=1, warm_jobs=1 and data.batch_size=40 replace the table's values.
 "configurations=[fp32, + TF32]" selects configurations; the first one is the one to compare with. Other overrides come
 last. Rows are written to benchmarks/results/<gpu>/<table>.jsonl, one per configuration and point of the matrix, with
 the median, minimum and maximum of its runs. Rows of one call have the same time in ``call``, and only those are
@@ -46,10 +45,11 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -67,9 +67,8 @@ from benchmarks.rows import (
 )
 from benchmarks.table_file import Configuration, Table, configurations_of, read_table
 from benchmarks.tables import markdown, where_of
-from benchmarks.worker import Ahead, compile_bytecode
 from composer_speedups.core.processes import command_output
-from composer_speedups.sweep.processes import TRAIN, Ended, Job, Process, run_all
+from composer_speedups.sweep.processes import TRAIN, Ended, Job, run_all
 
 ROOT = Path(__file__).parent.parent
 _TABLES = ROOT / "benchmarks" / "tables"
@@ -109,14 +108,7 @@ def run_table(table: Table, name: str, results: Path = RESULTS) -> list[Row]:
                 cache = f"cache{compiled.index(compiled[index])}"
             elif table.share_compiled:
                 cache = "cache"
-            return job_of(table.base, configurations[index], Path(scratch, folder), Path(scratch, cache))
-
-        def run(jobs: list[Job], at_a_time: int, done: Callable[[Job, Ended], None]) -> None:
-            ahead = Ahead(jobs, table.ahead)
-            try:
-                run_all(jobs, at_a_time, done, Process if table.fresh else ahead)
-            finally:
-                ahead.close()
+            return job_of(table, configurations[index], Path(scratch, folder), Path(scratch, cache))
 
         def add(done: Job, ended: Ended) -> None:
             repeat, index = runs[done.log]
@@ -132,8 +124,8 @@ def run_table(table: Table, name: str, results: Path = RESULTS) -> list[Row]:
         try:
             if table.fresh:
                 compile_bytecode({job.program for job in jobs})
-            run([job(i, f"fill{i}") for i in sorted(to_fill)], table.warm_jobs, lambda *_: None)
-            run(jobs, table.jobs, add)
+            run_all([job(i, f"fill{i}") for i in sorted(to_fill)], table.warm_jobs, lambda *_: None)
+            run_all(jobs, table.jobs, add)
         except BaseException:
             print(f"stopped; resume=true continues from {path}", file=sys.stderr, flush=True)
             raise
@@ -165,14 +157,21 @@ def _said(report: Row) -> str:
     return f"{said}{throughput['samples_per_sec']:,.0f} samples/s, warm-up {throughput['warmup_seconds']:.0f} s"
 
 
-def job_of(base: str, configuration: Configuration, folder: Path, cache: Path) -> Job:
+def compile_bytecode(programs: set[str]) -> None:
+    """Import programs, and what they import, in another process, so that their bytecode is there."""
+    for program in sorted(programs):
+        code = f"import {program}; from composer_speedups.sweep.forks import import_all; import_all()"
+        subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONDONTWRITEBYTECODE": ""}, check=True)
+
+
+def job_of(table: Table, configuration: Configuration, folder: Path, cache: Path) -> Job:
     """A training run in a folder of its own, with compile caches in another."""
     settings = [*configuration.overrides, f"runs_folder={folder}", "run_name=configuration", *_QUIET]
     # inductor's cache, and that of the kernels of fused_layers
     caches = {"TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor", "TRITON_CACHE_DIR": f"{cache}/triton"}
     program = f"benchmarks.peers.{configuration.peer}" if configuration.peer else TRAIN
-    arguments = ["-f", str(ROOT / base), *settings]
-    return Job(arguments, folder.with_suffix(".log"), caches, program, configuration.ranks)
+    arguments = ["-f", str(ROOT / table.base), *settings]
+    return Job(arguments, folder.with_suffix(".log"), caches, program, configuration.ranks, table.fresh)
 
 
 def report_of(job: Job, ended: Ended, fresh: bool) -> Row:

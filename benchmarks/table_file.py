@@ -56,7 +56,6 @@ class Table(_Keys):
     matrix: dict[str, list[Any]] = {}
     cumulative: bool = False
     jobs: int = Field(1, ge=1)
-    ahead: int = Field(1, ge=1)
     warm_jobs: int = Field(1, ge=1)
     fresh: bool = False
     share_compiled: bool = False
@@ -76,7 +75,7 @@ class Table(_Keys):
 
 
 def read_table(path: Path, overrides: Sequence[str] = ()) -> Table:
-    """Read a table. Overrides replace ``repeats``, ``jobs``, ``ahead``, ``warm_jobs`` and axes of the matrix, select
+    """Read a table. Overrides replace ``repeats``, ``jobs``, ``warm_jobs`` and axes of the matrix, select
     configurations or resume; others apply to all configurations.
 
     Raises:
@@ -87,7 +86,7 @@ def read_table(path: Path, overrides: Sequence[str] = ()) -> Table:
         key, sign, value = override.partition("=")
         if not sign:
             raise SystemExit(f"{override}: must be key=value, like repeats=2")
-        if key in ("repeats", "jobs", "ahead", "warm_jobs", "resume"):
+        if key in ("repeats", "jobs", "warm_jobs", "resume"):
             keys[key] = value
         elif key == "configurations":
             keys["only"] = yaml.safe_load(value)

@@ -35,8 +35,9 @@ def recommended(on_unavailable: OnUnavailable = "stop", precision: Literal["bf16
         on_unavailable: ``"stop"``: a technique that cannot engage on this GPU or model stops the run, with the reason
             and the fix. ``"warn"``: the run warns and continues without it. See :class:`Technique`.
         precision: ``"fp8"`` rounds the operands of the layers' matmuls to 8 bits
-            (``FusedLayers(precision="fp8")``), on a GPU of compute capability 8.9 or newer; everything else stays in
-            bf16. The card of ``fused_layers`` has figures. Default ``"bf16"``.
+            (``FusedLayers(precision="fp8")``), on a GPU of compute capability 8.9 or newer; everything else, and layers
+            narrower than its ``fp8_min_width``, stay in bf16. The card of ``fused_layers`` has figures. Default
+            ``"bf16"``.
 
     Raises:
         Refusal: This machine has no CUDA GPU, and ``on_unavailable`` is ``"stop"``.

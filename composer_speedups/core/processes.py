@@ -46,9 +46,9 @@ def killed_with_parent() -> list[str]:
     return prefix if command_output(*prefix, "true") is not None else []
 
 
-def kill_process_group(process: subprocess.Popen[Any]) -> None:
-    """Kill a child that was started with ``start_new_session=True``, and its children, and wait for it. Call it once:
-    the ID of the group may belong to other processes later."""
+def kill_process_group(process: Any) -> None:
+    """Kill a process with a group of its own (a Popen with ``start_new_session=True`` or a Fork), and its children, and
+    wait for it. Call it once: the ID of the group may belong to other processes later."""
     with contextlib.suppress(ProcessLookupError):  # the process group has ended
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -6,14 +6,16 @@ import contextlib
 import re
 import signal
 import subprocess
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from composer_speedups.core.processes import kill_process_group, killed_with_parent, python_module_command
+from composer_speedups.sweep.forks import Fork, start_server
 
 TRAIN = "composer_speedups.train"
 """The module that trains."""
@@ -35,9 +37,12 @@ class Job:
 
     arguments: Sequence[str]  # its command line; that of train.py for a training run
     log: Path  # to which its output and errors are appended
-    environment: Mapping[str, str] = field(default_factory=dict)  # added to this process's
+    environment: Mapping[str, str] = field(default_factory=dict)  # added to this process's; read after the imports
     program: str = TRAIN  # the module to run
     ranks: int = 1  # processes that train together, started by Composer's launcher if there are several
+    cold: bool = (
+        False  # it does its own imports, as jobs of several ranks do; others are forked with everything imported
+    )
 
 
 class Ended(NamedTuple):
@@ -75,22 +80,30 @@ def own_line(output: str) -> str:
 
 
 class Process:
-    """A running job, in a process group of its own; with ``setpriv``, it is killed with the thread that started it."""
+    """A running job, in a process group of its own; on Linux with ``setpriv``, it is killed with this process."""
 
-    def __init__(self, job: Job, stdin: IO[bytes] | int = subprocess.DEVNULL) -> None:
-        self.job = job
+    def __init__(self, job: Job) -> None:
+        self.job, self.killed = job, False
         launcher = ["composer.cli.launcher", "-n", str(job.ranks), "-m"] if job.ranks > 1 else []
         command, environment = python_module_command(*launcher, job.program, *job.arguments)
+        environment |= job.environment
         with open(job.log, "ab") as output:
             self._offset = output.tell()
-            self.began, self.killed = time.perf_counter(), False
-            self.popen = subprocess.Popen(
-                [*killed_with_parent(), *command],
-                stdin=stdin,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**environment, **job.environment},
-                start_new_session=True,
+            forked = sys.platform == "linux" and job.ranks == 1 and not job.cold
+            if forked:
+                start_server()  # its imports are no part of the job
+            self.began = time.perf_counter()
+            self.popen: Fork | subprocess.Popen[bytes] = (
+                Fork(command, environment, output)
+                if forked
+                else subprocess.Popen(
+                    [*killed_with_parent(), *command],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env=environment,
+                    start_new_session=True,
+                )
             )
 
     def wait(self, timeout: float | None = None) -> Ended:

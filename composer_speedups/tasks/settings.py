@@ -16,8 +16,16 @@ from composer_speedups.core.settings import Check, Settings
 TASK_FILE = "task.json"
 """Name of the file in an exported model from which ``predict`` rebuilds the task."""
 
-# layers, hidden size, heads; the feed-forward size is 4 × hidden. Sources: arXiv 1908.08962 (tiny, mini), 1810.04805.
-SIZES = {"tiny": (2, 128, 2), "mini": (4, 256, 4), "base": (12, 768, 12), "large": (24, 1024, 16)}
+# layers, hidden size, heads; the feed-forward size is 4 × hidden. Sources: arXiv 1908.08962 (tiny, mini), 2002.10957
+# (minilm6, and minilm12, which bge-small and e5-small have too), 1810.04805.
+SIZES = {
+    "tiny": (2, 128, 2),
+    "mini": (4, 256, 4),
+    "minilm6": (6, 384, 12),
+    "minilm12": (12, 384, 12),
+    "base": (12, 768, 12),
+    "large": (24, 1024, 16),
+}
 
 GENERATED = 8000
 """Number of built-in or random samples for ``train_samples: null`` and ``eval_samples: null``."""
@@ -133,8 +141,8 @@ class ModelConfig(Settings):
     """Hub id or local folder of an encoder, or `minilm` (the weights of the minilm extra)."""
     init: Literal["pretrained", "random"] = "pretrained"
     """Load the weights, or start from random ones (without the hub if model.size is set)."""
-    size: Literal["tiny", "mini", "base", "large"] | None = None
-    """With init: random, a BERT of this size (layers/hidden: 2/128, 4/256, 12/768, 24/1024)."""
+    size: Literal["tiny", "mini", "minilm6", "minilm12", "base", "large"] | None = None
+    """With init: random, a BERT of this size (layers/hidden: 2/128, 4/256, 6/384, 12/384, 12/768, 24/1024)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype in which weights are loaded or drawn, and trained; bfloat16 needs algorithms.kahan_optimizer."""
     dropout: float | None = Field(None, ge=0, lt=1)

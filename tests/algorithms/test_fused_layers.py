@@ -507,7 +507,7 @@ def test_scales_are_a_buffer_outside_the_state_dict() -> None:
 
 
 def test_a_runs_checkpoint_has_the_scales_of_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, technique = tiny_bert(), FusedLayers(precision="fp8", check="never")
+    model, technique = tiny_bert(), FusedLayers(precision="fp8", fp8_min_width=0, check="never")
     monkeypatch.setattr(FusedLayers, "needs", lambda self, run: ())
     run = Run(torch.device("cpu"), model=model)
     engage(run, [technique, Unpadding(check="never")])
@@ -531,7 +531,35 @@ def test_a_run_without_an_eight_bit_layer_is_detected(monkeypatch: pytest.Monkey
     monkeypatch.setattr(FusedLayers, "needs", lambda self, run: ())
     with pytest.raises(Refusal, match="no layer computed in 8 bits"):
         # on a CPU, the layers run in torch's operators
-        trained([FusedLayers(precision="fp8"), Unpadding()], batches=plain_batches(2))
+        trained([FusedLayers(precision="fp8", fp8_min_width=0), Unpadding()], batches=plain_batches(2))
+
+
+@pytest.mark.parametrize(("least", "in_bf16"), [(0, 0), (32, 0), (33, 2), (None, 2)])
+def test_layers_narrower_than_fp8_min_width_compute_in_bf16(
+    least: int | None, in_bf16: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton", reason="Triton comes with torch on Linux only")
+    monkeypatch.setattr(FusedLayers, "needs", lambda self, run: ())
+    width = {} if least is None else {"fp8_min_width": least}
+    model, technique = tiny_bert(), FusedLayers(precision="fp8", check="never", **width)
+    run = Run(torch.device("cpu"), model=model)
+    engage(run, [technique, Unpadding(check="never")])
+    assert [layer.precision for layer in layers_of(model)] == ["bf16" if in_bf16 else "fp8"] * 2
+    assert [hasattr(layer, "float8_scales") for layer in layers_of(model)] == [not in_bf16] * 2
+    assert technique.matmul_precision == (None if in_bf16 else "fp8")
+    assert bool(technique.state(run)) == (not in_bf16)
+    note = f"2 of 2 layers compute in bf16: their hidden size 32 is below fp8_min_width={least or 512}"
+    assert technique.evidence == {"layers": 2, **({"bf16_layers": 2, "note": note} if in_bf16 else {})}
+    run.undo.close()
+
+
+def test_a_narrow_model_trains_with_fp8_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not refused for having no 8-bit layer, nor for widths that only 8-bit matmuls need."""
+    monkeypatch.setattr(FusedLayers, "needs", lambda self, run: ())
+    technique = FusedLayers(precision="fp8")
+    trained([technique, Unpadding()], model=sized(intermediate_size=72), batches=plain_batches(2))
+    assert technique.evidence["bf16_layers"] == 2
+    assert technique.evidence["layers_ran"] == "1 for first tokens, 1 by torch"
 
 
 # Evidence and settings.

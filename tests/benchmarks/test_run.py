@@ -49,7 +49,7 @@ def replace_runs(monkeypatch: pytest.MonkeyPatch, report: Callable[[Job], dict[s
     """Put made-up reports in the place of runs; the jobs of each group that would run, with their number at a time."""
     groups: list[tuple[int, list[Job]]] = []
 
-    def run_all(jobs: list[Job], at_a_time: int, done: Callable[[Job, Ended], None], _: Any) -> None:
+    def run_all(jobs: list[Job], at_a_time: int, done: Callable[[Job, Ended], None]) -> None:
         groups.append((at_a_time, jobs))
         for job in jobs:
             done(job, Ended(0, "", 5.0))
@@ -327,7 +327,7 @@ BRIEF = ["data.train_samples=16", "data.eval_samples=8", "trainer.max_duration=1
 def test_each_run_has_its_own_process_that_imported_before() -> None:
     asked = time.perf_counter()
     runs = {"ours": ["loggers.file={}"], "refused": ["data.bach_size=1"]}
-    rows = run("ahead=2", set=BRIEF, repeats=1, cumulative=False, configurations=runs)
+    rows = run(set=BRIEF, repeats=1, cumulative=False, configurations=runs)
     assert len(rows[0]["losses"]) == 1
     assert rows[0]["process_seconds"] is None
     assert 0 < rows[0]["run_seconds"]["median"] < time.perf_counter() - asked - 1  # the imports came before its turn

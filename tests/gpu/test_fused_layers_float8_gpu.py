@@ -147,7 +147,7 @@ def test_losses_and_scales_are_the_same_with_and_without_graphs() -> None:
 def test_resuming_is_exact(with_graphs: bool, tmp_path: Path) -> None:
     def run(**kwargs: Any) -> Any:
         graphs = [CUDAGraphs()] if with_graphs else []
-        algorithms = [FusedLayers("all", "fp8"), Unpadding(), MixedPrecision("bf16"), *graphs]
+        algorithms = [FusedLayers("all", "fp8", 0), Unpadding(), MixedPrecision("bf16"), *graphs]
         model = tiny_bert(dropout=0.1)
         model.bert.embeddings.requires_grad_(False)  # their gradients are summed in no fixed order
         return trained(algorithms, model=model, batches=plain_batches(6), gpu=True, **kwargs)

@@ -229,7 +229,7 @@ def test_the_loss_curve_matches_pefts(precision: Any) -> None:
     curves = []
     for kernels in (False, True):
         recorder = Recorder()
-        fast: list[Any] = [Unpadding(8), FusedLayers("all", precision), CUDAGraphs()] if kernels else []
+        fast: list[Any] = [Unpadding(8), FusedLayers("all", precision, 0), CUDAGraphs()] if kernels else []
         algorithms = [LoRA(alpha=64.0), MixedPrecision("bf16"), *fast]
         trained(algorithms, batches=learnable_batches(), callbacks=[recorder], gpu=True)
         curves.append(torch.tensor(recorder.losses).unfold(0, 20, 1).mean(-1))

@@ -138,7 +138,7 @@ def skip_isa_probe() -> None:
 if __name__ == "__main__":
     from composer.models import huggingface
 
-    from benchmarks.worker import import_all
+    from composer_speedups.sweep.forks import import_all
     from composer_speedups.train.startup import prefetch_cpu_model
     from tests.helpers.common import tiny_bert
     from tests.helpers.forks import _serve as serve  # not as __main__, which requests do not refer to

@@ -101,7 +101,7 @@ ENTRIES: dict[str, Entry] = {
         ),
         also=(
             Entry(
-                gpu_variants=[{"last_layer": "all", "precision": "fp8"}],
+                gpu_variants=[{"last_layer": "all", "precision": "fp8", "fp8_min_width": 0}],
                 needs={"unpadding": {}, **BF16},
                 dtype=torch.float8_e4m3fn,
                 loss_bound=0.06,

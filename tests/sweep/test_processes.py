@@ -10,8 +10,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from composer_speedups.core.processes import killed_with_parent
+from composer_speedups.sweep import forks
 from composer_speedups.sweep.processes import Ended, Job, Process, run_all
 from tests.conftest import ROOT
 from tests.helpers.hangs import HANGS, wait_until
@@ -40,8 +42,8 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "sleeps"
 
 
-def job(program: str, name: str, seconds: float = 0.0, status: int = 0) -> Job:
-    return Job([name, str(seconds), str(status)], Path(f"{name}.log"), {"NOTED": "noted"}, program)
+def job(program: str, name: str, seconds: float = 0.0, status: int = 0, *, cold: bool = False) -> Job:
+    return Job([name, str(seconds), str(status)], Path(f"{name}.log"), {"NOTED": "noted"}, program, cold=cold)
 
 
 def pids_of(name: str) -> list[int]:
@@ -62,9 +64,15 @@ def wait_for_end(pids: list[int]) -> None:
     wait_until(lambda: all(map(ended, pids)), f"one of {pids} does not end")
 
 
-def test_a_process_ends_with_its_output_and_its_children(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
+COLD = pytest.mark.parametrize("cold", [False, True])
+
+
+@COLD
+def test_a_process_ends_with_its_output_and_its_children(
+    program: str, monkeypatch: pytest.MonkeyPatch, cold: bool
+) -> None:
     Path("a.log").write_text("of an earlier process\n")
-    process = Process(job(program, "a", status=3))
+    process = Process(job(program, "a", status=3, cold=cold))
     ended = process.wait(HANGS)
     assert (ended.status, ended.output) == (3, "started a noted\n")
     assert 0 < ended.seconds < HANGS
@@ -75,8 +83,9 @@ def test_a_process_ends_with_its_output_and_its_children(program: str, monkeypat
     assert not killed, "the ID of the group may belong to others by now"
 
 
-def test_a_process_is_killed_at_its_time_limit(program: str) -> None:
-    process = Process(job(program, "a", 10_000))
+@COLD
+def test_a_process_is_killed_at_its_time_limit(program: str, cold: bool) -> None:
+    process = Process(job(program, "a", 10_000, cold=cold))
     pids = pids_of("a")
     assert process.wait(0.1)[:2] == (None, "started a noted\n")
     wait_for_end(pids)
@@ -110,13 +119,58 @@ def test_an_exception_stops_the_running_jobs_and_starts_no_other(program: str) -
     assert not Path("c.log").exists()
 
 
+# It says what of torch is loaded when it begins, and whether CUDA could be opened.
+LOADED = """
+import sys, threading
+print("composer.trainer" in sys.modules, "torchao" in sys.modules, threading.active_count(), __name__, sys.argv[1:])
+import torch
+print(torch.cuda._is_in_bad_fork())
+raise ValueError("an error")
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="jobs are forked on Linux")
+def test_a_job_begins_with_everything_imported_and_may_open_cuda(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "loaded.py").write_text(LOADED)
+    monkeypatch.syspath_prepend(tmp_path)
+    ended = Process(Job(["a=1"], Path("log"), program="loaded")).wait(HANGS)
+    assert ended.output.startswith("True False 1 __main__ ['a=1']\nFalse\nTraceback")
+    assert (ended.status, ended.kind, ended.reason) == (1, "failed", "ValueError: an error")
+
+
+# Python imports it first of all: it asks for the GPUs in the process from which jobs are forked, and in no other.
+ASKS = """
+import sys
+if "composer_speedups.sweep.forks" in sys.orig_argv:
+    import torch
+    torch._C._cuda_getDeviceCount()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="jobs are forked on Linux")
+@pytest.mark.skipif(not hasattr(torch._C, "_cuda_isInBadFork"), reason="needs torch with CUDA")
+def test_jobs_start_cold_if_an_import_asked_for_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "loaded.py").write_text(LOADED)
+    (tmp_path / "sitecustomize.py").write_text(ASKS)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(forks, "_server", None)
+    try:
+        ended = Process(Job(["a=1"], Path("log"), program="loaded")).wait(HANGS)
+    finally:
+        forks._end_server()
+    assert ended.output.startswith("False False 1 __main__ ['a=1']\nFalse\nTraceback")
+
+
+@COLD
 @pytest.mark.skipif(not killed_with_parent(), reason="needs setpriv of util-linux 2.33")
-def test_a_killed_command_leaves_no_run_behind(program: str) -> None:
+def test_a_killed_command_leaves_no_run_behind(program: str, cold: bool) -> None:
     code = f"""
 import sys; sys.path += [{str(ROOT)!r}, "."]
 from pathlib import Path
 from composer_speedups.sweep.processes import Job, Process
-Process(Job(["a", "10_000", "0"], Path("a.log"), {{}}, {program!r})).wait()
+Process(Job(["a", "10_000", "0"], Path("a.log"), {{}}, {program!r}, cold={cold})).wait()
 """
     with subprocess.Popen([sys.executable, "-c", code]) as command:
         pids = pids_of("a")

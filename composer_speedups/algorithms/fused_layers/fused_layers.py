@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from composer_speedups.core.run import FirstBatch, Run
 
 
+_FP8_MIN_WIDTH = 512  # below it, FP8 was slower than bf16 (docs/lab-notes.md)
+
+
 class FusedLayers(ComparedTechnique):
     """Computes each encoder layer as one function, with one QKV matmul and fused kernels between the matmuls.
 
@@ -40,6 +43,8 @@ class FusedLayers(ComparedTechnique):
     precision: Literal["bf16", "fp8"] = Field("bf16")
     """bf16 computes the layers' matmuls in autocast's dtype; fp8 computes results and input gradients in 8 bits, on
     Ada, Hopper and newer GPUs."""
+    fp8_min_width: int = Field(_FP8_MIN_WIDTH, ge=0)
+    """With precision: fp8, layers with a smaller hidden size compute in bf16, which is faster there; 0: all in fp8."""
 
     @classmethod
     def effect_with(cls, settings: Mapping[str, Any], device: str | None) -> Effect:
@@ -49,10 +54,11 @@ class FusedLayers(ComparedTechnique):
     def reset(self) -> None:
         super().reset()
         self._compiling: Any = None  # a kernels.compile_ahead.Compiling, whose module imports Triton
+        self._in_fp8 = self.precision == "fp8"  # whether a layer computes in 8 bits
 
     @property
     def matmul_precision(self) -> str | None:
-        return "fp8" if self.precision == "fp8" else None
+        return "fp8" if self._in_fp8 else None
 
     def needs(self, run: Run) -> Iterable[Refusal]:
         if "unpadding" not in run.techniques:
@@ -70,11 +76,12 @@ class FusedLayers(ComparedTechnique):
         from composer_speedups.algorithms.fused_layers.modules import FusedEmbeddings, FusedLayer, modules_shape
 
         try:
-            fuse(run.model, self.last_layer, self.precision)
+            fuse(run.model, self.last_layer, self.precision, self.fp8_min_width)
         except ValueError as error:
             raise self.refusal(str(error).removeprefix("fused_layers "), "remove it for this model") from error
         run.give_back(unfuse, run.model)
         layers = [layer for layer in run.model.modules() if isinstance(layer, FusedLayer)]
+        self._in_fp8 = any(layer.precision == "fp8" for layer in layers)
         embeddings = next((module for module in run.model.modules() if isinstance(module, FusedEmbeddings)), None)
         if run.device.type == "cuda" and layers[0].family.has_berts_layers:  # for which compile_ahead is
             import torch
@@ -85,9 +92,14 @@ class FusedLayers(ComparedTechnique):
             dtype = torch.float16 if run.precision == "amp_fp16" else torch.bfloat16
             shape = modules_shape(layers[0], embeddings)
             ranks = LayerAdapters.of(layers[0].layer_modules()).ranks()
-            self._compiling = compile_ahead(shape, dtype, run.device, float8=self.precision == "fp8", ranks=ranks)
+            self._compiling = compile_ahead(shape, dtype, run.device, float8=self._in_fp8, ranks=ranks)
             run.give_back(lambda: self._compiling.close(cancel=True))
-        return {"layers": len(layers)}
+        narrow = [layer.hidden_size for layer in layers if layer.precision != self.precision]
+        if not narrow:
+            return {"layers": len(layers)}
+        which = f"{len(narrow)} of {len(layers)} layers compute in bf16"
+        note = f"{which}: their hidden size {max(narrow)} is below fp8_min_width={self.fp8_min_width}"
+        return {"layers": len(layers), "bf16_layers": len(narrow), "note": note}
 
     def fit_start(self, run: Run) -> None:
         if self._compiling is not None and getattr(run.state.train_dataloader, "num_workers", None):  # type: ignore
@@ -99,7 +111,7 @@ class FusedLayers(ComparedTechnique):
 
     def state(self, run: Run) -> dict[str, Any]:
         # Scales differ by rank. Every rank creates the whole checkpoint, which rank 0 writes, so they are gathered.
-        if self.precision != "fp8":
+        if not self._in_fp8:
             return {}
         from composer.utils import dist
 
@@ -127,7 +139,7 @@ class FusedLayers(ComparedTechnique):
         if not ran:
             how = "ran the stock model's code" if seen.ran["stock_layer"] else "did not run"
             raise self.no_effect(f"the layers {how}", "keep unpadding engaged")
-        if self.precision == "fp8" and not seen.ran["fused_layer_fp8"]:
+        if self._in_fp8 and not seen.ran["fused_layer_fp8"]:
             raise self.no_effect("no layer computed in 8 bits", "remove precision: fp8 for this model")
         passes = max(1, seen.ran["packed_encoder"])  # one for each micro-batch
         return {

@@ -30,10 +30,13 @@ LastLayer = Literal["needed", "all"]
 Precision = Literal["bf16", "fp8"]
 
 
-def fuse(model: nn.Module, last_layer: LastLayer = "needed", precision: Precision = "bf16") -> None:
+def fuse(
+    model: nn.Module, last_layer: LastLayer = "needed", precision: Precision = "bf16", fp8_min_width: int = 0
+) -> None:
     """Make the encoder layers of an unpadded model compute with fused kernels.
 
-    Parameters may be frozen, and Linears may have PEFT's LoRA adapters.
+    Parameters may be frozen, and Linears may have PEFT's LoRA adapters. With ``precision="fp8"``, layers whose hidden
+    size is below ``fp8_min_width`` compute in bf16.
 
     Raises:
         ValueError: The model has no unpadded encoder, or a layer that is not exactly what transformers builds from the
@@ -49,7 +52,8 @@ def fuse(model: nn.Module, last_layer: LastLayer = "needed", precision: Precisio
     fresh = {name: layer for name, layer in layers.items() if not isinstance(layer, FusedLayer)}
     for name, layer in fresh.items():
         config = configs[id(layer)]
-        if reason := _unsupported(config, layer, precision) or _why_not(layer, name, config, built):
+        reason = _unsupported(config, layer, precision, fp8_min_width)
+        if reason := reason or _why_not(layer, name, config, built):
             raise ValueError(f"fused_layers cannot fuse every layer: {reason}")
     embeddings = [*_embeddings(model)]
     for module in fresh.values():
@@ -61,7 +65,9 @@ def fuse(model: nn.Module, last_layer: LastLayer = "needed", precision: Precisio
     for layer in layers.values():
         runs_once = not layer.family.inner_layer
         layer.is_last, layer.precision = runs_once and id(layer) not in inner, precision
-        if precision == "fp8" and "float8_scales" not in layer._buffers:
+        if precision == "fp8" and layer.hidden_size < fp8_min_width:
+            layer.precision = "bf16"
+        if layer.precision == "fp8" and "float8_scales" not in layer._buffers:
             layer.register_buffer("float8_scales", _new_scales(layer), persistent=False)
     _choose_tokens(model, last_layer)
 
@@ -146,7 +152,7 @@ def _layers_of(encoder: UnpaddedEncoder) -> list[nn.Module]:
     return [m for block in blocks for m in block.modules() if family.has("inner_layer", stock_class(type(m)))]
 
 
-def _unsupported(config: Any, layer: nn.Module, precision: Precision) -> str | None:
+def _unsupported(config: Any, layer: nn.Module, precision: Precision, fp8_min_width: int) -> str | None:
     """Why a kind of layer has no fused kernels; None if it has."""
     family = family_of(type(layer))
     role = "inner_layer" if family is not None and family.inner_layer else "layer"
@@ -169,7 +175,7 @@ def _unsupported(config: Any, layer: nn.Module, precision: Precision) -> str | N
             return f"precision='fp8' supports BERT's layers and similar ones, not {type(layer).__name__}"
         assert family.layer_modules is not None
         up = family.layer_modules(layer).up
-        if up.in_features % 16 or up.out_features % 16:
+        if up.in_features >= fp8_min_width and (up.in_features % 16 or up.out_features % 16):
             widths = f"{up.in_features} and {up.out_features}"
             return f"precision='fp8' needs widths that are multiples of 16, and the layers have {widths} units"
     return None

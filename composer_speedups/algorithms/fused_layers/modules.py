@@ -70,6 +70,10 @@ class FusedLayer(nn.Module):
     def dropouts(self) -> list[tuple[nn.Module, nn.Dropout] | None]:
         raise NotImplementedError
 
+    @property
+    def hidden_size(self) -> int:
+        return int(self.layer_modules().up.in_features)
+
     def rates(self, *, in_training: bool = False) -> DropoutRates:
         """The dropout rates that apply now (0 for a module in eval mode), or those of training mode."""
         return DropoutRates(
