@@ -43,6 +43,7 @@ _COMPUTE = tuple(
         *(_OURS / "algorithms" / name for name in ("fused_layers", "unpadding")),
     )
 )
+_YAMLS = Path(__file__).parents[1] / "yamls"
 _SHORT = "trainer.max_duration=1ep data.eval_samples=8 trainer.device=cpu export=false plot=false on_unavailable=warn"
 _QUICKSTART = "baseline=null data.train_samples=800"
 _FAST = "model.init=random model.size=tiny data.source=builtin data.tokenizer=wordpiece data.train_samples=1000"
@@ -108,19 +109,19 @@ def count_program(yaml: str, overrides: str) -> CallCounter:
     """Train 25 batches with train.py, with the callbacks, loggers and progress display of a YAML."""
     counter = CallCounter()
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-        config = load_config(yaml, [*overrides.split(), *_SHORT.split(), f"runs_folder={folder}"])
+        config = load_config(_YAMLS / f"{yaml}.yaml", [*overrides.split(), *_SHORT.split(), f"runs_folder={folder}"])
         application.train(config, StartupClock(), callbacks=[counter])
     return counter
 
 
 def quickstart() -> CallCounter:
     """README's first command."""
-    return count_program("yamls/quickstart.yaml", _QUICKSTART)
+    return count_program("quickstart", _QUICKSTART)
 
 
 def fast_set() -> CallCounter:
     """The fast set's YAML with a tiny model and what a CPU can do of the set."""
-    return count_program("yamls/bert_imdb_fast.yaml", _FAST)
+    return count_program("bert_imdb_fast", _FAST)
 
 
 def main() -> None:

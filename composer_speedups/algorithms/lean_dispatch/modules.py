@@ -1,7 +1,8 @@
 """The replacement of ``Engine.run_event``, and of what Composer computes in every batch without using it.
 
 Neither Composer's State nor its Logger leads to the Engine, so the functions are replaced on Composer's class and
-modules, and act only for Trainers that have the technique. Everything else goes Composer's own way.
+modules, and act only for Trainers that have the technique. Everything else goes Composer's own way. Times know no
+Trainer; their arithmetic is replaced for all, with the same results.
 """
 
 from __future__ import annotations
