@@ -25,26 +25,9 @@ from composer_speedups.distributed.composer_loop import TESTED_COMPOSER, is_defi
 
 # Events of each batch. All others are rare and may change what the tables below are made of.
 _LEAN = {
-    event._value_
-    for event in (
-        Event.BEFORE_DATALOADER,
-        Event.AFTER_DATALOADER,
-        Event.BATCH_START,
-        Event.BEFORE_TRAIN_BATCH,
-        Event.BEFORE_FORWARD,
-        Event.AFTER_FORWARD,
-        Event.BEFORE_LOSS,
-        Event.AFTER_LOSS,
-        Event.BEFORE_BACKWARD,
-        Event.AFTER_BACKWARD,
-        Event.AFTER_TRAIN_BATCH,
-        Event.BATCH_END,
-        Event.BATCH_CHECKPOINT,
-        Event.EVAL_BATCH_START,
-        Event.EVAL_BEFORE_FORWARD,
-        Event.EVAL_AFTER_FORWARD,
-        Event.EVAL_BATCH_END,
-    )
+    *("before_dataloader", "after_dataloader", "batch_start", "before_train_batch", "before_forward", "after_forward"),
+    *("before_loss", "after_loss", "before_backward", "after_backward", "after_train_batch", "batch_end"),
+    *("batch_checkpoint", "eval_batch_start", "eval_before_forward", "eval_after_forward", "eval_batch_end"),
 }
 _COUNTERS = {unit._value_: f"_{unit._name_.lower()}" for unit in TimeUnit if hasattr(Timestamp, unit._name_.lower())}
 _DEFAULT_PASSES = _get_default_passes()
