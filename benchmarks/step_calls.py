@@ -1,6 +1,6 @@
 """Count the Python calls of a training step in Composer's Trainer, apart from the model and the optimizer.
 
-    python -m benchmarks.step_calls
+    python -m benchmarks.step_calls [-v]
 
 A busy machine does not change the counts. They are of a tiny BERT on a CPU, after the first batches, without those of
 torch, transformers and the modules that compute the model: dispatch, loggers, callbacks, techniques, data and time.
@@ -8,8 +8,11 @@ torch, transformers and the modules that compute the model: dispatch, loggers, c
 
 from __future__ import annotations
 
+import contextlib
+import io
 import sys
 import sysconfig
+import tempfile
 import warnings
 from collections import Counter
 from pathlib import Path
@@ -18,7 +21,7 @@ from typing import Any
 
 import torch
 from composer import Trainer
-from composer.core import Callback, Event, State
+from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.models import HuggingFaceModel
 from torch.utils.data import DataLoader
@@ -26,6 +29,9 @@ from transformers import BertConfig, BertForSequenceClassification
 
 import composer_speedups
 from composer_speedups import recommended
+from composer_speedups.train import application
+from composer_speedups.train.config.load import load_config
+from composer_speedups.train.startup import StartupClock
 
 _SITE = Path(sysconfig.get_path("purelib"))
 _OURS = Path(composer_speedups.__file__).parent
@@ -37,6 +43,10 @@ _COMPUTE = tuple(
         *(_OURS / "algorithms" / name for name in ("fused_layers", "unpadding")),
     )
 )
+_YAMLS = Path(__file__).parents[1] / "yamls"
+_SHORT = "trainer.max_duration=1ep data.eval_samples=8 trainer.device=cpu export=false plot=false on_unavailable=warn"
+_QUICKSTART = "baseline=null data.train_samples=800"
+_FAST = "model.init=random model.size=tiny data.source=builtin data.tokenizer=wordpiece data.train_samples=1000"
 
 
 class CallCounter(Callback):
@@ -50,12 +60,15 @@ class CallCounter(Callback):
         self.first, self.steps = first, 0
         self.calls: Counter[str] = Counter()
 
-    def run_event(self, event: Event, state: State, logger: Logger) -> None:
-        if event == Event.BEFORE_DATALOADER and state.timestamp.batch >= self.first:
-            self.steps += 1
+    def before_dataloader(self, state: State, logger: Logger) -> None:
+        if state.timestamp._batch._value >= self.first:
             sys.setprofile(self._note)
-        elif event in (Event.EPOCH_END, Event.FIT_END):
-            sys.setprofile(None)
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        self.steps += sys.getprofile() is not None
+
+    def epoch_end(self, state: State, logger: Logger) -> None:
+        sys.setprofile(None)
 
     def _note(self, frame: FrameType, kind: str, _: Any) -> None:
         code = frame.f_code
@@ -68,7 +81,7 @@ class CallCounter(Callback):
 
 
 def count(algorithms: list[Any]) -> CallCounter:
-    """Train 25 batches of a tiny BERT."""
+    """Train 25 batches of a tiny BERT in a plain Trainer."""
     torch.manual_seed(0)
     mask, label = torch.ones(12, dtype=torch.long), torch.tensor(1)
     rows = [{"input_ids": torch.randint(5, 90, (12,)), "attention_mask": mask, "labels": label} for _ in range(100)]
@@ -92,17 +105,39 @@ def count(algorithms: list[Any]) -> CallCounter:
     return counter
 
 
+def count_program(yaml: str, overrides: str) -> CallCounter:
+    """Train 25 batches with train.py, with the callbacks, loggers and progress display of a YAML."""
+    counter = CallCounter()
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        config = load_config(_YAMLS / f"{yaml}.yaml", [*overrides.split(), *_SHORT.split(), f"runs_folder={folder}"])
+        application.train(config, StartupClock(), callbacks=[counter])
+    return counter
+
+
+def quickstart() -> CallCounter:
+    """README's first command."""
+    return count_program("quickstart", _QUICKSTART)
+
+
+def fast_set() -> CallCounter:
+    """The fast set's YAML with a tiny model and what a CPU can do of the set."""
+    return count_program("bert_imdb_fast", _FAST)
+
+
 def main() -> None:
     """Print the counts, with ``-v`` also the functions that are called most."""
     warnings.simplefilter("ignore")
-    with_it = recommended(on_unavailable="warn")
+    ours = recommended(on_unavailable="warn")
     without = [technique for technique in recommended(on_unavailable="warn") if technique.name != "lean_dispatch"]
-    for label, algorithms in {
-        "Composer": [],
-        "recommended without lean_dispatch": without,
-        "recommended": with_it,
-    }.items():
-        counter = count(algorithms)
+    rows = {
+        "Composer": lambda: count([]),
+        "recommended without lean_dispatch": lambda: count(without),
+        "recommended": lambda: count(ours),
+        "train.py, quickstart": quickstart,
+        "train.py, fast set": fast_set,
+    }
+    for label, train in rows.items():
+        counter = train()
         print(f"{label:35} {counter.per_step():>6,} calls per step")
         for name, calls in counter.calls.most_common(40 if "-v" in sys.argv else 0):
             print(f"    {calls / counter.steps:8.1f}  {name}")

@@ -18,7 +18,7 @@ from composer_speedups.callbacks.config import FIRST_VALUE_BY, ThroughputConfig
 from composer_speedups.callbacks.precision import Peak, device_peak, precision_in_force
 from composer_speedups.core.compile_counts import graphs_so_far
 from composer_speedups.core.trainer_state import device_of, model_of
-from composer_speedups.families.flops import batch_lengths, training_flops
+from composer_speedups.families.flops import Lengths, batch_lengths, training_flops
 from composer_speedups.packing.encoder import head_tokens
 
 
@@ -116,8 +116,7 @@ class ThroughputMonitor(ThroughputConfig, SavedCallback, eq=False):
         self.clock = PhaseClock()
         self._peak: Peak | None = None
         self._peak_is_due = True
-        self._lengths: torch.Tensor | None = None
-        self._slots = self._flops = self._graphs = self._samples = 0
+        self._tokens = self._slots = self._flops = self._graphs = self._samples = 0
         self._measured = (0.0, 0.0, 0.0)  # seconds of data, step and between at the end of the last batch
         self._unsteady = 0.0  # total seconds of batches outside the steady state
         self._resumed = 0  # batches of earlier processes
@@ -126,7 +125,7 @@ class ThroughputMonitor(ThroughputConfig, SavedCallback, eq=False):
 
     def fit_start(self, state: State, logger: Logger) -> None:
         self.clock.begin("start")
-        self._graphs, self._samples = graphs_so_far(), state.timestamp.sample.value
+        self._ranks, self._graphs, self._samples = dist.get_world_size(), graphs_so_far(), state.timestamp.sample.value
         self._measured = self._seconds_so_far()
 
     def _begin_between(self, state: State, logger: Logger) -> None:
@@ -147,9 +146,9 @@ class ThroughputMonitor(ThroughputConfig, SavedCallback, eq=False):
 
     def batch_start(self, state: State, logger: Logger) -> None:
         # while the batch is still on the host, and after unpadding has counted its rows
-        self._lengths = batch_lengths(state.batch)
-        self._slots = state.batch["input_ids"].numel() if self._lengths is not None else 0
-        self._flops = _batch_flops(state, self._lengths)
+        lengths = batch_lengths(state.batch)
+        self._slots = 0 if lengths is None else state.batch["input_ids"].numel()
+        self._tokens, self._flops = 0 if lengths is None else int(lengths.sum()), _batch_flops(state, lengths)
 
     def eval_before_all(self, state: State, logger: Logger) -> None:
         self._wait_for_step(state)
@@ -161,11 +160,6 @@ class ThroughputMonitor(ThroughputConfig, SavedCallback, eq=False):
             self.eval_marks.append(self.batches[-1].index)
         if self._summary:  # if the last interval is incomplete, Composer evaluates after FIT_END
             self._summary["eval_seconds"] = self.clock.seconds["eval"]
-
-    def _is_steady(self) -> bool:
-        trained = len(self.batches) - self._resumed
-        # a resumed run skips batches before its first one
-        return trained >= max(self.warmup_batches, self._resumed > 0) and graphs_so_far() == self._graphs
 
     def _wait_for_step(self, state: State) -> None:
         start = self.clock.now()
@@ -181,18 +175,19 @@ class ThroughputMonitor(ThroughputConfig, SavedCallback, eq=False):
         return seconds["data"], seconds["step"], seconds["between"]
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        steady = self._is_steady()
+        trained, graphs, self._graphs = len(self.batches) - self._resumed, self._graphs, graphs_so_far()
+        # a resumed run skips batches before its first one
+        steady = trained >= max(self.warmup_batches, self._resumed > 0) and self._graphs == graphs
         if not steady:
             _synchronize(device_of(state))
         self.clock.begin("between")
         data, step, between = self._measured
         self._measured = self._seconds_so_far()
-        self._graphs = graphs_so_far()
         samples, self._samples = -self._samples, state.timestamp.sample.value
         batch = Batch(
             index=state.timestamp.batch.value,
-            samples=(samples + self._samples) // dist.get_world_size(),
-            tokens=0 if self._lengths is None else int(self._lengths.sum()),
+            samples=(samples + self._samples) // self._ranks,
+            tokens=self._tokens,
             slots=self._slots,
             flops=self._flops,
             data=self._measured[0] - data,
@@ -306,7 +301,7 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _batch_flops(state: State, lengths: torch.Tensor | None) -> int:
+def _batch_flops(state: State, lengths: Lengths | None) -> int:
     model: Any = model_of(state)
     if callable(getattr(model, "flops_per_batch", None)):
         return int(model.flops_per_batch(state.batch))

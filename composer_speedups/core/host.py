@@ -94,7 +94,7 @@ class Host(Callback):
         if self._waiting:
             table[Event.BATCH_END].append(self._prove)
         table[Event.AFTER_LOAD].insert(0, self._check_loaded)
-        self._table = {event: calls for event, calls in table.items() if calls}
+        self._table = {event._value_: calls for event, calls in table.items() if calls}
 
     @property
     def _state(self) -> State:
@@ -102,7 +102,7 @@ class Host(Callback):
 
     def hears(self, event: Event) -> bool:
         """Whether a technique handles an event of Composer."""
-        return event in self._table
+        return event._value_ in self._table
 
     @property
     def waits_for_proof(self) -> bool:
@@ -110,7 +110,7 @@ class Host(Callback):
         return bool(self._waiting)
 
     def run_event(self, event: Event, state: State, logger: Logger) -> None:
-        for call in self._table.get(event, ()):
+        for call in self._table.get(event._value_, ()):  # hashing the event itself would run Python code
             call()
 
     def _compare(self, training: bool) -> None:

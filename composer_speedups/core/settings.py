@@ -130,9 +130,7 @@ class Settings(BaseModel):
         """Initialize the attributes that are not settings. A subclass must call ``super().reset()``."""
 
     if not typing.TYPE_CHECKING:  # otherwise mypy would accept any attribute
-
-        def __setattr__(self, name: str, value: Any) -> None:
-            object.__setattr__(self, name, value)
+        __setattr__ = object.__setattr__
 
     def __repr__(self) -> str:
         recorded = [name for name in type(self).model_fields if name not in self.not_recorded]

@@ -93,6 +93,9 @@ class GradientClipping(algorithms.GradientClipping):
 
     norm: Tensor | None = None  # before the latest clipping, on the run's device; None under FSDP1
 
+    def match(self, event: Event, state: State) -> bool:
+        return event is Event.INIT or event is Event.AFTER_TRAIN_BATCH  # asked at each event
+
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         if event != Event.AFTER_TRAIN_BATCH or state.fsdp_config_version == 1:
             super().apply(event, state, logger)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
 from composer_speedups.families.family import Block, Family, LayerModules
-from composer_speedups.families.flops import block_flops
+from composer_speedups.families.flops import Lengths, block_flops
 from composer_speedups.packing.attention import Relative, disentangled_attention
 from composer_speedups.packing.encoder import UnpaddedEncoder
 from composer_speedups.packing.layout import Layout, mark_dynamic
@@ -142,7 +142,7 @@ def _dropouts(layer: Any) -> list[Any]:
     return [(module, module) for module in modules]
 
 
-def _block_flops(config: Any, lengths: Tensor) -> int:
+def _block_flops(config: Any, lengths: Lengths) -> int:
     """BERT's, and for each kind of position score one product per pair of tokens and the projection of the table."""
     if not config.relative_attention:
         return block_flops(config, lengths)

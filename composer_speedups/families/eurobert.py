@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from composer_speedups.families.family import Family, Reads, default_head_reads
-from composer_speedups.families.flops import block_flops
+from composer_speedups.families.flops import Lengths, block_flops
 from composer_speedups.families.rotary import UnpaddedRotaryModel
 from composer_speedups.packing.layout import Layout
 
@@ -38,7 +38,7 @@ def _reads(model_class: str, config: Any) -> Reads:
     return default_head_reads(model_class, config)
 
 
-def _block_flops(config: Any, lengths: Tensor) -> int:
+def _block_flops(config: Any, lengths: Lengths) -> int:
     width = config.num_attention_heads * config.head_dim
     key_width = config.num_key_value_heads * config.head_dim
     shared = 4 * config.hidden_size * (width - key_width)  # of keys and values, by which their matrices are narrower

@@ -143,7 +143,7 @@ class Family:
     packed_encoder: type[Any] | None = None  # runs the encoder on packed tokens; None for UnpaddedEncoder
     packed_attention: type[Any] | None = None  # and an attention module; None if it uses transformers' interface
     # Config, real tokens of each row (rows,) → FLOPs of a forward pass through all blocks; None for flops.block_flops.
-    block_flops: Callable[[Any, Tensor], int] | None = None
+    block_flops: Callable[[Any, Any], int] | None = None
     # Keys of config.json: the feed-forward layer's width, and its activation (None: always the exact GELU).
     inner: str = "intermediate_size"
     activation: str | None = "hidden_act"

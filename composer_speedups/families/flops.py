@@ -5,35 +5,39 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 
 from composer_speedups.families.blocks import repeated_blocks
 from composer_speedups.families.family import config_value, family_named
-from composer_speedups.packing.rows import lengths_key
+from composer_speedups.packing.rows import as_numpy, lengths_key
+
+Lengths = npt.NDArray[np.int64]  # real tokens of each row; NumPy, because torch would wake all its threads for so few
 
 
-def batch_lengths(batch: Any) -> torch.Tensor | None:
-    """Real tokens of each row, int64, with the shape of the token ids without their last dimension; None without ids.
+def batch_lengths(batch: Any) -> Lengths | None:
+    """Real tokens of each row, with the shape of the token ids without their last dimension; None without ids.
 
     Without a mask that has a number for each position, every position counts as real.
     """
     if not hasattr(batch, "get") or not isinstance(batch.get("input_ids"), torch.Tensor):
         return None
-    known = batch.get(lengths_key("attention_mask"))
-    if known is not None and known.numel() and int(known.numpy().min()) >= 0:  # unpadding has counted the rows
-        return known.as_subclass(torch.Tensor).long()
+    counted = batch.get(lengths_key("attention_mask"))
+    if counted is not None and (known := counted.numpy()).min(initial=0) >= 0:  # unpadding has counted the rows
+        return known.astype(np.int64)  # type: ignore[no-any-return]
     mask = batch.get("attention_mask")
     if getattr(mask, "shape", None) != batch["input_ids"].shape:
         *rows, width = batch["input_ids"].shape
-        return torch.full(rows, width)
-    if mask.device.type == "cpu":  # NumPy, because torch would wake all its threads for such a small sum
-        return torch.from_numpy(mask.numpy().sum(-1, dtype="int64"))
-    return mask.sum(-1)
+        return np.full(rows, width)
+    if mask.device.type == "cpu":
+        return mask.numpy().sum(-1, dtype=np.int64)  # type: ignore[no-any-return]
+    return as_numpy(mask.sum(-1))  # type: ignore[no-any-return]
 
 
 def training_flops(
-    config: Any, lengths: torch.Tensor, head: Literal["classification", "mlm"], head_tokens: int | None = None
+    config: Any, lengths: Lengths, head: Literal["classification", "mlm"], head_tokens: int | None = None
 ) -> int:
     """Matmul FLOPs of one forward and backward pass of a BERT-like encoder, without padding.
 
@@ -49,8 +53,7 @@ def training_flops(
     Source: the convention of PaLM (arXiv 2204.02311, appendix B), with each row's own length.
     """
     hidden = config.hidden_size
-    lengths = lengths.to(torch.int64)
-    tokens, rows = int(lengths.sum()), lengths.numel()
+    tokens, rows = int(lengths.sum()), lengths.size
     blocks = _forward_flops(config, lengths)
     extra = 0
     if (sparse := getattr(config, "sparse_upcycling", None)) is not None:
@@ -64,7 +67,7 @@ def training_flops(
     return 3 * (blocks + extra + top)
 
 
-def _forward_flops(config: Any, lengths: torch.Tensor) -> int:
+def _forward_flops(config: Any, lengths: Lengths) -> int:
     """The FLOPs of one forward pass through all blocks."""
     family = family_named(str(getattr(config, "model_type", "")))
     return ((family and family.block_flops) or block_flops)(config, lengths)
@@ -72,7 +75,7 @@ def _forward_flops(config: Any, lengths: torch.Tensor) -> int:
 
 def block_flops(
     config: Any,
-    lengths: torch.Tensor,
+    lengths: Lengths,
     *,
     pairs: int | None = None,
     feed_forward_matrices: int = 2,
@@ -99,14 +102,13 @@ class BlockRun(NamedTuple):
     parameters: list[nn.Parameter]
 
 
-def frozen_flops(model: Any, runs: Sequence[BlockRun], lengths: torch.Tensor) -> int:
+def frozen_flops(model: Any, runs: Sequence[BlockRun], lengths: Lengths) -> int:
     """The FLOPs that :func:`training_flops` counts for gradients that frozen parameters make superfluous.
 
     Blocks in front of the first trained parameter have no backward pass, which is two of three passes. Behind it, the
     gradient of a frozen weight is one of three products per weight. The head and the products of LoRA's matrices, a few
     per cent of the total, are ignored. ``runs`` are from :func:`block_runs`.
     """
-    lengths = lengths.to(torch.int64)
     untrained = 0
     if not any(p.requires_grad for p in model.get_input_embeddings().parameters()):
         counts = (i for i, run in enumerate(runs) if any(p.requires_grad for p in run.parameters))

@@ -11,10 +11,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
 
 from composer_speedups.families.family import Block, Family, GatedLayerModules, Reads, default_head_reads
-from composer_speedups.families.flops import block_flops
+from composer_speedups.families.flops import Lengths, block_flops
 from composer_speedups.families.rotary import UnpaddedRotaryModel, packed_angles
 from composer_speedups.packing.call import Call
 from composer_speedups.packing.layout import Layout, mark_dynamic
@@ -80,10 +81,10 @@ def _dropouts(layer: Any) -> list[Any]:
     return [(attention, weights), (out, out) if isinstance(out, nn.Dropout) else None, (inner, inner)]
 
 
-def _block_flops(config: Any, lengths: Tensor) -> int:
+def _block_flops(config: Any, lengths: Lengths) -> int:
     """A local layer's tokens attend to themselves and to ``sliding_window`` tokens on either side."""
     full = int((lengths**2).sum())
-    reach = lengths.clamp(min=1).sub(1).clamp(max=config.sliding_window)  # the furthest token that is in the window
+    reach = np.clip(lengths - 1, 0, config.sliding_window)  # the furthest token that is in the window
     local = int((lengths * (2 * reach + 1) - reach * (reach + 1)).sum())
     pairs = sum(local if kind == "sliding_attention" else full for kind in config.layer_types)
     return block_flops(config, lengths, pairs=pairs, feed_forward_matrices=3)

@@ -19,7 +19,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.utils.generic import can_return_tuple
 
 from composer_speedups.families.family import Block, Family, LayerModules
-from composer_speedups.families.flops import block_flops
+from composer_speedups.families.flops import Lengths, block_flops
 from composer_speedups.packing.call import CallPlan
 from composer_speedups.packing.encoder import UnpaddedEncoder, UnpaddedModel
 from composer_speedups.packing.layout import Layout, mark_dynamic
@@ -160,7 +160,7 @@ JINA_EMBEDDINGS_V3 = Family(
 )
 
 
-def _nomic_flops(config: Any, lengths: Tensor) -> int:
+def _nomic_flops(config: Any, lengths: Lengths) -> int:
     width = config.num_attention_heads * config.head_dim
     return block_flops(config, lengths, feed_forward_matrices=3, attention_width=width)
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers.utils.generic import can_return_tuple
 
 from composer_speedups.families.family import Family, Reads, default_head_reads
-from composer_speedups.families.flops import block_flops
+from composer_speedups.families.flops import Lengths, block_flops
 from composer_speedups.packing.attention import PositionBias
 from composer_speedups.packing.encoder import UnpaddedEncoder, UnpaddedModel
 from composer_speedups.packing.layout import Layout, mark_dynamic
@@ -81,7 +81,7 @@ def _reads(model_class: str, config: Any) -> Reads:
     return default_head_reads(model_class, config)
 
 
-def _block_flops(config: Any, lengths: Tensor) -> int:
+def _block_flops(config: Any, lengths: Lengths) -> int:
     matrices = 3 if config.is_gated_act else 2
     return block_flops(config, lengths, feed_forward_matrices=matrices, attention_width=config.num_heads * config.d_kv)
 

@@ -84,13 +84,14 @@ class TrainingProgress(LoggerDestination):
             )
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        now, fraction = time.monotonic(), _fraction(state)
-        (started, first), (then, before) = self._start, self._shown
+        now, (then, before) = time.monotonic(), self._shown
+        if now - then < (_MIN_SECONDS if self._bar is None else _BAR_SECONDS):
+            return
+        (started, first), fraction = self._start, _fraction(state)
         if self._bar is not None:
-            if now - then >= _BAR_SECONDS:
-                self._shown = now, fraction
-                self._update(state)
-        elif fraction - before >= _MIN_PROGRESS and now - then >= _MIN_SECONDS:
+            self._shown = now, fraction
+            self._update(state)
+        elif fraction - before >= _MIN_PROGRESS:
             self._shown = now, fraction
             left = tqdm.format_interval((1 - fraction) * (now - started) / (fraction - first))
             self._print(f"training {fraction:4.0%}  {self._status(state)}, {left} left")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from composer import Trainer
-from composer.core import Algorithm, Callback
+from composer.core import Algorithm, Callback, Time, TimeUnit
 from composer.devices import Device, DeviceCPU, DeviceGPU
 from composer.loggers import FileLogger, LoggerDestination, TensorboardLogger, WandBLogger
 from composer.optim import (
@@ -206,11 +206,13 @@ def build_optimizer(model: torch.nn.Module, config: OptimizerConfig) -> torch.op
 
 def build_scheduler(config: SchedulerConfig) -> ComposerScheduler:
     """Build a linear warm-up, followed by the schedule that the config names."""
+    # not as strings, which Composer would parse in each batch
+    warmup, end = Time.from_timestring(config.warmup), Time(1.0, TimeUnit.DURATION)
     if config.name == "constant":
-        return ConstantWithWarmupScheduler(config.warmup)
+        return ConstantWithWarmupScheduler(warmup, t_max=end)
     cosine = config.name == "cosine"
     kind = CosineAnnealingWithWarmupScheduler if cosine else LinearWithWarmupScheduler
-    return kind(config.warmup, alpha_f=config.final_fraction)
+    return kind(warmup, alpha_f=config.final_fraction, t_max=end)
 
 
 def _loggers(config: Config, folder: RunFolder | None) -> list[LoggerDestination]:

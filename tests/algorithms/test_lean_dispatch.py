@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import operator
+from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 from composer.algorithms import GradientClipping
 from composer.callbacks import OptimizerMonitor
-from composer.core import Algorithm, Callback, Engine, Event, State
+from composer.core import Algorithm, Callback, Engine, Event, State, Time, Timestamp, TimeUnit
 from composer.loggers import InMemoryLogger, Logger
 from composer.profiler import JSONTraceHandler, Profiler, cyclic_schedule
 from composer.trainer import trainer as composer_trainer
@@ -224,7 +227,8 @@ def test_algorithms_that_were_removed_between_epochs_are_not_asked() -> None:
 
 def test_composers_functions_are_given_back_when_the_last_trainer_closes() -> None:
     def now() -> list[Any]:
-        return [Engine.run_event, State.fsdp_enabled, torch.cuda.memory_stats, composer_trainer.deepcopy]
+        times = [Time.__init__, Time._cmp, Timestamp.get, Timestamp.to_next_batch]
+        return [Engine.run_event, State.fsdp_enabled, torch.cuda.memory_stats, composer_trainer.deepcopy, *times]
 
     before = now()
     assert before[3] is copy.deepcopy
@@ -236,6 +240,34 @@ def test_composers_functions_are_given_back_when_the_last_trainer_closes() -> No
     assert Engine.run_event is not before[0]
     other.close()
     assert now() == before
+
+
+def test_times_are_computed_as_by_composer() -> None:
+    def outcome(compute: Callable[[], Any]) -> Any:
+        try:
+            value = compute()
+        except Exception as error:
+            return repr(error)
+        return repr(value), type(getattr(value, "_value", value))
+
+    def outcomes() -> list[Any]:
+        later = Timestamp(batch=3, sample=30, epoch=1, token=7, total_wct=timedelta(seconds=9))
+        steps = [(4, 50, timedelta(seconds=2)), (Time(4, "sp"), 0, timedelta(seconds=1)), (2, Time(3, "tok"), None)]
+        found = [outcome(lambda step=step: later.to_next_batch(*step)) for step in (*steps, (), (1.0,))]  # type: ignore
+        found += [outcome(lambda unit=unit: later.get(unit)) for unit in [*TimeUnit, "ba", "epoch"]]  # type: ignore
+        values = [1, True, 0.5, float("inf"), "1", None]
+        found += [outcome(lambda v=v, u=u: Time(v, u)) for v in values for u in [*TimeUnit, "ba", "dur", "x"]]  # type: ignore
+        times = [Time(1, "ba"), Time(2, TimeUnit.BATCH), Time(1, "ep"), Time(0.5, "dur"), Time(1, "dur")]
+        others = [*times, 1, 2, True, 0.5, "1ba", "0.5dur", None]
+        compare = [operator.eq, operator.ne, operator.lt, operator.ge, operator.add, operator.truediv, operator.mod]
+        found += [outcome(lambda o=o, a=a, b=b: o(a, b)) for o in compare for a in times for b in others]  # type: ignore
+        return found + [outcome(lambda o=o, b=b: o(later, b)) for o in compare[:4] for b in others]  # type: ignore
+
+    expected = outcomes()
+    trainer = make_trainer([LeanDispatch()])
+    assert outcomes() == expected
+    trainer.close()
+    assert len(set(map(str, expected))) > 50
 
 
 def test_another_replacement_of_run_event_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

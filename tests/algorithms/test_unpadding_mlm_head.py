@@ -168,7 +168,7 @@ def test_only_computed_tokens_count_in_the_heads_operations() -> None:
     assert head_tokens(model, inputs) is None
     unpad(model, 8, "labelled")
     assert head_tokens(model, inputs) == head_tokens(model, counted(model, inputs)) == labelled(inputs)
-    lengths = inputs["attention_mask"].sum(-1)
+    lengths = inputs["attention_mask"].sum(-1).numpy()
     every, some = (training_flops(model.config, lengths, "mlm", tokens) for tokens in (None, labelled(inputs)))
     hidden = model.config.hidden_size
     assert every - some == 3 * 2 * (int(lengths.sum()) - labelled(inputs)) * hidden * (hidden + VOCABULARY)

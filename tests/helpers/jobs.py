@@ -21,6 +21,7 @@ from tests.helpers.forks import Fork
 SHORT = [
     "baseline=null",
     "algorithms.unpadding=null",
+    "algorithms.lean_dispatch=null",
     "algorithms.sdpa_attention={}",
     "data.length_scale=0.12",
     "data.max_length=48",

@@ -21,7 +21,8 @@ class LeanDispatch(Technique):
 
     It also leaves out three things that Composer computes in every batch without using the result: the walk over all
     modules for ``State.fsdp_enabled``, ``torch.cuda.memory_stats`` without automatic micro-batches, and a copy of the
-    batch without training metrics. Callbacks, algorithms and loggers run in the same order with the same arguments.
+    batch without training metrics; and it adds and compares times without looking up their units. Callbacks, algorithms
+    and loggers run in the same order with the same arguments.
 
     Raises:
         Refusal: At INIT, in a training loop that differs from the tested version of Composer.

@@ -1,7 +1,8 @@
 """The replacement of ``Engine.run_event``, and of what Composer computes in every batch without using it.
 
 Neither Composer's State nor its Logger leads to the Engine, so the functions are replaced on Composer's class and
-modules, and act only for Trainers that have the technique. Everything else goes Composer's own way.
+modules, and act only for Trainers that have the technique. Everything else goes Composer's own way. Times know no
+Trainer; their arithmetic is replaced for all, with the same results.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 from composer import Trainer
-from composer.core import Callback, Engine, Event, State
+from composer.core import Callback, Engine, Event, State, Time, Timestamp, TimeUnit
 from composer.core.engine import Trace, _get_default_passes, _setup_trace
-from composer.loggers import LoggerDestination
+from composer.loggers import Logger, LoggerDestination
 from composer.trainer import trainer as composer_trainer
 
 from composer_speedups.core.technique import Technique
@@ -24,29 +25,13 @@ from composer_speedups.distributed.composer_loop import TESTED_COMPOSER, is_defi
 
 # Events of each batch. All others are rare and may change what the tables below are made of.
 _LEAN = {
-    event._value_
-    for event in (
-        Event.BEFORE_DATALOADER,
-        Event.AFTER_DATALOADER,
-        Event.BATCH_START,
-        Event.BEFORE_TRAIN_BATCH,
-        Event.BEFORE_FORWARD,
-        Event.AFTER_FORWARD,
-        Event.BEFORE_LOSS,
-        Event.AFTER_LOSS,
-        Event.BEFORE_BACKWARD,
-        Event.AFTER_BACKWARD,
-        Event.AFTER_TRAIN_BATCH,
-        Event.BATCH_END,
-        Event.BATCH_CHECKPOINT,
-        Event.EVAL_BATCH_START,
-        Event.EVAL_BEFORE_FORWARD,
-        Event.EVAL_AFTER_FORWARD,
-        Event.EVAL_BATCH_END,
-    )
+    *("before_dataloader", "after_dataloader", "batch_start", "before_train_batch", "before_forward", "after_forward"),
+    *("before_loss", "after_loss", "before_backward", "after_backward", "after_train_batch", "batch_end"),
+    *("batch_checkpoint", "eval_batch_start", "eval_before_forward", "eval_after_forward", "eval_batch_end"),
 }
+_COUNTERS = {unit._value_: f"_{unit._name_.lower()}" for unit in TimeUnit if hasattr(Timestamp, unit._name_.lower())}
 _DEFAULT_PASSES = _get_default_passes()
-_installed: list[LeanEvents] = []  # of the Trainers that have the technique and are not closed
+_installed: dict[int, LeanEvents] = {}  # by the id of the state, of the Trainers that have the technique and are open
 
 
 def replaced_by_other_code() -> str | None:
@@ -59,10 +44,10 @@ def replaced_by_other_code() -> str | None:
 
 
 class _Listeners(NamedTuple):
-    """Who handles an event, and how many others do not."""
+    """Who handles an event, each with whether it overrides ``run_event``; and how many others do not."""
 
-    callbacks: Sequence[Callback]
-    loggers: Sequence[Callback]
+    callbacks: Sequence[tuple[Callback, bool]]
+    loggers: Sequence[tuple[Callback, bool]]
     left_out: int
 
 
@@ -99,50 +84,46 @@ class LeanEvents:
 
     def install(self) -> None:
         if not _installed:
-            _composers[:] = [vars(owner)[name] for owner, name, _ in _REPLACED]
+            _composers.update({name: vars(owner)[name] for owner, name, _ in _REPLACED})
             for owner, name, ours in _REPLACED:
                 setattr(owner, name, ours)
-        _installed.append(self)
+        _installed[id(self.state)] = self
 
     def uninstall(self) -> None:
-        _installed.remove(self)
+        del _installed[id(self.state)]
         if not _installed:
-            for (owner, name, ours), composers in zip(_REPLACED, _composers, strict=True):
+            for owner, name, ours in _REPLACED:
                 if vars(owner)[name] is ours:  # not what other code has put there since
-                    setattr(owner, name, composers)
+                    setattr(owner, name, _composers[name])
 
-    def takes(self, engine: Engine, event: Event) -> bool:
-        """Whether the event is run here; if not, Composer's own method runs it, with its checks and markers."""
-        if event._value_ not in _LEAN:
+    def run(self, engine: Engine, event: Event) -> Any:
+        """Run an event as ``Engine.run_event`` does; None if Composer's own method is to run it, with its checks."""
+        state, name = self.state, event._value_
+        if name not in _LEAN:
             self._begin()
-            return False
-        state = self.state
+            return None
         self.in_batch = not (
             engine._is_closed
             or self._debugging
             or state.profiler is not None
-            or state.dataloader is None
-            or state.max_duration is None
+            or state._dataloader is None
+            or state._max_duration is None
             or engine.algorithm_passes != _DEFAULT_PASSES
         )
-        return self.in_batch
-
-    def run(self, engine: Engine, event: Event) -> Any:
-        """Run an event as ``Engine.run_event`` does."""
-        state, name = self.state, event._value_
+        if not self.in_batch:
+            return None
         self.events += 1
         self.batches += name == "batch_start"
-        if state.algorithms != self._algorithms:
-            self._algorithms = list(state.algorithms)
+        if state._algorithms != self._algorithms:
+            self._algorithms = list(state._algorithms)
             self._others = [algorithm for algorithm in self._algorithms if not isinstance(algorithm, Technique)]
         traces = self._run_algorithms(engine, event) if self._others else OrderedDict()
         listeners = self._listeners(name)
-        for callback in listeners.callbacks:
-            callback.run_event(event, state, engine.logger)
         if listeners.callbacks:
+            _call(listeners.callbacks, event, state, engine.logger)
             listeners = self._listeners(name)  # a callback may have added a logger, which hears the same event
-        for logger in listeners.loggers:
-            logger.run_event(event, state, engine.logger)
+        if listeners.loggers:
+            _call(listeners.loggers, event, state, engine.logger)
         self.left_out += listeners.left_out + len(self._algorithms) - len(self._others)
         return traces
 
@@ -160,50 +141,46 @@ class LeanEvents:
         return traces
 
     def _listeners(self, name: str) -> _Listeners:
-        callbacks = self.state.callbacks
+        callbacks = self.state._callbacks
         if callbacks != self._callbacks:
             self._callbacks, self._table = list(callbacks), {}
         found = self._table.get(name)
         if found is None:
-            hearing = [callback for callback in callbacks if _hears(callback, name)]
-            loggers = [callback for callback in hearing if isinstance(callback, LoggerDestination)]
-            others = [callback for callback in hearing if not isinstance(callback, LoggerDestination)]
+            hearing = [(callback, _has(callback, "run_event")) for callback in callbacks]
+            hearing = [(callback, own) for callback, own in hearing if own or _has(callback, name)]
+            loggers = [entry for entry in hearing if isinstance(entry[0], LoggerDestination)]
+            others = [entry for entry in hearing if not isinstance(entry[0], LoggerDestination)]
             found = self._table[name] = _Listeners(others, loggers, len(callbacks) - len(hearing))
         return found
 
 
-def _hears(callback: Callback, name: str) -> bool:
-    """Whether a callback handles an event: it overrides the event's method or ``run_event``, on its class or itself."""
-    return any(
-        attribute in vars(callback) or getattr(type(callback), attribute) is not getattr(Callback, attribute)
-        for attribute in (name, "run_event")
-    )
+def _has(callback: Callback, method: str) -> bool:
+    """Whether a callback overrides a method, on its class or itself."""
+    return method in vars(callback) or getattr(type(callback), method) is not getattr(Callback, method)
 
 
-def _of(state: State) -> LeanEvents | None:
-    for events in _installed:
-        if events.state is state:
-            return events
-    return None
+def _call(listeners: Sequence[tuple[Callback, bool]], event: Event, state: State, logger: Logger) -> None:
+    for callback, overrides_run_event in listeners:
+        if overrides_run_event:
+            callback.run_event(event, state, logger)
+        else:
+            getattr(callback, event._value_)(state, logger)
 
 
 def _run_event(self: Engine, event: Event | str) -> Any:
     """In the place of ``Engine.run_event``."""
-    events = _of(self.state)
-    if events is not None:
-        event = event if type(event) is Event else Event(event)
-        if events.takes(self, event):
-            return events.run(self, event)
-    return _composers[0](self, event)
+    events = _installed.get(id(self.state))
+    traces = None if events is None else events.run(self, event if type(event) is Event else Event(event))
+    return _composers["run_event"](self, event) if traces is None else traces
 
 
 def _fsdp_enabled(self: State) -> bool:
     """In the place of ``State.fsdp_enabled``, which visits all modules: once per epoch. Models are wrapped before."""
-    events = _of(self)
+    events = _installed.get(id(self))
     if events is None or not events.in_batch:
-        return bool(_composers[1].fget(self))
+        return bool(_composers["fsdp_enabled"].fget(self))
     if events.sharded is None:
-        events.sharded = bool(_composers[1].fget(self))
+        events.sharded = bool(_composers["fsdp_enabled"].fget(self))
     return events.sharded
 
 
@@ -212,7 +189,7 @@ def _memory_stats(*args: Any, **kwargs: Any) -> Any:
     events = _calling(Trainer._train_batch)
     if events is not None and not events.state.auto_microbatching:
         return {"num_alloc_retries": 0}
-    return _composers[2](*args, **kwargs)
+    return _composers["memory_stats"](*args, **kwargs)
 
 
 def _deepcopy(value: Any, *args: Any) -> Any:
@@ -220,13 +197,56 @@ def _deepcopy(value: Any, *args: Any) -> Any:
     events = _calling(Trainer._train_microbatch)
     if events is not None and not events.state.train_metrics:
         return None
-    return _composers[3](value, *args)
+    return _composers["deepcopy"](value, *args)
 
 
 def _calling(method: Any) -> LeanEvents | None:
     """The events of the Trainer whose method called the function that calls this one; None for other callers."""
     frame = sys._getframe(2)
-    return _of(frame.f_locals["self"].state) if frame.f_code is method.__code__ else None
+    return _installed.get(id(frame.f_locals["self"].state)) if frame.f_code is method.__code__ else None
+
+
+# Arithmetic with times, whose results are Composer's. Composer looks units up and compares them by name, 30 times per
+# batch and more with a scheduler.
+
+
+def _time(self: Time[Any], value: Any, unit: Any) -> None:
+    """In the place of ``Time.__init__``."""
+    if type(unit) is TimeUnit and type(value) is (float if unit is TimeUnit.DURATION else int):
+        self._value, self._unit = value, unit
+    else:
+        _composers["__init__"](self, value, unit)
+
+
+def _cmp(self: Time[Any], other: Any) -> Any:
+    """In the place of ``Time._cmp``."""
+    theirs = other._value if type(other) is Time and other._unit is self._unit else other
+    if type(theirs) is type(self._value):
+        return (self._value > theirs) - (self._value < theirs)
+    return _composers["_cmp"](self, other)
+
+
+def _get(self: Timestamp, unit: Any) -> Any:
+    """In the place of ``Timestamp.get``."""
+    name = _COUNTERS.get(unit._value_) if type(unit) is TimeUnit else None
+    return _composers["get"](self, unit) if name is None else vars(self)[name]
+
+
+def _to_next_batch(self: Timestamp, samples: Any = 0, tokens: Any = 0, duration: Any = None) -> Any:
+    """In the place of ``Timestamp.to_next_batch``."""
+    if type(samples) is not int or type(tokens) is not int or duration is None:
+        return _composers["to_next_batch"](self, samples, tokens, duration)
+    later = object.__new__(Timestamp)
+    values = vars(later)
+    values.update(vars(self))
+    for unit, more in ("batch", 1), ("sample", samples), ("token", tokens):
+        for name in (f"_{unit}", f"_{unit}_in_epoch", f"_{unit}_in_iteration"):
+            if name in values:
+                values[name] = Time(values[name]._value + more, values[name]._unit)
+    for name in ("_total_wct", "_iteration_wct", "_epoch_wct"):
+        values[name] += duration
+    values["_batch_wct"] = duration
+    return later
 
 
 _REPLACED: list[tuple[Any, str, Any]] = [
@@ -234,5 +254,9 @@ _REPLACED: list[tuple[Any, str, Any]] = [
     (State, "fsdp_enabled", property(_fsdp_enabled)),
     (torch.cuda, "memory_stats", _memory_stats),
     (composer_trainer, "deepcopy", _deepcopy),
+    (Time, "__init__", _time),
+    (Time, "_cmp", _cmp),
+    (Timestamp, "get", _get),
+    (Timestamp, "to_next_batch", _to_next_batch),
 ]
-_composers: list[Any] = []  # what they replaced
+_composers: dict[str, Any] = {}  # what they replaced, by name
