@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import types
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import yaml
 
 from composer_speedups.core.errors import ConfigError, did_you_mean
-from composer_speedups.core.settings import Origins, Settings, fields_of, keys_of, parts_of, sections_of
+from composer_speedups.core.settings import Settings, fields_of, keys_of, parts_of, sections_of
 
 COMMAND_LINE = "command line"
 _PACKAGE = Path(__file__).parents[1]
@@ -116,7 +117,7 @@ def read_settings(cls: type[T], arguments: Sequence[str], prefix: str = "") -> t
         values |= read_pair(f"{key}={text}", cls, prefix)
         if list in kinds and not isinstance(values[key], list):
             values[key] = None if text == "null" else [item.strip() for item in text.split(",") if item.strip()]
-    return cls.read(values, prefix, Origins(COMMAND_LINE)), [pair for pair in arguments if pair not in own]
+    return cls.read(values, prefix, defaultdict(lambda: COMMAND_LINE)), [pair for pair in arguments if pair not in own]
 
 
 # YAML and key=value

@@ -23,17 +23,6 @@ DURATION_UNITS = ("ep", "ba", "sp", "tok")  # units of Composer's time strings
 Check = tuple[object, str, str]  # whether settings exclude each other, the key to name, the end of a sentence about it
 
 
-class Origins(dict[str, str]):
-    """Dotted key → the file or command line that set it; the file for keys that were not set."""
-
-    def __init__(self, otherwise: str) -> None:
-        super().__init__()
-        self.otherwise = otherwise
-
-    def __missing__(self, key: str) -> str:
-        return self.otherwise
-
-
 def refuse(checks: Iterable[Check]) -> None:
     if lines := [f"{key} {problem}" for excluded, key, problem in checks if excluded]:
         raise ConfigError.of(lines)
@@ -82,7 +71,7 @@ class Settings(BaseModel):
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 
     @classmethod
-    def read(cls, values: Mapping[Any, Any], prefix: str = "", origins: Origins | None = None) -> Self:
+    def read(cls, values: Mapping[Any, Any], prefix: str = "", origins: Mapping[str, str] | None = None) -> Self:
         """Build an instance from plain values, such as parsed YAML; ``prefix`` and ``origins`` are for the errors."""
         try:
             return cls.model_validate({str(key): value for key, value in values.items()})
