@@ -166,16 +166,6 @@ class TrainerConfig(Settings):
         if self.early_stopping is not None:
             unevaluated = "needs evaluations during the training; set trainer.eval_interval"
             yield self.eval_interval is None, "early_stopping", unevaluated
-            times = (self.early_stopping.patience, self.evaluates_every, self.max_duration)
-            waits, interval, end = (int(time.rstrip(ascii_lowercase)) for time in times)
-            earliest = (waits // interval + 2) * interval  # the first evaluation is an improvement
-            units = {time.lstrip(digits) for time in times}
-            never = (
-                f"of {times[0]} and evaluations every {times[1]} allow a stop after {earliest}{min(units)} at the "
-                f"earliest, and training ends after {times[2]}; evaluate more often, or train for longer"
-            )
-            useless = self.eval_interval is not None and len(units) == 1 and earliest >= end
-            yield useless, "early_stopping.patience", never
 
 
 class CheckpointConfig(Settings):
@@ -380,12 +370,8 @@ class Config(Settings):
 
 def checkpoint_problem(name: str | None) -> str | None:
     """What is wrong with a local checkpoint, as far as can be seen without loading it."""
-    if name is None:
+    if name is None or name.startswith(OBJECT_STORES):
         return None
-    if name.startswith(OBJECT_STORES):
-        scheme, slashes, path = name.partition("://")
-        nameless = slashes and path[:1] in "/"
-        return f"does not name a bucket: {name}; write {scheme}://BUCKET/PATH.pt" if nameless else None
     if not os.path.isfile(name):
         shown = with_working_directory(name)
         return f"is not a file: {shown}; name a checkpoint, such as runs/NAME/checkpoints/latest-rank0.pt"
