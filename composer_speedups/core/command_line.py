@@ -98,7 +98,6 @@ def _configs_of_folder(name: str) -> list[str]:
 
 
 def _shipped_configs() -> dict[str, str]:
-    """Name → path of the configs that come with the package."""
     paths = {path.relative_to(_SHIPPED).with_suffix("").as_posix(): str(path) for path in _SHIPPED.rglob("*.yaml")}
     return dict(sorted(paths.items()))
 

@@ -56,7 +56,6 @@ def check(techniques: Iterable[Technique], run: Run) -> None:
 
 
 def refuse_conflicts(techniques: Sequence[Technique]) -> None:
-    """Raise a Refusal if two techniques conflict, or one is listed twice."""
     for one, other in itertools.combinations(techniques, 2):
         if one.name == other.name:
             raise one.refusal("is listed twice", "list it once")

@@ -100,7 +100,6 @@ class Observer:
     stepped.reads_gradients = False  # type: ignore[attr-defined]  # see distributed.composer_loop
 
     def outputs(self, outputs: Any) -> None:
-        """Note the dtypes of the model's outputs."""
         self.seen.outputs |= {_name(tensor.dtype) for tensor in _tensors(outputs) if tensor.is_floating_point()}
 
     def stop(self) -> bool:

@@ -148,7 +148,6 @@ class Technique(Settings, Algorithm, eq=False, strict=True):
     # What a technique calls.
 
     def refusal(self, reason: str, fix: str) -> Refusal:
-        """A refusal in this technique's name."""
         return Refusal(self.name, reason, fix)
 
     def no_effect(self, reason: str, fix: str) -> Refusal:

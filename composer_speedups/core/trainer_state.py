@@ -20,13 +20,11 @@ if TYPE_CHECKING:
 
 
 def torch_device(device: Device) -> torch.device:
-    """The torch device behind a Composer device."""
     inner: Any = device._device
     return inner  # type: ignore[no-any-return]
 
 
 def device_of(state: State) -> torch.device:
-    """The device that this rank trains on."""
     return torch_device(state.device)
 
 
@@ -76,7 +74,6 @@ def open_host_group(device: Device) -> None:
 
 
 def close_host_group() -> None:
-    """Undo one call of :func:`open_host_group`."""
     if _host_groups and (group := _host_groups.pop()) not in _host_groups:
         with contextlib.suppress(ValueError):  # the process has already left the default group and all others
             torch.distributed.destroy_process_group(group)

@@ -85,7 +85,6 @@ def read_request(arguments: Sequence[str]) -> tuple[str, Request]:
 
 
 def command() -> None:
-    """Entry point of ``python -m composer_speedups.dashboards`` and its console command."""
     with exit_codes("dashboards"):
         main(sys.argv[1:])
 

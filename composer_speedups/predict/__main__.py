@@ -115,7 +115,6 @@ def _as_pairs(arguments: Sequence[str]) -> list[str]:
 
 
 def command() -> None:
-    """Entry point of ``python -m composer_speedups.predict`` and its console command."""
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # deletes the unfinished output
     with exit_codes("predict"):
         main(sys.argv[1:])

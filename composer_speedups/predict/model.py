@@ -104,7 +104,6 @@ class FinishedModel:
 
     @property
     def columns(self) -> list[str]:
-        """The columns that it reads."""
         return self.task.text_columns
 
     @torch.no_grad()
@@ -190,7 +189,6 @@ def _task_of(folder: Path, *, evaluates: bool) -> tuple[Task, int]:
 
 
 def _choose_columns(task: Task, columns: Mapping[str, Any], *, evaluates: bool) -> None:
-    """Read other columns than in training."""
     read = (
         len(task.texts_of(training=False)) if evaluates else 1 if task.name == "embedding" else len(task.text_columns)
     )

@@ -124,7 +124,6 @@ def _names(rows: Sequence[Row]) -> list[str]:
 
 
 def _write(rows: list[Row], suffix: str, file: IO[bytes]) -> None:
-    """Write the rows in the format of the suffix."""
     if suffix == ".jsonl":
         for row in rows:
             file.write(json.dumps(finite(row), default=str).encode() + b"\n")

@@ -35,7 +35,6 @@ class TaskWithClasses(Task):
 
     @property
     def classes(self) -> list[str]:
-        """The names of the classes."""
         return list(self.labels or ())
 
     def learn(self, columns: Mapping[str, Sequence[Any]], declared: Mapping[str, list[str]], where: str) -> None:

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 
 def main(arguments: list[str]) -> None:
-    """Run the training program."""
     clock = StartupClock()
     config = read_command_line(arguments)  # report unknown keys before torch is imported
     # Missing files and columns too, because the imports take most of the time until the first step.
@@ -109,7 +108,6 @@ def train(config: Config, clock: StartupClock, callbacks: Sequence[Callback] = (
 
 
 def command() -> None:
-    """Entry point of ``composer train.py``, ``python -m composer_speedups.train`` and ``composer-speedups-train``."""
     with exit_codes():
         try:
             main(sys.argv[1:])

@@ -172,7 +172,6 @@ def build_trainer(
 
 @contextlib.contextmanager
 def _one_line_from_wandb() -> Iterator[None]:
-    """Turn an error of wandb into one line."""
     try:
         yield
     except Exception as error:

@@ -57,7 +57,6 @@ def to_float8(module: nn.Linear, config: Any) -> None:
 
 
 def to_plain(module: nn.Linear) -> None:
-    """Undo :func:`to_float8`."""
     for key in module.__dict__.pop(_ADDED):
         del module.__dict__[key]
     module.__class__ = nn.Linear

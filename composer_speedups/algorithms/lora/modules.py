@@ -32,14 +32,12 @@ def adapter_host(model: nn.Module) -> nn.Module:
 
 
 def adapted_layers(model: nn.Module) -> dict[str, Any]:
-    """Return the PEFT layer of every module with LoRA matrices, by name."""
     from peft.tuners.lora import LoraLayer
 
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
 
 
 def trained_copies(model: nn.Module) -> dict[str, Any]:
-    """Return the PEFT wrapper of every module that is fully trained, with its frozen original, by name."""
     from peft.utils.other import ModulesToSaveWrapper
 
     return {name: module for name, module in model.named_modules() if isinstance(module, ModulesToSaveWrapper)}

@@ -65,7 +65,6 @@ class OptimizerTechnique(Technique):
         return replaced(old, lambda groups, defaults: self.build(groups, defaults, model))
 
     def shown(self, seen: FirstBatch) -> Mapping[str, Any]:
-        """More evidence of the first step."""
         return {}
 
     def needs(self, run: Run) -> Iterable[Refusal]:

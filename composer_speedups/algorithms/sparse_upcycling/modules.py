@@ -127,7 +127,6 @@ class SparseFeedForward(nn.Module):
 
 
 def sparse_layers(model: nn.Module) -> list[SparseFeedForward]:
-    """Return the layers of experts in a model, first to last."""
     return [m for m in model.modules() if isinstance(m, SparseFeedForward)]
 
 

@@ -57,7 +57,6 @@ def load_config(file: str | os.PathLike[str] | None = None, overrides: Sequence[
 
 
 def save_config(config: Config, path: Path, *, resolved: bool = False) -> None:
-    """Write :func:`as_yaml` to a file."""
     write_atomically(path, as_yaml(config, resolved=resolved))
 
 
