@@ -142,7 +142,7 @@ def build_trainer(
             model=model,
             train_dataloader=train_data,
             eval_dataloader=data.eval,
-            eval_interval=settings.evaluates_every if data.eval else 1,
+            eval_interval=(settings.eval_interval or settings.max_duration) if data.eval else 1,
             eval_subset_num_batches=settings.eval_batches or -1,
             max_duration=settings.max_duration,
             optimizers=build_optimizer(model, config.optimizer),

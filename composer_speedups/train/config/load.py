@@ -36,7 +36,9 @@ def load_config(file: str | os.PathLike[str] | None = None, overrides: Sequence[
         except ConfigError as error:
             mistakes += error.lines
     try:
-        merged = _with_defaults(given)
+        task = dict(_flat(given)).get(("model", "task"))
+        chosen: Any = TASKS.get(task if isinstance(task, str) else "", ClassificationSettings)()
+        merged = _over(Config(task=chosen).model_dump(), given)  # to which interpolations may refer
         values: Any = OmegaConf.to_container(OmegaConf.create(merged), resolve=True, throw_on_missing=True)
         config = Config.read(values, origins=origins)
     except OmegaConfBaseException as error:
@@ -133,14 +135,6 @@ def _read_file(file: str | os.PathLike[str]) -> dict[Any, Any]:
     if not isinstance(loaded, dict):
         raise ConfigError(f"{file}: must contain keys and values at the top level, not a {type(loaded).__name__}")
     return loaded
-
-
-def _with_defaults(given: dict[Any, Any]) -> dict[Any, Any]:
-    """The values over the defaults, to which interpolations may refer."""
-    model = given.get("model")
-    task = model.get("task") if isinstance(model, dict) else None
-    chosen: Any = TASKS.get(task if isinstance(task, str) else "", ClassificationSettings)()
-    return _over(Config(task=chosen).model_dump(), given)
 
 
 def _over(base: dict[Any, Any], given: dict[Any, Any]) -> dict[Any, Any]:

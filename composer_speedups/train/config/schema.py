@@ -147,11 +147,6 @@ class TrainerConfig(Settings):
     deterministic: bool = False
     """Use deterministic kernels only; slower."""
 
-    @property
-    def evaluates_every(self) -> str:
-        """The interval of evaluations, for Composer: the whole training if ``eval_interval`` is null."""
-        return self.eval_interval or self.max_duration
-
     def checks(self) -> Iterator[Check]:
         if self.fsdp is not None:
             no_auto = "auto is not supported with trainer.fsdp; set a number, or null"
