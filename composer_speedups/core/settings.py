@@ -270,9 +270,6 @@ def mistakes(
     for e in error.errors(include_url=False):
         names, options, field, item, known = list[str](), [cls], FieldInfo(), "", list[str]()
         for part in e["loc"]:
-            part = next(
-                (alias for o in options if (alias := getattr(o.model_fields.get(str(part)), "alias", None))), part
-            )
             if owner := next((option for option in options if part in fields_of(option)), None):
                 field = fields_of(owner)[str(part)]
                 names += [owner.key_of(str(part))] if owner.key_of(str(part)) else []
