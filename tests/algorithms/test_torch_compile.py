@@ -61,7 +61,7 @@ def test_every_public_backend_trains_or_is_refused_with_a_reason(backend: str) -
 @pytest.mark.parametrize("arguments", [{"backend": "cudagraphs"}, {"mode": "reduce-overhead"}])
 def test_modes_that_capture_graphs_train_on_a_gpu(arguments: Any) -> None:
     technique = TorchCompile(**arguments)
-    assert technique.makes_graphs
+    assert technique.fixed_shapes
     trained([technique], batches=plain_batches(4), gpu=True)
     assert technique.evidence["graphs"] >= 1
 

@@ -62,13 +62,9 @@ class TorchCompile(Technique):
         self._cached: dict[str, int] = {}
 
     @property
-    def makes_graphs(self) -> bool:
+    def fixed_shapes(self) -> bool:
         """Whether the compiled code captures and replays CUDA graphs itself."""
         return self.backend == "cudagraphs" or self.mode in ("reduce-overhead", "max-autotune")
-
-    @property
-    def fixed_shapes(self) -> bool:
-        return self.makes_graphs
 
     def needs(self, run: Run) -> Iterable[Refusal]:
         import torch._inductor
@@ -82,7 +78,7 @@ class TorchCompile(Technique):
             yield self.refusal(f"inductor has no mode {self.mode!r}", f"use one of {', '.join(modes)}")
         if (package := _PACKAGES.get(self.backend)) is not None:
             yield from needs_package(self.name, package, {"tvm": "apache-tvm"}.get(package, package))
-        if self.makes_graphs:
+        if self.fixed_shapes:
             yield from needs_cuda(self.name, run, f"backend {self.backend!r} with mode {self.mode!r}")
             if "cuda_graphs" in run.techniques:
                 reason = "conflicts with cuda_graphs: with this mode or backend, torch_compile captures CUDA graphs too"
@@ -92,7 +88,7 @@ class TorchCompile(Technique):
             status = folder.stat()
             if status.st_uid != os.geteuid() or status.st_mode & stat.S_IWOTH:
                 yield self.refusal(f"cache: others could put code into {folder}", "choose a folder of your own")
-        if "unpadding" in run.techniques and (self.makes_graphs or self.dynamic is False):
+        if "unpadding" in run.techniques and (self.fixed_shapes or self.dynamic is False):
             reason = (
                 "conflicts with unpadding: with dynamic: false, or a mode that captures CUDA graphs, it would "
                 "recompile for each number of tokens"
