@@ -8,7 +8,7 @@ import re
 import sys
 import types
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -25,10 +25,9 @@ T = TypeVar("T", bound=Settings)
 
 
 class CommandLine(NamedTuple):
-    files: list[str]  # none with --help, and for programs with positional words
+    files: list[str]  # none for programs with positional words
     words: list[str]
     overrides: list[str]  # key=value
-    help: bool
 
     @property
     def file(self) -> str:
@@ -43,17 +42,19 @@ def console_command() -> str | None:
 
 
 def parse_command_line(
-    arguments: Sequence[str], *words: str, several_files: bool = False, more: str = ""
+    arguments: Sequence[str], *words: str, several_files: bool = False, more: str = "", help: Callable[[], str] = str
 ) -> CommandLine:
-    """Split a command line into ``--help``, ``key=value`` pairs, and either positional ``words``, such as ``PROJECT``,
-    or ``-f FILE``; with ``several_files``, also more than one, and ``-f FOLDER/all`` for a folder of the package."""
-    names, positional, overrides, wants_help = list[str](), list[str](), list[str](), False
+    """Split a command line into ``key=value`` pairs, and either positional ``words``, such as ``PROJECT``, or
+    ``-f FILE``; with ``several_files``, also more than one, and ``-f FOLDER/all`` for a folder of the package.
+    ``--help`` prints ``help()`` and exits with 0."""
+    names, positional, overrides = list[str](), list[str](), list[str]()
     usage = " ".join([*words, more]).strip() or "-f FILE"
     rest = iter(arguments)
     for argument in rest:
         if argument in ("-h", "--help"):
-            wants_help = True
-        elif argument in ("-f", "--file") and not words:
+            print(help())
+            raise SystemExit(0)
+        if argument in ("-f", "--file") and not words:
             names.append(next(rest, ""))
         elif "=" in argument[1:] and argument[0] not in "-=":
             overrides.append(argument)
@@ -61,8 +62,6 @@ def parse_command_line(
             positional.append(argument)
         else:
             raise ConfigError(f"{COMMAND_LINE}: cannot read {argument!r}; expected {usage} or key=value")
-    if wants_help:
-        return CommandLine([], positional, overrides, True)
     if len(positional) != len(words):
         raise ConfigError(
             f"{COMMAND_LINE}: expected {usage} and then key=value, not {' '.join(arguments)!r}; see --help"
@@ -72,9 +71,7 @@ def parse_command_line(
     if len(names) > 1 and not several_files:
         raise ConfigError(f"{COMMAND_LINE}: -f names a second config file; pass one")
     folders = {name: _configs_of_folder(name) for name in names if several_files}
-    return CommandLine(
-        [path for n in names for path in folders.get(n) or [find_config(n)]], positional, overrides, False
-    )
+    return CommandLine([path for n in names for path in folders.get(n) or [find_config(n)]], positional, overrides)
 
 
 def find_config(name: str) -> str:
