@@ -105,7 +105,7 @@ class Technique(Settings, Algorithm, eq=False, strict=True):
     def engage(self, run: Run) -> Mapping[str, Any]:
         """Change the run, append to ``run.undo`` what is to be given back, and return evidence.
 
-        May raise Refusal, before it has changed anything.
+        May raise Refusal, or ValueError with the reason against this model, before it has changed anything.
         """
         raise NotImplementedError
 

@@ -101,11 +101,7 @@ class TorchCompile(Technique):
         from composer_speedups.algorithms.torch_compile.modules import CACHE_FOLDERS, cache_counts, targets
         from composer_speedups.core.compile_counts import compile_counts
 
-        try:
-            modules = targets(run.model, self.scope)
-        except ValueError as error:
-            raise self.refusal(str(error), "remove it for this model") from error
-        for module in modules:
+        for module in targets(run.model, self.scope):
             module.compile(backend=self.backend, mode=self.mode, dynamic=self.dynamic)
             run.give_back(setattr, module, "_compiled_call_impl", None)
         self._before, self._cached = compile_counts(), cache_counts()
