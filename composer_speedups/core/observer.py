@@ -58,16 +58,10 @@ class Operators(TorchDispatchMode):
 
 
 class Observer:
-    """Observes batches of one run, until the techniques have seen enough.
+    """Observes batches of one run, whose counts add up in ``seen``, until the techniques have seen enough.
 
-    Args:
-        run: The run.
-        hears_steps: Whether it registers for the steps of all optimizers while it observes. False for an owner that
-            stops it in such a hook, in which torch allows no other to be removed.
-
-    Attributes:
-        seen: What was observed so far; counts add up over the observed batches.
-        batches: Number of observed batches.
+    ``hears_steps`` registers it for the steps of all optimizers while it observes; not for an owner that stops it in
+    such a hook, in which torch allows no other to be removed.
     """
 
     def __init__(self, run: Run, *, hears_steps: bool = True) -> None:
