@@ -143,10 +143,6 @@ def sections_of(field: FieldInfo) -> list[type[Settings]]:
     ]
 
 
-def section_choices(field: FieldInfo) -> list[type[Settings]]:
-    return sections_of(field) or [rule.section() for rule in field.metadata if hasattr(rule, "section")]
-
-
 def keys_of(cls: type[Settings], prefix: str = "") -> Iterator[tuple[str, FieldInfo, type[Settings]]]:
     """Every dotted key with its field and the class that has it; sections precede their keys."""
     for name, field in fields_of(cls).items():
@@ -273,7 +269,7 @@ def mistakes(
             if owner := next((option for option in options if part in fields_of(option)), None):
                 field = fields_of(owner)[str(part)]
                 names += [owner.key_of(str(part))] if owner.key_of(str(part)) else []
-                options = section_choices(field)
+                options = sections_of(field) or [rule.section() for rule in field.metadata if hasattr(rule, "section")]
                 known = [*fields_of(options[0])] if options and (known or not sections_of(field)) else known
             elif chosen := [option for option in options if option.option.endswith(f": {part}")]:
                 options = chosen

@@ -85,7 +85,7 @@ def add_adapters(
             layer.train(layer.get_base_layer().training)  # PEFT's modules start in training mode
         vars(inner)[_SETTINGS] = settings
     names = {p: name for name, p in inner.named_parameters()}
-    replace_parameters(list(optimizers), _replacements(inner), names, for_untrained="first group")
+    replace_parameters(optimizers, _replacements(inner), names, for_untrained="first group")
 
 
 def _refuse_unmatched(wanted: Iterable[str], names: Sequence[str], what: str) -> None:

@@ -175,7 +175,7 @@ def upcycle(
         replaced[dense.up.weight].append(sparse.router.weight)
     encoder.register_forward_pre_hook(routing.begin, with_kwargs=True)
     encoder.config.sparse_upcycling = settings
-    replace_parameters(list(optimizers), replaced, {p: n for n, p in model.named_parameters()})
+    replace_parameters(optimizers, replaced, {p: n for n, p in model.named_parameters()})
 
 
 def load_sparse_upcycling(folder: str | Path, auto: Any = AutoModelForSequenceClassification) -> PreTrainedModel:
