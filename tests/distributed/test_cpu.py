@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import io
 import json
 import os
@@ -19,11 +18,10 @@ import pytest
 import torch
 
 import composer_speedups.train.trainer
-from composer_speedups import FreezeGarbage, FusedOptimizer, OffloadedOptimizer
+from composer_speedups import FusedOptimizer, OffloadedOptimizer
 from composer_speedups.distributed.cpu import _at_first, share_cores
 from composer_speedups.train.config.schema import Config
 from tests.conftest import ROOT
-from tests.helpers.common import make_trainer
 from tests.helpers.hangs import HANGS
 from tests.helpers.jobs import run
 from tests.helpers.ranks import on_ranks
@@ -54,25 +52,6 @@ def test_the_example_trains_on_two_ranks() -> None:
     assert first["ddp"]["gradients_read_by"] is None
     plain, _ = on_ranks(lambda: example("--plain"))
     assert plain["ddp"] is None
-
-
-def test_objects_are_frozen_from_fit_start_until_the_trainer_closes() -> None:
-    frozen = gc.get_freeze_count()  # tests/conftest.py may have frozen objects
-    gc.unfreeze()
-    try:
-        trainer = make_trainer(callbacks=[FreezeGarbage()])
-        assert gc.get_freeze_count() == 0
-        trainer.fit()
-        assert gc.get_freeze_count() > 10_000
-        other = make_trainer(callbacks=[FreezeGarbage()])
-        other.fit()
-        other.close()
-        assert gc.get_freeze_count() > 10_000, "still frozen by the first trainer"
-        trainer.close()
-        assert gc.get_freeze_count() == 0
-    finally:
-        if frozen:
-            gc.freeze()
 
 
 @pytest.fixture
