@@ -208,8 +208,7 @@ def build_scheduler(config: SchedulerConfig) -> ComposerScheduler:
     if config.name == "constant":
         return ConstantWithWarmupScheduler(config.warmup)
     cosine = config.name == "cosine"
-    kind = CosineAnnealingWithWarmupScheduler if cosine else LinearWithWarmupScheduler
-    return kind(config.warmup, alpha_f=config.final_fraction)
+    return (CosineAnnealingWithWarmupScheduler if cosine else LinearWithWarmupScheduler)(config.warmup)
 
 
 def _loggers(config: Config, folder: RunFolder | None) -> list[LoggerDestination]:

@@ -115,8 +115,6 @@ class SchedulerConfig(Settings):
     """Shape of the learning rate after the warm-up."""
     warmup: Annotated[str, ComposerTime((*DURATION_UNITS, "dur"))] = "0.1dur"
     """Linear warm-up, as a Composer time: 0.1dur, 100ba."""
-    final_fraction: float = Field(0.0, ge=0, le=1)
-    """Learning rate at the end as a fraction of the peak."""
 
 
 class TrainerConfig(Settings):
