@@ -79,25 +79,22 @@ def test_ranks_of_a_node_share_its_threads(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(
-    ("on", "fsdp", "technique", "computes"),
+    ("on", "technique", "computes"),
     [
-        ("cpu", None, None, True),
-        ("cuda", None, None, False),
-        ("cuda", SimpleNamespace(cpu_offload=True), None, True),
-        ("cuda", SimpleNamespace(cpu_offload=False), None, False),
-        ("cuda", None, OffloadedOptimizer(), True),
-        ("cuda", None, FusedOptimizer(), False),
+        ("cpu", None, True),
+        ("cuda", None, False),
+        ("cuda", OffloadedOptimizer(), True),
+        ("cuda", FusedOptimizer(), False),
     ],
 )
 def test_threads_are_shared_only_if_the_host_computes(
-    on: str, fsdp: Any, technique: Any, computes: bool, monkeypatch: pytest.MonkeyPatch
+    on: str, technique: Any, computes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def asked(*, computes: bool, at_most: int | None) -> None:
         raise InterruptedError(computes)
 
     monkeypatch.setattr(composer_speedups.train.trainer, "share_cores", asked)
     config, device = Config(), SimpleNamespace(_device=torch.device(on))
-    config.trainer.fsdp = fsdp
     model = SimpleNamespace(config=SimpleNamespace(hidden_size=768))
     parts: list[Any] = [config, model, None, [technique] if technique else [], device, None]
     with pytest.raises(InterruptedError, match=str(computes)):
