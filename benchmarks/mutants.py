@@ -172,10 +172,7 @@ def commands_for(mutation: Any, package: str, *, exhaustive: bool) -> list[str]:
 
 
 def main(arguments: Sequence[str]) -> None:
-    line = parse_command_line(arguments, "PACKAGE")
-    if line.help:
-        print(__doc__)
-        return
+    line = parse_command_line(arguments, "PACKAGE", help=lambda: str(__doc__))
     (package,) = line.words
     if package not in PACKAGES:
         raise ConfigError(f"{package}: no such package in mutants.toml{did_you_mean(package, PACKAGES)}")

@@ -16,7 +16,6 @@ _OTHERS = {
     "BalancedSampler": "composer_speedups.distributed.balanced_sampling",
     "BestWeights": "composer_speedups.callbacks.evaluations",
     "EarlyStopping": "composer_speedups.callbacks.evaluations",
-    "FreezeGarbage": "composer_speedups.distributed.cpu",
     "LossMonitor": "composer_speedups.callbacks.losses",
     "MemoryAnatomy": "composer_speedups.callbacks.memory",
     "OverlappedDDP": "composer_speedups.distributed.ddp",

@@ -134,7 +134,7 @@ def _train(arguments: list[str]) -> None:
 
 def _tune(arguments: list[str]) -> None:
     if "--help" in arguments:
-        tune.main(arguments)
+        _exits(tune.main, arguments)
         return
     given = parse_command_line(arguments)
     _, overrides = read_settings(TuneConfig, given.overrides, PREFIX)

@@ -119,6 +119,6 @@ def plan_of(config: Config, batches_an_epoch: int) -> Plan:
 
 def _evaluations(config: Config, batches: int, batches_an_epoch: int) -> frozenset[int]:
     """As in Composer: at every interval, and at the end."""
-    interval = Time.from_timestring(config.trainer.evaluates_every)
+    interval = Time.from_timestring(config.trainer.eval_interval or config.trainer.max_duration)
     every = int(interval) * (batches_an_epoch if interval.unit == TimeUnit.EPOCH else 1)
     return frozenset({*range(every, batches + 1, every), batches})

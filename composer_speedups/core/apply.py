@@ -50,7 +50,7 @@ class Applied:
         if is_compiled(run.model):  # a hook would become part of the compiled code
             self._observer.start()
         else:
-            self._handles.append(run.model.register_forward_pre_hook(_BeforeForward(self)))
+            self._handles.append(run.model.register_forward_pre_hook(self))
 
     @property
     def evidence(self) -> dict[str, dict[str, Any]]:
@@ -61,11 +61,15 @@ class Applied:
         """Give back forwards, classes, hooks and flags. Parameters, adapters, experts and the optimizer stay."""
         self._run.undo.close()
 
-    def _before_forward(self, model: nn.Module) -> None:
+    def __call__(self, model: nn.Module, _args: Any) -> None:
+        """The model's forward pre-hook, which is not copied or pickled with the model."""
         if not self._waiting:
             self._stop_watching()
         elif not self._run.observing and model.training and torch.is_grad_enabled() and not in_other_mode():
             self._observer.start()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial, (_ignore,)
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         mine = any(id(p) in self._mine for group in optimizer.param_groups for p in group["params"])
@@ -80,19 +84,6 @@ class Applied:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-
-
-class _BeforeForward:
-    """A hook of the model that is not copied or pickled with it."""
-
-    def __init__(self, applied: Applied) -> None:
-        self._applied = applied
-
-    def __call__(self, model: nn.Module, _args: Any) -> None:
-        self._applied._before_forward(model)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return partial, (_ignore,)
 
 
 def _ignore(*_: Any) -> None:

@@ -7,14 +7,15 @@ import os
 import re
 import sys
 import types
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import yaml
 
 from composer_speedups.core.errors import ConfigError, did_you_mean
-from composer_speedups.core.settings import Origins, Settings, fields_of, keys_of, parts_of, sections_of
+from composer_speedups.core.settings import Settings, fields_of, keys_of, parts_of, sections_of
 
 COMMAND_LINE = "command line"
 _PACKAGE = Path(__file__).parents[1]
@@ -24,10 +25,9 @@ T = TypeVar("T", bound=Settings)
 
 
 class CommandLine(NamedTuple):
-    files: list[str]  # none with --help, and for programs with positional words
+    files: list[str]  # none for programs with positional words
     words: list[str]
     overrides: list[str]  # key=value
-    help: bool
 
     @property
     def file(self) -> str:
@@ -42,17 +42,19 @@ def console_command() -> str | None:
 
 
 def parse_command_line(
-    arguments: Sequence[str], *words: str, several_files: bool = False, more: str = ""
+    arguments: Sequence[str], *words: str, several_files: bool = False, more: str = "", help: Callable[[], str] = str
 ) -> CommandLine:
-    """Split a command line into ``--help``, ``key=value`` pairs, and either positional ``words``, such as ``PROJECT``,
-    or ``-f FILE``; with ``several_files``, also more than one, and ``-f FOLDER/all`` for a folder of the package."""
-    names, positional, overrides, wants_help = list[str](), list[str](), list[str](), False
+    """Split a command line into ``key=value`` pairs, and either positional ``words``, such as ``PROJECT``, or
+    ``-f FILE``; with ``several_files``, also more than one, and ``-f FOLDER/all`` for a folder of the package.
+    ``--help`` prints ``help()`` and exits with 0."""
+    names, positional, overrides = list[str](), list[str](), list[str]()
     usage = " ".join([*words, more]).strip() or "-f FILE"
     rest = iter(arguments)
     for argument in rest:
         if argument in ("-h", "--help"):
-            wants_help = True
-        elif argument in ("-f", "--file") and not words:
+            print(help())
+            raise SystemExit(0)
+        if argument in ("-f", "--file") and not words:
             names.append(next(rest, ""))
         elif "=" in argument[1:] and argument[0] not in "-=":
             overrides.append(argument)
@@ -60,8 +62,6 @@ def parse_command_line(
             positional.append(argument)
         else:
             raise ConfigError(f"{COMMAND_LINE}: cannot read {argument!r}; expected {usage} or key=value")
-    if wants_help:
-        return CommandLine([], positional, overrides, True)
     if len(positional) != len(words):
         raise ConfigError(
             f"{COMMAND_LINE}: expected {usage} and then key=value, not {' '.join(arguments)!r}; see --help"
@@ -71,9 +71,7 @@ def parse_command_line(
     if len(names) > 1 and not several_files:
         raise ConfigError(f"{COMMAND_LINE}: -f names a second config file; pass one")
     folders = {name: _configs_of_folder(name) for name in names if several_files}
-    return CommandLine(
-        [path for n in names for path in folders.get(n) or [find_config(n)]], positional, overrides, False
-    )
+    return CommandLine([path for n in names for path in folders.get(n) or [find_config(n)]], positional, overrides)
 
 
 def find_config(name: str) -> str:
@@ -97,7 +95,6 @@ def _configs_of_folder(name: str) -> list[str]:
 
 
 def _shipped_configs() -> dict[str, str]:
-    """Name → path of the configs that come with the package."""
     paths = {path.relative_to(_SHIPPED).with_suffix("").as_posix(): str(path) for path in _SHIPPED.rglob("*.yaml")}
     return dict(sorted(paths.items()))
 
@@ -116,7 +113,7 @@ def read_settings(cls: type[T], arguments: Sequence[str], prefix: str = "") -> t
         values |= read_pair(f"{key}={text}", cls, prefix)
         if list in kinds and not isinstance(values[key], list):
             values[key] = None if text == "null" else [item.strip() for item in text.split(",") if item.strip()]
-    return cls.read(values, prefix, Origins(COMMAND_LINE)), [pair for pair in arguments if pair not in own]
+    return cls.read(values, prefix, defaultdict(lambda: COMMAND_LINE)), [pair for pair in arguments if pair not in own]
 
 
 # YAML and key=value

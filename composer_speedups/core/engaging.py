@@ -56,7 +56,6 @@ def check(techniques: Iterable[Technique], run: Run) -> None:
 
 
 def refuse_conflicts(techniques: Sequence[Technique]) -> None:
-    """Raise a Refusal if two techniques conflict, or one is listed twice."""
     for one, other in itertools.combinations(techniques, 2):
         if one.name == other.name:
             raise one.refusal("is listed twice", "list it once")
@@ -98,10 +97,12 @@ def engage(run: Run, techniques: Iterable[Technique]) -> Comparison:
                 if not complete:
                     _require(technique, run)  # one that it needs may be left out
                 technique.evidence.update(technique.engage(run))
-            except Refusal as error:
+            except ValueError as error:
+                fix = "remove it for this model"
+                refusal = error if isinstance(error, Refusal) else technique.refusal(str(error), fix)
                 if technique.on_unavailable == "stop":
-                    raise
-                _warn(run.techniques.pop(technique.name), error, "without")
+                    raise refusal from error.__cause__
+                _warn(run.techniques.pop(technique.name), refusal, "without")
                 complete = False
                 continue
             technique.engaged = True

@@ -30,7 +30,6 @@ class Refusal(ValueError):
 
     @classmethod
     def of(cls, lines: Iterable[str]) -> Self:
-        """A refusal for several mistakes."""
         each = [cls(line) for line in lines]
         each[0].lines = [line for refusal in each for line in refusal.lines]
         each[0].args = ("\n".join(each[0].lines),)

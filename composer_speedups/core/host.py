@@ -101,7 +101,6 @@ class Host(Callback):
         return cast(State, self.run.state)
 
     def hears(self, event: Event) -> bool:
-        """Whether a technique handles an event of Composer."""
         return event._value_ in self._table
 
     @property

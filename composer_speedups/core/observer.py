@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._pytree import tree_leaves
 
 from composer_speedups.core.compile_counts import compile_counts
 from composer_speedups.core.run import FirstBatch, Run
@@ -58,16 +58,10 @@ class Operators(TorchDispatchMode):
 
 
 class Observer:
-    """Observes batches of one run, until the techniques have seen enough.
+    """Observes batches of one run, whose counts add up in ``seen``, until the techniques have seen enough.
 
-    Args:
-        run: The run.
-        hears_steps: Whether it registers for the steps of all optimizers while it observes. False for an owner that
-            stops it in such a hook, in which torch allows no other to be removed.
-
-    Attributes:
-        seen: What was observed so far; counts add up over the observed batches.
-        batches: Number of observed batches.
+    ``hears_steps`` registers it for the steps of all optimizers while it observes; not for an owner that stops it in
+    such a hook, in which torch allows no other to be removed.
     """
 
     def __init__(self, run: Run, *, hears_steps: bool = True) -> None:
@@ -100,8 +94,8 @@ class Observer:
     stepped.reads_gradients = False  # type: ignore[attr-defined]  # see distributed.composer_loop
 
     def outputs(self, outputs: Any) -> None:
-        """Note the dtypes of the model's outputs."""
-        self.seen.outputs |= {_name(tensor.dtype) for tensor in _tensors(outputs) if tensor.is_floating_point()}
+        tensors = (leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor))
+        self.seen.outputs |= {_name(tensor.dtype) for tensor in tensors if tensor.is_floating_point()}
 
     def stop(self) -> bool:
         """Return whether the optimizer stepped, so that its gradients were finite and not skipped."""
@@ -139,16 +133,6 @@ def sample(parameter: Tensor) -> Tensor:
     """A few values of this rank's shard of a parameter."""
     flat = local_shard(parameter.detach()).reshape(-1)
     return flat[:: max(1, len(flat) // _SAMPLE)][:_SAMPLE]
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from _tensors(list(value.values()))
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
 
 
 def _name(dtype: torch.dtype) -> str:

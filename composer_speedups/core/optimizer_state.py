@@ -10,8 +10,6 @@ from torch.optim import Optimizer
 
 from composer_speedups.core.trainer_state import local_shard
 
-Optimizers = Optimizer | Iterable[Optimizer] | None
-
 
 def state_tensors(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of the state with its key; quantised tensors as the plain tensors that they consist of."""
@@ -37,7 +35,7 @@ def state_bytes(optimizer: Optimizer) -> int:
 
 
 def replace_parameters(
-    optimizers: Optimizers,
+    optimizers: Iterable[Optimizer],
     replacements: Mapping[nn.Parameter, Sequence[nn.Parameter]],
     names: Mapping[nn.Parameter, str],
     *,
@@ -48,9 +46,6 @@ def replace_parameters(
     Groups stay, even empty ones, because schedulers count them. An old parameter's state is passed on if exactly one
     new parameter replaces it. ``for_untrained`` is the group for new parameters whose old one is in none.
     """
-    if optimizers is None:
-        return
-    optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
     groups = [(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups]
     held = {p for _, group in groups for p in group["params"]}
     successors = {old: [new for new in news if new not in held] for old, news in replacements.items()}

@@ -31,7 +31,6 @@ def _classes() -> dict[str, type[Technique]]:
 
 
 def technique_names() -> list[str]:
-    """YAML names of all techniques, sorted."""
     return list(_classes())
 
 

@@ -35,6 +35,17 @@ def needs_package(who: str, module: str, requirement: str) -> Iterator[Refusal]:
         yield Refusal(who, f"the package {module!r} is not installed", f"pip install {requirement!r}{where}")
 
 
+def needs_apex(who: str, module: str) -> Iterator[Refusal]:
+    """A module of NVIDIA Apex with its CUDA extensions; the package index has another project of that name."""
+    try:
+        found = importlib.util.find_spec(module) is not None
+    except ImportError:
+        found = False
+    if not found:
+        fix = "build it from github.com/NVIDIA/apex with --cpp_ext --cuda_ext; pip's apex is another project"
+        yield Refusal(who, "NVIDIA Apex is not installed with its CUDA extensions", fix)
+
+
 def needs_triton(who: str) -> Iterator[Refusal]:
     """Triton, and the C compiler that it needs when a kernel is launched for the first time."""
     from composer_speedups.kernels.common import missing_c_compiler

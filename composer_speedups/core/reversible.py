@@ -36,7 +36,6 @@ class ProcessFlag:
             self._held[index] = self._held[index][0], before
 
     def release(self, owner: object) -> None:
-        """Undo every :meth:`take` of an owner."""
         while any(held is owner for held, _ in self._held):
             self.give_back(owner)
 
@@ -46,7 +45,6 @@ MATMUL_PRECISION = ProcessFlag(torch.get_float32_matmul_precision, torch.set_flo
 
 @contextmanager
 def temporary_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Set an attribute that ``owner`` has to ``value`` inside the block, and restore it afterwards."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:

@@ -23,17 +23,6 @@ DURATION_UNITS = ("ep", "ba", "sp", "tok")  # units of Composer's time strings
 Check = tuple[object, str, str]  # whether settings exclude each other, the key to name, the end of a sentence about it
 
 
-class Origins(dict[str, str]):
-    """Dotted key → the file or command line that set it; the file for keys that were not set."""
-
-    def __init__(self, otherwise: str) -> None:
-        super().__init__()
-        self.otherwise = otherwise
-
-    def __missing__(self, key: str) -> str:
-        return self.otherwise
-
-
 def refuse(checks: Iterable[Check]) -> None:
     if lines := [f"{key} {problem}" for excluded, key, problem in checks if excluded]:
         raise ConfigError.of(lines)
@@ -82,7 +71,7 @@ class Settings(BaseModel):
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 
     @classmethod
-    def read(cls, values: Mapping[Any, Any], prefix: str = "", origins: Origins | None = None) -> Self:
+    def read(cls, values: Mapping[Any, Any], prefix: str = "", origins: Mapping[str, str] | None = None) -> Self:
         """Build an instance from plain values, such as parsed YAML; ``prefix`` and ``origins`` are for the errors."""
         try:
             return cls.model_validate({str(key): value for key, value in values.items()})
@@ -150,10 +139,6 @@ def sections_of(field: FieldInfo) -> list[type[Settings]]:
     return [
         option for option in _options(field.annotation) if isinstance(option, type) and issubclass(option, Settings)
     ]
-
-
-def section_choices(field: FieldInfo) -> list[type[Settings]]:
-    return sections_of(field) or [rule.section() for rule in field.metadata if hasattr(rule, "section")]
 
 
 def keys_of(cls: type[Settings], prefix: str = "") -> Iterator[tuple[str, FieldInfo, type[Settings]]]:
@@ -279,13 +264,10 @@ def mistakes(
     for e in error.errors(include_url=False):
         names, options, field, item, known = list[str](), [cls], FieldInfo(), "", list[str]()
         for part in e["loc"]:
-            part = next(
-                (alias for o in options if (alias := getattr(o.model_fields.get(str(part)), "alias", None))), part
-            )
             if owner := next((option for option in options if part in fields_of(option)), None):
                 field = fields_of(owner)[str(part)]
                 names += [owner.key_of(str(part))] if owner.key_of(str(part)) else []
-                options = section_choices(field)
+                options = sections_of(field) or [rule.section() for rule in field.metadata if hasattr(rule, "section")]
                 known = [*fields_of(options[0])] if options and (known or not sections_of(field)) else known
             elif chosen := [option for option in options if option.option.endswith(f": {part}")]:
                 options = chosen

@@ -208,7 +208,6 @@ def _same(held: Any, built: Any) -> bool:
 
 
 def _is_patched(kind: type[nn.Module]) -> bool:
-    """Whether a class's ``forward`` was replaced."""
     owner = next(c for c in kind.__mro__ if "forward" in vars(c))
     if owner is nn.Module:  # a container, which is never called
         return False

@@ -105,7 +105,7 @@ class Technique(Settings, Algorithm, eq=False, strict=True):
     def engage(self, run: Run) -> Mapping[str, Any]:
         """Change the run, append to ``run.undo`` what is to be given back, and return evidence.
 
-        May raise Refusal, before it has changed anything.
+        May raise Refusal, or ValueError with the reason against this model, before it has changed anything.
         """
         raise NotImplementedError
 
@@ -148,7 +148,6 @@ class Technique(Settings, Algorithm, eq=False, strict=True):
     # What a technique calls.
 
     def refusal(self, reason: str, fix: str) -> Refusal:
-        """A refusal in this technique's name."""
         return Refusal(self.name, reason, fix)
 
     def no_effect(self, reason: str, fix: str) -> Refusal:
@@ -193,8 +192,8 @@ class ComparedTechnique(Technique):
         _: KW_ONLY
 
     check: Check = Field("auto")
-    """Compare loss, outputs and gradients of the first micro-batch with the untouched model's. auto: only if the model
-    is not exactly transformers' own."""
+    """Compare loss, outputs and gradients of the first 16 rows with the untouched model's. auto: only if the model is
+    not exactly transformers' own."""
 
     @property
     def needs_16_bits(self) -> bool:

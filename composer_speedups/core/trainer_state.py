@@ -6,7 +6,6 @@ import contextlib
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -21,13 +20,11 @@ if TYPE_CHECKING:
 
 
 def torch_device(device: Device) -> torch.device:
-    """The torch device behind a Composer device."""
     inner: Any = device._device
     return inner  # type: ignore[no-any-return]
 
 
 def device_of(state: State) -> torch.device:
-    """The device that this rank trains on."""
     return torch_device(state.device)
 
 
@@ -54,25 +51,6 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-_alone = False
-
-
-@contextlib.contextmanager
-def loss_of_this_rank() -> Iterator[None]:
-    """Make losses in the block use this rank's samples alone, because other ranks may not be computing theirs."""
-    global _alone
-    before, _alone = _alone, True
-    try:
-        yield
-    finally:
-        _alone = before
-
-
-def loss_ranks() -> int:
-    """Number of ranks whose samples a loss may gather: all of them, or 1 inside :func:`loss_of_this_rank`."""
-    return 1 if _alone else world_size()
-
-
 _host_groups: list[Any] = []  # the shared process group, once per user
 
 
@@ -96,7 +74,6 @@ def open_host_group(device: Device) -> None:
 
 
 def close_host_group() -> None:
-    """Undo one call of :func:`open_host_group`."""
     if _host_groups and (group := _host_groups.pop()) not in _host_groups:
         with contextlib.suppress(ValueError):  # the process has already left the default group and all others
             torch.distributed.destroy_process_group(group)

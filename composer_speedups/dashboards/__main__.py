@@ -76,16 +76,12 @@ def build_workspace(sections: Sequence[Section], request: Request, entity: str, 
 
 def read_request(arguments: Sequence[str]) -> tuple[str, Request]:
     """Read the project and the keys of ``PROJECT [key=value ...]``; ``--help`` prints every key and exits with 0."""
-    command_line = parse_command_line(arguments, "PROJECT")
-    if command_line.help:
-        print(_USAGE + keys_help(Request))
-        raise SystemExit(0)
+    command_line = parse_command_line(arguments, "PROJECT", help=lambda: _USAGE + keys_help(Request))
     (project,) = command_line.words
     return project, read_settings(Request, command_line.overrides)[0]
 
 
 def command() -> None:
-    """Entry point of ``python -m composer_speedups.dashboards`` and its console command."""
     with exit_codes("dashboards"):
         main(sys.argv[1:])
 

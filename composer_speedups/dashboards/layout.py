@@ -39,7 +39,6 @@ class Chart(NamedTuple):
 
     @property
     def axis(self) -> str:
-        """A description of the x-axis."""
         return "bars" if self.over is None else f"over {_LAYOUT['axes'][self.over]}"
 
 

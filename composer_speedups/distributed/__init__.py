@@ -14,5 +14,3 @@ class FSDPConfig(Settings):
     """Shard gradients and optimizer state (grad_op, ZeRO-2), or also the weights (full, ZeRO-3)."""
     replicas: int = Field(1, ge=1)
     """Replicas of the sharded model (HSDP). With one replica per node, shards stay within their node."""
-    cpu_offload: bool = False
-    """Keep shards and optimizer state in host memory. Needs GPUs, and is slow."""

@@ -1,14 +1,11 @@
-"""Host settings that matter with several ranks: torch's CPU threads and Python's garbage collection."""
+"""torch's CPU threads with several ranks on a host."""
 
 from __future__ import annotations
 
-import gc
 import os
 from functools import cache
 
 import torch
-from composer.core import Callback, State
-from composer.loggers import Logger
 from composer.utils import dist
 
 
@@ -36,28 +33,3 @@ def share_cores(*, computes: bool, at_most: int | None = None) -> None:
 @cache
 def _at_first() -> int:
     return torch.get_num_threads()
-
-
-class FreezeGarbage(Callback):
-    """Excludes all objects that exist when training starts from Python's garbage collection, until the Trainer closes.
-
-    Importing torch, Composer and transformers creates a million permanent objects. A full collection visits all of
-    them, which takes 0.4 s in some training step while all other ranks wait. Objects that training creates are
-    collected as usual. If objects are already frozen, as by ``train.py``, nothing is changed.
-
-    ``Trainer(callbacks=[FreezeGarbage()], …)``. Source: ``gc.freeze``.
-    """
-
-    def __init__(self) -> None:
-        self._froze = False
-
-    def fit_start(self, state: State, logger: Logger) -> None:
-        if gc.get_freeze_count() == 0:
-            gc.collect()  # so that no garbage is frozen
-            gc.freeze()
-            self._froze = True
-
-    def close(self, state: State, logger: Logger) -> None:
-        if self._froze:
-            gc.unfreeze()
-            self._froze = False

@@ -163,7 +163,6 @@ class GradientSums:
 
     @property
     def under_way(self) -> list[Tensor]:
-        """The parameters whose gradients are in flight."""
         return [parameter for parameters, _ in self._under_way for parameter in parameters]
 
     def settle(self) -> None:

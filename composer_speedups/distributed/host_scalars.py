@@ -43,7 +43,6 @@ def mark(device: torch.device) -> Any:
 
 
 def is_busy(device: torch.device) -> bool:
-    """Whether a GPU still has work to do."""
     return device.type == "cuda" and not torch.cuda.current_stream(device).query()
 
 
@@ -68,7 +67,6 @@ class HostCopy:
             self._done = stream.record_event()
 
     def receive(self) -> float:
-        """Wait for this copy only."""
         if self._done is not None:
             self._done.synchronize()
         return float(self._host)
@@ -76,15 +74,12 @@ class HostCopy:
 
 @dataclass
 class Readback:
-    """The losses that were read."""
-
     reads: int = 0  # one per batch and named loss
     early_reads: int = 0  # how many of them were read while the device was still computing the batch
     first: tuple[float, Tensor] | None = None  # the first loss read, and the sum that the device computed
     backward_mark: Any = None  # the mark at which this micro-batch's backward pass begins, if it was seen
 
     def begin_microbatch(self) -> None:
-        """Discard the previous micro-batch's mark."""
         self.backward_mark = None
 
 
@@ -111,7 +106,6 @@ class _LoopScalar(Tensor):
         return self
 
     def item(self) -> float:
-        """This rank's sum."""
         if self.value is None:
             total = torch.zeros((), dtype=torch.float32)  # summed as on the device: in float32, one after another
             for copy in self.sent:

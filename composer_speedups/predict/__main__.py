@@ -77,11 +77,9 @@ def main(arguments: Sequence[str]) -> None:
 
 def read_request(arguments: Sequence[str]) -> tuple[Path, Request]:
     """Read the run's folder and the keys of a command line; ``--help`` prints every key and exits with 0."""
-    command_line = parse_command_line(_as_pairs(arguments), "RUN", more="--input FILE")
-    if command_line.help:
-        print(_USAGE + keys_help(Request))
-        raise SystemExit(0)
-    request, _ = read_settings(Request, command_line.overrides)
+    pairs = _as_pairs(arguments)
+    line = parse_command_line(pairs, "RUN", more="--input FILE", help=lambda: _USAGE + keys_help(Request))
+    request, _ = read_settings(Request, line.overrides)
     if not request.input:
         raise ConfigError("input is missing; add --input FILE")
     if request.evaluate and request.output is not None:
@@ -97,7 +95,7 @@ def read_request(arguments: Sequence[str]) -> tuple[Path, Request]:
         raise ConfigError(f"output: {output} must end in {', '.join(_FORMATS)}")
     if output.resolve() == Path(request.input).resolve():
         raise ConfigError(f"output: {output} is the input itself; choose another name")
-    return Path(command_line.words[0]).expanduser(), request
+    return Path(line.words[0]).expanduser(), request
 
 
 def _as_pairs(arguments: Sequence[str]) -> list[str]:
@@ -115,7 +113,6 @@ def _as_pairs(arguments: Sequence[str]) -> list[str]:
 
 
 def command() -> None:
-    """Entry point of ``python -m composer_speedups.predict`` and its console command."""
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # deletes the unfinished output
     with exit_codes("predict"):
         main(sys.argv[1:])

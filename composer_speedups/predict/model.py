@@ -86,26 +86,21 @@ class FinishedModel:
         self.engaged += [str(warning.message) for warning in caught]
 
     def encode(self, rows: Sequence[Mapping[str, Any]]) -> Columns:
-        """Token ids of rows, each a mapping from :attr:`columns` to texts."""
+        """Token ids of rows, each a mapping from its columns to texts."""
         texts = [self.texts(row) for row in rows]
         columns = {f"text_{i}": list(column) for i, column in enumerate(zip(*texts, strict=True), start=1)}
         return self.task.encode(columns, self.tokenizer, self.max_length)
 
     def texts(self, row: Mapping[str, Any], where: str = "input") -> list[Any]:
         """The checked texts of a row: strings, or lists of words. ``where`` is the row in an error message."""
-        given = {name: row.get(name) for name in self.columns}
-        return [self.task.text(given, name, where) for name in self.columns]
+        given = {name: row.get(name) for name in self.task.text_columns}
+        return [self.task.text(given, name, where) for name in self.task.text_columns]
 
     def choose_columns(self, names: Collection[str]) -> None:
         """Read words from the column ``text`` of a file that lacks the task's own column for them."""
         own = TASKS[self.task.name].model_fields["text_columns"].default
-        if self.task.splits_words and self.columns == own and own[0] not in names and "text" in names:
+        if self.task.splits_words and self.task.text_columns == own and own[0] not in names and "text" in names:
             self.task.text_columns = ["text"]
-
-    @property
-    def columns(self) -> list[str]:
-        """The columns that it reads."""
-        return self.task.text_columns
 
     @torch.no_grad()
     def predict(self, encoded: Columns, batch_size: int) -> list[dict[str, Any]]:
@@ -190,7 +185,6 @@ def _task_of(folder: Path, *, evaluates: bool) -> tuple[Task, int]:
 
 
 def _choose_columns(task: Task, columns: Mapping[str, Any], *, evaluates: bool) -> None:
-    """Read other columns than in training."""
     read = (
         len(task.texts_of(training=False)) if evaluates else 1 if task.name == "embedding" else len(task.text_columns)
     )

@@ -93,7 +93,7 @@ def _check(model: FinishedModel, rows: list[Row], source: Path, *, labelled: boo
     """Refuse rows without the columns that the model reads, or without those of the labels if ``labelled``."""
     names = _names(rows)
     model.choose_columns(names)
-    needed = [(column, "text_columns") for column in model.columns]
+    needed = [(column, "text_columns") for column in model.task.text_columns]
     if labelled:
         needed = [(column, key.removeprefix("data.")) for column, key in model.task.columns(training=False)]
     if rows:
@@ -124,7 +124,6 @@ def _names(rows: Sequence[Row]) -> list[str]:
 
 
 def _write(rows: list[Row], suffix: str, file: IO[bytes]) -> None:
-    """Write the rows in the format of the suffix."""
     if suffix == ".jsonl":
         for row in rows:
             file.write(json.dumps(finite(row), default=str).encode() + b"\n")

@@ -163,10 +163,8 @@ def table(runs: Sequence[Run]) -> str:
 
 def main(arguments: Sequence[str], program: str = TRAIN) -> None:
     """Train the runs that have not finished, and print the table of all; ``program`` is the module that trains."""
-    command_line = parse_command_line(arguments, several_files=True)
-    if command_line.help:
-        print(f"{_USAGE}{keys_help(RepeatConfig)}\n\nAll other keys are those of composer train.py --help.")
-        return
+    usage = f"{_USAGE}{keys_help(RepeatConfig)}\n\nAll other keys are those of composer train.py --help."
+    command_line = parse_command_line(arguments, several_files=True, help=lambda: usage)
     own = [pair for pair in command_line.overrides if pair.partition("=")[0] in fields_of(RepeatConfig)]
     settings, _ = read_settings(RepeatConfig, own)
     overrides = [pair for pair in command_line.overrides if pair not in own]

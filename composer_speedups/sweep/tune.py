@@ -60,10 +60,7 @@ def help_text() -> str:
 
 def main(arguments: list[str]) -> None:
     """Read the arguments, search, and write the YAML."""
-    command_line = parse_command_line(arguments)
-    if command_line.help:
-        print(help_text())
-        return
+    command_line = parse_command_line(arguments, help=help_text)
     settings, overrides = read_settings(TuneConfig, command_line.overrides, PREFIX)
     config = load_config(command_line.file, overrides)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:

@@ -35,7 +35,6 @@ class TaskWithClasses(Task):
 
     @property
     def classes(self) -> list[str]:
-        """The names of the classes."""
         return list(self.labels or ())
 
     def learn(self, columns: Mapping[str, Sequence[Any]], declared: Mapping[str, list[str]], where: str) -> None:
@@ -97,7 +96,7 @@ class TaskWithClasses(Task):
 
     def classes_of(self, value: Any, where: str, expected: str) -> list[int]:
         """The indices of a list of labels; ``expected`` describes it for errors."""
-        if not _is_list(value):
+        if not isinstance(value, list | tuple):
             raise DataError(f"{where}: {self.label_column} is {shown(value)}; every label must be {expected}")
         return [self.class_of(label, where, "holds") for label in value]
 
@@ -120,7 +119,7 @@ def _are_text(names: Sequence[str]) -> bool:
 
 def _labels_in(values: Sequence[Any]) -> list[Any]:
     """The labels of a column, whose cells may be lists."""
-    return [label for value in values for label in (value if _is_list(value) else [value])]
+    return [label for value in values for label in (value if isinstance(value, list | tuple) else [value])]
 
 
 def _as_seen(name: str) -> Decimal | str:
@@ -143,10 +142,6 @@ def _truth(value: Any, names: Sequence[str]) -> str | None:
     if text.lower() not in ("true", "false"):
         return None
     return text if text in names else next((name for name in names if name.lower() == text.lower()), None)
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, (list, tuple))
 
 
 def _plain(value: Any) -> int | str | None:

@@ -206,7 +206,6 @@ class KeptPairs(Metric):
         self.expected.append(expected_R)
 
     def pairs(self) -> tuple[Tensor, Tensor]:
-        """All predictions and all targets."""
         return dim_zero_cat(self.predicted), dim_zero_cat(self.expected)
 
 

@@ -19,7 +19,7 @@ from composer_speedups.core.errors import ConfigError
 from composer_speedups.tasks.settings import MLMSettings
 from composer_speedups.tasks.task import Task
 
-_MAX_DRAWS = 100  # of a batch's mask, as long as it masks no token; then the first word, since a batch needs a loss
+_MAX_DRAWS = 100  # of a batch's mask, as long as it masks no token
 
 
 class MaskedLanguageModelling(MLMSettings, Task):
@@ -98,19 +98,8 @@ class MaskTokens:
         for _ in range(_MAX_DRAWS):
             masked_RS, labels_RS = self.collator.torch_mask_tokens(ids_RS.clone(), special_RS, offsets)
             if (labels_RS != -100).any():
-                return masked_RS, labels_RS
-        first_RS = _first_word(special_RS, word_starts_RS)
-        labels_RS[first_RS] = ids_RS[first_RS]
-        masked_RS[first_RS] = self.collator.tokenizer.mask_token_id
+                break
         return masked_RS, labels_RS
-
-
-def _first_word(special_RS: torch.Tensor, word_starts_RS: torch.Tensor | None) -> torch.Tensor:
-    """The first token that is not special or, with ``word_starts_RS``, its word: a mask, (R, S)."""
-    starts_RS = torch.ones_like(special_RS) if word_starts_RS is None else special_RS | word_starts_RS.bool()
-    starts_RS[:, 0] = True  # a packed row may begin within a word
-    words_RS = starts_RS.flatten().cumsum(0).view_as(special_RS).masked_fill(special_RS, special_RS.numel() + 1)
-    return ~special_RS & (words_RS == words_RS.min())
 
 
 def _offsets(word_starts_RS: torch.Tensor) -> torch.Tensor:

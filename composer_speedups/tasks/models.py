@@ -29,8 +29,6 @@ _WITHOUT_HEAD = (
     "to train a new head on its encoder, save that alone with transformers' AutoModel.from_pretrained(…)"
     ".save_pretrained(FOLDER), and the tokenizer beside it"
 )
-# Embeddings are padded to a multiple of 128 at most, or by up to 1%: mDeBERTa's 251,000 rows are for 250,102 tokens.
-_PADDED_ROWS = 127
 
 
 class FinetuneModel(HuggingFaceModel):
@@ -135,7 +133,7 @@ def build_model(config: ModelConfig, task: Task, tokenizer: Any, max_length: int
         model = _loaded(auto, name, config, task, settings)
     _check_fit(model, name, tokenizer, max_length)
     if config.init == "pretrained":
-        _check_vocabulary(model.config, name, tokenizer)
+        _check_vocabulary(name, tokenizer)
     return FinetuneModel(model, task, tokenizer, max_length, train_metrics=config.train_metrics)
 
 
@@ -234,21 +232,17 @@ def _check_fit(model: Any, name: str, tokenizer: Any, max_length: int) -> None:
         )
 
 
-def _check_vocabulary(config: Any, name: str, tokenizer: Any) -> None:
+def _check_vocabulary(name: str, tokenizer: Any) -> None:
     """Refuse a tokenizer other than the one of the pretrained embeddings, added tokens aside."""
     if tokenizer.name_or_path == name:
         return
-    given, problem = tokenizer.get_vocab(), ""
     try:
-        own = pretrained_tokenizer(name).get_vocab()
-    except Exception:  # OSError, ValueError, and classes of tokenizers and the hub
-        if config.vocab_size - len(tokenizer) > max(_PADDED_ROWS, config.vocab_size // 100):
-            problem = f"has {len(tokenizer)} tokens, and {name!r} embeddings of {config.vocab_size}"
-        elif config.pad_token_id not in (None, tokenizer.pad_token_id):
-            problem = f"pads with the id {tokenizer.pad_token_id}, and {name!r} with {config.pad_token_id}"
-    else:
-        fewer, more = sorted((given, own), key=len)
-        if other := next((token for token, number in fewer.items() if more.get(token) != number), None):
-            problem = f"gives the token {other!r} the id {given.get(other)}, and that of {name!r} {own.get(other)}"
-    if problem:
-        raise ConfigError(f"data.tokenizer {problem}; use the model's own tokenizer, or set model.init=random")
+        given, own = tokenizer.get_vocab(), pretrained_tokenizer(name).get_vocab()
+    except Exception:  # OSError, ValueError, and classes of tokenizers and the hub: the model has none
+        return
+    fewer, more = sorted((given, own), key=len)
+    if other := next((token for token, number in fewer.items() if more.get(token) != number), None):
+        raise ConfigError(
+            f"data.tokenizer gives the token {other!r} the id {given.get(other)}, and that of {name!r} "
+            f"{own.get(other)}; use the model's own tokenizer, or set model.init=random"
+        )

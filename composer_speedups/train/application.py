@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from composer_speedups.core.errors import Interrupted, RunFailedError, first_line
-from composer_speedups.core.files import check_folder
+from composer_speedups.core.files import check_folder, write_atomically
 from composer_speedups.core.settings import refuse
 from composer_speedups.train.cli import exit_codes, read_command_line
 from composer_speedups.train.config.schema import Config
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 
 def main(arguments: list[str]) -> None:
-    """Run the training program."""
     clock = StartupClock()
     config = read_command_line(arguments)  # report unknown keys before torch is imported
     # Missing files and columns too, because the imports take most of the time until the first step.
@@ -51,7 +50,7 @@ def train(config: Config, clock: StartupClock, callbacks: Sequence[Callback] = (
         from composer_speedups.train.console import describe_run
         from composer_speedups.train.environment import device_name
         from composer_speedups.train.fit import StopSignals, is_trained, train_to_end
-        from composer_speedups.train.model_card import write_model_card
+        from composer_speedups.train.model_card import model_card
         from composer_speedups.train.plot import write_plot
         from composer_speedups.train.report import StartupTimes, callback_of, write_report
         from composer_speedups.train.run_folder import RunFolder
@@ -98,7 +97,7 @@ def train(config: Config, clock: StartupClock, callbacks: Sequence[Callback] = (
         try:
             report = write_report(trainer, config, folder, baseline, data.summary)
             if exported is not None and dist.get_global_rank() == 0:
-                write_model_card(report, exported)
+                write_atomically(exported / "README.md", str(model_card(report)))
             write_plot(trainer, config, folder, report["classes"])
         except Exception as error:
             ended = f"the run was trained to its end{f', and the model is in {exported}' if exported else ''}"
@@ -109,7 +108,6 @@ def train(config: Config, clock: StartupClock, callbacks: Sequence[Callback] = (
 
 
 def command() -> None:
-    """Entry point of ``composer train.py``, ``python -m composer_speedups.train`` and ``composer-speedups-train``."""
     with exit_codes():
         try:
             main(sys.argv[1:])

@@ -36,10 +36,7 @@ _TECHNIQUES = "techniques (keys of algorithms; each also has its own on_unavaila
 
 def read_command_line(arguments: Sequence[str]) -> Config:
     """Read the config from the command line; ``--help`` and ``--print-config`` print and exit with status 0."""
-    command = parse_command_line([a for a in arguments if a != _PRINT_CONFIG])
-    if command.help:
-        print(help_text())
-        raise SystemExit(0)
+    command = parse_command_line([a for a in arguments if a != _PRINT_CONFIG], help=help_text)
     from composer_speedups.train.config.load import as_yaml, load_config  # imports OmegaConf
 
     config = load_config(command.file, command.overrides)

@@ -82,7 +82,6 @@ def train_to_end(trainer: Trainer, stop: StopSignals | None = None) -> None:
 
 
 def is_trained(state: State) -> bool:
-    """Whether all batches were trained."""
     return state.max_duration is not None and bool(state.timestamp >= state.max_duration)
 
 

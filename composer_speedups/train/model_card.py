@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 from tabulate import tabulate
 
 from composer_speedups.callbacks.run_report import describe_evidence
-from composer_speedups.core.files import write_atomically
 
 _PIPELINES = {  # the hub's names of tasks
     "token_classification": "token-classification",
@@ -44,11 +42,6 @@ Task `{task}`, trained from {start} with composer_speedups.
 
 {versions}
 """
-
-
-def write_model_card(report: dict[str, Any], folder: Path) -> None:
-    """Write the card of a run's report to the folder of the exported model."""
-    write_atomically(folder / "README.md", str(model_card(report)))
 
 
 def model_card(report: dict[str, Any]) -> ModelCard:

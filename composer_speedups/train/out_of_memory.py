@@ -16,7 +16,6 @@ from composer_speedups.core.errors import first_line
 from composer_speedups.core.host import in_force
 from composer_speedups.core.trainer_state import model_of
 from composer_speedups.distributed.composer_loop import reads_no_gradients
-from composer_speedups.distributed.fsdp import offloading
 from composer_speedups.tasks.models import FinetuneModel
 from composer_speedups.tasks.task import Task
 
@@ -28,10 +27,6 @@ class MicrobatchTrainer(Trainer):
     def __init__(self, on_out_of_memory: Literal["halve", "stop"] = "halve", **settings: Any) -> None:
         self.on_out_of_memory, self.history = on_out_of_memory, MicrobatchHistory()
         super().__init__(**settings | {"callbacks": [self.history, *ensure_tuple(settings.get("callbacks"))]})
-
-    def _wrap_model_for_distributed(self, model: Any, optimizers: Any) -> None:
-        with offloading(self.state.fsdp_config):
-            super()._wrap_model_for_distributed(model, optimizers)
 
     @reads_no_gradients
     def _train_microbatches(

@@ -97,7 +97,6 @@ def _write(figure: Figure, path: Path) -> None:
 
 
 def _draw_rates(axes: Axes, monitor: ThroughputMonitor) -> None:
-    """Draw each batch, the moving average, batches outside the steady state, and evaluations."""
     batches = monitor.batches
     index = [batch.index for batch in batches]
     window = min(monitor.window, max(1, len(batches) // 4))

@@ -56,7 +56,6 @@ def build_report(
     baseline: dict[str, Any] | None = None,
     data: DataSummary | None = None,
 ) -> dict[str, Any]:
-    """Collect everything that the run measured, for report.json."""
     logged, microbatches = callback_of(state, RunReport), callback_of(state, MicrobatchHistory)
     history = callback_of(state, RunHistory) or RunHistory()
     changes = microbatches.changes if microbatches else []
@@ -166,7 +165,6 @@ def _against_baseline(report: dict[str, Any]) -> str:
 
 
 def _phases(startup: dict[str, float]) -> str:
-    """The longest phases of the start-up."""
     parts = {name.removesuffix("_seconds"): s for name, s in startup.items() if name != "to_first_step_seconds"}
     largest = sorted(parts, key=parts.__getitem__, reverse=True)[:4]
     return ", ".join(f"{name} {parts[name]:.1f}" for name in largest)

@@ -197,7 +197,6 @@ def check_same_run(config: Config, stored: Path) -> None:
 
 
 def _longer(old: Any, new: Any) -> bool:
-    """Whether ``new`` is a longer time than ``old``, in the same unit."""
     try:
         return Time.from_timestring(str(old)) < Time.from_timestring(str(new))
     except (RuntimeError, ValueError):  # other units, or not a time

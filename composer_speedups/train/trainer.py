@@ -59,7 +59,7 @@ def open_device(config: TrainerConfig) -> Device:
         raise ConfigError("trainer.device: there is no GPU here; set trainer.device=cpu or auto")
     on_gpu = config.device != "cpu" and torch.cuda.is_available()
     if config.fsdp is not None:
-        check_sharding(config.fsdp, on_gpu=on_gpu)
+        check_sharding(config.fsdp)
     if on_gpu:
         ranks, gpus = dist.get_local_world_size(), torch.cuda.device_count()
         if ranks > gpus:
@@ -120,10 +120,9 @@ def build_trainer(
             find_metric(model.get_metrics(is_train=False) if data.eval else {}, section.metric, f"{key}.metric")
     load, resumed = (None, False) if folder is None else (folder.load, folder.resumed)
     weights_only = load is not None and checkpoint.weights_only and not resumed
-    offloads = bool(settings.fsdp and settings.fsdp.cpu_offload) or any(t.computes_on_host for t in techniques)
     on_cpu = torch_device(device).type == "cpu"
     one_thread = on_cpu and model.config.hidden_size <= _ONE_THREAD_HIDDEN_SIZE
-    share_cores(computes=on_cpu or offloads, at_most=1 if one_thread else None)
+    share_cores(computes=on_cpu or any(t.computes_on_host for t in techniques), at_most=1 if one_thread else None)
     if settings.fsdp:
         sharded_blocks(model)
     train_data, algorithms = data.train, list[Algorithm](techniques)
@@ -142,7 +141,7 @@ def build_trainer(
             model=model,
             train_dataloader=train_data,
             eval_dataloader=data.eval,
-            eval_interval=settings.evaluates_every if data.eval else 1,
+            eval_interval=(settings.eval_interval or settings.max_duration) if data.eval else 1,
             eval_subset_num_batches=settings.eval_batches or -1,
             max_duration=settings.max_duration,
             optimizers=build_optimizer(model, config.optimizer),
@@ -172,7 +171,6 @@ def build_trainer(
 
 @contextlib.contextmanager
 def _one_line_from_wandb() -> Iterator[None]:
-    """Turn an error of wandb into one line."""
     try:
         yield
     except Exception as error:
@@ -212,7 +210,7 @@ def build_scheduler(config: SchedulerConfig) -> ComposerScheduler:
         return ConstantWithWarmupScheduler(warmup, t_max=end)
     cosine = config.name == "cosine"
     kind = CosineAnnealingWithWarmupScheduler if cosine else LinearWithWarmupScheduler
-    return kind(warmup, alpha_f=config.final_fraction, t_max=end)
+    return kind(warmup, t_max=end)
 
 
 def _loggers(config: Config, folder: RunFolder | None) -> list[LoggerDestination]:

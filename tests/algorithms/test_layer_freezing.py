@@ -1,4 +1,4 @@
-"""Frozen layers: training equals that with requires_grad=False at the same step, also on ranks and after resuming."""
+"""Frozen layers: training equals that with requires_grad=False, also on ranks and after resuming."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.utils import dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
@@ -22,13 +21,11 @@ from composer_speedups import (
     LayerFreezing,
     ShardedOptimizer,
     Unpadding,
-    apply,
 )
 from composer_speedups.algorithms.layer_freezing.modules import freeze
-from composer_speedups.core.errors import Refusal
 from composer_speedups.core.registry import technique_class
 from composer_speedups.core.trainer_state import model_of
-from composer_speedups.distributed.ddp import OverlappedDDP, ddp_of, sums_of
+from composer_speedups.distributed.ddp import OverlappedDDP, sums_of
 from composer_speedups.train.checkpoints import restricted_loading
 from tests.algorithms.test_cuda_graphs_segments import LAYERS, bert
 from tests.helpers.common import (
@@ -67,20 +64,6 @@ def freeze_by_hand(model: Any, blocks: int) -> None:
             parameter.requires_grad, parameter.grad = False, None
 
 
-class ByHand(Callback):
-    """Freezes layers after some batches, without the technique."""
-
-    def __init__(self, blocks: int, after: int) -> None:
-        self.blocks, self.after = blocks, after
-
-    def fit_start(self, state: State, logger: Logger) -> None:
-        self.batch_end(state, logger)
-
-    def batch_end(self, state: State, logger: Logger) -> None:
-        if state.timestamp.batch.value >= self.after:
-            freeze_by_hand(model_of(state).model, self.blocks)
-
-
 def frozen_names(model: nn.Module) -> set[str]:
     return {name for name, p in model.named_parameters() if not p.requires_grad}
 
@@ -88,36 +71,25 @@ def frozen_names(model: nn.Module) -> set[str]:
 # Training
 
 
-def train_by_hand(blocks: int, after: int, inputs: list[Any]) -> dict[str, Tensor]:
+def train_by_hand(blocks: int, inputs: list[Any]) -> dict[str, Tensor]:
     """A loop in plain PyTorch, with weight decay."""
     model = tiny_bert().train()
+    freeze_by_hand(model, blocks)
     optimizer = AdamW(model.parameters(), lr=1e-3, eps=EPS, weight_decay=0.01, foreach=False, fused=False)
-    for step, one in enumerate(inputs):
-        if step == after:
-            freeze_by_hand(model, blocks)
+    for one in inputs:
         optimizer.zero_grad()
         model(**one).loss.backward()
         optimizer.step()
     return {f"model.{name}": p.detach() for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize(
-    ("layers", "start", "after"),
-    others_exhaustive(
-        [(1, "2ba", 2), ("embeddings", "0ba", 0), (2, "0.5dur", 3), (1, "1ep", 3), (2, "0ba", 0)],
-        lambda case: case[1] == "2ba",
-    ),
-)
-def test_weights_equal_those_of_a_plain_loop_that_freezes_at_the_same_step(layers: Any, start: str, after: int) -> None:
-    inputs, technique = plain_batches(3), LayerFreezing(layers=layers, start=start)
-    trainer = trained([technique], batches=inputs, max_duration="2ep")
+@pytest.mark.parametrize("layers", ["embeddings", 1, 2])
+def test_weights_equal_those_of_a_plain_loop_that_freezes(layers: Any) -> None:
+    inputs, technique = plain_batches(3), LayerFreezing(layers=layers)
+    trainer = trained([technique], batches=inputs)
     blocks = 0 if layers == "embeddings" else layers
-    expected = train_by_hand(blocks, after, [*inputs, *inputs])
+    expected = train_by_hand(blocks, inputs)
     assert_near(final_weights(trainer), expected, what="weights")
-    first = tiny_bert().state_dict()
-    moved = {n for n, w in expected.items() if n.startswith("model.bert.emb") and (w != first[n[6:]]).any()}
-    assert bool(moved) is (after > 0), "frozen weights neither move nor decay"
-    assert technique.evidence["froze_after_batches"] == after
     names = {name for name in expected if name.removeprefix("model.").startswith(FIRST[blocks])}
     assert frozen_names(trainer.state.model) == names
     frozen = sum(w.numel() for name, w in expected.items() if name in names)
@@ -125,14 +97,19 @@ def test_weights_equal_those_of_a_plain_loop_that_freezes_at_the_same_step(layer
     assert technique.evidence["trained_parameters"] == sum(w.numel() for w in expected.values()) - frozen
 
 
+def by_hand(blocks: int) -> Any:
+    model = tiny_bert(dropout=0.3)
+    freeze_by_hand(model, blocks)
+    return model
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("packed", [False, True])
 def test_dropout_draws_the_same_numbers(packed: bool) -> None:
     runs = []
-    for technique, callbacks in (([], [ByHand(1, 2)]), ([LayerFreezing(layers=1, start="2ba")], [])):
+    for technique, model in (([], by_hand(1)), ([LayerFreezing(layers=1)], tiny_bert(dropout=0.3))):
         algorithms: list[Any] = [*technique, *([Unpadding(), FusedLayers()] if packed else [])]
-        model = tiny_bert(dropout=0.3)
-        runs.append(final_weights(trained(algorithms, model=model, callbacks=callbacks, batches=plain_batches(5))))
+        runs.append(final_weights(trained(algorithms, model=model, batches=plain_batches(5))))
     exact(*runs)
 
 
@@ -141,22 +118,22 @@ OPTIMIZERS = [name for name in ENTRIES if name.endswith("_optimizer") or name ==
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", [name for name in OPTIMIZERS if ENTRIES[name].variants])
-def test_every_optimizer_skips_frozen_parameters_frees_their_state_and_resumes(name: str, tmp_path: Path) -> None:
+def test_every_optimizer_skips_frozen_parameters_and_resumes(name: str, tmp_path: Path) -> None:
     def algorithms() -> list[Any]:
-        return [LayerFreezing(layers=1, start="2ba"), technique_class(name)(**ENTRIES[name].variants[0])]
+        return [LayerFreezing(layers=1), technique_class(name)(**ENTRIES[name].variants[0])]
 
     settings: dict[str, Any] = {"save_folder": str(tmp_path), **SAVING, "save_interval": "1ba"}
     trainer = trained(algorithms(), batches=plain_batches(5), **settings)
-    by_hand = trained([algorithms()[1]], batches=plain_batches(5), callbacks=[ByHand(1, 2)])
-    exact(final_weights(trainer), final_weights(by_hand))
+    frozen = tiny_bert()
+    freeze_by_hand(frozen, 1)
+    exact(final_weights(trainer), final_weights(trained([algorithms()[1]], model=frozen, batches=plain_batches(5))))
     (optimizer,) = trainer.state.optimizers
     named = dict(trainer.state.model.named_parameters())
     stepped = {n for n, p in named.items() if optimizer.state.get(p)}
     assert stepped == {n for n, p in named.items() if p.requires_grad}
-    for resume in ("ba1.pt", "ba4.pt"):
-        with restricted_loading(trust=False):
-            resumed = trained(algorithms(), batches=plain_batches(5), load_path=str(tmp_path / resume))
-        exact(final_weights(resumed), final_weights(trainer))
+    with restricted_loading(trust=False):
+        resumed = trained(algorithms(), batches=plain_batches(5), load_path=str(tmp_path / "ba4.pt"))
+    exact(final_weights(resumed), final_weights(trainer))
 
 
 # CUDA graphs, with a stand-in for the capture
@@ -187,13 +164,12 @@ def test_graphs_are_captured_again_at_each_change(segments: int, accumulate: boo
 
 
 def rank_weights(kind: str, *, overlapped: bool = False, load: Path | None = None, save: Path | None = None) -> Any:
-    """Train four batches on each rank, with one kind of freezing."""
-    blocks, after = (1, 2) if "later" in kind else (1, 0)
-    technique = LayerFreezing(layers=blocks, start=f"{after}ba")
+    """Train four batches on each rank, with one other algorithm."""
+    technique = LayerFreezing(layers=1)
     algorithms: list[Any] = [technique]
-    if "clipped" in kind:
+    if kind == "clipped":
         algorithms.append(GradientClipping("norm", clipping_threshold=0.5))
-    if "sharded" in kind:
+    if kind == "sharded":
         algorithms.append(ShardedOptimizer())
     settings: dict[str, Any] = {**SAVING, "save_folder": str(save)} if save else {}
     settings |= {"load_path": str(load / "ba2.pt")} if load else {}
@@ -215,7 +191,7 @@ def rank_weights(kind: str, *, overlapped: bool = False, load: Path | None = Non
     }
 
 
-KINDS = ("from the start", "later", "later, clipped", "later, sharded")
+KINDS = ("alone", "clipped", "sharded")
 
 
 def all_ranks(folder: Path) -> dict[Any, Any]:
@@ -223,8 +199,8 @@ def all_ranks(folder: Path) -> dict[Any, Any]:
     for kind in KINDS:
         for overlapped in (False, True):
             found[kind, overlapped] = rank_weights(kind, overlapped=overlapped)
-    found["saved"] = rank_weights("later", save=folder / str(dist.get_world_size()))
-    found["resumed"] = rank_weights("later", load=folder / str(dist.get_world_size()))
+    found["saved"] = rank_weights("alone", save=folder / str(dist.get_world_size()))
+    found["resumed"] = rank_weights("alone", load=folder / str(dist.get_world_size()))
     return found
 
 
@@ -233,92 +209,38 @@ def all_ranks(folder: Path) -> dict[Any, Any]:
 def test_two_ranks_train_like_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     ranks, alone = on_ranks(partial(all_ranks, tmp_path)), all_ranks(tmp_path)
-    plain = rank_weights("later")["weights"]
     for (kind, overlapped), expected in [(key, value) for key, value in alone.items() if isinstance(key, tuple)]:
         for rank in ranks:
             seen = rank[kind, overlapped]
             exact(seen["weights"], ranks[0][kind, False]["weights"])
             assert_near(seen["weights"], expected["weights"], what=f"{kind}, overlapped: {overlapped}")
-            assert seen["evidence"]["froze_after_batches"] == expected["evidence"]["froze_after_batches"]
             if overlapped:
                 assert seen["sums"]["mib_a_step"] * 2**20 == 4 * seen["evidence"]["trained_parameters"], "reduced bytes"
-                assert (seen["sums"]["overlapped_steps"] > 0) is (kind not in ("later, clipped", "later, sharded"))
+                assert (seen["sums"]["overlapped_steps"] > 0) is (kind == "alone")
     for rank in ranks:
         exact(rank["resumed"]["weights"], rank["saved"]["weights"])
-    assert any((w != plain[n]).any() for n, w in alone["from the start", False]["weights"].items())
-
-
-def loop_on_ddp(wrap: Any, hook: bool) -> dict[str, Any]:
-    """Two steps, a change, and three more; gradients stay equal to those of all ranks' rows in one process."""
-    model, reference, rank = bert(), bert(), dist.get_global_rank()
-    shared = wrap(model)
-    if hook:
-        shared.register_comm_hook(None, allreduce_hook)
-    for step, layers in enumerate([None, None, 0, None, 2, None, None]):
-        if layers is not None:
-            freeze(shared, (), layers)
-            freeze(reference, (), layers)
-        shared.zero_grad()
-        reference.zero_grad()
-        for other in range(2):
-            (reference(**batch([5, 4], seed=10 * step + other)).loss / 2).backward()
-        shared(**batch([5, 4], seed=10 * step + rank)).loss.backward()
-        assert_near(gradients(model), gradients(reference), what=f"step {step}")
-    return {name: p.grad is None for name, p in model.named_parameters()}
-
-
-def loops() -> Any:
-    return [loop_on_ddp(wrap, hook) for wrap, hook in LOOPS]
-
-
-LOOPS: list[Any] = [
-    (ddp_of, False),
-    (DistributedDataParallel, False),
-    (partial(DistributedDataParallel, gradient_as_bucket_view=True), True),
-]
-
-
-@pytest.mark.exhaustive
-def test_a_loop_under_ddp_reduces_only_the_gradients_that_are_left() -> None:
-    for without in on_ranks(loops):
-        assert all(sum(one.values()) == 5 + 2 * 16 for one in without)
 
 
 # Evidence, refusals and conflicts
 
 
-class Does(Callback):
-    """Calls a function with the state after a batch."""
-
-    def __init__(self, function: Any, after: int) -> None:
-        self.function, self.after = function, after
-
-    def batch_end(self, state: State, logger: Logger) -> None:
-        if state.timestamp.batch.value == self.after:
-            self.function(state)
+class Thaws(Callback):
+    def fit_start(self, state: State, logger: Logger) -> None:
+        layer: Any = model_of(state).model.bert.encoder.layer[0]
+        layer.output.dense.bias.requires_grad = True
 
 
-def thaw(state: Any) -> None:
-    state.model.model.bert.encoder.layer[0].output.dense.bias.requires_grad = True
-
-
-@pytest.mark.parametrize(("start", "after"), [("2ba", 4), pytest.param("0ba", 3, marks=pytest.mark.exhaustive)])
-def test_a_frozen_weight_that_trains_is_detected(start: str, after: int) -> None:
-    """After the last of four batches, there is no gradient yet."""
-    trainer = make_trainer([LayerFreezing(layers=1, start=start)], callbacks=[Does(thaw, after)])
+def test_a_frozen_weight_that_trains_is_detected() -> None:
+    trainer = make_trainer([LayerFreezing(layers=1)], callbacks=[Thaws()])
     assert_not_engaged(trainer, "layer.0.output.dense.bias requires gradients or has one, although it is frozen")
 
 
-@pytest.mark.exhaustive
-def test_a_start_after_the_end_is_detected() -> None:
-    assert_not_engaged(make_trainer([LayerFreezing(start="5ba")]), "training ended before start=5ba")
-
-
-def test_a_run_that_is_stopped_before_the_start_is_not_lost() -> None:
-    technique = LayerFreezing(start="3ba")
-    trained([technique], callbacks=[Does(State.stop_training, 2)])
-    assert technique.evidence["frozen"] == "nothing"
-    assert technique.evidence["note"].startswith("training was stopped before start=3ba")
+def wrapped(model: nn.Module) -> DistributedDataParallel:
+    """A DDP without a process group."""
+    shared = DistributedDataParallel.__new__(DistributedDataParallel)
+    nn.Module.__init__(shared)
+    shared.module = model
+    return shared
 
 
 @pytest.mark.parametrize(
@@ -328,6 +250,7 @@ def test_a_run_that_is_stopped_before_the_start_is_not_lost() -> None:
         (lambda: nn.Linear(2, 2), 1, r"the model has 0 encoders; a model with one encoder of these families is supp"),
         (lambda: nn.ModuleList([tiny_bert(), tiny_bert()]), 1, r"the model has 2 encoders; a model with one encoder"),
         (lambda: tiny_bert().bert.encoder, 1, r"the model has 0 modules of class BertEmbeddings, instead of one"),
+        (lambda: wrapped(tiny_bert()), 1, r"DistributedDataParallel already reduces the gradients; freeze before"),
         (lambda: tiny_model("bert", "mlm"), 0, r"\S+decoder.weight is tied to the embeddings and would be"),
     ],
 )
@@ -337,8 +260,3 @@ def test_models_and_numbers_that_cannot_be_frozen_are_refused(model: Any, layers
         freeze(built, (), layers)
     assert "\n" not in str(error.value)
     assert not frozen_names(built)
-
-
-def test_a_start_is_refused_in_a_loop_of_ones_own() -> None:
-    with pytest.raises(Refusal, match="start=1ba is a time of Composer's Trainer"):
-        apply(tiny_bert(), [LayerFreezing(start="1ba")])

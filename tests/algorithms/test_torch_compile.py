@@ -1,38 +1,26 @@
-"""torch_compile: parity, counted graphs and recompilations, errors if nothing is compiled, and its cache."""
+"""torch_compile: parity, counted graphs and recompilations, and errors if nothing is compiled."""
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from composer.models import ComposerModel
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import nn
 
 from composer_speedups import CUDAGraphs, TorchCompile, Unpadding, apply
 from composer_speedups.core.engaging import check
 from composer_speedups.core.errors import Refusal
 from composer_speedups.core.run import Run
-from tests.algorithms.test_gradient_checkpointing import Plain
 from tests.helpers.common import (
-    Batch,
-    Recorder,
     awkward_batches,
-    fit_and_close,
     make_trainer,
     plain_batches,
     tiny_bert,
     trained,
 )
 from tests.helpers.exhaustive import others_exhaustive
-from tests.helpers.forks import Fork
 from tests.helpers.models import tiny_model
-from tests.reference.tolerance import assert_near
 
 
 @pytest.mark.parametrize(
@@ -61,7 +49,7 @@ def test_every_public_backend_trains_or_is_refused_with_a_reason(backend: str) -
 @pytest.mark.parametrize("arguments", [{"backend": "cudagraphs"}, {"mode": "reduce-overhead"}])
 def test_modes_that_capture_graphs_train_on_a_gpu(arguments: Any) -> None:
     technique = TorchCompile(**arguments)
-    assert technique.makes_graphs
+    assert technique.fixed_shapes
     trained([technique], batches=plain_batches(4), gpu=True)
     assert technique.evidence["graphs"] >= 1
 
@@ -158,95 +146,3 @@ def test_blocks_that_cannot_share_code_because_of_hooks_are_refused() -> None:
     handle.remove()
     layers[1].register_forward_hook(lambda *_: None)  # runs outside of the shared code
     apply(model, [TorchCompile("blocks", "eager")])
-
-
-# The cache: later processes reuse the folder, and settings are restored.
-
-VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
-
-
-class Small(ComposerModel):
-    """A small model whose blocks compile two kernels (BERT's have twelve): the tests do not depend on the kernels."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = Plain()
-        for block in self.model.blocks:
-            block.dropout.p = 0.0
-
-    def forward(self, batch: Batch) -> Tensor:
-        return self.model(batch["input_ids"][:, :8] / 64)
-
-    def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
-        return F.cross_entropy(outputs, batch["labels"])
-
-
-def fit(*techniques: TorchCompile) -> list[float]:
-    """Train three batches in a process without compiled code, and return the losses."""
-    torch._dynamo.reset()
-    losses = Recorder()
-    trained(techniques, model=Small(), batches=plain_batches(3), callbacks=[losses])
-    return losses.losses
-
-
-def fit_compiled(cache: Path | str) -> tuple[list[float], dict[str, Any]]:
-    """Train with torch_compile and return the losses and its evidence."""
-    technique = TorchCompile(scope="blocks", dynamic=False, cache=str(cache))
-    return fit(technique), technique.evidence
-
-
-@pytest.mark.exhaustive
-@pytest.mark.slow
-def test_a_fresh_process_uses_the_code_that_another_compiled() -> None:
-    """Also from a copy of the folder, as on another machine."""
-    losses, evidence = fit_compiled("made/here")
-    assert_near(torch.tensor(losses), torch.tensor(fit()), what="losses of inductor's kernels")
-    assert evidence["cache_misses"] > 0
-    assert evidence["cache_hits"] == evidence["cache_bypasses"] == 0
-    assert [*Path("made/here").rglob("*.so")], "the compiled code is in the folder"
-    shutil.copytree("made/here", "copy")
-    shutil.rmtree("made")
-
-    def fit_again() -> None:
-        torch.set_num_threads(1)  # torch's cache keys include these settings
-        torch.set_float32_matmul_precision("highest")
-        Path("fitted.json").write_text(json.dumps(fit_compiled("copy")))
-
-    done = Fork(fit_again, TORCHINDUCTOR_CACHE_DIR=str(Path("own").absolute())).wait()
-    assert done.status == 0, done.stderr
-    losses_again, evidence_again = json.loads(Path("fitted.json").read_text())
-    assert losses_again == losses
-    assert (evidence_again["cache_hits"], evidence_again["cache_misses"]) == (evidence["cache_misses"], 0)
-    assert not [*Path("own").rglob("*.so")]
-
-
-@pytest.mark.exhaustive
-@pytest.mark.slow
-@pytest.mark.pins
-def test_the_folder_is_in_use_until_the_trainer_closes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "mine")
-    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
-
-    def used(*_: Any) -> dict[str, Any]:
-        os.environ["TRITON_CACHE_DIR"] = "set by inductor"
-        seen.append([os.environ.get(name) for name in VARIABLES])
-        return {}
-
-    technique = TorchCompile(cache="here")
-    seen: list[Any] = []
-    monkeypatch.setattr(TorchCompile, "proof", used)
-    fit_and_close(make_trainer([technique], model=Small(), batches=plain_batches(1)))
-    assert seen[0] == [str(Path("here").absolute()), "set by inductor"]
-    assert [os.environ.get(name) for name in VARIABLES] == ["mine", None]
-
-
-def test_resuming_does_not_depend_on_the_folder() -> None:
-    assert repr(TorchCompile(cache="a")) == repr(TorchCompile(cache="b")) == repr(TorchCompile())
-
-
-def test_bad_caches_are_refused(tmp_path: Path) -> None:
-    tmp_path.chmod(0o777)
-    with pytest.raises(Refusal, match=r"cache: others could put code into .*; choose a folder of your own"):
-        make_trainer([TorchCompile(cache=str(tmp_path))])
-    with pytest.raises(ValueError, match=r"cache must be a folder for inductor's cache, .*, not 'x'"):
-        TorchCompile(backend="aot_eager", cache="x")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import sys
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 from pydantic import Field
@@ -29,12 +29,15 @@ class Request(Settings):
 
 
 def test_config_files_words_and_overrides_are_separated() -> None:
-    assert parse_command_line(["seed=3", "-f", "x.yaml", "a.b="]) == CommandLine(
-        ["x.yaml"], [], ["seed=3", "a.b="], False
-    )
-    assert parse_command_line(["bert", "a=b=c"], "PROJECT") == CommandLine([], ["bert"], ["a=b=c"], False)
-    assert parse_command_line(["--help"]).help
-    assert parse_command_line(["-h", "bert"], "PROJECT").help
+    assert parse_command_line(["seed=3", "-f", "x.yaml", "a.b="]) == CommandLine(["x.yaml"], [], ["seed=3", "a.b="])
+    assert parse_command_line(["bert", "a=b=c"], "PROJECT") == CommandLine([], ["bert"], ["a=b=c"])
+
+
+@pytest.mark.parametrize("arguments", [(["--help"],), (["-h", "bert"], "PROJECT")])
+def test_help_is_printed(arguments: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match=r"^0$"):
+        parse_command_line(*arguments, help=lambda: "how to")
+    assert capsys.readouterr().out == "how to\n"
 
 
 def test_read_settings_returns_the_settings_and_the_other_arguments() -> None:

@@ -36,4 +36,3 @@ def test_new_parameters_replace_old_ones(untrained: Any) -> None:
         assert old_groups[0]["param_names"] == ["kept", "new0", *(["new3"] if more else [])]
         assert old_groups[1]["param_names"] == ["new1", "new2"]
         assert dict(optimizer.state) == {kept: moments[kept], new[0]: moments[copied]}
-    replace_parameters(None, replacements, names)

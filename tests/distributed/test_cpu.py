@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import io
 import json
 import os
@@ -19,11 +18,10 @@ import pytest
 import torch
 
 import composer_speedups.train.trainer
-from composer_speedups import FreezeGarbage, FusedOptimizer, OffloadedOptimizer
+from composer_speedups import FusedOptimizer, OffloadedOptimizer
 from composer_speedups.distributed.cpu import _at_first, share_cores
 from composer_speedups.train.config.schema import Config
 from tests.conftest import ROOT
-from tests.helpers.common import make_trainer
 from tests.helpers.hangs import HANGS
 from tests.helpers.jobs import run
 from tests.helpers.ranks import on_ranks
@@ -56,25 +54,6 @@ def test_the_example_trains_on_two_ranks() -> None:
     assert plain["ddp"] is None
 
 
-def test_objects_are_frozen_from_fit_start_until_the_trainer_closes() -> None:
-    frozen = gc.get_freeze_count()  # tests/conftest.py may have frozen objects
-    gc.unfreeze()
-    try:
-        trainer = make_trainer(callbacks=[FreezeGarbage()])
-        assert gc.get_freeze_count() == 0
-        trainer.fit()
-        assert gc.get_freeze_count() > 10_000
-        other = make_trainer(callbacks=[FreezeGarbage()])
-        other.fit()
-        other.close()
-        assert gc.get_freeze_count() > 10_000, "still frozen by the first trainer"
-        trainer.close()
-        assert gc.get_freeze_count() == 0
-    finally:
-        if frozen:
-            gc.freeze()
-
-
 @pytest.fixture
 def cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let torch use eight threads, as on a machine with eight cores."""
@@ -100,25 +79,22 @@ def test_ranks_of_a_node_share_its_threads(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(
-    ("on", "fsdp", "technique", "computes"),
+    ("on", "technique", "computes"),
     [
-        ("cpu", None, None, True),
-        ("cuda", None, None, False),
-        ("cuda", SimpleNamespace(cpu_offload=True), None, True),
-        ("cuda", SimpleNamespace(cpu_offload=False), None, False),
-        ("cuda", None, OffloadedOptimizer(), True),
-        ("cuda", None, FusedOptimizer(), False),
+        ("cpu", None, True),
+        ("cuda", None, False),
+        ("cuda", OffloadedOptimizer(), True),
+        ("cuda", FusedOptimizer(), False),
     ],
 )
 def test_threads_are_shared_only_if_the_host_computes(
-    on: str, fsdp: Any, technique: Any, computes: bool, monkeypatch: pytest.MonkeyPatch
+    on: str, technique: Any, computes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def asked(*, computes: bool, at_most: int | None) -> None:
         raise InterruptedError(computes)
 
     monkeypatch.setattr(composer_speedups.train.trainer, "share_cores", asked)
     config, device = Config(), SimpleNamespace(_device=torch.device(on))
-    config.trainer.fsdp = fsdp
     model = SimpleNamespace(config=SimpleNamespace(hidden_size=768))
     parts: list[Any] = [config, model, None, [technique] if technique else [], device, None]
     with pytest.raises(InterruptedError, match=str(computes)):

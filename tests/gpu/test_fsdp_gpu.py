@@ -34,7 +34,7 @@ JOB = [
 ]
 
 
-FSDP_SETTINGS = [["shard=grad_op"], ["shard=full"], ["shard=full", "cpu_offload=true"], ["shard=full", "replicas=2"]]
+FSDP_SETTINGS = [["shard=grad_op"], ["shard=full"], ["shard=full", "replicas=2"]]
 
 
 def job(folder: Path, ranks: int, *overrides: str) -> dict[str, Any]:

@@ -1,37 +1,26 @@
-"""Frozen layers on a GPU: fused kernels beside the untouched model, graphs captured again, and two GPUs."""
+"""Frozen layers on a GPU: fused kernels beside the untouched model, and graphs captured again."""
 
 from __future__ import annotations
 
 import copy
 import gc
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from composer_speedups import (
-    CUDAGraphs,
-    LayerFreezing,
-    SDPAAttention,
-    TorchCompile,
-    apply,
-)
+from composer_speedups import SDPAAttention, apply
 from composer_speedups.algorithms.cuda_graphs.graphed_calls import install
 from composer_speedups.algorithms.fused_layers.fusing import fuse
 from composer_speedups.algorithms.layer_freezing.modules import freeze
 from composer_speedups.algorithms.unpadding.encoder_swap import unpad
 from composer_speedups.packing.encoder import with_counted_rows
 from tests.algorithms.test_cuda_graphs_segments import bert
-from tests.gpu.test_cuda_graphs_ranks_gpu import GRAPHS, UNPADDED
-from tests.gpu.test_fsdp_gpu import job
-from tests.helpers.common import batch, final_weights, make_trainer, plain_batches, tiny_bert
+from tests.helpers.common import batch
 from tests.helpers.models import tiny_model
 from tests.reference.loop import gradients, on_gpu
 from tests.reference.tolerance import assert_near
 
 pytestmark = pytest.mark.gpu
-two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
 def test_fused_graphs_are_captured_again_and_compute_the_eager_gradients() -> None:
@@ -55,27 +44,6 @@ def test_fused_graphs_are_captured_again_and_compute_the_eager_gradients() -> No
         assert calls.graphs == 1
     assert (calls.replays, calls.eager_calls) == (6, 0)
     calls.release()
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_replays_train_like_eager_calls(dropout: float, compiled: bool) -> None:
-    runs, graphs = [], CUDAGraphs()
-    for techniques in ([], [graphs]):
-        algorithms: list[Any] = [*techniques, LayerFreezing(layers=1, start="3ba"), SDPAAttention()]
-        algorithms += [TorchCompile(scope="blocks")] if compiled else []
-        trainer = make_trainer(algorithms, model=tiny_bert(dropout=dropout), batches=plain_batches(8), gpu=True)
-        trainer.fit()
-        runs.append(final_weights(trainer))
-        trainer.close()
-        torch.compiler.reset()
-    if not (compiled and dropout):  # compiled code draws dropout in its own order
-        assert_near(runs[1], runs[0], what="weights")
-    assert {k: graphs.evidence[k] for k in ("graphs", "replays", "eager_calls")} == {
-        "graphs": 1,
-        "replays": 7,
-        "eager_calls": 1,
-    }
 
 
 def test_activations_gradients_and_graphs_of_frozen_layers_are_freed() -> None:
@@ -112,21 +80,3 @@ def test_activations_gradients_and_graphs_of_frozen_layers_are_freed() -> None:
     for graphs in (False, True):
         whole, frozen = (used(layers, graphs=graphs) for layers in (None, 4))
         assert frozen < 0.7 * whole, f"with graphs: {graphs}"
-
-
-@two_gpus
-def test_two_gpus_freeze_like_one_and_capture_into_the_new_buckets(tmp_path: Path) -> None:
-    folders = [tmp_path / name for name in ("one", "two")]
-    for folder in folders:
-        folder.mkdir()
-    freezing = "algorithms.layer_freezing={layers: 6, start: 3ba}"
-    one, two = job(folders[0], 1, *UNPADDED, freezing), job(folders[1], 2, *UNPADDED, GRAPHS, freezing)
-    for metric, value in one["metrics"].items():
-        assert two["metrics"][metric] == pytest.approx(value, rel=1e-3, abs=1e-3), metric
-    evidence = two["algorithms"]["cuda_graphs"]["evidence"]
-    assert evidence["eager_calls"] == 4, "DDP rebuilds its buckets in the second batch, also after the change"
-    assert evidence["replays"] == two["training"]["batches"] - 4
-    assert evidence["backward_segments"] == 3, "each segment has two of the six blocks that still train"
-    assert two["ddp"]["overlapped_steps"] > 0
-    frozen = two["algorithms"]["layer_freezing"]["evidence"]
-    assert two["ddp"]["mib_a_step"] * 2**20 == 4 * frozen["trained_parameters"]

@@ -72,21 +72,6 @@ def test_a_batch_is_drawn_again_until_a_token_is_masked(tokenizer: Any) -> None:
             assert (batch["labels"] != -100).any()
 
 
-@pytest.mark.parametrize("whole_words", [False, True])
-@pytest.mark.parametrize("training", [False, True])
-def test_the_first_word_is_masked_if_no_draw_masks_one(tokenizer: Any, training: bool, whole_words: bool) -> None:
-    task = MaskedLanguageModelling(whole_word_masking=whole_words, mlm_probability=1e-12)
-    text = tokenizer(TEXTS[0])
-    pieces = text.word_ids().count(0) if whole_words else 1
-    assert text.word_ids().count(0) > 1
-    batch = task.collator(Pad(0, 64, longest=True), tokenizer, training=training)(
-        Ragged.of(task.encode({"text_1": ["", TEXTS[0]]}, tokenizer, 64))
-    )
-    assert (batch["labels"] != -100).nonzero().tolist() == [[1, 1 + piece] for piece in range(pieces)]
-    assert batch["labels"][1, 1 : 1 + pieces].tolist() == text["input_ids"][1 : 1 + pieces]
-    assert set(batch["input_ids"][1, 1 : 1 + pieces].tolist()) == {tokenizer.mask_token_id}
-
-
 def test_the_mask_equals_transformers_with_the_same_seed(tokenizer: Any) -> None:
     """transformers separates words at gaps between offsets, which is right here: the texts have no punctuation."""
     task = MaskedLanguageModelling(whole_word_masking=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shutil
 from pathlib import Path
@@ -224,25 +223,6 @@ def test_added_tokens_do_not_make_another_vocabulary(tokenizer: Any) -> None:
     built(ModelConfig(name=name), more, 16)
     tokenizer.save_pretrained(name)
     built(ModelConfig(name=name), load_tokenizer(DataConfig(tokenizer="more"), name, None), 16)
-
-
-@pytest.mark.parametrize(
-    ("padded", "pad", "message"),
-    [
-        (127, 0, None),
-        (128, 0, r"has (\d+) tokens, and 'model' embeddings of \d+; use the model's"),
-        (0, 3, "pads with the id 0, and 'model' with 3"),
-    ],
-)
-def test_without_a_tokenizer_of_its_own_a_models_sizes_tell(
-    padded: int, pad: int, message: str | None, tokenizer: Any
-) -> None:
-    tokenizer.save_pretrained("words")
-    words = load_tokenizer(DataConfig(tokenizer="words"), "model", None)
-    config = tiny_config(vocab_size=len(words) + padded, pad_token_id=pad)
-    AutoModelForSequenceClassification.from_config(config).save_pretrained("model")
-    with contextlib.nullcontext() if message is None else pytest.raises(ConfigError, match=message):
-        built(ModelConfig(name="model"), words, 16)
 
 
 @pytest.mark.parametrize("family", EVERY)

@@ -86,7 +86,7 @@ def test_interpolations_are_written_unresolved_and_read_back(monkeypatch: pytest
     model: {class_weights: "${oc.decode:${oc.env:SECTION}}"}
     seed: ${data.seed}
     data: {hub_name: "https://me:${oc.env:PASSWORD}@host/x", train_samples: 5}
-    algorithms: {torch_compile: {cache: "${oc.env:PASSWORD}/x"}, tf32_matmul: true, fused_optimizer: null}
+    algorithms: {torch_compile: {backend: "${oc.env:PASSWORD}/x"}, tf32_matmul: true, fused_optimizer: null}
     loggers: {wandb: {tags: [a, "${oc.env:PASSWORD}"]}}
     """
     file = write(text, "my.yaml")

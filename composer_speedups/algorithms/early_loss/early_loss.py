@@ -12,7 +12,6 @@ from composer_speedups.core.technique import Order, Technique
 
 if TYPE_CHECKING:
     from composer_speedups.core.run import FirstBatch, Run
-    from composer_speedups.distributed.host_scalars import Interception
 
 
 class EarlyLoss(Technique):
@@ -28,10 +27,6 @@ class EarlyLoss(Technique):
     name = "early_loss"
     order = Order.FLAGS
     effect = "exact"
-
-    def reset(self) -> None:
-        super().reset()
-        self._interception: Interception | None = None
 
     def needs(self, run: Run) -> Iterable[Refusal]:
         yield from needs_composer(self.name, run, "reading the loss before the batch is over")
@@ -51,11 +46,9 @@ class EarlyLoss(Technique):
         return {}
 
     def before_forward(self, run: Run) -> None:
-        assert self._interception is not None
         self._interception.readback.begin_microbatch()
 
     def proof(self, run: Run, seen: FirstBatch) -> dict[str, Any]:
-        assert self._interception is not None
         first = self._interception.readback.first
         if first is None:
             raise self.no_effect("Composer read no loss through it", "remove code that replaces the Trainer's loop")
@@ -65,6 +58,5 @@ class EarlyLoss(Technique):
         return self.summary(run)
 
     def summary(self, run: Run) -> dict[str, Any]:
-        assert self._interception is not None
         readback = self._interception.readback
         return {"losses_read": readback.reads, "read_before_the_batch_was_over": readback.early_reads}

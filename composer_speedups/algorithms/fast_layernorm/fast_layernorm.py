@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
 from composer_speedups.core.errors import Refusal
-from composer_speedups.core.requirements import needs_autocast, needs_cuda, needs_package, needs_triton
+from composer_speedups.core.requirements import needs_apex, needs_autocast, needs_cuda, needs_package, needs_triton
 from composer_speedups.core.technique import Order, Technique
 
 if TYPE_CHECKING:
@@ -43,12 +42,7 @@ class FastLayerNorm(Technique):
             yield from needs_triton(self.name)
         if self.implementation == "apex":
             yield from needs_cuda(self.name, run, "Apex's kernel", (7, 0))
-            if not all(importlib.util.find_spec(module) for module in ("apex", "fused_layer_norm_cuda")):
-                fix = (
-                    "build the repository NVIDIA/apex on GitHub with its CUDA extensions; pip install apex installs an "
-                    "unrelated project"
-                )
-                yield self.refusal("Apex is not installed with its CUDA extensions", fix)
+            yield from needs_apex(self.name, "fused_layer_norm_cuda")
 
     def engage(self, run: Run) -> dict[str, Any]:
         from torch import nn

@@ -40,8 +40,6 @@ class Float8Linear(Technique):
 
     recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = Field("tensorwise")
     """One scale per tensor, one per row, or one per row with the weight's gradient in the autocast dtype."""
-    min_features: int = Field(0)
-    """Do not convert Linears with fewer inputs or outputs."""
     emulate: bool = Field(False)
     """Round to float8 and multiply in float32, on any device. Slower; shows float8's effect on a model without the
     hardware."""
@@ -66,13 +64,10 @@ class Float8Linear(Technique):
             from composer_speedups.algorithms.float8_linear.modules import convertible, to_float8, to_plain
         from torchao.float8 import Float8LinearConfig
 
-        modules = convertible(run.model, self.min_features)
+        modules = convertible(run.model)
         if not modules:
-            raise self.refusal(
-                "no Linear in the model's blocks has inputs and outputs that are multiples of 16 "
-                f"and at least min_features={self.min_features}",
-                "remove it",
-            )
+            reason = "no Linear in the model's blocks has inputs and outputs that are multiples of 16"
+            raise self.refusal(reason, "remove it")
         config = dataclasses.replace(Float8LinearConfig.from_recipe_name(self.recipe), emulate=self.emulate)
         for module in modules:
             to_float8(module, config)

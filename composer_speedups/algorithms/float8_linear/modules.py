@@ -35,16 +35,13 @@ class RowPaddedFloat8Linear(Float8Linear):  # type: ignore[misc]
         return padded[:rows].view(*input.shape[:-1], self.out_features)
 
 
-def convertible(model: nn.Module, min_features: int) -> list[nn.Linear]:
+def convertible(model: nn.Module) -> list[nn.Linear]:
     """The plain Linears inside a ModuleList, that is, in the encoder's blocks, whose sizes are multiples of 16."""
     inside = {m for blocks in model.modules() if isinstance(blocks, nn.ModuleList) for m in blocks.modules()}
     return [
         module
         for module in model.modules()
-        if type(module) is nn.Linear
-        and module in inside
-        and min(module.weight.shape) >= min_features
-        and all(size % _MULTIPLE == 0 for size in module.weight.shape)
+        if type(module) is nn.Linear and module in inside and all(size % _MULTIPLE == 0 for size in module.weight.shape)
     ]
 
 
@@ -57,7 +54,6 @@ def to_float8(module: nn.Linear, config: Any) -> None:
 
 
 def to_plain(module: nn.Linear) -> None:
-    """Undo :func:`to_float8`."""
     for key in module.__dict__.pop(_ADDED):
         del module.__dict__[key]
     module.__class__ = nn.Linear

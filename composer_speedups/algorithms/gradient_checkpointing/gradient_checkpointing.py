@@ -44,10 +44,7 @@ class GradientCheckpointing(Technique):
         if any(getattr(module, "gradient_checkpointing", False) for module in run.model.modules()):
             reason = "transformers' gradient checkpointing is enabled, so blocks would be recomputed twice"
             raise self.refusal(reason, "call gradient_checkpointing_disable() on the model")
-        try:
-            blocks = list(repeated_blocks(run.model).values())[:: self.every]
-        except ValueError as error:
-            raise self.refusal(str(error), "remove it for this model") from error
+        blocks = list(repeated_blocks(run.model).values())[:: self.every]
         for block in blocks:
             replace_forward(block, _recomputed)
             run.give_back(restore_forward, block)

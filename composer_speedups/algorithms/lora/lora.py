@@ -63,10 +63,7 @@ class LoRA(Technique):
         )
 
         settings = {n: getattr(self, n) for n in ("rank", "alpha", "targets", "dropout", "modules_to_save")}
-        try:
-            add_adapters(run.model, run.optimizers, **settings)
-        except ValueError as error:
-            raise self.refusal(str(error), "remove it for this model") from error
+        add_adapters(run.model, run.optimizers, **settings)
         inner = adapter_host(run.model)
         return {
             "modules": len(adapted_layers(inner)),

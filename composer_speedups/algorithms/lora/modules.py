@@ -32,14 +32,12 @@ def adapter_host(model: nn.Module) -> nn.Module:
 
 
 def adapted_layers(model: nn.Module) -> dict[str, Any]:
-    """Return the PEFT layer of every module with LoRA matrices, by name."""
     from peft.tuners.lora import LoraLayer
 
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
 
 
 def trained_copies(model: nn.Module) -> dict[str, Any]:
-    """Return the PEFT wrapper of every module that is fully trained, with its frozen original, by name."""
     from peft.utils.other import ModulesToSaveWrapper
 
     return {name: module for name, module in model.named_modules() if isinstance(module, ModulesToSaveWrapper)}
@@ -87,7 +85,7 @@ def add_adapters(
             layer.train(layer.get_base_layer().training)  # PEFT's modules start in training mode
         vars(inner)[_SETTINGS] = settings
     names = {p: name for name, p in inner.named_parameters()}
-    replace_parameters(list(optimizers), _replacements(inner), names, for_untrained="first group")
+    replace_parameters(optimizers, _replacements(inner), names, for_untrained="first group")
 
 
 def _refuse_unmatched(wanted: Iterable[str], names: Sequence[str], what: str) -> None:

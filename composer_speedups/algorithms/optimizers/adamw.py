@@ -102,23 +102,16 @@ class ShardedAdamW(ZeroRedundancyOptimizer):
         for parameter in self._index_to_param:
             if parameter.grad is not None:
                 self.state[parameter] = self.optim.state.get(parameter, {})
-        self._forget_removed()
         for rank, groups in enumerate(self._partition_parameters()):  # type: ignore[attr-defined]
             weights = [p.detach() for group in groups for p in group["params"] if p.requires_grad]
             if weights:
                 self._broadcast(weights, rank)
-
-    def _forget_removed(self) -> None:
-        """Free the state of parameters that were removed from ``state``, such as those of layers that were frozen."""
-        for parameter in self.optim.state.keys() - self.state.keys():
-            del self.optim.state[parameter]
 
     def _broadcast(self, tensors: list[Tensor], rank: int) -> None:
         distributed._broadcast_coalesced(self.process_group, tensors, _BUCKET_BYTES, rank)
 
     def state_dict(self) -> dict[str, Any]:
         """The state dict of a plain AdamW, in rank 0's host memory, and of meta tensors on other ranks. Collective."""
-        self._forget_removed()
         parameters = self._index_to_param
         stepped = torch.tensor([p in self.optim.state for p in parameters], device=self._default_device).byte()
         distributed.all_reduce(stepped, distributed.ReduceOp.MAX, self.process_group)

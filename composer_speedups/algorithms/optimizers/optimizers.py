@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from composer_speedups.core.errors import Refusal
-from composer_speedups.core.requirements import needs_cuda, needs_package, needs_triton
+from composer_speedups.core.requirements import needs_apex, needs_cuda, needs_package, needs_triton
 from composer_speedups.core.technique import FSDP, NOT_YET, Effect, Order, Technique
 
 if TYPE_CHECKING:
@@ -65,7 +64,6 @@ class OptimizerTechnique(Technique):
         return replaced(old, lambda groups, defaults: self.build(groups, defaults, model))
 
     def shown(self, seen: FirstBatch) -> Mapping[str, Any]:
-        """More evidence of the first step."""
         return {}
 
     def needs(self, run: Run) -> Iterable[Refusal]:
@@ -169,12 +167,7 @@ class ApexOptimizer(OptimizerTechnique):
 
     def needs(self, run: Run) -> Iterable[Refusal]:
         yield from super().needs(run)
-        if not apex_installed():
-            fix = (
-                "build it from github.com/NVIDIA/apex with --cpp_ext --cuda_ext, or use fused_optimizer, which has the "
-                "same effect with torch's kernel"
-            )
-            yield self.refusal("NVIDIA Apex is not installed (the package index has no build of it)", fix)
+        yield from needs_apex(self.name, "apex.optimizers")
         yield from needs_cuda(self.name, run, "Apex's FusedAdam")
 
     def build(self, groups: Groups, defaults: Defaults, model: nn.Module) -> Optimizer:
@@ -188,14 +181,6 @@ class ApexOptimizer(OptimizerTechnique):
                 super().zero_grad()
 
         return ApexFusedAdam(groups, **defaults, adam_w_mode=True, bias_correction=True, set_grad_none=True)
-
-
-def apex_installed() -> bool:
-    """Return whether ``apex`` is NVIDIA's; the package index has another package with that name."""
-    try:
-        return importlib.util.find_spec("apex.optimizers") is not None
-    except ImportError:
-        return False
 
 
 class AdafactorOptimizer(OptimizerTechnique):

@@ -33,7 +33,6 @@ def make_stable_embedding(model: nn.Module) -> list[nn.Parameter]:
 
 
 def stable_embeddings(model: nn.Module) -> dict[str, Any]:
-    """The StableEmbedding modules of a model, by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, StableEmbedding)}
 
 

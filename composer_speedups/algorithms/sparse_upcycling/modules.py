@@ -127,7 +127,6 @@ class SparseFeedForward(nn.Module):
 
 
 def sparse_layers(model: nn.Module) -> list[SparseFeedForward]:
-    """Return the layers of experts in a model, first to last."""
     return [m for m in model.modules() if isinstance(m, SparseFeedForward)]
 
 
@@ -176,7 +175,7 @@ def upcycle(
         replaced[dense.up.weight].append(sparse.router.weight)
     encoder.register_forward_pre_hook(routing.begin, with_kwargs=True)
     encoder.config.sparse_upcycling = settings
-    replace_parameters(list(optimizers), replaced, {p: n for n, p in model.named_parameters()})
+    replace_parameters(optimizers, replaced, {p: n for n, p in model.named_parameters()})
 
 
 def load_sparse_upcycling(folder: str | Path, auto: Any = AutoModelForSequenceClassification) -> PreTrainedModel:

@@ -65,10 +65,7 @@ class SparseUpcycling(Technique):
         from composer_speedups.algorithms.sparse_upcycling.modules import sparse_layers, upcycle
 
         before = sum(p.numel() for p in run.model.parameters())
-        try:
-            upcycle(run.model, run.optimizers, experts=self.experts, every=self.every, top_k=self.top_k)
-        except ValueError as error:
-            raise self.refusal(str(error), "remove it for this model") from error
+        upcycle(run.model, run.optimizers, experts=self.experts, every=self.every, top_k=self.top_k)
         return {
             "layers": len(sparse_layers(run.model)),
             "experts": self.experts,

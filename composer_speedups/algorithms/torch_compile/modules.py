@@ -1,17 +1,14 @@
-"""The modules to compile in place, whether they have compiled code, and inductor's cache of it on disk."""
+"""The modules to compile in place, and whether they have compiled code."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-import os
 from typing import Any, Literal
 
 from torch import nn
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
-from torch._dynamo.utils import counters
 
-from composer_speedups.core.reversible import ProcessFlag
 from composer_speedups.core.stock import HOOKS
 from composer_speedups.core.trainer_state import is_composer_model
 from composer_speedups.families.blocks import repeated_blocks
@@ -67,31 +64,3 @@ def has_compiled_code(module: nn.Module) -> bool:
 def _is_compiled(function: Any) -> bool:
     code = getattr(function, "__code__", None)  # other callables have none
     return code is not None and bool(_debug_get_cache_entry_list(code))
-
-
-_VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")  # inductor sets the second to a folder in the first
-_COUNTERS = {  # evidence → torch's counters
-    "cache_hits": [("inductor", "fxgraph_cache_hit")],
-    "cache_misses": [("inductor", "fxgraph_cache_miss")],
-    "cache_bypasses": [("inductor", "fxgraph_cache_bypass"), ("aot_autograd", "autograd_cache_bypass")],
-}
-
-
-def _read() -> list[str | None]:
-    return [os.environ.get(name) for name in _VARIABLES]
-
-
-def _write(values: list[str | None]) -> None:
-    for name, value in zip(_VARIABLES, values, strict=True):
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
-
-
-CACHE_FOLDERS = ProcessFlag(_read, _write)
-
-
-def cache_counts() -> dict[str, int]:
-    """The numbers of graphs that were found, compiled and not cacheable in this process."""
-    return {name: sum(counters[group][key] for group, key in keys) for name, keys in _COUNTERS.items()}

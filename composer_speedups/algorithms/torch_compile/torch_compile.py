@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
@@ -25,7 +23,7 @@ class TorchCompile(Technique):
     """Compiles the whole model, or one block whose code the other blocks reuse.
 
     Raises:
-        ValueError: A mode or a cache with another backend than inductor.
+        ValueError: A mode with another backend than inductor.
         Refusal: At INIT, for an unknown backend, if TORCHDYNAMO_DISABLE or a similar variable is set, for inductor on a
             GPU without Triton, for a model without a repeated block (``scope: blocks``), or one that other code has
             compiled.
@@ -36,7 +34,6 @@ class TorchCompile(Technique):
     name = "torch_compile"
     order = Order.COMPILE
     effect = "rounding"
-    not_recorded = (*Technique.not_recorded, "cache")  # a resumed run may use another folder
 
     scope: Literal["model", "blocks"] = Field("model")
     """The whole model, or its repeated block, which starts faster and trains slightly slower."""
@@ -46,29 +43,19 @@ class TorchCompile(Technique):
     """inductor's mode; null for its default."""
     dynamic: bool | None = Field(None)
     """Dynamic shapes; null decides after a first recompile."""
-    cache: str | None = Field(None)
-    """Folder that keeps inductor's compiled code for later runs, which execute it; null uses inductor's default."""
 
     def checks(self) -> Iterator[Check]:
-        other = f"and the backend is {self.backend!r}"
-        others_mode = self.mode is not None and self.backend != "inductor"
-        yield others_mode, "mode", f"{self.mode!r} is a mode of inductor, {other}; remove one"
-        no_cache = self.cache is not None and (self.backend != "inductor" or not self.cache)
-        yield no_cache, "cache", f"must be a folder for inductor's cache, {other}, not {self.cache!r}"
+        problem = f"{self.mode!r} is a mode of inductor, and the backend is {self.backend!r}; remove one"
+        yield self.mode is not None and self.backend != "inductor", "mode", problem
 
     def reset(self) -> None:
         super().reset()
         self._before: Any = None  # counts of this process when it engaged
-        self._cached: dict[str, int] = {}
-
-    @property
-    def makes_graphs(self) -> bool:
-        """Whether the compiled code captures and replays CUDA graphs itself."""
-        return self.backend == "cudagraphs" or self.mode in ("reduce-overhead", "max-autotune")
 
     @property
     def fixed_shapes(self) -> bool:
-        return self.makes_graphs
+        """Whether the compiled code captures and replays CUDA graphs itself."""
+        return self.backend == "cudagraphs" or self.mode in ("reduce-overhead", "max-autotune")
 
     def needs(self, run: Run) -> Iterable[Refusal]:
         import torch._inductor
@@ -82,17 +69,12 @@ class TorchCompile(Technique):
             yield self.refusal(f"inductor has no mode {self.mode!r}", f"use one of {', '.join(modes)}")
         if (package := _PACKAGES.get(self.backend)) is not None:
             yield from needs_package(self.name, package, {"tvm": "apache-tvm"}.get(package, package))
-        if self.makes_graphs:
+        if self.fixed_shapes:
             yield from needs_cuda(self.name, run, f"backend {self.backend!r} with mode {self.mode!r}")
             if "cuda_graphs" in run.techniques:
                 reason = "conflicts with cuda_graphs: with this mode or backend, torch_compile captures CUDA graphs too"
                 yield self.refusal(reason, "remove torch_compile or cuda_graphs")
-        folder = Path(self.cache or "").expanduser()
-        if self.cache and folder.is_dir():  # inductor unpickles and runs what is in it
-            status = folder.stat()
-            if status.st_uid != os.geteuid() or status.st_mode & stat.S_IWOTH:
-                yield self.refusal(f"cache: others could put code into {folder}", "choose a folder of your own")
-        if "unpadding" in run.techniques and (self.makes_graphs or self.dynamic is False):
+        if "unpadding" in run.techniques and (self.fixed_shapes or self.dynamic is False):
             reason = (
                 "conflicts with unpadding: with dynamic: false, or a mode that captures CUDA graphs, it would "
                 "recompile for each number of tokens"
@@ -102,20 +84,13 @@ class TorchCompile(Technique):
             yield from needs_triton(self.name)
 
     def engage(self, run: Run) -> dict[str, Any]:
-        from composer_speedups.algorithms.torch_compile.modules import CACHE_FOLDERS, cache_counts, targets
+        from composer_speedups.algorithms.torch_compile.modules import targets
         from composer_speedups.core.compile_counts import compile_counts
 
-        try:
-            modules = targets(run.model, self.scope)
-        except ValueError as error:
-            raise self.refusal(str(error), "remove it for this model") from error
-        for module in modules:
+        for module in targets(run.model, self.scope):
             module.compile(backend=self.backend, mode=self.mode, dynamic=self.dynamic)
             run.give_back(setattr, module, "_compiled_call_impl", None)
-        self._before, self._cached = compile_counts(), cache_counts()
-        if self.cache is not None:
-            CACHE_FOLDERS.take(self, [os.path.abspath(os.path.expanduser(self.cache)), None])
-            run.give_back(CACHE_FOLDERS.release, self)
+        self._before = compile_counts()
         return {"scope": self.scope, "backend": self.backend}
 
     def proof(self, run: Run, seen: FirstBatch) -> dict[str, Any]:
@@ -132,19 +107,16 @@ class TorchCompile(Technique):
         return {"modules": len(compiled), "reused_from_this_process": reused, **self.summary(run)}
 
     def summary(self, run: Run) -> dict[str, Any]:
-        from composer_speedups.algorithms.torch_compile.modules import cache_counts
         from composer_speedups.core.compile_counts import compile_counts
 
         since = compile_counts().since(self._before)
-        counts = {
+        return {
             "graphs": since.graphs,
             "graph_breaks": since.breaks,
             "recompiles": since.recompiles,
             "frames_left_eager": since.failed,
             "compile_seconds": round(since.seconds, 2),
         }
-        cached = cache_counts() if self.cache is not None else {}
-        return counts | {name: count - self._cached[name] for name, count in cached.items()}
 
 
 def switched_off() -> str | None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import operator
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from omegaconf.errors import OmegaConfBaseException
 from composer_speedups.core.command_line import COMMAND_LINE, read_pair, read_yaml
 from composer_speedups.core.errors import ConfigError, first_line
 from composer_speedups.core.files import with_working_directory, write_atomically
-from composer_speedups.core.settings import Origins
 from composer_speedups.tasks.settings import TASKS, ClassificationSettings
 from composer_speedups.train.config.schema import Config, as_mapping
 
@@ -26,7 +26,8 @@ Keys = tuple[str, ...]  # path of keys to a value
 def load_config(file: str | os.PathLike[str] | None = None, overrides: Sequence[str] = ()) -> Config:
     """Read, merge and check a config."""
     given: dict[Any, Any] = {}
-    origins, mistakes = Origins(COMMAND_LINE if file is None else str(file)), list[str]()
+    otherwise, mistakes = COMMAND_LINE if file is None else str(file), list[str]()
+    origins = defaultdict[str, str](lambda: otherwise)  # dotted key → the file or command line that set it
     if file is not None:
         given = _merged(given, _read_file(file), str(file), origins)
     for override in overrides:
@@ -35,7 +36,9 @@ def load_config(file: str | os.PathLike[str] | None = None, overrides: Sequence[
         except ConfigError as error:
             mistakes += error.lines
     try:
-        merged = _with_defaults(given)
+        task = dict(_flat(given)).get(("model", "task"))
+        chosen: Any = TASKS.get(task if isinstance(task, str) else "", ClassificationSettings)()
+        merged = _over(Config(task=chosen).model_dump(), given)  # to which interpolations may refer
         values: Any = OmegaConf.to_container(OmegaConf.create(merged), resolve=True, throw_on_missing=True)
         config = Config.read(values, origins=origins)
     except OmegaConfBaseException as error:
@@ -56,7 +59,6 @@ def load_config(file: str | os.PathLike[str] | None = None, overrides: Sequence[
 
 
 def save_config(config: Config, path: Path, *, resolved: bool = False) -> None:
-    """Write :func:`as_yaml` to a file."""
     write_atomically(path, as_yaml(config, resolved=resolved))
 
 
@@ -111,13 +113,9 @@ def _all(section: Any, path: Keys = ()) -> Iterator[tuple[Keys, Any]]:
             yield from _all(value, (*path, name))
 
 
-def _flat(section: Any, path: Keys = ()) -> Iterator[tuple[Keys, Any]]:
-    """The path of keys to each value that is not a section, with the value."""
-    for name, value in section.items():
-        if isinstance(value, dict) and value:
-            yield from _flat(value, (*path, name))
-        else:
-            yield (*path, name), value
+def _flat(section: Any) -> Iterator[tuple[Keys, Any]]:
+    """The same without sections, except for empty ones."""
+    return ((path, value) for path, value in _all(section) if not (isinstance(value, dict) and value))
 
 
 def _read_file(file: str | os.PathLike[str]) -> dict[Any, Any]:
@@ -139,14 +137,6 @@ def _read_file(file: str | os.PathLike[str]) -> dict[Any, Any]:
     return loaded
 
 
-def _with_defaults(given: dict[Any, Any]) -> dict[Any, Any]:
-    """The values over the defaults, to which interpolations may refer."""
-    model = given.get("model")
-    task = model.get("task") if isinstance(model, dict) else None
-    chosen: Any = TASKS.get(task if isinstance(task, str) else "", ClassificationSettings)()
-    return _over(Config(task=chosen).model_dump(), given)
-
-
 def _over(base: dict[Any, Any], given: dict[Any, Any]) -> dict[Any, Any]:
     """Values of ``given`` replace those of ``base``; mappings are merged."""
     return base | {
@@ -155,7 +145,7 @@ def _over(base: dict[Any, Any], given: dict[Any, Any]) -> dict[Any, Any]:
     }
 
 
-def _merged(base: dict[Any, Any], given: dict[Any, Any], origin: str, origins: Origins) -> dict[Any, Any]:
+def _merged(base: dict[Any, Any], given: dict[Any, Any], origin: str, origins: dict[str, str]) -> dict[Any, Any]:
     for section, prefix in ((given, ""), (given.get("baseline"), "baseline.")):
         if isinstance(section, dict) and "algorithms" in section:
             try:
@@ -164,12 +154,5 @@ def _merged(base: dict[Any, Any], given: dict[Any, Any], origin: str, origins: O
                 raise ConfigError(f"{origin}: {prefix}algorithms {error}") from None
     if "algorithms" in given and not given["algorithms"]:
         base = {**base, "algorithms": {}}
-    origins.update(dict.fromkeys(_dotted(given), origin))
+    origins.update((".".join(map(str, path)), origin) for path, _ in _all(given))
     return _over(base, given)
-
-
-def _dotted(raw: Mapping[Any, Any], prefix: str = "") -> Iterator[str]:
-    for name, value in raw.items():
-        yield f"{prefix}{name}"
-        if isinstance(value, Mapping):
-            yield from _dotted(value, f"{prefix}{name}.")

@@ -115,8 +115,6 @@ class SchedulerConfig(Settings):
     """Shape of the learning rate after the warm-up."""
     warmup: Annotated[str, ComposerTime((*DURATION_UNITS, "dur"))] = "0.1dur"
     """Linear warm-up, as a Composer time: 0.1dur, 100ba."""
-    final_fraction: float = Field(0.0, ge=0, le=1)
-    """Learning rate at the end as a fraction of the peak."""
 
 
 class TrainerConfig(Settings):
@@ -147,11 +145,6 @@ class TrainerConfig(Settings):
     deterministic: bool = False
     """Use deterministic kernels only; slower."""
 
-    @property
-    def evaluates_every(self) -> str:
-        """The interval of evaluations, for Composer: the whole training if ``eval_interval`` is null."""
-        return self.eval_interval or self.max_duration
-
     def checks(self) -> Iterator[Check]:
         if self.fsdp is not None:
             no_auto = "auto is not supported with trainer.fsdp; set a number, or null"
@@ -166,16 +159,6 @@ class TrainerConfig(Settings):
         if self.early_stopping is not None:
             unevaluated = "needs evaluations during the training; set trainer.eval_interval"
             yield self.eval_interval is None, "early_stopping", unevaluated
-            times = (self.early_stopping.patience, self.evaluates_every, self.max_duration)
-            waits, interval, end = (int(time.rstrip(ascii_lowercase)) for time in times)
-            earliest = (waits // interval + 2) * interval  # the first evaluation is an improvement
-            units = {time.lstrip(digits) for time in times}
-            never = (
-                f"of {times[0]} and evaluations every {times[1]} allow a stop after {earliest}{min(units)} at the "
-                f"earliest, and training ends after {times[2]}; evaluate more often, or train for longer"
-            )
-            useless = self.eval_interval is not None and len(units) == 1 and earliest >= end
-            yield useless, "early_stopping.patience", never
 
 
 class CheckpointConfig(Settings):
@@ -380,12 +363,8 @@ class Config(Settings):
 
 def checkpoint_problem(name: str | None) -> str | None:
     """What is wrong with a local checkpoint, as far as can be seen without loading it."""
-    if name is None:
+    if name is None or name.startswith(OBJECT_STORES):
         return None
-    if name.startswith(OBJECT_STORES):
-        scheme, slashes, path = name.partition("://")
-        nameless = slashes and path[:1] in "/"
-        return f"does not name a bucket: {name}; write {scheme}://BUCKET/PATH.pt" if nameless else None
     if not os.path.isfile(name):
         shown = with_working_directory(name)
         return f"is not a file: {shown}; name a checkpoint, such as runs/NAME/checkpoints/latest-rank0.pt"

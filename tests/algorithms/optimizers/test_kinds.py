@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from composer_speedups.algorithms.optimizers.optimizers import apex_installed
 from composer_speedups.algorithms.optimizers.swap import attach_schedulers, replaced, set_implementation
 from composer_speedups.core.errors import Refusal
+from composer_speedups.core.requirements import needs_apex
 from tests.algorithms.optimizers.cases import CASES, OptimizerCase, engaged, network, observed, technique, use_stand_in
 from tests.helpers.common import tiny_bert
 
@@ -49,7 +49,7 @@ def params(*devices: str) -> Any:
 
 @pytest.fixture(autouse=True)
 def _prepared(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    if "apex" in request.node.name and not apex_installed():
+    if "apex" in request.node.name and [*needs_apex("", "apex.optimizers")]:
         use_stand_in(monkeypatch)
     yield
     torch._dynamo.reset()  # torchao compiles its step

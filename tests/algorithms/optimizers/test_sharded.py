@@ -109,24 +109,6 @@ def save_where_a_rank_has_no_state() -> list[str]:
     return list(get_optimizer_state_dict(model, optimizer)["state"])
 
 
-def freeze_after_a_step() -> dict[str, Any]:
-    """Freeze every second parameter as layer_freezing does; the indices that are saved at once, and after a step."""
-    model = tiny_bert()
-    optimizer = sharded(AdamW(model.parameters(), lr=1e-3))
-    parameters = list(model.parameters())
-    for parameter in parameters:
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    for parameter in parameters[::2]:
-        parameter.requires_grad_(False)
-        parameter.grad = None
-        optimizer.state.pop(parameter, None)
-    saved = [sorted(optimizer.state_dict()["state"])]
-    optimizer.step()
-    saved.append(sorted(optimizer.state_dict()["state"]))
-    return {"saved": saved, "held": sum(len(entry) > 0 for entry in optimizer.optim.state.values())}
-
-
 def observe(folder: Path) -> dict[str, Any]:
     """What one of two ranks sees."""
     seen: dict[str, Any] = {"trained": {kind: train(kind, 2, save=folder / "2") for kind in KINDS}}
@@ -135,7 +117,6 @@ def observe(folder: Path) -> dict[str, Any]:
         seen[first, 2] = {kind: train(kind, 4, load=folder / str(first)) for kind in KINDS}
     seen["loops"] = {scaled: {kind: loop(kind, scaled=scaled) for kind in KINDS} for scaled in (False, True)}
     seen["saved"] = save_where_a_rank_has_no_state()
-    seen["frozen"] = freeze_after_a_step()
     return seen
 
 
@@ -213,10 +194,3 @@ def test_resuming_on_any_number_of_ranks_is_exactly_like_adamw(journey: tuple[in
 @pytest.mark.exhaustive
 def test_a_rank_without_a_trained_parameter_does_not_step_while_the_others_save(seen: Seen) -> None:
     assert [rank["saved"] for rank in seen.ranks] == [["1.weight"]] * 2
-
-
-@pytest.mark.exhaustive
-def test_the_state_of_frozen_parameters_is_freed_and_not_saved(seen: Seen) -> None:
-    frozen = [rank["frozen"] for rank in seen.ranks]
-    assert all(rank["saved"] == [list(range(1, 41, 2))] * 2 for rank in frozen)
-    assert sum(rank["held"] for rank in frozen) == 20
