@@ -7,13 +7,16 @@ four times as many bytes.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["cast_together", "merged_weights"]
+from composer_speedups.kernels.common import FirstDerivative
+
+__all__ = ["cast_parameters", "cast_together", "merged_weights"]
 
 _CAST = {"BLOCK": 4096, "num_warps": 4}
 _MAX_TENSORS = 12
@@ -34,6 +37,26 @@ def cast_together(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]
         *tensors, *[out] * unused, out, *numbers, *[0] * unused, **_CAST
     )
     return [copy.view_as(x) for copy, x in zip(out.split(numbers), tensors, strict=True)]
+
+
+def cast_parameters(parameters: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """:func:`cast_together` of up to twelve float32 parameters, with gradients, which one more kernel casts back."""
+    return _Cast.apply(dtype, *parameters)  # type: ignore[no-any-return]
+
+
+class _Cast(FirstDerivative):
+    refusal = "fused_layers has no second derivative (create_graph=True); remove fused_layers"
+
+    @staticmethod
+    def forward(ctx: Any, dtype: torch.dtype, *parameters: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple(cast_together(parameters, dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        given = [gradient for gradient in gradients if gradient is not None]
+        copies = iter(cast_together(given, torch.float32) if given else ())
+        return (None, *(None if gradient is None else next(copies) for gradient in gradients))
 
 
 @triton.jit

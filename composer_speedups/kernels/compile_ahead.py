@@ -101,6 +101,7 @@ def launches(
         partial(totals, [norms, zeros(1, shape.inner), norms, zeros(1, 3 * shape.hidden)]),
         partial(first_token_backward, *first_tokens), first_token(rate),
         partial(cast_together, weights + biases, dtype),
+        partial(cast_together, [x.to(dtype) for x in weights + biases], torch.float32),
     ]  # fmt: skip
     evaluation += [embeddings(0.0), first_token(0.0)]
     if float8:

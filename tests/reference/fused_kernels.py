@@ -67,7 +67,7 @@ from composer_speedups.algorithms.fused_layers.modules import plain_layer
 from composer_speedups.algorithms.fused_layers.pre_norm_layers import gated_layer
 from composer_speedups.families.family import DropoutRates, GatedLayerModules, LayerModules
 from composer_speedups.kernels.attention import attention_backward, attention_forward, rotate
-from composer_speedups.kernels.casts import cast_together, merged_weights
+from composer_speedups.kernels.casts import cast_parameters, cast_together, merged_weights
 from composer_speedups.kernels.embeddings import embed
 from composer_speedups.kernels.first_token_attention import first_token_attention
 from composer_speedups.kernels.float8 import (
@@ -175,6 +175,14 @@ def casts() -> None:
             rtol = 2**-7 if DEVICE == "cpu" and dtype == torch.bfloat16 else 0.0
             torch.testing.assert_close(copy, source.to(dtype), rtol=rtol, atol=0.0)
             print(f"a copy of {tuple(source.shape)} in {dtype} agrees")
+    leaves = [source.requires_grad_() for source in sources]
+    copies = list(cast_parameters(leaves, torch.float16))
+    unused, given = copies.pop(2), [random(*copy.shape).half() for copy in copies]
+    torch.autograd.backward(copies, given)
+    torch.testing.assert_close(unused, leaves.pop(2).half(), rtol=0.0, atol=0.0)
+    for leaf, gradient in zip(leaves, given, strict=True):
+        torch.testing.assert_close(leaf.grad, gradient.float(), rtol=0.0, atol=0.0)
+        print(f"a gradient of {tuple(leaf.shape)} agrees")
 
 
 def merged() -> None:

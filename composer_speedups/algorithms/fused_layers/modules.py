@@ -157,7 +157,7 @@ class FusedLayer(nn.Module):
 
         Keys and values are computed for all tokens; queries and everything after attention, only for one token per row.
         """
-        modules, rates, layout = self.layer_modules(), self.rates(), packed.layout
+        modules, rates, layout = _in_16_bits(self.layer_modules(), x_TH.device), self.rates(), packed.layout
         is_gated, window, normed_TH = self.family.block is Block.GATED, None, x_TH
         if self.family.block in (Block.PRE_NORM, Block.GATED) and modules.attention_norm is not None:
             normed_TH = modules.attention_norm(x_TH)
@@ -196,6 +196,33 @@ class FusedLayer(nn.Module):
         assert self.family.position_table is not None
         assert packed.embeddings is not None
         return self.family.position_table(self, packed.embeddings)
+
+
+class _Linear(NamedTuple):
+    """A Linear of parameters that were cast before."""
+
+    weight: Tensor
+    bias: Tensor
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+def _in_16_bits(modules: Any, device: torch.device) -> Any:
+    """The modules with Linears in autocast's dtype, cast by one kernel where autocast would launch one for each
+    parameter and gradient; as they are if a Linear has an adapter or another dtype, or on a CPU."""
+    dtype = autocast_dtype(device.type, torch.float32)
+    linears: list[Any] = modules.linears() if isinstance(modules, LayerModules) else [None]
+    plain = all(
+        type(each) is nn.Linear and each.bias is not None and each.weight.dtype == torch.float32 for each in linears
+    )
+    if not plain or device.type != "cuda" or dtype == torch.float32 or torch.compiler.is_compiling():
+        return modules
+    from composer_speedups.kernels.casts import cast_parameters  # imports Triton
+
+    copies = cast_parameters([*(each.weight for each in linears), *(each.bias for each in linears)], dtype)
+    query, key, value, out, up, down = (_Linear(*pair) for pair in zip(copies[:6], copies[6:], strict=True))
+    return modules._replace(query=query, key=key, value=value, out=out, up=up, down=down)
 
 
 def plain_layer(x_TH: Tensor, modules: LayerModules, rates: DropoutRates, layout: Layout) -> Tensor:
