@@ -5,6 +5,7 @@ The job is that of the config. Instead of its ``algorithms`` and ``trainer`` key
 and the callbacks of ``composer_speedups.distributed``, as in ``examples/own_trainer.py``, and nothing else of the
 suite.
 
+- ``peer.recommended``: false for a Trainer without any technique, in float32.
 - ``peer.distributed``: false for Composer's own DDP and garbage collection.
 - ``peer.float8``: true for ``recommended(precision="fp8")``.
 - ``peer.plain_loader``: true for a plain ``torch.utils.data.DataLoader`` over padded samples, with ``data.workers``
@@ -37,6 +38,7 @@ from composer_speedups.train.trainer import build_optimizer, build_scheduler
 
 
 class Flags(Settings):
+    recommended: bool = True
     distributed: bool = True
     float8: bool = False
     plain_loader: bool = False
@@ -56,7 +58,9 @@ def main(arguments: list[str]) -> None:
         loader = plain_loader(job.train, config.data.workers, on_gpu=on_gpu) if flags.plain_loader else job.train
         if distributed:
             gc.freeze()  # a full collection takes 0.4 s in some step, while all other ranks wait
-        algorithms = recommended(config.on_unavailable, "fp8" if flags.float8 else "bf16")
+        algorithms = []
+        if flags.recommended:
+            algorithms = recommended(config.on_unavailable, "fp8" if flags.float8 else "bf16")
         trainer = Trainer(
             model=job.model,
             train_dataloader=DataSpec(loader, get_num_tokens_in_batch=real_tokens),
