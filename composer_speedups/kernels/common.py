@@ -80,6 +80,14 @@ def _once(backward: Callable[..., Any], refusal: str) -> Callable[..., Any]:
     return wrapped
 
 
+def gradient_buffer(parameter: Tensor) -> Tensor | None:
+    """The memory for a parameter's float32 gradient, where a captured step reads it, for the first caller; else None.
+
+    A kernel that writes there saves a copy. If the parameter is used again, autograd adds the other gradients.
+    """
+    return vars(parameter).pop("gradient_buffer", None)
+
+
 def autocast_dtype(device_type: str, otherwise: torch.dtype) -> torch.dtype:
     """The dtype of autocast on a CPU or GPU; ``otherwise`` if autocast is off, and on other devices, such as meta."""
     enabled = device_type in ("cpu", "cuda") and torch.is_autocast_enabled(device_type)

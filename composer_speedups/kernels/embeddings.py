@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from composer_speedups.kernels.common import FirstDerivative
+from composer_speedups.kernels.common import FirstDerivative, gradient_buffer
 from composer_speedups.kernels.dropout import draw_seeds, kept, load_seed, threshold_of
 from composer_speedups.kernels.norm import standardize
 
@@ -48,8 +48,9 @@ def embed(
         dtype: Dtype of the result.
         no_gradient: The word and position whose embeddings have no gradient (``padding_idx``); -1 for none.
     """
-    parameters = (p.contiguous() for p in (word, position, token_type, weight_H, bias_H))
-    return _Embed.apply(ids_BS, positions, types, *parameters, eps, dropout, dtype, no_gradient)
+    parameters = [p.contiguous() for p in (word, position, token_type, weight_H, bias_H)]
+    buffers = [gradient_buffer(table) for table in parameters[:3]]
+    return _Embed.apply(ids_BS, positions, types, *parameters, eps, dropout, dtype, no_gradient, buffers)
 
 
 class _Embed(FirstDerivative):
@@ -57,12 +58,12 @@ class _Embed(FirstDerivative):
 
     @staticmethod
     def forward(ctx: Any, ids: Tensor, positions: Tensor, types: Tensor, *rest: Any) -> Tensor:
-        word, position, token_type, weight, bias, eps, dropout, dtype, no_gradient = rest
+        word, position, token_type, weight, bias, eps, dropout, dtype, no_gradient, buffers = rest
         (seed,) = draw_seeds(1, ids.device, dropout=dropout > 0)
         tables = (word, position, token_type)
         out, statistics = embed_forward((ids, positions, types), tables, weight, bias, eps, dropout, dtype, seed)
         ctx.save_for_backward(ids, positions, types, *tables, weight, statistics, seed)
-        ctx.settings = dropout, no_gradient
+        ctx.settings = dropout, no_gradient, buffers
         return out
 
     @staticmethod
@@ -70,7 +71,7 @@ class _Embed(FirstDerivative):
         ids, positions, types, *tables, weight, statistics, seed = ctx.saved_tensors
         gradients = embed_backward(grad, (ids, positions, types), tables, weight, statistics, seed, *ctx.settings)
         wanted = [g.to(p.dtype) for g, p in zip(gradients, (*tables, weight, weight), strict=True)]
-        return None, None, None, *wanted, None, None, None, None
+        return None, None, None, *wanted, None, None, None, None, None
 
 
 def embed_forward(
@@ -112,10 +113,15 @@ def embed_backward(
     seed: Tensor,
     dropout: float,
     no_gradient: tuple[int, int],
+    buffers: Sequence[Tensor | None] = (None, None, None),
 ) -> list[Tensor]:
-    """Return the float32 gradients of the three tables and of the LayerNorm's weight and bias."""
+    """Return the float32 gradients of the three tables, in their buffers if given, and of the LayerNorm's weight and
+    bias."""
     (rows, width), hidden = indices[0].shape, weight_H.shape[0]
-    gradients = [torch.zeros_like(table, dtype=torch.float32) for table in tables]
+    gradients = [
+        torch.zeros_like(table, dtype=torch.float32) if buffer is None else buffer.zero_()
+        for table, buffer in zip(tables, buffers, strict=True)
+    ]
     groups = triton.cdiv(rows, _ROWS_PER_PROGRAM)
     partial = torch.empty(groups * width, 2, hidden, device=grad.device, dtype=torch.float32)
     _embedding_backward[(width, groups)](

@@ -18,6 +18,7 @@ from composer_speedups.algorithms.unpadding.encoder_swap import unpad
 from composer_speedups.core.compile_counts import graphs_so_far
 from composer_speedups.core.errors import Refusal
 from composer_speedups.core.run import Run
+from composer_speedups.kernels.common import gradient_buffer
 from composer_speedups.packing.encoder import Packing, unpadded_encoders, with_counted_rows
 from tests.helpers.common import Batch, Recorder, batch, make_trainer, tiny_bert
 from tests.helpers.rerun import CannotRecord, Rerun, graphed
@@ -129,6 +130,59 @@ def test_observed_and_untouched_calls_are_eager() -> None:
     with untouched(model):
         model(**ONE)
     assert counts(calls) == (1, 2, 1)
+
+
+class Scaled(torch.autograd.Function):
+    """A backward pass that writes the weight's gradient to its buffer, as the fused layers do.
+
+    Its gradients do not depend on the output's, which is zero when the pass is recorded.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, buffer: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.buffer = buffer
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        found = x.sum(0)
+        return weight.expand_as(x), found if ctx.buffer is None else ctx.buffer.copy_(found), None
+
+
+class Scales(nn.Module):
+    """Uses its weight some times."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.times, self.weight = times, nn.Parameter(torch.linspace(0.5, 2.0, 8))
+        self.buffers_seen: list[Tensor | None] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.times):
+            self.buffers_seen.append(gradient_buffer(self.weight))
+            x = Scaled.apply(x, self.weight, self.buffers_seen[-1])
+        return x.square().sum()
+
+
+@pytest.mark.parametrize("times", [1, 2, 3])
+def test_a_captured_gradient_is_written_to_its_buffer(times: int) -> None:
+    class Once(Rerun):
+        def record(self, run: Any) -> Any:
+            return super().record(run)[0], lambda: None
+
+    model, x = Scales(times), torch.arange(24.0).view(3, 8)
+    untouched_model = copy.deepcopy(model)
+    untouched_model(x).backward()
+    graphed(model, recorder=Once, accumulate=True)
+    model(x).backward()
+    torch.testing.assert_close(model.weight.grad, untouched_model.weight.grad)
+    warm_up, captured = model.buffers_seen[:times], model.buffers_seen[times:]
+    assert warm_up == [None] * times
+    assert [buffer is not None for buffer in captured] == [True, *[False] * (times - 1)]
+    assert captured[0] is model.weight.grad
+    assert "gradient_buffer" not in vars(model.weight)
 
 
 def test_a_failed_capture_raises_or_disables_capturing() -> None:

@@ -6,7 +6,8 @@ parameters. Here, all shapes share the gradient buffers, so a further shape take
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -57,7 +58,8 @@ class Captured:
             begun = frozenset[nn.Parameter]().union(*self._trained[:segment])
             shared.fill(segments.differentiate(segment, self.output_gradients, leaves), begun)
 
-        self._outputs, self._replay_forward = recorder.record(forward)
+        with shared.offered(leaves if len(segments) == 1 else ()):
+            self._outputs, self._replay_forward = recorder.record(forward)
         shared.release()  # the recorders of tests execute the function, which writes the buffers
         self._replays = [recorder.record(partial(backward, segment))[1] for segment in range(len(segments))]
         segments.release()
@@ -257,11 +259,25 @@ class SharedGradients:
                 self._buffers[parameter] = torch.empty_like(gradient)
         return frozenset(trained)
 
+    @contextlib.contextmanager
+    def offered(self, placeholders: Iterable[nn.Parameter]) -> Iterator[None]:
+        """Let kernels write gradients directly to their buffers (:func:`~...kernels.common.gradient_buffer`); the
+        placeholders stand for the parameters."""
+        places = [(vars(place), self._buffers.get(p)) for place, p in zip(placeholders, self.parameters, strict=False)]
+        for attributes, buffer in places:
+            if buffer is not None and buffer.dtype == torch.float32 and buffer.data_ptr() % 16 == 0:
+                attributes["gradient_buffer"] = buffer
+        try:
+            yield
+        finally:
+            for attributes, _ in places:
+                attributes.pop("gradient_buffer", None)
+
     def fill(self, gradients: Sequence[Tensor | None], begun: Container[nn.Parameter] = ()) -> None:
-        """Write the gradients to their buffers, or add them for the parameters in ``begun``."""
+        """Write the gradients to their buffers, if they are not there, or add them for the parameters in ``begun``."""
         trained = {p: g for p, g in zip(self.parameters, gradients, strict=True) if g is not None}
         added = [p for p in trained if p in begun]
-        written = [p for p in trained if p not in begun]
+        written = [p for p in trained if p not in begun and trained[p].data_ptr() != self._buffers[p].data_ptr()]
         for write, parameters in ((torch._foreach_copy_, written), (torch._foreach_add_, added)):
             if parameters:
                 write([self._buffers[p] for p in parameters], [trained[p] for p in parameters])

@@ -33,7 +33,7 @@ from composer_speedups.algorithms.fused_layers.weights import (
 )
 from composer_speedups.families.family import DropoutRates, LayerModules
 from composer_speedups.kernels.attention import attention_backward, attention_forward, rotate
-from composer_speedups.kernels.common import FirstDerivative
+from composer_speedups.kernels.common import FirstDerivative, gradient_buffer
 from composer_speedups.kernels.disentangled_attention import disentangled_backward, disentangled_forward
 from composer_speedups.kernels.dropout import draw_seeds
 from composer_speedups.kernels.float8 import (
@@ -105,8 +105,10 @@ def fused_layer(
     begun = None if scales is None else begin_scales(scales, _GRADIENTS, keep=learn)
     adapters = LayerAdapters.of(modules)
     given = (positions.table, positions.entries, positions.bias, *(positions.angles or (None, None)))
-    inputs = (x_TH, cu_seqlens, longest, modules, rates, *given, begun, adapters)
-    return _Layer.apply(*inputs, *modules.parameters(), *adapters.tensors())
+    parameters = modules.parameters()
+    buffers = {i: gradient_buffer(parameters[i]) for i in WEIGHTS[3:]}  # query, key and value have one product
+    inputs = (x_TH, cu_seqlens, longest, modules, rates, *given, begun, adapters, buffers)
+    return _Layer.apply(*inputs, *parameters, *adapters.tensors())
 
 
 def _operand(scales: Tensor | None, row: _Row, like: Tensor) -> Float8 | None:
@@ -143,6 +145,7 @@ class _Layer(FirstDerivative):
         sin: Tensor | None,
         scales: Tensor | None,
         adapters: LayerAdapters,
+        buffers: dict[int, Tensor | None],
         *tensors: Tensor,
     ) -> Tensor:
         x, dtype, parameters = x.contiguous(), x.dtype, tensors[:PARAMETERS]
@@ -205,7 +208,7 @@ class _Layer(FirstDerivative):
             z_qkv, z_out, z_up, z_down, *seeds[:3],
         )  # fmt: skip
         ctx.longest, ctx.rates, ctx.heads, ctx.branches = longest, rates, modules.heads, branches
-        ctx.scales, ctx.dtypes = scales, [p.dtype for p in parameters]
+        ctx.scales, ctx.dtypes, ctx.buffers = scales, [p.dtype for p in parameters], buffers
         return out
 
     @staticmethod
@@ -225,7 +228,17 @@ class _Layer(FirstDerivative):
             grad.contiguous(), summed2, stats2, norm2_w, rates.output, seeds[2], operand=d_down8
         )
         d_up, sums_up, d_down_w, dz_up = gelu_gradients(
-            _back(d_down, d_down8, down_w), up, d_down, on_up, on_down, z_up, z_down, wanted, ctx.dtypes, d_up8
+            _back(d_down, d_down8, down_w),
+            up,
+            d_down,
+            on_up,
+            on_down,
+            z_up,
+            z_down,
+            wanted,
+            ctx.dtypes,
+            d_up8,
+            ctx.buffers[12],
         )
         del d_down, d_down8
         more = None
@@ -239,10 +252,10 @@ class _Layer(FirstDerivative):
             d_hidden, summed1, stats1, norm1_w, rates.attention, seeds[1], norm1_b, more, d_out8
         )
         assert hidden is not None
-        d_up_w = weight_gradient(d_up, hidden, ctx.dtypes[10]) if wanted[10] else None
+        d_up_w = weight_gradient(d_up, hidden, ctx.dtypes[10], ctx.buffers[10]) if wanted[10] else None
         on_up.finish(hidden, dz_up)
         del d_up, d_up8, hidden, d_hidden, more
-        d_out_w = weight_gradient(d_out, attended, ctx.dtypes[6]) if wanted[6] else None
+        d_out_w = weight_gradient(d_out, attended, ctx.dtypes[6], ctx.buffers[6]) if wanted[6] else None
         d_attended, d_qkv8, d_table = _back(d_out, d_out8, out_w), _operand(scales, _Row.D_QKV, qkv), None
         on_out.finish(attended, on_out.through(d_out, z_out, d_attended))
         d_bias = None if bias is None else torch.empty_like(bias)
@@ -266,9 +279,9 @@ class _Layer(FirstDerivative):
         on_qkv.finish(x, on_qkv.through(d_qkv, z_qkv, d_x if needs[0] else None))
         d_weights = d_qkv_w, d_out_w, d_up_w, d_down_w
         gradients = parameter_gradients(ctx.dtypes, wanted, d_weights, (sums2, sums_up, sums1, sums_qkv))
-        given = (d_x if needs[0] else None, *[None] * 4, d_table, None, d_bias, *[None] * 4)
+        given = (d_x if needs[0] else None, *[None] * 4, d_table, None, d_bias, *[None] * 5)
         return *given, *gradients, *gradients_of(ctx.branches)
 
 
-_FIRST = 12  # number of the first parameter among the function's inputs
+_FIRST = 13  # number of the first parameter among the function's inputs
 _ADAPTERS = _FIRST + PARAMETERS  # number of the first tensor of an adapter

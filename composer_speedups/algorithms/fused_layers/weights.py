@@ -269,11 +269,13 @@ def gelu_gradients(
     wanted: Sequence[bool],
     dtypes: Sequence[torch.dtype],
     operand: Float8 | None = None,
+    down_buffer: Tensor | None = None,
 ) -> GeluGradients:
     """The gradients of GELU's input x, of its neighbours' adapters and of the down weight.
 
     ``grad_TF`` is the gradient of GELU's result, and overwritten; ``d_down_TH`` that of the down matmul's result;
-    ``wanted`` and ``dtypes`` are of the layer's parameters. ``operand`` also receives the gradient of x in 8 bits.
+    ``wanted`` and ``dtypes`` are of the layer's parameters. ``operand`` also receives the gradient of x in 8 bits, and
+    ``down_buffer`` the down weight's gradient, if given.
     """
     dz_down = on_down.through(d_down_TH, z_down, grad_TF)
     simple = (on_up.active or on_down.active) and on_up.is_simple and on_down.is_simple
@@ -282,7 +284,7 @@ def gelu_gradients(
         d_x, dz_up, on_up.d_b, on_down.d_a = gelu_backward_narrow(grad_TF, x_TF, *narrow, operand)
         return GeluGradients(d_x, None, None, dz_up)
     d_x, activated, sums = gelu_backward(grad_TF, x_TF, operand)
-    d_down_w = weight_gradient(d_down_TH, activated, dtypes[12]) if wanted[12] else None
+    d_down_w = weight_gradient(d_down_TH, activated, dtypes[12], down_buffer) if wanted[12] else None
     on_down.finish(activated, dz_down)
     return GeluGradients(d_x, sums, d_down_w, None)
 
@@ -352,8 +354,10 @@ def in_dtypes(
     return [g.to(dtype) if want and g is not None else None for g, dtype, want in each]
 
 
-def weight_gradient(grad_TO: Tensor, x_TI: Tensor, dtype: torch.dtype) -> Tensor:
-    """A weight's gradient (O, I); torch 2.8 and newer write float32 directly."""
+def weight_gradient(grad_TO: Tensor, x_TI: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    """A weight's gradient (O, I), in ``out`` if given; torch 2.8 and newer write float32 directly."""
     if dtype == torch.float32 and grad_TO.is_cuda and hasattr(torch.ops.aten.mm, "dtype"):
+        if out is not None:
+            return torch.ops.aten.mm.dtype_out(grad_TO.t(), x_TI, torch.float32, out=out)  # type: ignore[no-any-return]
         return torch.mm(grad_TO.t(), x_TI, out_dtype=torch.float32)
     return torch.mm(grad_TO.t(), x_TI)
