@@ -38,6 +38,7 @@ The same seed drops the same numbers, so pass the forward pass's seed to the bac
 ``narrow.gelu_backward_narrow``     as ``gelu.gelu_backward``, with such products instead of GELU's result and the sums
 ``dropout.dropped``                 dropout(x) of (T, C), or added to another tensor in place
 ``casts.cast_together``             up to twelve tensors → copies in another dtype, one after the other in memory
+``casts.cast_parameters``           up to twelve float32 parameters → as ``cast_together``, with autograd
 ``casts.merged_weights``            a layer's six weights and their adapters' A and B → W + scale · B · A in another
                                     dtype, one after the other in memory
 ``sums.totals``                     up to four partial sums over tokens, float32 (P, …) → their totals (…)
@@ -52,8 +53,9 @@ The same seed drops the same numbers, so pass the forward pass's seed to the bac
                                     ``embed_forward`` and ``embed_backward`` are the two passes
 ``compile_ahead.compile_ahead``     compiles the kernels of a :class:`Shape` in threads
 ``common.``                         ``FirstDerivative``: base class of autograd functions without a second derivative;
-                                    ``counting``: what the kernels' callers report; ``to_autocast_dtype`` and
-                                    ``autocast_dtype``; ``missing_c_compiler``
+                                    ``counting``: what the kernels' callers report; ``gradient_buffer``: where a
+                                    captured step reads a gradient; ``to_autocast_dtype`` and ``autocast_dtype``;
+                                    ``missing_c_compiler``
 =================================== =================================================================================
 
 Attention in two rows of 5 and 3 tokens, and its gradient::
