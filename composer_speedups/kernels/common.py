@@ -18,6 +18,7 @@ __all__ = [
     "FirstDerivative",
     "autocast_dtype",
     "counting",
+    "gradient_buffer",
     "missing_c_compiler",
     "ran",
     "to_autocast_dtype",
