@@ -124,6 +124,7 @@ def copied_per_microsecond(size: int = 2**30) -> float:
 def cases(rows: int, longest: int, hidden: int, heads: int, rank: int, dropout: float = DROPOUT) -> list[Case]:
     from composer_speedups.kernels.attention import attention_backward, attention_forward
     from composer_speedups.kernels.gelu import gelu_backward, gelu_forward
+    from composer_speedups.kernels.gelu_products import gelu_product, gelu_product_backward
     from composer_speedups.kernels.narrow import gelu_backward_narrow, gelu_narrow, narrow_products
     from composer_speedups.kernels.norm import add_norm_backward, add_norm_forward
 
@@ -162,6 +163,11 @@ def cases(rows: int, longest: int, hidden: int, heads: int, rank: int, dropout: 
     z, z_qkv = random(tokens, rank), random(tokens, 3 * rank)
     on_qkv, on_up = random(3 * hidden, 3 * rank), random(4 * hidden, rank)
 
+    widen, narrow_again, offsets = random(4 * hidden, hidden), random(hidden, 4 * hidden), random(4 * hidden)
+
+    def plain_product_backward() -> Any:
+        return torch.ops.aten.gelu_backward(grad @ narrow_again, up, approximate="tanh")
+
     def gelu_backward_and_products() -> Any:
         d_x = torch.autograd.grad(activated, leaf, d_up, retain_graph=True)[0]
         return d_x, d_x @ on_up, d_x.t() @ z, z.t() @ F.gelu(up)
@@ -177,6 +183,10 @@ def cases(rows: int, longest: int, hidden: int, heads: int, rank: int, dropout: 
         Case("gelu", lambda: gelu_forward(up), lambda: F.gelu(up), 8 * unit),
         Case("gelu_backward", lambda: gelu_backward(d_up, up),
              lambda: (torch.autograd.grad(activated, leaf, d_up, retain_graph=True)[0].sum(0), F.gelu(up)), 16 * unit),
+        Case("product_with_gelu", lambda: gelu_product(x, widen, offsets),
+             lambda: F.gelu(torch.addmm(offsets, x, widen.t()), approximate="tanh"), 9 * unit),
+        Case("product_with_gelu_backward", lambda: gelu_product_backward(grad, narrow_again, up),
+             plain_product_backward, 9 * unit),
         Case("adapters_qkv_backward", lambda: narrow_products(qkv, z_qkv, on_qkv, turned=True),
              lambda: (qkv @ on_qkv, qkv.t() @ z_qkv), 3 * unit),
         Case("adapters_input_backward", lambda: narrow_products(x, z_qkv), lambda: z_qkv.t() @ x, unit),

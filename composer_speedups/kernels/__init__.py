@@ -25,6 +25,9 @@ The same seed drops the same numbers, so pass the forward pass's seed to the bac
 ``gelu.gelu_forward``               GELU's input (T, F) → GELU's result (T, F)
 ``gelu.gelu_backward``              gradient (T, F), overwritten, and GELU's input (T, F) → gradient, GELU's result
                                     (T, F) and partial sums of the gradient (P, F)
+``gelu_products.``                  GELU's tanh form in products' epilogues: ``gelu_product``, x (T, I), weight (F, I),
+                                    bias (F,) → x · weightᵀ + bias and its GELU (T, F); ``gelu_product_backward``,
+                                    gradient (T, I), weight (I, F), GELU's input (T, F) → its gradient (T, F)
 ``gelu.geglu_forward``              dropout(GELU(first half) · second half) of (T, 2·F) → (T, F)
 ``gelu.geglu_backward``             gradient (T, F), overwritten, and the input → gradient (T, 2·F), the result (T, F)
 ``norm.pre_norm_forward``           LayerNorm(residual + dropout(sublayer)), with a float32 residual stream (T, H) →
@@ -87,6 +90,7 @@ class Shape(NamedTuple):
         embedding: Width of the embeddings.
         embedded: Dropout of the embeddings' output.
         biased: Whether attention has a bias by distance.
+        tanh: Whether GELU is the tanh form, which is a part of the products around it.
     """
 
     hidden: int
@@ -98,3 +102,4 @@ class Shape(NamedTuple):
     embedding: int
     embedded: float
     biased: bool = False
+    tanh: bool = False

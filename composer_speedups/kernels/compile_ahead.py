@@ -27,7 +27,7 @@ from composer_speedups.kernels.float8 import (
 from composer_speedups.kernels.gelu import gelu_backward, gelu_float8, gelu_forward
 from composer_speedups.kernels.narrow import MAX_WIDTH, gelu_backward_narrow, gelu_narrow, narrow_products
 from composer_speedups.kernels.norm import add_norm_backward, add_norm_forward
-from composer_speedups.kernels.sums import totals
+from composer_speedups.kernels.sums import partial_sums, totals
 
 __all__ = ["Compiling", "compile_ahead", "launches"]
 
@@ -80,7 +80,7 @@ def launches(
             attention(rate),
             norm_gradients(shape.attention, weight_H), norm_gradients(shape.output, None),
             *(norm(dropout) for dropout in sorted({shape.attention, shape.output})),
-            partial(gelu_backward, x_TF, x_TF, operand(x_TF, GRADIENT)),
+            partial(partial_sums, x_TF) if shape.tanh else partial(gelu_backward, x_TF, x_TF, operand(x_TF, GRADIENT)),
         ]  # fmt: skip
         return training, [attention(0.0), norm(0.0)]
 

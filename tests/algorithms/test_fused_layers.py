@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import io
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -377,6 +378,57 @@ def test_a_model_is_refused_and_not_changed(float8: bool, build: Callable[[], An
     assert not layers_of(model)
     if isinstance(model, PeftModel):
         assert_near(values(model, INPUTS), values(build(), INPUTS))
+
+
+def test_a_model_with_the_tanh_form_of_gelu_is_not_fused_in_8_bits() -> None:
+    model = sized(hidden_act="gelu_new")
+    unpad(model, 8)
+    with pytest.raises(ValueError, match=r"the exact GELU with precision='fp8', not the tanh form"):
+        fuse(model, precision="fp8")
+    assert not layers_of(model)
+
+
+@pytest.mark.parametrize(("family", "layer"), [("modernbert", "ModernBertEncoderLayer"), ("esm", "EsmLayer")])
+def test_pre_norm_layers_with_the_tanh_form_of_gelu_are_refused(family: Family, layer: str) -> None:
+    model = tiny_model(family)
+    unpad(model, 8)
+    with pytest.raises(ValueError, match=f"the exact GELU in {layer}, not the tanh form"):
+        fuse(model, gelu="tanh")
+    assert not layers_of(model)
+
+
+def test_the_tanh_form_of_gelu_is_refused_where_nothing_computes_it() -> None:
+    for settings, reason in (({}, "gelu: tanh needs a CUDA GPU"), ({"precision": "fp8"}, "is computed in 16 bits")):
+        technique = FusedLayers(gelu="tanh", **settings)
+        run = Run(torch.device("cpu"), techniques={"unpadding": Unpadding()})
+        assert any(reason in refusal.reason for refusal in technique.needs(run))
+
+
+# The tanh form of GELU. tests/kernels compares the products and the layer with plain PyTorch.
+
+
+@pytest.mark.parametrize("activation", ["gelu_new", "gelu_pytorch_tanh"])
+@pytest.mark.parametrize("family", ["bert", "albert"])
+def test_the_tanh_form_of_gelu_matches_the_model_that_has_it(family: Family, activation: str) -> None:
+    """The last layer computes first tokens."""
+    stock, theirs = tiny_model(family), tiny_model(family, hidden_act=activation)  # with the same weights
+    expected = values(theirs, INPUTS)
+    with pytest.raises(AssertionError):
+        assert_near(values(stock, INPUTS), expected)
+    assert_near(values(unpad_and_fuse(theirs), INPUTS), expected)
+    unpad(stock, 8)
+    fuse(stock, gelu="tanh")
+    assert_near(values(stock, INPUTS), expected)
+
+
+def test_evidence_says_how_gelu_was_computed() -> None:
+    for ran, expected in (
+        ({"gelu_epilogue": 8}, "4 in products' epilogues"),
+        ({"gelu_epilogue": 4, "gelu_operator": 4}, "2 in products' epilogues, 2 by torch's operators"),
+    ):
+        technique = FusedLayers(gelu="tanh")
+        seen: Any = SimpleNamespace(ran=Counter({"fused_layer": 4, "packed_encoder": 2, **ran}))
+        assert technique.proof(Run(torch.device("cpu")), seen)["gelu_ran"] == expected
 
 
 def test_a_patched_class_and_global_hooks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,11 +74,11 @@ def trained(modules: LayerModules) -> list[Tensor]:
     return [p for module in modules[:-1] for p in module.parameters() if p.requires_grad]  # type: ignore[union-attr]
 
 
-def of_peft(x_TH: Tensor, modules: LayerModules) -> Tensor:
+def of_peft(x_TH: Tensor, modules: LayerModules, gelu: str = "none") -> Tensor:
     """Compute the layer by calling its modules."""
     qkv = torch.cat([modules.query(x_TH), modules.key(x_TH), modules.value(x_TH)], 1)
     hidden = modules.attention_norm(modules.out(plain_attention(qkv, LENGTHS, HEADS)) + x_TH)
-    return modules.output_norm(modules.down(F.gelu(modules.up(hidden))) + hidden)
+    return modules.output_norm(modules.down(F.gelu(modules.up(hidden), approximate=gelu)) + hidden)
 
 
 def use_masks(modules: LayerModules) -> None:
@@ -98,16 +98,16 @@ def tokens() -> tuple[Tensor, int]:
     return offsets(LENGTHS), 16
 
 
-def compare(adapters: Adapters, *, train: Sequence[str] = (), input_gradient: bool = True) -> None:
+def compare(adapters: Adapters, *, train: Sequence[str] = (), input_gradient: bool = True, gelu: str = "none") -> None:
     modules = modules_with(adapters, train)
     x, grad = random(TOKENS, modules.query.in_features), random(TOKENS, modules.query.in_features)
     x.requires_grad_(input_gradient)
     torch.manual_seed(SEED)
-    ours = fused_layer(x, modules, NONE, *tokens())
+    ours = fused_layer(x, modules, NONE, *tokens(), tanh=gelu == "tanh")
     use_masks(modules)
     torch.manual_seed(SEED)
     leaves = [*([x] if input_gradient else []), *trained(modules)]
-    agree("layer with adapters", ours, of_peft(x, modules), leaves, grad)
+    agree("layer with adapters", ours, of_peft(x, modules, gelu), leaves, grad)
 
 
 def compare_float8() -> None:
@@ -207,6 +207,10 @@ if __name__ == "__main__":
     compare({"up": (4, 0.0)})
     compare({})
     compare({}, train=["bias"])
+    compare({}, train=["weight", "bias"], gelu="tanh")
+    compare(dict.fromkeys(LINEARS, (4, 0.0)), gelu="tanh")
+    compare(dict.fromkeys(LINEARS, (4, 0.3)), train=["bias"], gelu="tanh")
+    compare({"up": (4, 0.3), "down": (4, 0.0)}, train=["weight"], gelu="tanh")
     gated_layers(7, first=False, dropouts=[], frozen=["qkv", "down", "attention_norm"])
     gated_layers(None, first=True, dropouts=[], frozen=["out", "up", "output_norm"])
     compare_float8()

@@ -43,6 +43,9 @@ class FusedLayers(ComparedTechnique):
     precision: Literal["bf16", "fp8"] = Field("bf16")
     """bf16 computes the layers' matmuls in autocast's dtype; fp8 computes results and input gradients in 8 bits, on
     Ada, Hopper and newer GPUs."""
+    gelu: Literal["exact", "tanh"] = Field("exact")
+    """exact computes the model's activation; tanh computes the tanh form of GELU on a GPU, as a part of the products
+    around it."""
     fp8_min_width: int = Field(_FP8_MIN_WIDTH, ge=0)
     """With precision: fp8, layers with a smaller hidden size compute in bf16, which is faster there; 0: all in fp8."""
 
@@ -67,6 +70,10 @@ class FusedLayers(ComparedTechnique):
             yield from needs_autocast(self.name, run, "its kernels compute in 16 bits: it")
             yield from needs_cuda(self.name, run, "a Triton kernel", (8, 0))
             yield from needs_triton(self.name)
+        if self.gelu == "tanh":
+            yield from needs_cuda(self.name, run, "gelu: tanh")
+            if self.precision == "fp8":
+                yield self.refusal("gelu: tanh is computed in 16 bits", "remove gelu: tanh, or precision: fp8")
         if self.precision == "fp8":
             yield from needs_cuda(self.name, run, "precision: fp8", (8, 9))
             yield from needs_bf16(self.name, run, "precision: fp8")
@@ -76,7 +83,7 @@ class FusedLayers(ComparedTechnique):
         from composer_speedups.algorithms.fused_layers.modules import FusedEmbeddings, FusedLayer, modules_shape
 
         try:
-            fuse(run.model, self.last_layer, self.precision, self.fp8_min_width)
+            fuse(run.model, self.last_layer, self.precision, self.fp8_min_width, self.gelu)
         except ValueError as error:
             raise self.refusal(str(error).removeprefix("fused_layers "), "remove it for this model") from error
         run.give_back(unfuse, run.model)
@@ -133,7 +140,8 @@ class FusedLayers(ComparedTechnique):
     def proof(self, run: Run, seen: FirstBatch) -> dict[str, Any]:
         if self._compiling is not None:
             self._compiling.close()  # no kernel may be launched during a capture of CUDA graphs, which may come next
-        ran = {way: seen.ran[name] for name, way in _WAYS.items() if seen.ran[name]}
+        passes = max(1, seen.ran["packed_encoder"])  # one for each micro-batch
+        ran = _counts(_WAYS, seen.ran, passes)
         if not ran and seen.ran["waits_for_gradients"]:  # the first batch stays padded
             return NOT_YET
         if not ran:
@@ -141,11 +149,13 @@ class FusedLayers(ComparedTechnique):
             raise self.no_effect(f"the layers {how}", "keep unpadding engaged")
         if self._in_fp8 and not seen.ran["fused_layer_fp8"]:
             raise self.no_effect("no layer computed in 8 bits", "remove precision: fp8 for this model")
-        passes = max(1, seen.ran["packed_encoder"])  # one for each micro-batch
-        return {
-            "layers_ran": ", ".join(f"{round(count / passes)} {way}" for way, count in ran.items()),
-            "embeddings_ran": next((way for name, way in _EMBEDDED.items() if seen.ran[name]), "not at all"),
-        }
+        embedded = next((way for name, way in _EMBEDDED.items() if seen.ran[name]), "not at all")
+        gelu = _counts(_GELU, seen.ran, passes)
+        return {"layers_ran": ran, "embeddings_ran": embedded, **({"gelu_ran": gelu} if gelu else {})}
+
+
+def _counts(ways: Mapping[str, str], ran: Mapping[str, int], passes: int) -> str:
+    return ", ".join(f"{round(ran[name] / passes)} {way}" for name, way in ways.items() if ran[name])
 
 
 # what the layers and embeddings report → how report.json names it
@@ -156,4 +166,5 @@ _WAYS = {
     "torch_layer": "by torch",
     "unfused_layer": "unfused, because of their adapters",
 }
+_GELU = {"gelu_epilogue": "in products' epilogues", "gelu_operator": "by torch's operators"}  # both directions
 _EMBEDDED = {"fused_embeddings": "by a fused kernel", "stock_embeddings": "by the stock code"}

@@ -28,15 +28,21 @@ _HEAD_SIZES = (16, 32, 64, 128)
 
 LastLayer = Literal["needed", "all"]
 Precision = Literal["bf16", "fp8"]
+Gelu = Literal["exact", "tanh"]
+_TANH = ("gelu_new", "gelu_pytorch_tanh")  # transformers' names of GELU's tanh form
 
 
 def fuse(
-    model: nn.Module, last_layer: LastLayer = "needed", precision: Precision = "bf16", fp8_min_width: int = 0
+    model: nn.Module,
+    last_layer: LastLayer = "needed",
+    precision: Precision = "bf16",
+    fp8_min_width: int = 0,
+    gelu: Gelu = "exact",
 ) -> None:
     """Make the encoder layers of an unpadded model compute with fused kernels.
 
     Parameters may be frozen, and Linears may have PEFT's LoRA adapters. With ``precision="fp8"``, layers whose hidden
-    size is below ``fp8_min_width`` compute in bf16.
+    size is below ``fp8_min_width`` compute in bf16. ``gelu="tanh"`` computes the tanh form of GELU in every layer.
 
     Raises:
         ValueError: The model has no unpadded encoder, or a layer that is not exactly what transformers builds from the
@@ -52,7 +58,7 @@ def fuse(
     fresh = {name: layer for name, layer in layers.items() if not isinstance(layer, FusedLayer)}
     for name, layer in fresh.items():
         config = configs[id(layer)]
-        reason = _unsupported(config, layer, precision, fp8_min_width)
+        reason = _unsupported(config, layer, precision, fp8_min_width, tanh=_is_tanh(config, gelu))
         if reason := reason or _why_not(layer, name, config, built):
             raise ValueError(f"fused_layers cannot fuse every layer: {reason}")
     embeddings = [*_embeddings(model)]
@@ -67,6 +73,7 @@ def fuse(
         layer.is_last, layer.precision = runs_once and id(layer) not in inner, precision
         if precision == "fp8" and layer.hidden_size < fp8_min_width:
             layer.precision = "bf16"
+        layer.approximate = "tanh" if _is_tanh(configs[id(layer)], gelu) else "none"
         if layer.precision == "fp8" and "float8_scales" not in layer._buffers:
             layer.register_buffer("float8_scales", _new_scales(layer), persistent=False)
     _choose_tokens(model, last_layer)
@@ -77,7 +84,7 @@ def unfuse(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FusedLayer | FusedEmbeddings):
             restore_class(module)
-            for attribute in ("precision", "is_last"):
+            for attribute in ("precision", "approximate", "is_last"):
                 vars(module).pop(attribute, None)
             if "float8_scales" in module._buffers:
                 del module.float8_scales
@@ -152,7 +159,11 @@ def _layers_of(encoder: UnpaddedEncoder) -> list[nn.Module]:
     return [m for block in blocks for m in block.modules() if family.has("inner_layer", stock_class(type(m)))]
 
 
-def _unsupported(config: Any, layer: nn.Module, precision: Precision, fp8_min_width: int) -> str | None:
+def _is_tanh(config: Any, gelu: Gelu) -> bool:
+    return gelu == "tanh" or config_value(config, "activation") in _TANH
+
+
+def _unsupported(config: Any, layer: nn.Module, precision: Precision, fp8_min_width: int, *, tanh: bool) -> str | None:
     """Why a kind of layer has no fused kernels; None if it has."""
     family = family_of(type(layer))
     role = "inner_layer" if family is not None and family.inner_layer else "layer"
@@ -160,8 +171,11 @@ def _unsupported(config: Any, layer: nn.Module, precision: Precision, fp8_min_wi
         known = family_titles(lambda family: family.block)
         return f"it supports the layers of {known}, and this model's are {type(layer).__name__}"
     activation = config_value(config, "activation", "gelu")
-    if activation != "gelu":
-        return f"it supports the exact GELU, and this model's activation is {activation!r}"
+    if activation not in ("gelu", *_TANH):
+        return f"it supports GELU, and this model's activation is {activation!r}"
+    if tanh and (precision == "fp8" or family.block in WITHOUT_ADAPTERS):
+        where = "with precision='fp8'" if precision == "fp8" else f"in {type(layer).__name__}"
+        return f"it supports the exact GELU {where}, not the tanh form"
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if size not in _HEAD_SIZES:
         return f"it supports heads of {', '.join(map(str, _HEAD_SIZES))} units, and these have {size}"

@@ -29,6 +29,7 @@ from composer_speedups.algorithms.fused_layers.weights import (
     gradients_of,
     parameter_gradients,
     products,
+    tanh_gradients,
     weight_gradient,
 )
 from composer_speedups.families.family import DropoutRates, LayerModules
@@ -46,6 +47,7 @@ from composer_speedups.kernels.float8 import (
     scaled_product,
 )
 from composer_speedups.kernels.gelu import gelu_float8
+from composer_speedups.kernels.gelu_products import gelu_product
 from composer_speedups.kernels.norm import add_norm_backward, add_norm_forward
 from composer_speedups.kernels.sums import partial_sums
 
@@ -95,19 +97,20 @@ def fused_layer(
     scales: Tensor | None = None,
     *,
     learn: bool = False,
+    tanh: bool = False,
 ) -> Tensor:
     """Compute the layer's output (T, H) for packed tokens on a GPU, in the dtype of ``x_TH``, bf16 or fp16.
 
     Sums and statistics are float32. With ``scales``, a row for each of :data:`OPERANDS`, the matmuls have 8-bit
     operands: ``x_TH`` is bf16, widths are multiples of 16, and positions are at most a bias. ``learn`` records this
-    pass's magnitudes in them, for the next pass.
+    pass's magnitudes in them, for the next pass. ``tanh`` computes the tanh form of GELU, without ``scales``.
     """
     begun = None if scales is None else begin_scales(scales, _GRADIENTS, keep=learn)
     adapters = LayerAdapters.of(modules)
     given = (positions.table, positions.entries, positions.bias, *(positions.angles or (None, None)))
     parameters = modules.parameters()
     buffers = {i: gradient_buffer(parameters[i]) for i in WEIGHTS[3:]}  # query, key and value have one product
-    inputs = (x_TH, cu_seqlens, longest, modules, rates, *given, begun, adapters, buffers)
+    inputs = (x_TH, cu_seqlens, longest, modules, rates, *given, begun, adapters, buffers, tanh)
     return _Layer.apply(*inputs, *parameters, *adapters.tensors())
 
 
@@ -146,6 +149,7 @@ class _Layer(FirstDerivative):
         scales: Tensor | None,
         adapters: LayerAdapters,
         buffers: dict[int, Tensor | None],
+        tanh: bool,
         *tensors: Tensor,
     ) -> Tensor:
         x, dtype, parameters = x.contiguous(), x.dtype, tensors[:PARAMETERS]
@@ -189,13 +193,20 @@ class _Layer(FirstDerivative):
         hidden, summed1, stats1 = add_norm_forward(
             summed1, x, norm1_w, norm1_b, eps[0], rates.attention, seeds[1], hidden8
         )
-        up = _matmul(hidden, hidden8, up_w, up_b)
+        activated = kept = z_down = None  # kept: GELU's result, if the backward pass reads it
+        if tanh and not on_up.drops:
+            up, activated = gelu_product(hidden, up_w, up_b)
+        else:
+            up = _matmul(hidden, hidden8, up_w, up_b)
         z_up = on_up.forward(hidden, up)
         if scales is None:
-            activated, z_down = gelu_and_z(on_down, up)
+            if activated is None:
+                activated, z_down = gelu_and_z(on_down, up, tanh=tanh)
             summed2 = torch.addmm(down_b, activated, down_w.t())
             if z_down is None:
                 z_down = on_down.forward(activated, summed2)
+            if tanh and (needs[_FIRST + 12] or on_down.active):
+                kept = activated
             del activated
         else:
             summed2 = scaled_product(gelu_float8(up, scales[_Row.ACTIVATED]), down_w, dtype, down_b)
@@ -205,17 +216,17 @@ class _Layer(FirstDerivative):
         ctx.save_for_backward(
             x if needs_x else None, qkv, attended, logs, summed1, stats1, up, summed2, stats2, cu,
             *saved, norm1_w, norm1_b, norm2_w, table, entries, bias, cos, sin,
-            z_qkv, z_out, z_up, z_down, *seeds[:3],
+            z_qkv, z_out, z_up, z_down, kept, *seeds[:3],
         )  # fmt: skip
         ctx.longest, ctx.rates, ctx.heads, ctx.branches = longest, rates, modules.heads, branches
-        ctx.scales, ctx.dtypes, ctx.buffers = scales, [p.dtype for p in parameters], buffers
+        ctx.scales, ctx.tanh, ctx.dtypes, ctx.buffers = scales, tanh, [p.dtype for p in parameters], buffers
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         (x, qkv, attended, logs, summed1, stats1, up, summed2, stats2, cu,
          qkv_w, out_w, up_w, down_w, norm1_w, norm1_b, norm2_w, table, entries, bias, cos, sin,
-         z_qkv, z_out, z_up, z_down, *seeds) = ctx.saved_tensors  # fmt: skip
+         z_qkv, z_out, z_up, z_down, kept, *seeds) = ctx.saved_tensors  # fmt: skip
         rates, needs, scales = ctx.rates, ctx.needs_input_grad, ctx.scales
         if scales is not None:
             qkv_w, out_w, up_w, down_w = map(Float8, (qkv_w, out_w, up_w, down_w), ctx.weight_scales)
@@ -227,20 +238,25 @@ class _Layer(FirstDerivative):
         d_hidden, d_down, sums2, _ = add_norm_backward(
             grad.contiguous(), summed2, stats2, norm2_w, rates.output, seeds[2], operand=d_down8
         )
-        d_up, sums_up, d_down_w, dz_up = gelu_gradients(
-            _back(d_down, d_down8, down_w),
-            up,
-            d_down,
-            on_up,
-            on_down,
-            z_up,
-            z_down,
-            wanted,
-            ctx.dtypes,
-            d_up8,
-            ctx.buffers[12],
-        )
-        del d_down, d_down8
+        if ctx.tanh:
+            d_up, sums_up, d_down_w, dz_up = tanh_gradients(
+                d_down, down_w, up, kept, on_down, z_down, wanted, ctx.dtypes, ctx.buffers[12]
+            )
+        else:
+            d_up, sums_up, d_down_w, dz_up = gelu_gradients(
+                _back(d_down, d_down8, down_w),
+                up,
+                d_down,
+                on_up,
+                on_down,
+                z_up,
+                z_down,
+                wanted,
+                ctx.dtypes,
+                d_up8,
+                ctx.buffers[12],
+            )
+        del d_down, d_down8, kept
         more = None
         if d_up8 is None:
             d_hidden.addmm_(d_up, up_w)
@@ -279,9 +295,9 @@ class _Layer(FirstDerivative):
         on_qkv.finish(x, on_qkv.through(d_qkv, z_qkv, d_x if needs[0] else None))
         d_weights = d_qkv_w, d_out_w, d_up_w, d_down_w
         gradients = parameter_gradients(ctx.dtypes, wanted, d_weights, (sums2, sums_up, sums1, sums_qkv))
-        given = (d_x if needs[0] else None, *[None] * 4, d_table, None, d_bias, *[None] * 5)
+        given = (d_x if needs[0] else None, *[None] * 4, d_table, None, d_bias, *[None] * 6)
         return *given, *gradients, *gradients_of(ctx.branches)
 
 
-_FIRST = 13  # number of the first parameter among the function's inputs
+_FIRST = 14  # number of the first parameter among the function's inputs
 _ADAPTERS = _FIRST + PARAMETERS  # number of the first tensor of an adapter

@@ -52,6 +52,7 @@ class FusedLayer(nn.Module):
     own_buffers = ("float8_scales",)
     family: ClassVar[Family]  # whose Family.block it computes
     precision: str = "bf16"
+    approximate: str = "none"  # "none" or "tanh": the form of GELU, as torch names it
     float8_scales: Tensor  # in 8 bits, a non-persistent buffer, which every forward pass in training updates
     is_last: bool = False  # of its encoder
 
@@ -101,7 +102,7 @@ class FusedLayer(nn.Module):
             ran("torch_layer")
             if self.family.block is not Block.POST_NORM:
                 return super().forward(hidden_states, *args, **kwargs)
-            out_TH = plain_layer(x_TH, self.layer_modules(), self.rates(), packed.layout)
+            out_TH = plain_layer(x_TH, self.layer_modules(), self.rates(), packed.layout, self.approximate)
         ran("packed_layer")
         out = out_TH.unsqueeze(0)
         return out if packed.positions is None else (out, None)
@@ -146,7 +147,8 @@ class FusedLayer(nn.Module):
         if packed.embeddings is not None:
             positions = Positions(table=self._table(packed).to(dtype), entries=packed.positions.entries)
         if self.precision != "fp8":
-            return fused_layer(x_TH.to(dtype), modules, rates, *rows, positions)
+            tanh = self.approximate == "tanh"
+            return fused_layer(x_TH.to(dtype), modules, rates, *rows, positions, tanh=tanh)
         if dtype != torch.bfloat16:
             raise ValueError(f"fused_layers with precision='fp8' needs bf16 autocast, and the compute dtype is {dtype}")
         learn = self.training and torch.is_grad_enabled()
@@ -180,7 +182,7 @@ class FusedLayer(nn.Module):
                 table = self._table(packed)
                 attended_BH = first_tokens_disentangled_attention(*inputs, table, packed.positions, dropout)
         if self.family.block not in (Block.PRE_NORM, Block.GATED):
-            out_BH = _after_attention(attended_BH, first_BH, modules, rates)
+            out_BH = _after_attention(attended_BH, first_BH, modules, rates, self.approximate)
         else:
             summed = _first_tokens(x_TH, layout) + F.dropout(modules.out(attended_BH), rates.attention)
             up = modules.up(modules.output_norm(summed))
@@ -225,13 +227,15 @@ def _in_16_bits(modules: Any, device: torch.device) -> Any:
     return modules._replace(query=query, key=key, value=value, out=out, up=up, down=down)
 
 
-def plain_layer(x_TH: Tensor, modules: LayerModules, rates: DropoutRates, layout: Layout) -> Tensor:
+def plain_layer(
+    x_TH: Tensor, modules: LayerModules, rates: DropoutRates, layout: Layout, approximate: str = "none"
+) -> Tensor:
     """A BERT layer with torch's operators, (T, H) → (T, H)."""
     query_TH, key_TH, value_TH = _projected(x_TH, modules.query, modules.key, modules.value).chunk(3, -1)
     attended_TH = attention_over_padded_rows(
         query_TH, key_TH, value_TH, layout, modules.heads, real_keys(layout), rates.attention_weights
     )
-    return _after_attention(attended_TH, x_TH, modules, rates)
+    return _after_attention(attended_TH, x_TH, modules, rates, approximate)
 
 
 def _projected(x_TH: Tensor, *linears: nn.Linear) -> Tensor:
@@ -289,10 +293,13 @@ def _scatter_first_tokens(first_BH: Tensor, layout: Layout, tokens: int) -> Tens
     return first_BH.new_zeros(tokens + 1, first_BH.shape[1]).index_copy(0, slots, first_BH)[:-1]
 
 
-def _after_attention(attended: Tensor, x: Tensor, modules: LayerModules, rates: DropoutRates) -> Tensor:
+def _after_attention(
+    attended: Tensor, x: Tensor, modules: LayerModules, rates: DropoutRates, approximate: str
+) -> Tensor:
     projected = F.dropout(modules.out(attended), rates.attention)
     hidden = modules.attention_norm(projected + x)
-    return modules.output_norm(F.dropout(modules.down(F.gelu(modules.up(hidden))), rates.output) + hidden)
+    activated = F.gelu(modules.up(hidden), approximate=approximate)
+    return modules.output_norm(F.dropout(modules.down(activated), rates.output) + hidden)
 
 
 class FusedEmbeddings(nn.Module):
@@ -359,4 +366,5 @@ def modules_shape(layer: FusedLayer, embeddings: FusedEmbeddings | None) -> Shap
         hidden if embeddings is None else embeddings.LayerNorm.weight.shape[0],
         embedded if embeddings is None else embeddings.dropout.p,
         layer.family.block is Block.BIASED,
+        layer.approximate == "tanh",
     )  # fmt: skip

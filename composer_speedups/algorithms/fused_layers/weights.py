@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from composer_speedups.core.stock import Adapter, adapter_of
 from composer_speedups.families.family import LayerModules
@@ -27,8 +28,9 @@ from composer_speedups.kernels.casts import cast_together, merged_weights
 from composer_speedups.kernels.dropout import dropped
 from composer_speedups.kernels.float8 import Float8
 from composer_speedups.kernels.gelu import gelu_backward, gelu_forward
+from composer_speedups.kernels.gelu_products import gelu_product_backward
 from composer_speedups.kernels.narrow import MAX_WIDTH, gelu_backward_narrow, gelu_narrow, narrow_products
-from composer_speedups.kernels.sums import MAX_TENSORS, totals
+from composer_speedups.kernels.sums import MAX_TENSORS, partial_sums, totals
 
 PARAMETERS = 16  # of a layer: weights and biases of six Linears and two LayerNorms
 WEIGHTS = (0, 2, 4, 6, 10, 12)  # of query, key, value, out, up, down; the gradients of others are sums over tokens
@@ -240,8 +242,10 @@ def gradients_of(branches: Sequence[Branch]) -> list[Tensor | None]:
     return [gradient for d_a, _, d_b in each for gradient in (d_a, d_b)]
 
 
-def gelu_and_z(branch: Branch, x_TF: Tensor) -> tuple[Tensor, Tensor | None]:
+def gelu_and_z(branch: Branch, x_TF: Tensor, *, tanh: bool) -> tuple[Tensor, Tensor | None]:
     """GELU(x) (T, F), and z of a branch that reads it, if the kernel supports the branch."""
+    if tanh:
+        return F.gelu(x_TF, approximate="tanh"), None
     if branch.active and branch.is_simple:
         result, z_TR = gelu_narrow(x_TF, branch.a_RI.t())
         assert result is not None
@@ -287,6 +291,36 @@ def gelu_gradients(
     d_down_w = weight_gradient(d_down_TH, activated, dtypes[12], down_buffer) if wanted[12] else None
     on_down.finish(activated, dz_down)
     return GeluGradients(d_x, sums, d_down_w, None)
+
+
+def tanh_gradients(
+    d_down_TH: Tensor,
+    down_HF: Tensor,
+    x_TF: Tensor,
+    activated_TF: Tensor | None,
+    on_down: Branch,
+    z_down: Tensor | None,
+    wanted: Sequence[bool],
+    dtypes: Sequence[torch.dtype],
+    down_buffer: Tensor | None = None,
+) -> GeluGradients:
+    """As :func:`gelu_gradients` for the tanh form of GELU, from the down matmul's weight and GELU's result.
+
+    The result is None if neither the gradient of the down weight nor those of its adapters are wanted.
+    """
+    if on_down.drops:  # which add to the gradient of GELU's result
+        grad_TF = torch.mm(d_down_TH, down_HF)
+        dz_down = on_down.through(d_down_TH, z_down, grad_TF)
+        d_x: Tensor = torch.ops.aten.gelu_backward(grad_TF, x_TF, approximate="tanh")
+    else:
+        dz_down = on_down.through(d_down_TH, z_down, None)
+        d_x = gelu_product_backward(d_down_TH, down_HF, x_TF)
+    on_down.finish(activated_TF, dz_down)
+    d_down_w = None
+    if wanted[12]:
+        assert activated_TF is not None
+        d_down_w = weight_gradient(d_down_TH, activated_TF, dtypes[12], down_buffer)
+    return GeluGradients(d_x, partial_sums(d_x) if wanted[11] else None, d_down_w, None)
 
 
 def _product(grad_TO: Tensor, x_TI: Tensor) -> Tensor:
