@@ -22,10 +22,12 @@ from composer_speedups.kernels.float8 import Float8, note_magnitude, scale_of, s
 __all__ = ["attention_backward", "attention_forward", "biased_attention", "rotate"]
 
 # Queries (rows) and keys (columns) per block, warps, and pipeline stages: the fastest measured on an H200. With at most
-# 128 registers per thread, four blocks fit on a multiprocessor; with at most 168, three.
+# 128 registers per thread, four blocks fit on a multiprocessor; with at most 168, three; with at most 96, five.
 _FORWARD = {"ROWS": 64, "COLUMNS": 64, "num_warps": 4, "num_stages": 2, "maxnreg": 128}
 _QUERIES = {"ROWS": 64, "COLUMNS": 64, "num_warps": 4, "num_stages": 2, "maxnreg": 168}
 _KEYS = {"ROWS": 32, "COLUMNS": 64, "num_warps": 4, "num_stages": 2, "maxnreg": 168}
+# The same for heads of up to 32 units.
+_NARROW = [(_FORWARD, {"num_stages": 3}), (_QUERIES, {"num_stages": 3, "maxnreg": 128}), (_KEYS, {"maxnreg": 96})]
 assert _QUERIES["ROWS"] == _KEYS["COLUMNS"]  # the kernels share rows of partial sums
 assert _QUERIES["ROWS"] == _QUERIES["COLUMNS"]  # sums over diagonals take square blocks
 
@@ -144,6 +146,8 @@ def _unscaled(bias: Tensor | None, scale: float, unused: Tensor) -> Tensor:
 def _options(options: dict[str, int], size: int, *, limited: bool = True) -> dict[str, int]:
     """Return a kernel's constants; wide heads, and the backward pass with a bias, need more registers than the limits
     allow."""
+    if size <= 32:
+        options = options | next(narrow for wide, narrow in _NARROW if wide is options)
     limited = limited and size <= 64
     return options if limited else {name: value for name, value in options.items() if name != "maxnreg"}
 

@@ -10,8 +10,8 @@ import atexit
 import contextlib
 import ctypes
 import gc
+import json
 import os
-import pickle
 import runpy
 import select
 import signal
@@ -61,8 +61,9 @@ class Fork:
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], output: IO[bytes]) -> None:
         self.returncode: int | None = None
         readable, writable = os.pipe()
-        with tempfile.TemporaryFile() as request, open(writable, "wb") as status:
-            pickle.dump((command, dict(environment), os.getcwd()), request)
+        with tempfile.TemporaryFile("w") as request, open(writable, "wb") as status:
+            json.dump((list(command), dict(environment), os.getcwd()), request)
+            request.flush()
             request.seek(0)
             fds = [file.fileno() for file in (request, status, output)]
             socket.send_fds(start_server(), [b"."], fds)
@@ -123,8 +124,8 @@ def _serve(connection: socket.socket) -> tuple[list[str], dict[str, str], str] |
     for stream in (1, 2):
         os.dup2(output, stream)
     os.close(output)
-    with open(request, "rb") as file:
-        return pickle.load(file)  # type: ignore[no-any-return]
+    with open(request) as file:
+        return json.load(file)  # type: ignore[no-any-return]
 
 
 def _end_with_parent() -> None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from composer_speedups.core.run import FirstBatch, Run
 
 
-_FP8_MIN_WIDTH = 512  # below it, FP8 was slower than bf16 (docs/lab-notes.md)
+_FP8_MIN_WIDTH = 512  # at 384, 8 bits save nothing (docs/results.md, small models)
 
 
 class FusedLayers(ComparedTechnique):
@@ -43,11 +43,11 @@ class FusedLayers(ComparedTechnique):
     precision: Literal["bf16", "fp8"] = Field("bf16")
     """bf16 computes the layers' matmuls in autocast's dtype; fp8 computes results and input gradients in 8 bits, on
     Ada, Hopper and newer GPUs."""
+    fp8_min_width: int = Field(_FP8_MIN_WIDTH, ge=0)
+    """With precision: fp8, layers with a smaller hidden size compute in bf16, which is as fast there; 0: all in fp8."""
     gelu: Literal["exact", "tanh"] = Field("exact")
     """exact computes the model's activation; tanh computes the tanh form of GELU on a GPU, as a part of the products
     around it."""
-    fp8_min_width: int = Field(_FP8_MIN_WIDTH, ge=0)
-    """With precision: fp8, layers with a smaller hidden size compute in bf16, which is faster there; 0: all in fp8."""
 
     @classmethod
     def effect_with(cls, settings: Mapping[str, Any], device: str | None) -> Effect:
