@@ -16,14 +16,16 @@ from transformers import AutoTokenizer, BertForMaskedLM, DataCollatorForLanguage
 
 from composer_speedups import FusedLayers, FusedOptimizer, Unpadding
 from composer_speedups.data.builtin import builtin_samples
+from composer_speedups.sweep import sets, tune
 from composer_speedups.tasks.mlm import MaskedLanguageModelling
 from composer_speedups.tasks.models import FinetuneModel
 from composer_speedups.train import application
 from composer_speedups.train.config.load import load_config
+from tests.conftest import ROOT
 from tests.helpers.common import Recorder, trained
-from tests.helpers.jobs import assert_resumes_exactly, run
+from tests.helpers.hangs import HANGS
+from tests.helpers.jobs import SHORT, assert_resumes_exactly, run
 from tests.helpers.ranks import on_ranks, once_per_run
-from tests.helpers.searches import search
 from tests.helpers.support import TASKS
 from tests.helpers.texts import collated, tiny_encoder, tokenizer_of, write_rows
 from tests.helpers.wandb_runs import missing_in, read_wandb
@@ -184,8 +186,11 @@ def test_a_stream_trains_as_from_memory_and_resumes_exactly(task: str) -> None:
 @CLASSIFICATION_FIRST
 @pytest.mark.supports("tune")
 def test_tune_writes_a_yaml_that_trains(task: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = [f"model.task={task}", "algorithms.fused_optimizer=null", "algorithms.sdpa_attention=null"]
-    log = search(monkeypatch, {"foreach": {"foreach_optimizer": {}}}, *own)
+    monkeypatch.setitem(sets.SETS, "cpu", {"rounding": {"foreach": {"foreach_optimizer": {}}}})
+    job = ["-f", str(ROOT / "yamls" / "quickstart.yaml"), *SHORT, f"model.task={task}", "trainer.max_duration=400ba"]
+    job += ["trainer.device=cpu", "algorithms.fused_optimizer=null", "algorithms.sdpa_attention=null"]
+    tune.main([*job, f"tune.budget_seconds={HANGS:.0f}", "tune.steps=8"])
+    log = json.loads(Path("quickstart.tuned.json").read_text())
     assert [trial["status"] for trial in log["trials"]] == ["ok"]
     assert log["trials"][0]["step_seconds"] > 0
     tuned = load_config("quickstart.tuned.yaml")
