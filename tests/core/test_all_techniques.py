@@ -57,7 +57,6 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     folder = str(tmp_path_factory.mktemp("run"))
     trainer = make_trainer(techniques, model=tiny_bert(dropout=0.1), save_folder=folder, **SAVING)
     host = host_of(trainer.state)
-    assert host is not None
     heard = [set(filter(host.hears, Event))]
     trainer.fit()
     heard.append(set(filter(host.hears, Event)))

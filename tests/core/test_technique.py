@@ -158,7 +158,6 @@ def test_techniques_engage_in_the_stated_order_and_are_undone_in_reverse_even_if
     trainer = make_trainer([build("c", Order.COMPILE), build("a", Order.FLAGS), build("b", Order.LAYERS)])
     assert calls == ["a", "b", "c"]
     host = host_of(trainer.state)
-    assert host is not None
     with pytest.raises(RuntimeError, match="cannot undo"):
         host.close(trainer.state, trainer.logger)
     assert calls[3:] == ["undo c", "undo b", "undo a"]
@@ -265,7 +264,6 @@ def test_the_first_batch_whose_step_was_taken_is_observed() -> None:
     assert seen.matmul_dtypes == {"bfloat16"}
     assert "float32" in seen.outputs or "bfloat16" in seen.outputs
     assert seen.steps == 1
-    assert seen.moved is not None
     assert 0 < seen.moved <= seen.trained == parameters
 
     class Skipping(Callback):
