@@ -231,7 +231,6 @@ def test_left_padding_and_holes_stop_a_run_whose_head_or_distances_they_change()
     assert later.evidence["micro_batches_kept_padded"] == 1
 
 
-# transformers has no such head for the others.
 class Shorten(Algorithm):
     """An algorithm that changes batches after they were loaded."""
 

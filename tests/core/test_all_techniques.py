@@ -23,6 +23,7 @@ from tests.helpers.common import (
     Recorder,
     awkward_batches,
     final_weights,
+    fit_and_close,
     learnable_batches,
     make_trainer,
     plain_batches,
@@ -142,8 +143,7 @@ def test_a_second_trainer_takes_the_model_over_from_an_open_one(run: Run) -> Non
     assert [type(module) for module in model.modules()] == kinds
     first.close()
     assert [type(module) for module in model.modules()] == kinds, "the second Trainer still needs them"
-    second.fit()
-    second.close()
+    fit_and_close(second)
     torch.testing.assert_close(final_weights(second), final_weights(run.trainer), rtol=0, atol=0)
 
 
@@ -198,8 +198,7 @@ def _check_parity(case: Case, *, gpu: bool) -> None:
         assert_near(logits, expected.logits, dtype, "logits in eval mode")
     if trainer.state.precision.value == "amp_fp16":  # the default scale of 65536 skips the first steps
         trainer.state.scaler = torch.amp.GradScaler(init_scale=128)
-    trainer.fit()
-    trainer.close()
+    fit_and_close(trainer)
     trained = {n.removeprefix("model."): w for n, w in final_weights(trainer).items()}
     if "losses" in case.entry.same:
         assert_near(recorder.losses, expected.losses, dtype, "losses")

@@ -27,7 +27,7 @@ from composer_speedups.tasks.embedding import Embedding
 from composer_speedups.tasks.models import FinetuneModel, _from_config
 from composer_speedups.tasks.settings import DataConfig
 from composer_speedups.train.out_of_memory import MicrobatchTrainer
-from tests.helpers.common import VOCABULARY, Batch, Recorder, make_trainer
+from tests.helpers.common import VOCABULARY, Batch, Recorder, fit_and_close, make_trainer
 from tests.helpers.jobs import assert_resumes_exactly, run_on_files
 from tests.helpers.models import UNPADDED, Family, tiny_model
 from tests.helpers.ranks import on_ranks
@@ -124,9 +124,7 @@ def trained(
 ) -> tuple[Any, Recorder]:
     recorder = Recorder()
     trainer = make_trainer(algorithms, model=model, batches=batches, callbacks=[recorder, *callbacks])
-    trainer.fit()
-    trainer.close()
-    return trainer, recorder
+    return fit_and_close(trainer), recorder
 
 
 def ranking_loss(encoder: Any, batch: Batch) -> Tensor:
