@@ -37,7 +37,6 @@ from tests.helpers.common import (
     trained,
 )
 from tests.helpers.models import tiny_model
-from tests.helpers.unpadded import observed, way
 from tests.reference.tolerance import assert_near
 
 INPUTS = batch([9, 16, 3, 12])
@@ -282,10 +281,6 @@ def test_which_calls_are_compared(check: Any, calls: int, monkeypatch: pytest.Mo
     for _ in range(2):
         model(**INPUTS).loss.backward()
     assert len(seen) == calls
-    model = tiny_bert()
-    model.bert.pooler = MeanPooler()
-    unpad(model, 8, check="never")
-    assert way(observed(lambda: model(**INPUTS))) == "packed", "on request, nothing is refused"
 
 
 class Counts(BertModel):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +67,8 @@ def every_fourth_token_masked() -> Iterator[None]:
         yield
 
 
-def all_tasks(way: str) -> dict[str, dict[str, Any]]:
-    with every_fourth_token_masked():
+def all_tasks(way: str, folder: Path) -> dict[str, dict[str, Any]]:
+    with contextlib.chdir(folder), every_fourth_token_masked():
         return {task: brief(task, f"{way.replace(' ', '')}_{task}", *WAYS[way]) for task in TASKS}
 
 
@@ -80,29 +80,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return once_per_run(lambda: tmp_path_factory.mktemp("every_task"), "every_task", tmp_path_factory)
 
 
-def reports_in(folder: Path, compute: Callable[[], Reports], name: str, factory: pytest.TempPathFactory) -> Reports:
-    def reports() -> Reports:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.chdir(folder)
-            return compute()
-
-    return once_per_run(reports, f"every_task {name}", factory)
-
-
 @pytest.fixture(scope="module")
 def one(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """Return the reports of one process by task."""
-    return reports_in(folder, lambda: {"one": all_tasks("one")}, "one", tmp_path_factory)["one"]
+    return once_per_run(lambda: all_tasks("one", folder), "every_task one", tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
 def two(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Reports:
     """Return the reports of two ranks by way and task."""
-
-    def compute() -> Reports:
-        return on_ranks(lambda: {way: all_tasks(way) for way in ("two ranks", "FSDP")})[0]
-
-    return reports_in(folder, compute, "two", tmp_path_factory)
+    ways = ("two ranks", "FSDP")
+    ranks = once_per_run(
+        lambda: on_ranks(lambda: {way: all_tasks(way, folder) for way in ways}), "every_task two", tmp_path_factory
+    )
+    return ranks[0]  # type: ignore[no-any-return]
 
 
 @EVERY
@@ -137,26 +128,15 @@ def test_transformers_4_reads_the_exported_tokenizer_and_cuts_texts_to_the_model
     assert tokenizer(short)["input_ids"] == AutoTokenizer.from_pretrained(exported)(short)["input_ids"]
 
 
-def _as_one_process(task: str, way: str, one: dict[str, Any], two: Reports, folder: Path) -> None:
+@EVERY
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("way", [pytest.param(way, marks=pytest.mark.supports(way)) for way in ("two ranks", "FSDP")])
+def test_ranks_train_as_one_process(task: str, way: str, one: dict[str, Any], two: Reports, folder: Path) -> None:
     assert (one[task]["training"]["ranks"], two[way][task]["training"]["ranks"]) == (1, 2)
     stock = weights(f"one_{task}", folder)
     assert_near(weights(f"{way.replace(' ', '')}_{task}", folder), stock, what="weights")
     for name in TASKS[task].metrics:  # rounding may reorder the 16 samples
         assert two[way][task]["metrics"][name] == pytest.approx(one[task]["metrics"][name], rel=1e-3, abs=1e-2), name
-
-
-@EVERY
-@pytest.mark.exhaustive
-@pytest.mark.supports("two ranks")
-def test_two_ranks_train_as_one_process(task: str, one: dict[str, Any], two: Reports, folder: Path) -> None:
-    _as_one_process(task, "two ranks", one, two, folder)
-
-
-@EVERY
-@pytest.mark.exhaustive
-@pytest.mark.supports("FSDP")
-def test_fsdp_trains_as_one_process(task: str, one: dict[str, Any], two: Reports, folder: Path) -> None:
-    _as_one_process(task, "FSDP", one, two, folder)
 
 
 @CLASSIFICATION_FIRST
