@@ -34,7 +34,7 @@ from tests.helpers.common import (
     tiny_bert,
     trained,
 )
-from tests.helpers.exhaustive import SCOPES, family_params, others_exhaustive
+from tests.helpers.exhaustive import family_params, others_exhaustive
 from tests.helpers.masks import KINDS, draw_mask, masked_batch, random_masks
 from tests.helpers.models import FUSED, HEADS, UNPADDED, Family, Head, tiny_model
 from tests.helpers.unpadded import compared, observed, pair, unpad_and_fuse, values, way
@@ -254,7 +254,7 @@ def test_tokens_are_counted_after_the_last_change_to_the_batch() -> None:
 # With gradient checkpointing and torch.compile.
 
 
-@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize("scope", others_exhaustive(["model", "blocks"], "blocks".__eq__))
 def test_after_the_first_batches_nothing_is_recompiled(scope: Any) -> None:
     """Five more batches have other numbers of tokens, rows and slots."""
     reference, model = tiny_bert(), tiny_bert()

@@ -173,19 +173,16 @@ def test_the_tolerances_match_the_declared_effect(gpu: bool) -> None:
         assert len(entry.same) == 4 or kind == "recipe", f"{case.id}: only a recipe may differ from the untouched model"
 
 
-@pytest.mark.parametrize("case", others_exhaustive(cases(), lambda case: case.name != "torch_compile"))  # it takes 10 s
+def also_on_a_gpu(on_a_cpu: list[Any], on_a_gpu: list[Any]) -> pytest.MarkDecorator:
+    further = [pytest.param(*p.values, True, id=f"{p.id}-gpu", marks=[*p.marks, pytest.mark.gpu]) for p in on_a_gpu]
+    return pytest.mark.parametrize(
+        ("case", "gpu"), [*(pytest.param(*p.values, False, id=p.id, marks=p.marks) for p in on_a_cpu), *further]
+    )
+
+
+@also_on_a_gpu(others_exhaustive(cases(), lambda case: case.name != "torch_compile"), cases(gpu=True))  # it takes 10 s
 @pytest.mark.pins
-def test_outputs_gradients_and_weights_match_the_untouched_model(case: Case) -> None:
-    _check_parity(case, gpu=False)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", cases(gpu=True))
-def test_outputs_gradients_and_weights_match_the_untouched_model_on_a_gpu(case: Case) -> None:
-    _check_parity(case, gpu=True)
-
-
-def _check_parity(case: Case, *, gpu: bool) -> None:
+def test_outputs_gradients_and_weights_match_the_untouched_model(case: Case, gpu: bool) -> None:
     model, batches, dtype = tiny_bert(), awkward_batches(), case.entry.dtype
     expected = train_plainly(model, batches)
     recorder = Recorder()
@@ -232,19 +229,8 @@ def inexact(*, gpu: bool) -> list[Any]:
     return [c for c in cases(gpu=gpu) if c.values[0].entry.loss_bound is not None]
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("case", inexact(gpu=False))
-def test_the_loss_curve_stays_within_its_bound(case: Case) -> None:
-    _check_curve(case, gpu=False)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", inexact(gpu=True))
-def test_the_loss_curve_stays_within_its_bound_on_a_gpu(case: Case) -> None:
-    _check_curve(case, gpu=True)
-
-
-def _check_curve(case: Case, *, gpu: bool) -> None:
+@also_on_a_gpu(others_exhaustive(inexact(gpu=False), lambda case: False), inexact(gpu=True))
+def test_the_loss_curve_stays_within_its_bound(case: Case, gpu: bool) -> None:
     expected, actual = _reference(), _curve(case.build_all(), gpu=gpu)
     distance = float((actual - expected).abs().max())
     assert distance <= case.entry.loss_bound, f"the loss differs by {distance:.3f} from the untouched run's"
