@@ -170,8 +170,7 @@ def test_a_loop_that_bypasses_the_interception_is_detected(copies: Watched) -> N
     trainer = make_trainer([EarlyLoss()])
     trainer.state.device.tensor_to_device = DeviceCPU.tensor_to_device.__get__(trainer.state.device)  # type: ignore[method-assign]
     with pytest.raises(Refusal, match=r"early_loss: .*Composer read no loss through it"):
-        trainer.fit()
-    trainer.close()
+        fit_and_close(trainer)
 
 
 def test_a_wrong_number_is_detected(copies: Watched) -> None:

@@ -21,7 +21,7 @@ from composer_speedups.callbacks.config import DivergenceConfig, FiniteLossConfi
 from composer_speedups.core.errors import RunFailedError
 from composer_speedups.core.registry import technique_class
 from composer_speedups.distributed.fsdp import GradientClipping
-from tests.helpers.common import fit_and_close, make_trainer, plain_batches, tiny_bert, trained
+from tests.helpers.common import fit_and_close, make_trainer, microbatches, plain_batches, tiny_bert, trained
 from tests.helpers.nonfinite import Poisoned, batches
 
 on_both = pytest.mark.parametrize("gpu", [False, pytest.param(True, marks=pytest.mark.gpu)], ids=["cpu", "gpu"])
@@ -133,18 +133,10 @@ def test_skipped_batches_are_counted_across_a_resume() -> None:
 
 
 def test_a_nonfinite_microbatch_skips_the_whole_batch() -> None:
-    def split(batch: Any, size: Any) -> list[Any]:
-        return [{key: value[i : i + size] for key, value in batch.items()} for i in range(0, 4, size)]
-
     given = batches(4)
     given[2]["input_ids"][2, 0] = 63  # the first row of the second micro-batch
     guard, snapshots = skipping(), Snapshots()
-    trainer = make_trainer(
-        model=Poisoned(), batches=given, callbacks=[guard, snapshots], device_train_microbatch_size=2
-    )
-    trainer.state._train_dataloader = trainer.state.train_dataloader
-    trainer._train_data_spec.split_batch = split
-    fit_and_close(trainer)
+    trained(model=Poisoned(), callbacks=[guard, snapshots], **microbatches(given, 2))
     assert snapshots.unchanged == [False, False, True, False]
 
 

@@ -32,6 +32,7 @@ from tests.helpers.common import (
     batch,
     data_spec,
     final_weights,
+    fit_and_close,
     make_trainer,
     tiny_bert,
     trained,
@@ -216,8 +217,7 @@ def test_a_comparison_in_a_prediction_is_repeated_with_the_loss(reads: bool) -> 
     trainer = make_trainer([Unpadding(8)], model=Tagger(), batches=batches)
     trainer.predict(data_spec(batches))
     with pytest.raises(Refusal, match=DIFFERS) if reads else contextlib.nullcontext():
-        trainer.fit()
-    trainer.close()
+        fit_and_close(trainer)
 
 
 def sharp_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **_: Any) -> Any:

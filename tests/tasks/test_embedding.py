@@ -361,8 +361,7 @@ def test_out_of_memory_names_the_key_that_helps(
     trainer = make_trainer(model=built(task, tokenizer), batches=[batch], cls=MicrobatchTrainer)
     monkeypatch.setattr(FinetuneModel, "forward", Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory")))
     with pytest.raises(torch.OutOfMemoryError, match=rf"out of memory with a micro-batch of 8, and .*{fix}"):
-        trainer.fit()
-    trainer.close()
+        fit_and_close(trainer)
 
 
 def loaders(columns: Sequence[str] = THREE, **settings: Any) -> Data:
