@@ -67,8 +67,8 @@ def every_fourth_token_masked() -> Iterator[None]:
         yield
 
 
-def all_tasks(way: str, folder: Path) -> dict[str, dict[str, Any]]:
-    with contextlib.chdir(folder), every_fourth_token_masked():
+def all_tasks(way: str) -> dict[str, dict[str, Any]]:
+    with every_fourth_token_masked():
         return {task: brief(task, f"{way.replace(' ', '')}_{task}", *WAYS[way]) for task in TASKS}
 
 
@@ -83,17 +83,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def one(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """Return the reports of one process by task."""
-    return once_per_run(lambda: all_tasks("one", folder), "every_task one", tmp_path_factory)
+    with contextlib.chdir(folder):
+        return once_per_run(lambda: all_tasks("one"), "every_task one", tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
 def two(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Reports:
     """Return the reports of two ranks by way and task."""
-    ways = ("two ranks", "FSDP")
-    ranks = once_per_run(
-        lambda: on_ranks(lambda: {way: all_tasks(way, folder) for way in ways}), "every_task two", tmp_path_factory
-    )
-    return ranks[0]  # type: ignore[no-any-return]
+
+    def compute() -> Reports:
+        return on_ranks(lambda: {way: all_tasks(way) for way in ("two ranks", "FSDP")})[0]
+
+    with contextlib.chdir(folder):
+        return once_per_run(compute, "every_task two", tmp_path_factory)
 
 
 @EVERY
