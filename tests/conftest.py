@@ -96,9 +96,3 @@ def wandb_run(tmp_path_factory: pytest.TempPathFactory) -> WandbRun:
 def datasets_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache of this test's own: ``datasets`` takes other folders of the same name and configurations from it."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets_cache")
-
-
-@pytest.fixture
-def root() -> Path:
-    """The repository."""
-    return ROOT

@@ -34,7 +34,7 @@ from composer_speedups.core.trainer_state import host_group
 from composer_speedups.distributed import composer_loop, host_scalars
 from composer_speedups.train.config.schema import TrainerConfig
 from composer_speedups.train.trainer import open_device
-from tests.helpers.common import Batches, final_weights, make_trainer, plain_batches, tiny_bert, trained
+from tests.helpers.common import Batches, final_weights, fit_and_close, make_trainer, plain_batches, tiny_bert, trained
 from tests.helpers.ranks import on_ranks
 
 
@@ -170,8 +170,7 @@ def test_a_loop_that_bypasses_the_interception_is_detected(copies: Watched) -> N
     trainer = make_trainer([EarlyLoss()])
     trainer.state.device.tensor_to_device = DeviceCPU.tensor_to_device.__get__(trainer.state.device)  # type: ignore[method-assign]
     with pytest.raises(Refusal, match=r"early_loss: .*Composer read no loss through it"):
-        trainer.fit()
-    trainer.close()
+        fit_and_close(trainer)
 
 
 def test_a_wrong_number_is_detected(copies: Watched) -> None:
@@ -181,9 +180,7 @@ def test_a_wrong_number_is_detected(copies: Watched) -> None:
 
 
 @pytest.mark.pins
-def test_it_is_refused_without_a_gpu() -> None:
-    with pytest.raises(Refusal, match=r"early_loss: reading the loss .* needs a CUDA GPU"):
-        make_trainer([EarlyLoss()])
+def test_it_is_refused_in_another_loop() -> None:
     with pytest.raises(Refusal, match="needs Composer's Trainer, and this is another loop"):
         apply(tiny_bert(), [EarlyLoss()])
 
@@ -313,8 +310,7 @@ def test_on_a_gpu_losses_equal_composers_and_arrive_early() -> None:
         trainer = make_trainer(algorithms, batches=plain_batches(8), loggers=[memory], gpu=True)
         if algorithms:  # slow down the backward pass
             trainer.state.model.model.classifier.weight.register_hook(lambda _: torch.cuda._sleep(100_000_000))
-        trainer.fit()
-        trainer.close()
+        fit_and_close(trainer)
         runs.append(([value for _, value in memory.data["loss/train/total"]], final_weights(trainer)))
     assert runs[1][0] == runs[0][0]
     torch.testing.assert_close(runs[1][1], runs[0][1], rtol=0, atol=0)

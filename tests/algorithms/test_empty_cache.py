@@ -5,14 +5,7 @@ from __future__ import annotations
 import pytest
 
 from composer_speedups import EmptyCache
-from composer_speedups.core.errors import Refusal
-from tests.helpers.common import make_trainer, plain_batches, trained
-
-
-@pytest.mark.pins
-def test_without_a_gpu_it_is_refused() -> None:
-    with pytest.raises(Refusal, match=r"^empty_cache: .*needs a CUDA GPU"):
-        make_trainer([EmptyCache()])
+from tests.helpers.common import plain_batches, trained
 
 
 @pytest.mark.gpu

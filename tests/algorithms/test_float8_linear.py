@@ -144,13 +144,15 @@ def test_linears_without_float8_are_detected() -> None:
     assert_not_engaged(trainer, "the batch had no matmul of float8 tensors")
 
 
-@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("recipe", "backend", "gpu"),
+    [
+        pytest.param("tensorwise", "aot_eager", False, marks=pytest.mark.exhaustive),
+        *(pytest.param(recipe, "inductor", True, marks=pytest.mark.gpu) for recipe in RECIPES),
+    ],
+)
 @pytest.mark.parametrize("scope", ["model", "blocks"])
-def test_compiled_code_matches_eager(scope: Any) -> None:
-    check_compiled("tensorwise", scope, "aot_eager", gpu=False)
-
-
-def check_compiled(recipe: Any, scope: Any, backend: str, *, gpu: bool) -> None:
+def test_compiled_code_matches_eager(recipe: Any, backend: str, gpu: bool, scope: Any) -> None:
     losses = []
     for others in ([], [TorchCompile(scope, backend)]):
         recorder, technique = Recorder(), Float8Linear(recipe, emulate=not gpu)
@@ -173,10 +175,3 @@ def test_kernels_match_emulation(recipe: str, shape: tuple[int, ...]) -> None:
     for a, b, c in zip(actual, expected, reference, strict=True):
         assert error(a, b) < 0.02, "the rounding is the same, the precision of the sums is not"
         assert error(a, c) < 0.09
-
-
-@pytest.mark.gpu
-@every_recipe
-@pytest.mark.parametrize("scope", ["model", "blocks"])
-def test_inductor_matches_eager_on_a_gpu(recipe: Any, scope: Any) -> None:
-    check_compiled(recipe, scope, "inductor", gpu=True)

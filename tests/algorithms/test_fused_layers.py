@@ -39,7 +39,6 @@ from tests.conftest import ROOT
 from tests.helpers.common import (
     batch,
     final_weights,
-    make_trainer,
     plain_batches,
     tiny_bert,
     tiny_config,
@@ -48,6 +47,7 @@ from tests.helpers.common import (
 )
 from tests.helpers.models import Family, tiny_model
 from tests.helpers.unpadded import compared, observed, pair, unpad_and_fuse, values
+from tests.packing.test_comparison import MeanPooler
 from tests.reference.loop import gradients
 from tests.reference.masked_layer import slope_over_norm
 from tests.reference.tolerance import assert_near
@@ -107,11 +107,6 @@ def test_after_a_failed_forward_pass_the_encoder_returns_every_token() -> None:
 
 
 # Changes that both models have, and how the fused one's layers run.
-
-
-class MeanPooler(nn.Module):
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        return hidden_states.mean(1)
 
 
 class FirstTwo(nn.Module):
@@ -446,8 +441,6 @@ def test_a_patched_class_and_global_hooks_are_refused(monkeypatch: pytest.Monkey
 def test_missing_unpadding_is_refused() -> None:
     with pytest.raises(ValueError, match="add unpadding"):
         fuse(tiny_bert())
-    with pytest.raises(Refusal, match="fused_layers: it needs packed tokens, and nothing packs them"):
-        make_trainer([FusedLayers()])
 
 
 # Adapters.

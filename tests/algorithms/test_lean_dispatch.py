@@ -21,7 +21,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from composer_speedups import FusedOptimizer, LeanDispatch
 from composer_speedups.core.errors import Refusal
-from tests.helpers.common import data_spec, final_weights, make_trainer, plain_batches
+from tests.helpers.common import data_spec, final_weights, fit_and_close, make_trainer, plain_batches, trained
 
 STEP = 13  # events of a training batch
 
@@ -219,9 +219,7 @@ def test_algorithms_that_were_removed_between_epochs_are_not_asked() -> None:
             state.algorithms.clear()
 
     algorithms = [LeanDispatch(), EverySecondBatch(heard)]
-    trainer = make_trainer(algorithms, batches=plain_batches(2), callbacks=[Empties()], max_duration="2ep")
-    trainer.fit()
-    trainer.close()
+    trained(algorithms, batches=plain_batches(2), callbacks=[Empties()], max_duration="2ep")
     assert {batch for _, _, batch in heard} == {0, 1}
 
 
@@ -234,8 +232,7 @@ def test_composers_functions_are_given_back_when_the_last_trainer_closes() -> No
     assert before[3] is copy.deepcopy
     one, other = (make_trainer([LeanDispatch()]) for _ in range(2))
     assert not set(map(id, now())) & set(map(id, before))
-    one.fit()
-    one.close()
+    fit_and_close(one)
     other.fit()
     assert Engine.run_event is not before[0]
     other.close()

@@ -96,18 +96,12 @@ def both(change: Callable[[Training], None], kind: Any = AdamW) -> Training:
     for training in (ours, untouched):
         change(training)
     torch.testing.assert_close(ours.values(), untouched.values(), rtol=0, atol=0)
-    assert ours.step is not None
     return ours
-
-
-def replays(training: Training) -> int:
-    assert training.step is not None
-    return training.step.replays
 
 
 @pytest.mark.parametrize("kind", [Adam, AdamW])
 def test_replays_equal_eager_steps(kind: Any) -> None:
-    assert replays(both(lambda training: training.train(8), kind)) == 7
+    assert both(lambda training: training.train(8), kind).step.replays == 7
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -126,7 +120,7 @@ def test_a_schedule_sets_the_rate_of_replays_and_counts_them(first: bool) -> Non
             schedule.step()  # warns, which is an error here, if no step was counted
 
     ours = both(change)
-    assert replays(ours) == 8
+    assert ours.step.replays == 8
     assert all(isinstance(group["lr"], float) and not group["capturable"] for group in ours.optimizer.param_groups)
 
 
@@ -139,7 +133,7 @@ def test_other_gradients_are_read() -> None:
         training.buffers[1] = torch.zeros(3, 4)  # only this one is another tensor
         training.train(3)
 
-    assert replays(both(change)) == 2 + 0 + 2 + 3
+    assert both(change).step.replays == 2 + 0 + 2 + 3
 
 
 def test_a_loaded_state_and_changed_settings_are_read() -> None:
@@ -155,8 +149,7 @@ def test_a_loaded_state_and_changed_settings_are_read() -> None:
         training.train(3)
 
     ours = both(change)
-    assert replays(ours) > 8
-    assert ours.step is not None
+    assert ours.step.replays > 8
     assert ours.step.note is None
 
 
@@ -167,7 +160,6 @@ def test_settings_that_always_change_end_the_captures() -> None:
             training.train(1)
 
     ours = both(change)
-    assert ours.step is not None
     assert ours.step.note == "gradients or settings changed after each of 8 captures"
 
 
@@ -177,7 +169,7 @@ def test_hooks_and_scaled_gradients_step_eagerly() -> None:
     seen: list[Any] = []
     handle = ours.optimizer.register_step_post_hook(lambda *_: seen.append(1))
     ours.train(2)
-    assert (len(seen), replays(ours)) == (2, 2)
+    assert (len(seen), ours.step.replays) == (2, 2)
     handle.remove()
     ours.optimizer.found_inf = torch.ones(())  # as GradScaler sets it; the step is skipped
     before = [value.clone() for value in ours.values()]
@@ -185,22 +177,20 @@ def test_hooks_and_scaled_gradients_step_eagerly() -> None:
     torch.testing.assert_close(ours.values(), before, rtol=0, atol=0)
     del ours.optimizer.found_inf
     ours.train(1)
-    assert replays(ours) == 3
+    assert ours.step.replays == 3
 
 
 def test_release_restores_the_step() -> None:
     ours, stock = Training(captured=True), optimizer_of(parameters())
-    assert ours.step is not None
     ours.step.release()
     assert "step" not in vars(ours.optimizer)
     assert ours.optimizer.step.__func__ is stock.step.__func__
     wrapped = Training(captured=True)
     schedule = LambdaLR(wrapped.optimizer, lambda _: 1.0)
-    assert wrapped.step is not None
     wrapped.step.release()  # the scheduler keeps it
     wrapped.train(3)
     schedule.step()
-    assert replays(wrapped) == 0
+    assert wrapped.step.replays == 0
     before = Training(captured=False)
     before.train(3, rounded=False)
     torch.testing.assert_close(wrapped.values(), before.values(), rtol=0, atol=0)

@@ -174,7 +174,6 @@ def test_flops_match_torchs_counter(every: int) -> None:
     with FlopCounterMode(display=False) as counter:
         model(**full).loss.backward()
     lengths = batch_lengths(full)
-    assert lengths is not None
     assert training_flops(model.config, lengths, "classification") == pytest.approx(counter.get_total_flops(), rel=0.01)
 
 

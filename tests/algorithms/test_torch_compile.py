@@ -14,6 +14,7 @@ from composer_speedups.core.errors import Refusal
 from composer_speedups.core.run import Run
 from tests.helpers.common import (
     awkward_batches,
+    fit_and_close,
     make_trainer,
     plain_batches,
     tiny_bert,
@@ -101,8 +102,7 @@ def test_a_run_without_a_compiled_graph_is_detected(compiled_before: bool) -> No
     trainer = make_trainer([TorchCompile("blocks", backend="eager")])
     said = r"without a compiled graph: torch\._dynamo\.config\.disable is set; unset torch\._dynamo\.config\.disable"
     with torch._dynamo.config.patch(disable=True), pytest.raises(Refusal, match=said):
-        trainer.fit()
-    trainer.close()
+        fit_and_close(trainer)
 
 
 @pytest.mark.parametrize("name", ["TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE"])

@@ -34,7 +34,7 @@ from tests.helpers.common import (
     tiny_bert,
     trained,
 )
-from tests.helpers.exhaustive import SCOPES, family_params, others_exhaustive
+from tests.helpers.exhaustive import family_params, others_exhaustive
 from tests.helpers.masks import KINDS, draw_mask, masked_batch, random_masks
 from tests.helpers.models import FUSED, HEADS, UNPADDED, Family, Head, tiny_model
 from tests.helpers.unpadded import compared, observed, pair, unpad_and_fuse, values, way
@@ -104,7 +104,6 @@ def test_unused_entries_and_padding_have_no_influence(multiple: int) -> None:
     noise = torch.where(mask[..., None], hidden, 100.0).detach()
     torch.testing.assert_close(encode(inputs_embeds=noise, attention_mask=mask).last_hidden_state, output)
     (output**2).sum().backward()
-    assert hidden.grad is not None
     assert not hidden.grad[~mask].any()
     assert hidden.grad[mask].abs().amin(-1).all()
 
@@ -232,7 +231,6 @@ def test_left_padding_and_holes_stop_a_run_whose_head_or_distances_they_change()
     assert later.evidence["micro_batches_kept_padded"] == 1
 
 
-# transformers has no such head for the others.
 class Shorten(Algorithm):
     """An algorithm that changes batches after they were loaded."""
 
@@ -256,7 +254,7 @@ def test_tokens_are_counted_after_the_last_change_to_the_batch() -> None:
 # With gradient checkpointing and torch.compile.
 
 
-@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize("scope", others_exhaustive(["model", "blocks"], "blocks".__eq__))
 def test_after_the_first_batches_nothing_is_recompiled(scope: Any) -> None:
     """Five more batches have other numbers of tokens, rows and slots."""
     reference, model = tiny_bert(), tiny_bert()

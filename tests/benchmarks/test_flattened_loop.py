@@ -94,7 +94,6 @@ def test_all_shapes_share_one_compiled_graph(family: str, monkeypatch: pytest.Mo
             loss, _ = classify(model, flattened_loop.flattened(inputs_of(lengths, family), multiple))
         loss.backward()
     assert compile_counts().since(before).graphs == 1
-    torch._dynamo.reset()
 
 
 def test_esm_with_absolute_positions_is_refused() -> None:

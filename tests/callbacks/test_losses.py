@@ -21,7 +21,7 @@ from composer_speedups.callbacks.config import DivergenceConfig, FiniteLossConfi
 from composer_speedups.core.errors import RunFailedError
 from composer_speedups.core.registry import technique_class
 from composer_speedups.distributed.fsdp import GradientClipping
-from tests.helpers.common import make_trainer, plain_batches, tiny_bert, trained
+from tests.helpers.common import fit_and_close, make_trainer, microbatches, plain_batches, tiny_bert, trained
 from tests.helpers.nonfinite import Poisoned, batches
 
 on_both = pytest.mark.parametrize("gpu", [False, pytest.param(True, marks=pytest.mark.gpu)], ids=["cpu", "gpu"])
@@ -133,19 +133,10 @@ def test_skipped_batches_are_counted_across_a_resume() -> None:
 
 
 def test_a_nonfinite_microbatch_skips_the_whole_batch() -> None:
-    def split(batch: Any, size: Any) -> list[Any]:
-        return [{key: value[i : i + size] for key, value in batch.items()} for i in range(0, 4, size)]
-
     given = batches(4)
     given[2]["input_ids"][2, 0] = 63  # the first row of the second micro-batch
     guard, snapshots = skipping(), Snapshots()
-    trainer = make_trainer(
-        model=Poisoned(), batches=given, callbacks=[guard, snapshots], device_train_microbatch_size=2
-    )
-    trainer.state._train_dataloader = trainer.state.train_dataloader
-    trainer._train_data_spec.split_batch = split
-    trainer.fit()
-    trainer.close()
+    trained(model=Poisoned(), callbacks=[guard, snapshots], **microbatches(given, 2))
     assert snapshots.unchanged == [False, False, True, False]
 
 
@@ -214,9 +205,7 @@ def test_a_rising_loss_stops_the_run_and_keeps_the_last_good_checkpoint() -> Non
 
 def test_a_loss_that_recovers_does_not_stop_the_run() -> None:
     monitor = diverging(5)
-    trainer = climbing(monitor, until=8)
-    trainer.fit()
-    trainer.close()
+    fit_and_close(climbing(monitor, until=8))
     assert monitor.summary()["checkpoints_withheld"] == 3
     assert [*monitor.losses] == [*range(1, 13)]
 
@@ -346,8 +335,7 @@ def test_an_overflow_is_skipped_by_the_scaler_and_does_not_stop_the_run(fused: b
     monitor, snapshots = LossMonitor(FiniteLossConfig("skip"), interval=1), Snapshots()
     callbacks = [monitor, snapshots]
     trainer = fp16_trainer(gpu, model=model, batches=batches(6, 3, 5), optimizer=optimizer, callbacks=callbacks)
-    trainer.fit()
-    trainer.close()
+    fit_and_close(trainer)
     assert monitor.summary() == {"nonfinite_losses": 0, "skipped_steps": 0, "loss_scale": 2.0**14}
     assert snapshots.unchanged.count(True) == 2
     assert gpu or snapshots.unchanged == [False, False, True, False, True, False]
@@ -378,8 +366,7 @@ def test_gradients_that_overflow_at_any_scale_stop_the_run(gpu: bool) -> None:
     poisoned = batches(60, *range(2, 61))
     trainer = fp16_trainer(gpu, model=Poisoned(overflow=True), batches=poisoned, callbacks=[LossMonitor()])
     with pytest.raises(RunFailedError, match=r"loss scale: 1.19e-07 .*gradients overflow at any scale"):
-        trainer.fit()
-    trainer.close()
+        fit_and_close(trainer)
 
 
 @pytest.mark.gpu

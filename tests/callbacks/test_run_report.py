@@ -30,7 +30,6 @@ class Counting(FusedOptimizer):
         return {**super().proof(run, seen), "steps": 1}
 
     def summary(self, run: Run) -> Mapping[str, Any]:
-        assert run.state is not None
         return {"steps": run.state.timestamp.batch.value}
 
 
@@ -88,7 +87,6 @@ class Late(Counting):
     """Its effect is seen in the second batch."""
 
     def proof(self, run: Run, seen: Any) -> Any:
-        assert run.state is not None
         return super().proof(run, seen) if run.state.timestamp.batch == 2 else NOT_YET
 
 

@@ -23,6 +23,7 @@ from tests.helpers.common import (
     Recorder,
     awkward_batches,
     final_weights,
+    fit_and_close,
     learnable_batches,
     make_trainer,
     plain_batches,
@@ -57,7 +58,6 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     folder = str(tmp_path_factory.mktemp("run"))
     trainer = make_trainer(techniques, model=tiny_bert(dropout=0.1), save_folder=folder, **SAVING)
     host = host_of(trainer.state)
-    assert host is not None
     heard = [set(filter(host.hears, Event))]
     trainer.fit()
     heard.append(set(filter(host.hears, Event)))
@@ -143,8 +143,7 @@ def test_a_second_trainer_takes_the_model_over_from_an_open_one(run: Run) -> Non
     assert [type(module) for module in model.modules()] == kinds
     first.close()
     assert [type(module) for module in model.modules()] == kinds, "the second Trainer still needs them"
-    second.fit()
-    second.close()
+    fit_and_close(second)
     torch.testing.assert_close(final_weights(second), final_weights(run.trainer), rtol=0, atol=0)
 
 
@@ -174,19 +173,16 @@ def test_the_tolerances_match_the_declared_effect(gpu: bool) -> None:
         assert len(entry.same) == 4 or kind == "recipe", f"{case.id}: only a recipe may differ from the untouched model"
 
 
-@pytest.mark.parametrize("case", others_exhaustive(cases(), lambda case: case.name != "torch_compile"))  # it takes 10 s
+def also_on_a_gpu(on_a_cpu: list[Any], on_a_gpu: list[Any]) -> pytest.MarkDecorator:
+    further = [pytest.param(*p.values, True, id=f"{p.id}-gpu", marks=[*p.marks, pytest.mark.gpu]) for p in on_a_gpu]
+    return pytest.mark.parametrize(
+        ("case", "gpu"), [*(pytest.param(*p.values, False, id=p.id, marks=p.marks) for p in on_a_cpu), *further]
+    )
+
+
+@also_on_a_gpu(others_exhaustive(cases(), lambda case: case.name != "torch_compile"), cases(gpu=True))  # it takes 10 s
 @pytest.mark.pins
-def test_outputs_gradients_and_weights_match_the_untouched_model(case: Case) -> None:
-    _check_parity(case, gpu=False)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", cases(gpu=True))
-def test_outputs_gradients_and_weights_match_the_untouched_model_on_a_gpu(case: Case) -> None:
-    _check_parity(case, gpu=True)
-
-
-def _check_parity(case: Case, *, gpu: bool) -> None:
+def test_outputs_gradients_and_weights_match_the_untouched_model(case: Case, gpu: bool) -> None:
     model, batches, dtype = tiny_bert(), awkward_batches(), case.entry.dtype
     expected = train_plainly(model, batches)
     recorder = Recorder()
@@ -199,8 +195,7 @@ def _check_parity(case: Case, *, gpu: bool) -> None:
         assert_near(logits, expected.logits, dtype, "logits in eval mode")
     if trainer.state.precision.value == "amp_fp16":  # the default scale of 65536 skips the first steps
         trainer.state.scaler = torch.amp.GradScaler(init_scale=128)
-    trainer.fit()
-    trainer.close()
+    fit_and_close(trainer)
     trained = {n.removeprefix("model."): w for n, w in final_weights(trainer).items()}
     if "losses" in case.entry.same:
         assert_near(recorder.losses, expected.losses, dtype, "losses")
@@ -234,19 +229,8 @@ def inexact(*, gpu: bool) -> list[Any]:
     return [c for c in cases(gpu=gpu) if c.values[0].entry.loss_bound is not None]
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("case", inexact(gpu=False))
-def test_the_loss_curve_stays_within_its_bound(case: Case) -> None:
-    _check_curve(case, gpu=False)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", inexact(gpu=True))
-def test_the_loss_curve_stays_within_its_bound_on_a_gpu(case: Case) -> None:
-    _check_curve(case, gpu=True)
-
-
-def _check_curve(case: Case, *, gpu: bool) -> None:
+@also_on_a_gpu(others_exhaustive(inexact(gpu=False), lambda case: False), inexact(gpu=True))
+def test_the_loss_curve_stays_within_its_bound(case: Case, gpu: bool) -> None:
     expected, actual = _reference(), _curve(case.build_all(), gpu=gpu)
     distance = float((actual - expected).abs().max())
     assert distance <= case.entry.loss_bound, f"the loss differs by {distance:.3f} from the untouched run's"

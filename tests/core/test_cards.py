@@ -144,7 +144,6 @@ def test_the_headline_shows_its_row() -> None:
         [cell.strip() for cell in re.search(rf"^\| {start} .*$", text, re.M)[0].split("|")]  # type: ignore[index]
         for start in (r"BERT \| batch", r"base \| 128 × 256")
     )
-    assert headline is not None
     assert list(headline.groups()) == [row[i] for i, column in enumerate(columns) if column == "ratio"]
 
 

@@ -8,7 +8,6 @@ import re
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,10 +16,8 @@ from composer.core import State
 
 from composer_speedups.core.errors import ConfigError, Interrupted, RunFailedError
 from composer_speedups.tasks.models import FinetuneModel
-from composer_speedups.train import out_of_memory
 from composer_speedups.train.checkpoints import checkpoints_in
 from composer_speedups.train.report import StartupTimes
-from tests.helpers.common import make_trainer
 from tests.helpers.jobs import run
 from tests.train.test_autoresume import JOB, crash_after
 
@@ -127,15 +124,3 @@ def test_resuming_keeps_a_halved_micro_batch(monkeypatch: pytest.MonkeyPatch) ->
     assert set(seen) == {4}
     assert (training["microbatch_size"], training["microbatch_chosen"]) == (4, "after running out of memory")
     assert training["microbatch_changes"] == [{"batch": 0, "from": 8, "to": 4}]
-
-
-def test_fsdp_does_not_repeat_a_batch_after_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FSDP2 would not train any parameter after a repeated batch."""
-    state = make_trainer(device_train_microbatch_size=8).state
-    error = torch.OutOfMemoryError("CUDA out of memory.")
-    assert out_of_memory._half_of(state, 8, "halve", error) == 4
-    sharded = SimpleNamespace(
-        device_train_microbatch_size=8, fsdp_config=object(), callbacks=[], model=None, is_model_ddp=False
-    )
-    with pytest.raises(torch.OutOfMemoryError, match=r"cannot repeat a batch .*; set trainer\.microbatch_size=4"):
-        out_of_memory._half_of(sharded, 8, "halve", error)  # type: ignore[arg-type]

@@ -30,7 +30,7 @@ from composer_speedups.core.errors import Refusal
 from composer_speedups.core.registry import technique_class
 from composer_speedups.core.run import FirstBatch, Run
 from composer_speedups.core.technique import NOT_YET, Order, Technique
-from tests.helpers.common import final_weights, plain_batches, tiny_config
+from tests.helpers.common import final_weights, fit_and_close, plain_batches, tiny_config
 from tests.helpers.exhaustive import others_exhaustive
 from tests.helpers.settings import ENTRIES, Case
 
@@ -81,11 +81,7 @@ def train(techniques: list[Technique], model: Any, loader: Any) -> Trainer:
         progress_bar=False,
         seed=1,
     )
-    try:
-        trainer.fit()
-    finally:
-        trainer.close()
-    return trainer
+    return fit_and_close(trainer)
 
 
 @pytest.mark.parametrize("model", MODELS)

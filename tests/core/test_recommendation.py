@@ -91,8 +91,6 @@ def test_an_example_matches_the_stock_model(name: str, monkeypatch: pytest.Monke
     if name.startswith("sentence"):
         pytest.importorskip("sentence_transformers", reason="needs sentence-transformers (dev group)")
     spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
     example = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, name, example)
     with warnings.catch_warnings():

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +13,7 @@ from composer.loggers import Logger
 
 from composer_speedups import TF32Matmul
 from composer_speedups.callbacks.precision import Float32Matmuls
-from composer_speedups.core.reversible import MATMUL_PRECISION, ProcessFlag
+from composer_speedups.core.reversible import MATMUL_PRECISION
 from tests.helpers.common import make_trainer, plain_batches
 from tests.helpers.jobs import run
 
@@ -94,21 +92,6 @@ def test_a_failed_run_does_not_affect_the_flag_of_another(kind: str, closes: str
         trainer.close()
     assert seen.flags == {"medium"}
     assert current() == original
-
-
-def test_process_flag_can_be_restored_in_any_order() -> None:
-    for order in itertools.permutations(range(3)):
-        value: list[Any] = ["original"]
-        flag = ProcessFlag(partial(value.__getitem__, 0), partial(value.__setitem__, 0))
-        owners = [object() for _ in range(3)]
-        for i, owner in enumerate(owners):
-            flag.take(owner, i)
-        staying = [0, 1, 2]
-        for leaving in order:
-            flag.give_back(owners[leaving])
-            flag.give_back(owners[leaving])  # the second call does nothing
-            staying.remove(leaving)
-            assert value[0] == (staying[-1] if staying else "original")
 
 
 def test_train_py_uses_full_float32_matmuls_by_default() -> None:

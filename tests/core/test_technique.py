@@ -158,7 +158,6 @@ def test_techniques_engage_in_the_stated_order_and_are_undone_in_reverse_even_if
     trainer = make_trainer([build("c", Order.COMPILE), build("a", Order.FLAGS), build("b", Order.LAYERS)])
     assert calls == ["a", "b", "c"]
     host = host_of(trainer.state)
-    assert host is not None
     with pytest.raises(RuntimeError, match="cannot undo"):
         host.close(trainer.state, trainer.logger)
     assert calls[3:] == ["undo c", "undo b", "undo a"]
@@ -265,7 +264,6 @@ def test_the_first_batch_whose_step_was_taken_is_observed() -> None:
     assert seen.matmul_dtypes == {"bfloat16"}
     assert "float32" in seen.outputs or "bfloat16" in seen.outputs
     assert seen.steps == 1
-    assert seen.moved is not None
     assert 0 < seen.moved <= seen.trained == parameters
 
     class Skipping(Callback):
@@ -302,14 +300,7 @@ def test_a_changed_model_is_collected() -> None:
     assert alive() is None
 
 
-def test_two_techniques_that_exclude_each_other_are_refused_in_either_order() -> None:
-    class Other(Toy):
-        name = "other"
-        not_with = {"toy": "four is enough"}  # noqa: RUF012
-
-    for techniques in ([Toy(), Other()], [Other(), Toy()]):
-        with pytest.raises(Refusal, match=r"^other: conflicts with toy: four is enough; remove other or toy$"):
-            check(techniques, Run(torch.device("cpu")))
+def test_a_technique_that_is_listed_twice_is_refused() -> None:
     with pytest.raises(Refusal, match=r"^toy: is listed twice; list it once$"):
         check([Toy(), Toy()], Run(torch.device("cpu")))
 

@@ -41,7 +41,6 @@ def test_a_local_folder_is_read_under_its_hub_name() -> None:
     save({"text": ["Test."], "label": [1]}, str(folder / "test-00000.parquet"))
     train, evaluation = load_samples(DataConfig(hub_name="stanfordnlp/imdb", train_samples=5), Classification())
     assert len(train) == 5
-    assert evaluation is not None
     assert evaluation[:] == {"text_1": ["Test."], "labels": [1]}
 
 
@@ -81,7 +80,6 @@ def test_invalid_rows_can_be_dropped_from_training_and_validation_and_are_counte
     bad, summary = save(rows, "bad.csv"), DataSummary()
     config = files(bad, save({"text": ["fine", ""], "label": [0, 2]}, "eval.csv"), on_invalid="drop")
     train, held = load_samples(config, Classification(labels=["0", "1"]), summary)
-    assert held is not None
     kept = [i for i in range(20) if i not in (4, 5, 9)]
     assert train[:] == {"text_1": [rows["text"][i] for i in kept], "labels": [i % 2 for i in kept]}
     assert held["text_1"] == ["fine"]
@@ -110,7 +108,6 @@ def test_a_held_out_fraction_is_of_the_valid_rows_and_all_invalid_rows_are_liste
     rows = {**ROWS, "text": ["" if i % 2 else text for i, text in enumerate(ROWS["text"])], "label": [0, 0, 1, 1] * 5}
     config = files(save(rows, "bad.csv"), eval_fraction=0.3, on_invalid="drop")
     train, held = load_samples(config, Classification(labels=["0", "1"]), summary := DataSummary())
-    assert held is not None
     assert (len(train), len(held)) == (7, 3)
     assert sorted([*train["text_1"], *held["text_1"]]) == sorted(rows["text"][::2])
     assert [entry["dropped"] for entry in summary.report()["dropped"]] == [10]
@@ -126,7 +123,6 @@ def test_a_held_out_fraction_has_each_class_in_its_share() -> None:
     drawn = set()
     for seed in (0, 1, 2, 3, 4, 4):
         train, held = load_samples(files(name, eval_fraction=0.1, seed=seed), Classification())
-        assert held is not None
         assert sorted([*train["text_1"], *held["text_1"]]) == sorted(f"text {i}" for i in range(1001))
         counts = [held["labels"].count(label) for label in range(4)]
         assert [abs(count - share) <= 1 for count, share in zip(counts, (70, 28, 2, 0), strict=True)] == [True] * 4
@@ -151,7 +147,6 @@ def test_truncation_is_measured_on_all_samples_or_on_a_part_of_them(
     config = files(save({"text": texts, "label": [0, 1] * 100}, "a.csv"), max_length=62)
     data = build_data(config, Classification(), model_name="", on_gpu=False)
     truncation = data.summary.truncation
-    assert truncation is not None
     assert truncation.exact == (measured == 1000)
     assert truncation.fraction == pytest.approx(0.4, abs=1e-9 if truncation.exact else 0.1), "60 words and [CLS], [SEP]"
     assert truncation.length_for_95_percent == pytest.approx(97, abs=0 if truncation.exact else 5)
@@ -196,7 +191,6 @@ def test_loaders_count_real_tokens_and_follow_the_keys() -> None:
     name = save(ROWS, "a.parquet")
     config = files(name, name, batch_size=8, eval_batch_size=8, drop_last=True, padding="longest", workers=1)
     data = build_data(config, Classification(), model_name="unused", on_gpu=False)
-    assert data.eval is not None
     batches = list(data.train.dataloader)
     assert [len(b["labels"]) for b in batches] == [8, 8]
     assert [len(b["labels"]) for b in data.eval.dataloader] == [8, 8, 4], "evaluation keeps its last batch"
@@ -216,7 +210,6 @@ def test_classes_include_those_that_only_held_out_rows_have() -> None:
     rows = {"text": [f"text {i}" for i in range(12)], "label": ["b", "a", *"cdefghijkl"]}
     task = Classification()
     train, held = load_samples(files(save(rows, "a.csv"), eval_fraction=0.25), task)
-    assert held is not None
     assert (len(train), len(held)) == (9, 3)
     assert task.labels == sorted(rows["label"])
     assert not set(train["labels"]) & set(held["labels"])

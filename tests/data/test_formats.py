@@ -413,7 +413,6 @@ def test_pairs_are_truncated_and_typed_as_by_the_tokenizer(truncation: Any) -> N
     config = files(name, name, max_length=60, batch_size=3)
     task = Classification(text_columns=["one", "two"], truncation=truncation, labels=["0", "1"])
     data = build_data(config, task, model_name="", on_gpu=False)
-    assert data.eval is not None
     (batch,) = list(data.eval.dataloader)
     tokenizer = load_tokenizer(config, "", rows["one"] + rows["two"])
     expected = tokenizer(

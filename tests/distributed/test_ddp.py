@@ -94,7 +94,6 @@ def overlapped(*, callbacks: Sequence[Callback] = (), **settings: Any) -> tuple[
     """Train with buckets of 10 KiB; return the number of overlapped steps and the final weights."""
     trainer = fit_and_close(make(callbacks=callbacks, bucket_mib=0.01, **settings))
     sums = sums_of(trainer.state.model)
-    assert sums is not None
     assert not sums.under_way
     assert sums.waits, "after training, a backward pass waits for its gradients"
     assert "step" not in vars(trainer.state.optimizers[0]) or trainer.state.schedulers

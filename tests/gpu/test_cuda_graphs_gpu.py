@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 import torch
 from composer.algorithms import GradientClipping
-from composer.core import DataSpec
 from composer.optim import CosineAnnealingWithWarmupScheduler
 from torch import nn
-from torch.utils.data import DataLoader
 
 from composer_speedups import (
     CUDAGraphs,
@@ -28,40 +26,43 @@ from composer_speedups.packing.encoder import with_counted_rows
 from tests.algorithms.test_cuda_graphs_evaluation import Outputs
 from tests.algorithms.test_cuda_graphs_segments import bert
 from tests.helpers.common import (
-    Batches,
     batch,
     data_spec,
     final_weights,
     make_trainer,
+    microbatches,
     plain_batches,
     tiny_bert,
     trained,
 )
-from tests.helpers.waiting import no_waiting
-from tests.reference.loop import gradients, on_gpu, train_plainly
+from tests.reference.loop import gradients, no_waiting, on_gpu, train_plainly
 from tests.reference.tolerance import assert_near
 
 pytestmark = pytest.mark.gpu
 
 
+# Their numbers of packed tokens, rounded up to a multiple of 16: 48, 64, 48, 32, 64, 48, 32
+UNEVEN = [[12, 7, 16, 10], [16] * 4, [11, 8, 16, 9], [3, 2, 16, 1], [16, 16, 15, 9], [16, 1, 16, 1], [1, 9, 9, 9]]
+
+
 @pytest.mark.parametrize("compiled", [False, True])
-def test_replays_train_like_plain_pytorch(compiled: bool) -> None:
-    model, batches = tiny_bert(), plain_batches(6)
+@pytest.mark.parametrize("unpadded", [False, True])
+def test_replays_train_like_plain_pytorch(unpadded: bool, compiled: bool) -> None:
+    """An unpadded model has a graph for each number of packed tokens."""
+    model, technique = tiny_bert(), CUDAGraphs()
+    model.config.problem_type = "single_label_classification"
+    batches = [batch(lengths, 16, seed=i) for i, lengths in enumerate(UNEVEN)] if unpadded else plain_batches(7)
     expected = train_plainly(model, batches)
-    technique = CUDAGraphs()
-    algorithms: list[Any] = [technique, SDPAAttention(), *([TorchCompile()] if compiled else [])]
-    trainer = make_trainer(algorithms, model=copy.deepcopy(model), batches=batches, gpu=True)
-    trainer.fit()
-    assert {k: technique.evidence[k] for k in ("graphs", "replays", "eager_calls")} == {
-        "graphs": 1,
-        "replays": 5,
-        "eager_calls": 1,
-    }
-    trained = {n.removeprefix("model."): w for n, w in final_weights(trainer).items()}
-    assert_near(trained, expected.weights, what="weights")
-    trainer.close()
-    assert technique._calls is not None
+    attention = Unpadding(16) if unpadded else SDPAAttention()
+    algorithms: list[Any] = [technique, attention, *([TorchCompile()] if compiled else [])]
+    trainer = trained(algorithms, model=copy.deepcopy(model), batches=batches, gpu=True)
+    assert counted(technique) == [3 if unpadded else 1, 6, 1]
+    assert_near({n.removeprefix("model."): w for n, w in final_weights(trainer).items()}, expected.weights)
     assert technique._calls.graphs == 0
+
+
+def counted(technique: CUDAGraphs) -> list[int]:
+    return [technique.evidence[name] for name in ("graphs", "replays", "eager_calls")]
 
 
 @pytest.mark.parametrize("clipped", [False, True])
@@ -111,24 +112,8 @@ def test_micro_batches_train_the_same_with_and_without_graphs(compiled: bool) ->
     weights, technique = [], CUDAGraphs()
     for algorithms in ([], [technique]):
         others: list[Any] = [SDPAAttention(), *([TorchCompile()] if compiled else [])]
-        trainer = make_trainer(
-            [*algorithms, *others],
-            model=tiny_bert(),
-            train_dataloader=DataSpec(
-                DataLoader(Batches(plain_batches(4)), batch_size=None),  # 4 rows each
-                get_num_samples_in_batch=lambda b: len(b["labels"]),
-            ),
-            device_train_microbatch_size=2,
-            gpu=True,
-        )
-        trainer.fit()
-        weights.append(final_weights(trainer))
-        trainer.close()
-    assert {k: technique.evidence[k] for k in ("graphs", "replays", "eager_calls")} == {
-        "graphs": 1,
-        "replays": 6,  # two per batch, except for the first batch, which is observed
-        "eager_calls": 2,
-    }
+        weights.append(final_weights(trained([*algorithms, *others], gpu=True, **microbatches(plain_batches(4), 2))))
+    assert counted(technique) == [1, 6, 2], "two replays per batch, except for the first batch, which is observed"
     assert_near(weights[1], weights[0], what="weights")
 
 
@@ -173,26 +158,6 @@ def test_another_shape_allocates_no_further_gradients() -> None:
     assert calls.graphs == 3
     assert allocated[1] - allocated[0] < weights / 10
     assert allocated[3] - allocated[1] < weights / 10
-
-
-# Their numbers of packed tokens, rounded up to a multiple of 16: 48, 64, 48, 32, 64, 48, 32
-UNEVEN = [[12, 7, 16, 10], [16] * 4, [11, 8, 16, 9], [3, 2, 16, 1], [16, 16, 15, 9], [16, 1, 16, 1], [1, 9, 9, 9]]
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_an_unpadded_model_has_a_graph_for_each_number_of_packed_tokens(compiled: bool) -> None:
-    model = tiny_bert()
-    model.config.problem_type = "single_label_classification"
-    batches = [batch(lengths, 16, seed=i) for i, lengths in enumerate(UNEVEN)]
-    expected = train_plainly(model, batches)
-    technique = CUDAGraphs()
-    algorithms: list[Any] = [technique, Unpadding(16), *([TorchCompile()] if compiled else [])]
-    trainer = make_trainer(algorithms, model=copy.deepcopy(model), batches=batches, gpu=True)
-    trainer.fit()
-    trained = {n.removeprefix("model."): w for n, w in final_weights(trainer).items()}
-    trainer.close()
-    assert [technique.evidence[k] for k in ("graphs", "replays", "eager_calls")] == [3, 6, 1]
-    assert_near(trained, expected.weights, what="weights")
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")  # torch warns once per process
@@ -268,30 +233,21 @@ def trained_with_dropout(technique: CUDAGraphs, *, evaluated: bool, waiting: boo
     settings: dict[str, Any] = {"eval_dataloader": data, "eval_interval": "2ba"} if evaluated else {}
     algorithms = [technique, SDPAAttention()]
     trainer = trained(algorithms, model=model, batches=plain_batches(6), gpu=True, callbacks=[outputs], **settings)
+    assert counted(technique) == [1, 5, 1]
     return final_weights(trainer), outputs.logits
 
 
-def test_captured_evaluation_leaves_training_as_it_is() -> None:
-    weights, outputs = [], []
-    for evaluated in (False, True):
-        technique = CUDAGraphs()
-        trained_weights, logits = trained_with_dropout(technique, evaluated=evaluated)
-        weights.append(trained_weights)
-        outputs.append(logits)
-        assert [technique.evidence[k] for k in ("graphs", "replays", "eager_calls")] == [1, 5, 1]
-    assert technique.evidence["eval_graphs"] == 2
-    assert technique.evidence["eval_replays"] >= 4
-    assert len(outputs[1]) >= 9
-    assert all(logits.isfinite().all() for logits in outputs[1])
-    assert_near(weights[1], weights[0], what="weights")
-
-
-def test_evaluation_that_cannot_be_captured_leaves_training_as_it_is() -> None:
+@pytest.mark.parametrize("waiting", [False, True])
+def test_evaluation_leaves_training_as_it_is_captured_or_not(waiting: bool) -> None:
     expected, _ = trained_with_dropout(CUDAGraphs(), evaluated=False)
     technique = CUDAGraphs()
-    weights, outputs = trained_with_dropout(technique, evaluated=True, waiting=True)
-    assert technique.evidence["eval_note"].startswith("evaluation cannot be captured (")
-    assert "eval_graphs" not in technique.evidence
-    assert [technique.evidence[k] for k in ("graphs", "replays", "eager_calls")] == [1, 5, 1]
+    weights, outputs = trained_with_dropout(technique, evaluated=True, waiting=waiting)
+    if waiting:
+        assert technique.evidence["eval_note"].startswith("evaluation cannot be captured (")
+        assert "eval_graphs" not in technique.evidence
+    else:
+        assert technique.evidence["eval_graphs"] == 2
+        assert technique.evidence["eval_replays"] >= 4
+    assert len(outputs) >= 9
     assert all(logits.isfinite().all() for logits in outputs)
     assert_near(weights, expected, what="weights")

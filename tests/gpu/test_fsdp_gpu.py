@@ -23,7 +23,6 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
 JOB = [
-    *SHORT,
     "data.train_samples=64",
     "trainer.max_duration=1ep",
     "model.size=base",
@@ -37,20 +36,24 @@ JOB = [
 FSDP_SETTINGS = [["shard=grad_op"], ["shard=full"], ["shard=full", "replicas=2"]]
 
 
-def job(folder: Path, ranks: int, *overrides: str) -> dict[str, Any]:
+def launched(folder: Path, ranks: int, *overrides: str) -> dict[str, Any]:
     launcher = [sys.executable, "-m", "composer.cli.launcher", "-n", str(ranks), str(ROOT / "train.py")]
-    command = [*launcher, "-f", str(ROOT / "yamls" / "quickstart.yaml"), *JOB, "run_name=job", *overrides]
+    command = [*launcher, "-f", str(ROOT / "yamls" / "quickstart.yaml"), *SHORT, "run_name=job", *overrides]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=HANGS, cwd=folder)
     assert done.returncode == 0, (done.stderr + done.stdout)[-5000:]
     return json.loads((folder / "runs" / "job" / "report.json").read_text())
 
 
-def train_and_resume(folder: Path, settings: list[str]) -> dict[str, Any]:
+def job(folder: Path, ranks: int, *overrides: str) -> dict[str, Any]:
+    return launched(folder, ranks, *JOB, *overrides)
+
+
+def train_and_resume(folder: Path, fsdp: list[str], *overrides: str) -> dict[str, Any]:
     """Train on two ranks, resume from their checkpoint in one process, and return the report of the two ranks."""
-    report = job(folder, 2, *(f"trainer.fsdp.{key}" for key in settings), "checkpoint.interval=1ep")
+    report = job(folder, 2, *(f"trainer.fsdp.{key}" for key in fsdp), *overrides, "checkpoint.interval=1ep")
     (checkpoint,) = (folder / "runs" / "job" / "checkpoints").glob("ep1*.pt")
     load = [f"checkpoint.load={checkpoint}", "checkpoint.trust_checkpoint=true", "trainer.max_duration=2ep"]
-    job(folder, 1, *load, "run_name=again", "runs_folder=again")
+    job(folder, 1, *overrides, *load, "run_name=again", "runs_folder=again")
     return report
 
 
@@ -96,20 +99,11 @@ def test_two_gpus_train_like_ddp_with_half_of_the_state(precision: list[str], tm
     for folder in folders:
         folder.mkdir()
     plain = job(folders[0], 2, *precision)
-    report = job(folders[1], 2, *SHARDED, *precision, "checkpoint.interval=1ep")
+    report = train_and_resume(folders[1], [], *SHARDED, *precision)
     tolerance = 2e-2 if precision else 1e-3
     for metric, value in plain["metrics"].items():
         assert report["metrics"][metric] == pytest.approx(value, rel=tolerance, abs=tolerance), metric
     assert report["memory"]["optimizer_gib"] < 0.6 * plain["memory"]["optimizer_gib"]
-    (checkpoint,) = (folders[1] / "runs" / "job" / "checkpoints").glob("ep1*.pt")
-    resume = [
-        f"checkpoint.load={checkpoint}",
-        "checkpoint.trust_checkpoint=true",
-        "trainer.max_duration=2ep",
-        "run_name=again",
-        "runs_folder=again",
-    ]
-    job(folders[1], 1, *SHARDED, *precision, *resume)
 
 
 def example(folder: Path, ranks: int, *arguments: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from composer_speedups import CUDAGraphs, FusedLayers, MixedPrecision, Unpadding
 from composer_speedups.algorithms.cuda_graphs.graphed_calls import install
 from composer_speedups.algorithms.fused_layers.fusing import float8_scales, fuse
 from composer_speedups.algorithms.unpadding.encoder_swap import unpad
-from tests.gpu.test_fused_layers_gpu import adapted
+from tests.gpu.test_fused_layers_gpu import adapted, needs_float8
 from tests.helpers.common import (
     SAVING,
     batch,
@@ -32,10 +32,7 @@ from tests.reference.nearness import distance, errors
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning"),
-    pytest.mark.skipif(
-        torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9),
-        reason="8-bit matmuls need compute capability 8.9",
-    ),
+    needs_float8,
 ]
 
 

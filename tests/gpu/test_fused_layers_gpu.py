@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from composer_speedups import (
@@ -27,10 +26,12 @@ from composer_speedups.algorithms.unpadding.encoder_swap import unpad
 from composer_speedups.kernels import Shape
 from composer_speedups.packing.attention import PositionBias, Relative, disentangled_attention, unpadded_attention
 from composer_speedups.packing.layout import lay_out, round_up
+from tests.algorithms.test_fused_layers import adapted as adapted_on_cpu
 from tests.helpers.common import (
     Recorder,
     batch,
     final_weights,
+    fit_and_close,
     learnable_batches,
     make_trainer,
     plain_batches,
@@ -39,10 +40,9 @@ from tests.helpers.common import (
 )
 from tests.helpers.models import FUSED, HEADS, tiny_model
 from tests.helpers.unpadded import observed
-from tests.helpers.waiting import check_planned_steps
 from tests.packing.test_comparison import CustomModel, Pooling, masked_mean
 from tests.packing.test_planning import TwoTexts, sides
-from tests.reference.loop import losses_on_a_gpu
+from tests.reference.loop import counted, losses_on_a_gpu, no_waiting, on_gpu
 from tests.reference.nearness import distance, errors
 
 # torch warns once per process that its debug mode may miss synchronizations.
@@ -58,10 +58,7 @@ WITH_ADAPTERS = [family for family in FUSED if family not in ("modernbert", "esm
 
 
 def adapted(model: Any, **settings: Any) -> Any:
-    """Return a model of the user's own with adapters of some size, as after training."""
-    torch.manual_seed(3)
-    defaults: dict[str, Any] = {"target_modules": "all-linear", "r": 4, "lora_alpha": 12, "init_lora_weights": False}
-    return get_peft_model(model, LoraConfig(**{**defaults, **settings})).cuda()
+    return adapted_on_cpu(model, **settings).cuda()
 
 
 def frozen(layers: Any, model: Any) -> Any:
@@ -113,9 +110,15 @@ def test_errors_are_at_most_three_times_the_padded_models(family: Any, head: Any
     ids=["unpadded", "fused", "adapted", "8 bits"],
 )
 def test_a_counted_step_never_synchronizes_with_the_gpu(prepare: Callable[[Any], Any]) -> None:
-    model: Any = tiny_bert(dropout=0.1)
-    model.cuda().train()
-    check_planned_steps(prepare(model).train())
+    stock: Any = tiny_bert(dropout=0.1)
+    model = prepare(stock.cuda().train()).train()
+    model.config.problem_type = "single_label_classification"
+    for i in range(4):
+        inputs = on_gpu(counted(model, batch([12, 7, 16, 10 - i], seed=i)))
+        with no_waiting(strict=i > 0):
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = model(**inputs).loss
+            loss.backward()
 
 
 def test_kernels_compiled_ahead_run() -> None:
@@ -162,8 +165,7 @@ def test_bi_encoders_train_with_a_layout_for_each_mask(encoders: int, with_graph
     fused = FusedLayers(check="never")
     algorithms = [fused, unpadding, MixedPrecision("bf16"), *([graphs] if with_graphs else [])]
     trainer = make_trainer(algorithms, model=TwoTexts(encoders), batches=sides(1), gpu=True)
-    ran = observed(trainer.fit)
-    trainer.close()
+    ran = observed(lambda: fit_and_close(trainer))
     assert not ran["counted_in_the_call"]
     if with_graphs:
         assert graphs.evidence["replays"] == 2

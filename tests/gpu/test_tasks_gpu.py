@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from tests.conftest import ROOT
-from tests.helpers.hangs import HANGS
-from tests.helpers.jobs import SHORT, run
+from tests.gpu.test_fsdp_gpu import launched
+from tests.helpers.jobs import run
 from tests.helpers.support import TASKS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("task", TASKS)]
@@ -41,13 +36,8 @@ def test_the_fast_set_learns_what_plain_bf16_learns(task: str) -> None:
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_two_gpus_reach_the_loss_of_one(task: str) -> None:
-    launcher = [sys.executable, "-m", "composer.cli.launcher", "-n", "2", str(ROOT / "train.py")]
-    own = [*SHORT, *JOB, f"model.task={task}", *FAST]
-    command = [*launcher, "-f", str(ROOT / "yamls" / "quickstart.yaml"), *own, "run_name=two"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=HANGS)
-    assert done.returncode == 0, (done.stderr + done.stdout)[-5000:]
-    one = run(*JOB, f"model.task={task}", *FAST, "run_name=one")
-    two: dict[str, Any] = json.loads(Path("runs/two/report.json").read_text())
+    settings = [*JOB, f"model.task={task}", *FAST]
+    two, one = launched(Path.cwd(), 2, *settings), run(*settings)
     assert two["training"]["ranks"] == 2
     assert all(entry["engaged"] for entry in two["algorithms"].values()), two["algorithms"]
     rel = 0.3 if task == "mlm" else 0.05  # each rank draws its own masks

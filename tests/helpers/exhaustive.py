@@ -24,9 +24,6 @@ def others_exhaustive(values: Iterable[Any], keep: Callable[[Any], bool]) -> lis
     return parameters
 
 
-SCOPES = others_exhaustive(["model", "blocks"], "blocks".__eq__)  # of torch_compile, which takes seconds
-
-
 def family_params(families: Iterable[str]) -> list[Any]:
     """Return pytest parameters of model families; those beyond :data:`DEFAULT_FAMILIES` are exhaustive."""
     return others_exhaustive(families, DEFAULT_FAMILIES.__contains__)

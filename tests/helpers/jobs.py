@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -81,14 +80,6 @@ def assert_resumes_exactly(
         weights = (load_file(f"runs/{name}/model/model.safetensors") for name in ("part", "whole"))
         torch.testing.assert_close(*weights, rtol=0, atol=0)
     return whole
-
-
-def short_checkpoint(folder: Path) -> Path:
-    """A checkpoint of the quickstart's first two batches, below a folder."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        run("trainer.max_duration=2ba", "trainer.eval_batches=1", "checkpoint.interval=2ba", "export=false")
-    return folder / "runs" / "quickstart" / "checkpoints" / "ep0-ba2-rank0.pt"
 
 
 MARKER = Path("ran")  # the folder that an attack creates

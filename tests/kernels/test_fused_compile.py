@@ -30,10 +30,8 @@ from composer_speedups.kernels import Shape  # noqa: E402
 from composer_speedups.kernels.compile_ahead import launches  # noqa: E402
 from composer_speedups.kernels.embeddings import embed  # noqa: E402
 from composer_speedups.kernels.first_token_attention import first_token_attention  # noqa: E402
-from composer_speedups.kernels.float8 import (  # noqa: E402
-    new_scales,
-)
-from composer_speedups.kernels.norm import pre_norm_backward, pre_norm_forward  # noqa: E402  # noqa: E402
+from composer_speedups.kernels.float8 import new_scales  # noqa: E402
+from composer_speedups.kernels.norm import pre_norm_backward, pre_norm_forward  # noqa: E402
 from tests.helpers.exhaustive import others_exhaustive  # noqa: E402
 
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}

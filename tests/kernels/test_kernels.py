@@ -28,8 +28,15 @@ PROGRAMS = {
 }
 
 
-def run(program: str, *, interpret: bool) -> str:
-    """Run a program in a process of its own, since Triton reads TRITON_INTERPRET when kernels are defined."""
+@pytest.mark.parametrize(
+    ("program", "interpret"),
+    [
+        *others_exhaustive(((name, True) for name in PROGRAMS), ("kernels_at_one_shape", True).__eq__),
+        *(pytest.param(name, False, marks=pytest.mark.gpu) for name in PROGRAMS if name != "kernels_at_one_shape"),
+    ],
+)
+def test_kernels_match_pytorch(program: str, interpret: bool) -> None:
+    """In a process of its own, since Triton reads TRITON_INTERPRET when kernels are defined."""
     pytest.importorskip("triton", reason="Triton comes with torch on Linux only")
     environment = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""} if interpret else {"TRITON_INTERPRET": "0"}
     command = [sys.executable, "-W", "ignore", "-m", f"tests.reference.{program}"]
@@ -37,20 +44,6 @@ def run(program: str, *, interpret: bool) -> str:
         command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, timeout=HANGS
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
-
-
-def check(output: str, counts: dict[str, int]) -> None:
-    assert {text: output.count(text) for text in counts} == counts, "a comparison is missing"
-
-
-@pytest.mark.parametrize("program", others_exhaustive(PROGRAMS, "kernels_at_one_shape".__eq__))
-def test_interpreted_kernels_match_pytorch(program: str) -> None:
-    check(run(program, interpret=True), PROGRAMS[program][0])
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("program", [name for name in PROGRAMS if name != "kernels_at_one_shape"])
-def test_compiled_kernels_match_pytorch(program: str) -> None:
     interpreted, compiled = PROGRAMS[program]
-    check(run(program, interpret=False), interpreted | compiled)
+    counts = interpreted if interpret else interpreted | compiled
+    assert {text: done.stdout.count(text) for text in counts} == counts, "a comparison is missing"

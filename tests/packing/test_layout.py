@@ -107,7 +107,6 @@ def test_the_flash_call_has_the_right_signature_shapes_and_window(
         )
         output.sum().backward()
     assert (output.shape, output.dtype, weights) == ((1, 64, 2, 16), torch.bfloat16, None)
-    assert query.grad is not None
     assert query.grad.shape == query.shape
     names = ["_flash_attention_forward", "_flash_attention_backward"]
     longest, dropout, causal, debug_mask = 128, 0.1, False, False

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from composer_speedups import FusedLayers, TorchCompile, Unpadding
-from tests.helpers.common import Batch, Batches, batch, final_weights, make_trainer, tiny_bert, trained
+from tests.helpers.common import Batch, Batches, batch, final_weights, fit_and_close, make_trainer, tiny_bert, trained
 from tests.helpers.models import tiny_model
 from tests.helpers.unpadded import compared, observed, pair, way
 from tests.reference.tolerance import assert_near
@@ -90,8 +90,7 @@ def test_a_trainer_counts_each_mask_on_the_cpu(model: Any, batches: list[Batch],
     expected = trained(model=model(), batches=batches)
     techniques: list[Any] = [Unpadding(8, check="never"), *(build() for build in more)]
     trainer = make_trainer(techniques, model=model(), batches=batches)
-    ran = observed(trainer.fit)
-    trainer.close()
+    ran = observed(lambda: fit_and_close(trainer))
     assert_near(final_weights(trainer), final_weights(expected), what="weights")
     compiled = any(technique.name == "torch_compile" for technique in techniques)
     assert bool(ran["counted_in_the_call"]) == compiled, "compiled code cannot tell two views of one shape apart"
@@ -136,11 +135,8 @@ def train(split: Any, algorithms: Any = ()) -> tuple[Any, Any]:
     )
     sizes = {"max_duration": "3ba", "device_train_microbatch_size": 2}
     trainer = make_trainer(algorithms, model=tiny_model("bert", "tokens"), train_dataloader=spec, **sizes)
-    try:
-        ran = observed(trainer.fit)
-        return final_weights(trainer), ran
-    finally:
-        trainer.close()
+    ran = observed(lambda: fit_and_close(trainer))
+    return final_weights(trainer), ran
 
 
 def by_name(whole: Batch, size: int) -> list[Batch]:

@@ -145,10 +145,8 @@ def compare_narrow() -> None:
         right = random(columns, right_rank) / columns**0.5
         product, gradient = narrow_products(x, left, right)
         near("narrow product", product, x @ right)
-        assert gradient is not None
         near("narrow gradient", gradient.sum(0), left.t() @ x)
         turned = narrow_products(x, left, turned=True)[1]
-        assert turned is not None
         near("narrow gradient, transposed", turned.sum(0), x.t() @ left)
         assert narrow_products(x, left)[0] is None
         near("narrow product alone", narrow_products(x, right_CR=right)[0], product)
@@ -159,10 +157,7 @@ def compare_narrow() -> None:
         leaf = x.clone().requires_grad_()
         F.gelu(leaf).backward(grad)
         d_x = leaf.grad
-        assert d_x is not None
         found = gelu_backward_narrow(grad.clone(), x, other, right, left)
-        assert found[2] is not None
-        assert found[3] is not None
         summed = (*found[:2], found[2].sum(0), found[3].sum(0))
         expected = (d_x, d_x @ right, d_x.t() @ other, left.t() @ F.gelu(x))
         for what, ours, theirs in zip(("gradient", "product", "gradient's", "result's"), summed, expected, strict=True):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -58,6 +59,16 @@ def counted(model: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     """A batch with its row lengths, if the model runs unpadded."""
     batch: dict[str, Tensor] = with_row_lengths(lambda given: given, model)(inputs)
     return batch
+
+
+@contextmanager
+def no_waiting(*, strict: bool = True) -> Iterator[None]:
+    """torch's sync debug mode, in which the host may not wait for the GPU."""
+    torch.cuda.set_sync_debug_mode("error" if strict else "default")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def losses_on_a_gpu(model: Any, batches: list[dict[str, Tensor]]) -> list[float]:

@@ -34,10 +34,21 @@ with open("calls.jsonl", "a") as calls:
 sys.exit(status)
 """
 
+# It says what of torch is loaded when it begins, and whether CUDA could be opened.
+LOADED = """
+import sys, threading
+print("composer.trainer" in sys.modules, "torchao" in sys.modules, threading.active_count(), __name__, sys.argv[1:])
+import torch
+print(torch.cuda._is_in_bad_fork())
+raise ValueError("an error")
+"""
+
 
 @pytest.fixture
 def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    (tmp_path / "sleeps.py").write_text(PROGRAM)
+    """The name of the module PROGRAM; LOADED can be imported, too."""
+    Path("sleeps.py").write_text(PROGRAM)
+    Path("loaded.py").write_text(LOADED)
     monkeypatch.syspath_prepend(tmp_path)
     return "sleeps"
 
@@ -119,22 +130,8 @@ def test_an_exception_stops_the_running_jobs_and_starts_no_other(program: str) -
     assert not Path("c.log").exists()
 
 
-# It says what of torch is loaded when it begins, and whether CUDA could be opened.
-LOADED = """
-import sys, threading
-print("composer.trainer" in sys.modules, "torchao" in sys.modules, threading.active_count(), __name__, sys.argv[1:])
-import torch
-print(torch.cuda._is_in_bad_fork())
-raise ValueError("an error")
-"""
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="jobs are forked on Linux")
-def test_a_job_begins_with_everything_imported_and_may_open_cuda(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "loaded.py").write_text(LOADED)
-    monkeypatch.syspath_prepend(tmp_path)
+def test_a_job_begins_with_everything_imported_and_may_open_cuda(program: str) -> None:
     ended = Process(Job(["a=1"], Path("log"), program="loaded")).wait(HANGS)
     assert ended.output.startswith("True False 1 __main__ ['a=1']\nFalse\nTraceback")
     assert (ended.status, ended.kind, ended.reason) == (1, "failed", "ValueError: an error")
@@ -151,10 +148,8 @@ if "composer_speedups.sweep.forks" in sys.orig_argv:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="jobs are forked on Linux")
 @pytest.mark.skipif(not hasattr(torch._C, "_cuda_isInBadFork"), reason="needs torch with CUDA")
-def test_jobs_start_cold_if_an_import_asked_for_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "loaded.py").write_text(LOADED)
-    (tmp_path / "sitecustomize.py").write_text(ASKS)
-    monkeypatch.syspath_prepend(tmp_path)
+def test_jobs_start_cold_if_an_import_asked_for_a_gpu(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("sitecustomize.py").write_text(ASKS)
     monkeypatch.setattr(forks, "_server", None)
     try:
         ended = Process(Job(["a=1"], Path("log"), program="loaded")).wait(HANGS)

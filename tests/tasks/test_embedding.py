@@ -27,7 +27,7 @@ from composer_speedups.tasks.embedding import Embedding
 from composer_speedups.tasks.models import FinetuneModel, _from_config
 from composer_speedups.tasks.settings import DataConfig
 from composer_speedups.train.out_of_memory import MicrobatchTrainer
-from tests.helpers.common import VOCABULARY, Batch, Recorder, make_trainer
+from tests.helpers.common import VOCABULARY, Batch, Recorder, fit_and_close, make_trainer
 from tests.helpers.jobs import assert_resumes_exactly, run_on_files
 from tests.helpers.models import UNPADDED, Family, tiny_model
 from tests.helpers.ranks import on_ranks
@@ -124,9 +124,7 @@ def trained(
 ) -> tuple[Any, Recorder]:
     recorder = Recorder()
     trainer = make_trainer(algorithms, model=model, batches=batches, callbacks=[recorder, *callbacks])
-    trainer.fit()
-    trainer.close()
-    return trainer, recorder
+    return fit_and_close(trainer), recorder
 
 
 def ranking_loss(encoder: Any, batch: Batch) -> Tensor:
@@ -363,8 +361,7 @@ def test_out_of_memory_names_the_key_that_helps(
     trainer = make_trainer(model=built(task, tokenizer), batches=[batch], cls=MicrobatchTrainer)
     monkeypatch.setattr(FinetuneModel, "forward", Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory")))
     with pytest.raises(torch.OutOfMemoryError, match=rf"out of memory with a micro-batch of 8, and .*{fix}"):
-        trainer.fit()
-    trainer.close()
+        fit_and_close(trainer)
 
 
 def loaders(columns: Sequence[str] = THREE, **settings: Any) -> Data:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,16 @@ from transformers import AutoTokenizer, BertForMaskedLM, DataCollatorForLanguage
 
 from composer_speedups import FusedLayers, FusedOptimizer, Unpadding
 from composer_speedups.data.builtin import builtin_samples
+from composer_speedups.sweep import sets, tune
 from composer_speedups.tasks.mlm import MaskedLanguageModelling
 from composer_speedups.tasks.models import FinetuneModel
 from composer_speedups.train import application
 from composer_speedups.train.config.load import load_config
+from tests.conftest import ROOT
 from tests.helpers.common import Recorder, trained
-from tests.helpers.jobs import assert_resumes_exactly, run
+from tests.helpers.hangs import HANGS
+from tests.helpers.jobs import SHORT, assert_resumes_exactly, run
 from tests.helpers.ranks import on_ranks, once_per_run
-from tests.helpers.searches import search
 from tests.helpers.support import TASKS
 from tests.helpers.texts import collated, tiny_encoder, tokenizer_of, write_rows
 from tests.helpers.wandb_runs import missing_in, read_wandb
@@ -78,19 +80,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return once_per_run(lambda: tmp_path_factory.mktemp("every_task"), "every_task", tmp_path_factory)
 
 
-def reports_in(folder: Path, compute: Callable[[], Reports], name: str, factory: pytest.TempPathFactory) -> Reports:
-    def reports() -> Reports:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.chdir(folder)
-            return compute()
-
-    return once_per_run(reports, f"every_task {name}", factory)
-
-
 @pytest.fixture(scope="module")
 def one(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """Return the reports of one process by task."""
-    return reports_in(folder, lambda: {"one": all_tasks("one")}, "one", tmp_path_factory)["one"]
+    with contextlib.chdir(folder):
+        return once_per_run(lambda: all_tasks("one"), "every_task one", tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +94,8 @@ def two(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Reports:
     def compute() -> Reports:
         return on_ranks(lambda: {way: all_tasks(way) for way in ("two ranks", "FSDP")})[0]
 
-    return reports_in(folder, compute, "two", tmp_path_factory)
+    with contextlib.chdir(folder):
+        return once_per_run(compute, "every_task two", tmp_path_factory)
 
 
 @EVERY
@@ -135,26 +130,15 @@ def test_transformers_4_reads_the_exported_tokenizer_and_cuts_texts_to_the_model
     assert tokenizer(short)["input_ids"] == AutoTokenizer.from_pretrained(exported)(short)["input_ids"]
 
 
-def _as_one_process(task: str, way: str, one: dict[str, Any], two: Reports, folder: Path) -> None:
+@EVERY
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("way", [pytest.param(way, marks=pytest.mark.supports(way)) for way in ("two ranks", "FSDP")])
+def test_ranks_train_as_one_process(task: str, way: str, one: dict[str, Any], two: Reports, folder: Path) -> None:
     assert (one[task]["training"]["ranks"], two[way][task]["training"]["ranks"]) == (1, 2)
     stock = weights(f"one_{task}", folder)
     assert_near(weights(f"{way.replace(' ', '')}_{task}", folder), stock, what="weights")
     for name in TASKS[task].metrics:  # rounding may reorder the 16 samples
         assert two[way][task]["metrics"][name] == pytest.approx(one[task]["metrics"][name], rel=1e-3, abs=1e-2), name
-
-
-@EVERY
-@pytest.mark.exhaustive
-@pytest.mark.supports("two ranks")
-def test_two_ranks_train_as_one_process(task: str, one: dict[str, Any], two: Reports, folder: Path) -> None:
-    _as_one_process(task, "two ranks", one, two, folder)
-
-
-@EVERY
-@pytest.mark.exhaustive
-@pytest.mark.supports("FSDP")
-def test_fsdp_trains_as_one_process(task: str, one: dict[str, Any], two: Reports, folder: Path) -> None:
-    _as_one_process(task, "FSDP", one, two, folder)
 
 
 @CLASSIFICATION_FIRST
@@ -184,8 +168,11 @@ def test_a_stream_trains_as_from_memory_and_resumes_exactly(task: str) -> None:
 @CLASSIFICATION_FIRST
 @pytest.mark.supports("tune")
 def test_tune_writes_a_yaml_that_trains(task: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = [f"model.task={task}", "algorithms.fused_optimizer=null", "algorithms.sdpa_attention=null"]
-    log = search(monkeypatch, {"foreach": {"foreach_optimizer": {}}}, *own)
+    monkeypatch.setitem(sets.SETS, "cpu", {"rounding": {"foreach": {"foreach_optimizer": {}}}})
+    job = ["-f", str(ROOT / "yamls" / "quickstart.yaml"), *SHORT, f"model.task={task}", "trainer.max_duration=400ba"]
+    job += ["trainer.device=cpu", "algorithms.fused_optimizer=null", "algorithms.sdpa_attention=null"]
+    tune.main([*job, f"tune.budget_seconds={HANGS:.0f}", "tune.steps=8"])
+    log = json.loads(Path("quickstart.tuned.json").read_text())
     assert [trial["status"] for trial in log["trials"]] == ["ok"]
     assert log["trials"][0]["step_seconds"] > 0
     tuned = load_config("quickstart.tuned.yaml")

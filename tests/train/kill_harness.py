@@ -49,7 +49,7 @@ def run_cases(folder: Path, cases: list[dict[str, Any]]) -> dict[str, list[int]]
 def _run(case: dict[str, Any], point: Point | None) -> int:
     fork = Fork(partial(_train, case["arguments"], point), f"{case['name']}.run")
     if point is not None and point["at"] == "random" and not fork.ends_within(point["count"]):
-        fork.signal(point.get("signal", signal.SIGKILL))
+        os.kill(fork.process.pid, point.get("signal", signal.SIGKILL))
     done = fork.wait()
     with Path(f"{case['name']}.out").open("a") as out:
         out.write(done.stderr)

@@ -18,7 +18,7 @@ from composer.utils import ObjectStore
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.train.checkpoints import DamagedCheckpointError, read_checkpoint
 from tests.helpers.common import trained
-from tests.helpers.jobs import MARKER, Payload, run, short_checkpoint
+from tests.helpers.jobs import MARKER, Payload, run
 
 BRIEF = ("trainer.max_duration=3ba", "trainer.eval_batches=1", "export=false")
 OWN = ("checkpoint.interval=2ba", "run_name=quickstart", *BRIEF)
@@ -27,8 +27,10 @@ WEIGHTS = "checkpoint.weights_only=true"
 
 @pytest.fixture(scope="module")
 def valid(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checkpoint of a short run."""
-    return short_checkpoint(tmp_path_factory.mktemp("valid"))
+    """The checkpoint of a run of two batches."""
+    with contextlib.chdir(folder := tmp_path_factory.mktemp("valid")):
+        run("trainer.max_duration=2ba", "trainer.eval_batches=1", "checkpoint.interval=2ba", "export=false")
+    return folder / "runs" / "quickstart" / "checkpoints" / "ep0-ba2-rank0.pt"
 
 
 def by_pickle(checkpoint: dict[str, Any]) -> None:

@@ -28,7 +28,6 @@ from tests.helpers.ranks import on_ranks
 
 TRAIN = [sys.executable, str(ROOT / "train.py")]
 MODULE = [sys.executable, "-m", "composer_speedups.train"]
-COMPOSER = [sys.executable, "-m", "composer.cli.launcher"]
 QUICKSTART = ["-f", str(ROOT / "yamls" / "quickstart.yaml")]
 YAMLS = list((ROOT / "yamls").rglob("*.yaml"))
 

@@ -54,7 +54,6 @@ def test_two_nodes_starts_the_right_ranks_with_a_valid_config(launcher: str) -> 
     assert flags.items() >= expected.items()
     config = config_of(arguments)
     assert (config.run_name, config.data.batch_size) == ("mine", 320)
-    assert config.trainer.fsdp is not None
     assert (config.trainer.fsdp.shard, config.trainer.fsdp.replicas) == ("full", 2)
 
 

@@ -101,7 +101,7 @@ def test_a_killed_worker_ends_the_run_at_once(persistent: bool) -> None:
 
     def kill_a_worker() -> bool:  # they restart with each epoch
         with contextlib.suppress(psutil.NoSuchProcess):
-            for child in psutil.Process(fork.pid).children():
+            for child in psutil.Process(fork.process.pid).children():
                 child.send_signal(signal.SIGKILL)
                 return True
         return fork.ends_within(0)

@@ -191,6 +191,11 @@ def test_if_training_cannot_continue_the_error_names_the_setting(monkeypatch: py
     error = torch.OutOfMemoryError(OOM)
     with pytest.raises(torch.OutOfMemoryError, match=r"several ranks cannot repeat .*microbatch_size=4"):
         out_of_memory._half_of(state, 8, "halve", error)
+    monkeypatch.undo()
+    assert out_of_memory._half_of(state, 8, "halve", error) == 4
+    monkeypatch.setattr(State, "fsdp_config", object())  # FSDP2 would not train any parameter after a repeated batch
+    with pytest.raises(torch.OutOfMemoryError, match=r"cannot repeat a batch .*; set trainer\.microbatch_size=4"):
+        out_of_memory._half_of(state, 8, "halve", error)
 
 
 def test_out_of_memory_in_the_optimizer_step_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:

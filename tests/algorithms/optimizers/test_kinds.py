@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -48,11 +47,9 @@ def params(*devices: str) -> Any:
 
 
 @pytest.fixture(autouse=True)
-def _prepared(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _prepared(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if "apex" in request.node.name and [*needs_apex("", "apex.optimizers")]:
         use_stand_in(monkeypatch)
-    yield
-    torch._dynamo.reset()  # torchao compiles its step
 
 
 def groups_of(model: nn.Module) -> list[dict[str, Any]]:

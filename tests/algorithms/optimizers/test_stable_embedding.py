@@ -13,7 +13,6 @@ from torch.optim import AdamW
 from transformers import BertForMaskedLM, BertForSequenceClassification
 
 from composer_speedups import LayerFreezing, LoRA
-from composer_speedups.algorithms.optimizers.stable_embedding import folded_weights, make_stable_embedding
 from composer_speedups.core.engaging import check
 from composer_speedups.core.errors import Refusal
 from composer_speedups.core.run import Run
@@ -23,7 +22,9 @@ from tests.helpers.common import batch, fit_and_close, make_trainer, plain_batch
 from tests.reference.loop import eval_logits
 from tests.reference.tolerance import assert_near
 
-pytest.importorskip("bitsandbytes")
+pytest.importorskip("bitsandbytes", reason="a stable embedding derives from bitsandbytes' StableEmbedding")
+
+from composer_speedups.algorithms.optimizers.stable_embedding import folded_weights, make_stable_embedding
 
 
 def stable() -> Any:
