@@ -67,6 +67,7 @@ def _known_processor() -> None:
 def _clean_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Each test in a folder of its own, with nothing compiled and full float32 matmuls."""
     import torch
+    from torch.optim import optimizer as torch_optimizer
 
     monkeypatch.chdir(tmp_path)
     torch.set_num_threads(1)
@@ -74,6 +75,8 @@ def _clean_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     yield
     if observer := sys.modules.get("composer_speedups.core.observer"):
         observer.leave_open()  # a batch that ended with an expected exception while it was observed
+    for hooks in (torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks):
+        hooks.clear()  # those of models that are still there
     torch._dynamo.reset()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -12,18 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW
-from torch.optim import optimizer as torch_optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from composer_speedups.algorithms.cuda_graphs.optimizer_step import OptimizerStep, cannot_replay
 from tests.helpers.rerun import CannotRecord
-
-
-@pytest.fixture(autouse=True)
-def _no_global_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Models of earlier tests may still listen to the steps of all optimizers."""
-    for kind in ("pre", "post"):
-        monkeypatch.setattr(torch_optimizer, f"_global_optimizer_{kind}_hooks", OrderedDict())
 
 
 class Replay:

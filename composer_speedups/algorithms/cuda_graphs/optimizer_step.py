@@ -44,13 +44,14 @@ class OptimizerStep:
 
     Attributes:
         replays: Number of replayed steps.
-        note: Why no step is captured any more, or None.
+        note: Why steps are not replayed, as far as is known, or None.
     """
 
     def __init__(self, optimizer: Any, recorder: Callable[[], Any], waits: Callable[[], bool] = bool) -> None:
         self._optimizer, self._recorder, self._waits = optimizer, recorder, waits
         self.replays = self._captures = 0
         self.note: str | None = None
+        self._ended = False  # whether nothing is captured any more
         self._released = False
         self._replay: Callable[[], None] | None = None
         self._gradients: list[Tensor | None] = []  # that the graph reads, in the order of the parameters
@@ -78,6 +79,7 @@ class OptimizerStep:
         if self._released:
             return self._step(closure)
         if not _is_plain(self._optimizer):
+            self.note = "a hook hears the optimizer's step, or its gradients are scaled"
             return self._run_eagerly(closure)
         loss = None
         if closure is not None:
@@ -90,7 +92,7 @@ class OptimizerStep:
             rate.fill_(group["lr"])
         self._optimizer._opt_called = True  # as a scheduler's wrapper notes
         self._replay()  # type: ignore[misc]
-        self.replays += 1
+        self.replays, self.note = self.replays + 1, None
         return loss
 
     def _run_eagerly(self, closure: Callable[[], Any] | None) -> Any:
@@ -117,7 +119,7 @@ class OptimizerStep:
                 return True
             self._replay, self._gradients = None, []
         before, self._last_gradient = self._last_gradient, next((g for g in gradients[::-1] if g is not None), None)
-        if before is None or before is not self._last_gradient or self.note is not None or self._waits():
+        if before is None or before is not self._last_gradient or self._ended or self._waits():
             return False
         self._gradients, self._present = gradients, present
         self._capture()
@@ -126,7 +128,7 @@ class OptimizerStep:
     def _capture(self) -> None:
         optimizer = self._optimizer
         if self._captures == _MOST_CAPTURES:
-            self.note = f"gradients or settings changed after each of {_MOST_CAPTURES} captures"
+            self.note, self._ended = f"gradients or settings changed after each of {_MOST_CAPTURES} captures", True
             return
         self._captures += 1
         kept = [{name: group[name] for name in ("lr", "capturable")} for group in optimizer.param_groups]
@@ -141,7 +143,7 @@ class OptimizerStep:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            self.note = f"it cannot be captured ({first_line(error)})"
+            self.note, self._ended = f"it cannot be captured ({first_line(error)})", True
         finally:
             for group, values in zip(optimizer.param_groups, kept, strict=True):
                 group.update(values)
