@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.regression import MeanSquaredError, SpearmanCorrCoef
@@ -19,6 +20,11 @@ class Regression(RegressionSettings, Task):
 
     def label(self, value: Any, where: str) -> float:
         return number(value, where, str(self.label_column))
+
+    def best_constant(self, labels: Sequence[float]) -> dict[str, float]:
+        labels_R = np.array(labels)
+        mean = labels_R.mean()
+        return {"score": float(mean), "mae": float(abs(labels_R - mean).mean()), "rmse": float(labels_R.std())}
 
     def head_settings(self) -> dict[str, Any]:
         return {"problem_type": "regression", "num_labels": 1}

@@ -1,4 +1,4 @@
-"""Console output of a run: five lines before training, then a progress bar, or lines in a log file."""
+"""Console output of a run: six lines before training, then a progress bar, or lines in a log file."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _NO_CHECKPOINTS = "at the end; checkpoint.interval is not set, so an interrupted
 def describe_run(
     config: Config, model: FinetuneModel, data: Data, techniques: list[Technique], folder: str, device: str
 ) -> str:
-    """Five lines, plus warnings about the data: model, data, techniques, batch, and the folder of the results."""
+    """Up to seven lines: model, data, dropped rows, check of the data, techniques, batch, and folder of the results."""
     parameters = sum(p.numel() for p in model.parameters())
     asked = [t.name for t in techniques if t.engaged is not False]
     ranks = f" on {dist.get_world_size()} ranks" if dist.get_world_size() > 1 else ""

@@ -29,20 +29,20 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_run_prints_five_lines_and_then_lines_with_one_based_epochs_and_full_metric_names(
+def test_a_run_prints_six_lines_and_then_lines_with_one_based_epochs_and_full_metric_names(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(console, "_MIN_SECONDS", 0.0)
     run("trainer.max_duration=2ep", "trainer.progress_bar=true")
     out, err = capfd.readouterr()
-    lines = out.splitlines()[:5]
-    assert [line.split()[0] for line in lines] == ["model", "data", "techniques", "batch", "results"]
+    lines = out.splitlines()[:6]
+    assert [line.split()[0] for line in lines] == ["model", "data", "check", "techniques", "batch", "results"]
     assert "random BERT of size tiny (2 layers, hidden size 128), 0.5 M parameters" in lines[0]
     assert "48 samples to train on, 16 samples to validate on" in lines[1]
-    assert lines[2].split(maxsplit=1)[1] == "fused_optimizer, sdpa_attention"
-    assert "8 samples, 2ep in all, on " in lines[3]
-    assert lines[4].split()[1] == "runs/quickstart/"
-    assert lines[4].endswith("checkpoint.interval is not set, so an interrupted run is lost")
+    assert lines[3].split(maxsplit=1)[1] == "fused_optimizer, sdpa_attention"
+    assert "8 samples, 2ep in all, on " in lines[4]
+    assert lines[5].split()[1] == "runs/quickstart/"
+    assert lines[5].endswith("checkpoint.interval is not set, so an interrupted run is lost")
     for text in (out, err):
         assert "google-bert" not in text, "the weights are random, not of this model"
         assert "deprecated" not in text
