@@ -93,8 +93,8 @@ def test_every_task_states_what_it_has() -> None:
     assert (against.on_both_sides, against.differing_labels) == (1, 0)
 
     triples = rows_of(("a", "p", "n"), ("a", "p", "m"), labelled=False)
-    embedded = checked(task_named("embedding"), triples, rows_of(("a", "m"), ("p", "a"), labelled=False))
-    assert embedded == DataCheck({"train": 0, "validate": 0}, 1, None, None, None)
+    embedded = checked(task_named("embedding"), triples, rows_of(("a", "m"), ("a", "p"), ("p", "a"), labelled=False))
+    assert embedded == DataCheck({"train": 0, "validate": 0}, 2, None, None, None)
     masked = checked(task_named("mlm"), rows_of(("a",), ("a",), labelled=False), rows_of(("a",), labelled=False))
     assert masked == DataCheck({"train": 1, "validate": 0}, 1, None, None, None)
     assert str(masked) == "duplicate texts: 1 to train on; validation texts that are also trained on: 1"
