@@ -220,8 +220,9 @@ def best_of(runs: Sequence[Run], metric: str | None) -> list[str]:
             continue
         means = {point: statistics.mean(found) for point, found in values.items()}
         smallest = chosen.mode == "min" if chosen and chosen.mode else smaller_is_better(name)
-        best = (min if smallest else max)(means, key=means.__getitem__)
-        lines.append(f"{Path(file).stem}: best {name} with {best}: {means[best]:.4f}, mean of {len(values[best])} runs")
+        best = (min if smallest else max)(means.values())
+        points = [f"{point} (mean of {len(values[point])} runs)" for point, mean in means.items() if mean == best]
+        lines.append(f"{Path(file).stem}: best {name} {best:.4f} with {' and '.join(points)}")
     return lines
 
 

@@ -149,12 +149,12 @@ def test_the_table_has_a_row_for_each_value_and_the_best_is_named() -> None:
     rows = cells(table(runs[:6]).splitlines())[2:]
     assert rows[2][:4] == ["quickstart-lr_3e-5", "accuracy", "2 of 2", "0.7750"]
     assert rows[-1][:2] == ["quickstart-lr_1e-4", "failed: seed 2"]
-    best = "best accuracy with optimizer.lr=1e-4: 0.8000, mean of 1 runs"
+    best = "best accuracy 0.8000 with optimizer.lr=1e-4 (mean of 1 runs)"
     assert best_of(runs, None) == [
         f"quickstart: {best}",
         "mrpc: no run has the metric 'metric'; they have: none",
     ]
-    assert best_of(runs[:4], "loss") == ["quickstart: best loss with optimizer.lr=3e-5: 0.6125, mean of 2 runs"]
+    assert best_of(runs[:4], "loss") == ["quickstart: best loss 0.6125 with optimizer.lr=3e-5 (mean of 2 runs)"]
     assert best_of(runs[:4], "f1") == ["quickstart: no run has the metric 'f1'; they have: accuracy, loss"]
     for mode, lr in ((None, "3e-5"), ("max", "1e-5")):
         asked = [f"checkpoint.best={{metric: loss, mode: {mode or 'null'}}}", "optimizer.lr=[1e-5,3e-5]", "run_name=b"]
@@ -163,7 +163,7 @@ def test_the_table_has_a_row_for_each_value_and_the_best_is_named() -> None:
                 finish(run, accuracy=1.0, loss=loss)
         for run in again:
             save_config(run.config, run.folder / "config.yaml")
-        assert best_of(again, None)[0].startswith(f"quickstart: best loss with optimizer.lr={lr}: ")
+        assert best_of(again, None)[0].endswith(f" with optimizer.lr={lr} (mean of 2 runs)")
     assert best_of(planned_runs([QUICKSTART], [], [1]), None) == []
 
 
@@ -171,7 +171,8 @@ def test_a_grid_is_trained_and_its_best_value_printed(stub: str, capsys: pytest.
     main(["-f", QUICKSTART, "seeds=1..2", "trainer.device=cpu", "optimizer.lr=[1e-5,3e-5]"], stub)
     assert calls() == [f"quickstart-lr_{lr}-seed{seed}" for lr in ("1e-5", "3e-5") for seed in (1, 2)]
     said = capsys.readouterr().out.splitlines()
-    assert said[-1] == "quickstart: best accuracy with optimizer.lr=1e-5: 0.1875, mean of 2 runs"
+    both = " and ".join(f"optimizer.lr={lr} (mean of 2 runs)" for lr in ("1e-5", "3e-5"))
+    assert said[-1] == f"quickstart: best accuracy 0.1875 with {both}"
 
 
 def test_all_configs_of_a_folder_are_named_at_once(stub: str, capsys: pytest.CaptureFixture[str]) -> None:
