@@ -8,6 +8,13 @@ from composer_speedups.core.settings import ComposerTime, Settings
 
 FIRST_VALUE_BY = 9  # batches; afterwards ThroughputMonitor logs a value even if every batch compiled
 
+_SMALLER_IS_BETTER = ("loss", "error", "perplexity", "entropy", "rmse", "mae")
+
+
+def smaller_is_better(metric: str) -> bool:
+    """Whether the smallest value of a metric is best, by its name."""
+    return any(word in metric.lower() for word in _SMALLER_IS_BETTER)
+
 
 class ThroughputConfig(Settings):
     window: int = Field(20, ge=1, le=100_000)

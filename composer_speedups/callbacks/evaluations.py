@@ -14,11 +14,9 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
 from composer_speedups.callbacks.checkpoints import SavedCallback
-from composer_speedups.callbacks.config import BestWeightsConfig, EarlyStoppingConfig
+from composer_speedups.callbacks.config import BestWeightsConfig, EarlyStoppingConfig, smaller_is_better
 from composer_speedups.core.errors import ConfigError, did_you_mean
 from composer_speedups.tasks.metrics import reported_name, reported_values
-
-_SMALLER_IS_BETTER = ("loss", "error", "perplexity", "entropy")
 
 
 class _ComparesEvaluations(SavedCallback):
@@ -213,7 +211,7 @@ def find_metric(metrics: Mapping[str, Any], name: str, key: str = "metric") -> t
         raise ConfigError(f"{key}: {name!r} is not a metric of the evaluation{hint}")
     reported, larger_is_better = reported_name(logged), metrics[logged].higher_is_better
     if larger_is_better is None:
-        larger_is_better = not any(word in reported.lower() for word in _SMALLER_IS_BETTER)
+        larger_is_better = not smaller_is_better(reported)
     return reported, "max" if larger_is_better else "min"
 
 

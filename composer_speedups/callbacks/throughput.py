@@ -9,7 +9,7 @@ from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
-from composer.core import State
+from composer.core import State, TimeUnit
 from composer.loggers import Logger
 from composer.utils import dist
 
@@ -79,7 +79,8 @@ class Batch:
 
 
 _SUMMED = ("samples", "tokens", "slots", "flops", "data", "step", "between")  # fields of a Batch
-_OPTIONAL = ("tokens_per_sec", "padding_fraction", "mfu")
+_PLANNED_AFTER = 5  # steady batches
+_OPTIONAL = ("tokens_per_sec", "padding_fraction", "mfu", "planned_seconds")
 
 
 class ThroughputMonitor(ThroughputConfig, SavedCallback, eq=False):
@@ -102,7 +103,9 @@ class ThroughputMonitor(ThroughputConfig, SavedCallback, eq=False):
     - ``data_seconds`` and ``data_wait_fraction``: waiting for data;
     - ``between_batches_seconds``: host time from the end of a batch until the next one is requested (loggers,
       callbacks, start of an epoch), without evaluation and checkpoints; not included in any rate;
-    - totals so far: ``warmup_seconds``, ``eval_seconds``, ``checkpoint_seconds``.
+    - totals so far: ``warmup_seconds``, ``eval_seconds``, ``checkpoint_seconds``;
+    - ``planned_seconds``, once, with the first value after five steady batches: how long the whole training takes,
+      without evaluation and checkpoints, if its other batches take as long as these. The GPU is waited for.
 
     Args:
         window: Number of batches that a logged rate averages over. Default 20.
@@ -121,6 +124,7 @@ class ThroughputMonitor(ThroughputConfig, SavedCallback, eq=False):
         self._unsteady = 0.0  # total seconds of batches outside the steady state
         self._resumed = 0  # batches of earlier processes
         self._logged = -self.interval  # number of batches at the last logged value
+        self._planned: dict[str, float] = {}
         self._summary: dict[str, Any] = {}
 
     def fit_start(self, state: State, logger: Logger) -> None:
@@ -202,14 +206,28 @@ class ThroughputMonitor(ThroughputConfig, SavedCallback, eq=False):
             self._peak = device_peak(precision_in_force(state), device_of(state))
         count = len(self.batches)
         if count - self._logged >= self.interval and (steady or count >= FIRST_VALUE_BY):
-            self._log(logger)
+            self._log(logger, self._plan(state))
 
-    def _log(self, logger: Logger) -> None:
+    def _plan(self, state: State) -> dict[str, float]:
+        """``planned_seconds`` if they are known for the first time."""
+        if self._planned or not (fraction := trained_fraction(state)):
+            return {}
+        steady = [b for b in self.batches if b.steady]
+        if len(steady) < _PLANNED_AFTER:
+            return {}
+        self._wait_for_step(state)
+        so_far = sum(b.seconds + b.between for b in self.batches) + self.clock.seconds["start"]
+        left = state.timestamp.batch.value * (1 / fraction - 1)
+        mean = sum(b.seconds + b.between for b in steady) / len(steady)
+        self._planned = {"planned_seconds": so_far + left * mean}
+        return self._planned
+
+    def _log(self, logger: Logger, planned: dict[str, float] | None = None) -> None:
         self._logged = len(self.batches)
         window = self.batches[-self.window :]
         shown = [b for b in window if b.steady] or window
         rates = self._rates([sum(getattr(b, name) for b in shown) for name in _SUMMED], len(shown))
-        logger.log_metrics({f"throughput/{k}": v for k, v in {**rates, **self._times()}.items()})
+        logger.log_metrics({f"throughput/{k}": v for k, v in {**rates, **self._times(), **(planned or {})}.items()})
 
     def _rates(self, sums: Sequence[float], count: int) -> dict[str, float]:
         """The rates of ``count`` batches of one or all ranks, from the sums of their fields."""
@@ -256,6 +274,7 @@ class ThroughputMonitor(ThroughputConfig, SavedCallback, eq=False):
             **dict.fromkeys(_OPTIONAL),
             **rates,
             **self._times(),
+            **self._planned,
             "step_seconds_p10_p50_p90": steps.quantile(torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)).tolist(),
             "steady_batches": len(steady),
             "other_batches": len(self.batches) - len(steady),
@@ -294,6 +313,15 @@ class ThroughputMonitor(ThroughputConfig, SavedCallback, eq=False):
     def summary(self) -> dict[str, Any]:
         """The ``throughput`` section of report.json: the steady state of all ``fit`` calls, processes and ranks."""
         return dict(self._summary)
+
+
+def trained_fraction(state: State) -> float:
+    """The trained fraction of the run, 0 to 1, including the current epoch if its length is known."""
+    assert state.max_duration is not None
+    done = float(state.timestamp.get(state.max_duration.unit).value)
+    if state.max_duration.unit == TimeUnit.EPOCH and state.dataloader_len is not None:
+        done += state.timestamp.batch_in_epoch.value / max(1, int(state.dataloader_len))
+    return min(1.0, done / max(1, state.max_duration.value))
 
 
 def _synchronize(device: torch.device) -> None:

@@ -163,6 +163,16 @@ def read_yaml(text: str, cls: type[Settings], key: str = "") -> Any:
         raise ValueError(str(error)) from error
 
 
+def list_items(text: str) -> list[str] | None:
+    """The items of a YAML list, each as it is written; None for another text."""
+    try:
+        node = _Loader(text).get_single_node()
+    except yaml.YAMLError:
+        return None
+    items = node.value if isinstance(node, yaml.SequenceNode) else None
+    return None if items is None else [text[item.start_mark.index : item.end_mark.index] for item in items]
+
+
 def _keep_text(node: yaml.Node, key: str, kinds: Mapping[str, set[Any]]) -> None:
     if isinstance(node, yaml.MappingNode):
         seen = set[str]()

@@ -20,7 +20,7 @@ from composer_speedups.data.batching import LengthGroupedSampler
 from composer_speedups.data.flat import FlatTokens, Ragged
 from composer_speedups.data.sources import load_samples, load_validation, random_rows
 from composer_speedups.data.streams import Tokenized, stream_of_samples
-from composer_speedups.data.summary import DataSummary
+from composer_speedups.data.summary import DataSummary, check_data
 from composer_speedups.data.tokens import load_tokenizer, measure_truncation, tokenize
 from composer_speedups.distributed.balanced_sampling import BalancedSampler
 from composer_speedups.families.flops import batch_lengths
@@ -173,6 +173,8 @@ def _tokens(
     encoded = [None if split is None else tokenize(split, tokenizer, config, task) for split in (train, validation)]
     if train is not None and not getattr(task, "packing", False):
         summary.truncation = measure_truncation(train, tokenizer, config, task)
+    if train is not None and config.report and dist.get_local_rank() == 0:
+        summary.check = check_data(task, train, validation, encoded[1])
     return tokenizer, encoded[0], encoded[1]
 
 

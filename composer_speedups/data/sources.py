@@ -106,10 +106,11 @@ def load_validation(config: DataConfig, task: Task, summary: DataSummary | None 
     return _validation_samples(held, task, config, summary or DataSummary())
 
 
-def labelled_samples(rows: list[Row], where: str, task: Task, summary: DataSummary) -> Dataset:
-    """The valid rows of a file as :func:`load_validation` returns them, for a task that knows its classes."""
+def labelled_samples(rows: list[Row], where: str, task: Task, summary: DataSummary) -> tuple[Dataset, list[int]]:
+    """The valid rows of a file as :func:`load_validation` returns them, for a task that knows its classes, and their
+    places among the rows."""
     examples = _split_of(rows, {}, where).checked(task, "drop", summary, training=False)
-    return Dataset.from_list(task.prepared([*examples.values()], training=False))
+    return Dataset.from_list(task.prepared([*examples.values()], training=False)), [*examples]
 
 
 def _validation_samples(

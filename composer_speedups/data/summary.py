@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from composer_speedups.tasks.labels import TaskWithClasses
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+    from composer_speedups.tasks.task import Task
+
+_RARE = 10  # validation rows of a class, below which its metrics say little
 _MOST_LISTED = 10  # invalid rows that messages and the report describe
 
 
@@ -42,21 +51,91 @@ class Truncation:
         return f"{share} of the samples are truncated{longer}"
 
 
+@dataclass(frozen=True)
+class DataCheck:
+    """Texts that occur more than once, and what a constant answer achieves; None where a task has no such thing.
+
+    A text is the whole of a row: of a pair, both texts together.
+    """
+
+    duplicates: Mapping[str, int]  # split → rows with a text that an earlier row of the split has
+    on_both_sides: int | None  # validation rows with a text that is also trained on
+    differing_labels: int | None  # texts to which the rows of either split give different labels
+    rare_classes: Mapping[str, int] | None  # class → validation rows, of classes with fewer than ten
+    constant: Mapping[str, Any] | None  # the best constant answer to the validation rows, with its metrics
+
+    def __str__(self) -> str:
+        duplicates = [f"{rows:,} to {name} on" for name, rows in self.duplicates.items() if rows]
+        rare = [f"{name} ({rows})" for name, rows in (self.rare_classes or {}).items()]
+        counts = {
+            "duplicate texts": ", ".join(duplicates) or "none",
+            "validation texts that are also trained on": self.on_both_sides,
+            "texts with different labels": self.differing_labels,
+            f"classes with fewer than {_RARE} validation rows": rare and _listed(rare),
+        }
+        found = [
+            f"{name}: {count if isinstance(count, str) else f'{count:,}'}" for name, count in counts.items() if count
+        ]
+        if self.constant:
+            (_, answer), *metrics = self.constant.items()
+            shown = " and ".join(f"{name} {value:.4g}" for name, value in metrics)
+            found.append(f"always predicting {answer if isinstance(answer, str) else f'{answer:.4g}'} has {shown}")
+        return "; ".join(found)
+
+
+def check_data(task: Task, train: Dataset, validation: Dataset | None, tokens: Dataset | None) -> DataCheck:
+    """Look at checked samples in linear time; ``tokens`` are the tokenized validation samples."""
+    splits = {"train": train} | ({} if validation is None else {"validate": validation})
+    columns = {name: rows[:] for name, rows in splits.items()}
+    keys = {name: _keys(held) for name, held in columns.items()}
+    first, differing = dict[int, Any](), set[int]()
+    for name, held in columns.items():
+        for key, label in zip(keys[name], held.get("labels", ()), strict=False):
+            if first.setdefault(key, label) != label:
+                differing.add(key)
+    both = rare = constant = None
+    if validation is not None and tokens is not None:
+        trained, others = {*keys["train"]}, columns["train"].keys() - columns["validate"].keys() - {"labels"}
+        if others:  # negatives or worse documents, which are pairs in the validation samples
+            pairs = [
+                {"text_1": columns["train"]["text_1"], name: columns["train"][name]} for name in others | {"text_2"}
+            ]
+            trained = {key for pair in pairs for key in _keys(pair)}
+        both = sum(key in trained for key in keys["validate"])
+        if isinstance(task, TaskWithClasses):
+            counts = Counter(k for label in columns["validate"]["labels"] for k in task.classes_in(label))
+            rare = {name: counts[k] for k, name in enumerate(task.classes) if counts[k] < _RARE}
+        if answered := {"labels", "token_labels"} & {*tokens.column_names}:
+            constant = task.best_constant(tokens[answered.pop()][:])
+    duplicates = {name: len(found) - len({*found}) for name, found in keys.items()}
+    return DataCheck(duplicates, both, len(differing) if first else None, rare, constant)
+
+
+def _keys(columns: Mapping[str, Sequence[Any]]) -> list[int]:
+    """A number per row, equal for equal texts; lists of words are texts, too."""
+    texts = [values for name, values in sorted(columns.items()) if name.startswith("text_")]
+    if texts and isinstance(texts[0][0], list):
+        texts = [list(map(tuple, values)) for values in texts]
+    return [hash(row) for row in zip(*texts, strict=True)]
+
+
 @dataclass
 class DataSummary:
     """Filled while the data is built."""
 
     dropped: list[DroppedRows] = field(default_factory=list)
     truncation: Truncation | None = None  # None for samples that are streamed, packed or random tokens
+    check: DataCheck | None = None  # None for samples that are streamed or random tokens, and without data.report
 
     def report(self) -> dict[str, Any]:
         """The section ``data`` of report.json."""
-        truncation = None if self.truncation is None else asdict(self.truncation)
-        return {"dropped": [rows.report() for rows in self.dropped], "truncation": truncation}
+        truncation, check = (value and asdict(value) for value in (self.truncation, self.check))
+        return {"dropped": [rows.report() for rows in self.dropped], "truncation": truncation, "check": check}
 
     def lines(self) -> dict[str, str]:
         """Name → text of the lines that a run prints before training."""
-        return {"dropped": "; ".join(map(str, self.dropped))} if self.dropped else {}
+        dropped = {"dropped": "; ".join(map(str, self.dropped))} if self.dropped else {}
+        return dropped | ({} if self.check is None else {"check": str(self.check)})
 
 
 def invalid_rows(where: str, rows: int, problems: Sequence[str], fix: str) -> str:

@@ -18,12 +18,12 @@ from composer_speedups.predict import exported_folder
 from composer_speedups.train.cli import exit_codes
 
 _USAGE = """\
-usage: composer-speedups-predict RUN --input FILE [--output FILE | --evaluate] [key=value ...]
+usage: composer-speedups-predict RUN --input FILE [--output FILE | --evaluate [--errors FILE]] [key=value ...]
 
 Predict with a finished run (a folder such as runs/quickstart, or its model/) for every row of a file: .csv, .tsv,
 .jsonl, .parquet, .conll, or .txt with a text per line. Line i of the output is row i with its predictions, which are
-null for a row without text. --evaluate prints the task's metrics for labelled rows instead. Options may also be
-written as input=FILE.
+null for a row without text. --evaluate prints the task's metrics for labelled rows instead, and --errors FILE writes
+these rows with their losses, the worst first. Options may also be written as input=FILE.
 
 keys:
 """
@@ -38,6 +38,8 @@ class Request(Settings):
     """File of the predictions: .jsonl, .csv or .parquet; null for INPUT.predictions.jsonl next to the input."""
     evaluate: bool = False
     """Print the metrics of the task, as training computes them, and write no predictions."""
+    errors: str | None = None
+    """With evaluate: file of the labelled rows with loss and predictions, the largest loss first: .jsonl or .csv."""
     text_columns: list[str] | None = None
     """Columns of the texts, if they have other names than in training."""
     label_column: str | None = None
@@ -70,7 +72,8 @@ def main(arguments: Sequence[str]) -> None:
     for line in model.engaged:
         print(line, file=sys.stderr)
     if request.evaluate:
-        print(evaluate_file(model, rows, source, request.batch_size))
+        errors = None if request.errors is None else Path(request.errors)
+        print(evaluate_file(model, rows, source, request.batch_size, errors))
     else:
         print(predict_file(model, rows, source, Path(str(request.output)), request.batch_size))
 
@@ -84,17 +87,21 @@ def read_request(arguments: Sequence[str]) -> tuple[Path, Request]:
         raise ConfigError("input is missing; add --input FILE")
     if request.evaluate and request.output is not None:
         raise ConfigError("output has no effect with evaluate, which only prints; remove one of them")
-    if not request.evaluate and is_address(request.output or request.input):
-        raise ConfigError("output must be a local file; add --output FILE")
+    if request.errors is not None and not request.evaluate:
+        raise ConfigError("errors needs labelled rows; add --evaluate")
+    key, formats = ("errors", _FORMATS[:2]) if request.evaluate else ("output", _FORMATS)
+    file = request.errors if request.evaluate else request.output or request.input
+    if is_address(file or ""):
+        raise ConfigError(f"{key} must be a local file; add --{key} FILE")
     if request.output is None:
         request.output = f"{Path(request.input).with_suffix('')}.predictions.jsonl"
-    output = Path(request.output)
+    output = Path(request.errors or request.output)
     if output.is_dir():
-        raise ConfigError(f"output: {output} is a folder; name a file in it")
-    if output.suffix not in _FORMATS:
-        raise ConfigError(f"output: {output} must end in {', '.join(_FORMATS)}")
+        raise ConfigError(f"{key}: {output} is a folder; name a file in it")
+    if output.suffix not in formats:
+        raise ConfigError(f"{key}: {output} must end in {', '.join(formats)}")
     if output.resolve() == Path(request.input).resolve():
-        raise ConfigError(f"output: {output} is the input itself; choose another name")
+        raise ConfigError(f"{key}: {output} is the input itself; choose another name")
     return Path(line.words[0]).expanduser(), request
 
 

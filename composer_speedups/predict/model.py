@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import warnings
 from collections.abc import Collection, Mapping, Sequence
@@ -24,7 +25,7 @@ from composer_speedups.data.loader import Pad
 from composer_speedups.packing.encoder import with_counted_rows
 from composer_speedups.predict import exported_folder
 from composer_speedups.recommendation import apply_recommended
-from composer_speedups.tasks.metrics import ByClass, computed
+from composer_speedups.tasks.metrics import ByClass, computed, loss_of
 from composer_speedups.tasks.models import FinetuneModel, has_token_types
 from composer_speedups.tasks.settings import TASK_FILE, TASKS, DataConfig
 from composer_speedups.tasks.task import Task, build_task
@@ -115,8 +116,11 @@ class FinishedModel:
         return [prediction for _, prediction in sorted(zip(order, predictions, strict=True), key=itemgetter(0))]
 
     @torch.no_grad()
-    def evaluate(self, samples: Dataset, batch_size: int) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:
-        """The metrics of samples (from :func:`.labelled_samples`) as in training, and those of each class."""
+    def evaluate(
+        self, samples: Dataset, batch_size: int, *, by_row: bool = False
+    ) -> tuple[dict[str, float], dict[str, dict[str, Any]], list[float]]:
+        """The metrics of samples (from :func:`.labelled_samples`) as in training, those of each class, and ``by_row``
+        the loss of each sample: the metric ``loss`` of that sample alone."""
         encoded = samples.map(
             lambda rows: self.task.encode(rows, self.tokenizer, self.max_length),
             batched=True,
@@ -132,6 +136,7 @@ class FinishedModel:
         device = self.model.device
         for metric in metrics.values():
             metric.to(device)
+        alone, losses = copy.deepcopy(loss_of(metrics)) if by_row else None, np.zeros(len(tokens))
         order = np.argsort(-tokens.widths, kind="stable")
         for start in range(0, len(order), batch_size):
             batch = collate(tokens.__getitems__(order[start : start + batch_size]))
@@ -140,11 +145,17 @@ class FinishedModel:
             outputs = wrapped.eval_forward(batch, {"logits": logits})  # as in training, it takes the labels out of it
             for metric in metrics.values():
                 wrapped.update_metric(batch, outputs, metric)
+            if alone is not None and wrapped.labels is not None:
+                of_rows = zip(outputs.float().cpu().split(1), wrapped.labels.cpu().split(1), strict=True)
+                for place, (output, label) in zip(order[start : start + batch_size], of_rows, strict=True):
+                    alone.reset()
+                    self.task.update_metric(alone, output, label, {})
+                    losses[place] = alone.compute()
         values, classes = computed(metrics), dict[str, dict[str, Any]]()
         for metric in metrics.values():
             if isinstance(metric, ByClass) and metric.seen is not None:
                 classes = metrics_by_class(metric.names, metric.seen.cpu().numpy())
-        return values, classes
+        return values, classes, losses.tolist() if by_row else []
 
     def _logits(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         device = self.model.device

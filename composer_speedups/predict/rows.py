@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -22,6 +23,8 @@ from composer_speedups.data.reader import Row, check_columns
 from composer_speedups.data.sources import labelled_samples
 from composer_speedups.data.summary import DataSummary, invalid_rows
 from composer_speedups.predict.model import FinishedModel
+from composer_speedups.tasks.metrics import loss_of
+from composer_speedups.tasks.models import metrics_of
 
 _ROWS_PER_BLOCK = 2048  # rows that are sorted by length and computed together
 
@@ -44,31 +47,37 @@ def predict_file(model: FinishedModel, rows: list[Row], source: Path, output: Pa
         print(invalid_rows(where, len(rows), [*problems.values()], said), file=sys.stderr)
     if output.suffix == ".parquet":  # refuse columns that it cannot hold before anything is computed
         _write(_joined(rows, [{}] * len(rows)), output.suffix, io.BytesIO())
-    make_folder(output.parent, "output")
+    make_folder(output.parent, "output")  # before anything is computed
     began = time.perf_counter()
     predictions = predicted(model, readable, batch_size)
     rate = len(rows) / (time.perf_counter() - began)
     given, null = iter(predictions), _null(predictions[0])
     answers = [null if index in problems else next(given) for index in range(len(rows))]
-    try:
-        with atomic_file(output.resolve()) as file:
-            _write(_joined(rows, answers), output.suffix, file)
-    except OSError as error:
-        raise ConfigError(
-            f"output: {output} cannot be written ({error.strerror or error}); choose another output"
-        ) from error
+    _save(_joined(rows, answers), output, "output")
     return f"{output}: {len(rows):,} rows, {rate:,.0f} rows/s"
 
 
-def evaluate_file(model: FinishedModel, rows: list[Row], source: Path, batch_size: int) -> str:
-    """The metrics of the task for the valid rows of ``source``, a line each; a line on stderr lists the others."""
+def evaluate_file(model: FinishedModel, rows: list[Row], source: Path, batch_size: int, errors: Path | None) -> str:
+    """The metrics of the task for the valid rows of ``source``, a line each; a line on stderr lists the others.
+    ``errors`` is a file for the valid rows with loss and predictions, the largest loss first."""
+    task = model.task
+    if errors is not None:
+        if task.name == "mlm" or loss_of(metrics_of(task, training=False)) is None:
+            raise ConfigError(f"errors: a run of {task.option} has no prediction with a loss for a row; remove it")
+        make_folder(errors.parent, "errors")
     _check(model, rows, source, labelled=True)
     where, summary = f"input: {source}", DataSummary()
-    samples = labelled_samples(rows, where, model.task, summary)
+    samples, places = labelled_samples(rows, where, task, summary)
     problems = [problem for dropped in summary.dropped for problem in dropped.problems]
     if problems:
         print(invalid_rows(where, len(rows), problems, "the metrics leave out such rows"), file=sys.stderr)
-    metrics, by_class = model.evaluate(samples, batch_size)
+    metrics, by_class, losses = model.evaluate(samples, batch_size, by_row=errors is not None)
+    if errors is not None:
+        valid = [rows[place] for place in places]
+        answers = zip(losses, predicted(model, valid, batch_size), strict=True)
+        joined = zip(losses, _joined(valid, [{"loss": loss, **answer} for loss, answer in answers]), strict=True)
+        worst = sorted(joined, key=lambda row: math.inf if math.isnan(row[0]) else -row[0])  # NaN: no word was read
+        _save([row for _, row in worst], errors, "errors")
     left_out = f", {len(problems):,} of them left out" if problems else ""
     head = f"{source}: {len(rows):,} rows{left_out}"
     shown = [*((name, value, note_on_metric(name, by_class)) for name, value in metrics.items()), *class_rows(by_class)]
@@ -121,6 +130,16 @@ def _joined(rows: Sequence[Row], predictions: Sequence[Row]) -> list[Row]:
 def _names(rows: Sequence[Row]) -> list[str]:
     """The columns that any of the rows has, in the order in which they occur."""
     return list(dict.fromkeys(name for row in rows for name in row))
+
+
+def _save(rows: list[Row], output: Path, key: str) -> None:
+    try:
+        with atomic_file(output.resolve()) as file:
+            _write(rows, output.suffix, file)
+    except OSError as error:
+        raise ConfigError(
+            f"{key}: {output} cannot be written ({error.strerror or error}); choose another file"
+        ) from error
 
 
 def _write(rows: list[Row], suffix: str, file: IO[bytes]) -> None:

@@ -1,15 +1,17 @@
-"""The command composer-speedups-repeat: train configs with several seeds, and print the spread of their metrics."""
+"""The command composer-speedups-repeat: train configs with several seeds and values, and print how metrics spread."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import re
 import signal
 import statistics
 import sys
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -17,11 +19,13 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import BeforeValidator, Field
 from tabulate import tabulate
 
-from composer_speedups.core.command_line import parse_command_line, read_settings
+from composer_speedups.callbacks.config import smaller_is_better
+from composer_speedups.core.command_line import list_items, parse_command_line, read_settings
 from composer_speedups.core.errors import ConfigError, RunFailedError
 from composer_speedups.core.files import lock_file, make_folder
 from composer_speedups.core.processes import command_output
-from composer_speedups.core.settings import Settings, fields_of, keys_help
+from composer_speedups.core.registry import technique_class, technique_names
+from composer_speedups.core.settings import Settings, fields_of, keys_help, keys_of, parts_of
 from composer_speedups.sweep.processes import TRAIN, Ended, Job, Process, run_all
 from composer_speedups.train.cli import exit_codes
 from composer_speedups.train.config.load import differences, load_config
@@ -36,6 +40,9 @@ standard deviation of each metric. -f glue/all takes all YAML files of the packa
 NAME-seed1 and so on, after the file's run_name; the output of each is in NAME-seed1.log next to its folder. Finished
 runs are not repeated unless the config or a file that they read has changed, so the same command continues after a
 stop. With loggers.wandb, all runs are in one group.
+
+A list for a key that takes no list, such as 'optimizer.lr=[1e-5,3e-5]', trains with each of its values, and several
+such keys with all combinations. The table has a row for each, and a line below it names the best.
 
 exit status: 0 all runs finished; 1 a run failed; 2 an invalid key or file; 143 and 130 SIGTERM or Ctrl-C.
 
@@ -63,12 +70,16 @@ class RepeatConfig(Settings):
     """Seeds to train every file with: 1..5, or 1,2,7."""
     processes: int | None = Field(None, ge=1, le=1024)
     """Runs at a time, which share the GPUs; null for one on each visible GPU, or one without a GPU."""
+    metric: str | None = None
+    """With lists of values: metric by which the best is named; null for checkpoint.best's, or the table's first."""
 
 
 class Run(NamedTuple):
-    """A config with one seed."""
+    """A config with one value of each key that has several, and one seed."""
 
-    base: str  # the config's run_name before the seed was added
+    file: str
+    point: str  # the keys with several values, each with its own: ``optimizer.lr=1e-5``
+    base: str  # the config's run_name with these values, before the seed was added
     seed: int
     config: Config
     folder: Path
@@ -84,26 +95,57 @@ class Run(NamedTuple):
         return None if changed_input(report.get("inputs", {}), self.inputs) else report["metrics"]
 
 
+def _alternatives(pair: str) -> list[str]:
+    """``key=value`` for each value of a key that takes no list; the pair itself for another key, or one value."""
+    key, _, text = pair.partition("=")
+    settings: type[Settings] = Config
+    name = key.removeprefix("baseline.")
+    section, _, rest = name.removeprefix("algorithms.").partition(".")
+    if name.startswith("algorithms.") and section in technique_names():
+        settings, name = technique_class(section), rest
+    kinds = set[Any]().union(*(parts_of(field.annotation) for known, field, _ in keys_of(settings) if known == name))
+    items = None if {list, Any} & kinds else list_items(text)
+    return [pair] if items is None else [f"{key}={item}" for item in items]
+
+
 def planned_runs(files: Sequence[str], overrides: Sequence[str], seeds: Sequence[int]) -> list[Run]:
-    """The runs of all seeds of the first file, then those of the next one."""
+    """The runs of all seeds of the first file with the first value of each key, then of the next value, and file."""
     if any(pair.partition("=")[0] == "seed" for pair in overrides):
         raise ConfigError("command line: seed differs between the runs; set seeds, such as seeds=1..5")
-    configs = [load_config(file, overrides) for file in files]
-    names = [config.run_name for config in configs]
+    points = [*itertools.product(*map(_alternatives, overrides))]
+    if not points:
+        raise ConfigError("command line: a key has an empty list of values; name one or more")
+    configs = [(file, pairs, load_config(file, pairs)) for file in files for pairs in points]
+    chosen = [[pair for pair in pairs if pair not in overrides] for _, pairs, _ in configs]
+    names = [
+        "-".join([config.run_name, *map(_as_name, pairs)]) for (*_, config), pairs in zip(configs, chosen, strict=True)
+    ]
     if shared := [name for name in names if names.count(name) > 1]:
-        raise ConfigError(f"run_name: {shared[0]!r} is the name of two files; give each a name of its own")
+        raise ConfigError(f"run_name: {shared[0]!r} is the name of two files or values; give each a name of its own")
+    for i, (file, _, config) in enumerate(configs):
+        if any((file, config) == (other, same) for other, _, same in configs[:i]):
+            raise ConfigError(
+                f"command line: {' '.join(chosen[i])} is the same run as other values before it; remove it"
+            )
+    group = "-".join(dict.fromkeys(config.run_name for *_, config in configs))[:128]  # W&B's limit
     runs = []
-    for file, config in zip(files, configs, strict=True):
-        common = [*overrides]
+    for (file, pairs, config), base, point in zip(configs, names, chosen, strict=True):
+        common = [*pairs]
         if config.loggers.wandb is not None and config.loggers.wandb.group is None:
-            common.append(f"loggers.wandb.group={'-'.join(names)[:128]}")  # W&B's limit
+            common.append(f"loggers.wandb.group={group}")
         inputs = inputs_of(config)
         for seed in seeds:
-            values = [*common, f"seed={seed}", f"run_name={config.run_name}-seed{seed}"]
+            values = [*common, f"seed={seed}", f"run_name={base}-seed{seed}"]
             seeded = load_config(file, values)
             folder = Path(seeded.runs_folder) / seeded.run_name
-            runs.append(Run(config.run_name, seed, seeded, folder, ["-f", file, *values], inputs))
+            runs.append(Run(file, " ".join(point), base, seed, seeded, folder, ["-f", file, *values], inputs))
     return runs
+
+
+def _as_name(pair: str) -> str:
+    """``lr_1e-5`` for ``optimizer.lr=1e-5``, as a part of a file's name."""
+    key, _, text = pair.partition("=")
+    return re.sub(r"[^A-Za-z0-9.-]+", "_", f"{key.rpartition('.')[2]}_{text}").strip("_")
 
 
 def gpus_of_processes(runs: Sequence[Run], processes: int | None) -> list[str | None]:
@@ -161,6 +203,29 @@ def table(runs: Sequence[Run]) -> str:
     return tabulate(rows, columns, tablefmt="github", disable_numparse=True)
 
 
+def best_of(runs: Sequence[Run], metric: str | None) -> list[str]:
+    """A line for each file that was trained with several values: those with the best mean of a metric."""
+    lines = []
+    for file in dict.fromkeys(run.file for run in runs if run.point):
+        finished = [(run, metrics) for run in runs if run.file == file and (metrics := run.metrics()) is not None]
+        chosen = next(run.config.checkpoint.best for run in runs if run.file == file)
+        known = dict.fromkeys(n for _, metrics in finished for n in metrics if not n.startswith("train_"))
+        name = metric or (chosen.metric if chosen else next(iter(known), "metric"))
+        values = defaultdict[str, list[float]](list)
+        for run, metrics in finished:
+            if (value := metrics.get(name)) is not None:
+                values[run.point].append(value)
+        if not values:
+            lines.append(f"{Path(file).stem}: no run has the metric {name!r}; they have: {', '.join(known) or 'none'}")
+            continue
+        means = {point: statistics.mean(found) for point, found in values.items()}
+        smallest = chosen.mode == "min" if chosen and chosen.mode else smaller_is_better(name)
+        best = (min if smallest else max)(means.values())
+        points = [f"{point} (mean of {len(values[point])} runs)" for point, mean in means.items() if mean == best]
+        lines.append(f"{Path(file).stem}: best {name} {best:.4f} with {' and '.join(points)}")
+    return lines
+
+
 def main(arguments: Sequence[str], program: str = TRAIN) -> None:
     """Train the runs that have not finished, and print the table of all; ``program`` is the module that trains."""
     usage = f"{_USAGE}{keys_help(RepeatConfig)}\n\nAll other keys are those of composer train.py --help."
@@ -176,7 +241,7 @@ def main(arguments: Sequence[str], program: str = TRAIN) -> None:
             lock = make_folder(run.folder.parent, "runs_folder") / f".{run.folder.name}.repeat.lock"
             locks.enter_context(lock_file(lock, "runs_folder"))
         failures = _train_all(runs, gpus_of_processes(runs, settings.processes), program)
-        print(table(runs), flush=True)
+        print("\n".join([table(runs), *best_of(runs, settings.metric)]), flush=True)
     if failures:
         raise RunFailedError(f"{len(failures)} of {len(runs)} runs failed; the first: {failures[0]}")
 

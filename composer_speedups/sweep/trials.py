@@ -26,6 +26,7 @@ from composer_speedups.tasks.models import resolve_name
 from composer_speedups.tasks.task import build_task
 from composer_speedups.train.config.load import save_config
 from composer_speedups.train.config.schema import CheckpointConfig, Config, LoggersConfig
+from composer_speedups.train.console import about
 
 if TYPE_CHECKING:
     from composer_speedups.sweep.tune import TuneConfig
@@ -118,8 +119,15 @@ class OriginalRun:
             caches = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
             job = Job(["-f", str(folder / "trial.yaml")], folder / "log", caches)
             trial = trial_of(label, algorithms, Process(job).wait(timeout), folder / "trial")
-        print(f"{label}: {trial.reason or f'{trial.samples_per_sec:,.0f} samples/s'}", flush=True)
+        print(f"{label}: {self.outcome(trial)}", flush=True)
         return trial
+
+    def outcome(self, trial: Trial) -> str:
+        """The rate of a trial, and what the planned run takes with its techniques; or why it failed."""
+        if not trial.ok:
+            return trial.reason
+        planned = about(trial.planned_seconds(self.planned_steps(trial)), trial.peak_gib)
+        return f"{trial.samples_per_sec:,.0f} samples/s, {planned}"
 
 
 def search(run: OriginalRun, sets: Mapping[Changes, Mapping[str, Algorithms]], settings: TuneConfig) -> Result:

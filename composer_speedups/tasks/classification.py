@@ -43,6 +43,9 @@ class Classification(ClassificationSettings, TaskWithClasses):
     def label(self, value: Any, where: str) -> int:
         return self.class_of(value, where)
 
+    def best_constant(self, labels: Sequence[int]) -> dict[str, Any]:
+        return self.most_frequent(labels)
+
     def learn_frequencies(self, labels: Sequence[int]) -> None:
         if not isinstance(self.class_weights, str):
             return

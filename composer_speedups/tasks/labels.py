@@ -6,7 +6,8 @@ import math
 import re
 import unicodedata
 import warnings
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import date, time
 from decimal import Decimal, InvalidOperation
 from typing import Any
@@ -36,6 +37,10 @@ class TaskWithClasses(Task):
     @property
     def classes(self) -> list[str]:
         return list(self.labels or ())
+
+    def classes_in(self, label: Any) -> Iterable[int]:
+        """The indices of the classes that a checked label holds, each once."""
+        return [label]
 
     def learn(self, columns: Mapping[str, Sequence[Any]], declared: Mapping[str, list[str]], where: str) -> None:
         """Take the names that the dataset declares, or the sorted distinct labels."""
@@ -99,6 +104,12 @@ class TaskWithClasses(Task):
         if not isinstance(value, list | tuple):
             raise DataError(f"{where}: {self.label_column} is {shown(value)}; every label must be {expected}")
         return [self.class_of(label, where, "holds") for label in value]
+
+    def most_frequent(self, labels: Iterable[int]) -> dict[str, Any]:
+        """The most frequent class, and the accuracy of always predicting it."""
+        counts = Counter(labels)
+        [(best, hits)] = counts.most_common(1)
+        return {"label": self.classes[best], "accuracy": hits / counts.total()}
 
     def head_settings(self) -> dict[str, Any]:
         names = self.classes

@@ -34,6 +34,8 @@ _REPORTED_NAMES = {
     "MacroF1": "macro_f1",
     "MeanAveragePrecision": "map",
     "MeanSquaredError": "loss",
+    "RootMeanSquaredError": "rmse",
+    "MeanAbsoluteError": "mae",
     "PearsonCorrCoef": "pearson",
     "SpearmanCorrCoef": "spearman",
     "EntityF1": "entity_f1",
@@ -47,6 +49,11 @@ _REPORTED_NAMES = {
 def reported_name(logged: str) -> str:
     """The name in reports and dashboards of a metric that is logged as ``logged``; the same for an unknown one."""
     return _REPORTED_NAMES.get(logged, logged)
+
+
+def loss_of(metrics: Mapping[str, Metric]) -> Metric | None:
+    """The metric that is reported as ``loss``; None if a single sample has no loss."""
+    return next((metric for name, metric in metrics.items() if reported_name(name) == "loss"), None)
 
 
 def reported_values(values: Mapping[str, Any]) -> dict[str, float]:

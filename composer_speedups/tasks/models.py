@@ -54,8 +54,8 @@ class FinetuneModel(HuggingFaceModel):
         if not has_token_types(model):
             self.model_forward_args.discard("token_type_ids")
         self.task, self.max_length = task, max_length
-        self.train_metrics = _metrics(task, training=True) if train_metrics else None
-        self.val_metrics = _metrics(task, training=False)
+        self.train_metrics = metrics_of(task, training=True) if train_metrics else None
+        self.val_metrics = metrics_of(task, training=False)
 
     @property
     def reads_real_tokens(self) -> bool:
@@ -97,7 +97,7 @@ class FinetuneModel(HuggingFaceModel):
         return flops - frozen_flops(self.model, self._block_runs, lengths)
 
 
-def _metrics(task: Task, *, training: bool) -> dict[str, Metric]:
+def metrics_of(task: Task, *, training: bool) -> dict[str, Metric]:
     with warnings.catch_warnings():  # ranking metrics keep every score, which fits in memory for an evaluation set
         warnings.filterwarnings("ignore", "Metric .* will save all", UserWarning)
         metrics = task.metrics(training=training)

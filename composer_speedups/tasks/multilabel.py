@@ -8,7 +8,7 @@ import io
 import json
 import re
 import tokenize
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -94,6 +94,9 @@ class Multilabel(MultilabelSettings, TaskWithClasses):
                 "labels, or 0 and 1 in a column for each (data.label_columns)"
             )
         return [float(i in present) for i in range(len(self.classes))]
+
+    def classes_in(self, label: Sequence[float]) -> Iterable[int]:
+        return [k for k, flag in enumerate(label) if flag]
 
     def check_labels(self, values: Sequence[Any], where: str) -> None:
         lists = [self._split(value) for value in values]

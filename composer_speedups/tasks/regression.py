@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 from torchmetrics import Metric
-from torchmetrics.regression import MeanSquaredError, SpearmanCorrCoef
+from torchmetrics.regression import MeanAbsoluteError, MeanSquaredError, SpearmanCorrCoef
 
 from composer_speedups.tasks.metrics import Pearson
 from composer_speedups.tasks.settings import RegressionSettings
@@ -15,10 +16,15 @@ from composer_speedups.tasks.task import Task, number
 
 
 class Regression(RegressionSettings, Task):
-    """Regression with mean squared error; Pearson and Spearman correlation."""
+    """Regression with mean squared error; its root, mean absolute error, Pearson and Spearman correlation."""
 
     def label(self, value: Any, where: str) -> float:
         return number(value, where, str(self.label_column))
+
+    def best_constant(self, labels: Sequence[float]) -> dict[str, float]:
+        labels_R = np.array(labels)
+        mean = labels_R.mean()
+        return {"score": float(mean), "mae": float(abs(labels_R - mean).mean()), "rmse": float(labels_R.std())}
 
     def head_settings(self) -> dict[str, Any]:
         return {"problem_type": "regression", "num_labels": 1}
@@ -26,6 +32,10 @@ class Regression(RegressionSettings, Task):
     def metrics(self, *, training: bool) -> dict[str, Metric]:
         metrics: dict[str, Metric] = {"MeanSquaredError": MeanSquaredError()}
         if not training:
+            metrics |= {
+                "RootMeanSquaredError": MeanSquaredError(squared=False),
+                "MeanAbsoluteError": MeanAbsoluteError(),
+            }
             metrics |= {"PearsonCorrCoef": Pearson(), "SpearmanCorrCoef": SpearmanCorrCoef()}
         return metrics
 

@@ -94,6 +94,9 @@ class DataConfig(Settings):
     """Keep the workers alive between epochs."""
     drop_last: bool = False
     """Drop the last training batch of an epoch if it is incomplete."""
+    report: bool = True
+    """Look for duplicate texts, texts on both sides of the split, differing labels and rare classes before training,
+    and compute what a constant answer achieves."""
     cache_dir: str = ".cache/composer_speedups"
     """Folder of tokenized samples and trained tokenizers."""
 

@@ -89,6 +89,11 @@ class Task(TaskSettings):
         """The class of a checked sample, of which a held-out fraction has the same share; None draws from all alike."""
         return None
 
+    def best_constant(self, labels: Sequence[Any]) -> dict[str, Any] | None:
+        """The one answer that suits the labels of all tokenized samples best, and its metrics by their names in
+        report.json; None for a task without such an answer."""
+        return None
+
     def text(self, row: Mapping[str, Any], column: str, where: str) -> Any:
         """Check and return the text of one column."""
         text = row.get(column)

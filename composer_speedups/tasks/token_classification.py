@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from composer.metrics import LanguageCrossEntropy, MaskedAccuracy
@@ -42,6 +42,12 @@ class TokenClassification(TokenClassificationSettings, TaskWithClasses):
 
     def label(self, value: Any, where: str) -> list[int]:
         return self.classes_of(value, where, "a list of tags, one per word")
+
+    def classes_in(self, label: Sequence[int]) -> Iterable[int]:
+        return {*label}
+
+    def best_constant(self, labels: Sequence[Sequence[int]]) -> dict[str, Any]:
+        return self.most_frequent(tag for row in labels for tag in row if tag != IGNORED)
 
     def encode(self, examples: Mapping[str, list[Any]], tokenizer: Any, max_length: int) -> dict[str, list[Any]]:
         """Token ids and the label of every token. Without tags, the first piece of each word has the word's index."""

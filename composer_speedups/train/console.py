@@ -1,4 +1,4 @@
-"""Console output of a run: five lines before training, then a progress bar, or lines in a log file."""
+"""Console output of a run: six lines before training, then a progress bar, or lines in a log file."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from composer.loggers import Logger, LoggerDestination
 from composer.utils import dist
 from tqdm import tqdm
 
+from composer_speedups.callbacks.throughput import trained_fraction
 from composer_speedups.tasks.metrics import reported_values
 from composer_speedups.tasks.settings import SIZES
 
@@ -29,7 +30,7 @@ _NO_CHECKPOINTS = "at the end; checkpoint.interval is not set, so an interrupted
 def describe_run(
     config: Config, model: FinetuneModel, data: Data, techniques: list[Technique], folder: str, device: str
 ) -> str:
-    """Five lines, plus warnings about the data: model, data, techniques, batch, and the folder of the results."""
+    """Up to seven lines: model, data, dropped rows, check of the data, techniques, batch, and folder of the results."""
     parameters = sum(p.numel() for p in model.parameters())
     asked = [t.name for t in techniques if t.engaged is not False]
     ranks = f" on {dist.get_world_size()} ranks" if dist.get_world_size() > 1 else ""
@@ -66,18 +67,22 @@ class TrainingProgress(LoggerDestination):
         self._bar: tqdm[Any] | None = None
         self._start = self._shown = (0.0, 0.0)  # time and fraction of the run, at its start and when last shown
         self._rate: float | None = None
+        self._peak: float | None = None
         self._loss: float | None = None
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
         self._rate = metrics.get("throughput/samples_per_sec", self._rate)
         self._loss = metrics.get("loss/train/total", self._loss)
+        self._peak = metrics.get("memory/peak_gib", self._peak)
+        if (seconds := metrics.get("throughput/planned_seconds")) is not None:
+            self._print(f"training takes {about(seconds, self._peak)}, evaluations not included")
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        self._start, self._shown = (time.monotonic(), _fraction(state)), (0.0, -1.0)
+        self._start, self._shown = (time.monotonic(), trained_fraction(state)), (0.0, -1.0)
         if self.stream.isatty():
             self._bar = tqdm(
                 total=1.0,
-                initial=_fraction(state),
+                initial=trained_fraction(state),
                 bar_format="training {percentage:3.0f}%|{bar:20}| {desc}, {remaining} left",
                 file=self.stream,
                 dynamic_ncols=True,
@@ -87,7 +92,7 @@ class TrainingProgress(LoggerDestination):
         now, (then, before) = time.monotonic(), self._shown
         if now - then < (_MIN_SECONDS if self._bar is None else _BAR_SECONDS):
             return
-        (started, first), fraction = self._start, _fraction(state)
+        (started, first), fraction = self._start, trained_fraction(state)
         if self._bar is not None:
             self._shown = now, fraction
             self._update(state)
@@ -99,7 +104,7 @@ class TrainingProgress(LoggerDestination):
     def _update(self, state: State) -> None:
         if self._bar is not None:
             self._bar.set_description_str(self._status(state), refresh=False)
-            self._bar.update(_fraction(state) - self._bar.n)
+            self._bar.update(trained_fraction(state) - self._bar.n)
 
     def eval_batch_end(self, state: State, logger: Logger) -> None:
         if self._bar is not None:
@@ -133,13 +138,10 @@ class TrainingProgress(LoggerDestination):
         return f"{_position(state)}{rate}{loss}"
 
 
-def _fraction(state: State) -> float:
-    """The trained fraction of the run, 0 to 1, including the current epoch if its length is known."""
-    assert state.max_duration is not None
-    done = float(state.timestamp.get(state.max_duration.unit).value)
-    if state.max_duration.unit == TimeUnit.EPOCH and state.dataloader_len is not None:
-        done += state.timestamp.batch_in_epoch.value / max(1, int(state.dataloader_len))
-    return min(1.0, done / max(1, state.max_duration.value))
+def about(seconds: float, gib: float | None) -> str:
+    """``about 12 minutes and 3.4 GiB``, which is the peak so far; seconds below two minutes."""
+    time = f"about {seconds / 60:,.0f} minutes" if seconds >= 120 else f"about {seconds:,.0f} seconds"
+    return time if gib is None else f"{time} and {gib:.1f} GiB"
 
 
 def _position(state: State, *, over: bool = False) -> str:

@@ -82,6 +82,38 @@ def fit_slowly(clock: Clock, seconds: float, **settings: Any) -> None:
     fit_and_close(trainer)
 
 
+@pytest.mark.parametrize(("duration", "total"), [("20ba", 20), ("1ep", 24), ("40sp", 10), ("6ba", 6)])
+def test_the_time_of_the_whole_training_is_planned_once_from_steady_batches(duration: str, total: int) -> None:
+    (clock, monitor), logger = timed(warmup_batches=2, interval=3), InMemoryLogger()
+    trainer = make_trainer(
+        batches=[batch([10, 6, 4, 4], seed=i) for i in range(24)],
+        callbacks=[monitor],
+        loggers=[logger],
+        eval_dataloader=two_batches(),
+        eval_interval="4ba",
+        max_duration=duration,
+    )
+    clock.pass_during(trainer.state.model, "forward", 0.25)
+    clock.pass_during(trainer, "_eval_loop", 100.0)
+    original = trainer.engine.run_event
+
+    def waiting(event: Any) -> Any:
+        result = original(event)
+        first = trainer.state.timestamp.batch.value == 0
+        clock.now += {Event.BEFORE_DATALOADER: 0.75, Event.BATCH_START: 30.0 * first}.get(event, 0.0)
+        return result
+
+    trainer.engine.run_event = waiting  # type: ignore[method-assign]
+    fit_and_close(trainer)
+    if total == 6:
+        assert "throughput/planned_seconds" not in logger.data
+        assert monitor.summary()["planned_seconds"] is None
+    else:
+        [(when, planned)] = logger.data["throughput/planned_seconds"]
+        assert when.batch.value == 9, "the first value after five steady batches"
+        assert planned == monitor.summary()["planned_seconds"] == pytest.approx(30 + total * 1.0)
+
+
 @pytest.mark.pins
 def test_training_data_evaluation_and_checkpoints_are_timed_separately(tmp_path: Path) -> None:
     (clock, monitor), logger = timed(window=4, warmup_batches=2, interval=1), InMemoryLogger()

@@ -24,6 +24,8 @@ def test_every_panel_names_a_logged_metric(wandb_run: WandbRun) -> None:
         "metrics/eval/SpearmanCorrCoef",
         "metrics/eval/MeanSquaredError",
         "metrics/eval/PearsonCorrCoef",
+        "metrics/eval/RootMeanSquaredError",
+        "metrics/eval/MeanAbsoluteError",
         "summary/spearman",
     }
 

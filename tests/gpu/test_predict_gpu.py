@@ -25,7 +25,7 @@ def test_metrics_are_those_of_the_cpu(task: str) -> None:
 
     def metrics(**where: str) -> dict[str, float]:
         model = FinishedModel.load(Path("runs/done/model"), evaluates=True, **where)
-        return model.evaluate(labelled_samples(rows, "rows", model.task, DataSummary()), 16)[0]
+        return model.evaluate(labelled_samples(rows, "rows", model.task, DataSummary())[0], 16)[0]
 
     expected = metrics(device="cpu")
     assert len(expected) >= 2

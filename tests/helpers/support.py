@@ -33,7 +33,7 @@ TASKS = {
     "regression": TaskRow(
         "`text`, or two; `label`, a number",
         "mean squared error",
-        {"pearson": "Pearson", "spearman": "Spearman", "loss": ""},
+        {"pearson": "Pearson", "spearman": "Spearman", "rmse": "RMSE", "mae": "MAE", "loss": ""},
     ),
     "token_classification": TaskRow(
         "`tokens`; `ner_tags`, one for each word",

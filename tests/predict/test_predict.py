@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import os
 import re
 import shutil
@@ -18,6 +19,7 @@ import pyarrow.parquet
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.nn import functional as F
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
 
 from composer_speedups.core.errors import ConfigError, DataError
@@ -164,6 +166,13 @@ def test_an_interrupted_call_leaves_the_output_as_it_was(finished: Path, monkeyp
         (["input=in.jsonl", "text_columns=a,b"], r"text_columns: the run reads 1 columns, not 2"),
         (["input=in.jsonl", "--evaluate"], r"input: in\.jsonl has no column 'label' \(it has: text\); set label_c"),
         (["input=in.jsonl", "--evaluate", "output=x.csv"], r"output has no effect with evaluate, which only prints"),
+        (["input=in.jsonl", "errors=x.csv"], r"errors needs labelled rows; add --evaluate"),
+        (["input=in.jsonl", "--evaluate", "errors=x.parquet"], r"errors: x\.parquet must end in \.jsonl, \.csv$"),
+        (["input=in.jsonl", "--evaluate", "--errors", "in.jsonl"], r"errors: in\.jsonl is the input itself"),
+        (
+            ["input=in.jsonl", "--evaluate", "--errors", "s3://a/b.csv"],
+            r"errors must be a local file; add --errors FILE",
+        ),
         (
             ["input=unknown.jsonl", "--evaluate"],
             r"input: unknown\.jsonl, row 1: label is 'so'; every label must be one of",
@@ -397,8 +406,48 @@ def test_evaluate_prints_the_metrics_of_training(task: str, capsys: pytest.Captu
     for name, values in report["classes"].get("classes", {}).items():
         assert re.search(rf"  F1 of {re.escape(name)} +{values['f1'] or 0:.6g}  ", printed)
         assert f"recall {values['recall']:.4g}, {values['samples']} samples" in printed
+    call = ["runs/done", "--input", "eval.jsonl", "--evaluate", "--errors", "worst.jsonl"]
+    if task in ("embedding", "mlm"):
+        with pytest.raises(ConfigError, match=f"^errors: a run of model.task: {task} has no prediction with a loss"):
+            main(call)
+    else:
+        main(call)
+        worst = predictions("worst.jsonl")
+        assert [row["loss"] for row in worst] == sorted((row["loss"] for row in worst), reverse=True)
+        if task != "token_classification":  # whose metric is a mean over words
+            assert sum(row["loss"] for row in worst) / 24 == pytest.approx(expected["loss"], rel=1e-3, abs=1e-3)
+        main(call[:3])
+        own = [{name: value for name, value in row.items() if name != "loss"} for row in worst]
+        for row in predictions("eval.predictions.jsonl"):
+            assert row in own
+    capsys.readouterr()
     main(["runs/done/model", "input=train.jsonl", "evaluate=true"])
     assert evaluated(capsys.readouterr().out) != pytest.approx(expected, rel=1e-3, abs=1e-3)
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "csv"])
+def test_errors_are_the_labelled_rows_by_their_losses(finished: Path, suffix: str) -> None:
+    samples = [(str(i), text, ("negative", "positive")[i % 3 > 0]) for i, text in enumerate(TEXTS[:9])]
+    samples[4] = ("4", "", "positive")
+    with open("in.csv", "w", newline="") as file:
+        csv.writer(file).writerows([("loss", "text", "label"), *samples])  # a column of its own is called loss
+    main([str(finished), "--input", "in.csv", "--evaluate", "--errors", f"new/worst.{suffix}", "batch_size=2"])
+    with open(f"new/worst.{suffix}", newline="") as file:
+        worst = list(csv.DictReader(file)) if suffix == "csv" else [json.loads(line) for line in file]
+    tokenizer = AutoTokenizer.from_pretrained(finished / "model")
+    model = AutoModelForSequenceClassification.from_pretrained(finished / "model").eval()
+    losses = dict[str, float]()
+    for number, text, label in samples[:4] + samples[5:]:
+        encoded = tokenizer(text, truncation=True, max_length=48, return_tensors="pt")
+        with torch.no_grad():
+            logits = model(**encoded).logits
+        losses[number] = float(F.cross_entropy(logits, torch.tensor([model.config.label2id[label]])))
+    assert [row["input_loss"] for row in worst] == sorted(losses, key=losses.__getitem__, reverse=True)
+    assert [float(row["loss"]) for row in worst] == pytest.approx(sorted(losses.values(), reverse=True), rel=1e-4)
+    for row in worst:
+        assert (row["input_loss"], row["text"], row["input_label"]) in samples
+        probability = float(row["probability"] if row["label"] == row["input_label"] else 1 - float(row["probability"]))
+        assert float(row["loss"]) == pytest.approx(-math.log(probability), rel=1e-3)
 
 
 @pytest.mark.exhaustive

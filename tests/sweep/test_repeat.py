@@ -14,7 +14,7 @@ import pytest
 
 from composer_speedups.core.command_line import read_settings
 from composer_speedups.core.errors import ConfigError, RunFailedError
-from composer_speedups.sweep.repeat import RepeatConfig, Run, gpus_of_processes, main, planned_runs, table
+from composer_speedups.sweep.repeat import RepeatConfig, Run, best_of, gpus_of_processes, main, planned_runs, table
 from composer_speedups.train.config.load import save_config
 from composer_speedups.train.config.schema import Config
 from tests.conftest import ROOT
@@ -88,6 +88,13 @@ def test_seeds_are_numbers_and_ranges() -> None:
         (["seed=3"], "set seeds, such as seeds=1..5"),
         (["-f", "nowhere"], "-f nowhere: no such file"),
         (["-f", "quickstart"], "run_name: 'quickstart' is the name of two files"),
+        (["seed=[1,2]"], "set seeds, such as seeds=1..5"),
+        (["optimizer.lr=[1e-4,0.0001]"], "optimizer.lr=0.0001 is the same run as other values before it; remove it"),
+        (["optimizer.lr=[1e-4,3e-5]", "optimizer.lr=1e-3"], "is the same run as other values before it"),
+        (["optimizer.lr=[]"], "a key has an empty list of values"),
+        (["optimizer.lr=[1e-4,-1]"], "optimizer.lr must be greater than 0"),
+        (["optimizer.rl=[1e-4,3e-5]"], "unknown key 'optimizer.rl'; did you mean 'optimizer.lr'?"),
+        (["data.tokenizer=[a/b,a:b]"], "run_name: 'quickstart-tokenizer_a_b' is the name of two files or values"),
         (["runs_folder=file/runs"], "runs_folder: file/runs (relative to"),
     ],
 )
@@ -108,6 +115,64 @@ def test_each_file_is_planned_with_each_seed_in_one_group_of_wandb() -> None:
     assert {run.config.loggers.wandb.group for run in runs} == {"quickstart-glue_mrpc"}
     [own] = planned_runs([MRPC], ["loggers.wandb.group=mine"], [1])
     assert own.config.loggers.wandb.group == "mine"
+
+
+def test_lists_of_values_are_a_grid_in_one_group_of_wandb() -> None:
+    grid = [
+        "optimizer.lr=[1e-5, 3e-5]",
+        "loggers.wandb={tags: [a, b]}",
+        "data.tokenizer=['a/b', c]",
+        "data.labels=[no,yes]",
+    ]
+    runs = planned_runs([QUICKSTART], grid, [1, 2])
+    assert [(run.config.optimizer.lr, run.config.data.tokenizer, run.seed) for run in runs] == [
+        (lr, name, seed) for lr in (1e-5, 3e-5) for name in ("a/b", "c") for seed in (1, 2)
+    ]
+    assert [run.folder.name for run in runs[1:3]] == [
+        "quickstart-lr_1e-5-tokenizer_a_b-seed2",
+        "quickstart-lr_1e-5-tokenizer_c-seed1",
+    ]
+    assert {(run.config.loggers.wandb.group, *run.config.loggers.wandb.tags) for run in runs} == {
+        ("quickstart", "a", "b")
+    }
+    assert {tuple(run.config.task.labels) for run in runs} == {("no", "yes")}
+    ranks = planned_runs([QUICKSTART], ["algorithms.lora.targets=[query,value]", "algorithms.lora.rank=[4,8]"], [1])
+    assert [run.config.algorithms["lora"] for run in ranks] == [
+        {"targets": ["query", "value"], "rank": rank} for rank in (4, 8)
+    ]
+
+
+def test_the_table_has_a_row_for_each_value_and_the_best_is_named() -> None:
+    runs = planned_runs([QUICKSTART, MRPC], ["optimizer.lr=[1e-5,3e-5,1e-4]"], [1, 2])
+    for run, accuracy in zip(runs[:5], (0.5, 0.9, 0.75, 0.8, 0.8), strict=True):
+        finish(run, accuracy=accuracy, loss=1 - accuracy / 2, train_loss=0.0)
+    rows = cells(table(runs[:6]).splitlines())[2:]
+    assert rows[2][:4] == ["quickstart-lr_3e-5", "accuracy", "2 of 2", "0.7750"]
+    assert rows[-1][:2] == ["quickstart-lr_1e-4", "failed: seed 2"]
+    best = "best accuracy 0.8000 with optimizer.lr=1e-4 (mean of 1 runs)"
+    assert best_of(runs, None) == [
+        f"quickstart: {best}",
+        "mrpc: no run has the metric 'metric'; they have: none",
+    ]
+    assert best_of(runs[:4], "loss") == ["quickstart: best loss 0.6125 with optimizer.lr=3e-5 (mean of 2 runs)"]
+    assert best_of(runs[:4], "f1") == ["quickstart: no run has the metric 'f1'; they have: accuracy, loss"]
+    for mode, lr in ((None, "3e-5"), ("max", "1e-5")):
+        asked = [f"checkpoint.best={{metric: loss, mode: {mode or 'null'}}}", "optimizer.lr=[1e-5,3e-5]", "run_name=b"]
+        if not (again := planned_runs([QUICKSTART], asked, [1, 2]))[0].folder.exists():
+            for run, loss in zip(again, (0.7, 0.8, 0.5, 0.6), strict=True):
+                finish(run, accuracy=1.0, loss=loss)
+        for run in again:
+            save_config(run.config, run.folder / "config.yaml")
+        assert best_of(again, None)[0].endswith(f" with optimizer.lr={lr} (mean of 2 runs)")
+    assert best_of(planned_runs([QUICKSTART], [], [1]), None) == []
+
+
+def test_a_grid_is_trained_and_its_best_value_printed(stub: str, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["-f", QUICKSTART, "seeds=1..2", "trainer.device=cpu", "optimizer.lr=[1e-5,3e-5]"], stub)
+    assert calls() == [f"quickstart-lr_{lr}-seed{seed}" for lr in ("1e-5", "3e-5") for seed in (1, 2)]
+    said = capsys.readouterr().out.splitlines()
+    both = " and ".join(f"optimizer.lr={lr} (mean of 2 runs)" for lr in ("1e-5", "3e-5"))
+    assert said[-1] == f"quickstart: best accuracy 0.1875 with {both}"
 
 
 def test_all_configs_of_a_folder_are_named_at_once(stub: str, capsys: pytest.CaptureFixture[str]) -> None:

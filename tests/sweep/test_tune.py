@@ -240,6 +240,10 @@ def test_the_length_of_the_planned_run_is_counted_in_steps() -> None:
     trial = Trial("", step_seconds=0.5, start_seconds=4.0, start_steps=3)
     assert [trial.planned_seconds(steps) for steps in (103, 2)] == [54.0, 4.0]
     assert Trial("", status="failed").planned_seconds(2) == float("inf")
+    run.config.trainer.max_duration = "6ep"
+    measured = Trial("", step_seconds=2.0, samples_per_sec=1234.5, peak_gib=3.44)
+    assert run.outcome(measured) == "1,234 samples/s, about 5 minutes and 3.4 GiB"
+    assert run.outcome(Trial("", status="failed", reason="why")) == "why"
 
 
 def test_a_set_that_train_py_would_refuse_has_its_reason() -> None:

@@ -131,6 +131,8 @@ def metrics_of_the_export(task: str, folder: Path) -> dict[str, float]:
         values = logits[:, 0].numpy()
         return {
             "loss": metrics.mean_squared_error(labels, values),
+            "rmse": metrics.root_mean_squared_error(labels, values),
+            "mae": metrics.mean_absolute_error(labels, values),
             "pearson": pearsonr(labels, values).statistic,
             "spearman": spearmanr(labels, values).statistic,
         }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import io
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,8 @@ import pytest
 import torch
 from composer.utils.collect_env import get_cpu_model
 
-from composer_speedups.callbacks.throughput import Batch
+from composer_speedups.callbacks.memory import MemoryAnatomy
+from composer_speedups.callbacks.throughput import Batch, ThroughputMonitor
 from composer_speedups.train import application, console
 from composer_speedups.train.baseline import steady_rate, turn_ratios
 from composer_speedups.train.config.load import load_config
@@ -29,20 +31,20 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_run_prints_five_lines_and_then_lines_with_one_based_epochs_and_full_metric_names(
+def test_a_run_prints_six_lines_and_then_lines_with_one_based_epochs_and_full_metric_names(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(console, "_MIN_SECONDS", 0.0)
     run("trainer.max_duration=2ep", "trainer.progress_bar=true")
     out, err = capfd.readouterr()
-    lines = out.splitlines()[:5]
-    assert [line.split()[0] for line in lines] == ["model", "data", "techniques", "batch", "results"]
+    lines = out.splitlines()[:6]
+    assert [line.split()[0] for line in lines] == ["model", "data", "check", "techniques", "batch", "results"]
     assert "random BERT of size tiny (2 layers, hidden size 128), 0.5 M parameters" in lines[0]
     assert "48 samples to train on, 16 samples to validate on" in lines[1]
-    assert lines[2].split(maxsplit=1)[1] == "fused_optimizer, sdpa_attention"
-    assert "8 samples, 2ep in all, on " in lines[3]
-    assert lines[4].split()[1] == "runs/quickstart/"
-    assert lines[4].endswith("checkpoint.interval is not set, so an interrupted run is lost")
+    assert lines[3].split(maxsplit=1)[1] == "fused_optimizer, sdpa_attention"
+    assert "8 samples, 2ep in all, on " in lines[4]
+    assert lines[5].split()[1] == "runs/quickstart/"
+    assert lines[5].endswith("checkpoint.interval is not set, so an interrupted run is lost")
     for text in (out, err):
         assert "google-bert" not in text, "the weights are random, not of this model"
         assert "deprecated" not in text
@@ -63,6 +65,19 @@ def test_the_progress_bar_shows_loss_and_remaining_time() -> None:
     assert last.startswith("training 100%|")
     assert "| batch 4, loss 0." in last
     assert last.endswith("00:00 left")
+
+
+def test_the_time_and_memory_of_the_run_are_printed_once() -> None:
+    screen = io.StringIO()
+    progress = TrainingProgress(screen)
+    progress.log_metrics({"memory/peak_gib": 3.44})
+    progress.log_metrics({"throughput/samples_per_sec": 5.0, "throughput/planned_seconds": 700.0})
+    assert screen.getvalue() == "training takes about 12 minutes and 3.4 GiB, evaluations not included\n"
+    assert console.about(119.4, None) == "about 119 seconds"
+    terminal = Terminal()
+    watching = [ThroughputMonitor(interval=2), MemoryAnatomy()]
+    trained([], loggers=[TrainingProgress(terminal)], callbacks=watching, max_duration="16ba")
+    assert len(re.findall(r"training takes about \d+ seconds and [\d.]+ GiB, evaluations", terminal.getvalue())) == 1
 
 
 def test_print_config_prints_a_valid_config_without_training(capsys: pytest.CaptureFixture[str]) -> None:

@@ -82,7 +82,7 @@ def written(config: Config) -> dict[str, Any]:
 _IGNORED_KEYS = (
     "runs_folder export plot baseline callbacks loggers "
     "trainer.progress_bar trainer.on_out_of_memory trainer.dist_timeout "
-    "data.pin_memory data.prefetch_factor data.cache_dir "
+    "data.pin_memory data.prefetch_factor data.report data.cache_dir "
     "checkpoint.interval checkpoint.keep checkpoint.autoresume checkpoint.trust_checkpoint"
 ).split()
 
