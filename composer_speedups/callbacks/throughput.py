@@ -210,7 +210,7 @@ class ThroughputMonitor(ThroughputConfig, SavedCallback, eq=False):
 
     def _plan(self, state: State) -> dict[str, float]:
         """``planned_seconds`` if they are known for the first time."""
-        if self._planned or not (fraction := trained_fraction(state)):
+        if self._planned or state.max_duration is None or not (fraction := trained_fraction(state)):  # or another loop
             return {}
         steady = [b for b in self.batches if b.steady]
         if len(steady) < _PLANNED_AFTER:

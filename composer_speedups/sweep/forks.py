@@ -19,6 +19,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
@@ -100,6 +101,8 @@ def import_all() -> None:
 def _serve(connection: socket.socket) -> tuple[list[str], dict[str, str], str] | None:
     """Fork a process for each request, in which the request is returned; None when the command has ended."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    # Python counts the threads of native pools, which the job does not use before it has some of its own.
+    warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
     connection.send(b".")
     while True:
         _, fds, *_ = socket.recv_fds(connection, 1, 3)
