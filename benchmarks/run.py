@@ -25,7 +25,7 @@ configuration with ``ranks`` is started by ``composer -n RANKS``. Every run star
 ``warm``, the runs of a configuration share a compile cache that an additional, unrecorded run has filled; its runs with
 other seeds use the same. All caches are filled before the first recorded run.
 
-On the command line, repeats=2, jobs=1, warm_jobs=1 and data.batch_size=40 replace the table's values.
+On the command line, repeats=2, jobs=1, warm_jobs=1 and data.batch_size=40, or [40,128], replace the table's values.
 "configurations=[fp32, + TF32]" selects configurations; the first one is the one to compare with. Other overrides come
 last. Rows are written to benchmarks/results/<gpu>/<table>.jsonl, one per configuration and point of the matrix, with
 the median, minimum and maximum of its runs. Rows of one call have the same time in ``call``, and only those are

@@ -91,7 +91,8 @@ def read_table(path: Path, overrides: Sequence[str] = ()) -> Table:
         elif key == "configurations":
             keys["only"] = yaml.safe_load(value)
         elif key in keys.get("matrix", {}):
-            keys["matrix"][key] = [yaml.safe_load(value)]
+            given = yaml.safe_load(value)
+            keys["matrix"][key] = given if isinstance(given, list) else [given]
         else:
             keys["last"].append(override)
     try:

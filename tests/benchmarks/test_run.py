@@ -123,6 +123,8 @@ def test_configurations_accumulate_over_the_matrix_except_those_of_peers() -> No
         ("hf_trainer", False, "9 samples/s"),
     ]
     assert [c.overrides[2:-1] for c in read("configurations=[+ y]", "data.batch_size=64")] == [["x=1", "y=1"]]
+    some = read("configurations=[plain]", "data.batch_size=[8,64]")
+    assert [c.point["data.batch_size"] for c in some] == [8, 64]
     assert read(cumulative=False)[3].overrides[2:-1] == ["y=1"]
 
 
