@@ -58,13 +58,17 @@ class Training:
         self.step = OptimizerStep(self.optimizer, lambda: Replay(self.optimizer)) if captured else None
         self.batch = 0
 
-    def train(self, steps: int, *, fresh: bool = False, rounded: bool = True) -> None:
-        """``fresh`` gradients are other tensors in every step; ``rounded`` rounds the untouched optimizer's rates."""
+    def train(self, steps: int, *, fresh: bool = False, rounded: bool = True, only: slice = slice(3)) -> None:
+        """Only some parameters get gradients. ``fresh`` gradients are other tensors in every step.
+
+        ``rounded`` rounds the untouched optimizer's rates.
+        """
         for _ in range(steps):
             self.batch += 1
 
             def closure() -> Tensor:
-                for i, (parameter, buffer) in enumerate(zip(self.trained, self.buffers, strict=False)):
+                pairs = [*enumerate(zip(self.trained, self.buffers, strict=False))]
+                for i, (parameter, buffer) in pairs[only]:
                     buffer.copy_(torch.sin(torch.arange(12.0).view(3, 4) * (i + 1) + self.batch))
                     parameter.grad = buffer.clone() if fresh else buffer
                 return torch.tensor(float(self.batch))
@@ -124,7 +128,7 @@ def test_other_gradients_are_read() -> None:
         training.buffers[1] = torch.zeros(3, 4)  # only this one is another tensor
         training.train(3)
 
-    assert both(change).step.replays == 2 + 0 + 2 + 3
+    assert both(change).step.replays == 2 + 0 + 3 + 3
 
 
 def test_a_loaded_state_and_changed_settings_are_read() -> None:
@@ -142,6 +146,74 @@ def test_a_loaded_state_and_changed_settings_are_read() -> None:
     ours = both(change)
     assert ours.step.replays > 8
     assert ours.step.note is None
+
+
+def test_a_state_that_does_not_exist_is_made_by_an_eager_step() -> None:
+    """In a graph, it would be made anew in every replay."""
+    ours = Training(captured=True)
+    ours.train(4)
+    fresh = optimizer_of(parameters()).state_dict()
+    for empty in (
+        lambda: ours.optimizer.load_state_dict(fresh),
+        lambda: ours.optimizer.state.clear(),
+        lambda: ours.optimizer.state.pop(ours.trained[1]),
+    ):
+        before = ours.step.replays
+        empty()
+        ours.train(1)
+        assert ours.step.replays == before
+        assert all(ours.optimizer.state[parameter] for parameter in ours.trained[:3])
+        ours.train(2)
+        assert ours.step.replays > before
+
+
+def test_a_first_gradient_makes_its_state_eagerly() -> None:
+    ours = Training(captured=True)
+    buffer = ours.buffers[0]
+    ours.buffers[0] = None  # type: ignore[call-overload]
+    ours.trained[0].grad = None
+    ours.train(4, only=slice(1, 3))
+    ours.buffers[0] = buffer
+    before = ours.step.replays
+    ours.train(1)
+    assert ours.step.replays == before
+    assert float(ours.optimizer.state[ours.trained[0]]["step"]) == 1
+    ours.train(2)
+    assert ours.step.replays == before + 2
+
+
+def test_rates_that_a_hook_sets_stay() -> None:
+    rates = []
+    for captured in (True, False):
+        training = Training(captured=captured)
+        schedule = LambdaLR(training.optimizer, lambda step: 0.5**step)
+        training.optimizer.register_step_post_hook(lambda *_, schedule=schedule: schedule.step())
+        for _ in range(3):
+            for parameter, buffer in zip(training.trained, training.buffers, strict=False):
+                parameter.grad = buffer
+            training.optimizer.step()
+        rates.append([group["lr"] for group in training.optimizer.param_groups])
+    assert rates[0] == rates[1] == [0.01 * 0.125, 0.03 * 0.125]
+
+
+def test_a_group_without_parameters_and_an_unfused_state() -> None:
+    trained = parameters()
+    optimizer = AdamW([{"params": trained}, {"params": []}], fused=True)
+    step = OptimizerStep(optimizer, lambda: Replay(optimizer))
+    buffers = [torch.ones(3, 4) for _ in trained]
+
+    def train() -> None:
+        for _ in range(3):
+            for parameter, buffer in zip(trained, buffers, strict=True):
+                parameter.grad = buffer
+            optimizer.step()
+
+    train()
+    assert step.replays == 2
+    unfused = AdamW([{"params": parameters()}, {"params": []}])
+    optimizer.load_state_dict(unfused.state_dict())
+    train()
+    assert (step.replays, step.note) == (2, "the step of AdamW is not that of torch's fused Adam or AdamW")
 
 
 def test_settings_that_always_change_end_the_captures() -> None:

@@ -256,7 +256,8 @@ class SharedGradients:
         trained = {p: g for p, g in zip(self.parameters, gradients, strict=True) if g is not None}
         for parameter, gradient in trained.items():
             if parameter not in self._buffers:
-                self._buffers[parameter] = torch.empty_like(gradient)
+                # in the parameter's layout, as autograd accumulates them, and as fused optimizers need them
+                self._buffers[parameter] = torch.empty_like(parameter, dtype=gradient.dtype, requires_grad=False)
         return frozenset(trained)
 
     @contextlib.contextmanager

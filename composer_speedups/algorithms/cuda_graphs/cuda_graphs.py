@@ -83,7 +83,8 @@ class CUDAGraphs(Technique):
         optimizer = next(iter(run.optimizers), None)
         self._eager_step = "the loop passed no optimizer" if optimizer is None else cannot_replay(optimizer)
         if self._eager_step is None:
-            self._step = OptimizerStep(optimizer, partial(calls.recorder, None), lambda: run.observing)
+            recorder = partial(calls.recorder, None)
+            self._step = OptimizerStep(optimizer, recorder, lambda: run.observing, calls.forget)
             run.give_back(self._step.release)
 
     def _control(self, calls: GraphedCalls) -> None:
@@ -121,6 +122,8 @@ class CUDAGraphs(Technique):
         """If DDP keeps gradients in its buckets, capture once they are final; freezing parameters makes others."""
         assert self._calls is not None
         self._calls.held, self._batches = self._in_buckets, 0
+        if self._step is not None:
+            self._step.forget()
 
     def _cannot_capture(self, error: CaptureError) -> None:
         from composer_speedups.core.engaging import had_no_effect

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
@@ -152,7 +153,7 @@ class GraphedCalls:
         unordered = threading.current_thread() is not threading.main_thread() or (  # as servers call models
             torch.cuda.is_initialized() and torch.cuda.current_stream() != torch.cuda.default_stream()
         )
-        if unordered or is_traced() or _get_current_dispatch_mode() is not None:
+        if unordered or is_traced() or _get_current_dispatch_mode() is not None or _has_any_global_hook():
             return False
         # the model's own hooks run outside of its forward
         return not any(m.training or m._forward_hooks or m._forward_pre_hooks for m in self._modules[1:])
@@ -256,7 +257,7 @@ class _Graph:
         try:
             # Autocast's cache would reuse tensors of one replay in the next.
             autocast = torch.autocast("cuda", enabled=torch.is_autocast_enabled("cuda"), cache_enabled=False)
-            with _generators_restored(), autocast:
+            with generators_restored(), autocast:
                 if gradients is None or self._placeholders is None:
                     self._replay = CapturedForward(self._call, static, recorder)
                     return
@@ -336,7 +337,7 @@ def _leaf(parameter: nn.Parameter) -> nn.Parameter:
 
 
 @contextlib.contextmanager
-def _generators_restored() -> Iterator[None]:
+def generators_restored() -> Iterator[None]:
     """Restore the states of torch's generators, so that a replay draws the dropout masks of an eager call, also in a
     resumed run, which captures again; and the current stream if a capture fails."""
     on_cpu, on_gpu = torch.get_rng_state(), torch.cuda.is_available()

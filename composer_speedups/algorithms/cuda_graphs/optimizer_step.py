@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from functools import partial, wraps
 from types import MethodType
@@ -13,9 +14,10 @@ from torch import Tensor
 from torch.optim import Adam, AdamW
 from torch.optim import optimizer as torch_optimizer
 
+from composer_speedups.algorithms.cuda_graphs.graphed_calls import generators_restored
 from composer_speedups.core.errors import first_line
 
-_CONSTANTS = ("betas", "eps", "weight_decay", "amsgrad", "maximize")  # settings of a group that a graph keeps
+_CONSTANTS = ("betas", "eps", "weight_decay", "amsgrad", "maximize", "foreach", "decoupled_weight_decay")  # in a graph
 _MOST_CAPTURES = 8  # in a run that keeps changing what the graph was captured with
 
 
@@ -41,21 +43,29 @@ class OptimizerStep:
         optimizer: Its method is replaced; :meth:`release` restores it.
         recorder: Makes a ``CUDARecorder``, one for each capture: the memory of a freed graph cannot be used again.
         waits: Whether nothing may be captured yet.
+        failed: Called after a failed capture, which leaves the random generator without the state of other graphs.
 
     Attributes:
         replays: Number of replayed steps.
         note: Why steps are not replayed, as far as is known, or None.
     """
 
-    def __init__(self, optimizer: Any, recorder: Callable[[], Any], waits: Callable[[], bool] = bool) -> None:
-        self._optimizer, self._recorder, self._waits = optimizer, recorder, waits
+    def __init__(
+        self,
+        optimizer: Any,
+        recorder: Callable[[], Any],
+        waits: Callable[[], bool] = bool,
+        failed: Callable[[], object] = bool,
+    ) -> None:
+        self._optimizer, self._recorder, self._waits, self._failed = optimizer, recorder, waits, failed
         self.replays = self._captures = 0
         self.note: str | None = None
         self._ended = False  # whether nothing is captured any more
         self._released = False
         self._replay: Callable[[], None] | None = None
-        self._gradients: list[Tensor | None] = []  # that the graph reads, in the order of the parameters
-        self._present: tuple[Any, ...] = ()  # what else it was captured with
+        self._captured: list[Any] = []  # what the graph reads and writes, compared by identity
+        self._constants: Any = None  # what it was captured with, compared by value
+        self._states: list[Tensor] = []  # keeps the memory that the graph writes
         self._rates: list[Tensor] = []  # learning rates on the device, one per group
         self._last_gradient: Tensor | None = None  # of the last parameter, in the step before
         self._before = vars(optimizer).get("step")  # that of a scheduler, which notes the call
@@ -69,11 +79,16 @@ class OptimizerStep:
 
     def release(self) -> None:
         """Restore the optimizer's method. A scheduler that has wrapped it keeps it, and its steps are eager."""
-        self._released, self._replay, self._gradients, self._last_gradient = True, None, [], None
+        self._released = True
+        self.forget()
         if vars(self._optimizer).get("step") is self._installed:
             del self._optimizer.step
             if self._before is not None:
                 self._optimizer.step = self._before
+
+    def forget(self) -> None:
+        """Drop the graph; a later step is captured again."""
+        self._replay, self._captured, self._states, self._last_gradient = None, [], [], None
 
     def __call__(self, closure: Callable[[], Any] | None = None) -> Any:
         if self._released:
@@ -96,57 +111,72 @@ class OptimizerStep:
         return loss
 
     def _run_eagerly(self, closure: Callable[[], Any] | None) -> Any:
-        groups = self._optimizer.param_groups
-        rates = [group["lr"] for group in groups]
-        for group, rate in zip(groups, rates, strict=True):
-            group["lr"] = float(np.float32(rate))
+        rates = [(group, group["lr"]) for group in self._optimizer.param_groups]
+        rounded = [rate if isinstance(rate, Tensor) else float(np.float32(rate)) for _, rate in rates]
+        for (group, _), rate in zip(rates, rounded, strict=True):
+            group["lr"] = rate
         try:
             return self._step(closure)
         finally:
-            for group, rate in zip(groups, rates, strict=True):
-                group["lr"] = rate
+            for (group, rate), ours in zip(rates, rounded, strict=True):
+                if group["lr"] is ours:  # and not what a hook has set meanwhile
+                    group["lr"] = rate
 
     def _is_captured(self) -> bool:
-        optimizer = self._optimizer
-        gradients = [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
-        # A loaded state has other tensors, in another dictionary.
-        present = (
-            id(optimizer.state),
-            [[len(g["params"]), *(g[k] for k in _CONSTANTS)] for g in optimizer.param_groups],
-        )
-        if self._replay is not None:
-            if self._present == present and all(a is b for a, b in zip(self._gradients, gradients, strict=True)):
-                return True
-            self._replay, self._gradients = None, []
-        before, self._last_gradient = self._last_gradient, next((g for g in gradients[::-1] if g is not None), None)
-        if before is None or before is not self._last_gradient or self._ended or self._waits():
+        state, groups = self._optimizer.state, self._optimizer.param_groups
+        parameters = [parameter for group in groups for parameter in group["params"]]
+        gradients = [parameter.grad for parameter in parameters]
+        trained = [(p, g) for p, g in zip(parameters, gradients, strict=True) if g is not None]
+        before, self._last_gradient = self._last_gradient, trained[-1][1] if trained else None
+        if not trained or not all(state.get(p) for p, _ in (trained[0], trained[-1])):
+            return False  # an eager step makes the state
+        ends = [state[p]["exp_avg"] for p, _ in (trained[0], trained[-1])]  # a loaded or new state has others
+        present = [state, *ends, *gradients]
+        # Moving a module changes the memory of the same tensors.
+        memory = [tensor.data_ptr() for pair in (trained[0], trained[-1]) for tensor in pair]
+        constants = (len(state), memory, [[len(g["params"]), *(g.get(k) for k in _CONSTANTS)] for g in groups])
+        same = len(present) == len(self._captured) and all(map(operator.is_, self._captured, present))
+        if self._replay is not None and same and self._constants == constants:
+            return True
+        if before is not self._last_gradient or self._ended or self._waits():
             return False
-        self._gradients, self._present = gradients, present
-        self._capture()
+        if not all(state.get(p) for p, _ in trained):
+            return False
+        if (reason := cannot_replay(self._optimizer)) is not None:  # a loaded state has its own settings
+            self.note = reason
+            return False
+        self._captured, self._constants = present, constants
+        self._states = [value for p, _ in trained for value in state[p].values()]
+        self._replay = None
+        self._capture(parameters[0].device)
         return self._replay is not None
 
-    def _capture(self) -> None:
+    def _capture(self, device: torch.device) -> None:
         optimizer = self._optimizer
         if self._captures == _MOST_CAPTURES:
             self.note, self._ended = f"gradients or settings changed after each of {_MOST_CAPTURES} captures", True
             return
         self._captures += 1
-        kept = [{name: group[name] for name in ("lr", "capturable")} for group in optimizer.param_groups]
+        kept = [(group, {name: group[name] for name in ("lr", "capturable")}) for group in optimizer.param_groups]
         self._rates = [
-            torch.tensor(group["lr"], dtype=torch.float32, device=group["params"][0].device)
+            torch.tensor(group["lr"], dtype=torch.float32, device=next((p.device for p in group["params"]), device))
             for group in optimizer.param_groups
         ]
         try:
             for group, rate in zip(optimizer.param_groups, self._rates, strict=True):
                 group.update(lr=rate, capturable=True)
-            _, self._replay = self._recorder().record(partial(type(optimizer).step, optimizer))
+            with generators_restored():
+                _, self._replay = self._recorder().record(partial(type(optimizer).step, optimizer))
         except torch.OutOfMemoryError:
             raise
-        except RuntimeError as error:
+        except (RuntimeError, AssertionError) as error:
             self.note, self._ended = f"it cannot be captured ({first_line(error)})", True
         finally:
-            for group, values in zip(optimizer.param_groups, kept, strict=True):
+            for group, values in kept:
                 group.update(values)
+        if self._replay is None:
+            self.forget()
+            self._failed()
 
 
 def _is_plain(optimizer: Any) -> bool:
