@@ -1,4 +1,4 @@
-"""Compare the first rows of a run with the untouched model, before anything is trained.
+"""Compare the first micro-batch of a run with the untouched model, before anything is trained.
 
 A model whose modules are all exactly transformers' own is not compared: the parity tests cover it.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,16 +16,15 @@ from composer_speedups.core.errors import Refusal, first_line
 from composer_speedups.core.run import Run
 from composer_speedups.core.stock import changes_to
 from composer_speedups.core.technique import ComparedTechnique
-from composer_speedups.core.trainer_state import any_rank, model_of
+from composer_speedups.core.trainer_state import any_rank, loss_of_this_rank, model_of, world_size
 from composer_speedups.kernels.common import uncounted
-from composer_speedups.packing.comparison import SIXTEEN_BITS, compare, measure, tolerance_of, with_padding
+from composer_speedups.packing.comparison import SIXTEEN_BITS, Outcome, compare, measure, tolerance_of, with_padding
 from composer_speedups.packing.rows import token_masks
 from composer_speedups.packing.untouched import untouched
 
 if TYPE_CHECKING:
     from composer.core import State
 
-_ROWS = 16
 _FIX = "remove it for this model; or, if the difference is intended, set check: never"
 
 
@@ -52,19 +50,12 @@ class Comparison:
         if training:
             self.due = {}
         names, because = ", ".join(technique.name for technique in due), next(iter(due.values()))
-        model: Any = state.model if self._run.sharded else model_of(state)
-        tolerance = SIXTEEN_BITS if any(t.needs_16_bits for t in due) else tolerance_of(model)
-        # otherwise in float32; and autograd.grad returns no gradients of FSDP's shards
-        sixteen, gradients = tolerance is SIXTEEN_BITS, training and not self._run.sharded
-        failure, batch = "", with_padding(_first_rows(state.batch))
-        mask = token_masks(batch).get("attention_mask")  # with several texts per sample, (B, texts, S)
-        call = partial(_call, model, batch, state, sixteen=sixteen, training=training)
-        outcome = partial(measure, model, call, None if mask is None else mask.flatten(1), gradients=gradients)
+        failure, batch = "", _Batch(state, self._run, training)
+        if any(technique.needs_16_bits for technique in due):
+            batch.tolerance = SIXTEEN_BITS
         try:
             with uncounted():
-                changed = outcome()
-                with untouched(model):
-                    stock = outcome()
+                changed, stock = batch.changed_and_untouched()
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
@@ -72,7 +63,7 @@ class Comparison:
         if any_rank(state.device, bool(failure)):
             reason = f"the comparison with the untouched model failed ({failure or 'on another rank'})"
             raise Refusal(names, reason, _FIX)
-        difference = compare(stock, changed, tolerance)
+        difference = compare(stock, changed, batch.tolerance)
         if any_rank(state.device, difference.beyond is not None):
             beyond = f"{difference.beyond or 'another rank found a difference'} on the first batch"
             raise Refusal(names, f"its result differs from the untouched model's: {beyond} ({because})", _FIX)
@@ -80,21 +71,64 @@ class Comparison:
             technique.evidence["compared_with_untouched"] = difference.evidence() | {"because": reason}
 
 
-def _call(model: Any, batch: Any, state: State, *, sixteen: bool, training: bool) -> tuple[Any, Tensor | None]:
-    from composer.core import get_precision_context
+class _Batch:
+    """One micro-batch that runs twice, with half of its rows if a run does not fit into memory, and so on."""
 
-    with get_precision_context(state.precision, state.precision_config) if sixteen else nullcontext():
-        outputs = model(batch)
-        loss = model_of(state).loss(outputs, batch) if training else None
-    if loss is None or isinstance(loss, Tensor):
-        return outputs, loss
-    return outputs, torch.stack([*(loss.values() if isinstance(loss, dict) else loss)]).sum()
+    def __init__(self, state: State, run: Run, training: bool) -> None:
+        self._state, self._run, self._training = state, run, training
+        self._batch = with_padding(state.batch)
+        self._model: Any = state.model if run.sharded else model_of(state)
+        self.tolerance = tolerance_of(self._model)
+
+    @property
+    def _mask(self) -> Tensor | None:
+        """The batch's attention mask (B, S); with several texts per sample, their masks are concatenated along S."""
+        mask = token_masks(self._batch).get("attention_mask")
+        return None if mask is None else mask.flatten(1)
+
+    def changed_and_untouched(self) -> tuple[Outcome, Outcome]:
+        while True:
+            try:
+                changed = self._outcome()
+                with untouched(self._model):
+                    return changed, self._outcome()
+            except torch.OutOfMemoryError as error:
+                if world_size() > 1 and not _loss_respects_loss_ranks(self._model):
+                    raise torch.OutOfMemoryError(
+                        f"the comparison with the untouched model ran out of memory ({first_line(error)}), and one of "
+                        f"{world_size()} ranks cannot repeat it with fewer samples, since its loss may gather samples "
+                        "from the others; lower the micro-batch, or set check: never"
+                    ) from error
+                if self._run.sharded or not self._halve():
+                    raise
+
+    def _halve(self) -> bool:
+        """Keep the first half of the rows, and return whether that was possible."""
+        rows = 0 if self._mask is None else len(self._mask)
+        if rows < 2 or any(not isinstance(v, Sequence | Tensor) or len(v) != rows for v in self._batch.values()):
+            return False
+        self._batch = {name: value[: rows // 2] for name, value in self._batch.items()}
+        torch.cuda.empty_cache()
+        return True
+
+    def _outcome(self) -> Outcome:
+        gradients = self._training and not self._run.sharded  # autograd.grad returns none of FSDP's shards
+        return measure(self._model, self._call, self._mask, gradients=gradients)
+
+    def _call(self) -> tuple[Any, Tensor | None]:
+        from composer.core import get_precision_context
+
+        precise = self.tolerance is not SIXTEEN_BITS  # otherwise compared in the precision of training
+        in_training = get_precision_context(self._state.precision, self._state.precision_config)
+        with nullcontext() if precise else in_training, loss_of_this_rank():  # other ranks may have halved their batch
+            outputs = self._model(self._batch)
+            loss = model_of(self._state).loss(outputs, self._batch) if self._training else None
+        if loss is None or isinstance(loss, Tensor):
+            return outputs, loss
+        return outputs, torch.stack([*(loss.values() if isinstance(loss, dict) else loss)]).sum()
 
 
-def _first_rows(batch: Any) -> Any:
-    """At most 16 rows, since the untouched model in float32 needs more memory than training; the whole batch if not
-    all of its values have one entry per row."""
-    rows = len(next(iter(token_masks(batch).values()), ()))
-    if not rows or any(not isinstance(v, Sequence | Tensor) or len(v) != rows for v in batch.values()):
-        return batch
-    return {name: value[:_ROWS] for name, value in batch.items()}
+def _loss_respects_loss_ranks(model: Any) -> bool:
+    """Whether the loss is defined by this package or by Composer, which call :func:`.loss_ranks` before they gather."""
+    methods = [type(owner).loss for owner in (model, getattr(model, "task", model))]
+    return all(method.__module__.partition(".")[0] in ("composer", "composer_speedups") for method in methods)

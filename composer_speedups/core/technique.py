@@ -192,8 +192,8 @@ class ComparedTechnique(Technique):
         _: KW_ONLY
 
     check: Check = Field("auto")
-    """Compare loss, outputs and gradients of the first 16 rows with the untouched model's. auto: only if the model is
-    not exactly transformers' own."""
+    """Compare loss, outputs and gradients of the first micro-batch with the untouched model's. auto: only if the model
+    is not exactly transformers' own."""
 
     @property
     def needs_16_bits(self) -> bool:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +50,25 @@ def world_size() -> int:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_world_size()
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+_alone = False
+
+
+@contextlib.contextmanager
+def loss_of_this_rank() -> Iterator[None]:
+    """Make losses in the block use this rank's samples alone, because other ranks may not be computing theirs."""
+    global _alone
+    before, _alone = _alone, True
+    try:
+        yield
+    finally:
+        _alone = before
+
+
+def loss_ranks() -> int:
+    """Number of ranks whose samples a loss may gather: all of them, or 1 inside :func:`loss_of_this_rank`."""
+    return 1 if _alone else world_size()
 
 
 _host_groups: list[Any] = []  # the shared process group, once per user

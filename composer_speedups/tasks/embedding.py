@@ -20,7 +20,7 @@ from torchmetrics import Metric
 from torchmetrics.regression import SpearmanCorrCoef
 
 from composer_speedups.core.files import write_json
-from composer_speedups.core.trainer_state import world_size
+from composer_speedups.core.trainer_state import loss_ranks
 from composer_speedups.packing.call import known_batch
 from composer_speedups.tasks.metrics import Recall
 from composer_speedups.tasks.settings import EmbeddingSettings
@@ -92,7 +92,7 @@ class Embedding(EmbeddingSettings, Task):
         answered_RC = F.pad(keys_RN[:, :1], (0, keys_RN.shape[1] - 2))
         keys_C2 = torch.stack([keys_RN[:, 1:], answered_RC], dim=-1).transpose(0, 1).flatten(0, 1)
         first = 0
-        if (ranks := world_size()) > 1:
+        if (ranks := loss_ranks()) > 1:
             first = dist.get_global_rank() * len(candidates)
             candidates = torch.cat(all_gather(candidates.contiguous()))
             gathered = [torch.empty_like(keys_C2) for _ in range(ranks)]

@@ -25,6 +25,7 @@ from composer_speedups.core.errors import Refusal
 from composer_speedups.core.stock import changes_to
 from composer_speedups.packing.comparison import FLOAT32, Outcome, compare
 from composer_speedups.packing.encoder import unpadded_encoders
+from composer_speedups.packing.untouched import is_untouched
 from tests.helpers.common import (
     Batch,
     Batches,
@@ -151,16 +152,23 @@ def test_the_comparison_does_not_affect_training() -> None:
     assert losses[0] == losses[1]
 
 
-def test_at_most_16_rows_are_compared() -> None:
+def test_half_a_batch_is_compared_if_the_untouched_model_runs_out_of_memory() -> None:
+    """The untouched model runs out of memory with more than two rows."""
     rows: list[int] = []
 
-    class Counting(Pooling):
+    class Large(Pooling):
         def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor, **_: Any) -> Any:
             rows.append(len(input_ids))
+            if is_untouched() and len(input_ids) > 2:
+                raise torch.OutOfMemoryError("CUDA out of memory")
             return super().forward(input_ids, attention_mask, labels)
 
-    trained([Unpadding(8)], model=CustomModel(Counting(masked_mean)), batches=[batch([9, 16, 3, 12] * 5)])
-    assert rows == [16, 16, 20]
+    unpadding = Unpadding(8)
+    trained([unpadding], model=CustomModel(Large(masked_mean)), batches=[INPUTS])
+    assert rows == [4, 4, 2, 2, 4]
+    assert "largest_gradient_difference" in unpadding.evidence["compared_with_untouched"]
+    with pytest.raises(Refusal, match=DIFFERS):
+        trained([Unpadding(8)], model=CustomModel(Large(plain_mean)), batches=[INPUTS])
 
 
 class TrainingOnly(Pooling):
