@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from torch import nn
@@ -93,18 +94,24 @@ def engage(run: Run, techniques: Iterable[Technique]) -> Comparison:
     complete = True
     try:
         for technique in list(run.techniques.values()):
+            undo, run.undo = run.undo, ExitStack()
             try:
                 if not complete:
                     _require(technique, run)  # one that it needs may be left out
                 technique.evidence.update(technique.engage(run))
             except ValueError as error:
-                fix = "remove it for this model"
-                refusal = error if isinstance(error, Refusal) else technique.refusal(str(error), fix)
+                reason, _, fix = str(error).partition("; ")
+                fix = fix or "remove it for this model"
+                refusal = error if isinstance(error, Refusal) else technique.refusal(reason, fix)
                 if technique.on_unavailable == "stop":
                     raise refusal from error.__cause__
+                run.undo.close()  # what it had changed before
                 _warn(run.techniques.pop(technique.name), refusal, "without")
                 complete = False
                 continue
+            finally:
+                undo.push(run.undo)
+                run.undo = undo
             technique.engaged = True
             run.precision = technique.precision_after(run)
     except BaseException:

@@ -179,6 +179,23 @@ def test_a_refusal_undoes_the_techniques_before_it() -> None:
     assert toy.calls == ["undone"]
 
 
+def test_a_technique_that_fails_half_way_is_undone_before_the_run_continues_without_it() -> None:
+    class HalfWay(Toy):
+        name = "half_way"
+
+        def engage(self, run: Run) -> dict[str, Any]:
+            super().engage(run)
+            raise ValueError("it has no weights; give it some")
+
+    half_way, toy = HalfWay(on_unavailable="warn"), Toy()
+    with pytest.warns(UserWarning, match="continuing without half_way: it has no weights"):
+        trainer = make_trainer([half_way, toy])
+    assert half_way.evidence == {"unavailable": "it has no weights", "fix": "give it some"}
+    assert (half_way.calls, toy.calls) == (["undone"], [])
+    trainer.close()
+    assert (half_way.calls, toy.calls) == (["undone"], ["undone"])
+
+
 def test_warn_continues_without_a_technique_that_cannot_engage_and_rechecks_the_others() -> None:
     class Needs(Toy):
         name = "needs"
