@@ -311,7 +311,7 @@ def _wrong(field: FieldInfo, errors: list[Any]) -> str:
     first = errors[0]
     if first["type"] in ("value_error", "odd"):
         return str(first.get("ctx", {}).get("error", first["msg"]))
-    if first["type"] == "too_short":
+    if first["type"].endswith("too_short"):
         return "must not be empty"
     kinds = [re.sub(r"^Input should be |a valid dictionary or .*|, (unable|got) .*", "", e["msg"]) for e in errors]
     kinds = [re.sub("a valid (int)?", lambda found: "an int" if found[1] else "a ", kind) for kind in kinds]

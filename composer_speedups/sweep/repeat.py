@@ -70,7 +70,7 @@ class RepeatConfig(Settings):
     """Seeds to train every file with: 1..5, or 1,2,7."""
     processes: int | None = Field(None, ge=1, le=1024)
     """Runs at a time, which share the GPUs; null for one on each visible GPU, or one without a GPU."""
-    metric: str | None = None
+    metric: str | None = Field(None, min_length=1)
     """With lists of values: metric by which the best is named; null for checkpoint.best's, or the table's first."""
 
 
@@ -87,12 +87,23 @@ class Run(NamedTuple):
     inputs: Inputs  # the files that it reads, by content, when the command started
 
     def metrics(self) -> dict[str, float | None] | None:
-        """The metrics in the report; None if the run has not finished, or had another config or other files."""
+        """The evaluation's metrics in the report, None for NaN; None if the run has not finished, or had another config
+        or other files."""
         path = self.folder / "report.json"
         if not path.exists() or differences(self.config, self.folder / "config.yaml") != []:
             return None
         report: dict[str, Any] = json.loads(path.read_text())
-        return None if changed_input(report.get("inputs", {}), self.inputs) else report["metrics"]
+        if changed_input(report.get("inputs", {}), self.inputs):
+            return None
+        return {name: value for name, value in report["metrics"].items() if not name.startswith("train_")}
+
+    def finished(self, metric: str | None) -> bool:
+        """Whether there are metrics; a ConfigError if ``metric`` is not one of them."""
+        metrics = self.metrics()
+        if metrics is not None and metric not in (None, *metrics):
+            known = ", ".join(metrics) or "none"
+            raise ConfigError(f"metric: {metric!r} is not a metric of {self.folder.name}; known: {known}")
+        return metrics is not None
 
 
 def _alternatives(pair: str) -> list[str]:
@@ -112,7 +123,11 @@ def planned_runs(files: Sequence[str], overrides: Sequence[str], seeds: Sequence
     """The runs of all seeds of the first file with the first value of each key, then of the next value, and file."""
     if any(pair.partition("=")[0] == "seed" for pair in overrides):
         raise ConfigError("command line: seed differs between the runs; set seeds, such as seeds=1..5")
-    points = [*itertools.product(*map(_alternatives, overrides))]
+    keys, values_of = [pair.partition("=")[0] for pair in overrides], [*map(_alternatives, overrides)]
+    for key, pair, values in zip(keys, overrides, values_of, strict=True):
+        if values != [pair] and keys.count(key) > 1:
+            raise ConfigError(f"command line: {key} is given twice; give it once, with all its values")
+    points = [*itertools.product(*values_of)]
     if not points:
         raise ConfigError("command line: a key has an empty list of values; name one or more")
     configs = [(file, pairs, load_config(file, pairs)) for file in files for pairs in points]
@@ -120,16 +135,19 @@ def planned_runs(files: Sequence[str], overrides: Sequence[str], seeds: Sequence
     names = [
         "-".join([config.run_name, *map(_as_name, pairs)]) for (*_, config), pairs in zip(configs, chosen, strict=True)
     ]
-    if shared := [name for name in names if names.count(name) > 1]:
-        raise ConfigError(f"run_name: {shared[0]!r} is the name of two files or values; give each a name of its own")
-    for i, (file, _, config) in enumerate(configs):
-        if any((file, config) == (other, same) for other, _, same in configs[:i]):
-            raise ConfigError(
-                f"command line: {' '.join(chosen[i])} is the same run as other values before it; remove it"
-            )
+    described = [" ".join(pairs) for pairs in chosen]
+    for i, (name, point, (*_, config)) in enumerate(zip(names, described, configs, strict=True)):
+        start = i - i % len(points)  # the first of the same file
+        if any(config == same for *_, same in configs[start:i]):
+            raise ConfigError(f"command line: {point} is the same run as other values before it; remove it")
+        if name in names[start:i]:
+            both = f"{described[names.index(name, start)]} and {point}"
+            raise ConfigError(f"run_name: {name!r} is the name of {both}; train one of them in a command of its own")
+        if name in names[:start]:
+            raise ConfigError(f"run_name: {name!r} is the name of two files; give each a name of its own")
     group = "-".join(dict.fromkeys(config.run_name for *_, config in configs))[:128]  # W&B's limit
     runs = []
-    for (file, pairs, config), base, point in zip(configs, names, chosen, strict=True):
+    for (file, pairs, config), base, point in zip(configs, names, described, strict=True):
         common = [*pairs]
         if config.loggers.wandb is not None and config.loggers.wandb.group is None:
             common.append(f"loggers.wandb.group={group}")
@@ -138,7 +156,7 @@ def planned_runs(files: Sequence[str], overrides: Sequence[str], seeds: Sequence
             values = [*common, f"seed={seed}", f"run_name={base}-seed{seed}"]
             seeded = load_config(file, values)
             folder = Path(seeded.runs_folder) / seeded.run_name
-            runs.append(Run(file, " ".join(point), base, seed, seeded, folder, ["-f", file, *values], inputs))
+            runs.append(Run(file, point, base, seed, seeded, folder, ["-f", file, *values], inputs))
     return runs
 
 
@@ -160,9 +178,10 @@ def gpus_of_processes(runs: Sequence[Run], processes: int | None) -> list[str | 
     return [gpus[i % len(gpus)] for i in range(processes or len(gpus))]
 
 
-def _train_all(runs: Sequence[Run], gpus: Sequence[str | None], program: str) -> list[str]:
-    """Train the runs that have not finished, one at a time on each of ``gpus``; a line for each that fails."""
-    waiting, free, failures = [run for run in runs if run.metrics() is None], [*gpus], list[str]()
+def _train_all(runs: Sequence[Run], gpus: Sequence[str | None], program: str, metric: str | None) -> list[str]:
+    """Train the runs that have not finished, one at a time on each of ``gpus``; a line for each that fails. A finished
+    run without the metric stops the others."""
+    waiting, free, failures = [run for run in runs if not run.finished(metric)], [*gpus], list[str]()
     print(f"{len(waiting)} of {len(runs)} runs are not finished; training {len(free)} at a time", flush=True)
     # The logs are next to the folders, which train.py may rename.
     by_log = {Path(f"{run.folder}.log"): run for run in waiting}
@@ -176,7 +195,7 @@ def _train_all(runs: Sequence[Run], gpus: Sequence[str | None], program: str) ->
     def done(job: Job, ended: Ended) -> None:
         free.append(job.environment.get("CUDA_VISIBLE_DEVICES"))
         reason = ended.reason
-        if not reason and by_log[job.log].metrics() is None:
+        if not reason and not by_log[job.log].finished(metric):
             reason = "its data or config changed while the command ran; start again"
         if reason:
             failures.append(f"{job.log.stem}: {reason}")
@@ -192,7 +211,7 @@ def table(runs: Sequence[Run]) -> str:
     for base in dict.fromkeys(run.base for run in runs):
         reports = {run.seed: run.metrics() for run in runs if run.base == base}
         finished = [metrics for metrics in reports.values() if metrics is not None]
-        for name in dict.fromkeys(n for metrics in finished for n in metrics if not n.startswith("train_")):
+        for name in dict.fromkeys(n for metrics in finished for n in metrics):
             values = [value for metrics in finished if (value := metrics.get(name)) is not None]  # null stands for NaN
             mean = f"{statistics.mean(values):.4f}" if values else ""
             deviation = f"{statistics.stdev(values):.4f}" if len(values) > 1 else ""
@@ -209,19 +228,22 @@ def best_of(runs: Sequence[Run], metric: str | None) -> list[str]:
     for file in dict.fromkeys(run.file for run in runs if run.point):
         finished = [(run, metrics) for run in runs if run.file == file and (metrics := run.metrics()) is not None]
         chosen = next(run.config.checkpoint.best for run in runs if run.file == file)
-        known = dict.fromkeys(n for _, metrics in finished for n in metrics if not n.startswith("train_"))
+        known = dict.fromkeys(name for _, metrics in finished for name in metrics)
         name = metric or (chosen.metric if chosen else next(iter(known), "metric"))
         values = defaultdict[str, list[float]](list)
         for run, metrics in finished:
             if (value := metrics.get(name)) is not None:
                 values[run.point].append(value)
         if not values:
-            lines.append(f"{Path(file).stem}: no run has the metric {name!r}; they have: {', '.join(known) or 'none'}")
+            missing = f"no run has the metric {name!r}; they have: {', '.join(known) or 'none'}"
+            lines.append(f"{Path(file).stem}: {f'{name} is undefined in every run' if name in known else missing}")
             continue
         means = {point: statistics.mean(found) for point, found in values.items()}
-        smallest = chosen.mode == "min" if chosen and chosen.mode else smaller_is_better(name)
+        mode = chosen.mode if chosen and chosen.metric == name else None
+        smallest = mode == "min" if mode else smaller_is_better(name)
         best = (min if smallest else max)(means.values())
-        points = [f"{point} (mean of {len(values[point])} runs)" for point, mean in means.items() if mean == best]
+        counts = {p: f"mean of {len(found)} runs" if len(found) > 1 else "1 run" for p, found in values.items()}
+        points = [f"{point} ({counts[point]})" for point, mean in means.items() if mean == best]
         lines.append(f"{Path(file).stem}: best {name} {best:.4f} with {' and '.join(points)}")
     return lines
 
@@ -234,13 +256,15 @@ def main(arguments: Sequence[str], program: str = TRAIN) -> None:
     settings, _ = read_settings(RepeatConfig, own)
     overrides = [pair for pair in command_line.overrides if pair not in own]
     runs = planned_runs(command_line.files, overrides, settings.seeds)
+    if settings.metric and not any(run.point for run in runs):
+        raise ConfigError("command line: metric names the best of several values, and no key has a list; remove it")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError("WORLD_SIZE: each run is one process; start this command without a launcher")
     with contextlib.ExitStack() as locks:  # otherwise a second command would train finished seeds again
         for run in runs:
             lock = make_folder(run.folder.parent, "runs_folder") / f".{run.folder.name}.repeat.lock"
             locks.enter_context(lock_file(lock, "runs_folder"))
-        failures = _train_all(runs, gpus_of_processes(runs, settings.processes), program)
+        failures = _train_all(runs, gpus_of_processes(runs, settings.processes), program, settings.metric)
         print("\n".join([table(runs), *best_of(runs, settings.metric)]), flush=True)
     if failures:
         raise RunFailedError(f"{len(failures)} of {len(runs)} runs failed; the first: {failures[0]}")

@@ -90,11 +90,16 @@ def test_seeds_are_numbers_and_ranges() -> None:
         (["-f", "quickstart"], "run_name: 'quickstart' is the name of two files"),
         (["seed=[1,2]"], "set seeds, such as seeds=1..5"),
         (["optimizer.lr=[1e-4,0.0001]"], "optimizer.lr=0.0001 is the same run as other values before it; remove it"),
-        (["optimizer.lr=[1e-4,3e-5]", "optimizer.lr=1e-3"], "is the same run as other values before it"),
+        (["optimizer.lr=[1e-4,1e-4]"], "command line: optimizer.lr=1e-4 is the same run as other values before it"),
+        (["optimizer.lr=[1e-4,3e-5]", "optimizer={lr: 1e-3}"], "optimizer.lr=3e-5 is the same run as other values"),
+        (["optimizer.lr=[1e-4,3e-5]", "optimizer.lr=1e-3"], "optimizer.lr is given twice"),
+        (["optimizer.lr=1e-4", "optimizer.lr=[1e-4,3e-5]"], "optimizer.lr is given twice"),
+        (["metric=accuracy", "optimizer.lr=1e-4"], "metric names the best of several values, and no key has a list"),
         (["optimizer.lr=[]"], "a key has an empty list of values"),
         (["optimizer.lr=[1e-4,-1]"], "optimizer.lr must be greater than 0"),
         (["optimizer.rl=[1e-4,3e-5]"], "unknown key 'optimizer.rl'; did you mean 'optimizer.lr'?"),
-        (["data.tokenizer=[a/b,a:b]"], "run_name: 'quickstart-tokenizer_a_b' is the name of two files or values"),
+        (["data.tokenizer=[a/b,a:b]"], "is the name of data.tokenizer=a/b and data.tokenizer=a:b; train one"),
+        (["-f", "quickstart", "optimizer.lr=[1e-4,3e-5]"], "run_name: 'quickstart-lr_1e-4' is the name of two files"),
         (["runs_folder=file/runs"], "runs_folder: file/runs (relative to"),
     ],
 )
@@ -149,21 +154,23 @@ def test_the_table_has_a_row_for_each_value_and_the_best_is_named() -> None:
     rows = cells(table(runs[:6]).splitlines())[2:]
     assert rows[2][:4] == ["quickstart-lr_3e-5", "accuracy", "2 of 2", "0.7750"]
     assert rows[-1][:2] == ["quickstart-lr_1e-4", "failed: seed 2"]
-    best = "best accuracy 0.8000 with optimizer.lr=1e-4 (mean of 1 runs)"
+    best = "best accuracy 0.8000 with optimizer.lr=1e-4 (1 run)"
     assert best_of(runs, None) == [
         f"quickstart: {best}",
         "mrpc: no run has the metric 'metric'; they have: none",
     ]
     assert best_of(runs[:4], "loss") == ["quickstart: best loss 0.6125 with optimizer.lr=3e-5 (mean of 2 runs)"]
     assert best_of(runs[:4], "f1") == ["quickstart: no run has the metric 'f1'; they have: accuracy, loss"]
-    for mode, lr in ((None, "3e-5"), ("max", "1e-5")):
+    for mode, lr in ((None, "3e-5"), ("max", "1e-5"), ("min", "3e-5")):
         asked = [f"checkpoint.best={{metric: loss, mode: {mode or 'null'}}}", "optimizer.lr=[1e-5,3e-5]", "run_name=b"]
         if not (again := planned_runs([QUICKSTART], asked, [1, 2]))[0].folder.exists():
             for run, loss in zip(again, (0.7, 0.8, 0.5, 0.6), strict=True):
-                finish(run, accuracy=1.0, loss=loss)
+                finish(run, accuracy=1 - loss, loss=loss, recall=None)
         for run in again:
             save_config(run.config, run.folder / "config.yaml")
         assert best_of(again, None)[0].endswith(f" with optimizer.lr={lr} (mean of 2 runs)")
+        assert best_of(again, "accuracy")[0].endswith(" with optimizer.lr=3e-5 (mean of 2 runs)")  # mode is for loss
+        assert best_of(again, "recall") == ["quickstart: recall is undefined in every run"]
     assert best_of(planned_runs([QUICKSTART], [], [1]), None) == []
 
 
@@ -173,6 +180,16 @@ def test_a_grid_is_trained_and_its_best_value_printed(stub: str, capsys: pytest.
     said = capsys.readouterr().out.splitlines()
     both = " and ".join(f"optimizer.lr={lr} (mean of 2 runs)" for lr in ("1e-5", "3e-5"))
     assert said[-1] == f"quickstart: best accuracy 0.1875 with {both}"
+
+
+def test_an_unknown_metric_stops_the_command_after_the_first_run(stub: str) -> None:
+    arguments = ["-f", QUICKSTART, "seeds=1", "trainer.device=cpu", "optimizer.lr=[1e-5,3e-5]"]
+    for _ in range(2):  # the second time, before anything is trained
+        with pytest.raises(ConfigError, match=r"^metric: 'acc' is not .* quickstart-lr_1e-5-seed1; known: accuracy$"):
+            main([*arguments, "metric=acc"], stub)
+        assert calls() == ["quickstart-lr_1e-5-seed1"]
+    main([*arguments, "metric=accuracy"], stub)
+    assert calls() == ["quickstart-lr_1e-5-seed1", "quickstart-lr_3e-5-seed1"]
 
 
 def test_all_configs_of_a_folder_are_named_at_once(stub: str, capsys: pytest.CaptureFixture[str]) -> None:

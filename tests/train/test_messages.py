@@ -124,6 +124,7 @@ CALLS: list[tuple[Callable[[], Any], str]] = [  # calls → the message of their
     (lambda: read_settings(TuneConfig, ["tune.allow=recipe,x"], "tune."), "command line: tune.allow[1] must be 'lower_precision' or 'recipe' or null, not 'x'"),
     (lambda: read_settings(RepeatConfig, ["seeds=1..x"]), "command line: seeds must be numbers or ranges of at most 1000, such as 1..5 or 1,2,7, not '1..x'"),
     (lambda: read_settings(RepeatConfig, ["seeds="]), 'command line: seeds must not be empty'),
+    (lambda: read_settings(RepeatConfig, ["metric="]), 'command line: metric must not be empty'),
     (lambda: LoRA(rnak=3), "unknown key 'rnak'; did you mean 'rank'?"),
     (lambda: LoRA(rank="8", dropout=1), "rank must be an integer, not '8'\ndropout must be less than 1, not 1"),
     (lambda: TorchCompile(mode="x", backend="eager"), "mode 'x' is a mode of inductor, and the backend is 'eager'; remove one"),
