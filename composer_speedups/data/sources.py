@@ -28,7 +28,7 @@ from composer_speedups.data.reader import (
     saved_dataset,
     with_class_names,
 )
-from composer_speedups.data.summary import DataSummary, DroppedRows, invalid_rows
+from composer_speedups.data.summary import DataSummary, DroppedRows, Problem, invalid_rows
 from composer_speedups.tasks.settings import GENERATED, DataConfig
 from composer_speedups.tasks.task import Example, Task
 
@@ -53,7 +53,7 @@ class _Split(NamedTuple):
         self, task: Task, on_invalid: str, summary: DataSummary, *, training: bool, places: Sequence[int] | None = None
     ) -> dict[int, Example]:
         """Place → sample of the rows at ``places``, or of all rows; the invalid ones are refused or dropped."""
-        examples, invalid = {}, list[str]()
+        examples, invalid = {}, list[Problem]()
         if places is None and task.reads_label(training=training):
             task.check_labels([row.get(str(task.label_column)) for row in self.rows], self.where)
         places = range(len(self.rows)) if places is None else places
@@ -61,10 +61,10 @@ class _Split(NamedTuple):
             try:
                 examples[place] = task.example(self.rows[place], f"row {place + 1}", training=training)
             except DataError as error:
-                invalid.append(str(error))
+                invalid.append((error.who, error.fix))
         if invalid and (on_invalid == "stop" or not examples):
             fix = "data.on_invalid=drop leaves out invalid rows" if examples else "use a file with valid rows"
-            raise DataError(invalid_rows(self.where, len(places), invalid, fix))
+            raise invalid_rows(self.where, len(places), invalid, fix)
         if invalid:
             summary.dropped.append(DroppedRows(self.where, len(places), invalid))
         return examples

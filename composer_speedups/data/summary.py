@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from composer_speedups.core.errors import DataError
 from composer_speedups.tasks.labels import TaskWithClasses
 
 if TYPE_CHECKING:
@@ -15,7 +16,9 @@ if TYPE_CHECKING:
     from composer_speedups.tasks.task import Task
 
 _RARE = 10  # validation rows of a class, below which its metrics say little
-_MOST_LISTED = 10  # invalid rows that messages and the report describe
+_MOST_LISTED = 10  # invalid rows and rare classes that messages and the report list
+
+Problem = tuple[str, str]  # such as ("row 6: text is empty", "every sample needs text"): the second, advice, may be ""
 
 
 @dataclass(frozen=True)
@@ -24,13 +27,14 @@ class DroppedRows:
 
     where: str  # the file or dataset with its config key
     rows: int  # with the invalid ones
-    problems: Sequence[str]  # such as: row 6: text is empty; every sample needs text
+    problems: Sequence[Problem]
 
     def __str__(self) -> str:
-        return f"{len(self.problems):,} of {self.rows:,} rows of {self.where} ({_listed(self.problems)})"
+        shown = _listed([problem for problem, _ in self.problems])
+        return f"{len(self.problems):,} of {self.rows:,} rows of {self.where} ({shown})"
 
     def report(self) -> dict[str, Any]:
-        first = [_without_advice(problem) for problem in self.problems[:_MOST_LISTED]]
+        first = [problem for problem, _ in self.problems[:_MOST_LISTED]]
         return {"source": self.where, "rows": self.rows, "dropped": len(self.problems), "first": first}
 
 
@@ -62,7 +66,7 @@ class DataCheck:
     on_both_sides: int | None  # validation rows with a text that is also trained on
     differing_labels: int | None  # texts to which the rows of either split give different labels
     rare_classes: Mapping[str, int] | None  # class → validation rows, of classes with fewer than ten
-    constant: Mapping[str, Any] | None  # the best constant answer to the validation rows, with its metrics
+    constant: Mapping[str, Any] | None  # the best constant answers to the validation rows, each with its metric
 
     def __str__(self) -> str:
         duplicates = [f"{rows:,} to {name} on" for name, rows in self.duplicates.items() if rows]
@@ -77,9 +81,10 @@ class DataCheck:
             f"{name}: {count if isinstance(count, str) else f'{count:,}'}" for name, count in counts.items() if count
         ]
         if self.constant:
-            (_, answer), *metrics = self.constant.items()
-            shown = " and ".join(f"{name} {value:.4g}" for name, value in metrics)
-            found.append(f"always predicting {answer if isinstance(answer, str) else f'{answer:.4g}'} has {shown}")
+            pairs = iter(self.constant.items())
+            for (what, answer), (metric, value) in zip(pairs, pairs, strict=True):
+                shown = answer if isinstance(answer, str) else f"the {what} {answer:.4g}"
+                found.append(f"always predicting {shown} has {metric} {value:.4g}")
         return "; ".join(found)
 
 
@@ -138,18 +143,12 @@ class DataSummary:
         return dropped | ({} if self.check is None else {"check": str(self.check)})
 
 
-def invalid_rows(where: str, rows: int, problems: Sequence[str], fix: str) -> str:
-    """An error message that counts the invalid rows of ``rows``, describes the first ten, and names the fix."""
-    if len(problems) == 1:
-        return f"{where}, {problems[0]}; {fix}"
-    advice = dict.fromkeys(problem.rpartition("; ")[2] for problem in problems if "; " in problem)
-    invalid = f"{len(problems):,} of {rows:,} rows are invalid ({_listed(problems)})"
-    return "; ".join([f"{where}: {invalid}", *advice, fix])
+def invalid_rows(where: str, rows: int, problems: Sequence[Problem], fix: str) -> DataError:
+    """An error that counts the invalid rows of ``rows``, describes the first ten, and names the fix."""
+    shown = _listed([problem for problem, _ in problems])
+    counted = f": {len(problems):,} of {rows:,} rows are invalid ({shown})" if len(problems) > 1 else f", {shown}"
+    return DataError(where + counted, fix="; ".join([*dict.fromkeys(advice for _, advice in problems if advice), fix]))
 
 
-def _listed(problems: Sequence[str]) -> str:
-    return ", ".join(map(_without_advice, problems[:_MOST_LISTED])) + (", …" if len(problems) > _MOST_LISTED else "")
-
-
-def _without_advice(problem: str) -> str:
-    return problem.rpartition("; ")[0] or problem
+def _listed(items: Sequence[str]) -> str:
+    return ", ".join(items[:_MOST_LISTED]) + (", …" if len(items) > _MOST_LISTED else "")

@@ -95,7 +95,7 @@ def read_request(arguments: Sequence[str]) -> tuple[Path, Request]:
         raise ConfigError(f"{key} must be a local file; add --{key} FILE")
     if request.output is None:
         request.output = f"{Path(request.input).with_suffix('')}.predictions.jsonl"
-    output = Path(request.errors or request.output)
+    output = Path(request.output if request.errors is None else request.errors)
     if output.is_dir():
         raise ConfigError(f"{key}: {output} is a folder; name a file in it")
     if output.suffix not in formats:

@@ -21,7 +21,7 @@ from composer_speedups.core.errors import ConfigError, DataError, first_line
 from composer_speedups.core.files import atomic_file, finite, make_folder
 from composer_speedups.data.reader import Row, check_columns
 from composer_speedups.data.sources import labelled_samples
-from composer_speedups.data.summary import DataSummary, invalid_rows
+from composer_speedups.data.summary import DataSummary, Problem, invalid_rows
 from composer_speedups.predict.model import FinishedModel
 from composer_speedups.tasks.metrics import loss_of
 from composer_speedups.tasks.models import metrics_of
@@ -32,16 +32,16 @@ _ROWS_PER_BLOCK = 2048  # rows that are sorted by length and computed together
 def predict_file(model: FinishedModel, rows: list[Row], source: Path, output: Path, batch_size: int) -> str:
     """Write the rows of ``source`` with their predictions, null for rows without text, to ``output``, atomically."""
     _check(model, rows, source, labelled=False)
-    problems, where = dict[int, str](), f"input: {source}"
+    problems, where = dict[int, Problem](), f"input: {source}"
     for index, row in enumerate(rows):
         try:
             model.texts(row, f"row {index + 1}")
         except DataError as error:
-            problems[index] = str(error)
+            problems[index] = (error.who, error.fix)
     readable = [row for index, row in enumerate(rows) if index not in problems]
     if not readable:
         fix = "text_columns names the columns of the texts"
-        raise DataError(invalid_rows(where, len(rows), [*problems.values()], fix))
+        raise invalid_rows(where, len(rows), [*problems.values()], fix)
     if problems:
         said = "predictions of such rows are null"
         print(invalid_rows(where, len(rows), [*problems.values()], said), file=sys.stderr)
@@ -61,16 +61,16 @@ def evaluate_file(model: FinishedModel, rows: list[Row], source: Path, batch_siz
     """The metrics of the task for the valid rows of ``source``, a line each; a line on stderr lists the others.
     ``errors`` is a file for the valid rows with loss and predictions, the largest loss first."""
     task = model.task
-    if errors is not None:
-        if task.name == "mlm" or loss_of(metrics_of(task, training=False)) is None:
-            raise ConfigError(f"errors: a run of {task.option} has no prediction with a loss for a row; remove it")
-        make_folder(errors.parent, "errors")
+    if errors is not None and (task.name == "mlm" or loss_of(metrics_of(task, training=False)) is None):
+        raise ConfigError(f"errors: a run of {task.option} has no prediction with a loss for a row; remove it")
     _check(model, rows, source, labelled=True)
     where, summary = f"input: {source}", DataSummary()
     samples, places = labelled_samples(rows, where, task, summary)
     problems = [problem for dropped in summary.dropped for problem in dropped.problems]
     if problems:
         print(invalid_rows(where, len(rows), problems, "the metrics leave out such rows"), file=sys.stderr)
+    if errors is not None:
+        make_folder(errors.parent, "errors")  # before anything is computed
     metrics, by_class, losses = model.evaluate(samples, batch_size, by_row=errors is not None)
     if errors is not None:
         valid = [rows[place] for place in places]

@@ -64,8 +64,8 @@ class TaskWithClasses(Task):
         if integer is not None and _are_text(names) and 0 <= integer < len(names):
             return integer
         raise DataError(
-            f"{where}: {self.label_column} {verb} {shown(value)}; every label must be one of {', '.join(names[:20])} "
-            "(data.labels)"
+            f"{where}: {self.label_column} {verb} {shown(value)}",
+            fix=f"every label must be one of {', '.join(names[:20])} (data.labels)",
         )
 
     def check_classes(self, where: str) -> None:
@@ -102,7 +102,7 @@ class TaskWithClasses(Task):
     def classes_of(self, value: Any, where: str, expected: str) -> list[int]:
         """The indices of a list of labels; ``expected`` describes it for errors."""
         if not isinstance(value, list | tuple):
-            raise DataError(f"{where}: {self.label_column} is {shown(value)}; every label must be {expected}")
+            raise DataError(f"{where}: {self.label_column} is {shown(value)}", fix=f"every label must be {expected}")
         return [self.class_of(label, where, "holds") for label in value]
 
     def most_frequent(self, labels: Iterable[int]) -> dict[str, Any]:

@@ -90,8 +90,8 @@ class Multilabel(MultilabelSettings, TaskWithClasses):
         integers = [integer for label in labels if (integer := as_integer(label)) is not None]
         if len({*integers}) < len(integers):
             raise DataError(
-                f"{where}: {self.label_column} is {shown(value)}, which has an integer twice; write the names of the "
-                "labels, or 0 and 1 in a column for each (data.label_columns)"
+                f"{where}: {self.label_column} is {shown(value)}, which has an integer twice",
+                fix="write the names of the labels, or 0 and 1 in a column for each (data.label_columns)",
             )
         return [float(i in present) for i in range(len(self.classes))]
 
@@ -120,7 +120,7 @@ class Multilabel(MultilabelSettings, TaskWithClasses):
     def _flag(self, value: Any, where: str, column: str) -> float:
         flag = _FLAGS.get(str(value).lower())
         if flag is None:
-            raise DataError(f"{where}: {column} is {shown(value)}; every label must be 0 or 1")
+            raise DataError(f"{where}: {column} is {shown(value)}", fix="every label must be 0 or 1")
         return flag
 
     def head_settings(self) -> dict[str, Any]:

@@ -23,8 +23,9 @@ class Regression(RegressionSettings, Task):
 
     def best_constant(self, labels: Sequence[float]) -> dict[str, float]:
         labels_R = np.array(labels)
-        mean = labels_R.mean()
-        return {"score": float(mean), "mae": float(abs(labels_R - mean).mean()), "rmse": float(labels_R.std())}
+        mean, median = labels_R.mean(), np.median(labels_R)  # the best constant for the RMSE, and that for the MAE
+        mae = abs(labels_R - median).mean()
+        return {"mean": float(mean), "rmse": float(labels_R.std()), "median": float(median), "mae": float(mae)}
 
     def head_settings(self) -> dict[str, Any]:
         return {"problem_type": "regression", "num_labels": 1}

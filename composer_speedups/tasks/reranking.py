@@ -37,8 +37,8 @@ class Reranking(RerankingSettings, Task):
         label = number(value, where, str(self.label_column))
         if self.loss_name == "bce" and not 0 <= label <= 1:
             raise DataError(
-                f"{where}: {self.label_column} is {shown(value)}; with model.loss=bce every label must be between 0 "
-                "and 1 (model.loss=pairwise accepts any number)"
+                f"{where}: {self.label_column} is {shown(value)}",
+                fix="with model.loss=bce every label must be between 0 and 1 (model.loss=pairwise accepts any number)",
             )
         return label
 

@@ -90,15 +90,15 @@ class Task(TaskSettings):
         return None
 
     def best_constant(self, labels: Sequence[Any]) -> dict[str, Any] | None:
-        """The one answer that suits the labels of all tokenized samples best, and its metrics by their names in
-        report.json; None for a task without such an answer."""
+        """What it is → the one answer that suits the labels of all tokenized samples best, then the metric in which it
+        does so → its value, for each such answer; None for a task without one."""
         return None
 
     def text(self, row: Mapping[str, Any], column: str, where: str) -> Any:
         """Check and return the text of one column."""
         text = row.get(column)
         if not isinstance(text, str) or not text.strip():
-            raise DataError(f"{where}: {column} is {shown(text)}; every sample needs text")
+            raise DataError(f"{where}: {column} is {shown(text)}", fix="every sample needs text")
         return text
 
     def label(self, value: Any, where: str) -> Any:
@@ -228,7 +228,7 @@ def number(value: Any, where: str, column: str) -> float:
     except (TypeError, ValueError, OverflowError):
         parsed = math.nan
     if not abs(parsed) <= _LARGEST:
-        raise DataError(f"{where}: {column} is {shown(value)}; every label must be a finite number")
+        raise DataError(f"{where}: {column} is {shown(value)}", fix="every label must be a finite number")
     return parsed
 
 

@@ -34,7 +34,7 @@ class TokenClassification(TokenClassificationSettings, TaskWithClasses):
         if isinstance(words, str) and words[:2] not in ("['", '["'):  # otherwise a list that is written as text
             words = words.split()
         if not isinstance(words, (list, tuple)) or not words or not all(isinstance(word, str) for word in words):
-            raise DataError(f"{where}: {column} is {shown(row.get(column))}; every sample needs words")
+            raise DataError(f"{where}: {column} is {shown(row.get(column))}", fix="every sample needs words")
         tags = row.get(str(self.label_column))
         if isinstance(tags, (list, tuple)) and len(tags) != len(words):
             raise DataError(f"{where}: {len(words)} words in {column}, and {len(tags)} tags in {self.label_column}")

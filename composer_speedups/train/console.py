@@ -139,9 +139,9 @@ class TrainingProgress(LoggerDestination):
 
 
 def about(seconds: float, gib: float | None) -> str:
-    """``about 12 minutes and 3.4 GiB``, which is the peak so far; seconds below two minutes."""
-    time = f"about {seconds / 60:,.0f} minutes" if seconds >= 120 else f"about {seconds:,.0f} seconds"
-    return time if gib is None else f"{time} and {gib:.1f} GiB"
+    """``about 12 minutes and 3.4 GiB``, which is the peak so far; seconds below two minutes, and a tenth below ten."""
+    time = f"{seconds / 60:,.0f} minutes" if seconds >= 120 else f"{seconds:.{int(seconds < 10)}f} seconds"
+    return f"about {time}" if gib is None else f"about {time} and {gib:.1f} GiB"
 
 
 def _position(state: State, *, over: bool = False) -> str:

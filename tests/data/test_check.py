@@ -100,20 +100,23 @@ def test_every_task_states_what_it_has() -> None:
     assert str(masked) == "duplicate texts: 1 to train on; validation texts that are also trained on: 1"
 
 
-def test_the_mean_is_as_good_as_the_metrics_say() -> None:
-    task, labels = task_named("regression"), [0.5, 2.0, 2.5, 4.0]
+def test_names_of_classes_are_listed_as_they_are_with_their_counts() -> None:
+    task = task_named("classification", labels=["a; b", "c"])
+    found = checked(task, rows_of(("x", 0), ("y", 1)), rows_of(("z", 0), *((f"{i}", 1) for i in range(10))))
+    assert "; classes with fewer than 10 validation rows: a; b (1); always" in str(found)
+
+
+def test_no_constant_is_better_than_the_mean_and_the_median() -> None:
+    task, labels = task_named("regression"), [0.5, 2.0, 2.5, 7.0]
     found = checked(task, rows_of(("a", 1.0), ("a", 1.5)), rows_of(*((f"{i}", x) for i, x in enumerate(labels))))
     assert found.differing_labels == 1
     assert found.constant is not None
-    always = torch.full((4,), 2.25)
-    assert found.constant == pytest.approx(
-        {
-            "score": 2.25,
-            "mae": float((always - torch.tensor(labels)).abs().mean()),
-            "rmse": float((always - torch.tensor(labels)).pow(2).mean().sqrt()),
-        }
+    away = torch.linspace(0, 8, 8001)[:, None] - torch.tensor(labels)  # of every constant, in steps of 0.001
+    rmse, mae = away.pow(2).mean(1).sqrt().min(), away.abs().mean(1).min()
+    assert found.constant == pytest.approx({"mean": 3.0, "rmse": float(rmse), "median": 2.25, "mae": float(mae)})
+    assert str(found).endswith(
+        "always predicting the mean 3 has rmse 2.424; always predicting the median 2.25 has mae 1.75"
     )
-    assert str(found).endswith("always predicting 2.25 has mae 1 and rmse 1.25")
 
 
 def test_a_run_prints_and_reports_it_unless_it_is_switched_off(capsys: pytest.CaptureFixture[str]) -> None:

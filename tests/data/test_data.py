@@ -93,6 +93,22 @@ def test_invalid_rows_can_be_dropped_from_training_and_validation_and_are_counte
     assert shown in summary.lines()["dropped"]
 
 
+def test_labels_and_classes_with_a_semicolon_are_shown_whole() -> None:
+    bad, task = (
+        save({"text": [*"abcd"], "label": ["p; q", "r; s", "t; u", ""]}, "bad.csv"),
+        Classification(labels=["p; q", "r"]),
+    )
+    shown = "row 2: label is 'r; s', row 3: label is 't; u', row 4: label is empty"
+    with pytest.raises(DataError) as error:
+        load_samples(files(bad), task)
+    assert str(error.value) == (
+        f"data.train_file: {bad}: 3 of 4 rows are invalid ({shown}); every label must be one of p; q, r (data.labels); "
+        "data.on_invalid=drop leaves out invalid rows"
+    )
+    load_samples(files(bad, on_invalid="drop"), task, summary := DataSummary())
+    assert summary.lines()["dropped"] == f"3 of 4 rows of data.train_file: {bad} ({shown})"
+
+
 def test_labels_that_only_dropped_rows_have_are_no_classes() -> None:
     rows = {"text": [*"abcdefgh", "", "i"], "label": [*["9", "10"] * 4, "lines\nof a wrong column", ""]}
     task = Classification()

@@ -173,6 +173,9 @@ def test_an_interrupted_call_leaves_the_output_as_it_was(finished: Path, monkeyp
             ["input=in.jsonl", "--evaluate", "--errors", "s3://a/b.csv"],
             r"errors must be a local file; add --errors FILE",
         ),
+        (["input=in.jsonl", "--evaluate", "--errors", ""], r"errors: \. is a folder; name a file in it"),
+        (["input=in.jsonl", "--evaluate", "--errors", "new/a.csv"], r"input: in\.jsonl has no column 'label'"),
+        (["input=unknown.jsonl", "--evaluate", "--errors", "new/a.csv"], r"row 1: label is 'so'; every label must be"),
         (
             ["input=unknown.jsonl", "--evaluate"],
             r"input: unknown\.jsonl, row 1: label is 'so'; every label must be one of",

@@ -74,10 +74,11 @@ def test_the_time_and_memory_of_the_run_are_printed_once() -> None:
     progress.log_metrics({"throughput/samples_per_sec": 5.0, "throughput/planned_seconds": 700.0})
     assert screen.getvalue() == "training takes about 12 minutes and 3.4 GiB, evaluations not included\n"
     assert console.about(119.4, None) == "about 119 seconds"
+    assert console.about(0.42, 3.44) == "about 0.4 seconds and 3.4 GiB"
     terminal = Terminal()
     watching = [ThroughputMonitor(interval=2), MemoryAnatomy()]
     trained([], loggers=[TrainingProgress(terminal)], callbacks=watching, max_duration="16ba")
-    assert len(re.findall(r"training takes about \d+ seconds and [\d.]+ GiB, evaluations", terminal.getvalue())) == 1
+    assert len(re.findall(r"training takes about [\d.]+ seconds and [\d.]+ GiB, evaluations", terminal.getvalue())) == 1
 
 
 def test_print_config_prints_a_valid_config_without_training(capsys: pytest.CaptureFixture[str]) -> None:

@@ -141,7 +141,8 @@ class TrainerConfig(Settings):
     dist_timeout: float = Field(300.0, gt=0, le=86_400)
     """Seconds that a rank waits for the others before it fails."""
     progress_bar: bool = True
-    """Show progress, samples/s, loss and time left: a bar on a terminal, lines in a log file."""
+    """Show progress, samples/s, loss, time left, and once an estimate of the whole time and of memory: a bar on a
+    terminal, lines in a log file."""
     deterministic: bool = False
     """Use deterministic kernels only; slower."""
 
