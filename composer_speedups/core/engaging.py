@@ -100,9 +100,8 @@ def engage(run: Run, techniques: Iterable[Technique]) -> Comparison:
                     _require(technique, run)  # one that it needs may be left out
                 technique.evidence.update(technique.engage(run))
             except ValueError as error:
-                reason, _, fix = str(error).partition("; ")
-                fix = fix or "remove it for this model"
-                refusal = error if isinstance(error, Refusal) else technique.refusal(reason, fix)
+                fix = "remove it for this model"
+                refusal = error if isinstance(error, Refusal) else technique.refusal(str(error), fix)
                 if technique.on_unavailable == "stop":
                     raise refusal from error.__cause__
                 run.undo.close()  # what it had changed before

@@ -185,12 +185,12 @@ def test_a_technique_that_fails_half_way_is_undone_before_the_run_continues_with
 
         def engage(self, run: Run) -> dict[str, Any]:
             super().engage(run)
-            raise ValueError("it has no weights; give it some")
+            raise ValueError("it has no weights")
 
     half_way, toy = HalfWay(on_unavailable="warn"), Toy()
     with pytest.warns(UserWarning, match="continuing without half_way: it has no weights"):
         trainer = make_trainer([half_way, toy])
-    assert half_way.evidence == {"unavailable": "it has no weights", "fix": "give it some"}
+    assert half_way.evidence == {"unavailable": "it has no weights", "fix": "remove it for this model"}
     assert (half_way.calls, toy.calls) == (["undone"], [])
     trainer.close()
     assert (half_way.calls, toy.calls) == (["undone"], ["undone"])
