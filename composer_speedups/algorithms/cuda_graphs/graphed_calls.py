@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
+from torch.nn.modules import module as torch_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
@@ -153,7 +153,8 @@ class GraphedCalls:
         unordered = threading.current_thread() is not threading.main_thread() or (  # as servers call models
             torch.cuda.is_initialized() and torch.cuda.current_stream() != torch.cuda.default_stream()
         )
-        if unordered or is_traced() or _get_current_dispatch_mode() is not None or _has_any_global_hook():
+        heard = torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks
+        if heard or unordered or is_traced() or _get_current_dispatch_mode() is not None:
             return False
         # the model's own hooks run outside of its forward
         return not any(m.training or m._forward_hooks or m._forward_pre_hooks for m in self._modules[1:])
