@@ -12,6 +12,7 @@ import torch
 from composer import Callback, Logger, State
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from composer_speedups import CUDAGraphs, Unpadding, untouched
@@ -136,6 +137,16 @@ def hooked(model: Any) -> Iterator[None]:
     assert len(seen) == 2
 
 
+@contextlib.contextmanager
+def hooked_globally(_: Any) -> Iterator[None]:
+    """As profilers and loggers of activations hook all modules of a process."""
+    seen: list[Any] = []
+    handle = register_module_forward_hook(lambda *_: seen.append(1))
+    yield
+    handle.remove()
+    assert len(seen) > 2
+
+
 def with_another_parameter(model: Any) -> None:
     dense = bert_of(model).pooler.dense
     dense.bias = nn.Parameter(dense.bias + 1)
@@ -150,6 +161,7 @@ EAGER, CAPTURED_AGAIN, REPLAYED = (1, 1), (2, 2), (1, 3)
 CHANGES: dict[str, tuple[Callable[[Any], Any], tuple[int, int]]] = {
     "drops out": (lambda model: model.base_model.model.dropout.train(), EAGER),
     "hooked": (hooked, EAGER),
+    "hooked globally": (hooked_globally, EAGER),
     "hidden states were requested": (lambda model: model(**ONE, output_hidden_states=True), EAGER),  # hooks stay
     "in a mode": (lambda _: Mode(), EAGER),
     "as untouched": (untouched, EAGER),
