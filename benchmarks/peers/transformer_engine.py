@@ -103,7 +103,9 @@ def attention_backend() -> str:
 def prepare(model: Any, layer_class: Any) -> None:
     """Replace a model's encoder layers by Transformer Engine's; parameters keep their values."""
     if not isinstance(model, BertForSequenceClassification) or not model.config.hidden_act.startswith("gelu"):
-        raise ConfigError("model.name: the Transformer Engine peer trains a BertForSequenceClassification with GELU only")
+        raise ConfigError(
+            "model.name: the Transformer Engine peer trains a BertForSequenceClassification with GELU only"
+        )
     layers = model.bert.encoder.layer
     model.bert.encoder = Encoder([engine_layer(stock, i + 1, layer_class) for i, stock in enumerate(layers)])
     model.bert.embeddings.LayerNorm.__class__ = AutocastLayerNorm

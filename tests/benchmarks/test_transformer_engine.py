@@ -37,7 +37,12 @@ class DocumentedLayer(nn.Module):
         self.self_attention = nn.Module()
         self.self_attention.qkv = nn.Linear(units, 3 * units)
         self.self_attention.proj = nn.Linear(units, units)
-        shapes = {"fc1_weight": (inner, units), "fc1_bias": (inner,), "fc2_weight": (units, inner), "fc2_bias": (units,)}
+        shapes = {
+            "fc1_weight": (inner, units),
+            "fc1_bias": (inner,),
+            "fc2_weight": (units, inner),
+            "fc2_bias": (units,),
+        }
         self.layernorm_mlp = Names(layer_norm_weight=(units,), layer_norm_bias=(units,), **shapes)
         self.layernorm = nn.LayerNorm(units)
 
@@ -47,7 +52,9 @@ class DocumentedLayer(nn.Module):
         eps, mlp, end = self.arguments["layernorm_epsilon"], self.layernorm_mlp, int(cu_seqlens_q[-1])
         q, k, v = self.self_attention.qkv(x).view(-1, 3, self.heads, self.units // self.heads).unbind(1)
         texts = zip(*(y[:end].split(cu_seqlens_q.diff().tolist()) for y in (q, k, v)), strict=True)
-        attended = [F.scaled_dot_product_attention(*(y.transpose(0, 1) for y in text)).transpose(0, 1) for text in texts]
+        attended = [
+            F.scaled_dot_product_attention(*(y.transpose(0, 1) for y in text)).transpose(0, 1) for text in texts
+        ]
         context = F.pad(torch.cat(attended).flatten(1), (0, 0, 0, len(x) - end))  # zeros in the tail
         x = x + self.self_attention.proj(context)
         x = F.layer_norm(x, (self.units,), mlp.layer_norm_weight, mlp.layer_norm_bias, eps)
@@ -70,6 +77,12 @@ def untouched(**settings: Any) -> BertForSequenceClassification:
     return model
 
 
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    """The gradients of a model's parameters, by name."""
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return {name: gradient for name, gradient in gradients.items() if gradient is not None}
+
+
 def in_bert(name: str) -> list[str]:
     """The names in BERT of the parameters of which one of the peer's consists."""
     for theirs, stock in {
@@ -86,6 +99,11 @@ def in_bert(name: str) -> list[str]:
     return [name]
 
 
+def in_names_of(model: nn.Module, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+    """BERT's gradients, joined as the peer joins its parameters."""
+    return {name: torch.cat([gradients[part] for part in in_bert(name)]) for name, _ in model.named_parameters()}
+
+
 def test_packed_batches_have_the_loss_logits_and_gradients_of_padded_ones() -> None:
     reference, model = untouched(), untouched()
     peer.prepare(model, DocumentedLayer)
@@ -99,9 +117,8 @@ def test_packed_batches_have_the_loss_logits_and_gradients_of_padded_ones() -> N
         model.zero_grad()
         loss.backward()
         torch.testing.assert_close((loss, logits), (expected.loss, expected.logits))
-        wanted = {name: parameter.grad for name, parameter in reference.named_parameters()}
-        ours = {name: parameter.grad for name, parameter in model.named_parameters()}
-        assert_near(ours, {name: torch.cat([wanted[part] for part in in_bert(name)]) for name in ours})
+        assert len(gradients_of(model)) == len(list(model.parameters()))
+        assert_near(gradients_of(model), in_names_of(model, gradients_of(reference)))
 
 
 def test_layers_get_berts_dropout_and_its_order_of_norms() -> None:
@@ -134,11 +151,11 @@ def test_other_models_and_activations_are_refused() -> None:
 def test_packed_batches_have_the_loss_and_gradients_of_padded_ones_on_a_gpu(
     float8: bool, gelu_in_product: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    te = pytest.importorskip(
-        "transformer_engine.pytorch", reason="needs transformer-engine-cu13 and transformer-engine-torch", exc_type=Exception
-    )
+    needs = "needs transformer-engine-cu13 and transformer-engine-torch"
+    te = pytest.importorskip("transformer_engine.pytorch", reason=needs, exc_type=Exception)
     monkeypatch.setenv("NVTE_BIAS_GELU_NVFUSION", str(int(not gelu_in_product)))
-    shape = {"hidden_size": 128, "num_attention_heads": 2, "intermediate_size": 256}  # heads of 64, as BERT's
+    # Heads of 64, as BERT's. Larger weights would amplify rounding errors.
+    shape = {"hidden_size": 128, "num_attention_heads": 2, "intermediate_size": 256, "initializer_range": 0.1}
     reference, model = untouched(**shape).cuda(), untouched(**shape)
     peer.prepare(model, te.TransformerLayer)
     model.cuda()
@@ -151,20 +168,23 @@ def test_packed_batches_have_the_loss_and_gradients_of_padded_ones_on_a_gpu(
         return loss.detach()
 
     graphed = GraphedStep(step, torch.optim.SGD(model.parameters()))
-    near = 0.15 if float8 else 0.05
-    for lengths in ([12, 7, 16, 1], [3, 9, 1, 2], [16, 16, 16, 16]):  # the first one is not replayed
+    near = 0.1 if float8 else 0.02
+    for lengths in ([12, 7, 16, 1], [3, 9, 1, 2], [16, 16, 16, 16]):
         inputs = batch(lengths, 16)
-        with torch.autocast("cuda", torch.bfloat16):
-            expected = reference(**{name: value.cuda() for name, value in inputs.items()})
+        expected = reference(**{name: value.cuda() for name, value in inputs.items()})  # in float32
         reference.zero_grad()
         expected.loss.backward()
-        loss = graphed(flattened(inputs, 64))
-        torch.testing.assert_close(loss, expected.loss.detach(), atol=near / 2, rtol=near / 2)
-        wanted = {name: parameter.grad for name, parameter in reference.named_parameters()}
-        for name, parameter in model.named_parameters():
-            gradient = torch.cat([wanted[part] for part in in_bert(name)])
+        for _ in range(3):  # the first call is not replayed, and begins with FP8 scales of 1
+            loss = graphed(flattened(inputs, 64))
+        torch.testing.assert_close(loss, expected.loss.detach(), atol=near, rtol=near)
+        gradients = in_names_of(model, gradients_of(reference))
+        errors = {name: (gradient - gradients[name]).norm() for name, gradient in gradients_of(model).items()}
+        if float8:  # of some biases, whose sums nearly cancel, the gradients are rounding errors
+            assert sum(e**2 for e in errors.values()) <= 0.5**2 * sum(g.norm() ** 2 for g in gradients.values())
+            continue
+        for name, error in errors.items():
             # The exact gradients of key biases are zero, so theirs are rounding errors.
             least = 1e-3 if name.endswith("qkv.bias") else 1e-4
-            assert (parameter.grad - gradient).norm() <= near * gradient.norm() + least, name
+            assert error <= 0.1 * gradients[name].norm() + least, name
     assert len(graphed.captured) == 1
     assert peer.attention_backend() == "fused"
