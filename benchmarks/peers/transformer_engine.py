@@ -100,12 +100,15 @@ def attention_backend() -> str:
     return next(name for name in backends if _attention_backends[f"use_{name}_attention"])
 
 
+def check_model(model: Any) -> None:
+    """Raise ConfigError for a model that this peer does not train."""
+    if not isinstance(model, BertForSequenceClassification) or not model.config.hidden_act.startswith("gelu"):
+        raise ConfigError("model.name: this peer trains a BertForSequenceClassification with GELU only")
+
+
 def prepare(model: Any, layer_class: Any) -> None:
     """Replace a model's encoder layers by Transformer Engine's; parameters keep their values."""
-    if not isinstance(model, BertForSequenceClassification) or not model.config.hidden_act.startswith("gelu"):
-        raise ConfigError(
-            "model.name: the Transformer Engine peer trains a BertForSequenceClassification with GELU only"
-        )
+    check_model(model)
     layers = model.bert.encoder.layer
     model.bert.encoder = Encoder([engine_layer(stock, i + 1, layer_class) for i, stock in enumerate(layers)])
     model.bert.embeddings.LayerNorm.__class__ = AutocastLayerNorm
@@ -177,7 +180,7 @@ class EngineLoop(FlattenedLoop):
 
     def use_engine(self, flags: Flags, te: Any) -> None:
         self.flags = flags  # type: ignore[assignment]
-        model = self.model.model
+        model: Any = self.model.model
         embed, in_float8 = torch.compile(model.bert.embeddings, dynamic=True), functools.partial(float8, te)
         self.classify = functools.partial(classify, model, embed, in_float8 if flags.float8 else contextlib.nullcontext)
         if flags.graphs:
