@@ -30,6 +30,7 @@ MAX_WIDTH = 64
 # programs per multiprocessor that all of them run at a time. The 8-bit variant of GELU's gradient has too few registers
 # for a wide tile of four warps, and is slower with eight.
 _TILE = {"ROWS": 32, "COLUMNS": 256, "num_warps": 4}
+_GELU_FORWARD_TILE = {"ROWS": 32, "COLUMNS": 128, "num_warps": 4}
 _GELU_TILE, _GELU_FLOAT8_TILE = {"ROWS": 32, "COLUMNS": 128}, {"ROWS": 16, "COLUMNS": 64}
 _PROGRAMS, _FLOAT8_PROGRAMS = 4, 8
 _COMPILED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "0")
@@ -40,7 +41,7 @@ def narrow_gradient(x_TC: Tensor, left_TR: Tensor) -> Tensor:
     strips, groups = strips_and_groups(x_TC, _TILE["COLUMNS"], _PROGRAMS)
     gradient = _partial(x_TC, groups, left_TR, turned=False)
     _narrow[(strips, groups)](
-        x_TC, left_TR, x_TC, x_TC, gradient, len(x_TC), x_TC.shape[1], left_TR.shape[1], left_TR.shape[1], 0,
+        x_TC, left_TR, x_TC, x_TC, gradient, *x_TC.shape, RANK=left_TR.shape[1], FIRST=left_TR.shape[1], SECOND=0,
         LINEARS=1, WIDTH=_width(left_TR.shape[1]), BOTH=False, **_TILE,
     )  # fmt: skip
     return gradient
@@ -65,7 +66,7 @@ def adapter_gradients(dy_TO: Tensor, z_TR: Tensor, b: Tensor, ranks: Sequence[in
     product = dy_TO.new_empty(strips, tokens, sum(ranks))
     gradient = dy_TO.new_empty(groups, b.numel(), dtype=torch.float32)
     _narrow[(strips * len(ranks), groups)](
-        dy_TO, z_TR, b, product, gradient, tokens, width, sum(ranks), *(*ranks, 0)[:2],
+        dy_TO, z_TR, b, product, gradient, tokens, width, RANK=sum(ranks), FIRST=ranks[0], SECOND=sum(ranks[1:2]),
         LINEARS=len(ranks), WIDTH=_width(max(ranks)), BOTH=True, **_TILE,
     )  # fmt: skip
     return product.sum(0), gradient
@@ -75,9 +76,9 @@ def gelu_narrow(x_TF: Tensor, right_FR: Tensor, *, write: bool = True) -> tuple[
     """Compute GELU(x) (T, F), unless ``write`` is False, and GELU(x) · right (T, R)."""
     result = torch.empty_like(x_TF) if write else None
     product = x_TF.new_empty(len(x_TF), right_FR.shape[1])
-    _gelu_narrow[(triton.cdiv(len(x_TF), _GELU_TILE["ROWS"]),)](
+    _gelu_narrow[(triton.cdiv(len(x_TF), _GELU_FORWARD_TILE["ROWS"]),)](
         x_TF, right_FR, x_TF if result is None else result, product, *x_TF.shape, right_FR.shape[1],
-        *right_FR.stride(), WIDTH=_width(right_FR.shape[1]), WRITE=write, **_GELU_TILE, num_warps=4,
+        *right_FR.stride(), WIDTH=_width(right_FR.shape[1]), WRITE=write, **_GELU_FORWARD_TILE,
     )  # fmt: skip
     return result, product
 
@@ -105,8 +106,9 @@ def gelu_backward_narrow(
     """
     tokens, features = x_TF.shape
     ranks = [0 if tensor is None else tensor.shape[1] for tensor in (right_FR, result_left_TR)]
-    widths = dict(zip(("GRAD", "RESULT"), map(_width, ranks), strict=True))
+    widths = {"GRAD": _width(ranks[0]), "RESULT": _width(ranks[1])}
     tile, programs = (_GELU_TILE, _PROGRAMS) if operand is None else (_GELU_FLOAT8_TILE, _FLOAT8_PROGRAMS)
+    tile = {"num_warps": 4 if operand is not None or max(widths.values()) <= 16 else 8} | tile
     strips, groups = strips_and_groups(x_TF, tile["COLUMNS"], programs)
     product = gradient = result = None
     if left_TR is not None and right_FR is not None:
@@ -118,7 +120,7 @@ def gelu_backward_narrow(
     pointers = [x_TF if tensor is None else tensor for tensor in given]
     _gelu_backward_narrow[(strips, groups)](
         grad_TF, x_TF, *pointers, *(operand or (x_TF, x_TF)), tokens, features, *ranks, **widths,
-        FLOAT8=operand is not None, **tile, num_warps=4 if operand is not None or max(widths.values()) <= 16 else 8,
+        FLOAT8=operand is not None, **tile,
     )  # fmt: skip
     if operand is not None:
         settle(operand, grad_TF)
@@ -144,20 +146,21 @@ def _computed_once(x):
     return x
 
 
-@triton.jit(do_not_specialize=["rank", "first_rank", "second_rank"])
+@triton.jit
 def _narrow(
-    x_ptr, left_ptr, right_ptr, product_ptr, gradient_ptr, tokens, width, rank, first_rank, second_rank,
-    LINEARS: tl.constexpr, WIDTH: tl.constexpr, BOTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    x_ptr, left_ptr, right_ptr, product_ptr, gradient_ptr, tokens, width,
+    RANK: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, LINEARS: tl.constexpr, WIDTH: tl.constexpr,
+    BOTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """A strip of columns belongs to one of the Linears, each of which has ``width`` columns and ranks of its own."""
+    """A strip of columns belongs to one of the Linears, each of which has ``width`` columns and ranks of its own.
+
+    Ranks are constants, so that the narrow tensors are read in words of up to 16 bytes."""
     strips = tl.cdiv(width, COLUMNS)  # per Linear
     strip, group = tl.program_id(0) % strips, tl.program_id(1)
     linear = tl.program_id(0) // strips
-    before, own = 0 * rank, first_rank  # ranks
-    if LINEARS > 1:
-        third = linear == 2
-        before = tl.where(third, first_rank + second_rank, tl.where(linear == 1, first_rank, 0))
-        own = tl.where(third, rank - before, tl.where(linear == 1, second_rank, first_rank))
+    # The ranks before this Linear's, and its own.
+    before = tl.where(linear == 2, FIRST + SECOND, tl.where(linear == 1, FIRST, 0))
+    own = tl.where(linear == 2, RANK - FIRST - SECOND, tl.where(linear == 1, SECOND, FIRST))
     column = strip * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < width
     narrow = tl.arange(0, WIDTH)
@@ -172,15 +175,15 @@ def _narrow(
         real = row < tokens
         at = row.to(tl.int64)[:, None] * (LINEARS * width) + linear * width + column[None, :]
         x = tl.load(x_ptr + at, mask=real[:, None] & inside[None, :], other=0.0)
-        narrow_at, valid = row[:, None] * rank + before + narrow[None, :], real[:, None] & used[None, :]
+        narrow_at, valid = row[:, None] * RANK + before + narrow[None, :], real[:, None] & used[None, :]
         if BOTH:
-            tl.store(product_ptr + strip.to(tl.int64) * tokens * rank + narrow_at, tl.dot(x, right), mask=valid)
+            tl.store(product_ptr + strip.to(tl.int64) * tokens * RANK + narrow_at, tl.dot(x, right), mask=valid)
         left = tl.load(left_ptr + narrow_at, mask=valid, other=0.0)
         total = tl.dot(tl.trans(left), x, total)
     if BOTH:  # in the order of right
-        gradient_at = (group * rank + before) * width + column[None, :] * own + narrow[:, None]
+        gradient_at = (group * RANK + before) * width + column[None, :] * own + narrow[:, None]
     else:
-        gradient_at = (group * rank + narrow)[:, None] * width + column[None, :]
+        gradient_at = (group * RANK + narrow)[:, None] * width + column[None, :]
     tl.store(gradient_ptr + gradient_at, total, mask=used[:, None] & inside[None, :])
 
 
@@ -212,23 +215,23 @@ def _gelu_narrow(
 @triton.jit
 def _gelu_backward_narrow(
     grad_ptr, x_ptr, left_ptr, right_ptr, result_left_ptr, product_ptr, gradient_ptr, result_ptr, out8_ptr, scales_ptr,
-    tokens, features, grad_rank, result_rank,
-    GRAD: tl.constexpr, RESULT: tl.constexpr, FLOAT8: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    tokens, features, GRAD_RANK: tl.constexpr, RESULT_RANK: tl.constexpr, GRAD: tl.constexpr, RESULT: tl.constexpr,
+    FLOAT8: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     strip, group = tl.program_id(0), tl.program_id(1)
     column = strip * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < features
     if GRAD > 0:
         grad_column = tl.arange(0, GRAD)
-        narrow = grad_column < grad_rank
+        narrow = grad_column < GRAD_RANK
         right = tl.load(
-            right_ptr + column[:, None] * grad_rank + grad_column[None, :], mask=inside[:, None] & narrow[None, :],
+            right_ptr + column[:, None] * GRAD_RANK + grad_column[None, :], mask=inside[:, None] & narrow[None, :],
             other=0.0,
         )  # fmt: skip
         grad_total = tl.zeros((GRAD, COLUMNS), tl.float32)
     if RESULT > 0:
         result_column = tl.arange(0, RESULT)
-        result_narrow = result_column < result_rank
+        result_narrow = result_column < RESULT_RANK
         result_total = tl.zeros((RESULT, COLUMNS), tl.float32)
     if FLOAT8:
         scale = scale_of(scales_ptr)
@@ -249,13 +252,13 @@ def _gelu_backward_narrow(
             tl.store(out8_ptr + at, (wide * scale).to(out8_ptr.dtype.element_ty), mask=valid)
             largest = tl.maximum(largest, tl.abs(wide))
         if GRAD > 0:
-            narrow_at = row[:, None] * grad_rank + grad_column[None, :]
+            narrow_at = row[:, None] * GRAD_RANK + grad_column[None, :]
             left = tl.load(left_ptr + narrow_at, mask=real[:, None] & narrow[None, :], other=0.0)
             grad_total = tl.dot(tl.trans(left), rounded, grad_total)
-            product_at = (strip.to(tl.int64) * tokens + row)[:, None] * grad_rank + grad_column[None, :]
+            product_at = (strip.to(tl.int64) * tokens + row)[:, None] * GRAD_RANK + grad_column[None, :]
             tl.store(product_ptr + product_at, tl.dot(rounded, right), mask=real[:, None] & narrow[None, :])
         if RESULT > 0:
-            left_at = row[:, None] * result_rank + result_column[None, :]
+            left_at = row[:, None] * RESULT_RANK + result_column[None, :]
             result_left = tl.load(result_left_ptr + left_at, mask=real[:, None] & result_narrow[None, :], other=0.0)
             result = _computed_once((x * below).to(x_ptr.dtype.element_ty))
             result_total = tl.dot(tl.trans(result_left), result, result_total)
@@ -263,11 +266,11 @@ def _gelu_backward_narrow(
         note_magnitude(scales_ptr, group * tl.num_programs(0) + strip, tl.max(tl.max(largest, 1), 0))
     if GRAD > 0:
         tl.store(
-            gradient_ptr + (group * features + column)[None, :] * grad_rank + grad_column[:, None], grad_total,
+            gradient_ptr + (group * features + column)[None, :] * GRAD_RANK + grad_column[:, None], grad_total,
             mask=narrow[:, None] & inside[None, :],
         )  # fmt: skip
     if RESULT > 0:
         tl.store(
-            result_ptr + (group * result_rank + result_column)[:, None] * features + column[None, :], result_total,
+            result_ptr + (group * RESULT_RANK + result_column)[:, None] * features + column[None, :], result_total,
             mask=result_narrow[:, None] & inside[None, :],
         )  # fmt: skip
