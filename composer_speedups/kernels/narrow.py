@@ -38,11 +38,12 @@ _COMPILED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "0")
 
 def narrow_gradient(x_TC: Tensor, left_TR: Tensor) -> Tensor:
     """Compute partial sums of leftᵀ · x over tokens, float32 (P, R, C); both are contiguous and of one dtype."""
-    strips, groups = strips_and_groups(x_TC, _TILE["COLUMNS"], _PROGRAMS)
+    tile = _tile(left_TR.shape[1])
+    strips, groups = strips_and_groups(x_TC, tile["COLUMNS"], _PROGRAMS)
     gradient = _partial(x_TC, groups, left_TR, turned=False)
     _narrow[(strips, groups)](
         x_TC, left_TR, x_TC, x_TC, gradient, *x_TC.shape, RANK=left_TR.shape[1], FIRST=left_TR.shape[1], SECOND=0,
-        LINEARS=1, WIDTH=_width(left_TR.shape[1]), BOTH=False, **_TILE,
+        LINEARS=1, WIDTH=_width(left_TR.shape[1]), BOTH=False, **tile,
     )  # fmt: skip
     return gradient
 
@@ -60,14 +61,14 @@ def adapter_gradients(dy_TO: Tensor, z_TR: Tensor, b: Tensor, ranks: Sequence[in
         dy · B (T, R), side by side; and partial sums of dyᵀ · z over tokens, float32 (P, numbers of b), in b's order.
     """
     tokens, columns = dy_TO.shape
-    width = columns // len(ranks)
-    strips = triton.cdiv(width, _TILE["COLUMNS"])  # per Linear
-    _, groups = strips_and_groups(dy_TO, _TILE["COLUMNS"], _PROGRAMS)
+    width, tile = columns // len(ranks), _tile(max(ranks))
+    strips = triton.cdiv(width, tile["COLUMNS"])  # per Linear
+    _, groups = strips_and_groups(dy_TO, tile["COLUMNS"], _PROGRAMS)
     product = dy_TO.new_empty(strips, tokens, sum(ranks))
     gradient = dy_TO.new_empty(groups, b.numel(), dtype=torch.float32)
     _narrow[(strips * len(ranks), groups)](
         dy_TO, z_TR, b, product, gradient, tokens, width, RANK=sum(ranks), FIRST=ranks[0], SECOND=sum(ranks[1:2]),
-        LINEARS=len(ranks), WIDTH=_width(max(ranks)), BOTH=True, **_TILE,
+        LINEARS=len(ranks), WIDTH=_width(max(ranks)), BOTH=True, **tile,
     )  # fmt: skip
     return product.sum(0), gradient
 
@@ -130,6 +131,11 @@ def gelu_backward_narrow(
 def _partial(x: Tensor, groups: int, left: Tensor, *, turned: bool) -> Tensor:
     columns, rank = x.shape[1], left.shape[1]
     return x.new_empty(groups, *((columns, rank) if turned else (rank, columns)), dtype=torch.float32)
+
+
+def _tile(rank: int) -> dict[str, int]:
+    """The tile of :func:`_narrow`. With more than 128 registers per thread, not all programs would run at a time."""
+    return _TILE if rank <= 16 else _TILE | {"COLUMNS": 128}
 
 
 def _width(rank: int) -> int:
