@@ -94,10 +94,6 @@ class KnownBatch(NamedTuple):
     lengths: tuple[RowLengths, ...] = ()  # of the masks in ``rows``
     uncounted: int = 0  # masks without row lengths
 
-    def on_device(self) -> KnownBatch:
-        """Without the lengths, which a captured graph would take for constants."""
-        return KnownBatch(self.rows, self.labelled)
-
     def of(self, mask: Tensor) -> KnownRows | None:
         """What is known of a mask, or of the one, (B, texts, S), of which it is a view with all texts as rows. Compiled
         code cannot see views: there, a mask of the right shape is taken, if there is only one."""
