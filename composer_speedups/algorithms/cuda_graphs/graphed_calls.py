@@ -55,7 +55,7 @@ class GraphedCalls:
         # run before the next call.
         self.pool: Any = None
         self._graphs: dict[Hashable, _Graph] = {}
-        self._parameters = list(model.parameters())
+        self._parameters: list[nn.Parameter] = []
         self._trained: list[bool] | None = None  # which of the parameters required gradients when last looked at
         self.looks_each_call = True  # whether each call looks for frozen parameters; Composer has events for it
         self._gradients: SharedGradients | None = None
@@ -112,6 +112,7 @@ class GraphedCalls:
 
     def forget_if_frozen(self) -> None:
         """Drop all graphs if parameters were frozen or thawed since the last look; later calls are captured again."""
+        self._parameters = self._parameters or list(self.model.parameters())
         before, self._trained = self._trained, [parameter.requires_grad for parameter in self._parameters]
         if before is not None and before != self._trained:
             self.forget()
