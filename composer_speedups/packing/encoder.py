@@ -37,7 +37,7 @@ from composer_speedups.packing.call import (
     with_known_batch,
 )
 from composer_speedups.packing.derived_classes import stock_class
-from composer_speedups.packing.layout import Layout, counts_on_host, lay_out, mark_dynamic, packed_tokens
+from composer_speedups.packing.layout import MULTIPLE, Layout, counts_on_host, lay_out, mark_dynamic, packed_tokens
 from composer_speedups.packing.rows import (
     IGNORED,
     ROW_LABELS,
@@ -65,7 +65,7 @@ class Packing:
     """
 
     config: Any  # of the model directly around the encoder
-    pad_to_multiple_of: int
+    pad_to_multiple_of: int | None  # see layout.multiple_for
     rules: RowRules  # which rows stay padded, with their batch
     # Whether unknown code reads the result at padding; None until the gradients of a batch show that it does not.
     reads_padding: bool | None = False
@@ -108,7 +108,7 @@ class Packing:
             return None
         if mask_BS is None:
             mask_BS = values.new_ones(shape, dtype=torch.bool)
-            packed: int | None = packed_tokens(shape.numel(), shape.numel(), self.pad_to_multiple_of)
+            packed: int | None = packed_tokens(shape.numel(), shape, self.pad_to_multiple_of or MULTIPLE)
         elif (known := known_batch().of(mask_BS)) is None:
             packed = self._count(mask_BS, labels)
         elif known.packed is None:
@@ -123,7 +123,7 @@ class Packing:
         """The number of packed tokens; None to stay padded. Synchronizes with a GPU's mask."""
         ran("counted_in_the_call")
         counts = self.rules.lengths(mask_BS, labels)
-        return None if counts.min() < 0 else packed_tokens(int(counts.sum()), mask_BS.numel(), self.pad_to_multiple_of)
+        return None if counts.min() < 0 else packed_tokens(int(counts.sum()), mask_BS.shape, self.pad_to_multiple_of)
 
     def _observe(self, call: Call, mask_BS: Tensor, output: Any) -> None:
         """Look at the gradient of the encoder's padded result when it arrives."""
@@ -211,10 +211,9 @@ class UnpaddedModel(UnpaddedEncoder, ModelAroundEncoder):
 
 class LabelledHead:
     """In training calls with labels (B, S), the head gets the hidden states of the labelled tokens, (1, M, H), and the
-    loss gets their labels, (1, M), so the logits are (1, M, vocabulary). M is rounded up to a multiple of
-    ``pad_to_multiple_of``."""
+    loss gets their labels, (1, M), so the logits are (1, M, vocabulary). M is rounded up as T is."""
 
-    def __init__(self, pad_to_multiple_of: int) -> None:
+    def __init__(self, pad_to_multiple_of: int | None) -> None:
         self.pad_to_multiple_of = pad_to_multiple_of
 
     def select(self, model: PreTrainedModel, call: Call, inputs: dict[str, Any]) -> None:
@@ -241,7 +240,7 @@ class LabelledHead:
 
     @counts_on_host
     def _count(self, labels_BS: Tensor) -> int:
-        return packed_tokens(int((as_numpy(labels_BS) != IGNORED).sum()), labels_BS.numel(), self.pad_to_multiple_of)
+        return packed_tokens(int((as_numpy(labels_BS) != IGNORED).sum()), labels_BS.shape, self.pad_to_multiple_of)
 
 
 def labelled_heads(model: nn.Module) -> list[LabelledHead]:

@@ -17,10 +17,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers.models.bert.modeling_bert import BertEncoder
 
-from composer_speedups import TorchCompile, Unpadding, apply
+from composer_speedups import CUDAGraphs, TorchCompile, Unpadding, apply
 from composer_speedups.algorithms.unpadding.encoder_swap import unpad
 from composer_speedups.core.compile_counts import compile_counts
 from composer_speedups.core.errors import Refusal
+from composer_speedups.core.run import Run
+from composer_speedups.packing.call import known_batch
 from composer_speedups.packing.encoder import with_counted_rows
 from composer_speedups.packing.layout import packed_tokens
 from tests.helpers.common import (
@@ -88,13 +90,27 @@ def test_every_kind_of_mask_matches_the_untouched_model(family: Family, head: He
         assert always == {CASES // len(KINDS)}
 
 
+@pytest.mark.parametrize("given", [None, 512])
+@pytest.mark.parametrize("graphs", [False, True])
+def test_tokens_are_rounded_coarsely_for_graphs_unless_a_number_is_set(graphs: bool, given: int | None) -> None:
+    technique, model = Unpadding(given), tiny_bert()
+    others = {"cuda_graphs": CUDAGraphs()} if graphs else {}
+    technique.engage(Run(torch.device("cpu"), model=model, techniques={"unpadding": technique, **others}))
+    inputs = batch([20] * 9, 64)
+    with with_counted_rows(model, inputs, inputs):
+        packed = known_batch().rows[0].packed
+    assert packed is not None
+    assert len(packed) == (given or (256 if graphs else 192))
+    assert observed(lambda: model(**inputs))["packed_encoder"] == 1
+
+
 @pytest.mark.parametrize("multiple", [1, 8, 64, 200])
 def test_unused_entries_and_padding_have_no_influence(multiple: int) -> None:
     reference, model = pair("bert", "mlm", multiple)
     inputs = masked_batch(random_masks(3)[2], "mlm")
     assert_near(values(model, inputs), values(reference, inputs))
     mask = inputs["attention_mask"]
-    assert packed_tokens(int(mask.sum()), mask.numel(), multiple) == {1: 23, 8: 24, 64: 64, 200: 64}[multiple], (
+    assert packed_tokens(int(mask.sum()), mask.shape, multiple) == {1: 23, 8: 24, 64: 64, 200: 64}[multiple], (
         "at most its 34 slots, rounded up to 64"
     )
     hidden = torch.randn(*inputs["input_ids"].shape, 32, requires_grad=True)
