@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from itertools import repeat
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -62,7 +63,7 @@ def flops_counter(model: Any) -> Callable[[Any, Lengths | None], int]:
     def of_batch(batch: Any, lengths: Lengths | None) -> int:
         tokens = head_tokens(inner, batch) if labelled else None
         rows, apart = ([], None) if lengths is None else (lengths.ravel().tolist(), None if tokens is None else 0)
-        return sum(of_one(length, apart) for length in rows) + (tokens * of_one(None, 1) if tokens else 0)
+        return sum(map(of_one, rows, repeat(apart))) + (tokens * of_one(None, 1) if tokens else 0)
 
     return of_batch
 
