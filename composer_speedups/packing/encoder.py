@@ -108,22 +108,28 @@ class Packing:
             return None
         if mask_BS is None:
             mask_BS = values.new_ones(shape, dtype=torch.bool)
-            packed: int | None = packed_tokens(shape.numel(), shape, self.pad_to_multiple_of or MULTIPLE)
+            packed = packed_tokens(shape.numel(), shape, self.pad_to_multiple_of or MULTIPLE)
         elif (known := known_batch().of(mask_BS)) is None:
-            packed = self._count(mask_BS, labels)
+            return self._count_and_lay_out(mask_BS, labels)
         elif known.packed is None:
             return None
         else:
             mask_BS, packed = mask_BS.bool(), len(known.packed)
             self.rules.assert_packable(mask_BS, labels)
-        return None if packed is None else lay_out(mask_BS, packed, self.pad_to_multiple_of)
+        return lay_out(mask_BS, packed, self.pad_to_multiple_of)
 
     @counts_on_host
-    def _count(self, mask_BS: Tensor, labels: Tensor | None) -> int | None:
-        """The number of packed tokens; None to stay padded. Synchronizes with a GPU's mask."""
+    def _count_and_lay_out(self, mask_BS: Tensor, labels: Tensor | None) -> Layout | None:
+        """The layout of a mask; None to stay padded. Synchronizes with a GPU's mask.
+
+        The number of tokens stays in here, because code that is compiled behind this call would take it for a constant.
+        """
         ran("counted_in_the_call")
         counts = self.rules.lengths(mask_BS, labels)
-        return None if counts.min() < 0 else packed_tokens(int(counts.sum()), mask_BS.shape, self.pad_to_multiple_of)
+        if counts.min() < 0:
+            return None
+        packed = packed_tokens(int(counts.sum()), mask_BS.shape, self.pad_to_multiple_of)
+        return lay_out(mask_BS, packed, self.pad_to_multiple_of)
 
     def _observe(self, call: Call, mask_BS: Tensor, output: Any) -> None:
         """Look at the gradient of the encoder's padded result when it arrives."""
@@ -233,14 +239,14 @@ class LabelledHead:
     def _layout_of(self, labels_BS: Tensor) -> Layout:
         known = known_batch().labelled
         if known is None or known.packed is None or known.values.shape != labels_BS.shape:
-            packed = self._count(labels_BS)
-        else:
-            packed = len(known.packed)
-        return lay_out(labels_BS != IGNORED, packed, self.pad_to_multiple_of)
+            return self._count_and_lay_out(labels_BS)
+        return lay_out(labels_BS != IGNORED, len(known.packed), self.pad_to_multiple_of)
 
     @counts_on_host
-    def _count(self, labels_BS: Tensor) -> int:
-        return packed_tokens(int((as_numpy(labels_BS) != IGNORED).sum()), labels_BS.shape, self.pad_to_multiple_of)
+    def _count_and_lay_out(self, labels_BS: Tensor) -> Layout:
+        labelled = int((as_numpy(labels_BS) != IGNORED).sum())
+        packed = packed_tokens(labelled, labels_BS.shape, self.pad_to_multiple_of)
+        return lay_out(labels_BS != IGNORED, packed, self.pad_to_multiple_of)
 
 
 def labelled_heads(model: nn.Module) -> list[LabelledHead]:

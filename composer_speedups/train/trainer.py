@@ -50,6 +50,7 @@ from composer_speedups.train.out_of_memory import MicrobatchTrainer
 if TYPE_CHECKING:
     from composer_speedups.train.run_folder import RunFolder
 
+_IN_EACH_BATCH = ("time/batch", "time/sample", "time/token", "loss/train/", "trainer/")  # beginnings of names
 _ONE_THREAD_HIDDEN_SIZE = 128  # up to this hidden size, a second CPU thread gains nothing
 
 
@@ -223,15 +224,41 @@ def _loggers(config: Config, folder: RunFolder | None) -> list[LoggerDestination
     if (wandb := config.loggers.wandb) is not None:
         # Absolute, because wandb's writing process may have been started in another folder.
         started = {"mode": wandb.mode, "dir": str(folder.path.absolute())}
-        loggers.append(WandBLogger(**wandb.model_dump(exclude={"mode"}), init_kwargs=started))
+        loggers.append(
+            _WandBAtInterval(config.loggers.interval, **wandb.model_dump(exclude={"mode"}), init_kwargs=started)
+        )
     if (tensorboard := config.loggers.tensorboard) is not None:
-        loggers.append(TensorboardLogger(str(folder / "tensorboard"), tensorboard.flush_interval))
+        folder_of_events = str(folder / "tensorboard")
+        loggers.append(_TensorboardAtInterval(config.loggers.interval, folder_of_events, tensorboard.flush_interval))
     if (file := config.loggers.file) is not None:
         name = f"log-rank{dist.get_global_rank()}"
         earlier = len([*folder.path.glob(f"{name}.*txt")])  # logs of interrupted processes are kept
         path = folder / f"{name}{f'.{earlier + 1}' if earlier else ''}.txt"
         loggers.append(FileLogger(str(path), flush_interval=file.flush_interval))
     return loggers
+
+
+class _AtInterval(LoggerDestination):
+    """Leaves out what Composer logs in each batch, except every ``interval`` batches, and at the end and wherever other
+    values are logged, which dashboards show over them."""
+
+    def __init__(self, interval: int, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._interval, self._logged = interval, -1
+
+    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
+        if step is not None and not all(name.startswith(_IN_EACH_BATCH) for name in metrics):
+            self._logged = step
+        if step is None or step % self._interval == 0 or step == self._logged:
+            super().log_metrics(metrics, step)
+
+
+class _WandBAtInterval(_AtInterval, WandBLogger):
+    pass
+
+
+class _TensorboardAtInterval(_AtInterval, TensorboardLogger):
+    pass
 
 
 def _check_rates(trainer: Trainer, wanted: float) -> None:
@@ -246,7 +273,8 @@ def _check_rates(trainer: Trainer, wanted: float) -> None:
 
 
 def _callbacks(config: Config, techniques: Sequence[Technique], folder: RunFolder | None) -> list[Callback]:
-    """Only the first three, or four with several ranks, do something in each batch."""
+    """Only ThroughputMonitor and LossMonitor do something in each batch, as do the display, and the sums of several
+    ranks and the saver of checkpoints."""
     named = config.callbacks
     sets_matmul_precision = any(t.sets_float32_matmuls and t.engaged is not False for t in techniques)
     return [

@@ -230,6 +230,8 @@ class FileConfig(Settings):
 
 
 class LoggersConfig(Settings):
+    interval: int = Field(10, ge=1)
+    """Number of batches between two values of time and training loss in Weights & Biases and TensorBoard."""
     wandb: WandbConfig | None = None
     """Weights & Biases."""
     tensorboard: TensorboardConfig | None = None
