@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from composer.core import DataSpec
+from composer.models import HuggingFaceModel
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -17,6 +20,7 @@ from composer_speedups import FusedLayers, IndexedRows, LayerFreezing, TorchComp
 from composer_speedups.algorithms.layer_freezing.cache import PrefixCache
 from composer_speedups.algorithms.layer_freezing.modules import freeze
 from composer_speedups.core.errors import Refusal
+from composer_speedups.core.registry import folder_of
 from composer_speedups.core.run import Run
 from composer_speedups.families.blocks import first_layers
 from composer_speedups.kernels.common import counting
@@ -172,6 +176,32 @@ def test_a_run_resumes_exactly() -> None:
     ]
     whole = assert_resumes_exactly(*job, checkpoints=["ep0-ba4", "ep1-ba8"])
     assert "cache" in whole["algorithms"]["layer_freezing"]["evidence"]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("task", ["embedding", "reranking", "token_classification"])
+def test_other_tasks_train_as_without_the_cache(task: str) -> None:
+    job = [
+        f"model.task={task}",
+        "model.dropout=0.0",
+        "trainer.max_duration=2ep",
+        "optimizer.eps=1e-3",
+        "algorithms.unpadding={}",
+    ]
+    for cache in ("true", "false"):
+        freezing = f"algorithms.layer_freezing={{layers: 1, cache: {cache}}}"
+        run(*job, "algorithms.sdpa_attention=null", "data.train_samples=16", freezing, f"run_name={cache}")
+    assert_near(*(load_file(f"runs/{cache}/model/model.safetensors") for cache in ("true", "false")), what=task)
+
+
+def test_the_loader_of_the_card_trains() -> None:
+    *_, code = re.findall(r"```python\n(.*?)```", (folder_of("layer_freezing") / "README.md").read_text(), re.DOTALL)
+    model = HuggingFaceModel(bert(), use_logits=True)
+    names: dict[str, Any] = {"model": model, "dataset": samples(), "collate": stacked}
+    names["optimizer"] = torch.optim.SGD(model.parameters(), lr=0.1)
+    exec(code, names)
+    names["trainer"].close()
+    assert "cache" in names["trainer"].state.algorithms[0].evidence
 
 
 def test_train_py_says_the_size_before_training_and_counts_the_cache_as_warm_up(
