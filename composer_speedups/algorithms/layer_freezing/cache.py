@@ -36,17 +36,11 @@ def _refuse(reason: str, fix: str) -> NoReturn:
 
 
 class PrefixCache:
-    """The outputs of the last frozen block for all samples of the training data, packed.
+    """The outputs of the last of ``blocks`` frozen blocks for all training samples of a run whose encoder is unpadded.
 
-    They are in autocast's dtype, on the GPU if they take at most half of its free memory, otherwise in pinned memory.
-
-    Args:
-        run: A run of Composer whose encoder is unpadded.
-        blocks: The number of frozen blocks, at least 1.
-
-    Raises:
-        Refusal: The loader's batches do not name their samples, some cannot be packed, the same samples have other
-            tokens at each call, or the outputs take more than half of the free memory.
+    They are packed, and in autocast's dtype; on the GPU if they take at most half of its free memory, otherwise in
+    pinned memory. Refusal if the batches do not say which samples they have, if some cannot be packed or change, or if
+    the outputs take more than half of the free memory.
     """
 
     def __init__(self, run: Run, blocks: int) -> None:
@@ -60,8 +54,9 @@ class PrefixCache:
             _refuse("the batches do not say which samples they have", fix)
         rows = min(_MOST_ROWS, getattr(loader, "batch_size", None) or _MOST_ROWS)
         self._chunks = [range(n, min(n + rows, len(self._data))) for n in range(0, len(self._data), rows)]
-        _, lengths, self._checksums = zip(*map(self._read, self._chunks), strict=True)
-        self._lengths_N = np.concatenate(lengths)
+        read = [self._read(chunk)[1:] for chunk in self._chunks]
+        self._lengths_N = np.concatenate([lengths for lengths, _ in read])
+        self._checksums = [checksum for _, checksum in read]
         self._precision = lambda: get_precision_context(state.precision, state.precision_config)
         self._values, self._where = self._allocate()
         self._samples = self._values.split(self._lengths_N.tolist())
@@ -81,7 +76,7 @@ class PrefixCache:
             _refuse("unpadding keeps some rows padded", "pad on the right, without holes")
         checksum = 0
         for name in sorted(name for name, value in batch.items() if isinstance(value, Tensor) and name != "labels"):
-            checksum = zlib.crc32(as_numpy(batch[name]).tobytes(), checksum)
+            checksum = zlib.adler32(as_numpy(batch[name]).tobytes(), checksum)
         return batch, counted[0].reshape(len(chunk), -1).sum(-1), checksum
 
     def _allocate(self) -> tuple[Tensor, str]:
@@ -98,7 +93,7 @@ class PrefixCache:
 
     @torch.no_grad()
     def fill(self) -> None:
-        """Run the frozen blocks on all samples, without dropout."""
+        """Run the frozen blocks on all samples, without dropout, and wait for the GPU."""
         model, last = self._run.model, blocks_of(self._encoder)[self._blocks - 1]
         training, hook = model.training, last.register_forward_hook(_stop)
         model.eval()
@@ -115,6 +110,8 @@ class PrefixCache:
         finally:
             hook.remove()
             model.train(training)
+        if self._run.device.type == "cuda":
+            torch.cuda.synchronize(self._run.device)
 
     def _hidden(self, batch: dict[str, Any]) -> Tensor:
         """The last frozen block's output, (T, H)."""
