@@ -24,7 +24,7 @@ from composer_speedups.data.summary import DataSummary, check_data
 from composer_speedups.data.tokens import load_tokenizer, measure_truncation, tokenize
 from composer_speedups.distributed.balanced_sampling import BalancedSampler
 from composer_speedups.families.flops import batch_lengths
-from composer_speedups.packing.rows import IGNORED
+from composer_speedups.packing.rows import IGNORED, IndexedRows
 from composer_speedups.tasks.settings import GENERATED, DataConfig
 from composer_speedups.tasks.task import Task
 
@@ -58,8 +58,13 @@ class Pad:
         return {name: torch.from_numpy(values) for name, values in {**arrays, **rows.rows}.items()}
 
 
-def build_data(config: DataConfig, task: Task, *, model_name: str, on_gpu: bool, seed: int = 0) -> Data:
-    """Build samples, tokens and loaders, sharded over ranks; the first process of a node fills the caches."""
+def build_data(
+    config: DataConfig, task: Task, *, model_name: str, on_gpu: bool, seed: int = 0, indexed: bool = False
+) -> Data:
+    """Build samples, tokens and loaders, sharded over ranks; the first process of a node fills the caches.
+
+    With ``indexed``, training batches have the index of each row's sample, except for those of a stream.
+    """
     refuse(task.data_checks(config))
     world = dist.get_world_size()
     for name in ("batch_size", "eval_batch_size"):
@@ -89,6 +94,9 @@ def build_data(config: DataConfig, task: Task, *, model_name: str, on_gpu: bool,
         collate = Tokenized(collate, tokenizer, task, config.max_length)
     else:
         sampler = _training_sampler(config, train, seed)
+        if indexed:
+            rows = IndexedRows(train, collate)
+            collate = rows.collate
     loader = _dataloader(config, rows, config.batch_size, collate, sampler, on_gpu=on_gpu, drop_last=config.drop_last)
     split = _refuse_to_split if task.needs_whole_batch else None
     count = partial(tokens_and_weight, task) if task.weights_losses else real_tokens

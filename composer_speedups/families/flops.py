@@ -134,18 +134,19 @@ class BlockRun(NamedTuple):
     parameters: list[nn.Parameter]
 
 
-def frozen_flops(model: Any, runs: Sequence[BlockRun], lengths: Lengths) -> int:
+def frozen_flops(model: Any, runs: Sequence[BlockRun], lengths: Lengths, *, cached: bool = False) -> int:
     """The FLOPs that :func:`training_flops` counts for gradients that frozen parameters make superfluous.
 
-    Blocks in front of the first trained parameter have no backward pass, which is two of three passes. Behind it, the
-    gradient of a frozen weight is one of three products per weight. The head and the products of LoRA's matrices, a few
-    per cent of the total, are ignored. ``runs`` are from :func:`block_runs`.
+    Blocks in front of the first trained parameter have no backward pass, which is two of three passes, and no forward
+    pass either if their outputs are ``cached``. Behind it, the gradient of a frozen weight is one of three products per
+    weight. The head and the products of LoRA's matrices, a few per cent of the total, are ignored. ``runs`` are from
+    :func:`block_runs`.
     """
     untrained = 0
     if not any(p.requires_grad for p in model.get_input_embeddings().parameters()):
         counts = (i for i, run in enumerate(runs) if any(p.requires_grad for p in run.parameters))
         untrained = next(counts, len(runs))
-    passes = 2 * _forward_flops(model.config, lengths) * untrained // len(runs) if untrained else 0
+    passes = (2 + cached) * _forward_flops(model.config, lengths) * untrained // len(runs) if untrained else 0
     behind = sum(w.numel() for run in runs[untrained:] for w in run.weights if not w.requires_grad)
     return passes + 2 * int(lengths.sum()) * behind
 

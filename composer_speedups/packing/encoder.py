@@ -13,6 +13,7 @@ Shapes: B rows, S slots per row, T packed tokens, M labelled tokens, H hidden un
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -69,6 +70,7 @@ class Packing:
     rules: RowRules  # which rows stay padded, with their batch
     # Whether unknown code reads the result at padding; None until the gradients of a batch show that it does not.
     reads_padding: bool | None = False
+    blocks: str = "layer"  # path of the encoder's list of the blocks
 
     def plan_call(self, call: Call, inputs: dict[str, Any]) -> CallPlan:
         """Plan a call of the model directly around the encoder. A batch stays padded if it cannot be packed, if the
@@ -84,7 +86,9 @@ class Packing:
         if self.reads_padding is None and unknown and mask is not None and observable:
             ran("waits_for_gradients")
             return CallPlan(observe=partial(self._observe, call, mask))
-        return CallPlan(self._layout_of(values, mask, call.labels), call.first_tokens_only)
+        layout = self._layout_of(values, mask, call.labels)
+        known = None if layout is None or mask is None else known_batch().of(mask)
+        return CallPlan(layout, call.first_tokens_only, prefix=None if known is None else known.prefix)
 
     def _can_pack(self, mask: Any, inputs: dict[str, Any]) -> bool:
         return (
@@ -163,12 +167,12 @@ class UnpaddedEncoder(nn.Module):
         plan = self._call_plan()
         if plan.layout is None:
             return self._padded(plan, super().forward(hidden_states, attention_mask=attention_mask, **kwargs))
-        packed = plan.layout.gather(hidden_states).unsqueeze(0)
+        packed = plan.layout.gather(hidden_states).unsqueeze(0) if plan.prefix is None else plan.prefix.hidden
         mark_dynamic(packed)
         if plan.first_tokens_only:
             # a keyword argument, so that it is also passed when a layer is recomputed
             kwargs["first_tokens_only"] = True
-        output = self._packed(packed, plan.layout, **kwargs)
+        output = self._behind_prefix(plan)._packed(packed, plan.layout, **kwargs)
         output.last_hidden_state = self._scattered(output.last_hidden_state, plan)
         return output
 
@@ -181,6 +185,14 @@ class UnpaddedEncoder(nn.Module):
         """The plan of this thread's call. A direct call of the encoder has none, and stays padded."""
         call = call_of(self)
         return _PADDED if call is None or call.plan is None else call.plan
+
+    def _behind_prefix(self, plan: CallPlan) -> Any:
+        """The encoder; if the plan has a prefix, a shallow copy without the blocks of the prefix."""
+        if plan.prefix is None:
+            return self
+        for _ in range(plan.prefix.blocks):
+            ran("cached_block")
+        return _without_first(self, self.packing.blocks, plan.prefix.blocks)
 
     def _padded(self, plan: CallPlan, output: Any) -> Any:
         """The result of the untouched forward."""
@@ -202,6 +214,15 @@ class UnpaddedEncoder(nn.Module):
     def _inputs_of_packed(self, inputs: dict[str, Any], layout: Layout) -> dict[str, Any]:
         """The model's arguments, with a mask that transformers does not expand to pairs of slots."""
         return {**inputs, "attention_mask": layout.mask_BS[:, None, None, :]}
+
+
+def _without_first(module: nn.Module, path: str, count: int) -> nn.Module:
+    """A shallow copy of a module, whose list of blocks, at a path inside it, lacks the first ones."""
+    name, _, rest = path.partition(".")
+    shorter, inside = copy.copy(module), getattr(module, name)
+    inside = _without_first(inside, rest, count) if rest else inside[count:]
+    vars(shorter)["_modules"] = {**module._modules, name: inside}
+    return shorter
 
 
 class UnpaddedModel(UnpaddedEncoder, ModelAroundEncoder):

@@ -18,7 +18,7 @@ from composer_speedups.core.pretrained import pretrained_config, pretrained_mode
 from composer_speedups.core.reversible import temporary_attribute
 from composer_speedups.families.flops import BlockRun, Lengths, batch_lengths, block_runs, frozen_flops, training_flops
 from composer_speedups.packing.encoder import head_tokens
-from composer_speedups.packing.rows import IGNORED
+from composer_speedups.packing.rows import IGNORED, ROW_INDICES
 from composer_speedups.tasks.metrics import gather_alike, gather_lists
 from composer_speedups.tasks.settings import SIZES, ModelConfig, resolve_name
 from composer_speedups.tasks.task import Task
@@ -97,7 +97,8 @@ class FinetuneModel(HuggingFaceModel):
         flops = training_flops(self.model.config, lengths, head, head_tokens)
         if self._block_runs is None:
             self._block_runs = block_runs(self.model)
-        return flops - frozen_flops(self.model, self._block_runs, lengths)
+        # Only layer_freezing's cache needs the indices of samples.
+        return flops - frozen_flops(self.model, self._block_runs, lengths, cached=ROW_INDICES in batch)
 
 
 def metrics_of(task: Task, *, training: bool) -> dict[str, Metric]:

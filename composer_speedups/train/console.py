@@ -77,6 +77,10 @@ class TrainingProgress(LoggerDestination):
         if (seconds := metrics.get("throughput/planned_seconds")) is not None:
             self._print(f"training takes {about(seconds, self._peak)}, evaluations not included")
 
+    def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
+        if (size := hyperparameters.get("layer_freezing/cache")) is not None:
+            self._print(f"the frozen blocks' outputs take {size}, and are computed first")
+
     def fit_start(self, state: State, logger: Logger) -> None:
         self._start, self._shown = (time.monotonic(), trained_fraction(state)), (0.0, -1.0)
         if self.stream.isatty():

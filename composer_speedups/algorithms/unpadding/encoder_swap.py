@@ -128,7 +128,7 @@ def _packing_of(encoder: _Encoder, pad_to_multiple_of: int | None, reads_padding
         before.head_reads_first_slot or not reads <= {Reads.LABELLED_TOKENS, Reads.REAL_TOKENS},
         encoder.family.max_width_with_holes(config),
     )
-    return Packing(config, pad_to_multiple_of, rules, reads_padding)
+    return Packing(config, pad_to_multiple_of, rules, reads_padding, encoder.family.blocks)
 
 
 def _eager_attention(kind: type[nn.Module]) -> Callable[..., Any] | None:

@@ -148,8 +148,9 @@ class Unpadding(ComparedTechnique):
             how = "padded" if seen.ran["padded_encoder"] else "without its encoder"
             raise self.no_effect(f"the first forward pass ran {how}", "do not change attention and output settings")
         called = seen.ran["packed_encoder"] * min(numbers)  # once for each micro-batch; at least, with several encoders
-        if not compiled and seen.ran["packed_layer"] < called:
-            reason = f"{seen.ran['packed_layer']} of {called} calls of layers ran on packed tokens"
+        ran = seen.ran["packed_layer"] + seen.ran["cached_block"]  # those whose outputs layer_freezing keeps
+        if not compiled and ran < called:
+            reason = f"{ran} of {called} calls of layers ran on packed tokens"
             raise self.no_effect(reason, "do not change the encoder's layers")
         if self.mlm_head == "labelled" and not seen.ran["labelled_head"] and not compiled:
             raise self.no_effect("the masked-LM head computed every token", "pass labels (B, S) to the model")
