@@ -12,7 +12,7 @@ from torch import nn
 
 from composer_speedups.families.blocks import repeated_blocks
 from composer_speedups.families.family import config_value, family_named
-from composer_speedups.packing.rows import as_numpy, lengths_key
+from composer_speedups.packing.rows import SAMPLES, as_numpy, lengths_key
 
 Lengths = npt.NDArray[np.int64]  # real tokens of each row; NumPy, because torch would wake all its threads for so few
 
@@ -20,10 +20,15 @@ Lengths = npt.NDArray[np.int64]  # real tokens of each row; NumPy, because torch
 def batch_lengths(batch: Any) -> Lengths | None:
     """Real tokens of each row, with the shape of the token ids without their last dimension; None without ids.
 
-    Without a mask that has a number for each position, every position counts as real.
+    Without a mask that has a number for each position, every position counts as real. Filler counts as padding.
     """
     if not hasattr(batch, "get") or not isinstance(batch.get("input_ids"), torch.Tensor):
         return None
+    lengths = _lengths_with_filler(batch)
+    return lengths * batch[SAMPLES].numpy() if SAMPLES in batch else lengths
+
+
+def _lengths_with_filler(batch: Any) -> Lengths:
     counted = batch.get(lengths_key("attention_mask"))
     if counted is not None and (known := counted.numpy()).min(initial=0) >= 0:  # unpadding has counted the rows
         return known.astype(np.int64)  # type: ignore[no-any-return]

@@ -21,6 +21,7 @@ IGNORED = -100  # the label that torch's cross entropy ignores
 STAYS_PADDED = -1  # in place of a row's number of real tokens
 _MASK, _LENGTHS = "attention_mask", "_row_lengths"
 ROW_LABELS = "_row_labels"  # the batch's entry with the number of labelled tokens of each row
+SAMPLES = "_samples"  # the batch's entry with 1 for each row that is a sample, and 0 for filler
 CHANGED = (
     "unpadding: the attention mask or the labels changed after their tokens were counted; change batches before they "
     "are moved to the device, and give padding the label -100"
@@ -116,13 +117,13 @@ def count_rows(batch: Any, rules: Sequence[RowRules], *, labels: bool = False) -
         own = known if name == _MASK and mask.ndim == 2 else None
         if all(tensor is None or tensor.device.type == "cpu" for tensor in (mask, own)):
             counts = np.minimum.reduce([rule.lengths(mask.flatten(0, -2), own) for rule in rules])
-            entries[lengths_key(name)] = _row_lengths(counts.reshape(mask.shape[:-1]))
+            entries[lengths_key(name)] = row_lengths(counts.reshape(mask.shape[:-1]))
     if labels and known is not None and known.ndim == 2 and known.device.type == "cpu":
-        entries[ROW_LABELS] = _row_lengths((as_numpy(known) != IGNORED).sum(-1))
+        entries[ROW_LABELS] = row_lengths((as_numpy(known) != IGNORED).sum(-1))
     return entries
 
 
-def _row_lengths(numbers: Any) -> RowLengths:
+def row_lengths(numbers: Any) -> RowLengths:
     return torch.from_numpy(numbers.astype(np.int32)).as_subclass(RowLengths)
 
 
