@@ -80,10 +80,10 @@ class DataConfig(Settings):
     """With padding: longest, round the length up to a multiple of this (at most max_length)."""
     length_batching: int | None = Field(None, ge=2, le=100_000)
     """With padding: longest, sort samples by length within pools of this many batches; null draws them at random."""
-    batch_size: int | None = Field(None, ge=1, le=1_000_000)
-    """Samples per optimizer step, over all ranks together; null for 40, or with batch_tokens."""
+    batch_size: int | None = Field(40, ge=1, le=1_000_000)
+    """Samples per optimizer step, over all ranks together; null with data.batch_tokens."""
     batch_tokens: int | None = Field(None, ge=8, le=100_000_000)
-    """Instead of batch_size: tokens per optimizer step, over all ranks together. Every batch has the same shape."""
+    """Tokens per optimizer step, over all ranks together, so that all batches have one shape (docs/data.md)."""
     eval_batch_size: int | None = Field(None, ge=1, le=1_000_000)
     """Samples per validation batch, over all ranks together; null for the rows of a training batch."""
     workers: int = Field(0, ge=0, le=256)
@@ -107,11 +107,6 @@ class DataConfig(Settings):
         """Whether the training samples are streamed, so that nothing can be known of all of them up front."""
         return self.streaming or self.source == "mds"
 
-    def reset(self) -> None:
-        super().reset()
-        if self.batch_size is None and self.batch_tokens is None:
-            self.batch_size = 40
-
     def checks(self) -> Iterator[Check]:
         source, files = self.source, self.source in ("files", "mds")
         no_stream = f"is for data.source: hub or files, not {source}; remove it"
@@ -130,6 +125,8 @@ class DataConfig(Settings):
         yield self.workers == 0 and self.prefetch_factor is not None, "prefetch_factor", workers
         useless = "saves no padding with data.padding: max_length; set data.padding=longest"
         yield self.length_batching is not None and self.padding != "longest", "length_batching", useless
+        sizeless = "is missing; set it, or data.batch_tokens"
+        yield self.batch_size is None and self.batch_tokens is None, "batch_size", sizeless
         if self.batch_tokens is not None:
             both = "and data.batch_tokens both determine the size of a batch; set one of them to null"
             yield self.batch_size is not None, "batch_size", both

@@ -92,7 +92,7 @@ def test_the_last_batch_has_samples_on_every_rank(samples: int) -> None:
 
 BUILT_IN: dict[str, Any] = {
     "source": "builtin", "tokenizer": "wordpiece", "vocab_size": 300, "train_samples": 40, "eval_samples": 20,
-    "length_scale": 0.12, "max_length": 48,
+    "length_scale": 0.12, "max_length": 48, "batch_size": None,
 }  # fmt: skip
 
 
