@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache
 from itertools import repeat
 from typing import Any, Literal, NamedTuple
 
@@ -15,7 +15,7 @@ from torch import nn
 from composer_speedups.families.blocks import repeated_blocks
 from composer_speedups.families.family import config_value, family_named
 from composer_speedups.packing.encoder import head_tokens, labelled_heads
-from composer_speedups.packing.rows import as_numpy, lengths_key
+from composer_speedups.packing.rows import ROW_INDICES, SAMPLES, as_numpy, lengths_key
 
 Lengths = npt.NDArray[np.int64]  # real tokens of each row; NumPy, because torch would wake all its threads for so few
 
@@ -23,10 +23,15 @@ Lengths = npt.NDArray[np.int64]  # real tokens of each row; NumPy, because torch
 def batch_lengths(batch: Any) -> Lengths | None:
     """Real tokens of each row, with the shape of the token ids without their last dimension; None without ids.
 
-    Without a mask that has a number for each position, every position counts as real.
+    Without a mask that has a number for each position, every position counts as real. Filler counts as padding.
     """
     if not hasattr(batch, "get") or not isinstance(batch.get("input_ids"), torch.Tensor):
         return None
+    lengths = _lengths_with_filler(batch)
+    return lengths * batch[SAMPLES].numpy() if SAMPLES in batch else lengths
+
+
+def _lengths_with_filler(batch: Any) -> Lengths:
     counted = batch.get(lengths_key("attention_mask"))
     if counted is not None and (known := counted.numpy()).min(initial=0) >= 0:  # unpadding has counted the rows
         return known.astype(np.int64)  # type: ignore[no-any-return]
@@ -52,18 +57,22 @@ def flops_counter(model: Any) -> Callable[[Any, Lengths | None], int]:
         return lambda batch, lengths: int(model.flops_per_batch(batch))
     if inner is None or not hasattr(config, "num_hidden_layers"):
         return lambda batch, lengths: 0
-    head = "mlm" if type(inner).__name__.endswith("ForMaskedLM") else "classification"
-    count: Callable[..., int] = of_rows or partial(training_flops, config, head=head)
+    head: Literal["classification", "mlm"] = "mlm" if type(inner).__name__.endswith("ForMaskedLM") else "classification"
     labelled = bool(labelled_heads(inner))
 
     @cache
-    def of_one(length: int | None, head_tokens: int | None) -> int:
-        return count(np.array([] if length is None else [length], dtype=np.int64), head_tokens=head_tokens)
+    def of_one(length: int | None, head_tokens: int | None, cached: bool) -> int:
+        lengths = np.array([] if length is None else [length], dtype=np.int64)
+        if of_rows is None:
+            return training_flops(config, lengths, head, head_tokens)
+        return int(of_rows(lengths, head_tokens, cached=cached))
 
     def of_batch(batch: Any, lengths: Lengths | None) -> int:
         tokens = head_tokens(inner, batch) if labelled else None
         rows, apart = ([], None) if lengths is None else (lengths.ravel().tolist(), None if tokens is None else 0)
-        return sum(map(of_one, rows, repeat(apart))) + (tokens * of_one(None, 1) if tokens else 0)
+        cached = ROW_INDICES in batch  # only layer_freezing's cache needs the indices of samples
+        more = tokens * of_one(None, 1, cached) if tokens else 0
+        return sum(map(of_one, rows, repeat(apart), repeat(cached))) + more
 
     return of_batch
 

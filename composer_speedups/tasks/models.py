@@ -89,16 +89,18 @@ class FinetuneModel(HuggingFaceModel):
         """FLOPs of a forward and backward pass over ``batch`` without padding; see :func:`.training_flops`."""
         lengths = batch_lengths(batch)
         assert lengths is not None
-        return self.flops_of_rows(lengths, head_tokens(self.model, batch))
+        return self.flops_of_rows(lengths, head_tokens(self.model, batch), cached=ROW_INDICES in batch)
 
-    def flops_of_rows(self, lengths: Lengths, head_tokens: int | None = None) -> int:
-        """FLOPs of a forward and backward pass over rows of these lengths; see :func:`.training_flops`."""
+    def flops_of_rows(self, lengths: Lengths, head_tokens: int | None = None, *, cached: bool = False) -> int:
+        """FLOPs of a forward and backward pass over rows of these lengths; see :func:`.training_flops`.
+
+        Those of frozen blocks are left out if their outputs are ``cached``.
+        """
         head: Literal["classification", "mlm"] = "mlm" if self.task.name == "mlm" else "classification"
         flops = training_flops(self.model.config, lengths, head, head_tokens)
         if self._block_runs is None:
             self._block_runs = block_runs(self.model)
-        # Only layer_freezing's cache needs the indices of samples.
-        return flops - frozen_flops(self.model, self._block_runs, lengths, cached=ROW_INDICES in batch)
+        return flops - frozen_flops(self.model, self._block_runs, lengths, cached=cached)
 
 
 def metrics_of(task: Task, *, training: bool) -> dict[str, Metric]:

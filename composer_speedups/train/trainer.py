@@ -33,7 +33,7 @@ from composer_speedups.core.errors import ConfigError, first_line
 from composer_speedups.core.run import Run
 from composer_speedups.core.technique import Technique
 from composer_speedups.core.trainer_state import torch_device
-from composer_speedups.data.batching import split_by_tokens
+from composer_speedups.data.batching import TokenBatchSampler, split_by_tokens
 from composer_speedups.data.loader import Data, build_data
 from composer_speedups.distributed.cpu import share_cores
 from composer_speedups.distributed.ddp import OverlappedDDP
@@ -99,7 +99,8 @@ def run_of(config: TrainerConfig, device: Device) -> Run:
 def build_data_and_model(config: Config, *, on_gpu: bool) -> tuple[Data, FinetuneModel]:
     """The samples of a config in train.py's order, and the model with train.py's initial weights."""
     task, name = build_task(config.task), resolve_name(config.model.name)
-    data = build_data(config.data, task, model_name=name, on_gpu=on_gpu, seed=config.seed)
+    tokens = config.trainer.microbatch_tokens
+    data = build_data(config.data, task, model_name=name, on_gpu=on_gpu, seed=config.seed, microbatch_tokens=tokens)
     reproducibility.seed_all(config.seed)
     return data, build_model(config.model, task, data.tokenizer, config.data.max_length)
 
@@ -127,7 +128,10 @@ def build_trainer(
     if settings.fsdp:
         sharded_blocks(model)
     train_data, algorithms = data.train, list[Algorithm](techniques)
-    if settings.microbatch_tokens is not None:
+    rows = settings.microbatch_size
+    if isinstance(sampler := getattr(train_data.dataloader, "sampler", None), TokenBatchSampler):
+        rows = sampler.rows
+    elif settings.microbatch_tokens is not None:
         train_data = copy.copy(data.train)
         train_data.split_batch = split_by_tokens(settings.microbatch_tokens)
     if config.optimizer.max_grad_norm is not None:
@@ -154,7 +158,7 @@ def build_trainer(
             progress_bar=False,  # TrainingProgress replaces it
             device=device,
             precision=settings.precision,
-            device_train_microbatch_size=settings.microbatch_size,
+            device_train_microbatch_size=rows,
             parallelism_config=fsdp_parallelism(settings.fsdp) if settings.fsdp else None,
             dist_timeout=settings.dist_timeout,
             seed=config.seed,
