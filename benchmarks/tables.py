@@ -27,7 +27,8 @@ ROOT = Path(__file__).parent.parent
 _OURS = (None, "own_trainer", "bare_loop")  # what runs this package's techniques; anything else is a peer
 _PEERS = {"hf_trainer": "HF Trainer", "sentence_trainer": "sentence-transformers"}  # others by the module's name
 _FAST, _FLOAT8, _OWN = "fast set", "fast set, fp8", "own Trainer"
-_MODELS = {"base": "BERT-base", "large": "BERT-large", "minilm6": "MiniLM-L6", "minilm12": "12 layers of MiniLM"}
+_MODELS = {"base": "BERT-base", "large": "BERT-large", "minilm6": "MiniLM-L6", "minilm12": "MiniLM-L12"}
+_MODELS |= {"deberta": "DeBERTa-v3-base", "modernbert": "ModernBERT-base", "esm2": "ESM-2, 650 M"}
 _COLUMNS = ("configuration", "point", "samples/s (least–most)", "ratio", "peak GiB", "warm-up s")
 _MORE = {  # column → what of a row it shows, and how; "run" leaves the imports out
     "run s": ("run_seconds", ".1f"),
@@ -123,16 +124,25 @@ def _meeting(selection: str) -> list[Row]:
     return [row for row in rows_of(table) if all(meets(row, condition) for condition in conditions)]
 
 
+def _title_of(peer: Row) -> str:
+    """The name of a peer; flags that bring another package's kernels make it another one."""
+    for flag in ("disentangled_flash", "unsloth"):
+        if override_of(peer, f"peer.{flag}") == "true":
+            return flag.replace("_", "-")
+    return _PEERS.get(peer["peer"], peer["peer"].replace("_", " "))
+
+
 def is_peer(row: Row) -> bool:
     """Whether a row is of a program without this package's techniques."""
     return row.get("peer") not in _OURS and override_of(row, "peer.apply_recommended") != "true"
 
 
-def base_of(rows: Sequence[Row]) -> Row | None:
-    """What rows of one call and point are compared with: the fastest peer, or else the first configuration."""
+def base_of(rows: Sequence[Row], first: str) -> Row | None:
+    """What rows of one call and point are compared with: the fastest peer, or without peers the table's first
+    configuration, if it ran."""
     timed = [row for row in rows if row["samples_per_sec"]]
-    peers = [row for row in timed if is_peer(row)]
-    return max(peers, key=_rate) if peers else next(iter(timed), None)
+    own = (row for row in timed if row["configuration"] == first)
+    return max(filter(is_peer, timed), key=_rate, default=None) or next(own, None)
 
 
 def _repeats(rows: Sequence[Row]) -> str:
@@ -206,7 +216,7 @@ def _by_call(rows: Sequence[Row]) -> Iterator[tuple[Row, Row | None]]:
     point = operator.itemgetter("data.batch_size", "call")
     for _, own in itertools.groupby(sorted(rows, key=point), key=point):
         together = list(own)
-        yield from ((row, base_of(together)) for row in together)
+        yield from ((row, base_of(together, rows[0]["configuration"])) for row in together)
 
 
 def _ratio_to(pairs: Iterable[tuple[Row, Row | None]]) -> str:
@@ -276,8 +286,8 @@ def _model_and_batch(row: Row, table: str) -> list[str]:
     """The name of a row's model, and its batch as ``128 × 256``, rows and tokens."""
     base = yaml.safe_load((ROOT / "yamls" / "bert_imdb_fast.yaml").read_text())["data"]
     batch, length = (row.get(f"data.{key}") or override_of(row, f"data.{key}") or base[key] for key in ("batch_size", "max_length"))
-    size = row.get("model.size") or override_of(row, "model.size")
-    return [_MODELS.get(str(size), table.split()[0]), f"{batch} × {length}"]
+    size, name = row.get("model.size") or override_of(row, "model.size"), table.split()[0].rpartition("/")[2]
+    return [_MODELS.get(str(size)) or _MODELS.get(name, name), f"{batch} × {length}"]
 
 
 def accuracy(name: str, *only: str) -> list[str]:
@@ -423,7 +433,7 @@ def measured_beside(selection: str) -> list[Beside]:
     for _, own in _by_point(_meeting(selection)):
         peers: dict[str, Row] = {}
         for row in sorted(filter(is_peer, own.values()), key=_rate):  # the fastest of each stays
-            peers[_PEERS.get(row["peer"], row["peer"].replace("_", " "))] = row
+            peers[_title_of(row)] = row
         ours = {name: own[name] for name in (_FAST, _FLOAT8, _OWN) if name in own}
         if peers and _FAST in ours:
             base = max(peers.values(), key=_rate)
@@ -463,18 +473,19 @@ def beside(*selections: str) -> list[str]:
     one_gpu = len({gpu for gpu, *_ in lines}) == 1
     differ = max((row["samples_per_sec"]["max"] - row["samples_per_sec"]["min"]) / _rate(row) for row in rows)
     body = table(columns[one_gpu:], (cells[one_gpu:] for cells in lines))
-    return [*body, "", f"Runs of one configuration differ by up to {differ:.0%} of their median. {where_of(rows)}"]
+    runs = f"Medians of {_range(row['repeats'] for row in rows)} runs, which differ by up to {differ:.0%}."
+    return [*body, "", f"{runs} {where_of(rows, counted=False)}"]
 
 
 def headline(*selections: str) -> list[str]:
     """One sentence: the fast set's rate over the fastest peer's at the first point of each selection."""
-    every = [measured_beside(selection)[0] for selection in selections]
-    first, *more = every
-    said = [f"{first.ratio(first.ours[_FAST]):.2f} times as fast as the fastest other program on {first.model}"]
+    first, *more = every = [measured_beside(selection)[0] for selection in selections]
+    gpus = dict.fromkeys(gpu_of(point.base) for point in every)
+    said = f"{first.model} trains {first.ratio(first.ours[_FAST]):.2f} times as fast as in the fastest other program"
     if _FLOAT8 in first.ours:
-        said.append(f"{first.ratio(first.ours[_FLOAT8]):.2f} times with FP8")
-    said += [f"{point.ratio(point.ours[_FAST]):.2f} times on {point.model}" for point in more]
-    return [f"**{', '.join(said[:-1])} and {said[-1]}.**" if len(said) > 1 else f"**{said[0]}.**"]
+        said += f" ({first.ratio(first.ours[_FLOAT8]):.2f} times with FP8)"
+    others = "".join(f", and {point.model} {point.ratio(point.ours[_FAST]):.2f} times" for point in more)
+    return [f"**With the recommended techniques on one {' or '.join(gpus)}, {said}{others}.**"]
 
 
 def gpu_of(row: Row) -> str:
@@ -636,7 +647,7 @@ def markdown(rows: Sequence[Row]) -> list[str]:
     for row in rows:
         at_point.setdefault(spell(point_of(row)), []).append(row)
     columns = [column for column in (*_COLUMNS, *more) if column != "point" or len(at_point) > 1]
-    pairs = [(row, base_of(at_point[spell(point_of(row))])) for row in rows]
+    pairs = [(row, base_of(at_point[spell(point_of(row))], rows[0]["configuration"])) for row in rows]
     lines = []
     for row, base in pairs:
         cells = {"configuration": row["configuration"], "point": spell(point_of(row)), **_measured(row, base)}
