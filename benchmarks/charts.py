@@ -4,7 +4,7 @@
 - ``losses``: overlaid loss curves of two to four configurations, from a table with ``losses: true``.
 - ``beside``: samples/s of the fast set and the fastest configuration of each peer, a panel for each selection of rows.
 - ``time_to_accuracy``: seconds from the start of a process to the accuracy of :func:`~benchmarks.tables.reached_by`,
-  over all seeds, with start-up in a light colour.
+  over all seeds, with start-up in a faint colour.
 
 A waterfall and losses show the first point of the matrix. Ratios of the last two are to the fastest peer.
 
@@ -108,7 +108,7 @@ def beside_bars(points: Sequence[Beside]) -> Figure:
 def _bar(
     axes: Axes, place: int, text: str, median: float, least: float, most: float, *, grey: bool, start: float = 0.0
 ) -> None:
-    """A bar, its first part up to ``start`` in a lighter colour, with its spread and a label."""
+    """A bar, its first part up to ``start`` in a faint colour, with its spread and a label."""
     colour = _GREY if grey else _BLUE
     if start:
         axes.barh(place, start, color=colour, alpha=0.45, height=0.62)
@@ -134,8 +134,8 @@ def accuracy_bars(rows: Sequence[Row]) -> Figure:
         text = f"{median:.1f} s, start-up {reached.starts[name]:.1f} s" + (f"  ×{ratio:.2f}" if ratio else "")
         _bar(axes, place, text, median, times[0], times[-1], grey=peer, start=reached.starts[name])
         longest = max(longest, times[-1])
-    to_target = f"seconds from the start of the process to an accuracy of {reached.target:.4f} (shorter is better)"
-    compared = "light: start-up, before training is under way; ×: compared with the fastest other program"
+    to_target = f"seconds from the start of the process to accuracy {reached.target:.4f} (shorter is better)"
+    compared = "faint: start-up; ×: compared with the fastest other program"
     axes.set_xlabel(f"{to_target}\n{compared}\n{_source(rows[0])}")
     _style_bars(axes, [{"configuration": name} for name in peers], 1.32 * longest)
     return figure

@@ -285,7 +285,9 @@ def _by_point(rows: Sequence[Row]) -> list[tuple[Row, dict[str, Row]]]:
 def _model_and_batch(row: Row, table: str) -> list[str]:
     """The name of a row's model, and its batch as ``128 × 256``, rows and tokens."""
     base = yaml.safe_load((ROOT / "yamls" / "bert_imdb_fast.yaml").read_text())["data"]
-    batch, length = (row.get(f"data.{key}") or override_of(row, f"data.{key}") or base[key] for key in ("batch_size", "max_length"))
+    batch, length = (
+        row.get(f"data.{key}") or override_of(row, f"data.{key}") or base[key] for key in ("batch_size", "max_length")
+    )
     size, name = row.get("model.size") or override_of(row, "model.size"), table.split()[0].rpartition("/")[2]
     return [_MODELS.get(str(size)) or _MODELS.get(name, name), f"{batch} × {length}"]
 
@@ -447,6 +449,8 @@ def measured_beside(selection: str) -> list[Beside]:
     if not best:
         raise ValueError(f"no call of {selection} has a peer and the fast set")
     return list(best.values())
+
+
 def beside(*selections: str) -> list[str]:
     """The fast set beside its peers, a line for each point of each ``TABLE [KEY=VALUE …]``.
 

@@ -127,7 +127,7 @@ def test_figures_match_the_committed_rows(path: Path) -> None:
 CHARTS = [chart for path in documents() for chart in charts_of(path.read_text())]
 
 
-@pytest.mark.parametrize("chart", CHARTS, ids=lambda chart: chart.table)
+@pytest.mark.parametrize("chart", CHARTS, ids=lambda chart: chart.path.stem)
 def test_charts_show_the_committed_rows(chart: Chart) -> None:
     assert not chart.is_stale(), "run python -m benchmarks.render"
 
