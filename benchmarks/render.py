@@ -1,11 +1,12 @@
 """python -m benchmarks.render [--check]: write the tables and charts of README.md, docs and the cards.
 
 A table stands between ``<!-- rows: KIND ARGUMENTS -->`` and ``<!-- end rows -->``. Its kind is a function of
-:mod:`benchmarks.declared` (what the code declares) or :mod:`benchmarks.tables` (measured rows), and its arguments are
-that function's, separated by ``|``. ``TABLE [KEY=VALUE …]`` names the rows of every GPU, and ``GPU/TABLE`` those of one.
+:mod:`benchmarks.declared` (what the code declares) or :mod:`benchmarks.tables` (measured rows), and its arguments,
+separated by ``|``, are that function's. ``TABLE [KEY=VALUE …]`` names the rows of every GPU, ``GPU/TABLE`` those of
+one; new rows take the place of old ones as :mod:`benchmarks.tables` describes.
 
-``<!-- chart: KIND FILE.png | TABLE [KEY=VALUE …] [| …] -->`` stands before an image, which :mod:`benchmarks.charts` draws
-anew when its rows are others than it shows.
+``<!-- chart: KIND FILE.png | TABLE [KEY=VALUE …] [| …] -->`` stands before an image, which
+:mod:`benchmarks.charts` draws anew when its rows are others than it shows.
 
 Sentences hold no measured figures, so that no marker is needed in them.
 """

@@ -426,7 +426,7 @@ class Beside(NamedTuple):
 def measured_beside(selection: str) -> list[Beside]:
     """The points of ``TABLE [KEY=VALUE …]`` with a peer and the fast set, at the newest commit that has one.
 
-    Of several calls of a point, the one with the fastest peer counts, so that a call with fewer peers has no weaker one.
+    Of several calls of a point, the one with the fastest peer counts; a call with fewer peers may have a slower one.
 
     Raises:
         ValueError: There are none.

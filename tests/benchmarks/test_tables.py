@@ -61,7 +61,7 @@ def test_each_line_is_of_one_call_and_its_ratio_of_two_lines(rows: list[dict[str
         "c: 2026-01-03 05:06, commit 0123456."
     )
     assert tables.effect("any", "+ a", "fp32")[2] == "| 8 | 50.0 | 100 | 2.00 | 2.0 → 2.0 | 3 → 3 |"
-    with pytest.raises(ValueError, match="no row of .any. in a call with"):
+    with pytest.raises(ValueError, match=r"no row of .any. in a call with"):
         tables.effect("any", "+ b", "fp32")
     del rows[2:]
     assert tables.steps("any")[3] == "| 8 | + a | 100 | 2.00 | 10.0 (2.00) | 2.0 | 3 |", "one call has no letter"
@@ -183,7 +183,8 @@ def test_a_call_is_compared_with_its_first_configuration_at_each_point() -> None
         filled("x", ran(300), batch=16),
     ]
     assert tables.markdown(rows) == [
-        "| configuration | point | samples/s (least–most) | ratio to fp32 | peak GiB | warm-up s | process s | published |",
+        "| configuration | point | samples/s (least–most) | ratio to fp32 | peak GiB | warm-up s | process s | "
+        "published |",
         "|---" * 8 + "|",
         "| fp32 | data.batch_size=8 | 105 (100–110) | 1.00 | 3.0 | 2.0 |  | 9 samples/s |",
         "| x | data.batch_size=8 | 210 | 2.00 | 3.0 | 2.0 | 9.0 |  |",
