@@ -35,7 +35,7 @@ class Request(Settings):
     input: str = ""
     """File of the texts, in the columns that the run was trained on."""
     output: str | None = None
-    """File of the predictions: .jsonl, .csv or .parquet; null for INPUT.predictions.jsonl next to the input."""
+    """File of the predictions: .jsonl, .csv or .parquet; null for NAME.predictions.jsonl beside an input NAME.csv."""
     evaluate: bool = False
     """Print the metrics of the task, as training computes them, and write no predictions."""
     errors: str | None = None
