@@ -52,7 +52,9 @@ def flops_counter(model: Any) -> Callable[[Any, Lengths | None], int]:
         return lambda batch, lengths: int(model.flops_per_batch(batch))
     if inner is None or not hasattr(config, "num_hidden_layers"):
         return lambda batch, lengths: 0
-    head = "mlm" if type(inner).__name__.endswith("ForMaskedLM") else "classification"
+    head: Literal["classification", "mlm"] = "classification"
+    if type(inner).__name__.endswith("ForMaskedLM"):
+        head = "mlm"
     count: Callable[..., int] = of_rows or partial(training_flops, config, head=head)
     labelled = bool(labelled_heads(inner))
 
