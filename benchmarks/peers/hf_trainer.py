@@ -88,7 +88,7 @@ def _grouped_by_length(loader: DataLoader[Any], config: Config) -> DataLoader[An
         rows,
         batch_size=loader.batch_size,
         sampler=LengthGroupedSampler(
-            config.data.batch_size, lengths=rows.lengths.tolist(), generator=torch.Generator().manual_seed(config.seed)
+            loader.batch_size, lengths=rows.lengths.tolist(), generator=torch.Generator().manual_seed(config.seed)
         ),
         collate_fn=loader.collate_fn,
         drop_last=loader.drop_last,

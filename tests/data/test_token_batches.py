@@ -181,7 +181,7 @@ def test_micro_batches_and_ranks_count_by_their_samples(job: str) -> None:
         assert report["training"]["tokens"] == reports[0]["training"]["tokens"]
         assert report["metrics"]["train_loss"] == pytest.approx(reports[0]["metrics"]["train_loss"], rel=1e-4)
         weights = (load_file(f"runs/{r['run_name']}/model/model.safetensors") for r in (report, reports[0]))
-        assert_near(*weights, what=report["run_name"])
+        assert_near(weights[0], weights[1], what=report["run_name"])
 
 
 def test_a_resumed_run_ends_where_the_uninterrupted_one_does() -> None:
