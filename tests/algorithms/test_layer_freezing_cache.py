@@ -88,10 +88,10 @@ FUSABLE = [(family, family in FUSED) for family in UNPADDED if family != "albert
 @pytest.mark.parametrize(("family", "fused"), others_exhaustive(FUSABLE, lambda case: case[0] in ("bert", "mpnet")))
 def test_three_epochs_give_the_weights_of_training_without_the_cache(family: str, fused: bool) -> None:
     others = [FusedLayers()] if fused else []
-    results = [train(cache, tiny_model(family, layers=3), others)[0] for cache in (True, False)]
+    cached, plain = (train(cache, tiny_model(family, layers=3), others)[0] for cache in (True, False))
     before = {f"model.{name}": p.detach() for name, p in tiny_model(family, layers=3).named_parameters()}
-    assert_near(results[0], results[1], what=family)
-    moved = [name for name, weight in results[0].items() if not torch.equal(weight, before[name])]
+    assert_near(cached, plain, what=family)
+    moved = [name for name, weight in cached.items() if not torch.equal(weight, before[name])]
     assert any(".1." in name for name in moved)
     assert not any("embeddings.word" in name or ".0." in name for name in moved)
 
@@ -191,8 +191,8 @@ def test_other_tasks_train_as_without_the_cache(task: str) -> None:
     for cache in ("true", "false"):
         freezing = f"algorithms.layer_freezing={{layers: 1, cache: {cache}}}"
         run(*job, "algorithms.sdpa_attention=null", "data.train_samples=16", freezing, f"run_name={cache}")
-    cached, computed = (load_file(f"runs/{cache}/model/model.safetensors") for cache in ("true", "false"))
-    assert_near(cached, computed, what=task)
+    cached, plain = (load_file(f"runs/{cache}/model/model.safetensors") for cache in ("true", "false"))
+    assert_near(cached, plain, what=task)
 
 
 def test_the_loader_of_the_card_trains() -> None:

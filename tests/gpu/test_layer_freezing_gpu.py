@@ -124,7 +124,8 @@ def test_the_fast_set_with_the_cache_trains_as_without_it(
         assert graphs.evidence["replays"] >= 8
         if cache:
             assert freezing.evidence["cache"].endswith("on the GPU" if on_gpu else "in pinned host memory")
-    assert_near(weights[0], weights[1], torch.bfloat16, family)
+    cached, plain = weights
+    assert_near(cached, plain, torch.bfloat16, family)
 
 
 def test_a_run_with_the_cache_repeats_bit_by_bit() -> None:
