@@ -128,11 +128,11 @@ class TokenBatchSampler(DistributedSampler[int]):
     which the sampler yields ``len(lengths)`` plus their number of tokens (:meth:`.FlatTokens.filled`). A batch has
     ``parts`` micro-batches on each rank.
 
-    The order depends only on the seed and the epoch. Every sample occurs once per epoch, except for those of the last
-    batch with ``drop_last``. ``rows`` suffices for the batches of the first epoch; in later epochs, more samples in the
-    same tokens do not fit. Composer needs the same number of batches in each epoch: the most of three orders. Where an
-    order has too few micro-batches, those with the most samples are halved, and single ones are repeated; one with too
-    many is drawn again.
+    The order depends only on the seed and the epoch. Every sample occurs once per epoch, except for those of the last,
+    incomplete batch with ``drop_last``. ``rows`` suffices for the batches of the first epoch; in later epochs, more
+    samples in the same tokens do not fit. Composer needs the same number of batches in each epoch: the most of three
+    orders. Where an order has too few micro-batches, those with the most samples are halved, and single samples are
+    repeated; one with too many is drawn again.
 
     Raises:
         ConfigError: The tokens are too few for the longest sample.
@@ -157,7 +157,8 @@ class TokenBatchSampler(DistributedSampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         count, drawn = self.batches * self.parts * self.num_replicas, map(self._microbatches, self._orders())
-        filled = [samples.tolist() for samples in next(m for m in drawn if self._batches(m) <= self.batches)]
+        filled = [samples.tolist() for samples in next(m for m in drawn if 0 < self._batches(m) <= self.batches)]
+        del filled[len(filled) - self.drop_last :]
         while len(filled) < count:
             largest = max(filled, key=len)
             half = -(-len(largest) // 2)
