@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -125,13 +126,13 @@ class TokenBatchSampler(DistributedSampler[int]):
 
     A sample that does not fit begins the next micro-batch. The remaining tokens are filler: rows of padding tokens, for
     which the sampler yields ``len(lengths)`` plus their number of tokens (:meth:`.FlatTokens.filled`). A batch has
-    ``parts`` micro-batches on each rank. If the last batch has too few, the one with the most samples is halved, and a
-    single sample is repeated.
+    ``parts`` micro-batches on each rank.
 
-    The order depends only on the seed and the epoch. Every sample occurs once per epoch, except for those of the last
-    batch with ``drop_last``. ``rows`` suffices for the batches of the first epoch; in later epochs, more samples in the
-    same tokens do not fit. Composer needs the same number of batches in each epoch, so an order with another number is
-    drawn again.
+    The order depends only on the seed and the epoch. Every sample occurs once per epoch, except for those of the last,
+    incomplete batch with ``drop_last``. ``rows`` suffices for the batches of the first epoch; in later epochs, more
+    samples in the same tokens do not fit. Composer needs the same number of batches in each epoch: the most of three
+    orders. Where an order has too few micro-batches, those with the most samples are halved, and single samples are
+    repeated; one with too many is drawn again.
 
     Raises:
         ConfigError: The tokens are too few for the longest sample.
@@ -142,29 +143,29 @@ class TokenBatchSampler(DistributedSampler[int]):
     ) -> None:
         super().__init__(lengths, ranks, rank, shuffle=True, **settings)  # type: ignore[arg-type]
         self.lengths, self.tokens, self.width, self.parts = lengths, tokens, width, parts
-        order = next(self._orders())
-        padding = max(width * len(m) - int(lengths[m].sum()) for m in _cut(order, (lengths, tokens)))
+        orders = [*islice(self._orders(), 3)]
+        padding = max(width * len(m) - int(lengths[m].sum()) for m in _cut(orders[0], (lengths, tokens)))
         self.rows = -(-(tokens + padding) // width)
         if (longest := int(lengths.max())) > tokens - self.rows + 1:
             raise ConfigError(
                 f"data.batch_tokens: {tokens:,} tokens per forward pass are too few for samples of up to {longest:,}; "
                 "use at least twice as many"
             )
-        self.batches = self._batches(self._microbatches(order))
+        self.batches = max(self._batches(self._microbatches(order)) for order in orders)
         self.num_samples = self.batches * parts * self.rows
         self.total_size = self.num_samples * ranks
 
     def __iter__(self) -> Iterator[int]:
-        share = self.parts * self.num_replicas
-        drawn = map(self._microbatches, self._orders())
-        filled = [samples.tolist() for samples in next(m for m in drawn if self._batches(m) == self.batches)]
-        while last := len(filled) % share:
-            largest = max(filled[-last:], key=len)
+        count, drawn = self.batches * self.parts * self.num_replicas, map(self._microbatches, self._orders())
+        filled = [samples.tolist() for samples in next(m for m in drawn if 0 < self._batches(m) <= self.batches)]
+        del filled[len(filled) - self.drop_last :]
+        while len(filled) < count:
+            largest = max(filled, key=len)
             half = -(-len(largest) // 2)
-            filled.append(largest[half:] or [*largest])
+            filled.append(largest[half:] or largest)
             del largest[half:]
-        for index, samples in enumerate(filled[: self.batches * share]):
-            if index // self.parts % self.num_replicas == self.rank:
+        for index, samples in enumerate(filled[:count]):
+            if index % self.num_replicas == self.rank:
                 yield from samples
                 rest, rows = self.tokens - int(self.lengths[samples].sum()), self.rows - len(samples)
                 yield from (len(self.lengths) + (rest + row) // rows for row in range(rows))
