@@ -277,7 +277,15 @@ class Shortened:
         )
 
 
+def splits_by_name() -> DataSpec:
+    def split(one: Batch, _: Any) -> list[Batch]:
+        return [{name: one[name] for name in ("input_ids", "attention_mask", "labels")}]
+
+    return DataSpec(indexed(), split_batch=split)  # type: ignore[arg-type]
+
+
 REFUSED: list[tuple[Any, str]] = [
+    (splits_by_name, "a micro-batch does not say which samples it has; keep all entries in a split_batch of your own"),
     (lambda: DataLoader(samples(), batch_size=4, collate_fn=stacked), "the batches do not say which samples they have; in code, build the DataLoader from IndexedRows; in a YAML, read samples that are not streamed"),  # type: ignore[arg-type]
     (lambda: indexed(collate=Masking()), "the collator returns other tokens at each call, as for masked LM or with augmentation; make it return the same"),
     (lambda: indexed(collate=left_padded), "unpadding keeps some rows padded; pad on the right, without holes"),

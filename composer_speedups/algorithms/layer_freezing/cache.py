@@ -128,9 +128,9 @@ class PrefixCache:
 
     def give(self, known: KnownBatch) -> KnownBatch:
         """Add the packed outputs to what is known of a training batch; Refusal for one that differs from the data."""
-        (rows,), (lengths,), indices = known.rows, known.lengths, known.indices
-        assert indices is not None
-        chosen = indices.numpy()
+        if known.indices is None or len(known.rows) != 1:
+            _refuse("a micro-batch does not say which samples it has", "keep all entries in a split_batch of your own")
+        (rows,), (lengths,), chosen = known.rows, known.lengths, known.indices.numpy()
         sizes = self._lengths_N[chosen]
         if rows.packed is None or (lengths.numpy().reshape(len(chosen), -1).sum(-1) != sizes).any():
             _refuse("samples have other lengths in a batch than before", "remove what changes the batches")
