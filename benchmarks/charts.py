@@ -1,10 +1,12 @@
-"""Charts of the rows of one call, for the documentation.
+"""Charts of rows, for the documentation.
 
 - ``waterfall``: samples/s of a cumulative table's configurations, each bar showing what its technique adds.
 - ``losses``: overlaid loss curves of two to four configurations, from a table with ``losses: true``.
-- ``bars``: samples/s of some configurations with their spread, at every point of the matrix.
-- ``time_to_accuracy``: seconds from the start of a process to an accuracy, over all seeds; the first configuration is
-  the reference of :func:`~benchmarks.tables.reached_by`.
+- ``beside``: samples/s of the fast set and the fastest configuration of each peer, a panel for each selection of rows.
+- ``time_to_accuracy``: seconds from the start of a process to the accuracy of :func:`~benchmarks.tables.reached_by`,
+  over all seeds, with start-up in a faint colour.
+
+A waterfall and losses show the first point of the matrix. Ratios of the last two are to the fastest peer.
 
 Charts have no background, and inks that can be read on a light and on a dark page.
 """
@@ -25,8 +27,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image
 
-from benchmarks.rows import Row, describe_errors, point_of
-from benchmarks.tables import PEERS, committed, reached_by
+from benchmarks.rows import Row, newest, point_of
+from benchmarks.tables import Beside, committed, gpu_of, is_peer, measured_beside, reached_by
 from composer_speedups.core.files import write_atomically
 from composer_speedups.train.plot import CHART_STYLE, INK
 
@@ -36,7 +38,7 @@ _DIGEST = "Rows"  # key of the PNG's text that identifies the rows it shows
 _MEASURES = {
     "waterfall": "samples_per_sec",
     "losses": "losses",
-    "bars": "samples_per_sec",
+    "beside": "samples_per_sec",
     "time_to_accuracy": "evaluations",
 }
 
@@ -84,40 +86,33 @@ def smooth(losses: Sequence[float], window: int) -> np.ndarray:
     return (sums[ends] - sums[starts]) / (ends - starts)
 
 
-def configuration_bars(rows: Sequence[Row]) -> Figure:
-    """Each configuration's median with its minimum and maximum, or why it has none, in a panel for each point."""
-    panels: dict[str, list[Row]] = {}
-    for row in rows:
-        panels.setdefault(_spell_point(row), []).append(row)
-    heights = [0.5 + 0.36 * len(panel) for panel in panels.values()]
-    figure = _figure(0.7 + sum(heights))
-    subplots = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
-    timed = [row for row in rows if row["samples_per_sec"]]
-    for axes, (point, panel) in zip(subplots, panels.items(), strict=True):
-        _bars(axes, panel, rows[0]["configuration"])
-        _style_bars(axes, panel, max(row["samples_per_sec"]["max"] for row in timed))
-        axes.set_title(point, loc="left")
-    subplots[-1].set_xlabel(f"samples/s, steady state\n{_source(timed[0])}")
+def beside_bars(points: Sequence[Beside]) -> Figure:
+    """The median rates of peers and of the fast set with their minimum and maximum, in a panel for each point."""
+    shown = [[row for row in point.rows if row.get("peer") != "own_trainer"] for point in points]
+    heights = [0.5 + 0.36 * len(rows) for rows in shown]
+    figure = _figure(0.8 + sum(heights))
+    subplots = figure.subplots(len(points), 1, squeeze=False, height_ratios=heights)[:, 0]
+    for axes, point, rows in zip(subplots, points, shown, strict=True):
+        for place, row in enumerate(rows):
+            rate = row["samples_per_sec"]
+            text = f"{rate['median']:,.0f}  ×{point.ratio(row):.2f}"
+            _bar(axes, place, text, rate["median"], rate["min"], rate["max"], grey=is_peer(row))
+        _style_bars(axes, rows, max(row["samples_per_sec"]["max"] for row in rows))
+        axes.set_title(f"{point.model}, batches of {point.batch} tokens, {gpu_of(point.base)}", loc="left")
+    compared = "samples/s, steady state; ×: compared with the fastest other program"
+    days = ", ".join(sorted({point.base["call"][:10] for point in points}))
+    subplots[-1].set_xlabel(f"{compared}\ntorch {points[0].base['environment']['torch']}, {days}")
     return figure
 
 
-def _bars(axes: Axes, rows: Sequence[Row], first: str) -> None:
-    rates = {row["configuration"]: row["samples_per_sec"] for row in rows}
-    base = rates.get(first)
-    for place, row in enumerate(rows):
-        rate = row["samples_per_sec"]
-        if rate is None:
-            _label(axes, describe_errors(row).partition(":")[0] or "not measured", 0, place, color=_RED)
-            continue
-        text = f"{rate['median']:,.0f}"
-        if base is not None and row["configuration"] != first:
-            text += f"  ×{rate['median'] / base['median']:.2f}"
-        grey = row["configuration"] == first or row.get("peer") in PEERS
-        _bar(axes, place, text, rate["median"], rate["min"], rate["max"], grey=grey)
-
-
-def _bar(axes: Axes, place: int, text: str, median: float, least: float, most: float, *, grey: bool) -> None:
-    axes.barh(place, median, color=_GREY if grey else _BLUE, height=0.62)
+def _bar(
+    axes: Axes, place: int, text: str, median: float, least: float, most: float, *, grey: bool, start: float = 0.0
+) -> None:
+    """A bar, its first part up to ``start`` in a faint colour, with its spread and a label."""
+    colour = _GREY if grey else _BLUE
+    if start:
+        axes.barh(place, start, color=colour, alpha=0.45, height=0.62)
+    axes.barh(place, median - start, left=start, color=colour, height=0.62)
     if least < most:
         spread = [[median - least], [most - median]]
         axes.errorbar(median, place, xerr=spread, color=INK, capsize=3, linewidth=1.0)
@@ -125,24 +120,24 @@ def _bar(axes: Axes, place: int, text: str, median: float, least: float, most: f
 
 
 def accuracy_bars(rows: Sequence[Row]) -> Figure:
-    """Each configuration's time to the accuracy of the first one, or how many of its runs reached it."""
-    peers = {row["configuration"]: row.get("peer") in PEERS for row in rows}
-    names = list(peers)
-    reached = reached_by(rows, names[0])
-    figure = _figure(1.1 + 0.36 * len(names))
+    """Each configuration's time to the accuracy of full training, or how many of its runs reached it."""
+    reached = reached_by(rows)
+    peers = {row["configuration"]: is_peer(row) for row in rows}
+    figure = _figure(1.1 + 0.36 * len(peers))
     axes = figure.add_subplot()
-    base, longest = reached.median(names[0]), 0.0
-    for place, name in enumerate(names):
-        times, median = reached.times(name), reached.median(name)
+    longest = 0.0
+    for place, (name, peer) in enumerate(peers.items()):
+        times, median, ratio = reached.times(name), reached.median(name), reached.ratio(name)
         if median is None:
             _label(axes, f"{len(times)} of {len(reached.seconds[name])} runs reached it", 0, place, color=_RED)
             continue
-        ratio = f"  ×{base / median:.2f}" if place and base is not None else ""
-        _bar(axes, place, f"{median:.1f}{ratio}", median, times[0], times[-1], grey=not place or peers[name])
+        text = f"{median:.1f} s, start-up {reached.starts[name]:.1f} s" + (f"  ×{ratio:.2f}" if ratio else "")
+        _bar(axes, place, text, median, times[0], times[-1], grey=peer, start=reached.starts[name])
         longest = max(longest, times[-1])
-    to_target = f"seconds from the start of the process to an accuracy of {reached.target:.4f} (shorter is better)"
-    axes.set_xlabel(f"{to_target}\n{_source(rows[0])}")
-    _style_bars(axes, [{"configuration": name} for name in names], longest)
+    to_target = f"seconds from the start of the process to accuracy {reached.target:.4f} (shorter is better)"
+    compared = "faint: start-up; ×: compared with the fastest other program"
+    axes.set_xlabel(f"{to_target}\n{compared}\n{_source(rows[0])}")
+    _style_bars(axes, [{"configuration": name} for name in peers], 1.32 * longest)
     return figure
 
 
@@ -177,9 +172,9 @@ def _spell_point(row: Row) -> str:
 
 
 def _source(row: Row, point: str = "") -> str:
-    """What was measured and on which machine, for the line under a chart."""
-    environment = row["environment"]
-    return ", ".join(filter(None, [point, environment["gpu"] or "CPU", f"torch {environment['torch']}"]))
+    """What was measured, on which machine and when, for the line under a chart."""
+    environment, day = row["environment"], row["call"][:10]
+    return ", ".join(filter(None, [point, environment["gpu"] or "CPU", f"torch {environment['torch']}", day]))
 
 
 def _digest_of(rows: Sequence[Row], measure: str) -> str:
@@ -188,72 +183,59 @@ def _digest_of(rows: Sequence[Row], measure: str) -> str:
     return hashlib.sha256(json.dumps([measure, values], sort_keys=True).encode()).hexdigest()
 
 
-def call_shown(kind: str, rows: Sequence[Row], configurations: Sequence[str] = ()) -> list[Row]:
-    """The rows that a chart shows: those of the last call that measured all configurations (by default: any), in order.
-
-    Bars are of the call in which the first configuration, which the others are compared with, was fastest. A waterfall
-    and losses show the first point of the matrix; the others show every point, and failed configurations.
+def call_shown(measure: str, rows: Sequence[Row], configurations: Sequence[str] = ()) -> list[Row]:
+    """The rows, in their order, of the last call that measured all configurations (by default: any).
 
     Raises:
         SystemExit: No call has them.
     """
-    measure = _MEASURES[kind]
-    named = [row for row in rows if not configurations or row["configuration"] in configurations]
-    measured = [row for row in named if row.get(measure)]
+    measured = [row for row in rows if row.get(measure)]
+    named = [row for row in measured if not configurations or row["configuration"] in configurations]
     names: dict[str, set[str]] = {}
-    for row in measured:
+    for row in named:
         names.setdefault(row["call"], set()).add(row["configuration"])
-    calls = sorted(call for call in names if set(configurations) <= names[call])
+    calls = [call for call in names if set(configurations) <= names[call]]
     if not calls:
         raise SystemExit(f"no call has rows of {', '.join(configurations) or 'any configuration'} with {measure}")
-    if kind == "bars":
-        first = [row for row in measured if row["configuration"] == configurations[0] and row["call"] in calls]
-        call = max(first, key=lambda row: row[measure]["median"])["call"]
-    else:
-        call = calls[-1]
-    if kind in ("waterfall", "losses"):
-        of_call = [row for row in measured if row["call"] == call]
-        return [row for row in of_call if point_of(row) == point_of(of_call[0])]
-    shown = [row for row in named if row["call"] == call]
-    points = [point_of(row) for row in shown]
-    order = [*configurations, *(row["configuration"] for row in shown)]
-    return sorted(shown, key=lambda row: (points.index(point_of(row)), order.index(row["configuration"])))
-
-
-def draw(kind: str, rows: Sequence[Row], path: Path) -> None:
-    """Write a PNG that contains :func:`_digest_of` its rows."""
-    draws = {"waterfall": waterfall, "losses": loss_curves, "bars": configuration_bars}
-    image = io.BytesIO()
-    with rc_context(CHART_STYLE):
-        figure = draws.get(kind, accuracy_bars)(rows)
-        figure.savefig(image, format="png", metadata={_DIGEST: _digest_of(rows, _MEASURES[kind])})
-    write_atomically(path, image.getvalue())
+    return [row for row in named if row["call"] == max(calls)]
 
 
 class Chart(NamedTuple):
     """A chart requested by a comment in a document."""
 
     kind: str
-    table: str
     path: Path
-    configurations: list[str]
+    arguments: list[str]  # a table and configurations, or selections of rows
 
     @classmethod
-    def of(cls, words: Sequence[str]) -> Chart:
-        """Parse ``KIND TABLE FILE.png [CONFIGURATION | CONFIGURATION …]``."""
-        kind, table, path, *names = words
-        return cls(kind, table, Path(path), [name.strip() for name in " ".join(names).split("|") if name.strip()])
+    def of(cls, request: str) -> Chart:
+        """Parse ``KIND FILE.png | TABLE [KEY=VALUE …] [| …]``."""
+        (kind, path), *arguments = (part.split() for part in request.split(" | "))
+        return cls(kind, Path(path), [" ".join(words) for words in arguments])
 
-    def rows(self) -> list[Row]:
-        """The committed rows that it shows."""
-        return call_shown(self.kind, committed(self.table), self.configurations)
+    def shown(self) -> tuple[list[Row], Figure]:
+        """The committed rows that it shows, and the figure."""
+        if self.kind == "beside":
+            points = [measured_beside(selection)[0] for selection in self.arguments]
+            return [row for point in points for row in point.rows], beside_bars(points)
+        table, *configurations = self.arguments
+        rows = call_shown(_MEASURES[self.kind], newest(committed(table)), configurations)
+        if self.kind == "time_to_accuracy":
+            return rows, accuracy_bars(rows)
+        rows = [row for row in rows if point_of(row) == point_of(rows[0])]
+        return rows, (waterfall if self.kind == "waterfall" else loss_curves)(rows)
 
     def is_stale(self) -> bool:
         """Whether the committed rows differ from those that the file shows."""
         if not self.path.is_file():
             return True
-        with Image.open(self.path) as image:
-            return image.info.get(_DIGEST) != _digest_of(self.rows(), _MEASURES[self.kind])
+        with rc_context(CHART_STYLE), Image.open(self.path) as image:
+            return image.info.get(_DIGEST) != _digest_of(self.shown()[0], _MEASURES[self.kind])
 
     def draw(self) -> None:
-        draw(self.kind, self.rows(), self.path)
+        """Write a PNG that contains :func:`_digest_of` its rows."""
+        image = io.BytesIO()
+        with rc_context(CHART_STYLE):
+            rows, figure = self.shown()
+            figure.savefig(image, format="png", metadata={_DIGEST: _digest_of(rows, _MEASURES[self.kind])})
+        write_atomically(self.path, image.getvalue())

@@ -166,6 +166,23 @@ _EFFECTS = {
 }
 
 
+def technique_groups() -> list[str]:
+    """README's table: the techniques by what they are for and whether the result stays the same."""
+    groups: dict[str, list[str]] = {title: [] for title in _GROUPS.values()}
+    for technique in _classes():
+        kind = technique.effect if technique.effect in ("lower_precision", "recipe") else technique.purpose
+        groups[_GROUPS[kind]].append(f"[`{technique.name}`]({_card_and_summary(technique.name)[0]})")
+    return table(["what it does", "techniques"], [[title, ", ".join(links)] for title, links in groups.items()])
+
+
+_GROUPS = {
+    "saves time": "faster steps, the same result (some up to rounding)",
+    "lower_precision": "faster steps in lower precision",
+    "saves memory": "less memory, the same result",
+    "recipe": "what is learned changes, so compare its accuracy",
+}
+
+
 def order() -> list[str]:
     """Two tables: the stages in the order of techniques, and the conflicts with their reasons."""
     every = _classes()

@@ -1,11 +1,12 @@
 """python -m benchmarks.render [--check]: write the tables and charts of README.md, docs and the cards.
 
 A table stands between ``<!-- rows: KIND ARGUMENTS -->`` and ``<!-- end rows -->``. Its kind is a function of
-:mod:`benchmarks.declared` (what the code declares) or :mod:`benchmarks.tables` (measured rows), and its arguments are
-that function's, separated by spaces or, if there are ``|``, by these. ``GPU/TABLE`` names the rows of another GPU.
+:mod:`benchmarks.declared` (what the code declares) or :mod:`benchmarks.tables` (measured rows), and its arguments,
+separated by ``|``, are that function's. ``TABLE [KEY=VALUE …]`` names the rows of every GPU, ``GPU/TABLE`` those of
+one; new rows take the place of old ones as :mod:`benchmarks.tables` describes.
 
-``<!-- chart: KIND TABLE FILE.png [CONFIGURATION | …] -->`` stands before an image, which :mod:`benchmarks.charts` draws
-anew when its rows are others than it shows.
+``<!-- chart: KIND FILE.png | TABLE [KEY=VALUE …] [| …] -->`` stands before an image, which
+:mod:`benchmarks.charts` draws anew when its rows are others than it shows.
 
 Sentences hold no measured figures, so that no marker is needed in them.
 """
@@ -41,17 +42,14 @@ def render(text: str) -> str:
 
 def charts_of(text: str) -> list[Chart]:
     """The charts that a document requests, with paths in this repository."""
-    charts = [Chart.of(request.split()) for request in _CHART.findall(text)]
+    charts = [Chart.of(request) for request in _CHART.findall(text)]
     return [chart._replace(path=ROOT / chart.path) for chart in charts]
 
 
 def _figure(request: str) -> str:
     kind, _, rest = request.partition(" ")
-    name, _, more = rest.partition(" ")
-    if kind == "best":
-        arguments = [part.strip() for part in rest.split("|")]
-    else:
-        arguments = [name, *(part.strip() for part in more.split("|"))] if more else rest.split()
+    selection, _, more = rest.partition(" | ")
+    arguments = [part.strip() for part in (selection, *more.split(" | ")) if part]
     return "\n".join(getattr(declared if hasattr(declared, kind) else tables, kind)(*arguments))
 
 

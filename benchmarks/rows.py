@@ -3,6 +3,8 @@
 A table's rows are in ``results/<gpu>/<table>.jsonl``, one per configuration and point of the matrix. Rows of one call
 have the same time in ``call``. The file is rewritten atomically after every run. Until a call is finished, its rows
 have a key ``unfinished``, which identifies the call that can be resumed; it is removed from rows that are committed.
+
+Where a table has old and new rows, :func:`newest` says which are shown.
 """
 
 from __future__ import annotations
@@ -192,6 +194,17 @@ def describe_errors(row: Row) -> str:
 def median_step(row: Row) -> float:
     """The median step time of a row's runs in seconds."""
     return statistics.median(p50 for _, p50, _ in filter(None, row["step_seconds_p10_p50_p90"]))
+
+
+def newest(rows: Sequence[Row]) -> list[Row]:
+    """The rows that a table shows of old and new ones: of the calls at the commit and on the GPU of the last call."""
+    last = max(rows, key=lambda row: (row["call"], bool(row["environment"])), default=None)
+    calls = {row["call"] for row in rows if last and _measured_on(row) == _measured_on(last)}
+    return [row for row in rows if row["call"] in calls]
+
+
+def _measured_on(row: Row) -> tuple[Any, Any]:
+    return row["environment"].get("commit"), row["environment"].get("gpu")
 
 
 def point_of(row: Row) -> Row:

@@ -1,10 +1,16 @@
 """Markdown tables of rows: the figures of README.md, docs and the cards, and the table that the runner prints.
 
-A ratio is always of two rows of the same call: the speed of the host differs between calls.
+A ratio is always of two rows of the same call: the speed of the host differs between calls. Its base is the fastest
+peer of the call at the same point of the matrix, or the first configuration of a call without peers.
+
+Of old and new rows, a table shows those of the newest commit (:func:`.rows.newest`) of all calls that have what it
+compares, unless it names calls. Accuracies do not depend on the machine: each is the newest of its configuration and
+seed.
 """
 
 from __future__ import annotations
 
+import itertools
 import operator
 import re
 import shlex
@@ -15,10 +21,14 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from benchmarks.rows import RESULTS, Row, describe_errors, median_step, point_of, read_rows, spell
+from benchmarks.rows import RESULTS, Row, describe_errors, median_step, newest, point_of, read_rows, spell
 
 ROOT = Path(__file__).parent.parent
-COMMITTED = RESULTS / "nvidia-h200"  # the rows of this repository's GPU
+_OURS = (None, "own_trainer", "bare_loop")  # what runs this package's techniques; anything else is a peer
+_PEERS = {"hf_trainer": "HF Trainer", "sentence_trainer": "sentence-transformers"}  # others by the module's name
+_FAST, _FLOAT8, _OWN = "fast set", "fast set, fp8", "own Trainer"
+_MODELS = {"base": "BERT-base", "large": "BERT-large", "minilm6": "MiniLM-L6", "minilm12": "MiniLM-L12"}
+_MODELS |= {"deberta": "DeBERTa-v3-base", "modernbert": "ModernBERT-base", "esm2": "ESM-2, 650 M"}
 _COLUMNS = ("configuration", "point", "samples/s (least–most)", "ratio", "peak GiB", "warm-up s")
 _MORE = {  # column → what of a row it shows, and how; "run" leaves the imports out
     "run s": ("run_seconds", ".1f"),
@@ -51,20 +61,14 @@ def table(columns: Sequence[str], lines: Iterable[Sequence[str]]) -> list[str]:
 
 
 def committed(name: str) -> list[Row]:
-    """All committed rows of ``TABLE`` (those of a CPU if there are no others) or of ``GPU/TABLE``."""
-    if "/" in name:
-        return read_rows(RESULTS / f"{name}.jsonl")
-    return read_rows(COMMITTED / f"{name}.jsonl") or read_rows(RESULTS / "cpu" / f"{name}.jsonl")
+    """All committed rows of ``TABLE``, of every GPU and of the CPU, or of ``GPU/TABLE``."""
+    return [row for path in sorted(RESULTS.glob(f"{name}.jsonl" if "/" in name else f"*/{name}.jsonl"))
+            for row in read_rows(path)]  # fmt: skip
 
 
 def rows_of(name: str) -> list[Row]:
     """The committed rows of a table that have measurements."""
     return [row for row in committed(name) if row["environment"]]  # a row of failed runs alone has none
-
-
-def every_gpus_rows(name: str) -> list[Row]:
-    """The committed rows of a name, of every GPU and of the CPU."""
-    return [row for path in sorted(RESULTS.glob(f"*/{name}.jsonl")) for row in read_rows(path)]
 
 
 def where_of(rows: Sequence[Row], *, counted: bool = True) -> str:
@@ -86,14 +90,28 @@ def override_of(row: Row, key: str) -> str | None:
     return {name: given for name, _, given in pairs}.get(key)
 
 
-def select(selection: str) -> list[Row]:
+def select(selection: str, *together: str) -> list[Row]:
+    """The rows of ``TABLE [KEY=VALUE …]`` at the newest commit, of calls that measured all of ``together``.
+
+    A selection that names calls gets all of these, of whatever commits.
+
+    Raises:
+        ValueError: There are none.
+    """
+    rows = _meeting(selection)
+    for name in together:
+        calls = {row["call"] for row in rows if row["configuration"] == name and row["samples_per_sec"]}
+        rows = [row for row in rows if row["call"] in calls]
+    if not rows:
+        raise ValueError(f"no row of '{selection}'{' in a call with ' * bool(together)}{' and '.join(together)}")
+    return rows if " call=" in selection else newest(rows)
+
+
+def _meeting(selection: str) -> list[Row]:
     """The rows of ``TABLE [KEY=VALUE …]`` that have measurements.
 
     ``KEY`` is a key of the row or of an override on its command line. A comma separates alternative values. The value
     of ``call`` is the beginning of the call's time: ``2026-01-02T03:04``.
-
-    Raises:
-        ValueError: There are none.
     """
     table, *conditions = selection.split()
 
@@ -103,10 +121,28 @@ def select(selection: str) -> list[Row]:
         alternatives = wanted.split(",")
         return str(value).startswith(tuple(alternatives)) if key == "call" else value in alternatives
 
-    rows = [row for row in rows_of(table) if all(meets(row, condition) for condition in conditions)]
-    if not rows:
-        raise ValueError(f"no row of '{selection}'")
-    return rows
+    return [row for row in rows_of(table) if all(meets(row, condition) for condition in conditions)]
+
+
+def _title_of(peer: Row) -> str:
+    """The name of a peer; flags that bring another package's kernels make it another one."""
+    for flag in ("disentangled_flash", "unsloth"):
+        if override_of(peer, f"peer.{flag}") == "true":
+            return flag.replace("_", "-")
+    return _PEERS.get(peer["peer"], peer["peer"].replace("_", " "))
+
+
+def is_peer(row: Row) -> bool:
+    """Whether a row is of a program without this package's techniques."""
+    return row.get("peer") not in _OURS and override_of(row, "peer.apply_recommended") != "true"
+
+
+def base_of(rows: Sequence[Row], first: str) -> Row | None:
+    """What rows of one call and point are compared with: the fastest peer, or without peers the table's first
+    configuration, if it ran."""
+    timed = [row for row in rows if row["samples_per_sec"]]
+    own = (row for row in timed if row["configuration"] == first)
+    return max(filter(is_peer, timed), key=_rate, default=None) or next(own, None)
 
 
 def _repeats(rows: Sequence[Row]) -> str:
@@ -176,12 +212,17 @@ def _figure_by_call(columns: Sequence[str], lines: Sequence[_Line], rows: Sequen
 
 
 def _by_call(rows: Sequence[Row]) -> Iterator[tuple[Row, Row | None]]:
-    """Each row, by batch size and call, with that of the table's first configuration in the same call, if it ran."""
-    first = rows[0]["configuration"]
+    """Each row, by batch size and call, with the one that it is compared with."""
     point = operator.itemgetter("data.batch_size", "call")
-    bases = {point(row): row for row in rows if row["configuration"] == first and row["samples_per_sec"]}
-    for row in sorted(rows, key=point):
-        yield row, bases.get(point(row))
+    for _, own in itertools.groupby(sorted(rows, key=point), key=point):
+        together = list(own)
+        yield from ((row, base_of(together, rows[0]["configuration"])) for row in together)
+
+
+def _ratio_to(pairs: Iterable[tuple[Row, Row | None]]) -> str:
+    """The head of the column of ratios, with the name of their base if it is always the same."""
+    names = {base["configuration"] for _, base in pairs if base is not None}
+    return f"ratio to {names.pop()}" if len(names) == 1 else "ratio to the fastest peer"
 
 
 def _median(row: Row, name: str) -> str:
@@ -207,26 +248,55 @@ def _spread(row: Row, name: str = "samples_per_sec") -> str:
 # Figures of techniques
 
 
-def effect(name: str, configuration: str, before: str) -> list[str]:
+def effect(selection: str, configuration: str, before: str) -> list[str]:
     """One configuration of a table compared with another, in the calls that ran both."""
-    rows = {(row["data.batch_size"], row["call"], row["configuration"]): row for row in rows_of(name)}
     lines, compared = [], []
-    for batch, call, which in sorted(rows):
-        old, new = rows.get((batch, call, before)), rows[batch, call, which]
-        if which != configuration or old is None:
+    rows = select(selection, configuration, before)
+    varied = {key for row in rows for key in point_of(row)} - {"data.batch_size"}
+    for point, own in _by_point(rows):
+        new, old = (own.get(name) for name in (configuration, before))
+        if new is None or old is None:
             continue
         compared += [old, new]
+        shape = _model_and_batch(new, selection) if varied else [str(point["data.batch_size"])]
         changes = [f"{_median(old, name)} → {_median(new, name)}" for name in ("peak_memory_gib", "warmup_seconds")]
-        lines.append((call, [str(batch), _spread(old), _spread(new), _ratio(new, old), *changes]))
-    if not lines:
-        raise ValueError(f"no call of {name} has rows of both {configuration!r} and {before!r}")
+        lines.append((new["call"], [", ".join(shape), _spread(old), _spread(new), _ratio(new, old), *changes]))
     columns = ["batch", f"{before}: samples/s", f"{configuration}: samples/s", "ratio", "peak GiB", "warm-up, s"]
     return _figure_by_call(columns, lines, compared)
 
 
+def _by_point(rows: Sequence[Row]) -> list[tuple[Row, dict[str, Row]]]:
+    """The timed rows of each call at each point, by configuration: points in order, and calls at each in theirs."""
+    groups: dict[str, tuple[Row, dict[str, Row]]] = {}
+    for row in rows:
+        if row["samples_per_sec"]:
+            point = point_of(row)
+            groups.setdefault(f"{spell(point)} {row['call']}", (point, {}))[1][row["configuration"]] = row
+    order = [str(row.get("model.size")) for row in rows]
+
+    def place(group: tuple[Row, dict[str, Row]]) -> tuple[Any, ...]:
+        point, own = group
+        sizes = (point.get(key, 0) for key in ("data.max_length", "data.batch_size"))
+        return order.index(str(point.get("model.size"))), *sizes, next(iter(own.values()))["call"]
+
+    return sorted(groups.values(), key=place)
+
+
+def _model_and_batch(row: Row, table: str) -> list[str]:
+    """The name of a row's model, and its batch as ``128 × 256``, rows and tokens."""
+    base = yaml.safe_load((ROOT / "yamls" / "bert_imdb_fast.yaml").read_text())["data"]
+    batch, length = (
+        row.get(f"data.{key}") or override_of(row, f"data.{key}") or base[key] for key in ("batch_size", "max_length")
+    )
+    size, name = row.get("model.size") or override_of(row, "model.size"), table.split()[0].rpartition("/")[2]
+    return [_MODELS.get(str(size)) or _MODELS.get(name, name), f"{batch} × {length}"]
+
+
 def accuracy(name: str, *only: str) -> list[str]:
-    """Accuracy by configuration and seed, with the standard deviation of all runs."""
-    rows = [row for row in rows_of(name) if (not only or row["configuration"] in only) and row["accuracy"]]
+    """The newest accuracy by configuration and seed, with the standard deviation of all runs."""
+    every = [row for row in rows_of(name) if (not only or row["configuration"] in only) and row["accuracy"]]
+    every.sort(key=operator.itemgetter("call"))
+    rows = list({(row["configuration"], row["seed"]): row for row in every}.values())
     seeds = sorted({row["seed"] for row in rows})
     lines = []
     for configuration in dict.fromkeys(row["configuration"] for row in rows):
@@ -246,8 +316,12 @@ class Reached(NamedTuple):
     """How long each run of each configuration took to reach a target, and its final accuracy."""
 
     target: float
+    reference: str  # whose final accuracies set the target
     seconds: dict[str, list[float | None]]  # None for a run that did not reach it
     finals: dict[str, list[float]]
+    starts: dict[str, float]  # median seconds until training was under way
+    rates: dict[str, float]  # samples/s
+    base: str | None  # the peer that reached it soonest with every run
 
     def times(self, configuration: str) -> list[float]:
         """The times of the runs that reached the target, sorted."""
@@ -258,48 +332,66 @@ class Reached(NamedTuple):
         times = self.times(configuration)
         return statistics.median(times) if len(times) == len(self.seconds[configuration]) else None
 
+    def ratio(self, configuration: str) -> float | None:
+        """The time of ``base`` over that of a configuration; None if one of them has none."""
+        base, own = self.base and self.median(self.base), self.median(configuration)
+        return base / own if base and own else None
 
-def reached_by(rows: Sequence[Row], reference: str) -> Reached:
-    """When each run first reached the mean final accuracy of ``reference``, minus its standard deviation over seeds."""
-    runs = {
-        configuration: [run for row in rows if row["configuration"] == configuration for run in row["evaluations"]]
-        for configuration in dict.fromkeys(row["configuration"] for row in rows)
-    }
-    finals = {configuration: [run[-1]["accuracy"] for run in own] for configuration, own in runs.items()}
+
+def reached_by(rows: Sequence[Row]) -> Reached:
+    """When each run first reached the mean final accuracy of HF Trainer, minus its standard deviation over seeds.
+
+    HF Trainer is compiled, or, where it was not measured so, the first peer; or the first configuration of all.
+    """
+    peers = list(dict.fromkeys(row["configuration"] for row in rows if is_peer(row)))
+    names = dict.fromkeys(row["configuration"] for row in rows)
+    reference = next(iter([*(peer for peer in peers if peer == "HF Trainer"), *peers, *names]))
+    own = {name: [row for row in rows if row["configuration"] == name] for name in names}
+    runs = {name: [run for row in of_name for run in row["evaluations"]] for name, of_name in own.items()}
+    finals = {name: [run[-1]["accuracy"] for run in of_name] for name, of_name in runs.items()}
     target = statistics.fmean(finals[reference]) - statistics.stdev(finals[reference])
     seconds = {
-        configuration: [next((e["seconds"] for e in run if e["accuracy"] >= target), None) for run in own]
-        for configuration, own in runs.items()
+        name: [next((e["seconds"] for e in run if e["accuracy"] >= target), None) for run in of_name]
+        for name, of_name in runs.items()
     }
-    return Reached(target, seconds, finals)
+    starts = {name: statistics.median(map(_start, of_name)) for name, of_name in runs.items()}
+    rates = {name: statistics.median(map(_rate, of_name)) for name, of_name in own.items()}
+    reached = Reached(target, reference, seconds, finals, starts, rates, None)
+    medians = {peer: median for peer in peers if (median := reached.median(peer)) is not None}
+    return reached._replace(base=min(medians, key=lambda peer: medians[peer], default=None))
 
 
-def time_to_accuracy(name: str, reference: str) -> list[str]:
-    """The time to the target of :func:`reached_by` in the last call, over its seeds; ratios are to ``reference``."""
-    rows = [row for row in rows_of(name) if row.get("evaluations")]
-    last = max((row["call"] for row in rows), default="")
-    rows = [row for row in rows if row["call"] == last]
-    reached = reached_by(rows, reference)
-    lines, base = [], reached.median(reference)
-    for configuration, seconds in reached.seconds.items():
-        times = reached.times(configuration)
+def _start(run: Sequence[Row]) -> float:
+    """Seconds from the start of a process until training is under way: its first evaluation's time, less the median
+    time from one evaluation to the next."""
+    times = [evaluation["seconds"] for evaluation in run]
+    return float(times[0] - statistics.median(later - one for one, later in itertools.pairwise(times)))
+
+
+def time_to_accuracy(selection: str) -> list[str]:
+    """The time to the target of :func:`reached_by` over the seeds; ratios are to the peer that reached it soonest."""
+    rows = [row for row in select(selection) if row.get("evaluations")]
+    reached = reached_by(rows)
+    lines = []
+    for name, seconds in reached.seconds.items():
+        times, ratio = reached.times(name), reached.ratio(name)
         spread = f"{statistics.median(times):.1f} ({times[0]:.1f}–{times[-1]:.1f})" if times else "–"
-        median = reached.median(configuration)
-        ratio = "–" if median is None or base is None else f"{base / median:.2f}"
-        final = f"{statistics.fmean(reached.finals[configuration]):.4f}"
-        lines.append([configuration, spread, ratio, f"{len(times)} of {len(seconds)}", final])
-    to_target = f"seconds to {reached.target:.4f} (least–most)"
-    columns = ["configuration", to_target, "ratio", "runs that reached it", "final accuracy"]
-    return _figure(columns, lines, rows)
+        shares = f"{reached.starts[name]:.1f}", _spell_rate(reached.rates[name]), f"{len(times)} of {len(seconds)}"
+        final = f"{statistics.fmean(reached.finals[name]):.4f}"
+        lines.append([name, spread, "–" if ratio is None else f"{ratio:.2f}", *shares, final])
+    columns = ["configuration", f"seconds to {reached.target:.4f} (least–most)", f"speedup over {reached.base}"]
+    columns += ["start-up, s", "samples/s", "runs that reached it", "final accuracy"]
+    return _figure(columns if reached.base else [*columns[:2], "speedup", *columns[3:]], lines, rows)
 
 
 # Figures that set the suite beside its peers
 
 
-def steps(name: str, conditions: str = "") -> list[str]:
-    """Every configuration at each batch size: its rate and median step, compared with the first one's of the call."""
-    rows, lines = select(f"{name} {conditions}"), []
-    for row, base in _by_call(rows):
+def steps(selection: str) -> list[str]:
+    """Every configuration at each batch size, with its rate and median step; ratios are to :func:`base_of`."""
+    rows, lines = select(selection), []
+    pairs = list(_by_call(rows))
+    for row, base in pairs:
         if not row["samples_per_sec"]:
             cells = [str(row["data.batch_size"]), row["configuration"], describe_errors(row), *[""] * 4]
             lines.append((row["call"], cells))
@@ -309,74 +401,121 @@ def steps(name: str, conditions: str = "") -> list[str]:
             step += f" ({median_step(base) / median_step(row):.2f})"
         cells = [_spread(row), _ratio(row, base), step, _median(row, "peak_memory_gib"), _median(row, "warmup_seconds")]
         lines.append((row["call"], [str(row["data.batch_size"]), row["configuration"], *cells]))
-    first = rows[0]["configuration"]
-    columns = ["samples/s", f"ratio to {first}", "median step, ms (ratio)", "peak GiB", "warm-up, s"]
+    columns = ["samples/s", _ratio_to(pairs), "median step, ms (ratio)", "peak GiB", "warm-up, s"]
     return _figure_by_call(["batch", "configuration", *columns], lines, rows)
 
 
-def best(*selections: str) -> list[str]:
-    """The fast set, also with 8-bit matmuls, and the fastest peers, in the call in which a peer was fastest.
+class Beside(NamedTuple):
+    """The suite and its peers at one point of a table's matrix, in one call."""
 
-    Each selection, ``TABLE [KEY=VALUE …]``, is a line. Ratios are to the faster peer.
+    model: str
+    batch: str  # rows × tokens
+    peers: dict[str, Row]  # the fastest configuration of each peer, by the peer's title
+    ours: dict[str, Row]  # the fast set, and what else was measured of _FLOAT8 and _OWN
+    base: Row  # the fastest of the peers
+
+    @property
+    def rows(self) -> list[Row]:
+        return [*self.peers.values(), *self.ours.values()]
+
+    def ratio(self, row: Row) -> float:
+        """A row's rate, with that of the fastest peer as 1."""
+        return _rate(row) / _rate(self.base)
+
+
+def measured_beside(selection: str) -> list[Beside]:
+    """The points of ``TABLE [KEY=VALUE …]`` with a peer and the fast set, at the newest commit that has one.
+
+    Of several calls of a point, the one with the fastest peer counts; a call with fewer peers may have a slower one.
+
+    Raises:
+        ValueError: There are none.
     """
-    base = yaml.safe_load((ROOT / "yamls" / "bert_imdb_fast.yaml").read_text())
-    lines, rows = [], []
-    for selection in selections:
-        fast, float8, *peers = call = _call_with_peers(selection)
-        rows += call
-        gpu = (fast["environment"]["gpu"] or "CPU").removeprefix("NVIDIA ")
-        length = override_of(fast, "data.max_length") or base["data"]["max_length"]
-        strongest = max(peers, key=_rate)
-        by_kind = {peer["peer"]: _spread(peer) for peer in peers}
+    points = []
+    for _, own in _by_point(_meeting(selection)):
+        peers: dict[str, Row] = {}
+        for row in sorted(filter(is_peer, own.values()), key=_rate):  # the fastest of each stays
+            peers[_title_of(row)] = row
+        ours = {name: own[name] for name in (_FAST, _FLOAT8, _OWN) if name in own}
+        if peers and _FAST in ours:
+            base = max(peers.values(), key=_rate)
+            model, batch = _model_and_batch(base, selection)
+            points.append(Beside(model, batch, peers, ours, base))
+    kept = {row["call"] for row in newest([row for beside in points for row in beside.rows])}
+    best: dict[tuple[str, str], Beside] = {}
+    for beside in points:
+        place, chosen = (beside.model, beside.batch), best.get((beside.model, beside.batch))
+        if beside.base["call"] in kept and (chosen is None or _rate(beside.base) >= _rate(chosen.base)):
+            best[place] = beside
+    if not best:
+        raise ValueError(f"no call of {selection} has a peer and the fast set")
+    return list(best.values())
+
+
+def beside(*selections: str) -> list[str]:
+    """The fast set beside its peers, a line for each point of each ``TABLE [KEY=VALUE …]``.
+
+    In parentheses is the rate over that of the fastest peer, which the column "1.00 is" names.
+    """
+    every = [point for selection in selections for point in measured_beside(selection)]
+    rows = [row for point in every for row in point.rows]
+    titles = dict.fromkeys(title for point in every for title in point.peers)
+    ours = [name for name in (_FAST, _FLOAT8, _OWN) if any(name in point.ours for point in every)]
+    lines = []
+    for point in every:
+        fast = point.ours[_FAST]
+        shown = [*(point.peers.get(title) for title in titles), *(point.ours.get(name) for name in ours)]
         lines.append(
             [
-                gpu, str(override_of(fast, "model.size")), f"{fast['data.batch_size']} × {length}",
+                gpu_of(fast), point.model, point.batch,
                 f"{fast['algorithms']['unpadding']['evidence']['padding_of_the_run']:.0%}",
-                *(by_kind.get(kind, "–") for kind in PEERS), _spread(fast), _ratio(fast, strongest),
-                _spread(float8), _ratio(float8, strongest),
-                f"{fast['peak_memory_gib']['median'] / strongest['peak_memory_gib']['median']:.0%}",
+                *(f"{_spell_rate(_rate(row))} ({point.ratio(row):.2f})" if row else "–" for row in shown),
+                point.base["configuration"],
+                f"{fast['peak_memory_gib']['median'] / point.base['peak_memory_gib']['median']:.0%}",
             ]
         )  # fmt: skip
-    columns = ["GPU", "BERT", "batch × tokens", "padding", *PEERS.values(), "fast set", "ratio", "with fp8", "ratio"]
-    columns.append("memory")
-    if len({gpu for gpu, *_ in lines}) == 1:
-        return _figure(columns[1:], [cells for _, *cells in lines], rows)
-    return _figure(columns, lines, rows)
+    columns = ["GPU", "model", "batch × tokens", "padding", *titles, *ours, "1.00 is", "memory"]
+    one_gpu = len({gpu for gpu, *_ in lines}) == 1
+    differ = max((row["samples_per_sec"]["max"] - row["samples_per_sec"]["min"]) / _rate(row) for row in rows)
+    body = table(columns[one_gpu:], (cells[one_gpu:] for cells in lines))
+    runs = f"Medians of {_range(row['repeats'] for row in rows)} runs, which differ by up to {differ:.0%}."
+    return [*body, "", f"{runs} {where_of(rows, counted=False)}"]
 
 
-PEERS = {"hf_trainer": "HF Trainer", "flattened_loop": "flattened loop"}
+def headline(*selections: str) -> list[str]:
+    """One sentence: the fast set's rate over the fastest peer's at the first point of each selection."""
+    first, *more = every = [measured_beside(selection)[0] for selection in selections]
+    gpus = dict.fromkeys(gpu_of(point.base) for point in every)
+    said = f"{first.model} trains {first.ratio(first.ours[_FAST]):.2f} times as fast as in the fastest other program"
+    if _FLOAT8 in first.ours:
+        said += f" ({first.ratio(first.ours[_FLOAT8]):.2f} times with FP8)"
+    others = "".join(f", and {point.model} {point.ratio(point.ours[_FAST]):.2f} times" for point in more)
+    return [f"**With the recommended techniques on one {' or '.join(gpus)}, {said}{others}.**"]
 
 
-def _call_with_peers(selection: str) -> list[Row]:
-    """The fast set, the fast set with fp8, and the fastest configuration of each peer, of one call."""
-    rows = [row for row in select(selection) if row["samples_per_sec"]]
-    calls = []
-    for call in sorted({row["call"] for row in rows}):
-        of_call = {row["configuration"]: row for row in rows if row["call"] == call}
-        peers = [
-            max(of_kind, key=_rate)
-            for kind in PEERS
-            if (of_kind := [row for row in of_call.values() if row["peer"] == kind])
-        ]
-        if peers and {"fast set", "fast set, fp8"} <= set(of_call):
-            calls.append([of_call["fast set"], of_call["fast set, fp8"], *peers])
-    if not calls:
-        raise ValueError(f"no call of {selection} has a peer and the fast set, with and without fp8")
-    return max(calls, key=lambda call: (max(_rate(row) for row in call[2:]), call[0]["call"]))
+def gpu_of(row: Row) -> str:
+    return str(row["environment"]["gpu"] or "CPU").removeprefix("NVIDIA ").removesuffix(" 80GB HBM3")
 
 
-def jobs(name: str) -> list[str]:
-    """Seconds of each configuration from the start of its process to its end, and those of the first one over them."""
-    rows = rows_of(name)
-    lines = []
-    for row, base in _by_call(rows):
-        seconds = row["process_seconds"]["median"]
-        over = "–" if base is None else f"{base['process_seconds']['median'] / seconds:.2f}"
+def jobs(selection: str) -> list[str]:
+    """Seconds of each configuration from the start of its process to its end; ratios are to the fastest peer's."""
+    rows, lines = select(selection), []
+    point = operator.itemgetter("data.batch_size", "call")
+    pairs = []
+    for _, own in itertools.groupby(sorted(rows, key=point), key=point):
+        together = list(own)
+        base = min(filter(is_peer, together), key=_process_seconds, default=None)
+        pairs += [(row, base) for row in together]
+    for row, base in pairs:
+        over = "–" if base is None else f"{_process_seconds(base) / _process_seconds(row):.2f}"
         cells = [_spread(row, "process_seconds"), over, _median(row, "warmup_seconds"), _median(row, "eval_seconds")]
         lines.append((row["call"], [str(row["data.batch_size"]), row["configuration"], *cells]))
-    first = rows[0]["configuration"]
-    columns = ["start to exit, s", f"speedup over {first}", "warm-up, s", "both evaluations, s"]
+    columns = ["start to exit, s", _ratio_to(pairs), "warm-up, s", "both evaluations, s"]
     return _figure_by_call(["batch", "configuration", *columns], lines, rows)
+
+
+def _process_seconds(row: Row) -> float:
+    return float(row["process_seconds"]["median"])
 
 
 def kernels(name: str) -> list[str]:
@@ -397,7 +536,7 @@ def kernel_times(row: Row) -> list[str]:
 
 def suite() -> list[str]:
     """What runs of the tests counted, the last one of each command and number of GPUs."""
-    last = {(tuple(row["arguments"]), row["environment"].get("gpu_count")): row for row in every_gpus_rows("suite")}
+    last = {(tuple(row["arguments"]), row["environment"].get("gpu_count")): row for row in committed("suite")}
     return table(
         ("pytest", "passed", "failed", "skipped", "minutes", "on", "date, commit"),
         (
@@ -422,7 +561,7 @@ def _ran_on(environment: Row) -> str:
 
 def mutants() -> list[str]:
     """What the tests made of the last sample of mutants, for each package and choice of tests."""
-    last = {(row["package"], row.get("exhaustive", True)): row for row in every_gpus_rows("mutants")}
+    last = {(row["package"], row.get("exhaustive", True)): row for row in committed("mutants")}
     lines = [
         [
             f"`{package}`",
@@ -499,7 +638,7 @@ def call(name: str, count: int | str = 1) -> list[str]:
 
 
 def markdown(rows: Sequence[Row]) -> list[str]:
-    """The rows of a call as a table, speed-up over the first configuration of each point.
+    """The rows of a call as a table; ratios are to :func:`base_of` at each point.
 
     Several ranks have an efficiency: their speed-up over a configuration of one rank, over their number. It is the one
     with the same name after a comma, such as "1 GPU, 128 each" for "2 GPUs, 128 each", or else with the longest
@@ -509,28 +648,28 @@ def markdown(rows: Sequence[Row]) -> list[str]:
     more = [column for column, (name, _) in _MORE.items() if any(row.get(name) is not None for row in rows)]
     if any(row["ranks"] > 1 for row in rows):
         more = ["median step, ms", "efficiency", *more]
-    columns = [column for column in (*_COLUMNS, *more) if column != "point" or any(map(point_of, rows))]
-    first: dict[str, float] = {}  # rate of the first configuration, by point
-    lines = []
+    at_point: dict[str, list[Row]] = {}
     for row in rows:
-        point = spell(point_of(row))
-        if row["configuration"] == rows[0]["configuration"] and row["samples_per_sec"]:
-            first[point] = _rate(row)
-        cells = {"configuration": row["configuration"], "point": point, **_measured(row, first.get(point))}
+        at_point.setdefault(spell(point_of(row)), []).append(row)
+    columns = [column for column in (*_COLUMNS, *more) if column != "point" or len(at_point) > 1]
+    pairs = [(row, base_of(at_point[spell(point_of(row))], rows[0]["configuration"])) for row in rows]
+    lines = []
+    for row, base in pairs:
+        cells = {"configuration": row["configuration"], "point": spell(point_of(row)), **_measured(row, base)}
         cells |= {"efficiency": _efficiency(row, rows), "median step, ms": _median_step(row)}
         cells |= {column: _number(row.get(name), form) for column, (name, form) in _MORE.items()}
         lines.append([cells.get(column, "") for column in columns])
-    return table(columns, lines)
+    return table([_ratio_to(pairs) if column == "ratio" else column for column in columns], lines)
 
 
-def _measured(row: Row, base: float | None) -> dict[str, str]:
+def _measured(row: Row, base: Row | None) -> dict[str, str]:
     rate, failed = row["samples_per_sec"], describe_errors(row)
     if rate is None:
         return {_COLUMNS[2]: failed or "not timed"}
     text = _spread(row)
     return {
         _COLUMNS[2]: f"{text}; {failed}" if failed else text,
-        "ratio": "–" if base is None else f"{rate['median'] / base:.2f}",
+        "ratio": _ratio(row, base),
         "peak GiB": _number(row["peak_memory_gib"], ".1f"),
         "warm-up s": _number(row["warmup_seconds"], ".1f"),
     }

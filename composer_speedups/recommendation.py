@@ -17,7 +17,7 @@ RECOMMENDED: dict[str, dict[str, Any]] = {
     "fused_optimizer": {},
     "tf32_matmul": {},
     "mixed_precision": {"dtype": "bf16"},
-    "unpadding": {"pad_to_multiple_of": 512},
+    "unpadding": {},
     "fused_layers": {"gelu": "auto"},
     "cuda_graphs": {"max_graphs": 16},
     "early_loss": {},

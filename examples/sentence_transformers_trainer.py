@@ -33,8 +33,8 @@ def main(arguments: list[str] | None = None) -> list[float]:
     dropout = {"hidden_dropout_prob": args.dropout, "attention_probs_dropout_prob": args.dropout}
     # without dtype, weights that were stored in 16 bits would be trained in 16 bits
     model = SentenceTransformer(resolve_name(args.model), config_kwargs=dropout, model_kwargs={"dtype": "float32"})
-    if not args.stock:  # the transformers model inside; Pooling applies the attention mask
-        print(f"applied: {', '.join(apply_recommended(model[0].auto_model).evidence)}")
+    if not args.stock:  # changes the transformers model inside; Pooling applies the attention mask
+        print(f"applied: {', '.join(apply_recommended(model).evidence)}")
 
     # The two halves of a review are an anchor and its positive.
     texts = [

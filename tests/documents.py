@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import tomllib
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,8 +35,8 @@ _ON_OWN_FILES = (
     "model.init=random model.size=tiny data.tokenizer=wordpiece data.vocab_size=300 data.batch_size=4 plot=false "
     "scheduler.warmup=1ba algorithms.fused_layers=null algorithms.tf32_matmul=null algorithms.mixed_precision=null"
 ).split()
-# The code writes to a bucket; tests/data/test_streams.py writes shards to a folder instead.
-_NOT_RUN = {"streaming"}
+# "streaming" writes to a bucket, where tests/data/test_streams.py writes to a folder; lightning is in no extra.
+_NOT_RUN = {"streaming", *(() if find_spec("lightning") else ("lightning",))}
 
 
 class Block(NamedTuple):
@@ -54,7 +55,7 @@ def run_blocks(blocks: list[Block], names: dict[str, Any]) -> None:
     ``names`` is the namespace of the Python blocks.
     """
     for language, code in blocks:
-        if language == "python" and _NOT_RUN.isdisjoint(re.findall(r"^from (\w+)", code, re.MULTILINE)):
+        if language == "python" and _NOT_RUN.isdisjoint(re.findall(r"^(?:from|import) (\w+)", code, re.MULTILINE)):
             exec(compile(code, "a page", "exec"), names)
         elif language == "python":
             compile(code, "a page", "exec")

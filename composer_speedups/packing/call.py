@@ -79,7 +79,7 @@ class CallRules:
     # The configuration's classifier_pooling, which decides what the head reads. With another one, which heads look up
     # in each call, batches stay padded.
     pooling: str | None = None
-    pad_to_multiple_of: int = MULTIPLE
+    pad_to_multiple_of: int | None = MULTIPLE
     # Compares its first calls, given its arguments by name, and the names of those that were passed by position.
     compare: Callable[[Any, dict[str, Any], Sequence[str]], None] | None = None
     first_tokens_only: bool = False  # everything that reads the encoder's result reads only first tokens
@@ -104,10 +104,6 @@ class KnownBatch(NamedTuple):
     lengths: tuple[RowLengths, ...] = ()  # of the masks in ``rows``
     uncounted: int = 0  # masks without row lengths
     indices: RowLengths | None = None  # of the rows' samples in their dataset
-
-    def on_device(self) -> KnownBatch:
-        """Without lengths and indices, which a captured graph would take for constants."""
-        return KnownBatch(self.rows, self.labelled)
 
     def of(self, mask: Tensor) -> KnownRows | None:
         """What is known of a mask, or of the one, (B, texts, S), of which it is a view with all texts as rows. Compiled
@@ -166,14 +162,14 @@ def with_known_batch(batch: KnownBatch) -> Iterator[None]:
         _current.batch = before
 
 
-def take_row_lengths(batch: MutableMapping[str, Any], pad_to_multiple_of: int) -> KnownBatch:
+def take_row_lengths(batch: MutableMapping[str, Any], pad_to_multiple_of: int | None) -> KnownBatch:
     """Take the row lengths (:func:`.count_rows`) out of a batch. A mask without lengths is not among the result's."""
     entries = {name: batch.pop(name) for name, value in [*batch.items()] if isinstance(value, RowLengths)}
 
     def known(values: Tensor, counts: Any) -> KnownRows:
         if counts.min(initial=0) < 0:
             return KnownRows(values, None)
-        packed = torch.empty(packed_tokens(int(counts.sum()), values.numel(), pad_to_multiple_of), 0)
+        packed = torch.empty(packed_tokens(int(counts.sum()), values.shape, pad_to_multiple_of), 0)
         torch._dynamo.maybe_mark_dynamic(packed, 0)
         return KnownRows(values, packed)
 

@@ -38,7 +38,7 @@ from composer_speedups.packing.call import (
     with_known_batch,
 )
 from composer_speedups.packing.derived_classes import stock_class
-from composer_speedups.packing.layout import Layout, counts_on_host, lay_out, mark_dynamic, packed_tokens
+from composer_speedups.packing.layout import MULTIPLE, Layout, counts_on_host, lay_out, mark_dynamic, packed_tokens
 from composer_speedups.packing.rows import (
     IGNORED,
     ROW_LABELS,
@@ -66,7 +66,7 @@ class Packing:
     """
 
     config: Any  # of the model directly around the encoder
-    pad_to_multiple_of: int
+    pad_to_multiple_of: int | None  # see layout.multiple_for
     rules: RowRules  # which rows stay padded, with their batch
     # Whether unknown code reads the result at padding; None until the gradients of a batch show that it does not.
     reads_padding: bool | None = False
@@ -112,22 +112,28 @@ class Packing:
             return None
         if mask_BS is None:
             mask_BS = values.new_ones(shape, dtype=torch.bool)
-            packed: int | None = packed_tokens(shape.numel(), shape.numel(), self.pad_to_multiple_of)
+            packed = packed_tokens(shape.numel(), shape, self.pad_to_multiple_of or MULTIPLE)
         elif (known := known_batch().of(mask_BS)) is None:
-            packed = self._count(mask_BS, labels)
+            return self._count_and_lay_out(mask_BS, labels)
         elif known.packed is None:
             return None
         else:
             mask_BS, packed = mask_BS.bool(), len(known.packed)
             self.rules.assert_packable(mask_BS, labels)
-        return None if packed is None else lay_out(mask_BS, packed, self.pad_to_multiple_of)
+        return lay_out(mask_BS, packed, self.pad_to_multiple_of)
 
     @counts_on_host
-    def _count(self, mask_BS: Tensor, labels: Tensor | None) -> int | None:
-        """The number of packed tokens; None to stay padded. Synchronizes with a GPU's mask."""
+    def _count_and_lay_out(self, mask_BS: Tensor, labels: Tensor | None) -> Layout | None:
+        """The layout of a mask; None to stay padded. Synchronizes with a GPU's mask.
+
+        The number of tokens stays in here, because code that is compiled behind this call would take it for a constant.
+        """
         ran("counted_in_the_call")
         counts = self.rules.lengths(mask_BS, labels)
-        return None if counts.min() < 0 else packed_tokens(int(counts.sum()), mask_BS.numel(), self.pad_to_multiple_of)
+        if counts.min() < 0:
+            return None
+        packed = packed_tokens(int(counts.sum()), mask_BS.shape, self.pad_to_multiple_of)
+        return lay_out(mask_BS, packed, self.pad_to_multiple_of)
 
     def _observe(self, call: Call, mask_BS: Tensor, output: Any) -> None:
         """Look at the gradient of the encoder's padded result when it arrives."""
@@ -232,10 +238,9 @@ class UnpaddedModel(UnpaddedEncoder, ModelAroundEncoder):
 
 class LabelledHead:
     """In training calls with labels (B, S), the head gets the hidden states of the labelled tokens, (1, M, H), and the
-    loss gets their labels, (1, M), so the logits are (1, M, vocabulary). M is rounded up to a multiple of
-    ``pad_to_multiple_of``."""
+    loss gets their labels, (1, M), so the logits are (1, M, vocabulary). M is rounded up as T is."""
 
-    def __init__(self, pad_to_multiple_of: int) -> None:
+    def __init__(self, pad_to_multiple_of: int | None) -> None:
         self.pad_to_multiple_of = pad_to_multiple_of
 
     def select(self, model: PreTrainedModel, call: Call, inputs: dict[str, Any]) -> None:
@@ -255,14 +260,14 @@ class LabelledHead:
     def _layout_of(self, labels_BS: Tensor) -> Layout:
         known = known_batch().labelled
         if known is None or known.packed is None or known.values.shape != labels_BS.shape:
-            packed = self._count(labels_BS)
-        else:
-            packed = len(known.packed)
-        return lay_out(labels_BS != IGNORED, packed, self.pad_to_multiple_of)
+            return self._count_and_lay_out(labels_BS)
+        return lay_out(labels_BS != IGNORED, len(known.packed), self.pad_to_multiple_of)
 
     @counts_on_host
-    def _count(self, labels_BS: Tensor) -> int:
-        return packed_tokens(int((as_numpy(labels_BS) != IGNORED).sum()), labels_BS.numel(), self.pad_to_multiple_of)
+    def _count_and_lay_out(self, labels_BS: Tensor) -> Layout:
+        labelled = int((as_numpy(labels_BS) != IGNORED).sum())
+        packed = packed_tokens(labelled, labels_BS.shape, self.pad_to_multiple_of)
+        return lay_out(labels_BS != IGNORED, packed, self.pad_to_multiple_of)
 
 
 def labelled_heads(model: nn.Module) -> list[LabelledHead]:

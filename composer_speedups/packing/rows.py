@@ -23,6 +23,7 @@ STAYS_PADDED = -1  # in place of a row's number of real tokens
 _MASK, _LENGTHS = "attention_mask", "_row_lengths"
 ROW_LABELS = "_row_labels"  # the batch's entry with the number of labelled tokens of each row
 ROW_INDICES = "_row_indices"  # the batch's entry with the index of each row's sample in its dataset
+SAMPLES = "_samples"  # the batch's entry with 1 for each row that is a sample, and 0 for filler
 CHANGED = (
     "unpadding: the attention mask or the labels changed after their tokens were counted; change batches before they "
     "are moved to the device, and give padding the label -100"

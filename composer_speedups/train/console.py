@@ -39,6 +39,8 @@ def describe_run(
     if (size := config.model.size) is not None:
         layers, hidden, _ = SIZES[size]
         name = f"random BERT of size {size} ({layers} layers, hidden size {hidden})"
+    tokens = config.data.batch_tokens
+    batch = f"{config.data.batch_size} samples" if tokens is None else f"{tokens:,} tokens"
     source = {"hub": config.data.hub_name, "builtin": "built-in texts", "random": "random tokens"}
     rows = {
         "model": f"{name}, {parameters / 1e6:,.1f} M parameters, task {config.task.name}",
@@ -46,7 +48,7 @@ def describe_run(
         f"{_samples(data.eval)} to validate on, {config.data.max_length} tokens at most{truncated}",
         **data.summary.lines(),
         "techniques": ", ".join(asked) or "none",
-        "batch": f"{config.data.batch_size} samples{ranks}, {config.trainer.max_duration} in all, on {device}",
+        "batch": f"{batch}{ranks}, {config.trainer.max_duration} in all, on {device}",
         "results": folder if config.checkpoint.interval else f"{folder} {_NO_CHECKPOINTS}",
     }
     return "\n".join(f"{name:<12}{value}" for name, value in rows.items())

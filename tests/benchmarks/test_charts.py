@@ -9,9 +9,9 @@ import pytest
 from matplotlib.axes import Axes
 from PIL import Image
 
-from benchmarks import charts
+from benchmarks import charts, tables
 
-ENVIRONMENT = {"gpu": "NVIDIA H200", "torch": "2.11.0"}
+ENVIRONMENT = {"gpu": "NVIDIA H200", "torch": "2.11.0", "commit": "0123456"}
 
 
 def row(configuration: str, rate: float, call: str = "2026-01-02", batch: int = 128, **more: Any) -> dict[str, Any]:
@@ -48,31 +48,34 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> Drawn:
     return record
 
 
-def test_the_last_call_with_all_configurations_is_drawn_at_one_point() -> None:
+def test_the_last_call_with_all_configurations_is_drawn() -> None:
     rows = [
         row("fp32", 1, call="2026-01-01"),
         row("fp32", 2),
         row("+ x", 3),
-        row("fp32", 20, batch=256),
         row("+ y", 4),
         row("fp32", 9, call="2026-01-03"),
         row("+ x", 0, call="2026-01-03"),  # failed
     ]
 
-    def drawn(kind: str, *configurations: str) -> list[tuple[str, float]]:
-        picked = charts.call_shown(kind, rows, configurations)
-        return [(row["configuration"], (row["samples_per_sec"] or {"median": 0})["median"]) for row in picked]
+    def drawn(*configurations: str) -> list[tuple[str, float]]:
+        picked = charts.call_shown("samples_per_sec", rows, configurations)
+        return [(row["configuration"], row["samples_per_sec"]["median"]) for row in picked]
 
-    assert drawn("waterfall", "fp32", "+ y") == [("fp32", 2), ("+ y", 4)]
-    assert drawn("waterfall") == [("fp32", 9)]
-    assert drawn("bars", "+ x", "fp32") == [("+ x", 3), ("fp32", 2), ("fp32", 20)], "every point"
-    assert drawn("bars", "fp32") == [("fp32", 2), ("fp32", 20)], "the call in which it was fastest"
+    assert drawn("fp32", "+ y") == [("fp32", 2), ("+ y", 4)]
+    assert drawn() == [("fp32", 9)]
     with pytest.raises(SystemExit, match="no call has rows of z with samples_per_sec"):
-        drawn("waterfall", "z")
+        drawn("z")
 
 
-def test_each_bar_of_the_waterfall_spans_its_techniques_gain(drawn: Drawn) -> None:
-    charts.draw("waterfall", [row("fp32", 300), row("+ x", 1200), row("+ y", 1140)], Path("waterfall.png"))
+def draw(kind: str, rows: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (charts, tables):
+        monkeypatch.setattr(module, "committed", lambda name: rows)
+    charts.Chart.of(f"{kind} {kind}.png | table").draw()
+
+
+def test_each_bar_of_the_waterfall_spans_its_techniques_gain(drawn: Drawn, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw("waterfall", [row("fp32", 300), row("fp32", 9, batch=256), row("+ x", 1200), row("+ y", 1140)], monkeypatch)
     assert drawn.bars == [(0, 300), (300, 1200), (1200, 1140)]
     assert drawn.labels == ["300", "1,200  ×4.00", "1,140  ×0.95"]
     with Image.open("waterfall.png") as image:
@@ -81,52 +84,55 @@ def test_each_bar_of_the_waterfall_spans_its_techniques_gain(drawn: Drawn) -> No
         assert image.height > 300
 
 
-def test_bars_show_value_and_ratio_or_why_a_run_failed(drawn: Drawn) -> None:
-    failed = row("y", 0, errors=["CUDA out of memory"], error_kinds=["out of memory"])
-    peers = [row("loop", 100, peer="flattened_loop"), row("own Trainer", 90, peer="own_trainer")]
-    charts.draw("bars", [row("fp32", 100), row("x", 250), failed, *peers], Path("bars.png"))
-    assert drawn.bars == [(0, 100), (0, 250), (0, 100), (0, 90)]
-    assert drawn.labels == ["100", "250  ×2.50", "out of memory", "100  ×1.00", "90  ×0.90"]
-    assert drawn.colours == [charts._GREY, charts._BLUE, charts._GREY, charts._BLUE], "of other programs are grey"
+def test_the_fastest_configuration_of_each_peer_is_drawn_beside_the_fast_set(
+    drawn: Drawn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hf = [row("HF Trainer", 80, peer="hf_trainer"), row("HF Trainer, graphs", 90, peer="hf_trainer")]
+    loop = row("flattened loop", 100, peer="flattened_loop")
+    ours = [row("fast set", 250), row("own Trainer", 240, peer="own_trainer"), row("fast set, LoRA", 300)]
+    draw("beside", [*ours, *hf, loop], monkeypatch)
+    assert drawn.bars == [(0, 90), (0, 100), (0, 250)]
+    assert drawn.labels == ["90  ×0.90", "100  ×1.00", "250  ×2.50"]
+    assert drawn.colours == [charts._GREY, charts._GREY, charts._BLUE], "of other programs are grey"
 
 
-def test_bars_show_the_time_to_the_accuracy_of_the_first_configuration(drawn: Drawn) -> None:
-    def ran(name: str, seed: int, *evaluations: tuple[float, float]) -> dict[str, Any]:
-        return row(name, 1, seed=seed, evaluations=[[{"seconds": s, "accuracy": a} for s, a in evaluations]])
+def test_bars_show_the_time_to_an_accuracy_and_how_much_of_it_is_start_up(
+    drawn: Drawn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ran(name: str, seed: int, *evaluations: tuple[float, float], peer: str | None = None) -> dict[str, Any]:
+        runs = [[{"seconds": s, "accuracy": a} for s, a in evaluations]]
+        return row(name, 1, seed=seed, evaluations=runs, peer=peer)
 
     rows = [
-        ran("full", 1, (10, 0.7), (20, 0.91), (30, 0.90)),
-        ran("full", 2, (10, 0.6), (32, 0.92)),
-        ran("ours", 1, (5, 0.899), (12, 0.90)),
-        ran("ours", 2, (14, 0.93)),
-        ran("weak", 1, (1, 0.8)),
-        ran("weak", 2, (1, 0.95)),
+        ran("full", 1, (10, 0.7), (20, 0.91), (28, 0.90), peer="hf_trainer"),
+        ran("full", 2, (10, 0.6), (32, 0.92), (38, 0.92), peer="hf_trainer"),
+        ran("ours", 1, (5, 0.899), (7, 0.90)),
+        ran("ours", 2, (5, 0.7), (7, 0.93)),
+        ran("weak", 1, (1, 0.8), (2, 0.8)),
+        ran("weak", 2, (1, 0.95), (2, 0.8)),
     ]
-    shown = charts.call_shown("time_to_accuracy", rows, ["full", "weak", "ours"])
-    charts.draw("time_to_accuracy", shown, Path("accuracy.png"))
-    assert drawn.labels == ["26.0", "1 of 2 runs reached it", "9.5  ×2.74"]
-    assert drawn.bars == [(0, 26), (0, 9.5)]
-    figure = charts.accuracy_bars(charts.call_shown("time_to_accuracy", rows, ["full", "ours", "weak"]))
-    assert figure.axes[0].get_ylim() == (2.5, -0.5), "a last configuration without a bar has room, too"
+    draw("time_to_accuracy", rows, monkeypatch)
+    assert drawn.labels == ["26.0 s, start-up -1.5 s  ×1.00", "6.0 s, start-up 3.0 s  ×4.33", "1 of 2 runs reached it"]
+    assert drawn.bars[2:] == [(0, 3), (3, 6)]
 
 
-def test_curves_are_smoothed_over_the_recorded_batches() -> None:
+def test_curves_are_smoothed_over_the_recorded_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     assert charts.smooth([4.0, 2.0, 0.0, 1.0], 2).tolist() == [4.0, 3.0, 1.0, 0.5]
     assert charts.smooth([4.0, 2.0], 10).tolist() == [4.0, 3.0]
-    charts.draw("losses", [row(name, 0, losses=[0.7, 0.6]) for name in "abcde"], Path("losses.png"))
+    draw("losses", [row(name, 0, losses=[0.7, 0.6]) for name in "abcde"], monkeypatch)
     assert Path("losses.png").is_file()
 
 
 def test_a_chart_knows_which_rows_it_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [row("fp32", 300), row("+ x", 600), row("+ y", 500)]
-    chart = charts.Chart.of(["waterfall", "table", "table.png", "fp32", "|", "+", "x"])
-    assert chart.configurations == ["fp32", "+ x"]
-    monkeypatch.setattr(charts.Chart, "rows", lambda _: rows)
+    chart = charts.Chart.of("waterfall table.png | table | fp32 | + x")
+    assert chart.arguments == ["table", "fp32", "+ x"]
+    monkeypatch.setattr(charts, "committed", lambda name: rows)
     assert chart.is_stale(), "it is not there"
     chart.draw()
     assert not chart.is_stale()
     rows[1] = row("+ x", 601)
     assert chart.is_stale()
     chart.draw()
-    rows.pop()
-    assert chart.is_stale(), "a configuration is gone"
+    rows.append(row("+ z", 700))
+    assert not chart.is_stale(), "it is not shown"

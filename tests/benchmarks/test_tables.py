@@ -20,6 +20,7 @@ ENVIRONMENT = dict.fromkeys(("gpu", "driver", "torch", "composer", "transformers
 
 
 def row(configuration: str, call: str, rate: float, **more: Any) -> dict[str, Any]:
+    """A row of one run; with ``HF`` in its name, of a peer."""
     runs = {"samples_per_sec": rate, "peak_memory_gib": 2.0, "warmup_seconds": 3.0, **more.pop("runs", {})}
     return {
         "configuration": configuration,
@@ -29,7 +30,7 @@ def row(configuration: str, call: str, rate: float, **more: Any) -> dict[str, An
         "environment": ENVIRONMENT,
         "step_seconds_p10_p50_p90": [[0.0, 1 / rate, 9.0], None],
         "algorithms": {"unpadding": {"evidence": {"padding_of_the_run": 0.25}}},
-        **{name: {"median": value, "runs": [value]} for name, value in runs.items()},
+        **{name: {"median": value, "min": value, "max": value, "runs": [value]} for name, value in runs.items()},
         **more,
     }
 
@@ -60,57 +61,64 @@ def test_each_line_is_of_one_call_and_its_ratio_of_two_lines(rows: list[dict[str
         "c: 2026-01-03 05:06, commit 0123456."
     )
     assert tables.effect("any", "+ a", "fp32")[2] == "| 8 | 50.0 | 100 | 2.00 | 2.0 → 2.0 | 3 → 3 |"
-    with pytest.raises(ValueError, match="no call of any has rows of both"):
+    with pytest.raises(ValueError, match=r"no row of .any. in a call with"):
         tables.effect("any", "+ b", "fp32")
     del rows[2:]
     assert tables.steps("any")[3] == "| 8 | + a | 100 | 2.00 | 10.0 (2.00) | 2.0 | 3 |", "one call has no letter"
 
 
 def test_the_fast_set_is_compared_with_the_fastest_peer_of_its_call(rows: list[dict[str, Any]]) -> None:
-    def add(call: str, **rates: float) -> None:
+    def add(call: str, commit: str = "0123456", **rates: float) -> None:
         names = {"plain": "HF Trainer", "graphs": "HF Trainer, graphs", "fast": "fast set", "fp8": "fast set, fp8"}
         names |= {"expert": "flattened loop"}
         peers = {"plain": "hf_trainer", "graphs": "hf_trainer", "expert": "flattened_loop"}
         for key, rate in rates.items():
             more = {"peak_memory_gib": 1.0} if key == "fast" else {}
-            one = row(names[key], call, rate, overrides=["model.size=base"], runs=more)
-            rows.append(one | {"peer": peers.get(key)})
-
-    def cells() -> list[str]:
-        return tables.best("t")[2].removesuffix(" |").split(" | ")[3:]
+            one = row(names[key], call, rate, overrides=["model.size=base"], repeats=1, runs=more)
+            rows.append(one | {"peer": peers.get(key), "environment": {**ENVIRONMENT, "commit": commit}})
 
     add("2026-01-01", plain=100, graphs=120, fast=180, fp8=240)
-    add("2026-01-02", plain=150, fast=160)
-    assert tables.best("t")[2] == "| base | 8 × 256 | 25% | 120 | – | 180 | 1.50 | 240 | 2.00 | 50% |"
-    assert tables.best("t")[-1].endswith("2026-01-01; commit 0123456.")
-    add("2026-01-03", plain=100, fast=300, fp8=400)
-    assert cells()[:2] == ["120", "–"], "a call with fewer peers chooses no weaker one"
-    add("2026-01-04", plain=100, expert=200, fast=300, fp8=500)
-    assert cells() == ["100", "200", "300", "1.50", "500", "2.50", "50%"], "ratios are to the faster peer"
-    rows[:] = [one for one in rows if one["configuration"] != "fast set, fp8"]
+    add("2026-01-02", fast=160, fp8=1)
+    assert tables.beside("t")[0] == (
+        "| model | batch × tokens | padding | HF Trainer | fast set | fast set, fp8 | 1.00 is | memory |"
+    )
+    line = "| BERT-base | 8 × 256 | 25% | 120 (1.00) | 180 (1.50) | 240 (2.00) | HF Trainer, graphs | 50% |"
+    assert tables.beside("t")[2] == line
+    assert tables.beside("t")[-1].endswith("2026-01-01; commit 0123456.")
+    add("2026-01-03", plain=100, fast=300)
+    assert tables.beside("t")[2] == line, "a call with a slower peer at the same commit makes no better ratio"
+    add("2026-01-04", "fedcba9", plain=100, expert=200, fast=300)
+    assert tables.beside("t")[2] == (
+        "| BERT-base | 8 × 256 | 25% | 100 (0.50) | 200 (1.00) | 300 (1.50) | flattened loop | 50% |"
+    ), "the rows of the newest commit that has what is compared"
+    assert "x, BERT-base trains 1.50 times as fast as in the fastest other program.**" in tables.headline("t")[0]
+    rows[:] = [one for one in rows if one["peer"] is None]
     with pytest.raises(ValueError, match="no call of t has a peer and the fast set"):
-        tables.best("t")
+        tables.beside("t")
 
 
 def test_time_to_accuracy_is_that_of_the_first_evaluation_at_the_target(rows: list[dict[str, Any]]) -> None:
     def ran(configuration: str, seed: int, *evaluations: tuple[float, float], call: str = "2026-01-02") -> None:
         run = [{"batch": i, "seconds": s, "accuracy": a} for i, (s, a) in enumerate(evaluations)]
-        rows.append(row(configuration, call, 1, seed=seed, evaluations=[run], repeats=1))
+        environment = {**ENVIRONMENT, "commit": call}
+        rows.append(row(configuration, call, 7, seed=seed, evaluations=[run], repeats=1, environment=environment))
 
-    ran("full", 1, (10, 0.7), (20, 0.91), (30, 0.90))
-    ran("full", 2, (10, 0.6), (20, 0.7), (32, 0.92))
-    ran("ours", 1, (5, 0.899), (12, 0.90))
+    ran("HF Trainer", 1, (10, 0.7), (20, 0.91), (30, 0.90))
+    ran("HF Trainer", 2, (10, 0.6), (21, 0.7), (32, 0.92))
+    ran("ours", 1, (5, 0.899), (6, 0.90))
     ran("ours", 2, (6, 0.5), (14, 0.93))
-    ran("weak", 1, (1, 0.8))
-    ran("weak", 2, (1, 0.95))
-    ran("full", 3, (99, 0.99), call="2026-01-01")
-    text = tables.time_to_accuracy("t", "full")
-    assert text[0].startswith("| configuration | seconds to 0.8959 (least–most) |"), "0.91 less a deviation of 0.0141"
+    ran("weak", 1, (1, 0.8), (2, 0.8))
+    ran("weak", 2, (1, 0.95), (2, 0.95))
+    ran("HF Trainer", 3, (98, 0.99), (99, 0.99), call="2026-01-01")
+    text = tables.time_to_accuracy("t")
+    assert text[0].startswith(
+        "| configuration | seconds to 0.8959 (least–most) | speedup over HF Trainer | start-up, s |"
+    )
     assert text[2:5] == [
-        "| full | 26.0 (20.0–32.0) | 1.00 | 2 of 2 | 0.9100 |",
-        "| ours | 9.5 (5.0–14.0) | 2.74 | 2 of 2 | 0.9150 |",
-        "| weak | 1.0 (1.0–1.0) | – | 1 of 2 | 0.8750 |",
-    ]
+        "| HF Trainer | 26.0 (20.0–32.0) | 1.00 | -0.5 | 7.0 | 2 of 2 | 0.9100 |",
+        "| ours | 9.5 (5.0–14.0) | 2.74 | 1.0 | 7.0 | 2 of 2 | 0.9150 |",
+        "| weak | 1.0 (1.0–1.0) | – | 0.0 | 7.0 | 1 of 2 | 0.8750 |",
+    ], "0.91 less a deviation of 0.0141"
     assert text[-1].startswith("One run of each configuration and seed. ")
 
 
@@ -175,7 +183,8 @@ def test_a_call_is_compared_with_its_first_configuration_at_each_point() -> None
         filled("x", ran(300), batch=16),
     ]
     assert tables.markdown(rows) == [
-        "| configuration | point | samples/s (least–most) | ratio | peak GiB | warm-up s | process s | published |",
+        "| configuration | point | samples/s (least–most) | ratio to fp32 | peak GiB | warm-up s | process s | "
+        "published |",
         "|---" * 8 + "|",
         "| fp32 | data.batch_size=8 | 105 (100–110) | 1.00 | 3.0 | 2.0 |  | 9 samples/s |",
         "| x | data.batch_size=8 | 210 | 2.00 | 3.0 | 2.0 | 9.0 |  |",

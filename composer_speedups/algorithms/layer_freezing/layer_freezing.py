@@ -110,9 +110,14 @@ class LayerFreezing(Technique):
             know_batch(self._cached.give(known_batch()))  # unpadding has counted its rows
 
     def engage(self, run: Run) -> dict[str, Any]:
+        from torch.nn.parallel import DistributedDataParallel
+
         from composer_speedups.algorithms.layer_freezing.modules import freeze
         from composer_speedups.families.blocks import blocks_of, only_encoder
 
+        if any(isinstance(module, DistributedDataParallel) for module in run.model.modules()):
+            reason = "DistributedDataParallel already waits for the gradients of all parameters"
+            raise self.refusal(reason, "apply it before DistributedDataParallel wraps the model")
         freeze(run.model, run.optimizers, self._blocks)
         return {"layers": self.layers, "blocks": len(blocks_of(only_encoder(run.model)))}
 
