@@ -178,11 +178,13 @@ def test_a_run_resumes_exactly() -> None:
     assert "cache" in whole["algorithms"]["layer_freezing"]["evidence"]
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("task", ["embedding", "reranking", "token_classification"])
-def test_other_tasks_train_as_without_the_cache(task: str) -> None:
+OTHER = [pytest.param([f"model.task={t}"], marks=pytest.mark.exhaustive) for t in ("embedding", "token_classification")]
+
+
+@pytest.mark.parametrize("more", [*OTHER, ["data.padding=max_length", "data.batch_size=null", "data.batch_tokens=200"]])
+def test_other_tasks_and_batches_train_as_without_the_cache(more: list[str]) -> None:
     job = [
-        f"model.task={task}",
+        *more,
         "model.dropout=0.0",
         "trainer.max_duration=2ep",
         "optimizer.eps=1e-3",
@@ -192,7 +194,7 @@ def test_other_tasks_train_as_without_the_cache(task: str) -> None:
         freezing = f"algorithms.layer_freezing={{layers: 1, cache: {cache}}}"
         run(*job, "algorithms.sdpa_attention=null", "data.train_samples=16", freezing, f"run_name={cache}")
     cached, plain = (load_file(f"runs/{cache}/model/model.safetensors") for cache in ("true", "false"))
-    assert_near(cached, plain, what=task)
+    assert_near(cached, plain, what=more[-1])
 
 
 def test_the_loader_of_the_card_trains() -> None:
