@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from composer_speedups import FusedLayers, IndexedRows, LayerFreezing, TorchCompile, Unpadding
+from composer_speedups import FusedLayers, GradientCheckpointing, IndexedRows, LayerFreezing, TorchCompile, Unpadding
 from composer_speedups.algorithms.layer_freezing.cache import PrefixCache
 from composer_speedups.algorithms.layer_freezing.modules import freeze
 from composer_speedups.core.errors import Refusal
@@ -26,7 +26,7 @@ from composer_speedups.families.blocks import first_layers
 from composer_speedups.kernels.common import counting
 from composer_speedups.packing.call import Prefix, take_row_lengths, with_known_batch
 from composer_speedups.packing.rows import ROW_INDICES, count_rows
-from tests.algorithms.test_cuda_graphs_segments import bert
+from tests.algorithms.test_cuda_graphs_segments import LAYERS, bert
 from tests.helpers.common import VOCABULARY, Batch, batch, final_weights, fit_and_close, make_trainer
 from tests.helpers.exhaustive import others_exhaustive
 from tests.helpers.jobs import assert_resumes_exactly, run
@@ -108,6 +108,13 @@ def test_micro_batches_and_evaluations_between(rows: int) -> None:
     assert_near(weights, train(False, bert(), **given)[0], what="weights")
     assert technique.evidence["cache"].endswith(" in host memory")
     assert technique.evidence["cache_seconds"] >= 0
+
+
+def test_checkpointed_blocks_are_recomputed_behind_the_prefix() -> None:
+    with counting() as ran:
+        cached = train(True, bert(), [GradientCheckpointing()])[0]
+    assert ran["recomputed_block"] == 9 * (LAYERS - 1)
+    assert_near(cached, train(False, bert())[0], what="weights")
 
 
 def test_frozen_blocks_have_no_dropout_and_are_computed_once_per_sample() -> None:
