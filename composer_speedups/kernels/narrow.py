@@ -70,7 +70,7 @@ def adapter_gradients(dy_TO: Tensor, z_TR: Tensor, b: Tensor, ranks: Sequence[in
         dy_TO, z_TR, b, product, gradient, tokens, width, RANK=sum(ranks), FIRST=ranks[0], SECOND=sum(ranks[1:2]),
         LINEARS=len(ranks), WIDTH=_width(max(ranks)), BOTH=True, **tile,
     )  # fmt: skip
-    return product.sum(0), gradient
+    return product.sum(0, dtype=product.dtype), gradient  # autocast would sum to float32
 
 
 def gelu_narrow(x_TF: Tensor, right_FR: Tensor, *, write: bool = True) -> tuple[Tensor | None, Tensor]:
@@ -125,7 +125,7 @@ def gelu_backward_narrow(
     )  # fmt: skip
     if operand is not None:
         settle(operand, grad_TF)
-    return grad_TF, None if product is None else product.sum(0), gradient, result
+    return grad_TF, None if product is None else product.sum(0, dtype=product.dtype), gradient, result
 
 
 def _partial(x: Tensor, groups: int, left: Tensor, *, turned: bool) -> Tensor:

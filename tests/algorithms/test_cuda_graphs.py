@@ -401,7 +401,7 @@ def test_each_number_of_packed_tokens_is_captured_once(name: str, monkeypatch: p
     unpad(model, 16)
     calls = graphed(model, max_graphs)
     with monkeypatch.context() as patch:
-        patch.setattr(Packing, "_count", lambda *_: pytest.fail("counted inside the forward pass"))
+        patch.setattr(Packing, "_count_and_lay_out", lambda *_: pytest.fail("counted inside the forward pass"))
         for inputs in batches:
             with with_counted_rows(model, inputs, inputs):
                 compared(reference, model, lambda network: network(**inputs).loss)  # noqa: B023

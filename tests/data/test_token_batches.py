@@ -180,7 +180,7 @@ def test_micro_batches_and_ranks_count_by_their_samples(job: str) -> None:
         assert report["training"]["samples"] == 3 * 48
         assert report["training"]["tokens"] == reports[0]["training"]["tokens"]
         assert report["metrics"]["train_loss"] == pytest.approx(reports[0]["metrics"]["train_loss"], rel=1e-4)
-        weights = (load_file(f"runs/{r['run_name']}/model/model.safetensors") for r in (report, reports[0]))
+        weights = [load_file(f"runs/{r['run_name']}/model/model.safetensors") for r in (report, reports[0])]
         assert_near(weights[0], weights[1], what=report["run_name"])
 
 

@@ -105,7 +105,7 @@ def test_the_fast_set_with_the_cache_trains_as_without_it(
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (0, 0))
     weights = []
     for cache in (True, False):
-        model = tiny_model(family, layers=4)
+        model = tiny_model(family, layers=4, problem_type="single_label_classification")
         freezing, graphs = LayerFreezing(layers=2, cache=cache), CUDAGraphs(max_graphs=16)
         fast: list[Any] = [Unpadding(pad_to_multiple_of=64), FusedLayers(), graphs, EarlyLoss(), LeanDispatch()]
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
