@@ -107,8 +107,8 @@ def build_data(
         if isinstance(sampler, TokenBatchSampler):
             size, samples = sampler.rows * sampler.parts * world, number_of_samples
             rows = train.filled(pad.fill, config.max_length)
-        elif indexed:
-            rows = IndexedRows(train, collate)
+        if indexed:
+            rows = IndexedRows(rows, collate)
             collate = rows.collate
     loader = _dataloader(config, rows, size, collate, sampler, on_gpu=on_gpu, drop_last=config.drop_last)
     split = _refuse_to_split if task.needs_whole_batch else None

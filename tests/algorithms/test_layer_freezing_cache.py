@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from composer_speedups import FusedLayers, IndexedRows, LayerFreezing, TorchCompile, Unpadding
+from composer_speedups import FusedLayers, GradientCheckpointing, IndexedRows, LayerFreezing, TorchCompile, Unpadding
 from composer_speedups.algorithms.layer_freezing.cache import PrefixCache
 from composer_speedups.algorithms.layer_freezing.modules import freeze
 from composer_speedups.core.errors import Refusal
@@ -26,7 +26,7 @@ from composer_speedups.families.blocks import first_layers
 from composer_speedups.kernels.common import counting
 from composer_speedups.packing.call import Prefix, take_row_lengths, with_known_batch
 from composer_speedups.packing.rows import ROW_INDICES, count_rows
-from tests.algorithms.test_cuda_graphs_segments import bert
+from tests.algorithms.test_cuda_graphs_segments import LAYERS, bert
 from tests.helpers.common import VOCABULARY, Batch, batch, final_weights, fit_and_close, make_trainer
 from tests.helpers.exhaustive import others_exhaustive
 from tests.helpers.jobs import assert_resumes_exactly, run
@@ -110,6 +110,13 @@ def test_micro_batches_and_evaluations_between(rows: int) -> None:
     assert technique.evidence["cache_seconds"] >= 0
 
 
+def test_checkpointed_blocks_are_recomputed_behind_the_prefix() -> None:
+    with counting() as ran:
+        cached = train(True, bert(), [GradientCheckpointing()])[0]
+    assert ran["recomputed_block"] == 9 * (LAYERS - 1)
+    assert_near(cached, train(False, bert())[0], what="weights")
+
+
 def test_frozen_blocks_have_no_dropout_and_are_computed_once_per_sample() -> None:
     model = tiny_model("bert", layers=3, dropout=0.5)
     calls: list[bool] = []
@@ -178,11 +185,13 @@ def test_a_run_resumes_exactly() -> None:
     assert "cache" in whole["algorithms"]["layer_freezing"]["evidence"]
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("task", ["embedding", "reranking", "token_classification"])
-def test_other_tasks_train_as_without_the_cache(task: str) -> None:
+OTHER = [pytest.param([f"model.task={t}"], marks=pytest.mark.exhaustive) for t in ("embedding", "token_classification")]
+
+
+@pytest.mark.parametrize("more", [*OTHER, ["data.padding=max_length", "data.batch_size=null", "data.batch_tokens=200"]])
+def test_other_tasks_and_batches_train_as_without_the_cache(more: list[str]) -> None:
     job = [
-        f"model.task={task}",
+        *more,
         "model.dropout=0.0",
         "trainer.max_duration=2ep",
         "optimizer.eps=1e-3",
@@ -192,7 +201,7 @@ def test_other_tasks_train_as_without_the_cache(task: str) -> None:
         freezing = f"algorithms.layer_freezing={{layers: 1, cache: {cache}}}"
         run(*job, "algorithms.sdpa_attention=null", "data.train_samples=16", freezing, f"run_name={cache}")
     cached, plain = (load_file(f"runs/{cache}/model/model.safetensors") for cache in ("true", "false"))
-    assert_near(cached, plain, what=task)
+    assert_near(cached, plain, what=more[-1])
 
 
 def test_the_loader_of_the_card_trains() -> None:
@@ -277,7 +286,15 @@ class Shortened:
         )
 
 
+def splits_by_name() -> DataSpec:
+    def split(one: Batch, _: Any) -> list[Batch]:
+        return [{name: one[name] for name in ("input_ids", "attention_mask", "labels")}]
+
+    return DataSpec(indexed(), split_batch=split)  # type: ignore[arg-type]
+
+
 REFUSED: list[tuple[Any, str]] = [
+    (splits_by_name, "a micro-batch does not say which samples it has; keep all entries in a split_batch of your own"),
     (lambda: DataLoader(samples(), batch_size=4, collate_fn=stacked), "the batches do not say which samples they have; in code, build the DataLoader from IndexedRows; in a YAML, read samples that are not streamed"),  # type: ignore[arg-type]
     (lambda: indexed(collate=Masking()), "the collator returns other tokens at each call, as for masked LM or with augmentation; make it return the same"),
     (lambda: indexed(collate=left_padded), "unpadding keeps some rows padded; pad on the right, without holes"),

@@ -71,6 +71,8 @@ def test_frozen_layers_count_what_torch_counts(layers: Any) -> None:
     counted = training_flops(model.config, lengths, "classification") - frozen_flops(model, block_runs(model), lengths)
     assert counted == pytest.approx(counter.get_total_flops(), rel=0.12)
     assert counted >= counter.get_total_flops()
+    plain, cached = (frozen_flops(model, block_runs(model), lengths, cached=cached) for cached in (False, True))
+    assert cached - plain == plain // 2, "the forward pass of the frozen blocks"
 
 
 def test_a_local_layer_counts_the_pairs_in_its_window() -> None:

@@ -128,17 +128,21 @@ class PrefixCache:
 
     def give(self, known: KnownBatch) -> KnownBatch:
         """Add the packed outputs to what is known of a training batch; Refusal for one that differs from the data."""
-        (rows,), (lengths,), indices = known.rows, known.lengths, known.indices
-        assert indices is not None
-        chosen = indices.numpy()
-        sizes = self._lengths_N[chosen]
-        if rows.packed is None or (lengths.numpy().reshape(len(chosen), -1).sum(-1) != sizes).any():
+        if known.indices is None or len(known.rows) != 1:
+            _refuse("a micro-batch does not say which samples it has", "keep all entries in a split_batch of your own")
+        (rows,), (lengths,), chosen = known.rows, known.lengths, known.indices.numpy()
+        sizes = lengths.numpy().reshape(len(chosen), -1).sum(-1)
+        real = chosen < len(self._samples)  # other rows are filler, whose result is not used
+        if rows.packed is None or (sizes[real] != self._lengths_N[chosen[real]]).any():
             _refuse("samples have other lengths in a batch than before", "remove what changes the batches")
         used = int(sizes.sum())
         hidden = torch.empty(len(rows.packed), self._values.shape[1], dtype=self._dtype, device=rows.values.device)
         hidden[used:].zero_()
-        samples = [self._samples[index] for index in chosen.tolist()]
-        torch._foreach_copy_(hidden[:used].split(sizes.tolist()), samples, non_blocking=True)
+        parts = [
+            self._samples[index] if index < len(self._samples) else self._values[:size]
+            for index, size in zip(chosen.tolist(), sizes.tolist(), strict=True)
+        ]
+        torch._foreach_copy_(hidden[:used].split(sizes.tolist()), parts, non_blocking=True)
         return known._replace(rows=(rows._replace(prefix=Prefix(hidden.unsqueeze(0), self._blocks)),))
 
 
