@@ -439,7 +439,8 @@ def measured_beside(selection: str) -> list[Beside]:
         ours = {name: own[name] for name in (_FAST, _FLOAT8, _OWN) if name in own}
         if peers and _FAST in ours:
             base = max(peers.values(), key=_rate)
-            points.append(Beside(*_model_and_batch(base, selection), peers, ours, base))
+            model, batch = _model_and_batch(base, selection)
+            points.append(Beside(model, batch, peers, ours, base))
     kept = {row["call"] for row in newest([row for beside in points for row in beside.rows])}
     best: dict[tuple[str, str], Beside] = {}
     for beside in points:
