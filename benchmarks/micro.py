@@ -125,7 +125,7 @@ def cases(rows: int, longest: int, hidden: int, heads: int, rank: int, dropout: 
     from composer_speedups.kernels.attention import attention_backward, attention_forward
     from composer_speedups.kernels.gelu import gelu_backward, gelu_forward
     from composer_speedups.kernels.gelu_products import gelu_product, gelu_product_backward
-    from composer_speedups.kernels.narrow import gelu_backward_narrow, gelu_narrow, narrow_products
+    from composer_speedups.kernels.narrow import adapter_gradients, gelu_backward_narrow, gelu_narrow, narrow_gradient
     from composer_speedups.kernels.norm import add_norm_backward, add_norm_forward
 
     sizes = lengths(rows, longest)
@@ -161,7 +161,8 @@ def cases(rows: int, longest: int, hidden: int, heads: int, rank: int, dropout: 
     leaf = up.clone().requires_grad_()
     normed, activated = plain_norm(), F.gelu(leaf)
     z, z_qkv = random(tokens, rank), random(tokens, 3 * rank)
-    on_qkv, on_up = random(3 * hidden, 3 * rank), random(4 * hidden, rank)
+    on_qkv, on_up = random(3 * hidden * rank), random(4 * hidden, rank)
+    each_b = [(slice(i * hidden, (i + 1) * hidden), b.view(-1, rank)) for i, b in enumerate(on_qkv.chunk(3))]
 
     widen, narrow_again, offsets = random(4 * hidden, hidden), random(hidden, 4 * hidden), random(4 * hidden)
 
@@ -187,9 +188,9 @@ def cases(rows: int, longest: int, hidden: int, heads: int, rank: int, dropout: 
              lambda: F.gelu(torch.addmm(offsets, x, widen.t()), approximate="tanh"), 9 * unit),
         Case("product_with_gelu_backward", lambda: gelu_product_backward(grad, narrow_again, up),
              plain_product_backward, 9 * unit),
-        Case("adapters_qkv_backward", lambda: narrow_products(qkv, z_qkv, on_qkv, turned=True),
-             lambda: (qkv @ on_qkv, qkv.t() @ z_qkv), 3 * unit),
-        Case("adapters_input_backward", lambda: narrow_products(x, z_qkv), lambda: z_qkv.t() @ x, unit),
+        Case("adapters_qkv_backward", lambda: adapter_gradients(qkv, z_qkv, on_qkv, [rank] * 3),
+             lambda: [(qkv[:, part] @ b, qkv[:, part].t() @ z) for part, b in each_b], 3 * unit),
+        Case("adapters_input_backward", lambda: narrow_gradient(x, z_qkv), lambda: z_qkv.t() @ x, unit),
         Case("gelu_with_adapter", lambda: gelu_narrow(up, on_up), lambda: F.gelu(up) @ on_up, 8 * unit),
         Case("gelu_backward_with_adapters", lambda: gelu_backward_narrow(d_up, up, z, on_up, z),
              gelu_backward_and_products, 12 * unit),

@@ -155,6 +155,7 @@ def main(arguments: list[str], results: Path = RESULTS) -> Row:
     profiler = StepProfiler(counts)
     application.train(config, StartupClock(), callbacks=[profiler])
     report = json.loads((Path(config.runs_folder) / config.run_name / "report.json").read_text())
+    assert config.data.batch_size is not None, "give data.batch_size"
     row = _row(rest, profiler, report, config.data.batch_size)
     append_row(row, "profile", results)
     print("\n".join(markdown(row)))

@@ -16,6 +16,7 @@ _OTHERS = {
     "BalancedSampler": "composer_speedups.distributed.balanced_sampling",
     "BestWeights": "composer_speedups.callbacks.evaluations",
     "EarlyStopping": "composer_speedups.callbacks.evaluations",
+    "IndexedRows": "composer_speedups.packing.rows",
     "LossMonitor": "composer_speedups.callbacks.losses",
     "MemoryAnatomy": "composer_speedups.callbacks.memory",
     "OverlappedDDP": "composer_speedups.distributed.ddp",

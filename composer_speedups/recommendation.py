@@ -17,8 +17,8 @@ RECOMMENDED: dict[str, dict[str, Any]] = {
     "fused_optimizer": {},
     "tf32_matmul": {},
     "mixed_precision": {"dtype": "bf16"},
-    "unpadding": {"pad_to_multiple_of": 512},
-    "fused_layers": {},
+    "unpadding": {},
+    "fused_layers": {"gelu": "auto"},
     "cuda_graphs": {"max_graphs": 16},
     "early_loss": {},
     "lean_dispatch": {},
@@ -29,7 +29,8 @@ RECOMMENDED: dict[str, dict[str, Any]] = {
 def recommended(on_unavailable: OnUnavailable = "stop", precision: Literal["bf16", "fp8"] = "bf16") -> list[Technique]:
     """Return the fastest stable techniques for BERT, RoBERTa and similar encoders, on one or several GPUs.
 
-    None of them changes the recipe; each is exact up to the rounding of 16-bit mixed precision.
+    None of them changes the recipe. Each is exact up to the rounding of 16-bit mixed precision, except that layers of
+    BERT's kind compute GELU's tanh form on a GPU; ``FusedLayers()`` in its place computes the model's own activation.
 
     Args:
         on_unavailable: ``"stop"``: a technique that cannot engage on this GPU or model stops the run, with the reason
@@ -57,7 +58,7 @@ def recommended(on_unavailable: OnUnavailable = "stop", precision: Literal["bf16
     if on_unavailable == "stop" and not cuda.is_available():
         fix = 'on_unavailable="warn" leaves out what cannot run here, and apply_recommended(model) needs no GPU'
         raise Refusal("recommended", "this machine has no CUDA GPU, for which the set is made", fix)
-    chosen = RECOMMENDED | {"fused_layers": {"precision": precision}}
+    chosen = RECOMMENDED | {"fused_layers": RECOMMENDED["fused_layers"] | {"precision": precision}}
     build: Any = technique_class
     return [build(name)(**settings, on_unavailable=on_unavailable) for name, settings in chosen.items()]
 
@@ -65,7 +66,7 @@ def recommended(on_unavailable: OnUnavailable = "stop", precision: Literal["bf16
 def apply_recommended(model: nn.Module, check: Check = "auto") -> Applied:
     """Apply the recommended techniques that a model alone supports, for any training loop: unpadding and fused layers.
 
-    The model computes the same result up to rounding, in training and evaluation. Precision, the optimizer and CUDA
+    The model computes the same result up to rounding and, on a GPU, GELU's tanh form. Precision, the optimizer and CUDA
     graphs are not changed, since they belong to the loop; :func:`recommended` includes them for Composer's Trainer.
 
     Args:

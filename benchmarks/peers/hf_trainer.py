@@ -84,11 +84,13 @@ def _grouped_by_length(loader: DataLoader[Any], config: Config) -> DataLoader[An
     if config.data.padding != "longest":
         raise ConfigError("peer.train_sampling_strategy: group_by_length saves nothing here; set data.padding=longest")
     rows: Any = loader.dataset
+    size = config.data.batch_size
+    assert size is not None  # a job is one of batch_size
     return DataLoader(
         rows,
-        batch_size=loader.batch_size,
+        batch_size=size,
         sampler=LengthGroupedSampler(
-            config.data.batch_size, lengths=rows.lengths.tolist(), generator=torch.Generator().manual_seed(config.seed)
+            size, lengths=rows.lengths.tolist(), generator=torch.Generator().manual_seed(config.seed)
         ),
         collate_fn=loader.collate_fn,
         drop_last=loader.drop_last,

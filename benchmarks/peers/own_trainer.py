@@ -6,6 +6,7 @@ and the callbacks of ``composer_speedups.distributed``, as in ``examples/own_tra
 suite.
 
 - ``peer.recommended``: false for a Trainer without any technique, in float32.
+- ``peer.lean_dispatch``: false for the recommended set without it.
 - ``peer.distributed``: false for Composer's own DDP and garbage collection.
 - ``peer.float8``: true for ``recommended(precision="fp8")``.
 - ``peer.plain_loader``: true for a plain ``torch.utils.data.DataLoader`` over padded samples, with ``data.workers``
@@ -39,6 +40,7 @@ from composer_speedups.train.trainer import build_optimizer, build_scheduler
 
 class Flags(Settings):
     recommended: bool = True
+    lean_dispatch: bool = True
     distributed: bool = True
     float8: bool = False
     plain_loader: bool = False
@@ -61,6 +63,7 @@ def main(arguments: list[str]) -> None:
         algorithms = []
         if flags.recommended:
             algorithms = recommended(config.on_unavailable, "fp8" if flags.float8 else "bf16")
+            algorithms = [t for t in algorithms if flags.lean_dispatch or t.name != "lean_dispatch"]
         trainer = Trainer(
             model=job.model,
             train_dataloader=DataSpec(loader, get_num_tokens_in_batch=real_tokens),

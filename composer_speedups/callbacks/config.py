@@ -26,8 +26,7 @@ class ThroughputConfig(Settings):
 
 
 class MemoryConfig(Settings):
-    interval: int = Field(100, ge=1)
-    """Number of batches between two measurements."""
+    """MemoryAnatomy has no settings: it is on, or null."""
 
 
 class FiniteLossConfig(Settings):

@@ -18,8 +18,7 @@ from composer_speedups.callbacks.config import FIRST_VALUE_BY, ThroughputConfig
 from composer_speedups.callbacks.precision import Peak, device_peak, precision_in_force
 from composer_speedups.core.compile_counts import graphs_so_far
 from composer_speedups.core.trainer_state import device_of, model_of
-from composer_speedups.families.flops import Lengths, batch_lengths, training_flops
-from composer_speedups.packing.encoder import head_tokens
+from composer_speedups.families.flops import batch_lengths, flops_counter
 
 
 class PhaseClock:
@@ -131,6 +130,7 @@ class ThroughputMonitor(ThroughputConfig, SavedCallback, eq=False):
         self.clock.begin("start")
         self._ranks, self._graphs, self._samples = dist.get_world_size(), graphs_so_far(), state.timestamp.sample.value
         self._measured = self._seconds_so_far()
+        self._count_flops = flops_counter(model_of(state))
 
     def _begin_between(self, state: State, logger: Logger) -> None:
         self.clock.begin("between")
@@ -147,12 +147,11 @@ class ThroughputMonitor(ThroughputConfig, SavedCallback, eq=False):
 
     def after_dataloader(self, state: State, logger: Logger) -> None:
         self.clock.begin("step")
-
-    def batch_start(self, state: State, logger: Logger) -> None:
         # while the batch is still on the host, and after unpadding has counted its rows
         lengths = batch_lengths(state.batch)
         self._slots = 0 if lengths is None else state.batch["input_ids"].numel()
-        self._tokens, self._flops = 0 if lengths is None else int(lengths.sum()), _batch_flops(state, lengths)
+        self._tokens = 0 if lengths is None else int(lengths.sum())
+        self._flops = self._count_flops(state.batch, lengths)
 
     def eval_before_all(self, state: State, logger: Logger) -> None:
         self._wait_for_step(state)
@@ -327,16 +326,3 @@ def trained_fraction(state: State) -> float:
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _batch_flops(state: State, lengths: Lengths | None) -> int:
-    model: Any = model_of(state)
-    if callable(getattr(model, "flops_per_batch", None)):
-        return int(model.flops_per_batch(state.batch))
-    config = getattr(getattr(model, "model", None), "config", None)
-    if lengths is None or not hasattr(config, "num_hidden_layers"):
-        return 0
-    assert config is not None
-    if type(model.model).__name__.endswith("ForMaskedLM"):
-        return training_flops(config, lengths, "mlm", head_tokens(model, state.batch))
-    return training_flops(config, lengths, "classification")

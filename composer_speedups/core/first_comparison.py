@@ -105,9 +105,10 @@ class _Batch:
     def _halve(self) -> bool:
         """Keep the first half of the rows, and return whether that was possible."""
         rows = 0 if self._mask is None else len(self._mask)
-        if rows < 2 or any(not isinstance(v, Sequence | Tensor) or len(v) != rows for v in self._batch.values()):
+        of_rows = {name: v for name, v in self._batch.items() if not isinstance(v, Tensor) or v.ndim}  # or of the batch
+        if rows < 2 or any(not isinstance(v, Sequence | Tensor) or len(v) != rows for v in of_rows.values()):
             return False
-        self._batch = {name: value[: rows // 2] for name, value in self._batch.items()}
+        self._batch = {**self._batch, **{name: value[: rows // 2] for name, value in of_rows.items()}}
         torch.cuda.empty_cache()
         return True
 

@@ -100,8 +100,8 @@ class Host(Callback):
     def _state(self) -> State:
         return cast(State, self.run.state)
 
-    def hears(self, event: Event) -> bool:
-        return event._value_ in self._table
+    def hears(self, event: str) -> bool:
+        return event in self._table
 
     @property
     def waits_for_proof(self) -> bool:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import DistributedSampler
 
+from composer_speedups.core.errors import ConfigError
 from composer_speedups.distributed.balanced_sampling import BalancedSampler, Integers
 from composer_speedups.families.flops import batch_lengths
 
@@ -116,3 +118,77 @@ class LengthGroupedSampler(BalancedSampler):
         by_length = [pool[np.argsort(self.widths[pool], kind="stable")] for pool in pools]
         grouped = np.concatenate([batches.ravel()[:0], *by_length]).reshape(batches.shape)
         return grouped[torch.randperm(len(batches), generator=generator).numpy()]
+
+
+class TokenBatchSampler(DistributedSampler[int]):
+    """Shuffles the epoch, and fills micro-batches of one shape: ``tokens`` tokens in ``rows`` rows of 1 to ``width``.
+
+    A sample that does not fit begins the next micro-batch. The remaining tokens are filler: rows of padding tokens, for
+    which the sampler yields ``len(lengths)`` plus their number of tokens (:meth:`.FlatTokens.filled`). A batch has
+    ``parts`` micro-batches on each rank. If the last batch has too few, the one with the most samples is halved, and a
+    single sample is repeated.
+
+    The order depends only on the seed and the epoch. Every sample occurs once per epoch, except for those of the last
+    batch with ``drop_last``. ``rows`` suffices for the batches of the first epoch; in later epochs, more samples in the
+    same tokens do not fit. Composer needs the same number of batches in each epoch, so an order with another number is
+    drawn again.
+
+    Raises:
+        ConfigError: The tokens are too few for the longest sample.
+    """
+
+    def __init__(
+        self, lengths: Integers, tokens: int, width: int, parts: int = 1, ranks: int = 1, rank: int = 0, **settings: Any
+    ) -> None:
+        super().__init__(lengths, ranks, rank, shuffle=True, **settings)  # type: ignore[arg-type]
+        self.lengths, self.tokens, self.width, self.parts = lengths, tokens, width, parts
+        order = next(self._orders())
+        padding = max(width * len(m) - int(lengths[m].sum()) for m in _cut(order, (lengths, tokens)))
+        self.rows = -(-(tokens + padding) // width)
+        if (longest := int(lengths.max())) > tokens - self.rows + 1:
+            raise ConfigError(
+                f"data.batch_tokens: {tokens:,} tokens per forward pass are too few for samples of up to {longest:,}; "
+                "use at least twice as many"
+            )
+        self.batches = self._batches(self._microbatches(order))
+        self.num_samples = self.batches * parts * self.rows
+        self.total_size = self.num_samples * ranks
+
+    def __iter__(self) -> Iterator[int]:
+        share = self.parts * self.num_replicas
+        drawn = map(self._microbatches, self._orders())
+        filled = [samples.tolist() for samples in next(m for m in drawn if self._batches(m) == self.batches)]
+        while last := len(filled) % share:
+            largest = max(filled[-last:], key=len)
+            half = -(-len(largest) // 2)
+            filled.append(largest[half:] or [*largest])
+            del largest[half:]
+        for index, samples in enumerate(filled[: self.batches * share]):
+            if index // self.parts % self.num_replicas == self.rank:
+                yield from samples
+                rest, rows = self.tokens - int(self.lengths[samples].sum()), self.rows - len(samples)
+                yield from (len(self.lengths) + (rest + row) // rows for row in range(rows))
+
+    def _orders(self) -> Iterator[Integers]:
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        while True:
+            yield torch.randperm(len(self.lengths), generator=generator).numpy()
+
+    def _microbatches(self, order: Integers) -> list[Integers]:
+        # Every row, also of filler, has at least one token, and at most ``width``.
+        padding = self.width - self.lengths, self.rows * self.width - self.tokens
+        return _cut(order, (self.lengths - 1, self.tokens - self.rows), padding)
+
+    def _batches(self, microbatches: Sequence[Integers]) -> int:
+        share = self.parts * self.num_replicas
+        return (len(microbatches) - 1) // share if self.drop_last else -(-len(microbatches) // share)
+
+
+def _cut(order: Integers, *bounds: tuple[Integers, int]) -> list[Integers]:
+    """Cut an order of samples when the next one would exceed a bound on the sum of a number that each sample has."""
+    sums = [(np.concatenate([[0], np.cumsum(numbers[order])]), most) for numbers, most in bounds]
+    cuts = [0]
+    while cuts[-1] < len(order):
+        ends = [np.searchsorted(total, total[cuts[-1]] + most, side="right") - 1 for total, most in sums]
+        cuts.append(max(int(min(ends)), cuts[-1] + 1))
+    return np.split(order, cuts[1:-1])

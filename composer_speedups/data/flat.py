@@ -15,6 +15,8 @@ import numpy.typing as npt
 import torch
 from datasets import Dataset
 
+from composer_speedups.packing.rows import SAMPLES
+
 Arrays = npt.NDArray[Any]
 
 # Columns with a number per token → their name in a batch. All other columns have a number per sample, or a list of one
@@ -50,6 +52,8 @@ class Ragged(NamedTuple):
 class FlatTokens(torch.utils.data.Dataset[Ragged]):
     """Tokenized samples in memory, 4 bytes per token; a DataLoader requests a whole batch with ``__getitems__``."""
 
+    _filler = 0  # rows that are no samples
+
     def __init__(self, dataset: Dataset) -> None:
         table = dataset.with_format("arrow")[:]
         self.tokens: dict[str, Arrays] = {}
@@ -79,8 +83,20 @@ class FlatTokens(torch.utils.data.Dataset[Ragged]):
         packed.rows = {}
         return packed
 
+    def filled(self, values: Mapping[str, int], width: int) -> FlatTokens:
+        """The same samples, with filler: row ``len(self) + n``, for ``n`` up to ``width``, has ``n`` tokens. ``values``
+        are those of the filler, by name; 0 for other names."""
+        filled, count = copy.copy(self), width + 1
+        rows = {**self.rows, SAMPLES: np.ones(len(self), np.int32)}
+        filled.tokens = {name: _extended(old, width, values.get(name, 0)) for name, old in self.tokens.items()}
+        filled.rows = {name: _extended(old, count, values.get(name, 0)) for name, old in rows.items()}
+        filled.lengths = np.concatenate([self.lengths, np.arange(count)])
+        filled._starts_N = _extended(self._starts_N, count, int(self.lengths.sum()))
+        filled._filler = count
+        return filled
+
     def __len__(self) -> int:
-        return len(self.lengths)
+        return len(self.lengths) - self._filler
 
     def __getitems__(self, indices: Sequence[int]) -> Ragged:
         rows_R = np.asarray(indices)
@@ -92,6 +108,10 @@ class FlatTokens(torch.utils.data.Dataset[Ragged]):
 
     def arrays(self) -> list[Arrays]:
         return [self.lengths, *self.tokens.values(), *self.rows.values()]
+
+
+def _extended(array: Arrays, rows: int, value: int) -> Arrays:
+    return np.concatenate([array, np.full((rows, *array.shape[1:]), value, array.dtype)])
 
 
 def _values(values: Sequence[Any]) -> Arrays:

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, SequentialSampler
 
 from composer_speedups.core.errors import ConfigError, DataError
 from composer_speedups.core.settings import refuse
-from composer_speedups.data.batching import LengthGroupedSampler
+from composer_speedups.data.batching import LengthGroupedSampler, TokenBatchSampler
 from composer_speedups.data.flat import FlatTokens, Ragged
 from composer_speedups.data.sources import load_samples, load_validation, random_rows
 from composer_speedups.data.streams import Tokenized, stream_of_samples
@@ -24,7 +24,7 @@ from composer_speedups.data.summary import DataSummary, check_data
 from composer_speedups.data.tokens import load_tokenizer, measure_truncation, tokenize
 from composer_speedups.distributed.balanced_sampling import BalancedSampler
 from composer_speedups.families.flops import batch_lengths
-from composer_speedups.packing.rows import IGNORED
+from composer_speedups.packing.rows import IGNORED, SAMPLES, IndexedRows, row_lengths
 from composer_speedups.tasks.settings import GENERATED, DataConfig
 from composer_speedups.tasks.task import Task
 
@@ -55,11 +55,25 @@ class Pad:
         for name, values_T in rows.tokens.items():
             arrays[name] = np.full(mask.shape, self.fill.get(name, 0))
             arrays[name][mask] = values_T
-        return {name: torch.from_numpy(values) for name, values in {**arrays, **rows.rows}.items()}
+        batch = {name: torch.from_numpy(values) for name, values in {**arrays, **rows.rows}.items()}
+        return {**batch, SAMPLES: row_lengths(rows.rows[SAMPLES])} if SAMPLES in batch else batch
 
 
-def build_data(config: DataConfig, task: Task, *, model_name: str, on_gpu: bool, seed: int = 0) -> Data:
-    """Build samples, tokens and loaders, sharded over ranks; the first process of a node fills the caches."""
+def build_data(
+    config: DataConfig,
+    task: Task,
+    *,
+    model_name: str,
+    on_gpu: bool,
+    seed: int = 0,
+    indexed: bool = False,
+    microbatch_tokens: int | None = None,
+) -> Data:
+    """Build samples, tokens and loaders, sharded over ranks; the first process of a node fills the caches.
+
+    With ``indexed``, training batches have the index of each row's sample, except for those of a stream. With
+    ``data.batch_tokens``, a rank's batch has as many micro-batches of one shape as it has ``microbatch_tokens``.
+    """
     refuse(task.data_checks(config))
     world = dist.get_world_size()
     for name in ("batch_size", "eval_batch_size"):
@@ -82,23 +96,30 @@ def build_data(config: DataConfig, task: Task, *, model_name: str, on_gpu: bool,
     collate = task.collator(pad, tokenizer, training=True)
     rows: Any = train
     sampler: Any = None
+    size, samples = config.batch_size or 0, None
     if train is None:
         rows, declared = stream_of_samples(config, seed)
         if task.lacks_classes:
             _learn_from_stream(task, declared)
         collate = Tokenized(collate, tokenizer, task, config.max_length)
     else:
-        sampler = _training_sampler(config, train, seed)
-    loader = _dataloader(config, rows, config.batch_size, collate, sampler, on_gpu=on_gpu, drop_last=config.drop_last)
+        sampler = _training_sampler(config, train, seed, microbatch_tokens)
+        if isinstance(sampler, TokenBatchSampler):
+            size, samples = sampler.rows * sampler.parts * world, number_of_samples
+            rows = train.filled(pad.fill, config.max_length)
+        elif indexed:
+            rows = IndexedRows(train, collate)
+            collate = rows.collate
+    loader = _dataloader(config, rows, size, collate, sampler, on_gpu=on_gpu, drop_last=config.drop_last)
     split = _refuse_to_split if task.needs_whole_batch else None
     count = partial(tokens_and_weight, task) if task.weights_losses else real_tokens
-    train_spec = DataSpec(loader, get_num_tokens_in_batch=count, split_batch=split)
+    train_spec = DataSpec(loader, get_num_tokens_in_batch=count, get_num_samples_in_batch=samples, split_batch=split)
     if evaluation is None:
         return Data(train_spec, None, tokenizer, summary)
     # Composer reads the number of samples of a distributed sampler's batch from the device, and waits, at each batch.
     sampler = SequentialSampler(evaluation) if world == 1 else dist.get_sampler(evaluation)
     collate = task.collator(pad, tokenizer, training=False)
-    size = config.eval_batch_size or config.batch_size
+    size = config.eval_batch_size or size
     loader = _dataloader(config, evaluation, size, collate, sampler, on_gpu=on_gpu, drop_last=False)
     return Data(train_spec, DataSpec(loader, get_num_tokens_in_batch=count), tokenizer, summary)
 
@@ -119,16 +140,26 @@ def _dataloader(
     )
 
 
-def _training_sampler(config: DataConfig, tokens: FlatTokens, seed: int) -> BalancedSampler:
-    if config.drop_last and len(tokens) < config.batch_size:
-        raise ConfigError(
-            f"data.drop_last: the {len(tokens)} training samples do not fill one batch of {config.batch_size}"
-        )
-    ranks, rank, drop_last = dist.get_world_size(), dist.get_global_rank(), config.drop_last
-    settings: dict[str, Any] = {"ranks": ranks, "rank": rank, "seed": seed, "drop_last": drop_last}
-    if config.length_batching is None:
-        return BalancedSampler(tokens.lengths, config.batch_size, **settings)
-    return LengthGroupedSampler(tokens.lengths, config.batch_size, config.length_batching, tokens.widths, **settings)
+def _training_sampler(config: DataConfig, tokens: FlatTokens, seed: int, microbatch_tokens: int | None) -> Any:
+    ranks, rank, size = dist.get_world_size(), dist.get_global_rank(), config.batch_size
+    settings: dict[str, Any] = {"ranks": ranks, "rank": rank, "seed": seed, "drop_last": config.drop_last}
+    sampler: BalancedSampler | TokenBatchSampler
+    if size is None:
+        whole = config.batch_tokens or 0
+        each = microbatch_tokens or whole // ranks
+        parts, rest = divmod(whole, each * ranks)
+        if rest:
+            split = "" if microbatch_tokens is None else f" in micro-batches of {each:,}"
+            raise ConfigError(f"data.batch_tokens: {whole:,} cannot be shared by {ranks} ranks{split}; use a multiple")
+        sampler = TokenBatchSampler(tokens.lengths, each, config.max_length, parts, **settings)
+    elif config.length_batching is None:
+        sampler = BalancedSampler(tokens.lengths, size, **settings)
+    else:
+        sampler = LengthGroupedSampler(tokens.lengths, size, config.length_batching, tokens.widths, **settings)
+    if not len(sampler):
+        batch = size or f"{config.batch_tokens:,} tokens"
+        raise ConfigError(f"data.drop_last: the {len(tokens)} training samples do not fill one batch of {batch}")
+    return sampler
 
 
 def _learn_from_stream(task: Task, declared: Mapping[str, list[str]]) -> None:
@@ -188,6 +219,11 @@ def real_tokens(batch: Any) -> int:
     """Number of tokens of a batch without padding; 0 for a batch without token ids."""
     lengths = batch_lengths(batch)
     return 0 if lengths is None else int(lengths.sum())
+
+
+def number_of_samples(batch: Batch) -> int:
+    """Number of rows without filler, by which Composer weights the losses of micro-batches and ranks."""
+    return int(batch[SAMPLES].numpy().sum())
 
 
 def tokens_and_weight(task: Task, batch: Batch) -> dict[str, Any]:

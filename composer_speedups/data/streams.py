@@ -149,6 +149,7 @@ def _mds(config: DataConfig, seed: int) -> Any:
         raise ConfigError(f"data.source: mds needs the package 'streaming'; {_INSTALL}")
     from streaming import StreamingDataset
 
+    assert config.batch_size is not None
     name = str(config.train_file)
     remote = name if is_address(name) else None
     # the package reads whatever shards it finds in the local folder

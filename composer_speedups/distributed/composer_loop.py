@@ -9,7 +9,7 @@ from importlib.metadata import version
 from typing import Any, TypeVar
 
 from composer import Trainer
-from composer.core import Event, State
+from composer.core import State
 from torch.optim import optimizer as torch_optimizer
 
 from composer_speedups.core.host import Host
@@ -17,8 +17,8 @@ from composer_speedups.core.technique import Technique
 
 TESTED_COMPOSER = "0.32.1"  # whose loop has the source that docs/internals.md lists and the tests compare
 # Events, and methods of callbacks and of the Trainer, that run between the backward pass and the step.
-_EVENTS = (Event.AFTER_BACKWARD, Event.AFTER_TRAIN_BATCH)
-_CALLBACK_METHODS = ("run_event", *(event.value for event in _EVENTS))
+_EVENTS = ("after_backward", "after_train_batch")
+_CALLBACK_METHODS = ("run_event", *_EVENTS)
 _TRAINER_METHODS = ("_train_batch", "_train_microbatches", "_train_microbatch")
 
 Method = TypeVar("Method", bound=Callable[..., Any])

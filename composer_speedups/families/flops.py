@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
+from itertools import repeat
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -12,7 +14,8 @@ from torch import nn
 
 from composer_speedups.families.blocks import repeated_blocks
 from composer_speedups.families.family import config_value, family_named
-from composer_speedups.packing.rows import as_numpy, lengths_key
+from composer_speedups.packing.encoder import head_tokens, labelled_heads
+from composer_speedups.packing.rows import ROW_INDICES, SAMPLES, as_numpy, lengths_key
 
 Lengths = npt.NDArray[np.int64]  # real tokens of each row; NumPy, because torch would wake all its threads for so few
 
@@ -20,10 +23,15 @@ Lengths = npt.NDArray[np.int64]  # real tokens of each row; NumPy, because torch
 def batch_lengths(batch: Any) -> Lengths | None:
     """Real tokens of each row, with the shape of the token ids without their last dimension; None without ids.
 
-    Without a mask that has a number for each position, every position counts as real.
+    Without a mask that has a number for each position, every position counts as real. Filler counts as padding.
     """
     if not hasattr(batch, "get") or not isinstance(batch.get("input_ids"), torch.Tensor):
         return None
+    lengths = _lengths_with_filler(batch)
+    return lengths * batch[SAMPLES].numpy() if SAMPLES in batch else lengths
+
+
+def _lengths_with_filler(batch: Any) -> Lengths:
     counted = batch.get(lengths_key("attention_mask"))
     if counted is not None and (known := counted.numpy()).min(initial=0) >= 0:  # unpadding has counted the rows
         return known.astype(np.int64)  # type: ignore[no-any-return]
@@ -34,6 +42,39 @@ def batch_lengths(batch: Any) -> Lengths | None:
     if mask.device.type == "cpu":
         return mask.numpy().sum(-1, dtype=np.int64)  # type: ignore[no-any-return]
     return as_numpy(mask.sum(-1))  # type: ignore[no-any-return]
+
+
+def flops_counter(model: Any) -> Callable[[Any, Lengths | None], int]:
+    """A function of a batch and its :func:`batch_lengths` that counts the FLOPs of training on it; 0 if unknown.
+
+    It calls the ComposerModel's ``flops_of_rows``, or else ``flops_per_batch``, or else :func:`training_flops`. FLOPs
+    are sums over rows and the head's tokens. Those of each length are computed once, with the parameters that are
+    frozen then, because reading a transformers config takes as long as launching a kernel.
+    """
+    inner = getattr(model, "model", None)
+    config, of_rows = getattr(inner, "config", None), getattr(model, "flops_of_rows", None)
+    if of_rows is None and callable(getattr(model, "flops_per_batch", None)):
+        return lambda batch, lengths: int(model.flops_per_batch(batch))
+    if inner is None or not hasattr(config, "num_hidden_layers"):
+        return lambda batch, lengths: 0
+    head: Literal["classification", "mlm"] = "mlm" if type(inner).__name__.endswith("ForMaskedLM") else "classification"
+    labelled = bool(labelled_heads(inner))
+
+    @cache
+    def of_one(length: int | None, head_tokens: int | None, cached: bool) -> int:
+        lengths = np.array([] if length is None else [length], dtype=np.int64)
+        if of_rows is None:
+            return training_flops(config, lengths, head, head_tokens)
+        return int(of_rows(lengths, head_tokens, cached=cached))
+
+    def of_batch(batch: Any, lengths: Lengths | None) -> int:
+        tokens = head_tokens(inner, batch) if labelled else None
+        rows, apart = ([], None) if lengths is None else (lengths.ravel().tolist(), None if tokens is None else 0)
+        cached = ROW_INDICES in batch  # only layer_freezing's cache needs the indices of samples
+        more = tokens * of_one(None, 1, cached) if tokens else 0
+        return sum(map(of_one, rows, repeat(apart), repeat(cached))) + more
+
+    return of_batch
 
 
 def training_flops(
@@ -102,18 +143,19 @@ class BlockRun(NamedTuple):
     parameters: list[nn.Parameter]
 
 
-def frozen_flops(model: Any, runs: Sequence[BlockRun], lengths: Lengths) -> int:
+def frozen_flops(model: Any, runs: Sequence[BlockRun], lengths: Lengths, *, cached: bool = False) -> int:
     """The FLOPs that :func:`training_flops` counts for gradients that frozen parameters make superfluous.
 
-    Blocks in front of the first trained parameter have no backward pass, which is two of three passes. Behind it, the
-    gradient of a frozen weight is one of three products per weight. The head and the products of LoRA's matrices, a few
-    per cent of the total, are ignored. ``runs`` are from :func:`block_runs`.
+    Blocks in front of the first trained parameter have no backward pass, which is two of three passes, and no forward
+    pass either if their outputs are ``cached``. Behind it, the gradient of a frozen weight is one of three products per
+    weight. The head and the products of LoRA's matrices, a few per cent of the total, are ignored. ``runs`` are from
+    :func:`block_runs`.
     """
     untrained = 0
     if not any(p.requires_grad for p in model.get_input_embeddings().parameters()):
         counts = (i for i, run in enumerate(runs) if any(p.requires_grad for p in run.parameters))
         untrained = next(counts, len(runs))
-    passes = 2 * _forward_flops(model.config, lengths) * untrained // len(runs) if untrained else 0
+    passes = (2 + cached) * _forward_flops(model.config, lengths) * untrained // len(runs) if untrained else 0
     behind = sum(w.numel() for run in runs[untrained:] for w in run.weights if not w.requires_grad)
     return passes + 2 * int(lengths.sum()) * behind
 

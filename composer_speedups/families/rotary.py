@@ -47,8 +47,9 @@ class UnpaddedRotaryModel(UnpaddedModel):
         if plan.first_tokens_only:
             # a keyword argument, so that it is also passed when a layer is recomputed
             kwargs["first_tokens_only"] = True
-        packed = self._embedded(inputs, plan.layout)
-        return self._output(self._packed_layers(packed, inputs["position_ids"], plan.layout, kwargs), plan)
+        packed = self._embedded(inputs, plan.layout) if plan.prefix is None else plan.prefix.hidden
+        layers = self._behind_prefix(plan)._packed_layers
+        return self._output(layers(packed, inputs["position_ids"], plan.layout, kwargs), plan)
 
     def _embedded(self, inputs: dict[str, Any], layout: Layout) -> Tensor:
         """The model's arguments by name → the first hidden state, (1, T, H)."""

@@ -35,8 +35,9 @@ The same seed drops the same numbers, so pass the forward pass's seed to the bac
 ``norm.pre_norm_backward``          gradients of the result and of the sum → of residual and sublayer (T, H), of the
                                     weight float32 (H,), or of weight and bias (2, H), and the recomputed result
 ``attention.rotate``                rotates the queries and keys in qkv (T, 3·H) by their positions, or back, in place
-``narrow.narrow_products``          x (T, C), left (T, R), right (C, R) → x · right (T, R) and leftᵀ · x (R, C) in
-                                    float32, for R up to 64
+``narrow.narrow_gradient``          x (T, C), left (T, R) → partial sums of leftᵀ · x, float32 (P, R, C), for R up to 64
+``narrow.adapter_gradients``        gradient (T, O) of one or three Linears' outputs, z (T, R), B of each adapter →
+                                    gradient · B (T, R) and partial sums of gradientᵀ · z, float32 (P, …), as B
 ``narrow.gelu_narrow``              GELU's input (T, F) and right (F, R) → GELU's result and its product with right
 ``narrow.gelu_backward_narrow``     as ``gelu.gelu_backward``, with such products instead of GELU's result and the sums
 ``dropout.dropped``                 dropout(x) of (T, C), or added to another tensor in place

@@ -153,9 +153,9 @@ def _merge_tile(
     column = tile % across * COLUMNS + tl.arange(0, COLUMNS)
     inside, real = column < columns, row < rows
     at, valid = row[:, None] * columns + column[None, :], real[:, None] & inside[None, :]
+    weight = tl.load(weight_ptr + at, mask=valid, other=0.0).to(tl.float32)  # first: it comes from the slowest memory
     added = tl.zeros((ROWS, COLUMNS), tl.float32)
     for i in range(rank):
         b = tl.load(b_ptr + row * rank + i, mask=real, other=0.0).to(tl.float32)
         added += b[:, None] * tl.load(a_ptr + i * columns + column, mask=inside, other=0.0).to(tl.float32)[None, :]
-    merged = tl.load(weight_ptr + at, mask=valid, other=0.0).to(tl.float32) + scale * added
-    tl.store(out_ptr + at, merged.to(out_ptr.dtype.element_ty), mask=valid)
+    tl.store(out_ptr + at, (weight + scale * added).to(out_ptr.dtype.element_ty), mask=valid)

@@ -25,7 +25,13 @@ from composer_speedups.kernels.float8 import (
     new_scales,
 )
 from composer_speedups.kernels.gelu import gelu_backward, gelu_float8, gelu_forward
-from composer_speedups.kernels.narrow import MAX_WIDTH, gelu_backward_narrow, gelu_narrow, narrow_products
+from composer_speedups.kernels.narrow import (
+    MAX_WIDTH,
+    adapter_gradients,
+    gelu_backward_narrow,
+    gelu_narrow,
+    narrow_gradient,
+)
 from composer_speedups.kernels.norm import add_norm_backward, add_norm_forward
 from composer_speedups.kernels.sums import partial_sums, totals
 
@@ -42,7 +48,7 @@ def launches(
     """Return functions that each launch a few kernels on a few tokens: those of training, and the others of evaluation.
 
     With ``float8``, kernels of 8-bit layers are added; the last layer may need the 16-bit ones. ``ranks`` are the ranks
-    of the adapters of qkv, out, up and down, each summed over the matmul's adapters; empty without adapters.
+    of the adapters of query, key, value, out, up and down, 0 for a Linear without one; empty without adapters.
     """
     zeros = partial(torch.zeros, device=device)
     x_TH, kv_T2H, qkv_T3H = (zeros(_TOKENS, width * shape.hidden, dtype=dtype) for width in (1, 2, 3))
@@ -124,21 +130,21 @@ def launches(
 def _of_adapters(
     x_TH: torch.Tensor, qkv_T3H: torch.Tensor, x_TF: torch.Tensor, ranks: Sequence[int], *, float8: bool
 ) -> list[Launch]:
-    def narrow(rows: int, rank: int, dtype: torch.dtype = x_TH.dtype) -> torch.Tensor | None:
-        return x_TH.new_zeros(rows, rank, dtype=dtype) if 0 < rank <= MAX_WIDTH else None
+    def narrow(rows: int, rank: int) -> torch.Tensor | None:
+        return x_TH.new_zeros(rows, rank) if 0 < rank <= MAX_WIDTH else None
 
     training: list[Launch] = []
-    qkv, out, up, down = ranks
-    # Products of these kernels are float32; products of torch have the dtype of the matmuls.
-    for rank, y, dtype in ((qkv, qkv_T3H, x_TH.dtype), (out, x_TH, x_TH.dtype), (down, x_TH, torch.float32)):
-        if (z := narrow(_TOKENS, rank, dtype)) is not None:
-            training.append(partial(narrow_products, y, z, narrow(y.shape[1], rank), turned=True))
-    inputs = [narrow(_TOKENS, rank, torch.float32) for rank in (qkv, out, up)]
-    training += [partial(narrow_products, x_TH, dz) for dz in inputs if dz is not None]
+    *_, out, up, down = ranks
+    for y, some in ((qkv_T3H, ranks[:3]), (x_TH, [out]), (x_TH, [down])):
+        if (z := narrow(_TOKENS, sum(some))) is not None:
+            b = x_TH.new_zeros(sum(some) * x_TH.shape[1])
+            training.append(partial(adapter_gradients, y, z, b, some))
+    inputs = [narrow(_TOKENS, rank) for rank in (sum(ranks[:3]), out, up)]
+    training += [partial(narrow_gradient, x_TH, dz) for dz in inputs if dz is not None]
     if max(up, down) <= MAX_WIDTH:
-        z, b, dz = narrow(_TOKENS, up), narrow(x_TF.shape[1], up), narrow(_TOKENS, down, torch.float32)
+        z, right, dz = narrow(_TOKENS, up), narrow(x_TF.shape[1], up), narrow(_TOKENS, down)
         for operand in (None, Float8.like(x_TF, GRADIENT, new_scales(1, x_TF.device)[0]))[: 1 + float8]:
-            training.append(partial(gelu_backward_narrow, x_TF, x_TF, z, b, dz, operand))
+            training.append(partial(gelu_backward_narrow, x_TF, x_TF, z, right, dz, operand))
         if down:
             a = x_TF.new_zeros(down, x_TF.shape[1])
             training += [partial(gelu_narrow, x_TF, a.t(), write=write) for write in (True, False)[: 1 + float8]]

@@ -6,7 +6,7 @@ labels, the number of tokens, and which code reads the result. Each model around
 describes the call in a :class:`Call` for as long as it runs. Calls are kept per thread, and a model finds its encoder
 by name, so that threads and direct calls of ``forward`` each have their own.
 
-Shapes: B rows, S slots per row, M slots that a masked-LM head reads, H hidden units.
+Shapes: B rows, S slots per row, T packed tokens, M slots that a masked-LM head reads, H hidden units.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from composer_speedups.packing.derived_classes import stock_class, wrap_forward
 from composer_speedups.packing.layout import MULTIPLE, Layout, counts_on_host, packed_tokens
 from composer_speedups.packing.rows import (
+    ROW_INDICES,
     ROW_LABELS,
     RowLengths,
     labels_of,
@@ -35,6 +36,13 @@ from composer_speedups.packing.untouched import is_untouched
 _LENGTHS = lengths_key("attention_mask")
 
 
+class Prefix(NamedTuple):
+    """What an encoder's first blocks compute of the packed tokens of a batch, so that it starts behind them."""
+
+    hidden: Tensor  # (1, T, H)
+    blocks: int  # the number of these blocks
+
+
 @dataclass
 class CallPlan:
     """What an encoder computes in one call. :meth:`.encoder.Packing.plan_call` makes it."""
@@ -42,6 +50,7 @@ class CallPlan:
     layout: Layout | None = None  # of the packed tokens; None if the batch stays padded
     first_tokens_only: bool = False  # only each row's first token of the encoder's result is read
     observe: Callable[[Any], Any] | None = None  # called with the padded result, to see whether padding is read
+    prefix: Prefix | None = None
 
 
 @dataclass
@@ -70,7 +79,7 @@ class CallRules:
     # The configuration's classifier_pooling, which decides what the head reads. With another one, which heads look up
     # in each call, batches stay padded.
     pooling: str | None = None
-    pad_to_multiple_of: int = MULTIPLE
+    pad_to_multiple_of: int | None = MULTIPLE
     # Compares its first calls, given its arguments by name, and the names of those that were passed by position.
     compare: Callable[[Any, dict[str, Any], Sequence[str]], None] | None = None
     first_tokens_only: bool = False  # everything that reads the encoder's result reads only first tokens
@@ -84,6 +93,7 @@ class KnownRows(NamedTuple):
     values: Tensor
     # Empty, of length T; None if the batch stays padded. A number would be a constant in compiled code's first graph.
     packed: Tensor | None
+    prefix: Prefix | None = None  # from a cache
 
 
 class KnownBatch(NamedTuple):
@@ -93,10 +103,7 @@ class KnownBatch(NamedTuple):
     labelled: KnownRows | None = None
     lengths: tuple[RowLengths, ...] = ()  # of the masks in ``rows``
     uncounted: int = 0  # masks without row lengths
-
-    def on_device(self) -> KnownBatch:
-        """Without the lengths, which a captured graph would take for constants."""
-        return KnownBatch(self.rows, self.labelled)
+    indices: RowLengths | None = None  # of the rows' samples in their dataset
 
     def of(self, mask: Tensor) -> KnownRows | None:
         """What is known of a mask, or of the one, (B, texts, S), of which it is a view with all texts as rows. Compiled
@@ -155,14 +162,14 @@ def with_known_batch(batch: KnownBatch) -> Iterator[None]:
         _current.batch = before
 
 
-def take_row_lengths(batch: MutableMapping[str, Any], pad_to_multiple_of: int) -> KnownBatch:
+def take_row_lengths(batch: MutableMapping[str, Any], pad_to_multiple_of: int | None) -> KnownBatch:
     """Take the row lengths (:func:`.count_rows`) out of a batch. A mask without lengths is not among the result's."""
     entries = {name: batch.pop(name) for name, value in [*batch.items()] if isinstance(value, RowLengths)}
 
     def known(values: Tensor, counts: Any) -> KnownRows:
         if counts.min(initial=0) < 0:
             return KnownRows(values, None)
-        packed = torch.empty(packed_tokens(int(counts.sum()), values.numel(), pad_to_multiple_of), 0)
+        packed = torch.empty(packed_tokens(int(counts.sum()), values.shape, pad_to_multiple_of), 0)
         torch._dynamo.maybe_mark_dynamic(packed, 0)
         return KnownRows(values, packed)
 
@@ -175,7 +182,7 @@ def take_row_lengths(batch: MutableMapping[str, Any], pad_to_multiple_of: int) -
             of_rows.append(lengths)
     if ROW_LABELS in entries and labels is not None and labels.ndim == 2:
         labelled = known(labels, entries[ROW_LABELS].numpy())
-    return KnownBatch(tuple(rows), labelled, tuple(of_rows), len(masks) - len(rows))
+    return KnownBatch(tuple(rows), labelled, tuple(of_rows), len(masks) - len(rows), entries.get(ROW_INDICES))
 
 
 _take_eagerly = counts_on_host(take_row_lengths)

@@ -13,6 +13,7 @@ Shapes: B rows, S slots per row, T packed tokens, M labelled tokens, H hidden un
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -37,7 +38,7 @@ from composer_speedups.packing.call import (
     with_known_batch,
 )
 from composer_speedups.packing.derived_classes import stock_class
-from composer_speedups.packing.layout import Layout, counts_on_host, lay_out, mark_dynamic, packed_tokens
+from composer_speedups.packing.layout import MULTIPLE, Layout, counts_on_host, lay_out, mark_dynamic, packed_tokens
 from composer_speedups.packing.rows import (
     IGNORED,
     ROW_LABELS,
@@ -65,10 +66,11 @@ class Packing:
     """
 
     config: Any  # of the model directly around the encoder
-    pad_to_multiple_of: int
+    pad_to_multiple_of: int | None  # see layout.multiple_for
     rules: RowRules  # which rows stay padded, with their batch
     # Whether unknown code reads the result at padding; None until the gradients of a batch show that it does not.
     reads_padding: bool | None = False
+    blocks: str = "layer"  # path of the encoder's list of the blocks
 
     def plan_call(self, call: Call, inputs: dict[str, Any]) -> CallPlan:
         """Plan a call of the model directly around the encoder. A batch stays padded if it cannot be packed, if the
@@ -84,7 +86,9 @@ class Packing:
         if self.reads_padding is None and unknown and mask is not None and observable:
             ran("waits_for_gradients")
             return CallPlan(observe=partial(self._observe, call, mask))
-        return CallPlan(self._layout_of(values, mask, call.labels), call.first_tokens_only)
+        layout = self._layout_of(values, mask, call.labels)
+        known = None if layout is None or mask is None else known_batch().of(mask)
+        return CallPlan(layout, call.first_tokens_only, prefix=None if known is None else known.prefix)
 
     def _can_pack(self, mask: Any, inputs: dict[str, Any]) -> bool:
         return (
@@ -108,22 +112,28 @@ class Packing:
             return None
         if mask_BS is None:
             mask_BS = values.new_ones(shape, dtype=torch.bool)
-            packed: int | None = packed_tokens(shape.numel(), shape.numel(), self.pad_to_multiple_of)
+            packed = packed_tokens(shape.numel(), shape, self.pad_to_multiple_of or MULTIPLE)
         elif (known := known_batch().of(mask_BS)) is None:
-            packed = self._count(mask_BS, labels)
+            return self._count_and_lay_out(mask_BS, labels)
         elif known.packed is None:
             return None
         else:
             mask_BS, packed = mask_BS.bool(), len(known.packed)
             self.rules.assert_packable(mask_BS, labels)
-        return None if packed is None else lay_out(mask_BS, packed, self.pad_to_multiple_of)
+        return lay_out(mask_BS, packed, self.pad_to_multiple_of)
 
     @counts_on_host
-    def _count(self, mask_BS: Tensor, labels: Tensor | None) -> int | None:
-        """The number of packed tokens; None to stay padded. Synchronizes with a GPU's mask."""
+    def _count_and_lay_out(self, mask_BS: Tensor, labels: Tensor | None) -> Layout | None:
+        """The layout of a mask; None to stay padded. Synchronizes with a GPU's mask.
+
+        The number of tokens stays in here, because code that is compiled behind this call would take it for a constant.
+        """
         ran("counted_in_the_call")
         counts = self.rules.lengths(mask_BS, labels)
-        return None if counts.min() < 0 else packed_tokens(int(counts.sum()), mask_BS.numel(), self.pad_to_multiple_of)
+        if counts.min() < 0:
+            return None
+        packed = packed_tokens(int(counts.sum()), mask_BS.shape, self.pad_to_multiple_of)
+        return lay_out(mask_BS, packed, self.pad_to_multiple_of)
 
     def _observe(self, call: Call, mask_BS: Tensor, output: Any) -> None:
         """Look at the gradient of the encoder's padded result when it arrives."""
@@ -157,12 +167,12 @@ class UnpaddedEncoder(nn.Module):
         plan = self._call_plan()
         if plan.layout is None:
             return self._padded(plan, super().forward(hidden_states, attention_mask=attention_mask, **kwargs))
-        packed = plan.layout.gather(hidden_states).unsqueeze(0)
+        packed = plan.layout.gather(hidden_states).unsqueeze(0) if plan.prefix is None else plan.prefix.hidden
         mark_dynamic(packed)
         if plan.first_tokens_only:
             # a keyword argument, so that it is also passed when a layer is recomputed
             kwargs["first_tokens_only"] = True
-        output = self._packed(packed, plan.layout, **kwargs)
+        output = self._behind_prefix(plan)._packed(packed, plan.layout, **kwargs)
         output.last_hidden_state = self._scattered(output.last_hidden_state, plan)
         return output
 
@@ -175,6 +185,14 @@ class UnpaddedEncoder(nn.Module):
         """The plan of this thread's call. A direct call of the encoder has none, and stays padded."""
         call = call_of(self)
         return _PADDED if call is None or call.plan is None else call.plan
+
+    def _behind_prefix(self, plan: CallPlan) -> Any:
+        """The encoder; if the plan has a prefix, a shallow copy without the blocks of the prefix."""
+        if plan.prefix is None:
+            return self
+        for _ in range(plan.prefix.blocks):
+            ran("cached_block")
+        return _without_first(self, self.packing.blocks, plan.prefix.blocks)
 
     def _padded(self, plan: CallPlan, output: Any) -> Any:
         """The result of the untouched forward."""
@@ -198,6 +216,15 @@ class UnpaddedEncoder(nn.Module):
         return {**inputs, "attention_mask": layout.mask_BS[:, None, None, :]}
 
 
+def _without_first(module: nn.Module, path: str, count: int) -> nn.Module:
+    """A shallow copy of a module, whose list of blocks, at a path inside it, lacks the first ones."""
+    name, _, rest = path.partition(".")
+    shorter, inside = copy.copy(module), getattr(module, name)
+    inside = _without_first(inside, rest, count) if rest else inside[count:]
+    vars(shorter)["_modules"] = {**module._modules, name: inside}
+    return shorter
+
+
 class UnpaddedModel(UnpaddedEncoder, ModelAroundEncoder):
     """An unpadded encoder that is itself a model and also embeds the tokens."""
 
@@ -211,10 +238,9 @@ class UnpaddedModel(UnpaddedEncoder, ModelAroundEncoder):
 
 class LabelledHead:
     """In training calls with labels (B, S), the head gets the hidden states of the labelled tokens, (1, M, H), and the
-    loss gets their labels, (1, M), so the logits are (1, M, vocabulary). M is rounded up to a multiple of
-    ``pad_to_multiple_of``."""
+    loss gets their labels, (1, M), so the logits are (1, M, vocabulary). M is rounded up as T is."""
 
-    def __init__(self, pad_to_multiple_of: int) -> None:
+    def __init__(self, pad_to_multiple_of: int | None) -> None:
         self.pad_to_multiple_of = pad_to_multiple_of
 
     def select(self, model: PreTrainedModel, call: Call, inputs: dict[str, Any]) -> None:
@@ -234,14 +260,14 @@ class LabelledHead:
     def _layout_of(self, labels_BS: Tensor) -> Layout:
         known = known_batch().labelled
         if known is None or known.packed is None or known.values.shape != labels_BS.shape:
-            packed = self._count(labels_BS)
-        else:
-            packed = len(known.packed)
-        return lay_out(labels_BS != IGNORED, packed, self.pad_to_multiple_of)
+            return self._count_and_lay_out(labels_BS)
+        return lay_out(labels_BS != IGNORED, len(known.packed), self.pad_to_multiple_of)
 
     @counts_on_host
-    def _count(self, labels_BS: Tensor) -> int:
-        return packed_tokens(int((as_numpy(labels_BS) != IGNORED).sum()), labels_BS.numel(), self.pad_to_multiple_of)
+    def _count_and_lay_out(self, labels_BS: Tensor) -> Layout:
+        labelled = int((as_numpy(labels_BS) != IGNORED).sum())
+        packed = packed_tokens(labelled, labels_BS.shape, self.pad_to_multiple_of)
+        return lay_out(labels_BS != IGNORED, packed, self.pad_to_multiple_of)
 
 
 def labelled_heads(model: nn.Module) -> list[LabelledHead]:

@@ -36,14 +36,15 @@ counts_on_host = run_eagerly(
 class Layout(NamedTuple):
     """Where one batch's real tokens are: in row order, followed by unused entries up to a rounded total.
 
-    The unused entries form a separate sequence: no real token attends to them, they are gathered from the last slot of
-    the batch, are not scattered back, and get no gradient.
+    The unused entries form sequences of their own, of at most S: no real token attends to them, they are gathered from
+    the last slot of the batch, are not scattered back, and get no gradient.
     """
 
     mask_BS: Tensor  # bool; the mask the layout was made from
     indices_T: Tensor  # int64; the slot of each packed token among the N, and N for unused entries
-    cu_seqlens: Tensor  # int32 (B + 2,); where each row starts in T, then the start of the unused entries, then T
-    longest: int  # a bound on the length of a row and of the unused entries
+    # int32 (B + 1 + sequences of unused entries,); where each row starts in T, then where each of those starts, then T
+    cu_seqlens: Tensor
+    longest: int  # a bound on the length of a sequence
 
     def gather(self, x_BSH: Tensor) -> Tensor:
         """The real tokens of padded rows, (B, S, H) → (T, H)."""
@@ -65,13 +66,28 @@ def round_up(number: int, multiple: int) -> int:
     return max(-(-number // multiple), 1) * multiple
 
 
-def packed_tokens(real: int, slots: int, pad_to_multiple_of: int) -> int:
-    """T for a number of real tokens among N slots: a multiple of ``pad_to_multiple_of``, but no more than N, rounded up
-    to a multiple of :data:`MULTIPLE`."""
-    return min(round_up(real, pad_to_multiple_of), round_up(slots, MULTIPLE))
+def multiple_for(shape: torch.Size, pad_to_multiple_of: int | None) -> int:
+    """The largest multiple to which the real tokens of a mask (…, S) are rounded up: ``pad_to_multiple_of``, or, for
+    None, the multiple of 128 that is nearest to a third of S·√B, at least 128.
+
+    The numbers of real tokens of batches of B random rows have a standard deviation of √B times that of a row, which is
+    a quarter of S or less in most data. So whatever B and S are, nearly all batches have one of five rounded numbers.
+    """
+    if pad_to_multiple_of is not None:
+        return pad_to_multiple_of
+    return max(int(shape[-1] * shape[:-1].numel() ** 0.5 / 384 + 0.5), 1) * 128
 
 
-def lay_out(mask_BS: Tensor, packed: int, pad_to_multiple_of: int = MULTIPLE) -> Layout:
+def packed_tokens(real: int, shape: torch.Size, pad_to_multiple_of: int | None) -> int:
+    """T for a number of real tokens of a mask (…, S): rounded up (:func:`multiple_for`), but to no more than the mask's
+    slots, rounded up to a multiple of :data:`MULTIPLE`."""
+    multiple = multiple_for(shape, pad_to_multiple_of)
+    if pad_to_multiple_of is None:  # short rows vary less: about as much as their mean
+        multiple = min(multiple, max(1 << int(real / shape[:-1].numel() ** 0.5).bit_length(), 128))
+    return min(round_up(real, multiple), round_up(shape.numel(), MULTIPLE))
+
+
+def lay_out(mask_BS: Tensor, packed: int, pad_to_multiple_of: int | None = MULTIPLE) -> Layout:
     """Lay out the real tokens of a batch as T = ``packed`` tokens, on the mask's device, without synchronizing.
 
     A T that :func:`packed_tokens` would not return for the mask may raise, and does if the tokens do not fit; on a GPU,
@@ -79,17 +95,20 @@ def lay_out(mask_BS: Tensor, packed: int, pad_to_multiple_of: int = MULTIPLE) ->
     """
     mask_BS = mask_BS.bool()
     slots, real_N, ends_B = mask_BS.numel(), mask_BS.flatten(), mask_BS.sum(-1).cumsum(0)
-    longest = round_up(max(mask_BS.shape[1], pad_to_multiple_of), 128)  # rounded, so that it seldom changes
+    width = mask_BS.shape[1]
+    longest = round_up(width, 128)  # rounded, so that it seldom changes
+    # The unused entries are cut, so that their attention, quadratic in the length of a sequence, costs little.
+    cuts = -(-multiple_for(mask_BS.shape, pad_to_multiple_of) // width)
     unused = packed - ends_B[-1]
-    torch._assert_async((unused >= 0) & (unused <= longest), CHANGED)
+    torch._assert_async((unused >= 0) & (unused <= cuts * width), CHANGED)
     # Real slots go to their rank among the real ones; all others write past the end. Ranks are clamped, so that too
     # many fail the check above instead of indexing out of range.
     rank_N = torch.where(real_N, real_N.cumsum(0) - 1, packed).clamp(max=packed)
     indices_T = torch.full((packed + 1,), slots, device=mask_BS.device).scatter_(
         0, rank_N, torch.arange(slots, device=mask_BS.device)
     )[:packed]
-    # not the value of F.pad, which compiled code takes for a constant
-    cu_seqlens = torch.cat([F.pad(ends_B, (1, 0)), ends_B.new_full((1,), packed)]).to(torch.int32)
+    ends_of_unused = (ends_B[-1] + width * torch.arange(1, cuts + 1, device=mask_BS.device)).clamp(max=packed)
+    cu_seqlens = torch.cat([F.pad(ends_B, (1, 0)), ends_of_unused]).to(torch.int32)
     if not torch.compiler.is_compiling():
         torch._dynamo.maybe_mark_dynamic(indices_T, 0)  # T changes with every batch; one graph is used for all
     return Layout(mask_BS, indices_T, cu_seqlens, longest)

@@ -16,11 +16,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 
 IGNORED = -100  # the label that torch's cross entropy ignores
 STAYS_PADDED = -1  # in place of a row's number of real tokens
 _MASK, _LENGTHS = "attention_mask", "_row_lengths"
 ROW_LABELS = "_row_labels"  # the batch's entry with the number of labelled tokens of each row
+ROW_INDICES = "_row_indices"  # the batch's entry with the index of each row's sample in its dataset
+SAMPLES = "_samples"  # the batch's entry with 1 for each row that is a sample, and 0 for filler
 CHANGED = (
     "unpadding: the attention mask or the labels changed after their tokens were counted; change batches before they "
     "are moved to the device, and give padding the label -100"
@@ -116,13 +119,13 @@ def count_rows(batch: Any, rules: Sequence[RowRules], *, labels: bool = False) -
         own = known if name == _MASK and mask.ndim == 2 else None
         if all(tensor is None or tensor.device.type == "cpu" for tensor in (mask, own)):
             counts = np.minimum.reduce([rule.lengths(mask.flatten(0, -2), own) for rule in rules])
-            entries[lengths_key(name)] = _row_lengths(counts.reshape(mask.shape[:-1]))
+            entries[lengths_key(name)] = row_lengths(counts.reshape(mask.shape[:-1]))
     if labels and known is not None and known.ndim == 2 and known.device.type == "cpu":
-        entries[ROW_LABELS] = _row_lengths((as_numpy(known) != IGNORED).sum(-1))
+        entries[ROW_LABELS] = row_lengths((as_numpy(known) != IGNORED).sum(-1))
     return entries
 
 
-def _row_lengths(numbers: Any) -> RowLengths:
+def row_lengths(numbers: Any) -> RowLengths:
     return torch.from_numpy(numbers.astype(np.int32)).as_subclass(RowLengths)
 
 
@@ -135,6 +138,35 @@ class CountedRows:
     def __call__(self, samples: Any) -> Any:
         batch = copy.copy(self.collate(samples))
         batch.update(count_rows(batch, self.rules, labels=self.labels))
+        return batch
+
+
+class IndexedRows(Dataset[Any]):
+    """A dataset and its collator, in whose batches each row has the index of its sample.
+
+        rows = IndexedRows(dataset, collate)
+        loader = DataLoader(rows, batch_size=32, shuffle=True, collate_fn=rows.collate)
+
+    Args:
+        dataset: A map-style dataset.
+        collate: Makes a batch, a dict of tensors with a row per sample, from a list of samples, or from what the
+            dataset's ``__getitems__`` returns.
+    """
+
+    def __init__(self, dataset: Any, collate: Callable[[Any], Any]) -> None:
+        self._dataset, self._collate = dataset, collate
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitems__(self, indices: Sequence[int]) -> tuple[Sequence[int], Any]:
+        if hasattr(self._dataset, "__getitems__"):
+            return indices, self._dataset.__getitems__(indices)
+        return indices, [self._dataset[index] for index in indices]
+
+    def collate(self, indexed: tuple[Sequence[int], Any]) -> Any:
+        batch = copy.copy(self._collate(indexed[1]))
+        batch[ROW_INDICES] = row_lengths(np.asarray(indexed[0]))
         return batch
 
 

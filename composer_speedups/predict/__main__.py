@@ -93,15 +93,18 @@ def read_request(arguments: Sequence[str]) -> tuple[Path, Request]:
     file = request.errors if request.evaluate else request.output or request.input
     if is_address(file or ""):
         raise ConfigError(f"{key} must be a local file; add --{key} FILE")
-    if request.output is None:
-        request.output = f"{Path(request.input).with_suffix('')}.predictions.jsonl"
-    output = Path(request.output if request.errors is None else request.errors)
-    if output.is_dir():
-        raise ConfigError(f"{key}: {output} is a folder; name a file in it")
-    if output.suffix not in formats:
-        raise ConfigError(f"{key}: {output} must end in {', '.join(formats)}")
-    if output.resolve() == Path(request.input).resolve():
-        raise ConfigError(f"{key}: {output} is the input itself; choose another name")
+    if not request.evaluate:
+        if request.output is None:
+            request.output = f"{Path(request.input).with_suffix('')}.predictions.jsonl"
+        file = request.output
+    if file is not None:
+        output = Path(file)
+        if output.is_dir():
+            raise ConfigError(f"{key}: {output} is a folder; name a file in it")
+        if output.suffix not in formats:
+            raise ConfigError(f"{key}: {output} must end in {', '.join(formats)}")
+        if output.resolve() == Path(request.input).resolve():
+            raise ConfigError(f"{key}: {output} is the input itself; choose another name")
     return Path(line.words[0]).expanduser(), request
 
 

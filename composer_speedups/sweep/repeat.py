@@ -12,7 +12,7 @@ import signal
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -100,7 +100,7 @@ class Run(NamedTuple):
     def finished(self, metric: str | None) -> bool:
         """Whether there are metrics; a ConfigError if ``metric`` is not one of them."""
         metrics = self.metrics()
-        if metrics is not None and metric not in (None, *metrics):
+        if metrics is not None and metric is not None and _reported(metric, metrics) not in metrics:
             known = ", ".join(metrics) or "none"
             raise ConfigError(f"metric: {metric!r} is not a metric of {self.folder.name}; known: {known}")
         return metrics is not None
@@ -229,7 +229,7 @@ def best_of(runs: Sequence[Run], metric: str | None) -> list[str]:
         finished = [(run, metrics) for run in runs if run.file == file and (metrics := run.metrics()) is not None]
         chosen = next(run.config.checkpoint.best for run in runs if run.file == file)
         known = dict.fromkeys(name for _, metrics in finished for name in metrics)
-        name = metric or (chosen.metric if chosen else next(iter(known), "metric"))
+        name = _reported(metric or (chosen.metric if chosen else next(iter(known), "metric")), known)
         values = defaultdict[str, list[float]](list)
         for run, metrics in finished:
             if (value := metrics.get(name)) is not None:
@@ -239,13 +239,22 @@ def best_of(runs: Sequence[Run], metric: str | None) -> list[str]:
             lines.append(f"{Path(file).stem}: {f'{name} is undefined in every run' if name in known else missing}")
             continue
         means = {point: statistics.mean(found) for point, found in values.items()}
-        mode = chosen.mode if chosen and chosen.metric == name else None
+        mode = chosen.mode if chosen and _reported(chosen.metric, known) == name else None
         smallest = mode == "min" if mode else smaller_is_better(name)
         best = (min if smallest else max)(means.values())
         counts = {p: f"mean of {len(found)} runs" if len(found) > 1 else "1 run" for p, found in values.items()}
         points = [f"{point} ({counts[point]})" for point, mean in means.items() if mean == best]
         lines.append(f"{Path(file).stem}: best {name} {best:.4f} with {' and '.join(points)}")
     return lines
+
+
+def _reported(metric: str, known: Container[str]) -> str:
+    """A metric's name in report.json, also of one that is called as in loggers."""
+    if metric in known:
+        return metric
+    from composer_speedups.tasks.metrics import reported_name  # imports torchmetrics, which takes seconds
+
+    return reported_name(metric)
 
 
 def main(arguments: Sequence[str], program: str = TRAIN) -> None:

@@ -86,7 +86,8 @@ class OriginalRun:
         """Number of training batches. Counting them also fills the token cache for all trials."""
         task, name = build_task(self.config.task), resolve_name(self.config.model.name)
         on_gpu = self.run.device.type == "cuda"
-        data = build_data(self.config.data, task, model_name=name, on_gpu=on_gpu, seed=self.config.seed)
+        parts, seed = self.config.trainer.microbatch_tokens, self.config.seed
+        data = build_data(self.config.data, task, model_name=name, on_gpu=on_gpu, seed=seed, microbatch_tokens=parts)
         return len(data.train.dataloader)  # type: ignore[arg-type]
 
     def planned_steps(self, trial: Trial) -> int:
@@ -96,7 +97,8 @@ class OriginalRun:
         number, unit = int(duration[1]), duration[2]
         if unit == "ep":
             return max(1, number * self.batches_per_epoch)
-        per_step = {"ba": 1, "sp": self.config.data.batch_size, "tok": trial.tokens_per_step}
+        samples = self.config.data.batch_size or trial.samples_per_sec * trial.step_seconds
+        per_step = {"ba": 1, "sp": samples, "tok": trial.tokens_per_step}
         return max(1, math.ceil(number / per_step[unit]))
 
     def refusal(self, algorithms: Algorithms) -> str | None:

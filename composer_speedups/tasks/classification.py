@@ -110,9 +110,11 @@ class Classification(ClassificationSettings, TaskWithClasses):
 
     def metrics(self, *, training: bool) -> dict[str, Metric]:
         classes = len(self.classes)
-        # torch's check of the labels, which the data's own check makes unnecessary, would synchronize at each batch.
+        # torch's check of the labels, which the data's own check makes unnecessary, would synchronize at each batch, as
+        # ignored labels do, which only training has.
+        settings: dict[str, Any] = {"validate_args": False, "ignore_index": IGNORED if training else None}
         metrics: dict[str, Metric] = {
-            "MulticlassAccuracy": MulticlassAccuracy(num_classes=classes, average="micro", validate_args=False),
+            "MulticlassAccuracy": MulticlassAccuracy(num_classes=classes, average="micro", **settings),
             # Composer's CrossEntropy averages over batches, regardless of how many samples the last one has.
             "CrossEntropy": MeanLoss(F.cross_entropy),
         }

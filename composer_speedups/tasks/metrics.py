@@ -189,8 +189,9 @@ class MeanLoss(Metric):
         self.add_state("count", default=torch.tensor(0.0), dist_reduce_fx="sum")
 
     def update(self, logits: Tensor, labels: Tensor) -> None:
-        self.total += self.function(logits.float(), labels) * len(labels)
-        self.count += len(labels)
+        count = len(labels) if labels.is_floating_point() else (labels != IGNORED).sum()
+        self.total += self.function(logits.float(), labels) * count
+        self.count += count
 
     def compute(self) -> Tensor:
         return self.total / self.count

@@ -80,10 +80,12 @@ class DataConfig(Settings):
     """With padding: longest, round the length up to a multiple of this (at most max_length)."""
     length_batching: int | None = Field(None, ge=2, le=100_000)
     """With padding: longest, sort samples by length within pools of this many batches; null draws them at random."""
-    batch_size: int = Field(40, ge=1, le=1_000_000)
-    """Samples per optimizer step, over all ranks together."""
+    batch_size: int | None = Field(40, ge=1, le=1_000_000)
+    """Samples per optimizer step, over all ranks together; null with data.batch_tokens."""
+    batch_tokens: int | None = Field(None, ge=8, le=100_000_000)
+    """Tokens per optimizer step, over all ranks together, so that all batches have one shape (docs/data.md)."""
     eval_batch_size: int | None = Field(None, ge=1, le=1_000_000)
-    """Samples per validation batch, over all ranks together; null for data.batch_size."""
+    """Samples per validation batch, over all ranks together; null for the rows of a training batch."""
     workers: int = Field(0, ge=0, le=256)
     """Number of DataLoader worker processes per rank; 0 loads in the training process."""
     pin_memory: bool = True
@@ -123,6 +125,15 @@ class DataConfig(Settings):
         yield self.workers == 0 and self.prefetch_factor is not None, "prefetch_factor", workers
         useless = "saves no padding with data.padding: max_length; set data.padding=longest"
         yield self.length_batching is not None and self.padding != "longest", "length_batching", useless
+        sizeless = "is missing; set it, or data.batch_tokens"
+        yield self.batch_size is None and self.batch_tokens is None, "batch_size", sizeless
+        if self.batch_tokens is not None:
+            both = "and data.batch_tokens both determine the size of a batch; set one of them to null"
+            yield self.batch_size is not None, "batch_size", both
+            shapes = "gives every batch another shape than data.batch_tokens; set data.padding=max_length"
+            yield self.padding == "longest", "padding", shapes
+            no_rows = "needs every length up front; streaming cannot provide them; set data.batch_size instead"
+            yield self.streams, "batch_tokens", no_rows
         if self.streams:
             uncounted = "drop counts invalid rows up front; streaming cannot; set data.on_invalid=stop"
             yield self.on_invalid == "drop", "on_invalid", uncounted
@@ -174,6 +185,7 @@ class TaskSettings(Settings):
     name: ClassVar[str]
     most_texts: ClassVar[int | None] = 2
     trains_on_random_tokens: ClassVar[bool] = False  # rows of random tokens have labels for it
+    ignores_labels: ClassVar[bool] = False  # its loss and training metrics leave out the label -100
 
     text_columns: list[str] = Field(["text"], examples=["[text]"])
     """Columns of the text, two for pairs."""
@@ -209,6 +221,10 @@ class TaskSettings(Settings):
         """Settings of the section ``data`` that the task does not support."""
         random = data.source == "random" and not self.trains_on_random_tokens
         yield random, "data.source", f"random has no labels for model.task: {self.name}; use builtin"
+        fills = (
+            f"adds rows without a label, which the loss of model.task: {self.name} counts; set data.batch_size instead"
+        )
+        yield data.batch_tokens is not None and not self.ignores_labels, "data.batch_tokens", fills
         reads = f"{self.label_column!r} is also among data.text_columns, so the model would read the label"
         yield self.label_column in self.text_columns, "data.label_column", f"{reads}; name another column"
 
@@ -247,6 +263,7 @@ class _MayHavePairs(TaskSettings):
 
 class ClassificationSettings(_MayHavePairs):
     trains_on_random_tokens = True
+    ignores_labels = True
 
     task: Literal["classification"] = "classification"
     """One label per text or pair of texts."""
@@ -299,6 +316,7 @@ class RegressionSettings(_MayHavePairs):
 
 class TokenClassificationSettings(TaskSettings):
     most_texts = 1
+    ignores_labels = True
 
     task: Literal["token_classification"] = "token_classification"
     """A tag per word."""
@@ -381,6 +399,7 @@ class EmbeddingSettings(TaskSettings):
 class MLMSettings(TaskSettings):
     most_texts = 1
     trains_on_random_tokens = True
+    ignores_labels = True
 
     task: Literal["mlm"] = "mlm"
     """Masked tokens of a text."""

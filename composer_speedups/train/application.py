@@ -69,7 +69,11 @@ def train(config: Config, clock: StartupClock, callbacks: Sequence[Callback] = (
     with StopSignals() as stop, RunFolder(config) as folder:
         model_name = resolve_name(config.model.name)
         on_gpu = torch_device(device).type == "cuda"
-        data = build_data(config.data, task, model_name=model_name, on_gpu=on_gpu, seed=config.seed)
+        indexed = any(getattr(technique, "cache", False) for technique in techniques)  # layer_freezing's
+        data = build_data(
+            config.data, task, model_name=model_name, on_gpu=on_gpu, seed=config.seed, indexed=indexed,
+            microbatch_tokens=config.trainer.microbatch_tokens,
+        )  # fmt: skip
         loader: Any = data.train.dataloader
         refuse(config.warmup_checks(None if config.data.streams else len(loader)))
         clock.lap("data")

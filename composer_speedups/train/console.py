@@ -39,6 +39,8 @@ def describe_run(
     if (size := config.model.size) is not None:
         layers, hidden, _ = SIZES[size]
         name = f"random BERT of size {size} ({layers} layers, hidden size {hidden})"
+    tokens = config.data.batch_tokens
+    batch = f"{config.data.batch_size} samples" if tokens is None else f"{tokens:,} tokens"
     source = {"hub": config.data.hub_name, "builtin": "built-in texts", "random": "random tokens"}
     rows = {
         "model": f"{name}, {parameters / 1e6:,.1f} M parameters, task {config.task.name}",
@@ -46,7 +48,7 @@ def describe_run(
         f"{_samples(data.eval)} to validate on, {config.data.max_length} tokens at most{truncated}",
         **data.summary.lines(),
         "techniques": ", ".join(asked) or "none",
-        "batch": f"{config.data.batch_size} samples{ranks}, {config.trainer.max_duration} in all, on {device}",
+        "batch": f"{batch}{ranks}, {config.trainer.max_duration} in all, on {device}",
         "results": folder if config.checkpoint.interval else f"{folder} {_NO_CHECKPOINTS}",
     }
     return "\n".join(f"{name:<12}{value}" for name, value in rows.items())
@@ -76,6 +78,10 @@ class TrainingProgress(LoggerDestination):
         self._peak = metrics.get("memory/peak_gib", self._peak)
         if (seconds := metrics.get("throughput/planned_seconds")) is not None:
             self._print(f"training takes {about(seconds, self._peak)}, evaluations not included")
+
+    def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
+        if (size := hyperparameters.get("layer_freezing/cache")) is not None:
+            self._print(f"the frozen blocks' outputs take {size}, and are computed first")
 
     def fit_start(self, state: State, logger: Logger) -> None:
         self._start, self._shown = (time.monotonic(), trained_fraction(state)), (0.0, -1.0)

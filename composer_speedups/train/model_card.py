@@ -32,7 +32,7 @@ Task `{task}`, trained from {start} with composer_speedups.
 
 ## Training
 
-{batches:,} batches of {batch_size:,} samples (`{duration}`), learning rate {lr:g}, seed {seed}.{best}
+{batches:,} batches of {batch} (`{duration}`), learning rate {lr:g}, seed {seed}.{best}
 
 ## Techniques
 
@@ -68,7 +68,7 @@ def model_card(report: dict[str, Any]) -> ModelCard:
         max_length=data["max_length"],
         metrics=_table({k: f"{v:.6g}" for k, v in metrics.items()}, "metric", "value"),
         batches=report["training"]["batches"],
-        batch_size=data["batch_size"],
+        batch=f"{data['batch_tokens']:,} tokens" if data["batch_size"] is None else f"{data['batch_size']:,} samples",
         duration=config["trainer"]["max_duration"],
         lr=config["optimizer"]["lr"],
         seed=config["seed"],

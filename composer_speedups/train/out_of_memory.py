@@ -15,6 +15,7 @@ from composer.utils import dist, ensure_tuple
 from composer_speedups.core.errors import first_line
 from composer_speedups.core.host import in_force
 from composer_speedups.core.trainer_state import model_of
+from composer_speedups.data.batching import TokenBatchSampler
 from composer_speedups.distributed.composer_loop import reads_no_gradients
 from composer_speedups.tasks.models import FinetuneModel
 from composer_speedups.tasks.task import Task
@@ -114,6 +115,8 @@ def _half_of(state: State, rows: int, wanted: str, error: torch.OutOfMemoryError
         cache = getattr(task, "gradient_cache", None) or state.batch["input_ids"][..., 0].numel()  # in texts
         reason = "micro-batches would split the batch, which its loss needs whole"
         fix = f"set model.gradient_cache={cache // 2}" if cache > 1 else small
+    elif isinstance(sampler := getattr(state.train_dataloader, "sampler", None), TokenBatchSampler):
+        reason, fix = "data.batch_tokens determines it", f"set trainer.microbatch_tokens={sampler.tokens // 2}"
     elif rows == 1:
         reason, fix = "1 is the minimum", small
     elif ranks > 1 or state.fsdp_config is not None:

@@ -33,7 +33,7 @@ from composer_speedups.core.errors import ConfigError, first_line
 from composer_speedups.core.run import Run
 from composer_speedups.core.technique import Technique
 from composer_speedups.core.trainer_state import torch_device
-from composer_speedups.data.batching import split_by_tokens
+from composer_speedups.data.batching import TokenBatchSampler, split_by_tokens
 from composer_speedups.data.loader import Data, build_data
 from composer_speedups.distributed.cpu import share_cores
 from composer_speedups.distributed.ddp import OverlappedDDP
@@ -50,6 +50,7 @@ from composer_speedups.train.out_of_memory import MicrobatchTrainer
 if TYPE_CHECKING:
     from composer_speedups.train.run_folder import RunFolder
 
+_IN_EACH_BATCH = ("time/batch", "time/sample", "time/token", "loss/train/", "trainer/")  # beginnings of names
 _ONE_THREAD_HIDDEN_SIZE = 128  # up to this hidden size, a second CPU thread gains nothing
 
 
@@ -98,7 +99,8 @@ def run_of(config: TrainerConfig, device: Device) -> Run:
 def build_data_and_model(config: Config, *, on_gpu: bool) -> tuple[Data, FinetuneModel]:
     """The samples of a config in train.py's order, and the model with train.py's initial weights."""
     task, name = build_task(config.task), resolve_name(config.model.name)
-    data = build_data(config.data, task, model_name=name, on_gpu=on_gpu, seed=config.seed)
+    tokens = config.trainer.microbatch_tokens
+    data = build_data(config.data, task, model_name=name, on_gpu=on_gpu, seed=config.seed, microbatch_tokens=tokens)
     reproducibility.seed_all(config.seed)
     return data, build_model(config.model, task, data.tokenizer, config.data.max_length)
 
@@ -126,7 +128,10 @@ def build_trainer(
     if settings.fsdp:
         sharded_blocks(model)
     train_data, algorithms = data.train, list[Algorithm](techniques)
-    if settings.microbatch_tokens is not None:
+    rows = settings.microbatch_size
+    if isinstance(sampler := getattr(train_data.dataloader, "sampler", None), TokenBatchSampler):
+        rows = sampler.rows
+    elif settings.microbatch_tokens is not None:
         train_data = copy.copy(data.train)
         train_data.split_batch = split_by_tokens(settings.microbatch_tokens)
     if config.optimizer.max_grad_norm is not None:
@@ -153,7 +158,7 @@ def build_trainer(
             progress_bar=False,  # TrainingProgress replaces it
             device=device,
             precision=settings.precision,
-            device_train_microbatch_size=settings.microbatch_size,
+            device_train_microbatch_size=rows,
             parallelism_config=fsdp_parallelism(settings.fsdp) if settings.fsdp else None,
             dist_timeout=settings.dist_timeout,
             seed=config.seed,
@@ -223,15 +228,41 @@ def _loggers(config: Config, folder: RunFolder | None) -> list[LoggerDestination
     if (wandb := config.loggers.wandb) is not None:
         # Absolute, because wandb's writing process may have been started in another folder.
         started = {"mode": wandb.mode, "dir": str(folder.path.absolute())}
-        loggers.append(WandBLogger(**wandb.model_dump(exclude={"mode"}), init_kwargs=started))
+        loggers.append(
+            _WandBAtInterval(config.loggers.interval, **wandb.model_dump(exclude={"mode"}), init_kwargs=started)
+        )
     if (tensorboard := config.loggers.tensorboard) is not None:
-        loggers.append(TensorboardLogger(str(folder / "tensorboard"), tensorboard.flush_interval))
+        folder_of_events = str(folder / "tensorboard")
+        loggers.append(_TensorboardAtInterval(config.loggers.interval, folder_of_events, tensorboard.flush_interval))
     if (file := config.loggers.file) is not None:
         name = f"log-rank{dist.get_global_rank()}"
         earlier = len([*folder.path.glob(f"{name}.*txt")])  # logs of interrupted processes are kept
         path = folder / f"{name}{f'.{earlier + 1}' if earlier else ''}.txt"
         loggers.append(FileLogger(str(path), flush_interval=file.flush_interval))
     return loggers
+
+
+class _AtInterval(LoggerDestination):
+    """Leaves out what Composer logs in each batch, except every ``interval`` batches, and at the end and wherever other
+    values are logged, which dashboards show over them."""
+
+    def __init__(self, interval: int, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._interval, self._logged = interval, -1
+
+    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
+        if step is not None and not all(name.startswith(_IN_EACH_BATCH) for name in metrics):
+            self._logged = step
+        if step is None or step % self._interval == 0 or step == self._logged:
+            super().log_metrics(metrics, step)
+
+
+class _WandBAtInterval(_AtInterval, WandBLogger):
+    pass
+
+
+class _TensorboardAtInterval(_AtInterval, TensorboardLogger):
+    pass
 
 
 def _check_rates(trainer: Trainer, wanted: float) -> None:
@@ -246,7 +277,8 @@ def _check_rates(trainer: Trainer, wanted: float) -> None:
 
 
 def _callbacks(config: Config, techniques: Sequence[Technique], folder: RunFolder | None) -> list[Callback]:
-    """Only the first three, or four with several ranks, do something in each batch."""
+    """Only ThroughputMonitor and LossMonitor do something in each batch, as do the display, and the sums of several
+    ranks and the saver of checkpoints."""
     named = config.callbacks
     sets_matmul_precision = any(t.sets_float32_matmuls and t.engaged is not False for t in techniques)
     return [

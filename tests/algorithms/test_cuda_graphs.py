@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import sys
 from collections import UserDict
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from composer.models import HuggingFaceModel
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+from transformers import BertForSequenceClassification
 from transformers.utils import ModelOutput
 
 from composer_speedups import CUDAGraphs, Unpadding, untouched
 from composer_speedups.algorithms.cuda_graphs.graphed_calls import CaptureError, GraphedCalls
+from composer_speedups.algorithms.cuda_graphs.optimizer_step import OptimizerStep
 from composer_speedups.algorithms.unpadding.encoder_swap import unpad
 from composer_speedups.core.compile_counts import graphs_so_far
 from composer_speedups.core.run import Run
 from composer_speedups.kernels.common import gradient_buffer
 from composer_speedups.packing.encoder import Packing, unpadded_encoders, with_counted_rows
-from tests.helpers.common import Batch, Recorder, batch, fit_and_close, make_trainer, tiny_bert
-from tests.helpers.rerun import CannotRecord, Rerun, graphed
+from tests.helpers.common import Batch, Recorder, batch, fit_and_close, make_trainer, tiny_bert, tiny_config
+from tests.helpers.rerun import CannotRecord, Rerun, graphed, in_composer
 from tests.helpers.unpadded import compared
 from tests.reference.loop import gradients, train_plainly
 from tests.reference.tolerance import assert_near
@@ -79,6 +85,120 @@ def test_a_composer_batch_is_one_argument() -> None:
         assert composer_model(argument).loss.isfinite()
     assert (calls.graphs, calls.replays) == (1, 2)
     trainer.close()
+
+
+class Takes(nn.Module):
+    """Takes any arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor]:
+        leaves = tree_flatten((args, kwargs))[0]
+        weighted = [(i + 1) * leaf.float().sum() for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        return (self.weight * sum(weighted) * (2 if any(leaf is True for leaf in leaves) else 1),)
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+X, Y, INTEGERS = torch.arange(3.0), torch.ones(3), torch.ones(3, dtype=torch.long)
+# Each has a graph of its own.
+ARGUMENTS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+    "by position": ((X, Y), {}),
+    "by name": ((X,), {"y": Y}),
+    "another name": ((X,), {"z": Y}),
+    "another dtype": ((X, INTEGERS), {}),
+    "another shape": ((X, Y[:2]), {}),
+    "the same twice": ((X, X), {}),
+    "a tuple": (((X, Y),), {}),
+    "a list": (([X, Y],), {}),
+    "a named tuple": ((Pair(X, Y),), {}),
+    "a dict": (({"x": X, "y": {"z": Y}},), {}),
+    "names in another order": (({"y": {"z": Y}, "x": X},), {}),
+    "one and true": ((X, 1, True), {}),
+    "one twice": ((X, 1, 1), {}),
+}
+
+
+def test_other_arguments_have_graphs_of_their_own() -> None:
+    model, given = Takes(), [*ARGUMENTS.values()]
+    expected = [model(*args, **kwargs)[0] for args, kwargs in given]
+    calls = graphed(model, max_graphs=len(given))
+    for turn in range(1, 3):
+        outputs = [model(*args, **kwargs)[0].detach().clone() for args, kwargs in given]
+        assert counts(calls) == (len(given), turn * len(given), 0)
+        torch.testing.assert_close(outputs, expected)
+    assert model(X, Y)[0].grad_fn is not None
+    for unsupported in ((X, object()), (X, {"y": [object()]}), (X, Y.clone().requires_grad_()), (X, {1, 2})):
+        model(*unsupported)
+    assert calls.eager_calls == 4
+
+
+@pytest.mark.parametrize("by_event", [False, True])
+def test_frozen_and_thawed_parameters_drop_the_graphs(by_event: bool) -> None:
+    """A call looks for them; in Composer, the start of an epoch does."""
+    model, technique = tiny_bert(), CUDAGraphs()
+    technique._control(calls := graphed(model))
+    calls.looks_each_call = not by_event
+    run = in_composer(model)
+    technique.fit_start(run)
+    model(**ONE).loss.backward()
+    frozen = model.bert.embeddings
+    for trains in (False, True):
+        frozen.requires_grad_(trains)
+        model.zero_grad()
+        for epoch in range(2):
+            if by_event:
+                technique.epoch_start(run)
+                assert calls.graphs == epoch
+            model(**ONE).loss.backward()
+            assert calls.graphs == 1
+        reference = tiny_bert()
+        reference.bert.embeddings.requires_grad_(trains)
+        for _ in range(2):
+            reference(**ONE).loss.backward()
+        assert_near(gradients(model), gradients(reference))
+        assert (frozen.word_embeddings.weight.grad is not None) == trains
+
+
+@contextlib.contextmanager
+def python_calls() -> Iterator[list[str]]:
+    seen: list[str] = []
+    sys.setprofile(lambda frame, kind, _: seen.append(frame.f_code.co_qualname) if kind == "call" else None)
+    try:
+        yield seen
+    finally:
+        sys.setprofile(None)
+
+
+def test_python_calls_of_a_step_depend_neither_on_layers_nor_on_parameters() -> None:
+    """Of the replays of forward and backward pass and of the optimizer's step, and few of them."""
+
+    class Nothing(Rerun):
+        def record(self, run: Any) -> Any:
+            return run(), lambda: None
+
+    numbers = []
+    for layers in (1, 4):
+        config = tiny_config()
+        config.num_hidden_layers, config.problem_type = layers, "single_label_classification"
+        model = BertForSequenceClassification._from_config(config, attn_implementation="eager")
+        calls = graphed(model, recorder=Nothing, accumulate=True)
+        calls.looks_each_call = False
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        step = OptimizerStep(optimizer, Nothing)
+        for _ in range(4):
+            optimizer.zero_grad()
+            with python_calls() as seen:
+                model(**ONE).loss.backward()
+                optimizer.step()
+        assert (calls.replays, step.replays) == (4, 3)
+        numbers.append(len(seen))
+    assert numbers[0] == numbers[1] <= 150
 
 
 def test_captures_change_no_buffers_and_draw_no_random_numbers() -> None:

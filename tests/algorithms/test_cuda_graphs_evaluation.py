@@ -20,7 +20,7 @@ from composer_speedups.algorithms.cuda_graphs.graphed_calls import GraphedCalls
 from composer_speedups.core.run import Run
 from composer_speedups.packing.encoder import unpadded_encoders
 from tests.helpers.common import batch, data_spec, make_trainer, tiny_bert
-from tests.helpers.rerun import Rerun, graphed
+from tests.helpers.rerun import Rerun, graphed, in_composer
 from tests.reference.loop import gradients
 from tests.reference.tolerance import assert_near
 
@@ -91,7 +91,7 @@ def test_a_later_fit_and_release_drop_the_graphs() -> None:
     model, technique = tiny_bert(), CUDAGraphs()
     original = model.forward
     technique._calls = calls = graphed(model)
-    for drop in (lambda: technique.fit_start(Run(torch.device("cpu"))), calls.release):
+    for drop in (lambda: technique.fit_start(in_composer(model)), calls.release):
         model.train()(**ONE).loss.backward()
         with torch.no_grad():
             for expected in (0, 1, 1):

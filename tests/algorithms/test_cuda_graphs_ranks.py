@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from itertools import product
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,11 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 from composer_speedups import CUDAGraphs
 from composer_speedups.algorithms.cuda_graphs import graphed_calls
 from composer_speedups.algorithms.cuda_graphs.graphed_calls import GraphedCalls
-from composer_speedups.core.run import Run
 from composer_speedups.distributed.ddp import ddp_of
 from tests.helpers.common import batch, final_weights, microbatches, plain_batches, tiny_bert, trained
 from tests.helpers.ranks import on_ranks
-from tests.helpers.rerun import graphed
+from tests.helpers.rerun import graphed, in_composer
 from tests.reference.loop import gradients
 from tests.reference.tolerance import assert_near
 
@@ -95,8 +93,8 @@ def technique_on_ddp(microbatches: int, segments: int) -> dict[str, Any]:
     shared = ddp_of(model)
     technique: Any = CUDAGraphs()
     technique._control(calls := graphed(model, segments=segments))
-    state: Any = SimpleNamespace(model=shared)
-    run = Run(torch.device("cpu"), model=model, state=state)
+    run = in_composer(shared)
+    technique.fit_start(run)
     for step in range(4):
         shared.zero_grad()
         for micro in range(microbatches):

@@ -17,7 +17,7 @@ from composer_speedups.algorithms.unpadding.encoder_swap import unpad
 from composer_speedups.core.run import Run
 from composer_speedups.packing.encoder import with_counted_rows
 from tests.helpers.common import batch, tiny_config
-from tests.helpers.rerun import Logged, graphed
+from tests.helpers.rerun import Logged, graphed, in_composer
 from tests.reference.loop import gradients
 from tests.reference.tolerance import assert_near
 
@@ -62,8 +62,11 @@ def test_gradients_of_several_calls_and_shapes_accumulate(
 
 
 def test_hooks_of_parameters_and_second_derivatives_are_not_passed_by() -> None:
-    model = bert()
-    graphed(model, accumulate=True)
+    model, technique = bert(), CUDAGraphs()
+    technique._control(graphed(model))
+    run = in_composer(model)
+    technique.fit_start(run)
+    assert technique._calls.accumulate
     inputs = given(None, [5, 4], 0)
     model(**inputs).loss.backward()
     wanted, called = gradients(model), list[Any]()
@@ -73,6 +76,7 @@ def test_hooks_of_parameters_and_second_derivatives_are_not_passed_by() -> None:
     weight, bias = model.classifier.weight, model.classifier.bias
     doubled = weight.register_hook(lambda gradient: 2 * gradient)
     bias.register_post_accumulate_grad_hook(called.append)
+    technique.epoch_start(run)
     model.zero_grad()
     model(**inputs).loss.backward()
     assert_near(weight.grad, 2 * wanted["classifier.weight"])

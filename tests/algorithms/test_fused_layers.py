@@ -402,6 +402,34 @@ def test_the_tanh_form_of_gelu_is_refused_where_nothing_computes_it() -> None:
 # The tanh form of GELU. tests/kernels compares the products and the layer with plain PyTorch.
 
 
+@pytest.mark.parametrize(
+    ("family", "adapters", "settings", "by_epilogues"),
+    [
+        ("bert", False, {"gelu": "auto"}, True),
+        ("mpnet", False, {"gelu": "auto"}, True),
+        ("bert", False, {"gelu": "exact"}, False),
+        ("bert", True, {"gelu": "auto"}, False),
+        ("bert", True, {"gelu": "tanh"}, True),
+        ("bert", False, {"gelu": "auto", "precision": "fp8"}, False),
+        ("bert", False, {"gelu": "auto", "precision": "fp8", "fp8_min_width": 64}, True),
+        ("esm", False, {"gelu": "auto"}, False),
+        ("modernbert", False, {"gelu": "auto"}, False),
+    ],
+)
+def test_auto_takes_the_tanh_form_of_gelu_where_it_is_faster(
+    family: Family, adapters: bool, settings: dict[str, Any], by_epilogues: bool
+) -> None:
+    pytest.importorskip("triton", reason="Triton comes with torch on Linux only")
+    model: Any = tiny_model(family)
+    if adapters:
+        model = get_peft_model(model, LoraConfig(target_modules=["query"]))
+    unpad(model)
+    fuse(model, **settings)
+    assert {layer.has_epilogues for layer in layers_of(model)} == {by_epilogues}
+    tanh = settings["gelu"] == "tanh"
+    assert {layer.approximate for layer in layers_of(model)} == {"tanh" if tanh else "none"}, "on a CPU"
+
+
 @pytest.mark.parametrize("activation", ["gelu_new", "gelu_pytorch_tanh"])
 @pytest.mark.parametrize("family", ["bert", "albert"])
 def test_the_tanh_form_of_gelu_matches_the_model_that_has_it(family: Family, activation: str) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import DataCollatorWithFlattening, RobertaConfig
 
-from benchmarks.peers import bare_loop, flattened_loop
+from benchmarks.peers import bare_loop, flattened_loop, transformer_engine
 from benchmarks.peers.job import plan_of
 from benchmarks.proteins import write_proteins
 from composer_speedups.core.errors import ConfigError
@@ -138,6 +138,8 @@ ROBERTA = ["model.name=roberta", "model.size=null", "model.init=random"]
         (bare_loop, ["trainer.max_duration=64sp", "scheduler.warmup=8sp"], "peers support epochs and batches"),
         (bare_loop, ["trainer.microbatch_tokens=99"], "trainer.microbatch_tokens: the peers do not"),
         (flattened_loop, ["peer.attention=sdpa"], "unknown key 'peer.attention'"),
+        (transformer_engine, ["trainer.device=cpu"], "trainer.device: Transformer Engine needs a GPU"),
+        (transformer_engine, ["peer.multiple=8"], "peer.multiple must be a multiple of 16, not 8"),
         (flattened_loop, ["model.task=mlm"], "EsmForSequenceClassification only, not BertForMaskedLM"),
         (sentence_trainer, [], "model.task: this peer trains embeddings with model.loss=ranking only"),
         (sentence_trainer, [*EMBEDDING, "data.eval_file=pairs.jsonl"], "data.eval_file: this peer does not evaluate"),

@@ -192,7 +192,9 @@ def test_the_command_runs_configurations_in_turn_and_rows_have_the_spread(
     printed = capsys.readouterr().out
     assert "| + x | 104 (102–105) | 1.01 |" in printed
     assert "| + y | out of memory" in printed
-    with pytest.raises(SystemExit, match=r"no such table; there are base_accuracy, compiled, .*ladder, leave_one_out"):
+    with pytest.raises(
+        SystemExit, match=r"no such table; there are base_accuracy, batch_tokens, .*ladder, leave_one_out"
+    ):
         runner.main(["nothing"])
 
 

@@ -18,7 +18,7 @@ from tests.helpers.jobs import run
 
 @pytest.mark.pins
 def test_each_size_is_the_bytes_of_its_tensors() -> None:
-    anatomy, logger = MemoryAnatomy(interval=1), InMemoryLogger()
+    anatomy, logger = MemoryAnatomy(), InMemoryLogger()
     model = tiny_bert()
     trained(callbacks=[anatomy], model=model, loggers=[logger])
     parameters = sum(p.numel() * 4 for p in model.parameters())
@@ -39,7 +39,7 @@ def test_tied_weights_count_once() -> None:
 
 
 def test_the_peak_of_a_resumed_run_covers_all_its_processes() -> None:
-    anatomy = MemoryAnatomy(interval=1)
+    anatomy = MemoryAnatomy()
     trainer = make_trainer(callbacks=[anatomy])
     anatomy.load_state_dict({"parts": {"peak_gib": 4096.0, "weights_gib": 1.0}})
     fit_and_close(trainer)
@@ -50,7 +50,7 @@ def test_the_peak_of_a_resumed_run_covers_all_its_processes() -> None:
 
 @pytest.mark.gpu
 def test_the_peak_on_a_gpu_comes_from_cudas_allocator() -> None:
-    anatomy = MemoryAnatomy(interval=1)
+    anatomy = MemoryAnatomy()
     trained(callbacks=[anatomy], gpu=True)
     summary = anatomy.summary()
     assert all(value is not None and value > 0 for value in summary.values())
@@ -86,7 +86,6 @@ def test_the_sizes_add_up_to_the_peak_of_a_fine_tuning_job(techniques: str, micr
         "trainer.max_duration=6ba",
         f"trainer.microbatch_size={micro}",
         f"algorithms={techniques}",
-        "callbacks.memory.interval=1",
         "export=false",
     )["memory"]
     parts = {name: size for name, size in memory.items() if name != "peak_gib"}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,7 @@ from composer_speedups.callbacks.precision import device_peak, precision_in_forc
 from composer_speedups.callbacks.throughput import PhaseClock
 from composer_speedups.core.compile_counts import count_capture
 from composer_speedups.core.technique import Technique
+from composer_speedups.families.flops import flops_counter, training_flops
 from composer_speedups.train.plot import plot_run
 from tests.helpers.common import (
     SAVING,
@@ -211,10 +211,9 @@ def test_only_a_masked_lm_counts_the_vocabulary(head: Any) -> None:
     labels = torch.zeros(2, 5, dtype=torch.int64) if head != "classification" else torch.zeros(2, dtype=torch.int64)
     outer: Any = torch.nn.Module()
     outer.model = model
-    state: Any = SimpleNamespace(model=outer, batch={"labels": labels}, is_model_ddp=False)
     lengths = np.array([5, 3])
-    counted = module.training_flops(model.config, lengths, "mlm" if head == "mlm" else "classification")
-    assert module._batch_flops(state, lengths) == counted
+    counted = training_flops(model.config, lengths, "mlm" if head == "mlm" else "classification")
+    assert flops_counter(outer)({"labels": labels}, lengths) == counted
 
 
 def test_mfu_is_flops_divided_by_time_and_peak(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,7 +222,7 @@ def test_mfu_is_flops_divided_by_time_and_peak(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(module, "device_peak", lambda *_: module.Peak(1e6, "fp32"))
     lengths = [[3, 4], [16, 9], [5, 5]]
     fit_slowly(clock, 2.0, batches=[batch(row) for row in lengths], callbacks=[monitor], loggers=[logger])
-    one, two, three = (module.training_flops(tiny_bert().config, np.array(row), "classification") for row in lengths)
+    one, two, three = (training_flops(tiny_bert().config, np.array(row), "classification") for row in lengths)
     of_windows = [one / 2, (one + two) / 4, (two + three) / 4]
     assert [v * 1e6 for _, v in logger.data["throughput/mfu"]] == pytest.approx(of_windows)
     assert monitor.summary()["mfu"] == pytest.approx((one + two + three) / 6 / 1e6)
@@ -378,7 +377,7 @@ def one_rank_captures() -> tuple[dict[str, Any], list[bool]]:
 
 
 def test_a_capture_on_one_rank_counts_as_warm_up_on_every_rank() -> None:
-    flops = module.training_flops(tiny_bert().config, np.array([12, 7, 16, 10]), "classification")
+    flops = training_flops(tiny_bert().config, np.array([12, 7, 16, 10]), "classification")
     waited, ranks = (0.25 + 0.75) / 2, on_ranks(one_rank_captures)
     for summary, steady in ranks:
         assert steady == [False, True, False, True, True]

@@ -199,7 +199,7 @@ def test_steps_do_not_overlap_if_something_may_read_gradients() -> None:
 
 def test_steps_overlap_if_nothing_reads_gradients() -> None:
     def watched() -> list[tuple[int, str | None]]:
-        watching = [MemoryAnatomy(interval=1), ThroughputMonitor(), LossMonitor(), RunReport()]
+        watching = [MemoryAnatomy(), ThroughputMonitor(), LossMonitor(), RunReport()]
         watching += [Float32Matmuls(), Declared()]
         watching += [SpeedMonitor(), MemoryMonitor()]
         return readers({"callbacks": watching, "cls": MicrobatchTrainer, "algorithms": [FusedOptimizer()]})

@@ -103,9 +103,9 @@ def test_errors_are_at_most_three_times_the_padded_models(
     assert not ran["gelu_operator"]
 
 
-@pytest.mark.parametrize("with_graphs", [False, True])
-def test_it_trains_under_composer(with_graphs: bool) -> None:
-    technique, graphs = FusedLayers(gelu="tanh"), CUDAGraphs()
+@pytest.mark.parametrize(("gelu", "with_graphs"), [("tanh", False), ("auto", False), ("auto", True)])
+def test_it_trains_under_composer(gelu: Any, with_graphs: bool) -> None:
+    technique, graphs = FusedLayers(gelu=gelu), CUDAGraphs()
     algorithms: list[Any] = [technique, Unpadding(), MixedPrecision("bf16"), *([graphs] if with_graphs else [])]
     model = tiny_model("bert", dropout=0.1, problem_type="single_label_classification")
     trainer = trained(algorithms, model=model, batches=plain_batches(6), gpu=True)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from composer_speedups.algorithms.cuda_graphs.graphed_calls import GraphedCalls
 from composer_speedups.algorithms.cuda_graphs.segments import blocks_to_cut
+from composer_speedups.core.run import Run
 from composer_speedups.packing.encoder import unpadded_encoders
 
 
@@ -21,6 +23,12 @@ def graphed(
     calls.cut_behind, calls.reads_known_batch = blocks_to_cut(model, segments), bool(unpadded_encoders(model))
     calls.install("forward")
     return calls
+
+
+def in_composer(model: Any) -> Run:
+    """A run whose events may be called on a technique."""
+    state: Any = SimpleNamespace(model=model)
+    return Run(torch.device("cpu"), model=getattr(model, "module", model), state=state)
 
 
 class Rerun:

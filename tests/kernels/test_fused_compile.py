@@ -134,7 +134,7 @@ def of_a_model(dropout: float, dtype: torch.dtype, *, biased: bool = False, **se
 CASES: dict[str, Callable[[float, torch.dtype], None]] = {
     "in 16 bits": of_a_model,
     "in 8 bits": partial(of_a_model, float8=True),
-    "adapters": partial(of_a_model, ranks=(24, 8, 8, 8)),
+    "adapters": partial(of_a_model, ranks=(8,) * 6),
     "with a bias": partial(of_a_model, biased=True),
     "pre-norms": pre_norms,
 }
@@ -201,7 +201,7 @@ def test_every_launch_of_a_model_is_compiled_ahead(
         apply(model, [LoRA(rank=rank, modules_to_save=[])])
     modules = bert.BERT.layer_modules(model.encoder.layer[0])  # type: ignore[misc]
     ranks = LayerAdapters.of(modules).ranks()
-    assert ranks == ((3 * rank, rank, rank, rank) if rank else ())
+    assert ranks == ((rank,) * 6 if rank else ())
     shape = Shape(hidden, 4 * hidden, heads, *dropouts, embedding=hidden, embedded=0.1, biased=biased, tanh=tanh)
     for some in launches(shape, torch.bfloat16, torch.device("cpu"), float8=in_float8, ranks=ranks):
         for launch in some:

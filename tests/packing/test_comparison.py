@@ -164,7 +164,8 @@ def test_half_a_batch_is_compared_if_the_untouched_model_runs_out_of_memory() ->
             return super().forward(input_ids, attention_mask, labels)
 
     unpadding = Unpadding(8)
-    trained([unpadding], model=CustomModel(Large(masked_mean)), batches=[INPUTS])
+    of_the_batch = {"weight": torch.tensor(1.0)}  # has no rows
+    trained([unpadding], model=CustomModel(Large(masked_mean)), batches=[{**INPUTS, **of_the_batch}])
     assert rows == [4, 4, 2, 2, 4]
     assert "largest_gradient_difference" in unpadding.evidence["compared_with_untouched"]
     with pytest.raises(Refusal, match=DIFFERS):

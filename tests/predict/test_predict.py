@@ -26,7 +26,7 @@ from composer_speedups.core.errors import ConfigError, DataError
 from composer_speedups.data.builtin import builtin_reviews, builtin_samples
 from composer_speedups.kernels.common import counting
 from composer_speedups.predict import rows
-from composer_speedups.predict.__main__ import main
+from composer_speedups.predict.__main__ import main, read_request
 from composer_speedups.predict.model import FinishedModel
 from tests.helpers.exhaustive import others_exhaustive
 from tests.helpers.jobs import run
@@ -51,6 +51,11 @@ def test_a_broken_file_is_refused_before_torch_is_imported(finished: Path, tmp_p
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr.startswith("predict: input: ")) == (2, True), done.stderr
     assert "cannot be read (line 2: " in done.stderr
+
+
+def test_evaluate_alone_writes_no_file_whose_name_could_be_refused() -> None:
+    Path("in.predictions.jsonl").mkdir()
+    assert read_request(["run", "input=in.csv", "--evaluate"])[1].output is None
 
 
 def save(texts: list[str], name: str = "in.jsonl", column: str = "text") -> str:

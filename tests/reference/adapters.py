@@ -20,7 +20,7 @@ from composer_speedups.core.stock import adapter_of
 from composer_speedups.families.family import DropoutRates, LayerModules
 from composer_speedups.kernels.dropout import draw_seeds, dropped
 from composer_speedups.kernels.float8 import GRADIENT, Float8, new_scales
-from composer_speedups.kernels.narrow import gelu_backward_narrow, gelu_narrow, narrow_products
+from composer_speedups.kernels.narrow import adapter_gradients, gelu_backward_narrow, gelu_narrow, narrow_gradient
 from tests.reference.fused_kernels import (
     DEVICE,
     agree,
@@ -137,19 +137,30 @@ def compare_float8() -> None:
             print(what, "agrees")
 
 
+def of_adapters(dy: Tensor, each_b: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return both results of the kernel for Linears' adapters as one vector, and the same by matmuls."""
+    ranks = [b.shape[1] for b in each_b]
+    z = random(len(dy), sum(ranks)) / len(dy) ** 0.5
+    product, gradient = adapter_gradients(dy, z, torch.cat([b.flatten() for b in each_b]), ranks)
+    parts = list(zip(dy.chunk(len(ranks), 1), z.split(ranks, 1), each_b, strict=True))
+    expected = [torch.cat([part @ b for part, _, b in parts], 1), *(part.t() @ own for part, own, _ in parts)]
+    ours = [product.flatten(), gradient.sum(0)]
+    return torch.cat([x.float() for x in ours]), torch.cat([x.float().flatten() for x in expected])
+
+
 def compare_narrow() -> None:
     """Compare the narrow products with matmuls, with more than one strip of columns and group of tokens."""
     for tokens, columns, left_rank, right_rank in ((37, 300, 3, 8), (200, 128, 17, 64), (1, 16, 1, 1)):
         x, grad = 2 * random(tokens, columns), random(tokens, columns)
         left, other = (random(tokens, rank) / tokens**0.5 for rank in (left_rank, right_rank))
         right = random(columns, right_rank) / columns**0.5
-        product, gradient = narrow_products(x, left, right)
-        near("narrow product", product, x @ right)
-        near("narrow gradient", gradient.sum(0), left.t() @ x)
-        turned = narrow_products(x, left, turned=True)[1]
-        near("narrow gradient, transposed", turned.sum(0), x.t() @ left)
-        assert narrow_products(x, left)[0] is None
-        near("narrow product alone", narrow_products(x, right_CR=right)[0], product)
+        near("narrow gradient", narrow_gradient(x, left).sum(0), left.t() @ x)
+        near("gradients of a Linear", *of_adapters(x, [right]))
+        for ranks in ([3, 0, 16], [0, 2, 1], [5, 5, 5]):
+            near(
+                "gradients of three Linears",
+                *of_adapters(random(tokens, 3 * columns), [random(columns, r) for r in ranks]),
+            )
         result, of_gelu = gelu_narrow(x, right.t().contiguous().t())  # as a layer passes A, without a copy
         near("GELU with a narrow product", result, F.gelu(x))
         near("its product", of_gelu, F.gelu(x) @ right)

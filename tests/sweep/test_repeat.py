@@ -160,9 +160,12 @@ def test_the_table_has_a_row_for_each_value_and_the_best_is_named() -> None:
         "mrpc: no run has the metric 'metric'; they have: none",
     ]
     assert best_of(runs[:4], "loss") == ["quickstart: best loss 0.6125 with optimizer.lr=3e-5 (mean of 2 runs)"]
+    assert best_of(runs[:4], "CrossEntropy") == best_of(runs[:4], "loss"), "as in loggers"
+    assert runs[0].finished("MulticlassAccuracy")
     assert best_of(runs[:4], "f1") == ["quickstart: no run has the metric 'f1'; they have: accuracy, loss"]
-    for mode, lr in ((None, "3e-5"), ("max", "1e-5"), ("min", "3e-5")):
-        asked = [f"checkpoint.best={{metric: loss, mode: {mode or 'null'}}}", "optimizer.lr=[1e-5,3e-5]", "run_name=b"]
+    for mode, lr, called in ((None, "3e-5", "loss"), ("max", "1e-5", "CrossEntropy"), ("min", "3e-5", "loss")):
+        best = f"checkpoint.best={{metric: {called}, mode: {mode or 'null'}}}"
+        asked = [best, "optimizer.lr=[1e-5,3e-5]", "run_name=b"]
         if not (again := planned_runs([QUICKSTART], asked, [1, 2]))[0].folder.exists():
             for run, loss in zip(again, (0.7, 0.8, 0.5, 0.6), strict=True):
                 finish(run, accuracy=1 - loss, loss=loss, recall=None)

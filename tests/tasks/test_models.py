@@ -29,6 +29,7 @@ from transformers import (
 
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.data.tokens import load_tokenizer
+from composer_speedups.families.flops import batch_lengths, flops_counter
 from composer_speedups.predict.model import FinishedModel
 from composer_speedups.tasks.classification import Classification
 from composer_speedups.tasks.models import FinetuneModel, build_model, positions_of
@@ -293,6 +294,8 @@ def test_flops_equal_torchs_count_without_padding(task: Any, tokenizer: Any) -> 
         model(full).loss.backward()
     flops = model.flops_per_batch(full)
     assert flops == pytest.approx(counter.get_total_flops(), rel=0.01)
+    rows = batch([24, 9, 1])
+    assert flops_counter(model)(rows, batch_lengths(rows)) == model.flops_per_batch(rows), "from each row's"
     layer = model.model.bert.encoder.layer[0].intermediate.dense.requires_grad_(False)
     assert flops - model.flops_per_batch(full) == 2 * 72 * layer.weight.numel(), "a frozen layer"
 

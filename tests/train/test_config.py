@@ -185,7 +185,7 @@ def test_help_shows_every_key_with_its_description_and_default() -> None:
         doc = doc_of(field)
         assert doc, f"{key} of {owner.__name__} has no doc string"
         assert sections_of(field) or f"  {key_line(key, field)}\n      {doc}\n" in text
-    assert "  data.batch_size: int = 40  [>= 1; <= 1000000]\n" in text
+    assert "  data.batch_size: int or null = 40  [>= 1; <= 1000000]\n" in text
     assert "  trainer.max_duration: str = 2ep  [> 0; units ep, ba, sp, tok]\n" in text
     assert "  callbacks.memory: section or null = its defaults\n" in text
     assert "    scope: model|blocks = model\n        The whole model, or its repeated block" in text

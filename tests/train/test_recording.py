@@ -131,6 +131,15 @@ def test_a_login_that_wandb_lacks_is_one_line(monkeypatch: pytest.MonkeyPatch) -
         run(*BRIEF, "loggers.wandb={}")
 
 
+def test_tensorboard_gets_time_and_loss_at_an_interval_and_with_other_values() -> None:
+    run("trainer.max_duration=7ba", "loggers.tensorboard={}", "loggers.interval=4", "trainer.eval_interval=5ba")
+    events = EventAccumulator(str(next(Path("runs/quickstart/tensorboard").rglob("events*")).parent))
+    events.Reload()
+    steps = {name: [event.step for event in events.Scalars(name)] for name in events.Tags()["scalars"]}
+    assert {0, 4} <= set(steps["loss/train/total"]) < set(range(7))
+    assert {5, 7} <= set(steps["metrics/eval/MulticlassAccuracy"]) <= set(steps["time/sample"]) < set(range(8))
+
+
 def test_tensorboard_and_the_file_get_every_metric_that_wandb_gets(wandb_run: WandbRun) -> None:
     """wandb works offline, without an account."""
     run("trainer.max_duration=6ba", "loggers.tensorboard={}", "loggers.file={}")

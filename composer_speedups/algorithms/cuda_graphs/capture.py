@@ -26,9 +26,9 @@ class Captured:
     Calling it with tensors of the shapes and dtypes of ``static`` copies them there and replays the graphs. The outputs
     are in the graph's memory, and valid until the next replay. Only ``leaves`` get gradients: the placeholders that
     stand for ``shared.parameters`` in the call. The backward pass has one graph per segment (:mod:`.segments`); a call
-    that cannot be cut has one. With ``accumulate``, a backward pass of one segment adds the gradients to
+    that cannot be cut has one. If called with ``accumulate``, a backward pass of one segment adds the gradients to
     ``parameter.grad`` itself, which skips about 200 AccumulateGrad nodes; :func:`torch.autograd.grad` then returns no
-    gradients. Parameters with hooks get their gradients from autograd.
+    gradients, and hooks of parameters are not called.
     """
 
     def __init__(
@@ -39,7 +39,6 @@ class Captured:
         shared: SharedGradients,
         recorder: Any,  # a CUDARecorder; tests have their own
         cut_behind: Sequence[nn.Module] = (),
-        accumulate: bool = False,
     ) -> None:
         self._static, self._leaves, self._shared = static, leaves, shared
         # the static gradient of each output, an input of the backward pass; None for outputs without one
@@ -70,9 +69,10 @@ class Captured:
         # The parameters whose gradients are complete after each segment; the first has also those without a gradient.
         self.completed = [[p for p in shared.parameters if p in segment] for segment in complete]
         self._token = torch.zeros((), device=leaves[0].device) if len(segments) > 1 else None
-        # makes autograd call the backward pass
-        self._anchor = torch.zeros((), requires_grad=True) if accumulate and len(segments) == 1 else None
+        self._anchor = torch.zeros((), requires_grad=True)  # makes autograd call the backward pass
         self._pairs = shared.pairs(self._trained[0])
+        self._copied = [i for i, tensor in enumerate(static) if tensor.numel()]  # their numbers
+        self._destinations = [static[i] for i in self._copied]
         self._zeros = [True] * len(self.output_gradients)  # the static gradients that are zero
 
     @property
@@ -104,8 +104,8 @@ class Captured:
 
         _warm_up(recorder, both)
 
-    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        if self._anchor is not None and not _have_hooks(self.completed[0]):
+    def __call__(self, tensors: Sequence[Tensor], accumulate: bool) -> tuple[Tensor, ...]:
+        if accumulate and self.segments == 1:
             return _AccumulatingReplay.apply(self, self._anchor, *tensors)
         token = None
         for segment in range(self.segments - 1, 0, -1):
@@ -113,8 +113,7 @@ class Captured:
         return _Replay.apply(self, token, *tensors, *self.completed[0])
 
     def forward(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        pairs = [(static, value) for static, value in zip(self._static, inputs, strict=False) if static.numel()]
-        torch._foreach_copy_([static for static, _ in pairs], [value for _, value in pairs])
+        torch._foreach_copy_(self._destinations, [inputs[i] for i in self._copied])
         self._replay_forward()
         return tuple(output.detach() for output in self._outputs)
 
@@ -136,14 +135,15 @@ class Captured:
     def accumulate(self, gradients: Sequence[Tensor | None]) -> None:
         """Replay the backward pass, and add its gradients to ``parameter.grad``."""
         self._take(gradients)
-        if any(parameter.grad is not None for parameter, _ in self._pairs):
+        first = [parameter.grad is None for parameter, _ in self._pairs]
+        if not all(first):
             self._shared.release()
         self._replays[0]()
-        further = [(parameter.grad, gradient) for parameter, gradient in self._pairs if parameter.grad is not None]
-        if further:
-            torch._foreach_add_([before for before, _ in further], [gradient for _, gradient in further])
-        for parameter, gradient in self._pairs:
-            if parameter.grad is None:
+        if not all(first):
+            further: list[Any] = [pair for pair, new in zip(self._pairs, first, strict=True) if not new]
+            torch._foreach_add_([parameter.grad for parameter, _ in further], [gradient for _, gradient in further])
+        for (parameter, gradient), new in zip(self._pairs, first, strict=True):
+            if new:
                 parameter.grad = gradient
 
     def backward_segment(self, segment: int) -> list[Tensor | None]:
@@ -165,7 +165,7 @@ class CapturedForward:
         _warm_up(recorder, lambda: call(*static))
         self._outputs, self._replay = recorder.record(lambda: call(*static))
 
-    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def __call__(self, tensors: Sequence[Tensor], _: bool) -> tuple[Tensor, ...]:
         for static, value in zip(self._static, tensors, strict=True):
             static.copy_(value)
         self._replay()
@@ -217,10 +217,6 @@ class _AccumulatingReplay(FirstDerivative):
     def backward(ctx: Any, *output_gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         ctx.captured.accumulate(output_gradients)
         return (None,) * len(ctx.needs_input_grad)
-
-
-def _have_hooks(parameters: Iterable[Any]) -> bool:
-    return any(parameter._backward_hooks or parameter._post_accumulate_grad_hooks for parameter in parameters)
 
 
 class _Link(FirstDerivative):

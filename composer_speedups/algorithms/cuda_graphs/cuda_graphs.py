@@ -70,6 +70,7 @@ class CUDAGraphs(Technique):
             raise self.refusal(str(error), "remove it") from error
         if run.state is not None:
             calls.pool = torch.cuda.graph_pool_handle()  # Composer runs each backward pass before the next forward
+            calls.looks_each_call = False
         calls.paused = lambda: run.observing
         run.give_back(_forget_last_batch, run)
         run.give_back(calls.release)
@@ -95,18 +96,25 @@ class CUDAGraphs(Technique):
         """In a later fit(), modes, dropout rates or adapters may be others, which graphs would replay as they were."""
         if self._calls is not None:
             self._calls.forget()
+            self.epoch_start(run)
 
-    def before_forward(self, run: Run) -> None:
+    def epoch_start(self, run: Run) -> None:
+        """Look for what batches do not look for: parameters that were frozen or thawed, or got hooks."""
         from torch.nn.parallel import DistributedDataParallel
 
         assert run.state is not None
         assert self._calls is not None
-        _forget_last_batch(run)  # its autograd graph belongs to the main stream, on which nothing can be captured
+        self._calls.forget_if_frozen()
+        parameters: list[Any] = [*run.model.parameters()]
+        hooked = any(p._backward_hooks or p._post_accumulate_grad_hooks for p in parameters)
         ddp = run.state.model if isinstance(run.state.model, DistributedDataParallel) else None
-        self._calls.accumulate = ddp is None  # DDP needs autograd's hooks
+        self._calls.accumulate = ddp is None and not hooked  # autograd calls the hooks, and those of DDP
         self._in_buckets = ddp is not None and ddp.gradient_as_bucket_view
         if self._batches == 0:
             self._wait_for_buckets()
+
+    def before_forward(self, run: Run) -> None:
+        _forget_last_batch(run)  # its autograd graph belongs to the main stream, on which nothing can be captured
 
     def batch_end(self, run: Run) -> None:
         from composer_speedups.distributed.ddp import BUCKETS_SETTLED

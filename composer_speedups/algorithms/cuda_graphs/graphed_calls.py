@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections import OrderedDict, UserDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -49,13 +50,14 @@ class GraphedCalls:
         self.reads_known_batch = False
         # Blocks after which the backward pass is cut (see segments), except for frozen blocks, before which it ends.
         self.cut_behind: Sequence[nn.Module] = ()
-        self.accumulate = False  # see Captured
+        self.accumulate = False  # whether backward passes accumulate gradients without autograd; see Captured
         # Memory pool shared by the graphs; None gives each its own. With a shared pool, every call's backward pass must
         # run before the next call.
         self.pool: Any = None
         self._graphs: dict[Hashable, _Graph] = {}
         self._parameters: list[nn.Parameter] = []
-        self._trained: list[bool] | None = None  # which of the parameters required gradients in the last call
+        self._trained: list[bool] | None = None  # which of the parameters required gradients when last looked at
+        self.looks_each_call = True  # whether each call looks for frozen parameters; Composer has events for it
         self._gradients: SharedGradients | None = None
         self._attribute: str | None = None
         self.replays = self.eager_calls = 0  # training calls that replayed a graph, and the others
@@ -63,7 +65,8 @@ class GraphedCalls:
         # because each call is complete when it returns, but not with training, whose backward pass may be due.
         self._evaluations: dict[Hashable, _Graph | None] = {}
         self._eval_recorder: Any = None
-        self._modules: list[Any] = []  # the model's, when evaluation began, with what a replay depends on
+        # The modules inside the model when evaluation began, with what a replay depends on.
+        self._modules: list[Any] = []
         self._device = next((p.device for p in model.parameters()), None)
         self._states: dict[Hashable, int] = {}  # addresses of weights and buffers, with adapters' settings, numbered
         self.eval_graphs = self.eval_replays = 0
@@ -89,28 +92,26 @@ class GraphedCalls:
         trains = self.model.training and torch.is_grad_enabled()
         if is_untouched() or not (trains or self._may_evaluate()):
             return self.original(*args, **kwargs)
-        if trains:
-            self._forget_outdated()
-        plain = tuple(dict(a) if isinstance(a, Mapping) else a for a in args)  # pytree does not support UserDict
-        known = known_batch().on_device() if self.reads_known_batch else KnownBatch()
-        leaves, spec = tree_flatten((plain, kwargs, known))
-        leaves = _without_repeats(leaves)
-        eager = (self.held and trains) or (self.reads_known_batch and not known.rows) or self.paused()
-        key = None if eager else _key(leaves, spec)
-        graph = None
-        if key is not None and trains:
-            graph = self._graphs[key] if key in self._graphs else self._capture(key, leaves, spec)
-        elif key is not None:
-            graph = self._evaluation(key, leaves, spec)
+        if trains and self.looks_each_call:
+            self.forget_if_frozen()
+        known, graph = known_batch() if self.reads_known_batch else _UNKNOWN, None
+        if not ((self.held and trains) or (self.reads_known_batch and not known.rows) or self.paused()):
+            arguments, tensors = (args, kwargs, known.rows, known.labelled), list[Tensor]()
+            # Autocast is looked up for CUDA, where graphs are.
+            autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
+            key = _key(arguments, tensors, {})
+            if key is not None:
+                find = self._training if trains else self._evaluation
+                graph = find((autocast, key), tensors, arguments)
         if graph is None:
             self.eager_calls += trains
             return self.original(*args, **kwargs)
         self.replays += trains
         self.eval_replays += not trains
-        return graph(leaves)
+        return graph(tensors, accumulate=trains and self.accumulate)
 
-    def _forget_outdated(self) -> None:
-        """Drop all graphs if parameters were frozen or thawed since the last call; later calls are captured again."""
+    def forget_if_frozen(self) -> None:
+        """Drop all graphs if parameters were frozen or thawed since the last look; later calls are captured again."""
         self._parameters = self._parameters or list(self.model.parameters())
         before, self._trained = self._trained, [parameter.requires_grad for parameter in self._parameters]
         if before is not None and before != self._trained:
@@ -129,14 +130,14 @@ class GraphedCalls:
         self._gradients = self._eval_recorder = None
         self._modules, self.eval_graphs = [], 0
 
-    def _capture(self, key: Hashable, leaves: list[Any], spec: TreeSpec) -> _Graph | None:
-        """Capture and keep the graph of a shape; None if there are ``max_graphs`` already, or if it failed."""
-        if len(self._graphs) >= self.max_graphs:
-            return None
+    def _training(self, key: Hashable, tensors: list[Tensor], arguments: _Arguments) -> _Graph | None:
+        """The graph of a shape, captured if it is new; None if there are ``max_graphs`` already, or if it failed."""
+        if key in self._graphs or len(self._graphs) >= self.max_graphs:
+            return self._graphs.get(key)
         if self._gradients is None:
             self._gradients = SharedGradients(self.model.parameters())
         try:
-            self._graphs[key] = _Graph(self, self.recorder(self.pool), leaves, spec, self._gradients)
+            self._graphs[key] = _Graph(self, self.recorder(self.pool), tensors, arguments, self._gradients)
         except CaptureError as error:
             self.on_failure(error)
             self.release()
@@ -147,21 +148,23 @@ class GraphedCalls:
         if torch.is_grad_enabled() or self.model.training or self.eval_note or torch.compiler.is_compiling():
             return False
         if not self._modules:
-            self._modules = [*self.model.modules()]
-            self._tensors = [t for m in self._modules for t in (m._parameters, m._buffers) if t]
-            self._adapted = [m for m in self._modules if "merged_adapters" in m.__dict__]  # PEFT's
+            modules: list[Any] = [*self.model.modules()]
+            self._modules = modules[1:]
+            self._tensors = [t for m in modules for t in (m._parameters, m._buffers) if t]
+            self._adapted = [m for m in modules if "merged_adapters" in m.__dict__]  # PEFT's
+            # The model's own hooks run outside of its forward.
+            self._hooks = [hooks for m in self._modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
         unordered = threading.current_thread() is not threading.main_thread() or (  # as servers call models
             torch.cuda.is_initialized() and torch.cuda.current_stream() != torch.cuda.default_stream()
         )
         heard = torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks
         if heard or unordered or is_traced() or _get_current_dispatch_mode() is not None:
             return False
-        # the model's own hooks run outside of its forward
-        return not any(m.training or m._forward_hooks or m._forward_pre_hooks for m in self._modules[1:])
+        return not any(self._hooks) and True not in [module.training for module in self._modules]
 
-    def _evaluation(self, key: Hashable, leaves: list[Any], spec: TreeSpec) -> _Graph | None:
+    def _evaluation(self, key: Hashable, tensors: list[Tensor], arguments: _Arguments) -> _Graph | None:
         """The graph of a call in evaluation, captured if this is its second call; None for an eager call."""
-        if any(isinstance(leaf, Tensor) and leaf.device != self._device and leaf.numel() for leaf in leaves):
+        if [tensor for tensor in tensors if tensor.device != self._device and tensor.numel()]:
             return None
         memory = [t.data_ptr() for tensors in self._tensors for t in tensors.values() if t is not None]
         adapters = [
@@ -175,7 +178,7 @@ class GraphedCalls:
             self._eval_recorder = self._eval_recorder or self.recorder(None)
             try:
                 with torch.inference_mode(False), torch.no_grad():  # inference tensors could not be written later
-                    self._evaluations[key] = _Graph(self, self._eval_recorder, leaves, spec, None)
+                    self._evaluations[key] = _Graph(self, self._eval_recorder, tensors, arguments, None)
                 self.eval_graphs += 1
             except Exception as error:  # one of the model recurs in the eager call
                 self.eval_note = f"evaluation cannot be captured ({first_line(error)})"
@@ -203,57 +206,77 @@ def _raise(error: CaptureError) -> None:
     raise error
 
 
-class _SameAs(NamedTuple):
-    """Replaces a tensor that is already among the arguments, so that both are the same tensor in the graph, too."""
-
-    leaf: int
-
-
-def _without_repeats(leaves: list[Any]) -> list[Any]:
-    first: dict[int, int] = {}
-    for index, leaf in enumerate(leaves):
-        if isinstance(leaf, Tensor):
-            first.setdefault(id(leaf), index)
-    return [
-        _SameAs(first[id(leaf)]) if isinstance(leaf, Tensor) and first[id(leaf)] != index else leaf
-        for index, leaf in enumerate(leaves)
-    ]
-
-
+_UNKNOWN = KnownBatch()
 _CONSTANTS = (bool, int, float, str, type(None))
+# Those of a call, and what is known of its batch: masks with their number of packed tokens, and labels.
+_Arguments = tuple[tuple[Any, ...], dict[str, Any], Any, Any]
 
 
-def _key(leaves: list[Any], spec: TreeSpec) -> Hashable | None:
-    """Return the key of a call's graph: shapes, dtypes, autocast, and other arguments by value; None if unsupported."""
-    autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
-    parts: list[Hashable] = [repr(spec), autocast]
-    for leaf in leaves:
-        if isinstance(leaf, Tensor):
-            if leaf.requires_grad:  # its gradient would need static memory of the caller
-                return None
-            parts.append((leaf.shape, leaf.dtype, leaf.device))
-        elif isinstance(leaf, (*_CONSTANTS, _SameAs)):
-            parts.append(leaf)
+def _is_dict(value: Any) -> bool:
+    return type(value) in (dict, OrderedDict) or isinstance(value, UserDict)
+
+
+def _key(values: Sequence[Any], tensors: list[Tensor], places: dict[int, int]) -> Hashable | None:
+    """The key of a call's graph: shapes, dtypes and devices of tensors, other arguments by value; None if unsupported.
+
+    Adds the tensors to ``tensors``, and where they are to ``places``, by id. A tensor that is there already is named by
+    its place, because both are the same tensor in the graph, too.
+    """
+    parts: list[Hashable] = []
+    for value in values:
+        part: Hashable
+        if isinstance(value, Tensor):
+            part = places.setdefault(id(value), len(tensors))
+            if part == len(tensors):
+                if value.requires_grad:  # its gradient would need static memory of the caller
+                    return None
+                tensors.append(value)
+                part = (value.shape, value.dtype, value.device)
+        elif isinstance(value, _CONSTANTS):
+            part = (type(value), value)
+        elif isinstance(value, (tuple, list)):
+            part = _key(value, tensors, places)
+        elif _is_dict(value):
+            inside = _key([*value.values()], tensors, places)
+            part = inside and (*value, inside)
         else:
             return None
-    return tuple(parts)
+        if part is None:
+            return None
+        parts.append(part)
+    return (type(values), *parts)
+
+
+def _with(value: Any, static: Mapping[int, Tensor]) -> Any:
+    """A copy of arguments with other tensors, by the ids of the present ones."""
+    if isinstance(value, Tensor):
+        return static[id(value)]
+    if isinstance(value, (tuple, list)):
+        entries = [_with(entry, static) for entry in value]
+        return type(value)(*entries) if hasattr(value, "_fields") else type(value)(entries)
+    return {name: _with(entry, static) for name, entry in value.items()} if _is_dict(value) else value
 
 
 class _Graph:
     """The captured graphs of one shape, with conversion between the model's arguments and outputs and flat tensors."""
 
     def __init__(
-        self, calls: GraphedCalls, recorder: Any, leaves: list[Any], spec: TreeSpec, gradients: SharedGradients | None
+        self,
+        calls: GraphedCalls,
+        recorder: Any,
+        tensors: list[Tensor],
+        arguments: _Arguments,
+        gradients: SharedGradients | None,
     ) -> None:
         """Capture a call; without ``gradients``, its forward pass alone."""
         self._original = calls.original
         self._placeholders = None if gradients is None else ParameterPlaceholders(calls.model)
         self._replay: Any
-        self._leaves, self._spec = leaves, spec
         self._outputs: list[Any] = []  # the outputs that are not tensors, with None for tensors
         self._is_tensor: list[bool] = []
         self._output_spec: TreeSpec | None = None
-        static = tuple(leaf.clone() for leaf in leaves if isinstance(leaf, Tensor))
+        static = tuple(tensor.clone() for tensor in tensors)
+        self._arguments = _with(arguments, dict(zip(map(id, tensors), static, strict=True)))
         buffers = [(b, b.clone()) for b in calls.model.buffers()]  # warm-up changes running statistics
         try:
             # Autocast's cache would reuse tensors of one replay in the next.
@@ -265,9 +288,7 @@ class _Graph:
                 placeholders = self._placeholders.of(gradients.parameters)
                 count_capture()
                 trained = [block for block in calls.cut_behind if any(p.requires_grad for p in block.parameters())]
-                self._replay = Captured(
-                    self._call, static, placeholders, gradients, recorder, trained, calls.accumulate
-                )
+                self._replay = Captured(self._call, static, placeholders, gradients, recorder, trained)
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, AssertionError) as error:
@@ -281,20 +302,17 @@ class _Graph:
     def segments(self) -> int:
         return int(self._replay.segments)
 
-    def __call__(self, leaves: list[Any]) -> Any:
+    def __call__(self, tensors: list[Tensor], *, accumulate: bool) -> Any:
         """Replay, and return the tensors in the model's output object."""
         assert self._output_spec is not None
-        computed = iter(self._replay(*(leaf for leaf in leaves if isinstance(leaf, Tensor))))
+        computed = iter(self._replay(tensors, accumulate))
         outputs = [next(computed) if t else c for t, c in zip(self._is_tensor, self._outputs, strict=True)]
         return tree_unflatten(outputs, self._output_spec)
 
-    def _call(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        remaining = iter(tensors)
-        leaves = [next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
-        leaves = [leaves[leaf.leaf] if isinstance(leaf, _SameAs) else leaf for leaf in leaves]
-        args, kwargs, known = tree_unflatten(leaves, self._spec)
+    def _call(self, *_: Tensor) -> tuple[Tensor, ...]:
+        args, kwargs, *known = self._arguments  # with the static tensors
         in_place = contextlib.nullcontext() if self._placeholders is None else self._placeholders.in_place()
-        with with_known_batch(known), in_place:
+        with with_known_batch(KnownBatch(*known)), in_place:
             outputs, self._output_spec = tree_flatten(self._original(*args, **kwargs))
         if self._placeholders is None and not all(isinstance(leaf, (Tensor, *_CONSTANTS)) for leaf in outputs):
             raise RuntimeError("an output is not a tensor, and may contain some")

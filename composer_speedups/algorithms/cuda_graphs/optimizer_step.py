@@ -63,9 +63,10 @@ class OptimizerStep:
         self._ended = False  # whether nothing is captured any more
         self._released = False
         self._replay: Callable[[], None] | None = None
-        self._captured: list[Any] = []  # what the graph reads and writes, compared by identity
-        self._constants: Any = None  # what it was captured with, compared by value
-        self._states: list[Tensor] = []  # keeps the memory that the graph writes
+        self._gradients: list[Any] = []  # that the graph reads, compared by identity
+        self._ends: tuple[Any, ...] = ()  # the first and the last parameter that it writes
+        self._captured: Any = None  # what it was captured with otherwise
+        self._kept: list[Any] = []  # keeps the memory that the graph writes
         self._rates: list[Tensor] = []  # learning rates on the device, one per group
         self._last_gradient: Tensor | None = None  # of the last parameter, in the step before
         self._before = vars(optimizer).get("step")  # that of a scheduler, which notes the call
@@ -88,7 +89,7 @@ class OptimizerStep:
 
     def forget(self) -> None:
         """Drop the graph; a later step is captured again."""
-        self._replay, self._captured, self._states, self._last_gradient = None, [], [], None
+        self._replay, self._gradients, self._kept, self._last_gradient = None, [], [], None
 
     def __call__(self, closure: Callable[[], Any] | None = None) -> Any:
         if self._released:
@@ -123,33 +124,34 @@ class OptimizerStep:
                     group["lr"] = rate
 
     def _is_captured(self) -> bool:
-        state, groups = self._optimizer.state, self._optimizer.param_groups
-        parameters = [parameter for group in groups for parameter in group["params"]]
-        gradients = [parameter.grad for parameter in parameters]
-        trained = [(p, g) for p, g in zip(parameters, gradients, strict=True) if g is not None]
-        before, self._last_gradient = self._last_gradient, trained[-1][1] if trained else None
-        if not trained or not all(state.get(p) for p, _ in (trained[0], trained[-1])):
-            return False  # an eager step makes the state
-        ends = [state[p]["exp_avg"] for p, _ in (trained[0], trained[-1])]  # a loaded or new state has others
-        present = [state, *ends, *gradients]
-        # Moving a module changes the memory of the same tensors.
-        memory = [tensor.data_ptr() for pair in (trained[0], trained[-1]) for tensor in pair]
-        constants = (len(state), memory, [[len(g["params"]), *(g.get(k) for k in _CONSTANTS)] for g in groups])
-        same = len(present) == len(self._captured) and all(map(operator.is_, self._captured, present))
-        if self._replay is not None and same and self._constants == constants:
+        groups, state = self._optimizer.param_groups, self._optimizer.state
+        gradients = [parameter.grad for group in groups for parameter in group["params"]]
+        unchanged = len(gradients) == len(self._gradients) and all(map(operator.is_, gradients, self._gradients))
+        if self._replay is not None and unchanged and self._settings() == self._captured:
+            self._last_gradient = self._ends[1].grad
             return True
+        trained = [p for group in groups for p in group["params"] if p.grad is not None]
+        before, self._last_gradient = self._last_gradient, trained[-1].grad if trained else None
         if before is not self._last_gradient or self._ended or self._waits():
             return False
-        if not all(state.get(p) for p, _ in trained):
-            return False
+        if not trained or not all(state.get(p) for p in trained):
+            return False  # an eager step makes the state
         if (reason := cannot_replay(self._optimizer)) is not None:  # a loaded state has its own settings
             self.note = reason
             return False
-        self._captured, self._constants = present, constants
-        self._states = [value for p, _ in trained for value in state[p].values()]
-        self._replay = None
-        self._capture(parameters[0].device)
+        self._gradients, self._ends = gradients, (trained[0], trained[-1])
+        self._kept = [state, *(value for p in trained for value in state[p].values())]
+        self._captured, self._replay = self._settings(), None
+        self._capture(trained[0].device)
         return self._replay is not None
+
+    def _settings(self) -> Any:
+        """What a graph depends on besides the gradients: a loaded or new state has other tensors, moving a module
+        changes the memory of the same tensors, and the groups' settings are constants in a graph."""
+        groups, state = self._optimizer.param_groups, self._optimizer.state
+        moments = [id(state.get(p, {}).get("exp_avg")) for p in self._ends]
+        memory = [tensor.data_ptr() for p in self._ends for tensor in (p, p.grad)]
+        return id(state), len(state), moments, memory, [(len(g["params"]), *map(g.get, _CONSTANTS)) for g in groups]
 
     def _capture(self, device: torch.device) -> None:
         optimizer = self._optimizer

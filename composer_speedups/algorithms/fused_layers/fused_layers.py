@@ -45,9 +45,9 @@ class FusedLayers(ComparedTechnique):
     Ada, Hopper and newer GPUs."""
     fp8_min_width: int = Field(_FP8_MIN_WIDTH, ge=0)
     """With precision: fp8, layers with a smaller hidden size compute in bf16, which is as fast there; 0: all in fp8."""
-    gelu: Literal["exact", "tanh"] = Field("exact")
+    gelu: Literal["exact", "tanh", "auto"] = Field("exact")
     """exact computes the model's activation; tanh computes the tanh form of GELU on a GPU, as a part of the products
-    around it."""
+    around it; auto computes the tanh form in layers that are faster with it, and elsewhere the model's activation."""
 
     @classmethod
     def effect_with(cls, settings: Mapping[str, Any], device: str | None) -> Effect:
@@ -101,12 +101,15 @@ class FusedLayers(ComparedTechnique):
             ranks = LayerAdapters.of(layers[0].layer_modules()).ranks()
             self._compiling = compile_ahead(shape, dtype, run.device, float8=self._in_fp8, ranks=ranks)
             run.give_back(lambda: self._compiling.close(cancel=True))
+        evidence: dict[str, Any] = {"layers": len(layers)}
+        if by_epilogues := sum(layer.has_epilogues for layer in layers):
+            evidence["tanh_layers_on_gpu"] = by_epilogues
         narrow = [layer.hidden_size for layer in layers if layer.precision != self.precision]
         if not narrow:
-            return {"layers": len(layers)}
+            return evidence
         which = f"{len(narrow)} of {len(layers)} layers compute in bf16"
         note = f"{which}: their hidden size {max(narrow)} is below fp8_min_width={self.fp8_min_width}"
-        return {"layers": len(layers), "bf16_layers": len(narrow), "note": note}
+        return {**evidence, "bf16_layers": len(narrow), "note": note}
 
     def fit_start(self, run: Run) -> None:
         if self._compiling is not None and getattr(run.state.train_dataloader, "num_workers", None):  # type: ignore

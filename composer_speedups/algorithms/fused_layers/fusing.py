@@ -28,7 +28,7 @@ _HEAD_SIZES = (16, 32, 64, 128)
 
 LastLayer = Literal["needed", "all"]
 Precision = Literal["bf16", "fp8"]
-Gelu = Literal["exact", "tanh"]
+Gelu = Literal["exact", "tanh", "auto"]
 _TANH = ("gelu_new", "gelu_pytorch_tanh")  # transformers' names of GELU's tanh form
 
 
@@ -42,7 +42,8 @@ def fuse(
     """Make the encoder layers of an unpadded model compute with fused kernels.
 
     Parameters may be frozen, and Linears may have PEFT's LoRA adapters. With ``precision="fp8"``, layers whose hidden
-    size is below ``fp8_min_width`` compute in bf16. ``gelu="tanh"`` computes the tanh form of GELU in every layer.
+    size is below ``fp8_min_width`` compute in bf16. ``gelu="tanh"`` computes the tanh form of GELU in every layer,
+    ``gelu="auto"`` in the layers that do so faster: on a GPU, in 16 bits, without adapters.
 
     Raises:
         ValueError: The model has no unpadded encoder, or a layer that is not exactly what transformers builds from the
@@ -74,6 +75,7 @@ def fuse(
         if precision == "fp8" and layer.hidden_size < fp8_min_width:
             layer.precision = "bf16"
         layer.approximate = "tanh" if _is_tanh(configs[id(layer)], gelu) else "none"
+        layer.has_epilogues = layer.approximate == "tanh" or (gelu == "auto" and _is_faster_by_epilogues(layer))
         if layer.precision == "fp8" and "float8_scales" not in layer._buffers:
             layer.register_buffer("float8_scales", _new_scales(layer), persistent=False)
     _choose_tokens(model, last_layer)
@@ -84,7 +86,7 @@ def unfuse(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FusedLayer | FusedEmbeddings):
             restore_class(module)
-            for attribute in ("precision", "approximate", "is_last"):
+            for attribute in ("precision", "approximate", "has_epilogues", "is_last"):
                 vars(module).pop(attribute, None)
             if "float8_scales" in module._buffers:
                 del module.float8_scales
@@ -161,6 +163,11 @@ def _layers_of(encoder: UnpaddedEncoder) -> list[nn.Module]:
 
 def _is_tanh(config: Any, gelu: Gelu) -> bool:
     return gelu == "tanh" or config_value(config, "activation") in _TANH
+
+
+def _is_faster_by_epilogues(layer: FusedLayer) -> bool:
+    supported = layer.precision != "fp8" and layer.family.block not in WITHOUT_ADAPTERS
+    return supported and not any(map(is_adapted, layer.modules()))
 
 
 def _unsupported(config: Any, layer: nn.Module, precision: Precision, fp8_min_width: int, *, tanh: bool) -> str | None:

@@ -53,6 +53,7 @@ class FusedLayer(nn.Module):
     family: ClassVar[Family]  # whose Family.block it computes
     precision: str = "bf16"
     approximate: str = "none"  # "none" or "tanh": the form of GELU, as torch names it
+    has_epilogues: bool = False  # whether the kernels compute GELU's tanh form, as a part of the products around it
     float8_scales: Tensor  # in 8 bits, a non-persistent buffer, which every forward pass in training updates
     is_last: bool = False  # of its encoder
 
@@ -147,8 +148,7 @@ class FusedLayer(nn.Module):
         if packed.embeddings is not None:
             positions = Positions(table=self._table(packed).to(dtype), entries=packed.positions.entries)
         if self.precision != "fp8":
-            tanh = self.approximate == "tanh"
-            return fused_layer(x_TH.to(dtype), modules, rates, *rows, positions, tanh=tanh)
+            return fused_layer(x_TH.to(dtype), modules, rates, *rows, positions, tanh=self.has_epilogues)
         if dtype != torch.bfloat16:
             raise ValueError(f"fused_layers with precision='fp8' needs bf16 autocast, and the compute dtype is {dtype}")
         learn = self.training and torch.is_grad_enabled()
@@ -366,5 +366,5 @@ def modules_shape(layer: FusedLayer, embeddings: FusedEmbeddings | None) -> Shap
         hidden if embeddings is None else embeddings.LayerNorm.weight.shape[0],
         embedded if embeddings is None else embeddings.dropout.p,
         layer.family.block is Block.BIASED,
-        layer.approximate == "tanh",
+        layer.has_epilogues,
     )  # fmt: skip

@@ -29,7 +29,13 @@ from composer_speedups.kernels.dropout import dropped
 from composer_speedups.kernels.float8 import Float8
 from composer_speedups.kernels.gelu import gelu_backward, gelu_forward
 from composer_speedups.kernels.gelu_products import gelu_product_backward
-from composer_speedups.kernels.narrow import MAX_WIDTH, gelu_backward_narrow, gelu_narrow, narrow_products
+from composer_speedups.kernels.narrow import (
+    MAX_WIDTH,
+    adapter_gradients,
+    gelu_backward_narrow,
+    gelu_narrow,
+    narrow_gradient,
+)
 from composer_speedups.kernels.sums import MAX_TENSORS, partial_sums, totals
 
 PARAMETERS = 16  # of a layer: weights and biases of six Linears and two LayerNorms
@@ -54,8 +60,8 @@ class LayerAdapters:
         return any(adapter is not None and adapter.dropout > 0 for adapter in self.linears)
 
     def ranks(self) -> tuple[int, ...]:
-        """The sums of the ranks of each matmul's adapters, for which kernels are compiled; empty for other kernels."""
-        ranks = tuple(sum(len(a.a) for a in self.linears[some] if a is not None) for some in _MATMULS)
+        """The rank of each Linear's adapter, 0 without one, for which kernels are compiled; empty for other kernels."""
+        ranks = tuple(0 if adapter is None else len(adapter.a) for adapter in self.linears)
         return ranks if any(ranks) and not self.drop else ()
 
     def tensors(self) -> list[Tensor]:
@@ -105,36 +111,31 @@ class Branch:
     """
 
     a_RI: Tensor  # s · A of each adapter, one below the other
-    b_OR: Tensor  # B of each adapter, block by block
+    b: Tensor  # B of each adapter, one after the other in one dimension
 
     def __init__(self, linears: Sequence[tuple[Adapter | None, Tensor | None, tuple[bool, bool]]]) -> None:
         self._held: list[_Held] = []
-        rank = 0
+        self._ranks = [0 if adapter is None else adapter.b.shape[1] for adapter, _, _ in linears]
         for i, (adapter, seed, wanted) in enumerate(linears):
             if adapter is not None:
                 width, own = adapter.b.shape
-                outputs, ranks = slice(i * width, (i + 1) * width), slice(rank, rank + own)
-                self._held.append(_Held(adapter, seed, wanted, outputs, ranks))
-                rank += own
-        # Partial sums of the gradients of A without s (P, R, I), and of B (P, O, R), of the last backward pass.
+                outputs, before = slice(i * width, (i + 1) * width), sum(self._ranks[:i])
+                self._held.append(_Held(adapter, seed, wanted, outputs, slice(before, before + own)))
+        # Partial sums of the gradients of A without s (P, R, I), and of B (P, …) as ``b``, of the last backward pass.
         self.d_a: Tensor | None = None
         self.d_b: Tensor | None = None
         # Without a gradient or dropout, an adapter is only part of the weight, and there is nothing to compute.
         self.active = any(any(held.wanted) or held.seed is not None for held in self._held)
-        self._count, self._rank = len(linears), rank
 
     def adapters(self) -> list[Adapter]:
         """The adapters, without a place for Linears that have none."""
         return [held.adapter for held in self._held]
 
     def prepare(self, each_a: Sequence[Tensor], each_b: Sequence[Tensor]) -> None:
-        """Set :attr:`a_RI` and :attr:`b_OR` from s · A and B of each adapter; A's follow one another in memory."""
+        """Set :attr:`a_RI` and :attr:`b` from s · A and B of each adapter; each follow one another in memory."""
         first = each_a[0]
-        self.a_RI, self.b_OR = first.as_strided((self._rank, first.shape[1]), first.stride()), each_b[0]
-        if self._count > 1:
-            self.b_OR = each_b[0].new_zeros(self._count * len(each_b[0]), self._rank)
-            for held, b in zip(self._held, each_b, strict=True):
-                self.b_OR[held.outputs, held.ranks] = b
+        self.a_RI = first.as_strided((sum(self._ranks), first.shape[1]), first.stride())
+        self.b = each_b[0].as_strided((sum(b.numel() for b in each_b),), (1,))
 
     @property
     def drops(self) -> bool:
@@ -159,7 +160,7 @@ class Branch:
         for held in self._held:
             parts.append(torch.mm(held.drop(x_TI), self.a_RI[held.ranks].t()))
             if held.seed is not None:
-                y_TO[:, held.outputs].addmm_(parts[-1], self.b_OR[held.outputs, held.ranks].t())
+                y_TO[:, held.outputs].addmm_(parts[-1], held.of(self.b).t())
         return torch.cat(parts, 1)
 
     def from_gelu(self, x_TF: Tensor, y_TO: Tensor) -> Tensor | None:
@@ -177,15 +178,15 @@ class Branch:
         if z_TR is None:
             return None
         if z_TR.shape[1] <= MAX_WIDTH:
-            dz_TR, self.d_b = narrow_products(dy_TO, z_TR, self.b_OR, turned=True)
+            dz_TR, self.d_b = adapter_gradients(dy_TO, z_TR, self.b, self._ranks)
         else:
-            dz_TR, self.d_b = torch.mm(dy_TO, self.b_OR), _product(dy_TO, z_TR.to(dy_TO.dtype))[None]
-        assert dz_TR is not None
+            dz_TR = torch.cat([torch.mm(dy_TO[:, held.outputs], held.of(self.b)) for held in self._held], 1)
+            each = [_product(dy_TO[:, held.outputs], z_TR[:, held.ranks]).flatten() for held in self._held]
+            self.d_b = torch.cat(each)[None]
         if dx_TI is not None and self.drops:
-            rounded = dz_TR.to(dx_TI.dtype)
             for held in self._held:
                 if held.seed is not None:
-                    held.drop(torch.mm(rounded[:, held.ranks], self.a_RI[held.ranks]), add_to=dx_TI)
+                    held.drop(torch.mm(dz_TR[:, held.ranks], self.a_RI[held.ranks]), add_to=dx_TI)
         return dz_TR
 
     def finish(self, x_TI: Tensor | None, dz_TR: Tensor | None) -> None:
@@ -193,14 +194,12 @@ class Branch:
         if x_TI is None or dz_TR is None or not any(any(held.wanted) for held in self._held):
             return
         if not self.drops and dz_TR.shape[1] <= MAX_WIDTH:
-            self.d_a = narrow_products(x_TI, dz_TR)[1]
-            return
-        rounded = dz_TR.to(x_TI.dtype)
-        if self.drops:
-            each = [_product(rounded[:, held.ranks], held.drop(x_TI)) for held in self._held]
+            self.d_a = narrow_gradient(x_TI, dz_TR)
+        elif self.drops:
+            each = [_product(dz_TR[:, held.ranks], held.drop(x_TI)) for held in self._held]
             self.d_a = torch.cat(each)[None]
         else:
-            self.d_a = _product(rounded, x_TI)[None]
+            self.d_a = _product(dz_TR, x_TI)[None]
 
     def gradients(self, d_a: Tensor | None, d_b: Tensor | None) -> list[tuple[Tensor | None, float, Tensor | None]]:
         """The gradient of each A without the scale, the scale, and the gradient of B, from the partial sums' totals."""
@@ -209,7 +208,7 @@ class Branch:
             of_a = d_a[held.ranks].to(held.adapter.a.dtype) if held.wanted[0] and d_a is not None else None
             of_b = None
             if held.wanted[1] and d_b is not None:
-                of_b = d_b[held.outputs, held.ranks].to(held.adapter.b.dtype).contiguous()
+                of_b = held.of(d_b.flatten()).to(held.adapter.b.dtype)
             found.append((of_a, held.adapter.scale, of_b))
         return found
 
@@ -222,6 +221,11 @@ class _Held(NamedTuple):
     wanted: tuple[bool, bool]
     outputs: slice  # of its Linear, in the matmul's result
     ranks: slice  # of the branch's
+
+    def of(self, every: Tensor) -> Tensor:
+        """The part of :attr:`Branch.b`, or of a tensor in its order, that is this adapter's (O, R)."""
+        outputs, rank = self.adapter.b.shape
+        return every[self.ranks.start * outputs :][: outputs * rank].view(outputs, rank)
 
     def drop(self, x_TC: Tensor, add_to: Tensor | None = None) -> Tensor:
         """The adapter's dropout of a tensor; with ``add_to``, added to that one in place."""
@@ -284,7 +288,7 @@ def gelu_gradients(
     dz_down = on_down.through(d_down_TH, z_down, grad_TF)
     simple = (on_up.active or on_down.active) and on_up.is_simple and on_down.is_simple
     if simple and not any(wanted[10:13]):  # nothing else needs GELU's result or the sums over tokens
-        narrow = (z_up, on_up.b_OR if on_up.active else None, dz_down)
+        narrow = (z_up, on_up.b.view(-1, len(on_up.a_RI)) if on_up.active else None, dz_down)
         d_x, dz_up, on_up.d_b, on_down.d_a = gelu_backward_narrow(grad_TF, x_TF, *narrow, operand)
         return GeluGradients(d_x, None, None, dz_up)
     d_x, activated, sums = gelu_backward(grad_TF, x_TF, operand)

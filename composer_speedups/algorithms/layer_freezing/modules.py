@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from composer_speedups.families.blocks import first_layers
@@ -31,13 +30,10 @@ def first_parameters(model: nn.Module, blocks: int) -> dict[str, nn.Parameter]:
 
 
 def freeze(model: nn.Module, optimizers: Iterable[Optimizer], blocks: int) -> None:
-    """Stop training the first layers, between the optimizer's step and the next forward pass; ValueError under DDP,
-    whose reducer would wait for their gradients.
+    """Stop training the first layers, between the optimizer's step and the next forward pass.
 
     The optimizers' groups stay: they skip parameters without gradients, and do not decay them.
     """
-    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
-        raise ValueError("DistributedDataParallel already reduces the gradients; freeze before it wraps the model")
     for parameter in first_parameters(model, blocks).values():
         parameter.requires_grad_(False)
         parameter.grad = None

@@ -20,6 +20,7 @@ from composer.core.engine import Trace, _get_default_passes, _setup_trace
 from composer.loggers import Logger, LoggerDestination
 from composer.trainer import trainer as composer_trainer
 
+from composer_speedups.core.host import Host
 from composer_speedups.core.technique import Technique
 from composer_speedups.distributed.composer_loop import TESTED_COMPOSER, is_defined_in_composer, other_composer
 
@@ -113,7 +114,10 @@ class LeanEvents:
         if not self.in_batch:
             return None
         self.events += 1
-        self.batches += name == "batch_start"
+        if name == "batch_start":
+            self.batches += 1
+            if not self.batches & (self.batches - 1):  # 1, 2, 4, …: some handle only the first batches
+                self._table = {}
         if state._algorithms != self._algorithms:
             self._algorithms = list(state._algorithms)
             self._others = [algorithm for algorithm in self._algorithms if not isinstance(algorithm, Technique)]
@@ -147,11 +151,17 @@ class LeanEvents:
         found = self._table.get(name)
         if found is None:
             hearing = [(callback, _has(callback, "run_event")) for callback in callbacks]
-            hearing = [(callback, own) for callback, own in hearing if own or _has(callback, name)]
+            hearing = [(callback, own) for callback, own in hearing if _hears(callback, name, own)]
             loggers = [entry for entry in hearing if isinstance(entry[0], LoggerDestination)]
             others = [entry for entry in hearing if not isinstance(entry[0], LoggerDestination)]
             found = self._table[name] = _Listeners(others, loggers, len(callbacks) - len(hearing))
         return found
+
+
+def _hears(callback: Callback, event: str, overrides_run_event: bool) -> bool:
+    if isinstance(callback, Host):  # which loses handlers in the first batches, and gets none
+        return callback.hears(event)
+    return overrides_run_event or _has(callback, event)
 
 
 def _has(callback: Callback, method: str) -> bool:

@@ -56,7 +56,7 @@ class _Encoder(NamedTuple):
 
 def unpad(
     model: nn.Module,
-    pad_to_multiple_of: int = MULTIPLE,
+    pad_to_multiple_of: int | None = MULTIPLE,
     mlm_head: MLMHead = "all",
     *,
     check: Check = "never",
@@ -119,7 +119,7 @@ def _change_classes(encoder: _Encoder) -> None:
             inside.config = PackedAttentionConfig(inside.config, eager)
 
 
-def _packing_of(encoder: _Encoder, pad_to_multiple_of: int, reads_padding: bool | None) -> Packing:
+def _packing_of(encoder: _Encoder, pad_to_multiple_of: int | None, reads_padding: bool | None) -> Packing:
     """How an encoder packs batches under the heads around it, in addition to those of an earlier call."""
     config, reads = encoder.direct_parents[0].config, {*encoder.heads.values()}
     before = vars(encoder.module)["packing"].rules if "packing" in vars(encoder.module) else RowRules()
@@ -128,7 +128,7 @@ def _packing_of(encoder: _Encoder, pad_to_multiple_of: int, reads_padding: bool 
         before.head_reads_first_slot or not reads <= {Reads.LABELLED_TOKENS, Reads.REAL_TOKENS},
         encoder.family.max_width_with_holes(config),
     )
-    return Packing(config, pad_to_multiple_of, rules, reads_padding)
+    return Packing(config, pad_to_multiple_of, rules, reads_padding, encoder.family.blocks)
 
 
 def _eager_attention(kind: type[nn.Module]) -> Callable[..., Any] | None:

@@ -32,8 +32,8 @@ class Unpadding(ComparedTechnique):
     effect = "rounding"
     not_with: ClassVar = {"sdpa_attention": "both replace the model's attention; unpadding brings its own"}
 
-    pad_to_multiple_of: int = Field(64, ge=1, le=65536)
-    """Round the number of packed tokens up to a multiple of this."""
+    pad_to_multiple_of: int | None = Field(None, ge=1, le=65536)
+    """Round the number of packed tokens up to a multiple of this; null: 64, or coarser with cuda_graphs."""
 
     mlm_head: Literal["all", "labelled"] = Field("all")
     """Tokens for which a masked-LM head computes logits in training: all, or those with a label."""
@@ -43,6 +43,7 @@ class Unpadding(ComparedTechnique):
         self._encoders: list[UnpaddedEncoder] = []
         self._rules: list[RowRules] = []  # of the encoders
         self._counts_labels = False
+        self._multiple = self.pad_to_multiple_of  # None: such that graphs of few shapes serve all batches
         self._observed: list[tuple[int, ...]] = []  # slots, tokens and packed tokens of the observed micro-batches
         # totals of the training batches: real tokens and slots of the masks, labelled tokens and slots of the labels
         self._tokens = self._slots = self._labelled = self._label_slots = 0
@@ -52,6 +53,7 @@ class Unpadding(ComparedTechnique):
     def engage(self, run: Run) -> dict[str, Any]:
         from composer_speedups.algorithms.unpadding.encoder_swap import restore_encoders, unpad
         from composer_speedups.packing.encoder import labelled_heads, unpadded_encoders
+        from composer_speedups.packing.layout import MULTIPLE
 
         if self.mlm_head == "labelled" and getattr(run.model, "get_metrics", lambda **_: {})(is_train=True):
             raise self.refusal(
@@ -60,8 +62,10 @@ class Unpadding(ComparedTechnique):
             )
         # In a Trainer, the host compares the first batch with its loss.
         check = self.check if run.in_other_loop else "never"
+        if "cuda_graphs" not in run.techniques:
+            self._multiple = self._multiple or MULTIPLE
         try:
-            unpad(run.model, self.pad_to_multiple_of, self.mlm_head, check=check)
+            unpad(run.model, self._multiple, self.mlm_head, check=check)
         except ValueError as error:
             reason = str(error).removeprefix("unpadding ")
             raise self.refusal(reason, "remove it for this model") from error
@@ -124,7 +128,7 @@ class Unpadding(ComparedTechnique):
         assert run.state is not None
         batch, known = run.state.batch, KnownBatch()
         if isinstance(batch, Mapping):
-            known = take_row_lengths(batch, self.pad_to_multiple_of)  # type: ignore[arg-type]
+            known = take_row_lengths(batch, self._multiple)  # type: ignore[arg-type]
         know_batch(known)
         return known
 
@@ -144,8 +148,9 @@ class Unpadding(ComparedTechnique):
             how = "padded" if seen.ran["padded_encoder"] else "without its encoder"
             raise self.no_effect(f"the first forward pass ran {how}", "do not change attention and output settings")
         called = seen.ran["packed_encoder"] * min(numbers)  # once for each micro-batch; at least, with several encoders
-        if not compiled and seen.ran["packed_layer"] < called:
-            reason = f"{seen.ran['packed_layer']} of {called} calls of layers ran on packed tokens"
+        ran = seen.ran["packed_layer"] + seen.ran["cached_block"]  # those whose outputs layer_freezing keeps
+        if not compiled and ran < called:
+            reason = f"{ran} of {called} calls of layers ran on packed tokens"
             raise self.no_effect(reason, "do not change the encoder's layers")
         if self.mlm_head == "labelled" and not seen.ran["labelled_head"] and not compiled:
             raise self.no_effect("the masked-LM head computed every token", "pass labels (B, S) to the model")

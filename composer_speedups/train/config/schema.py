@@ -230,6 +230,8 @@ class FileConfig(Settings):
 
 
 class LoggersConfig(Settings):
+    interval: int = Field(10, ge=1)
+    """Number of batches between two values of time and training loss in Weights & Biases and TensorBoard."""
     wandb: WandbConfig | None = None
     """Weights & Biases."""
     tensorboard: TensorboardConfig | None = None
@@ -333,6 +335,9 @@ class Config(Settings):
         both = "and algorithms.mixed_precision both set the precision; remove one of them"
         yield precision != "fp32" and "mixed_precision" in self.algorithms, "trainer.precision", both
         stopping = self.trainer.early_stopping
+        samples = "counts samples, of which batches of data.batch_tokens differ; set trainer.microbatch_tokens"
+        split = data.batch_tokens is not None and self.trainer.microbatch_size is not None
+        yield split, "trainer.microbatch_size", samples
         times = {
             "trainer.max_duration": self.trainer.max_duration,
             "trainer.eval_interval": self.trainer.eval_interval,
