@@ -25,7 +25,11 @@ from benchmarks.rows import RESULTS, Row, describe_errors, median_step, newest, 
 
 ROOT = Path(__file__).parent.parent
 _OURS = (None, "own_trainer", "bare_loop")  # what runs this package's techniques; anything else is a peer
-_PEERS = {"hf_trainer": "HF Trainer", "sentence_trainer": "sentence-transformers"}  # others by the module's name
+_PEERS = {  # others have the names of their modules
+    "hf_trainer": "HF Trainer",
+    "sentence_trainer": "sentence-transformers",
+    "transformer_engine": "Transformer Engine",
+}
 _FAST, _FLOAT8, _OWN = "fast set", "fast set, fp8", "own Trainer"
 _MODELS = {"base": "BERT-base", "large": "BERT-large", "minilm6": "MiniLM-L6", "minilm12": "MiniLM-L12"}
 _MODELS |= {"deberta": "DeBERTa-v3-base", "modernbert": "ModernBERT-base", "esm2": "ESM-2, 650 M"}

@@ -1,4 +1,4 @@
-"""What each task reads, minimises and reports: README's table of tasks, which tests compare with runs."""
+"""What each task reads, minimises and reports: docs/data.md's table of tasks, which tests compare with runs."""
 
 from __future__ import annotations
 
