@@ -411,16 +411,19 @@ def test_the_tanh_form_of_gelu_is_refused_where_nothing_computes_it() -> None:
         ("bert", True, {"gelu": "auto"}, False),
         ("bert", True, {"gelu": "tanh"}, True),
         ("bert", False, {"gelu": "auto", "precision": "fp8"}, False),
-        ("bert", False, {"gelu": "auto", "precision": "fp8", "fp8_min_width": 64}, True),
+        ("bert", False, {"gelu": "auto", "precision": "fp8", "fp8_min_width": 1024}, True),
+        ("narrow", False, {"gelu": "auto"}, False),
+        ("narrow", False, {"gelu": "tanh"}, True),
         ("esm", False, {"gelu": "auto"}, False),
         ("modernbert", False, {"gelu": "auto"}, False),
     ],
 )
 def test_auto_takes_the_tanh_form_of_gelu_where_it_is_faster(
-    family: Family, adapters: bool, settings: dict[str, Any], by_epilogues: bool
+    family: Any, adapters: bool, settings: dict[str, Any], by_epilogues: bool
 ) -> None:
     pytest.importorskip("triton", reason="Triton comes with torch on Linux only")
-    model: Any = tiny_model(family)
+    wide = {"hidden_size": 768, "num_attention_heads": 12}
+    model: Any = tiny_model("bert") if family == "narrow" else tiny_model(family, **wide)
     if adapters:
         model = get_peft_model(model, LoraConfig(target_modules=["query"]))
     unpad(model)

@@ -29,6 +29,7 @@ _HEAD_SIZES = (16, 32, 64, 128)
 LastLayer = Literal["needed", "all"]
 Precision = Literal["bf16", "fp8"]
 Gelu = Literal["exact", "tanh", "auto"]
+_EPILOGUE_MIN_WIDTH = 768  # at 384, GELU in products' epilogues saves nothing (docs/results.md, small models)
 _TANH = ("gelu_new", "gelu_pytorch_tanh")  # transformers' names of GELU's tanh form
 
 
@@ -43,7 +44,7 @@ def fuse(
 
     Parameters may be frozen, and Linears may have PEFT's LoRA adapters. With ``precision="fp8"``, layers whose hidden
     size is below ``fp8_min_width`` compute in bf16. ``gelu="tanh"`` computes the tanh form of GELU in every layer,
-    ``gelu="auto"`` in the layers that do so faster: on a GPU, in 16 bits, without adapters.
+    ``gelu="auto"`` in the layers that do so faster: on a GPU, in 16 bits, without adapters, of at least 768 units.
 
     Raises:
         ValueError: The model has no unpadded encoder, or a layer that is not exactly what transformers builds from the
@@ -167,7 +168,7 @@ def _is_tanh(config: Any, gelu: Gelu) -> bool:
 
 def _is_faster_by_epilogues(layer: FusedLayer) -> bool:
     supported = layer.precision != "fp8" and layer.family.block not in WITHOUT_ADAPTERS
-    return supported and not any(map(is_adapted, layer.modules()))
+    return supported and layer.hidden_size >= _EPILOGUE_MIN_WIDTH and not any(map(is_adapted, layer.modules()))
 
 
 def _unsupported(config: Any, layer: nn.Module, precision: Precision, fp8_min_width: int, *, tanh: bool) -> str | None:
