@@ -129,11 +129,16 @@ def _meeting(selection: str) -> list[Row]:
 
 
 def _title_of(peer: Row) -> str:
-    """The name of a peer; flags that bring another package's kernels make it another one."""
+    """The name of a peer; 8 bits and flags that bring another package's kernels make it another one."""
     for flag in ("disentangled_flash", "unsloth"):
         if override_of(peer, f"peer.{flag}") == "true":
             return flag.replace("_", "-")
-    return _PEERS.get(peer["peer"], peer["peer"].replace("_", " "))
+    title = _PEERS.get(peer["peer"], peer["peer"].replace("_", " "))
+    return f"{title}, fp8" if _is_float8(peer) else title
+
+
+def _is_float8(row: Row) -> bool:
+    return "fp8" in row["configuration"]
 
 
 def is_peer(row: Row) -> bool:
@@ -416,15 +421,24 @@ class Beside(NamedTuple):
     batch: str  # rows × tokens
     peers: dict[str, Row]  # the fastest configuration of each peer, by the peer's title
     ours: dict[str, Row]  # the fast set, and what else was measured of _FLOAT8 and _OWN
-    base: Row  # the fastest of the peers
+    base: Row  # the fastest of the peers in 16 bits or more, with which those rows are compared
+    base8: Row  # the fastest of all peers, with which rows in 8 bits are compared
 
     @property
     def rows(self) -> list[Row]:
         return [*self.peers.values(), *self.ours.values()]
 
     def ratio(self, row: Row) -> float:
-        """A row's rate, with that of the fastest peer as 1."""
-        return _rate(row) / _rate(self.base)
+        """A row's rate, with that of the fastest peer of its precision as 1."""
+        return _rate(row) / _rate(self.base8 if _is_float8(row) else self.base)
+
+    @property
+    def bases(self) -> str:
+        """The configurations that are 1.00."""
+        name = str(self.base["configuration"])
+        if self.base8 is self.base or not any(map(_is_float8, self.rows)):
+            return name
+        return f"{name}; for fp8, {self.base8['configuration']}"
 
 
 def measured_beside(selection: str) -> list[Beside]:
@@ -441,10 +455,11 @@ def measured_beside(selection: str) -> list[Beside]:
         for row in sorted(filter(is_peer, own.values()), key=_rate):  # the fastest of each stays
             peers[_title_of(row)] = row
         ours = {name: own[name] for name in (_FAST, _FLOAT8, _OWN) if name in own}
-        if peers and _FAST in ours:
-            base = max(peers.values(), key=_rate)
+        base = max((row for row in peers.values() if not _is_float8(row)), key=_rate, default=None)
+        if base is not None and _FAST in ours:
+            base8 = max(peers.values(), key=_rate)
             model, batch = _model_and_batch(base, selection)
-            points.append(Beside(model, batch, peers, ours, base))
+            points.append(Beside(model, batch, peers, ours, base, base8))
     kept = {row["call"] for row in newest([row for beside in points for row in beside.rows])}
     best: dict[tuple[str, str], Beside] = {}
     for beside in points:
@@ -459,7 +474,8 @@ def measured_beside(selection: str) -> list[Beside]:
 def beside(*selections: str) -> list[str]:
     """The fast set beside its peers, a line for each point of each ``TABLE [KEY=VALUE …]``.
 
-    In parentheses is the rate over that of the fastest peer, which the column "1.00 is" names.
+    In parentheses is the rate over that of the fastest peer, which the column "1.00 is" names; rows in 8 bits are
+    compared with the fastest peer of any precision, others with the fastest that is not in 8 bits.
     """
     every = [point for selection in selections for point in measured_beside(selection)]
     rows = [row for point in every for row in point.rows]
@@ -474,7 +490,7 @@ def beside(*selections: str) -> list[str]:
                 gpu_of(fast), point.model, point.batch,
                 f"{fast['algorithms']['unpadding']['evidence']['padding_of_the_run']:.0%}",
                 *(f"{_spell_rate(_rate(row))} ({point.ratio(row):.2f})" if row else "–" for row in shown),
-                point.base["configuration"],
+                point.bases,
                 f"{fast['peak_memory_gib']['median'] / point.base['peak_memory_gib']['median']:.0%}",
             ]
         )  # fmt: skip
@@ -487,12 +503,13 @@ def beside(*selections: str) -> list[str]:
 
 
 def headline(*selections: str) -> list[str]:
-    """One sentence: the fast set's rate over the fastest peer's at the first point of each selection."""
+    """One sentence: the fast set's rate over the fastest peer's at the first point of each selection, by precision."""
     first, *more = every = [measured_beside(selection)[0] for selection in selections]
     gpus = dict.fromkeys(gpu_of(point.base) for point in every)
-    said = f"{first.model} trains {first.ratio(first.ours[_FAST]):.2f} times as fast as in the fastest other program"
+    ratio = first.ratio(first.ours[_FAST])
+    said = f"{first.model} trains {ratio:.2f} times as fast as in the fastest other program in bf16"
     if _FLOAT8 in first.ours:
-        said += f" ({first.ratio(first.ours[_FLOAT8]):.2f} times with FP8)"
+        said += f" ({first.ratio(first.ours[_FLOAT8]):.2f} times with FP8, of the fastest in any precision)"
     others = "".join(f", and {point.model} {point.ratio(point.ours[_FAST]):.2f} times" for point in more)
     return [f"**With the recommended techniques on one {' or '.join(gpus)}, {said}{others}.**"]
 

@@ -57,6 +57,29 @@ class PhaseClock:
         self._since += seconds
 
 
+class Backlog:
+    """How long the GPU works on steady batches after the host has ended them, without waiting for it in each batch."""
+
+    def __init__(self, record: Callable[[], Any], now: Callable[[], float]) -> None:
+        self._record, self._now = record, now  # record returns a CUDA event of this moment
+        self._idle: tuple[Any, float] | None = None  # a moment when the GPU had finished
+        self._ended: tuple[Any, float] | None = None  # the end of the last batch
+
+    def synchronized(self) -> None:
+        """Note that the GPU has just finished."""
+        self._idle, self._ended = (self._record(), self._now()), None
+
+    def batch_ended(self) -> None:
+        self._ended = self._record(), self._now()
+
+    def seconds(self) -> float:
+        """The seconds by which the GPU finished the last batch later than the host; the GPU has finished."""
+        if self._idle is None or self._ended is None:
+            return 0.0
+        finished = self._idle[0].elapsed_time(self._ended[0]) / 1e3
+        return float(max(0.0, finished - (self._ended[1] - self._idle[1])))
+
+
 @dataclass
 class Batch:
     """One training batch on one rank. Times are in seconds."""
@@ -92,7 +115,8 @@ class ThroughputMonitor(ThroughputConfig, SavedCallback, eq=False):
     in it, since all ranks wait; this is known only at the end, and values logged earlier are not corrected.
 
     The monitor synchronizes with the GPU at the end of each batch outside the steady state, before an evaluation and at
-    the end. Work that the GPU has not finished when a checkpoint is written counts in that phase.
+    the end. What the GPU then still had to do for steady batches counts as theirs. Work that the GPU has not finished
+    when a checkpoint is written counts in that phase.
 
     Logged every ``interval`` batches (the first time before batch 10) and at the end, over the last ``window`` steady
     batches and all ranks, as ``throughput/…``:
@@ -131,6 +155,7 @@ class ThroughputMonitor(ThroughputConfig, SavedCallback, eq=False):
         self._ranks, self._graphs, self._samples = dist.get_world_size(), graphs_so_far(), state.timestamp.sample.value
         self._measured = self._seconds_so_far()
         self._count_flops = flops_counter(model_of(state))
+        self._backlog = Backlog(_recorder(device_of(state)), self.clock.now)
 
     def _begin_between(self, state: State, logger: Logger) -> None:
         self.clock.begin("between")
@@ -168,6 +193,7 @@ class ThroughputMonitor(ThroughputConfig, SavedCallback, eq=False):
         start = self.clock.now()
         _synchronize(device_of(state))
         waited = self.clock.now() - start
+        self._backlog.synchronized()
         if self.batches:
             self.batches[-1].step += waited
             self.clock.skip(waited)
@@ -181,8 +207,13 @@ class ThroughputMonitor(ThroughputConfig, SavedCallback, eq=False):
         trained, graphs, self._graphs = len(self.batches) - self._resumed, self._graphs, graphs_so_far()
         # a resumed run skips batches before its first one
         steady = trained >= max(self.warmup_batches, self._resumed > 0) and self._graphs == graphs
-        if not steady:
+        late = 0.0
+        if steady:
+            self._backlog.batch_ended()
+        else:
             _synchronize(device_of(state))
+            late = self._backlog.seconds()
+            self._backlog.synchronized()
         self.clock.begin("between")
         data, step, between = self._measured
         self._measured = self._seconds_so_far()
@@ -198,6 +229,9 @@ class ThroughputMonitor(ThroughputConfig, SavedCallback, eq=False):
             between=self._measured[2] - between,
             steady=steady,
         )
+        if late := min(late, batch.step):
+            batch.step -= late
+            self.batches[-1].step += late
         self.batches.append(batch)
         self._unsteady += 0.0 if steady else batch.seconds
         if self._peak_is_due and batch.flops:  # also after a resume, which may be on another GPU
@@ -321,6 +355,25 @@ def trained_fraction(state: State) -> float:
     if state.max_duration.unit == TimeUnit.EPOCH and state.dataloader_len is not None:
         done += state.timestamp.batch_in_epoch.value / max(1, int(state.dataloader_len))
     return min(1.0, done / max(1, state.max_duration.value))
+
+
+class _Finished:
+    """Takes the place of a CUDA event on a CPU, where nothing is queued."""
+
+    def elapsed_time(self, later: Any) -> float:
+        return 0.0
+
+
+def _recorder(device: torch.device) -> Callable[[], Any]:
+    if device.type != "cuda":
+        return _Finished
+
+    def record() -> Any:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(device))
+        return event
+
+    return record
 
 
 def _synchronize(device: torch.device) -> None:

@@ -67,7 +67,7 @@ def test_loss_and_gradients_equal_the_untouched_models(family: Family, monkeypat
             assert_near(loss_and_gradients(model, given(inputs)), loss_and_gradients(reference, inputs))
         shape = (1, -(-labelled(inputs) // 8) * 8, VOCABULARY)
         assert model(**given(inputs)).logits.shape == shape
-        monkeypatch.setattr(LabelledHead, "_count", lambda *_: pytest.fail("counted in the forward pass"))
+        monkeypatch.setattr(LabelledHead, "_count_and_lay_out", lambda *_: pytest.fail("counted in the forward pass"))
 
 
 @pytest.mark.parametrize("family", ["bert", "modernbert"])
@@ -128,7 +128,7 @@ def test_other_heads_and_training_metrics_are_refused_before_anything_is_changed
 
 
 def test_a_trainer_trains_like_one_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LabelledHead, "_count", lambda *_: pytest.fail("counted in the forward pass"))
+    monkeypatch.setattr(LabelledHead, "_count_and_lay_out", lambda *_: pytest.fail("counted in the forward pass"))
     model = tiny_model("bert", "mlm")
     batches = fit_batches(model, plain_batches())
     technique, recorder = Unpadding(8, mlm_head="labelled"), Recorder()

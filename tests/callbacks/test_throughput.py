@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -341,6 +342,53 @@ def test_queued_gpu_work_is_charged_to_the_last_step(monkeypatch: pytest.MonkeyP
     assert summary["between_batches_seconds"] == 0, "the wait before the evaluation is part of the last step only"
     assert sum(b.between for b in monitor.batches) == pytest.approx(0)
     assert summary["samples_per_sec"] == pytest.approx(4 / 0.25)
+
+
+class Queue:
+    """A GPU that works 0.2 s on each of the host's batches, which take the host 0.05 s to launch."""
+
+    def __init__(self, clock: Any) -> None:
+        self.clock, self.free = clock, 0.0  # when the GPU will have finished
+
+    def launch(self) -> None:
+        self.clock.now += 0.05
+        self.free = max(self.free, self.clock.now) + 0.2
+
+    def wait(self, _: Any = None) -> None:
+        self.clock.now = max(self.clock.now, self.free)
+
+    def record(self) -> Any:
+        reached = max(self.clock.now, self.free)
+        return SimpleNamespace(at=reached, elapsed_time=lambda later: 1e3 * (later.at - reached))
+
+
+@pytest.mark.parametrize("captures", [[], [4], [3, 5]])
+def test_what_the_gpu_still_has_to_do_before_a_capture_counts_for_the_steady_batches(
+    captures: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, monitor = timed(warmup_batches=1)
+    gpu = Queue(clock)
+    monkeypatch.setattr(module, "_synchronize", gpu.wait)
+    monkeypatch.setattr(module, "_recorder", lambda _: gpu.record)
+    trainer = make_trainer(batches=plain_batches(8), callbacks=[monitor])
+    forward, batches = trainer.state.model.forward, []
+
+    def launch(inputs: Any) -> Any:
+        batches.append(inputs)
+        if len(batches) in captures:
+            gpu.wait()
+            clock.now += 3.0
+            count_capture()
+        gpu.launch()
+        return forward(inputs)
+
+    trainer.state.model.forward = launch  # type: ignore[method-assign, assignment]
+    fit_and_close(trainer)
+    assert [b.steady for b in monitor.batches] == [i not in (1, *captures) for i in range(1, 9)]
+    runs = [len([*group]) for steady, group in itertools.groupby(b.steady for b in monitor.batches) if steady]
+    seconds = sum(0.05 + 0.2 * batches for batches in runs)  # the GPU waits for the first launch of each
+    assert monitor.summary()["samples_per_sec"] == pytest.approx(4 * sum(runs) / seconds)
+    assert [b.step for b in monitor.batches if b.index in captures] == pytest.approx([3.25] * len(captures))
 
 
 def one_rank_captures() -> tuple[dict[str, Any], list[bool]]:

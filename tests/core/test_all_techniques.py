@@ -58,9 +58,9 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     folder = str(tmp_path_factory.mktemp("run"))
     trainer = make_trainer(techniques, model=tiny_bert(dropout=0.1), save_folder=folder, **SAVING)
     host = host_of(trainer.state)
-    heard = [set(filter(host.hears, Event))]
+    heard = [{event for event in Event if host.hears(event.value)}]
     trainer.fit()
-    heard.append(set(filter(host.hears, Event)))
+    heard.append({event for event in Event if host.hears(event.value)})
     flags.append(_process_flags())
     trainer.close()
     return Run(case, techniques, techniques[-1], trainer, f"{folder}/ba2.pt", heard, [*flags, _process_flags()])
