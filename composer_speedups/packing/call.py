@@ -105,6 +105,9 @@ class KnownBatch(NamedTuple):
     uncounted: int = 0  # masks without row lengths
     indices: RowLengths | None = None  # of the rows' samples in their dataset
 
+    def without(self, prefix: Prefix) -> KnownBatch:
+        return self._replace(rows=tuple(r._replace(prefix=None) if r.prefix is prefix else r for r in self.rows))
+
     def of(self, mask: Tensor) -> KnownRows | None:
         """What is known of a mask, or of the one, (B, texts, S), of which it is a view with all texts as rows. Compiled
         code cannot see views: there, a mask of the right shape is taken, if there is only one."""

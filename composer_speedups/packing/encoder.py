@@ -31,6 +31,7 @@ from composer_speedups.packing.call import (
     CallPlan,
     ModelAroundEncoder,
     call_of,
+    know_batch,
     known_batch,
     models_around_encoders,
     take_row_lengths,
@@ -88,7 +89,10 @@ class Packing:
             return CallPlan(observe=partial(self._observe, call, mask))
         layout = self._layout_of(values, mask, call.labels)
         known = None if layout is None or mask is None else known_batch().of(mask)
-        return CallPlan(layout, call.first_tokens_only, prefix=None if known is None else known.prefix)
+        prefix = None if known is None else known.prefix
+        if prefix is not None:  # of this call's tokens; another call with the same mask may have others
+            know_batch(known_batch().without(prefix))
+        return CallPlan(layout, call.first_tokens_only, prefix=prefix)
 
     def _can_pack(self, mask: Any, inputs: dict[str, Any]) -> bool:
         return (

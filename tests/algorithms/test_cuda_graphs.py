@@ -377,6 +377,29 @@ def test_gradients_of_any_subset_of_outputs_with_unused_parameters() -> None:
     assert model["a"].bias.grad is None
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_a_forward_that_changes_its_batch_changes_no_graph(training: bool) -> None:
+    class Popping(nn.Linear):
+        def forward(self, batch: Any) -> Any:
+            weight = batch.pop("weight", None)
+            output = super().forward(batch["x"]).squeeze(-1)
+            return (output if weight is None else output * weight).sum()
+
+    torch.manual_seed(0)
+    model = Popping(4, 1).train(training)
+    reference, calls = copy.deepcopy(model), graphed(model)
+    with torch.set_grad_enabled(training):
+        for step in range(3):
+            inputs = {"x": torch.full((3, 4), step + 1.0), "weight": torch.tensor([0.0, 0.0, 5.0])}
+            outputs = [network(dict(inputs)) for network in (model, reference)]
+            torch.testing.assert_close(*outputs)
+            if training:
+                sum(outputs).backward()
+    assert calls.replays + calls.eval_replays >= 2
+    if training:
+        assert_near(gradients(model), gradients(reference))
+
+
 # Graphs of an unpadded model: one set per number of packed tokens.
 
 

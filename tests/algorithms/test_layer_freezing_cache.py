@@ -310,6 +310,26 @@ def test_data_that_cannot_be_cached(loader: Any, message: str) -> None:
     assert str(error.value) == f"layer_freezing: cache: {message}, or remove cache"
 
 
+class TwoViews(HuggingFaceModel):
+    """Calls the model twice with the same mask, and other tokens in the second call."""
+
+    def forward(self, batch: Any) -> Any:
+        inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "labels")}
+        once, again = self.model(**inputs), self.model(**{**inputs, "input_ids": inputs["input_ids"].roll(1, 0)})
+        return {**once, "loss": once["loss"] + again["loss"]}
+
+
+def test_a_second_call_with_the_batchs_mask_does_not_get_the_first_ones_outputs() -> None:
+    with pytest.raises(Refusal, match=r"outputs of 1 of 2 calls of frozen blocks came from the cache; call the model"):
+        train(True, TwoViews(bert()))
+
+
+def test_a_cache_of_all_blocks_leaves_nothing_to_fuse() -> None:
+    reason = "cache leaves fused_layers no block to compute; freeze fewer blocks, or remove it"
+    with pytest.raises(Refusal, match=reason):
+        train(True, tiny_model("bert", layers=1), [FusedLayers()])
+
+
 def test_outputs_that_do_not_fit_into_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     class Memory:
         available = 100

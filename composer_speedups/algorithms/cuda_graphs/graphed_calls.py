@@ -277,6 +277,7 @@ class _Graph:
         self._output_spec: TreeSpec | None = None
         static = tuple(tensor.clone() for tensor in tensors)
         self._arguments = _with(arguments, dict(zip(map(id, tensors), static, strict=True)))
+        self._static = {id(tensor): tensor for tensor in static}
         buffers = [(b, b.clone()) for b in calls.model.buffers()]  # warm-up changes running statistics
         try:
             # Autocast's cache would reuse tensors of one replay in the next.
@@ -310,7 +311,7 @@ class _Graph:
         return tree_unflatten(outputs, self._output_spec)
 
     def _call(self, *_: Tensor) -> tuple[Tensor, ...]:
-        args, kwargs, *known = self._arguments  # with the static tensors
+        args, kwargs, *known = _with(self._arguments, self._static)  # in new containers, which a forward may change
         in_place = contextlib.nullcontext() if self._placeholders is None else self._placeholders.in_place()
         with with_known_batch(KnownBatch(*known)), in_place:
             outputs, self._output_spec = tree_flatten(self._original(*args, **kwargs))

@@ -118,8 +118,11 @@ class LayerFreezing(Technique):
         if any(isinstance(module, DistributedDataParallel) for module in run.model.modules()):
             reason = "DistributedDataParallel already waits for the gradients of all parameters"
             raise self.refusal(reason, "apply it before DistributedDataParallel wraps the model")
+        blocks = len(blocks_of(only_encoder(run.model)))
+        if self.cache and self._blocks == blocks and "fused_layers" in run.techniques:
+            raise self.refusal("cache leaves fused_layers no block to compute", "freeze fewer blocks, or remove it")
         freeze(run.model, run.optimizers, self._blocks)
-        return {"layers": self.layers, "blocks": len(blocks_of(only_encoder(run.model)))}
+        return {"layers": self.layers, "blocks": blocks}
 
     def proof(self, run: Run, seen: FirstBatch) -> dict[str, Any]:
         from composer_speedups.algorithms.layer_freezing.modules import first_parameters
