@@ -334,7 +334,7 @@ def test_each_run_has_its_own_process_that_imported_before() -> None:
     rows = run(set=BRIEF, repeats=1, cumulative=False, configurations=runs)
     assert len(rows[0]["losses"]) == 1
     assert rows[0]["process_seconds"] is None
-    assert 0 < rows[0]["run_seconds"]["median"] < time.perf_counter() - asked - 1  # the imports came before its turn
+    assert 0 < rows[0]["run_seconds"]["median"] < time.perf_counter() - asked - 0.2  # the imports came before its turn
     assert rows[1]["error_kinds"] == ["refused"]
     assert "train.py: command line: unknown key 'data.bach_size'" in rows[1]["errors"][0]
 

@@ -70,8 +70,9 @@ def test_each_line_is_of_one_call_and_its_ratio_of_two_lines(rows: list[dict[str
 def test_the_fast_set_is_compared_with_the_fastest_peer_of_its_call(rows: list[dict[str, Any]]) -> None:
     def add(call: str, commit: str = "0123456", **rates: float) -> None:
         names = {"plain": "HF Trainer", "graphs": "HF Trainer, graphs", "fast": "fast set", "fp8": "fast set, fp8"}
-        names |= {"expert": "flattened loop"}
+        names |= {"expert": "flattened loop", "engine": "Transformer Engine", "engine8": "Transformer Engine, fp8"}
         peers = {"plain": "hf_trainer", "graphs": "hf_trainer", "expert": "flattened_loop"}
+        peers |= dict.fromkeys(("engine", "engine8"), "transformer_engine")
         for key, rate in rates.items():
             more = {"peak_memory_gib": 1.0} if key == "fast" else {}
             one = row(names[key], call, rate, overrides=["model.size=base"], repeats=1, runs=more)
@@ -91,7 +92,16 @@ def test_the_fast_set_is_compared_with_the_fastest_peer_of_its_call(rows: list[d
     assert tables.beside("t")[2] == (
         "| BERT-base | 8 × 256 | 25% | 100 (0.50) | 200 (1.00) | 300 (1.50) | flattened loop | 50% |"
     ), "the rows of the newest commit that has what is compared"
-    assert "x, BERT-base trains 1.50 times as fast as in the fastest other program.**" in tables.headline("t")[0]
+    said = "x, BERT-base trains 1.50 times as fast as in the fastest other program in bf16.**"
+    assert said in tables.headline("t")[0]
+    add("2026-01-05", "abcdef0", expert=200, engine=250, engine8=500, fast=300, fp8=600)
+    rates = "| 200 (0.80) | 250 (1.00) | 500 (1.00) | 300 (1.20) | 600 (1.20) |"
+    base = "Transformer Engine; for fp8, Transformer Engine, fp8"
+    assert tables.beside("t")[2] == f"| BERT-base | 8 × 256 | 25% {rates} {base} | 50% |"
+    assert (
+        "trains 1.20 times as fast as in the fastest other program in bf16 (1.20 times with FP8"
+        in tables.headline("t")[0]
+    )
     rows[:] = [one for one in rows if one["peer"] is None]
     with pytest.raises(ValueError, match="no call of t has a peer and the fast set"):
         tables.beside("t")
