@@ -102,9 +102,10 @@ class FlatTokens(torch.utils.data.Dataset[Ragged]):
         rows_R = np.asarray(indices)
         lengths_R = self.lengths[rows_R]
         first_R = np.cumsum(lengths_R) - lengths_R  # start of each row in the batch
-        places_T = np.arange(lengths_R.sum()) + np.repeat(self._starts_N[rows_R] - first_R, lengths_R)
+        places_T = np.repeat(self._starts_N[rows_R] - first_R, lengths_R)
+        places_T += np.arange(len(places_T))
         rows = {name: values[rows_R] for name, values in self.rows.items()}
-        return Ragged({k: v[places_T] for k, v in self.tokens.items()}, rows.pop("lengths", lengths_R), rows)
+        return Ragged({k: v.take(places_T) for k, v in self.tokens.items()}, rows.pop("lengths", lengths_R), rows)
 
     def arrays(self) -> list[Arrays]:
         return [self.lengths, *self.tokens.values(), *self.rows.values()]

@@ -24,7 +24,7 @@ from composer_speedups.data.summary import DataSummary, check_data
 from composer_speedups.data.tokens import load_tokenizer, measure_truncation, tokenize
 from composer_speedups.distributed.balanced_sampling import BalancedSampler
 from composer_speedups.families.flops import batch_lengths
-from composer_speedups.packing.rows import IGNORED, SAMPLES, IndexedRows, row_lengths
+from composer_speedups.packing.rows import IGNORED, SAMPLES, IndexedRows, lengths_key, row_lengths
 from composer_speedups.tasks.settings import GENERATED, DataConfig
 from composer_speedups.tasks.task import Task
 
@@ -39,7 +39,10 @@ class Data(NamedTuple):
 
 
 class Pad:
-    """Pads rows to (rows, length) or (rows, texts, length): ``max_length``, or the longest, rounded to ``multiple``."""
+    """Pads rows to (rows, length) or (rows, texts, length): ``max_length``, or the longest, rounded to ``multiple``.
+
+    The batch has the row lengths too, so that nobody counts the mask.
+    """
 
     def __init__(self, pad_id: int, max_length: int, *, longest: bool, multiple: int = 1) -> None:
         self.max_length, self.longest, self.multiple = max_length, longest, multiple
@@ -56,7 +59,10 @@ class Pad:
             arrays[name] = np.full(mask.shape, self.fill.get(name, 0))
             arrays[name][mask] = values_T
         batch = {name: torch.from_numpy(values) for name, values in {**arrays, **rows.rows}.items()}
-        return {**batch, SAMPLES: row_lengths(rows.rows[SAMPLES])} if SAMPLES in batch else batch
+        known = {lengths_key("attention_mask"): rows.lengths}
+        if SAMPLES in batch:
+            known[SAMPLES] = rows.rows[SAMPLES]
+        return batch | {name: row_lengths(numbers) for name, numbers in known.items()}
 
 
 def build_data(

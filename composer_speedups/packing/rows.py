@@ -113,11 +113,15 @@ def count_rows(batch: Any, rules: Sequence[RowRules], *, labels: bool = False) -
 
     For each mask (B, S) or (B, texts, S), under :func:`lengths_key`: the real tokens of its rows, or
     :data:`STAYS_PADDED` if one of the encoders' rules says so; with ``labels``, also the labelled tokens of each row.
+    Lengths that the batch has already, of rows that are padded at their ends, are counted again only for a rule that
+    asks for more than them.
     """
     entries, known = {}, labels_of(batch)
     for name, mask in token_masks(batch).items():
-        own = known if name == _MASK and mask.ndim == 2 else None
-        if all(tensor is None or tensor.device.type == "cpu" for tensor in (mask, own)):
+        own, given = known if name == _MASK and mask.ndim == 2 else None, batch.get(lengths_key(name))
+        if given is not None and given.numpy().all() and not any(rule.head_has_token_loss for rule in rules):
+            entries[lengths_key(name)] = given
+        elif all(tensor is None or tensor.device.type == "cpu" for tensor in (mask, own)):
             counts = np.minimum.reduce([rule.lengths(mask.flatten(0, -2), own) for rule in rules])
             entries[lengths_key(name)] = row_lengths(counts.reshape(mask.shape[:-1]))
     if labels and known is not None and known.ndim == 2 and known.device.type == "cpu":

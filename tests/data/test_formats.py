@@ -418,7 +418,7 @@ def test_pairs_are_truncated_and_typed_as_by_the_tokenizer(truncation: Any) -> N
     expected = tokenizer(
         rows["one"], rows["two"], truncation=truncation, max_length=60, padding="max_length", return_tensors="pt"
     )
-    assert set(batch) == {"input_ids", "attention_mask", "token_type_ids", "labels"}
+    assert set(batch) == {"input_ids", "attention_mask", "token_type_ids", "labels", "_row_lengths"}
     for key in expected:
         assert batch[key].equal(expected[key]), key
     assert batch["token_type_ids"].any()

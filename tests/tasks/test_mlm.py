@@ -77,7 +77,7 @@ def test_the_mask_equals_transformers_with_the_same_seed(tokenizer: Any) -> None
     torch.manual_seed(0)
     collate = task.collator(Pad(tokenizer.pad_token_id, 64, longest=False), tokenizer, training=True)
     batch = collate(Ragged.of(task.encode({"text_1": TEXTS}, tokenizer, 64)))
-    assert set(batch) == {"input_ids", "attention_mask", "labels"}
+    assert set(batch) == {"input_ids", "attention_mask", "labels", "_row_lengths"}
     whole = {"truncation": True, "max_length": 64, "padding": "max_length"}
     encoded = [tokenizer(text, return_offsets_mapping=True, **whole) for text in TEXTS]
     for row in encoded:
