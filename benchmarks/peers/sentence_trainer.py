@@ -32,6 +32,7 @@ from typing import Any, Literal
 import torch
 from pydantic import Field
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
+from sentence_transformers import __version__ as installed
 from sentence_transformers.losses import MultipleNegativesRankingLoss
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -170,7 +171,7 @@ class _Peer(JobTrainer, SentenceTransformerTrainer):
         return value.contiguous().pin_memory() if pin else value
 
     def _evidence(self) -> dict[str, Any]:
-        evidence = super()._evidence()
+        evidence = super()._evidence() | {"version": installed}
         if self._flags.unsloth:
             evidence["unpadded_calls"] = self._rows_in_calls.count(1)
             if not evidence["unpadded_calls"]:
