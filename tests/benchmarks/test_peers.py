@@ -120,8 +120,8 @@ def test_hf_trainer_gets_its_flags() -> None:
     assert evidence["graphs"] > 0
     wanted = {"fused": True, "torch_compile": True, "attention": "eager", "regional_compile": True, "grad_norm": False}
     assert evidence.items() >= wanted.items()
-    plain = peer(hf_trainer, "peer.preset=plain", "peer.optim=adamw_torch")["algorithms"]["hf_trainer"]["evidence"]
-    changed = {"preset": "plain", "attention": "sdpa", "regional_compile": False, "grad_norm": True, "fused": False}
+    plain = peer(hf_trainer, "peer.optim=adamw_torch")["algorithms"]["hf_trainer"]["evidence"]
+    changed = {"attention": "sdpa", "regional_compile": False, "grad_norm": True, "fused": False}
     assert plain == {**evidence, **changed, "torch_compile": False, "graphs": 0, "max_grad_norm": 1.0}
 
 
@@ -147,9 +147,8 @@ ROBERTA = ["model.name=roberta", "model.size=null", "model.init=random"]
     ("module", "arguments", "message"),
     [
         (hf_trainer, ["peer.torch_compil=true"], "TrainingArguments refused its flags"),
-        (hf_trainer, ["peer.preset=fast"], "peer.preset must be 'best' or 'plain', not 'fast'"),
         (hf_trainer, ["peer.attention=none"], "peer.attention: 'none' cannot be used"),
-        (bare_loop, ["peer.preset=best"], "unknown key 'peer.preset'"),
+        (bare_loop, ["peer.attention=sdpa"], "unknown key 'peer.attention'"),
         (bare_loop, ["trainer.max_duration=64sp", "scheduler.warmup=8sp"], "peers support epochs and batches"),
         (bare_loop, ["trainer.microbatch_tokens=99"], "trainer.microbatch_tokens: the peers do not"),
         (flattened_loop, ["peer.attention=sdpa"], "peer.attention must be 'torch' or 'FA4', not 'sdpa'"),
