@@ -4,19 +4,16 @@
 
 A busy machine does not change the counts. They are of a tiny BERT on a CPU, after the first batches, without those of
 torch, transformers and the modules that compute the model: dispatch, loggers, callbacks, techniques, data and time.
-The last lines are times, of a step of a model that computes nearly nothing.
+The table ``host`` has times.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
-import itertools
-import statistics
 import sys
 import sysconfig
 import tempfile
-import time
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -29,7 +26,7 @@ import torch
 from composer import Trainer
 from composer.core import Callback, State
 from composer.loggers import Logger
-from composer.models import ComposerModel, HuggingFaceModel
+from composer.models import HuggingFaceModel
 from torch.utils.data import DataLoader
 from transformers import BertConfig, BertForSequenceClassification
 
@@ -86,34 +83,6 @@ class CallCounter(Callback):
         return round(self.calls.total() / max(self.steps, 1))
 
 
-class EmptyStep(ComposerModel):
-    """One Linear layer of 8 x 2 weights, whose step is nearly all the Trainer's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = torch.nn.Linear(8, 2)
-
-    def forward(self, batch: Any) -> torch.Tensor:
-        return self.linear(batch["inputs"])
-
-    def loss(self, outputs: torch.Tensor, batch: Any) -> torch.Tensor:
-        return torch.nn.functional.cross_entropy(outputs.float(), batch["labels"])
-
-
-class StepTimer(Callback):
-    """Notes when each step begins."""
-
-    def __init__(self) -> None:
-        self.starts: list[float] = []
-
-    def before_dataloader(self, state: State, logger: Logger) -> None:
-        self.starts.append(time.perf_counter())
-
-    def median_ms(self) -> float:
-        """The median of a step, from the 100th batch on."""
-        return 1e3 * statistics.median(b - a for a, b in itertools.pairwise(self.starts[100:]))
-
-
 def count(algorithms: list[Any]) -> CallCounter:
     """Train 25 batches of a tiny BERT in a plain Trainer."""
     torch.manual_seed(0)
@@ -124,30 +93,19 @@ def count(algorithms: list[Any]) -> CallCounter:
     )
     counter = CallCounter()
     model = HuggingFaceModel(BertForSequenceClassification(config), use_logits=True)
-    _train(model, rows, algorithms, counter, "cpu")
-    return counter
-
-
-def time_empty_step(algorithms: list[Any]) -> float:
-    """Median milliseconds of 400 empty steps, on a GPU if there is one."""
-    timer, rows = StepTimer(), [{"inputs": torch.zeros(8), "labels": torch.tensor(1)}] * 1600
-    _train(EmptyStep(), rows, algorithms, timer, "gpu" if torch.cuda.is_available() else "cpu")
-    return timer.median_ms()
-
-
-def _train(model: ComposerModel, rows: list[Any], algorithms: list[Any], callback: Callback, device: str) -> None:
     trainer = Trainer(
         model=model,
         train_dataloader=DataLoader(rows, batch_size=4),  # type: ignore[arg-type]
         optimizers=torch.optim.AdamW(model.parameters()),
         algorithms=algorithms,
-        callbacks=[callback],
+        callbacks=[counter],
         max_duration="1ep",
-        device=device,
+        device="cpu",
         progress_bar=False,
     )
     trainer.fit()
     trainer.close()
+    return counter
 
 
 def count_program(yaml: str, overrides: str) -> CallCounter:
@@ -171,7 +129,7 @@ def fast_set() -> CallCounter:
 
 
 def main() -> None:
-    """Print the counts, with ``-v`` also the functions that are called most, and the times of an empty step."""
+    """Print the counts, and with ``-v`` the functions that are called most."""
     warnings.simplefilter("ignore")
     sets: dict[str, Callable[[], list[Any]]] = {
         "Composer": list,
@@ -188,8 +146,6 @@ def main() -> None:
         print(f"{label:35} {counter.per_step():>6,} calls per step")
         for name, calls in counter.calls.most_common(40 if "-v" in sys.argv else 0):
             print(f"    {calls / counter.steps:8.1f}  {name}")
-    for label, made in sets.items():
-        print(f"{label:35} {time_empty_step(made()):>6.2f} ms for an empty step")
 
 
 if __name__ == "__main__":

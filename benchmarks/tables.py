@@ -15,7 +15,7 @@ import operator
 import re
 import shlex
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -220,12 +220,11 @@ def _figure_by_call(columns: Sequence[str], lines: Sequence[_Line], rows: Sequen
     return [*body, "", f"{_repeats(rows)}{_machine(rows)}. Ratios are within a call. {'; '.join(described)}."]
 
 
-def _by_call(rows: Sequence[Row]) -> Iterator[tuple[Row, Row | None]]:
+def _by_call(rows: Sequence[Row], base_of: Callable[[list[Row]], Row | None]) -> list[tuple[Row, Row | None]]:
     """Each row, by batch size and call, with the one that it is compared with."""
     point = operator.itemgetter("data.batch_size", "call")
-    for _, own in itertools.groupby(sorted(rows, key=point), key=point):
-        together = list(own)
-        yield from ((row, base_of(together, rows[0]["configuration"])) for row in together)
+    groups = (list(own) for _, own in itertools.groupby(sorted(rows, key=point), key=point))
+    return [(row, base_of(together)) for together in groups for row in together]
 
 
 def _ratio_to(pairs: Iterable[tuple[Row, Row | None]]) -> str:
@@ -399,7 +398,7 @@ def time_to_accuracy(selection: str) -> list[str]:
 def steps(selection: str) -> list[str]:
     """Every configuration at each batch size, with its rate and median step; ratios are to :func:`base_of`."""
     rows, lines = select(selection), []
-    pairs = list(_by_call(rows))
+    pairs = _by_call(rows, lambda together: base_of(together, rows[0]["configuration"]))
     for row, base in pairs:
         if not row["samples_per_sec"]:
             cells = [str(row["data.batch_size"]), row["configuration"], describe_errors(row), *[""] * 4]
@@ -521,12 +520,7 @@ def gpu_of(row: Row) -> str:
 def jobs(selection: str) -> list[str]:
     """Seconds of each configuration from the start of its process to its end; ratios are to the fastest peer's."""
     rows, lines = select(selection), []
-    point = operator.itemgetter("data.batch_size", "call")
-    pairs = []
-    for _, own in itertools.groupby(sorted(rows, key=point), key=point):
-        together = list(own)
-        base = min(filter(is_peer, together), key=_process_seconds, default=None)
-        pairs += [(row, base) for row in together]
+    pairs = _by_call(rows, lambda together: min(filter(is_peer, together), key=_process_seconds, default=None))
     for row, base in pairs:
         over = "–" if base is None else f"{_process_seconds(base) / _process_seconds(row):.2f}"
         cells = [_spread(row, "process_seconds"), over, _median(row, "warmup_seconds"), _median(row, "eval_seconds")]

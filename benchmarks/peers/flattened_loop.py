@@ -8,10 +8,11 @@ and backward pass per number of tokens. Each batch is one copy from pinned memor
 job is that of the config; ``algorithms`` and ``trainer.precision`` are ignored.
 
 ``peer.graphs=false`` launches every kernel from Python. Tokens are rounded up to a multiple of ``peer.multiple`` (512):
-matmuls are slow at odd numbers, and a smaller multiple means more graphs.
+matmuls are slow at odd numbers, and a smaller multiple means more graphs. ``peer.attention=FA4`` takes the attention of
+the package flash-attn-4, for models without dropout in their attention.
 
-On a CPU, attention runs text by text. The model must be a BertForSequenceClassification, or an
-EsmForSequenceClassification with rotary positions, such as ESM-2.
+On a CPU, attention runs text by text. The model must be a BertForSequenceClassification, a
+ModernBertForSequenceClassification, or an EsmForSequenceClassification with rotary positions, such as ESM-2.
 """
 
 from __future__ import annotations
@@ -19,33 +20,42 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
+from composer.devices import Device
 from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
-from transformers import BertForSequenceClassification, EsmForSequenceClassification
+from transformers import (
+    BertForSequenceClassification,
+    EsmForSequenceClassification,
+    ModernBertForSequenceClassification,
+)
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 from transformers.models.esm.modeling_esm import apply_rotary_pos_emb
 
 from benchmarks.peers.bare_loop import Loop
-from benchmarks.peers.job import build_job, plan_of, read_arguments, set_attention
+from benchmarks.peers.flash_attention_4 import check_package, flash_attention_4
+from benchmarks.peers.job import Job, build_job, plan_of, read_arguments, set_attention
 from benchmarks.peers.meter import Meter
 from composer_speedups.core.compile_counts import compile_counts, count_capture
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.core.settings import Settings
 from composer_speedups.core.trainer_state import torch_device
 from composer_speedups.train.cli import exit_codes
+from composer_speedups.train.config.schema import Config
 from composer_speedups.train.run_folder import RunFolder
 from composer_speedups.train.trainer import build_optimizer, open_device
 
 ATTENTION = "torch_varlen"
+MODELS = (BertForSequenceClassification, EsmForSequenceClassification, ModernBertForSequenceClassification)
 
 
 class Flags(Settings):
+    attention: Literal["torch", "FA4"] = "torch"
     graphs: bool = True
     multiple: int = Field(512, ge=1)
 
@@ -53,48 +63,71 @@ class Flags(Settings):
 def main(arguments: list[str]) -> None:
     config, flags = read_arguments(arguments, Flags)
     device = open_device(config.trainer)
-    on_gpu = torch_device(device).type == "cuda"
-    AttentionInterface.register(ATTENTION, varlen_attention)
+    attend = varlen_attention
+    if flags.attention == "FA4":
+        check_package(torch_device(device))
+        attend = functools.partial(varlen_attention, fa4=True)
+    AttentionInterface.register(ATTENTION, attend)
     AttentionMaskInterface.register(ATTENTION, lambda *_, **__: None)
+
+    def prepared(job: Job) -> None:
+        check_model(job.model.model, dropout=flags.attention != "FA4")
+        set_attention(job.model, ATTENTION)
+        prepare(job.model.model, attend)
+
+    train("flattened_loop", config, device, flags, prepared, FlattenedLoop, lambda: {"attention": flags.attention})
+
+
+def train(
+    peer: str,
+    config: Config,
+    device: Device,
+    flags: Any,
+    prepare: Callable[[Job], None],
+    loop_class: type[FlattenedLoop],
+    evidence: Callable[[], dict[str, Any]],
+) -> None:
+    """Train the job of a config over flattened batches, and write the report."""
+    on_gpu = torch_device(device).type == "cuda"
     config.algorithms = {}
     torch.set_float32_matmul_precision("high")
     if on_gpu:
         torch.set_num_threads(1)  # waking threads takes longer than flattening a batch
     with RunFolder(config) as folder:
         job = build_job(config, on_gpu=on_gpu)
-        check_model(job.model.model)
-        set_attention(job.model, ATTENTION)
-        prepare(job.model.model)
+        prepare(job)
         model = job.model.to(torch_device(device))
         optimizer = build_optimizer(model, config.optimizer)
         for group in optimizer.param_groups:
             group["fused"] = on_gpu
         before = compile_counts()
         meter = Meter(config, model, device, "amp_bf16" if on_gpu else "fp32")
-        loop = FlattenedLoop(config, job, optimizer, torch.amp.GradScaler(enabled=False), meter)
+        loop = loop_class(config, job, optimizer, torch.amp.GradScaler(enabled=False), meter)
         loop.use(flags, on_gpu=on_gpu)
         loop.fit(plan_of(config, len(job.train)))
-        evidence = {
-            "attention": ATTENTION,
-            "graphs": compile_counts().since(before).graphs,
-            "cuda_graphs": len(loop.graphed.captured) if loop.graphed is not None else 0,
-        }
-        meter.write(folder, "flattened_loop", evidence)
+        graphs = compile_counts().since(before).graphs
+        captured = len(loop.graphed.captured) if loop.graphed is not None else 0
+        meter.write(folder, peer, {**evidence(), "graphs": graphs, "cuda_graphs": captured})
 
 
-def check_model(model: Any) -> None:
-    """Raise ConfigError for a model that the loop does not train."""
+def check_model(model: Any, *, dropout: bool = True) -> None:
+    """Raise ConfigError for a model that the loop does not train, or not without ``dropout`` in its attention."""
     if isinstance(model, EsmForSequenceClassification) and model.config.position_embedding_type != "rotary":
         raise ConfigError("model.name: the flattened loop trains ESM with rotary positions only, such as ESM-2")
-    if not isinstance(model, (BertForSequenceClassification, EsmForSequenceClassification)):
-        kinds = "BertForSequenceClassification and EsmForSequenceClassification"
-        raise ConfigError(f"model.name: the flattened loop trains {kinds} only, not {type(model).__name__}")
+    if not isinstance(model, MODELS):
+        *kinds, last = (kind.__name__ for kind in MODELS)
+        names = f"{', '.join(kinds)} and {last}"
+        raise ConfigError(f"model.name: the flattened loop trains {names} only, not {type(model).__name__}")
+    rates = [getattr(model.config, name, 0) for name in ("attention_probs_dropout_prob", "attention_dropout")]
+    if any(rates) and not dropout:
+        raise ConfigError(f"peer.attention: FA4 has no dropout, and this model's attention has {max(rates)}")
 
 
-def prepare(model: Any) -> None:
+def prepare(model: Any, attend: Callable[..., Any] | None = None) -> None:
     """Change a model's layers; parameters keep their values."""
-    for layer in model.base_model.encoder.layer:
-        layer.attention.self = SelfAttention(layer.attention.self)
+    if not isinstance(model, ModernBertForSequenceClassification):  # whose layers have one matmul already
+        for layer in model.base_model.encoder.layer:
+            layer.attention.self = SelfAttention(layer.attention.self, attend or varlen_attention)
     for module in model.modules():
         if type(module) is nn.LayerNorm:
             module.__class__ = AutocastLayerNorm
@@ -103,9 +136,9 @@ def prepare(model: Any) -> None:
 class SelfAttention(nn.Module):
     """The self-attention of BERT or ESM with one matmul for query, key and value."""
 
-    def __init__(self, stock: Any) -> None:
+    def __init__(self, stock: Any, attend: Callable[..., Any]) -> None:
         super().__init__()
-        self.config = stock.config
+        self.attend = attend
         self.rate: float = getattr(stock.dropout, "p", stock.dropout)  # BERT has a module, ESM a number
         self.heads, self.size = stock.num_attention_heads, stock.attention_head_size
         products = [stock.query, stock.key, stock.value]
@@ -126,7 +159,7 @@ class SelfAttention(nn.Module):
         if position_embeddings is not None:
             query, key = apply_rotary_pos_emb(query, key, *position_embeddings, unsqueeze_dim=1)
         dropout, scaling = self.rate if self.training else 0.0, self.size**-0.5
-        out, _ = varlen_attention(self, query, key, value, attention_mask, dropout, scaling, **kwargs)
+        out, _ = self.attend(self, query, key, value, attention_mask, dropout, scaling, **kwargs)
         return out.flatten(2), None
 
 
@@ -138,7 +171,7 @@ class AutocastLayerNorm(nn.LayerNorm):
             return super().forward(x)
         dtype = torch.get_autocast_dtype(x.device.type)
         with torch.autocast(x.device.type, enabled=False):
-            weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
+            weight, bias = self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype)
             # The residual stream of a pre-norm model is float32, and is not rounded before its norms.
             return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps).to(dtype)
 
@@ -147,10 +180,10 @@ class FlattenedLoop(Loop):
     """The loop of :mod:`.bare_loop`, with batches of one row."""
 
     classify: Any
-    flags: Flags
+    flags: Any
     graphed: GraphedStep | None = None
 
-    def use(self, flags: Flags, *, on_gpu: bool) -> None:
+    def use(self, flags: Any, *, on_gpu: bool) -> None:
         self.flags = flags
         self.classify = functools.partial(classify, self.model.model)
         if on_gpu:
@@ -279,19 +312,33 @@ class GraphedStep:
 
 def classify(model: Any, flat: Flat) -> tuple[Tensor, Tensor]:
     """Return the mean cross entropy and the logits (B, classes)."""
-    starts = flat.starts
+    starts, family = flat.starts, model.config.model_type
     ids, types, positions = flat.tokens[:3, None, :-1].unbind(0)
     inputs: dict[str, Any] = {"position_ids": positions, "starts": starts, "longest": flat.longest}
-    if model.base_model_prefix == "esm":
+    if family == "esm":
         inputs["inputs_embeds"] = embedded_proteins(model.esm.embeddings, ids, starts)
     else:
-        inputs |= {"input_ids": ids, "token_type_ids": types}
-    hidden = model.base_model(**inputs).last_hidden_state
-    first = hidden.squeeze(0).index_select(0, starts[:-2]).unsqueeze(1)
-    if model.base_model_prefix == "bert":
-        first = model.dropout(model.bert.pooler(first))
+        inputs |= {"input_ids": ids} | ({"token_type_ids": types} if family == "bert" else {})
+    hidden = model.base_model(**inputs).last_hidden_state.squeeze(0)
+    if family == "modernbert" and model.config.classifier_pooling == "mean":
+        sums = hidden.new_zeros(len(starts) - 1, hidden.shape[-1], dtype=torch.float32)
+        sums = sums.index_add(0, text_of_tokens(starts, len(hidden)), hidden.float())
+        first = (sums / starts.diff().unsqueeze(1))[:-1].to(hidden.dtype)
+    else:
+        first = hidden.index_select(0, starts[:-2])
+    if family == "bert":
+        first = model.dropout(model.bert.pooler(first.unsqueeze(1)))
+    elif family == "esm":
+        first = first.unsqueeze(1)
+    else:
+        first = model.drop(model.head(first))
     logits = model.classifier(first)
     return F.cross_entropy(logits, flat.labels), logits
+
+
+def text_of_tokens(starts: Tensor, tokens: int) -> Tensor:
+    """The number of each token's text, (T,)."""
+    return torch.bucketize(torch.arange(tokens, device=starts.device), starts[1:], right=True)
 
 
 def embedded_proteins(embeddings: Any, ids: Tensor, starts: Tensor) -> Tensor:
@@ -301,9 +348,9 @@ def embedded_proteins(embeddings: Any, ids: Tensor, starts: Tensor) -> Tensor:
         masked = ids == embeddings.mask_token_id
         masked_before = F.pad(masked.squeeze(0).cumsum(0), (1, 0)).index_select(0, starts)
         share = masked_before.diff() / starts.diff()
-        text = torch.bucketize(torch.arange(ids.shape[1], device=ids.device), starts[1:], right=True)
         scale = (1 - 0.15 * 0.8) / (1 - share)  # relative to the share in ESM's pre-training
-        embedded = embedded.masked_fill(masked.unsqueeze(-1), 0.0) * scale.index_select(0, text).unsqueeze(-1)
+        scale = scale.index_select(0, text_of_tokens(starts, ids.shape[1])).unsqueeze(-1)
+        embedded = embedded.masked_fill(masked.unsqueeze(-1), 0.0) * scale
     return embedded if embeddings.layer_norm is None else embeddings.layer_norm(embedded)
 
 
@@ -317,22 +364,37 @@ def varlen_attention(
     scaling: float | None = None,
     starts: Tensor | None = None,
     longest: int = 0,
+    sliding_window: int | None = None,
+    fa4: bool = False,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attention (1, heads, T, units) → (1, T, heads, units), in which each token attends to those of its own text."""
+    """Attention (1, heads, T, units) → (1, T, heads, units), in which each token attends to those of its own text, or
+    to those of them that are nearer than ``sliding_window``."""
     assert starts is not None
     if not query.is_cuda:
         texts = (x.split(starts.diff().tolist(), dim=2) for x in (query, key, value))
         results = [
-            F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scaling)
+            F.scaled_dot_product_attention(q, k, v, near(q.shape[2], sliding_window), dropout, scale=scaling)
             for q, k, v in zip(*texts, strict=True)
         ]
         return torch.cat(results, dim=2).transpose(1, 2), None
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-    attended = torch.ops.aten._flash_attention_forward(
-        q, k, v, starts, starts, longest, longest, dropout, False, False, scale=scaling
-    )[0]
-    return attended.unsqueeze(0), None
+    window = None if sliding_window is None else sliding_window - 1  # the largest distance on either side
+    if fa4:
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        return flash_attention_4(q, k, v, starts, longest, scaling, window)[0].unsqueeze(0), None
+    rows = starts, starts, longest, longest
+    windows = {"window_size_left": window, "window_size_right": window}
+    attended = torch.ops.aten._flash_attention_forward(q, k, v, *rows, dropout, False, False, scale=scaling, **windows)
+    return attended[0].unsqueeze(0), None
+
+
+def near(tokens: int, sliding_window: int | None) -> Tensor | None:
+    """The pairs of tokens that attend to each other, (T, T); None for all."""
+    if sliding_window is None:
+        return None
+    positions = torch.arange(tokens)
+    return (positions[:, None] - positions).abs() < sliding_window
 
 
 if __name__ == "__main__":

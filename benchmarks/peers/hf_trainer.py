@@ -4,8 +4,8 @@ The job is that of the config: the same samples in the same order, tokens, paddi
 dropout, AdamW settings, learning rate of every batch, clipping and evaluations. ``algorithms`` and
 ``trainer.precision`` are ignored; instead there are
 
-- ``peer.preset``: ``best`` (default), HF Trainer's fastest flags: bf16, TF32, torch.compile, fused AdamW, non-blocking
-  copies, no logging; without a GPU, only those that do not need one. ``plain``: the default flags.
+- HF Trainer's fastest flags: bf16, TF32, torch.compile, fused AdamW, non-blocking copies, no logging; without a GPU,
+  only those that do not need one.
 - ``peer.attention``: an ``attn_implementation``. Default ``sdpa``, as in transformers.
 - ``peer.regional_compile``: accelerate compiles one block and reuses it. Default false.
 - ``peer.apply_recommended``: apply :func:`composer_speedups.apply_recommended` to the model first. Default false.
@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -45,7 +45,6 @@ from composer_speedups.train.run_folder import RunFolder
 
 
 class Flags(Settings):
-    preset: Literal["best", "plain"] = "best"
     attention: str = "sdpa"
     regional_compile: bool = False
     apply_recommended: bool = False
@@ -64,7 +63,7 @@ def main(arguments: list[str]) -> None:
     with RunFolder(config) as folder:
         job = build_job(config, on_gpu=on_gpu)
         plan = plan_of(config, len(job.train))
-        args = training_arguments(TrainingArguments, config, plan, own.preset, flags, on_gpu=on_gpu, folder=folder.path)
+        args = training_arguments(TrainingArguments, config, plan, flags, on_gpu=on_gpu, folder=folder.path)
         if args.train_sampling_strategy == "group_by_length":
             job = job._replace(train=_grouped_by_length(job.train, config))
         meter = meter_of(config, job, args, on_gpu=on_gpu)

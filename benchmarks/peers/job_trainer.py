@@ -42,13 +42,12 @@ def training_arguments(
     kind: type[TrainingArguments],
     config: Config,
     plan: Plan,
-    preset: str,
     flags: dict[str, Any],
     *,
     on_gpu: bool,
     folder: Path,
 ) -> TrainingArguments:
-    """The job's settings, overridden by the preset's flags, overridden by the user's."""
+    """The job's settings, overridden by the fastest flags, overridden by the user's."""
     optimizer, data = config.optimizer, config.data
     job = {
         "output_dir": str(folder),
@@ -72,9 +71,8 @@ def training_arguments(
         "disable_tqdm": True,
         "remove_unused_columns": False,
     }
-    best = {**_BEST, **(_BEST_ON_GPU if on_gpu else {})} if preset == "best" else {}
     try:
-        arguments = kind(**{**job, **best, **flags})
+        arguments = kind(**{**job, **_BEST, **(_BEST_ON_GPU if on_gpu else {}), **flags})
     except (TypeError, ValueError, ImportError) as error:
         raise ConfigError(f"peer: TrainingArguments refused its flags ({first_line(error)})") from error
     if arguments.n_gpu > 1:

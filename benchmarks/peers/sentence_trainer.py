@@ -7,7 +7,7 @@ clipping. As in sentence-transformers, each column of texts is encoded by a call
 ``data.padding=longest``, it is padded to its own longest text. The loss does not exclude false negatives. Texts are
 tokenized ahead of training. ``algorithms`` and ``trainer.precision`` are ignored; instead there are
 
-- ``peer.preset`` and ``peer.attention``: as in :mod:`.hf_trainer`.
+- the fastest flags and ``peer.attention``, as in :mod:`.hf_trainer`.
 - ``peer.flatten``: true for sentence-transformers' unpadded inputs: a column's texts are one row without padding, and
   each is pooled from its own tokens. Default false. Attention is torch's variable-length flash attention, which has
   dropout; on a CPU, it runs text by text. The model must be a BertModel.
@@ -27,11 +27,12 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from pydantic import Field
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
+from sentence_transformers import __version__ as installed
 from sentence_transformers.losses import MultipleNegativesRankingLoss
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -51,7 +52,6 @@ from composer_speedups.train.run_folder import RunFolder
 
 
 class Flags(Settings):
-    preset: Literal["best", "plain"] = "best"
     attention: str = "sdpa"
     flatten: bool = False
     multiple: int = Field(1, ge=1)
@@ -69,7 +69,7 @@ def main(arguments: list[str]) -> None:
             raise ConfigError("data.eval_file: this peer does not evaluate; set data.eval_file=null")
         plan = plan_of(config, len(job.train))
         args = training_arguments(
-            SentenceTransformerTrainingArguments, config, plan, own.preset, flags, on_gpu=on_gpu, folder=folder.path
+            SentenceTransformerTrainingArguments, config, plan, flags, on_gpu=on_gpu, folder=folder.path
         )
         if own.unsloth and args.torch_compile:
             raise ConfigError("peer.unsloth: Unsloth does not unpad a compiled model; set peer.torch_compile=false")
@@ -170,7 +170,7 @@ class _Peer(JobTrainer, SentenceTransformerTrainer):
         return value.contiguous().pin_memory() if pin else value
 
     def _evidence(self) -> dict[str, Any]:
-        evidence = super()._evidence()
+        evidence = super()._evidence() | {"version": installed}
         if self._flags.unsloth:
             evidence["unpadded_calls"] = self._rows_in_calls.count(1)
             if not evidence["unpadded_calls"]:

@@ -31,16 +31,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import BertForSequenceClassification
 
-from benchmarks.peers.flattened_loop import AutocastLayerNorm, Flat, FlattenedLoop, GraphedStep
-from benchmarks.peers.job import build_job, plan_of, read_arguments
-from benchmarks.peers.meter import Meter
-from composer_speedups.core.compile_counts import compile_counts
+from benchmarks.peers.flattened_loop import AutocastLayerNorm, Flat, FlattenedLoop, GraphedStep, train
+from benchmarks.peers.job import Job, read_arguments
 from composer_speedups.core.errors import ConfigError, first_line
 from composer_speedups.core.settings import Settings
 from composer_speedups.core.trainer_state import torch_device
 from composer_speedups.train.cli import exit_codes
-from composer_speedups.train.run_folder import RunFolder
-from composer_speedups.train.trainer import build_optimizer, open_device
+from composer_speedups.train.trainer import open_device
 
 
 class Flags(Settings):
@@ -57,30 +54,15 @@ def main(arguments: list[str]) -> None:
         raise ConfigError("trainer.device: Transformer Engine needs a GPU")
     os.environ["NVTE_BIAS_GELU_NVFUSION"] = str(int(not flags.gelu_in_product))
     te = transformer_engine()
-    config.algorithms = {}
-    torch.set_float32_matmul_precision("high")
-    torch.set_num_threads(1)  # waking threads takes longer than flattening a batch
-    with RunFolder(config) as folder:
-        job = build_job(config, on_gpu=True)
+
+    def evidence() -> dict[str, Any]:
+        own = {"float8": flags.float8, "gelu": "tanh", "gelu_in_product": flags.gelu_in_product}
+        return {"attention": attention_backend(), **own}
+
+    def prepared(job: Job) -> None:
         prepare(job.model.model, te.TransformerLayer)
-        model = job.model.to(torch_device(device))
-        optimizer = build_optimizer(model, config.optimizer)
-        for group in optimizer.param_groups:
-            group["fused"] = True
-        before = compile_counts()
-        meter = Meter(config, model, device, "amp_bf16")
-        loop = EngineLoop(config, job, optimizer, torch.amp.GradScaler(enabled=False), meter)
-        loop.use_engine(flags, te)
-        loop.fit(plan_of(config, len(job.train)))
-        evidence = {
-            "attention": attention_backend(),
-            "float8": flags.float8,
-            "gelu": "tanh",
-            "gelu_in_product": flags.gelu_in_product,
-            "graphs": compile_counts().since(before).graphs,
-            "cuda_graphs": len(loop.graphed.captured) if loop.graphed is not None else 0,
-        }
-        meter.write(folder, "transformer_engine", evidence)
+
+    train("transformer_engine", config, device, flags, prepared, EngineLoop, evidence)
 
 
 def transformer_engine() -> Any:
@@ -178,19 +160,20 @@ def engine_layer(stock: Any, number: int, layer_class: Any) -> nn.Module:
 class EngineLoop(FlattenedLoop):
     """The flattened loop, with an encoder of Transformer Engine's layers."""
 
-    def use_engine(self, flags: Flags, te: Any) -> None:
-        self.flags = flags  # type: ignore[assignment]
+    def use(self, flags: Flags, *, on_gpu: bool = True) -> None:
+        self.flags = flags
         model: Any = self.model.model
-        embed, in_float8 = torch.compile(model.bert.embeddings, dynamic=True), functools.partial(float8, te)
-        self.classify = functools.partial(classify, model, embed, in_float8 if flags.float8 else contextlib.nullcontext)
+        embed = torch.compile(model.bert.embeddings, dynamic=True)
+        self.classify = functools.partial(classify, model, embed, float8 if flags.float8 else contextlib.nullcontext)
         if flags.graphs:
             self.graphed = GraphedStep(self._forward_backward, self.optimizer)
 
 
-def float8(te: Any) -> Any:
+def float8() -> Any:
     """Return a context in which Transformer Engine's products are FP8 with delayed scaling."""
     from transformer_engine.common.recipe import DelayedScaling, Format
 
+    te = transformer_engine()
     recipe = DelayedScaling(fp8_format=Format.HYBRID, amax_history_len=16, amax_compute_algo="max")
     return te.autocast(enabled=True, recipe=recipe)
 

@@ -19,6 +19,7 @@ from composer_speedups.data.builtin import builtin_reviews
 from composer_speedups.train.config.load import load_config
 from tests.conftest import ROOT
 from tests.helpers.jobs import SHORT, run
+from tests.helpers.models import tiny_model
 
 pytest.importorskip("accelerate", reason="HF Trainer needs accelerate; pip install '.[bench]' in a clone")
 
@@ -83,6 +84,20 @@ def test_peers_train_the_same_steps_of_esm(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
+def test_the_flattened_loop_trains_the_same_steps_of_modernbert(tmp_path: Path) -> None:
+    """With local layers, whose windows are narrower than the texts, and mean pooling."""
+    config = tiny_model("modernbert", classifier_pooling="mean", vocab_size=400, max_position_embeddings=256).config
+    config.save_pretrained(tmp_path)
+    job = [f"model.name={tmp_path}", "model.size=null", "model.init=random", "model.dropout=null"]
+    job += ["trainer.max_duration=3ba"]
+    ours, expected = run(*JOB, *job), losses_of_ours()
+    report = peer(flattened_loop, *job)
+    torch.testing.assert_close(report["losses"], expected, atol=6e-5, rtol=0)
+    assert report["training"] | {"microbatch_size": 8} == ours["training"]
+    assert report["algorithms"]["flattened_loop"]["evidence"]["attention"] == "torch"
+
+
+@pytest.mark.exhaustive
 def test_the_bare_loop_trains_with_the_files_techniques() -> None:
     techniques = "{unpadding: {}, foreach_optimizer: {}, torch_compile: {scope: blocks, backend: eager}}"
     job = [f"algorithms={techniques}", "algorithms.sdpa_attention=null", "algorithms.fused_optimizer=null"]
@@ -105,8 +120,8 @@ def test_hf_trainer_gets_its_flags() -> None:
     assert evidence["graphs"] > 0
     wanted = {"fused": True, "torch_compile": True, "attention": "eager", "regional_compile": True, "grad_norm": False}
     assert evidence.items() >= wanted.items()
-    plain = peer(hf_trainer, "peer.preset=plain", "peer.optim=adamw_torch")["algorithms"]["hf_trainer"]["evidence"]
-    changed = {"preset": "plain", "attention": "sdpa", "regional_compile": False, "grad_norm": True, "fused": False}
+    plain = peer(hf_trainer, "peer.optim=adamw_torch")["algorithms"]["hf_trainer"]["evidence"]
+    changed = {"attention": "sdpa", "regional_compile": False, "grad_norm": True, "fused": False}
     assert plain == {**evidence, **changed, "torch_compile": False, "graphs": 0, "max_grad_norm": 1.0}
 
 
@@ -132,15 +147,15 @@ ROBERTA = ["model.name=roberta", "model.size=null", "model.init=random"]
     ("module", "arguments", "message"),
     [
         (hf_trainer, ["peer.torch_compil=true"], "TrainingArguments refused its flags"),
-        (hf_trainer, ["peer.preset=fast"], "peer.preset must be 'best' or 'plain', not 'fast'"),
         (hf_trainer, ["peer.attention=none"], "peer.attention: 'none' cannot be used"),
-        (bare_loop, ["peer.preset=best"], "unknown key 'peer.preset'"),
+        (bare_loop, ["peer.attention=sdpa"], "unknown key 'peer.attention'"),
         (bare_loop, ["trainer.max_duration=64sp", "scheduler.warmup=8sp"], "peers support epochs and batches"),
         (bare_loop, ["trainer.microbatch_tokens=99"], "trainer.microbatch_tokens: the peers do not"),
-        (flattened_loop, ["peer.attention=sdpa"], "unknown key 'peer.attention'"),
+        (flattened_loop, ["peer.attention=sdpa"], "peer.attention must be 'torch' or 'FA4', not 'sdpa'"),
+        (flattened_loop, ["peer.attention=FA4"], "peer.attention: "),  # the package or the GPU is missing
         (transformer_engine, ["trainer.device=cpu"], "trainer.device: Transformer Engine needs a GPU"),
         (transformer_engine, ["peer.multiple=8"], "peer.multiple must be a multiple of 16, not 8"),
-        (flattened_loop, ["model.task=mlm"], "EsmForSequenceClassification only, not BertForMaskedLM"),
+        (flattened_loop, ["model.task=mlm"], "ModernBertForSequenceClassification only, not BertForMaskedLM"),
         (sentence_trainer, [], "model.task: this peer trains embeddings with model.loss=ranking only"),
         (sentence_trainer, [*EMBEDDING, "data.eval_file=pairs.jsonl"], "data.eval_file: this peer does not evaluate"),
         (sentence_trainer, [*EMBEDDING, *ROBERTA, "peer.flatten=true"], "supports BertModel only, not RobertaModel"),

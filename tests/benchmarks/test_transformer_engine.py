@@ -159,7 +159,7 @@ def test_packed_batches_have_the_loss_and_gradients_of_padded_ones_on_a_gpu(
     reference, model = untouched(**shape).cuda(), untouched(**shape)
     peer.prepare(model, te.TransformerLayer)
     model.cuda()
-    precision = (lambda: peer.float8(te)) if float8 else contextlib.nullcontext
+    precision = peer.float8 if float8 else contextlib.nullcontext
 
     def step(flat: Any) -> Tensor:
         with torch.autocast("cuda", torch.bfloat16):
