@@ -41,6 +41,7 @@ def train(config: Config, clock: StartupClock, callbacks: Sequence[Callback] = (
         from composer_speedups.callbacks.evaluations import BestWeights
         from composer_speedups.core.engaging import check
         from composer_speedups.core.registry import build_techniques
+        from composer_speedups.core.reversible import MATMUL_PRECISION
         from composer_speedups.core.trainer_state import torch_device
         from composer_speedups.data.loader import build_data
         from composer_speedups.tasks.export import export_model
@@ -66,7 +67,7 @@ def train(config: Config, clock: StartupClock, callbacks: Sequence[Callback] = (
     join_ranks(config.trainer, device)
     clock.lap("device")
 
-    with StopSignals() as stop, RunFolder(config) as folder:
+    with StopSignals() as stop, RunFolder(config) as folder, MATMUL_PRECISION.held_at("highest"):
         model_name = resolve_name(config.model.name)
         on_gpu = torch_device(device).type == "cuda"
         indexed = any(getattr(technique, "cache", False) for technique in techniques)  # layer_freezing's

@@ -26,7 +26,6 @@ from composer_speedups.callbacks.evaluations import BestWeights, EarlyStopping, 
 from composer_speedups.callbacks.history import ClassReport, RunHistory
 from composer_speedups.callbacks.losses import LossMonitor
 from composer_speedups.callbacks.memory import MemoryAnatomy
-from composer_speedups.callbacks.precision import Float32Matmuls
 from composer_speedups.callbacks.run_report import RunReport
 from composer_speedups.callbacks.throughput import ThroughputMonitor
 from composer_speedups.core.errors import ConfigError, first_line
@@ -55,7 +54,7 @@ _ONE_THREAD_HIDDEN_SIZE = 128  # up to this hidden size, a second CPU thread gai
 
 
 def open_device(config: TrainerConfig) -> Device:
-    """The device to train on, with TF32 off, which Composer would turn on; :class:`Float32Matmuls` keeps it off."""
+    """The device to train on, with TF32 off, which Composer would turn on."""
     if config.device == "gpu" and not torch.cuda.is_available():
         raise ConfigError("trainer.device: there is no GPU here; set trainer.device=cpu or auto")
     on_gpu = config.device != "cpu" and torch.cuda.is_available()
@@ -136,7 +135,7 @@ def build_trainer(
         train_data.split_batch = split_by_tokens(settings.microbatch_tokens)
     if config.optimizer.max_grad_norm is not None:
         algorithms.append(GradientClipping("norm", clipping_threshold=config.optimizer.max_grad_norm))
-    observers = [*_callbacks(config, techniques, folder), *callbacks]
+    observers = [*_callbacks(config, folder), *callbacks]
     if checkpoint.interval is not None and folder is not None:  # last, so that it saves the state of all others
         path, stop = folder / "checkpoints", stop or StopSignals()
         observers.append(WholeCheckpointSaver(path, checkpoint.interval, checkpoint.keep, stop))
@@ -276,17 +275,15 @@ def _check_rates(trainer: Trainer, wanted: float) -> None:
             )
 
 
-def _callbacks(config: Config, techniques: Sequence[Technique], folder: RunFolder | None) -> list[Callback]:
+def _callbacks(config: Config, folder: RunFolder | None) -> list[Callback]:
     """Only ThroughputMonitor and LossMonitor do something in each batch, as do the display, and the sums of several
     ranks and the saver of checkpoints."""
     named = config.callbacks
-    sets_matmul_precision = any(t.sets_float32_matmuls and t.engaged is not False for t in techniques)
     return [
         *([OverlappedDDP()] if dist.get_world_size() > 1 else []),
         *_configured(ThroughputMonitor, named.throughput),
         *_configured(MemoryAnatomy, named.memory),
         LossMonitor(named.finite_loss, named.divergence, metrics_at_interval=True),
-        *([] if sets_matmul_precision else [Float32Matmuls()]),
         ClassReport(),
         *_configured(BestWeights, config.checkpoint.best),
         *_configured(EarlyStopping, config.trainer.early_stopping),
