@@ -38,7 +38,7 @@ from composer_speedups.distributed.cpu import share_cores
 from composer_speedups.distributed.ddp import OverlappedDDP
 from composer_speedups.distributed.fsdp import GradientClipping, check_sharding, fsdp_parallelism, sharded_blocks
 from composer_speedups.tasks.models import FinetuneModel, build_model, resolve_name
-from composer_speedups.tasks.task import build_task
+from composer_speedups.tasks.task import Task, build_task
 from composer_speedups.train.checkpoints import WholeCheckpointSaver, restricted_loading
 from composer_speedups.train.config.load import written
 from composer_speedups.train.config.schema import Config, OptimizerConfig, SchedulerConfig, TrainerConfig
@@ -95,11 +95,18 @@ def run_of(config: TrainerConfig, device: Device) -> Run:
     )
 
 
+def data_of(config: Config, task: Task, *, on_gpu: bool, indexed: bool = False) -> Data:
+    """The samples of a config in train.py's order; see :func:`.build_data`."""
+    name, tokens = resolve_name(config.model.name), config.trainer.microbatch_tokens
+    return build_data(
+        config.data, task, model_name=name, on_gpu=on_gpu, seed=config.seed, indexed=indexed, microbatch_tokens=tokens
+    )
+
+
 def build_data_and_model(config: Config, *, on_gpu: bool) -> tuple[Data, FinetuneModel]:
     """The samples of a config in train.py's order, and the model with train.py's initial weights."""
-    task, name = build_task(config.task), resolve_name(config.model.name)
-    tokens = config.trainer.microbatch_tokens
-    data = build_data(config.data, task, model_name=name, on_gpu=on_gpu, seed=config.seed, microbatch_tokens=tokens)
+    task = build_task(config.task)
+    data = data_of(config, task, on_gpu=on_gpu)
     reproducibility.seed_all(config.seed)
     return data, build_model(config.model, task, data.tokenizer, config.data.max_length)
 
