@@ -42,7 +42,7 @@ def recommended(on_unavailable: OnUnavailable = "stop", precision: Literal["bf16
 
     Raises:
         Refusal: This machine has no CUDA GPU, and ``on_unavailable`` is ``"stop"``.
-        ValueError: Another precision.
+        ConfigError: Another precision.
 
     Example:
         ``Trainer(model=model, algorithms=recommended(), …)``. On several GPUs, add the callbacks and the sampler of
@@ -53,8 +53,6 @@ def recommended(on_unavailable: OnUnavailable = "stop", precision: Literal["bf16
 
     from composer_speedups.core.registry import technique_class
 
-    if precision not in ("bf16", "fp8"):
-        raise ValueError(f'recommended: precision must be "bf16" or "fp8", not {precision!r}')
     if on_unavailable == "stop" and not cuda.is_available():
         fix = 'on_unavailable="warn" leaves out what cannot run here, and apply_recommended(model) needs no GPU'
         raise Refusal("recommended", "this machine has no CUDA GPU, for which the set is made", fix)

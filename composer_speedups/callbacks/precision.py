@@ -1,4 +1,4 @@
-"""The precision in which matmuls compute: kept at float32, read, and the device's peak rate in it."""
+"""The precision in which matmuls compute, and the device's peak rate in it."""
 
 from __future__ import annotations
 
@@ -8,33 +8,12 @@ from typing import NamedTuple
 
 import torch
 from composer.callbacks.speed_monitor import get_gpu_flops_available
-from composer.core import Callback, State
-from composer.loggers import Logger
+from composer.core import State
 
 from composer_speedups.core.engaging import techniques_of
-from composer_speedups.core.reversible import MATMUL_PRECISION
 from composer_speedups.core.trainer_state import device_of, weight_dtypes
 
 _HALF = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-
-
-class Float32Matmuls(Callback):
-    """Keeps float32 matmuls in true float32 during ``fit``, ``eval`` and ``predict`` of its own Trainer.
-
-    Composer's ``DeviceGPU`` sets TF32 when it is constructed, which affects every Trainer in the process.
-    """
-
-    def fit_start(self, state: State, logger: Logger) -> None:
-        MATMUL_PRECISION.take(self, "highest")
-
-    def fit_end(self, state: State, logger: Logger) -> None:
-        MATMUL_PRECISION.give_back(self)
-
-    eval_standalone_start = eval_before_all = predict_start = fit_start
-    eval_standalone_end = eval_after_all = predict_end = fit_end
-
-    def close(self, state: State, logger: Logger) -> None:
-        MATMUL_PRECISION.release(self)
 
 
 def precision_in_force(state: State) -> str:

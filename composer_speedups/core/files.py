@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import glob
 import hashlib
 import io
 import json
@@ -137,9 +136,9 @@ def replace_folder(folder: Path, *, keep_existing: bool = False) -> Iterator[Pat
         raise
 
 
-def remove_unfinished(folder: Path, name: str = "") -> None:
-    """Delete what a killed process left in ``folder``, of any file or folder or of the one with this name."""
-    for path in folder.glob(f"{_PREFIX}{glob.escape(name)}{'.' * bool(name)}*"):
+def remove_unfinished(folder: Path) -> None:
+    """Delete what a killed process left in ``folder``."""
+    for path in folder.glob(f"{_PREFIX}*"):
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
         else:

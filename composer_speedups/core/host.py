@@ -57,12 +57,6 @@ def host_of(state: State) -> Host | None:
     return next((callback for callback in state.callbacks if isinstance(callback, Host)), None)
 
 
-def in_force(state: State) -> list[Technique]:
-    """The techniques that changed a Trainer's run, in the order in which they engaged."""
-    host = host_of(state)
-    return [] if host is None else list(host.run.techniques.values())
-
-
 class Host(Callback):
     """Runs the techniques of one Trainer. It is first among the callbacks, so right after the algorithms.
 

@@ -12,16 +12,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 
 def process_age() -> float:
-    """Seconds since this process was started. On Linux, psutil's start may be a second early."""
-    try:
-        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # starttime: proc(5)
-        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-    except OSError:
-        return time.time() - psutil.Process().create_time()
+    """Seconds since this process was started; psutil's start may be a second early."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # starttime: proc(5)
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
 def command_output(*command: str, timeout: float | None = 20.0) -> str | None:

@@ -39,6 +39,15 @@ class ProcessFlag:
         while any(held is owner for held, _ in self._held):
             self.give_back(owner)
 
+    @contextmanager
+    def held_at(self, wanted: Any) -> Iterator[None]:
+        """Set the flag inside a block, in which others may take it."""
+        self.take(owner := object(), wanted)
+        try:
+            yield
+        finally:
+            self.give_back(owner)
+
 
 MATMUL_PRECISION = ProcessFlag(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision)
 

@@ -59,7 +59,6 @@ class Technique(Settings, Algorithm, eq=False, strict=True):
             techniques states it. A conflict that depends on settings is one of the :meth:`needs`.
         purpose: What it improves, for README's table.
         computes_on_host: Whether a part of each step runs on the CPU.
-        sets_float32_matmuls: Whether it sets the precision of float32 matmuls, which train.py otherwise keeps exact.
         fixed_shapes: Whether the micro-batch size must not change during training.
         matmul_precision: The precision of most matmuls (``bf16``, ``fp16`` or ``fp8``), if the technique sets it.
         evidence: What was replaced, observed or counted; written to report.json.
@@ -72,7 +71,6 @@ class Technique(Settings, Algorithm, eq=False, strict=True):
     not_with: ClassVar[Mapping[str, str]] = {}
     purpose: ClassVar[Literal["saves time", "saves memory", "adds capacity"]] = "saves time"
     computes_on_host: ClassVar[bool] = False
-    sets_float32_matmuls: ClassVar[bool] = False
     not_recorded: ClassVar[tuple[str, ...]] = ("on_unavailable",)
     find_unused_parameters: ClassVar[bool] = False  # read by Composer, as is the next one
     backwards_create_graph: ClassVar[bool] = False

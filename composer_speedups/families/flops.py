@@ -15,7 +15,7 @@ from torch import nn
 from composer_speedups.families.blocks import repeated_blocks
 from composer_speedups.families.family import config_value, family_named
 from composer_speedups.packing.encoder import head_tokens, labelled_heads
-from composer_speedups.packing.rows import ROW_INDICES, SAMPLES, as_numpy, lengths_key
+from composer_speedups.packing.rows import SAMPLES, as_numpy, lengths_key
 
 Lengths = npt.NDArray[np.int64]  # real tokens of each row; NumPy, because torch would wake all its threads for so few
 
@@ -61,18 +61,16 @@ def flops_counter(model: Any) -> Callable[[Any, Lengths | None], int]:
     labelled = bool(labelled_heads(inner))
 
     @cache
-    def of_one(length: int | None, head_tokens: int | None, cached: bool) -> int:
+    def of_one(length: int | None, head_tokens: int | None) -> int:
         lengths = np.array([] if length is None else [length], dtype=np.int64)
         if of_rows is None:
             return training_flops(config, lengths, head, head_tokens)
-        return int(of_rows(lengths, head_tokens, cached=cached))
+        return int(of_rows(lengths, head_tokens))
 
     def of_batch(batch: Any, lengths: Lengths | None) -> int:
         tokens = head_tokens(inner, batch) if labelled else None
         rows, apart = ([], None) if lengths is None else (lengths.ravel().tolist(), None if tokens is None else 0)
-        cached = ROW_INDICES in batch  # only layer_freezing's cache needs the indices of samples
-        more = tokens * of_one(None, 1, cached) if tokens else 0
-        return sum(map(of_one, rows, repeat(apart), repeat(cached))) + more
+        return sum(map(of_one, rows, repeat(apart))) + (tokens * of_one(None, 1) if tokens else 0)
 
     return of_batch
 

@@ -9,6 +9,7 @@ Source: Dao, arXiv 2307.08691, for the order of the blocks; the kernels were wri
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -68,10 +69,10 @@ def attention_forward(
     out = torch.empty(tokens, hidden, device=qkv.device, dtype=qkv.dtype)
     logs = torch.empty(heads, tokens, device=qkv.device, dtype=torch.float32)
     scale = size**-0.5 if scale is None else scale
-    _attention_forward[(triton.cdiv(longest, _FORWARD["ROWS"]), heads, len(cu_seqlens) - 1)](
-        qkv, cu_seqlens, out, logs, seed, *(operand or (out, seed)), _unscaled(bias, scale, logs), longest, tokens,
-        scale * 1.4426950408889634, threshold_of(dropout), 1 / (1 - dropout), HIDDEN=hidden, SIZE=size,
-        DROPOUT=dropout > 0, WINDOW=_window(window), FLOAT8=operand is not None, BIAS=bias is not None,
+    forward_kernel[(triton.cdiv(longest, _FORWARD["ROWS"]), heads, len(cu_seqlens) - 1)](
+        qkv, cu_seqlens, out, logs, seed, *(operand or (out, seed)), _unscaled(bias, scale, logs), out, out, longest,
+        tokens, scale * 1.4426950408889634, threshold_of(dropout), 1 / (1 - dropout), HIDDEN=hidden, SIZE=size,
+        DROPOUT=dropout > 0, WINDOW=_window(window), FLOAT8=operand is not None, BIAS=bias is not None, WIDTH=0,
         **_options(_FORWARD, size),
     )  # fmt: skip
     if operand is not None:
@@ -167,12 +168,13 @@ def _reach(first, count: tl.constexpr, length, block: tl.constexpr, WINDOW: tl.c
 
 
 @triton.jit
-def _attention_forward(
-    qkv_ptr, cu_seqlens_ptr, out_ptr, logs_ptr, seed_ptr, out8_ptr, scales_ptr, bias_ptr, longest, tokens, scale,
-    threshold, kept_scale,
+def forward_kernel(
+    qkv_ptr, cu_seqlens_ptr, out_ptr, logs_ptr, seed_ptr, out8_ptr, scales_ptr, bias_ptr, by_query_ptr, by_key_ptr,
+    longest, tokens, scale, threshold, kept_scale,
     HIDDEN: tl.constexpr, SIZE: tl.constexpr, DROPOUT: tl.constexpr, WINDOW: tl.constexpr, FLOAT8: tl.constexpr,
-    BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    BIAS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
+    """``WIDTH`` is that of the scores by diagonal of disentangled attention, in square blocks; 0 for none."""
     head = tl.program_id(1)
     start = tl.load(cu_seqlens_ptr + tl.program_id(2))
     length = tl.load(cu_seqlens_ptr + tl.program_id(2) + 1) - start
@@ -184,6 +186,11 @@ def _attention_forward(
     row_bits = query_bits(seed_ptr, head, start, queries)
     at = (start + queries).to(tl.int64)[:, None] * (3 * HIDDEN) + head * SIZE + units[None, :]
     q = tl.load(qkv_ptr + at, mask=queries[:, None] < length, other=0.0)
+    if WIDTH > 0:
+        by_query_ptr += (head * tokens + start + first).to(tl.int64) * WIDTH
+        by_key_ptr += (head * tokens + start).to(tl.int64) * WIDTH + first
+        # Offset for the r-th token of a block and the s-th of another: row r, at the other token's position + ROWS - r.
+        row_at = tl.arange(0, ROWS)[:, None] * (WIDTH - 1) + (tl.arange(0, COLUMNS) + ROWS)[None, :]
     most = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     out = tl.zeros((ROWS, SIZE), tl.float32)
@@ -196,6 +203,10 @@ def _attention_forward(
         scores = tl.dot(q, tl.trans(k))
         if BIAS:
             scores += _bias_of(bias_ptr, longest, head, queries[:, None], keys[None, :], length)
+        if WIDTH > 0:
+            by_query = tl.load(by_query_ptr + begin + row_at, mask=queries[:, None] < length, other=0.0)
+            by_key = tl.load(by_key_ptr + begin * WIDTH + row_at, mask=keys[:, None] < length, other=0.0)
+            scores = scores + by_query.to(tl.float32) + tl.trans(by_key).to(tl.float32)
         scores = tl.where(keys[None, :] < length, scores, float("-inf"))
         if WINDOW >= 0:
             scores = tl.where(tl.abs(queries[:, None] - keys[None, :]) <= WINDOW, scores, float("-inf"))
@@ -403,7 +414,7 @@ def biased_attention(
     (seed,) = draw_seeds(1, qkv.device, dropout=dropout > 0)
     scale = (qkv.shape[1] // 3 // heads) ** -0.5 if scale is None else scale
     out, _ = _biased(qkv, bias, cu_seqlens, longest, heads, dropout, scale, seed)
-    return out  # type: ignore[no-any-return]
+    return out
 
 
 def _biased_forward(
@@ -430,48 +441,57 @@ def _biased_gradients(
     return grad, grad_bias
 
 
-# Explicit schemas: annotations are strings in this file, and not every release of torch infers schemas from strings.
-_ROWS = "Tensor cu_seqlens, SymInt longest"
-_biased = torch.library.custom_op(
-    "composer_speedups::biased_attention",
-    _biased_forward,
-    mutates_args=(),
-    schema=f"(Tensor qkv, Tensor bias, {_ROWS}, int heads, float dropout, float scale, Tensor seed) "
-    "-> (Tensor, Tensor)",
+def attention_operator(
+    name: str, forward: Callable[..., Any], backward: Callable[..., Any], given: str, settings: str
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Make a custom operator with autograd, opaque to ``torch.compile``, of the two passes of a kind of attention.
+
+    ``forward`` takes qkv, the tensors ``given``, cu_seqlens, longest, heads, the ``settings`` and a seed. ``backward``
+    takes the result's gradient, qkv, ``given``, what ``forward`` returned, cu_seqlens, longest, ``settings`` and seed,
+    and returns the gradients of qkv and of the first of ``given``, float32. ``given`` and ``settings`` are written as
+    in torch's schemas: annotations are strings in these files, from which not every release of torch infers schemas.
+    """
+    rows, tensors = "Tensor cu_seqlens, SymInt longest", 1 + given.count("Tensor")  # with qkv
+    operator = torch.library.custom_op(
+        f"composer_speedups::{name}",
+        forward,
+        mutates_args=(),
+        schema=f"(Tensor qkv, {given}, {rows}, int heads, {settings}, Tensor seed) -> (Tensor, Tensor)",
+    )
+    gradients = torch.library.custom_op(
+        f"composer_speedups::{name}_backward",
+        backward,
+        mutates_args=(),
+        schema=f"(Tensor grad_out, Tensor qkv, {given}, Tensor out, Tensor logs, {rows}, {settings}, Tensor seed) "
+        "-> (Tensor, Tensor)",
+    )
+
+    @operator.register_fake
+    def _(qkv: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+        tokens, width = qkv.shape
+        return qkv.new_empty(tokens, width // 3), qkv.new_empty(others[tensors + 1], tokens, dtype=torch.float32)
+
+    @gradients.register_fake
+    def _(_: Tensor, qkv: Tensor, first: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+        return torch.empty_like(qkv), torch.empty_like(first, dtype=torch.float32)
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.save_for_backward(*inputs[:tensors], *output, inputs[tensors], inputs[-1])
+        ctx.settings = inputs[tensors + 1], *inputs[tensors + 3 : -1]  # without heads
+        ctx.others = len(inputs) - 2
+
+    def differentiate(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        *saved, seed = ctx.saved_tensors
+        grad, grad_first = gradients(grad_out, *saved, *ctx.settings, seed)
+        return grad, grad_first.to(saved[1].dtype), *[None] * ctx.others
+
+    operator.register_autograd(differentiate, setup_context=setup_context)
+    return operator
+
+
+_biased = attention_operator(
+    "biased_attention", _biased_forward, _biased_gradients, "Tensor bias", "float dropout, float scale"
 )
-_biased_backward = torch.library.custom_op(
-    "composer_speedups::biased_attention_backward",
-    _biased_gradients,
-    mutates_args=(),
-    schema="(Tensor grad_out, Tensor qkv, Tensor bias, Tensor out, Tensor logs, "
-    f"{_ROWS}, float dropout, float scale, Tensor seed) -> (Tensor, Tensor)",
-)
-
-
-@_biased.register_fake
-def _(qkv: Tensor, _b: Tensor, _c: Tensor, _l: int, heads: int, *_: Any) -> tuple[Tensor, Tensor]:
-    tokens, width = qkv.shape
-    return qkv.new_empty(tokens, width // 3), qkv.new_empty(heads, tokens, dtype=torch.float32)
-
-
-@_biased_backward.register_fake
-def _(_g: Tensor, qkv: Tensor, bias: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(qkv), torch.empty_like(bias)
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    qkv, bias, cu_seqlens, ctx.longest, _, ctx.dropout, ctx.scale, seed = inputs
-    ctx.save_for_backward(qkv, bias, *output, cu_seqlens, seed)
-
-
-def _backward(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    qkv, bias, out, logs, cu_seqlens, seed = ctx.saved_tensors
-    inputs = (qkv, bias, out, logs, cu_seqlens, ctx.longest, ctx.dropout, ctx.scale, seed)
-    grad, grad_bias = _biased_backward(grad_out, *inputs)
-    return grad, grad_bias, None, None, None, None, None, None
-
-
-_biased.register_autograd(_backward, setup_context=_setup_context)
 
 
 def rotate(qkv: Tensor, cos_TD: Tensor, sin_TD: Tensor, heads: int, *, back: bool = False) -> None:

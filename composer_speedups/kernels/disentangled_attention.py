@@ -18,13 +18,12 @@ were written for this project.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from composer_speedups.kernels.attention import attention_operator, forward_kernel
 from composer_speedups.kernels.dropout import draw_seeds, mix_bits, query_bits, spread_bits, threshold_of
 
 __all__ = ["attend", "disentangled_backward", "disentangled_forward"]
@@ -70,9 +69,11 @@ def disentangled_forward(
     out = torch.empty(tokens, hidden, device=qkv.device, dtype=qkv.dtype)
     logs = torch.empty(heads, tokens, device=qkv.device, dtype=torch.float32)
     by_query, by_key = _position_scores(qkv, positions.index_select(0, entries), cu_seqlens, longest, heads)
-    _disentangled_forward[(longest // 64, heads, len(cu_seqlens) - 1)](
-        qkv, by_query, by_key, cu_seqlens, out, logs, seed, tokens, _scale(size) * _LOG2E, threshold_of(dropout),
-        1 / (1 - dropout), HIDDEN=hidden, SIZE=size, WIDTH=by_query.shape[2], DROPOUT=dropout > 0, **_FORWARD,
+    forward_kernel[(longest // 64, heads, len(cu_seqlens) - 1)](
+        qkv, cu_seqlens, out, logs, seed, out, seed, logs, by_query, by_key, longest, tokens,
+        _scale(size) * 1.4426950408889634, threshold_of(dropout), 1 / (1 - dropout), HIDDEN=hidden, SIZE=size,
+        DROPOUT=dropout > 0, WINDOW=-1, FLOAT8=False, BIAS=False, WIDTH=by_query.shape[2], ROWS=64, COLUMNS=64,
+        **_FORWARD,
     )  # fmt: skip
     return out, logs
 
@@ -136,10 +137,7 @@ def attend(
     """Run :func:`disentangled_forward` as a custom operator with autograd, opaque to ``torch.compile``; (T, A·D)."""
     (seed,) = draw_seeds(1, qkv.device, dropout=dropout > 0)
     out, _ = _operator(qkv, positions, entries, cu_seqlens, longest, heads, dropout, seed)
-    return out  # type: ignore[no-any-return]
-
-
-_LOG2E = 1.4426950408889634
+    return out
 
 
 def _scale(size: int) -> float:
@@ -165,48 +163,10 @@ def _position_scores(
     return scores[0], scores[1]
 
 
-# Explicit schemas: annotations are strings in this file, and not every release of torch infers schemas from strings.
-_ROWS = "Tensor cu_seqlens, SymInt longest"
-_operator = torch.library.custom_op(
-    "composer_speedups::disentangled_attention",
-    disentangled_forward,
-    mutates_args=(),
-    schema=f"(Tensor qkv, Tensor positions, Tensor entries, {_ROWS}, int heads, float dropout, Tensor seed) "
-    "-> (Tensor, Tensor)",
-)
-_operator_backward = torch.library.custom_op(
-    "composer_speedups::disentangled_attention_backward",
-    disentangled_backward,
-    mutates_args=(),
-    schema="(Tensor grad_out, Tensor qkv, Tensor positions, Tensor entries, Tensor out, Tensor logs, "
-    f"{_ROWS}, float dropout, Tensor seed) -> (Tensor, Tensor)",
-)
-
-
-@_operator.register_fake
-def _(qkv: Tensor, _p: Tensor, _e: Tensor, _c: Tensor, _l: int, heads: int, *_: Any) -> tuple[Tensor, Tensor]:
-    tokens, width = qkv.shape
-    return qkv.new_empty(tokens, width // 3), qkv.new_empty(heads, tokens, dtype=torch.float32)
-
-
-@_operator_backward.register_fake
-def _(_g: Tensor, qkv: Tensor, positions: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(qkv), torch.empty_like(positions, dtype=torch.float32)
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    qkv, positions, entries, cu_seqlens, ctx.longest, _, ctx.dropout, seed = inputs
-    ctx.save_for_backward(qkv, positions, entries, *output, cu_seqlens, seed)
-
-
-def _backward(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    qkv, positions, entries, out, logs, cu_seqlens, seed = ctx.saved_tensors
-    inputs = (qkv, positions, entries, out, logs, cu_seqlens, ctx.longest, ctx.dropout, seed)
-    grad, grad_positions = _operator_backward(grad_out, *inputs)
-    return grad, grad_positions.to(positions.dtype), None, None, None, None, None, None
-
-
-_operator.register_autograd(_backward, setup_context=_setup_context)
+_operator = attention_operator(
+    "disentangled_attention", disentangled_forward, disentangled_backward, "Tensor positions, Tensor entries",
+    "float dropout",
+)  # fmt: skip
 
 
 # For token ``first + r`` of a block, diagonal ``e`` is the pair with position ``e - _BLOCK + r`` of the row. For every
@@ -245,57 +205,6 @@ def _score_positions(
 
 
 @triton.jit
-def _disentangled_forward(
-    qkv_ptr, by_query_ptr, by_key_ptr, cu_seqlens_ptr, out_ptr, logs_ptr, seed_ptr, tokens, scale, threshold,
-    kept_scale,
-    HIDDEN: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, DROPOUT: tl.constexpr,
-):  # fmt: skip
-    head = tl.program_id(1)
-    start = tl.load(cu_seqlens_ptr + tl.program_id(2))
-    length = tl.load(cu_seqlens_ptr + tl.program_id(2) + 1) - start
-    first = tl.program_id(0) * _BLOCK
-    if first >= length:
-        return
-    local = tl.arange(0, _BLOCK)
-    queries = first + local
-    valid = queries < length
-    units = tl.arange(0, SIZE)
-    row_bits = query_bits(seed_ptr, head, start, queries)
-    at = (start + queries).to(tl.int64)[:, None] * (3 * HIDDEN) + head * SIZE + units[None, :]
-    q = tl.load(qkv_ptr + at, mask=valid[:, None], other=0.0)
-    by_query_ptr += (head * tokens + start + first).to(tl.int64) * WIDTH
-    by_key_ptr += (head * tokens + start).to(tl.int64) * WIDTH + first
-    # Offset for the r-th token of a block and the s-th of another: row r, at the other token's position + _BLOCK - r.
-    row_at = local[:, None] * (WIDTH - 1) + (local + _BLOCK)[None, :]
-    most = tl.full((_BLOCK,), float("-inf"), tl.float32)
-    total = tl.zeros((_BLOCK,), tl.float32)
-    out = tl.zeros((_BLOCK, SIZE), tl.float32)
-    for begin in range(0, length, _BLOCK):
-        keys = begin + tl.arange(0, _BLOCK)
-        real = keys < length
-        key_at = (start + keys).to(tl.int64)[:, None] * (3 * HIDDEN) + HIDDEN + head * SIZE + units[None, :]
-        k = tl.load(qkv_ptr + key_at, mask=real[:, None], other=0.0)
-        v = tl.load(qkv_ptr + key_at + HIDDEN, mask=real[:, None], other=0.0)
-        by_query = tl.load(by_query_ptr + begin + row_at, mask=valid[:, None], other=0.0)
-        by_key = tl.load(by_key_ptr + begin * WIDTH + row_at, mask=real[:, None], other=0.0)
-        scores = tl.dot(q, tl.trans(k)) + by_query.to(tl.float32) + tl.trans(by_key).to(tl.float32)
-        scores = tl.where(real[None, :], scores, float("-inf"))
-        higher = tl.maximum(most, tl.max(scores, 1) * scale)
-        weights = tl.exp2(scores * scale - higher[:, None])
-        shrink = tl.exp2(most - higher)
-        total = total * shrink + tl.sum(weights, 1)
-        most = higher
-        if DROPOUT:
-            bits = mix_bits(row_bits[:, None], spread_bits(keys)[None, :])
-            weights = tl.where(bits >= threshold, weights, 0.0)
-        out = out * shrink[:, None] + tl.dot(weights.to(v.dtype), v)
-    out *= (kept_scale / total)[:, None]
-    out_at = (start + queries).to(tl.int64)[:, None] * HIDDEN + head * SIZE + units[None, :]
-    tl.store(out_ptr + out_at, out.to(out_ptr.dtype.element_ty), mask=valid[:, None])
-    tl.store(logs_ptr + head * tokens + start + queries, most + tl.log2(total), mask=valid)
-
-
-@triton.jit
 def _query_gradients(
     grad_out_ptr, qkv_ptr, positions_ptr, out_ptr, logs_ptr, by_query_ptr, by_key_ptr, weights_ptr, of_query_ptr,
     of_key_ptr, grad_ptr, cu_seqlens_ptr, seed_ptr, tokens, longest, scale, threshold, kept_scale,
@@ -331,7 +240,7 @@ def _query_gradients(
     weights_ptr += of_block + _BLOCK
     of_query_ptr += of_block
     of_key_ptr += of_row
-    row_at = local[:, None] * (WIDTH - 1) + (local + _BLOCK)[None, :]  # as in the forward pass
+    row_at = local[:, None] * (WIDTH - 1) + (local + _BLOCK)[None, :]  # as in forward_kernel
     pair_at = local[:, None] * WIDTH + local[None, :]
     zeros = tl.zeros((_BLOCK, _BLOCK), of_query_ptr.dtype.element_ty)
     blocks_end = (length + _BLOCK - 1) // _BLOCK * _BLOCK

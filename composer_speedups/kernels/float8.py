@@ -152,20 +152,17 @@ def cast_weights(weights: Sequence[Tensor], scales: Sequence[Tensor]) -> tuple[l
     return straight, turned
 
 
-def scaled_product(
-    x_TI: Float8, weight_OI: Float8, dtype: torch.dtype, bias_O: Tensor | None = None, *, fast: bool = True
-) -> Tensor:
-    """Compute x · weightᵀ + bias, (T, O).
+def scaled_product(x_TI: Float8, weight_OI: Float8, dtype: torch.dtype, bias_O: Tensor | None = None) -> Tensor:
+    """Compute x · weightᵀ + bias, (T, O), with sums of fewer bits, which is up to a fifth faster on Hopper.
 
     Args:
         x_TI: Settled; e4m3, or e5m2 if ``weight_OI`` is e4m3. I and O are multiples of 16.
         weight_OI: Settled.
         dtype: Dtype of the result and of ``bias_O``.
-        fast: Accumulate with fewer bits, which is up to a fifth faster on Hopper.
     """
     return torch._scaled_mm(
         x_TI.values, weight_OI.values.t(), scale_a=_inverse(x_TI), scale_b=_inverse(weight_OI), bias=bias_O,
-        out_dtype=dtype, use_fast_accum=fast,
+        out_dtype=dtype, use_fast_accum=True,
     )  # fmt: skip
 
 

@@ -52,10 +52,11 @@ def add_norm_forward(
     out = torch.empty_like(x_TH)
     statistics = torch.empty(2, tokens, device=x_TH.device, dtype=torch.float32)
     block = triton.next_power_of_2(hidden)
-    _layernorm_forward[(tokens,)](
-        x_TH, residual_TH, weight_H, bias_H, out, statistics, seed,
-        *(operand or (out, seed)), tokens, hidden, eps, threshold_of(dropout), 1 / (1 - dropout),
-        DROPOUT=dropout > 0, FLOAT8=operand is not None, BLOCK=block, num_warps=max(1, min(8, block // 1024)),
+    _norm_forward[(tokens,)](
+        residual_TH, x_TH, x_TH, weight_H, bias_H, out, statistics, seed,
+        *(operand or (out, seed)), tokens, hidden, eps, threshold_of(dropout), 1 / (1 - dropout), SUBLAYER=True,
+        BIAS=True, DROPOUT=dropout > 0, FLOAT8=operand is not None, BLOCK=block,
+        num_warps=max(1, min(8, block // 1024)),
     )  # fmt: skip
     if operand is not None:
         settle(operand, out)
@@ -98,13 +99,13 @@ def add_norm_backward(
     warps = max(1, min(8, block // 256))
     programs = _backward_programs(grad_TH, warps)
     partial = torch.empty(programs, 3, hidden, device=grad_TH.device, dtype=torch.float32)
-    _layernorm_backward[(programs,)](
+    _norm_backward[(programs,)](
         grad_TH, summed_TH, statistics, weight_H, weight_H if bias_H is None else bias_H,
         grad_residual, grad_x, grad_x if again is None else again, partial, seed,
-        grad_TH if more_TH is None else more_TH, *(operand or (grad_x, seed)),
+        grad_TH if more_TH is None else more_TH, grad_TH, *(operand or (grad_x, seed)),
         tokens, hidden, threshold_of(dropout), 1 / (1 - dropout),
-        DROPOUT=dropout > 0, AGAIN=again is not None, MORE=more_TH is not None, FLOAT8=operand is not None,
-        ROWS=_BACKWARD["ROWS"], BLOCK=block, num_warps=warps,
+        GRAD_X=dropout > 0, DROPOUT=dropout > 0, AGAIN=again is not None, MORE=more_TH is not None, STREAM=False,
+        FLOAT8=operand is not None, SUMS=3, ROWS=_BACKWARD["ROWS"], BLOCK=block, num_warps=warps,
     )  # fmt: skip
     if operand is not None:
         settle(operand, grad_x)
@@ -127,27 +128,29 @@ def standardize(x, valid, hidden, eps):
 
 
 @triton.jit
-def _layernorm_forward(
-    x_ptr, residual_ptr, weight_ptr, bias_ptr, out_ptr, statistics_ptr, seed_ptr, out8_ptr, scales_ptr,
+def _norm_forward(
+    residual_ptr, x_ptr, summed_ptr, weight_ptr, bias_ptr, out_ptr, statistics_ptr, seed_ptr, out8_ptr, scales_ptr,
     tokens, hidden, eps, threshold, scale,
-    DROPOUT: tl.constexpr, FLOAT8: tl.constexpr, BLOCK: tl.constexpr,
+    SUBLAYER: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr, FLOAT8: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
     valid = columns < hidden
     at = columns.to(tl.int64) + row * hidden
-    x = tl.load(x_ptr + at, mask=valid, other=0.0).to(tl.float32)
-    if DROPOUT:
-        seed = load_seed(seed_ptr)
-        x = tl.where(kept(seed, row, columns, threshold), x * scale, 0.0)
-    x += tl.load(residual_ptr + at, mask=valid, other=0.0).to(tl.float32)
-    x = x.to(x_ptr.dtype.element_ty)  # rounded, as the backward pass reads it
-    tl.store(x_ptr + at, x, mask=valid)
-    x = x.to(tl.float32)
-    centred, mean, inverse = standardize(x, valid, hidden, eps)
-    weight = tl.load(weight_ptr + columns, mask=valid, other=0.0).to(tl.float32)
-    bias = tl.load(bias_ptr + columns, mask=valid, other=0.0).to(tl.float32)
-    out = (centred * inverse * weight + bias).to(out_ptr.dtype.element_ty)
+    summed = tl.load(residual_ptr + at, mask=valid, other=0.0).to(tl.float32)
+    if SUBLAYER:
+        x = tl.load(x_ptr + at, mask=valid, other=0.0).to(tl.float32)
+        if DROPOUT:
+            seed = load_seed(seed_ptr)
+            x = tl.where(kept(seed, row, columns, threshold), x * scale, 0.0)
+        x = (x + summed).to(summed_ptr.dtype.element_ty)  # rounded, as the backward pass reads it
+        tl.store(summed_ptr + at, x, mask=valid)
+        summed = x.to(tl.float32)
+    centred, mean, inverse = standardize(summed, valid, hidden, eps)
+    out = centred * inverse * tl.load(weight_ptr + columns, mask=valid, other=0.0).to(tl.float32)
+    if BIAS:
+        out += tl.load(bias_ptr + columns, mask=valid, other=0.0).to(tl.float32)
+    out = out.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + at, out, mask=valid)
     if FLOAT8:
         out = out.to(tl.float32)
@@ -158,18 +161,19 @@ def _layernorm_forward(
 
 
 @triton.jit
-def _layernorm_backward(
+def _norm_backward(
     grad_ptr, summed_ptr, statistics_ptr, weight_ptr, bias_ptr,
-    grad_residual_ptr, grad_x_ptr, again_ptr, partial_ptr, seed_ptr, more_ptr, out8_ptr, scales_ptr,
+    grad_residual_ptr, grad_x_ptr, again_ptr, partial_ptr, seed_ptr, more_ptr, stream_ptr, out8_ptr, scales_ptr,
     tokens, hidden, threshold, scale,
-    DROPOUT: tl.constexpr, AGAIN: tl.constexpr, MORE: tl.constexpr, FLOAT8: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    GRAD_X: tl.constexpr, DROPOUT: tl.constexpr, AGAIN: tl.constexpr, MORE: tl.constexpr, STREAM: tl.constexpr,
+    FLOAT8: tl.constexpr, SUMS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """The norm has a bias if there are two sums over tokens or more; the third is that of x's gradient."""
     program = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
     inside = columns < hidden
     weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-    if AGAIN:
+    if AGAIN and SUMS > 1:
         bias = tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     if DROPOUT:
         seed = load_seed(seed_ptr)
@@ -196,18 +200,23 @@ def _layernorm_backward(
         inverse = tl.load(statistics_ptr + tokens + rows, mask=real, other=0.0)
         normed = (summed - mean[:, None]) * inverse[:, None]  # multiplied by zeros past the end of a row
         if AGAIN:
-            again = (normed * weight[None, :] + bias[None, :]).to(again_ptr.dtype.element_ty)
-            tl.store(again_ptr + at, again, mask=valid)
+            again = normed * weight[None, :]
+            if SUMS > 1:
+                again += bias[None, :]
+            tl.store(again_ptr + at, again.to(again_ptr.dtype.element_ty), mask=valid)
         sum_weight += tl.sum(grad * normed, 0)
         sum_bias += tl.sum(grad, 0)
         weighted = grad * weight[None, :]
         along = tl.sum(weighted * normed, 1) / hidden
         across = tl.sum(weighted, 1) / hidden
         grad_sum = (weighted - normed * along[:, None] - across[:, None]) * inverse[:, None]
+        if STREAM:
+            grad_sum += tl.load(stream_ptr + at, mask=valid, other=0.0)
         tl.store(grad_residual_ptr + at, grad_sum.to(grad_residual_ptr.dtype.element_ty), mask=valid)
         if DROPOUT:
             keep = kept(seed, rows[:, None], columns[None, :], threshold)
             grad_sum = tl.where(keep, grad_sum * scale, 0.0)
+        if GRAD_X:
             tl.store(grad_x_ptr + at, grad_sum.to(grad_x_ptr.dtype.element_ty), mask=valid)
         if FLOAT8:
             grad_x = grad_sum.to(grad_x_ptr.dtype.element_ty).to(tl.float32)
@@ -216,10 +225,12 @@ def _layernorm_backward(
         sum_x += tl.sum(grad_sum, 0)  # rows past the end are 0, columns past the end are not stored
     if FLOAT8:
         note_magnitude(scales_ptr, program, tl.max(tl.where(inside, largest, 0.0), 0))
-    at = partial_ptr + program * 3 * hidden + columns
+    at = partial_ptr + program * SUMS * hidden + columns
     tl.store(at, sum_weight, mask=inside)
-    tl.store(at + hidden, sum_bias, mask=inside)
-    tl.store(at + 2 * hidden, sum_x, mask=inside)
+    if SUMS > 1:
+        tl.store(at + hidden, sum_bias, mask=inside)
+    if SUMS > 2:
+        tl.store(at + 2 * hidden, sum_x, mask=inside)
 
 
 def pre_norm_forward(
@@ -253,11 +264,11 @@ def pre_norm_forward(
     summed = residual_TH if sublayer_TH is None else torch.empty_like(residual_TH)
     statistics = torch.empty(2, tokens, device=residual_TH.device, dtype=torch.float32)
     block = triton.next_power_of_2(hidden)
-    _pre_norm_forward[(tokens,)](
+    _norm_forward[(tokens,)](
         residual_TH, residual_TH if sublayer_TH is None else sublayer_TH, summed, weight_H,
-        weight_H if bias_H is None else bias_H, out, statistics, seed,
-        tokens, hidden, eps, threshold_of(dropout), 1 / (1 - dropout),
-        SUBLAYER=sublayer_TH is not None, BIAS=bias_H is not None, DROPOUT=dropout > 0, BLOCK=block,
+        weight_H if bias_H is None else bias_H, out, statistics, seed, out, seed,
+        tokens, hidden, eps, threshold_of(dropout), 1 / (1 - dropout), SUBLAYER=sublayer_TH is not None,
+        BIAS=bias_H is not None, DROPOUT=dropout > 0, FLOAT8=False, BLOCK=block,
         num_warps=max(1, min(8, block // 512)),
     )  # fmt: skip
     return out, summed, statistics
@@ -297,89 +308,11 @@ def pre_norm_backward(
     programs = _backward_programs(grad_TH, warps)
     sums = (hidden,) if bias_H is None else (2, hidden)
     partial = torch.empty(programs, *sums, device=grad_TH.device, dtype=torch.float32)
-    _pre_norm_backward[(programs,)](
-        grad_TH, grad_summed_TH, summed_TH, statistics, weight_H, weight_H if bias_H is None else bias_H,
+    _norm_backward[(programs,)](
+        grad_TH, summed_TH, statistics, weight_H, weight_H if bias_H is None else bias_H,
         grad_residual, again if grad_sublayer is None else grad_sublayer, again, partial, seed,
-        tokens, hidden, threshold_of(dropout), 1 / (1 - dropout),
-        SUBLAYER=sublayer, BIAS=bias_H is not None, DROPOUT=dropout > 0, ROWS=_BACKWARD["ROWS"], BLOCK=block,
-        num_warps=warps,
+        grad_TH, grad_summed_TH, again, seed, tokens, hidden, threshold_of(dropout), 1 / (1 - dropout),
+        GRAD_X=sublayer, DROPOUT=dropout > 0, AGAIN=True, MORE=False, STREAM=True,
+        FLOAT8=False, SUMS=1 if bias_H is None else 2, ROWS=_BACKWARD["ROWS"], BLOCK=block, num_warps=warps,
     )  # fmt: skip
     return grad_residual, grad_sublayer, partial.sum(0), again
-
-
-@triton.jit
-def _pre_norm_forward(
-    residual_ptr, sublayer_ptr, summed_ptr, weight_ptr, bias_ptr, out_ptr, statistics_ptr, seed_ptr,
-    tokens, hidden, eps, threshold, scale,
-    SUBLAYER: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0)
-    columns = tl.arange(0, BLOCK)
-    valid = columns < hidden
-    at = columns.to(tl.int64) + row * hidden
-    summed = tl.load(residual_ptr + at, mask=valid, other=0.0)
-    if SUBLAYER:
-        sublayer = tl.load(sublayer_ptr + at, mask=valid, other=0.0).to(tl.float32)
-        if DROPOUT:
-            seed = load_seed(seed_ptr)
-            sublayer = tl.where(kept(seed, row, columns, threshold), sublayer * scale, 0.0)
-        summed += sublayer
-        tl.store(summed_ptr + at, summed, mask=valid)
-    centred, mean, inverse = standardize(summed, valid, hidden, eps)
-    weight = tl.load(weight_ptr + columns, mask=valid, other=0.0).to(tl.float32)
-    out = centred * inverse * weight
-    if BIAS:
-        out += tl.load(bias_ptr + columns, mask=valid, other=0.0).to(tl.float32)
-    tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=valid)
-    tl.store(statistics_ptr + row, mean)
-    tl.store(statistics_ptr + tokens + row, inverse)
-
-
-@triton.jit
-def _pre_norm_backward(
-    grad_ptr, grad_summed_ptr, summed_ptr, statistics_ptr, weight_ptr, bias_ptr,
-    grad_residual_ptr, grad_sublayer_ptr, again_ptr, partial_ptr, seed_ptr,
-    tokens, hidden, threshold, scale,
-    SUBLAYER: tl.constexpr, BIAS: tl.constexpr, DROPOUT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    program = tl.program_id(0)
-    columns = tl.arange(0, BLOCK)
-    inside = columns < hidden
-    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-    if DROPOUT:
-        seed = load_seed(seed_ptr)
-    if BIAS:
-        bias = tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-        sum_bias = tl.zeros((BLOCK,), tl.float32)
-    sum_weight = tl.zeros((BLOCK,), tl.float32)
-    for first in range(program * ROWS, tokens, tl.num_programs(0) * ROWS):
-        rows = first + tl.arange(0, ROWS)
-        real = rows < tokens
-        valid = real[:, None] & inside[None, :]
-        at = rows.to(tl.int64)[:, None] * hidden + columns[None, :]
-        grad = tl.load(grad_ptr + at, mask=valid, other=0.0).to(tl.float32)
-        summed = tl.load(summed_ptr + at, mask=valid, other=0.0)
-        mean = tl.load(statistics_ptr + rows, mask=real, other=0.0)
-        inverse = tl.load(statistics_ptr + tokens + rows, mask=real, other=0.0)
-        normed = (summed - mean[:, None]) * inverse[:, None]  # multiplied by zeros past the end of a row
-        weighted = grad * weight[None, :]
-        again = normed * weight[None, :]
-        if BIAS:
-            again += bias[None, :]
-            sum_bias += tl.sum(grad, 0)
-        tl.store(again_ptr + at, again.to(again_ptr.dtype.element_ty), mask=valid)
-        sum_weight += tl.sum(grad * normed, 0)
-        along = tl.sum(weighted * normed, 1) / hidden
-        across = tl.sum(weighted, 1) / hidden
-        grad_sum = (weighted - normed * along[:, None] - across[:, None]) * inverse[:, None]
-        grad_sum += tl.load(grad_summed_ptr + at, mask=valid, other=0.0)
-        tl.store(grad_residual_ptr + at, grad_sum, mask=valid)
-        if SUBLAYER:
-            if DROPOUT:
-                grad_sum = tl.where(kept(seed, rows[:, None], columns[None, :], threshold), grad_sum * scale, 0.0)
-            tl.store(grad_sublayer_ptr + at, grad_sum.to(grad_sublayer_ptr.dtype.element_ty), mask=valid)
-    if BIAS:
-        tl.store(partial_ptr + program * 2 * hidden + columns, sum_weight, mask=inside)
-        tl.store(partial_ptr + (program * 2 + 1) * hidden + columns, sum_bias, mask=inside)
-    else:
-        tl.store(partial_ptr + program * hidden + columns, sum_weight, mask=inside)

@@ -19,14 +19,13 @@ from composer_speedups.core.engaging import check
 from composer_speedups.core.errors import ConfigError, Refusal, RunFailedError
 from composer_speedups.core.registry import build_techniques
 from composer_speedups.core.run import Run
-from composer_speedups.data.loader import build_data
 from composer_speedups.sweep.processes import Ended, Job, Process
 from composer_speedups.sweep.sets import Algorithms, Changes, combined, forbidden, key_of
-from composer_speedups.tasks.models import resolve_name
 from composer_speedups.tasks.task import build_task
 from composer_speedups.train.config.load import save_config
 from composer_speedups.train.config.schema import CheckpointConfig, Config, LoggersConfig
 from composer_speedups.train.console import about
+from composer_speedups.train.trainer import data_of
 
 if TYPE_CHECKING:
     from composer_speedups.sweep.tune import TuneConfig
@@ -84,10 +83,7 @@ class OriginalRun:
     @cached_property
     def batches_per_epoch(self) -> int:
         """Number of training batches. Counting them also fills the token cache for all trials."""
-        task, name = build_task(self.config.task), resolve_name(self.config.model.name)
-        on_gpu = self.run.device.type == "cuda"
-        parts, seed = self.config.trainer.microbatch_tokens, self.config.seed
-        data = build_data(self.config.data, task, model_name=name, on_gpu=on_gpu, seed=seed, microbatch_tokens=parts)
+        data = data_of(self.config, build_task(self.config.task), on_gpu=self.run.device.type == "cuda")
         return len(data.train.dataloader)  # type: ignore[arg-type]
 
     def planned_steps(self, trial: Trial) -> int:

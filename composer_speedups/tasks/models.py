@@ -16,9 +16,8 @@ from composer_speedups.core.errors import ConfigError
 from composer_speedups.core.files import cannot_be_loaded
 from composer_speedups.core.pretrained import pretrained_config, pretrained_model, pretrained_tokenizer
 from composer_speedups.core.reversible import temporary_attribute
-from composer_speedups.families.flops import BlockRun, Lengths, batch_lengths, block_runs, frozen_flops, training_flops
-from composer_speedups.packing.encoder import head_tokens
-from composer_speedups.packing.rows import IGNORED, ROW_INDICES
+from composer_speedups.families.flops import BlockRun, Lengths, block_runs, frozen_flops, training_flops
+from composer_speedups.packing.rows import IGNORED
 from composer_speedups.tasks.metrics import gather_alike, gather_lists
 from composer_speedups.tasks.settings import SIZES, ModelConfig, resolve_name
 from composer_speedups.tasks.task import Task
@@ -43,6 +42,7 @@ class FinetuneModel(HuggingFaceModel):
     """
 
     _block_runs: list[BlockRun] | None = None  # determined once, because it takes as long as launching a layer
+    prefix_is_cached = False  # set by layer_freezing: training steps do not compute the frozen blocks
 
     def __init__(
         self, model: Any, task: Task, tokenizer: Any = None, max_length: int = 512, *, train_metrics: bool = True
@@ -85,22 +85,13 @@ class FinetuneModel(HuggingFaceModel):
         self.task.update_metric(metric, outputs, labels, batch)
         return {}
 
-    def flops_per_batch(self, batch: Any) -> int:
-        """FLOPs of a forward and backward pass over ``batch`` without padding; see :func:`.training_flops`."""
-        lengths = batch_lengths(batch)
-        assert lengths is not None
-        return self.flops_of_rows(lengths, head_tokens(self.model, batch), cached=ROW_INDICES in batch)
-
-    def flops_of_rows(self, lengths: Lengths, head_tokens: int | None = None, *, cached: bool = False) -> int:
-        """FLOPs of a forward and backward pass over rows of these lengths; see :func:`.training_flops`.
-
-        Those of frozen blocks are left out if their outputs are ``cached``.
-        """
+    def flops_of_rows(self, lengths: Lengths, head_tokens: int | None = None) -> int:
+        """FLOPs of a forward and backward pass over rows of these lengths; see :func:`.training_flops`."""
         head: Literal["classification", "mlm"] = "mlm" if self.task.name == "mlm" else "classification"
         flops = training_flops(self.model.config, lengths, head, head_tokens)
         if self._block_runs is None:
             self._block_runs = block_runs(self.model)
-        return flops - frozen_flops(self.model, self._block_runs, lengths, cached=cached)
+        return flops - frozen_flops(self.model, self._block_runs, lengths, cached=self.prefix_is_cached)
 
 
 def metrics_of(task: Task, *, training: bool) -> dict[str, Metric]:

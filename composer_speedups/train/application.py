@@ -41,10 +41,10 @@ def train(config: Config, clock: StartupClock, callbacks: Sequence[Callback] = (
         from composer_speedups.callbacks.evaluations import BestWeights
         from composer_speedups.core.engaging import check
         from composer_speedups.core.registry import build_techniques
+        from composer_speedups.core.reversible import MATMUL_PRECISION
         from composer_speedups.core.trainer_state import torch_device
-        from composer_speedups.data.loader import build_data
         from composer_speedups.tasks.export import export_model
-        from composer_speedups.tasks.models import build_model, resolve_name
+        from composer_speedups.tasks.models import build_model
         from composer_speedups.tasks.task import build_task
         from composer_speedups.train.baseline import baseline_techniques, measure_baseline
         from composer_speedups.train.console import describe_run
@@ -54,7 +54,7 @@ def train(config: Config, clock: StartupClock, callbacks: Sequence[Callback] = (
         from composer_speedups.train.plot import write_plot
         from composer_speedups.train.report import StartupTimes, callback_of, write_report
         from composer_speedups.train.run_folder import RunFolder
-        from composer_speedups.train.trainer import build_trainer, join_ranks, open_device, run_of
+        from composer_speedups.train.trainer import build_trainer, data_of, join_ranks, open_device, run_of
 
         techniques = build_techniques(config.algorithms, config.on_unavailable)
         task = build_task(config.task)
@@ -66,14 +66,10 @@ def train(config: Config, clock: StartupClock, callbacks: Sequence[Callback] = (
     join_ranks(config.trainer, device)
     clock.lap("device")
 
-    with StopSignals() as stop, RunFolder(config) as folder:
-        model_name = resolve_name(config.model.name)
+    with StopSignals() as stop, RunFolder(config) as folder, MATMUL_PRECISION.held_at("highest"):
         on_gpu = torch_device(device).type == "cuda"
         indexed = any(getattr(technique, "cache", False) for technique in techniques)  # layer_freezing's
-        data = build_data(
-            config.data, task, model_name=model_name, on_gpu=on_gpu, seed=config.seed, indexed=indexed,
-            microbatch_tokens=config.trainer.microbatch_tokens,
-        )  # fmt: skip
+        data = data_of(config, task, on_gpu=on_gpu, indexed=indexed)
         loader: Any = data.train.dataloader
         refuse(config.warmup_checks(None if config.data.streams else len(loader)))
         clock.lap("data")

@@ -13,7 +13,7 @@ from composer.trainer.trainer import _clear_incomplete_train_states
 from composer.utils import dist, ensure_tuple
 
 from composer_speedups.core.errors import first_line
-from composer_speedups.core.host import in_force
+from composer_speedups.core.host import host_of
 from composer_speedups.core.trainer_state import model_of
 from composer_speedups.data.batching import TokenBatchSampler
 from composer_speedups.distributed.composer_loop import reads_no_gradients
@@ -109,7 +109,8 @@ def _task_of(state: State) -> Task | None:
 def _half_of(state: State, rows: int, wanted: str, error: torch.OutOfMemoryError) -> int:
     """The micro-batch size to continue with, for a largest micro-batch of ``rows``."""
     task, half, ranks = _task_of(state), max(1, rows // 2), dist.get_world_size()
-    fixed = [t.name for t in in_force(state) if t.fixed_shapes]
+    host = host_of(state)
+    fixed = [] if host is None else [t.name for t in host.run.techniques.values() if t.fixed_shapes]
     fix, small = f"set trainer.microbatch_size={half}", "lower data.max_length, or use a smaller model"
     if task is not None and task.needs_whole_batch:
         cache = getattr(task, "gradient_cache", None) or state.batch["input_ids"][..., 0].numel()  # in texts

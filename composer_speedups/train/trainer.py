@@ -26,7 +26,6 @@ from composer_speedups.callbacks.evaluations import BestWeights, EarlyStopping, 
 from composer_speedups.callbacks.history import ClassReport, RunHistory
 from composer_speedups.callbacks.losses import LossMonitor
 from composer_speedups.callbacks.memory import MemoryAnatomy
-from composer_speedups.callbacks.precision import Float32Matmuls
 from composer_speedups.callbacks.run_report import RunReport
 from composer_speedups.callbacks.throughput import ThroughputMonitor
 from composer_speedups.core.errors import ConfigError, first_line
@@ -39,7 +38,7 @@ from composer_speedups.distributed.cpu import share_cores
 from composer_speedups.distributed.ddp import OverlappedDDP
 from composer_speedups.distributed.fsdp import GradientClipping, check_sharding, fsdp_parallelism, sharded_blocks
 from composer_speedups.tasks.models import FinetuneModel, build_model, resolve_name
-from composer_speedups.tasks.task import build_task
+from composer_speedups.tasks.task import Task, build_task
 from composer_speedups.train.checkpoints import WholeCheckpointSaver, restricted_loading
 from composer_speedups.train.config.load import written
 from composer_speedups.train.config.schema import Config, OptimizerConfig, SchedulerConfig, TrainerConfig
@@ -55,7 +54,7 @@ _ONE_THREAD_HIDDEN_SIZE = 128  # up to this hidden size, a second CPU thread gai
 
 
 def open_device(config: TrainerConfig) -> Device:
-    """The device to train on, with TF32 off, which Composer would turn on; :class:`Float32Matmuls` keeps it off."""
+    """The device to train on, with TF32 off, which Composer would turn on."""
     if config.device == "gpu" and not torch.cuda.is_available():
         raise ConfigError("trainer.device: there is no GPU here; set trainer.device=cpu or auto")
     on_gpu = config.device != "cpu" and torch.cuda.is_available()
@@ -96,11 +95,18 @@ def run_of(config: TrainerConfig, device: Device) -> Run:
     )
 
 
+def data_of(config: Config, task: Task, *, on_gpu: bool, indexed: bool = False) -> Data:
+    """The samples of a config in train.py's order; see :func:`.build_data`."""
+    name, tokens = resolve_name(config.model.name), config.trainer.microbatch_tokens
+    return build_data(
+        config.data, task, model_name=name, on_gpu=on_gpu, seed=config.seed, indexed=indexed, microbatch_tokens=tokens
+    )
+
+
 def build_data_and_model(config: Config, *, on_gpu: bool) -> tuple[Data, FinetuneModel]:
     """The samples of a config in train.py's order, and the model with train.py's initial weights."""
-    task, name = build_task(config.task), resolve_name(config.model.name)
-    tokens = config.trainer.microbatch_tokens
-    data = build_data(config.data, task, model_name=name, on_gpu=on_gpu, seed=config.seed, microbatch_tokens=tokens)
+    task = build_task(config.task)
+    data = data_of(config, task, on_gpu=on_gpu)
     reproducibility.seed_all(config.seed)
     return data, build_model(config.model, task, data.tokenizer, config.data.max_length)
 
@@ -136,7 +142,7 @@ def build_trainer(
         train_data.split_batch = split_by_tokens(settings.microbatch_tokens)
     if config.optimizer.max_grad_norm is not None:
         algorithms.append(GradientClipping("norm", clipping_threshold=config.optimizer.max_grad_norm))
-    observers = [*_callbacks(config, techniques, folder), *callbacks]
+    observers = [*_callbacks(config, folder), *callbacks]
     if checkpoint.interval is not None and folder is not None:  # last, so that it saves the state of all others
         path, stop = folder / "checkpoints", stop or StopSignals()
         observers.append(WholeCheckpointSaver(path, checkpoint.interval, checkpoint.keep, stop))
@@ -276,17 +282,15 @@ def _check_rates(trainer: Trainer, wanted: float) -> None:
             )
 
 
-def _callbacks(config: Config, techniques: Sequence[Technique], folder: RunFolder | None) -> list[Callback]:
+def _callbacks(config: Config, folder: RunFolder | None) -> list[Callback]:
     """Only ThroughputMonitor and LossMonitor do something in each batch, as do the display, and the sums of several
     ranks and the saver of checkpoints."""
     named = config.callbacks
-    sets_matmul_precision = any(t.sets_float32_matmuls and t.engaged is not False for t in techniques)
     return [
         *([OverlappedDDP()] if dist.get_world_size() > 1 else []),
         *_configured(ThroughputMonitor, named.throughput),
         *_configured(MemoryAnatomy, named.memory),
         LossMonitor(named.finite_loss, named.divergence, metrics_at_interval=True),
-        *([] if sets_matmul_precision else [Float32Matmuls()]),
         ClassReport(),
         *_configured(BestWeights, config.checkpoint.best),
         *_configured(EarlyStopping, config.trainer.early_stopping),

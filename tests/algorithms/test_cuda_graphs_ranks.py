@@ -157,19 +157,16 @@ def test_a_trainer_accumulates_gradients_without_autograd_except_under_ddp(ranks
     assert on_ranks(technique_in_a_trainer, ranks) == [[every, every, *[replayed] * 6]] * ranks
 
 
-def numbers_of_cuts() -> tuple[int, int]:
-    """Return the number of cuts in a model with large blocks: the default, and with four segments."""
+def number_of_cuts() -> int:
+    """Return the number of cuts in a model with large blocks."""
     model = nn.ModuleDict({"blocks": nn.ModuleList(nn.Linear(2600, 2600) for _ in range(5))})
-    counts = []
-    for segments in (None, 4):
-        calls = graphed_calls.install(model, segments=segments)
-        counts.append(len(calls.cut_behind))
-        calls.release()
+    calls = graphed_calls.install(model)
+    calls.release()
     with pytest.raises(ValueError, match="before DDP wraps the model"):
         graphed_calls.install(DistributedDataParallel(tiny_bert()))
-    return counts[0], counts[1]
+    return len(calls.cut_behind)
 
 
-def test_models_are_cut_by_default_on_several_ranks_only() -> None:
-    assert on_ranks(numbers_of_cuts) == [(1, 3), (1, 3)]
-    assert on_ranks(numbers_of_cuts, ranks=1) == [(0, 3)]
+def test_models_are_cut_on_several_ranks_only() -> None:
+    assert on_ranks(number_of_cuts) == [1, 1]
+    assert on_ranks(number_of_cuts, ranks=1) == [0]

@@ -267,15 +267,14 @@ def test_compiled_blocks_are_cut_outside_the_compiled_code() -> None:
 def test_blocks_to_cut() -> None:
     model = Blocks(from_a_cut)
     blocks = list(model.blocks)
-    assert blocks_to_cut(model, 1) == []
-    assert blocks_to_cut(model, 2) == [blocks[1]]
-    assert blocks_to_cut(model, 3) == [blocks[0], blocks[1]]
-    assert blocks_to_cut(model, 9) == blocks[:3]
+    size = sum(p.nbytes for p in blocks[0].parameters())
+    assert blocks_to_cut(model, size) == blocks[:3]
+    assert blocks_to_cut(model, size + 1) == blocks_to_cut(model, 2 * size) == [blocks[1]]
     assert blocks_to_cut(model) == [], "their gradients are too small"
-    assert blocks_to_cut(nn.Linear(2, 2), 3) == []
+    assert blocks_to_cut(nn.Linear(2, 2), 0) == []
     compiled = copy.deepcopy(model)
     compiled.compile()
-    assert blocks_to_cut(compiled, 3) == []
+    assert blocks_to_cut(compiled, size) == []
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from composer_speedups import FusedLayers, GradientCheckpointing, IndexedRows, LayerFreezing, TorchCompile, Unpadding
+from composer_speedups import (
+    FusedLayers,
+    GradientCheckpointing,
+    IndexedRows,
+    LayerFreezing,
+    ThroughputMonitor,
+    TorchCompile,
+    Unpadding,
+)
 from composer_speedups.algorithms.layer_freezing.cache import PrefixCache
 from composer_speedups.algorithms.layer_freezing.modules import freeze
 from composer_speedups.core.errors import Refusal
@@ -26,6 +35,8 @@ from composer_speedups.families.blocks import first_layers
 from composer_speedups.kernels.common import counting
 from composer_speedups.packing.call import Prefix, take_row_lengths, with_known_batch
 from composer_speedups.packing.rows import ROW_INDICES, count_rows
+from composer_speedups.tasks.classification import Classification
+from composer_speedups.tasks.models import FinetuneModel
 from tests.algorithms.test_cuda_graphs_segments import LAYERS, bert
 from tests.helpers.common import VOCABULARY, Batch, batch, final_weights, fit_and_close, make_trainer
 from tests.helpers.exhaustive import others_exhaustive
@@ -346,3 +357,18 @@ def test_a_cache_that_is_refused_may_be_left_out() -> None:
     with pytest.warns(UserWarning, match="the batches do not say which samples they have"):
         fit_and_close(make_trainer([technique, Unpadding()], model=bert(), batches=[], **settings))
     assert technique.evidence["applied"] == "had no effect, kept"
+
+
+@pytest.mark.filterwarnings("ignore:continuing although layer_freezing")
+def test_flops_leave_out_the_frozen_blocks_only_if_their_outputs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    sums, model = [], FinetuneModel(bert(), Classification())
+    for free, left in (([], 0), ([100, 2**40], 1), ([2**40], 0), ([], 0)):
+        monkeypatch.setattr("psutil.virtual_memory", lambda free=free: SimpleNamespace(available=free.pop(0)))
+        monitor, technique = ThroughputMonitor(), LayerFreezing(layers=1, cache=bool(free), on_unavailable="warn")
+        given: dict[str, Any] = {"train_dataloader": indexed(), "max_duration": "2ep", "callbacks": [monitor]}
+        given["device_train_microbatch_size"] = 4
+        fit_and_close(make_trainer([technique, Unpadding(check="never")], model=model, batches=[], **given))
+        assert len(free) == left, "a refusal is not tried again in the second epoch"
+        sums.append(sum(one.flops for one in monitor.batches))
+    plain, refused, kept, again = sums
+    assert kept < plain == refused == again

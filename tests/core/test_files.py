@@ -74,20 +74,6 @@ def test_remove_unfinished_deletes_the_leftovers_of_a_kill(monkeypatch: pytest.M
     assert [path.name for path in Path().iterdir()] == ["mine"]
 
 
-def test_remove_unfinished_keeps_what_belongs_to_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr("os.unlink", lambda *_: None)
-        patch.setattr("os.replace", lambda *_: 1 / 0)
-        for name in ("out[1].csv", "out1.csv", "out[1].csv2"):
-            with pytest.raises(ZeroDivisionError):
-                write_atomically(Path(name), "new")
-    remove_unfinished(Path(), "out[1].csv")
-    assert sorted(path.name.rpartition(".csv")[0] for path in Path().iterdir()) == [
-        ".unfinished-out1",
-        ".unfinished-out[1]",
-    ]
-
-
 def test_a_lock_is_exclusive_until_it_is_closed_and_keeps_the_content() -> None:
     Path("x").write_text("mine")
     with lock_file(Path("x"), "key"):

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2ForSequenceClassification
 
 from composer_speedups import apply_recommended, recommended
-from composer_speedups.core.errors import Refusal
+from composer_speedups.core.errors import ConfigError, Refusal
 from composer_speedups.recommendation import RECOMMENDED
 from tests.conftest import ROOT
 from tests.helpers.common import awkward_batches
@@ -63,8 +63,8 @@ def test_fp8_changes_nothing_but_the_precision_of_the_fused_layers() -> None:
     assert before.startswith("FusedLayers(")
     assert after == before.replace("precision='bf16'", "precision='fp8'")
     wrong: Any = "fp16"
-    with pytest.raises(ValueError, match=r'^recommended: precision must be "bf16" or "fp8", not \'fp16\'$'):
-        recommended(precision=wrong)
+    with pytest.raises(ConfigError, match=r"^precision must be 'bf16' or 'fp8', not 'fp16'$"):
+        recommended("warn", wrong)
 
 
 def test_without_a_gpu_the_set_is_refused_before_a_trainer_exists(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,6 @@ from composer_speedups import (
     RunReport,
     ThroughputMonitor,
 )
-from composer_speedups.callbacks.precision import Float32Matmuls
 from composer_speedups.core.trainer_state import model_of
 from composer_speedups.distributed import composer_loop
 from composer_speedups.distributed.composer_loop import reader_of_gradients, reads_no_gradients
@@ -200,8 +199,7 @@ def test_steps_do_not_overlap_if_something_may_read_gradients() -> None:
 def test_steps_overlap_if_nothing_reads_gradients() -> None:
     def watched() -> list[tuple[int, str | None]]:
         watching = [MemoryAnatomy(), ThroughputMonitor(), LossMonitor(), RunReport()]
-        watching += [Float32Matmuls(), Declared()]
-        watching += [SpeedMonitor(), MemoryMonitor()]
+        watching += [Declared(), SpeedMonitor(), MemoryMonitor()]
         return readers({"callbacks": watching, "cls": MicrobatchTrainer, "algorithms": [FusedOptimizer()]})
 
     assert on_ranks(watched) == [[(3, None)]] * 2

@@ -35,6 +35,7 @@ from tests.helpers.common import (
     tiny_bert,
     trained,
 )
+from tests.helpers.rerun import cut_into
 from tests.reference.loop import gradients, no_waiting, on_gpu, train_plainly
 from tests.reference.tolerance import assert_near
 
@@ -168,7 +169,8 @@ def test_graphs_of_the_flash_kernel_accumulate_gradients_without_synchronizing(s
     eager, model = (nn.Module.cuda(bert()) for _ in range(2))
     for each in (eager, model):
         unpad(each, 16)
-    calls = install(model, segments=segments)
+    calls = install(model)
+    calls.cut_behind = cut_into(model, segments)
     calls.pool = torch.cuda.graph_pool_handle() if shared else None
     for turn in range(3):  # graphs are captured in the first
         for each in (eager, model):

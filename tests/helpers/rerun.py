@@ -20,9 +20,17 @@ def graphed(
 ) -> GraphedCalls:
     calls = GraphedCalls(model, model.forward, max_graphs, recorder=recorder or Rerun)
     calls.accumulate = accumulate
-    calls.cut_behind, calls.reads_known_batch = blocks_to_cut(model, segments), bool(unpadded_encoders(model))
+    calls.cut_behind, calls.reads_known_batch = cut_into(model, segments), bool(unpadded_encoders(model))
     calls.install("forward")
     return calls
+
+
+def cut_into(model: Any, segments: int) -> list[Any]:
+    """The blocks behind which to cut a backward pass into equal segments; none of a model that is not cut."""
+    every = blocks_to_cut(model, 0)
+    count = len(every) + 1
+    segments = min(segments, count)
+    return [every[i * count // segments - 1] for i in range(1, segments)]
 
 
 def in_composer(model: Any) -> Run:

@@ -462,9 +462,8 @@ def float8_kernels(dropout: float) -> None:
             assert torch.equal(turned.values.float(), straight.values.float().t()), "the second copy is the transpose"
         begin_scales(rows, 0, keep=True)
     a, b = cast_float8(random(tokens, 48), rows[0]), cast_float8(random(32, 48), rows[1])
-    for fast in (True, False):
-        product = scaled_product(a, b, torch.bfloat16, torch.ones(32, device=DEVICE, dtype=torch.bfloat16), fast=fast)
-        torch.testing.assert_close(product.float(), dequantized(a) @ dequantized(b).t() + 1, rtol=2e-2, atol=2e-2)
+    product = scaled_product(a, b, torch.bfloat16, torch.ones(32, device=DEVICE, dtype=torch.bfloat16))
+    torch.testing.assert_close(product.float(), dequantized(a) @ dequantized(b).t() + 1, rtol=2e-2, atol=2e-2)
     print("an 8-bit matmul agrees")
 
 

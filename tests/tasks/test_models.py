@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -30,6 +31,7 @@ from transformers import (
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.data.tokens import load_tokenizer
 from composer_speedups.families.flops import batch_lengths, flops_counter
+from composer_speedups.packing.encoder import head_tokens
 from composer_speedups.predict.model import FinishedModel
 from composer_speedups.tasks.classification import Classification
 from composer_speedups.tasks.models import FinetuneModel, build_model, positions_of
@@ -292,12 +294,13 @@ def test_flops_equal_torchs_count_without_padding(task: Any, tokenizer: Any) -> 
         full["labels"] = full["input_ids"].clone()
     with FlopCounterMode(display=False) as counter:
         model(full).loss.backward()
-    flops = model.flops_per_batch(full)
+    flops = flops_counter(model)(full, batch_lengths(full))
     assert flops == pytest.approx(counter.get_total_flops(), rel=0.01)
     rows = batch([24, 9, 1])
-    assert flops_counter(model)(rows, batch_lengths(rows)) == model.flops_per_batch(rows), "from each row's"
+    together = model.flops_of_rows(np.array([24, 9, 1]), head_tokens(model.model, rows))
+    assert flops_counter(model)(rows, batch_lengths(rows)) == together
     layer = model.model.bert.encoder.layer[0].intermediate.dense.requires_grad_(False)
-    assert flops - model.flops_per_batch(full) == 2 * 72 * layer.weight.numel(), "a frozen layer"
+    assert flops - flops_counter(model)(full, batch_lengths(full)) == 2 * 72 * layer.weight.numel(), "a frozen layer"
 
 
 @pytest.mark.parametrize("inner", [1, 2])
@@ -314,7 +317,7 @@ def test_flops_of_shared_layers_count_every_use(inner: int) -> None:
     for _ in range(2):
         with FlopCounterMode(display=False) as counter:
             model(full).loss.backward()
-        counts.append((counter.get_total_flops(), model.flops_per_batch(full)))
+        counts.append((counter.get_total_flops(), flops_counter(model)(full, batch_lengths(full))))
         # Freeze the second group only, through which gradients still flow.
         model.model.albert.encoder.albert_layer_groups[1].requires_grad_(False)
     for torchs, ours in counts:

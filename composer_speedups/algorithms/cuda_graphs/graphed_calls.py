@@ -378,18 +378,18 @@ def generators_restored() -> Iterator[None]:
         torch.set_rng_state(on_cpu)
 
 
-def install(model: nn.Module, max_graphs: int = 4, segments: int | None = None) -> GraphedCalls:
+def install(model: nn.Module, max_graphs: int = 4) -> GraphedCalls:
     """Make a model's calls replay CUDA graphs; ``release()`` of the result undoes that.
 
     The model is on a CUDA GPU, and already compiled or unpadded, if at all, but not wrapped in DDP (ValueError). On
-    several ranks, or with ``segments``, backward passes are cut into segments (:func:`blocks_to_cut`), so that DDP
-    sends the gradients of the last blocks while those of the first blocks are computed.
+    several ranks, backward passes are cut into segments (:func:`blocks_to_cut`), so that DDP sends the gradients of the
+    last blocks while those of the first blocks are computed.
     """
     if isinstance(model, DistributedDataParallel):
         raise ValueError("communication cannot be captured; apply cuda_graphs before DDP wraps the model")
     attribute = "forward" if model._compiled_call_impl is None else "_compiled_call_impl"
     calls = GraphedCalls(model, getattr(model, attribute), max_graphs)
     calls.install(attribute)
-    calls.cut_behind = blocks_to_cut(model, segments) if segments is not None or world_size() > 1 else ()
+    calls.cut_behind = blocks_to_cut(model) if world_size() > 1 else ()
     calls.reads_known_batch = bool(unpadded_encoders(model))
     return calls

@@ -144,9 +144,9 @@ def cut_points(sizes: Sequence[int], least: int = _MIN_SEGMENT) -> list[int]:
     return points[::-1]
 
 
-def blocks_to_cut(model: nn.Module, segments: int | None = None) -> list[nn.Module]:
-    """The blocks after which a backward pass is cut into ``segments``, or by its gradients' size (:func:`cut_points`);
-    none in a model without repeated blocks, or with a compiled module around them."""
+def blocks_to_cut(model: nn.Module, least: int = _MIN_SEGMENT) -> list[nn.Module]:
+    """The blocks after which a backward pass is cut by its gradients' size (:func:`cut_points`); none in a model
+    without repeated blocks, or with a compiled module around them."""
     try:
         blocks = repeated_blocks(model)
     except ValueError:
@@ -154,10 +154,5 @@ def blocks_to_cut(model: nn.Module, segments: int | None = None) -> list[nn.Modu
     around = {name: module for name, module in model.named_modules() if module._compiled_call_impl is not None}
     if any(name.startswith(f"{outer}." if outer else "") for name in blocks for outer in around):
         return []
-    count = len(blocks)
-    if segments is None:
-        points = cut_points([sum(p.nbytes for p in b.parameters() if p.requires_grad) for b in blocks.values()])
-    else:
-        segments = min(segments, count)
-        points = [i * count // segments - 1 for i in range(1, segments)]
+    points = cut_points([sum(p.nbytes for p in b.parameters() if p.requires_grad) for b in blocks.values()], least)
     return [list(blocks.values())[i] for i in points]

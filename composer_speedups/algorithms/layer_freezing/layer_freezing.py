@@ -55,6 +55,7 @@ class LayerFreezing(Technique):
     def reset(self) -> None:
         super().reset()
         self._cached: PrefixCache | None = None
+        self._due = False  # whether the cache is to be filled in this fit()
 
     @property
     def _blocks(self) -> int:
@@ -79,14 +80,16 @@ class LayerFreezing(Technique):
 
     def fit_start(self, run: Run) -> None:
         assert run.state is not None
-        self._cached = None
+        self._cached, self._due = None, self.cache
+        vars(run.model).pop("prefix_is_cached", None)
         if run.state.timestamp.batch_in_epoch.value:  # a resumed epoch does not start again
             self.epoch_start(run)
 
     def epoch_start(self, run: Run) -> None:
         """Fill the cache before the first batch, which a ThroughputMonitor counts as warm-up."""
-        if not self.cache or self._cached is not None:
+        if not self._due:
             return
+        self._due = False
         from composer_speedups.algorithms.layer_freezing.cache import PrefixCache
         from composer_speedups.core.engaging import had_no_effect
 
@@ -99,8 +102,9 @@ class LayerFreezing(Technique):
         except Refusal as error:
             had_no_effect(self, error)
             return
-        self._cached = cached
+        self._cached, vars(run.model)["prefix_is_cached"] = cached, True  # a FinetuneModel counts its FLOPs by it
         run.give_back(setattr, self, "_cached", None)
+        run.give_back(vars(run.model).pop, "prefix_is_cached", None)
         self.evidence |= {"cache": str(cached), "cache_seconds": round(time.perf_counter() - started, 2)}
 
     def before_forward(self, run: Run) -> None:

@@ -32,7 +32,6 @@ class TF32Matmul(Technique):
     name = "tf32_matmul"
     order = Order.FLAGS
     effect = "lower_precision"
-    sets_float32_matmuls = True
 
     precision: Literal["high", "medium"] = Field("high")
     """high is TF32; medium is bf16 if torch supports it."""

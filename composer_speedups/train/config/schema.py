@@ -334,7 +334,6 @@ class Config(Settings):
         yield nameless, "data.tokenizer", missing
         both = "and algorithms.mixed_precision both set the precision; remove one of them"
         yield precision != "fp32" and "mixed_precision" in self.algorithms, "trainer.precision", both
-        stopping = self.trainer.early_stopping
         samples = "counts samples, of which batches of data.batch_tokens differ; set trainer.microbatch_tokens"
         split = data.batch_tokens is not None and self.trainer.microbatch_size is not None
         yield split, "trainer.microbatch_size", samples
