@@ -141,9 +141,13 @@ def test_a_job_begins_with_everything_imported_and_may_open_cuda(program: str) -
 @pytest.mark.skipif(sys.platform != "linux", reason="jobs are forked on Linux")
 def test_the_imports_are_no_part_of_a_jobs_duration(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
-    begins, reads = processes.start_server, lambda: order.append("clock") or float(len(order))
-    monkeypatch.setattr(processes, "start_server", lambda: order.append("imports") or begins())
-    monkeypatch.setattr(processes, "time", SimpleNamespace(perf_counter=reads))
+
+    def noted(what: str) -> float:
+        order.append(what)
+        return float(len(order))
+
+    monkeypatch.setattr(processes, "start_server", lambda: noted("imports"))
+    monkeypatch.setattr(processes, "time", SimpleNamespace(perf_counter=lambda: noted("clock")))
     ended = Process(job(program, "a")).wait(HANGS)
     assert (order, ended.seconds) == (["imports", "clock", "clock"], 1.0)
 
