@@ -331,65 +331,48 @@ def sized(**settings: Any) -> Any:
     return type(tiny_bert())(tiny_config().from_dict({**tiny_config().to_dict(), **settings}))
 
 
-# Whether the matmuls are in 8 bits, the model, and why it is refused.
-REFUSED: list[tuple[bool, Callable[[], Any], str]] = [
+FP8, TANH = {"precision": "fp8"}, {"gelu": "tanh"}
+PRE_NORM: list[tuple[Family, str]] = [("modernbert", "ModernBertEncoderLayer"), ("esm", "EsmLayer")]
+# Settings, the model, and why it is refused.
+REFUSED: list[tuple[dict[str, Any], Callable[[], Any], str]] = [
     *[
-        (
-            False,
-            partial(with_changed_layer, change),
-            rf"^fused_layers cannot fuse every layer: bert.*\.0.*{reason}",
-        )
+        ({}, partial(with_changed_layer, change), rf"^fused_layers cannot fuse every layer: bert.*\.0.*{reason}")
         for change, reason in LAYER_CHANGES
     ],
-    (False, lambda: sized(hidden_act="relu"), "activation is 'relu'"),
-    (False, lambda: sized(hidden_size=24), "16, 32, 64, 128 units, and these have 12"),
-    (False, lambda: adapted(tiny_bert(), use_dora=True), "has adapters other than one plain LoRA adapter"),
-    (False, lambda: adapted(tiny_bert(), lora_bias=True), "has adapters other than one plain LoRA adapter"),
-    (False, lambda: two_active(adapted(tiny_bert())), "has adapters other than one plain LoRA adapter"),
-    (False, lambda: with_a_hook(adapted(tiny_bert())), r"query has a forward hook"),
+    ({}, lambda: sized(hidden_act="relu"), "activation is 'relu'"),
+    ({}, lambda: sized(hidden_size=24), "16, 32, 64, 128 units, and these have 12"),
+    ({}, lambda: adapted(tiny_bert(), use_dora=True), "has adapters other than one plain LoRA adapter"),
+    ({}, lambda: adapted(tiny_bert(), lora_bias=True), "has adapters other than one plain LoRA adapter"),
+    ({}, lambda: two_active(adapted(tiny_bert())), "has adapters other than one plain LoRA adapter"),
+    ({}, lambda: with_a_hook(adapted(tiny_bert())), r"query has a forward hook"),
     (
-        False,
+        {},
         lambda: get_peft_model(tiny_bert(), IA3Config(target_modules=["key"], feedforward_modules=[])),
         r"layer\.0\.attention\.self\.key is a peft Linear instead of a torch Linear",
     ),
     *[
-        (False, lambda family=family: adapted(tiny_model(family)), f"adapters in BERT's layers and .*, not in {layer}")
-        for family, layer in [("modernbert", "ModernBertEncoderLayer"), ("esm", "EsmLayer")]
+        ({}, lambda family=family: adapted(tiny_model(family)), f"adapters in BERT's layers and .*, not in {layer}")
+        for family, layer in PRE_NORM
     ],
+    *[(TANH, partial(tiny_model, family), f"the exact GELU in {layer}, not the tanh") for family, layer in PRE_NORM],
     *[
-        (True, partial(tiny_model, family), "supports BERT's layers and similar ones, not ")
+        (FP8, partial(tiny_model, family), "supports BERT's layers and similar ones, not ")
         for family in ("modernbert", "deberta_v2", "albert", "esm", "jina_embeddings_v3")
     ],
-    (True, partial(sized, intermediate_size=72), "multiples of 16, and the layers have 32 and 72 units"),
+    (FP8, partial(sized, intermediate_size=72), "multiples of 16, and the layers have 32 and 72 units"),
+    (FP8, partial(sized, hidden_act="gelu_new"), "the exact GELU with precision='fp8', not the tanh form"),
 ]
 
 
-@pytest.mark.parametrize(("float8", "build", "reason"), REFUSED)
-def test_a_model_is_refused_and_not_changed(float8: bool, build: Callable[[], Any], reason: str) -> None:
+@pytest.mark.parametrize(("settings", "build", "reason"), REFUSED)
+def test_a_model_is_refused_and_not_changed(settings: dict[str, Any], build: Callable[[], Any], reason: str) -> None:
     model = build()
     unpad(model, 8)
     with pytest.raises(ValueError, match=reason):
-        fuse(model, precision="fp8" if float8 else "bf16")
+        fuse(model, **settings)
     assert not layers_of(model)
     if isinstance(model, PeftModel):
         assert_near(values(model, INPUTS), values(build(), INPUTS))
-
-
-def test_a_model_with_the_tanh_form_of_gelu_is_not_fused_in_8_bits() -> None:
-    model = sized(hidden_act="gelu_new")
-    unpad(model, 8)
-    with pytest.raises(ValueError, match=r"the exact GELU with precision='fp8', not the tanh form"):
-        fuse(model, precision="fp8")
-    assert not layers_of(model)
-
-
-@pytest.mark.parametrize(("family", "layer"), [("modernbert", "ModernBertEncoderLayer"), ("esm", "EsmLayer")])
-def test_pre_norm_layers_with_the_tanh_form_of_gelu_are_refused(family: Family, layer: str) -> None:
-    model = tiny_model(family)
-    unpad(model, 8)
-    with pytest.raises(ValueError, match=f"the exact GELU in {layer}, not the tanh form"):
-        fuse(model, gelu="tanh")
-    assert not layers_of(model)
 
 
 def test_the_tanh_form_of_gelu_is_refused_where_nothing_computes_it() -> None:

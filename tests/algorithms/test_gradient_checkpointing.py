@@ -33,6 +33,7 @@ from tests.helpers.common import (
     trained,
 )
 from tests.reference.loop import gradients
+from tests.reference.tolerance import assert_equal
 
 
 class Block(nn.Module):
@@ -72,11 +73,6 @@ def step(model: Any, inputs: dict[str, Tensor]) -> tuple[int, Tensor, dict[str, 
         loss = model(**inputs).loss
         loss.backward()
     return ran["recomputed_block"], loss.detach(), gradients(model)
-
-
-def assert_equal(actual: Any, expected: Any) -> None:
-    assert len(expected) > 0
-    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
 @pytest.mark.pins

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from composer.algorithms import GradientClipping
 from composer.core import Callback, State
 from composer.loggers import Logger
@@ -48,15 +47,10 @@ from tests.helpers.rerun import graphed
 from tests.helpers.settings import ENTRIES
 from tests.reference.composition import batches
 from tests.reference.loop import EPS, gradients
-from tests.reference.tolerance import assert_near
+from tests.reference.tolerance import assert_equal, assert_near
 
 FIRST = {0: ("bert.embeddings.",), 1: ("bert.embeddings.", "bert.encoder.layer.0.")}  # blocks → names of parameters
 FIRST[2] = (*FIRST[1], "bert.encoder.layer.1.")
-
-
-def exact(actual: Any, expected: Any) -> None:
-    assert len(expected) > 0
-    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
 def freeze_by_hand(model: Any, blocks: int) -> None:
@@ -112,7 +106,7 @@ def test_dropout_draws_the_same_numbers(packed: bool) -> None:
     for technique, model in (([], by_hand(1)), ([LayerFreezing(layers=1)], tiny_bert(dropout=0.3))):
         algorithms: list[Any] = [*technique, *([Unpadding(), FusedLayers()] if packed else [])]
         runs.append(final_weights(trained(algorithms, model=model, batches=plain_batches(5))))
-    exact(*runs)
+    assert_equal(*runs)
 
 
 OPTIMIZERS = [name for name in ENTRIES if name.endswith("_optimizer") or name == "adafactor"]
@@ -128,14 +122,16 @@ def test_every_optimizer_skips_frozen_parameters_and_resumes(name: str, tmp_path
     trainer = trained(algorithms(), batches=plain_batches(5), **settings)
     frozen = tiny_bert()
     freeze_by_hand(frozen, 1)
-    exact(final_weights(trainer), final_weights(trained([algorithms()[1]], model=frozen, batches=plain_batches(5))))
+    assert_equal(
+        final_weights(trainer), final_weights(trained([algorithms()[1]], model=frozen, batches=plain_batches(5)))
+    )
     (optimizer,) = trainer.state.optimizers
     named = dict(trainer.state.model.named_parameters())
     stepped = {n for n, p in named.items() if optimizer.state.get(p)}
     assert stepped == {n for n, p in named.items() if p.requires_grad}
     with restricted_loading(trust=False):
         resumed = trained(algorithms(), batches=plain_batches(5), load_path=str(tmp_path / "ba4.pt"))
-    exact(final_weights(resumed), final_weights(trainer))
+    assert_equal(final_weights(resumed), final_weights(trainer))
 
 
 # CUDA graphs, with a stand-in for the capture
@@ -214,13 +210,13 @@ def test_two_ranks_train_like_one_process(tmp_path: Path, monkeypatch: pytest.Mo
     for (kind, overlapped), expected in [(key, value) for key, value in alone.items() if isinstance(key, tuple)]:
         for rank in ranks:
             seen = rank[kind, overlapped]
-            exact(seen["weights"], ranks[0][kind, False]["weights"])
+            assert_equal(seen["weights"], ranks[0][kind, False]["weights"])
             assert_near(seen["weights"], expected["weights"], what=f"{kind}, overlapped: {overlapped}")
             if overlapped:
                 assert seen["sums"]["mib_a_step"] * 2**20 == 4 * seen["evidence"]["trained_parameters"], "reduced bytes"
                 assert (seen["sums"]["overlapped_steps"] > 0) is (kind == "alone")
     for rank in ranks:
-        exact(rank["resumed"]["weights"], rank["saved"]["weights"])
+        assert_equal(rank["resumed"]["weights"], rank["saved"]["weights"])
 
 
 # Evidence, refusals and conflicts

@@ -48,6 +48,13 @@ def optimizer_of(trained: list[nn.Parameter], kind: Any = AdamW) -> Any:
     return kind(groups, lr=0.01, fused=True)
 
 
+def three_steps(optimizer: Any, trained: list[nn.Parameter], buffers: list[Tensor]) -> None:
+    for _ in range(3):
+        for parameter, buffer in zip(trained, buffers, strict=False):
+            parameter.grad = buffer
+        optimizer.step()
+
+
 class Training:
     """Trains with gradients in the same memory in every step, as replayed backward passes write them."""
 
@@ -188,10 +195,7 @@ def test_rates_that_a_hook_sets_stay() -> None:
         training = Training(captured=captured)
         schedule = LambdaLR(training.optimizer, lambda step: 0.5**step)
         training.optimizer.register_step_post_hook(lambda *_, schedule=schedule: schedule.step())
-        for _ in range(3):
-            for parameter, buffer in zip(training.trained, training.buffers, strict=False):
-                parameter.grad = buffer
-            training.optimizer.step()
+        three_steps(training.optimizer, training.trained, training.buffers)
         rates.append([group["lr"] for group in training.optimizer.param_groups])
     assert rates[0] == rates[1] == [0.01 * 0.125, 0.03 * 0.125]
 
@@ -201,18 +205,11 @@ def test_a_group_without_parameters_and_an_unfused_state() -> None:
     optimizer = AdamW([{"params": trained}, {"params": []}], fused=True)
     step = OptimizerStep(optimizer, lambda: Replay(optimizer))
     buffers = [torch.ones(3, 4) for _ in trained]
-
-    def train() -> None:
-        for _ in range(3):
-            for parameter, buffer in zip(trained, buffers, strict=True):
-                parameter.grad = buffer
-            optimizer.step()
-
-    train()
+    three_steps(optimizer, trained, buffers)
     assert step.replays == 2
     unfused = AdamW([{"params": parameters()}, {"params": []}])
     optimizer.load_state_dict(unfused.state_dict())
-    train()
+    three_steps(optimizer, trained, buffers)
     assert (step.replays, step.note) == (2, "the step of AdamW is not that of torch's fused Adam or AdamW")
 
 
@@ -263,11 +260,7 @@ def test_a_failed_capture_leaves_the_optimizer_as_it_was() -> None:
     trained = parameters()
     optimizer = optimizer_of(trained)
     step = OptimizerStep(optimizer, CannotRecord)
-    buffers = [torch.ones(3, 4) for _ in trained]
-    for _ in range(3):
-        for parameter, buffer in zip(trained, buffers, strict=True):
-            parameter.grad = buffer
-        optimizer.step()
+    three_steps(optimizer, trained, [torch.ones(3, 4) for _ in trained])
     assert (step.replays, step.note) == (0, "it cannot be captured (operation not permitted when stream is capturing)")
     assert [(group["lr"], group["capturable"]) for group in optimizer.param_groups] == [(0.01, False), (0.03, False)]
     assert all(int(state["step"]) == 3 for state in optimizer.state.values())

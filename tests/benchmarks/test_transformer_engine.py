@@ -16,6 +16,7 @@ from benchmarks.peers.flattened_loop import GraphedStep, flattened
 from composer_speedups.core.errors import ConfigError
 from tests.helpers.common import batch, tiny_config
 from tests.helpers.models import tiny_model
+from tests.reference.loop import gradients
 from tests.reference.tolerance import assert_near
 
 
@@ -77,12 +78,6 @@ def untouched(**settings: Any) -> Any:
     return model
 
 
-def gradients_of(model: nn.Module) -> dict[str, Tensor]:
-    """The gradients of a model's parameters, by name."""
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    return {name: gradient for name, gradient in gradients.items() if gradient is not None}
-
-
 def in_bert(name: str) -> list[str]:
     """The names in BERT of the parameters of which one of the peer's consists."""
     for theirs, stock in {
@@ -99,9 +94,9 @@ def in_bert(name: str) -> list[str]:
     return [name]
 
 
-def in_names_of(model: nn.Module, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+def in_names_of(model: nn.Module, of_bert: dict[str, Tensor]) -> dict[str, Tensor]:
     """BERT's gradients, joined as the peer joins its parameters."""
-    return {name: torch.cat([gradients[part] for part in in_bert(name)]) for name, _ in model.named_parameters()}
+    return {name: torch.cat([of_bert[part] for part in in_bert(name)]) for name, _ in model.named_parameters()}
 
 
 def test_packed_batches_have_the_loss_logits_and_gradients_of_padded_ones() -> None:
@@ -117,8 +112,8 @@ def test_packed_batches_have_the_loss_logits_and_gradients_of_padded_ones() -> N
         model.zero_grad()
         loss.backward()
         torch.testing.assert_close((loss, logits), (expected.loss, expected.logits))
-        assert len(gradients_of(model)) == len(list(model.parameters()))
-        assert_near(gradients_of(model), in_names_of(model, gradients_of(reference)))
+        assert len(gradients(model)) == len(list(model.parameters()))
+        assert_near(gradients(model), in_names_of(model, gradients(reference)))
 
 
 def test_layers_get_berts_dropout_and_its_order_of_norms() -> None:
@@ -177,14 +172,14 @@ def test_packed_batches_have_the_loss_and_gradients_of_padded_ones_on_a_gpu(
         for _ in range(3):  # the first call is not replayed, and begins with FP8 scales of 1
             loss = graphed(flattened(inputs, 64))
         torch.testing.assert_close(loss, expected.loss.detach(), atol=near, rtol=near)
-        gradients = in_names_of(model, gradients_of(reference))
-        errors = {name: (gradient - gradients[name]).norm() for name, gradient in gradients_of(model).items()}
+        exact = in_names_of(model, gradients(reference))
+        errors = {name: (gradient - exact[name]).norm() for name, gradient in gradients(model).items()}
         if float8:  # of some biases, whose sums nearly cancel, the gradients are rounding errors
-            assert sum(e**2 for e in errors.values()) <= 0.5**2 * sum(g.norm() ** 2 for g in gradients.values())
+            assert sum(e**2 for e in errors.values()) <= 0.5**2 * sum(g.norm() ** 2 for g in exact.values())
             continue
         for name, error in errors.items():
             # The exact gradients of key biases are zero, so theirs are rounding errors.
             least = 1e-3 if name.endswith("qkv.bias") else 1e-4
-            assert error <= 0.1 * gradients[name].norm() + least, name
+            assert error <= 0.1 * exact[name].norm() + least, name
     assert len(graphed.captured) == 1
     assert peer.attention_backend() == "fused"

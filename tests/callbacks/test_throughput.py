@@ -58,6 +58,18 @@ class Clock:
 
         setattr(target, name, slower)
 
+    def pass_after(self, trainer: Any, seconds: dict[Event, float], first: float) -> None:
+        """Make this many seconds pass after events, and ``first`` after the start of the first batch."""
+        original = trainer.engine.run_event
+
+        def waiting(event: Event) -> Any:
+            result = original(event)
+            begins = event == Event.BATCH_START and trainer.state.timestamp.batch.value == 0
+            self.now += first if begins else seconds.get(event, 0.0)
+            return result
+
+        trainer.engine.run_event = waiting
+
 
 def timed(**settings: Any) -> tuple[Clock, ThroughputMonitor]:
     """Return a clock, and a monitor that reads it."""
@@ -96,15 +108,7 @@ def test_the_time_of_the_whole_training_is_planned_once_from_steady_batches(dura
     )
     clock.pass_during(trainer.state.model, "forward", 0.25)
     clock.pass_during(trainer, "_eval_loop", 100.0)
-    original = trainer.engine.run_event
-
-    def waiting(event: Any) -> Any:
-        result = original(event)
-        first = trainer.state.timestamp.batch.value == 0
-        clock.now += {Event.BEFORE_DATALOADER: 0.75, Event.BATCH_START: 30.0 * first}.get(event, 0.0)
-        return result
-
-    trainer.engine.run_event = waiting  # type: ignore[method-assign]
+    clock.pass_after(trainer, {Event.BEFORE_DATALOADER: 0.75}, first=30.0)
     fit_and_close(trainer)
     if total == 6:
         assert "throughput/planned_seconds" not in logger.data
@@ -131,21 +135,9 @@ def test_training_data_evaluation_and_checkpoints_are_timed_separately(tmp_path:
     clock.pass_during(trainer.state.model, "forward", 0.25)
     clock.pass_during(trainer, "_eval_loop", 100.0)
     clock.pass_during(trainer._checkpoint_saver, "_save_checkpoint", 7.0)
-    original = trainer.engine.run_event
-
-    def waiting(event: Any) -> Any:
-        result = original(event)
-        if event == Event.FIT_START:
-            clock.now += 15  # callbacks after this one
-        if event == Event.BEFORE_DATALOADER:
-            clock.now += 0.75
-        if event == Event.BATCH_END:
-            clock.now += 0.125  # loggers, and callbacks after this one
-        if event == Event.BATCH_START and trainer.state.timestamp.batch.value == 0:
-            clock.now += 30  # the first step is slow
-        return result
-
-    trainer.engine.run_event = waiting  # type: ignore[method-assign]
+    # of callbacks and loggers that come after this one, and a slow first step
+    after = {Event.FIT_START: 15.0, Event.BEFORE_DATALOADER: 0.75, Event.BATCH_END: 0.125}
+    clock.pass_after(trainer, after, first=30.0)
     fit_and_close(trainer)
     summary = monitor.summary()
     assert summary["samples_per_sec"] == pytest.approx(4 / 1.0)

@@ -206,12 +206,16 @@ def merged() -> None:
                 print(f"a merged weight of {tuple(weight.shape)} in {dtype} agrees")
 
 
-def kept_weights(lengths: Sequence[int], heads: int, attend: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    """Return masks of the attention weights that dropout keeps, (heads, S, S) for each row.
+def kept_weights(
+    lengths: Sequence[int], heads: int, dropout: float, attend: Callable[[Tensor], Tensor]
+) -> list[Tensor] | None:
+    """Return the factors of the attention weights under dropout, (heads, S, S) for each row; None without dropout.
 
     They are read from uniform attention, (T, 3 · heads · 64) → (T, heads · 64), over values that are 1 for one key at a
     time.
     """
+    if not dropout:
+        return None
     size = 64  # masks do not depend on the head size
     masks = [torch.zeros(heads, length, length, device=DEVICE) for length in lengths]
     for first in range(0, max(lengths), size):
@@ -222,7 +226,9 @@ def kept_weights(lengths: Sequence[int], heads: int, attend: Callable[[Tensor], 
         for mask, out in zip(masks, attend(qkv.flatten(1)).split([*lengths]), strict=True):
             kept = (out.view(-1, heads, size) > 0).transpose(0, 1).float()
             mask[..., first : first + size] = kept[..., : max(0, len(out) - first)]
-    return masks
+    rate = float(torch.cat([m.flatten() for m in masks]).mean())
+    assert abs(rate - (1 - dropout)) < 0.01, rate
+    return [mask / (1 - dropout) for mask in masks]
 
 
 def offsets(lengths: Sequence[int]) -> Tensor:
@@ -345,15 +351,10 @@ def attentions(
     lengths = LENGTHS if lengths is None else lengths
     cu, settings = offsets(lengths), {"scale": scale, "window": window}
     bias = random(heads, 2 * longest + 1) if biased else None
-    masks = None
-    if dropout:
-        zeros = None if bias is None else torch.zeros_like(bias)
-        masks = kept_weights(
-            lengths, heads, lambda qkv: attention_forward(qkv, cu, longest, heads, dropout, seed(), bias=zeros)[0]
-        )
-        rate = float(torch.cat([m.flatten() for m in masks]).mean())
-        assert abs(rate - (1 - dropout)) < 0.01, rate
-        masks = [mask / (1 - dropout) for mask in masks]
+    zeros = None if bias is None else torch.zeros_like(bias)
+    masks = kept_weights(
+        lengths, heads, dropout, lambda qkv: attention_forward(qkv, cu, longest, heads, dropout, seed(), bias=zeros)[0]
+    )
     qkv = random(sum(lengths), 3 * heads * size)
     leaf, bias_leaf = qkv.clone().requires_grad_(), None if bias is None else bias.clone().requires_grad_()
     by_distance = None if bias_leaf is None else lambda q, k, distances: bias_leaf[:, distances + longest]

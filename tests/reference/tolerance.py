@@ -17,6 +17,12 @@ TOLERANCES: dict[torch.dtype, dict[str, float]] = {
 }
 
 
+def assert_equal(actual: Any, expected: Any) -> None:
+    """Compare bit by bit; lists and dicts must not be empty."""
+    assert len(expected) > 0
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
 def assert_near(actual: Any, expected: Any, dtype: torch.dtype = torch.float32, what: str = "") -> None:
     """Call ``torch.testing.assert_close`` with the dtype's tolerance; lists and dicts must not be empty."""
     assert len(expected) > 0, f"nothing to compare: {what}"

@@ -7,13 +7,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
 
 from composer_speedups.core.processes import killed_with_parent
-from composer_speedups.sweep import forks
+from composer_speedups.sweep import forks, processes
 from composer_speedups.sweep.processes import Ended, Job, Process, run_all
 from tests.conftest import ROOT
 from tests.helpers.hangs import HANGS, wait_until
@@ -135,6 +136,20 @@ def test_a_job_begins_with_everything_imported_and_may_open_cuda(program: str) -
     ended = Process(Job(["a=1"], Path("log"), program="loaded")).wait(HANGS)
     assert ended.output.startswith("True False 1 __main__ ['a=1']\nFalse\nTraceback")
     assert (ended.status, ended.kind, ended.reason) == (1, "failed", "ValueError: an error")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="jobs are forked on Linux")
+def test_the_imports_are_no_part_of_a_jobs_duration(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+
+    def noted(what: str) -> float:
+        order.append(what)
+        return float(len(order))
+
+    monkeypatch.setattr(processes, "start_server", lambda: noted("imports"))
+    monkeypatch.setattr(processes, "time", SimpleNamespace(perf_counter=lambda: noted("clock")))
+    ended = Process(job(program, "a")).wait(HANGS)
+    assert (order, ended.seconds) == (["imports", "clock", "clock"], 1.0)
 
 
 # Python imports it first of all: it asks for the GPUs in the process from which jobs are forked, and in no other.

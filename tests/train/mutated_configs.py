@@ -40,7 +40,7 @@ ODD_FILES: dict[str, bytes] = {
     "duplicate setting": b"algorithms: {lora: {rank: 1, rank: 2}}",
     "itself": b"algorithms: &a {lora: *a}",
     "large": b"#" * (2**20 + 1),
-    "many keys": b"".join(b"k%d: 1\n" % i for i in range(20_000)),
+    "many keys": b"".join(b"k%d: 1\n" % i for i in range(1_000)),
     "complex key": b"? [a, b]\n: 1",
     "numbers for keys": b"1: 2\n1.5: 3\ntrue: 4\nnull: 5\n2020-01-01: 6",
     "object": b"run_name: !!python/object/apply:os.system ['true']",

@@ -137,17 +137,6 @@ def test_the_baselines_rate_excludes_warm_up_and_the_first_batch_of_each_turn() 
     assert turn_ratios(uneven, turns, turn=3) == [1.0, 2.0]
 
 
-def test_the_report_contains_the_startup_phases() -> None:
-    report = run("trainer.max_duration=2ba", "trainer.eval_batches=1")
-    startup = report["startup"]
-    phases = ("interpreter", "config", "imports", "device", "data", "model", "trainer", "first_step")
-    assert set(startup) == {f"{phase}_seconds" for phase in phases} | {"to_first_step_seconds"}
-    assert sum(startup[f"{phase}_seconds"] for phase in phases) == pytest.approx(startup["to_first_step_seconds"])
-    assert 0 < startup["to_first_step_seconds"] < report["wall_seconds"]
-    assert startup["first_step_seconds"] > 0
-    assert "s to the end of the first step: " in summary_table(report, "runs/quickstart")
-
-
 def test_objects_made_by_imports_are_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
     before = gc.get_freeze_count()
     with without_gc():

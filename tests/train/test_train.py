@@ -52,7 +52,14 @@ def test_the_report_has_the_measurements_of_the_run(capsys: pytest.CaptureFixtur
     assert report["wall_seconds"] > 0
     assert report["config"]["data"]["train_samples"] == 48
     assert Path("runs/quickstart/throughput.png").read_bytes().startswith(b"\x89PNG")
-    assert "fused_optimizer    engaged: " in capsys.readouterr().out
+    startup = report["startup"]
+    phases = ("interpreter", "config", "imports", "device", "data", "model", "trainer", "first_step")
+    assert set(startup) == {f"{phase}_seconds" for phase in phases} | {"to_first_step_seconds"}
+    assert sum(startup[f"{phase}_seconds"] for phase in phases) == pytest.approx(startup["to_first_step_seconds"])
+    assert 0 < startup["first_step_seconds"] < startup["to_first_step_seconds"] < report["wall_seconds"]
+    printed = capsys.readouterr().out
+    assert "fused_optimizer    engaged: " in printed
+    assert "s to the end of the first step: " in printed
 
 
 @pytest.fixture(scope="module")

@@ -33,17 +33,13 @@ from tests.helpers.common import (
 )
 from tests.helpers.ranks import on_ranks
 from tests.reference.composition import batches
+from tests.reference.tolerance import assert_equal
 
 # Composer warns that random states of other ranks are missing; nothing is random here.
 pytestmark = pytest.mark.filterwarnings("ignore:The current world size:UserWarning")
 
 KINDS = ("plain", "sharded")
 JOURNEYS = [(2, 2), (2, 1), (1, 2)]  # the ranks that train two batches, and those that train two more
-
-
-def exact(actual: Any, expected: Any) -> None:
-    assert expected
-    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
 def sharded(optimizer: AdamW) -> Any:
@@ -145,7 +141,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
 @pytest.mark.exhaustive
 def test_two_ranks_train_exactly_like_adamw(seen: Seen) -> None:
     for rank in seen.ranks:
-        exact(rank["trained"]["sharded"]["weights"], seen.ranks[0]["trained"]["plain"]["weights"])
+        assert_equal(rank["trained"]["sharded"]["weights"], seen.ranks[0]["trained"]["plain"]["weights"])
 
 
 @pytest.mark.exhaustive
@@ -153,10 +149,10 @@ def test_two_ranks_train_exactly_like_adamw(seen: Seen) -> None:
 def test_a_loop_with_clipping_schedulers_and_loss_scaling_trains_exactly_like_adamw(scaled: bool, seen: Seen) -> None:
     loops = [rank["loops"][scaled] for rank in seen.ranks]
     for rank in loops:
-        exact(rank["sharded"]["weights"], loops[0]["plain"]["weights"])
+        assert_equal(rank["sharded"]["weights"], loops[0]["plain"]["weights"])
     assert loops[0]["sharded"]["scale"] == (64 if scaled else None), "the batch with infinite gradients is skipped"
     plain, sharded = (loops[0][kind]["state"] for kind in KINDS)
-    exact(sharded["state"], plain["state"])
+    assert_equal(sharded["state"], plain["state"])
     for group, expected in zip(sharded["param_groups"], plain["param_groups"], strict=True):
         assert {**group, "foreach": False, "fused": None} == expected
 
@@ -177,7 +173,7 @@ def test_each_rank_holds_a_share_of_the_state(seen: Seen) -> None:
 def test_the_checkpoint_is_that_of_adamw(ranks: int, seen: Seen) -> None:
     (name, state), (plain_name, plain) = (next(iter(seen.checkpoint(kind, ranks).items())) for kind in reversed(KINDS))
     assert name == plain_name == "AdamW"
-    exact(state["state"], plain["state"])
+    assert_equal(state["state"], plain["state"])
     for group, expected in zip(state["param_groups"], plain["param_groups"], strict=True):
         assert {**group, "foreach": False, "fused": None} == expected
 
@@ -186,7 +182,7 @@ def test_the_checkpoint_is_that_of_adamw(ranks: int, seen: Seen) -> None:
 @pytest.mark.parametrize("journey", JOURNEYS, ids=lambda journey: f"{journey[0]} to {journey[1]}")
 def test_resuming_on_any_number_of_ranks_is_exactly_like_adamw(journey: tuple[int, int], seen: Seen) -> None:
     plain, sharded = (seen.journeys[journey][kind] for kind in KINDS)
-    exact(sharded["weights"], plain["weights"])
+    assert_equal(sharded["weights"], plain["weights"])
     assert sharded["evidence"]["ranks"] == journey[1]
     assert any((w != seen.alone["plain"]["weights"][n]).any() for n, w in plain["weights"].items()), "it trained on"
 
