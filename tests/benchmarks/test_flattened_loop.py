@@ -204,5 +204,7 @@ def test_flattened_batches_have_the_loss_and_gradients_of_padded_ones_on_a_gpu(
                 continue
             # The exact gradients of key biases are zero, so theirs are rounding errors, which came to 2e-4 on an H200.
             least = 1e-3 if name.endswith(("key.bias", "qkv.bias")) else 1e-4
+            # ModernBERT's classifier has a bias, whose gradient is a sum of terms of about 0.1 that nearly cancel.
+            least = 5e-3 if name == "classifier.bias" else least
             assert (parameter.grad - gradient).norm() <= 0.05 * gradient.norm() + least, name
     assert len(graphed.captured) == 1
