@@ -9,6 +9,7 @@ import re
 from collections import defaultdict
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
@@ -21,6 +22,7 @@ from composer_speedups.core.technique import FSDP, Order, Technique
 from composer_speedups.families.family import Family, family_named
 from composer_speedups.families.family import families as known_families
 from tests.helpers.refusals import FAILING, HEADS, INPUTS, MISSING, REFUSALS, TECHNIQUES, UNDEFINED, refusal_of
+from tests.helpers.settings import ENTRIES
 from tests.helpers.support import TASKS
 
 ROOT = Path(__file__).parent.parent
@@ -206,8 +208,12 @@ def ranks() -> list[str]:
     """Which techniques support DDP and FSDP, and why the others do not."""
     lines = []
     for technique in _classes():
-        fsdp = technique.not_with.get(FSDP, "yes")
-        lines.append([f"`{technique.name}`", _needs_one_rank(technique) or "yes", fsdp])
+        per_rank = ENTRIES[technique.name].per_rank
+        trained = f"close: {per_rank}" if per_rank else "yes"
+        alone = [f"`{field}: true`" for field in _flags(technique) if _needs_one_rank(technique, **{field: True})]
+        except_with = f", except with {' or '.join(alone)}" if alone else ""
+        ddp = _needs_one_rank(technique) or f"{trained}{except_with}"
+        lines.append([f"`{technique.name}`", ddp, technique.not_with.get(FSDP, trained)])
     return table(["technique", "DDP", "FSDP"], lines)
 
 
@@ -225,9 +231,15 @@ def _classes() -> list[type[Technique]]:
     return [technique_class(name) for name in technique_names()]
 
 
-def _needs_one_rank(technique: type[Technique]) -> str | None:
+def _flags(technique: type[Technique]) -> list[str]:
+    """The settings that are false unless they are set to true."""
+    return [name for name, field in technique.model_fields.items() if field.default is False]
+
+
+def _needs_one_rank(technique: type[Technique], **settings: Any) -> str | None:
     """The reason of the first refusal with two ranks that one rank does not get; None without one."""
-    unmet = [[refusal.reason for refusal in technique().needs(Run(torch.device("cpu"), ranks=n))] for n in (1, 2)]
+    runs = [Run(torch.device("cpu"), ranks=n) for n in (1, 2)]
+    unmet = [[refusal.reason for refusal in technique(**settings).needs(run)] for run in runs]
     return next((reason for reason in unmet[1] if reason not in unmet[0]), None)
 
 

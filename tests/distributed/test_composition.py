@@ -17,12 +17,6 @@ from tests.helpers.settings import Case
 from tests.reference.composition import CLIP, all_outcomes, first_cases, train
 from tests.reference.tolerance import assert_near
 
-# Technique → the quantity that each rank computes over its own share of a batch.
-PER_RANK = {
-    "sparse_upcycling": "the load-balancing loss is a product of means over a rank's tokens",
-    "float8_linear": "a tensor's scale depends on the rank's rows",
-}
-
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
@@ -44,8 +38,8 @@ def test_ranks_train_like_one_process_or_the_technique_is_refused(
     for parallelism, outcome in outcomes[case.name].items():
         if parallelism != "ddp" and refused:
             assert outcome == f"{case.name}: {refused}; train without FSDP (DDP works), or remove it"
-        elif case.name in PER_RANK:
-            assert outcome == pytest.approx(expected, abs=0.05), f"{parallelism}: {PER_RANK[case.name]}"
+        elif case.entry.per_rank:
+            assert outcome == pytest.approx(expected, abs=0.05), f"{parallelism}: {case.entry.per_rank}"
         else:
             assert_near(outcome, expected, case.entry.dtype, what=parallelism)
 

@@ -34,6 +34,7 @@ class Entry:
     package: str | None = None  # without which the variants are skipped
     also: tuple[Entry, ...] = ()  # further variants with other properties
     gpu: Entry | None = None  # what applies on a GPU instead
+    per_rank: str = ""  # why its losses on several ranks differ a little from those of one process
 
 
 BF16 = {"mixed_precision": {"dtype": "bf16", "allow_cpu": True}}
@@ -86,6 +87,7 @@ ENTRIES: dict[str, Entry] = {
         dtype=torch.float8_e4m3fn,
         loss_bound=0.06,
         evidence=("modules", "float8_matmuls", "seen_in"),
+        per_rank="a tensor's scale depends on the rank's rows",
     ),
     "foreach_optimizer": Entry([{}], evidence=("operators_in_one_step",)),
     "fused_optimizer": Entry([{}], gpu_variants=[{}], evidence=("operators_in_one_step",)),
@@ -165,6 +167,7 @@ ENTRIES: dict[str, Entry] = {
         same=("logits",),
         loss_bound=0.1,
         evidence=("layers", "parameters_added", "experts_that_ran", "load_balancing_loss"),
+        per_rank="the load-balancing loss is a product of means over a rank's tokens",
         stock_checkpoint=False,
     ),
     "tf32_matmul": Entry(
