@@ -30,7 +30,8 @@ def recommended(on_unavailable: OnUnavailable = "stop", precision: Literal["bf16
     """Return the fastest stable techniques for BERT, RoBERTa and similar encoders, on one or several GPUs.
 
     None of them changes the recipe. Each is exact up to the rounding of 16-bit mixed precision, except that layers of
-    BERT's kind compute GELU's tanh form on a GPU; ``FusedLayers()`` in its place computes the model's own activation.
+    768 units or more, in other families than ESM-2 and ModernBERT, compute GELU's tanh form on a GPU. With
+    ``FusedLayers()`` in place of the set's, they compute the model's own activation.
 
     Args:
         on_unavailable: ``"stop"``: a technique that cannot engage on this GPU or model stops the run, with the reason

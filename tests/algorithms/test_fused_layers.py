@@ -432,8 +432,8 @@ def test_the_tanh_form_of_gelu_matches_the_model_that_has_it(family: Family, act
 
 def test_evidence_says_how_gelu_was_computed() -> None:
     for ran, expected in (
-        ({"gelu_epilogue": 8}, "4 in products' epilogues"),
-        ({"gelu_epilogue": 4, "gelu_operator": 4}, "2 in products' epilogues, 2 by torch's operators"),
+        ({"gelu_epilogue": 8}, "4 in matmuls' epilogues"),
+        ({"gelu_epilogue": 4, "gelu_operator": 4}, "2 in matmuls' epilogues, 2 by torch's operators"),
     ):
         technique = FusedLayers(gelu="tanh")
         seen: Any = SimpleNamespace(ran=Counter({"fused_layer": 4, "packed_encoder": 2, **ran}))

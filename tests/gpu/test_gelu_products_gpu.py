@@ -110,7 +110,7 @@ def test_it_trains_under_composer(gelu: Any, with_graphs: bool) -> None:
     shape: Any = {"hidden_size": 768, "num_attention_heads": 12}  # from which on auto takes the tanh form
     model = tiny_model("bert", dropout=0.1, problem_type="single_label_classification", **shape)
     trainer = trained(algorithms, model=model, batches=plain_batches(6), gpu=True)
-    assert technique.evidence["gelu_ran"] == "2 in products' epilogues", "forward and backward, of one of two layers"
+    assert technique.evidence["gelu_ran"] == "2 in matmuls' epilogues", "forward and backward, of one of two layers"
     assert all(weight.isfinite().all() for weight in final_weights(trainer).values())
     if with_graphs:
         assert graphs.evidence["graphs"] >= 1

@@ -46,7 +46,7 @@ class FusedLayers(ComparedTechnique):
     fp8_min_width: int = Field(_FP8_MIN_WIDTH, ge=0)
     """With precision: fp8, layers with a smaller hidden size compute in bf16, which is as fast there; 0: all in fp8."""
     gelu: Literal["exact", "tanh", "auto"] = Field("exact")
-    """exact computes the model's activation; tanh computes the tanh form of GELU on a GPU, as a part of the products
+    """exact computes the model's activation; tanh computes the tanh form of GELU on a GPU, as a part of the matmuls
     around it; auto computes the tanh form in layers that are faster with it, and elsewhere the model's activation."""
 
     @classmethod
@@ -169,5 +169,5 @@ _WAYS = {
     "torch_layer": "by torch",
     "unfused_layer": "unfused, because of their adapters",
 }
-_GELU = {"gelu_epilogue": "in products' epilogues", "gelu_operator": "by torch's operators"}  # both directions
+_GELU = {"gelu_epilogue": "in matmuls' epilogues", "gelu_operator": "by torch's operators"}  # both directions
 _EMBEDDED = {"fused_embeddings": "by a fused kernel", "stock_embeddings": "by the stock code"}
