@@ -54,7 +54,7 @@ class Applied:
 
     @property
     def evidence(self) -> dict[str, dict[str, Any]]:
-        """Name of each technique that engaged → what it changed and, after the first optimizer step, the proof of its effect."""
+        """Name of each technique that engaged → what it changed and, after the first optimizer step, the proof."""
         return {name: dict(technique.evidence) for name, technique in self._run.techniques.items()}
 
     def undo(self) -> None:
