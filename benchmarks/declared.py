@@ -117,8 +117,8 @@ def tasks() -> list[str]:
     lines = []
     for name, row in TASKS.items():
         metrics = ", ".join(filter(None, [*row.metrics.values(), row.more]))
-        lines.append([f"`{name}`", row.data, row.loss, metrics, ", ".join(_quoted(yamls[name]))])
-    return table(["`model.task`", "columns it reads", "loss", "metrics", "YAML (`-f`)"], lines)
+        lines.append([f"`{name}`", row.texts, row.label, row.loss, metrics, ", ".join(_quoted(yamls[name]))])
+    return table(["`model.task`", "`data.text_columns`", "label", "loss", "metrics", "YAML (`-f`)"], lines)
 
 
 def _yamls_by_task() -> dict[str, list[str]]:

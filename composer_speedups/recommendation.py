@@ -103,7 +103,8 @@ def apply_recommended(model: nn.Module, check: Check = "auto") -> Applied:
         return apply(model, [build("unpadding"), build("fused_layers")])
     except Refusal as error:
         if error.who != "fused_layers":
-            warnings.warn(f"unpadding and fused_layers are left out: {error}", UserWarning, stacklevel=2)
+            said = "unpadding and fused_layers are left out, and sdpa_attention is used instead"
+            warnings.warn(f"{said}: {error.who}: {error.reason}", UserWarning, stacklevel=2)
             return apply(model, [build("sdpa_attention")])
-        warnings.warn(f"fused_layers is left out: {error}", UserWarning, stacklevel=2)
+        warnings.warn(f"fused_layers is left out: {error.reason}", UserWarning, stacklevel=2)
     return apply(model, [build("unpadding")])

@@ -7,7 +7,9 @@ import warnings
 from pathlib import Path
 
 import pytest
+import yaml
 
+from composer_speedups.recommendation import RECOMMENDED
 from tests.conftest import ROOT
 from tests.documents import Block, blocks_of, run_blocks
 from tests.helpers.hangs import HANGS
@@ -23,6 +25,18 @@ def test_the_code_of_a_page_runs(path: Path) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*continuing without", category=UserWarning)
         run_blocks(blocks_of(path.read_text()), {})
+
+
+def test_the_configs_of_pages_have_the_fused_layers_of_the_recommended_set() -> None:
+    """The first one of the page that introduces the set is the whole of it."""
+    configs = {
+        path: [yaml.safe_load(code) for language, code in blocks_of(path.read_text()) if language == "yaml"]
+        for path in PAGES
+    }
+    assert configs[DOCS / "which-techniques.md"][0] == {"algorithms": RECOMMENDED}
+    for path, found in configs.items():
+        fused = [config["algorithms"].get("fused_layers") for config in found if "algorithms" in config]
+        assert all(settings in (None, RECOMMENDED["fused_layers"]) for settings in fused), path
 
 
 @pytest.mark.parametrize(

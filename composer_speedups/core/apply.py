@@ -54,7 +54,7 @@ class Applied:
 
     @property
     def evidence(self) -> dict[str, dict[str, Any]]:
-        """Name of each technique → what it changed and, after the first optimizer step, the proof of its effect."""
+        """Name of each technique that engaged → what it changed and, after the first optimizer step, the proof."""
         return {name: dict(technique.evidence) for name, technique in self._run.techniques.items()}
 
     def undo(self) -> None:
@@ -65,7 +65,7 @@ class Applied:
         """The model's forward pre-hook, which is not copied or pickled with the model."""
         if not self._waiting:
             self._stop_watching()
-        elif not self._run.observing and model.training and torch.is_grad_enabled() and not in_other_mode():
+        elif not self._run.observing and torch.is_grad_enabled() and not in_other_mode():
             self._observer.start()
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -174,5 +174,6 @@ def refuse_other_techniques(recorded: list[str], techniques: Iterable[Technique]
     if recorded != current:
         raise ConfigError(
             f"the checkpoint was written with techniques [{', '.join(recorded)}] and this run has "
-            f"[{', '.join(current)}]; resume with the same ones, or load the weights only"
+            f"[{', '.join(current)}]; resume with the same ones, or load the weights "
+            "without the optimizer's state: load_weights_only=True, in a YAML checkpoint.weights_only=true"
         )

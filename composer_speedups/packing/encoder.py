@@ -120,6 +120,7 @@ class Packing:
         elif (known := known_batch().of(mask_BS)) is None:
             return self._count_and_lay_out(mask_BS, labels)
         elif known.packed is None:
+            ran("kept_padded")
             return None
         else:
             mask_BS, packed = mask_BS.bool(), len(known.packed)

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForSequenceClassification
 
-from composer_speedups import Unpadding, apply
+from composer_speedups import Unpadding, apply, with_row_lengths
 from composer_speedups.core.errors import Refusal
 from composer_speedups.core.registry import technique_class
 from composer_speedups.core.run import FirstBatch, Run
@@ -172,6 +172,21 @@ def test_a_technique_without_effect_raises_at_the_step_and_another_set_is_refuse
         optimizer.step()
     assert torch._C._len_torch_dispatch_stack() == 0
     applied.undo()
+
+
+@pytest.mark.parametrize("padded_on_the_left", [False, True])
+def test_a_model_that_trains_in_evaluation_mode_is_observed_too(padded_on_the_left: bool) -> None:
+    """As Lightning trains what ``from_pretrained`` returns; the collator has counted the rows."""
+    model = AutoModelForSequenceClassification.from_config(tiny_config()).eval()
+    applied = apply(model, [Unpadding()], optimizer := torch.optim.SGD(model.parameters(), lr=0.1))
+    inputs = plain_batches(1)[0]
+    if padded_on_the_left:
+        inputs |= {name: inputs[name].flip(1) for name in ("input_ids", "attention_mask")}
+    collate = with_row_lengths(lambda given: given, model)
+    model(**collate(inputs)).loss.backward()
+    with pytest.raises(Refusal, match="pad on the right") if padded_on_the_left else nullcontext():
+        optimizer.step()
+    assert ("attention" in applied.evidence["unpadding"]) is not padded_on_the_left
 
 
 def _loss(model: Any, batch: Any) -> Tensor:

@@ -51,7 +51,9 @@ def test_logits_losses_and_gradients_match_the_untouched_model(family: Family, h
 def test_a_model_that_unpadding_does_not_support_gets_sdpa_and_a_warning() -> None:
     config = GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2, n_positions=64, pad_token_id=0)
     model: Any = GPT2ForSequenceClassification._from_config(config, attn_implementation="eager")
-    with pytest.warns(UserWarning, match=r"fused_layers are left out: unpadding: supports .* this is gpt2"):
+    with pytest.warns(
+        UserWarning, match=r"left out, and sdpa_attention is used instead: unpadding: supports .* this is gpt2$"
+    ):
         applied = apply_recommended(model)
     assert set(applied.evidence) == {"sdpa_attention"}
     assert model.config._attn_implementation == "sdpa"

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 
 class TaskRow(NamedTuple):
-    data: str  # columns that it reads
+    texts: str  # columns of texts that it reads
+    label: str  # column of the label
     loss: str  # what is minimised
     metrics: Mapping[str, str]  # of an evaluation with the task's defaults, by their names in report.json
     more: str = ""  # what else may be reported
@@ -15,7 +16,8 @@ class TaskRow(NamedTuple):
 
 TASKS = {
     "classification": TaskRow(
-        "`text`, or two in `data.text_columns`; `label`, names or integers",
+        "`[text]`, or two for pairs",
+        "`label`: a name or an integer",
         "cross entropy, with `model.class_weights` and `model.label_smoothing`",
         {
             "accuracy": "accuracy",
@@ -26,33 +28,39 @@ TASKS = {
         },
     ),
     "multilabel": TaskRow(
-        "`text`; `labels`, a list of names or `a;b`, or 0/1 columns in `data.label_columns`",
+        "`[text]`, or two for pairs",
+        "`labels`: a list of names, or text such as `billing;tech`; or `data.label_columns`, with 0 or 1 in each",
         "binary cross entropy",
         {"micro_f1": "F1 micro", "macro_f1": "F1 macro", "map": "mean average precision", "loss": ""},
     ),
     "regression": TaskRow(
-        "`text`, or two; `label`, a number",
+        "`[text]`, or two for pairs",
+        "`label`: a number",
         "mean squared error",
         {"pearson": "Pearson", "spearman": "Spearman", "rmse": "RMSE", "mae": "MAE", "loss": ""},
     ),
     "token_classification": TaskRow(
-        "`tokens`; `ner_tags`, one for each word",
+        "`[tokens]`: a list of words, or text",
+        "`ner_tags`: a list of tags, one for each word",
         "cross entropy",
         {"entity_f1": "F1 of whole entities (extra `ner`)", "accuracy": "accuracy", "loss": ""},
     ),
     "reranking": TaskRow(
-        "`query`, `document`; `label`, a relevance",
+        "`[query, document]`, one row for each document",
+        "`label`: 0 to 1, or any number with `model.loss: pairwise`",
         "binary cross entropy, or `model.loss: pairwise`",
         {"mrr@10": "MRR@10", "ndcg@10": "NDCG@10", "loss": ""},
     ),
     "embedding": TaskRow(
-        "`anchor`, `positive`, any negatives; or two texts and a score",
+        "`[anchor, positive]` and any number of negatives",
+        "none; a number with `model.loss: cosine` or for evaluation",
         "in-batch negatives over all ranks (`model.gradient_cache` for large batches), or `model.loss: cosine`",
         {"recall@1": "recall@1", "recall@10": "recall@10"},
         "or Spearman of scores",
     ),
     "mlm": TaskRow(
-        "`text`",
+        "`[text]`",
+        "none",
         "cross entropy of masked tokens (`data.whole_word_masking`, `data.packing`)",
         {"accuracy": "accuracy", "perplexity": "perplexity", "loss": ""},
     ),

@@ -123,6 +123,10 @@ class LayerFreezing(Technique):
             reason = "DistributedDataParallel already waits for the gradients of all parameters"
             raise self.refusal(reason, "apply it before DistributedDataParallel wraps the model")
         blocks = len(blocks_of(only_encoder(run.model)))
+        if self._blocks > blocks:
+            raise self.refusal(
+                f"the model has {blocks} blocks, and layers is {self._blocks}", f"set layers to {blocks} or less"
+            )
         if self.cache and self._blocks == blocks and "fused_layers" in run.techniques:
             raise self.refusal("cache leaves fused_layers no block to compute", "freeze fewer blocks, or remove it")
         freeze(run.model, run.optimizers, self._blocks)

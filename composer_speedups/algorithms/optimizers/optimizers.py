@@ -68,7 +68,7 @@ class OptimizerTechnique(Technique):
 
     def needs(self, run: Run) -> Iterable[Refusal]:
         if run.model is not None and len(run.optimizers) != 1:
-            yield self.refusal(f"there are {len(run.optimizers)} optimizers", "give the Trainer, or apply, one")
+            yield self.refusal(f"there are {len(run.optimizers)} optimizers", "pass one to the Trainer or to apply()")
 
     def engage(self, run: Run) -> dict[str, Any]:
         from composer_speedups.algorithms.optimizers.swap import class_name

@@ -143,10 +143,11 @@ class Unpadding(ComparedTechnique):
         if not compiled and not seen.ran["packed_encoder"]:
             if seen.ran["waits_for_gradients"]:
                 return NOT_YET
-            if seen.ran["padded_encoder"] and (self._kept_padded or seen.ran["counted_in_the_call"]):
+            if seen.ran["padded_encoder"] and (seen.ran["kept_padded"] or seen.ran["counted_in_the_call"]):
                 raise self.no_effect(*_PADDED)
             how = "padded" if seen.ran["padded_encoder"] else "without its encoder"
-            raise self.no_effect(f"the first forward pass ran {how}", "do not change attention and output settings")
+            fix = "do not ask for hidden states or attentions in training, and do not change the attention"
+            raise self.no_effect(f"the first forward pass ran {how}", fix)
         called = seen.ran["packed_encoder"] * min(numbers)  # once for each micro-batch; at least, with several encoders
         ran = seen.ran["packed_layer"] + seen.ran["cached_block"]  # those whose outputs layer_freezing keeps
         if not compiled and ran < called:
