@@ -29,9 +29,8 @@ RECOMMENDED: dict[str, dict[str, Any]] = {
 def recommended(on_unavailable: OnUnavailable = "stop", precision: Literal["bf16", "fp8"] = "bf16") -> list[Technique]:
     """Return the fastest stable techniques for BERT, RoBERTa and similar encoders, on one or several GPUs.
 
-    None of them changes the recipe. Each is exact up to the rounding of 16-bit mixed precision, except that layers of
-    768 units or more, in other families than ESM-2 and ModernBERT, compute GELU's tanh form on a GPU. With
-    ``FusedLayers()`` in place of the set's, they compute the model's own activation.
+    None changes the recipe. Each is exact up to rounding in 16-bit mixed precision, except GELU's tanh form in layers
+    of 768 units or more on a GPU, not in ESM-2 and ModernBERT; ``FusedLayers()`` instead computes the model's own.
 
     Args:
         on_unavailable: ``"stop"``: a technique that cannot engage on this GPU or model stops the run, with the reason
