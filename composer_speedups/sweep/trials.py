@@ -211,7 +211,8 @@ def trial_config(config: Config, algorithms: Algorithms, steps: int, folder: Pat
 def trial_of(label: str, algorithms: Algorithms, ended: Ended, folder: Path) -> Trial:
     """The Trial of a process that ended, with the report in its run's folder."""
     if ended.kind != "ok":
-        return Trial(label, algorithms, ended.kind, ended.reason)
+        late = "tune.budget_seconds was used up while it ran; increase it"  # what is left of it is the time limit
+        return Trial(label, algorithms, ended.kind, late if ended.kind == "time" else ended.reason)
     report = json.loads((folder / "report.json").read_text())
     throughput, training = report["throughput"], report["training"]
     if not throughput.get("steady_batches"):

@@ -282,7 +282,7 @@ def test_a_report_becomes_a_trial() -> None:
         (-9, "", "out of memory", "status -9"),
         (1, "RuntimeError: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)", "out of memory", "CUBLAS"),
         (1, "Traceback\nKeyError: 'x'\n\n", "failed", "KeyError: 'x'"),
-        (None, "Traceback", "time", "time limit"),
+        (None, "Traceback", "time", "tune.budget_seconds was used up while it ran; increase it"),
     ],
 )
 def test_a_failed_trial_has_a_one_line_reason(status: int | None, output: str, expected: str, reason: str) -> None:
