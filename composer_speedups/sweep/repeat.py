@@ -257,10 +257,14 @@ def best_of(runs: Sequence[Run], metric: str | None) -> list[str]:
         means = {point: statistics.mean(found) for point, found in values.items()}
         mode = chosen.mode if chosen and _reported(chosen.metric, known) == name else None
         smallest = mode == "min" if mode else smaller_is_better(name)
-        best = (min if smallest else max)(means.values())
+        first, *others = sorted(means, key=means.__getitem__, reverse=not smallest)
+        best, lead = means[first], abs(means[first] - means[others[0]]) if others else 0.0
+        spreads = [statistics.stdev(values[p]) for p in (first, *others[:1]) if len(values[p]) > 1]
+        deviation = max(spreads, default=0.0)
+        within = f"; its lead of {lead:.4f} over the next is within the standard deviation ({deviation:.4f})"
         counts = {p: f"mean of {len(found)} runs" if len(found) > 1 else "1 run" for p, found in values.items()}
         points = [f"{point} ({counts[point]})" for point, mean in means.items() if mean == best]
-        lines.append(f"{Path(file).stem}: best {name} {best:.4f} with {' and '.join(points)}")
+        lines.append(f"{Path(file).stem}: best {name} {best:.4f} with {' and '.join(points)}{within * (0 < lead <= deviation)}")
     return lines
 
 

@@ -159,8 +159,10 @@ def test_the_table_has_a_row_for_each_value_and_the_best_is_named() -> None:
     assert rows[2][:4] == ["quickstart-lr_3e-5", "accuracy", "2 of 2", "0.7750"]
     assert rows[-1][:2] == ["quickstart-lr_1e-4", "failed: seed 2"]
     best = "best accuracy 0.8000 with optimizer.lr=1e-4 (1 run)"
+    best += "; its lead of 0.0250 over the next is within the standard deviation (0.0354)"
     assert best_of(runs, None) == [f"quickstart: {best}"], "no run of mrpc has finished"
-    assert best_of(runs[:4], "loss") == ["quickstart: best loss 0.6125 with optimizer.lr=3e-5 (mean of 2 runs)"]
+    lead = "; its lead of 0.0375 over the next is within the standard deviation (0.1414)"
+    assert best_of(runs[:4], "loss") == [f"quickstart: best loss 0.6125 with optimizer.lr=3e-5 (mean of 2 runs){lead}"]
     assert best_of(runs[:4], "CrossEntropy") == best_of(runs[:4], "loss"), "as in loggers"
     assert runs[0].finished("MulticlassAccuracy")
     assert best_of(runs[:4], "f1") == ["quickstart: no run has the metric 'f1'; they have: accuracy, loss"]
