@@ -17,6 +17,7 @@ import pyarrow
 import pyarrow.parquet
 
 from composer_speedups.callbacks.history import class_rows, note_on_metric
+from composer_speedups.callbacks.throughput import shown_rate
 from composer_speedups.core.errors import ConfigError, DataError, first_line
 from composer_speedups.core.files import atomic_file, finite, make_folder
 from composer_speedups.data.reader import Row, check_columns
@@ -54,7 +55,7 @@ def predict_file(model: FinishedModel, rows: list[Row], source: Path, output: Pa
     given, null = iter(predictions), _null(predictions[0])
     answers = [null if index in problems else next(given) for index in range(len(rows))]
     _save(_joined(rows, answers), output, "output")
-    return f"{output}: {len(rows):,} rows, {rate:,.0f} rows/s"
+    return f"{output}: {len(rows):,} rows, {shown_rate(rate)} rows/s"
 
 
 def evaluate_file(model: FinishedModel, rows: list[Row], source: Path, batch_size: int, errors: Path | None) -> str:

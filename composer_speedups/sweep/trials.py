@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from composer_speedups.callbacks.config import MemoryConfig, ThroughputConfig
+from composer_speedups.callbacks.throughput import shown_rate
 from composer_speedups.core.engaging import check
 from composer_speedups.core.errors import ConfigError, Refusal, RunFailedError
 from composer_speedups.core.registry import build_techniques
@@ -125,7 +126,7 @@ class OriginalRun:
         if not trial.ok:
             return trial.reason
         planned = about(trial.planned_seconds(self.planned_steps(trial)), trial.peak_gib)
-        return f"{trial.samples_per_sec:,.0f} samples/s, {planned}"
+        return f"{shown_rate(trial.samples_per_sec)} samples/s, {planned}"
 
 
 def search(run: OriginalRun, sets: Mapping[Changes, Mapping[str, Algorithms]], settings: TuneConfig) -> Result:

@@ -15,7 +15,7 @@ from composer_speedups.callbacks.history import ClassReport, RunHistory, class_r
 from composer_speedups.callbacks.losses import LossMonitor
 from composer_speedups.callbacks.memory import MemoryAnatomy
 from composer_speedups.callbacks.run_report import RunReport, describe_evidence, evidence_of
-from composer_speedups.callbacks.throughput import ThroughputMonitor
+from composer_speedups.callbacks.throughput import ThroughputMonitor, shown_rate
 from composer_speedups.core.files import write_json
 from composer_speedups.core.processes import process_age
 from composer_speedups.core.trainer_state import device_of
@@ -159,7 +159,8 @@ def _against_baseline(report: dict[str, Any]) -> str:
     disagree = turns and min(turns) <= 1 <= max(turns)
     undecided = "the turns do not tell which is faster; over all of them, " if disagree else ""
     rates = (
-        f"{ours:,.0f} and {theirs:,.0f} samples/s, {before['batches']} batches each, in turns before the run{spread}"
+        f"{shown_rate(ours)} and {shown_rate(theirs)} samples/s, {before['batches']} batches each, in turns before the "
+        f"run{spread}"
     )
     return f"{change}: {undecided}{ours / theirs:.2f} times as fast on this machine ({rates})"
 

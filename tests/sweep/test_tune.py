@@ -243,6 +243,8 @@ def test_the_length_of_the_planned_run_is_counted_in_steps() -> None:
     run.config.trainer.max_duration = "6ep"
     measured = Trial("", step_seconds=2.0, samples_per_sec=1234.5, peak_gib=3.44)
     assert run.outcome(measured) == "1,234 samples/s, about 5 minutes and 3.4 GiB"
+    slow = dataclasses.replace(measured, samples_per_sec=2.694)
+    assert run.outcome(slow).startswith("2.69 samples/s, ")
     assert run.outcome(Trial("", status="failed", reason="why")) == "why"
 
 
