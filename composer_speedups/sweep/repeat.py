@@ -189,7 +189,7 @@ def _train_all(runs: Sequence[Run], gpus: Sequence[str | None], program: str, me
 
     def jobs() -> Iterator[Job]:
         for log, run in by_log.items():
-            for (file, reason), those in refused.items():
+            for (file, _), those in refused.items():
                 points = {other.point for other in those}  # if two are refused alike, their values are not why
                 if run.file == file and (run.point in points or len(points) > 1):
                     failures.append(f"{log.stem}: not started; it would be refused like {those[0].folder.name}")
@@ -262,9 +262,10 @@ def best_of(runs: Sequence[Run], metric: str | None) -> list[str]:
         spreads = [statistics.stdev(values[p]) for p in (first, *others[:1]) if len(values[p]) > 1]
         deviation = max(spreads, default=0.0)
         within = f"; its lead of {lead:.4f} over the next is within the standard deviation ({deviation:.4f})"
+        said = within if 0 < lead <= deviation else ""
         counts = {p: f"mean of {len(found)} runs" if len(found) > 1 else "1 run" for p, found in values.items()}
         points = [f"{point} ({counts[point]})" for point, mean in means.items() if mean == best]
-        lines.append(f"{Path(file).stem}: best {name} {best:.4f} with {' and '.join(points)}{within * (0 < lead <= deviation)}")
+        lines.append(f"{Path(file).stem}: best {name} {best:.4f} with {' and '.join(points)}{said}")
     return lines
 
 

@@ -202,14 +202,14 @@ def test_runs_that_would_be_refused_like_others_are_not_started(
     assert "best" not in said
     Path("calls.jsonl").unlink()
     monkeypatch.setenv("REFUSED", "1e-05")
-    with pytest.raises(RunFailedError, match="^2 of 6"):
+    with pytest.raises(RunFailedError, match=r"^2 of 6"):
         main([*arguments[:2], *arguments[4:]], stub)
     assert calls() == [
         f"quickstart-lr_{run}" for run in "1e-5-seed1 3e-5-seed1 3e-5-seed2 1e-4-seed1 1e-4-seed2".split()
     ]
     Path("calls.jsonl").unlink()
     monkeypatch.setenv("NAMED", "")
-    with pytest.raises(RunFailedError, match="^2 of 6"):
+    with pytest.raises(RunFailedError, match=r"^2 of 6"):
         main([*arguments[:2], *arguments[4:]], stub)
     assert calls() == ["quickstart-lr_1e-5-seed1", "quickstart-lr_1e-5-seed2"], "the reason is of one run alone"
 
