@@ -57,6 +57,8 @@ def plot_confusion(matrix: Sequence[Sequence[int]], names: Sequence[str], title:
     axes = figure.subplots()
     labels = [(_drawable(name) or f"class {i}").replace("$", r"\$")[:20] for i, name in enumerate(names)]
     plot_confusion_matrix(torch.tensor(matrix), axes, labels=labels)
+    for name in axes.get_xticklabels():  # otherwise centred, and so below the next column
+        name.set(ha="right", rotation_mode="anchor")
     axes.set_title(_drawable(title))
     _write(figure, path)
 
