@@ -144,8 +144,8 @@ def class_rows(classes: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, 
 
 
 def note_on_metric(metric: str, classes: Mapping[str, Mapping[str, Any]], last: int | None = None) -> str:
-    """What a printed metric is of: ``of the last batch (8 samples)``, which has ``last`` if that is known, ``of spam``, or
-    ``every sample was predicted as ham``."""
+    """What a printed metric is of: ``of the last batch (8 samples)`` if it had ``last`` ones, ``of spam``, or ``every
+    sample was predicted as ham``."""
     if metric.startswith("train_"):
         return "of the last batch" if last is None else f"of the last batch ({last:,} sample{'s' * (last != 1)})"
     predicted = {name: values["predicted"] for name, values in classes.items() if values["predicted"]}

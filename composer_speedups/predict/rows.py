@@ -146,13 +146,15 @@ def _save(rows: list[Row], output: Path, key: str) -> None:
 def _write(rows: list[Row], suffix: str, file: IO[bytes]) -> None:
     if suffix == ".jsonl":
         for row in rows:
-            file.write(json.dumps(finite(row), default=str).encode() + b"\n")
+            file.write(
+                json.dumps(finite(row), default=str, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
+            )
     elif suffix == ".csv":
         flat, text = [_flat(row) for row in rows], io.StringIO(newline="")
         writer = csv.DictWriter(text, [*flat[0]])
         writer.writeheader()
         writer.writerows(flat)
-        file.write(text.getvalue().encode())
+        file.write(text.getvalue().encode(errors="backslashreplace"))
     else:
         try:
             pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
@@ -169,5 +171,6 @@ def _flat(row: Row) -> Row:
         if name == "probabilities" and isinstance(value, dict):
             flat |= {f"{name}.{key}": inner for key, inner in value.items()}
         else:
-            flat[name] = json.dumps(value, default=str) if isinstance(value, (list, dict)) else value
+            nested = isinstance(value, (list, dict))
+            flat[name] = json.dumps(value, default=str, ensure_ascii=False) if nested else value
     return flat
