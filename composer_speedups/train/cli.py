@@ -59,7 +59,7 @@ def exit_codes(program: str = "train.py") -> Iterator[None]:
         said.add(line)
         return line if new else ""
 
-    warnings.formatwarning = once
+    warnings.formatwarning = once  # type: ignore[assignment]  # *warning stands for its five parameters
     try:
         yield
         gc.freeze()  # otherwise the interpreter visits a million objects before it exits, which takes seconds
