@@ -143,10 +143,11 @@ def class_rows(classes: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, 
         )
 
 
-def note_on_metric(metric: str, classes: Mapping[str, Mapping[str, Any]]) -> str:
-    """What a printed metric is of: ``of the last batch``, ``of spam``, or ``every sample was predicted as ham``."""
+def note_on_metric(metric: str, classes: Mapping[str, Mapping[str, Any]], last: int | None = None) -> str:
+    """What a printed metric is of: ``of the last batch (8 samples)`` if it had ``last`` ones, ``of spam``, or ``every
+    sample was predicted as ham``."""
     if metric.startswith("train_"):
-        return "of the last batch"
+        return "of the last batch" if last is None else f"of the last batch ({last:,} sample{'s' * (last != 1)})"
     predicted = {name: values["predicted"] for name, values in classes.items() if values["predicted"]}
     samples = [values["samples"] for values in classes.values() if values["samples"]]
     one_of_each = sum(predicted.values()) == sum(samples)  # not several labels per sample

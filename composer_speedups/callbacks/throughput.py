@@ -100,6 +100,11 @@ class Batch:
         return self.data + self.step
 
 
+def shown_rate(per_second: float) -> str:
+    """A rate with three significant digits, or a whole number."""
+    return f"{per_second:,.0f}" if per_second >= 100 else f"{per_second:.3g}"
+
+
 _SUMMED = ("samples", "tokens", "slots", "flops", "data", "step", "between")  # fields of a Batch
 _PLANNED_AFTER = 5  # steady batches
 _OPTIONAL = ("tokens_per_sec", "padding_fraction", "mfu", "planned_seconds")

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from composer_speedups.core.errors import DataError
-from composer_speedups.tasks.labels import TaskWithClasses
+from composer_speedups.tasks.labels import LOOKS_MISSING, TaskWithClasses
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -65,14 +65,20 @@ class DataCheck:
     duplicates: Mapping[str, int]  # split → rows with a text that an earlier row of the split has
     on_both_sides: int | None  # validation rows with a text that is also trained on
     differing_labels: int | None  # texts to which the rows of either split give different labels
-    rare_classes: Mapping[str, int] | None  # class → validation rows, of classes with fewer than ten
+    rare_classes: Mapping[str, Mapping[str, int]] | None  # class → split → rows, if fewer than ten validate
     constant: Mapping[str, Any] | None  # the best constant answers to the validation rows, each with its metric
 
     def __str__(self) -> str:
-        duplicates = [f"{rows:,} to {name} on" for name, rows in self.duplicates.items() if rows]
-        rare = [f"{name} ({rows})" for name, rows in (self.rare_classes or {}).items()]
+
+        def by_split(counts: Mapping[str, int]) -> str:
+            return ", ".join(f"{rows:,} to {name} on" for name, rows in counts.items())
+
+        rare = [
+            f"{name} ({by_split(rows)}{'; a missing value?' if LOOKS_MISSING.fullmatch(name) else ''})"
+            for name, rows in (self.rare_classes or {}).items()
+        ]
         counts = {
-            "duplicate texts": ", ".join(duplicates) or "none",
+            "duplicate texts": by_split({name: rows for name, rows in self.duplicates.items() if rows}) or "none",
             "validation texts that are also trained on": self.on_both_sides,
             "texts with different labels": self.differing_labels,
             f"classes with fewer than {_RARE} validation rows": rare and _listed(rare),
@@ -108,8 +114,15 @@ def check_data(task: Task, train: Dataset, validation: Dataset | None, tokens: D
             trained = {key for pair in pairs for key in _keys(pair)}
         both = sum(key in trained for key in keys["validate"])
         if isinstance(task, TaskWithClasses):
-            counts = Counter(k for label in columns["validate"]["labels"] for k in task.classes_in(label))
-            rare = {name: counts[k] for k, name in enumerate(task.classes) if counts[k] < _RARE}
+            counts = {
+                name: Counter(k for label in held["labels"] for k in task.classes_in(label))
+                for name, held in columns.items()
+            }
+            rare = {
+                name: {split: rows[k] for split, rows in counts.items()}
+                for k, name in enumerate(task.classes)
+                if counts["validate"][k] < _RARE
+            }
         if answered := {"labels", "token_labels"} & {*tokens.column_names}:
             constant = task.best_constant(tokens[answered.pop()][:])
     duplicates = {name: len(found) - len({*found}) for name, found in keys.items()}

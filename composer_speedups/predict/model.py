@@ -83,8 +83,7 @@ class FinishedModel:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             done = apply_recommended(self.model).evidence
-        self.engaged = [f"{name}: {', '.join(f'{k} {v}' for k, v in found.items())}" for name, found in done.items()]
-        self.engaged += [str(warning.message) for warning in caught]
+        self.engaged = [f"techniques: {', '.join(done) or 'none'}", *(str(warning.message) for warning in caught)]
 
     def encode(self, rows: Sequence[Mapping[str, Any]]) -> Columns:
         """Token ids of rows, each a mapping from its columns to texts."""

@@ -17,6 +17,7 @@ import pyarrow
 import pyarrow.parquet
 
 from composer_speedups.callbacks.history import class_rows, note_on_metric
+from composer_speedups.callbacks.throughput import shown_rate
 from composer_speedups.core.errors import ConfigError, DataError, first_line
 from composer_speedups.core.files import atomic_file, finite, make_folder
 from composer_speedups.data.reader import Row, check_columns
@@ -54,7 +55,7 @@ def predict_file(model: FinishedModel, rows: list[Row], source: Path, output: Pa
     given, null = iter(predictions), _null(predictions[0])
     answers = [null if index in problems else next(given) for index in range(len(rows))]
     _save(_joined(rows, answers), output, "output")
-    return f"{output}: {len(rows):,} rows, {rate:,.0f} rows/s"
+    return f"{output}: {len(rows):,} rows, {shown_rate(rate)} rows/s"
 
 
 def evaluate_file(model: FinishedModel, rows: list[Row], source: Path, batch_size: int, errors: Path | None) -> str:
@@ -145,13 +146,15 @@ def _save(rows: list[Row], output: Path, key: str) -> None:
 def _write(rows: list[Row], suffix: str, file: IO[bytes]) -> None:
     if suffix == ".jsonl":
         for row in rows:
-            file.write(json.dumps(finite(row), default=str).encode() + b"\n")
+            file.write(
+                json.dumps(finite(row), default=str, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
+            )
     elif suffix == ".csv":
         flat, text = [_flat(row) for row in rows], io.StringIO(newline="")
         writer = csv.DictWriter(text, [*flat[0]])
         writer.writeheader()
         writer.writerows(flat)
-        file.write(text.getvalue().encode())
+        file.write(text.getvalue().encode(errors="backslashreplace"))
     else:
         try:
             pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
@@ -168,5 +171,6 @@ def _flat(row: Row) -> Row:
         if name == "probabilities" and isinstance(value, dict):
             flat |= {f"{name}.{key}": inner for key, inner in value.items()}
         else:
-            flat[name] = json.dumps(value, default=str) if isinstance(value, (list, dict)) else value
+            nested = isinstance(value, (list, dict))
+            flat[name] = json.dumps(value, default=str, ensure_ascii=False) if nested else value
     return flat

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 import signal
 import subprocess
 import sys
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -125,14 +125,17 @@ class Process:
 
 
 def run_all(
-    jobs: Sequence[Job], at_a_time: int, done: Callable[[Job, Ended], None], start: Callable[[Job], Process] = Process
+    jobs: Iterable[Job], at_a_time: int, done: Callable[[Job, Ended], None], start: Callable[[Job], Process] = Process
 ) -> None:
-    """Run jobs in their order, ``at_a_time`` together, and call ``done`` after each; an exception stops them."""
-    waiting, running = deque(jobs), list[Process]()
+    """Run jobs in their order, ``at_a_time`` together, each asked for when it can start, and call ``done`` after each;
+    an exception stops them."""
+    waiting, running = iter(jobs), list[Process]()
     try:
-        while waiting or running:
-            while waiting and len(running) < at_a_time:
-                running.append(start(waiting.popleft()))
+        while True:
+            for job in itertools.islice(waiting, at_a_time - len(running)):
+                running.append(start(job))
+            if not running:
+                return
             time.sleep(0.02)
             for process in [process for process in running if process.popen.poll() is not None]:
                 ended = process.wait()

@@ -12,7 +12,7 @@ import signal
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -180,11 +180,23 @@ def gpus_of_processes(runs: Sequence[Run], processes: int | None) -> list[str | 
 
 def _train_all(runs: Sequence[Run], gpus: Sequence[str | None], program: str, metric: str | None) -> list[str]:
     """Train the runs that have not finished, one at a time on each of ``gpus``; a line for each that fails. A finished
-    run without the metric stops the others."""
+    run without the metric stops the others, and a refused run those that would be refused like it."""
+    refused = defaultdict[tuple[str, str], list[Run]](list)  # by file and reason
     waiting, free, failures = [run for run in runs if not run.finished(metric)], [*gpus], list[str]()
     print(f"{len(waiting)} of {len(runs)} runs are not finished; training {len(free)} at a time", flush=True)
     # The logs are next to the folders, which train.py may rename.
     by_log = {Path(f"{run.folder}.log"): run for run in waiting}
+
+    def jobs() -> Iterator[Job]:
+        for log, run in by_log.items():
+            for (file, _), those in refused.items():
+                points = {other.point for other in those}  # if two are refused alike, their values are not why
+                if run.file == file and (run.point in points or len(points) > 1):
+                    failures.append(f"{log.stem}: not started; it would be refused like {those[0].folder.name}")
+                    print(failures[-1], flush=True)
+                    break
+            else:
+                yield Job(run.arguments, log, program=program)
 
     def start(job: Job) -> Process:
         if gpu := free.pop(0):
@@ -199,9 +211,11 @@ def _train_all(runs: Sequence[Run], gpus: Sequence[str | None], program: str, me
             reason = "its data or config changed while the command ran; start again"
         if reason:
             failures.append(f"{job.log.stem}: {reason}")
+        if ended.kind == "refused" and job.log.stem not in reason:  # which another run would not have
+            refused[by_log[job.log].file, reason].append(by_log[job.log])
         print(f"{job.log.stem}: {reason or 'finished'}", flush=True)
 
-    run_all([Job(run.arguments, log, program=program) for log, run in by_log.items()], len(gpus), done, start)
+    run_all(jobs(), len(gpus), done, start)
     return failures
 
 
@@ -229,22 +243,29 @@ def best_of(runs: Sequence[Run], metric: str | None) -> list[str]:
         finished = [(run, metrics) for run in runs if run.file == file and (metrics := run.metrics()) is not None]
         chosen = next(run.config.checkpoint.best for run in runs if run.file == file)
         known = dict.fromkeys(name for _, metrics in finished for name in metrics)
-        name = _reported(metric or (chosen.metric if chosen else next(iter(known), "metric")), known)
+        if not known:
+            continue
+        name = _reported(metric or (chosen.metric if chosen else next(iter(known))), known)
         values = defaultdict[str, list[float]](list)
         for run, metrics in finished:
             if (value := metrics.get(name)) is not None:
                 values[run.point].append(value)
         if not values:
-            missing = f"no run has the metric {name!r}; they have: {', '.join(known) or 'none'}"
+            missing = f"no run has the metric {name!r}; they have: {', '.join(known)}"
             lines.append(f"{Path(file).stem}: {f'{name} is undefined in every run' if name in known else missing}")
             continue
         means = {point: statistics.mean(found) for point, found in values.items()}
         mode = chosen.mode if chosen and _reported(chosen.metric, known) == name else None
         smallest = mode == "min" if mode else smaller_is_better(name)
-        best = (min if smallest else max)(means.values())
+        first, *others = sorted(means, key=means.__getitem__, reverse=not smallest)
+        best, lead = means[first], abs(means[first] - means[others[0]]) if others else 0.0
+        spreads = [statistics.stdev(values[p]) for p in (first, *others[:1]) if len(values[p]) > 1]
+        deviation = max(spreads, default=0.0)
+        within = f"; its lead of {lead:.4f} over the next is within the standard deviation ({deviation:.4f})"
+        said = within if 0 < lead <= deviation else ""
         counts = {p: f"mean of {len(found)} runs" if len(found) > 1 else "1 run" for p, found in values.items()}
         points = [f"{point} ({counts[point]})" for point, mean in means.items() if mean == best]
-        lines.append(f"{Path(file).stem}: best {name} {best:.4f} with {' and '.join(points)}")
+        lines.append(f"{Path(file).stem}: best {name} {best:.4f} with {' and '.join(points)}{said}")
     return lines
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from composer_speedups.callbacks.config import MemoryConfig, ThroughputConfig
+from composer_speedups.callbacks.throughput import shown_rate
 from composer_speedups.core.engaging import check
 from composer_speedups.core.errors import ConfigError, Refusal, RunFailedError
 from composer_speedups.core.registry import build_techniques
@@ -125,7 +126,7 @@ class OriginalRun:
         if not trial.ok:
             return trial.reason
         planned = about(trial.planned_seconds(self.planned_steps(trial)), trial.peak_gib)
-        return f"{trial.samples_per_sec:,.0f} samples/s, {planned}"
+        return f"{shown_rate(trial.samples_per_sec)} samples/s, {planned}"
 
 
 def search(run: OriginalRun, sets: Mapping[Changes, Mapping[str, Algorithms]], settings: TuneConfig) -> Result:
@@ -211,7 +212,8 @@ def trial_config(config: Config, algorithms: Algorithms, steps: int, folder: Pat
 def trial_of(label: str, algorithms: Algorithms, ended: Ended, folder: Path) -> Trial:
     """The Trial of a process that ended, with the report in its run's folder."""
     if ended.kind != "ok":
-        return Trial(label, algorithms, ended.kind, ended.reason)
+        late = "tune.budget_seconds was used up while it ran; increase it"  # what is left of it is the time limit
+        return Trial(label, algorithms, ended.kind, late if ended.kind == "time" else ended.reason)
     report = json.loads((folder / "report.json").read_text())
     throughput, training = report["throughput"], report["training"]
     if not throughput.get("steady_batches"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import statistics
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
@@ -35,7 +36,7 @@ keys:
 PREFIX = "tune."
 FIRST_LINE_START = "# Written by composer-speedups-tune"
 """The first line of every tuned YAML."""
-_COLUMNS = ("set", "planned run", "as fast", "step", "start", "peak memory")
+_COLUMNS = ("set", "planned run, median (least–most)", "speed relative to original", "step", "start", "peak memory")
 
 
 class TuneConfig(Settings):
@@ -121,18 +122,19 @@ def _outcome(result: Result) -> str:
 
 
 def table_of(result: Result) -> str:
-    """The measured sets, the fastest first, in comparison with the original one."""
+    """The measured sets, the fastest first, in comparison with the original one; of each, all its runs count."""
     from tabulate import tabulate
 
-    steps = result.planned_steps
-    base = result.original.planned_seconds(steps)
-    rows = []
-    for trial in sorted((result.original, *result.trials), key=lambda trial: trial.planned_seconds(steps)):
-        if trial.ok:
-            planned, step = trial.planned_seconds(steps), f"{trial.step_seconds * 1e3:.1f} ms"
-            memory = "" if trial.peak_gib is None else f"{trial.peak_gib:.1f} GiB"
-            times = [f"{planned:,.1f} s", f"{base / planned:.2f}×", step, f"{trial.start_seconds:.1f} s"]
-            rows.append([trial.label, *times, memory])
+    steps, rows = result.planned_steps, []
+    tried = [result.original, *sorted(result.trials, key=lambda trial: trial.planned_seconds(steps))]
+    again = [*result.again.values(), *([] for _ in tried)]  # of the original and the fastest
+    runs = [(t, [t.planned_seconds(steps), *more]) for t, more in zip(tried, again, strict=False) if t.ok]
+    base = statistics.median(runs[0][1])
+    for trial, times in sorted(runs, key=lambda pair: statistics.median(pair[1])):
+        planned, spread = statistics.median(times), f" ({min(times):,.1f}–{max(times):,.1f})" if len(times) > 1 else ""
+        memory = "" if trial.peak_gib is None else f"{trial.peak_gib:.1f} GiB"
+        means = [f"{trial.step_seconds * 1e3:.1f} ms", f"{trial.start_seconds:.1f} s"]
+        rows.append([trial.label, f"{planned:,.1f} s{spread}", f"{base / planned:.2f}×", *means, memory])
     return tabulate(rows, _COLUMNS, tablefmt="github", disable_numparse=True)
 
 

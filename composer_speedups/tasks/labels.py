@@ -22,7 +22,8 @@ _FRACTION = re.compile(r"-?\d*\.\d+(e[+-]?\d+)?|-?\d+e[+-]?\d+", re.IGNORECASE)
 _MISSING = ("nan", "NaN", "NaT", "<NA>", "#N/A", r"\N")
 # a written list, or lines that an unbalanced quote has joined
 _NO_NAME = re.compile(r"[\[({]\s*(['\"\d].*)?[\])}]|.*[\r\n].*", re.DOTALL)
-_NUMBER_OR_MISSING = re.compile(rf"{_INTEGER.pattern}|{_FRACTION.pattern}|nan|na|n/a|null|none", re.IGNORECASE)
+LOOKS_MISSING = re.compile(r"nan|na|n/a|null|none", re.IGNORECASE)
+_NUMBER_OR_MISSING = re.compile(rf"{_INTEGER.pattern}|{_FRACTION.pattern}|{LOOKS_MISSING.pattern}", re.IGNORECASE)
 
 
 class TaskWithClasses(Task):

@@ -9,6 +9,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from composer_speedups.core.command_line import console_command, parse_command_line
 from composer_speedups.core.errors import Interrupted, Refusal, RunFailedError
@@ -50,7 +51,15 @@ def read_command_line(arguments: Sequence[str]) -> Config:
 def exit_codes(program: str = "train.py") -> Iterator[None]:
     """Turn errors into lines on stderr that begin with the program's name, one for each mistake, and an exit status."""
     program = console_command() or program
-    formatted, warnings.formatwarning = warnings.formatwarning, _in_one_line
+    formatted, said = warnings.formatwarning, set[str]()
+
+    def once(*warning: Any) -> str:  # changed filters would repeat it
+        line = _in_one_line(*warning)
+        new = line not in said
+        said.add(line)
+        return line if new else ""
+
+    warnings.formatwarning = once  # type: ignore[assignment]  # *warning stands for its five parameters
     try:
         yield
         gc.freeze()  # otherwise the interpreter visits a million objects before it exits, which takes seconds

@@ -12,7 +12,7 @@ from composer.loggers import Logger, LoggerDestination
 from composer.utils import dist
 from tqdm import tqdm
 
-from composer_speedups.callbacks.throughput import trained_fraction
+from composer_speedups.callbacks.throughput import shown_rate, trained_fraction
 from composer_speedups.tasks.metrics import reported_values
 from composer_speedups.tasks.settings import SIZES
 
@@ -139,7 +139,7 @@ class TrainingProgress(LoggerDestination):
             print(line, file=self.stream, flush=True)
 
     def _status(self, state: State) -> str:
-        rate = "" if self._rate is None else f", {self._rate:,.0f} samples/s"
+        rate = "" if self._rate is None else f", {shown_rate(self._rate)} samples/s"
         loss = "" if self._loss is None else f", loss {self._loss:.4f}"
         return f"{_position(state)}{rate}{loss}"
 

@@ -19,7 +19,7 @@ from torchmetrics.utilities.plot import plot_confusion_matrix
 
 from composer_speedups.callbacks.history import RunHistory
 from composer_speedups.callbacks.losses import LossMonitor
-from composer_speedups.callbacks.throughput import Batch, ThroughputMonitor
+from composer_speedups.callbacks.throughput import Batch, ThroughputMonitor, shown_rate
 from composer_speedups.core.files import write_atomically
 from composer_speedups.train.config.schema import Config
 from composer_speedups.train.report import callback_of
@@ -57,6 +57,8 @@ def plot_confusion(matrix: Sequence[Sequence[int]], names: Sequence[str], title:
     axes = figure.subplots()
     labels = [(_drawable(name) or f"class {i}").replace("$", r"\$")[:20] for i, name in enumerate(names)]
     plot_confusion_matrix(torch.tensor(matrix), axes, labels=labels)
+    for name in axes.get_xticklabels():  # otherwise centred, and so below the next column
+        name.set(ha="right", rotation_mode="anchor")
     axes.set_title(_drawable(title))
     _write(figure, path)
 
@@ -108,7 +110,7 @@ def _draw_rates(axes: Axes, monitor: ThroughputMonitor) -> None:
     axes.plot(index, [rate([b]) for b in batches], color="tab:blue", alpha=0.35, linewidth=0.8, label="each batch")
     axes.plot(index, means, color="tab:blue", linewidth=1.8, label=f"mean of {window} batches")
     if steady := monitor.summary().get("samples_per_sec"):
-        axes.axhline(steady, color=INK, linewidth=0.8, linestyle=":", label=f"steady state: {steady:,.0f}/s")
+        axes.axhline(steady, color=INK, linewidth=0.8, linestyle=":", label=f"steady state: {shown_rate(steady)}/s")
     for i, mark in enumerate(monitor.eval_marks):
         axes.axvline(mark, color="tab:orange", linewidth=1.2, label="evaluation" if i == 0 else None)
     if unsteady := [(batch.index - 0.5, 1) for batch in batches if not batch.steady]:  # start and width

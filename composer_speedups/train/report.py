@@ -15,7 +15,7 @@ from composer_speedups.callbacks.history import ClassReport, RunHistory, class_r
 from composer_speedups.callbacks.losses import LossMonitor
 from composer_speedups.callbacks.memory import MemoryAnatomy
 from composer_speedups.callbacks.run_report import RunReport, describe_evidence, evidence_of
-from composer_speedups.callbacks.throughput import ThroughputMonitor
+from composer_speedups.callbacks.throughput import ThroughputMonitor, shown_rate
 from composer_speedups.core.files import write_json
 from composer_speedups.core.processes import process_age
 from composer_speedups.core.trainer_state import device_of
@@ -61,7 +61,8 @@ def build_report(
     changes = microbatches.changes if microbatches else []
     chosen = "after running out of memory" if changes else "by the config"
     best, classes = callback_of(state, BestWeights), callback_of(state, ClassReport)
-    sums = sums_of(state.model)
+    sums, monitor = sums_of(state.model), callback_of(state, ThroughputMonitor)
+    trained = monitor.batches if monitor else []
     return {
         "run_name": config.run_name,
         "throughput": _summary(state, ThroughputMonitor),
@@ -83,6 +84,8 @@ def build_report(
             "batches": state.timestamp.batch.value,
             "samples": state.timestamp.sample.value,
             "tokens": state.timestamp.token.value,
+            "evaluated_samples": state.eval_timestamp.sample.value,  # in the last evaluation
+            "last_batch_samples": trained[-1].samples * dist.get_world_size() if trained else None,
             # FSDP leaves each rank with flattened, padded shards, whose number of elements is not the model's.
             "parameters": None if state.fsdp_enabled else sum(p.numel() for p in state.model.parameters()),
             "microbatch_size": state.device_train_microbatch_size,
@@ -103,6 +106,7 @@ def summary_table(report: dict[str, Any], folder: str) -> str:
     speed, memory, training = report["throughput"], report["memory"], report["training"]
     startup, ddp, classes = report["startup"], report["ddp"] or {}, report["classes"].get("classes", {})
     best, stopping, peak = report["best"], report["early_stopping"], speed.get("peak")
+    last = training["last_batch_samples"]
     ranks = f" on {training['ranks']} ranks" if training["ranks"] > 1 else ""
     bound = report["config"]["trainer"]["microbatch_tokens"]
     overlapped = f"; {ddp['overlapped_steps']} steps overlap" if ddp.get("overlapped_steps") else ""
@@ -121,7 +125,7 @@ def summary_table(report: dict[str, Any], folder: str) -> str:
         ("evaluation", speed.get("eval_seconds"), "s in all"),
         ("checkpoints", speed.get("checkpoint_seconds"), "s in all"),
         ("peak memory", memory.get("peak_gib"), f"GiB {'of the GPU' if report['environment']['gpu'] else 'resident'}"),
-        *((name.replace("_", " "), value, note_on_metric(name, classes)) for name, value in report["metrics"].items()),
+        *((name.replace("_", " "), x, note_on_metric(name, classes, last)) for name, x in report["metrics"].items()),
         *class_rows(classes),
         ("best", best.get("batch"), best and f"batches trained; {best['metric']} was {_number(best['value'])}"),
         ("stopped early", training["batches"] if stopping.get("stopped") else None, "batches trained"),
@@ -159,7 +163,8 @@ def _against_baseline(report: dict[str, Any]) -> str:
     disagree = turns and min(turns) <= 1 <= max(turns)
     undecided = "the turns do not tell which is faster; over all of them, " if disagree else ""
     rates = (
-        f"{ours:,.0f} and {theirs:,.0f} samples/s, {before['batches']} batches each, in turns before the run{spread}"
+        f"{shown_rate(ours)} and {shown_rate(theirs)} samples/s, {before['batches']} batches each, in turns before the "
+        f"run{spread}"
     )
     return f"{change}: {undecided}{ours / theirs:.2f} times as fast on this machine ({rates})"
 

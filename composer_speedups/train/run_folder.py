@@ -64,6 +64,7 @@ class RunFolder:
             print(f"{config.run_name}: resumes from {self.load}", flush=True)
         elif self.path.exists():
             self._earlier = _set_aside(self.path, _date_of(self.path))
+            print(f"{self.path} is a new run; the earlier one is now {self._earlier}", flush=True)
         self.path.mkdir(exist_ok=True)
         self._began = not continues
         save_config(config, self._config)
@@ -153,6 +154,7 @@ class RunFolder:
             self.path.rmdir()
             if self._earlier != self.path:
                 self._earlier.rename(self.path)
+                print(f"{self._earlier} is {self.path} again", flush=True)
         if self._lock is not None:
             self._lock.close()
 

@@ -13,8 +13,9 @@ from composer import Evaluator
 from composer.models import HuggingFaceModel
 from sklearn.metrics import confusion_matrix, precision_recall_fscore_support
 
-from composer_speedups.callbacks.history import ClassReport, class_rows
+from composer_speedups.callbacks.history import ClassReport, class_rows, note_on_metric
 from composer_speedups.tasks.metrics import MacroF1, MultilabelMacroF1
+from composer_speedups.train import plot
 from composer_speedups.train.plot import plot_confusion
 from tests.helpers.common import data_spec, make_trainer, plain_batches, tiny_bert
 from tests.helpers.jobs import run
@@ -108,6 +109,21 @@ def test_a_printed_row_has_the_whole_name_of_its_class() -> None:
     assert rows[:2] == ["F1 of billing question about an invoice", "F1 of billing question about a refund"]
     assert rows[2].startswith("F1 of xxx")
     assert rows[2].endswith("x…")
+
+
+def test_a_metric_of_the_last_batch_has_its_number_of_samples(capsys: pytest.CaptureFixture[str]) -> None:
+    report = run("trainer.max_duration=1ep", "data.train_samples=9", "data.batch_size=8")
+    assert report["training"]["last_batch_samples"] == 1
+    assert "of the last batch (1 sample)\n" in capsys.readouterr().out
+    assert note_on_metric("train_loss", {}, 1200) == "of the last batch (1,200 samples)"
+
+
+def test_names_of_classes_end_at_their_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    figures: list[Any] = []
+    monkeypatch.setattr(plot, "_write", lambda figure, _: figures.append(figure))
+    plot_confusion([[1, 0], [0, 1]], ["no", "yes"], "run", Path("c.png"))
+    for name in figures[0].axes[0].get_xticklabels():
+        assert (name.get_ha(), name.get_rotation_mode(), name.get_rotation()) == ("right", "anchor", 45)
 
 
 def test_characters_that_the_font_lacks_are_left_out_of_pictures_without_a_warning() -> None:

@@ -45,12 +45,13 @@ def test_single_texts_and_pairs_are_compared_as_a_whole() -> None:
         duplicates={"train": 2, "validate": 1},
         on_both_sides=2,
         differing_labels=2,  # a in the training samples, b over both sides
-        rare_classes={"no": 2, "rare": 1},
+        rare_classes={"no": {"train": 2, "validate": 2}, "rare": {"train": 0, "validate": 1}},
         constant={"label": "yes", "accuracy": 10 / 13},
     )
     assert str(found) == (
         "duplicate texts: 2 to train on, 1 to validate on; validation texts that are also trained on: 2; "
-        "texts with different labels: 2; classes with fewer than 10 validation rows: no (2), rare (1); "
+        "texts with different labels: 2; classes with fewer than 10 validation rows: no (2 to train on, "
+        "2 to validate on), rare (0 to train on, 1 to validate on); "
         "always predicting yes has accuracy 0.7692"
     )
     pairs = checked(task, rows_of(("a", "b", 0), ("a", "c", 1), ("b", "a", 1)), rows_of(("a", "b", 0), ("c", "a", 0)))
@@ -67,7 +68,8 @@ def test_every_task_states_what_it_has() -> None:
         rows_of(("a", [1.0, 0.0]), ("a", [1.0, 1.0])),
         rows_of(*((f"{i}", [1.0, float(i < 3)]) for i in range(11))),
     )
-    assert (multilabel.differing_labels, multilabel.rare_classes, multilabel.constant) == (1, {"y": 3}, None)
+    assert (multilabel.differing_labels, multilabel.constant) == (1, None)
+    assert multilabel.rare_classes == {"y": {"train": 1, "validate": 3}}
 
     words, tags = ["no", "rain"], [0, 1]
     tagged = checked(
@@ -75,7 +77,8 @@ def test_every_task_states_what_it_has() -> None:
         rows_of((words, tags), (["norain"], [0])),
         rows_of((words, [0, 0]), *(((f"w{i}", "x", "y"), [0, -100, 0]) for i in range(9))),
     )
-    assert (tagged.on_both_sides, tagged.differing_labels, tagged.rare_classes) == (1, 1, {"B": 0})
+    assert (tagged.on_both_sides, tagged.differing_labels) == (1, 1)
+    assert tagged.rare_classes == {"B": {"train": 1, "validate": 0}}
     assert tagged.constant == {"label": "O", "accuracy": 1.0}
 
     ranked = (
@@ -97,9 +100,10 @@ def test_every_task_states_what_it_has() -> None:
 
 
 def test_names_of_classes_are_listed_as_they_are_with_their_counts() -> None:
-    task = task_named("classification", labels=["a; b", "c"])
+    task = task_named("classification", labels=["a; b", "c", "NA"])
     found = checked(task, rows_of(("x", 0), ("y", 1)), rows_of(("z", 0), *((f"{i}", 1) for i in range(10))))
-    assert "; classes with fewer than 10 validation rows: a; b (1); always" in str(found)
+    assert "; classes with fewer than 10 validation rows: a; b (1 to train on, 1 to validate on), NA (0" in str(found)
+    assert "1 to validate on), NA (0 to train on, 0 to validate on; a missing value?); always" in str(found)
 
 
 def test_no_constant_is_better_than_the_mean_and_the_median() -> None:

@@ -93,7 +93,7 @@ def test_the_model_runs_unpadded(finished: Path) -> None:
     encoded = model.encode([{"text": text} for text in TEXTS])
     with counting() as ran:
         model.predict(encoded, 16)
-    assert [line.partition(":")[0] for line in model.engaged] == ["unpadding", "fused_layers"]
+    assert model.engaged == ["techniques: unpadding, fused_layers"]
     assert ran["packed_encoder"] > 0
     assert ran["padded_encoder"] == ran["counted_in_the_call"] == 0
 
@@ -121,6 +121,13 @@ def test_rows_without_text_have_null_predictions_and_the_others_their_own(
     assert pyarrow.parquet.read_table("out.parquet").to_pylist() == predictions("out.jsonl")
     table = pyarrow.csv.read_csv("out.csv").to_pylist()
     assert [row["label"] or None for row in table] == [row["label"] for row in expected]
+
+
+def test_files_of_text_hold_characters_as_they_are(tmp_path: Path) -> None:
+    for suffix, wanted in ((".jsonl", '{"a": ["5★"], "b": "\\ud800"}\n'), (".csv", 'a,b\r\n"[""5★""]",\\ud800\r\n')):
+        with open(tmp_path / "x", "wb") as file:
+            rows._write([{"a": ["5★"], "b": "\ud800"}], suffix, file)
+        assert (tmp_path / "x").read_bytes().decode() == wanted, "half a character is escaped"
 
 
 def test_an_interrupted_call_leaves_the_output_as_it_was(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,11 +24,13 @@ QUICKSTART = str(ROOT / "yamls" / "quickstart.yaml")
 MRPC = str(ROOT / "yamls" / "glue" / "mrpc.yaml")
 
 # A program in place of train.py, which needs no torch: it notes when it ran and on which GPU, and leaves a report.
-# Seeds in FULL find the disk full, those in SLOW do not end, and those in CHANGES change the data file.
+# Seeds in FULL find the disk full, those in SLOW do not end, those in CHANGES change the data file, and learning rates
+# in REFUSED are refused.
 STUB = """
 import json, os, sys, time
 from pathlib import Path
 from composer_speedups.core.command_line import parse_command_line
+from composer_speedups.core.errors import ConfigError
 from composer_speedups.train.cli import exit_codes
 from composer_speedups.train.config.load import load_config, save_config
 from composer_speedups.train.inputs import inputs_of
@@ -45,6 +47,8 @@ time.sleep(10_000 if str(config.seed) in os.environ.get("SLOW", "") else 0.3)
 with open("calls.jsonl", "a") as calls:
     calls.write(json.dumps([config.run_name, os.environ.get("CUDA_VISIBLE_DEVICES"), began, time.time()]) + "\\n")
 with exit_codes():
+    if f"{config.optimizer.lr:g}" in os.environ.get("REFUSED", "").split():
+        raise ConfigError("data.text_columns: no column 'a'" + config.run_name * ("NAMED" in os.environ))
     if str(config.seed) in os.environ.get("FULL", ""):
         raise OSError(28, "No space left on device")
 metrics = {"accuracy": config.seed / 8, "train_loss": 1.0}
@@ -155,11 +159,10 @@ def test_the_table_has_a_row_for_each_value_and_the_best_is_named() -> None:
     assert rows[2][:4] == ["quickstart-lr_3e-5", "accuracy", "2 of 2", "0.7750"]
     assert rows[-1][:2] == ["quickstart-lr_1e-4", "failed: seed 2"]
     best = "best accuracy 0.8000 with optimizer.lr=1e-4 (1 run)"
-    assert best_of(runs, None) == [
-        f"quickstart: {best}",
-        "mrpc: no run has the metric 'metric'; they have: none",
-    ]
-    assert best_of(runs[:4], "loss") == ["quickstart: best loss 0.6125 with optimizer.lr=3e-5 (mean of 2 runs)"]
+    best += "; its lead of 0.0250 over the next is within the standard deviation (0.0354)"
+    assert best_of(runs, None) == [f"quickstart: {best}"], "no run of mrpc has finished"
+    lead = "; its lead of 0.0375 over the next is within the standard deviation (0.1414)"
+    assert best_of(runs[:4], "loss") == [f"quickstart: best loss 0.6125 with optimizer.lr=3e-5 (mean of 2 runs){lead}"]
     assert best_of(runs[:4], "CrossEntropy") == best_of(runs[:4], "loss"), "as in loggers"
     assert runs[0].finished("MulticlassAccuracy")
     assert best_of(runs[:4], "f1") == ["quickstart: no run has the metric 'f1'; they have: accuracy, loss"]
@@ -183,6 +186,32 @@ def test_a_grid_is_trained_and_its_best_value_printed(stub: str, capsys: pytest.
     said = capsys.readouterr().out.splitlines()
     both = " and ".join(f"optimizer.lr={lr} (mean of 2 runs)" for lr in ("1e-5", "3e-5"))
     assert said[-1] == f"quickstart: best accuracy 0.1875 with {both}"
+
+
+def test_runs_that_would_be_refused_like_others_are_not_started(
+    stub: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The other seeds of a refused run; and all values of a file once two are refused alike."""
+    arguments = ["-f", QUICKSTART, "-f", MRPC, "seeds=1..2", "trainer.device=cpu", "optimizer.lr=[1e-5,3e-5,1e-4]"]
+    monkeypatch.setenv("REFUSED", "1e-05 3e-05 0.0001")
+    with pytest.raises(RunFailedError, match=r"^12 of 12 .* quickstart-lr_1e-5-seed1: data\.text_columns: no column"):
+        main(arguments, stub)
+    assert calls() == [f"{name}-lr_{lr}-seed1" for name in ("quickstart", "glue_mrpc") for lr in ("1e-5", "3e-5")]
+    said = capsys.readouterr().out
+    assert "quickstart-lr_1e-4-seed2: not started; it would be refused like quickstart-lr_1e-5-seed1\n" in said
+    assert "best" not in said
+    Path("calls.jsonl").unlink()
+    monkeypatch.setenv("REFUSED", "1e-05")
+    with pytest.raises(RunFailedError, match=r"^2 of 6"):
+        main([*arguments[:2], *arguments[4:]], stub)
+    assert calls() == [
+        f"quickstart-lr_{run}" for run in "1e-5-seed1 3e-5-seed1 3e-5-seed2 1e-4-seed1 1e-4-seed2".split()
+    ]
+    Path("calls.jsonl").unlink()
+    monkeypatch.setenv("NAMED", "")
+    with pytest.raises(RunFailedError, match=r"^2 of 6"):
+        main([*arguments[:2], *arguments[4:]], stub)
+    assert calls() == ["quickstart-lr_1e-5-seed1", "quickstart-lr_1e-5-seed2"], "the reason is of one run alone"
 
 
 def test_an_unknown_metric_stops_the_command_after_the_first_run(stub: str) -> None:

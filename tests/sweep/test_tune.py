@@ -78,7 +78,7 @@ def test_the_yaml_is_the_original_with_the_fastest_set_and_what_was_measured(mon
     assert load_config("kept.yaml") == config
     assert "# original techniques kept: no set was faster" in Path("kept.yaml").read_text()
 
-    times = {"original": [100.7, 100.7], "fastest": [60.9, 60.9]}
+    times = {"original": [100.7, 100.7], "fastest": [62.9, 61.9]}
     result = Result(original, 1000, trials, times, 2.0, faster, 1.65)
     write_tuned(Path("x.yaml"), "original.yaml", config, result, ENVIRONMENT)
     text, tuned = Path("x.yaml").read_text(), load_config("x.yaml")
@@ -87,8 +87,9 @@ def test_the_yaml_is_the_original_with_the_fastest_set_and_what_was_measured(mon
     assert "${oc.env:NAME_OF_RUN}" in text
     assert text.startswith(FIRST_LINE_START)
     words = " ".join(text.replace("#", " ").replace("|", " ").split())
-    assert "1.65 times as fast with compiled (run in turns: original 100.7, 100.7 s; fastest 60.9, 60.9 s)" in words
-    assert "compiled 60.9 s 1.65× 50.0 ms 11.0 s 1.5 GiB original 100.7 s 1.00× 100.0 ms 1.0 s" in words
+    assert "1.65 times as fast with compiled (run in turns: original 100.7, 100.7 s; fastest 62.9, 61.9 s)" in words
+    assert "compiled 61.9 s (60.9–62.9) 1.63× 50.0 ms 11.0 s 1.5 GiB" in words
+    assert "original 100.7 s (100.7–100.7) 1.00× 100.0 ms 1.0 s" in words
     assert "Not measured: lora: not allowed" in words
     log = json.loads(Path("x.json").read_text())
     assert log["algorithms"] == log["chosen"]["algorithms"] == blocks
@@ -243,6 +244,8 @@ def test_the_length_of_the_planned_run_is_counted_in_steps() -> None:
     run.config.trainer.max_duration = "6ep"
     measured = Trial("", step_seconds=2.0, samples_per_sec=1234.5, peak_gib=3.44)
     assert run.outcome(measured) == "1,234 samples/s, about 5 minutes and 3.4 GiB"
+    slow = dataclasses.replace(measured, samples_per_sec=2.694)
+    assert run.outcome(slow).startswith("2.69 samples/s, ")
     assert run.outcome(Trial("", status="failed", reason="why")) == "why"
 
 
@@ -282,7 +285,7 @@ def test_a_report_becomes_a_trial() -> None:
         (-9, "", "out of memory", "status -9"),
         (1, "RuntimeError: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)", "out of memory", "CUBLAS"),
         (1, "Traceback\nKeyError: 'x'\n\n", "failed", "KeyError: 'x'"),
-        (None, "Traceback", "time", "time limit"),
+        (None, "Traceback", "time", "tune.budget_seconds was used up while it ran; increase it"),
     ],
 )
 def test_a_failed_trial_has_a_one_line_reason(status: int | None, output: str, expected: str, reason: str) -> None:

@@ -159,13 +159,16 @@ def contents() -> dict[Path, int]:
 
 
 @pytest.mark.parametrize("finished", [True, False])
-def test_an_earlier_run_is_kept_under_its_date(finished: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_earlier_run_is_kept_under_its_date(
+    finished: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """An interrupted run without checkpoints, too, is no reason to refuse another config."""
     with contextlib.nullcontext() if finished else crash_after(2, monkeypatch):
         run(*BRIEF, "trainer.max_duration=2ba")
     Path("runs/quickstart/notes.txt").write_text("mine")
     assert run(*BRIEF, "data.max_length=64", "checkpoint.interval=1ba")["resumed"] == []
     (kept,) = (path for path in Path("runs").glob("quickstart.*") if path.is_dir())
+    assert f"runs/quickstart is a new run; the earlier one is now {kept}\n" in capsys.readouterr().out
     assert (kept / "notes.txt").read_text() == "mine"
     assert (kept / "report.json").exists() is finished
     assert not Path("runs/quickstart/notes.txt").exists()
@@ -181,7 +184,9 @@ def test_a_run_in_use_is_refused() -> None:
         pass  # it was given back
 
 
-def test_a_refused_run_leaves_the_folder_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_run_leaves_the_folder_as_it_was(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise ConfigError("algorithms: refused")
 
@@ -199,3 +204,4 @@ def test_a_refused_run_leaves_the_folder_as_it_was(monkeypatch: pytest.MonkeyPat
     before = contents()
     refused_twice()
     assert contents() == before
+    assert capsys.readouterr().out.count(" is runs/quickstart again\n") == 2

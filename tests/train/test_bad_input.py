@@ -125,8 +125,9 @@ def test_a_warning_is_one_line_without_its_place_in_the_source() -> None:
     before = warnings.formatwarning
     with exit_codes():
         said = warnings.formatwarning("first\nsecond", UserWarning, "a.py", 3)
+        again = warnings.formatwarning("first\nsecond", UserWarning, "b.py", 4)
         internal = warnings.formatwarning("internal", FutureWarning, "a.py", 3)
-    assert said == "warning: first second\n"
+    assert (said, again) == ("warning: first second\n", "")
     assert internal == "a.py:3: FutureWarning: internal\n"
     assert warnings.formatwarning is before
 

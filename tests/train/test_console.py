@@ -111,9 +111,11 @@ def test_a_baseline_is_reported_and_does_not_change_the_run(capfd: pytest.Captur
     change = "unpadding, fused_optimizer in place of sdpa_attention: "
     assert last.startswith(change)
     assert f"{ratio:.2f} times as fast" in last
-    table = summary_table({**compared, "baseline": {**baseline, "turn_ratios": [0.63, 5.78]}}, "runs/x")
+    turns = {"turn_ratios": [0.63, 5.78], "run_samples_per_sec": 2.694, "samples_per_sec": 2.694 / ratio}
+    table = summary_table({**compared, "baseline": {**baseline, **turns}}, "runs/x")
     assert f"{change}the turns do not tell which is faster; over all of them, {ratio:.2f}" in table.splitlines()[-1]
     assert "0.63 to 5.78 times in single turns" in table.splitlines()[-1]
+    assert "(2.69 and " in table.splitlines()[-1]
     table = summary_table({**compared, "ddp": {"mib_a_step": 1.5, "overlapped_steps": 0}}, "runs/x")
     assert "1.5  MiB reduced per step\n" in table
     table = summary_table({**compared, "ddp": {"mib_a_step": 1.5, "overlapped_steps": 2}}, "runs/x")
