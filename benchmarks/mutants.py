@@ -52,7 +52,7 @@ ROOT = Path(__file__).parent.parent
 CONFIG = tomllib.loads((ROOT / "benchmarks" / "mutants.toml").read_text())
 PACKAGES: dict[str, Any] = CONFIG["packages"]
 _LEFT = ("survived", "timed_out")
-_NOT_COPIED = shutil.ignore_patterns(".*", "results", "runs", "site", "__pycache__")
+_NOT_COPIED = shutil.ignore_patterns(".*", "runs", "site", "__pycache__")  # results are copied, as tests read them
 
 
 class Sample(Settings):
