@@ -55,7 +55,9 @@ def test_mixed_precision_sets_the_precision_that_others_require(hopper: None, pr
 
 def test_a_refusal_says_which_compute_capability_is_needed(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
     simulate_gpu(monkeypatch, (8, 0))
-    with pytest.raises(Refusal, match=r"needs a CUDA GPU of compute capability 8\.9 or newer, and a simulated GPU is 8\.0"):
+    with pytest.raises(
+        Refusal, match=r"needs a CUDA GPU of compute capability 8\.9 or newer, and a simulated GPU is 8\.0"
+    ):
         check([MixedPrecision("bf16"), Unpadding(), FusedLayers(precision="fp8")], on_gpu("amp_bf16"))
 
 
