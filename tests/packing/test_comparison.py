@@ -120,8 +120,8 @@ def test_compare_counts_the_parameters_that_lose_their_gradient() -> None:
 
 
 class LossPerRow(Pooling):
-    def forward(self, labels: Tensor, **inputs: Any) -> dict[str, Tensor]:
-        logits = super().forward(labels=labels, **inputs)["logits"]
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor, **_: Any) -> dict[str, Tensor]:
+        logits = super().forward(input_ids, attention_mask, labels)["logits"]
         return {"loss": nn.functional.cross_entropy(logits, labels, reduction="none"), "logits": logits}
 
 
