@@ -12,8 +12,8 @@ Keys are ``sample``, the number of mutants (20), ``seed`` of the draw (1), the n
 
 A mutant is ``killed`` if a test fails, ``timed_out`` after the time that the file allows, and ``survived`` if all tests
 pass. Survivors that someone has read and listed in ``mutants.toml`` are ``equivalent``, if the changed code computes
-the same, or ``not_run``, if no test can run the line without a GPU. The tests that failed run once more on the
-unchanged code, where they must pass.
+the same, or ``not_run``, if no test can run the line without a GPU. The tests that failed run once more in an
+unchanged copy, where they must pass.
 
 A row in ``results/cpu/mutants.jsonl`` has the counts, the survivors, and which test killed which mutant. A location is
 drawn first and then one of its operators, because Cosmic Ray has eleven operators for each arithmetic operation. A
@@ -52,7 +52,7 @@ ROOT = Path(__file__).parent.parent
 CONFIG = tomllib.loads((ROOT / "benchmarks" / "mutants.toml").read_text())
 PACKAGES: dict[str, Any] = CONFIG["packages"]
 _LEFT = ("survived", "timed_out")
-_NOT_COPIED = shutil.ignore_patterns(".*", "results", "runs", "site", "__pycache__")
+_NOT_COPIED = shutil.ignore_patterns(".*", "runs", "site", "__pycache__")  # results are copied, as tests read them
 
 
 class Sample(Settings):
@@ -191,11 +191,14 @@ def main(arguments: Sequence[str]) -> None:
             place = {"module": str(mutation.module_path), "line": mutation.start_pos[0]}
             tried.append(judged_by_reading({**place, "operator": mutation.operator_name, **result}))
             print(tried[-1], flush=True)
-    killers = sorted({mutant["by"] for mutant in tried if ".py" in mutant.get("by", "").split("::")[0]})
-    if killers:
-        checked = subprocess.run([*shlex.split(_command(exhaustive=True)), *killers], capture_output=True, text=True)
-        if checked.returncode:
-            raise SystemExit(f"{checked.stdout}\nthese tests do not pass without a mutant: {shlex.join(killers)}")
+        killers = sorted({mutant["by"] for mutant in tried if ".py" in mutant.get("by", "").split("::")[0]})
+        if killers:
+            enter_copy(folder)
+            command = [*shlex.split(_command(exhaustive=True)), *killers]
+            checked = subprocess.run(command, capture_output=True, text=True)
+            os.chdir(ROOT)
+            if checked.returncode:
+                raise SystemExit(f"{checked.stdout}\nthese tests do not pass without a mutant: {shlex.join(killers)}")
     tried = [mutant for mutant in tried if mutant["outcome"] != "not_possible"]
     counts = Counter(mutant["outcome"] for mutant in tried)
     row = {

@@ -104,9 +104,9 @@ class Observer:
             return False
         self._open.close()
         _open, self._run.observing = None, False
-        seen, since = self.seen, compile_counts().since(self._before)
+        seen = self.seen
         seen.ran += self._ran
-        seen.graphs, seen.graph_breaks, seen.recompiles = since.graphs, since.breaks, since.recompiles
+        seen.graphs = compile_counts().since(self._before).graphs
         changed = [(sample(p) != old).any() for p, old in self._samples.items() if p.grad is not None]
         self._samples = {}
         seen.trained = len(changed)

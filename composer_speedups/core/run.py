@@ -78,9 +78,7 @@ class FirstBatch:
         matmul_dtypes: The dtypes of the results of matrix products outside of compiled code, such as ``bfloat16``.
         ran: What this package's own code reported (:func:`composer_speedups.kernels.common.ran`), by name: kernels
             launched, encoders that ran packed, blocks that were recomputed, graphs that were replayed.
-        graphs: Graphs that torch.compile captured since the techniques engaged; likewise the next two.
-        graph_breaks: Graph breaks.
-        recompiles: Recompilations because of a failed guard.
+        graphs: Graphs that torch.compile captured since the techniques engaged.
         steps: Number of steps of the run's own optimizers.
         moved: Number of parameters that the step changed, among those that have a gradient; None if all learning rates
             are 0 or so small that a step may round to nothing.
@@ -93,8 +91,6 @@ class FirstBatch:
     matmul_dtypes: set[str] = field(default_factory=set)
     ran: Counter[str] = field(default_factory=Counter)
     graphs: int = 0
-    graph_breaks: int = 0
-    recompiles: int = 0
     steps: int = 0
     moved: int | None = None
     trained: int = 0

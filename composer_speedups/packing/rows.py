@@ -136,7 +136,7 @@ def row_lengths(numbers: Any) -> RowLengths:
 class CountedRows:
     """A collator that adds the row lengths to each batch, for loops without Composer's Trainer."""
 
-    def __init__(self, collate: Callable[[Any], Any], rules: Sequence[RowRules], *, labels: bool = False) -> None:
+    def __init__(self, collate: Callable[[Any], Any], rules: Sequence[RowRules], *, labels: bool) -> None:
         self.collate, self.rules, self.labels = collate, rules, labels
 
     def __call__(self, samples: Any) -> Any:

@@ -112,7 +112,7 @@ def _draw_rates(axes: Axes, monitor: ThroughputMonitor) -> None:
     if steady := monitor.summary().get("samples_per_sec"):
         axes.axhline(steady, color=INK, linewidth=0.8, linestyle=":", label=f"steady state: {shown_rate(steady)}/s")
     for i, mark in enumerate(monitor.eval_marks):
-        axes.axvline(mark, color="tab:orange", linewidth=1.2, label="evaluation" if i == 0 else None)
+        axes.axvline(mark, color="tab:orange", label="evaluation" if i == 0 else None)
     if unsteady := [(batch.index - 0.5, 1) for batch in batches if not batch.steady]:  # start and width
         height = axes.get_xaxis_transform()  # the panel's
         color, label = "tab:red", "warm-up or compiling"

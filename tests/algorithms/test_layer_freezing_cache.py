@@ -274,6 +274,14 @@ class Masking:
         return {**found, "input_ids": found["input_ids"].masked_fill(masked, VOCABULARY - 1)}
 
 
+class Segments(Masking):
+    """A collator that keeps the tokens, but not their kinds."""
+
+    def __call__(self, rows: list[Batch]) -> Batch:
+        found, masked = stacked(rows), super().__call__(rows)
+        return {**found, "token_type_ids": (found["input_ids"] != masked["input_ids"]).long()}
+
+
 def left_padded(rows: list[Batch]) -> Batch:
     return {name: values.flip(-1) if values.ndim == 2 else values for name, values in stacked(rows).items()}
 
@@ -308,6 +316,7 @@ REFUSED: list[tuple[Any, str]] = [
     (splits_by_name, "a micro-batch does not say which samples it has; keep all entries in a split_batch of your own"),
     (lambda: DataLoader(samples(), batch_size=4, collate_fn=stacked), "the batches do not say which samples they have; in code, build the DataLoader from IndexedRows; in a YAML, read samples that are not streamed"),  # type: ignore[arg-type]
     (lambda: indexed(collate=Masking()), "the collator returns other tokens at each call, as for masked LM or with augmentation; make it return the same"),
+    (lambda: indexed(collate=Segments()), "the collator returns other tokens at each call, as for masked LM or with augmentation; make it return the same"),
     (lambda: indexed(collate=left_padded), "unpadding keeps some rows padded; pad on the right, without holes"),
     (lambda: indexed(collate=two_masks), "a batch has 2 attention masks instead of one; give it one, on the CPU"),
     (lambda: indexed(collate=Shortened(6)), "samples have other lengths in a batch than before; remove what changes the batches"),

@@ -22,6 +22,7 @@ from composer_speedups.core.errors import Refusal
 from composer_speedups.core.registry import build_techniques
 from composer_speedups.core.run import Run
 from composer_speedups.core.technique import Technique
+from composer_speedups.core.trainer_state import world_size
 from composer_speedups.recommendation import RECOMMENDED
 
 PRECISIONS = ("fp32", "amp_fp16", "amp_bf16")  # of a Trainer on a GPU; amp_fp16 is Composer's default
@@ -50,6 +51,22 @@ def test_mixed_precision_sets_the_precision_that_others_require(hopper: None, pr
         check([MixedPrecision("bf16"), *others][::order], on_gpu(precision))
         with pytest.raises(Refusal, match=r"^(fused_layers: precision: fp8|float8_linear: .*) needs bf16, and this"):
             check([MixedPrecision("fp16"), *others][::order], on_gpu(precision))
+
+
+def test_a_refusal_says_which_compute_capability_is_needed(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    simulate_gpu(monkeypatch, (8, 0))
+    with pytest.raises(
+        Refusal, match=r"needs a CUDA GPU of compute capability 8\.9 or newer, and a simulated GPU is 8\.0"
+    ):
+        check([MixedPrecision("bf16"), Unpadding(), FusedLayers(precision="fp8")], on_gpu("amp_bf16"))
+
+
+def test_the_number_of_ranks_is_the_launchers_until_there_is_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    for initialized, expected in ((False, 3), (True, 2)):
+        monkeypatch.setattr(torch.distributed, "is_initialized", lambda value=initialized: value)
+        assert world_size() == expected
 
 
 def test_a_refused_technique_sets_nothing(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from composer_speedups.algorithms.unpadding.encoder_swap import unpad
 from composer_speedups.core import first_comparison
 from composer_speedups.core.errors import Refusal
 from composer_speedups.core.stock import changes_to
-from composer_speedups.packing.comparison import FLOAT32, Outcome, compare
+from composer_speedups.packing.comparison import FLOAT32, Outcome, compare, outcome_of
 from composer_speedups.packing.encoder import unpadded_encoders
 from composer_speedups.packing.untouched import is_untouched
 from tests.helpers.common import (
@@ -117,6 +117,29 @@ def test_compare_counts_the_parameters_that_lose_their_gradient() -> None:
     gradients = {"a": torch.ones(2), "b": torch.ones(2)}
     untouched, changed = Outcome(1.0, None, gradients), Outcome(1.0, None, {"b": torch.ones(2)})
     assert compare(untouched, changed, FLOAT32).beyond == "1 of 2 parameters get no gradient, a among them"
+
+
+class LossPerRow(Pooling):
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor, **_: Any) -> dict[str, Tensor]:
+        logits = super().forward(input_ids, attention_mask, labels)["logits"]
+        return {"loss": nn.functional.cross_entropy(logits, labels, reduction="none"), "logits": logits}
+
+
+def test_a_loss_per_row_is_left_out_and_the_gradients_are_those_of_the_outputs() -> None:
+    one, other = (outcome_of(LossPerRow(pool), INPUTS) for pool in (masked_mean, plain_mean))
+    assert one.gradients["out.weight"].any()
+    assert "the gradient of" in str(compare(one, other, FLOAT32).beyond)
+
+
+def test_all_tensors_of_an_output_are_compared_unless_it_has_logits() -> None:
+    class Outputs(nn.Module):
+        def forward(self, input_ids: Tensor, attention_mask: Tensor, named: bool) -> dict[str, Tensor]:
+            return {"logits" if named else "pooled": torch.ones(4, 2), "hidden": input_ids.unsqueeze(-1).float()}
+
+    inputs = {name: INPUTS[name] for name in ("input_ids", "attention_mask")}
+    both, logits = (outcome_of(Outputs(), {**inputs, "named": named}).outputs for named in (False, True))
+    real = INPUTS["input_ids"][INPUTS["attention_mask"].bool()].float()
+    torch.testing.assert_close((both, logits), (torch.cat([torch.ones(8), real]), torch.ones(8)))
 
 
 def test_a_head_that_reads_only_real_tokens_matches_the_untouched_model() -> None:
