@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from composer_speedups.core.errors import Refusal
-from composer_speedups.core.requirements import needs_cuda, needs_triton
+from composer_speedups.core.requirements import needs_cuda, needs_package, needs_triton
 from composer_speedups.core.settings import Check
 from composer_speedups.core.technique import Order, Technique
 
 if TYPE_CHECKING:
     from composer_speedups.core.run import FirstBatch, Run
+
+_PACKAGES = {"openxla": "torch_xla", "tvm": "tvm", "onnxrt": "onnxruntime"}  # backend → the package that it imports
 
 
 class TorchCompile(Technique):
@@ -65,6 +67,8 @@ class TorchCompile(Technique):
             yield self.refusal(f"torch has no backend {self.backend!r}", f"use one of {', '.join(known)}")
         if self.mode is not None and self.mode not in (modes := torch._inductor.list_mode_options()):
             yield self.refusal(f"inductor has no mode {self.mode!r}", f"use one of {', '.join(modes)}")
+        if (package := _PACKAGES.get(self.backend)) is not None:
+            yield from needs_package(self.name, package, {"tvm": "apache-tvm"}.get(package, package))
         if self.fixed_shapes:
             yield from needs_cuda(self.name, run, f"backend {self.backend!r} with mode {self.mode!r}")
             if "cuda_graphs" in run.techniques:
