@@ -28,7 +28,7 @@ Task `{task}`, trained from {start} with composer_speedups.
 
 ## Metrics
 
-{evaluated}{metrics}
+{metrics}
 
 ## Training
 
@@ -67,7 +67,6 @@ def model_card(report: dict[str, Any]) -> ModelCard:
         data=_data(data),
         max_length=data["max_length"],
         metrics=_table({k: f"{v:.6g}" for k, v in metrics.items()}, "metric", "value"),
-        evaluated=f"On {rows:,} validation samples:\n\n" if (rows := report["training"]["evaluated_samples"]) else "",
         batches=report["training"]["batches"],
         batch=f"{data['batch_tokens']:,} tokens" if data["batch_size"] is None else f"{data['batch_size']:,} samples",
         duration=config["trainer"]["max_duration"],

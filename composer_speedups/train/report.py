@@ -84,7 +84,6 @@ def build_report(
             "batches": state.timestamp.batch.value,
             "samples": state.timestamp.sample.value,
             "tokens": state.timestamp.token.value,
-            "evaluated_samples": state.eval_timestamp.sample.value,  # in the last evaluation
             "last_batch_samples": trained[-1].samples * dist.get_world_size() if trained else None,
             # FSDP leaves each rank with flattened, padded shards, whose number of elements is not the model's.
             "parameters": None if state.fsdp_enabled else sum(p.numel() for p in state.model.parameters()),

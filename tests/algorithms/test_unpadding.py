@@ -44,7 +44,7 @@ from tests.helpers.unpadded import compared, observed, pair, unpad_and_fuse, val
 from tests.reference.loop import counted, gradients, train_plainly
 from tests.reference.tolerance import assert_near
 
-CASES = 5 * len(KINDS)  # for each family and head, so that every kind meets all that depends on the seed
+CASES = 14 * len(KINDS)  # for each family and head; holes are seldom packed
 
 
 def draw_batch(mask: Tensor, model: Any, head: Head, seed: int) -> Batch:

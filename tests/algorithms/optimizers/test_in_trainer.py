@@ -207,7 +207,7 @@ def test_an_optimizer_that_moves_nothing_is_detected(monkeypatch: pytest.MonkeyP
 
 def test_several_optimizers_and_none_are_refused() -> None:
     two = [grouped_adamw(tiny_bert()), grouped_adamw(tiny_bert())]
-    with pytest.raises(Refusal, match="adafactor: there are 2 optimizers; give the Trainer, or apply, one"):
+    with pytest.raises(Refusal, match="adafactor: there are 2 optimizers; pass one to the Trainer"):
         check([technique("adafactor")], Run(CPU, model=tiny_bert(), optimizers=two))
     with pytest.raises(Refusal, match="adafactor: there are 0 optimizers"):
         apply(tiny_bert(), [technique("adafactor")])
