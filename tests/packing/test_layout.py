@@ -6,6 +6,7 @@ import copy
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from composer.core.data_spec import _default_split_batch
@@ -26,6 +27,7 @@ from composer_speedups.packing.rows import (
     RowRules,
     count_rows,
     lengths_key,
+    row_lengths,
     token_masks,
 )
 from tests.helpers.common import Batch, batch, tiny_bert
@@ -223,6 +225,19 @@ def test_they_stay_on_the_cpu_and_are_divided_with_their_rows() -> None:
     for part in (copy.deepcopy(micro[0]), pickle.loads(pickle.dumps(micro[0]))):
         assert type(part[key]) is RowLengths
         assert part[key].tolist() == [5, 12, 9]
+
+
+def test_lengths_in_a_batch_are_counted_again_only_for_losses_per_token() -> None:
+    inputs: Any = batch([5, 3])
+    inputs |= {
+        "_row_lengths": row_lengths(np.array([4, 3])),
+        "labels": torch.zeros(inputs["input_ids"].shape, dtype=torch.long),
+    }
+    assert count_rows(inputs, [ANY])["_row_lengths"] is inputs["_row_lengths"]
+    per_token = RowRules(head_has_token_loss=True)
+    assert count_rows(inputs, [ANY, per_token])["_row_lengths"].tolist() == [5, -1], "padding has labels"
+    inputs["_row_lengths"] = row_lengths(np.array([5, 0]))
+    assert count_rows(inputs, [ANY])["_row_lengths"].tolist() == [5, 3], "a row without tokens may have to stay padded"
 
 
 @pytest.mark.parametrize("family", ["bert", "modernbert", "t5"])
