@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -450,7 +451,10 @@ class LowBitOptimizer(_Quantised):
 
     def needs(self, run: Run) -> Iterable[Refusal]:
         yield from super().needs(run)
-        yield from needs_package(self.name, "torchao", ".[torchao]")
+        missing = [*needs_package(self.name, "torchao", ".[torchao]")]
+        yield from missing
+        if not missing:  # importing it allows torch to load its state, before train.py reads a checkpoint
+            importlib.import_module("torchao.optim")
         if run.device.type == "cuda":
             yield from needs_triton(self.name)
             if self.bits == "fp8":

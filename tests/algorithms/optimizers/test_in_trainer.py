@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -265,3 +267,16 @@ def test_kahans_precision_is_that_of_its_weights() -> None:
     trainer = trained([built := technique("kahan_optimizer")])
     assert built.evidence["state_dtypes"] == {k: ["bfloat16"] for k in ("exp_avg", "exp_avg_sq", "kahan_comp")}
     assert precision_in_force(trainer.state) == "bf16", "throughput/mfu uses its peak rate"
+
+
+def test_the_check_of_lowbit_optimizer_lets_a_checkpoint_with_its_state_be_loaded() -> None:
+    """In a process that has not imported torchao, as one that resumes."""
+    code = """
+import sys, types, torch
+from composer_speedups import LowBitOptimizer
+run = types.SimpleNamespace(device=torch.device("cpu"), model=None, optimizers=[], precision="fp32", techniques={})
+assert "torchao.optim" not in sys.modules
+assert not list(LowBitOptimizer().needs(run))
+assert "OptimState8bit" in {getattr(kind, "__name__", "") for kind in torch.serialization.get_safe_globals()}
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
