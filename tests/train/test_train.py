@@ -24,7 +24,10 @@ from tests.helpers.jobs import run
 
 
 @pytest.mark.pins
-def test_the_report_has_the_measurements_of_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_has_the_measurements_of_the_run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COMPOSER_SPEEDUPS_COMMIT", "abc")
     techniques = "algorithms.torch_compile={backend: aot_eager, scope: blocks}"
     report = run("trainer.max_duration=12ba", "plot=true", techniques)
     throughput, memory, metrics = report["throughput"], report["memory"], report["metrics"]
@@ -47,7 +50,8 @@ def test_the_report_has_the_measurements_of_the_run(capsys: pytest.CaptureFixtur
     environment = report["environment"]
     assert environment["torch"] == torch.__version__
     assert environment["composer"] == "0.32.1"
-    assert {"gpu", "transformers", "commit", "cpu", "driver"} <= set(environment)
+    assert {"gpu", "transformers", "cpu", "driver"} <= set(environment)
+    assert (environment["commit"], environment["uncommitted_changes"]) == ("abc", None)
     assert report["training"]["batches"] == 12
     assert report["wall_seconds"] > 0
     assert report["config"]["data"]["train_samples"] == 48
