@@ -147,7 +147,6 @@ def test_a_plots_means_are_of_a_window(figures: list[Any]) -> None:
 
 
 def test_characters_that_the_font_lacks_are_left_out_of_pictures_without_a_warning() -> None:
-    plot_confusion(
-        [[1, 0], [0, 1]], ["\N{SLIGHTLY SMILING FACE}", "fine \N{SLIGHTLY SMILING FACE}"], "run", Path("c.png")
-    )
+    names = ["\N{SLIGHTLY SMILING FACE}", "fine \N{SLIGHTLY SMILING FACE}"]
+    plot_confusion([[1, 0], [0, 1]], names, "run", Path("c.png"))
     assert Path("c.png").read_bytes().startswith(b"\x89PNG")

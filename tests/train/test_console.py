@@ -118,10 +118,9 @@ def test_a_baseline_is_reported_and_does_not_change_the_run(capfd: pytest.Captur
         assert line.startswith(f"{change}the turns do not tell which is faster; over all of them, {ratio:.2f} times as")
         assert "(2.69 and " in line
         assert f"; {least:.2f} to {most:.2f} times in single turns)" in line
-    table = summary_table({**compared, "ddp": {"mib_a_step": 1.5, "overlapped_steps": 0}}, "runs/x")
-    assert "1.5  MiB reduced per step\n" in table
-    table = summary_table({**compared, "ddp": {"mib_a_step": 1.5, "overlapped_steps": 2}}, "runs/x")
-    assert "1.5  MiB reduced per step; 2 steps overlap" in table
+    for steps, note in ((0, "\n"), (2, "; 2 steps overlap")):
+        table = summary_table({**compared, "ddp": {"mib_a_step": 1.5, "overlapped_steps": steps}}, "runs/x")
+        assert f"1.5  MiB reduced per step{note}" in table
     plain = run(*settings, *BASELINE[:2])
     assert plain["baseline"] is None
     assert plain["metrics"] == compared["metrics"]
