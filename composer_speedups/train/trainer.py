@@ -174,8 +174,7 @@ def build_trainer(
             load_path=load,
             load_weights_only=weights_only,
         )
-    if load is not None and not weights_only:
-        _check_rates(trainer, config.optimizer.lr)
+    _check_rates(trainer, config.optimizer.lr)
     trainer.logger.log_hyperparameters(written(config))
     return trainer
 

@@ -14,9 +14,11 @@ from composer.models import HuggingFaceModel
 from sklearn.metrics import confusion_matrix, precision_recall_fscore_support
 
 from composer_speedups.callbacks.history import ClassReport, class_rows, note_on_metric
+from composer_speedups.callbacks.throughput import Batch, ThroughputMonitor
 from composer_speedups.tasks.metrics import MacroF1, MultilabelMacroF1
 from composer_speedups.train import plot
-from composer_speedups.train.plot import plot_confusion
+from composer_speedups.train.config.load import load_config
+from composer_speedups.train.plot import plot_confusion, plot_run
 from tests.helpers.common import data_spec, make_trainer, plain_batches, tiny_bert
 from tests.helpers.jobs import run
 from tests.helpers.ranks import on_ranks
@@ -118,16 +120,33 @@ def test_a_metric_of_the_last_batch_has_its_number_of_samples(capsys: pytest.Cap
     assert note_on_metric("train_loss", {}, 1200) == "of the last batch (1,200 samples)"
 
 
-def test_names_of_classes_end_at_their_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    figures: list[Any] = []
-    monkeypatch.setattr(plot, "_write", lambda figure, _: figures.append(figure))
-    plot_confusion([[1, 0], [0, 1]], ["no", "yes"], "run", Path("c.png"))
-    for name in figures[0].axes[0].get_xticklabels():
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The figures that are drawn, which are not written."""
+    drawn: list[Any] = []
+    monkeypatch.setattr(plot, "_write", lambda figure, _: drawn.append(figure))
+    return drawn
+
+
+def test_up_to_30_classes_are_drawn_and_their_names_end_at_their_columns(figures: list[Any]) -> None:
+    trainer: Any = SimpleNamespace(state=SimpleNamespace(callbacks=[]))
+    for count in (31, 30):
+        evaluation = {"batch": 1, "confusion": np.eye(count), "classes": [f"c{i}" for i in range(count)]}
+        plot.write_plot(trainer, load_config(None), Path(), evaluation)  # type: ignore[arg-type]
+    (figure,) = figures
+    for name in figure.axes[0].get_xticklabels():
         assert (name.get_ha(), name.get_rotation_mode(), name.get_rotation()) == ("right", "anchor", 45)
 
 
+def test_a_plots_means_are_of_a_window(figures: list[Any]) -> None:
+    monitor = ThroughputMonitor(window=2)
+    monitor.batches = [Batch(i, 8, 0, 0, 0, 0.0, 1.0 + 2 * (i % 2), 0.0, True) for i in range(8)]
+    plot_run(monitor, {i: 1.0 + 2 * (i % 2) for i in range(8)}, {}, "run", Path())
+    rates, losses = ([*axes.lines[1].get_ydata()] for axes in figures[0].axes)
+    assert (rates, losses) == ([8.0] + [4.0] * 7, [1.0] + [2.0] * 7)
+
+
 def test_characters_that_the_font_lacks_are_left_out_of_pictures_without_a_warning() -> None:
-    plot_confusion(
-        [[1, 0], [0, 1]], ["\N{SLIGHTLY SMILING FACE}", "fine \N{SLIGHTLY SMILING FACE}"], "run", Path("c.png")
-    )
+    names = ["\N{SLIGHTLY SMILING FACE}", "fine \N{SLIGHTLY SMILING FACE}"]
+    plot_confusion([[1, 0], [0, 1]], names, "run", Path("c.png"))
     assert Path("c.png").read_bytes().startswith(b"\x89PNG")

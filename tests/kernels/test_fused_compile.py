@@ -155,7 +155,7 @@ def registers_and_stack(kernel: Any) -> tuple[int, int]:
 
 
 @pytest.mark.pins
-@pytest.mark.parametrize("case", others_exhaustive(CASES, {"in 16 bits", "pre-norms"}.__contains__))
+@pytest.mark.parametrize("case", others_exhaustive(CASES, {"in 16 bits", "adapters", "pre-norms"}.__contains__))
 @pytest.mark.parametrize(
     ("architecture", "dropout"), others_exhaustive([(80, 0.1), (90, 0.1), (90, 0.0)], (90, 0.1).__eq__)
 )

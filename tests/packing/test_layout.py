@@ -70,7 +70,7 @@ def test_five_numbers_of_tokens_serve_nearly_all_batches(rows: int, width: int, 
     frequent = [number for number in {*totals} if totals.count(number) > 4]
     assert len(frequent) <= 5
     assert all(number % 64 == 0 for number in totals)
-    short = [packed_tokens(7 * rows, torch.Size((rows, width)), None), round_up(7 * rows, 256)]
+    short = [packed_tokens(7 * rows, torch.Size((rows, width)), None), round_up(7 * rows, 128)]
     assert short[0] <= short[1], "many slots do not make short rows long"
     assert all(0 <= number - real < multiple for number, real in zip(totals, lengths.sum(-1).tolist(), strict=True))
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from composer.utils import dist
 
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.core.files import lock_file
@@ -174,8 +175,13 @@ def test_an_earlier_run_is_kept_under_its_date(
     assert not Path("runs/quickstart/notes.txt").exists()
 
 
-def test_a_run_in_use_is_refused() -> None:
+def test_a_run_in_use_is_refused_and_only_rank_0_removes_one_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     with RunFolder(load_config(None)) as folder:
+        with monkeypatch.context() as patch, contextlib.suppress(Crash):
+            patch.setattr(dist, "get_global_rank", lambda: 1)
+            with RunFolder(load_config(None)):
+                raise Crash
+        assert (folder / "config.yaml").exists()
         (folder / "notes.txt").write_text("mine")
         with pytest.raises(ConfigError, match="run_name: 'run' is in use"):
             RunFolder(load_config(None))
