@@ -71,7 +71,7 @@ def main(arguments: list[str]) -> None:
     AttentionMaskInterface.register(ATTENTION, lambda *_, **__: None)
 
     def prepared(job: Job) -> None:
-        check_model(job.model.model, dropout=flags.attention != "FA4")
+        check_model(job.model.model, fa4=flags.attention == "FA4")
         set_attention(job.model, ATTENTION)
         prepare(job.model.model, attend)
 
@@ -110,17 +110,22 @@ def train(
         meter.write(folder, peer, {**evidence(), "graphs": graphs, "cuda_graphs": captured})
 
 
-def check_model(model: Any, *, dropout: bool = True) -> None:
-    """Raise ConfigError for a model that the loop does not train, or not without ``dropout`` in its attention."""
+def check_model(model: Any, *, fa4: bool = False) -> None:
+    """Raise ConfigError for a model that the loop does not train, or not with FA4."""
     if isinstance(model, EsmForSequenceClassification) and model.config.position_embedding_type != "rotary":
         raise ConfigError("model.name: the flattened loop trains ESM with rotary positions only, such as ESM-2")
     if not isinstance(model, MODELS):
         *kinds, last = (kind.__name__ for kind in MODELS)
         names = f"{', '.join(kinds)} and {last}"
         raise ConfigError(f"model.name: the flattened loop trains {names} only, not {type(model).__name__}")
+    if not fa4:
+        return
     rates = [getattr(model.config, name, 0) for name in ("attention_probs_dropout_prob", "attention_dropout")]
-    if any(rates) and not dropout:
+    if any(rates):
         raise ConfigError(f"peer.attention: FA4 has no dropout, and this model's attention has {max(rates)}")
+    # With heads of 16 units, FA4's gradients were wrong by a third on an H200; with 64, they are right.
+    if (units := model.config.hidden_size // model.config.num_attention_heads) < 64:
+        raise ConfigError(f"peer.attention: FA4 is used for heads of at least 64 units, and this model's have {units}")
 
 
 def prepare(model: Any, attend: Callable[..., Any] | None = None) -> None:

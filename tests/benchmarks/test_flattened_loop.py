@@ -16,7 +16,7 @@ from transformers.modeling_utils import AttentionInterface
 from benchmarks.peers import flash_attention_4, flattened_loop
 from composer_speedups.core.compile_counts import compile_counts
 from composer_speedups.core.errors import ConfigError
-from tests.helpers.common import Batch, batch, tiny_bert
+from tests.helpers.common import Batch, batch
 from tests.helpers.models import tiny_model
 from tests.reference.tolerance import assert_near
 
@@ -26,9 +26,12 @@ WITHOUT_GRADIENT = {"esm": ["esm.contact_head.regression.weight", "esm.contact_h
 FAMILIES = ["bert", "esm", "modernbert"]
 
 
-def untouched(family: str) -> Any:
-    settings: dict[str, dict[str, Any]] = {"esm": {"token_dropout": True}, "modernbert": {"classifier_pooling": "mean"}}
-    return tiny_bert() if family == "bert" else tiny_model(family, **settings[family])  # type: ignore[arg-type]
+LARGE_HEADS = {"hidden_size": 128, "initializer_range": 0.1}  # of 64 units
+
+
+def untouched(family: str, **settings: Any) -> Any:
+    own: dict[str, dict[str, Any]] = {"esm": {"token_dropout": True}, "modernbert": {"classifier_pooling": "mean"}}
+    return tiny_model(family, **own.get(family, {}), **settings)  # type: ignore[arg-type]
 
 
 def flattened(reference: Any, *, fa4: bool = False) -> Any:
@@ -109,8 +112,10 @@ def test_models_that_the_loop_does_not_train_are_refused() -> None:
         with_dropout = tiny_model(family, attention_dropout=0.25)
         flattened_loop.check_model(with_dropout)
         with pytest.raises(ConfigError, match=r"FA4 has no dropout, and this model's attention has 0\.25"):
-            flattened_loop.check_model(with_dropout, dropout=False)
-        flattened_loop.check_model(tiny_model(family), dropout=False)
+            flattened_loop.check_model(with_dropout, fa4=True)
+        with pytest.raises(ConfigError, match="heads of at least 64 units, and this model's have 16"):
+            flattened_loop.check_model(untouched(family), fa4=True)
+        flattened_loop.check_model(untouched(family, **LARGE_HEADS), fa4=True)
 
 
 @pytest.mark.parametrize("window", [None, 2])
@@ -168,6 +173,7 @@ def test_flash_attention_4_is_called_with_the_texts_and_the_window(
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Argument aux_data:UserWarning")  # flash-attn-4's, when it compiles a kernel
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("fa4", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
@@ -176,7 +182,7 @@ def test_flattened_batches_have_the_loss_and_gradients_of_padded_ones_on_a_gpu(
 ) -> None:
     if fa4:
         pytest.importorskip("flash_attn.cute", reason="needs flash-attn-4; see benchmarks/peers/README.md")
-    reference = untouched(family).cuda()
+    reference = untouched(family, **LARGE_HEADS if fa4 else {}).cuda()
     model = flattened(reference, fa4=fa4).cuda()
     classify = torch.compile(flattened_loop.classify, dynamic=True) if compiled else flattened_loop.classify
 
