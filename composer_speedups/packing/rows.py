@@ -10,6 +10,7 @@ Shapes: B rows, S slots per row.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -61,10 +62,13 @@ class RowRules(NamedTuple):
     def lengths(self, mask_BS: Tensor, labels: Tensor | None = None) -> Any:
         """Real tokens of each row, or :data:`STAYS_PADDED` if its loss in the untouched model depends on outputs at
         padding positions, as a NumPy array (B,). Synchronizes with a GPU's mask."""
-        real, labels = as_numpy(mask_BS) != 0, _with_ignored(labels, len(mask_BS))
+        real = as_numpy(mask_BS) != 0
         counts = real.sum(-1)
-        for padded in self._padded_rows(real, None if labels is None else as_numpy(labels) != IGNORED, True):
-            counts[padded] = STAYS_PADDED
+        begins = not self.head_reads_first_slot or real[:, 0].all()  # as each row of nearly all batches does
+        if not begins or self.head_has_token_loss or self.max_width_with_holes is not None:
+            labels = _with_ignored(labels, len(mask_BS))
+            for padded in self._padded_rows(real, None if labels is None else as_numpy(labels) != IGNORED, True):
+                counts[padded] = STAYS_PADDED
         return counts
 
     def assert_packable(self, mask_BS: Tensor, labels: Tensor | None) -> None:
@@ -122,7 +126,8 @@ def count_rows(batch: Any, rules: Sequence[RowRules], *, labels: bool = False) -
         if given is not None and given.numpy().all() and not any(rule.head_has_token_loss for rule in rules):
             entries[lengths_key(name)] = given
         elif all(tensor is None or tensor.device.type == "cpu" for tensor in (mask, own)):
-            counts = np.minimum.reduce([rule.lengths(mask.flatten(0, -2), own) for rule in rules])
+            counts, *others = (rule.lengths(mask.flatten(0, -2), own) for rule in rules)
+            counts = functools.reduce(np.minimum, others, counts)
             entries[lengths_key(name)] = row_lengths(counts.reshape(mask.shape[:-1]))
     if labels and known is not None and known.ndim == 2 and known.device.type == "cpu":
         entries[ROW_LABELS] = row_lengths((as_numpy(known) != IGNORED).sum(-1))
