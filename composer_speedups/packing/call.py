@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import threading
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -284,7 +284,12 @@ def _module_at(model: nn.Module, path: str) -> Any:
 
 def models_around_encoders(model: nn.Module) -> list[ModelAroundEncoder]:
     """The models around unpadded encoders in a model, itself included."""
-    return [module for module in model.modules() if isinstance(module, ModelAroundEncoder)]
+    return [module for module in changed_modules(model) if isinstance(module, ModelAroundEncoder)]
+
+
+def changed_modules(model: nn.Module) -> Iterable[nn.Module]:
+    """The modules whose class unpadding changed in the model that it was applied to; all modules of other models."""
+    return vars(model).get("changed_modules") or model.modules()
 
 
 def _argument_names(model_class: type[Any]) -> list[str]:

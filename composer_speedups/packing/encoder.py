@@ -31,6 +31,7 @@ from composer_speedups.packing.call import (
     CallPlan,
     ModelAroundEncoder,
     call_of,
+    changed_modules,
     know_batch,
     known_batch,
     models_around_encoders,
@@ -303,7 +304,7 @@ def check_labelled_head(model: PreTrainedModel) -> None:
 
 def unpadded_encoders(model: nn.Module) -> list[UnpaddedEncoder]:
     """The unpadded encoders in a model."""
-    return [module for module in model.modules() if isinstance(module, UnpaddedEncoder)]
+    return [module for module in changed_modules(model) if isinstance(module, UnpaddedEncoder)]
 
 
 def with_counted_rows(model: nn.Module, batch: Any, moved: Any) -> AbstractContextManager[None]:

@@ -175,7 +175,8 @@ def python_calls() -> Iterator[list[str]]:
         sys.setprofile(None)
 
 
-def test_python_calls_of_a_step_depend_neither_on_layers_nor_on_parameters() -> None:
+@pytest.mark.parametrize("accumulate", [True, False])
+def test_python_calls_of_a_step_depend_neither_on_layers_nor_on_parameters(accumulate: bool) -> None:
     """Of the replays of forward and backward pass and of the optimizer's step, and few of them."""
 
     class Nothing(Rerun):
@@ -187,8 +188,8 @@ def test_python_calls_of_a_step_depend_neither_on_layers_nor_on_parameters() -> 
         config = tiny_config()
         config.num_hidden_layers, config.problem_type = layers, "single_label_classification"
         model = BertForSequenceClassification._from_config(config, attn_implementation="eager")
-        calls = graphed(model, recorder=Nothing, accumulate=True)
-        calls.looks_each_call = False
+        calls = graphed(model, recorder=Nothing, accumulate=accumulate)
+        calls.looks_each_call = not accumulate  # as without Composer
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         step = OptimizerStep(optimizer, Nothing)
         for _ in range(4):
@@ -375,6 +376,19 @@ def test_gradients_of_any_subset_of_outputs_with_unused_parameters() -> None:
     assert calls.replays == 3
     assert model["unused"].weight.grad is None
     assert model["a"].bias.grad is None
+
+
+def test_autograd_grad_gets_the_gradients_of_a_replay() -> None:
+    results = []
+    for captured in (False, True):
+        model = tiny_bert()
+        if captured:
+            graphed(model)
+        wanted = [*model.parameters()]
+        found = [torch.autograd.grad(model(**batch([5, 4], seed=i)).loss, wanted) for i in range(2)]
+        assert all(parameter.grad is None for parameter in wanted)
+        results.append(found[-1])  # a replay overwrites earlier ones
+    assert_near(results[1], results[0])
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -13,12 +13,14 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
+from composer_speedups import CUDAGraphs
 from composer_speedups.algorithms.cuda_graphs.optimizer_step import OptimizerStep, cannot_replay
-from tests.helpers.rerun import CannotRecord
+from tests.helpers.common import batch, tiny_bert
+from tests.helpers.rerun import CannotRecord, graphed
 
 
 class Replay:
-    """A recorder whose replay steps with the groups as they were when it was captured, as a graph does."""
+    """A recorder whose replay steps with the groups and gradients of its capture, as a graph does."""
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
@@ -26,12 +28,20 @@ class Replay:
     def record(self, run: Callable[[], Any]) -> tuple[None, Callable[[], None]]:
         groups = self.optimizer.param_groups
         captured = [dict(group) for group in groups]
+        gradients = {parameter: parameter.grad for group in groups for parameter in group["params"]}
+
+        def exchange(gradients: dict[Any, Any]) -> dict[Any, Any]:
+            now = {parameter: parameter.grad for parameter in gradients}
+            for parameter, gradient in gradients.items():
+                parameter.grad = gradient
+            return now
 
         def replay() -> None:
-            now = [dict(group) for group in groups]
+            now, gradients_now = [dict(group) for group in groups], exchange(gradients)
             for group, then in zip(groups, captured, strict=True):
                 group.update(then)
             run()
+            exchange(gradients_now)
             for group, before in zip(groups, now, strict=True):
                 group.update(before)
 
@@ -136,6 +146,58 @@ def test_other_gradients_are_read() -> None:
         training.train(3)
 
     assert both(change).step.replays == 2 + 0 + 3 + 3
+
+
+def test_other_tensors_with_the_same_memory_are_read() -> None:
+    """Without Composer, autograd's gradients are new views of the captured ones in every step."""
+
+    def change(training: Training) -> None:
+        for _ in range(5):
+            training.train(1)
+            training.buffers = [buffer.view_as(buffer) for buffer in training.buffers]
+        training.buffers[1] = training.buffers[1].clone()  # the graph would read the old memory
+        training.train(3)
+        training.buffers[2] = training.buffers[2].clone()  # the last one of those that are trained
+        training.train(3)
+
+    assert both(change).step.replays == 4 + 3 + 2
+
+
+# Steps of a loop of one's own: what each step does, and the number of replayed steps.
+LOOPS: dict[str, tuple[str, int]] = {
+    "one backward pass": ("1111111", 6),
+    "gradients are zeroed in place": ("00000000", 6),
+    "two backward passes": ("222222", 0),
+    "two backward passes at times": ("1112112", 4),
+    "a frozen parameter": ("1111f1111t1111", 3 + 4 + 4),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_loop_of_ones_own(name: str) -> None:
+    steps, replays = LOOPS[name]
+    losses, values = [], []
+    for captured in (True, False):
+        model = tiny_bert(dropout=0.1)
+        optimizer: Any = AdamW(model.parameters(), lr=2**-8, fused=True)
+        if captured:
+            technique = CUDAGraphs()
+            technique._control(calls := graphed(model))
+            step = technique._step = OptimizerStep(optimizer, lambda: Replay(optimizer), failed=calls.forget)  # noqa: B023
+        torch.manual_seed(0)
+        for number, what in enumerate(steps):
+            if what in "ft":
+                model.bert.encoder.layer[0].requires_grad_(what == "t")
+            for part in range(2 if what == "2" else 1):
+                loss = model(**batch([4, 6], seed=2 * number + part)).loss
+                loss.backward()
+                losses.append(loss.detach().clone())
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=what != "0")
+        values.append([*model.parameters()])
+    torch.testing.assert_close(*values)
+    torch.testing.assert_close(losses[: len(losses) // 2], losses[len(losses) // 2 :])
+    assert (step.replays, step.note) == (replays, None)
 
 
 def test_a_loaded_state_and_changed_settings_are_read() -> None:

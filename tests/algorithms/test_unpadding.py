@@ -19,12 +19,12 @@ from torch.utils.data import DataLoader
 from transformers.models.bert.modeling_bert import BertEncoder
 
 from composer_speedups import CUDAGraphs, TorchCompile, Unpadding, apply
-from composer_speedups.algorithms.unpadding.encoder_swap import unpad
+from composer_speedups.algorithms.unpadding.encoder_swap import restore_encoders, unpad
 from composer_speedups.core.compile_counts import compile_counts
 from composer_speedups.core.errors import Refusal
 from composer_speedups.core.run import Run
 from composer_speedups.packing.call import known_batch
-from composer_speedups.packing.encoder import with_counted_rows
+from composer_speedups.packing.encoder import unpadded_encoders, with_counted_rows
 from composer_speedups.packing.layout import packed_tokens
 from tests.helpers.common import (
     Batch,
@@ -266,6 +266,32 @@ def test_tokens_are_counted_after_the_last_change_to_the_batch() -> None:
     recorder = Recorder()
     trained([Unpadding(8), Shorten()], batches=batches, callbacks=[recorder])
     assert_near(recorder.losses, train_plainly(tiny_bert(), expected).losses)
+
+
+def counted_rows(model: nn.Module, inputs: Batch) -> list[int | None]:
+    """The number of packed tokens of each mask that is known in a loop without Composer."""
+    with with_counted_rows(model, inputs, inputs):
+        return [None if rows.packed is None else len(rows.packed) for rows in known_batch().rows]
+
+
+def test_rows_are_counted_without_a_walk_over_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = nn.Sequential(tiny_bert(), tiny_model("bert", "mlm")), batch([3, 5, 8])
+    applied = apply(model, [Unpadding(8)])
+    with monkeypatch.context() as patch:
+        patch.setattr(nn.Module, "named_modules", lambda *_, **__: pytest.fail("walks over the modules"))
+        assert counted_rows(model, inputs) == [16]
+        unpadded = copy.deepcopy(model)
+    applied.undo()
+    assert counted_rows(model, inputs) == []
+    assert not vars(model).keys() & {"changed_modules"}
+    assert {id(module) for module in unpadded.changed_modules} <= {id(module) for module in unpadded.modules()}
+    unpad(unpadded[0], 32)
+    assert counted_rows(unpadded, inputs) == [32], "by the present settings"
+    restore_encoders(unpadded[0])
+    assert unpadded_encoders(unpadded) == [unpadded[1].bert.encoder], "a part was restored by itself"
+    assert counted_rows(unpadded, inputs) == [16]
+    restore_encoders(unpadded)
+    assert counted_rows(unpadded[1], inputs) == counted_rows(unpadded, inputs) == []
 
 
 # With gradient checkpointing and torch.compile.

@@ -71,6 +71,7 @@ class Captured:
         self._token = torch.zeros((), device=leaves[0].device) if len(segments) > 1 else None
         self._anchor = torch.zeros((), requires_grad=True)  # makes autograd call the backward pass
         self._pairs = shared.pairs(self._trained[0])
+        self._gradients = [*map(shared.of, self.completed, self._trained)]  # by segment
         self._copied = [i for i, tensor in enumerate(static) if tensor.numel()]  # their numbers
         self._destinations = [static[i] for i in self._copied]
         self._zeros = [True] * len(self.output_gradients)  # the static gradients that are zero
@@ -109,8 +110,8 @@ class Captured:
             return _AccumulatingReplay.apply(self, self._anchor, *tensors)
         token = None
         for segment in range(self.segments - 1, 0, -1):
-            token = _Link.apply(self, segment, token, *self.completed[segment])
-        return _Replay.apply(self, token, *tensors, *self.completed[0])
+            token = _LINK(self, segment, token, *self.completed[segment])
+        return _REPLAY(self, token, *tensors, *self.completed[0])
 
     def forward(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         torch._foreach_copy_(self._destinations, [inputs[i] for i in self._copied])
@@ -121,7 +122,7 @@ class Captured:
         """Replay the first segment, and return a gradient for each argument of the forward pass."""
         self._take(gradients)
         self._shared.release()  # later segments find this backward pass's own gradients in the buffers
-        return [*(None for _ in self._static), *self.backward_segment(0)]
+        return [None] * len(self._static) + self.backward_segment(0)
 
     def _take(self, gradients: Sequence[Tensor | None]) -> None:
         for i, (static, gradient) in enumerate(zip(self.output_gradients, gradients, strict=True)):
@@ -147,9 +148,9 @@ class Captured:
                 parameter.grad = gradient
 
     def backward_segment(self, segment: int) -> list[Tensor | None]:
-        """Replay a segment, and return the gradients of its :attr:`completed` parameters."""
+        """Replay a segment, and return the gradients of its :attr:`completed` parameters, in tensors that are new."""
         self._replays[segment]()
-        return self._shared.of(self.completed[segment], self._trained[segment])
+        return [None if buffer is None else buffer.data for buffer in self._gradients[segment]]
 
     def token(self) -> Tensor:
         """The tensor that links segments in autograd's graph. It is on the GPU, so one thread runs all."""
@@ -235,6 +236,10 @@ class _Link(FirstDerivative):
         return (None, None, ctx.captured.token() if ctx.needs_input_grad[2] else None, *gradients)
 
 
+# Function.apply itself would look through hundreds of parameters for wrappers that torch.func has left behind.
+_REPLAY, _LINK = (super(torch.autograd.Function, function).apply for function in (_Replay, _Link))  # type: ignore[misc]
+
+
 class SharedGradients:
     """One gradient buffer per trained parameter, shared by all captured graphs; it has the gradient of the last replay.
 
@@ -291,7 +296,7 @@ class SharedGradients:
 
     def of(self, parameters: Iterable[nn.Parameter], trained: Container[nn.Parameter]) -> list[Tensor | None]:
         """Return the buffers of ``parameters``, with None for those not in ``trained``."""
-        return [self._buffers[p].detach() if p in trained else None for p in parameters]
+        return [self._buffers[p] if p in trained else None for p in parameters]
 
 
 class CUDARecorder:

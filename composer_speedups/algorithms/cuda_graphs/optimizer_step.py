@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from functools import partial, wraps
 from types import MethodType
@@ -32,8 +31,8 @@ def cannot_replay(optimizer: Any) -> str | None:
 
 
 class OptimizerStep:
-    """Replaces the ``step`` of torch's fused Adam or AdamW, and replays it as long as the gradients are the same
-    tensors in every step, whose memory the graph reads.
+    """Replaces the ``step`` of torch's fused Adam or AdamW, and replays it as long as the gradients have the same
+    memory in every step, which the graph reads. Without Composer, each backward pass makes new tensors with it.
 
     Other steps run eagerly: the first ones, those with gradients that were accumulated over micro-batches or scaled,
     and those of an optimizer with hooks. The groups keep the learning rate as a float. A graph reads it from the
@@ -63,12 +62,12 @@ class OptimizerStep:
         self._ended = False  # whether nothing is captured any more
         self._released = False
         self._replay: Callable[[], None] | None = None
-        self._gradients: list[Any] = []  # that the graph reads, compared by identity
+        self._addresses: list[int | None] = []  # of the gradients that the graph reads
         self._ends: tuple[Any, ...] = ()  # the first and the last parameter that it writes
         self._captured: Any = None  # what it was captured with otherwise
-        self._kept: list[Any] = []  # keeps the memory that the graph writes
+        self._kept: list[Any] = []  # keeps the memory that the graph reads and writes
         self._rates: list[Tensor] = []  # learning rates on the device, one per group
-        self._last_gradient: Tensor | None = None  # of the last parameter, in the step before
+        self._last_gradient: Tensor | None = None  # of the last parameter, in the step before; keeps its memory, too
         self._before = vars(optimizer).get("step")  # that of a scheduler, which notes the call
         self._step: Callable[..., Any] = self._before or MethodType(type(optimizer).step, optimizer)
 
@@ -89,7 +88,7 @@ class OptimizerStep:
 
     def forget(self) -> None:
         """Drop the graph; a later step is captured again."""
-        self._replay, self._gradients, self._kept, self._last_gradient = None, [], [], None
+        self._replay, self._kept, self._last_gradient = None, [], None
 
     def __call__(self, closure: Callable[[], Any] | None = None) -> Any:
         if self._released:
@@ -126,21 +125,22 @@ class OptimizerStep:
     def _is_captured(self) -> bool:
         groups, state = self._optimizer.param_groups, self._optimizer.state
         gradients = [parameter.grad for group in groups for parameter in group["params"]]
-        unchanged = len(gradients) == len(self._gradients) and all(map(operator.is_, gradients, self._gradients))
-        if self._replay is not None and unchanged and self._settings() == self._captured:
+        addresses = [None if gradient is None else gradient.data_ptr() for gradient in gradients]
+        if self._replay is not None and addresses == self._addresses and self._settings() == self._captured:
             self._last_gradient = self._ends[1].grad
             return True
         trained = [p for group in groups for p in group["params"] if p.grad is not None]
         before, self._last_gradient = self._last_gradient, trained[-1].grad if trained else None
-        if before is not self._last_gradient or self._ended or self._waits():
+        if before is None or self._last_gradient is None or self._ended or self._waits():
             return False
-        if not trained or not all(state.get(p) for p in trained):
+        if before.data_ptr() != self._last_gradient.data_ptr() or not all(state.get(p) for p in trained):
             return False  # an eager step makes the state
         if (reason := cannot_replay(self._optimizer)) is not None:  # a loaded state has its own settings
             self.note = reason
             return False
-        self._gradients, self._ends = gradients, (trained[0], trained[-1])
-        self._kept = [state, *(value for p in trained for value in state[p].values())]
+        self._addresses, self._ends = addresses, (trained[0], trained[-1])
+        # A gradient's memory that is kept does not become that of another gradient.
+        self._kept = [gradients, state, *(value for p in trained for value in state[p].values())]
         self._captured, self._replay = self._settings(), None
         self._capture(trained[0].device)
         return self._replay is not None
@@ -150,7 +150,7 @@ class OptimizerStep:
         changes the memory of the same tensors, and the groups' settings are constants in a graph."""
         groups, state = self._optimizer.param_groups, self._optimizer.state
         moments = [id(state.get(p, {}).get("exp_avg")) for p in self._ends]
-        memory = [tensor.data_ptr() for p in self._ends for tensor in (p, p.grad)]
+        memory = [p.data_ptr() for p in self._ends]
         return id(state), len(state), moments, memory, [(len(g["params"]), *map(g.get, _CONSTANTS)) for g in groups]
 
     def _capture(self, device: torch.device) -> None:

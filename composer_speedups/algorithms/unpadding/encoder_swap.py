@@ -99,6 +99,8 @@ def unpad(
             compare=FirstCall(around_name, check, model).compare if compared else None,
             labelled_head=LabelledHead(pad_to_multiple_of) if mlm_head == "labelled" and is_outermost else None,
         )
+    changed_modules = [m for m in model.modules() if isinstance(m, (UnpaddedEncoder, ModelAroundEncoder))]
+    vars(model)["changed_modules"] = changed_modules  # which every step looks for
     return changed
 
 
@@ -141,6 +143,7 @@ def restore_encoders(model: nn.Module) -> list[str]:
     """Restore transformers' encoders and the models around them, and return the names of the changed encoders."""
     names = []
     for name, encoder in list(model.named_modules()):
+        vars(encoder).pop("changed_modules", None)
         if not isinstance(encoder, UnpaddedEncoder):
             continue
         for module in encoder.modules():
