@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten
 from transformers import BertForSequenceClassification
 from transformers.utils import ModelOutput
 
-from composer_speedups import CUDAGraphs, Unpadding, untouched
+from composer_speedups import CUDAGraphs, Unpadding, untouched, with_row_lengths
 from composer_speedups.algorithms.cuda_graphs.graphed_calls import CaptureError, GraphedCalls
 from composer_speedups.algorithms.cuda_graphs.optimizer_step import OptimizerStep
 from composer_speedups.algorithms.unpadding.encoder_swap import unpad
@@ -429,19 +429,27 @@ SHAPES: dict[str, tuple[int, list[Batch], tuple[int, int, int]]] = {
 }
 
 
+@pytest.mark.parametrize("collated", [False, True])
 @pytest.mark.parametrize("name", SHAPES)
-def test_each_number_of_packed_tokens_is_captured_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_number_of_packed_tokens_is_captured_once(
+    name: str, collated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     max_graphs, batches, expected = SHAPES[name]
     reference, model = tiny_bert(), tiny_bert()
     for network in (reference, model):
         network.config.problem_type = "single_label_classification"
     unpad(model, 16)
-    calls = graphed(model, max_graphs)
+    calls, collate = graphed(model, max_graphs), with_row_lengths(lambda given: given, model)
     with monkeypatch.context() as patch:
         patch.setattr(Packing, "_count_and_lay_out", lambda *_: pytest.fail("counted inside the forward pass"))
         for inputs in batches:
-            with with_counted_rows(model, inputs, inputs):
-                compared(reference, model, lambda network: network(**inputs).loss)  # noqa: B023
+            counted = collate(inputs)
+            with contextlib.nullcontext() if collated else with_counted_rows(model, inputs, inputs):
+                compared(
+                    reference,
+                    model,
+                    lambda n: n(**(counted if collated and n is model else inputs)).loss,  # noqa: B023
+                )
     assert counts(calls) == expected
     assert compared(reference, model, lambda network: network(**batch([12, 7, 9], 16)).loss) == "packed"
     assert counts(calls) == (*expected[:2], expected[2] + 1), "without row lengths"

@@ -20,8 +20,9 @@ from composer_speedups.algorithms.cuda_graphs.segments import blocks_to_cut
 from composer_speedups.core.compile_counts import count_capture
 from composer_speedups.core.errors import first_line
 from composer_speedups.core.trainer_state import world_size
-from composer_speedups.packing.call import KnownBatch, is_traced, known_batch, with_known_batch
+from composer_speedups.packing.call import KnownBatch, is_traced, known_batch, take_row_lengths, with_known_batch
 from composer_speedups.packing.encoder import unpadded_encoders
+from composer_speedups.packing.rows import RowLengths
 from composer_speedups.packing.untouched import is_untouched
 
 
@@ -95,6 +96,12 @@ class GraphedCalls:
         if trains and self.looks_each_call:
             self.forget_if_frozen()
         known, graph = known_batch() if self.reads_known_batch else _UNKNOWN, None
+        if self.reads_known_batch and not known.rows and any(isinstance(v, RowLengths) for v in kwargs.values()):
+            # the collator's, in a loop of one's own
+            with with_known_batch(
+                take_row_lengths(kwargs, unpadded_encoders(self.model)[0].packing.pad_to_multiple_of)
+            ):
+                return self(*args, **kwargs)
         if not ((self.held and trains) or (self.reads_known_batch and not known.rows) or self.paused()):
             arguments, tensors = (args, kwargs, known.rows, known.labelled), list[Tensor]()
             # Autocast is looked up for CUDA, where graphs are.
