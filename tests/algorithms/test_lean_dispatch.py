@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import copy
 import operator
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from composer.algorithms import GradientClipping
 from composer.callbacks import OptimizerMonitor
 from composer.core import Algorithm, Callback, Engine, Event, State, Time, Timestamp, TimeUnit
+from composer.core import data_spec as composer_data_spec
 from composer.loggers import InMemoryLogger, Logger
 from composer.profiler import JSONTraceHandler, Profiler, cyclic_schedule
 from composer.trainer import trainer as composer_trainer
 from torch import Tensor
 from torchmetrics.classification import MulticlassAccuracy
+from transformers import BatchEncoding
 
 from composer_speedups import FusedOptimizer, LeanDispatch
 from composer_speedups.core.errors import Refusal
+from composer_speedups.packing.rows import row_lengths
 from tests.helpers.common import data_spec, final_weights, fit_and_close, make_trainer, plain_batches, trained
 
 STEP = 13  # events of a training batch
@@ -226,7 +231,14 @@ def test_algorithms_that_were_removed_between_epochs_are_not_asked() -> None:
 def test_composers_functions_are_given_back_when_the_last_trainer_closes() -> None:
     def now() -> list[Any]:
         times = [Time.__init__, Time._cmp, Timestamp.get, Timestamp.to_next_batch]
-        return [Engine.run_event, State.fsdp_enabled, torch.cuda.memory_stats, composer_trainer.deepcopy, *times]
+        return [
+            Engine.run_event,
+            State.fsdp_enabled,
+            torch.cuda.memory_stats,
+            composer_trainer.deepcopy,
+            composer_data_spec._split_mapping,
+            *times,
+        ]
 
     before = now()
     assert before[3] is copy.deepcopy
@@ -265,6 +277,47 @@ def test_times_are_computed_as_by_composer() -> None:
     assert outcomes() == expected
     trainer.close()
     assert len(set(map(str, expected))) > 50
+
+
+def test_a_batch_is_split_as_by_composer(monkeypatch: pytest.MonkeyPatch) -> None:
+    split: list[Any] = []
+    composers = composer_data_spec._split_tensor
+
+    def noted(tensor: Tensor, size: int) -> Any:
+        split.append(tensor)
+        return composers(tensor, size)
+
+    monkeypatch.setattr(composer_data_spec, "_split_tensor", noted)
+    ids, labels = torch.arange(12).reshape(4, 3), torch.arange(4)
+    whole = {"input_ids": ids, "_row_lengths": row_lengths(np.array([3, 2, 1, 3])), "labels": labels}
+    batches: list[Any] = [whole, BatchEncoding(dict(whole)), {}, ids, (ids, labels), ["a", "b", "c", "d"], [], 1]
+    others = [labels[:2], labels.repeat(2), list("abcd"), list("ab"), (1, 2, 3, 4), {"labels": labels}, "a", True, None]
+    batches += [whole | {"other": other} for other in [*others, torch.tensor(1), torch.nn.Parameter(ids.float())]]
+    batches += [{"other": other} | whole for other in others]
+
+    def outcome(batch: Any, size: Any) -> Any:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                parts = composer_data_spec.default_split_batch(batch, size)
+            except Exception as error:
+                parts = repr(error)
+        types = [(type(part), *((k, type(v)) for k, v in getattr(part, "items", dict)())) for part in parts]
+        return type(parts), types, str(parts), [str(warning.message) for warning in caught]
+
+    sizes = [4, 2, 3, 5, 4.0]
+    expected = [outcome(batch, size) for batch in batches for size in sizes]
+    trainer = make_trainer([LeanDispatch()])
+    assert [outcome(batch, size) for batch in batches for size in sizes] == expected
+    split.clear()
+    (part,) = composer_data_spec.default_split_batch(whole, 4)
+    assert not split
+    assert part["labels"]._base is labels
+    part.pop("input_ids")
+    part["labels"].unsqueeze_(1)
+    assert whole["input_ids"] is ids
+    assert labels.shape == (4,)
+    trainer.close()
 
 
 def test_another_replacement_of_run_event_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,8 @@
 """The replacement of ``Engine.run_event``, and of what Composer computes in every batch without using it.
 
 Neither Composer's State nor its Logger leads to the Engine, so the functions are replaced on Composer's class and
-modules, and act only for Trainers that have the technique. Everything else goes Composer's own way. Times know no
-Trainer; their arithmetic is replaced for all, with the same results.
+modules, and act only for Trainers that have the technique. Everything else goes Composer's own way. Times and the split
+of a batch know no Trainer; they are replaced for all, with the same results.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ from typing import Any, NamedTuple
 
 import torch
 from composer import Trainer
-from composer.core import Callback, Engine, Event, State, Time, Timestamp, TimeUnit
+from composer.core import Callback, Engine, Event, State, Time, Timestamp, TimeUnit, data_spec
 from composer.core.engine import Trace, _get_default_passes, _setup_trace
 from composer.loggers import Logger, LoggerDestination
 from composer.trainer import trainer as composer_trainer
+from torch import Tensor
 
 from composer_speedups.core.host import Host
 from composer_speedups.core.technique import Technique
 from composer_speedups.distributed.composer_loop import TESTED_COMPOSER, is_defined_in_composer, other_composer
+from composer_speedups.packing.rows import RowLengths
 
 # Events of each batch. All others are rare and may change what the tables below are made of.
 _LEAN = {
@@ -210,6 +212,16 @@ def _deepcopy(value: Any, *args: Any) -> Any:
     return _composers["deepcopy"](value, *args)
 
 
+def _split_mapping(batch: Any, microbatch_size: int) -> Any:
+    """In the place of the function that Composer's default ``split_batch`` calls for mappings. A batch that is one
+    micro-batch is not split: its tensors become views, as ``torch.split`` makes them."""
+    with torch._C.DisableTorchFunctionSubclass():
+        whole = all(type(v) in (Tensor, RowLengths) and v.shape[:1] == (microbatch_size,) for v in batch.values())
+    if not whole:
+        return _composers["_split_mapping"](batch, microbatch_size)
+    return [{name: value[...] if type(value) is Tensor else value for name, value in batch.items()}]
+
+
 def _calling(method: Any) -> LeanEvents | None:
     """The events of the Trainer whose method called the function that calls this one; None for other callers."""
     frame = sys._getframe(2)
@@ -264,6 +276,7 @@ _REPLACED: list[tuple[Any, str, Any]] = [
     (State, "fsdp_enabled", property(_fsdp_enabled)),
     (torch.cuda, "memory_stats", _memory_stats),
     (composer_trainer, "deepcopy", _deepcopy),
+    (data_spec, "_split_mapping", _split_mapping),
     (Time, "__init__", _time),
     (Time, "_cmp", _cmp),
     (Timestamp, "get", _get),
