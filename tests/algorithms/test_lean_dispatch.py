@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import operator
 import warnings
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from composer import Trainer
 from composer.algorithms import GradientClipping
 from composer.callbacks import OptimizerMonitor
 from composer.core import Algorithm, Callback, Engine, Event, State, Time, Timestamp, TimeUnit
@@ -230,7 +232,13 @@ def test_algorithms_that_were_removed_between_epochs_are_not_asked() -> None:
 
 def test_composers_functions_are_given_back_when_the_last_trainer_closes() -> None:
     def now() -> list[Any]:
-        times = [Time.__init__, Time._cmp, Timestamp.get, Timestamp.to_next_batch]
+        times = [
+            Time.__init__,
+            Time._cmp,
+            Timestamp.get,
+            Timestamp.to_next_batch,
+            Trainer._accumulate_time_across_ranks,
+        ]
         return [
             Engine.run_event,
             State.fsdp_enabled,
@@ -320,8 +328,34 @@ def test_a_batch_is_split_as_by_composer(monkeypatch: pytest.MonkeyPatch) -> Non
     trainer.close()
 
 
-def test_another_replacement_of_run_event_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    composers = Engine.run_event
-    monkeypatch.setattr(Engine, "run_event", lambda self, event: composers(self, event))
-    with pytest.raises(Refusal, match=r"other code has replaced composer.core.Engine.run_event"):
+def test_samples_and_time_of_one_rank_are_summed_as_by_composer() -> None:
+    composers, trainers = Trainer._accumulate_time_across_ranks, [make_trainer([LeanDispatch()]), make_trainer()]
+    counts = [0, 4, -1, 2**31 - 1, 2**31, -(2**31) - 1, True, 2.0, 2.5, 2.5 + 2.5e-5, torch.tensor(3)]
+    durations = [
+        timedelta(0),
+        timedelta(microseconds=1),
+        timedelta(seconds=1, microseconds=234567),
+        timedelta(99, 1, 1),
+    ]
+
+    def outcome(method: Any, trainer: Trainer, samples: Any, tokens: Any, duration: timedelta) -> Any:
+        try:
+            result = method(trainer, samples, tokens, duration)
+        except Exception as error:
+            return repr(error)
+        return result, [*map(type, result)]
+
+    cases = [(samples, tokens, duration) for samples in counts for tokens in counts for duration in durations]
+    for trainer in trainers:
+        for case in cases:
+            assert outcome(Trainer._accumulate_time_across_ranks, trainer, *case) == outcome(composers, trainer, *case)
+        trainer.close()
+
+
+@pytest.mark.parametrize(("owner", "name"), [(Engine, "run_event"), (Trainer, "_accumulate_time_across_ranks")])
+def test_another_replacement_of_a_method_is_refused(owner: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    composers = getattr(owner, name)
+    replacing = functools.wraps(composers)(lambda *args: composers(*args))
+    monkeypatch.setattr(owner, name, replacing)
+    with pytest.raises(Refusal, match=rf"other code has replaced Composer's {owner.__name__}\.{name}"):
         make_trainer([LeanDispatch()])

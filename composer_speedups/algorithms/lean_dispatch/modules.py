@@ -11,14 +11,17 @@ import os
 import sys
 from collections import OrderedDict
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from composer import Trainer
 from composer.core import Callback, Engine, Event, State, Time, Timestamp, TimeUnit, data_spec
 from composer.core.engine import Trace, _get_default_passes, _setup_trace
 from composer.loggers import Logger, LoggerDestination
 from composer.trainer import trainer as composer_trainer
+from composer.utils import dist
 from torch import Tensor
 
 from composer_speedups.core.host import Host
@@ -41,8 +44,9 @@ def replaced_by_other_code() -> str | None:
     """Why Composer's events cannot be dispatched here; None if they can."""
     if (version := other_composer()) is not None:
         return f"the installed Composer is {version}, and {TESTED_COMPOSER} is the one that was tested"
-    if not (_installed or is_defined_in_composer(Engine.run_event)):
-        return "other code has replaced composer.core.Engine.run_event"
+    for method in (Engine.run_event, Trainer._accumulate_time_across_ranks):
+        if not (_installed or is_defined_in_composer(method)):
+            return f"other code has replaced Composer's {method.__qualname__}"
     return None
 
 
@@ -63,11 +67,13 @@ class LeanEvents:
         left_out: Number of calls that it left out.
         sharded: Whether FSDP wraps a module; None until Composer asks in a batch.
         in_batch: Whether the last event was one of :data:`_LEAN`.
+        alone: Whether this is the only rank.
     """
 
     def __init__(self, state: State) -> None:
         self.state = state
         self.events = self.batches = self.left_out = 0
+        self.alone = dist.get_world_size() == 1
         self._begin()
 
     def _begin(self) -> None:
@@ -90,6 +96,7 @@ class LeanEvents:
             _composers.update({name: vars(owner)[name] for owner, name, _ in _REPLACED})
             for owner, name, ours in _REPLACED:
                 setattr(owner, name, ours)
+            _accumulate_time.composers = _composers["_accumulate_time_across_ranks"]  # type: ignore[attr-defined]
         _installed[id(self.state)] = self
 
     def uninstall(self) -> None:
@@ -212,6 +219,15 @@ def _deepcopy(value: Any, *args: Any) -> Any:
     return _composers["deepcopy"](value, *args)
 
 
+def _accumulate_time(self: Trainer, num_samples: Any, num_tokens: Any, batch_time: timedelta) -> Any:
+    """In the place of Composer's method: sums over one rank, of numbers that fit in int32, and the time in float32."""
+    events = _installed.get(id(self.state))
+    counted = type(num_samples) is type(num_tokens) is int and max(abs(num_samples), abs(num_tokens)) < 2**31
+    if events is None or not events.alone or not counted:
+        return _composers["_accumulate_time_across_ranks"](self, num_samples, num_tokens, batch_time)
+    return num_samples, num_tokens, timedelta(seconds=float(np.float32(batch_time.total_seconds())))
+
+
 def _split_mapping(batch: Any, microbatch_size: int) -> Any:
     """In the place of the function that Composer's default ``split_batch`` calls for mappings. A batch that is one
     micro-batch is not split: its tensors become views, as ``torch.split`` makes them."""
@@ -276,6 +292,7 @@ _REPLACED: list[tuple[Any, str, Any]] = [
     (State, "fsdp_enabled", property(_fsdp_enabled)),
     (torch.cuda, "memory_stats", _memory_stats),
     (composer_trainer, "deepcopy", _deepcopy),
+    (Trainer, "_accumulate_time_across_ranks", _accumulate_time),
     (data_spec, "_split_mapping", _split_mapping),
     (Time, "__init__", _time),
     (Time, "_cmp", _cmp),
