@@ -28,7 +28,16 @@ from transformers import BatchEncoding
 from composer_speedups import FusedOptimizer, LeanDispatch
 from composer_speedups.core.errors import Refusal
 from composer_speedups.packing.rows import row_lengths
-from tests.helpers.common import data_spec, final_weights, fit_and_close, make_trainer, plain_batches, trained
+from tests.helpers.common import (
+    data_spec,
+    final_weights,
+    fit_and_close,
+    grouped_adamw,
+    make_trainer,
+    plain_batches,
+    tiny_bert,
+    trained,
+)
 
 STEP = 13  # events of a training batch
 
@@ -326,6 +335,51 @@ def test_a_batch_is_split_as_by_composer(monkeypatch: pytest.MonkeyPatch) -> Non
     assert whole["input_ids"] is ids
     assert labels.shape == (4,)
     trainer.close()
+
+
+@pytest.mark.parametrize(("own", "profiled"), [(False, False), (True, False), (False, True)])
+def test_gradients_are_dropped_without_torchs_loop(own: bool, profiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[str] = []
+    torchs = torch.optim.Optimizer.zero_grad
+
+    def noted(self: Any, set_to_none: bool = True) -> None:
+        called.append("torch" if set_to_none else "to zero")
+        torchs(self, set_to_none)
+
+    class OwnAdamW(torch.optim.AdamW):
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            called.append("own")
+            super().zero_grad(set_to_none)
+
+    class Watches(Callback):
+        def before_forward(self, state: State, logger: Logger) -> None:
+            assert all(parameter.grad is None for parameter in state.model.parameters())
+
+        def batch_end(self, state: State, logger: Logger) -> None:
+            (optimizer,) = state.optimizers
+            optimizer.zero_grad(set_to_none=False)
+            assert not any(p.grad.any() for group in optimizer.param_groups for p in group["params"])
+            optimizer.zero_grad()
+            assert all(p.grad is None for group in optimizer.param_groups for p in group["params"])
+            state.model(state.batch)["logits"].sum().backward()
+
+    monkeypatch.setattr(torch.optim.Optimizer, "zero_grad", noted)
+    model = tiny_bert()
+    optimizer = grouped_adamw(model)
+    if own:
+        optimizer.__class__ = OwnAdamW
+    trainer = make_trainer(
+        [LeanDispatch()], batches=plain_batches(2), model=model, optimizer=optimizer, callbacks=[Watches()]
+    )
+    with torch.autograd.profiler.profile(enabled=profiled) as profile:
+        trainer.fit()
+    trainer.close()
+    once = ["own", "torch"] if own else ["torch"]
+    in_step = once if own or profiled else []
+    assert called == [*in_step, *once[:-1], "to zero", *once] * 2 + once  # the last one is that of fit()
+    if profiled:
+        ranges = [event.name for event in profile.function_events or ()]
+        assert ranges.count("Optimizer.zero_grad#AdamW.zero_grad") == 2 * 3 + 1
 
 
 def test_samples_and_time_of_one_rank_are_summed_as_by_composer() -> None:

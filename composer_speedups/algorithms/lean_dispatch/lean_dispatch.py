@@ -21,9 +21,9 @@ class LeanDispatch(Technique):
 
     It also leaves out what Composer computes in every batch without need: the walk over all modules for
     ``State.fsdp_enabled``, ``torch.cuda.memory_stats`` without automatic micro-batches, a copy of the batch without
-    training metrics, the split of a batch into one micro-batch, and sums over a single rank; and it adds and compares
-    times without looking up their units. Callbacks, algorithms and loggers run in the same order with the same
-    arguments.
+    training metrics, the split of a batch into one micro-batch, sums over a single rank, and most of
+    ``Optimizer.zero_grad``; and it adds and compares times without looking up their units. Callbacks, algorithms and
+    loggers run in the same order with the same arguments.
 
     Raises:
         Refusal: At INIT, in a training loop that differs from the tested version of Composer.

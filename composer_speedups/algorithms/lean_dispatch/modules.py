@@ -1,6 +1,6 @@
 """The replacement of ``Engine.run_event``, and of what Composer computes in every batch without using it.
 
-Neither Composer's State nor its Logger leads to the Engine, so the functions are replaced on Composer's class and
+Neither Composer's State nor its Logger leads to the Engine, so the functions are replaced on their classes and
 modules, and act only for Trainers that have the technique. Everything else goes Composer's own way. Times and the split
 of a batch know no Trainer; they are replaced for all, with the same results.
 """
@@ -23,6 +23,8 @@ from composer.loggers import Logger, LoggerDestination
 from composer.trainer import trainer as composer_trainer
 from composer.utils import dist
 from torch import Tensor
+from torch.autograd import profiler
+from torch.optim import Optimizer
 
 from composer_speedups.core.host import Host
 from composer_speedups.core.technique import Technique
@@ -219,6 +221,16 @@ def _deepcopy(value: Any, *args: Any) -> Any:
     return _composers["deepcopy"](value, *args)
 
 
+def _zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
+    """In the place of ``Optimizer.zero_grad``, which announces itself to profilers and asks for each gradient."""
+    if profiler._is_profiler_enabled or _calling(Trainer._train_microbatches) is None:
+        _composers["zero_grad"](self, set_to_none)
+        return
+    for group in self.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = None
+
+
 def _accumulate_time(self: Trainer, num_samples: Any, num_tokens: Any, batch_time: timedelta) -> Any:
     """In the place of Composer's method: sums over one rank, of numbers that fit in int32, and the time in float32."""
     events = _installed.get(id(self.state))
@@ -292,6 +304,7 @@ _REPLACED: list[tuple[Any, str, Any]] = [
     (State, "fsdp_enabled", property(_fsdp_enabled)),
     (torch.cuda, "memory_stats", _memory_stats),
     (composer_trainer, "deepcopy", _deepcopy),
+    (Optimizer, "zero_grad", _zero_grad),
     (Trainer, "_accumulate_time_across_ranks", _accumulate_time),
     (data_spec, "_split_mapping", _split_mapping),
     (Time, "__init__", _time),
