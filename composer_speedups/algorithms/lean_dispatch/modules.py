@@ -161,18 +161,17 @@ class LeanEvents:
             self._callbacks, self._table = list(callbacks), {}
         found = self._table.get(name)
         if found is None:
-            hearing = [(callback, _has(callback, "run_event")) for callback in callbacks]
-            hearing = [(callback, own) for callback, own in hearing if _hears(callback, name, own)]
+            hearing = [(callback, _has(callback, "run_event")) for callback in callbacks if _hears(callback, name)]
             loggers = [entry for entry in hearing if isinstance(entry[0], LoggerDestination)]
             others = [entry for entry in hearing if not isinstance(entry[0], LoggerDestination)]
             found = self._table[name] = _Listeners(others, loggers, len(callbacks) - len(hearing))
         return found
 
 
-def _hears(callback: Callback, event: str, overrides_run_event: bool) -> bool:
+def _hears(callback: Callback, event: str) -> bool:
     if isinstance(callback, Host):  # which loses handlers in the first batches, and gets none
         return callback.hears(event)
-    return overrides_run_event or _has(callback, event)
+    return _has(callback, "run_event") or _has(callback, event)
 
 
 def _has(callback: Callback, method: str) -> bool:
@@ -208,17 +207,15 @@ def _fsdp_enabled(self: State) -> bool:
 def _memory_stats(*args: Any, **kwargs: Any) -> Any:
     """In the place of ``torch.cuda.memory_stats``. Composer's loop needs one number, for automatic micro-batches."""
     events = _calling(Trainer._train_batch)
-    if events is not None and not events.state.auto_microbatching:
-        return {"num_alloc_retries": 0}
-    return _composers["memory_stats"](*args, **kwargs)
+    unused = events is not None and not events.state.auto_microbatching
+    return {"num_alloc_retries": 0} if unused else _composers["memory_stats"](*args, **kwargs)
 
 
 def _deepcopy(value: Any, *args: Any) -> Any:
     """In the place of Composer's ``deepcopy``. Its loop copies each micro-batch, for training metrics."""
     events = _calling(Trainer._train_microbatch)
-    if events is not None and not events.state.train_metrics:
-        return None
-    return _composers["deepcopy"](value, *args)
+    unused = events is not None and not events.state.train_metrics
+    return None if unused else _composers["deepcopy"](value, *args)
 
 
 def _zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
