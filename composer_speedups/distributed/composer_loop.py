@@ -31,8 +31,10 @@ def other_composer() -> str | None:
 
 
 def is_defined_in_composer(method: Any) -> bool:
-    """Whether a function or method is defined in Composer, and not in code that replaces or wraps it."""
+    """Whether a function or method is defined in Composer, and not in code that replaces or wraps it, other than
+    ``lean_dispatch``, whose replacement has Composer's function as an attribute."""
     function = getattr(method, "__func__", method)
+    function = getattr(function, "composers", function)
     defined_in = getattr(function, "__globals__", {}).get("__name__", "")  # functools.wraps copies __module__, not this
     return str(defined_in).partition(".")[0] == "composer"
 

@@ -148,7 +148,9 @@ class Interception:
                 raise ValueError(f"supports Composer's own training loop, and other code has replaced Trainer.{name}")
         self.readback = Readback()
         self._device, self._original = device, device.tensor_to_device
-        self._losses, self._counts = ({getattr(Trainer, n).__code__ for n in names} for names in (_LOSSES, _COUNTS))
+        methods = {name: getattr(Trainer, name) for name in (*_LOSSES, *_COUNTS)}
+        codes = {name: getattr(m, "composers", m).__code__ for name, m in methods.items()}  # lean_dispatch replaces one
+        self._losses, self._counts = ({codes[name] for name in names} for names in (_LOSSES, _COUNTS))
 
     def __call__(self, tensor: Tensor) -> Tensor:
         caller = sys._getframe(1).f_code

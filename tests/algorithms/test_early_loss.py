@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import sys
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from composer import Trainer
-from composer.core import DataSpec
+from composer.core import DataSpec, State
 from composer.devices import DeviceCPU, DeviceGPU
 from composer.loggers import InMemoryLogger
 from composer.models import HuggingFaceModel
@@ -24,10 +24,12 @@ from composer_speedups import (
     EarlyLoss,
     FusedLayers,
     FusedOptimizer,
+    LeanDispatch,
     MixedPrecision,
     Unpadding,
     apply,
 )
+from composer_speedups.algorithms.lean_dispatch.modules import LeanEvents
 from composer_speedups.core.errors import Refusal
 from composer_speedups.core.run import Run
 from composer_speedups.core.trainer_state import host_group
@@ -153,7 +155,7 @@ def test_scalars_of_composers_loop_are_not_sent_to_the_device(copies: Watched, m
     moved = DeviceCPU.tensor_to_device
 
     def noted(self: DeviceCPU, tensor: Tensor) -> Tensor:
-        senders.update(sys._getframe(depth).f_code.co_name for depth in (1, 2))
+        senders.update([sys._getframe(1).f_code.co_name, sys._getframe(2).f_code.co_name])
         return moved(self, tensor)
 
     monkeypatch.setattr(DeviceCPU, "tensor_to_device", noted)
@@ -163,6 +165,14 @@ def test_scalars_of_composers_loop_are_not_sent_to_the_device(copies: Watched, m
     assert read <= senders
     senders.clear()
     train("tensor", 4, [EarlyLoss()])
+    assert not read & senders
+    train("tensor", 4, [LeanDispatch()])
+    assert read - senders == {"_accumulate_time_across_ranks"}
+    another = LeanEvents(cast(State, SimpleNamespace()))  # of a Trainer that is open
+    another.install()
+    senders.clear()
+    train("tensor", 4, [EarlyLoss()])
+    another.uninstall()
     assert not read & senders
 
 
@@ -205,10 +215,12 @@ def test_another_training_loop_is_refused(copies: Watched, monkeypatch: pytest.M
 
 
 def _train_both() -> dict[str, Any]:
-    """Train with and without the technique; return this rank's logs and weights, and the number of losses read."""
+    """Train with and without the technique; return this rank's logs and weights, and the number of losses read.
+    Another Trainer is open, whose ``lean_dispatch`` has replaced a function that ``early_loss`` recognizes."""
+    LeanEvents(cast(State, SimpleNamespace())).install()
     EarlyLoss.needs = lambda *_: ()  # type: ignore[method-assign, assignment, return-value]  # on the CPU
     technique, runs = EarlyLoss(), {}
-    for name, algorithms in (("early", [technique]), ("stock", [])):
+    for name, algorithms in (("early", [technique, LeanDispatch()]), ("stock", [])):
         trainer, logged = train("dict", 3, algorithms)
         runs[name] = {name: values for name, values in logged.items() if "wct" not in name}, final_weights(trainer)
     return {**runs, "read": technique.evidence["losses_read"]}

@@ -3,25 +3,41 @@
 from __future__ import annotations
 
 import copy
+import functools
 import operator
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from composer import Trainer
 from composer.algorithms import GradientClipping
 from composer.callbacks import OptimizerMonitor
 from composer.core import Algorithm, Callback, Engine, Event, State, Time, Timestamp, TimeUnit
+from composer.core import data_spec as composer_data_spec
 from composer.loggers import InMemoryLogger, Logger
 from composer.profiler import JSONTraceHandler, Profiler, cyclic_schedule
 from composer.trainer import trainer as composer_trainer
 from torch import Tensor
 from torchmetrics.classification import MulticlassAccuracy
+from transformers import BatchEncoding
 
 from composer_speedups import FusedOptimizer, LeanDispatch
 from composer_speedups.core.errors import Refusal
-from tests.helpers.common import data_spec, final_weights, fit_and_close, make_trainer, plain_batches, trained
+from composer_speedups.packing.rows import row_lengths
+from tests.helpers.common import (
+    data_spec,
+    final_weights,
+    fit_and_close,
+    grouped_adamw,
+    make_trainer,
+    plain_batches,
+    tiny_bert,
+    trained,
+)
 
 STEP = 13  # events of a training batch
 
@@ -225,8 +241,21 @@ def test_algorithms_that_were_removed_between_epochs_are_not_asked() -> None:
 
 def test_composers_functions_are_given_back_when_the_last_trainer_closes() -> None:
     def now() -> list[Any]:
-        times = [Time.__init__, Time._cmp, Timestamp.get, Timestamp.to_next_batch]
-        return [Engine.run_event, State.fsdp_enabled, torch.cuda.memory_stats, composer_trainer.deepcopy, *times]
+        times = [
+            Time.__init__,
+            Time._cmp,
+            Timestamp.get,
+            Timestamp.to_next_batch,
+            Trainer._accumulate_time_across_ranks,
+        ]
+        return [
+            Engine.run_event,
+            State.fsdp_enabled,
+            torch.cuda.memory_stats,
+            composer_trainer.deepcopy,
+            composer_data_spec._split_mapping,
+            *times,
+        ]
 
     before = now()
     assert before[3] is copy.deepcopy
@@ -267,8 +296,120 @@ def test_times_are_computed_as_by_composer() -> None:
     assert len(set(map(str, expected))) > 50
 
 
-def test_another_replacement_of_run_event_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    composers = Engine.run_event
-    monkeypatch.setattr(Engine, "run_event", lambda self, event: composers(self, event))
-    with pytest.raises(Refusal, match=r"other code has replaced composer.core.Engine.run_event"):
+def test_a_batch_is_split_as_by_composer(monkeypatch: pytest.MonkeyPatch) -> None:
+    split: list[Any] = []
+    composers = composer_data_spec._split_tensor
+
+    def noted(tensor: Tensor, size: int) -> Any:
+        split.append(tensor)
+        return composers(tensor, size)
+
+    monkeypatch.setattr(composer_data_spec, "_split_tensor", noted)
+    ids, labels = torch.arange(12).reshape(4, 3), torch.arange(4)
+    whole = {"input_ids": ids, "_row_lengths": row_lengths(np.array([3, 2, 1, 3])), "labels": labels}
+    batches: list[Any] = [whole, BatchEncoding(dict(whole)), {}, ids, (ids, labels), ["a", "b", "c", "d"], [], 1]
+    others = [labels[:2], labels.repeat(2), list("abcd"), list("ab"), (1, 2, 3, 4), {"labels": labels}, "a", True, None]
+    batches += [whole | {"other": other} for other in [*others, torch.tensor(1), torch.nn.Parameter(ids.float())]]
+    batches += [{"other": other} | whole for other in others]
+
+    def outcome(batch: Any, size: Any) -> Any:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                parts = composer_data_spec.default_split_batch(batch, size)
+            except Exception as error:
+                parts = repr(error)
+        types = [(type(part), *((k, type(v)) for k, v in getattr(part, "items", dict)())) for part in parts]
+        return type(parts), types, str(parts), [str(warning.message) for warning in caught]
+
+    sizes = [4, 2, 3, 5, 4.0]
+    expected = [outcome(batch, size) for batch in batches for size in sizes]
+    trainer = make_trainer([LeanDispatch()])
+    assert [outcome(batch, size) for batch in batches for size in sizes] == expected
+    split.clear()
+    (part,) = composer_data_spec.default_split_batch(whole, 4)
+    assert not split
+    assert part["labels"]._base is labels
+    part.pop("input_ids")
+    part["labels"].unsqueeze_(1)
+    assert whole["input_ids"] is ids
+    assert labels.shape == (4,)
+    trainer.close()
+
+
+@pytest.mark.parametrize(("own", "profiled"), [(False, False), (True, False), (False, True)])
+def test_gradients_are_dropped_without_torchs_loop(own: bool, profiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[str] = []
+    torchs = torch.optim.Optimizer.zero_grad
+
+    def noted(self: Any, set_to_none: bool = True) -> None:
+        called.append("torch" if set_to_none else "to zero")
+        torchs(self, set_to_none)
+
+    class OwnAdamW(torch.optim.AdamW):
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            called.append("own")
+            super().zero_grad(set_to_none)
+
+    class Watches(Callback):
+        def before_forward(self, state: State, logger: Logger) -> None:
+            assert all(parameter.grad is None for parameter in state.model.parameters())
+
+        def batch_end(self, state: State, logger: Logger) -> None:
+            (optimizer,) = state.optimizers
+            optimizer.zero_grad(set_to_none=False)
+            assert not any(p.grad.any() for group in optimizer.param_groups for p in group["params"])
+            optimizer.zero_grad()
+            assert all(p.grad is None for group in optimizer.param_groups for p in group["params"])
+            state.model(state.batch)["logits"].sum().backward()
+
+    monkeypatch.setattr(torch.optim.Optimizer, "zero_grad", noted)
+    model = tiny_bert()
+    optimizer = grouped_adamw(model)
+    if own:
+        optimizer.__class__ = OwnAdamW
+    trainer = make_trainer(
+        [LeanDispatch()], batches=plain_batches(2), model=model, optimizer=optimizer, callbacks=[Watches()]
+    )
+    with torch.autograd.profiler.profile(enabled=profiled) as profile:
+        trainer.fit()
+    trainer.close()
+    once = ["own", "torch"] if own else ["torch"]
+    in_step = once if own or profiled else []
+    assert called == [*in_step, *once[:-1], "to zero", *once] * 2 + once  # the last one is that of fit()
+    if profiled:
+        ranges = [event.name for event in profile.function_events or ()]
+        assert ranges.count("Optimizer.zero_grad#AdamW.zero_grad") == 2 * 3 + 1
+
+
+def test_samples_and_time_of_one_rank_are_summed_as_by_composer() -> None:
+    composers, trainers = Trainer._accumulate_time_across_ranks, [make_trainer([LeanDispatch()]), make_trainer()]
+    counts = [0, 4, -1, 2**31 - 1, 2**31, -(2**31) - 1, True, 2.0, 2.5, 2.5 + 2.5e-5, torch.tensor(3)]
+    durations = [
+        timedelta(0),
+        timedelta(microseconds=1),
+        timedelta(seconds=1, microseconds=234567),
+        timedelta(99, 1, 1),
+    ]
+
+    def outcome(method: Any, trainer: Trainer, samples: Any, tokens: Any, duration: timedelta) -> Any:
+        try:
+            result = method(trainer, samples, tokens, duration)
+        except Exception as error:
+            return repr(error)
+        return result, [*map(type, result)]
+
+    cases = [(samples, tokens, duration) for samples in counts for tokens in counts for duration in durations]
+    for trainer in trainers:
+        for case in cases:
+            assert outcome(Trainer._accumulate_time_across_ranks, trainer, *case) == outcome(composers, trainer, *case)
+        trainer.close()
+
+
+@pytest.mark.parametrize(("owner", "name"), [(Engine, "run_event"), (Trainer, "_accumulate_time_across_ranks")])
+def test_another_replacement_of_a_method_is_refused(owner: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    composers = getattr(owner, name)
+    replacing = functools.wraps(composers)(lambda *args: composers(*args))
+    monkeypatch.setattr(owner, name, replacing)
+    with pytest.raises(Refusal, match=rf"other code has replaced Composer's {owner.__name__}\.{name}"):
         make_trainer([LeanDispatch()])

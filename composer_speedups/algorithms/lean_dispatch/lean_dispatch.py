@@ -19,10 +19,11 @@ _WHAT = "dispatching the Trainer's events"
 class LeanDispatch(Technique):
     """Calls only those callbacks and algorithms at an event of Composer's Trainer that define a method for it.
 
-    It also leaves out three things that Composer computes in every batch without using the result: the walk over all
-    modules for ``State.fsdp_enabled``, ``torch.cuda.memory_stats`` without automatic micro-batches, and a copy of the
-    batch without training metrics; and it adds and compares times without looking up their units. Callbacks, algorithms
-    and loggers run in the same order with the same arguments.
+    It also leaves out what Composer computes in every batch without need: the walk over all modules for
+    ``State.fsdp_enabled``, ``torch.cuda.memory_stats`` without automatic micro-batches, a copy of the batch without
+    training metrics, the split of a batch into one micro-batch, sums over a single rank, and most of
+    ``Optimizer.zero_grad``; and it adds and compares times without looking up their units. Callbacks, algorithms and
+    loggers run in the same order with the same arguments.
 
     Raises:
         Refusal: At INIT, in a training loop that differs from the tested version of Composer.

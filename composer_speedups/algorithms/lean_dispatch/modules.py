@@ -1,8 +1,8 @@
 """The replacement of ``Engine.run_event``, and of what Composer computes in every batch without using it.
 
-Neither Composer's State nor its Logger leads to the Engine, so the functions are replaced on Composer's class and
-modules, and act only for Trainers that have the technique. Everything else goes Composer's own way. Times know no
-Trainer; their arithmetic is replaced for all, with the same results.
+Neither Composer's State nor its Logger leads to the Engine, so the functions are replaced on their classes and
+modules, and act only for Trainers that have the technique. Everything else goes Composer's own way. Times and the split
+of a batch know no Trainer; they are replaced for all, with the same results.
 """
 
 from __future__ import annotations
@@ -11,18 +11,25 @@ import os
 import sys
 from collections import OrderedDict
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from composer import Trainer
-from composer.core import Callback, Engine, Event, State, Time, Timestamp, TimeUnit
+from composer.core import Callback, Engine, Event, State, Time, Timestamp, TimeUnit, data_spec
 from composer.core.engine import Trace, _get_default_passes, _setup_trace
 from composer.loggers import Logger, LoggerDestination
 from composer.trainer import trainer as composer_trainer
+from composer.utils import dist
+from torch import Tensor
+from torch.autograd import profiler
+from torch.optim import Optimizer
 
 from composer_speedups.core.host import Host
 from composer_speedups.core.technique import Technique
 from composer_speedups.distributed.composer_loop import TESTED_COMPOSER, is_defined_in_composer, other_composer
+from composer_speedups.packing.rows import RowLengths
 
 # Events of each batch. All others are rare and may change what the tables below are made of.
 _LEAN = {
@@ -39,8 +46,9 @@ def replaced_by_other_code() -> str | None:
     """Why Composer's events cannot be dispatched here; None if they can."""
     if (version := other_composer()) is not None:
         return f"the installed Composer is {version}, and {TESTED_COMPOSER} is the one that was tested"
-    if not (_installed or is_defined_in_composer(Engine.run_event)):
-        return "other code has replaced composer.core.Engine.run_event"
+    for method in (Engine.run_event, Trainer._accumulate_time_across_ranks):
+        if not (_installed or is_defined_in_composer(method)):
+            return f"other code has replaced Composer's {method.__qualname__}"
     return None
 
 
@@ -61,11 +69,13 @@ class LeanEvents:
         left_out: Number of calls that it left out.
         sharded: Whether FSDP wraps a module; None until Composer asks in a batch.
         in_batch: Whether the last event was one of :data:`_LEAN`.
+        alone: Whether this is the only rank.
     """
 
     def __init__(self, state: State) -> None:
         self.state = state
         self.events = self.batches = self.left_out = 0
+        self.alone = dist.get_world_size() == 1
         self._begin()
 
     def _begin(self) -> None:
@@ -88,6 +98,7 @@ class LeanEvents:
             _composers.update({name: vars(owner)[name] for owner, name, _ in _REPLACED})
             for owner, name, ours in _REPLACED:
                 setattr(owner, name, ours)
+            _accumulate_time.composers = _composers["_accumulate_time_across_ranks"]  # type: ignore[attr-defined]
         _installed[id(self.state)] = self
 
     def uninstall(self) -> None:
@@ -150,18 +161,17 @@ class LeanEvents:
             self._callbacks, self._table = list(callbacks), {}
         found = self._table.get(name)
         if found is None:
-            hearing = [(callback, _has(callback, "run_event")) for callback in callbacks]
-            hearing = [(callback, own) for callback, own in hearing if _hears(callback, name, own)]
+            hearing = [(callback, _has(callback, "run_event")) for callback in callbacks if _hears(callback, name)]
             loggers = [entry for entry in hearing if isinstance(entry[0], LoggerDestination)]
             others = [entry for entry in hearing if not isinstance(entry[0], LoggerDestination)]
             found = self._table[name] = _Listeners(others, loggers, len(callbacks) - len(hearing))
         return found
 
 
-def _hears(callback: Callback, event: str, overrides_run_event: bool) -> bool:
+def _hears(callback: Callback, event: str) -> bool:
     if isinstance(callback, Host):  # which loses handlers in the first batches, and gets none
         return callback.hears(event)
-    return overrides_run_event or _has(callback, event)
+    return _has(callback, "run_event") or _has(callback, event)
 
 
 def _has(callback: Callback, method: str) -> bool:
@@ -197,17 +207,44 @@ def _fsdp_enabled(self: State) -> bool:
 def _memory_stats(*args: Any, **kwargs: Any) -> Any:
     """In the place of ``torch.cuda.memory_stats``. Composer's loop needs one number, for automatic micro-batches."""
     events = _calling(Trainer._train_batch)
-    if events is not None and not events.state.auto_microbatching:
-        return {"num_alloc_retries": 0}
-    return _composers["memory_stats"](*args, **kwargs)
+    unused = events is not None and not events.state.auto_microbatching
+    return {"num_alloc_retries": 0} if unused else _composers["memory_stats"](*args, **kwargs)
 
 
 def _deepcopy(value: Any, *args: Any) -> Any:
     """In the place of Composer's ``deepcopy``. Its loop copies each micro-batch, for training metrics."""
     events = _calling(Trainer._train_microbatch)
-    if events is not None and not events.state.train_metrics:
-        return None
-    return _composers["deepcopy"](value, *args)
+    unused = events is not None and not events.state.train_metrics
+    return None if unused else _composers["deepcopy"](value, *args)
+
+
+def _zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
+    """In the place of ``Optimizer.zero_grad``, which announces itself to profilers and asks for each gradient."""
+    if profiler._is_profiler_enabled or _calling(Trainer._train_microbatches) is None:
+        _composers["zero_grad"](self, set_to_none)
+        return
+    for group in self.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = None
+
+
+def _accumulate_time(self: Trainer, num_samples: Any, num_tokens: Any, batch_time: timedelta) -> Any:
+    """In the place of Composer's method: sums over one rank, of numbers that fit in int32, and the time in float32."""
+    events = _installed.get(id(self.state))
+    counted = type(num_samples) is type(num_tokens) is int and max(abs(num_samples), abs(num_tokens)) < 2**31
+    if events is None or not events.alone or not counted:
+        return _composers["_accumulate_time_across_ranks"](self, num_samples, num_tokens, batch_time)
+    return num_samples, num_tokens, timedelta(seconds=float(np.float32(batch_time.total_seconds())))
+
+
+def _split_mapping(batch: Any, microbatch_size: int) -> Any:
+    """In the place of the function that Composer's default ``split_batch`` calls for mappings. A batch that is one
+    micro-batch is not split: its tensors become views, as ``torch.split`` makes them."""
+    with torch._C.DisableTorchFunctionSubclass():
+        whole = all(type(v) in (Tensor, RowLengths) and v.shape[:1] == (microbatch_size,) for v in batch.values())
+    if not whole:
+        return _composers["_split_mapping"](batch, microbatch_size)
+    return [{name: value[...] if type(value) is Tensor else value for name, value in batch.items()}]
 
 
 def _calling(method: Any) -> LeanEvents | None:
@@ -264,6 +301,9 @@ _REPLACED: list[tuple[Any, str, Any]] = [
     (State, "fsdp_enabled", property(_fsdp_enabled)),
     (torch.cuda, "memory_stats", _memory_stats),
     (composer_trainer, "deepcopy", _deepcopy),
+    (Optimizer, "zero_grad", _zero_grad),
+    (Trainer, "_accumulate_time_across_ranks", _accumulate_time),
+    (data_spec, "_split_mapping", _split_mapping),
     (Time, "__init__", _time),
     (Time, "_cmp", _cmp),
     (Timestamp, "get", _get),
