@@ -24,5 +24,6 @@ if __name__ == "__main__":
     fused_kernels.gated_layers(7, first=False, dropouts=[])
     positional_kernels.disentangled(0.3, 2, 16)
     fused_kernels.dropped_layer(DropoutRates(0.3, 0.2, 0.4))
+    adapters.compare_dropout()
     adapters.compare_narrow()
     adapters.compare(dict.fromkeys(adapters.LINEARS, (4, 0.0)))
