@@ -389,6 +389,9 @@ def test_autograd_grad_gets_the_gradients_of_a_replay() -> None:
         assert all(parameter.grad is None for parameter in wanted)
         results.append(found[-1])  # a replay overwrites earlier ones
     assert_near(results[1], results[0])
+    weights, inputs = {name: p.detach() for name, p in model.named_parameters()}, batch([5, 4])
+    with pytest.raises(RuntimeError, match="with functorch transforms"):
+        torch.func.grad(lambda named: torch.func.functional_call(model, named, (), inputs).loss)(weights)
 
 
 @pytest.mark.parametrize("training", [True, False])

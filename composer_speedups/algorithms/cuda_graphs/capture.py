@@ -110,8 +110,8 @@ class Captured:
             return _AccumulatingReplay.apply(self, self._anchor, *tensors)
         token = None
         for segment in range(self.segments - 1, 0, -1):
-            token = _LINK(self, segment, token, *self.completed[segment])
-        return _REPLAY(self, token, *tensors, *self.completed[0])
+            token = _apply(_Link, self, segment, token, *self.completed[segment])
+        return _apply(_Replay, self, token, *tensors, *self.completed[0])
 
     def forward(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         torch._foreach_copy_(self._destinations, [inputs[i] for i in self._copied])
@@ -236,8 +236,12 @@ class _Link(FirstDerivative):
         return (None, None, ctx.captured.token() if ctx.needs_input_grad[2] else None, *gradients)
 
 
-# Function.apply itself would look through hundreds of parameters for wrappers that torch.func has left behind.
-_REPLAY, _LINK = (super(torch.autograd.Function, function).apply for function in (_Replay, _Link))  # type: ignore[misc]
+def _apply(function: type[FirstDerivative], *inputs: Any) -> Any:
+    """``function.apply``, which looks through all inputs for wrappers that torch.func has left behind, without that look;
+    within torch.func, ``apply`` itself, which refuses the function."""
+    if torch._C._are_functorch_transforms_active():
+        return function.apply(*inputs)
+    return super(torch.autograd.Function, function).apply(*inputs)  # type: ignore[misc]
 
 
 class SharedGradients:

@@ -93,15 +93,14 @@ class GraphedCalls:
         trains = self.model.training and torch.is_grad_enabled()
         if is_untouched() or not (trains or self._may_evaluate()):
             return self.original(*args, **kwargs)
-        if trains and self.looks_each_call:
-            self.forget_if_frozen()
         known, graph = known_batch() if self.reads_known_batch else _UNKNOWN, None
         if self.reads_known_batch and not known.rows and any(isinstance(v, RowLengths) for v in kwargs.values()):
             # the collator's, in a loop of one's own
-            with with_known_batch(
-                take_row_lengths(kwargs, unpadded_encoders(self.model)[0].packing.pad_to_multiple_of)
-            ):
+            multiple = unpadded_encoders(self.model)[0].packing.pad_to_multiple_of
+            with with_known_batch(take_row_lengths(kwargs, multiple)):
                 return self(*args, **kwargs)
+        if trains and self.looks_each_call:
+            self.forget_if_frozen()
         if not ((self.held and trains) or (self.reads_known_batch and not known.rows) or self.paused()):
             arguments, tensors = (args, kwargs, known.rows, known.labelled), list[Tensor]()
             # Autocast is looked up for CUDA, where graphs are.
