@@ -237,8 +237,8 @@ class _Link(FirstDerivative):
 
 
 def _apply(function: type[FirstDerivative], *inputs: Any) -> Any:
-    """``function.apply``, which looks through all inputs for wrappers that torch.func has left behind, without that look;
-    within torch.func, ``apply`` itself, which refuses the function."""
+    """``function.apply`` without its look through all inputs for wrappers that torch.func has left behind; within
+    torch.func, ``apply`` itself, which refuses the function."""
     if torch._C._are_functorch_transforms_active():
         return function.apply(*inputs)
     return super(torch.autograd.Function, function).apply(*inputs)  # type: ignore[misc]
