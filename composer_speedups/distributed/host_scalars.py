@@ -1,11 +1,11 @@
 """Read the scalars of Composer's training loop without making the host wait for unrelated GPU work.
 
 Composer's ``Trainer`` creates small tensors on the device for these values: the loss, the numbers of rows, samples and
-tokens, the time, and whether the epoch or the evaluation is over. It reads them with ``.item()``, which waits for
-everything launched before. The loss is known after the forward pass, so its copy to the host starts then, concurrently
-with the backward pass and the optimizer's step. The other values are created on the host and stay there.
-Several ranks reduce all of them on the host with gloo: with the default process group if it has a CPU backend,
-otherwise with an additional group.
+tokens, the time, and whether the epoch or the evaluation is over. It computes with them on the device, and reads them
+with ``.item()``, which waits for everything launched before. The loss is known after the forward pass, so its copy to
+the host starts then, before the backward pass, and the host computes with the copy. The other values are created on the
+host and stay there. Several ranks reduce all of them on the host with gloo: with the default process group if it has a
+CPU backend, otherwise with an additional group.
 """
 
 from __future__ import annotations
@@ -13,13 +13,17 @@ from __future__ import annotations
 import functools
 import sys
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
+import numpy as np
 import torch
 from composer import Trainer
+from composer.core import Event, get_precision_context
 from composer.devices import Device
+from composer.distributed import ddp_sync_context
 from composer.trainer import trainer as composer_trainer
-from composer.utils import dist
+from composer.utils import dist, ensure_tuple
 from torch import Tensor
 
 from composer_speedups.core.trainer_state import (
@@ -28,18 +32,16 @@ from composer_speedups.core.trainer_state import (
     open_host_group,
     ranks_meet_on_host,
     torch_device,
+    world_size,
 )
-from composer_speedups.distributed.composer_loop import TESTED_COMPOSER, is_defined_in_composer, other_composer
+from composer_speedups.distributed.composer_loop import (
+    TESTED_COMPOSER,
+    is_defined_in_composer,
+    other_composer,
+    reads_no_gradients,
+)
 
-
-@functools.cache
-def _copy_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
-
-
-def mark(device: torch.device) -> Any:
-    """Mark a point in a GPU's work, which is reached when everything launched so far is done; None on a CPU."""
-    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+_free: list[tuple[Tensor, torch.cuda.Event]] = []  # pinned memory of scalars that were received
 
 
 def is_busy(device: torch.device) -> bool:
@@ -47,86 +49,149 @@ def is_busy(device: torch.device) -> bool:
 
 
 class HostCopy:
-    """A scalar that is being copied to the host, without waiting for work that the device does later.
+    """A scalar that is copied to the host as soon as the work launched before is done, on a GPU to pinned memory."""
 
-    The device has computed it at the :func:`mark` ``known``, by default one that is set now. On a GPU, it is copied to
-    pinned memory on a separate stream.
-    """
-
-    def __init__(self, value: Tensor, known: Any = None) -> None:
-        self._value = value  # its memory must not be reused before it is copied
-        self._done: torch.cuda.Event | None = None
+    def __init__(self, value: Tensor) -> None:
+        self._memory: tuple[Tensor, torch.cuda.Event] | None = None
         if value.device.type != "cuda":
-            self._host = value.detach().clone()
+            self._value = float(value)
             return
-        known, stream = known or mark(value.device), _copy_stream(value.device)
-        self._host = torch.empty((), dtype=torch.float32, pin_memory=True)
-        with torch.cuda.stream(stream):
-            stream.wait_event(known)
-            self._host.copy_(value.float(), non_blocking=True)
-            self._done = stream.record_event()
+        self._memory = _free.pop() if _free else (torch.empty((), pin_memory=True), torch.cuda.Event())
+        host, done = self._memory
+        host.copy_(value.detach().reshape(()), non_blocking=True)
+        done.record()
 
     def receive(self) -> float:
-        if self._done is not None:
-            self._done.synchronize()
-        return float(self._host)
+        if self._memory is not None:
+            host, done = self._memory
+            done.synchronize()
+            self._value, self._memory = host.item(), None
+            _free.append((host, done))
+        return self._value
+
+
+class _Part:
+    """A loss of a micro-batch, as a share of the batch's. It is sent to the host when this object is made."""
+
+    def __init__(self, loss: Tensor, share: float = 1.0) -> None:
+        loss = loss.detach()
+        if loss.numel() != 1 or loss.dtype != torch.float32:
+            loss, share = loss.mean() * share, 1.0
+        self.loss, self._share, self._sent = loss, np.float32(share), HostCopy(loss)
+
+    def value(self) -> Any:
+        """The share in float32, as the device would compute it."""
+        return np.float32(self._sent.receive()) * self._share
+
+    def on_device(self) -> float:
+        return float(self.loss) * float(self._share)
 
 
 @dataclass
 class Readback:
     reads: int = 0  # one per batch and named loss
     early_reads: int = 0  # how many of them were read while the device was still computing the batch
-    first: tuple[float, Tensor] | None = None  # the first loss read, and the sum that the device computed
-    backward_mark: Any = None  # the mark at which this micro-batch's backward pass begins, if it was seen
-
-    def begin_microbatch(self) -> None:
-        self.backward_mark = None
+    first: tuple[float, float] | None = None  # the first loss read, and its value on the device
 
 
-class _LoopScalar(Tensor):
-    """A loss of a micro-batch, or the sum of a batch's losses, as Composer's loop uses them.
+class _BatchLoss(Tensor):
+    """A loss of a batch, as Composer's loop uses it: the sum over micro-batches, on the CPU.
 
-    ``backward`` marks the point from which the loss can be copied. ``+=`` copies what it adds, and ``item`` and ``cpu``
-    compute the sum from the copies.
+    ``+=`` takes a part, and ``item`` and ``cpu`` compute the sum; the tensor's own value is not used.
     """
 
     __torch_function__: Any = torch._C._disabled_torch_function_impl  # operations return plain tensors
     readback: Readback
-    sent: list[HostCopy]
-    value: float | None
+    device_of_losses: torch.device
+    parts: list[_Part]
+    sum: float | None
 
-    def backward(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
-        self.readback.backward_mark = mark(self.device)
-        super().backward(*args, **kwargs)
-
-    def __iadd__(self, other: Tensor) -> _LoopScalar:  # type: ignore[misc, override]
-        self.sent.append(HostCopy(other, self.readback.backward_mark))
-        self.value = None
-        self.add_(other)
+    def __iadd__(self, other: _Part | Tensor) -> _BatchLoss:  # type: ignore[misc, override]
+        self.parts.append(other if isinstance(other, _Part) else _Part(other))
+        self.sum = None
         return self
 
     def item(self) -> float:
-        if self.value is None:
-            total = torch.zeros((), dtype=torch.float32)  # summed as on the device: in float32, one after another
-            for copy in self.sent:
-                total += copy.receive()
-            self.value = float(total)
+        if self.sum is None:
+            self.sum = float(sum((part.value() for part in self.parts), np.float32(0)))
             self.readback.reads += 1
-            self.readback.early_reads += is_busy(self.device)
-        return self.value
+            self.readback.early_reads += is_busy(self.device_of_losses)
+            if self.readback.first is None:
+                self.readback.first = self.sum, sum(part.on_device() for part in self.parts)
+        return self.sum
 
     def cpu(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The sum over all ranks, which Composer requests after it has reduced this tensor."""
+        """The sum over all ranks."""
         total = torch.full(self.shape, self.item(), dtype=self.dtype)
         if dist.get_world_size() > 1:
             dist.all_reduce(total, group=host_group())
-        if self.readback.first is None:
-            self.readback.first = float(total), self.detach().clone()
         return total
 
 
+@reads_no_gradients
+def _train_microbatch(
+    self: Trainer, use_grad_scaling: bool, current_batch_size: float, is_final_microbatch: bool
+) -> dict[str, _Part]:
+    """In the place of Composer's method, without automatic micro-batches: the losses to log are sent to the host before
+    the backward pass, which runs on this thread and begins with the share of the batch, as a gradient."""
+    state, engine, data = self.state, self.engine, self._train_data_spec
+    assert data is not None
+    copied = composer_trainer.deepcopy(state.batch) if state.train_metrics else None
+    if self.accumulate_train_batch_on_tokens:
+        size = data.get_num_tokens_in_batch(state.batch, token_type="loss_generating")
+    else:
+        size = data.get_num_samples_in_batch(state.batch)
+    share = size / current_batch_size
+    with ddp_sync_context(state, is_final_microbatch, self._ddp_sync_strategy):
+        engine.run_event(Event.BEFORE_FORWARD)
+        with get_precision_context(state.precision, state.precision_config):
+            state.outputs = state.model(state.batch)
+        engine.run_event(Event.AFTER_FORWARD)
+        engine.run_event(Event.BEFORE_LOSS)
+        with get_precision_context(state.precision, state.precision_config):
+            state.loss = self._original_model.loss(state.outputs, state.batch)
+        assert state.loss is not None
+        engine.run_event(Event.AFTER_LOSS)
+        engine.run_event(Event.BEFORE_BACKWARD)
+
+        total, named = _named_losses(state.loss)
+        parts = {name: _Part(loss, share) for name, loss in named.items()}
+        gradient = None
+        if use_grad_scaling:
+            total = state.scaler.scale(total).mul_(share)  # type: ignore[union-attr]
+        elif isinstance(state.loss, dict) and total is state.loss.get("total"):
+            total.mul_(share)  # in the model's own tensor, as in Composer
+        else:
+            gradient = _filled(share, total.shape, total.dtype, total.device)
+        with torch.autograd.set_multithreading_enabled(False):  # waking autograd's thread takes as long as the pass
+            total.backward(gradient, create_graph=self._backwards_create_graph)
+        engine.run_event(Event.AFTER_BACKWARD)
+        if state.train_metrics:
+            state.train_metrics = self._ensure_metrics_device_and_dtype(state.train_metrics)
+            self._eval_train_metrics(copied)
+    return parts
+
+
+def _named_losses(loss: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss to differentiate, and the losses to log, as Composer derives them from the model's loss."""
+    if isinstance(loss, dict) and "total" in loss:
+        return loss["total"], {**loss, "total": loss["total"].detach().clone()}  # it will be scaled in place
+    losses = ensure_tuple(loss)
+    means = [(part if part.numel() == 1 else part.mean()).float() for part in losses]
+    total = sum(means[1:], means[0])
+    if isinstance(loss, dict):
+        return total, {**loss, "total": total}
+    return total, {**({f"loss{i}": part for i, part in enumerate(losses)} if losses[1:] else {}), "total": total}
+
+
+@functools.lru_cache(maxsize=16)
+def _filled(value: float, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor with one value, made once, which replays of CUDA graphs copy once."""
+    return torch.full(shape, value, dtype=dtype, device=device)
+
+
 # Methods of the Trainer that create losses, as float32 tensors of shape (1,), and those that create counts and times.
-_LOSSES = ("_train_batch", "_train_microbatches", "_train_microbatch")
+_LOSSES = ("_train_batch", "_train_microbatches")
 _COUNTS = ("_train_microbatches", "_accumulate_time_across_ranks", "_iter_dataloader")
 
 
@@ -134,7 +199,8 @@ class Interception:
     """Replaces a device's ``tensor_to_device`` and handles the calls of Composer's training loop only.
 
     It recognizes that loop by the stack frames of its functions, because a Trainer of the user's own cannot be replaced
-    by a subclass. It depends on how they use the values, and therefore supports only one version of Composer.
+    by a subclass, and in the first batch it replaces that Trainer's ``_train_microbatch``. It depends on how they use
+    the values, and therefore supports only one version of Composer.
 
     Raises:
         ValueError: It is another version, or other code has replaced one of the functions.
@@ -143,32 +209,37 @@ class Interception:
     def __init__(self, device: Device) -> None:
         if version := other_composer():
             raise ValueError(f"supports the training loop of composer {TESTED_COMPOSER}, and this is {version}")
-        for name in ("_train_loop", *_LOSSES, *_COUNTS):
+        for name in ("_train_loop", "_train_microbatch", *_LOSSES, *_COUNTS):
             if not is_defined_in_composer(getattr(Trainer, name)):
                 raise ValueError(f"supports Composer's own training loop, and other code has replaced Trainer.{name}")
         self.readback = Readback()
         self._device, self._original = device, device.tensor_to_device
+        self._trainer: Any = None
         methods = {name: getattr(Trainer, name) for name in (*_LOSSES, *_COUNTS)}
         codes = {name: getattr(m, "composers", m).__code__ for name, m in methods.items()}  # lean_dispatch replaces one
         self._losses, self._counts = ({codes[name] for name in names} for names in (_LOSSES, _COUNTS))
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        caller = sys._getframe(1).f_code
-        if caller in self._losses and tensor.shape == (1,) and tensor.dtype == torch.float32:
-            scalar = self._move(tensor).as_subclass(_LoopScalar)
-            scalar.readback, scalar.sent, scalar.value = self.readback, [], None
-            return scalar
-        return tensor if caller in self._counts and ranks_meet_on_host() else self._original(tensor)
+        frame = sys._getframe(1)
+        if frame.f_code in self._losses and tensor.shape == (1,) and tensor.dtype == torch.float32:
+            if self._trainer is None:
+                self._take_over(frame.f_locals["self"])
+            loss = tensor.as_subclass(_BatchLoss)
+            loss.readback, loss.device_of_losses = self.readback, torch_device(self._device)
+            loss.parts, loss.sum = [], None
+            return loss
+        return tensor if frame.f_code in self._counts and ranks_meet_on_host() else self._original(tensor)
 
-    def _move(self, tensor: Tensor) -> Tensor:
-        if float(tensor) == 0:  # created on the device, because a copy from pageable memory makes the host wait
-            return torch.zeros_like(tensor, device=torch_device(self._device))
-        return self._original(tensor)
+    def _take_over(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        # With automatic micro-batches, ranks agree between the passes; and a subclass may have its own method.
+        if not trainer.state.auto_microbatching and is_defined_in_composer(trainer._train_microbatch):
+            trainer._train_microbatch = MethodType(_train_microbatch, trainer)  # type: ignore[method-assign, assignment]
 
     def install(self) -> None:
         """Install it on the device, and make ranks reduce host tensors on the host; see :func:`.open_host_group`."""
         open_host_group(self._device)
-        if host_group() is not None:
+        if world_size() > 1:
             composer_trainer.dist = _HostReductions()  # type: ignore[assignment]
         self._device.tensor_to_device = self  # type: ignore[method-assign, assignment]
 
@@ -176,13 +247,17 @@ class Interception:
         if vars(self._device).get("tensor_to_device") is not self:
             return
         del self._device.tensor_to_device  # type: ignore[method-assign]
+        if self._trainer is not None:
+            vars(self._trainer).pop("_train_microbatch", None)
+            self._trainer = None
         close_host_group()
         if host_group() is None:
             composer_trainer.dist = dist
 
 
 class _HostReductions:
-    """``composer.utils.dist`` for Composer's Trainer, with host tensors reduced by the host's process group.
+    """``composer.utils.dist`` for Composer's Trainer, with host tensors reduced by the host's process group, and losses
+    when they are read.
 
     NCCL refuses host tensors, so this changes no reduction that worked before.
     """
@@ -191,7 +266,8 @@ class _HostReductions:
         return getattr(dist, name)
 
     def all_reduce(self, tensor: Tensor, reduce_operation: str = "SUM", group: Any = None) -> None:
-        dist.all_reduce(tensor, reduce_operation, group or _group_of(tensor))
+        if not isinstance(tensor, _BatchLoss):
+            dist.all_reduce(tensor, reduce_operation, group or _group_of(tensor))
 
     def broadcast(self, tensor: Tensor, src: int, group: Any = None) -> None:
         dist.broadcast(tensor, src, group or _group_of(tensor))

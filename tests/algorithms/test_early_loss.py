@@ -41,22 +41,19 @@ from tests.helpers.ranks import on_ranks
 
 
 class Watched:
-    """In place of marks and copies of a GPU: logs the marks, and what was known when a value was received."""
+    """In place of copies of a GPU: logs when values were sent and received."""
 
     def __init__(self) -> None:
         self.done: list[str] = []
         self.error = 0.0
 
-    def mark(self, device: torch.device) -> int:
-        self.done.append("mark")
-        return len(self.done)
-
-    def copy(self, value: Tensor, known: int | None) -> SimpleNamespace:
+    def copy(self, value: Tensor) -> SimpleNamespace:
         assert type(value) is Tensor
-        sent, at = float(value), self.mark(value.device) if known is None else known
+        self.done.append("sent")
+        sent = float(value)
 
         def receive() -> float:
-            self.done.append(f"received, known at {self.done[at - 1 : at + 1]}")
+            self.done.append("received")
             return sent + self.error
 
         return SimpleNamespace(receive=receive)
@@ -67,7 +64,6 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> Watched:
     """Let the technique run on a CPU, with watched copies."""
     watched = Watched()
     monkeypatch.setattr(EarlyLoss, "needs", lambda *_: ())
-    monkeypatch.setattr(host_scalars, "mark", watched.mark)
     monkeypatch.setattr(host_scalars, "HostCopy", watched.copy)
     monkeypatch.setattr(host_scalars, "is_busy", lambda device: True)
     return watched
@@ -120,9 +116,7 @@ def test_logs_and_weights_equal_composers(kind: str, rows: int, copies: Watched)
     assert "tensor_to_device" not in vars(trainer.state.device), "restored"
 
 
-def test_tensor_losses_are_read_before_the_backward_pass_and_others_after(
-    copies: Watched, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_losses_are_sent_before_the_backward_pass(copies: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
     backward = Tensor.backward
 
     def noted(self: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -131,10 +125,10 @@ def test_tensor_losses_are_read_before_the_backward_pass_and_others_after(
 
     monkeypatch.setattr(Tensor, "backward", noted)
     train("tensor", 2, [EarlyLoss()])
-    assert copies.done[:6] == ["mark", "backward"] * 2 + ["received, known at ['mark', 'backward']"] * 2
+    assert copies.done[:6] == ["sent", "backward"] * 2 + ["received"] * 2
     copies.done.clear()
     train("dict", 4, [EarlyLoss()])
-    assert copies.done[:4] == ["backward", "mark", "mark", "received, known at ['mark', 'mark']"]
+    assert copies.done[:5] == ["sent", "sent", "backward", "received", "received"]
 
 
 def test_other_callers_are_not_intercepted(copies: Watched) -> None:
@@ -298,7 +292,6 @@ def test_a_steady_batch_of_the_fast_set_synchronizes_only_for_the_loss() -> None
 
     class Strict(EarlyLoss):
         def before_forward(self, run: Run) -> None:
-            super().before_forward(run)
             batch = run.state.timestamp.batch.value if run.state is not None else 0
             torch.cuda.set_sync_debug_mode("error" if batch in range(4, 8) else "default")
 

@@ -74,7 +74,8 @@ class Captured:
         self._gradients = [*map(shared.of, self.completed, self._trained)]  # by segment
         self._copied = [i for i, tensor in enumerate(static) if tensor.numel()]  # their numbers
         self._destinations = [static[i] for i in self._copied]
-        self._zeros = [True] * len(self.output_gradients)  # the static gradients that are zero
+        # What the static gradients are copies of: None for zeros, a number and its version, or () for another tensor.
+        self._taken: list[tuple[Any, int]] = [(None, 0)] * len(self.output_gradients)
 
     @property
     def segments(self) -> int:
@@ -126,12 +127,15 @@ class Captured:
 
     def _take(self, gradients: Sequence[Tensor | None]) -> None:
         for i, (static, gradient) in enumerate(zip(self.output_gradients, gradients, strict=True)):
-            if static is not None and gradient is not None:
-                static.copy_(gradient)
-                self._zeros[i] = False
-            elif static is not None and not self._zeros[i]:
+            if static is None:
+                continue
+            before, version = self._taken[i]
+            if gradient is None and before is not None:
                 static.zero_()
-                self._zeros[i] = True
+                self._taken[i] = (None, 0)
+            elif gradient is not None and (gradient is not before or gradient._version != version):
+                static.copy_(gradient)
+                self._taken[i] = (() if gradient.ndim else gradient, gradient._version)
 
     def accumulate(self, gradients: Sequence[Tensor | None]) -> None:
         """Replay the backward pass, and add its gradients to ``parameter.grad``."""
