@@ -92,6 +92,7 @@ class Readback:
     reads: int = 0  # one per batch and named loss
     early_reads: int = 0  # how many of them were read while the device was still computing the batch
     first: tuple[float, float] | None = None  # the first loss read, and its value on the device
+    alone: bool = True  # whether there is only one rank
 
 
 class _BatchLoss(Tensor):
@@ -104,26 +105,30 @@ class _BatchLoss(Tensor):
     readback: Readback
     device_of_losses: torch.device
     parts: list[_Part]
-    sum: float | None
+    value: float | None
 
     def __iadd__(self, other: _Part | Tensor) -> _BatchLoss:  # type: ignore[misc, override]
         self.parts.append(other if isinstance(other, _Part) else _Part(other))
-        self.sum = None
+        self.value = None
+        return self
+
+    def zero_(self) -> _BatchLoss:
+        self.parts, self.value = [], None
         return self
 
     def item(self) -> float:
-        if self.sum is None:
-            self.sum = float(sum((part.value() for part in self.parts), np.float32(0)))
+        if self.value is None:
+            self.value = float(sum((part.value() for part in self.parts), np.float32(0)))
             self.readback.reads += 1
             self.readback.early_reads += is_busy(self.device_of_losses)
             if self.readback.first is None:
-                self.readback.first = self.sum, sum(part.on_device() for part in self.parts)
-        return self.sum
+                self.readback.first = self.value, sum(part.on_device() for part in self.parts)
+        return self.value
 
     def cpu(self, *args: Any, **kwargs: Any) -> Tensor:
         """The sum over all ranks."""
         total = torch.full(self.shape, self.item(), dtype=self.dtype)
-        if dist.get_world_size() > 1:
+        if not self.readback.alone:
             dist.all_reduce(total, group=host_group())
         return total
 
@@ -137,10 +142,9 @@ def _train_microbatch(
     state, engine, data = self.state, self.engine, self._train_data_spec
     assert data is not None
     copied = composer_trainer.deepcopy(state.batch) if state.train_metrics else None
+    size: float = data.get_num_samples_in_batch(state.batch)
     if self.accumulate_train_batch_on_tokens:
         size = data.get_num_tokens_in_batch(state.batch, token_type="loss_generating")
-    else:
-        size = data.get_num_samples_in_batch(state.batch)
     share = size / current_batch_size
     with ddp_sync_context(state, is_final_microbatch, self._ddp_sync_strategy):
         engine.run_event(Event.BEFORE_FORWARD)
@@ -212,7 +216,7 @@ class Interception:
         for name in ("_train_loop", "_train_microbatch", *_LOSSES, *_COUNTS):
             if not is_defined_in_composer(getattr(Trainer, name)):
                 raise ValueError(f"supports Composer's own training loop, and other code has replaced Trainer.{name}")
-        self.readback = Readback()
+        self.readback = Readback(alone=world_size() == 1)
         self._device, self._original = device, device.tensor_to_device
         self._trainer: Any = None
         methods = {name: getattr(Trainer, name) for name in (*_LOSSES, *_COUNTS)}
@@ -226,7 +230,7 @@ class Interception:
                 self._take_over(frame.f_locals["self"])
             loss = tensor.as_subclass(_BatchLoss)
             loss.readback, loss.device_of_losses = self.readback, torch_device(self._device)
-            loss.parts, loss.sum = [], None
+            loss.parts, loss.value = [], None
             return loss
         return tensor if frame.f_code in self._counts and ranks_meet_on_host() else self._original(tensor)
 
@@ -239,7 +243,7 @@ class Interception:
     def install(self) -> None:
         """Install it on the device, and make ranks reduce host tensors on the host; see :func:`.open_host_group`."""
         open_host_group(self._device)
-        if world_size() > 1:
+        if not self.readback.alone:
             composer_trainer.dist = _HostReductions()  # type: ignore[assignment]
         self._device.tensor_to_device = self  # type: ignore[method-assign, assignment]
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from composer import Trainer
-from composer.core import Algorithm, Callback, Time, TimeUnit
+from composer.core import Algorithm, Callback, State, Time, TimeUnit
 from composer.devices import Device, DeviceCPU, DeviceGPU
 from composer.loggers import FileLogger, LoggerDestination, TensorboardLogger, WandBLogger
 from composer.optim import (
@@ -220,7 +220,21 @@ def build_scheduler(config: SchedulerConfig) -> ComposerScheduler:
         return ConstantWithWarmupScheduler(warmup, t_max=end)
     cosine = config.name == "cosine"
     kind = CosineAnnealingWithWarmupScheduler if cosine else LinearWithWarmupScheduler
-    return kind(warmup, t_max=end)
+    return _OncePerBatch(kind(warmup, t_max=end))
+
+
+class _OncePerBatch(ComposerScheduler):
+    """A schedule that is computed once per batch, and not for each group of parameters."""
+
+    def __init__(self, schedule: ComposerScheduler) -> None:
+        self._schedule = schedule
+        self._batch: tuple[Any, Any] = (None, None)
+
+    def __call__(self, state: State, ssr: float = 1.0) -> float:
+        timestamp, end = self._batch
+        if timestamp is not state.timestamp or end is not state.max_duration:
+            self._batch, self._factor = (state.timestamp, state.max_duration), self._schedule(state, ssr)
+        return self._factor
 
 
 def _loggers(config: Config, folder: RunFolder | None) -> list[LoggerDestination]:

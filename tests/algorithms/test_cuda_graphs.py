@@ -378,6 +378,29 @@ def test_gradients_of_any_subset_of_outputs_with_unused_parameters() -> None:
     assert model["a"].bias.grad is None
 
 
+@pytest.mark.parametrize("accumulate", [True, False])
+def test_a_gradient_that_is_given_again_is_the_one_of_that_time(accumulate: bool) -> None:
+    """The same tensor, then changed in place, then others, and none."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    reference = copy.deepcopy(model)
+    for network in (model, reference):
+        forward = network.forward
+        network.forward = lambda x, forward=forward: (forward(x).square().sum(), forward(x))  # type: ignore
+    calls = graphed(model, accumulate=accumulate)
+    one, two, rows = torch.tensor(1.0), torch.tensor(2.0), torch.ones(4, 2)
+    for given in ((one, None), (one, None), (one, rows), (two, rows), (two, None), (None, rows), (one, rows), (one, None)):
+        for network in (model, reference):
+            network.zero_grad()
+            pairs = [(o, g) for o, g in zip(network(torch.ones(4, 3)), given, strict=True) if g is not None]
+            torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+        assert_near(gradients(model), gradients(reference))
+        one.mul_(3)
+        rows.mul_(2)
+        assert_near(gradients(model), gradients(reference))
+    assert calls.replays == 8
+
+
 def test_autograd_grad_gets_the_gradients_of_a_replay() -> None:
     results = []
     for captured in (False, True):

@@ -10,14 +10,15 @@ from typing import Any, cast
 import pytest
 import torch
 from composer import Trainer
-from composer.core import DataSpec, State
+from composer.core import Callback, DataSpec, Event, State
 from composer.devices import DeviceCPU, DeviceGPU
-from composer.loggers import InMemoryLogger
+from composer.loggers import InMemoryLogger, Logger
 from composer.models import HuggingFaceModel
 from composer.trainer import trainer as composer_trainer
-from composer.utils import dist
+from composer.utils import dist, ensure_tuple
 from torch import Tensor
 from torch.utils.data import DataLoader
+from torchmetrics.classification import MulticlassConfusionMatrix
 
 from composer_speedups import (
     CUDAGraphs,
@@ -114,6 +115,52 @@ def test_logs_and_weights_equal_composers(kind: str, rows: int, copies: Watched)
     if reads is not None:
         assert technique.evidence == {"losses_read": reads, "read_before_the_batch_was_over": reads}
     assert "tensor_to_device" not in vars(trainer.state.device), "restored"
+
+
+class Heard(Callback):
+    """Each event of training, with what it finds in the state."""
+
+    def __init__(self) -> None:
+        self.heard: list[Any] = []
+
+    def run_event(self, event: Event, state: State, logger: Logger) -> None:
+        if not event.value.startswith(("init", "fit", "after_load", "before_load")):
+            losses = [loss.tolist() for loss in ensure_tuple(state.loss)]
+            rows = len(state.batch["labels"]) if isinstance(state.batch, dict) else None
+            confusion = state.train_metrics["MulticlassConfusionMatrix"].confmat.tolist() if state.train_metrics else []
+            self.heard.append((event.value, losses, rows, confusion))
+
+
+@pytest.mark.parametrize("kind", ["tensor", "dict"])
+@pytest.mark.parametrize("case", ["metrics", "tokens", "scaled"])
+def test_each_event_finds_what_it_finds_in_composers_own_loop(
+    case: str, kind: str, copies: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With metrics of training batches, micro-batches weighted by tokens, and a scaled loss."""
+    runs = []
+    if case == "scaled":
+        monkeypatch.setattr(Trainer, "_use_grad_scaling", lambda *_: True)
+        monkeypatch.setattr(Trainer, "_use_closures", lambda _: False)
+    for algorithms in ([], [EarlyLoss()], [EarlyLoss(), LeanDispatch()]):
+        heard, memory, model = Heard(), InMemoryLogger(), Losses(kind)
+        model.train_metrics = {"MulticlassConfusionMatrix": MulticlassConfusionMatrix(2)} if case == "metrics" else None
+        spec = DataSpec(
+            DataLoader(Batches(plain_batches(4)), batch_size=None),
+            get_num_samples_in_batch=lambda b: len(b["labels"]),
+            get_num_tokens_in_batch=lambda b: int(b["attention_mask"].sum()),
+        )
+        trainer = make_trainer(
+            algorithms, model=model, train_dataloader=spec, device_train_microbatch_size=3, loggers=[memory],
+            callbacks=[heard], accumulate_train_batch_on_tokens=case == "tokens",
+        )  # fmt: skip
+        trainer.state.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)  # type: ignore[assignment]
+        fit_and_close(trainer)
+        runs.append((heard.heard, memory.data["loss/train/total"], final_weights(trainer)))
+    for events, losses, weights in runs[1:]:
+        assert events == runs[0][0]
+        assert [value for _, value in losses] == [value for _, value in runs[0][1]]
+        torch.testing.assert_close(weights, runs[0][2], rtol=0, atol=0)
+    assert len(runs[0][1]) == 4
 
 
 def test_losses_are_sent_before_the_backward_pass(copies: Watched, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from torchmetrics.classification import MulticlassConfusionMatrix
 from transformers import BertForMaskedLM
 
-from composer_speedups import SDPAAttention, Unpadding
+from composer_speedups import EarlyLoss, SDPAAttention, Unpadding
 from composer_speedups.core.errors import RunFailedError
 from composer_speedups.data.batching import split_by_tokens
 from composer_speedups.data.loader import tokens_and_weight
@@ -162,6 +162,14 @@ def test_smaller_micro_batches_give_the_same_weights(
     whole = train(size=before)
     assert whole[2].changes == []
     assert_same_training(pieces, whole)
+
+
+@WARNED
+def test_a_repeated_batch_logs_the_loss_of_its_last_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The failed pass had sent the loss of its first micro-batch to the host."""
+    monkeypatch.setattr(EarlyLoss, "needs", lambda *_: ())  # on the CPU
+    gpu = SmallGPU(lambda seen: len(seen) == 2, Event.AFTER_FORWARD)
+    assert_same_training(train(gpu, EarlyLoss(), size=4), train(size=4))
 
 
 @WARNED

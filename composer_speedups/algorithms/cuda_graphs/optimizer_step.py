@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial, wraps
+from operator import is_
 from types import MethodType
 from typing import Any
 
@@ -62,11 +63,12 @@ class OptimizerStep:
         self._ended = False  # whether nothing is captured any more
         self._released = False
         self._replay: Callable[[], None] | None = None
-        self._addresses: list[int | None] = []  # of the gradients that the graph reads
         self._ends: tuple[Any, ...] = ()  # the first and the last parameter that it writes
         self._captured: Any = None  # what it was captured with otherwise
-        self._kept: list[Any] = []  # keeps the memory that the graph reads and writes
+        self._addresses: list[int | None] = []  # of the gradients that the graph reads
+        self._kept: list[Any] = []  # keeps the memory that the graph reads and writes; the gradients are first
         self._rates: list[Tensor] = []  # learning rates on the device, one per group
+        self._written: list[float | None] = []  # what they are, as far as is known
         self._last_gradient: Tensor | None = None  # of the last parameter, in the step before; keeps its memory, too
         self._before = vars(optimizer).get("step")  # that of a scheduler, which notes the call
         self._step: Callable[..., Any] = self._before or MethodType(type(optimizer).step, optimizer)
@@ -103,8 +105,10 @@ class OptimizerStep:
         if not self._is_captured():
             self._run_eagerly(None)
             return loss
-        for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
-            rate.fill_(group["lr"])
+        for i, group in enumerate(self._optimizer.param_groups):
+            if group["lr"] != self._written[i]:
+                self._rates[i].fill_(group["lr"])
+                self._written[i] = group["lr"]
         self._optimizer._opt_called = True  # as a scheduler's wrapper notes
         self._replay()  # type: ignore[misc]
         self.replays, self.note = self.replays + 1, None
@@ -125,8 +129,7 @@ class OptimizerStep:
     def _is_captured(self) -> bool:
         groups, state = self._optimizer.param_groups, self._optimizer.state
         gradients = [parameter.grad for group in groups for parameter in group["params"]]
-        addresses = [None if gradient is None else gradient.data_ptr() for gradient in gradients]
-        if self._replay is not None and addresses == self._addresses and self._settings() == self._captured:
+        if self._replay is not None and self._reads(gradients) and self._settings() == self._captured:
             self._last_gradient = self._ends[1].grad
             return True
         trained = [p for group in groups for p in group["params"] if p.grad is not None]
@@ -138,12 +141,16 @@ class OptimizerStep:
         if (reason := cannot_replay(self._optimizer)) is not None:  # a loaded state has its own settings
             self.note = reason
             return False
-        self._addresses, self._ends = addresses, (trained[0], trained[-1])
+        self._addresses, self._ends = _addresses(gradients), (trained[0], trained[-1])
         # A gradient's memory that is kept does not become that of another gradient.
         self._kept = [gradients, state, *(value for p in trained for value in state[p].values())]
         self._captured, self._replay = self._settings(), None
         self._capture(trained[0].device)
         return self._replay is not None
+
+    def _reads(self, gradients: list[Tensor | None]) -> bool:
+        """Whether the graph reads the memory of these gradients, most often of the same tensors."""
+        return all(map(is_, gradients, self._kept[0])) or _addresses(gradients) == self._addresses
 
     def _settings(self) -> Any:
         """What a graph depends on besides the gradients: a loaded or new state has other tensors, moving a module
@@ -159,6 +166,7 @@ class OptimizerStep:
             self.note, self._ended = f"gradients or settings changed after each of {_MOST_CAPTURES} captures", True
             return
         self._captures += 1
+        self._written = [None] * len(optimizer.param_groups)
         kept = [(group, {name: group[name] for name in ("lr", "capturable")}) for group in optimizer.param_groups]
         self._rates = [
             torch.tensor(group["lr"], dtype=torch.float32, device=next((p.device for p in group["params"]), device))
@@ -179,6 +187,10 @@ class OptimizerStep:
         if self._replay is None:
             self.forget()
             self._failed()
+
+
+def _addresses(gradients: list[Tensor | None]) -> list[int | None]:
+    return [None if gradient is None else gradient.data_ptr() for gradient in gradients]
 
 
 def _is_plain(optimizer: Any) -> bool:
