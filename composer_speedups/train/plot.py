@@ -6,7 +6,7 @@ import io
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from composer import Trainer
@@ -23,9 +23,7 @@ from composer_speedups.callbacks.throughput import Batch, ThroughputMonitor, sho
 from composer_speedups.core.files import write_atomically
 from composer_speedups.train.config.schema import Config
 from composer_speedups.train.report import callback_of
-
-if TYPE_CHECKING:
-    from composer_speedups.train.run_folder import RunFolder
+from composer_speedups.train.run_folder import RunFolder
 
 INK = "#767676"
 _TEXTS = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")

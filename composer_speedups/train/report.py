@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from composer import Trainer
@@ -26,10 +26,8 @@ from composer_speedups.train.config.load import written
 from composer_speedups.train.config.schema import Config
 from composer_speedups.train.environment import environment
 from composer_speedups.train.out_of_memory import MicrobatchHistory
-
-if TYPE_CHECKING:
-    from composer_speedups.train.run_folder import RunFolder
-    from composer_speedups.train.startup import StartupClock
+from composer_speedups.train.run_folder import RunFolder
+from composer_speedups.train.startup import StartupClock
 
 C = TypeVar("C", bound=Callback)
 

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
 from composer_speedups.core.errors import Refusal
 from composer_speedups.core.requirements import needs_package
+from composer_speedups.core.run import FirstBatch, Run
 from composer_speedups.core.technique import NOT_YET, Order, Technique
-
-if TYPE_CHECKING:
-    from composer_speedups.core.run import FirstBatch, Run
 
 _MAX_RANK = 4096  # larger than the hidden size of any BERT
 

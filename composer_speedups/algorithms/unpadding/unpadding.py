@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from composer_speedups.core.run import FirstBatch, Run
 from composer_speedups.core.technique import NOT_YET, ComparedTechnique, Order
 
 if TYPE_CHECKING:
-    from composer_speedups.core.run import FirstBatch, Run
     from composer_speedups.packing.call import KnownBatch
     from composer_speedups.packing.encoder import UnpaddedEncoder
     from composer_speedups.packing.rows import RowLengths, RowRules
