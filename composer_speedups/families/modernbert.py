@@ -44,13 +44,7 @@ class _UnpaddedModernBert(UnpaddedRotaryModel):
         angles = {kind: packed_angles(self.rotary_emb, hidden, position_ids, layout, kind) for kind in sorted({*kinds})}
         for layer, kind in zip(self.layers, kinds, strict=True):
             mark_dynamic(hidden, *angles[kind])
-            hidden = layer(
-                hidden,
-                attention_mask=None,
-                position_embeddings=angles[kind],
-                layout=layout,
-                **kwargs,
-            )
+            hidden = layer(hidden, attention_mask=None, position_embeddings=angles[kind], layout=layout, **kwargs)
         return self.final_norm(hidden)  # type: ignore[no-any-return]
 
 
