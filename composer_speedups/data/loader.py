@@ -182,7 +182,9 @@ def _check_same(*tokens: FlatTokens | None) -> None:
     """A file may change between the reads of two ranks, which would then train on different samples."""
     if dist.get_world_size() == 1:
         return
-    checksums = [zlib.crc32(array.tobytes()) for split in tokens if split for array in split.arrays()]
+    splits = [split for split in tokens if split is not None]
+    arrays = [array for split in splits for array in (split.lengths, *split.tokens.values(), *split.rows.values())]
+    checksums = [zlib.crc32(array.tobytes()) for array in arrays]
     if any(others != checksums for others in dist.all_gather_object(checksums)):
         raise DataError("data: the ranks read different samples because a file changed meanwhile; start again")
 

@@ -17,12 +17,12 @@ from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties, findfont, get_font
 from torchmetrics.utilities.plot import plot_confusion_matrix
 
+from composer_speedups.callbacks.checkpoints import callback_of
 from composer_speedups.callbacks.history import RunHistory
 from composer_speedups.callbacks.losses import LossMonitor
 from composer_speedups.callbacks.throughput import Batch, ThroughputMonitor, shown_rate
 from composer_speedups.core.files import write_atomically
 from composer_speedups.train.config.schema import Config
-from composer_speedups.train.report import callback_of
 from composer_speedups.train.run_folder import RunFolder
 
 INK = "#767676"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from composer import Trainer
@@ -10,6 +10,7 @@ from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.utils import dist
 
+from composer_speedups.callbacks.checkpoints import callback_of
 from composer_speedups.callbacks.evaluations import BestWeights, EarlyStopping
 from composer_speedups.callbacks.history import ClassReport, RunHistory, class_rows, note_on_metric
 from composer_speedups.callbacks.losses import LossMonitor
@@ -28,8 +29,6 @@ from composer_speedups.train.environment import environment
 from composer_speedups.train.out_of_memory import MicrobatchHistory
 from composer_speedups.train.run_folder import RunFolder
 from composer_speedups.train.startup import StartupClock
-
-C = TypeVar("C", bound=Callback)
 
 
 def write_report(
@@ -174,11 +173,6 @@ def _phases(startup: dict[str, float]) -> str:
 
 def _number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.4g}"
-
-
-def callback_of(state: State, kind: type[C]) -> C | None:
-    """The Trainer's callback of this class; None if it has none."""
-    return next((callback for callback in state.callbacks if isinstance(callback, kind)), None)
 
 
 def _summary(state: State, kind: type[Any]) -> dict[str, Any]:
