@@ -155,12 +155,9 @@ class Unpadding(ComparedTechnique):
             raise self.no_effect(reason, "do not change the encoder's layers")
         if self.mlm_head == "labelled" and not seen.ran["labelled_head"] and not compiled:
             raise self.no_effect("the masked-LM head computed every token", "pass labels (B, S) to the model")
-        return {"layers": layers, "attention": ", ".join(attention), **self._sizes(), **self.summary(run)}
-
-    def _sizes(self) -> dict[str, Any]:
-        """What the observed micro-batches were packed to, all together."""
         names = ("first_batch_slots", "first_batch_tokens", "first_batch_packed")
-        return dict(zip(names, map(sum, zip(*self._observed, strict=True)), strict=False))
+        sizes = dict(zip(names, map(sum, zip(*self._observed, strict=True)), strict=False))
+        return {"layers": layers, "attention": ", ".join(attention), **sizes, **self.summary(run)}
 
     def summary(self, run: Run) -> dict[str, Any]:
         evidence: dict[str, Any] = {}
