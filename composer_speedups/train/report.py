@@ -185,14 +185,12 @@ class StartupTimes(Callback):
 
     def __init__(self, clock: StartupClock) -> None:
         self.clock = clock
-        self._done = False
 
     def init(self, state: State, logger: Logger) -> None:
         self.batch_end = self._end_first_batch  # type: ignore[method-assign]
 
     def _end_first_batch(self, state: State, logger: Logger) -> None:
         del self.batch_end  # type: ignore[method-assign]  # later batches do not concern it
-        self._done = True
         if device_of(state).type == "cuda":
             torch.cuda.synchronize(device_of(state))
         self.clock.lap("first_step")
@@ -200,4 +198,4 @@ class StartupTimes(Callback):
 
     def summary(self) -> dict[str, float]:
         """The ``startup`` section of report.json; empty before the first batch."""
-        return self.clock.summary() if self._done else {}
+        return self.clock.summary() if "first_step" in self.clock.seconds else {}
