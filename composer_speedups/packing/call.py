@@ -23,14 +23,7 @@ from torch import Tensor, nn
 
 from composer_speedups.packing.derived_classes import stock_class, wrap_forward
 from composer_speedups.packing.layout import MULTIPLE, Layout, counts_on_host, packed_tokens
-from composer_speedups.packing.rows import (
-    ROW_INDICES,
-    ROW_LABELS,
-    RowLengths,
-    labels_of,
-    lengths_key,
-    token_masks,
-)
+from composer_speedups.packing.rows import ROW_INDICES, ROW_LABELS, RowLengths, labels_of, lengths_key, token_masks
 from composer_speedups.packing.untouched import is_untouched
 
 _LENGTHS = lengths_key("attention_mask")

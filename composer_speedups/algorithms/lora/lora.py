@@ -53,12 +53,7 @@ class LoRA(Technique):
         yield from needs_package(self.name, "peft", ".[lora]")
 
     def engage(self, run: Run) -> dict[str, Any]:
-        from composer_speedups.algorithms.lora.modules import (
-            adapted_layers,
-            adapter_host,
-            add_adapters,
-            trained_copies,
-        )
+        from composer_speedups.algorithms.lora.modules import adapted_layers, adapter_host, add_adapters, trained_copies
 
         settings = {n: getattr(self, n) for n in ("rank", "alpha", "targets", "dropout", "modules_to_save")}
         add_adapters(run.model, run.optimizers, **settings)
