@@ -1,17 +1,19 @@
-"""Callbacks and checkpoints: keep a callback's state in them, veto them, and name the one to resume from."""
+"""Callbacks and checkpoints: find a callback, keep its state in them, veto them, and name the one to resume from."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from composer.callbacks import CheckpointSaver
 from composer.core import Callback, Event, State
 from composer.loggers import Logger
 
 from composer_speedups.core.errors import ConfigError
+
+C = TypeVar("C", bound=Callback)
 
 
 class SavedCallback(Callback):
@@ -43,6 +45,11 @@ class SavedCallback(Callback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         vars(self).update({name: state[name] for name in self.saved if name in state})
+
+
+def callback_of(state: State, kind: type[C]) -> C | None:
+    """The Trainer's callback of this class; None if it has none."""
+    return next((callback for callback in state.callbacks if isinstance(callback, kind)), None)
 
 
 Allow = Callable[[State, Event], bool]

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from composer.core import Callback, State
+from composer.core import State
 from composer.loggers import Logger
 
 from composer_speedups.callbacks.checkpoints import SavedCallback
@@ -76,19 +76,15 @@ class RunHistory(SavedCallback):
         }
 
 
-class ClassReport(Callback):
+class ClassReport(SavedCallback):
     """Keeps how often each class was true and predicted in each evaluation of the Trainer's own evaluator ``eval``."""
 
-    def __init__(self) -> None:
-        self._begin()
+    saved = ()
 
-    def _begin(self) -> None:
+    def reset(self) -> None:
         self.names: list[str] = []  # of the K classes
         self.counts: dict[int, npt.NDArray[np.int64]] = {}  # batch → number of true, predicted and correct ones (3, K)
         self.confusions: dict[int, npt.NDArray[np.int64] | None] = {}  # batch → samples by true and predicted class
-
-    def init(self, state: State, logger: Logger) -> None:
-        self._begin()
 
     def eval_end(self, state: State, logger: Logger) -> None:
         if not is_evaluation_of(state, "eval"):

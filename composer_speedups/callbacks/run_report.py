@@ -9,6 +9,7 @@ import torch
 from composer.core import Callback, State
 from composer.loggers import Logger, MLFlowLogger, WandBLogger
 
+from composer_speedups.callbacks.checkpoints import callback_of
 from composer_speedups.callbacks.evaluations import BestWeights
 from composer_speedups.callbacks.memory import MemoryAnatomy
 from composer_speedups.callbacks.precision import precision_in_force
@@ -144,15 +145,9 @@ def numerics_of(state: State) -> dict[str, str]:
 
 
 def _values(state: State) -> dict[str, float]:
-    values: dict[str, float | None] = {}
-    best: dict[str, float] = {}
-    for callback in state.callbacks:
-        if isinstance(callback, ThroughputMonitor):
-            measured = callback.summary()
-            values |= {name: measured.get(name) for name in _THROUGHPUT}
-        elif isinstance(callback, MemoryAnatomy):
-            values["peak_gib"] = callback.summary()["peak_gib"]
-        elif isinstance(callback, BestWeights):
-            best = callback.metrics
-    values |= final_metrics(state) | best
+    monitor, memory = callback_of(state, ThroughputMonitor), callback_of(state, MemoryAnatomy)
+    measured, best = monitor.summary() if monitor else {}, callback_of(state, BestWeights)
+    values = {name: measured.get(name) for name in _THROUGHPUT}
+    values["peak_gib"] = memory.summary()["peak_gib"] if memory else None
+    values |= final_metrics(state) | (best.metrics if best else {})
     return {name: value for name, value in values.items() if value is not None}

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from composer_speedups.core.errors import Refusal
-
-if TYPE_CHECKING:
-    from composer_speedups.core.run import Run
+from composer_speedups.core.run import Run
 
 
 def needs_cuda(who: str, run: Run, what: str, capability: tuple[int, int] = (0, 0)) -> Iterator[Refusal]:

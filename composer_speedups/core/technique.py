@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 from pydantic import Field
 
 from composer_speedups.core.errors import Refusal
+from composer_speedups.core.run import FirstBatch, Run
 from composer_speedups.core.settings import Settings
 
 if TYPE_CHECKING:
     from composer.core import Algorithm
-
-    from composer_speedups.core.run import FirstBatch, Run
 else:
     Algorithm = object  # Composer need not be installed; :meth:`Technique.model_post_init` registers it
 

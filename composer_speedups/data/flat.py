@@ -107,9 +107,6 @@ class FlatTokens(torch.utils.data.Dataset[Ragged]):
         rows = {name: values[rows_R] for name, values in self.rows.items()}
         return Ragged({k: v.take(places_T) for k, v in self.tokens.items()}, rows.pop("lengths", lengths_R), rows)
 
-    def arrays(self) -> list[Arrays]:
-        return [self.lengths, *self.tokens.values(), *self.rows.values()]
-
 
 def _extended(array: Arrays, rows: int, value: int) -> Arrays:
     return np.concatenate([array, np.full((rows, *array.shape[1:]), value, array.dtype)])

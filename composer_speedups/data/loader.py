@@ -182,7 +182,9 @@ def _check_same(*tokens: FlatTokens | None) -> None:
     """A file may change between the reads of two ranks, which would then train on different samples."""
     if dist.get_world_size() == 1:
         return
-    checksums = [zlib.crc32(array.tobytes()) for split in tokens if split for array in split.arrays()]
+    splits = [split for split in tokens if split is not None]
+    arrays = [array for split in splits for array in (split.lengths, *split.tokens.values(), *split.rows.values())]
+    checksums = [zlib.crc32(array.tobytes()) for array in arrays]
     if any(others != checksums for others in dist.all_gather_object(checksums)):
         raise DataError("data: the ranks read different samples because a file changed meanwhile; start again")
 
@@ -206,19 +208,15 @@ def _tokens(
         train, validation = None, load_validation(config, task, summary)
     else:
         train, validation = load_samples(config, task, summary)
-        tokenizer = load_tokenizer(config, model_name, _texts(train), splits_words=words)
+        columns = [train[name] for name in train.column_names if name.startswith("text_")]
+        texts = [" ".join(text) if isinstance(text, list) else text for column in columns for text in column]
+        tokenizer = load_tokenizer(config, model_name, texts, splits_words=words)
     encoded = [None if split is None else tokenize(split, tokenizer, config, task) for split in (train, validation)]
     if train is not None and not getattr(task, "packing", False):
         summary.truncation = measure_truncation(train, tokenizer, config, task)
     if train is not None and config.report and dist.get_local_rank() == 0:
         summary.check = check_data(task, train, validation, encoded[1])
     return tokenizer, encoded[0], encoded[1]
-
-
-def _texts(samples: Dataset) -> list[str]:
-    """All texts of the samples; lists of words are joined."""
-    columns = [samples[name] for name in samples.column_names if name.startswith("text_")]
-    return [" ".join(text) if isinstance(text, list) else text for column in columns for text in column]
 
 
 def real_tokens(batch: Any) -> int:

@@ -14,6 +14,7 @@ import itertools
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,10 +44,6 @@ def _csv_rows(file: Iterator[str]) -> Iterator[Row]:
     header = next(file, "")
     mark = next((mark for mark in ",;\t|" if mark in header), ",")
     return _separated(itertools.chain([header], file), delimiter=mark)
-
-
-def _tsv_rows(file: Iterator[str]) -> Iterator[Row]:
-    return _separated(file, delimiter="\t", quoting=csv.QUOTE_NONE)  # as GLUE's files: quotes are literal characters
 
 
 def _separated(file: Iterable[str], **dialect: Any) -> Iterator[Row]:
@@ -96,10 +93,6 @@ def _json_object(pairs: list[tuple[str, Any]]) -> Row:
     return row
 
 
-def _text_rows(file: Any) -> Iterator[Row]:
-    return ({"text": line.rstrip("\r\n")} for line in file)
-
-
 def _parquet_rows(file: Any, columns: Iterable[str], declared: ClassNames | None) -> Iterator[Row]:
     """Rows with at least ``columns``: all columns if one of these does not exist, or if none is named."""
     with pyarrow.parquet.ParquetFile(file) as parquet:
@@ -127,13 +120,11 @@ def _check_distinct(names: Sequence[str]) -> None:
 
 _TEXT_READERS: dict[str, Callable[[Any], Iterator[Row]]] = {
     ".csv": _csv_rows,
-    ".tsv": _tsv_rows,
+    ".tsv": partial(_separated, delimiter="\t", quoting=csv.QUOTE_NONE),  # as GLUE's: quotes are literal characters
     ".jsonl": _json_rows,
     ".conll": conll_rows,
-    ".txt": _text_rows,
+    ".txt": lambda file: ({"text": line.rstrip("\r\n")} for line in file),
 }
-
-
 assert tuple(_TEXT_READERS) == TEXT_FORMATS
 
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from datasets import Dataset
 
 from composer_speedups.core.errors import DataError
 from composer_speedups.tasks.labels import LOOKS_MISSING, TaskWithClasses
-
-if TYPE_CHECKING:
-    from datasets import Dataset
-
-    from composer_speedups.tasks.task import Task
+from composer_speedups.tasks.task import Task
 
 _RARE = 10  # validation rows of a class, below which its metrics say little
 _MOST_LISTED = 10  # invalid rows and rare classes that messages and the report list

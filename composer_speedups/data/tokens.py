@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 import json
@@ -115,14 +116,12 @@ def tokenize(dataset: Dataset, tokenizer: Any, config: DataConfig, task: Task) -
             desc="tokenizing",
         )
 
-    try:
+    with contextlib.suppress(pyarrow.ArrowInvalid, pyarrow.ArrowIOError):  # a damaged cache file costs a second pass
         tokens = run()
-    except (pyarrow.ArrowInvalid, pyarrow.ArrowIOError):  # a damaged cache file costs a second pass
-        tokens = None
-    if tokens is None or len(tokens) != len(dataset):  # a file truncated between two batches
-        cache.unlink()
-        return run()
-    return tokens
+        if len(tokens) == len(dataset):  # otherwise the file was truncated between two batches
+            return tokens
+    cache.unlink()
+    return run()
 
 
 def measure_truncation(samples: Dataset, tokenizer: Any, config: DataConfig, task: Task) -> Truncation:

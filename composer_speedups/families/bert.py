@@ -58,18 +58,13 @@ XLM_ROBERTA = _named("xlm_roberta", "XLM-RoBERTa", "XLMRoberta", positions=_posi
 
 
 def _electra_reads(model_class: str, config: Any) -> Reads:
-    # Its discriminator's loss uses the attention mask.
-    return (
-        Reads.REAL_TOKENS if model_class.endswith("ElectraForPreTraining") else default_head_reads(model_class, config)
-    )
+    if model_class.endswith("ElectraForPreTraining"):
+        return Reads.REAL_TOKENS  # its discriminator's loss uses the attention mask
+    return default_head_reads(model_class, config)
 
 
 ELECTRA = _named(
-    "electra",
-    "ELECTRA",
-    "Electra",
-    around_blocks=("ElectraModel.embeddings_project",),
-    reads=_electra_reads,
+    "electra", "ELECTRA", "Electra", around_blocks=("ElectraModel.embeddings_project",), reads=_electra_reads
 )
 
 
@@ -81,11 +76,6 @@ def _distilbert_modules(layer: Any) -> LayerModules:
     )  # fmt: skip
 
 
-def _distilbert_dropouts(layer: Any) -> list[Any]:
-    dropped = layer.ffn.dropout
-    return [(layer.attention, layer.attention.dropout), None, (dropped, dropped)]
-
-
 DISTILBERT = Family(
     name="distilbert",
     title="DistilBERT",
@@ -95,7 +85,7 @@ DISTILBERT = Family(
     feed_forward=("lin1", "activation", "lin2"),
     block=Block.POST_NORM,
     layer_modules=_distilbert_modules,
-    dropouts=_distilbert_dropouts,
+    dropouts=lambda layer: [(layer.attention, layer.attention.dropout), None, (layer.ffn.dropout, layer.ffn.dropout)],
     inner="hidden_dim",
     activation="activation",
 )

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from composer_speedups.families.family import Family, family_of, family_titles
+from composer_speedups.packing.call import module_at
 from composer_speedups.packing.derived_classes import stock_class
 
 
@@ -14,14 +15,7 @@ def blocks_of(encoder: nn.Module) -> nn.ModuleList:
     """The blocks of an encoder of a known family."""
     family = family_of(type(encoder))
     assert family is not None
-    return _at(encoder, family.blocks)  # type: ignore[no-any-return]
-
-
-def _at(module: Any, path: str) -> Any:
-    """The module at a path; None if there is none."""
-    for name in path.split("."):
-        module = getattr(module, name, None)
-    return module
+    return module_at(encoder, family.blocks)  # type: ignore[no-any-return]
 
 
 def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
@@ -38,7 +32,7 @@ def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
         if isinstance(module, nn.ModuleList) and len({stock_class(type(m)) for m in module}) == 1 and not inside:
             lists[name] = module
     encoders = [(module, family) for module in model.modules() if (family := family_of(type(module))) is not None]
-    known = [_at(module, family.blocks) for module, family in encoders]
+    known = [module_at(module, family.blocks) for module, family in encoders]
     lists = {name: blocks for name, blocks in lists.items() if any(blocks is other for other in known)} or lists
     if not lists:
         raise ValueError("the model has no ModuleList with blocks of one class")

@@ -115,10 +115,6 @@ def _table_of(attention: Any, rel_embeddings: Any) -> Tensor:
     return torch.cat([key(dropped), query(dropped)], 1)
 
 
-def _table(layer: Any, rel_embeddings: Tensor) -> Tensor:
-    return _table_of(layer.attention.self, rel_embeddings)
-
-
 def _refuses(encoder: Any) -> str | None:
     attention = encoder.layer[0].attention.self
     if encoder.conv is not None:
@@ -165,7 +161,7 @@ DEBERTA_V2 = Family(
     feed_forward=("intermediate.dense", "intermediate.intermediate_act_fn", "output.dense"),
     block=Block.DISENTANGLED,
     layer_modules=_modules,
-    position_table=_table,
+    position_table=lambda layer, rel_embeddings: _table_of(layer.attention.self, rel_embeddings),
     dropouts=_dropouts,
     max_width_with_holes=lambda _: 0,
     refuses=_refuses,

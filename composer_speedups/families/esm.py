@@ -15,17 +15,15 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
 
 from composer_speedups.families.family import Block, Family, LayerModules
-from composer_speedups.families.rotary import UnpaddedRotaryModel, packed_angles
-from composer_speedups.packing.call import CallPlan
+from composer_speedups.families.rotary import UnpaddedRotaryBert, packed_angles
 from composer_speedups.packing.layout import Layout, mark_dynamic
 
 
-class _UnpaddedEsm(UnpaddedRotaryModel):
-    """As :class:`UnpaddedRotaryModel`, with the blocks in a module of their own."""
+class _UnpaddedEsm(UnpaddedRotaryBert):
+    """As :class:`UnpaddedRotaryBert`, with the blocks in a module of their own."""
 
-    embeddings: nn.Module
+    output_class = BaseModelOutputWithPoolingAndCrossAttentions
     encoder: nn.Module
-    pooler: nn.Module | None
     rotary_embeddings: nn.Module | None  # None with absolute positions, which the embeddings add
 
     def _embedded(self, inputs: dict[str, Any], layout: Layout) -> Tensor:
@@ -46,11 +44,6 @@ class _UnpaddedEsm(UnpaddedRotaryModel):
         kwargs["encoder_attention_mask"] = None  # of a second input, which a decoder has
         output: Any = self.encoder(hidden, attention_mask=None, position_embeddings=angles, layout=layout, **kwargs)
         return output[0]  # type: ignore[no-any-return]
-
-    def _output(self, last: Tensor, plan: CallPlan) -> Any:
-        hidden: Any = self._scattered(last, plan)
-        pooled = None if self.pooler is None else self.pooler(hidden)
-        return BaseModelOutputWithPoolingAndCrossAttentions(last_hidden_state=hidden, pooler_output=pooled)
 
 
 def _modules(layer: Any) -> LayerModules:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from composer_speedups.families.family import Family, Reads, default_head_reads
+from composer_speedups.families.family import Family, pooling_head_reads
 from composer_speedups.families.flops import Lengths, block_flops
 from composer_speedups.families.rotary import UnpaddedRotaryModel
 from composer_speedups.packing.layout import Layout
@@ -31,13 +31,6 @@ class _UnpaddedEuroBert(UnpaddedRotaryModel):
         return self.norm(super()._packed_layers(hidden, position_ids, layout, kwargs))  # type: ignore[no-any-return]
 
 
-def _reads(model_class: str, config: Any) -> Reads:
-    pools_real_tokens = getattr(config, "classifier_pooling", None) in ("mean", "late")
-    if pools_real_tokens and model_class.endswith("ForSequenceClassification"):
-        return Reads.REAL_TOKENS
-    return default_head_reads(model_class, config)
-
-
 def _block_flops(config: Any, lengths: Lengths) -> int:
     width = config.num_attention_heads * config.head_dim
     key_width = config.num_key_value_heads * config.head_dim
@@ -53,7 +46,7 @@ EUROBERT = Family(
     blocks="layers",
     layer="EuroBertDecoderLayer",
     embeddings="",  # torch's Embedding
-    reads=_reads,
+    reads=pooling_head_reads,
     packed_encoder=_UnpaddedEuroBert,
     block_flops=_block_flops,
 )

@@ -55,6 +55,14 @@ def default_head_reads(model_class: str, config: Any) -> Reads:
     return next((reads for end, reads in _USUAL_HEADS.items() if model_class.endswith(end)), Reads.UNKNOWN)
 
 
+def pooling_head_reads(model_class: str, config: Any) -> Reads:
+    """As :func:`default_head_reads`, for families whose heads for whole texts may pool all real tokens."""
+    pools_real_tokens = getattr(config, "classifier_pooling", None) in ("mean", "late")
+    if pools_real_tokens and model_class.endswith(("ForSequenceClassification", "ForMultipleChoice")):
+        return Reads.REAL_TOKENS
+    return default_head_reads(model_class, config)
+
+
 class LayerModules(NamedTuple):
     """The modules of a block without a gated feed-forward layer, and its number of attention heads."""
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from composer_speedups.families.family import Block, Family, GatedLayerModules, Reads, default_head_reads
+from composer_speedups.families.family import Block, Family, GatedLayerModules, pooling_head_reads
 from composer_speedups.families.flops import Lengths, block_flops
 from composer_speedups.families.rotary import UnpaddedRotaryModel, packed_angles
 from composer_speedups.packing.call import Call
@@ -44,21 +44,8 @@ class _UnpaddedModernBert(UnpaddedRotaryModel):
         angles = {kind: packed_angles(self.rotary_emb, hidden, position_ids, layout, kind) for kind in sorted({*kinds})}
         for layer, kind in zip(self.layers, kinds, strict=True):
             mark_dynamic(hidden, *angles[kind])
-            hidden = layer(
-                hidden,
-                attention_mask=None,
-                position_embeddings=angles[kind],
-                layout=layout,
-                **kwargs,
-            )
+            hidden = layer(hidden, attention_mask=None, position_embeddings=angles[kind], layout=layout, **kwargs)
         return self.final_norm(hidden)  # type: ignore[no-any-return]
-
-
-def _reads(model_class: str, config: Any) -> Reads:
-    pools_real_tokens = getattr(config, "classifier_pooling", None) == "mean"
-    if pools_real_tokens and model_class.endswith(("ForSequenceClassification", "ForMultipleChoice")):
-        return Reads.REAL_TOKENS
-    return default_head_reads(model_class, config)
 
 
 def _max_width_with_holes(config: Any) -> int | None:
@@ -100,7 +87,7 @@ MODERNBERT = Family(
     block=Block.GATED,
     layer_modules=_modules,
     dropouts=_dropouts,
-    reads=_reads,
+    reads=pooling_head_reads,
     max_width_with_holes=_max_width_with_holes,
     packed_encoder=_UnpaddedModernBert,
     block_flops=_block_flops,

@@ -71,7 +71,7 @@ class _UnpaddedMPNet(UnpaddedEncoder):
         first_tokens_only: bool = False,
         **kwargs: Any,
     ) -> Any:
-        buckets = _buckets(self, layout.longest, packed.device)
+        buckets = _buckets(layout.longest, packed.device)
         by_distance = self.relative_attention_bias(buckets).float().t()  # (A, 2·L + 1)
         bias = PositionBias(layout, by_distance, first_tokens_only)
         for layer in self.layer:
@@ -82,28 +82,23 @@ class _UnpaddedMPNet(UnpaddedEncoder):
 
 
 @torch.compiler.disable  # transformers' function copies the buckets to the device
-def _buckets(encoder: Any, longest: int, device: torch.device) -> Tensor:
-    """The table's entry for each distance from -L to L of a query from a key, int64 (2·L + 1,)."""
-    return _cached_buckets(encoder.compute_position_bias.__func__, longest, device)
-
-
 @lru_cache(maxsize=16)  # batches round the length up to a multiple of 128; CUDA graph capture forbids copies
-def _cached_buckets(compute_position_bias: Any, longest: int, device: torch.device) -> Tensor:
-    """Those that the untouched model looks up: its function is called with a table that returns the entries."""
-    # imported here, since few models need it
-    from transformers.models.mpnet.modeling_mpnet import MPNetEncoder
+def _buckets(longest: int, device: torch.device) -> Tensor:
+    """The table's entry for each distance from -L to L of a query from a key, int64 (2·L + 1,), as the untouched model
+    looks it up: its function is called with a table that returns the entries."""
+    from transformers.models.mpnet.modeling_mpnet import MPNetEncoder  # which few models need
 
-    bucket_of = MPNetEncoder.relative_position_bucket
-    entries = SimpleNamespace(relative_position_bucket=bucket_of, relative_attention_bias=lambda x: x.unsqueeze(-1))
+    entries: Any = SimpleNamespace(relative_attention_bias=lambda x: x.unsqueeze(-1))
+    entries.relative_position_bucket = MPNetEncoder.relative_position_bucket
     with torch.no_grad():
-        of_slots = compute_position_bias(entries, torch.empty(1, longest + 1, device=device))[0, 0]  # (L + 1, L + 1)
+        slots = torch.empty(1, longest + 1, device=device)
+        of_slots = MPNetEncoder.compute_position_bias(entries, slots)[0, 0]  # (L + 1, L + 1)
     return torch.cat([of_slots[0].flip(0), of_slots[1:, 0]])
 
 
 def _positions(embeddings: Any, ids_BS: Tensor) -> Tensor:
     """Positions are counted over the ids that are not padding."""
-    # imported here, since few models need it
-    from transformers.models.mpnet.modeling_mpnet import create_position_ids_from_input_ids
+    from transformers.models.mpnet.modeling_mpnet import create_position_ids_from_input_ids  # which few models need
 
     return create_position_ids_from_input_ids(ids_BS, embeddings.padding_idx)  # type: ignore[no-any-return]
 

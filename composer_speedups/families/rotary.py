@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.utils.generic import can_return_tuple
 
 from composer_speedups.families.family import Block, Family, LayerModules
-from composer_speedups.families.flops import Lengths, block_flops
+from composer_speedups.families.flops import block_flops
 from composer_speedups.packing.call import CallPlan
 from composer_speedups.packing.encoder import UnpaddedEncoder, UnpaddedModel
 from composer_speedups.packing.layout import Layout, mark_dynamic
@@ -91,6 +91,7 @@ class UnpaddedRotaryModel(UnpaddedModel):
 class UnpaddedRotaryBert(UnpaddedRotaryModel):
     """As :class:`UnpaddedRotaryModel`, with BERT's embeddings except for positions, and with a pooler or None."""
 
+    output_class: ClassVar[type[Any]] = BaseModelOutputWithPooling
     embeddings: nn.Module
     pooler: nn.Module | None
 
@@ -100,7 +101,7 @@ class UnpaddedRotaryBert(UnpaddedRotaryModel):
     def _output(self, last: Tensor, plan: CallPlan) -> Any:
         hidden: Any = self._scattered(last, plan)
         pooled = None if self.pooler is None else self.pooler(hidden)
-        return BaseModelOutputWithPooling(last_hidden_state=hidden, pooler_output=pooled)
+        return self.output_class(last_hidden_state=hidden, pooler_output=pooled)
 
 
 def packed_angles(
@@ -161,11 +162,6 @@ JINA_EMBEDDINGS_V3 = Family(
 )
 
 
-def _nomic_flops(config: Any, lengths: Lengths) -> int:
-    width = config.num_attention_heads * config.head_dim
-    return block_flops(config, lengths, feed_forward_matrices=3, attention_width=width)
-
-
 NOMIC_BERT = Family(
     name="nomic_bert",
     title="NomicBERT",
@@ -174,5 +170,7 @@ NOMIC_BERT = Family(
     layer="NomicBertLayer",
     embeddings="NomicBertEmbeddings",
     packed_encoder=UnpaddedRotaryBert,
-    block_flops=_nomic_flops,
+    block_flops=lambda config, lengths: block_flops(
+        config, lengths, feed_forward_matrices=3, attention_width=config.num_attention_heads * config.head_dim
+    ),
 )

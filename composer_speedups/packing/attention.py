@@ -133,7 +133,8 @@ def unpadded_attention(
     mask = real_keys(layout)
     # padding slots far from every token would attend to nothing, so each slot may attend to itself
     if window is not None:
-        distance_SS = _distances(layout.mask_BS.shape[1], query.device)
+        slots = torch.arange(layout.mask_BS.shape[1], device=query.device)
+        distance_SS = (slots[:, None] - slots).abs()
         mask = (mask & (distance_SS <= window)) | (distance_SS == 0)
     if position_bias is not None:
         bias = position_bias.of_slots().to(query.dtype)
@@ -203,12 +204,6 @@ def pack_heads(x_BASD: Tensor, layout: Layout) -> Tensor:
 def real_keys(layout: Layout) -> Tensor:
     """The keys to attend to, (B, 1, 1, S); in rows without real tokens all of them, because the result would be NaN."""
     return (layout.mask_BS | ~layout.mask_BS.any(-1, keepdim=True))[:, None, None, :]
-
-
-def _distances(width: int, device: torch.device) -> Tensor:
-    """(S, S): the distances between slots."""
-    slots = torch.arange(width, device=device)
-    return (slots[:, None] - slots).abs()
 
 
 def disentangled_attention(

@@ -23,14 +23,7 @@ from torch import Tensor, nn
 
 from composer_speedups.packing.derived_classes import stock_class, wrap_forward
 from composer_speedups.packing.layout import MULTIPLE, Layout, counts_on_host, packed_tokens
-from composer_speedups.packing.rows import (
-    ROW_INDICES,
-    ROW_LABELS,
-    RowLengths,
-    labels_of,
-    lengths_key,
-    token_masks,
-)
+from composer_speedups.packing.rows import ROW_INDICES, ROW_LABELS, RowLengths, labels_of, lengths_key, token_masks
 from composer_speedups.packing.untouched import is_untouched
 
 _LENGTHS = lengths_key("attention_mask")
@@ -225,7 +218,7 @@ class ModelAroundEncoder(nn.Module):
         if len(args) > len(names) or any(name in kwargs for name in names):
             return type(self).inner_forward(self, *args, **kwargs)  # raises the usual TypeError
         inputs = {**dict(zip(names, args, strict=True)), **kwargs}
-        at_paths = [_module_at(self, path) for path in self.call_rules.encoder_paths]
+        at_paths = [module_at(self, path) for path in self.call_rules.encoder_paths]
         encoders = tuple(module for module in at_paths if hasattr(type(module), "prepare_call"))
         if any(isinstance(value, RowLengths) for value in inputs.values()):  # the collator's, in a loop of one's own
             with with_known_batch(_take_eagerly(inputs, self.call_rules.pad_to_multiple_of)):
@@ -274,7 +267,7 @@ def unwrapped(module: Any) -> Any:
     return module
 
 
-def _module_at(model: nn.Module, path: str) -> Any:
+def module_at(model: nn.Module, path: str) -> Any:
     """The module of a name, without wrappers; None if there is none, as inside of some wrappers."""
     module: Any = model
     for name in path.split(".") if path else ():

@@ -41,14 +41,7 @@ from composer_speedups.packing.call import (
 )
 from composer_speedups.packing.derived_classes import stock_class
 from composer_speedups.packing.layout import MULTIPLE, Layout, counts_on_host, lay_out, mark_dynamic, packed_tokens
-from composer_speedups.packing.rows import (
-    IGNORED,
-    ROW_LABELS,
-    CountedRows,
-    RowRules,
-    as_numpy,
-    count_rows,
-)
+from composer_speedups.packing.rows import IGNORED, ROW_LABELS, CountedRows, RowRules, as_numpy, count_rows
 from composer_speedups.packing.untouched import packs_everything
 
 _PADDED = CallPlan()

@@ -40,9 +40,8 @@ class Job:
     environment: Mapping[str, str] = field(default_factory=dict)  # added to this process's; read after the imports
     program: str = TRAIN  # the module to run
     ranks: int = 1  # processes that train together, started by Composer's launcher if there are several
-    cold: bool = (
-        False  # it does its own imports, as jobs of several ranks do; others are forked with everything imported
-    )
+    # Whether it does its own imports, as jobs of several ranks do. Others are forked with everything imported.
+    cold: bool = False
 
 
 class Ended(NamedTuple):

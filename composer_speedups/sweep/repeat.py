@@ -306,7 +306,3 @@ def command() -> None:
         signal.signal(signum, lambda number, _: sys.exit(128 + number))
     with exit_codes("repeat"):
         main(sys.argv[1:])
-
-
-if __name__ == "__main__":
-    command()

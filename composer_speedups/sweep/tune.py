@@ -142,7 +142,3 @@ def command() -> None:
     """Entry point of the console command."""
     with exit_codes("tune"):
         main(sys.argv[1:])
-
-
-if __name__ == "__main__":
-    command()

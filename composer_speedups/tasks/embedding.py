@@ -24,7 +24,7 @@ from composer_speedups.core.trainer_state import loss_ranks
 from composer_speedups.packing.call import known_batch
 from composer_speedups.tasks.metrics import Recall
 from composer_speedups.tasks.settings import EmbeddingSettings
-from composer_speedups.tasks.task import Task, joined, number
+from composer_speedups.tasks.task import Task, joined
 
 
 class Embedding(EmbeddingSettings, Task):
@@ -42,9 +42,6 @@ class Embedding(EmbeddingSettings, Task):
 
     auto_class = "AutoModel"
     pools_real_tokens = True
-
-    def label(self, value: Any, where: str) -> float:
-        return number(value, where, str(self.label_column))
 
     def encode(self, examples: Mapping[str, list[Any]], tokenizer: Any, max_length: int) -> dict[str, list[Any]]:
         texts = [values for key, values in examples.items() if key.startswith("text_")]

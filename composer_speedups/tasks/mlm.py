@@ -94,15 +94,12 @@ class MaskTokens:
         self, ids_RS: torch.Tensor, special_RS: torch.Tensor, word_starts_RS: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The masked ids and the labels, both (R, S)."""
-        offsets = None if word_starts_RS is None else _offsets(word_starts_RS)
+        offsets_RS2 = None
+        if word_starts_RS is not None:  # a piece that continues a word begins where the previous one ends
+            starts_RS = torch.arange(word_starts_RS.shape[1]) + word_starts_RS.cumsum(-1)
+            offsets_RS2 = torch.stack([starts_RS, starts_RS + 1], dim=-1)
         for _ in range(_MAX_DRAWS):
-            masked_RS, labels_RS = self.collator.torch_mask_tokens(ids_RS.clone(), special_RS, offsets)
+            masked_RS, labels_RS = self.collator.torch_mask_tokens(ids_RS.clone(), special_RS, offsets_RS2)
             if (labels_RS != -100).any():
                 break
         return masked_RS, labels_RS
-
-
-def _offsets(word_starts_RS: torch.Tensor) -> torch.Tensor:
-    """Token offsets, (R, S, 2): a piece that continues a word begins where the previous one ends."""
-    starts_RS = torch.arange(word_starts_RS.shape[1]) + word_starts_RS.cumsum(-1)
-    return torch.stack([starts_RS, starts_RS + 1], dim=-1)

@@ -12,14 +12,11 @@ from torchmetrics.regression import MeanAbsoluteError, MeanSquaredError, Spearma
 
 from composer_speedups.tasks.metrics import Pearson
 from composer_speedups.tasks.settings import RegressionSettings
-from composer_speedups.tasks.task import Task, number
+from composer_speedups.tasks.task import Task
 
 
 class Regression(RegressionSettings, Task):
     """Regression with mean squared error; its root, mean absolute error, Pearson and Spearman correlation."""
-
-    def label(self, value: Any, where: str) -> float:
-        return number(value, where, str(self.label_column))
 
     def best_constant(self, labels: Sequence[float]) -> dict[str, float]:
         labels_R = np.array(labels)

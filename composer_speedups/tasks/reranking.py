@@ -19,7 +19,7 @@ from composer_speedups.core.errors import DataError
 from composer_speedups.core.files import write_json
 from composer_speedups.tasks.metrics import MeanLoss
 from composer_speedups.tasks.settings import RerankingSettings
-from composer_speedups.tasks.task import Example, Task, joined, number, shown
+from composer_speedups.tasks.task import Example, Task, joined, shown
 
 
 class Reranking(RerankingSettings, Task):
@@ -34,7 +34,7 @@ class Reranking(RerankingSettings, Task):
     groups_samples = True
 
     def label(self, value: Any, where: str) -> float:
-        label = number(value, where, str(self.label_column))
+        label: float = super().label(value, where)
         if self.loss_name == "bce" and not 0 <= label <= 1:
             raise DataError(
                 f"{where}: {self.label_column} is {shown(value)}",

@@ -102,8 +102,8 @@ class Task(TaskSettings):
         return text
 
     def label(self, value: Any, where: str) -> Any:
-        """Check a raw label and convert it for the loss."""
-        raise NotImplementedError
+        """Check a raw label and convert it for the loss; by default a number."""
+        return number(value, where, str(self.label_column))
 
     def check_classes(self, where: str) -> None:
         """Refuse classes that :meth:`learn` found and that a reader made by mistake, or that look alike or are the same

@@ -38,6 +38,7 @@ def train(config: Config, clock: StartupClock, callbacks: Sequence[Callback] = (
 
         from composer.utils import dist, reproducibility
 
+        from composer_speedups.callbacks.checkpoints import callback_of
         from composer_speedups.callbacks.evaluations import BestWeights
         from composer_speedups.core.engaging import check
         from composer_speedups.core.registry import build_techniques
@@ -52,7 +53,7 @@ def train(config: Config, clock: StartupClock, callbacks: Sequence[Callback] = (
         from composer_speedups.train.fit import StopSignals, is_trained, train_to_end
         from composer_speedups.train.model_card import model_card
         from composer_speedups.train.plot import write_plot
-        from composer_speedups.train.report import StartupTimes, callback_of, write_report
+        from composer_speedups.train.report import StartupTimes, write_report
         from composer_speedups.train.run_folder import RunFolder
         from composer_speedups.train.trainer import build_trainer, data_of, join_ranks, open_device, run_of
 

@@ -10,13 +10,13 @@ from composer import Trainer
 from composer.devices import Device
 from composer.utils import dist
 
+from composer_speedups.callbacks.checkpoints import callback_of
 from composer_speedups.callbacks.throughput import Batch, ThroughputMonitor
 from composer_speedups.core.registry import build_techniques
 from composer_speedups.core.technique import Technique
 from composer_speedups.core.trainer_state import torch_device
 from composer_speedups.train.config.schema import CallbacksConfig, CheckpointConfig, Config, LoggersConfig
 from composer_speedups.train.fit import fit
-from composer_speedups.train.report import callback_of
 from composer_speedups.train.trainer import build_data_and_model, build_trainer
 
 _TURNS = 5

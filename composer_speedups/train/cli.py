@@ -53,13 +53,16 @@ def exit_codes(program: str = "train.py") -> Iterator[None]:
     program = console_command() or program
     formatted, said = warnings.formatwarning, set[str]()
 
-    def once(*warning: Any) -> str:  # changed filters would repeat it
-        line = _in_one_line(*warning)
-        new = line not in said
-        said.add(line)
-        return line if new else ""
+    def once(message: Any, category: type[Warning], filename: str, lineno: int, line: str | None = None) -> str:
+        """A warning for users, without its place in the source; and others as Python formats them."""
+        text = f"{filename}:{lineno}: {category.__name__}: {message}\n"
+        if issubclass(category, UserWarning):
+            text = f"warning: {' '.join(str(message).split())}\n"
+        new = text not in said  # changed filters would repeat it
+        said.add(text)
+        return text if new else ""
 
-    warnings.formatwarning = once  # type: ignore[assignment]  # *warning stands for its five parameters
+    warnings.formatwarning = once
     try:
         yield
         gc.freeze()  # otherwise the interpreter visits a million objects before it exits, which takes seconds
@@ -83,15 +86,6 @@ def exit_codes(program: str = "train.py") -> Iterator[None]:
         os._exit(error.status)
     finally:
         warnings.formatwarning = formatted
-
-
-def _in_one_line(
-    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
-) -> str:
-    """A warning for users without its place in the source, and others as Python formats them."""
-    if issubclass(category, UserWarning):
-        return f"warning: {' '.join(str(message).split())}\n"
-    return f"{filename}:{lineno}: {category.__name__}: {message}\n"
 
 
 def help_text() -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sized
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 from composer.core import DataSpec, State, TimeUnit
 from composer.loggers import Logger, LoggerDestination
@@ -13,14 +13,12 @@ from composer.utils import dist
 from tqdm import tqdm
 
 from composer_speedups.callbacks.throughput import shown_rate, trained_fraction
+from composer_speedups.core.technique import Technique
+from composer_speedups.data.loader import Data
 from composer_speedups.tasks.metrics import reported_values
+from composer_speedups.tasks.models import FinetuneModel
 from composer_speedups.tasks.settings import SIZES
-
-if TYPE_CHECKING:
-    from composer_speedups.core.technique import Technique
-    from composer_speedups.data.loader import Data
-    from composer_speedups.tasks.models import FinetuneModel
-    from composer_speedups.train.config.schema import Config
+from composer_speedups.train.config.schema import Config
 
 _MIN_PROGRESS, _MIN_SECONDS = 0.1, 5.0  # between two lines of a log file
 _BAR_SECONDS = 0.1  # between two updates of the bar

@@ -7,11 +7,12 @@ from typing import Any, Literal
 
 import torch
 from composer import Trainer
-from composer.core import Callback, State
+from composer.core import State
 from composer.loggers import Logger
 from composer.trainer.trainer import _clear_incomplete_train_states
 from composer.utils import dist, ensure_tuple
 
+from composer_speedups.callbacks.checkpoints import SavedCallback
 from composer_speedups.core.errors import first_line
 from composer_speedups.core.host import host_of
 from composer_speedups.core.trainer_state import model_of
@@ -70,10 +71,12 @@ class MicrobatchTrainer(Trainer):
             metric.reset()
 
 
-class MicrobatchHistory(Callback):
+class MicrobatchHistory(SavedCallback):
     """Records each change of the micro-batch size, also Composer's automatic ones; a resumed run keeps the last."""
 
-    def __init__(self) -> None:
+    saved = ("changes",)
+
+    def reset(self) -> None:
         self.changes: list[dict[str, Any]] = []  # in order; "batch" is the number of batches trained before
         self._size: Any = None
 
@@ -93,12 +96,6 @@ class MicrobatchHistory(Callback):
                 self._size = self.changes.pop()["from"]
             self.changes.append({"batch": batch, "from": self._size, "to": size})
         self._size = size
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"changes": self.changes}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.changes = list(state["changes"])
 
 
 def _task_of(state: State) -> Task | None:

@@ -6,7 +6,7 @@ import io
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from composer import Trainer
@@ -17,15 +17,13 @@ from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties, findfont, get_font
 from torchmetrics.utilities.plot import plot_confusion_matrix
 
+from composer_speedups.callbacks.checkpoints import callback_of
 from composer_speedups.callbacks.history import RunHistory
 from composer_speedups.callbacks.losses import LossMonitor
 from composer_speedups.callbacks.throughput import Batch, ThroughputMonitor, shown_rate
 from composer_speedups.core.files import write_atomically
 from composer_speedups.train.config.schema import Config
-from composer_speedups.train.report import callback_of
-
-if TYPE_CHECKING:
-    from composer_speedups.train.run_folder import RunFolder
+from composer_speedups.train.run_folder import RunFolder
 
 INK = "#767676"
 _TEXTS = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 import torch
 from composer import Trainer
@@ -10,6 +10,7 @@ from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.utils import dist
 
+from composer_speedups.callbacks.checkpoints import callback_of
 from composer_speedups.callbacks.evaluations import BestWeights, EarlyStopping
 from composer_speedups.callbacks.history import ClassReport, RunHistory, class_rows, note_on_metric
 from composer_speedups.callbacks.losses import LossMonitor
@@ -26,12 +27,8 @@ from composer_speedups.train.config.load import written
 from composer_speedups.train.config.schema import Config
 from composer_speedups.train.environment import environment
 from composer_speedups.train.out_of_memory import MicrobatchHistory
-
-if TYPE_CHECKING:
-    from composer_speedups.train.run_folder import RunFolder
-    from composer_speedups.train.startup import StartupClock
-
-C = TypeVar("C", bound=Callback)
+from composer_speedups.train.run_folder import RunFolder
+from composer_speedups.train.startup import StartupClock
 
 
 def write_report(
@@ -178,11 +175,6 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.4g}"
 
 
-def callback_of(state: State, kind: type[C]) -> C | None:
-    """The Trainer's callback of this class; None if it has none."""
-    return next((callback for callback in state.callbacks if isinstance(callback, kind)), None)
-
-
 def _summary(state: State, kind: type[Any]) -> dict[str, Any]:
     callback = callback_of(state, kind)
     return callback.summary() if callback else {}
@@ -193,14 +185,12 @@ class StartupTimes(Callback):
 
     def __init__(self, clock: StartupClock) -> None:
         self.clock = clock
-        self._done = False
 
     def init(self, state: State, logger: Logger) -> None:
         self.batch_end = self._end_first_batch  # type: ignore[method-assign]
 
     def _end_first_batch(self, state: State, logger: Logger) -> None:
         del self.batch_end  # type: ignore[method-assign]  # later batches do not concern it
-        self._done = True
         if device_of(state).type == "cuda":
             torch.cuda.synchronize(device_of(state))
         self.clock.lap("first_step")
@@ -208,4 +198,4 @@ class StartupTimes(Callback):
 
     def summary(self) -> dict[str, float]:
         """The ``startup`` section of report.json; empty before the first batch."""
-        return self.clock.summary() if self._done else {}
+        return self.clock.summary() if "first_step" in self.clock.seconds else {}

@@ -9,12 +9,9 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from composer_speedups.core.processes import process_age
-
-if TYPE_CHECKING:
-    from composer_speedups.train.config.schema import Config
+from composer_speedups.train.config.schema import Config
 
 
 class StartupClock:

@@ -7,7 +7,7 @@ import copy
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from composer import Trainer
@@ -45,9 +45,7 @@ from composer_speedups.train.config.schema import Config, OptimizerConfig, Sched
 from composer_speedups.train.console import TrainingProgress
 from composer_speedups.train.fit import StopSignals
 from composer_speedups.train.out_of_memory import MicrobatchTrainer
-
-if TYPE_CHECKING:
-    from composer_speedups.train.run_folder import RunFolder
+from composer_speedups.train.run_folder import RunFolder
 
 _IN_EACH_BATCH = ("time/batch", "time/sample", "time/token", "loss/train/", "trainer/")  # beginnings of names
 _ONE_THREAD_HIDDEN_SIZE = 128  # up to this hidden size, a second CPU thread gains nothing

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import Field
 
 from composer_speedups.core.errors import Refusal
 from composer_speedups.core.requirements import needs_composer, needs_cuda
+from composer_speedups.core.run import FirstBatch, Run
 from composer_speedups.core.technique import Order, Technique
-
-if TYPE_CHECKING:
-    from composer_speedups.core.run import FirstBatch, Run
 
 
 class EmptyCache(Technique):

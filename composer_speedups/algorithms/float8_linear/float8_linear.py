@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
 from composer_speedups.core.errors import Refusal
 from composer_speedups.core.requirements import needs_autocast, needs_bf16, needs_cuda, needs_package
+from composer_speedups.core.run import FirstBatch, Run
 from composer_speedups.core.technique import FSDP, Order, Technique
-
-if TYPE_CHECKING:
-    from composer_speedups.core.run import FirstBatch, Run
 
 # torch._scaled_mm needs Ada or newer, its row-wise kernel Hopper.
 _CAPABILITY = {"tensorwise": (8, 9), "rowwise": (9, 0), "rowwise_with_gw_hp": (9, 0)}

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
 from composer_speedups.core.errors import Refusal
 from composer_speedups.core.requirements import needs_autocast, needs_bf16, needs_cuda, needs_triton
+from composer_speedups.core.run import FirstBatch, Run
 from composer_speedups.core.technique import NOT_YET, ComparedTechnique, Effect, Order
-
-if TYPE_CHECKING:
-    from composer_speedups.core.run import FirstBatch, Run
-
 
 _FP8_MIN_WIDTH = 512  # at 384, 8 bits save nothing (docs/results.md, small models)
 

@@ -10,6 +10,7 @@ Shapes: T packed tokens, H hidden units, A heads, D units per head, B rows, S sl
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -51,6 +52,8 @@ class FusedLayer(nn.Module):
     prefix = "Fused"
     own_buffers = ("float8_scales",)
     family: ClassVar[Family]  # whose Family.block it computes
+    layer_modules: ClassVar[Callable[..., Any]]  # of the family: the layer's modules
+    dropouts: ClassVar[Callable[..., list[tuple[nn.Module, nn.Dropout] | None]]]  # likewise; see Family.dropouts
     precision: str = "bf16"
     approximate: str = "none"  # "none" or "tanh": the form of GELU, as torch names it
     has_epilogues: bool = False  # whether the kernels compute GELU's tanh form, as a part of the products around it
@@ -62,15 +65,8 @@ class FusedLayer(nn.Module):
         family = family_of(cls)
         assert family is not None
         assert family.layer_modules is not None
-        cls.family = family
-        cls.layer_modules, cls.dropouts = family.layer_modules, family.dropouts  # type: ignore[method-assign, assignment]
-
-    def layer_modules(self) -> Any:
-        """The layer's modules; replaced in subclasses by the :class:`Family`'s function, as is :meth:`dropouts`."""
-        raise NotImplementedError
-
-    def dropouts(self) -> list[tuple[nn.Module, nn.Dropout] | None]:
-        raise NotImplementedError
+        assert family.dropouts is not None
+        cls.family, cls.layer_modules, cls.dropouts = family, family.layer_modules, family.dropouts
 
     @property
     def hidden_size(self) -> int:

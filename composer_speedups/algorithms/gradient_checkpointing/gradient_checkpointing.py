@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
+from composer_speedups.core.run import FirstBatch, Run
 from composer_speedups.core.technique import Order, Technique
 
 if TYPE_CHECKING:
     from torch import nn
 
     from composer_speedups.core.reversible import Inner
-    from composer_speedups.core.run import FirstBatch, Run
 
 
 class GradientCheckpointing(Technique):

@@ -9,7 +9,7 @@ Shapes: N samples, T packed tokens of a batch, H hidden units.
 from __future__ import annotations
 
 import zlib
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import psutil
@@ -18,14 +18,12 @@ from composer.core import get_precision_context
 from torch import Tensor
 
 from composer_speedups.core.errors import Refusal
+from composer_speedups.core.run import Run
 from composer_speedups.families.blocks import blocks_of, only_encoder
 from composer_speedups.kernels.common import autocast_dtype
 from composer_speedups.packing.call import KnownBatch, Prefix
 from composer_speedups.packing.encoder import with_counted_rows
 from composer_speedups.packing.rows import ROW_INDICES, IndexedRows, as_numpy, count_rows
-
-if TYPE_CHECKING:
-    from composer_speedups.core.run import Run
 
 _MOST_ROWS = 128  # of one forward pass, or those of the training batches, if they have fewer
 _CHANGED = "the collator returns other tokens at each call, as for masked LM or with augmentation"

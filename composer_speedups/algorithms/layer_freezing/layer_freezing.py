@@ -10,11 +10,11 @@ from pydantic import Field
 
 from composer_speedups.core.errors import Refusal
 from composer_speedups.core.requirements import needs_composer
+from composer_speedups.core.run import FirstBatch, Run
 from composer_speedups.core.technique import FSDP, Order, Technique
 
 if TYPE_CHECKING:
     from composer_speedups.algorithms.layer_freezing.cache import PrefixCache
-    from composer_speedups.core.run import FirstBatch, Run
 
 
 class LayerFreezing(Technique):

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
 from composer_speedups.core.errors import Refusal
 from composer_speedups.core.requirements import needs_package
+from composer_speedups.core.run import FirstBatch, Run
 from composer_speedups.core.technique import NOT_YET, Order, Technique
-
-if TYPE_CHECKING:
-    from composer_speedups.core.run import FirstBatch, Run
 
 _MAX_RANK = 4096  # larger than the hidden size of any BERT
 
@@ -55,12 +53,7 @@ class LoRA(Technique):
         yield from needs_package(self.name, "peft", ".[lora]")
 
     def engage(self, run: Run) -> dict[str, Any]:
-        from composer_speedups.algorithms.lora.modules import (
-            adapted_layers,
-            adapter_host,
-            add_adapters,
-            trained_copies,
-        )
+        from composer_speedups.algorithms.lora.modules import adapted_layers, adapter_host, add_adapters, trained_copies
 
         settings = {n: getattr(self, n) for n in ("rank", "alpha", "targets", "dropout", "modules_to_save")}
         add_adapters(run.model, run.optimizers, **settings)

@@ -10,6 +10,7 @@ from pydantic import Field
 
 from composer_speedups.core.errors import Refusal
 from composer_speedups.core.requirements import needs_cuda
+from composer_speedups.core.run import FirstBatch, Run
 from composer_speedups.core.technique import Order, Technique
 
 if TYPE_CHECKING:
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from composer_speedups.core.reversible import Inner
-    from composer_speedups.core.run import FirstBatch, Run
 
 
 class MixedPrecision(Technique):

@@ -22,16 +22,9 @@ if TYPE_CHECKING:
     from composer_speedups.core.run import FirstBatch, Run
 
 TECHNIQUES = (
-    "adafactor",
-    "apex_optimizer",
-    "bnb_optimizer",
-    "foreach_optimizer",
-    "fused_optimizer",
-    "kahan_optimizer",
-    "lowbit_optimizer",
-    "offloaded_optimizer",
-    "sharded_optimizer",
-)
+    "adafactor apex_optimizer bnb_optimizer foreach_optimizer fused_optimizer kahan_optimizer lowbit_optimizer "
+    "offloaded_optimizer sharded_optimizer"
+).split()
 _ONE_OPTIMIZER: Mapping[str, str] = dict.fromkeys(TECHNIQUES, "each sets the optimizer")
 
 

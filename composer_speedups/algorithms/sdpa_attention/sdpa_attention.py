@@ -9,12 +9,11 @@ from pydantic import Field
 
 from composer_speedups.core.errors import Refusal
 from composer_speedups.core.requirements import needs_cuda
+from composer_speedups.core.run import FirstBatch, Run
 from composer_speedups.core.technique import ComparedTechnique, Order
 
 if TYPE_CHECKING:
     from torch import nn
-
-    from composer_speedups.core.run import FirstBatch, Run
 
 
 class SDPAAttention(ComparedTechnique):

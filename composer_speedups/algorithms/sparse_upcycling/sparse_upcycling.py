@@ -9,13 +9,12 @@ from pydantic import Field
 
 from composer_speedups.core.errors import Refusal
 from composer_speedups.core.requirements import needs_composer
+from composer_speedups.core.run import FirstBatch, Run
 from composer_speedups.core.settings import Check
 from composer_speedups.core.technique import Order, Technique
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from composer_speedups.core.run import FirstBatch, Run
 
 
 class SparseUpcycling(Technique):

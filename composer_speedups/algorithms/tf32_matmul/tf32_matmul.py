@@ -9,12 +9,11 @@ from pydantic import Field
 
 from composer_speedups.core.errors import Refusal
 from composer_speedups.core.requirements import needs_cuda
+from composer_speedups.core.run import FirstBatch, Run
 from composer_speedups.core.technique import Order, Technique
 
 if TYPE_CHECKING:
     import torch
-
-    from composer_speedups.core.run import FirstBatch, Run
 
 
 class TF32Matmul(Technique):

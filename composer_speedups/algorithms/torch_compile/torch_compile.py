@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
 from composer_speedups.core.errors import Refusal
 from composer_speedups.core.requirements import needs_cuda, needs_package, needs_triton
+from composer_speedups.core.run import FirstBatch, Run
 from composer_speedups.core.settings import Check
 from composer_speedups.core.technique import Order, Technique
-
-if TYPE_CHECKING:
-    from composer_speedups.core.run import FirstBatch, Run
 
 _PACKAGES = {"openxla": "torch_xla", "tvm": "tvm", "onnxrt": "onnxruntime"}  # backend → the package that it imports
 

@@ -146,8 +146,10 @@ def restore_encoders(model: nn.Module) -> list[str]:
         vars(encoder).pop("changed_modules", None)
         if not isinstance(encoder, UnpaddedEncoder):
             continue
+        family = family_of(type(encoder))
+        packed_attention = None if family is None else family.packed_attention
         for module in encoder.modules():
-            if _is_packed_attention(module):
+            if packed_attention is not None and isinstance(module, packed_attention):
                 restore_class(module)
             elif isinstance(config := vars(module).get("config"), PackedAttentionConfig):
                 module.config = config.config
@@ -163,12 +165,6 @@ def _restore_class(module: nn.Module) -> None:
     restore_class(module)
     for attribute in ("packing", "call_rules"):
         vars(module).pop(attribute, None)
-
-
-def _is_packed_attention(module: nn.Module) -> bool:
-    family = family_of(type(module))
-    kind = None if family is None else family.packed_attention
-    return kind is not None and isinstance(module, kind)
 
 
 def _models_around(model: nn.Module) -> dict[str, PreTrainedModel]:

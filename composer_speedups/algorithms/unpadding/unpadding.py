@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from composer_speedups.core.run import FirstBatch, Run
 from composer_speedups.core.technique import NOT_YET, ComparedTechnique, Order
 
 if TYPE_CHECKING:
-    from composer_speedups.core.run import FirstBatch, Run
     from composer_speedups.packing.call import KnownBatch
     from composer_speedups.packing.encoder import UnpaddedEncoder
     from composer_speedups.packing.rows import RowLengths, RowRules
@@ -155,12 +155,9 @@ class Unpadding(ComparedTechnique):
             raise self.no_effect(reason, "do not change the encoder's layers")
         if self.mlm_head == "labelled" and not seen.ran["labelled_head"] and not compiled:
             raise self.no_effect("the masked-LM head computed every token", "pass labels (B, S) to the model")
-        return {"layers": layers, "attention": ", ".join(attention), **self._sizes(), **self.summary(run)}
-
-    def _sizes(self) -> dict[str, Any]:
-        """What the observed micro-batches were packed to, all together."""
         names = ("first_batch_slots", "first_batch_tokens", "first_batch_packed")
-        return dict(zip(names, map(sum, zip(*self._observed, strict=True)), strict=False))
+        sizes = dict(zip(names, map(sum, zip(*self._observed, strict=True)), strict=False))
+        return {"layers": layers, "attention": ", ".join(attention), **sizes, **self.summary(run)}
 
     def summary(self, run: Run) -> dict[str, Any]:
         evidence: dict[str, Any] = {}

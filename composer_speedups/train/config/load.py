@@ -126,8 +126,6 @@ def _read_file(file: str | os.PathLike[str]) -> dict[Any, Any]:
         raise ConfigError(f"{shown}: no such file; -f takes a YAML file, such as yamls/quickstart.yaml") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{str(file)[:80]}: cannot be read: {error}; -f takes a YAML file in UTF-8") from error
-    except ConfigError:
-        raise
     except ValueError as error:
         raise ConfigError(f"{file}: not valid YAML: {error}") from error
     if loaded is None:  # {} would train the default model on the default dataset
