@@ -167,13 +167,24 @@ def _train_microbatch(
             total.mul_(share)  # in the model's own tensor, as in Composer
         else:
             gradient = _filled(share, total.shape, total.dtype, total.device)
-        with torch.autograd.set_multithreading_enabled(False):  # waking autograd's thread takes as long as the pass
-            total.backward(gradient, create_graph=self._backwards_create_graph)
+        _differentiate(total, gradient, create_graph=self._backwards_create_graph)
         engine.run_event(Event.AFTER_BACKWARD)
         if state.train_metrics:
             state.train_metrics = self._ensure_metrics_device_and_dtype(state.train_metrics)
             self._eval_train_metrics(copied)
     return parts
+
+
+def _differentiate(loss: Tensor, gradient: Tensor | None, *, create_graph: bool) -> None:
+    """``loss.backward``, on this thread: to wake autograd's takes as long as launching the pass. A replayed graph whose
+    loss has no hooks is launched without autograd."""
+    replay = getattr(loss.grad_fn, "differentiate", None)
+    if replay is None or gradient is None or create_graph or loss._backward_hooks or loss.retains_grad:
+        with torch.autograd.set_multithreading_enabled(False):
+            loss.backward(gradient, create_graph=create_graph)
+    else:
+        with torch.no_grad():
+            replay(loss.output_nr, gradient)
 
 
 def _named_losses(loss: Any) -> tuple[Tensor, dict[str, Tensor]]:

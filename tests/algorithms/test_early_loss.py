@@ -37,8 +37,19 @@ from composer_speedups.core.trainer_state import host_group
 from composer_speedups.distributed import composer_loop, host_scalars
 from composer_speedups.train.config.schema import TrainerConfig
 from composer_speedups.train.trainer import open_device
-from tests.helpers.common import Batches, final_weights, fit_and_close, make_trainer, plain_batches, tiny_bert, trained
+from tests.helpers.common import (
+    Batches,
+    Recorder,
+    final_weights,
+    fit_and_close,
+    make_trainer,
+    plain_batches,
+    tiny_bert,
+    trained,
+)
 from tests.helpers.ranks import on_ranks
+from tests.helpers.rerun import graphed
+from tests.reference.tolerance import assert_near
 
 
 class Watched:
@@ -161,6 +172,44 @@ def test_each_event_finds_what_it_finds_in_composers_own_loop(
         assert [value for _, value in losses] == [value for _, value in runs[0][1]]
         torch.testing.assert_close(weights, runs[0][2], rtol=0, atol=0)
     assert len(runs[0][1]) == 4
+
+
+class Hooked(Callback):
+    """Doubles the gradient of each loss, or keeps it."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind, self.kept = kind, 0.0
+
+    def before_backward(self, state: State, logger: Logger) -> None:
+        loss: Any = state.loss
+        if self.kind == "doubled":
+            loss.register_hook(lambda gradient: gradient * 2)
+        elif self.kind == "kept":
+            loss.retain_grad()
+
+    def after_backward(self, state: State, logger: Logger) -> None:
+        self.kept += float(state.loss.grad or 0)  # type: ignore[union-attr, arg-type]
+
+
+@pytest.mark.parametrize("kind", ["plain", "doubled", "kept"])
+@pytest.mark.parametrize("rows", [4, 3])
+def test_replayed_passes_have_composers_gradients(kind: str, rows: int, copies: Watched) -> None:
+    """Whether autograd calls them or not."""
+    runs = []
+    for algorithms in ([], [EarlyLoss()]):
+        recorder, hooked, model = Recorder(), Hooked(kind), Losses("tensor")
+        loader = DataLoader(Batches(plain_batches(4)), batch_size=None)
+        trainer = make_trainer(
+            algorithms, model=model, callbacks=[recorder, hooked], device_train_microbatch_size=rows,
+            train_dataloader=DataSpec(loader, get_num_samples_in_batch=lambda b: len(b["labels"])),
+        )  # fmt: skip
+        if algorithms:
+            calls = graphed(model, max_graphs=2, accumulate=True)
+            model.loss = lambda outputs, batch: outputs["loss"]  # type: ignore[method-assign]
+        fit_and_close(trainer)
+        runs.append((recorder.losses, recorder.first_gradients, final_weights(trainer), hooked.kept))
+    assert_near(runs[1], runs[0])
+    assert calls.replays == {4: 4, 3: 8}[rows]
 
 
 def test_losses_are_sent_before_the_backward_pass(copies: Watched, monkeypatch: pytest.MonkeyPatch) -> None:

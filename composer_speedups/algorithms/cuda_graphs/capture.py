@@ -151,6 +151,10 @@ class Captured:
             if new:
                 parameter.grad = gradient
 
+    def differentiate(self, output: int, gradient: Tensor) -> None:
+        """Accumulate the gradients that follow from the gradient of one output, given by its number."""
+        self.accumulate([gradient if i == output else None for i in range(len(self.output_gradients))])
+
     def backward_segment(self, segment: int) -> list[Tensor | None]:
         """Replay a segment, and return the gradients of its :attr:`completed` parameters, in tensors that are new."""
         self._replays[segment]()
@@ -216,6 +220,7 @@ class _AccumulatingReplay(FirstDerivative):
 
     @staticmethod
     def forward(ctx: Any, captured: Captured, anchor: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.differentiate = captured.differentiate  # for early_loss, whose backward pass can do without autograd
         return _Replay.forward(ctx, captured, None, *inputs)
 
     @staticmethod
