@@ -389,7 +389,16 @@ def test_a_gradient_that_is_given_again_is_the_one_of_that_time(accumulate: bool
         network.forward = lambda x, forward=forward: (forward(x).square().sum(), forward(x))  # type: ignore
     calls = graphed(model, accumulate=accumulate)
     one, two, rows = torch.tensor(1.0), torch.tensor(2.0), torch.ones(4, 2)
-    for given in ((one, None), (one, None), (one, rows), (two, rows), (two, None), (None, rows), (one, rows), (one, None)):
+    for given in (
+        (one, None),
+        (one, None),
+        (one, rows),
+        (two, rows),
+        (two, None),
+        (None, rows),
+        (one, rows),
+        (one, None),
+    ):
         for network in (model, reference):
             network.zero_grad()
             pairs = [(o, g) for o, g in zip(network(torch.ones(4, 3)), given, strict=True) if g is not None]
