@@ -226,12 +226,13 @@ class _OncePerBatch(ComposerScheduler):
 
     def __init__(self, schedule: ComposerScheduler) -> None:
         self._schedule = schedule
-        self._batch: tuple[Any, Any] = (None, None)
+        self._batch: tuple[Any, ...] = ()
 
     def __call__(self, state: State, ssr: float = 1.0) -> float:
-        timestamp, end = self._batch
-        if timestamp is not state.timestamp or end is not state.max_duration:
-            self._batch, self._factor = (state.timestamp, state.max_duration), self._schedule(state, ssr)
+        # A checkpoint is loaded into the timestamp that is there.
+        batch = (state.timestamp, state.timestamp.batch.value, state.max_duration)
+        if not self._batch or any(now is not then for now, then in zip(batch, self._batch, strict=True)):
+            self._batch, self._factor = batch, self._schedule(state, ssr)
         return self._factor
 
 
