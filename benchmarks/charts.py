@@ -17,6 +17,7 @@ import hashlib
 import io
 import itertools
 import json
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -120,24 +121,22 @@ def _bar(
 
 
 def accuracy_bars(rows: Sequence[Row]) -> Figure:
-    """Each configuration's time to the accuracy of full training, or how many of its runs reached it."""
+    """Each configuration's time until its last evaluation, with that evaluation's mean accuracy."""
     reached = reached_by(rows)
     peers = {row["configuration"]: is_peer(row) for row in rows}
     figure = _figure(1.1 + 0.36 * len(peers))
     axes = figure.add_subplot()
     longest = 0.0
     for place, (name, peer) in enumerate(peers.items()):
-        times, median, ratio = reached.times(name), reached.median(name), reached.ratio(name)
-        if median is None:
-            _label(axes, f"{len(times)} of {len(reached.seconds[name])} runs reached it", 0, place, color=_RED)
-            continue
-        text = f"{median:.1f} s, start-up {reached.starts[name]:.1f} s" + (f"  ×{ratio:.2f}" if ratio else "")
-        _bar(axes, place, text, median, times[0], times[-1], grey=peer, start=reached.starts[name])
-        longest = max(longest, times[-1])
-    to_target = f"seconds from the start of the process to accuracy {reached.target:.4f} (shorter is better)"
+        end, ratio, start = reached.end(name), reached.ratio_of_ends(name), reached.starts[name]
+        accuracy = statistics.fmean(reached.finals[name])
+        text = f"{end:.1f} s" + (f"  ×{ratio:.2f}" if ratio else "") + f"  accuracy {accuracy:.4f}"
+        _bar(axes, place, text, end, reached.ends[name][0], reached.ends[name][-1], grey=peer, start=start)
+        longest = max(longest, reached.ends[name][-1])
+    described = "seconds from the start of the process to the last evaluation (shorter is better)"
     compared = "faint: start-up; ×: compared with the fastest other program"
-    axes.set_xlabel(f"{to_target}\n{compared}\n{_source(rows[0])}")
-    _style_bars(axes, [{"configuration": name} for name in peers], 1.32 * longest)
+    axes.set_xlabel(f"{described}\n{compared}\n{_source(rows[0])}")
+    _style_bars(axes, [{"configuration": name} for name in peers], 1.25 * longest)
     return figure
 
 

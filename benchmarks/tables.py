@@ -327,9 +327,11 @@ class Reached(NamedTuple):
     reference: str  # whose final accuracies set the target
     seconds: dict[str, list[float | None]]  # None for a run that did not reach it
     finals: dict[str, list[float]]
+    ends: dict[str, list[float]]  # seconds until the last evaluation, sorted
     starts: dict[str, float]  # median seconds until training was under way
     rates: dict[str, float]  # samples/s
     base: str | None  # the peer that reached it soonest with every run
+    first: str | None  # the peer that ended first
 
     def times(self, configuration: str) -> list[float]:
         """The times of the runs that reached the target, sorted."""
@@ -344,6 +346,13 @@ class Reached(NamedTuple):
         """The time of ``base`` over that of a configuration; None if one of them has none."""
         base, own = self.base and self.median(self.base), self.median(configuration)
         return base / own if base and own else None
+
+    def ratio_of_ends(self, configuration: str) -> float | None:
+        """The median time of ``first`` until its last evaluation over that of a configuration; None without peers."""
+        return statistics.median(self.ends[self.first]) / self.end(configuration) if self.first else None
+
+    def end(self, configuration: str) -> float:
+        return statistics.median(self.ends[configuration])
 
 
 def reached_by(rows: Sequence[Row]) -> Reached:
@@ -362,9 +371,11 @@ def reached_by(rows: Sequence[Row]) -> Reached:
         name: [next((e["seconds"] for e in run if e["accuracy"] >= target), None) for run in of_name]
         for name, of_name in runs.items()
     }
+    ends = {name: sorted(run[-1]["seconds"] for run in of_name) for name, of_name in runs.items()}
     starts = {name: statistics.median(map(_start, of_name)) for name, of_name in runs.items()}
     rates = {name: statistics.median(map(_rate, of_name)) for name, of_name in own.items()}
-    reached = Reached(target, reference, seconds, finals, starts, rates, None)
+    first = min(peers, key=lambda peer: statistics.median(ends[peer]), default=None)
+    reached = Reached(target, reference, seconds, finals, ends, starts, rates, None, first)
     medians = {peer: median for peer in peers if (median := reached.median(peer)) is not None}
     return reached._replace(base=min(medians, key=lambda peer: medians[peer], default=None))
 
@@ -377,19 +388,27 @@ def _start(run: Sequence[Row]) -> float:
 
 
 def time_to_accuracy(selection: str) -> list[str]:
-    """The time to the target of :func:`reached_by` over the seeds; ratios are to the peer that reached it soonest."""
+    """The time to the last evaluation, and to the target of :func:`reached_by`, over the seeds; ratios are to the peers
+    that ended first and that reached it soonest."""
     rows = [row for row in select(selection) if row.get("evaluations")]
     reached = reached_by(rows)
     lines = []
     for name, seconds in reached.seconds.items():
         times, ratio = reached.times(name), reached.ratio(name)
-        spread = f"{statistics.median(times):.1f} ({times[0]:.1f}–{times[-1]:.1f})" if times else "–"
+        spread = _seconds(times) if times else "–"
+        whole, ended = _seconds(reached.ends[name]), reached.ratio_of_ends(name)
         shares = f"{reached.starts[name]:.1f}", _spell_rate(reached.rates[name]), f"{len(times)} of {len(seconds)}"
         final = f"{statistics.fmean(reached.finals[name]):.4f}"
-        lines.append([name, spread, "–" if ratio is None else f"{ratio:.2f}", *shares, final])
-    columns = ["configuration", f"seconds to {reached.target:.4f} (least–most)", f"speedup over {reached.base}"]
-    columns += ["start-up, s", "samples/s", "runs that reached it", "final accuracy"]
-    return _figure(columns if reached.base else [*columns[:2], "speedup", *columns[3:]], lines, rows)
+        ratios = ["–" if number is None else f"{number:.2f}" for number in (ended, ratio)]
+        lines.append([name, whole, ratios[0], *shares[:2], final, spread, ratios[1], shares[2]])
+    faster, sooner = (f"speedup over {peer}" if peer else "speedup" for peer in (reached.first, reached.base))
+    columns = ["configuration", "seconds in all (least–most)", faster, "start-up, s", "samples/s", "final accuracy"]
+    columns += [f"seconds to {reached.target:.4f}", sooner, "runs that reached it"]
+    return _figure(columns, lines, rows)
+
+
+def _seconds(times: Sequence[float]) -> str:
+    return f"{statistics.median(times):.1f} ({times[0]:.1f}–{times[-1]:.1f})"
 
 
 # Figures that set the suite beside its peers
