@@ -160,14 +160,11 @@ def _train_microbatch(
 
         total, named = _named_losses(state.loss)
         parts = {name: _Part(loss, share) for name, loss in named.items()}
-        gradient = None
         if use_grad_scaling:
-            total = state.scaler.scale(total).mul_(share)  # type: ignore[union-attr]
+            total, share = state.scaler.scale(total).mul_(share), 1.0  # type: ignore[union-attr]
         elif isinstance(state.loss, dict) and total is state.loss.get("total"):
-            total.mul_(share)  # in the model's own tensor, as in Composer
-        else:
-            gradient = _filled(share, total.shape, total.dtype, total.device)
-        _differentiate(total, gradient, create_graph=self._backwards_create_graph)
+            total, share = total.mul_(share), 1.0  # in the model's own tensor, as in Composer
+        _differentiate(total, share, create_graph=self._backwards_create_graph)
         engine.run_event(Event.AFTER_BACKWARD)
         if state.train_metrics:
             state.train_metrics = self._ensure_metrics_device_and_dtype(state.train_metrics)
@@ -175,16 +172,16 @@ def _train_microbatch(
     return parts
 
 
-def _differentiate(loss: Tensor, gradient: Tensor | None, *, create_graph: bool) -> None:
-    """``loss.backward``, on this thread: to wake autograd's takes as long as launching the pass. A replayed graph whose
-    loss has no hooks is launched without autograd."""
+def _differentiate(loss: Tensor, share: float, *, create_graph: bool) -> None:
+    """``loss.backward`` with the gradient ``share``, on this thread: to wake autograd's takes as long as launching the
+    pass. A replayed graph whose loss has no hooks is launched without autograd."""
     replay = getattr(loss.grad_fn, "differentiate", None)
-    if replay is None or gradient is None or create_graph or loss._backward_hooks or loss.retains_grad:
+    if replay is None or create_graph or loss._backward_hooks or loss.retains_grad:
         with torch.autograd.set_multithreading_enabled(False):
-            loss.backward(gradient, create_graph=create_graph)
+            loss.backward(torch.full_like(loss, share), create_graph=create_graph)
     else:
         with torch.no_grad():
-            replay(loss.output_nr, gradient)
+            replay(loss.output_nr, _filled(share, loss.shape, loss.dtype, loss.device))
 
 
 def _named_losses(loss: Any) -> tuple[Tensor, dict[str, Tensor]]:

@@ -184,6 +184,8 @@ class Hooked(Callback):
         loss: Any = state.loss
         if self.kind == "doubled":
             loss.register_hook(lambda gradient: gradient * 2)
+        elif self.kind == "doubled in place":
+            loss.register_hook(lambda gradient: gradient.mul_(2))
         elif self.kind == "kept":
             loss.retain_grad()
 
@@ -191,7 +193,7 @@ class Hooked(Callback):
         self.kept += float(state.loss.grad or 0)  # type: ignore[union-attr, arg-type]
 
 
-@pytest.mark.parametrize("kind", ["plain", "doubled", "kept"])
+@pytest.mark.parametrize("kind", ["plain", "doubled", "doubled in place", "kept"])
 @pytest.mark.parametrize("rows", [4, 3])
 def test_replayed_passes_have_composers_gradients(kind: str, rows: int, copies: Watched) -> None:
     """Whether autograd calls them or not."""
