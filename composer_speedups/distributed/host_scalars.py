@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections import defaultdict
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -41,7 +42,8 @@ from composer_speedups.distributed.composer_loop import (
     reads_no_gradients,
 )
 
-_free: list[tuple[Tensor, torch.cuda.Event]] = []  # pinned memory of scalars that were received
+# By GPU, on whose streams alone an event can be recorded again: pinned memory of scalars that were received.
+_free: dict[torch.device, list[tuple[Tensor, torch.cuda.Event]]] = defaultdict(list)
 
 
 def is_busy(device: torch.device) -> bool:
@@ -56,17 +58,18 @@ class HostCopy:
         if value.device.type != "cuda":
             self._value = float(value)
             return
-        self._memory = _free.pop() if _free else (torch.empty((), pin_memory=True), torch.cuda.Event())
+        self._free = _free[value.device]
+        self._memory = self._free.pop() if self._free else (torch.empty((), pin_memory=True), torch.cuda.Event())
         host, done = self._memory
         host.copy_(value.detach().reshape(()), non_blocking=True)
-        done.record()
+        done.record(torch.cuda.current_stream(value.device))
 
     def receive(self) -> float:
         if self._memory is not None:
             host, done = self._memory
             done.synchronize()
             self._value, self._memory = host.item(), None
-            _free.append((host, done))
+            self._free.append((host, done))
         return self._value
 
 
@@ -79,31 +82,28 @@ class _Part:
             loss, share = loss.mean() * share, 1.0
         self.loss, self._share, self._sent = loss, np.float32(share), HostCopy(loss)
 
-    def value(self) -> Any:
-        """The share in float32, as the device would compute it."""
-        return np.float32(self._sent.receive()) * self._share
-
-    def on_device(self) -> float:
-        return float(self.loss) * float(self._share)
+    def value(self, on_device: bool = False) -> Any:
+        """The share in float32, as the device would compute it, of the loss that was sent, or that is on the device."""
+        return np.float32(self.loss.item() if on_device else self._sent.receive()) * self._share
 
 
 @dataclass
 class Readback:
+    device: torch.device  # of the losses
+    alone: bool  # whether there is only one rank
     reads: int = 0  # one per batch and named loss
     early_reads: int = 0  # how many of them were read while the device was still computing the batch
     first: tuple[float, float] | None = None  # the first loss read, and its value on the device
-    alone: bool = True  # whether there is only one rank
 
 
 class _BatchLoss(Tensor):
     """A loss of a batch, as Composer's loop uses it: the sum over micro-batches, on the CPU.
 
-    ``+=`` takes a part, and ``item`` and ``cpu`` compute the sum; the tensor's own value is not used.
+    ``+=`` takes a part, and ``item`` and ``cpu`` compute the sum. The tensor itself gets it before any other operation,
+    such as those of an optimizer that asks for its closure's loss.
     """
 
-    __torch_function__: Any = torch._C._disabled_torch_function_impl  # operations return plain tensors
     readback: Readback
-    device_of_losses: torch.device
     parts: list[_Part]
     value: float | None
 
@@ -120,14 +120,22 @@ class _BatchLoss(Tensor):
         if self.value is None:
             self.value = float(sum((part.value() for part in self.parts), np.float32(0)))
             self.readback.reads += 1
-            self.readback.early_reads += is_busy(self.device_of_losses)
+            self.readback.early_reads += is_busy(self.readback.device)
             if self.readback.first is None:
-                self.readback.first = self.value, sum(part.on_device() for part in self.parts)
+                on_device = sum((part.value(on_device=True) for part in self.parts), np.float32(0))
+                self.readback.first = self.value, float(on_device)
         return self.value
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            for loss in (value for value in args if isinstance(value, _BatchLoss)):
+                loss.fill_(loss.item())
+            return function(*args, **(kwargs or {}))
 
     def cpu(self, *args: Any, **kwargs: Any) -> Tensor:
         """The sum over all ranks."""
-        total = torch.full(self.shape, self.item(), dtype=self.dtype)
+        total = torch.full((1,), self.item(), dtype=torch.float32)
         if not self.readback.alone:
             dist.all_reduce(total, group=host_group())
         return total
@@ -135,12 +143,13 @@ class _BatchLoss(Tensor):
 
 @reads_no_gradients
 def _train_microbatch(
-    self: Trainer, use_grad_scaling: bool, current_batch_size: float, is_final_microbatch: bool
+    self: Any, use_grad_scaling: bool, current_batch_size: float, is_final_microbatch: bool
 ) -> dict[str, _Part]:
     """In the place of Composer's method, without automatic micro-batches: the losses to log are sent to the host before
     the backward pass, which runs on this thread and begins with the share of the batch, as a gradient."""
     state, engine, data = self.state, self.engine, self._train_data_spec
-    assert data is not None
+    if state.auto_microbatching:  # ranks agree between the passes
+        return type(self)._train_microbatch(self, use_grad_scaling, current_batch_size, is_final_microbatch)  # type: ignore[no-any-return]
     copied = composer_trainer.deepcopy(state.batch) if state.train_metrics else None
     size: float = data.get_num_samples_in_batch(state.batch)
     if self.accumulate_train_batch_on_tokens:
@@ -159,9 +168,11 @@ def _train_microbatch(
         engine.run_event(Event.BEFORE_BACKWARD)
 
         total, named = _named_losses(state.loss)
+        if not self.first_train_batch_complete:  # a callback may change losses before they are compared
+            named = {name: loss.detach().clone() for name, loss in named.items()}
         parts = {name: _Part(loss, share) for name, loss in named.items()}
         if use_grad_scaling:
-            total, share = state.scaler.scale(total).mul_(share), 1.0  # type: ignore[union-attr]
+            total, share = state.scaler.scale(total).mul_(share), 1.0
         elif isinstance(state.loss, dict) and total is state.loss.get("total"):
             total, share = total.mul_(share), 1.0  # in the model's own tensor, as in Composer
         _differentiate(total, share, create_graph=self._backwards_create_graph)
@@ -178,7 +189,7 @@ def _differentiate(loss: Tensor, share: float, *, create_graph: bool) -> None:
     replay = getattr(loss.grad_fn, "differentiate", None)
     if replay is None or create_graph or loss._backward_hooks or loss.retains_grad:
         with torch.autograd.set_multithreading_enabled(False):
-            loss.backward(torch.full_like(loss, share), create_graph=create_graph)
+            loss.backward(None if share == 1 else torch.full_like(loss, share), create_graph=create_graph)
     else:
         with torch.no_grad():
             replay(loss.output_nr, _filled(share, loss.shape, loss.dtype, loss.device))
@@ -224,7 +235,7 @@ class Interception:
         for name in ("_train_loop", "_train_microbatch", *_LOSSES, *_COUNTS):
             if not is_defined_in_composer(getattr(Trainer, name)):
                 raise ValueError(f"supports Composer's own training loop, and other code has replaced Trainer.{name}")
-        self.readback = Readback(alone=world_size() == 1)
+        self.readback = Readback(torch_device(device), alone=world_size() == 1)
         self._device, self._original = device, device.tensor_to_device
         self._trainer: Any = None
         methods = {name: getattr(Trainer, name) for name in (*_LOSSES, *_COUNTS)}
@@ -235,23 +246,18 @@ class Interception:
         frame = sys._getframe(1)
         if frame.f_code in self._losses and tensor.shape == (1,) and tensor.dtype == torch.float32:
             if self._trainer is None:
-                self._take_over(frame.f_locals["self"])
+                self._trainer = trainer = frame.f_locals["self"]
+                if is_defined_in_composer(trainer._train_microbatch):  # and not in a subclass
+                    trainer._train_microbatch = MethodType(_train_microbatch, trainer)
             loss = tensor.as_subclass(_BatchLoss)
-            loss.readback, loss.device_of_losses = self.readback, torch_device(self._device)
-            loss.parts, loss.value = [], None
+            loss.readback, loss.parts, loss.value = self.readback, [], None
             return loss
         return tensor if frame.f_code in self._counts and ranks_meet_on_host() else self._original(tensor)
-
-    def _take_over(self, trainer: Trainer) -> None:
-        self._trainer = trainer
-        # With automatic micro-batches, ranks agree between the passes; and a subclass may have its own method.
-        if not trainer.state.auto_microbatching and is_defined_in_composer(trainer._train_microbatch):
-            trainer._train_microbatch = MethodType(_train_microbatch, trainer)  # type: ignore[method-assign, assignment]
 
     def install(self) -> None:
         """Install it on the device, and make ranks reduce host tensors on the host; see :func:`.open_host_group`."""
         open_host_group(self._device)
-        if not self.readback.alone:
+        if not self.readback.alone or host_group() is not None:  # one rank may have a group, too
             composer_trainer.dist = _HostReductions()  # type: ignore[assignment]
         self._device.tensor_to_device = self  # type: ignore[method-assign, assignment]
 

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
 from composer import Trainer
+from composer.algorithms import SAM
 from composer.core import Callback, DataSpec, Event, State
 from composer.devices import DeviceCPU, DeviceGPU
 from composer.loggers import InMemoryLogger, Logger
 from composer.models import HuggingFaceModel
 from composer.trainer import trainer as composer_trainer
+from composer.trainer._scaler import ClosureGradScaler
 from composer.utils import dist, ensure_tuple
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -214,6 +217,120 @@ def test_replayed_passes_have_composers_gradients(kind: str, rows: int, copies: 
     assert calls.replays == {4: 4, 3: 8}[rows]
 
 
+class Peculiar(Losses, Callback):
+    """A model and callback with one of the cases below."""
+
+    def __init__(self, case: str) -> None:
+        super().__init__("tensor")
+        self.case = case
+
+    def loss(self, outputs: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        loss = super().loss(outputs, batch)
+        if self.case == "several values":
+            return {"total": torch.stack([loss, loss])}
+        if self.case == "cancelled":  # in float32, the sum over a batch is hardly more than rounding errors
+            return loss - loss.detach() + (1000.1, -1000.3, 0.2, 1e-4)[self.calls % 4]
+        return loss * float("nan") if self.case == "nan" else loss
+
+    def after_backward(self, state: State, logger: Logger) -> None:
+        if self.case == "loss changed in place":  # as an all-reduce does
+            state.loss.detach().mul_(2)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("case", ["cancelled", "nan", "loss changed in place", "sam with a scaled loss"])
+@pytest.mark.filterwarnings("ignore:SAM has known issues", "ignore:Detected call of `lr_scheduler.step")
+def test_peculiar_losses_are_trained_as_in_composer(
+    case: str, copies: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = []
+    algorithms: list[Any] = []
+    if case.startswith("sam"):  # whose closures return the loss as a tensor, and which asks whether it is 0
+        monkeypatch.setattr(Trainer, "_use_grad_scaling", lambda *_: True)
+        algorithms = [SAM()]
+    for technique in ([], [EarlyLoss()]):
+        model, memory = Peculiar(case), InMemoryLogger()
+        loader = DataLoader(Batches(plain_batches(4)), batch_size=None)
+        trainer = make_trainer(
+            [*technique, *algorithms], model=model, callbacks=[model], device_train_microbatch_size=1, loggers=[memory],
+            train_dataloader=DataSpec(loader, get_num_samples_in_batch=lambda b: len(b["labels"])),
+        )  # fmt: skip
+        trainer.state.scaler = ClosureGradScaler("cpu", init_scale=4.0)  # type: ignore[assignment, arg-type]
+        fit_and_close(trainer)
+        runs.append(([value for _, value in memory.data["loss/train/total"]], final_weights(trainer)))
+    torch.testing.assert_close(runs[1], runs[0], rtol=0, atol=0, equal_nan=True)
+    assert len(runs[0][0]) == 4
+
+
+def test_a_total_with_several_values_is_an_error(copies: Watched) -> None:
+    for technique in ([], [EarlyLoss()]):
+        with pytest.raises(RuntimeError, match="only for scalar outputs"):
+            trained(technique, model=Peculiar("several values"))
+
+
+def test_a_loss_of_a_batch_is_its_sum_in_any_operation(copies: Watched) -> None:
+    interception = host_scalars.Interception(DeviceCPU())
+    loss = torch.zeros(1).as_subclass(host_scalars._BatchLoss)
+    loss.readback, loss.parts, loss.value = interception.readback, [], None
+    assert not loss
+    loss += torch.tensor(2.0)
+    assert loss
+    loss += torch.tensor(1.5)
+    assert torch.add(loss, 1).tolist() == [4.5]
+    assert loss.zero_().tolist() == [0]
+
+
+def test_composer_has_its_own_way_with_automatic_microbatches(copies: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if they are set for a later call of fit: their ranks agree in every pass."""
+    original: Any = Trainer._train_microbatch
+    calls: list[int] = []
+    trainer = make_trainer([EarlyLoss()], batches=plain_batches(2))
+    trainer.fit()
+
+    def noted(*args: Any) -> Any:
+        calls.append(1)
+        return original(*args)
+
+    monkeypatch.setattr(Trainer, "_train_microbatch", noted)
+    trainer.fit(duration="1ba")
+    assert not calls
+    trainer.state.auto_microbatching = True
+    trainer.fit(duration="1ba")
+    trainer.close()
+    assert calls == [1]
+
+
+class OnGPU(Tensor):
+    """A scalar that seems to be on a GPU."""
+
+    number: int
+    device = property(lambda self: torch.device("cuda", self.number))  # type: ignore[assignment]
+
+
+def test_gpus_do_not_share_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An event stays on the GPU of the stream on which it is recorded first."""
+
+    class Event:
+        device: Any = None
+
+        def record(self, stream: Any) -> None:
+            assert self.device in (None, stream)
+            self.device = stream
+
+        def synchronize(self) -> None:
+            assert self.device is not None
+
+    empty = torch.empty
+    monkeypatch.setattr(host_scalars, "_free", defaultdict(list))
+    monkeypatch.setattr(torch, "empty", lambda *size, pin_memory: empty(*size))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: device)
+    for number in (0, 1, 0, 1):
+        value = torch.tensor([2.5 + number]).as_subclass(OnGPU)
+        value.number = number
+        assert host_scalars.HostCopy(value).receive() == 2.5 + number
+    assert [len(free) for free in host_scalars._free.values()] == [1, 1]
+
+
 def test_losses_are_sent_before_the_backward_pass(copies: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
     backward = Tensor.backward
 
@@ -353,17 +470,21 @@ def _both_without_host_group() -> dict[str, Any]:
     return outcome
 
 
-@pytest.mark.parametrize("train_both", [_train_both, _both_without_host_group], ids=["gloo", "nccl only"])
-def test_ranks_log_the_same_losses_and_weights_as_composer(train_both: Any) -> None:
-    """With NCCL only, they open and close a gloo group."""
-    ranks = on_ranks(train_both)
+@pytest.mark.parametrize(
+    ("train_both", "world"),
+    [(_train_both, 2), (_both_without_host_group, 2), (_both_without_host_group, 1)],
+    ids=["gloo", "nccl only", "nccl on one rank"],
+)
+def test_ranks_log_the_same_losses_and_weights_as_composer(train_both: Any, world: int) -> None:
+    """With NCCL only, they open and close a gloo group; one rank has it with FSDP."""
+    ranks = on_ranks(train_both, world)
     for outcome in ranks:
         (logged, weights), (expected, reference) = outcome["early"], outcome["stock"]
         assert logged == expected
         assert len(logged["loss/train/total"]) == 4
         torch.testing.assert_close(weights, reference, rtol=0, atol=0)
         assert outcome["read"] == 8
-    assert ranks[0]["early"][0] == ranks[1]["early"][0], "losses are averaged over both ranks"
+    assert ranks[0]["early"][0] == ranks[-1]["early"][0], "losses are averaged over both ranks"
 
 
 @pytest.mark.parametrize(
