@@ -410,6 +410,44 @@ def test_a_gradient_that_is_given_again_is_the_one_of_that_time(accumulate: bool
     assert calls.replays == 8
 
 
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_gradients_whose_data_was_set_are_written_again(microbatches: int) -> None:
+    class Pinned(Rerun):
+        """Replays with the memory of the capture, as a graph does."""
+
+        def record(self, run: Any) -> tuple[Any, Any]:
+            result, replay = super().record(run)
+            assert calls._gradients is not None
+            written = [(buffer, buffer.detach()) for buffer in calls._gradients._buffers.values()]
+
+            def pinned() -> None:
+                now = [(buffer, buffer.data) for buffer, _ in written]
+                for buffer, memory in written:
+                    buffer.data = memory
+                replay()
+                for buffer, memory in now:
+                    buffer.data = memory
+
+            return result, pinned
+
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    reference = copy.deepcopy(model)
+    calls = graphed(model, recorder=Pinned, accumulate=True)
+    for _ in range(3):
+        for network in (model, reference):
+            network.zero_grad()
+        for _ in range(microbatches):
+            inputs = torch.randn(4, 3)
+            for network in (model, reference):
+                network(inputs).square().sum().backward()
+            assert_near(gradients(model), gradients(reference))
+            for parameter in (*model.parameters(), *reference.parameters()):
+                assert parameter.grad is not None
+                parameter.grad.data = parameter.grad.data.sign()
+    assert calls.replays == 3 * microbatches
+
+
 def test_autograd_grad_gets_the_gradients_of_a_replay() -> None:
     results = []
     for captured in (False, True):

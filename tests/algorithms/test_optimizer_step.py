@@ -28,7 +28,8 @@ class Replay:
     def record(self, run: Callable[[], Any]) -> tuple[None, Callable[[], None]]:
         groups = self.optimizer.param_groups
         captured = [dict(group) for group in groups]
-        gradients = {parameter: parameter.grad for group in groups for parameter in group["params"]}
+        parameters = [parameter for group in groups for parameter in group["params"]]
+        gradients = {p: None if p.grad is None else p.grad.detach() for p in parameters}  # their memory
 
         def exchange(gradients: dict[Any, Any]) -> dict[Any, Any]:
             now = {parameter: parameter.grad for parameter in gradients}
@@ -161,6 +162,18 @@ def test_other_tensors_with_the_same_memory_are_read() -> None:
         training.train(3)
 
     assert both(change).step.replays == 4 + 3 + 2
+
+
+def test_gradients_with_other_memory_are_read() -> None:
+    """The same tensors, whose ``data`` a callback has set."""
+
+    def change(training: Training) -> None:
+        training.train(3)
+        for buffer in training.buffers:
+            buffer.data = buffer.data.clone()
+        training.train(3)
+
+    assert both(change).step.replays == 2 + 3
 
 
 # Steps of a loop of one's own: what each step does, and the number of replayed steps.

@@ -71,6 +71,7 @@ class Captured:
         self._token = torch.zeros((), device=leaves[0].device) if len(segments) > 1 else None
         self._anchor = torch.zeros((), requires_grad=True)  # makes autograd call the backward pass
         self._pairs = shared.pairs(self._trained[0])
+        self._memory = [gradient.detach() for _, gradient in self._pairs]  # that the graph writes
         self._gradients = [*map(shared.of, self.completed, self._trained)]  # by segment
         self._copied = [i for i, tensor in enumerate(static) if tensor.numel()]  # their numbers
         self._destinations = [static[i] for i in self._copied]
@@ -143,6 +144,9 @@ class Captured:
         first = [parameter.grad is None for parameter, _ in self._pairs]
         if not all(first):
             self._shared.release()
+        if self._pairs and self._pairs[-1][1].data_ptr() != self._memory[-1].data_ptr():
+            for (_, gradient), memory in zip(self._pairs, self._memory, strict=True):
+                gradient.data = memory  # other code has set parameter.grad.data
         self._replays[0]()
         if not all(first):
             further: list[Any] = [pair for pair, new in zip(self._pairs, first, strict=True) if not new]

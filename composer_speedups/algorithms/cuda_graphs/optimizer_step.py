@@ -153,11 +153,11 @@ class OptimizerStep:
         return all(map(is_, gradients, self._kept[0])) or _addresses(gradients) == self._addresses
 
     def _settings(self) -> Any:
-        """What a graph depends on besides the gradients: a loaded or new state has other tensors, moving a module
-        changes the memory of the same tensors, and the groups' settings are constants in a graph."""
+        """What a graph depends on besides the gradients: a loaded or new state has other tensors, moving a module or
+        setting ``grad.data`` changes the memory of the same ones, and the groups' settings are constants in a graph."""
         groups, state = self._optimizer.param_groups, self._optimizer.state
         moments = [id(state.get(p, {}).get("exp_avg")) for p in self._ends]
-        memory = [p.data_ptr() for p in self._ends]
+        memory = [tensor.data_ptr() for p in self._ends for tensor in (p, p.grad)]
         return id(state), len(state), moments, memory, [(len(g["params"]), *map(g.get, _CONSTANTS)) for g in groups]
 
     def _capture(self, device: torch.device) -> None:
