@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from composer_speedups import (
+    EarlyLoss,
     FusedOptimizer,
     LossMonitor,
     MemoryAnatomy,
@@ -197,12 +198,40 @@ def test_steps_do_not_overlap_if_something_may_read_gradients() -> None:
 
 
 def test_steps_overlap_if_nothing_reads_gradients() -> None:
+    """Neither does ``early_loss``, which replaces one of the Trainer's methods."""
+
     def watched() -> list[tuple[int, str | None]]:
+        EarlyLoss.needs = lambda *_: ()  # type: ignore[method-assign, assignment, return-value]  # on the CPU
         watching = [MemoryAnatomy(), ThroughputMonitor(), LossMonitor(), RunReport()]
         watching += [Declared(), SpeedMonitor(), MemoryMonitor()]
-        return readers({"callbacks": watching, "cls": MicrobatchTrainer, "algorithms": [FusedOptimizer()]})
+        return readers({"callbacks": watching, "cls": MicrobatchTrainer, "algorithms": [FusedOptimizer(), EarlyLoss()]})
 
     assert on_ranks(watched) == [[(3, None)]] * 2
+
+
+class StepAtStart(Callback):
+    """Notes the optimizer's own ``step`` before training: that of Composer's scheduler, or, without one, none."""
+
+    def __init__(self, scheduled: bool) -> None:
+        self.scheduled = scheduled
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        attributes = vars(state.optimizers[0])
+        if not self.scheduled:
+            del attributes["step"]
+        self.step = attributes.get("step")
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_the_optimizers_step_is_given_back_after_training(scheduled: bool) -> None:
+    def steps() -> list[Any]:
+        noted = StepAtStart(scheduled)
+        settings: dict[str, Any] = {"callbacks": [noted, OverlappedDDP(0.01)]}  # in this order
+        trainer = fit_and_close(make(**settings))
+        sums, after = sums_of(trainer.state.model), vars(trainer.state.optimizers[0]).get("step")
+        return [after is noted.step, sums is not None and sums.overlapped_steps]
+
+    assert on_ranks(steps) == [[True, 3]] * 2
 
 
 def test_steps_do_not_overlap_in_an_unknown_training_loop(monkeypatch: pytest.MonkeyPatch) -> None:
