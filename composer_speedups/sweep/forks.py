@@ -18,13 +18,13 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import IO
 
 from composer_speedups.core.processes import killed_with_parent, python_module_command
 
-_LONGEST = 2**18  # bytes of a request; a socket takes no longer message
 _server: tuple[subprocess.Popen[bytes], socket.socket] | None = None
 
 
@@ -32,7 +32,7 @@ def start_server() -> socket.socket:
     """The connection to the server, which has imported everything; it is started if none runs, and ends with us."""
     global _server
     if _server is None or _server[0].poll() is not None:
-        ours, its = socket.socketpair(type=socket.SOCK_SEQPACKET)  # a request is one message
+        ours, its = socket.socketpair()
         with its:
             command, environment = python_module_command(__name__, str(its.fileno()))
             prefix, no_input = killed_with_parent(), subprocess.DEVNULL
@@ -62,9 +62,12 @@ class Fork:
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], output: IO[bytes]) -> None:
         self.returncode: int | None = None
         readable, writable = os.pipe()
-        request = json.dumps((list(command), dict(environment), os.getcwd())).encode()
-        with open(writable, "wb") as status:
-            socket.send_fds(start_server(), [request], [status.fileno(), output.fileno()])
+        with tempfile.TemporaryFile("w") as request, open(writable, "wb") as status:
+            json.dump((list(command), dict(environment), os.getcwd()), request)
+            request.flush()
+            request.seek(0)
+            fds = [file.fileno() for file in (request, status, output)]
+            socket.send_fds(start_server(), [b"."], fds)
         self._status = open(readable, "rb", buffering=0)  # noqa: SIM115 (closed at the end of the process)
         self.pid = int(self._status.readline())
 
@@ -102,15 +105,15 @@ def _serve(connection: socket.socket) -> tuple[list[str], dict[str, str], str] |
     warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
     connection.send(b".")
     while True:
-        request, fds, *_ = socket.recv_fds(connection, _LONGEST, 2)
-        if not request:
+        _, fds, *_ = socket.recv_fds(connection, 1, 3)
+        if not fds:
             return None
         if not os.fork():
             break
         for fd in fds:
             os.close(fd)
     # In a child, which forks the job and reports how it ends.
-    status, output = fds
+    request, status, output = fds
     connection.close()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     _end_with_parent()
@@ -124,7 +127,8 @@ def _serve(connection: socket.socket) -> tuple[list[str], dict[str, str], str] |
     for stream in (1, 2):
         os.dup2(output, stream)
     os.close(output)
-    return json.loads(request)  # type: ignore[no-any-return]
+    with open(request) as file:
+        return json.load(file)  # type: ignore[no-any-return]
 
 
 def _end_with_parent() -> None:

@@ -138,6 +138,14 @@ def test_a_job_begins_with_everything_imported_and_may_open_cuda(program: str) -
     assert (ended.status, ended.kind, ended.reason) == (1, "failed", "ValueError: an error")
 
 
+@COLD
+def test_a_job_gets_a_large_environment(program: str, cold: bool) -> None:
+    """Larger than one message of a socket."""
+    large = {"NOTED": "noted", **{f"LARGE_{i}": "x" * 100_000 for i in range(4)}}
+    ended = Process(Job(["a", "0", "0"], Path("log"), large, program, cold=cold)).wait(HANGS)
+    assert (ended.status, ended.output) == (0, "started a noted\n")
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="jobs are forked on Linux")
 def test_the_imports_are_no_part_of_a_jobs_duration(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
