@@ -198,9 +198,17 @@ class Hooked(Callback):
 
 @pytest.mark.parametrize("kind", ["plain", "doubled", "doubled in place", "kept"])
 @pytest.mark.parametrize("rows", [4, 3])
-def test_replayed_passes_have_composers_gradients(kind: str, rows: int, copies: Watched) -> None:
-    """Whether autograd calls them or not."""
-    runs = []
+def test_replayed_passes_have_composers_gradients(
+    kind: str, rows: int, copies: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a loss without hooks run without autograd."""
+    runs, backward, differentiated = [], Tensor.backward, list[Tensor]()
+
+    def noted(self: Tensor, *args: Any, **kwargs: Any) -> None:
+        differentiated.append(self)
+        backward(self, *args, **kwargs)
+
+    monkeypatch.setattr(Tensor, "backward", noted)
     for algorithms in ([], [EarlyLoss()]):
         recorder, hooked, model = Recorder(), Hooked(kind), Losses("tensor")
         loader = DataLoader(Batches(plain_batches(4)), batch_size=None)
@@ -209,12 +217,14 @@ def test_replayed_passes_have_composers_gradients(kind: str, rows: int, copies: 
             train_dataloader=DataSpec(loader, get_num_samples_in_batch=lambda b: len(b["labels"])),
         )  # fmt: skip
         if algorithms:
+            differentiated.clear()
             calls = graphed(model, max_graphs=2, accumulate=True)
             model.loss = lambda outputs, batch: outputs["loss"]  # type: ignore
         fit_and_close(trainer)
         runs.append((recorder.losses, recorder.first_gradients, final_weights(trainer), hooked.kept))
     assert_near(runs[1], runs[0])
     assert calls.replays == {4: 4, 3: 8}[rows]
+    assert len(differentiated) == (0 if kind == "plain" else calls.replays)
 
 
 class Peculiar(Losses, Callback):

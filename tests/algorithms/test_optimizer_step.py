@@ -137,6 +137,18 @@ def test_a_schedule_sets_the_rate_of_replays_and_counts_them(first: bool) -> Non
     assert all(isinstance(group["lr"], float) and not group["capturable"] for group in ours.optimizer.param_groups)
 
 
+def test_only_a_rate_that_changed_is_written_to_the_device() -> None:
+    training = Training(captured=True)
+    training.train(4)
+    step: Any = training.step
+    written = [rate._version for rate in step._rates]
+    training.train(2)
+    assert [rate._version for rate in step._rates] == written
+    training.optimizer.param_groups[1]["lr"] = 0.02
+    training.train(2)
+    assert [rate._version for rate in step._rates] == [written[0], written[1] + 1]
+
+
 def test_other_gradients_are_read() -> None:
     def change(training: Training) -> None:
         training.train(3)
