@@ -98,16 +98,17 @@ def lay_out(mask_BS: Tensor, packed: int, pad_to_multiple_of: int | None = MULTI
     width = mask_BS.shape[1]
     longest = round_up(width, 128)  # rounded, so that it seldom changes
     # The unused entries are cut, so that their attention, quadratic in the length of a sequence, costs little.
-    cuts = -(-multiple_for(mask_BS.shape, pad_to_multiple_of) // width)
+    piece = min(width, 128)
+    cuts = -(-multiple_for(mask_BS.shape, pad_to_multiple_of) // piece)
     unused = packed - ends_B[-1]
-    torch._assert_async((unused >= 0) & (unused <= cuts * width), CHANGED)
+    torch._assert_async((unused >= 0) & (unused <= cuts * piece), CHANGED)
     # Real slots go to their rank among the real ones; all others write past the end. Ranks are clamped, so that too
     # many fail the check above instead of indexing out of range.
     rank_N = torch.where(real_N, real_N.cumsum(0) - 1, packed).clamp(max=packed)
     indices_T = torch.full((packed + 1,), slots, device=mask_BS.device).scatter_(
         0, rank_N, torch.arange(slots, device=mask_BS.device)
     )[:packed]
-    ends_of_unused = (ends_B[-1] + width * torch.arange(1, cuts + 1, device=mask_BS.device)).clamp(max=packed)
+    ends_of_unused = (ends_B[-1] + piece * torch.arange(1, cuts + 1, device=mask_BS.device)).clamp(max=packed)
     cu_seqlens = torch.cat([F.pad(ends_B, (1, 0)), ends_of_unused]).to(torch.int32)
     if not torch.compiler.is_compiling():
         torch._dynamo.maybe_mark_dynamic(indices_T, 0)  # T changes with every batch; one graph is used for all

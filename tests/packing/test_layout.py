@@ -46,6 +46,9 @@ def test_a_plan_and_its_errors() -> None:
     assert plan.cu_seqlens.dtype == torch.int32
     assert plan.longest >= 3
     assert lay_out(mask, 6, 3).indices_T.tolist() == [0, 1, 6, 8, 10, 11]
+    wide = torch.ones(1, 300, dtype=torch.bool)
+    wide[0, 50:] = False
+    assert lay_out(wide, 350, 300).cu_seqlens.tolist() == [0, 50, 178, 306, 350], "short ones, for attention's sake"
     for wrong in (5, 0, 6 + 2 * 3 + 1):
         with pytest.raises(RuntimeError, match="changed after their tokens were counted"):
             lay_out(mask, wrong, 4)
