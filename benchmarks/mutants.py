@@ -76,9 +76,9 @@ def _existing(patterns: Sequence[str]) -> list[str]:
 
 
 def tests_named_after(module: Path) -> list[str]:
-    """The test files named after a module or its folder within the package."""
+    """The test files named after a module, then those named after its folder within the package."""
     area, *folders = module.parts[1:-1]
-    return _existing([f"tests/{area}/test_{folders[0] if folders else module.stem}*.py"])
+    return _existing([f"tests/{area}/test_{name}*.py" for name in (module.stem, *folders[:1])])
 
 
 def is_python(mutation: Any) -> bool:

@@ -81,6 +81,17 @@ def test_with_dropout_they_equal_those_of_a_head_on_every_token(family: Family) 
     assert_near(results[1], results[0])
 
 
+@pytest.mark.parametrize("family", ["mpnet", "bert"])  # MPNet's head asks the encoder for a tuple, BERT's does not
+def test_a_tuple_has_the_entries_of_the_untouched_models(family: Family) -> None:
+    reference, (inputs, *_) = masked_lm(family)
+    model = copy.deepcopy(reference)
+    unpad(model, 8, "labelled")
+    ours, theirs = (m(**inputs, output_hidden_states=True, return_dict=False) for m in (model, reference))
+    assert [type(entry) for entry in ours] == [type(entry) for entry in theirs] == [Tensor, Tensor, tuple]
+    real = inputs["attention_mask"].bool()
+    assert_near(*([m[0][None], *(states[real] for states in m[2])] for m in (ours, theirs)))
+
+
 def test_other_calls_compute_every_token(monkeypatch: pytest.MonkeyPatch) -> None:
     model, (inputs, *_) = masked_lm()
     unpad(model, 8, "labelled")
@@ -168,6 +179,7 @@ def test_only_computed_tokens_count_in_the_heads_operations() -> None:
     assert head_tokens(model, inputs) is None
     unpad(model, 8, "labelled")
     assert head_tokens(model, inputs) == head_tokens(model, counted(model, inputs)) == labelled(inputs)
+    assert head_tokens(model, without_labels(inputs)) is None
     lengths = inputs["attention_mask"].sum(-1).numpy()
     every, some = (training_flops(model.config, lengths, "mlm", tokens) for tokens in (None, labelled(inputs)))
     hidden = model.config.hidden_size

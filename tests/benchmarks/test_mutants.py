@@ -40,6 +40,9 @@ def test_the_tests_named_after_a_module_come_first() -> None:
     assert "tests/algorithms/test_unpadding" in only
     config = Path("composer_speedups/train/config/load.py")
     assert mutants.tests_named_after(config) == ["tests/train/test_config.py"]
+    step = Path("composer_speedups/algorithms/cuda_graphs/optimizer_step.py")
+    first, second, *_ = mutants.tests_named_after(step)
+    assert (first, second) == ("tests/algorithms/test_optimizer_step.py", "tests/algorithms/test_cuda_graphs.py")
 
 
 def test_a_sample_has_one_operator_of_each_location() -> None:

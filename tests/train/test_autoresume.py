@@ -78,6 +78,7 @@ def test_the_same_command_resumes_and_prints_the_checkpoint(capsys: pytest.Captu
     assert "resumed after batch 4" in printed
     assert report["resumed"] == [{"batch": 4, "checkpoint": "ep0-ba4-rank0.pt"}]
     assert report["training"]["batches"] == 10
+    assert report["data"].keys() == {"dropped", "truncation", "check"}
     assert [path.name for path in Path("runs").iterdir() if path.is_dir()] == ["job"]
     assert [path.name for path in checkpoints_in(CHECKPOINTS)] == ["ep1-ba10-rank0.pt"], "keep=1 now"
 

@@ -192,6 +192,7 @@ def test_if_training_cannot_continue_the_error_names_the_setting(monkeypatch: py
     with pytest.raises(torch.OutOfMemoryError, match=r"micro-batch of 1, and 1 is the minimum; lower data.max_length"):
         train(SmallGPU(0))
     graphs = SDPAAttention("math")
+    train(SmallGPU(3), graphs)  # in smaller micro-batches, since only the line below claims that it has graphs
     monkeypatch.setattr(SDPAAttention, "fixed_shapes", True)
     with pytest.raises(torch.OutOfMemoryError, match=r"sdpa_attention replays graphs of that size; set .*=3"):
         train(SmallGPU(3), graphs)

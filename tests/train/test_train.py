@@ -14,13 +14,22 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from composer_speedups.core.errors import ConfigError
-from composer_speedups.train import application
+from composer_speedups.distributed.ddp import OverlappedDDP
+from composer_speedups.train import application, trainer
 from composer_speedups.train.config.load import load_config
 from composer_speedups.train.config.schema import OptimizerConfig
 from composer_speedups.train.report import summary_table
 from composer_speedups.train.trainer import build_optimizer, open_device
 from tests.helpers.common import tiny_bert
 from tests.helpers.jobs import run
+
+
+def test_gradients_are_summed_on_several_ranks_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(None, [])
+    for ranks in (1, 2):
+        monkeypatch.setattr(trainer.dist, "get_world_size", lambda ranks=ranks: ranks)
+        sums = [callback for callback in trainer._callbacks(config, None) if isinstance(callback, OverlappedDDP)]
+        assert len(sums) == ranks - 1
 
 
 @pytest.mark.pins
