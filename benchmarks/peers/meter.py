@@ -108,7 +108,7 @@ class Meter:
         more: dict[str, Any] = {"metrics": metrics, "evaluations": self.evaluations}
         if self.losses is not None:
             more["losses"] = [float(loss) for loss in self.losses]
-        report = build_report(self.state, self.config, process_age()) | more
+        report = build_report(self.state, self.config) | more
         report["numerics"] = numerics_of(self.state)
         optimizer = type(self.state.optimizers[0])
         evidence = {**evidence, "optimizer": f"{optimizer.__module__}.{optimizer.__qualname__}"}

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from composer.core import Callback, Event, Precision, State, TimeUnit
+from composer.core import Callback, Event, Precision, State
 from composer.loggers import Logger
 from torch import Tensor
 
@@ -16,7 +16,7 @@ from composer_speedups.callbacks.checkpoints import SavedCallback, last_checkpoi
 from composer_speedups.callbacks.config import DivergenceConfig, FiniteLossConfig
 from composer_speedups.core.engaging import techniques_of
 from composer_speedups.core.errors import RunFailedError
-from composer_speedups.core.trainer_state import any_rank, local_shard
+from composer_speedups.core.trainer_state import any_rank, last_batch, local_shard
 from composer_speedups.distributed.composer_loop import reads_no_gradients
 from composer_speedups.distributed.fsdp import GradientClipping
 from composer_speedups.distributed.host_scalars import HostCopy
@@ -108,7 +108,7 @@ class LossMonitor(SavedCallback):
     def fit_start(self, state: State, logger: Logger) -> None:
         veto_checkpoints(state, self._may_save)
         self._sent = {}
-        self._last_batch = _last_batch(state)
+        self._last_batch = last_batch(state)
         self._metrics = state.train_metrics if self.metrics_at_interval else None
         self._group = state.optimizers[0].param_groups[0]
         self._rate = self._group["lr"]
@@ -285,15 +285,6 @@ class _SkipNonFinite(Callback):
         for parameter in state.model.parameters():
             # optimizers ignore parameters without gradients, including their state and weight decay
             parameter.grad = None
-
-
-def _last_batch(state: State) -> int | None:
-    """The number of the last batch of ``fit``, if it is known."""
-    until, length = state.max_duration, state.dataloader_len
-    if until is not None and until.unit == TimeUnit.BATCH:
-        return int(until.value)
-    known = until is not None and until.unit == TimeUnit.EPOCH and length is not None
-    return int(until.value * length.value) if known else None  # type: ignore[union-attr]
 
 
 def _total(loss: Any) -> Tensor:

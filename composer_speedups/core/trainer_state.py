@@ -40,6 +40,13 @@ def model_of(state: State) -> Any:
     return state.model.module if state.is_model_ddp else state.model
 
 
+def last_batch(state: State) -> int | None:
+    """The number of the last batch of ``fit``, if it is known."""
+    until, length = state.max_duration, state.dataloader_len
+    batches = None if until is None else {"ba": 1, "ep": None if length is None else length.value}.get(until.unit.value)
+    return None if until is None or batches is None else until.value * batches
+
+
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's shard of a tensor sharded by FSDP; any other tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

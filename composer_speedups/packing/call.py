@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from composer_speedups.packing.derived_classes import stock_class, wrap_forward
-from composer_speedups.packing.layout import MULTIPLE, Layout, counts_on_host, packed_tokens
+from composer_speedups.packing.layout import MULTIPLE, SIZES, Layout, counts_on_host, packed_tokens
 from composer_speedups.packing.rows import ROW_INDICES, ROW_LABELS, RowLengths, labels_of, lengths_key, token_masks
 from composer_speedups.packing.untouched import is_untouched
 
@@ -158,14 +158,14 @@ def with_known_batch(batch: KnownBatch) -> Iterator[None]:
         _current.batch = before
 
 
-def take_row_lengths(batch: MutableMapping[str, Any], pad_to_multiple_of: int | None) -> KnownBatch:
+def take_row_lengths(batch: MutableMapping[str, Any], pad_to_multiple_of: int | None, sizes: int = SIZES) -> KnownBatch:
     """Take the row lengths (:func:`.count_rows`) out of a batch. A mask without lengths is not among the result's."""
     entries = {name: batch.pop(name) for name, value in [*batch.items()] if isinstance(value, RowLengths)}
 
     def known(values: Tensor, counts: Any) -> KnownRows:
         if counts.min(initial=0) < 0:
             return KnownRows(values, None)
-        packed = torch.empty(packed_tokens(int(counts.sum()), values.shape, pad_to_multiple_of), 0)
+        packed = torch.empty(packed_tokens(int(counts.sum()), values.shape, pad_to_multiple_of, sizes), 0)
         torch._dynamo.maybe_mark_dynamic(packed, 0)
         return KnownRows(values, packed)
 

@@ -18,6 +18,7 @@ from composer_speedups.kernels.common import FirstDerivative
 from composer_speedups.packing.rows import CHANGED
 
 MULTIPLE = 64  # packed tokens are rounded up to a multiple of it by default, because matmuls are fastest then
+SIZES = 5  # the least number of numbers of packed tokens that nearly all batches have one of, if no multiple is given
 
 
 def run_eagerly(reason: str) -> Callable[[Any], Any]:
@@ -66,22 +67,22 @@ def round_up(number: int, multiple: int) -> int:
     return max(-(-number // multiple), 1) * multiple
 
 
-def multiple_for(shape: torch.Size, pad_to_multiple_of: int | None) -> int:
+def multiple_for(shape: torch.Size, pad_to_multiple_of: int | None, sizes: int = SIZES) -> int:
     """The largest multiple to which the real tokens of a mask (…, S) are rounded up: ``pad_to_multiple_of``, or, for
-    None, the multiple of 128 that is nearest to a third of S·√B, at least 128.
+    None, the multiple of 128 that is nearest to S·√B / (0.6 · ``sizes``), at least 128.
 
     The numbers of real tokens of batches of B random rows have a standard deviation of √B times that of a row, which is
-    a quarter of S or less in most data. So whatever B and S are, nearly all batches have one of five rounded numbers.
+    a quarter of S or less in most data. So whatever B and S are, nearly all batches have one of ``sizes`` numbers.
     """
     if pad_to_multiple_of is not None:
         return pad_to_multiple_of
-    return max(int(shape[-1] * shape[:-1].numel() ** 0.5 / 384 + 0.5), 1) * 128
+    return max(int(shape[-1] * shape[:-1].numel() ** 0.5 / (76.8 * sizes) + 0.5), 1) * 128
 
 
-def packed_tokens(real: int, shape: torch.Size, pad_to_multiple_of: int | None) -> int:
+def packed_tokens(real: int, shape: torch.Size, pad_to_multiple_of: int | None, sizes: int = SIZES) -> int:
     """T for a number of real tokens of a mask (…, S): rounded up (:func:`multiple_for`), but to no more than the mask's
     slots, rounded up to a multiple of :data:`MULTIPLE`."""
-    multiple = multiple_for(shape, pad_to_multiple_of)
+    multiple = multiple_for(shape, pad_to_multiple_of, sizes)
     if pad_to_multiple_of is None:  # short rows vary less: about as much as their mean
         multiple = min(multiple, max(1 << int(real / shape[:-1].numel() ** 0.5).bit_length(), 128))
     return min(round_up(real, multiple), round_up(shape.numel(), MULTIPLE))

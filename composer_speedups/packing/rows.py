@@ -87,7 +87,8 @@ class RowRules(NamedTuple):
         if self.head_has_token_loss and labelled is not None and labelled.shape == real.shape:
             yield (labelled & ~real).any(-1)
         if self.max_width_with_holes is not None and real.shape[1] > self.max_width_with_holes:
-            yield _pieces(real) > 1
+            begins = real[:, 1:] & ~real[:, :-1]
+            yield real[:, 0] + begins.sum(-1) > 1
 
 
 def _with_ignored(labels: Tensor | None, rows: int) -> Tensor | None:
@@ -95,11 +96,6 @@ def _with_ignored(labels: Tensor | None, rows: int) -> Tensor | None:
     if labels is None or len(labels) != rows or (labels.ndim == 1 and labels.is_floating_point()):
         return None
     return labels
-
-
-def _pieces(real: Any) -> Any:
-    """The number of runs of real tokens in each row."""
-    return real[:, 0] + (real[:, 1:] & ~real[:, :-1]).sum(-1)
 
 
 def lengths_key(mask: str) -> str:

@@ -39,7 +39,7 @@ def write_report(
     data: DataSummary | None = None,
 ) -> dict[str, Any]:
     """Write report.json and print the summary, on rank 0. Collective: every rank must call it."""
-    report = build_report(trainer.state, config, process_age(), baseline, data)
+    report = build_report(trainer.state, config, baseline, data)
     if dist.get_global_rank() == 0:
         write_json(folder / "report.json", report)
         print(summary_table(report, str(folder.path)), flush=True)
@@ -47,11 +47,7 @@ def write_report(
 
 
 def build_report(
-    state: State,
-    config: Config,
-    wall_seconds: float,
-    baseline: dict[str, Any] | None = None,
-    data: DataSummary | None = None,
+    state: State, config: Config, baseline: dict[str, Any] | None = None, data: DataSummary | None = None
 ) -> dict[str, Any]:
     logged, microbatches = callback_of(state, RunReport), callback_of(state, MicrobatchHistory)
     history = callback_of(state, RunHistory) or RunHistory()
@@ -93,7 +89,7 @@ def build_report(
         "config": written(config),
         "inputs": history.inputs,
         "resumed": history.resumed,
-        "wall_seconds": history.wall_seconds + wall_seconds,
+        "wall_seconds": history.wall_seconds + process_age(),
     }
 
 

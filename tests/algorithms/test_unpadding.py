@@ -25,13 +25,14 @@ from composer_speedups.core.errors import Refusal
 from composer_speedups.core.run import Run
 from composer_speedups.packing.call import known_batch
 from composer_speedups.packing.encoder import unpadded_encoders, with_counted_rows
-from composer_speedups.packing.layout import packed_tokens
+from composer_speedups.packing.layout import MULTIPLE, lay_out, packed_tokens
 from tests.helpers.common import (
     Batch,
     Batches,
     Recorder,
     batch,
     in_turn,
+    make_trainer,
     microbatches,
     plain_batches,
     tiny_bert,
@@ -103,6 +104,32 @@ def test_tokens_are_rounded_coarsely_for_graphs_unless_a_number_is_set(graphs: b
     assert packed is not None
     assert len(packed) == (given or (256 if graphs else 192))
     assert observed(lambda: model(**inputs))["packed_encoder"] == 1
+
+
+@pytest.mark.parametrize(
+    ("duration", "graphs", "packed"),
+    [("400ba", 16, 33024), ("6400ba", 16, 32256), ("1600ep", 16, 32256), ("1000000ba", 16, 30464), ("6400ba", 4, 33024),
+     ("6400ba", None, 30016), ("1000000tok", 16, 33024)],
+)  # fmt: skip
+def test_long_jobs_round_to_smaller_multiples_for_as_many_graphs_as_they_may_have(
+    duration: str, graphs: int | None, packed: int
+) -> None:
+    """16 rows of 1,875 in 4,096 slots: multiples of 5,504, for 6,400 batches of 2,688, and of at least 1,792."""
+    others = {} if graphs is None else {"cuda_graphs": CUDAGraphs(max_graphs=graphs)}
+    inputs, technique, trainer = batch([1875] * 16, 4096), Unpadding(), make_trainer(max_duration=duration)
+    trainer.state.set_dataloader([inputs] * 4, "train")
+    techniques = {"unpadding": technique, **others}
+    run = Run(torch.device("cpu"), model=tiny_bert(), state=trainer.state, techniques=techniques)
+    technique.engage(run)
+    technique.fit_start(run)
+    trainer.state.batch = dict(inputs)
+    technique.after_dataloader(run)
+    technique.before_forward(run)
+    (rows,) = known_batch().rows
+    technique.after_forward(run)
+    assert len(rows.packed) == packed
+    layout = lay_out(inputs["attention_mask"], packed, None if graphs else MULTIPLE)
+    assert layout.cu_seqlens[[16, -1]].tolist() == [30000, packed]
 
 
 @pytest.mark.parametrize("multiple", [1, 8, 64, 200])

@@ -43,7 +43,7 @@ class Unpadding(ComparedTechnique):
         self._encoders: list[UnpaddedEncoder] = []
         self._rules: list[RowRules] = []  # of the encoders
         self._counts_labels = False
-        self._multiple = self.pad_to_multiple_of  # None: such that graphs of few shapes serve all batches
+        self._multiple = self.pad_to_multiple_of  # None: such that nearly all batches have one of a few sizes
         self._observed: list[tuple[int, ...]] = []  # slots, tokens and packed tokens of the observed micro-batches
         # totals of the training batches: real tokens and slots of the masks, labelled tokens and slots of the labels
         self._tokens = self._slots = self._labelled = self._label_slots = 0
@@ -53,7 +53,7 @@ class Unpadding(ComparedTechnique):
     def engage(self, run: Run) -> dict[str, Any]:
         from composer_speedups.algorithms.unpadding.encoder_swap import restore_encoders, unpad
         from composer_speedups.packing.encoder import labelled_heads, unpadded_encoders
-        from composer_speedups.packing.layout import MULTIPLE
+        from composer_speedups.packing.layout import MULTIPLE, SIZES
 
         if self.mlm_head == "labelled" and getattr(run.model, "get_metrics", lambda **_: {})(is_train=True):
             raise self.refusal(
@@ -72,7 +72,17 @@ class Unpadding(ComparedTechnique):
         run.give_back(restore_encoders, run.model)
         self._encoders, self._counts_labels = unpadded_encoders(run.model), bool(labelled_heads(run.model))
         self._rules = [*{encoder.packing.rules for encoder in self._encoders}]
+        self._sizes = SIZES
         return {"encoders": len(self._encoders)}
+
+    def fit_start(self, run: Run) -> None:
+        """In a long job, more sizes, and so fewer unused entries, save more time than their graphs take."""
+        from composer_speedups.core.trainer_state import last_batch
+
+        assert run.state is not None
+        graphs = getattr(run.techniques.get("cuda_graphs"), "max_graphs", 0)
+        # At 64 rows the best number, if capturing takes as long as ten batches; ranks wait for each other's captures.
+        self._sizes = max(self._sizes, min(int(((last_batch(run.state) or 0) / run.ranks) ** 0.5 / 8), graphs - 1))
 
     def after_dataloader(self, run: Run) -> None:
         from composer_speedups.packing.rows import ROW_LABELS, as_numpy, counted_values
@@ -128,7 +138,7 @@ class Unpadding(ComparedTechnique):
         assert run.state is not None
         batch, known = run.state.batch, KnownBatch()
         if isinstance(batch, Mapping):
-            known = take_row_lengths(batch, self._multiple)  # type: ignore[arg-type]
+            known = take_row_lengths(batch, self._multiple, self._sizes)  # type: ignore[arg-type]
         know_batch(known)
         return known
 
