@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterator
-from types import BuiltinFunctionType, FunctionType, MethodType
+from types import BuiltinFunctionType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -35,7 +35,7 @@ _CASTS = "accelerate.utils.operations"
 # Either read by the techniques themselves (rates and epsilons), or without effect on the result.
 _FREE = {"training", "layer_idx", "p", "eps", "inplace", "name_or_path", "warnings_issued"}
 _FREE |= {"is_gradient_checkpointing", "gradient_checkpointing", "attn_implementation"}
-_PLAIN = (bool, int, float, str, type(None), tuple, FunctionType, BuiltinFunctionType, MethodType)
+_PLAIN = (bool, int, float, str, type(None), tuple, FunctionType, BuiltinFunctionType)
 
 
 def differences(
@@ -202,8 +202,6 @@ def _other_contents(module: nn.Module, reference: nn.Module, name: str, added: C
 
 
 def _same(held: Any, built: Any) -> bool:
-    if isinstance(built, MethodType):
-        return getattr(held, "__func__", None) is built.__func__
     return bool(held is built or (type(held) is type(built) and held == built))
 
 

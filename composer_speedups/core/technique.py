@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import KW_ONLY
-from enum import IntEnum
+from enum import IntEnum, auto
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
@@ -32,15 +32,15 @@ NOT_YET: Final[dict[str, Any]] = {}  # the answer of ``proof`` that asks to see 
 
 
 class Order(IntEnum):
-    """When a technique engages. Those of one order engage by name."""
+    """When a technique engages: in this order, and those of one by name."""
 
-    FLAGS = 0  # process-wide flags and precision
-    LAYERS = 1  # replaces modules or their forward
-    ADAPTERS = 2  # freezes or adds parameters
-    KERNELS = 3  # computes layers with this package's kernels
-    OPTIMIZER = 4  # sees the final parameters
-    COMPILE = 5  # sees the final modules
-    GRAPHS = 6  # captures the final step
+    FLAGS = auto()  # process-wide flags and precision
+    LAYERS = auto()  # replaces modules or their forward
+    ADAPTERS = auto()  # freezes or adds parameters
+    KERNELS = auto()  # computes layers with this package's kernels
+    OPTIMIZER = auto()  # sees the final parameters
+    COMPILE = auto()  # sees the final modules
+    GRAPHS = auto()  # captures the final step
 
 
 class Technique(Settings, Algorithm, eq=False, strict=True):

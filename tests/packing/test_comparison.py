@@ -134,12 +134,13 @@ def test_a_loss_per_row_is_left_out_and_the_gradients_are_those_of_the_outputs()
 def test_all_tensors_of_an_output_are_compared_unless_it_has_logits() -> None:
     class Outputs(nn.Module):
         def forward(self, input_ids: Tensor, attention_mask: Tensor, named: bool) -> dict[str, Tensor]:
-            return {"logits" if named else "pooled": torch.ones(4, 2), "hidden": input_ids.unsqueeze(-1).float()}
+            hidden = input_ids.unsqueeze(-1).float()
+            return {"logits" if named else "pooled": torch.ones(4, 2), "hidden": hidden, "of all": torch.ones(1, 3)}
 
     inputs = {name: INPUTS[name] for name in ("input_ids", "attention_mask")}
     both, logits = (outcome_of(Outputs(), {**inputs, "named": named}).outputs for named in (False, True))
     real = INPUTS["input_ids"][INPUTS["attention_mask"].bool()].float()
-    torch.testing.assert_close((both, logits), (torch.cat([torch.ones(8), real]), torch.ones(8)))
+    torch.testing.assert_close((both, logits), (torch.cat([torch.ones(8), real, torch.ones(3)]), torch.ones(8)))
 
 
 def test_a_head_that_reads_only_real_tokens_matches_the_untouched_model() -> None:

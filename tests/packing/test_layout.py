@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from composer_speedups import with_row_lengths
 from composer_speedups.algorithms.unpadding.encoder_swap import unpad
+from composer_speedups.packing import attention
 from composer_speedups.packing.attention import supports_flash_attention, unpadded_attention
 from composer_speedups.packing.call import KnownBatch, take_row_lengths, with_known_batch
 from composer_speedups.packing.encoder import unpadded_encoders
@@ -118,6 +119,13 @@ class FlashCalls(TorchDispatchMode):
             if name == "_flash_attention_forward":
                 self.settings = [*args[5:], kwargs.get("scale")]
         return func(*args, **kwargs)
+
+
+def test_triton_needs_its_package_and_a_c_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    for package, missing, runs in ((object(), None, True), (None, None, False), (object(), "no compiler", False)):
+        monkeypatch.setattr(attention, "find_spec", lambda _, package=package: package)
+        monkeypatch.setattr(attention, "missing_c_compiler", lambda missing=missing: missing)
+        assert attention._runs_triton.__wrapped__() is runs
 
 
 @pytest.mark.parametrize(("sliding_window", "reach"), [(None, None), (5, 4)])

@@ -47,12 +47,14 @@ def test_replaced_norms_and_attention_are_off(technique: Any) -> None:
     reference = tiny_model("bert")
     model, inputs = copy.deepcopy(reference), batch([9, 16, 3])
     apply(model, [technique()])
+    implementation = model.config._attn_implementation
     results: list[Any] = []
     for network in (reference, model):
         with untouched(network), torch.autocast("cpu", torch.bfloat16):
             results.append(network(**inputs).logits)
     torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
     assert compared(reference, model, lambda network: network(**inputs).loss) == "not at all"
+    assert model.config._attn_implementation == implementation
 
 
 def test_only_this_thread_is_untouched() -> None:
