@@ -224,6 +224,7 @@ def test_the_evidence_counts_layers_and_tokens_of_all_micro_batches(rows: int, p
     counts = ("first_batch_slots", "first_batch_tokens", "first_batch_packed")
     assert [evidence[key] for key in counts] == [64, 45, packed]
     assert evidence["padding_of_the_run"] == round(1 - (45 + 64) / 128, 4)
+    assert "head_tokens" not in evidence, "the head computes all"
 
 
 class Sabotage(Algorithm):
