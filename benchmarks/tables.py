@@ -569,21 +569,29 @@ def kernel_times(row: Row) -> list[str]:
 
 
 def suite() -> list[str]:
-    """What runs of the tests counted, the last one of each command and number of GPUs."""
-    last = {(tuple(row["arguments"]), row["environment"].get("gpu_count")): row for row in committed("suite")}
+    """What runs of the tests counted, the last one of each selection of tests on a CPU and on GPUs."""
+    last = {(_selected(row["arguments"]), row["environment"]["gpu"] is None): row for row in committed("suite")}
     return table(
         ("pytest", "passed", "failed", "skipped", "minutes", "on", "date, commit"),
         (
             [
-                f"`{shlex.join(row['arguments'])}`",
+                f"`{selected}`",
                 *(str(row[kind]) for kind in ("passed", "failed", "skipped")),
                 f"{row['seconds'] / 60:.1f}",
                 _ran_on(row["environment"]),
                 f"{row['call'][:10]}, {commit_of(row)}",
             ]
-            for row in last.values()
+            for (selected, _), row in last.items()
         ),
     )
+
+
+def _selected(arguments: Sequence[str]) -> str:
+    """The arguments of pytest that select tests, without those for its output, plugins and processes."""
+    words = iter(arguments)
+    pairs = [(word, next(words)) if word in ("-p", "-n", "--dist", "-m", "-k") else (word,) for word in words]
+    others = ("-p", "-n", "--dist", "-q", "--no-header")
+    return shlex.join(word for pair in pairs if pair[0] not in others for word in pair)
 
 
 def _ran_on(environment: Row) -> str:

@@ -69,7 +69,7 @@ def _config_keys() -> str:
     lines += ["The keys of a YAML and of `key=value`, as `--help` prints them: key, type, default, bounds and"]
     lines += ["what it does. The settings of the techniques are under [Algorithms](algorithms.md)."]
     lines += ["", "## The run", "", *_keys(Config)]
-    return "\n".join([*lines, "", f"## {PREFIX}", "", "How `tune` searches.", "", *_keys(TuneConfig, PREFIX)])
+    return "\n".join([*lines, "", "## tune", "", "How `tune` searches.", "", *_keys(TuneConfig, PREFIX)])
 
 
 def _keys(settings: type[Settings], prefix: str = "") -> list[str]:

@@ -42,6 +42,25 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return kept
 
 
+def test_the_last_run_of_each_selection_of_tests_is_shown_on_a_cpu_and_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(gpu: str | None, passed: int, *arguments: str) -> dict[str, Any]:
+        counts = {"passed": passed, "failed": 0, "skipped": 0, "seconds": 60, "call": f"2026-01-01T0{passed}:00"}
+        environment = {"gpu": gpu, "gpu_count": 1 if gpu else 0, "cpu_count": 2, "commit": "1" * 40}
+        return {"arguments": [*arguments], "environment": environment, **counts}
+
+    gpu = ("-m", "gpu and not long", "--ignore=tests/gpu")
+    every = [run("G", 1, "-n", "4", *gpu), run(None, 2, "-q", "-m", "not long"), run(None, 3, "tests", "-k", "-n")]
+    every += [run(None, 4, *gpu), run("G", 5, "-p", "-m", "--dist", "load", "-q", "--no-header", *gpu)]
+    monkeypatch.setattr(tables, "committed", lambda name: every)
+    lines = [line.split(" | ")[:2] for line in tables.suite()[2:]]
+    assert lines == [
+        ["| `-m 'gpu and not long' --ignore=tests/gpu`", "5"],
+        ["| `-m 'not long'`", "2"],
+        ["| `tests -k -n`", "3"],
+        ["| `-m 'gpu and not long' --ignore=tests/gpu`", "4"],
+    ]
+
+
 def test_each_line_is_of_one_call_and_its_ratio_of_two_lines(rows: list[dict[str, Any]]) -> None:
     rows += [row("fp32", "2026-01-01T05:06:07", 50), row("+ a", "2026-01-01T05:06:07", 100)]
     rows += [row("fp32", "2026-01-02T05:06:07", 200), row("+ b", "2026-01-03T05:06:07", 400)]
