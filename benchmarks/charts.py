@@ -100,7 +100,7 @@ def beside_bars(points: Sequence[Beside]) -> Figure:
             _bar(axes, place, text, rate["median"], rate["min"], rate["max"], grey=is_peer(row))
         _style_bars(axes, rows, max(row["samples_per_sec"]["max"] for row in rows))
         axes.set_title(f"{point.model}, batches of {point.batch} tokens, {gpu_of(point.base)}", loc="left")
-    compared = "samples/s, steady state\n×: compared with the fastest other program of its precision"
+    compared = "samples/s, steady state\n×: compared with the fastest other program, in bf16 unless it has fp8"
     days = ", ".join(sorted({point.base["call"][:10] for point in points}))
     subplots[-1].set_xlabel(f"{compared}\ntorch {points[0].base['environment']['torch']}, {days}")
     return figure

@@ -527,7 +527,7 @@ def headline(*selections: str) -> list[str]:
     ratio = first.ratio(first.ours[_FAST])
     said = f"{first.model} trains {ratio:.2f} times as fast as in the fastest other program in bf16"
     if _FLOAT8 in first.ours:
-        said += f" ({first.ratio(first.ours[_FLOAT8]):.2f} times with FP8, of the fastest in any precision)"
+        said += f" ({first.ratio(first.ours[_FLOAT8]):.2f} times with FP8, compared with the fastest in any precision)"
     others = "".join(f", and {point.model} {point.ratio(point.ours[_FAST]):.2f} times" for point in more)
     return [f"**With the recommended techniques on one {' or '.join(gpus)}, {said}{others}.**"]
 

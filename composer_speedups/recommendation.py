@@ -53,12 +53,13 @@ def recommended(on_unavailable: OnUnavailable = "stop", precision: Literal["bf16
 
     from composer_speedups.core.registry import technique_class
 
+    chosen = RECOMMENDED | {"fused_layers": RECOMMENDED["fused_layers"] | {"precision": precision}}
+    build: Any = technique_class
+    techniques = [build(name)(**settings, on_unavailable=on_unavailable) for name, settings in chosen.items()]
     if on_unavailable == "stop" and not cuda.is_available():
         fix = 'on_unavailable="warn" leaves out what cannot run here, and apply_recommended(model) needs no GPU'
         raise Refusal("recommended", "this machine has no CUDA GPU, for which the set is made", fix)
-    chosen = RECOMMENDED | {"fused_layers": RECOMMENDED["fused_layers"] | {"precision": precision}}
-    build: Any = technique_class
-    return [build(name)(**settings, on_unavailable=on_unavailable) for name, settings in chosen.items()]
+    return techniques
 
 
 def apply_recommended(model: nn.Module, check: Check = "auto") -> Applied:

@@ -13,7 +13,7 @@ import tempfile
 import torch
 from datasets import Dataset
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
-from sentence_transformers.losses import MultipleNegativesRankingLoss
+from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
 
 from composer_speedups import apply_recommended
 from composer_speedups.data.builtin import builtin_reviews

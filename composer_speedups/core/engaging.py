@@ -23,7 +23,7 @@ _RUN = "_composer_speedups_run"  # attribute of a changed model: its run. It is 
 
 def techniques_of(algorithms: Iterable[Any]) -> list[Technique]:
     """The techniques in a list of algorithms, in the order in which they engage; refuses what is no algorithm."""
-    algorithms = list(algorithms)
+    algorithms = [algorithms] if isinstance(algorithms, Technique) else list(algorithms)  # which Composer accepts, too
     for other in algorithms:
         if isinstance(other, type) or not hasattr(other, "match"):
             fix = "write instances in one list, as in [*recommended(), LoRA()]"

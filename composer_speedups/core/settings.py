@@ -65,7 +65,7 @@ class Settings(BaseModel):
         try:
             super().__init__(**dict(zip(names, args, strict=False)), **settings)
         except ValidationError as error:
-            raise ConfigError.of(mistakes(type(self), error)) from None
+            raise ConfigError.of([f"{type(self).__name__}: {line}" for line in mistakes(type(self), error)]) from None
 
     # so that pydantic validates a section without a call of the constructor, and lists all mistakes of all sections
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]

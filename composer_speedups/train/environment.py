@@ -50,11 +50,8 @@ def environment() -> dict[str, Any]:
 
 
 def device_name(device: torch.device) -> str:
-    """The GPU's name, such as ``NVIDIA H200``, or the processor's name with torch's number of threads."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    threads = torch.get_num_threads()
-    return f"{_cpu()} ({threads} thread{'s' if threads > 1 else ''})"
+    """The GPU's name, such as ``NVIDIA H200``, or the processor's name."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(_cpu())
 
 
 def gpu_state(identity: str | None = None) -> dict[str, Any]:

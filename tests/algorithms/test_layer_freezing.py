@@ -89,6 +89,8 @@ def test_weights_equal_those_of_a_plain_loop_that_freezes(layers: Any) -> None:
     names = {name for name in expected if name.removeprefix("model.").startswith(FIRST[blocks])}
     assert frozen_names(trainer.state.model) == names
     frozen = sum(w.numel() for name, w in expected.items() if name in names)
+    described = {0: "embeddings", 1: "embeddings and 1 block", 2: "embeddings and 2 blocks"}
+    assert technique.evidence["frozen"] == described[blocks]
     assert technique.evidence["frozen_parameters"] == frozen
     assert technique.evidence["trained_parameters"] == sum(w.numel() for w in expected.values()) - frozen
 

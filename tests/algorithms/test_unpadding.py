@@ -260,6 +260,16 @@ def test_a_restored_encoder_is_detected(change: str, rows: int, reason: str) -> 
         trained([Unpadding(check="never"), Sabotage(change)], **microbatches(plain_batches(), rows))
 
 
+def test_without_a_mask_nothing_is_left_out_and_the_evidence_says_so() -> None:
+    technique, inputs = Unpadding(), {name: x for name, x in batch([16, 16]).items() if name != "attention_mask"}
+    ours, plain = (trained(algorithms, batches=[inputs]) for algorithms in ([technique], []))
+    assert_near(*(dict(trainer.state.model.named_parameters()) for trainer in (ours, plain)))
+    assert (
+        technique.evidence["padding_of_the_run"]
+        == "unknown: the batches have no attention_mask, so every slot is a token"
+    )
+
+
 def test_left_padding_and_holes_stop_a_run_whose_head_or_distances_they_change() -> None:
     left = masked_batch(torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]]), "classification")
     holes = masked_batch(torch.tensor([[1] * 12, [1] * 3 + [0] * 5 + [1] * 4]), "mlm")
@@ -274,6 +284,7 @@ def test_left_padding_and_holes_stop_a_run_whose_head_or_distances_they_change()
     trained([later], batches=[batch([3, 4]), left])  # a later batch may run padded
     assert later.engaged
     assert later.evidence["micro_batches_kept_padded"] == 1
+    assert later.evidence["padding_of_the_run"] == round(1 - (7 + 6) / 16, 4)
 
 
 class Shorten(Algorithm):

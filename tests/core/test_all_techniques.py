@@ -159,7 +159,7 @@ def test_a_technique_is_an_algorithm_of_composers(case: Case, monkeypatch: pytes
     again = eval(f"composer.algorithms.{technique!r}", {"composer": composer})
     assert (type(again), repr(again)) == (kind, repr(technique))
     assert issubclass(kind, Algorithm)
-    assert kind.required_on_load() is not ENTRIES[case.name].stock_checkpoint
+    assert kind.required_on_load() is technique.required_on_load() is not ENTRIES[case.name].stock_checkpoint
     kind()  # Composer's tests construct algorithms without arguments
 
 

@@ -65,8 +65,9 @@ def test_fp8_changes_nothing_but_the_precision_of_the_fused_layers() -> None:
     assert before.startswith("FusedLayers(")
     assert after == before.replace("precision='bf16'", "precision='fp8'")
     wrong: Any = "fp16"
-    with pytest.raises(ConfigError, match=r"^precision must be 'bf16' or 'fp8', not 'fp16'$"):
-        recommended("warn", wrong)
+    for on_unavailable in ("warn", "stop"):
+        with pytest.raises(ConfigError, match=r"^FusedLayers: precision must be 'bf16' or 'fp8', not 'fp16'$"):
+            recommended(on_unavailable, wrong)
 
 
 def test_without_a_gpu_the_set_is_refused_before_a_trainer_exists(monkeypatch: pytest.MonkeyPatch) -> None:

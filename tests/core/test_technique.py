@@ -105,11 +105,15 @@ def test_the_constructor_follows_the_declared_settings() -> None:
     ],
 )
 def test_an_invalid_setting_of_a_technique_is_refused_by_name(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=f"^{message}$"):
+    lines = "\n".join(f"Toy: {line}" for line in message.split("\n"))
+    with pytest.raises(ValueError, match=f"^{lines}$"):
         Toy(**settings)
 
 
 def test_misuse_is_one_clear_line() -> None:
+    toy = Toy()
+    apply(tiny_bert(), toy)  # type: ignore[arg-type]  # as Composer accepts it
+    assert toy.engaged
     wrong: list[list[Any]] = [[Toy], [Toy(), Toy], [Toy(), [Toy()]], [Toy(), "toy"], [Toy(), recommended]]
     for algorithms in wrong:
         with pytest.raises(ConfigError, match=r"^algorithms: .* is no technique; write instances in one list, as in "):

@@ -10,7 +10,9 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
+from composer_speedups.kernels.float8 import targets_of
 from tests.conftest import ROOT
 from tests.helpers.exhaustive import others_exhaustive
 from tests.helpers.hangs import HANGS
@@ -47,3 +49,8 @@ def test_kernels_match_pytorch(program: str, interpret: bool) -> None:
     interpreted, compiled = PROGRAMS[program]
     counts = interpreted if interpret else interpreted | compiled
     assert {text: done.stdout.count(text) for text in counts} == counts, "a comparison is missing"
+
+
+def test_a_new_scale_leaves_room_below_the_largest_number_and_lasts_until_values_are_small() -> None:
+    assert targets_of(torch.float8_e4m3fn) == (448, 224, 14)
+    assert targets_of(torch.float8_e5m2) == (57344, 3584, 14)

@@ -121,6 +121,15 @@ def test_a_baseline_is_reported_and_does_not_change_the_run(capfd: pytest.Captur
     for steps, note in ((0, "\n"), (2, "; 2 steps overlap")):
         table = summary_table({**compared, "ddp": {"mib_a_step": 1.5, "overlapped_steps": steps}}, "runs/x")
         assert f"1.5  MiB reduced per step{note}" in table
+    for seconds, resumed, line in (
+        (1234.5, [], "1,234  s, from the start of the process\n"),
+        (
+            99.5,
+            [{"batch": 4}],
+            "99.5  s, from the start of the process, and of those before it: resumed after batch 4\n",
+        ),
+    ):
+        assert line in summary_table({**compared, "wall_seconds": seconds, "resumed": resumed}, "runs/x")
     plain = run(*settings, *BASELINE[:2])
     assert plain["baseline"] is None
     assert plain["metrics"] == compared["metrics"]

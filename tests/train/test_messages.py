@@ -130,9 +130,9 @@ CALLS: list[tuple[Callable[[], Any], str]] = [  # calls → the message of their
     (lambda: read_settings(RepeatConfig, ["seeds=1..x"]), "command line: seeds must be numbers or ranges of at most 1000, such as 1..5 or 1,2,7, not '1..x'"),
     (lambda: read_settings(RepeatConfig, ["seeds="]), 'command line: seeds must not be empty'),
     (lambda: read_settings(RepeatConfig, ["metric="]), 'command line: metric must not be empty'),
-    (lambda: LoRA(rnak=3), "unknown key 'rnak'; did you mean 'rank'?"),
-    (lambda: LoRA(rank="8", dropout=1), "rank must be an integer, not '8'\ndropout must be less than 1, not 1"),
-    (lambda: TorchCompile(mode="x", backend="eager"), "mode 'x' is a mode of inductor, and the backend is 'eager'; remove one"),
+    (lambda: LoRA(rnak=3), "LoRA: unknown key 'rnak'; did you mean 'rank'?"),
+    (lambda: LoRA(rank="8", dropout=1), "LoRA: rank must be an integer, not '8'\nLoRA: dropout must be less than 1, not 1"),
+    (lambda: TorchCompile(mode="x", backend="eager"), "TorchCompile: mode 'x' is a mode of inductor, and the backend is 'eager'; remove one"),
     (lambda: build_techniques({"fuse": {}}), "unknown technique 'fuse'; did you mean 'fused_layers'?"),
     (lambda: build_techniques({"lora": {"targets": "query"}}), "algorithms.lora.targets must be 'all-linear' or a list, not 'query'"),
 ]  # fmt: skip

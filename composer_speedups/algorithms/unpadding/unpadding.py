@@ -173,6 +173,8 @@ class Unpadding(ComparedTechnique):
         evidence: dict[str, Any] = {}
         if self._slots:
             evidence["padding_of_the_run"] = round(1 - self._tokens / self._slots, 4)
+        elif run.state is not None:
+            evidence["padding_of_the_run"] = "unknown: the batches have no attention_mask, so every slot is a token"
         if self.mlm_head == "labelled":
             evidence["head_tokens"] = round(self._labelled / self._label_slots, 4) if self._label_slots else "unknown"
         if self._kept_padded:
