@@ -191,7 +191,7 @@ def order() -> list[str]:
     stages = []
     for stage in Order:
         engaged = ", ".join(_quoted([t.name for t in every if t.order == stage]))
-        stages.append([str(int(stage)), f"{stage.name.lower()}: {_STAGES[stage.name]}", engaged])
+        stages.append([f"{stage:d}", f"{stage.name.lower()}: {_STAGES[stage.name]}", engaged])
     optimizers = ", ".join(_quoted(OPTIMIZERS))
     conflicting = [[f"any two of {optimizers}", "each sets the optimizer"]]
     for one, other in combinations(every, 2):

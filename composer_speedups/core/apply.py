@@ -98,7 +98,7 @@ def apply(model: nn.Module, techniques: Iterable[Technique], optimizer: Optimize
 
     Args:
         model: A transformers model, or any module; changed in place.
-        techniques: Such as ``[Unpadding(), FusedLayers()]``, in any order.
+        techniques: Such as ``[Unpadding(), FusedLayers()]``, in any order; or one technique.
         optimizer: The loop's optimizer, for techniques that change it or parameters; use ``optimizer`` of the result
             from then on.
 

@@ -43,8 +43,10 @@ def model_of(state: State) -> Any:
 def last_batch(state: State) -> int | None:
     """The number of the last batch of ``fit``, if it is known."""
     until, length = state.max_duration, state.dataloader_len
-    batches = None if until is None else {"ba": 1, "ep": None if length is None else length.value}.get(until.unit.value)
-    return None if until is None or batches is None else until.value * batches
+    if until is None:
+        return None
+    batches = {"ba": 1, "ep": None if length is None else length.value}.get(until.unit.value)
+    return None if batches is None else until.value * batches
 
 
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from composer_speedups.kernels.common import FirstDerivative
 from composer_speedups.packing.rows import CHANGED
 
 MULTIPLE = 64  # packed tokens are rounded up to a multiple of it by default, because matmuls are fastest then
-SIZES = 5  # the least number of numbers of packed tokens that nearly all batches have one of, if no multiple is given
+SIZES = 5  # without a given multiple, nearly all batches have one of so many numbers of packed tokens, or of more
 
 
 def run_eagerly(reason: str) -> Callable[[Any], Any]:

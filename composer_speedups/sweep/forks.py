@@ -64,10 +64,8 @@ class Fork:
         readable, writable = os.pipe()
         with tempfile.TemporaryFile("w") as request, open(writable, "wb") as status:
             json.dump((list(command), dict(environment), os.getcwd()), request)
-            request.flush()
-            request.seek(0)
-            fds = [file.fileno() for file in (request, status, output)]
-            socket.send_fds(start_server(), [b"."], fds)
+            request.seek(0)  # after it has written what is buffered
+            socket.send_fds(start_server(), [b"."], [file.fileno() for file in (request, status, output)])
         self._status = open(readable, "rb", buffering=0)  # noqa: SIM115 (closed at the end of the process)
         self.pid = int(self._status.readline())
 

@@ -85,11 +85,11 @@ def build_report(
             "microbatch_changes": changes,
             "ranks": dist.get_world_size(),
         },
+        "wall_seconds": history.wall_seconds + process_age(),
         "environment": environment(),
         "config": written(config),
         "inputs": history.inputs,
         "resumed": history.resumed,
-        "wall_seconds": history.wall_seconds + process_age(),
     }
 
 

@@ -260,6 +260,14 @@ def test_a_restored_encoder_is_detected(change: str, rows: int, reason: str) -> 
         trained([Unpadding(check="never"), Sabotage(change)], **microbatches(plain_batches(), rows))
 
 
+def test_masks_that_nobody_could_count_are_not_reported_as_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Unpadding, "_count", lambda *_: {})  # as of masks on a GPU
+    technique = Unpadding()
+    trained([technique], batches=[batch([3, 16])])
+    assert technique.evidence["masks_counted_on_the_device"] == 1
+    assert "padding_of_the_run" not in technique.evidence
+
+
 def test_without_a_mask_nothing_is_left_out_and_the_evidence_says_so() -> None:
     technique, inputs = Unpadding(), {name: x for name, x in batch([16, 16]).items() if name != "attention_mask"}
     ours, plain = (trained(algorithms, batches=[inputs]) for algorithms in ([technique], []))

@@ -62,7 +62,7 @@ class FusedLayers(ComparedTechnique):
 
     def needs(self, run: Run) -> Iterable[Refusal]:
         if "unpadding" not in run.techniques:
-            yield self.refusal("it needs packed tokens, and nothing packs them", "add unpadding, or remove both")
+            yield self.refusal("it needs packed tokens, and nothing packs them", "add unpadding, or remove this, too")
         if run.device.type == "cuda":
             yield from needs_autocast(self.name, run, "its kernels compute in 16 bits: it")
             yield from needs_cuda(self.name, run, "a Triton kernel", (8, 0))

@@ -79,10 +79,10 @@ class Unpadding(ComparedTechnique):
         """In a long job, more sizes, and so fewer unused entries, save more time than their graphs take."""
         from composer_speedups.core.trainer_state import last_batch
 
-        assert run.state is not None
         graphs = getattr(run.techniques.get("cuda_graphs"), "max_graphs", 0)
+        batches = (last_batch(run.state) or 0) / run.ranks  # type: ignore[arg-type]
         # At 64 rows the best number, if capturing takes as long as ten batches; ranks wait for each other's captures.
-        self._sizes = max(self._sizes, min(int(((last_batch(run.state) or 0) / run.ranks) ** 0.5 / 8), graphs - 1))
+        self._sizes = max(self._sizes, min(int(batches**0.5 / 8), graphs - 1))
 
     def after_dataloader(self, run: Run) -> None:
         from composer_speedups.packing.rows import ROW_LABELS, as_numpy, counted_values
@@ -170,10 +170,12 @@ class Unpadding(ComparedTechnique):
         return {"layers": layers, "attention": ", ".join(attention), **sizes, **self.summary(run)}
 
     def summary(self, run: Run) -> dict[str, Any]:
+        from composer_speedups.packing.rows import token_masks
+
         evidence: dict[str, Any] = {}
         if self._slots:
             evidence["padding_of_the_run"] = round(1 - self._tokens / self._slots, 4)
-        elif run.state is not None:
+        elif run.state is not None and isinstance(run.state.batch, Mapping) and not token_masks(run.state.batch):
             evidence["padding_of_the_run"] = "unknown: the batches have no attention_mask, so every slot is a token"
         if self.mlm_head == "labelled":
             evidence["head_tokens"] = round(self._labelled / self._label_slots, 4) if self._label_slots else "unknown"
