@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 ClassNames = Mapping[str, list[str]]
 """Column → the class names that a data set declares for its integers."""
+Needed = tuple[str, str]
+"""A column that is read, and the config key that names it."""
 
 _MAX_CELL = 2**31 - 1  # characters of a cell; Python's default of 131,072 is less than some documents have
 _PACKED = (b"PK\x03\x04", b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"\xfd7zX", b"BZh")  # first bytes: zip, gzip, zstd, xz, bz2
@@ -169,7 +171,7 @@ def _readable(path: str, key: str) -> Iterator[None]:
 
 
 def load_rows(
-    paths: Sequence[str], key: str, columns: Sequence[tuple[str, str]] | None, declared: ClassNames | None = None
+    paths: Sequence[str], key: str, columns: Sequence[Needed] | None, declared: ClassNames | None = None
 ) -> list[Row]:
     """:func:`iterate_rows` as a list of rows with ``columns``, each with its config key; None reads all columns."""
     rows: list[Row] = []
@@ -193,7 +195,8 @@ def no_rows(where: str) -> DataError:
 
 
 def check_data_files(data: DataConfig, task: TaskSettings) -> None:
-    """Refuse a missing local file, and one without a column that the task reads, before the slow imports."""
+    """Refuse a missing local file, and those without a column that the task reads, before the slow imports."""
+    mistakes = dict[Needed, str]()  # of each column, in the first file that lacks it
     for split, name in (("train", data.train_file), ("eval", data.eval_file)):
         key, training = f"data.{split}_file", split == "train"
         if name is None or is_address(name) or (data.source == "mds" and training):
@@ -207,7 +210,10 @@ def check_data_files(data: DataConfig, task: TaskSettings) -> None:
             tokens = streamed and "input_ids" in names  # which are read in place of texts
             needed = [(column, setting) for column, setting in columns if not (tokens and "text" in setting)]
             if names:  # there are rows
-                check_columns(names, needed, f"{key}: {path}")
+                for column, mistake in missing_columns(names, needed, f"{key}: {path}").items():
+                    mistakes.setdefault(column, mistake)
+    if mistakes:
+        raise DataError.of(mistakes.values())
 
 
 def _names_of_columns(path: str, key: str, wanted: Sequence[str]) -> list[str]:
@@ -232,15 +238,27 @@ def _version(path: str) -> tuple[int, ...] | None:
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def check_columns(names: Iterable[str], needed: Sequence[tuple[str, str]], where: str) -> None:
-    """Refuse a data set, described by ``where``, whose columns ``names`` lack one of ``needed``, each with its key."""
-    existing = list(names)
+def check_columns(names: Iterable[str], needed: Sequence[Needed], where: str) -> None:
+    """Refuse a data set, described by ``where``, whose columns ``names`` lack some of ``needed``: a line for each."""
+    if mistakes := missing_columns(names, needed, where):
+        raise DataError.of(mistakes.values())
+
+
+def missing_columns(names: Iterable[str], needed: Sequence[Needed], where: str) -> dict[Needed, str]:
+    """Those of ``needed`` that are not among the columns ``names`` of a data set, each with a line about it."""
+    existing, mistakes = list(names), dict[Needed, str]()
     for column, key in needed:
         if column not in existing:
             hint = did_you_mean(column, existing, otherwise="")
             known = ", ".join(existing) or "none"
             fix = f"set {key}={'[NAME]' if key.endswith('columns') else 'NAME'}"
-            raise DataError(f"{where} has no column {column!r}{hint} (it has: {known}); {fix}")
+            mistakes[column, key] = f"{where} has no column {column!r}{hint} (it has: {known}); {fix}"
+    return mistakes
+
+
+def columns_in(rows: Iterable[Row]) -> list[str]:
+    """The columns that any of the rows has, in the order in which they occur."""
+    return list(dict.fromkeys(name for row in rows for name in row))
 
 
 def _not_utf8(path: str) -> str:

@@ -18,6 +18,7 @@ from composer_speedups.data.builtin import builtin_samples
 from composer_speedups.data.paths import find_files
 from composer_speedups.data.reader import (
     ClassNames,
+    Needed,
     Row,
     check_columns,
     class_names,
@@ -33,7 +34,6 @@ from composer_speedups.tasks.settings import GENERATED, DataConfig
 from composer_speedups.tasks.task import Example, Task
 
 Arrays = npt.NDArray[Any]
-Needed = Sequence[tuple[str, str]]  # columns, each with the config key that names it
 
 
 class _Split(NamedTuple):
@@ -124,7 +124,7 @@ def _validation_samples(
     return _draw(samples, config, config.eval_samples, whole=task.groups_samples)
 
 
-def _split(config: DataConfig, task: Task, split: str, needed: Needed) -> _Split | None:
+def _split(config: DataConfig, task: Task, split: str, needed: Sequence[Needed]) -> _Split | None:
     """The rows of the split ``train`` or ``eval``; None if the config names none."""
     if config.source == "builtin":
         count = getattr(config, f"{split}_samples")
@@ -145,7 +145,7 @@ def _split(config: DataConfig, task: Task, split: str, needed: Needed) -> _Split
     return _split_of(load_rows(paths, key, needed, declared), declared, where)
 
 
-def _from_dataset(dataset: Dataset, where: str, needed: Needed) -> _Split:
+def _from_dataset(dataset: Dataset, where: str, needed: Sequence[Needed]) -> _Split:
     check_columns(dataset.column_names, needed, where)
     try:
         rows = dataset.select_columns([column for column, _ in needed]).to_list()

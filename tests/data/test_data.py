@@ -56,6 +56,7 @@ BAD_ROWS: list[tuple[dict[str, Any], str]] = [
         r"has no column 'text'; did you mean 'txt'\? \(it has: txt, label\); set data\.text_columns=\[NAME\]$",
     ),
     ({"text": ["a"], "lable": [1]}, r"has no column 'label'.*; set data\.label_column=NAME$"),
+    ({"txt": ["a"], "lable": [1]}, r"has no column 'text'; .*\n.*bad\.parquet has no column 'label'; .*_column=NAME$"),
     ({"text": ["a", " \n"], "label": [1, 0]}, "row 2: text is empty; every sample needs text"),
     ({"text": ["a", None], "label": [1, 0]}, "row 2: text is empty"),
     ({"text": [3, 4], "label": [0, 1]}, "row 1: text is 3"),

@@ -30,6 +30,7 @@ from composer_speedups.data.reader import check_data_files, load_rows
 from composer_speedups.data.sources import load_samples
 from composer_speedups.data.tokens import load_tokenizer
 from composer_speedups.tasks.classification import Classification
+from composer_speedups.tasks.embedding import Embedding
 from composer_speedups.tasks.mlm import MaskedLanguageModelling
 from composer_speedups.tasks.multilabel import Multilabel
 from composer_speedups.tasks.regression import Regression
@@ -119,13 +120,25 @@ def test_columns_are_checked_up_front_as_they_are_when_rows_are_read(suffix: str
         check_data_files(files("gaps.jsonl"), Classification())
     check_data_files(files(name, name), Classification())
     check_data_files(files(cut), Classification(label_column="lable"))  # without rows
-    for text, label, meant in (("txt", "label", "text"), ("text", "lable", "label")):
+    for text, label, missing in (("txt", "label", ["text"]), ("text", "lable", ["label"]), ("txt", "lable", [*ROWS])):
         config, task = files(name, name), Classification(text_columns=[text], label_column=label)
-        with pytest.raises(DataError, match=f"did you mean '{meant}'") as late:
+        with pytest.raises(DataError) as late:
             load_samples(config, task)
         with pytest.raises(DataError) as early:
             check_data_files(config, task)
         assert str(early.value) == str(late.value)
+        for line, meant in zip(early.value.lines, missing, strict=True):
+            assert f"did you mean '{meant}'" in line
+
+
+def test_columns_that_only_one_of_two_files_lacks_are_named_together() -> None:
+    save({"anchor": ["a"], "positiv": ["b"]}, "train.csv")
+    save({"anchor": ["a"], "positive": ["b"]}, "eval.csv")
+    with pytest.raises(DataError) as error:
+        check_data_files(files("train.csv", "eval.csv"), Embedding(label_column="score"))
+    train, held = error.value.lines
+    assert train.startswith("data.train_file: train.csv has no column 'positive'; did you mean 'positiv'?")
+    assert held.startswith("data.eval_file: eval.csv has no column 'score'")
 
 
 @pytest.mark.parametrize("kind", ["a.csv", "a.parquet", "saved"])
