@@ -6,7 +6,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -14,7 +14,7 @@ from composer_speedups.core.command_line import parse_command_line, read_setting
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.core.settings import Settings, fields_of, keys_help
 from composer_speedups.data.paths import check_file, is_address
-from composer_speedups.predict import exported_folder
+from composer_speedups.predict import choose_columns, exported_folder, read_task
 from composer_speedups.train.cli import exit_codes
 
 _USAGE = """\
@@ -57,21 +57,24 @@ class Request(Settings):
 def main(arguments: Sequence[str]) -> None:
     """Write predictions, and print where they are and how fast they were computed; or print metrics."""
     run, request = read_request(arguments)
-    exported_folder(run)
+    exported, evaluates = exported_folder(run), request.evaluate
     check_file(request.input, "input")
-    from composer_speedups.data.reader import declared_classes, load_rows
+    from composer_speedups.data.reader import check_columns, columns_in, declared_classes, load_rows
 
-    declared = declared_classes(request.input, "input") if request.evaluate else None  # predictions keep the integers
+    declared = declared_classes(request.input, "input") if evaluates else None  # predictions keep the integers
     rows, source = load_rows([request.input], "input", None, declared), Path(request.input)
+    task, max_length = read_task(exported, evaluates=evaluates)
+    names, asked = columns_in(rows), {key: value for key in _COLUMNS if (value := getattr(request, key)) is not None}
+    needed = choose_columns(task, names, asked, evaluates=evaluates)
+    if rows:
+        check_columns(names, needed, f"input: {source}")
     from composer_speedups.predict.model import FinishedModel  # imports torch, which a refusal does not need
     from composer_speedups.predict.rows import evaluate_file, predict_file
 
-    columns = {key: value for key in _COLUMNS if (value := getattr(request, key)) is not None}
-    settings: dict[str, Any] = {"device": request.device, "precision": request.precision, "columns": columns}
-    model = FinishedModel.load(run, **settings, evaluates=request.evaluate)
+    model = FinishedModel.load(exported, device=request.device, precision=request.precision, task=(task, max_length))
     for line in model.engaged:
         print(line, file=sys.stderr)
-    if request.evaluate:
+    if evaluates:
         errors = None if request.errors is None else Path(request.errors)
         print(evaluate_file(model, rows, source, request.batch_size, errors))
     else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -16,18 +16,16 @@ import transformers
 from datasets import Dataset
 
 from composer_speedups.callbacks.history import metrics_by_class
-from composer_speedups.core.errors import ConfigError, first_line
-from composer_speedups.core.files import TEXTS, WEIGHTS, hashes_of, model_files
+from composer_speedups.core.errors import ConfigError
 from composer_speedups.core.pretrained import pretrained_config, pretrained_model, pretrained_tokenizer
-from composer_speedups.core.settings import fields_of
 from composer_speedups.data.flat import PER_TOKEN, FlatTokens, Ragged
 from composer_speedups.data.loader import Pad
 from composer_speedups.packing.encoder import with_counted_rows
-from composer_speedups.predict import exported_folder
+from composer_speedups.predict import exported_folder, loading, read_task
 from composer_speedups.recommendation import apply_recommended
 from composer_speedups.tasks.metrics import ByClass, computed, loss_of
 from composer_speedups.tasks.models import FinetuneModel, has_token_types
-from composer_speedups.tasks.settings import TASK_FILE, TASKS, DataConfig
+from composer_speedups.tasks.settings import TaskSettings
 from composer_speedups.tasks.task import Task, build_task
 
 Columns = dict[str, list[Any]]
@@ -49,33 +47,33 @@ class FinishedModel:
         *,
         device: str = "auto",
         precision: str = "auto",
-        columns: Mapping[str, Any] | None = None,
+        task: tuple[TaskSettings, int] | None = None,
         evaluates: bool = False,
     ) -> FinishedModel:
-        """Load the model from the folder of a run, or from the folder ``model`` that train.py exported."""
+        """Load the model from the folder of a run, or from the folder ``model`` that train.py exported; ``task`` is
+        what :func:`.read_task` returned for it."""
         if device == "gpu" and not torch.cuda.is_available():
             raise ConfigError("device: there is no GPU here; set device=cpu or auto")
         on_gpu = device != "cpu" and torch.cuda.is_available()
         exported = exported_folder(run)
         folder = str(exported)
-        try:
-            task, max_length = _task_of(exported, evaluates=evaluates)
-            auto = getattr(transformers, task.auto_class)
+        settings, max_length = task or read_task(exported, evaluates=evaluates)
+        with loading(exported):
+            built = build_task(settings)
+            if hasattr(built, "labels"):
+                labels = json.loads((exported / "config.json").read_text())["id2label"]
+                built.labels = [labels[str(number)] for number in range(len(labels))]
+            auto = getattr(transformers, built.auto_class)
             config = pretrained_config(folder)
-            arguments = task.model_arguments(auto._model_mapping[type(config)])
+            arguments = built.model_arguments(auto._model_mapping[type(config)])
             model, info = pretrained_model(auto, folder, config, "RUN", **arguments)
             if other := sorted(info["missing_keys"]) or sorted(info["unexpected_keys"]):
                 raise ValueError(f"its weights do not fit its config.json: {other[0]}")
             tokenizer = pretrained_tokenizer(folder)
-        except ConfigError:
-            raise
-        except Exception as error:  # transformers, safetensors, tokenizers and pydantic raise different classes
-            raise ConfigError(f"RUN: {folder} cannot be loaded ({first_line(error)}); train it again") from error
-        _choose_columns(task, columns or {}, evaluates=evaluates)
         if on_gpu:
             model.cuda()
         chosen = ("bf16" if on_gpu else "fp32") if precision == "auto" else precision
-        finished = cls(model, task, tokenizer, max_length, chosen)
+        finished = cls(model, built, tokenizer, max_length, chosen)
         finished._engage()
         return finished
 
@@ -93,14 +91,9 @@ class FinishedModel:
 
     def texts(self, row: Mapping[str, Any], where: str = "input") -> list[Any]:
         """The checked texts of a row: strings, or lists of words. ``where`` is the row in an error message."""
-        given = {name: row.get(name) for name in self.task.text_columns}
-        return [self.task.text(given, name, where) for name in self.task.text_columns]
-
-    def choose_columns(self, names: Collection[str]) -> None:
-        """Read words from the column ``text`` of a file that lacks the task's own column for them."""
-        own = TASKS[self.task.name].model_fields["text_columns"].default
-        if self.task.splits_words and self.task.text_columns == own and own[0] not in names and "text" in names:
-            self.task.text_columns = ["text"]
+        columns = self.task.text_columns[: self.task.predicted_texts]
+        given = {name: row.get(name) for name in columns}
+        return [self.task.text(given, name, where) for name in columns]
 
     @torch.no_grad()
     def predict(self, encoded: Columns, batch_size: int) -> list[dict[str, Any]]:
@@ -168,39 +161,3 @@ class FinishedModel:
 
 # Token classification encodes labels to mark where words begin; the model would compute a loss with them.
 _INPUTS = {"attention_mask", *(name for name in PER_TOKEN.values() if name not in ("labels", "word_starts"))}
-
-
-def _task_of(folder: Path, *, evaluates: bool) -> tuple[Task, int]:
-    """The task of an exported model, with its labels and its maximum length."""
-    content = json.loads((folder / TASK_FILE).read_bytes())
-    now = hashes_of(model_files(str(folder), (*WEIGHTS, *TEXTS)), "RUN")
-    if changed := next((name for name, before in content["files"].items() if now.get(name) != before), None):
-        raise ConfigError(
-            f"RUN: {folder / changed} is not the file that train.py exported; restore it, or, to use the folder as it "
-            f"is, remove {changed!r} from 'files' in its {TASK_FILE}"
-        )
-    keys = {**content["data"], **content["model"]}
-    kind = TASKS[keys["task"]]
-    if kind.name == "mlm" and not evaluates:
-        raise ConfigError("RUN: a masked language model predicts nothing for a text; fine-tune it for a task")
-    try:
-        task = build_task(kind.read({key: value for key, value in keys.items() if key in fields_of(kind)}))
-        max_length = DataConfig.read({"max_length": keys["max_length"]}).max_length
-    except ConfigError as error:
-        raise ConfigError(f"RUN: {folder / TASK_FILE} is damaged ({error}); train again") from error
-    if hasattr(task, "labels"):
-        labels = json.loads((folder / "config.json").read_text())["id2label"]
-        task.labels = [labels[str(number)] for number in range(len(labels))]
-    return task, max_length
-
-
-def _choose_columns(task: Task, columns: Mapping[str, Any], *, evaluates: bool) -> None:
-    read = (
-        len(task.texts_of(training=False)) if evaluates else 1 if task.name == "embedding" else len(task.text_columns)
-    )
-    for key, names in columns.items():
-        expected = read if key == "text_columns" else len(getattr(task, key, None) or ())
-        if isinstance(names, list) and len(names) != expected:
-            raise ConfigError(f"{key}: the run reads {expected} columns, not {len(names)}")
-        setattr(task, key, names)
-    task.text_columns = task.text_columns[:read]

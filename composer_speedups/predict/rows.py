@@ -20,7 +20,7 @@ from composer_speedups.callbacks.history import class_rows, note_on_metric
 from composer_speedups.callbacks.throughput import shown_rate
 from composer_speedups.core.errors import ConfigError, DataError, first_line
 from composer_speedups.core.files import atomic_file, finite, make_folder
-from composer_speedups.data.reader import Row, check_columns
+from composer_speedups.data.reader import Row, columns_in
 from composer_speedups.data.sources import labelled_samples
 from composer_speedups.data.summary import DataSummary, Problem, invalid_rows
 from composer_speedups.predict.model import FinishedModel
@@ -32,7 +32,6 @@ _ROWS_PER_BLOCK = 2048  # rows that are sorted by length and computed together
 
 def predict_file(model: FinishedModel, rows: list[Row], source: Path, output: Path, batch_size: int) -> str:
     """Write the rows of ``source`` with their predictions, null for rows without text, to ``output``, atomically."""
-    _check(model, rows, source, labelled=False)
     problems, where = dict[int, Problem](), f"input: {source}"
     for index, row in enumerate(rows):
         try:
@@ -64,7 +63,6 @@ def evaluate_file(model: FinishedModel, rows: list[Row], source: Path, batch_siz
     task = model.task
     if errors is not None and (task.name == "mlm" or loss_of(metrics_of(task, training=False)) is None):
         raise ConfigError(f"errors: a run of {task.option} has no prediction with a loss for a row; remove it")
-    _check(model, rows, source, labelled=True)
     where, summary = f"input: {source}", DataSummary()
     samples, places = labelled_samples(rows, where, task, summary)
     problems = [problem for dropped in summary.dropped for problem in dropped.problems]
@@ -99,17 +97,6 @@ def predicted(model: FinishedModel, rows: Sequence[Row], batch_size: int) -> lis
     return [model.task.with_text(prediction, model.texts(row)) for prediction, row in zip(computed, rows, strict=True)]
 
 
-def _check(model: FinishedModel, rows: list[Row], source: Path, *, labelled: bool) -> None:
-    """Refuse rows without the columns that the model reads, or without those of the labels if ``labelled``."""
-    names = _names(rows)
-    model.choose_columns(names)
-    needed = [(column, "text_columns") for column in model.task.text_columns]
-    if labelled:
-        needed = [(column, key.removeprefix("data.")) for column, key in model.task.columns(training=False)]
-    if rows:
-        check_columns(names, needed, f"input: {source}")
-
-
 def _null(prediction: Any) -> Any:
     """The same fields with null values."""
     return {name: _null(value) for name, value in prediction.items()} if isinstance(prediction, dict) else None
@@ -117,7 +104,7 @@ def _null(prediction: Any) -> Any:
 
 def _joined(rows: Sequence[Row], predictions: Sequence[Row]) -> list[Row]:
     """All columns that any of the rows has, in each row, ``input_`` before names of predictions, then these."""
-    names, predicted = _names(rows), predictions[0]
+    names, predicted = columns_in(rows), predictions[0]
     renamed, taken = {name: name for name in names}, {*names, *predicted}
     for name in names:
         if name in predicted or name.partition(".")[0] in predicted:
@@ -126,11 +113,6 @@ def _joined(rows: Sequence[Row], predictions: Sequence[Row]) -> list[Row]:
             taken.add(renamed[name])
     both = zip(rows, predictions, strict=True)
     return [{renamed[name]: row.get(name) for name in names} | prediction for row, prediction in both]
-
-
-def _names(rows: Sequence[Row]) -> list[str]:
-    """The columns that any of the rows has, in the order in which they occur."""
-    return list(dict.fromkeys(name for row in rows for name in row))
 
 
 def _save(rows: list[Row], output: Path, key: str) -> None:

@@ -186,6 +186,8 @@ class TaskSettings(Settings):
     most_texts: ClassVar[int | None] = 2
     trains_on_random_tokens: ClassVar[bool] = False  # rows of random tokens have labels for it
     ignores_labels: ClassVar[bool] = False  # its loss and training metrics leave out the label -100
+    splits_words: ClassVar[bool] = False  # texts are lists of words
+    predicted_texts: ClassVar[int | None] = None  # texts that a prediction reads, the first ones; None for all
 
     text_columns: list[str] = Field(["text"], examples=["[text]"])
     """Columns of the text, two for pairs."""
@@ -317,6 +319,7 @@ class RegressionSettings(_MayHavePairs):
 class TokenClassificationSettings(TaskSettings):
     most_texts = 1
     ignores_labels = True
+    splits_words = True
 
     task: Literal["token_classification"] = "token_classification"
     """A tag per word."""
@@ -351,6 +354,7 @@ class RerankingSettings(_MayHavePairs):
 
 class EmbeddingSettings(TaskSettings):
     most_texts = None
+    predicted_texts = 1
 
     task: Literal["embedding"] = "embedding"
     """A vector per text."""

@@ -34,7 +34,6 @@ class Task(TaskSettings):
 
     auto_class: ClassVar[str] = "AutoModelForSequenceClassification"
     loss_per_token: ClassVar[bool] = False  # the loss is a mean over labelled tokens instead of samples
-    splits_words: ClassVar[bool] = False  # texts are lists of words
     pools_real_tokens: ClassVar[bool] = False  # the head on a bare encoder ignores outputs at padding positions
     groups_samples: ClassVar[bool] = False  # samples with the same first text are evaluated together
 

@@ -26,7 +26,6 @@ class TokenClassification(TokenClassificationSettings, TaskWithClasses):
 
     auto_class = "AutoModelForTokenClassification"
     loss_per_token = True
-    splits_words = True
 
     def text(self, row: Mapping[str, Any], column: str, where: str) -> list[str]:
         """The words of a sample: a list of words, or text, which is split at whitespace."""

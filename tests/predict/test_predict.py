@@ -44,13 +44,26 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "runs" / "done"
 
 
-def test_a_broken_file_is_refused_before_torch_is_imported(finished: Path, tmp_path: Path) -> None:
-    (tmp_path / "in.csv").write_text('text\n"a"b\n')
+@pytest.mark.parametrize(
+    ("content", "more", "problems"),
+    [
+        ('text\n"a"b\n', [], ["cannot be read (line 2: "]),
+        ("txt,lable\na,b\n", [], ["has no column 'text'; did you mean 'txt'? (it has: txt, lable); set text_columns="]),
+        ("txt,lable\na,b\n", ["--evaluate"], ["has no column 'text'; ", "has no column 'label'; "]),
+        ("text\na\n", ["text_columns=b"], ["has no column 'b' (it has: text); set text_columns=[NAME]"]),
+    ],
+)
+def test_a_broken_file_and_all_missing_columns_are_refused_before_torch_is_imported(
+    content: str, more: list[str], problems: list[str], finished: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "in.csv").write_text(content)
     code = "import sys; sys.modules['torch'] = None; import composer_speedups.predict.__main__ as p; p.command()"
-    command = [sys.executable, "-c", code, str(finished), "--input", str(tmp_path / "in.csv")]
+    command = [sys.executable, "-c", code, str(finished), "--input", str(tmp_path / "in.csv"), *more]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr.startswith("predict: input: ")) == (2, True), done.stderr
-    assert "cannot be read (line 2: " in done.stderr
+    assert done.returncode == 2, done.stderr
+    for line, problem in zip(done.stderr.splitlines(), problems, strict=True):
+        assert line.startswith(f"predict: input: {tmp_path}/in.csv")
+        assert problem in line
 
 
 def test_evaluate_alone_writes_no_file_whose_name_could_be_refused() -> None:
