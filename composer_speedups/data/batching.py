@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -63,22 +63,8 @@ def _split(max_tokens: int, batch: Any, max_samples: int | float) -> list[Any]:
             f"split_by_tokens needs a mapping with input_ids, not {type(batch).__name__}; remove it from the DataSpec"
         )
     tokens = lengths.reshape(len(lengths), -1).sum(-1) if lengths.ndim > 1 else lengths
-    sizes = _group(tokens.tolist(), max_tokens, max_samples)
-    return [batch] if len(sizes) < 2 else _pieces(batch, sizes)
-
-
-def _group(tokens: Iterable[int], max_tokens: int, max_samples: int | float) -> list[int]:
-    """The number of samples of each micro-batch, for the number of tokens of each sample."""
-    sizes: list[int] = []
-    total = 0
-    for count in tokens:
-        if sizes and total + count <= max_tokens and sizes[-1] < max_samples:
-            sizes[-1] += 1
-            total += count
-        else:
-            sizes.append(1)
-            total = count
-    return sizes
+    microbatches = _cut(np.arange(len(tokens)), (tokens, max_tokens), (np.ones_like(tokens), max_samples))
+    return [batch] if len(microbatches) < 2 else _pieces(batch, [len(samples) for samples in microbatches])
 
 
 def _pieces(batch: Mapping[str, Any], sizes: Sequence[int]) -> list[Any]:
@@ -185,7 +171,7 @@ class TokenBatchSampler(DistributedSampler[int]):
         return (len(microbatches) - 1) // share if self.drop_last else -(-len(microbatches) // share)
 
 
-def _cut(order: Integers, *bounds: tuple[Integers, int]) -> list[Integers]:
+def _cut(order: Integers, *bounds: tuple[Integers, int | float]) -> list[Integers]:
     """Cut an order of samples when the next one would exceed a bound on the sum of a number that each sample has."""
     sums = [(np.concatenate([[0], np.cumsum(numbers[order])]), most) for numbers, most in bounds]
     cuts = [0]

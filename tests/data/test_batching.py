@@ -113,17 +113,18 @@ def test_train_py_counts_each_micro_batch_by_its_weight(job: str) -> None:
     """On two ranks, the numbers of micro-batches differ."""
     jobs = [*QUICK, "trainer.device=cpu", "trainer.max_duration=3ba", "trainer.eval_batches=1", job]
     sizes: list[list[int]] = []
-    group = batching._group
+    cut = batching._cut
 
-    def recorded(*arguments: Any) -> list[int]:
-        sizes.append(group(*arguments))
-        return sizes[-1]
+    def recorded(*arguments: Any) -> Any:
+        microbatches = cut(*arguments)
+        sizes.append([len(samples) for samples in microbatches])
+        return microbatches
 
     def both(suffix: str) -> tuple[dict[str, Any], dict[str, Any], list[list[int]]]:
         whole = run(*jobs, f"run_name=whole{suffix}")
         sizes.clear()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(batching, "_group", recorded)
+            patch.setattr(batching, "_cut", recorded)
             return whole, run(*jobs, "trainer.microbatch_tokens=60", f"run_name=parts{suffix}"), [*sizes]
 
     one = both("")
