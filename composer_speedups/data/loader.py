@@ -25,6 +25,7 @@ from composer_speedups.data.tokens import load_tokenizer, measure_truncation, to
 from composer_speedups.distributed.balanced_sampling import BalancedSampler
 from composer_speedups.families.flops import batch_lengths
 from composer_speedups.packing.rows import IGNORED, SAMPLES, IndexedRows, lengths_key, row_lengths
+from composer_speedups.tasks.labels import TaskWithClasses
 from composer_speedups.tasks.settings import GENERATED, DataConfig
 from composer_speedups.tasks.task import Task
 
@@ -105,7 +106,7 @@ def build_data(
     size, samples = config.batch_size or 0, None
     if train is None:
         rows, declared = stream_of_samples(config, seed)
-        if task.lacks_classes:
+        if isinstance(task, TaskWithClasses) and task.lacks_classes:
             _learn_from_stream(task, declared)
         collate = Tokenized(collate, tokenizer, task, config.max_length)
     else:
@@ -168,7 +169,7 @@ def _training_sampler(config: DataConfig, tokens: FlatTokens, seed: int, microba
     return sampler
 
 
-def _learn_from_stream(task: Task, declared: Mapping[str, list[str]]) -> None:
+def _learn_from_stream(task: TaskWithClasses, declared: Mapping[str, list[str]]) -> None:
     """Take the classes that a streamed dataset declares, if there were no validation samples to take them from."""
     if task.label_column not in declared:
         raise ConfigError(

@@ -30,6 +30,7 @@ from composer_speedups.data.reader import (
     with_class_names,
 )
 from composer_speedups.data.summary import DataSummary, DroppedRows, Problem, invalid_rows
+from composer_speedups.tasks.labels import TaskWithClasses
 from composer_speedups.tasks.settings import GENERATED, DataConfig
 from composer_speedups.tasks.task import Example, Task
 
@@ -43,6 +44,8 @@ class _Split(NamedTuple):
 
     def teach(self, task: Task, *, training: bool = True, trial: bool = False) -> None:
         """Let the task learn its labels; a ``trial`` finds also those of rows that will be dropped."""
+        if not isinstance(task, TaskWithClasses):
+            return
         found = task.lacks_classes and task.label_column not in self.declared and not trial
         columns = [column for column, _ in task.columns(training=training)]
         task.learn({name: [row.get(name) for row in self.rows] for name in columns}, self.declared, self.where)
@@ -54,7 +57,7 @@ class _Split(NamedTuple):
     ) -> dict[int, Example]:
         """Place → sample of the rows at ``places``, or of all rows; the invalid ones are refused or dropped."""
         examples, invalid = {}, list[Problem]()
-        if places is None and task.reads_label(training=training):
+        if places is None and isinstance(task, TaskWithClasses) and task.reads_label(training=training):
             task.check_labels([row.get(str(task.label_column)) for row in self.rows], self.where)
         places = range(len(self.rows)) if places is None else places
         for place in places:

@@ -33,6 +33,7 @@ class TaskWithClasses(Task):
 
     @property
     def lacks_classes(self) -> bool:
+        """Whether the names of the classes are still to be determined by :meth:`learn`."""
         return self.labels is None
 
     @property
@@ -44,7 +45,8 @@ class TaskWithClasses(Task):
         return [label]
 
     def learn(self, columns: Mapping[str, Sequence[Any]], declared: Mapping[str, list[str]], where: str) -> None:
-        """Take the names that the dataset declares, or the sorted distinct labels."""
+        """Take the names that the dataset, described by ``where``, has ``declared`` for the integers of its column, or
+        the sorted distinct labels in the raw ``columns`` of the training samples."""
         if self.labels is not None:
             return
         column = str(self.label_column)
@@ -70,6 +72,8 @@ class TaskWithClasses(Task):
         )
 
     def check_classes(self, where: str) -> None:
+        """Refuse classes that :meth:`learn` found and that a reader made by mistake, or that look alike or are the same
+        number. ``data.labels`` accepts any names."""
         where = f"{where}: the column {self.label_column}"
         same: dict[Any, str] = {}
         for name in self.classes:

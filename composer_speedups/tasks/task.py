@@ -49,21 +49,7 @@ class Task(TaskSettings):
                 sections[section][key] = getattr(self, name)
         return sections
 
-    @property
-    def lacks_classes(self) -> bool:
-        """Whether the names of the classes are still to be determined by :meth:`learn`."""
-        return False
-
     # --- data ---------------------------------------------------------------------------------------------------------
-
-    def learn(self, columns: Mapping[str, Sequence[Any]], declared: Mapping[str, list[str]], where: str) -> None:
-        """Determine open settings, such as the names of the classes, from the training samples.
-
-        Args:
-            columns: The raw columns named by :meth:`columns`.
-            declared: Column → the class names that the dataset declares for its integers.
-            where: The dataset, for errors.
-        """
 
     def learn_frequencies(self, labels: Sequence[Any]) -> None:
         """Determine settings that depend on how often each label occurs, such as balanced class weights.
@@ -103,13 +89,6 @@ class Task(TaskSettings):
     def label(self, value: Any, where: str) -> Any:
         """Check a raw label and convert it for the loss; by default a number."""
         return number(value, where, str(self.label_column))
-
-    def check_classes(self, where: str) -> None:
-        """Refuse classes that :meth:`learn` found and that a reader made by mistake, or that look alike or are the same
-        number. ``data.labels`` accepts any names."""
-
-    def check_labels(self, values: Sequence[Any], where: str) -> None:
-        """Check what the raw labels of a data set, described by ``where``, tell only together."""
 
     def prepared(self, examples: list[Example], *, training: bool) -> list[Example]:
         """Build the samples from all checked rows; by default these are returned unchanged."""

@@ -14,6 +14,7 @@ import pyarrow.parquet
 from composer_speedups.data.sources import load_samples, load_validation
 from composer_speedups.data.streams import stream_of_samples
 from composer_speedups.tasks.classification import Classification
+from composer_speedups.tasks.labels import TaskWithClasses
 from composer_speedups.tasks.settings import DataConfig
 from composer_speedups.tasks.task import Task
 
@@ -57,7 +58,7 @@ def in_memory(name: str, task: Task | None = None) -> Rows:
 def streamed(name: str, task: Task | None = None) -> Rows:
     """The same in the first pass over a stream in the order of the file; its classes are those of the file."""
     task = task or Classification()
-    if task.lacks_classes:
+    if isinstance(task, TaskWithClasses) and task.lacks_classes:
         load_validation(files("unused", name), task)
     stream, _ = stream_of_samples(files(name, streaming=True, shuffle_buffer=1), seed=1)
     examples = [task.example(row, "a streamed row", training=True) for row in stream.rows]
