@@ -117,7 +117,14 @@ def build_data(
         if indexed:
             rows = IndexedRows(rows, collate)
             collate = rows.collate
-    loader = _dataloader(config, rows, size, collate, sampler, on_gpu=on_gpu, drop_last=config.drop_last)
+    dataloader = partial(
+        DataLoader,
+        num_workers=config.workers,
+        pin_memory=config.pin_memory and on_gpu,
+        prefetch_factor=config.prefetch_factor,
+        persistent_workers=config.persistent_workers,
+    )
+    loader = dataloader(rows, size // world, sampler=sampler, collate_fn=collate, drop_last=config.drop_last)
     split = _refuse_to_split if task.needs_whole_batch else None
     count = partial(tokens_and_weight, task) if task.weights_losses else real_tokens
     train_spec = DataSpec(loader, get_num_tokens_in_batch=count, get_num_samples_in_batch=samples, split_batch=split)
@@ -126,25 +133,8 @@ def build_data(
     # Composer reads the number of samples of a distributed sampler's batch from the device, and waits, at each batch.
     sampler = SequentialSampler(evaluation) if world == 1 else dist.get_sampler(evaluation)
     collate = task.collator(pad, tokenizer, training=False)
-    size = config.eval_batch_size or size
-    loader = _dataloader(config, evaluation, size, collate, sampler, on_gpu=on_gpu, drop_last=False)
+    loader = dataloader(evaluation, (config.eval_batch_size or size) // world, sampler=sampler, collate_fn=collate)
     return Data(train_spec, DataSpec(loader, get_num_tokens_in_batch=count), tokenizer, summary)
-
-
-def _dataloader(
-    config: DataConfig, rows: Any, size: int, collate: Any, sampler: Any, *, on_gpu: bool, drop_last: bool
-) -> DataLoader[Any]:
-    return DataLoader(
-        rows,
-        batch_size=size // dist.get_world_size(),
-        sampler=sampler,
-        collate_fn=collate,
-        drop_last=drop_last,
-        num_workers=config.workers,
-        pin_memory=config.pin_memory and on_gpu,
-        prefetch_factor=config.prefetch_factor,
-        persistent_workers=config.persistent_workers,
-    )
 
 
 def _training_sampler(config: DataConfig, tokens: FlatTokens, seed: int, microbatch_tokens: int | None) -> Any:

@@ -62,19 +62,17 @@ class Tokenized:
         self.collate, self.tokenizer, self.task, self.max_length = collate, tokenizer, task, max_length
 
     def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        columns: dict[str, list[Any]]
         if "input_ids" in rows[0]:
-            return self.collate(Ragged.of(self._tokenized(rows)))
-        examples = [self.task.example(row, "a streamed row", training=True) for row in rows]
-        columns = {key: [example[key] for example in examples] for key in examples[0]}
-        return self.collate(Ragged.of(self.task.encode(columns, self.tokenizer, self.max_length)))
-
-    def _tokenized(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-        vocabulary = len(self.tokenizer)
-        columns = {"input_ids": [_token_ids(row, vocabulary)[: self.max_length] for row in rows]}
-        label = self.task.label_column
-        if label is not None:
-            columns["labels"] = [self.task.label(row.get(label), "a streamed row") for row in rows]
-        return columns
+            vocabulary, label = len(self.tokenizer), self.task.label_column
+            columns = {"input_ids": [_token_ids(row, vocabulary)[: self.max_length] for row in rows]}
+            if label is not None:
+                columns["labels"] = [self.task.label(row.get(label), "a streamed row") for row in rows]
+        else:
+            examples = [self.task.example(row, "a streamed row", training=True) for row in rows]
+            texts = {key: [example[key] for example in examples] for key in examples[0]}
+            columns = self.task.encode(texts, self.tokenizer, self.max_length)
+        return self.collate(Ragged.of(columns))
 
 
 def _token_ids(row: Mapping[str, Any], vocabulary: int) -> list[int]:

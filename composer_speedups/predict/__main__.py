@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -92,15 +93,13 @@ def read_request(arguments: Sequence[str]) -> tuple[Path, Request]:
         raise ConfigError("output has no effect with evaluate, which only prints; remove one of them")
     if request.errors is not None and not request.evaluate:
         raise ConfigError("errors needs labelled rows; add --evaluate")
-    key, formats = ("errors", _FORMATS[:2]) if request.evaluate else ("output", _FORMATS)
-    file = request.errors if request.evaluate else request.output or request.input
-    if is_address(file or ""):
-        raise ConfigError(f"{key} must be a local file; add --{key} FILE")
-    if not request.evaluate:
-        if request.output is None:
-            request.output = f"{Path(request.input).with_suffix('')}.predictions.jsonl"
-        file = request.output
+    if not request.evaluate and request.output is None:
+        request.output = f"{os.path.splitext(request.input)[0]}.predictions.jsonl"
+    key, file = ("errors", request.errors) if request.evaluate else ("output", request.output)
+    formats = _FORMATS[:2] if request.evaluate else _FORMATS
     if file is not None:
+        if is_address(file):
+            raise ConfigError(f"{key} must be a local file; add --{key} FILE")
         output = Path(file)
         if output.is_dir():
             raise ConfigError(f"{key}: {output} is a folder; name a file in it")

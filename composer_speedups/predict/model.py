@@ -74,14 +74,11 @@ class FinishedModel:
             model.cuda()
         chosen = ("bf16" if on_gpu else "fp32") if precision == "auto" else precision
         finished = cls(model, built, tokenizer, max_length, chosen)
-        finished._engage()
-        return finished
-
-    def _engage(self) -> None:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            done = apply_recommended(self.model).evidence
-        self.engaged = [f"techniques: {', '.join(done) or 'none'}", *(str(warning.message) for warning in caught)]
+            done = apply_recommended(model).evidence
+        finished.engaged = [f"techniques: {', '.join(done) or 'none'}", *(str(warning.message) for warning in caught)]
+        return finished
 
     def encode(self, rows: Sequence[Mapping[str, Any]]) -> Columns:
         """Token ids of rows, each a mapping from its columns to texts."""
