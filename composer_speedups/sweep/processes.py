@@ -7,7 +7,6 @@ import itertools
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -79,7 +78,7 @@ def own_line(output: str) -> str:
 
 
 class Process:
-    """A running job, in a process group of its own; on Linux with ``setpriv``, it is killed with this process."""
+    """A running job, in a process group of its own; with ``setpriv``, it is killed with this process."""
 
     def __init__(self, job: Job) -> None:
         self.job, self.killed = job, False
@@ -88,7 +87,7 @@ class Process:
         environment |= job.environment
         with open(job.log, "ab") as output:
             self._offset = output.tell()
-            forked = sys.platform == "linux" and job.ranks == 1 and not job.cold
+            forked = job.ranks == 1 and not job.cold
             if forked:
                 start_server()  # its imports are no part of the job
             self.began = time.perf_counter()

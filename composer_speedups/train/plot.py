@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,7 +20,7 @@ from composer_speedups.callbacks.checkpoints import callback_of
 from composer_speedups.callbacks.history import RunHistory
 from composer_speedups.callbacks.losses import LossMonitor
 from composer_speedups.callbacks.throughput import Batch, ThroughputMonitor, shown_rate
-from composer_speedups.core.files import write_atomically
+from composer_speedups.core.files import atomic_file
 from composer_speedups.train.config.schema import Config
 from composer_speedups.train.run_folder import RunFolder
 
@@ -91,9 +90,8 @@ def _drawable(text: str) -> str:
 
 
 def _write(figure: Figure, path: Path) -> None:
-    image = io.BytesIO()
-    figure.savefig(image, format="png")
-    write_atomically(path, image.getvalue())
+    with atomic_file(path) as image:
+        figure.savefig(image, format="png")
 
 
 def _draw_rates(axes: Axes, monitor: ThroughputMonitor) -> None:

@@ -8,14 +8,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import yaml
 from composer.core import Time
 from composer.utils import dist
 
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.core.files import LockedFileError, lock_file, remove_unfinished, with_working_directory
 from composer_speedups.train.checkpoints import DamagedCheckpointError, checkpoints_in, read_checkpoint
-from composer_speedups.train.config.load import differences, save_config, written
+from composer_speedups.train.config.load import differences, save_config
 from composer_speedups.train.config.schema import OBJECT_STORES, Config, checkpoint_problem
 from composer_speedups.train.inputs import INITIAL, Inputs, changed_input, inputs_of
 
@@ -108,11 +107,8 @@ class RunFolder:
 
     def _began_with(self, config: Config) -> bool:
         """Whether the interrupted run was started with the same ``checkpoint.load``, so that its own are newer."""
-        try:
-            before = yaml.safe_load(self._config.read_text())["checkpoint"]["load"]
-        except (OSError, UnicodeDecodeError, yaml.YAMLError, LookupError, TypeError):
-            return False
-        return bool(before == written(config)["checkpoint"]["load"])
+        changes = differences(config, self._config)
+        return changes is not None and all(key != _LOAD for key, *_ in changes)
 
     def _check_same_inputs(self, held: dict[str, Any], since: str, fix: str) -> None:
         """Refuse a checkpoint that was trained on other files. Weights that it began with are not read again."""
