@@ -184,7 +184,7 @@ def _held_out(split: _Split, examples: Mapping[int, Example], task: Task, config
     if task.groups_samples:
         drawn = _whole_groups([split.rows[place].get(task.text_columns[0]) for place in places], count, config.seed)
     else:
-        drawn = _stratified([task.stratum(example) for example in examples.values()], count, config.seed)
+        drawn = _stratified([example.get("labels") for example in examples.values()], count, config.seed)
     if len(drawn) == total:
         raise DataError(
             f"{split.where} has rows of only one {task.text_columns[0]}, which data.eval_fraction cannot split"
@@ -192,18 +192,19 @@ def _held_out(split: _Split, examples: Mapping[int, Example], task: Task, config
     return {places[number] for number in drawn.tolist()}
 
 
-def _stratified(strata: Sequence[int | None], count: int, seed: int) -> Arrays:
-    """Draw ``count`` rows at random, of each stratum its share up to one row, and its only row last."""
-    order = np.random.default_rng(seed).permutation(len(strata))
-    if strata[0] is None:
+def _stratified(labels: Sequence[Any], count: int, seed: int) -> Arrays:
+    """Draw ``count`` rows at random; of each class, if each label is one, its share up to one row, and its only row
+    last."""
+    order = np.random.default_rng(seed).permutation(len(labels))
+    if not isinstance(labels[0], int):
         return order[:count]
-    stratum_N = np.array(strata)
-    _, index_N, rows_N = np.unique(stratum_N, return_inverse=True, return_counts=True)
+    class_N = np.array(labels)
+    _, index_N, rows_N = np.unique(class_N, return_inverse=True, return_counts=True)
     several = order[rows_N[index_N[order]] > 1]
     if len(several) < count:
         return order[:count]
-    in_strata = several[np.argsort(stratum_N[several], kind="stable")]  # each stratum in random order
-    return in_strata[((np.arange(count) + 0.5) * len(in_strata) / count).astype(int)]
+    by_class = several[np.argsort(class_N[several], kind="stable")]  # each class in random order
+    return by_class[((np.arange(count) + 0.5) * len(by_class) / count).astype(int)]
 
 
 def _draw(dataset: Dataset, config: DataConfig, samples: int | None, *, whole: bool = False) -> Dataset:

@@ -17,7 +17,6 @@ from composer_speedups.packing.rows import IGNORED
 from composer_speedups.tasks.labels import TaskWithClasses
 from composer_speedups.tasks.metrics import BinaryF1, MacroF1, Matthews, MeanLoss
 from composer_speedups.tasks.settings import ClassificationSettings
-from composer_speedups.tasks.task import Example
 
 
 class Classification(ClassificationSettings, TaskWithClasses):
@@ -36,9 +35,6 @@ class Classification(ClassificationSettings, TaskWithClasses):
     @property
     def classes(self) -> list[str]:
         return super().classes or ["0", "1"]  # two for rows of random tokens, which do not name classes
-
-    def stratum(self, example: Example) -> int:
-        return example["labels"]  # type: ignore[no-any-return]
 
     def label(self, value: Any, where: str) -> int:
         return self.class_of(value, where)

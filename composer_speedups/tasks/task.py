@@ -70,10 +70,6 @@ class Task(TaskSettings):
             example["labels"] = self.label(row.get(str(self.label_column)), where)
         return example
 
-    def stratum(self, example: Example) -> int | None:
-        """The class of a checked sample, of which a held-out fraction has the same share; None draws from all alike."""
-        return None
-
     def best_constant(self, labels: Sequence[Any]) -> dict[str, Any] | None:
         """What it is → the one answer that suits the labels of all tokenized samples best, then the metric in which it
         does so → its value, for each such answer; None for a task without one."""
