@@ -3,6 +3,7 @@ rows.
 
 A table is a YAML file under benchmarks/tables (or its name without .yaml)::
 
+    like: fast                        # table with the keys that are missing here; its overrides come first
     base: yamls/bert_imdb_fp32.yaml   # config of every configuration
     set: [trainer.max_duration=60ba]  # overrides of every configuration
     repeats: 3                        # runs of every configuration; configurations take turns

@@ -74,6 +74,16 @@ class Table(_Keys):
         return self
 
 
+def _keys_of(path: Path) -> dict[str, Any]:
+    """A file's keys; those that it lacks are of the table that it is ``like``, after whose ``set`` comes its own."""
+    keys = yaml.safe_load(path.read_text())
+    like = keys.pop("like", None)
+    if like is None:
+        return keys
+    other = _keys_of(path.with_name(f"{like}.yaml"))
+    return {**other, **keys, "set": [*other.get("set", []), *keys.get("set", [])]}
+
+
 def read_table(path: Path, overrides: Sequence[str] = ()) -> Table:
     """Read a table. Overrides replace ``repeats``, ``jobs``, ``warm_jobs`` and axes of the matrix, select
     configurations or resume; others apply to all configurations.
@@ -81,7 +91,7 @@ def read_table(path: Path, overrides: Sequence[str] = ()) -> Table:
     Raises:
         SystemExit: Names the key, and says what is allowed.
     """
-    keys = yaml.safe_load(path.read_text()) | {"last": []}
+    keys = _keys_of(path) | {"last": []}
     for override in overrides:
         key, sign, value = override.partition("=")
         if not sign:

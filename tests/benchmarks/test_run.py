@@ -127,6 +127,14 @@ def test_configurations_accumulate_over_the_matrix_except_those_of_peers() -> No
     assert read(cumulative=False)[3].overrides[2:-1] == ["y=1"]
 
 
+def test_a_table_that_is_like_another_has_its_keys_and_sets_its_own_afterwards() -> None:
+    every = {"set": ["a=1", "b=1"], "matrix": {"seed": [1, 2]}, "cumulative": True}
+    whole = read_table(table(**every, configurations={"x": [], "y": ["y=1"]}))
+    Path("like.yaml").write_text("like: table\nset: [a=2]\nmatrix: {}\n")
+    like = read_table(Path("like.yaml"), ["repeats=5"])
+    assert like == whole.model_copy(update={"overrides": ["a=1", "b=1", "a=2"], "matrix": {}, "repeats": 5})
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
