@@ -45,7 +45,7 @@ def main(arguments: list[str]) -> None:
         before = compile_counts()
         applied = apply(model, techniques, build_optimizer(model, config.optimizer))
         meter = Meter(config, model, device, precision)
-        Loop(config, job, applied.optimizer, torch.amp.GradScaler(enabled=False), meter).fit(plan)
+        Loop(config, job, applied.optimizer, meter).fit(plan)
         evidence = {"techniques": list(map(repr, techniques)), "graphs": compile_counts().since(before).graphs}
         meter.write(folder, "bare_loop", evidence)
 
@@ -60,10 +60,8 @@ def _precision(config: Config) -> str:
 class Loop:
     """Trains and evaluates a job, and tells the meter."""
 
-    def __init__(
-        self, config: Config, job: Job, optimizer: Optimizer, scaler: torch.amp.GradScaler, meter: Meter
-    ) -> None:
-        self.job, self.model, self.optimizer, self.scaler, self.meter = job, job.model, optimizer, scaler, meter
+    def __init__(self, config: Config, job: Job, optimizer: Optimizer, meter: Meter) -> None:
+        self.job, self.model, self.optimizer, self.meter = job, job.model, optimizer, meter
         self.device = next(job.model.parameters()).device
         self._max_grad_norm = config.optimizer.max_grad_norm
         self._trained = [p for p in job.model.parameters() if p.requires_grad]
@@ -100,12 +98,10 @@ class Loop:
 
     def _step(self, batch: Mapping[str, Tensor]) -> Tensor:
         outputs, _ = self.forward(batch)
-        self.scaler.scale(outputs["loss"]).backward()
+        outputs["loss"].backward()
         if self._max_grad_norm is not None:
-            self.scaler.unscale_(self.optimizer)
             nn.utils.clip_grad_norm_(self._trained, self._max_grad_norm)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
+        self.optimizer.step()
         self.optimizer.zero_grad()
         return outputs["loss"].detach()
 

@@ -67,8 +67,7 @@ def main(arguments: list[str]) -> None:
     if flags.attention == "FA4":
         check_package(torch_device(device))
         attend = functools.partial(varlen_attention, fa4=True)
-    AttentionInterface.register(ATTENTION, attend)
-    AttentionMaskInterface.register(ATTENTION, lambda *_, **__: None)
+    register_attention(attend)
 
     def prepared(job: Job) -> None:
         check_model(job.model.model, fa4=flags.attention == "FA4")
@@ -76,6 +75,12 @@ def main(arguments: list[str]) -> None:
         prepare(job.model.model, attend)
 
     train("flattened_loop", config, device, flags, prepared, FlattenedLoop, lambda: {"attention": flags.attention})
+
+
+def register_attention(attend: Callable[..., Any]) -> None:
+    """Let transformers' models attend by :func:`varlen_attention`, without a mask."""
+    AttentionInterface.register(ATTENTION, attend)
+    AttentionMaskInterface.register(ATTENTION, lambda *_, **__: None)
 
 
 def train(
@@ -102,7 +107,7 @@ def train(
             group["fused"] = on_gpu
         before = compile_counts()
         meter = Meter(config, model, device, "amp_bf16" if on_gpu else "fp32")
-        loop = loop_class(config, job, optimizer, torch.amp.GradScaler(enabled=False), meter)
+        loop = loop_class(config, job, optimizer, meter)
         loop.use(flags, on_gpu=on_gpu)
         loop.fit(plan_of(config, len(job.train)))
         graphs = compile_counts().since(before).graphs

@@ -39,13 +39,7 @@ def read_flags(arguments: Sequence[str], own: type[Settings]) -> tuple[Config, A
 
 
 def training_arguments(
-    kind: type[TrainingArguments],
-    config: Config,
-    plan: Plan,
-    flags: dict[str, Any],
-    *,
-    on_gpu: bool,
-    folder: Path,
+    kind: type[TrainingArguments], config: Config, plan: Plan, flags: dict[str, Any], *, on_gpu: bool, folder: Path
 ) -> TrainingArguments:
     """The job's settings, overridden by the fastest flags, overridden by the user's."""
     optimizer, data = config.optimizer, config.data

@@ -37,10 +37,8 @@ from sentence_transformers.sentence_transformer.losses import MultipleNegativesR
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import BertModel
-from transformers.masking_utils import AttentionMaskInterface
-from transformers.modeling_utils import AttentionInterface
 
-from benchmarks.peers.flattened_loop import ATTENTION, varlen_attention
+from benchmarks.peers.flattened_loop import ATTENTION, register_attention, varlen_attention
 from benchmarks.peers.job import Job, build_job, plan_of, set_attention
 from benchmarks.peers.job_trainer import JobTrainer, meter_of, read_flags, training_arguments
 from composer_speedups.core.errors import ConfigError, first_line
@@ -78,8 +76,7 @@ def main(arguments: list[str]) -> None:
             if type(job.model.model) is not BertModel:
                 raise ConfigError(f"peer.flatten: supports BertModel only, not {type(job.model.model).__name__}")
             own.attention = ATTENTION
-            AttentionInterface.register(ATTENTION, varlen_attention)
-            AttentionMaskInterface.register(ATTENTION, lambda *_, **__: None)
+            register_attention(varlen_attention)
             if on_gpu:
                 torch.set_num_threads(1)  # waking threads takes longer than flattening a batch
         set_attention(job.model, own.attention)

@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers.masking_utils import AttentionMaskInterface
-from transformers.modeling_utils import AttentionInterface
 
 from benchmarks.peers import flash_attention_4, flattened_loop
 from composer_speedups.core.compile_counts import compile_counts
@@ -37,8 +35,7 @@ def untouched(family: str, **settings: Any) -> Any:
 def flattened(reference: Any, *, fa4: bool = False) -> Any:
     """A copy of a model as the loop prepares it, without dropout."""
     attend = functools.partial(flattened_loop.varlen_attention, fa4=fa4)
-    AttentionInterface.register(flattened_loop.ATTENTION, attend)
-    AttentionMaskInterface.register(flattened_loop.ATTENTION, lambda *_, **__: None)
+    flattened_loop.register_attention(attend)
     model = copy.deepcopy(reference)
     flattened_loop.check_model(model)
     model.set_attn_implementation(flattened_loop.ATTENTION)

@@ -28,6 +28,7 @@ pytest.importorskip("sentence_transformers", reason="needs pip install '.[bench]
 from benchmarks.peers import hf_trainer, sentence_trainer  # behind importorskip
 
 QUICKSTART = ["-f", str(ROOT / "yamls" / "quickstart.yaml"), *SHORT]
+SHAPE = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64}
 JOB = ["data.train_samples=24", "data.eval_samples=16", "trainer.max_duration=2ep", "loggers.file={}"]
 
 
@@ -68,33 +69,27 @@ def test_peers_train_the_same_steps_and_report_the_same_keys(overrides: list[str
 
 
 @pytest.mark.exhaustive
-def test_peers_train_the_same_steps_of_esm(tmp_path: Path) -> None:
-    """Of a small model on generated proteins, some of which are cut off and some padded."""
-    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-    write_proteins(tmp_path, 48, **shape)
-    job = [f"model.name={tmp_path}", "model.size=null", "model.init=random", "data.source=files", "data.tokenizer=null"]
-    job += [f"data.train_file={tmp_path}/train.parquet", "data.eval_samples=null"]
-    job += ["trainer.max_duration=3ba", "data.max_length=256"]
+@pytest.mark.parametrize("family", ["esm", "modernbert"])
+def test_peers_train_the_same_steps_of_other_families(family: str, tmp_path: Path) -> None:
+    """ESM on generated proteins, some of which are cut off and some padded; ModernBERT with mean pooling and local
+    layers, whose windows are narrower than the texts."""
+    job = [f"model.name={tmp_path}", "model.size=null", "model.init=random", "trainer.max_duration=3ba"]
+    if family == "esm":
+        write_proteins(tmp_path, 48, **SHAPE, num_hidden_layers=2)
+        job += ["data.source=files", "data.tokenizer=null", f"data.train_file={tmp_path}/train.parquet"]
+        job += ["data.eval_samples=null", "data.max_length=256"]
+    else:
+        config = tiny_model("modernbert", classifier_pooling="mean", vocab_size=400, max_position_embeddings=256).config
+        config.save_pretrained(tmp_path)
+        job += ["model.dropout=null"]
     ours, expected = run(*JOB, *job), losses_of_ours()
     assert ours["throughput"]["padding_fraction"] > 0
-    for module in (flattened_loop, hf_trainer):
+    for module, attention in ((flattened_loop, "torch"), (hf_trainer, "sdpa"))[: 2 if family == "esm" else 1]:
         report = peer(module, *job)
         torch.testing.assert_close(report["losses"], expected, atol=6e-5, rtol=0)
         assert report["training"] | {"microbatch_size": 8} == ours["training"]
-
-
-@pytest.mark.exhaustive
-def test_the_flattened_loop_trains_the_same_steps_of_modernbert(tmp_path: Path) -> None:
-    """With local layers, whose windows are narrower than the texts, and mean pooling."""
-    config = tiny_model("modernbert", classifier_pooling="mean", vocab_size=400, max_position_embeddings=256).config
-    config.save_pretrained(tmp_path)
-    job = [f"model.name={tmp_path}", "model.size=null", "model.init=random", "model.dropout=null"]
-    job += ["trainer.max_duration=3ba"]
-    ours, expected = run(*JOB, *job), losses_of_ours()
-    report = peer(flattened_loop, *job)
-    torch.testing.assert_close(report["losses"], expected, atol=6e-5, rtol=0)
-    assert report["training"] | {"microbatch_size": 8} == ours["training"]
-    assert report["algorithms"]["flattened_loop"]["evidence"]["attention"] == "torch"
+        ((_, entry),) = report["algorithms"].items()
+        assert entry["evidence"]["attention"] == attention
 
 
 @pytest.mark.exhaustive
@@ -167,8 +162,7 @@ ROBERTA = ["model.name=roberta", "model.size=null", "model.init=random"]
     ],
 )
 def test_a_wrong_argument_is_one_line(module: Any, arguments: list[str], message: str) -> None:
-    shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
-    RobertaConfig(vocab_size=400, **shape).save_pretrained("roberta")
+    RobertaConfig(vocab_size=400, num_hidden_layers=1, **SHAPE).save_pretrained("roberta")
     with pytest.raises(ConfigError, match=re.escape(message)) as raised:
         peer(module, *arguments)
     assert "\n" not in str(raised.value)

@@ -76,18 +76,9 @@ def empty_gpu() -> None:
 @pytest.mark.parametrize("micro", ["null", "16"])
 def test_the_sizes_add_up_to_the_peak_of_a_fine_tuning_job(techniques: str, micro: str) -> None:
     """BERT-base at 64 x 256 tokens: equal within 10%, although gradients and activations do not all exist at once."""
-    memory = run(
-        "model.size=base",
-        "data.train_samples=512",
-        "data.batch_size=64",
-        "data.eval_batch_size=16",
-        "data.max_length=256",
-        "data.padding=max_length",
-        "trainer.max_duration=6ba",
-        f"trainer.microbatch_size={micro}",
-        f"algorithms={techniques}",
-        "export=false",
-    )["memory"]
+    job = "model.size=base data.train_samples=512 data.batch_size=64 data.eval_batch_size=16 data.max_length=256"
+    job += f" data.padding=max_length trainer.max_duration=6ba trainer.microbatch_size={micro} export=false"
+    memory = run(*job.split(), f"algorithms={techniques}")["memory"]
     parts = {name: size for name, size in memory.items() if name != "peak_gib"}
     assert all(size > 0 for size in parts.values())
     assert sum(parts.values()) == pytest.approx(memory["peak_gib"], rel=0.10), parts

@@ -25,16 +25,7 @@ from composer_speedups.core.compile_counts import count_capture
 from composer_speedups.core.technique import Technique
 from composer_speedups.families.flops import flops_counter, training_flops
 from composer_speedups.train.plot import plot_run
-from tests.helpers.common import (
-    SAVING,
-    Batches,
-    batch,
-    fit_and_close,
-    make_trainer,
-    plain_batches,
-    tiny_bert,
-    trained,
-)
+from tests.helpers.common import SAVING, Batches, batch, fit_and_close, make_trainer, plain_batches, tiny_bert, trained
 from tests.helpers.models import tiny_model
 from tests.helpers.ranks import on_ranks
 
@@ -312,10 +303,7 @@ def test_queued_gpu_work_is_charged_to_the_last_step(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(module, "_synchronize", wait)
     trainer = make_trainer(
-        batches=plain_batches(6),
-        callbacks=[monitor],
-        eval_dataloader=two_batches(),
-        eval_interval="4ba",
+        batches=plain_batches(6), callbacks=[monitor], eval_dataloader=two_batches(), eval_interval="4ba"
     )
     forward = trainer.state.model.forward
 

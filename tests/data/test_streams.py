@@ -145,17 +145,9 @@ def write_training_files(task: str) -> None:
 
 
 def stream_run(*overrides: str) -> dict[str, Any]:
-    return run(
-        "data.source=files",
-        "data.streaming=true",
-        f"data.train_file={Path.cwd()}/train.parquet",
-        "data.train_samples=null",
-        f"data.tokenizer={Path.cwd()}/words",
-        "trainer.eval_interval=4ba",
-        "export=false",
-        "data.labels=[negative,positive]",
-        *overrides,
-    )
+    job = ["data.source=files", f"data.train_file={Path.cwd()}/train.parquet", f"data.tokenizer={Path.cwd()}/words"]
+    job += ["data.streaming=true", "data.train_samples=null", "data.labels=[negative,positive]"]
+    return run(*job, "trainer.eval_interval=4ba", "export=false", *overrides)
 
 
 @pytest.mark.exhaustive

@@ -20,14 +20,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from composer_speedups import (
-    EarlyLoss,
-    FusedOptimizer,
-    LossMonitor,
-    MemoryAnatomy,
-    RunReport,
-    ThroughputMonitor,
-)
+from composer_speedups import EarlyLoss, FusedOptimizer, LossMonitor, MemoryAnatomy, RunReport, ThroughputMonitor
 from composer_speedups.core.trainer_state import model_of
 from composer_speedups.distributed import composer_loop
 from composer_speedups.distributed.composer_loop import reader_of_gradients, reads_no_gradients

@@ -16,14 +16,7 @@ from transformers import BertConfig, BertModel
 
 import composer_speedups
 from composer_speedups.families.blocks import blocks_of, repeated_blocks
-from composer_speedups.families.family import (
-    Block,
-    Reads,
-    config_value,
-    families,
-    family_named,
-    family_of,
-)
+from composer_speedups.families.family import Block, Reads, config_value, families, family_named, family_of
 from tests.helpers.exhaustive import family_params
 from tests.helpers.models import COPIES, ENCODERS, EVERY, FUSED, HEADS, ROTARY, Family, tiny_model
 

@@ -14,10 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
-from transformers import (
-    BertForSequenceClassification,
-    BertForTokenClassification,
-)
+from transformers import BertForSequenceClassification, BertForTokenClassification
 
 from composer_speedups.algorithms.fused_layers.fusing import fuse
 from composer_speedups.algorithms.unpadding.encoder_swap import restore_encoders, unpad
@@ -313,10 +310,7 @@ def compiled_part(part: nn.Module) -> Any:
 
 @pytest.mark.parametrize(
     ("path", "wrap"),
-    [
-        *product(["bert.encoder", "bert"], [compiled_part, LikeFSDP1, Wrapper]),
-        ("bert.encoder", checkpoint_wrapper),
-    ],
+    [*product(["bert.encoder", "bert"], [compiled_part, LikeFSDP1, Wrapper]), ("bert.encoder", checkpoint_wrapper)],
 )
 @pytest.mark.parametrize("when", others_exhaustive(["after a call", "after", "before"], lambda w: w != "after"))
 def test_a_part_that_is_wrapped(path: str, wrap: Any, when: str) -> None:

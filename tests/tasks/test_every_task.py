@@ -22,12 +22,13 @@ from composer_speedups.tasks.models import FinetuneModel
 from composer_speedups.train import application
 from composer_speedups.train.config.load import load_config
 from tests.conftest import ROOT
+from tests.data.samples import save
 from tests.helpers.common import Recorder, trained
 from tests.helpers.hangs import HANGS
 from tests.helpers.jobs import SHORT, assert_resumes_exactly, run
 from tests.helpers.ranks import on_ranks, once_per_run
 from tests.helpers.support import TASKS
-from tests.helpers.texts import collated, tiny_encoder, tokenizer_of, write_rows
+from tests.helpers.texts import collated, tiny_encoder, tokenizer_of
 from tests.helpers.wandb_runs import missing_in, read_wandb
 from tests.reference.loop import train_plainly
 from tests.reference.tolerance import assert_near
@@ -146,9 +147,8 @@ def test_ranks_train_as_one_process(task: str, way: str, one: dict[str, Any], tw
 def test_a_stream_trains_as_from_memory_and_resumes_exactly(task: str) -> None:
     """One batch holds all rows, so that their order does not matter. The learning rate is 0 in the first batch."""
     samples = builtin_samples(task, 8, 1, "train", 0.1)
-    rows = [dict(zip(samples, row, strict=True)) for row in zip(*samples.values(), strict=True)]
-    write_rows("rows.jsonl", rows)
-    texts = [value for row in rows for value in row.values() if isinstance(value, (str, list))]
+    save(samples, "rows.jsonl")
+    texts = [value for values in samples.values() for value in values if isinstance(value, (str, list))]
     tokenizer_of([text if isinstance(text, str) else " ".join(text) for text in texts]).save_pretrained("words")
     files = ["data.source=files", "data.train_file=rows.jsonl", "data.eval_file=rows.jsonl", "data.tokenizer=words"]
     files += ["data.train_samples=null", "trainer.eval_interval=1ba", "scheduler.name=constant"]

@@ -17,12 +17,11 @@ from composer_speedups.data.loader import build_data
 from composer_speedups.tasks.models import build_model
 from composer_speedups.tasks.settings import DataConfig, ModelConfig
 from composer_speedups.tasks.task import task_class
+from tests.data.samples import Rows, save
 from tests.helpers.common import Recorder, trained
 from tests.helpers.jobs import assert_resumes_exactly
-from tests.helpers.texts import write_rows
 from tests.reference.loop import train_plainly
 
-Rows = dict[str, list[Any]]
 pytestmark = pytest.mark.filterwarnings("ignore:Cannot split:UserWarning")  # a short last batch
 TASKS = ["classification", "multilabel", "regression", "token_classification"]
 LENGTH = 40
@@ -41,10 +40,6 @@ def rows_of(task: str, split: str = "train", count: int = 16) -> Rows:
         rows["label"] = [CLASSES[min(int(stars * 0.6), 2)] for stars in rows["label"]]
         rows["label"][:3] = CLASSES
     return rows
-
-
-def written(rows: Rows, name: str) -> str:
-    return write_rows(name, [dict(zip(rows, values, strict=True)) for values in zip(*rows.values(), strict=True)])
 
 
 def inputs_of(task: str, rows: Rows, tokenizer: Any) -> dict[str, Tensor]:
@@ -85,7 +80,7 @@ def labels_of(task: str, rows: Rows, names: list[str], tokenizer: Any) -> Tensor
 def test_losses_and_gradients_equal_transformers_in_a_plain_loop(task: str) -> None:
     """From texts to losses and gradients, with the techniques that run on a CPU."""
     config = DataConfig(
-        source="files", train_file=written(rows_of(task), "train.jsonl"), eval_file="train.jsonl", batch_size=4,
+        source="files", train_file=save(rows_of(task), "train.jsonl"), eval_file="train.jsonl", batch_size=4,
         tokenizer="wordpiece", vocab_size=300, max_length=LENGTH, padding="longest",
     )  # fmt: skip
     two = {"text_columns": ["text", "other"]} if task in ("classification", "regression") else {}
@@ -167,8 +162,8 @@ def metrics_of_the_export(task: str, folder: Path) -> dict[str, float]:
     "task", [task if task == "classification" else pytest.param(task, marks=pytest.mark.exhaustive) for task in TASKS]
 )
 def test_the_export_reproduces_the_metrics_and_a_resumed_run_ends_the_same(task: str) -> None:
-    written(rows_of(task, count=24), "train.jsonl")
-    written(rows_of(task, "eval", 13), "eval.jsonl")
+    save(rows_of(task, count=24), "train.jsonl")
+    save(rows_of(task, "eval", 13), "eval.jsonl")
     columns = ["data.text_columns=[text,other]"] if task in ("classification", "regression") else []
     files = ["data.source=files", "data.train_file=train.jsonl", "data.eval_file=eval.jsonl"]
     settings = [f"model.task={task}", f"data.max_length={LENGTH}", "trainer.max_duration=2ep", "optimizer.lr=3e-3"]
