@@ -89,7 +89,6 @@ def overlapped(*, callbacks: Sequence[Callback] = (), **settings: Any) -> tuple[
     sums = sums_of(trainer.state.model)
     assert not sums.under_way
     assert sums.waits, "after training, a backward pass waits for its gradients"
-    assert "step" not in vars(trainer.state.optimizers[0]) or trainer.state.schedulers
     said = trainer.state.model._get_ddp_logging_data()
     assert len(said["rebuilt_bucket_sizes"].split(",")) > 5
     assert said["comm_hook"] == GradientSums.send.__qualname__
