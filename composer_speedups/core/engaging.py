@@ -32,8 +32,8 @@ def techniques_of(algorithms: Iterable[Any]) -> list[Technique]:
 
 
 def check(techniques: Iterable[Technique], run: Run) -> None:
-    """Set ``run.techniques`` to those that can engage, each with the precision that those before it leave, or raise a
-    Refusal, before anything is changed."""
+    """Set ``run.techniques`` to those that can engage, or raise a Refusal, before anything is changed. Each is checked
+    with the precision that the preceding ones set."""
     ordered, precision = techniques_of(techniques), run.precision
     run.techniques = {technique.name: technique for technique in ordered}
     refuse_conflicts(ordered)
@@ -46,7 +46,7 @@ def check(techniques: Iterable[Technique], run: Run) -> None:
                 if technique.on_unavailable == "warn":
                     _warn(run.techniques.pop(technique.name), error, "without")
                     continue
-                refused.append(error)  # the others are checked as if it engaged, since its error is to be fixed
+                refused.append(error)  # the others are checked as if it had engaged, to report all errors at once
             run.precision = technique.precision_after(run)
     finally:
         run.precision = precision
@@ -82,8 +82,8 @@ def _warn(technique: Technique, error: Refusal, continuing: str) -> None:
 
 
 def engage(run: Run, techniques: Iterable[Technique]) -> Comparison:
-    """Check techniques and change the run by all of them or by none, after a run with the same ones on this model is
-    undone, and return the comparison that is due."""
+    """Undo an earlier run of the same techniques on this model, check them, apply all or none, and return the
+    comparison to make."""
     techniques = techniques_of(techniques)
     leave_open()
     _undo_earlier(run.model, techniques)
@@ -97,7 +97,7 @@ def engage(run: Run, techniques: Iterable[Technique]) -> Comparison:
             undo, run.undo = run.undo, ExitStack()
             try:
                 if not complete:
-                    _require(technique, run)  # one that it needs may be left out
+                    _require(technique, run)  # a technique that it needs may have been left out
                 technique.evidence.update(technique.engage(run))
             except ValueError as error:
                 fix = "remove it for this model"

@@ -119,7 +119,7 @@ def replace_folder(folder: Path, *, keep_existing: bool = False) -> Iterator[Pat
         yield partial
         new = partial / f"{_PREFIX}mode"  # a new file, whose mode the umask decides
         new.touch()
-        for weights in partial.rglob("*.safetensors"):  # which safetensors writes for their owner alone
+        for weights in partial.rglob("*.safetensors"):  # safetensors makes them readable by their owner only
             shutil.copymode(new, weights)
         new.unlink()
         partial.chmod(0o755)

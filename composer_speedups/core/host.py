@@ -65,7 +65,7 @@ class Host(Callback):
 
     def __init__(self, run: Run, techniques: Sequence[Technique], comparison: Comparison) -> None:
         self.run = run
-        self._techniques, self._comparison = techniques, comparison  # with those that the run continues without
+        self._techniques, self._comparison = techniques, comparison  # including those that the run continues without
         self._observer, self._waiting = Observer(run), dict(run.techniques)
         self._recorded: dict[str, dict[str, Any]] | None = None  # evidence of the process that was interrupted
         self._fill_table()

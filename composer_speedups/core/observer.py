@@ -60,8 +60,8 @@ class Operators(TorchDispatchMode):
 class Observer:
     """Observes batches of one run, whose counts add up in ``seen``, until the techniques have seen enough.
 
-    ``hears_steps`` registers it for the steps of all optimizers while it observes; not for an owner that stops it in
-    such a hook, in which torch allows no other to be removed.
+    ``hears_steps`` registers a global step hook while it observes. Owners that stop it inside such a hook set it to
+    False, because torch does not allow removing another hook there.
     """
 
     def __init__(self, run: Run, *, hears_steps: bool = True) -> None:

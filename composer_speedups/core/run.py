@@ -64,7 +64,7 @@ class Run:
         self.undo.callback(function, *args)
 
     def __reduce__(self) -> Any:
-        """None in a copy or a pickle of the model, which refers to its run: only the model itself is in the run."""
+        """The model references its run; copies and pickles of the model get None instead."""
         return type(None), ()
 
 

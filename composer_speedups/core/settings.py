@@ -56,7 +56,7 @@ class Settings(BaseModel):
             cls.__eq__, cls.__hash__ = object.__eq__, object.__hash__  # type: ignore[assignment, method-assign]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Takes the class arguments, of which pydantic takes its own and hands on the others."""
+        """Accept the class arguments; pydantic consumes its own and passes the others on to this method."""
 
     def __init__(self, /, *args: Any, **settings: Any) -> None:
         names = [name for name in type(self).model_fields if name not in self.not_recorded]
@@ -306,7 +306,7 @@ def _unknown(cls: type[Settings], owner: type[Settings], name: str, prefix: str,
 
 
 def _wrong(field: FieldInfo, errors: list[Any]) -> str:
-    """The end of a sentence about a value, from what pydantic says of it for each type that the key may have."""
+    """The predicate of a sentence about a value, from pydantic's errors, one for each type that the key may have."""
     errors = [e for e in errors if e["type"] in _BOUNDS] or errors
     first = errors[0]
     if first["type"] in ("value_error", "odd"):

@@ -32,7 +32,7 @@ NOT_YET: Final[dict[str, Any]] = {}  # the answer of ``proof`` that asks to see 
 
 
 class Order(IntEnum):
-    """When a technique engages: in this order, and those of one by name."""
+    """The stage at which a technique engages. Within a stage, techniques engage by name."""
 
     FLAGS = auto()  # process-wide flags and precision
     LAYERS = auto()  # replaces modules or their forward
@@ -92,7 +92,7 @@ class Technique(Settings, Algorithm, eq=False, strict=True):
     # What a technique defines.
 
     def needs(self, run: Run) -> Iterable[Refusal]:
-        """What stands against engaging and can be known before anything changes. ``run.model`` may be None."""
+        """Yield the refusals that can be known before anything changes. ``run.model`` may be None."""
         return ()
 
     def precision_after(self, run: Run) -> str:
@@ -131,7 +131,7 @@ class Technique(Settings, Algorithm, eq=False, strict=True):
 
     @classmethod
     def effect_with(cls, settings: Mapping[str, Any], device: str | None) -> Effect:
-        """The effect with these settings on ``cpu`` or ``cuda``; None is the device with the larger one."""
+        """The effect with these settings on ``cpu`` or ``cuda``; None stands for the device with the larger effect."""
         return cls.effect
 
     @property
@@ -148,13 +148,13 @@ class Technique(Settings, Algorithm, eq=False, strict=True):
         return Refusal(self.name, reason, fix)
 
     def no_effect(self, reason: str, fix: str) -> Refusal:
-        """The refusal of a technique that was applied in vain."""
+        """The refusal of a technique that was applied but had no effect."""
         return Refusal(self.name, f"was applied but did not take effect: {reason}", fix)
 
     # What Composer calls of an Algorithm.
 
     def match(self, event: Any, state: Any = None) -> bool:
-        if not isinstance(self, Technique):  # called on a class in the place of an instance; its arguments are others
+        if not isinstance(self, Technique):  # called on a class, so self is the event
             state, event = event, self
         if event._value_ != "init":  # not ==, which compares strings
             return False
@@ -181,7 +181,7 @@ class Technique(Settings, Algorithm, eq=False, strict=True):
 
 
 class ComparedTechnique(Technique):
-    """A technique that computes the model's result itself; :mod:`.first_comparison` compares the untouched model's."""
+    """Computes the model's result itself; :mod:`.first_comparison` compares it with the untouched model's."""
 
     not_recorded = (*Technique.not_recorded, "check")
 

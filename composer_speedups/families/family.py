@@ -134,8 +134,8 @@ class Family:
     around_blocks: tuple[str, ...] = ()
     # Paths of the feed-forward layer's first Linear, its activation and its second Linear; None for other kinds.
     feed_forward: tuple[str, str, str] | None = None
-    # The kind of the blocks, or of their inner layers; None if fused_layers does not support them. With it: the modules
-    # of a block, or of its inner layer.
+    # The kind of the blocks, or of their inner layers (None if fused_layers does not support them), and a function that
+    # returns the modules of one.
     block: Block | None = None
     layer_modules: Callable[[Any], Any] | None = None
     # For each of DropoutRates, the module whose mode decides and the one with the probability; None for no dropout.
@@ -145,8 +145,8 @@ class Family:
     refuses: Callable[[Any], str | None] = lambda _: None  # encoder → why it cannot run on packed tokens
     positions: Callable[[Any, Tensor], Tensor] = _buffered_positions  # embeddings, ids (B, S) → (B, S) or (1, S)
     reads: Callable[[str, Any], Reads] = default_head_reads  # name of a model's class, config → what its head reads
-    # Config → the largest width of a batch in whose rows padding between real tokens does not matter, None if it never
-    # does. Wider batches with such rows stay padded.
+    # Config → the largest batch width at which padding between real tokens does not change the result, None for any
+    # width. Wider batches with such rows stay padded.
     max_width_with_holes: Callable[[Any], int | None] = lambda _: None
     packed_encoder: type[Any] | None = None  # runs the encoder on packed tokens; None for UnpaddedEncoder
     packed_attention: type[Any] | None = None  # and an attention module; None if it uses transformers' interface
@@ -158,7 +158,7 @@ class Family:
 
     @property
     def has_berts_layers(self) -> bool:
-        """Whether the kernels that are compiled ahead fit, and those for BERT's embeddings and for 8 bits."""
+        """Whether the kernels compiled ahead, BERT's embedding kernel and the 8-bit kernels support the family."""
         return self.block in (Block.POST_NORM, Block.BIASED)
 
     def has(self, role: str, kind: type) -> bool:

@@ -122,8 +122,8 @@ def block_flops(
 ) -> int:
     """Matmul FLOPs of one forward pass through all blocks.
 
-    ``pairs`` are those of a query and a key that it attends to, over all layers and rows; by default all of a row. Each
-    counts as two products of the attention's width (of all heads; by default the hidden size).
+    ``pairs`` is the number of (query, key) pairs over all layers and rows; by default, every query attends to its whole
+    row. Each pair counts as two products of the attention's width (of all heads; by default the hidden size).
     """
     hidden, inner = config.hidden_size, config_value(config, "inner")
     width = attention_width or hidden

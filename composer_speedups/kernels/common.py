@@ -82,7 +82,7 @@ def _once(backward: Callable[..., Any], refusal: str) -> Callable[..., Any]:
 
 
 def gradient_buffer(parameter: Tensor) -> Tensor | None:
-    """The memory for a parameter's float32 gradient, where a captured step reads it, for the first caller; else None.
+    """The buffer from which a captured step reads a parameter's float32 gradient; None after the first call.
 
     A kernel that writes there saves a copy. If the parameter is used again, autograd adds the other gradients.
     """

@@ -47,9 +47,9 @@ _BLOCK = 8192  # numbers per program of the casts
 _TILE = 64  # rows and columns of a weight per program of the casts
 _TRANSPOSE_TILE = 128  # rows and columns of a weight per program of the transposition
 
-# The largest number of each format; how many powers of two below it a new scale puts the largest magnitude; and how
-# many it may be below before the numbers are cast again. Gradients vary most between steps, so they have the most room,
-# which e5m2's range allows.
+# For each format: its largest number; the headroom, in powers of two, that a new scale leaves above the largest
+# magnitude; and the maximum headroom before the numbers are cast again. Gradients vary most between steps, so they have
+# the most room, which e5m2's range allows.
 _MAX_VALUE = {ACTIVATION: 448.0, GRADIENT: 57344.0}
 _HEADROOM = {ACTIVATION: 1, GRADIENT: 4}
 _MAX_SLACK = {ACTIVATION: 5, GRADIENT: 12}

@@ -1,9 +1,9 @@
 """Products of a tall tensor with narrow ones, for low-rank adapters: each kernel reads the tall tensor once.
 
-A general matmul reads a tall operand once for each product, and such products take as long as their reading. Here one
-kernel computes both products of a gradient, and the kernels of GELU compute those of its input and result on the way.
-Products have the dtype of the tall tensor. Where programs compute parts of a sum, these are added in a fixed order;
-those of gradients are left to :func:`.sums.totals`, which adds several of them at once.
+Such products are bound by memory bandwidth, and a general matmul reads the tall operand once per product. Here one
+kernel computes both products of a gradient, and GELU's kernels also compute the products of its input and result.
+Products have the dtype of the tall tensor. Partial sums are added in a fixed order; those of gradients are left to
+:func:`.sums.totals`, which adds several of them at once.
 
 Shapes: T tokens, C columns, F units of the feed-forward layer, R columns of the narrow tensors (at most
 :data:`MAX_WIDTH`), P parts of a sum.
@@ -26,9 +26,9 @@ from composer_speedups.kernels.sums import strips_and_groups
 __all__ = ["MAX_WIDTH", "adapter_gradients", "gelu_backward_narrow", "gelu_narrow", "narrow_gradient"]
 
 MAX_WIDTH = 64
-# Wide tiles: each strip of columns writes its own partial products, which are as many bytes as a narrow tensor. So few
-# programs per multiprocessor that all of them run at a time. The 8-bit variant of GELU's gradient has too few registers
-# for a wide tile of four warps, and is slower with eight.
+# Wide tiles: each strip of columns writes its own partial products, which are as many bytes as a narrow tensor. The
+# number of programs per multiprocessor is low enough for all to run at once. The 8-bit variant of GELU's gradient has
+# too few registers for a wide tile of four warps, and is slower with eight.
 _TILE = {"ROWS": 32, "COLUMNS": 256, "num_warps": 4}
 _GELU_FORWARD_TILE = {"ROWS": 32, "COLUMNS": 128, "num_warps": 4}
 _GELU_TILE, _GELU_FLOAT8_TILE = {"ROWS": 32, "COLUMNS": 128}, {"ROWS": 16, "COLUMNS": 64}

@@ -30,7 +30,7 @@ _LENGTHS = lengths_key("attention_mask")
 
 
 class Prefix(NamedTuple):
-    """What an encoder's first blocks compute of the packed tokens of a batch, so that it starts behind them."""
+    """The output of an encoder's first blocks for a batch's packed tokens; the encoder starts after these blocks."""
 
     hidden: Tensor  # (1, T, H)
     blocks: int  # the number of these blocks
@@ -50,10 +50,10 @@ class CallPlan:
 class Call:
     """One call of the outermost of the models around an encoder; the models inside it use the same object."""
 
-    encoders: tuple[Any, ...]  # inside the model, without those in a wrapper that may call it in any way
+    encoders: tuple[Any, ...]  # inside the model, except those in wrappers, whose calls are unpredictable
     outermost: Any = None
-    labels: Tensor | None = None  # that the outermost model was called with
-    unknown_reader: bool = False  # of the outermost model's result
+    labels: Tensor | None = None  # the labels with which the outermost model was called
+    unknown_reader: bool = False  # whether unknown code reads the outermost model's result
     first_tokens_only: bool = False  # only each row's first token of the encoder's result is read
     # The tokens for which a masked-LM head computes logits (None for all), and the model whose hidden states it reads.
     head_layout: Layout | None = None
@@ -64,13 +64,13 @@ class Call:
 
 @dataclass
 class CallRules:
-    """What is known beforehand of the calls of a model around an encoder."""
+    """Properties that hold for all calls of a model around an encoder."""
 
     encoder_paths: tuple[str, ...] = ()  # the names of the encoders inside it
     around_directly: bool = False  # it calls its encoder itself, not through another model
-    unknown_reader: bool = False  # of its result, when it is the outermost model
-    # The configuration's classifier_pooling, which decides what the head reads. With another one, which heads look up
-    # in each call, batches stay padded.
+    unknown_reader: bool = False  # whether unknown code reads its result, when it is the outermost model
+    # The config's classifier_pooling, which decides what the head reads. Heads look it up in each call; if it has
+    # changed, batches stay padded.
     pooling: str | None = None
     pad_to_multiple_of: int | None = MULTIPLE
     # Compares its first calls, given its arguments by name, and the names of those that were passed by position.
@@ -80,8 +80,8 @@ class CallRules:
 
 
 class KnownRows(NamedTuple):
-    """What the host counted of a mask, or of labels, on their device. The forward pass lays out the tokens itself, as
-    part of a captured or compiled graph."""
+    """A mask or labels, on their device, with the host's count. The forward pass lays out the tokens itself, as part of
+    a captured or compiled graph."""
 
     values: Tensor
     # Empty, of length T; None if the batch stays padded. A number would be a constant in compiled code's first graph.
@@ -90,7 +90,7 @@ class KnownRows(NamedTuple):
 
 
 class KnownBatch(NamedTuple):
-    """What the host counted of the batch of one forward pass: its masks' tokens, and the labelled ones."""
+    """The host's counts for the batch of one forward pass: the tokens of its masks, and the labelled tokens."""
 
     rows: tuple[KnownRows, ...] = ()
     labelled: KnownRows | None = None
@@ -102,8 +102,8 @@ class KnownBatch(NamedTuple):
         return self._replace(rows=tuple(r._replace(prefix=None) if r.prefix is prefix else r for r in self.rows))
 
     def of(self, mask: Tensor) -> KnownRows | None:
-        """What is known of a mask, or of the one, (B, texts, S), of which it is a view with all texts as rows. Compiled
-        code cannot see views: there, a mask of the right shape is taken, if there is only one."""
+        """The counts of a mask, which may be a view (B · texts, S) of a counted mask (B, texts, S). Compiled code
+        cannot detect views, so it uses the only mask of the right shape, if there is exactly one."""
         for rows in self.rows:
             if rows.values is mask:
                 return rows
@@ -113,8 +113,8 @@ class KnownBatch(NamedTuple):
         return next((rows for rows in views if rows.values.data_ptr() == mask.data_ptr()), None)
 
     def lengths_of(self, mask: Tensor) -> dict[str, RowLengths]:
-        """The model's argument with the row lengths of a mask (B, S), by name, of which chunks of the batch take their
-        slice; empty if they are not known."""
+        """The keyword argument that passes the row lengths of a mask (B, S) to the model, so that code that slices the
+        batch into chunks slices them, too; empty if they are unknown."""
         known = self.of(mask)
         for rows, lengths in zip(self.rows, self.lengths, strict=False):
             if known is not None and rows.values is known.values:
@@ -159,7 +159,7 @@ def with_known_batch(batch: KnownBatch) -> Iterator[None]:
 
 
 def take_row_lengths(batch: MutableMapping[str, Any], pad_to_multiple_of: int | None, sizes: int = SIZES) -> KnownBatch:
-    """Take the row lengths (:func:`.count_rows`) out of a batch. A mask without lengths is not among the result's."""
+    """Take the row lengths (:func:`.count_rows`) out of a batch. The result omits masks without lengths."""
     entries = {name: batch.pop(name) for name, value in [*batch.items()] if isinstance(value, RowLengths)}
 
     def known(values: Tensor, counts: Any) -> KnownRows:
@@ -185,7 +185,7 @@ _take_eagerly = counts_on_host(take_row_lengths)
 
 
 def refuse_replicas(*_: Any) -> Any:
-    """Raise ValueError, since torch.nn.DataParallel, which copies a model for each call, is not supported."""
+    """Raise ValueError: torch.nn.DataParallel is not supported, because it copies the model for each call."""
     raise ValueError(
         "composer_speedups does not support nn.DataParallel; start one process per GPU (torchrun), or set "
         "CUDA_VISIBLE_DEVICES to one GPU"

@@ -112,8 +112,8 @@ def _weighted_sum(outputs: Any, mask_BS: Tensor | None) -> Tensor | None:
 
 
 def with_padding(batch: Any) -> Any:
-    """Mask half of the first row if the batch has no padding, as later batches will, which a head may read; unless
-    other values in it have one entry per token, such as token labels."""
+    """If a batch has no padding, mask half of its first row, because a head may read the padding of later batches; not
+    if the batch has other values per token, such as token labels."""
     if not isinstance(batch, dict):
         return batch
     batch = {name: value for name, value in batch.items() if not isinstance(value, RowLengths)}  # of this mask

@@ -125,7 +125,7 @@ class Packing:
     def _count_and_lay_out(self, mask_BS: Tensor, labels: Tensor | None) -> Layout | None:
         """The layout of a mask; None to stay padded. Synchronizes with a GPU's mask.
 
-        The number of tokens stays in here, because code that is compiled behind this call would take it for a constant.
+        The number of tokens stays in this function: code compiled after this call would treat it as a constant.
         """
         ran("counted_in_the_call")
         counts = self.rules.lengths(mask_BS, labels)

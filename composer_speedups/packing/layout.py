@@ -18,7 +18,7 @@ from composer_speedups.kernels.common import FirstDerivative
 from composer_speedups.packing.rows import CHANGED
 
 MULTIPLE = 64  # packed tokens are rounded up to a multiple of it by default, because matmuls are fastest then
-SIZES = 5  # without a given multiple, nearly all batches have one of so many numbers of packed tokens, or of more
+SIZES = 5  # default for the number of packed sizes that cover nearly all batches; long jobs use more
 
 
 def run_eagerly(reason: str) -> Callable[[Any], Any]:
@@ -91,7 +91,7 @@ def packed_tokens(real: int, shape: torch.Size, pad_to_multiple_of: int | None, 
 def lay_out(mask_BS: Tensor, packed: int, pad_to_multiple_of: int | None = MULTIPLE) -> Layout:
     """Lay out the real tokens of a batch as T = ``packed`` tokens, on the mask's device, without synchronizing.
 
-    A T that :func:`packed_tokens` would not return for the mask may raise, and does if the tokens do not fit; on a GPU,
+    Raises if the tokens do not fit into T, and possibly for any other T than :func:`packed_tokens` returns; on a GPU,
     at its next synchronization.
     """
     mask_BS = mask_BS.bool()

@@ -54,7 +54,7 @@ class RowLengths(Tensor):
 class RowRules(NamedTuple):
     """Which rows of a batch one encoder must leave padded."""
 
-    head_has_token_loss: bool = False  # per slot, without using the mask
+    head_has_token_loss: bool = False  # the loss covers every slot, without using the mask
     head_reads_first_slot: bool = False  # even if it is padding
     # In a batch with more slots per row than this, padding between real tokens changes the result; None: never.
     max_width_with_holes: int | None = None
@@ -72,15 +72,15 @@ class RowRules(NamedTuple):
         return counts
 
     def assert_packable(self, mask_BS: Tensor, labels: Tensor | None) -> None:
-        """Check without synchronizing that no row of a mask, bool, must stay padded. Labels may be unknown here that
-        were known to the host: a row without tokens then counts as one without a label."""
+        """Check without synchronizing that no row of a mask, bool, must stay padded. If the labels are not available
+        here, rows without tokens are assumed to have no label."""
         labels = _with_ignored(labels, len(mask_BS))
         for padded in self._padded_rows(mask_BS, None if labels is None else labels != IGNORED, False):
             torch._assert_async(~padded.any(), CHANGED)
 
     def _padded_rows(self, real: Any, labelled: Any, if_unknown: bool) -> Iterator[Any]:
-        """For each reason, which rows stay padded, bool (B,), from NumPy arrays or tensors: real tokens (B, S), and
-        which rows or tokens have a label; ``if_unknown`` says whether rows have one if that is not known."""
+        """For each reason, yield the rows that stay padded, bool (B,), from the real tokens (B, S) and the rows or
+        tokens with a label; ``if_unknown`` is assumed of rows whose label is unknown. NumPy arrays or tensors."""
         if self.head_reads_first_slot:
             has_label = labelled if labelled is not None and labelled.ndim == 1 else if_unknown
             yield ~real[:, 0] & (real.any(-1) | has_label)
@@ -92,7 +92,7 @@ class RowRules(NamedTuple):
 
 
 def _with_ignored(labels: Tensor | None, rows: int) -> Tensor | None:
-    """Labels of rows or of their tokens, some of which may be ignored, as no label of a regression is."""
+    """Labels of rows or tokens that may contain the ignored label; None otherwise, as for regression."""
     if labels is None or len(labels) != rows or (labels.ndim == 1 and labels.is_floating_point()):
         return None
     return labels
@@ -113,8 +113,8 @@ def count_rows(batch: Any, rules: Sequence[RowRules], *, labels: bool = False) -
 
     For each mask (B, S) or (B, texts, S), under :func:`lengths_key`: the real tokens of its rows, or
     :data:`STAYS_PADDED` if one of the encoders' rules says so; with ``labels``, also the labelled tokens of each row.
-    Lengths that the batch has already, of rows that are padded at their ends, are counted again only for a rule that
-    asks for more than them.
+    Lengths that the batch already has, of rows with right padding, are recounted only for rules that need the mask
+    itself.
     """
     entries, known = {}, labels_of(batch)
     for name, mask in token_masks(batch).items():
@@ -147,7 +147,7 @@ class CountedRows:
 
 
 class IndexedRows(Dataset[Any]):
-    """A dataset and its collator, in whose batches each row has the index of its sample.
+    """Wraps a dataset and its collator so that each row of a batch carries the index of its sample.
 
         rows = IndexedRows(dataset, collate)
         loader = DataLoader(rows, batch_size=32, shuffle=True, collate_fn=rows.collate)
