@@ -1,4 +1,4 @@
-"""What report.json keeps of a run's evaluations, by batch: their metrics across resumes, and the counts of classes."""
+"""Record a run's evaluations for report.json, by batch: their metrics, also across resumes, and counts by class."""
 
 from __future__ import annotations
 

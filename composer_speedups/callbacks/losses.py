@@ -56,7 +56,7 @@ class LossMonitor(SavedCallback):
         divergence: When a loss counts as diverging. Default None: never.
         interval: Number of batches between two logged values. Default 10.
         metrics_at_interval: Compute training metrics only for the logged batches; in others, ``state.train_metrics`` is
-            None, which spares Composer's switch of all modules to evaluation and back. Default False.
+            None, so Composer does not switch all modules to eval mode and back. Default False.
 
     Attributes:
         losses: Batch number → training loss of the batch.

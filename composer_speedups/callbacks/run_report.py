@@ -27,8 +27,8 @@ class RunReport(Callback):
     """Logs the techniques' evidence and the values by which runs are compared. It does nothing in a training step.
 
     Hyperparameters, by which dashboards filter and group runs: ``techniques`` (see :func:`techniques_label`),
-    ``techniques/<name>/engaged`` and ``techniques/<name>/<evidence>``. They are logged when all are proven; Weights &
-    Biases, where they may change, has those of the end as well.
+    ``techniques/<name>/engaged`` and ``techniques/<name>/<evidence>``. They are logged once all techniques are proven,
+    and updated at the end in Weights & Biases, which allows changes.
 
     Metrics, at the end of training: ``summary/samples_per_sec``, ``summary/tokens_per_sec``, ``summary/mfu`` and
     ``summary/data_wait_fraction`` of the whole steady state; the totals ``summary/warmup_seconds``,
@@ -85,7 +85,7 @@ class RunReport(Callback):
 
 
 def _update_wandb(state: State, logger: Logger) -> None:
-    """Weights & Biases may change its values, and a resumed run has those of the process before."""
+    """Weights & Biases allows changed values, and a resumed run starts with those of the previous process."""
     if any(isinstance(destination, WandBLogger) for destination in logger.destinations):
         import wandb
 

@@ -120,8 +120,8 @@ class ThroughputMonitor(ThroughputConfig, SavedCallback, eq=False):
     in it, since all ranks wait; this is known only at the end, and values logged earlier are not corrected.
 
     The monitor synchronizes with the GPU at the end of each batch outside the steady state, before an evaluation and at
-    the end. What the GPU then still had to do for steady batches counts as theirs. Work that the GPU has not finished
-    when a checkpoint is written counts in that phase.
+    the end. The GPU work of steady batches that was still queued counts towards them. Work that the GPU has not
+    finished when a checkpoint is written counts in that phase.
 
     Logged every ``interval`` batches (the first time before batch 10) and at the end, over the last ``window`` steady
     batches and all ranks, as ``throughput/…``:
@@ -133,7 +133,7 @@ class ThroughputMonitor(ThroughputConfig, SavedCallback, eq=False):
       callbacks, start of an epoch), without evaluation and checkpoints; not included in any rate;
     - totals so far: ``warmup_seconds``, ``eval_seconds``, ``checkpoint_seconds``;
     - ``planned_seconds``, once, with the first value after five steady batches: how long the whole training takes,
-      without evaluation and checkpoints, if its other batches take as long as these. The GPU is waited for.
+      without evaluation and checkpoints, if its other batches take as long as these. This waits for the GPU.
 
     Args:
         window: Number of batches that a logged rate averages over. Default 20.
@@ -340,7 +340,7 @@ class ThroughputMonitor(ThroughputConfig, SavedCallback, eq=False):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if len(ranks := state.get("batches", [])) != dist.get_world_size():
-            return  # the rates of another number of ranks are others
+            return  # rates of another number of ranks are not comparable
         self.batches = [Batch(*row) for row in ranks[dist.get_global_rank()]]
         self._resumed = len(self.batches)
         self.eval_marks = list(state["eval_marks"])

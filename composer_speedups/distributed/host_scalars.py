@@ -145,8 +145,8 @@ class _BatchLoss(Tensor):
 def _train_microbatch(
     self: Any, use_grad_scaling: bool, current_batch_size: float, is_final_microbatch: bool
 ) -> dict[str, _Part]:
-    """In the place of Composer's method, without automatic micro-batches: the losses to log are sent to the host before
-    the backward pass, which runs on this thread and begins with the share of the batch, as a gradient."""
+    """Replaces Composer's method, without automatic micro-batches. The losses to log are sent to the host before the
+    backward pass, which runs on this thread, with the micro-batch's share of the batch as its initial gradient."""
     state, engine, data = self.state, self.engine, self._train_data_spec
     if state.auto_microbatching:  # ranks agree between the passes
         return type(self)._train_microbatch(self, use_grad_scaling, current_batch_size, is_final_microbatch)  # type: ignore[no-any-return]
@@ -184,8 +184,8 @@ def _train_microbatch(
 
 
 def _differentiate(loss: Tensor, share: float, *, create_graph: bool) -> None:
-    """``loss.backward`` with the gradient ``share``, on this thread: to wake autograd's takes as long as launching the
-    pass. A replayed graph whose loss has no hooks is launched without autograd."""
+    """``loss.backward`` with the gradient ``share``, on this thread: waking autograd's thread takes as long as
+    launching the pass. A replayed graph whose loss has no hooks is launched without autograd."""
     replay = getattr(loss.grad_fn, "differentiate", None)
     if replay is None or create_graph or loss._backward_hooks or loss.retains_grad:
         with torch.autograd.set_multithreading_enabled(False):

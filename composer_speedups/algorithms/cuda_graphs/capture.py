@@ -66,7 +66,7 @@ class Captured:
         later = [frozenset[nn.Parameter]().union(*self._trained[i + 1 :]) for i in range(len(segments))]
         complete = [trained - rest for trained, rest in zip(self._trained, later, strict=True)]
         complete[0] |= frozenset(shared.parameters).difference(*self._trained)
-        # The parameters whose gradients are complete after each segment; the first has also those without a gradient.
+        # The parameters whose gradients are complete after each segment; the first also has the parameters without one.
         self.completed = [[p for p in shared.parameters if p in segment] for segment in complete]
         self._token = torch.zeros((), device=leaves[0].device) if len(segments) > 1 else None
         self._anchor = torch.zeros((), requires_grad=True)  # makes autograd call the backward pass
@@ -75,7 +75,8 @@ class Captured:
         self._gradients = [*map(shared.of, self.completed, self._trained)]  # by segment
         self._copied = [i for i, tensor in enumerate(static) if tensor.numel()]  # their numbers
         self._destinations = [static[i] for i in self._copied]
-        # What the static gradients are copies of: None for zeros, a number and its version, or () for another tensor.
+        # The sources of the static gradients: None for zeros, a scalar tensor with its version, or () for other
+        # tensors.
         self._taken: list[tuple[Any, int]] = [(None, 0)] * len(self.output_gradients)
 
     @property
@@ -123,7 +124,7 @@ class Captured:
     def backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Replay the first segment, and return a gradient for each argument of the forward pass."""
         self._take(gradients)
-        self._shared.release()  # later segments find this backward pass's own gradients in the buffers
+        self._shared.release()  # so that the buffers hold only this backward pass's gradients
         return [None] * len(self._static) + self.backward_segment(0)
 
     def _take(self, gradients: Sequence[Tensor | None]) -> None:
@@ -250,8 +251,8 @@ class _Link(FirstDerivative):
 
 
 def _apply(function: type[FirstDerivative], *inputs: Any) -> Any:
-    """``function.apply`` without its look through all inputs for wrappers that torch.func has left behind; within
-    torch.func, ``apply`` itself, which refuses the function."""
+    """``function.apply`` without its search of all inputs for leftover torch.func wrappers; within torch.func,
+    ``apply`` itself, which refuses the function."""
     if torch._C._are_functorch_transforms_active():
         return function.apply(*inputs)
     return super(torch.autograd.Function, function).apply(*inputs)  # type: ignore[misc]

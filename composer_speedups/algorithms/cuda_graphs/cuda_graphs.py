@@ -93,13 +93,13 @@ class CUDAGraphs(Technique):
         calls.on_failure, calls.on_outdated = self._cannot_capture, self._wait_for_buckets
 
     def fit_start(self, run: Run) -> None:
-        """In a later fit(), modes, dropout rates or adapters may be others, which graphs would replay as they were."""
+        """Drop the graphs: they would replay the modes, dropout rates and adapters of an earlier fit()."""
         if self._calls is not None:
             self._calls.forget()
             self.epoch_start(run)
 
     def epoch_start(self, run: Run) -> None:
-        """Look for what batches do not look for: parameters that were frozen or thawed, or got hooks."""
+        """Check once per epoch, not per batch, whether parameters were frozen or thawed, or have hooks."""
         from torch.nn.parallel import DistributedDataParallel
 
         assert run.state is not None
@@ -108,7 +108,7 @@ class CUDAGraphs(Technique):
         parameters: list[Any] = [*run.model.parameters()]
         hooked = any(p._backward_hooks or p._post_accumulate_grad_hooks for p in parameters)
         ddp = run.state.model if isinstance(run.state.model, DistributedDataParallel) else None
-        self._calls.accumulate = ddp is None and not hooked  # autograd calls the hooks, and those of DDP
+        self._calls.accumulate = ddp is None and not hooked  # only autograd calls these hooks and DDP's
         self._in_buckets = ddp is not None and ddp.gradient_as_bucket_view
         if self._batches == 0:
             self._wait_for_buckets()
@@ -127,7 +127,7 @@ class CUDAGraphs(Technique):
             self._calls.begin({p: p.grad.detach() for p in trained if p.grad is not None})
 
     def _wait_for_buckets(self) -> None:
-        """If DDP keeps gradients in its buckets, capture once they are final; freezing parameters makes others."""
+        """If DDP keeps gradients in its buckets, capture once they are final; freezing parameters rebuilds them."""
         assert self._calls is not None
         self._calls.held, self._batches = self._in_buckets, 0
         if self._step is not None:
@@ -140,7 +140,7 @@ class CUDAGraphs(Technique):
         had_no_effect(self, self.refusal(reason, fix))
 
     def proof(self, run: Run, seen: FirstBatch) -> Mapping[str, Any]:
-        """Nothing yet: an observed batch is not captured, and one that cannot be captured is refused then."""
+        """No evidence yet: the observed batch is not captured. A batch that cannot be captured is refused later."""
         return {"replays": 0}
 
     def summary(self, run: Run) -> dict[str, Any]:
@@ -161,6 +161,6 @@ class CUDAGraphs(Technique):
 
 
 def _forget_last_batch(run: Run) -> None:
-    """Let go of the last batch's autograd graph, which keeps the memory of the captured graphs."""
+    """Release the last batch's autograd graph, which keeps the captured graphs' memory alive."""
     if run.state is not None:
         run.state.outputs, run.state.loss = None, None  # type: ignore[assignment]  # as before the first batch

@@ -61,7 +61,7 @@ class GraphedCalls:
         self.looks_each_call = True  # whether each call looks for frozen parameters; Composer has events for it
         self._gradients: SharedGradients | None = None
         self._attribute: str | None = None
-        self.replays = self.eager_calls = 0  # training calls that replayed a graph, and the others
+        self.replays = self.eager_calls = 0  # numbers of training calls that replayed a graph, and that ran eagerly
         # Evaluation's graphs; None for a shape that was called once. They share a recorder, and with it a memory pool,
         # because each call is complete when it returns, but not with training, whose backward pass may be due.
         self._evaluations: dict[Hashable, _Graph | None] = {}
@@ -150,7 +150,8 @@ class GraphedCalls:
         return self._graphs.get(key)
 
     def _may_evaluate(self) -> bool:
-        """Whether a replay does all that a call does: not if it runs a hook, is traced, or may overtake another."""
+        """Whether a replay can replace a call: not if it runs hooks, is traced, or may run concurrently with
+        another."""
         if torch.is_grad_enabled() or self.model.training or self.eval_note or torch.compiler.is_compiling():
             return False
         if not self._modules:
@@ -225,8 +226,8 @@ def _is_dict(value: Any) -> bool:
 def _key(values: Sequence[Any], tensors: list[Tensor], places: dict[int, int]) -> Hashable | None:
     """The key of a call's graph: shapes, dtypes and devices of tensors, other arguments by value; None if unsupported.
 
-    Adds the tensors to ``tensors``, and where they are to ``places``, by id. A tensor that is there already is named by
-    its place, because both are the same tensor in the graph, too.
+    Appends the tensors to ``tensors``, and stores their indices in ``places``, by id. A repeated tensor is represented
+    by its index, because it is one tensor in the graph, too.
     """
     parts: list[Hashable] = []
     for value in values:
@@ -254,7 +255,7 @@ def _key(values: Sequence[Any], tensors: list[Tensor], places: dict[int, int]) -
 
 
 def _with(value: Any, static: Mapping[int, Tensor]) -> Any:
-    """A copy of arguments with other tensors, by the ids of the present ones."""
+    """A copy of arguments with each tensor replaced by ``static[id(tensor)]``."""
     if isinstance(value, Tensor):
         return static[id(value)]
     if isinstance(value, (tuple, list)):
@@ -364,8 +365,8 @@ def _leaf(parameter: nn.Parameter) -> nn.Parameter:
 
 @contextlib.contextmanager
 def generators_restored() -> Iterator[None]:
-    """Restore the states of torch's generators, so that a replay draws the dropout masks of an eager call, also in a
-    resumed run, which captures again; and the current stream if a capture fails."""
+    """Restore the states of torch's generators, and the current stream if a capture fails. A replay, also in a resumed
+    run, which captures again, therefore draws the dropout masks of an eager call."""
     on_cpu, on_gpu = torch.get_rng_state(), torch.cuda.is_available()
     if on_gpu:
         generator = torch.cuda.default_generators[torch.cuda.current_device()]

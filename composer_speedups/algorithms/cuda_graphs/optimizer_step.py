@@ -64,12 +64,12 @@ class OptimizerStep:
         self._released = False
         self._replay: Callable[[], None] | None = None
         self._ends: tuple[Any, ...] = ()  # the first and the last parameter that it writes
-        self._captured: Any = None  # what it was captured with otherwise
+        self._captured: Any = None  # the other settings of the capture
         self._addresses: list[int | None] = []  # of the gradients that the graph reads
         self._kept: list[Any] = []  # keeps the memory that the graph reads and writes; the gradients are first
         self._rates: list[Tensor] = []  # learning rates on the device, one per group
-        self._written: list[float | None] = []  # what they are, as far as is known
-        self._last_gradient: Tensor | None = None  # of the last parameter, in the step before; keeps its memory, too
+        self._written: list[float | None] = []  # their last written values; None if unknown
+        self._last_gradient: Tensor | None = None  # of the last parameter in the previous step; keeps its memory alive
         self._before = vars(optimizer).get("step")  # that of a scheduler, which notes the call
         self._step: Callable[..., Any] = self._before or MethodType(type(optimizer).step, optimizer)
 
@@ -123,7 +123,7 @@ class OptimizerStep:
             return self._step(closure)
         finally:
             for (group, rate), ours in zip(rates, rounded, strict=True):
-                if group["lr"] is ours:  # and not what a hook has set meanwhile
+                if group["lr"] is ours:  # otherwise a hook has set it meanwhile
                     group["lr"] = rate
 
     def _is_captured(self) -> bool:
@@ -142,7 +142,7 @@ class OptimizerStep:
             self.note = reason
             return False
         self._addresses, self._ends = _addresses(gradients), (trained[0], trained[-1])
-        # A gradient's memory that is kept does not become that of another gradient.
+        # While a gradient is referenced, the allocator cannot give its memory to another one.
         self._kept = [gradients, state, *(value for p in trained for value in state[p].values())]
         self._captured, self._replay = self._settings(), None
         self._capture(trained[0].device)
@@ -153,8 +153,8 @@ class OptimizerStep:
         return all(map(is_, gradients, self._kept[0])) or _addresses(gradients) == self._addresses
 
     def _settings(self) -> Any:
-        """What a graph depends on besides the gradients: a loaded or new state has other tensors, moving a module or
-        setting ``grad.data`` changes the memory of the same ones, and the groups' settings are constants in a graph."""
+        """What a graph depends on besides the gradients. A new or loaded state consists of other tensors, moving a
+        module or setting ``grad.data`` changes a tensor's memory, and the groups' settings are constants in a graph."""
         groups, state = self._optimizer.param_groups, self._optimizer.state
         moments = [id(state.get(p, {}).get("exp_avg")) for p in self._ends]
         memory = [tensor.data_ptr() for p in self._ends for tensor in (p, p.grad)]

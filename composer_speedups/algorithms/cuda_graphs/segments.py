@@ -117,7 +117,7 @@ class Segments:
         return leaf if rest is None else (leaf, *rest)
 
     def _visit(self, outputs: Sequence[Tensor]) -> None:
-        """Visit the autograd nodes that lead to the outputs, except for leaves, which segments may share."""
+        """Visit the autograd nodes that the outputs depend on, except for leaves, which segments may share."""
         own: set[Any] = set()
         nodes: list[Any] = [output.grad_fn for output in outputs]
         while nodes:

@@ -37,7 +37,7 @@ WITHOUT_ADAPTERS = (Block.PRE_NORM, Block.GATED)  # their kernels do not compute
 
 
 class Packed(NamedTuple):
-    """What a layer's arguments say of packed tokens."""
+    """A layer's arguments that describe the packed tokens."""
 
     layout: Layout
     first_tokens_only: bool  # only each row's first token of the encoder's result is read
@@ -79,9 +79,9 @@ class FusedLayer(nn.Module):
         )
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """(1, T, H) → (1, T, H) for packed tokens, as the layer's kind says in a tuple; else the original forward.
+        """(1, T, H) → (1, T, H) for packed tokens, in a tuple if the stock layer returns one; else the stock forward.
 
-        If only first tokens are read, the last layer's others may be zeros.
+        If only first tokens are read, the last layer may return zeros for all others.
         """
         packed = self._packed(kwargs)
         if packed is None or self._has_refused_adapter():
@@ -207,8 +207,8 @@ class _Linear(NamedTuple):
 
 
 def _in_16_bits(modules: Any, device: torch.device) -> Any:
-    """The modules with Linears in autocast's dtype, cast by one kernel where autocast would launch one for each
-    parameter and gradient; as they are if a Linear has an adapter or another dtype, or on a CPU."""
+    """Cast the Linears to autocast's dtype with one kernel, where autocast would launch one per parameter and gradient.
+    The modules are returned unchanged on a CPU, or if a Linear has an adapter or is not float32."""
     dtype = autocast_dtype(device.type, torch.float32)
     linears: list[Any] = modules.linears() if isinstance(modules, LayerModules) else [None]
     plain = all(
@@ -276,7 +276,7 @@ def _rotated(x_TAD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
 
 
 def _first_tokens(x_TH: Tensor, layout: Layout) -> Tensor:
-    """Each row's first token, (T, H) → (B, H). An empty row has another's, which the scatter below drops."""
+    """Each row's first token, (T, H) → (B, H). An empty row gets another row's token, which the scatter below drops."""
     starts = layout.cu_seqlens[: layout.mask_BS.shape[0]].long()
     return x_TH.index_select(0, starts.clamp(max=len(x_TH) - 1))
 

@@ -77,7 +77,7 @@ class LayerAdapters:
         return merged_weights([parameters[i] for i in WEIGHTS], added, dtype) if any(added) else None
 
     def read_input(self, wanted: Sequence[bool]) -> bool:
-        """Whether gradients of the adapters of query, key and value are wanted, which need the layer's input."""
+        """Whether the layer's input must be kept, for gradients of the adapters of query, key and value."""
         return any(wanted[: 2 * sum(adapter is not None for adapter in self.linears[:3])])
 
     def branches(self, seeds: Sequence[Tensor], dtype: torch.dtype, wanted: Sequence[bool]) -> list[Branch]:
@@ -144,7 +144,7 @@ class Branch:
 
     @property
     def is_simple(self) -> bool:
-        """Whether the kernels for GELU's neighbours support it: few ranks, no dropout; also if there is no adapter."""
+        """Whether the kernels that fuse GELU with these products support the branch: low ranks or none, no dropout."""
         return not self.active or (not self.drops and len(self.a_RI) <= MAX_WIDTH)
 
     def forward(self, x_TI: Tensor, y_TO: Tensor) -> Tensor | None:
@@ -223,12 +223,12 @@ class _Held(NamedTuple):
     ranks: slice  # of the branch's
 
     def of(self, every: Tensor) -> Tensor:
-        """The part of :attr:`Branch.b`, or of a tensor in its order, that is this adapter's (O, R)."""
+        """This adapter's slice (O, R) of :attr:`Branch.b`, or of a tensor with the same layout."""
         outputs, rank = self.adapter.b.shape
         return every[self.ranks.start * outputs :][: outputs * rank].view(outputs, rank)
 
     def drop(self, x_TC: Tensor, add_to: Tensor | None = None) -> Tensor:
-        """The adapter's dropout of a tensor; with ``add_to``, added to that one in place."""
+        """Apply the adapter's dropout to a tensor; with ``add_to``, add the result to that tensor in place."""
         return x_TC if self.seed is None else dropped(x_TC, self.adapter.dropout, self.seed, add_to)
 
 
@@ -258,7 +258,7 @@ def gelu_and_z(branch: Branch, x_TF: Tensor, *, tanh: bool) -> tuple[Tensor, Ten
 
 
 class GeluGradients(NamedTuple):
-    """What :func:`gelu_gradients` computes; None for what is not wanted, or what is left to the caller (``z_up``)."""
+    """The result of :func:`gelu_gradients`; None for what is not wanted, or left to the caller (``z_up``)."""
 
     x_TF: Tensor
     partial_sums: Tensor | None

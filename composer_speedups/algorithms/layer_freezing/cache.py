@@ -1,4 +1,4 @@
-"""Keep what the frozen blocks compute of every training sample, so that training steps start behind them.
+"""Cache the frozen blocks' outputs for all training samples, so that training steps start after these blocks.
 
 The outputs are computed once, before the first batch, in the order of the dataset and in batches of a fixed size. A
 resumed run therefore computes the same values.
@@ -125,7 +125,7 @@ class PrefixCache:
         _refuse("the forward pass does not run the encoder on packed tokens", "request no hidden states or attentions")
 
     def give(self, known: KnownBatch) -> KnownBatch:
-        """Add the packed outputs to what is known of a training batch; Refusal for one that differs from the data."""
+        """Attach the packed outputs to the counts of a training batch; Refusal if the batch differs from the data."""
         if known.indices is None or len(known.rows) != 1:
             _refuse("a micro-batch does not say which samples it has", "keep all entries in a split_batch of your own")
         (rows,), (lengths,), chosen = known.rows, known.lengths, known.indices.numpy()

@@ -1,8 +1,8 @@
 """The replacement of ``Engine.run_event``, and of what Composer computes in every batch without using it.
 
-Neither Composer's State nor its Logger leads to the Engine, so the functions are replaced on their classes and
-modules, and act only for Trainers that have the technique. Everything else goes Composer's own way. Times and the split
-of a batch know no Trainer; they are replaced for all, with the same results.
+Neither Composer's State nor its Logger references the Engine, so functions are replaced on their classes and modules.
+They act only for Trainers that have the technique, and call Composer's own code for others. Times and the split of a
+batch have no reference to a Trainer, so they are replaced for all, with the same results.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def replaced_by_other_code() -> str | None:
 
 
 class _Listeners(NamedTuple):
-    """Who handles an event, each with whether it overrides ``run_event``; and how many others do not."""
+    """The handlers of an event, each with whether it overrides ``run_event``, and the number of the others."""
 
     callbacks: Sequence[tuple[Callback, bool]]
     loggers: Sequence[tuple[Callback, bool]]
@@ -82,7 +82,7 @@ class LeanEvents:
         """Make the table anew in the next batch."""
         self.in_batch = False
         self.sharded: bool | None = None
-        self._callbacks: list[Callback] = []  # those that the table was made of
+        self._callbacks: list[Callback] = []  # the callbacks from which the table was made
         self._table: dict[str, _Listeners] = {}
         self._algorithms: list[Any] = []
         self._others: list[Any] = []  # algorithms that are no techniques
@@ -105,7 +105,7 @@ class LeanEvents:
         del _installed[id(self.state)]
         if not _installed:
             for owner, name, ours in _REPLACED:
-                if vars(owner)[name] is ours:  # not what other code has put there since
+                if vars(owner)[name] is ours:  # unless other code has replaced it since
                     setattr(owner, name, _composers[name])
 
     def run(self, engine: Engine, event: Event) -> Any:
@@ -175,7 +175,7 @@ def _hears(callback: Callback, event: str) -> bool:
 
 
 def _has(callback: Callback, method: str) -> bool:
-    """Whether a callback overrides a method, on its class or itself."""
+    """Whether a callback's class or instance overrides a method."""
     return method in vars(callback) or getattr(type(callback), method) is not getattr(Callback, method)
 
 
@@ -188,14 +188,14 @@ def _call(listeners: Sequence[tuple[Callback, bool]], event: Event, state: State
 
 
 def _run_event(self: Engine, event: Event | str) -> Any:
-    """In the place of ``Engine.run_event``."""
+    """Replaces ``Engine.run_event``."""
     events = _installed.get(id(self.state))
     traces = None if events is None else events.run(self, event if type(event) is Event else Event(event))
     return _composers["run_event"](self, event) if traces is None else traces
 
 
 def _fsdp_enabled(self: State) -> bool:
-    """In the place of ``State.fsdp_enabled``, which visits all modules: once per epoch. Models are wrapped before."""
+    """Replaces ``State.fsdp_enabled``, which visits all modules. Once per epoch suffices: models are wrapped before."""
     events = _installed.get(id(self))
     if events is None or not events.in_batch:
         return bool(_composers["fsdp_enabled"].fget(self))
@@ -205,21 +205,21 @@ def _fsdp_enabled(self: State) -> bool:
 
 
 def _memory_stats(*args: Any, **kwargs: Any) -> Any:
-    """In the place of ``torch.cuda.memory_stats``. Composer's loop needs one number, for automatic micro-batches."""
+    """Replaces ``torch.cuda.memory_stats``. Composer's loop reads one of its numbers, for automatic micro-batches."""
     events = _calling(Trainer._train_batch)
     unused = events is not None and not events.state.auto_microbatching
     return {"num_alloc_retries": 0} if unused else _composers["memory_stats"](*args, **kwargs)
 
 
 def _deepcopy(value: Any, *args: Any) -> Any:
-    """In the place of Composer's ``deepcopy``. Its loop copies each micro-batch, for training metrics."""
+    """Replaces Composer's ``deepcopy``. Composer's loop copies each micro-batch, for training metrics."""
     events = _calling(Trainer._train_microbatch)
     unused = events is not None and not events.state.train_metrics
     return None if unused else _composers["deepcopy"](value, *args)
 
 
 def _zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
-    """In the place of ``Optimizer.zero_grad``, which announces itself to profilers and asks for each gradient."""
+    """Replaces ``Optimizer.zero_grad``, which opens a profiler range and checks each gradient."""
     if profiler._is_profiler_enabled or _calling(Trainer._train_microbatches) is None:
         _composers["zero_grad"](self, set_to_none)
         return
@@ -229,7 +229,7 @@ def _zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
 
 
 def _accumulate_time(self: Trainer, num_samples: Any, num_tokens: Any, batch_time: timedelta) -> Any:
-    """In the place of Composer's method: sums over one rank, of numbers that fit in int32, and the time in float32."""
+    """Replaces Composer's method: sums over one rank, of numbers that fit in int32, and the time in float32."""
     events = _installed.get(id(self.state))
     counted = type(num_samples) is type(num_tokens) is int and max(abs(num_samples), abs(num_tokens)) < 2**31
     if events is None or not events.alone or not counted:
@@ -238,8 +238,8 @@ def _accumulate_time(self: Trainer, num_samples: Any, num_tokens: Any, batch_tim
 
 
 def _split_mapping(batch: Any, microbatch_size: int) -> Any:
-    """In the place of the function that Composer's default ``split_batch`` calls for mappings. A batch that is one
-    micro-batch is not split: its tensors become views, as ``torch.split`` makes them."""
+    """Replaces the function that Composer's default ``split_batch`` calls for mappings. A batch that is one micro-batch
+    is not split: its tensors become views, as ``torch.split`` makes them."""
     with torch._C.DisableTorchFunctionSubclass():
         whole = all(type(v) in (Tensor, RowLengths) and v.shape[:1] == (microbatch_size,) for v in batch.values())
     if not whole:
@@ -258,7 +258,7 @@ def _calling(method: Any) -> LeanEvents | None:
 
 
 def _time(self: Time[Any], value: Any, unit: Any) -> None:
-    """In the place of ``Time.__init__``."""
+    """Replaces ``Time.__init__``."""
     if type(unit) is TimeUnit and type(value) is (float if unit is TimeUnit.DURATION else int):
         self._value, self._unit = value, unit
     else:
@@ -266,7 +266,7 @@ def _time(self: Time[Any], value: Any, unit: Any) -> None:
 
 
 def _cmp(self: Time[Any], other: Any) -> Any:
-    """In the place of ``Time._cmp``."""
+    """Replaces ``Time._cmp``."""
     theirs = other._value if type(other) is Time and other._unit is self._unit else other
     if type(theirs) is type(self._value):
         return (self._value > theirs) - (self._value < theirs)
@@ -274,13 +274,13 @@ def _cmp(self: Time[Any], other: Any) -> Any:
 
 
 def _get(self: Timestamp, unit: Any) -> Any:
-    """In the place of ``Timestamp.get``."""
+    """Replaces ``Timestamp.get``."""
     name = _COUNTERS.get(unit._value_) if type(unit) is TimeUnit else None
     return _composers["get"](self, unit) if name is None else vars(self)[name]
 
 
 def _to_next_batch(self: Timestamp, samples: Any = 0, tokens: Any = 0, duration: Any = None) -> Any:
-    """In the place of ``Timestamp.to_next_batch``."""
+    """Replaces ``Timestamp.to_next_batch``."""
     if type(samples) is not int or type(tokens) is not int or duration is None:
         return _composers["to_next_batch"](self, samples, tokens, duration)
     later = object.__new__(Timestamp)

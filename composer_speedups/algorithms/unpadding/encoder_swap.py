@@ -64,8 +64,8 @@ def unpad(
     """Make every encoder in ``model`` run unpadded, and return the names of the newly changed ones; ValueError, before
     anything is changed, if that is impossible. The settings of the last call hold.
 
-    Other than with ``check="never"``, first calls are compared (:class:`FirstCall`), and where code that is not known
-    reads the result, batches stay padded until gradients have shown that it does not read padding.
+    Unless ``check="never"``, first calls are compared (:class:`FirstCall`). If unknown code reads the result, batches
+    stay padded until gradients show that this code does not read padding.
     """
     encoders = _find_encoders(model)
     for encoder in encoders.values():
@@ -122,7 +122,7 @@ def _change_classes(encoder: _Encoder) -> None:
 
 
 def _packing_of(encoder: _Encoder, pad_to_multiple_of: int | None, reads_padding: bool | None) -> Packing:
-    """How an encoder packs batches under the heads around it, in addition to those of an earlier call."""
+    """The packing rules of an encoder for the heads around it, in addition to the rules of an earlier call."""
     config, reads = encoder.direct_parents[0].config, {*encoder.heads.values()}
     before = vars(encoder.module)["packing"].rules if "packing" in vars(encoder.module) else RowRules()
     rules = RowRules(

@@ -76,12 +76,12 @@ class Unpadding(ComparedTechnique):
         return {"encoders": len(self._encoders)}
 
     def fit_start(self, run: Run) -> None:
-        """In a long job, more sizes, and so fewer unused entries, save more time than their graphs take."""
+        """Allow more packed sizes in a long job: fewer unused entries save more time than more captures take."""
         from composer_speedups.core.trainer_state import last_batch
 
         graphs = getattr(run.techniques.get("cuda_graphs"), "max_graphs", 0)
         batches = (last_batch(run.state) or 0) / run.ranks  # type: ignore[arg-type]
-        # At 64 rows the best number, if capturing takes as long as ten batches; ranks wait for each other's captures.
+        # The best number for 64 rows, if a capture takes as long as ten batches. Ranks wait for each other's captures.
         self._sizes = max(self._sizes, min(int(batches**0.5 / 8), graphs - 1))
 
     def after_dataloader(self, run: Run) -> None:
