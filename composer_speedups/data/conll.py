@@ -17,7 +17,7 @@ class _Line(NamedTuple):
 
     @property
     def fields(self) -> list[str]:
-        """Separated by tabs or by blanks. Others, such as the no-break space of ``10 000``, are part of a word."""
+        """Split at tabs or blanks. Other spaces, such as the no-break space in ``10 000``, are part of a word."""
         return [field.strip(" ") for field in self.text.split("\t")] if "\t" in self.text else re.split(" +", self.text)
 
 
@@ -51,7 +51,7 @@ def _blocks(file: Iterable[str]) -> Iterator[list[_Line]]:
 
 
 def _is_comment(line: _Line, width: int, tags: Collection[str]) -> bool:
-    """Whether it is none of ``width`` fields (0: unknown) with one of the ``tags``, the word ``#``; else refused."""
+    """Whether a line is a comment, not the word ``#`` with one of the ``tags``; ValueError if unclear."""
     if not line.text.startswith("# ") or (width in (0, len(line.fields)) and line.fields[-1] in tags):
         return False
     if width != len(line.fields) or "=" in line.text:
@@ -77,7 +77,7 @@ def _check(line: _Line, width: int) -> None:
 
 
 def _counts_its_words(lines: list[_Line]) -> bool:
-    """Whether the first fields of a sentence count from 0 or 1; refused unless one word alone cannot tell."""
+    """Whether the first fields may be word numbers, as in CoNLL-U; ValueError if they certainly are."""
     firsts = [line.fields[0] for line in lines if not line.text.startswith("#\t")]
     numbers = [field for field in firsts if not _PART_OF_A_WORD.fullmatch(field)]
     counts = any(numbers == [str(start + i) for i in range(len(numbers))] for start in (0, 1))

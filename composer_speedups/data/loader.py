@@ -227,7 +227,7 @@ def tokens_and_weight(task: Task, batch: Batch) -> dict[str, Any]:
 
 
 def _refuse_to_split(batch: Batch, microbatch_size: int | float) -> list[Batch]:
-    """For losses over a whole batch."""
+    """Refuse micro-batches for losses that need the whole batch."""
     if microbatch_size < len(batch["input_ids"]):
         raise ConfigError(
             "trainer.microbatch_size: the loss needs the whole batch, which micro-batches would split; remove it "

@@ -88,7 +88,7 @@ def _json_rows(file: Any) -> Iterator[Row]:
 
 
 def _json_object(pairs: list[tuple[str, Any]]) -> Row:
-    """Of two values of a key, Python would keep the last."""
+    """Refuse a repeated key, of which Python would keep the last value."""
     row = dict(pairs)
     if len(row) < len(pairs):
         _check_distinct([name for name, _ in pairs])
@@ -108,7 +108,7 @@ def _parquet_rows(file: Any, columns: Iterable[str], declared: ClassNames | None
 
 
 def _check_declared(own: ClassNames, declared: ClassNames | None) -> None:
-    """Integers of classes in one file, and names or integers without them in another, would be mixed up."""
+    """Refuse class names that only one of two files declares: the integers of both would be mixed up."""
     if declared is not None and (odd := own.keys() ^ declared.keys()):
         name = min(odd)
         one, other = ("this file", "the first one") if name in own else ("the first file", "this one")
@@ -217,7 +217,7 @@ def check_data_files(data: DataConfig, task: TaskSettings) -> None:
 
 
 def _names_of_columns(path: str, key: str, wanted: Sequence[str]) -> list[str]:
-    """The columns of a local file: of its schema or first row, or in .jsonl of rows until they complete ``wanted``."""
+    """The columns of a local file, from its schema or first row; of .jsonl, from rows until ``wanted`` is complete."""
     names = dict[str, None]()
     if suffix_of(path) not in _TEXT_READERS:
         with _readable(path, key), pyarrow.parquet.ParquetFile(path) as parquet:

@@ -43,7 +43,7 @@ class _Split(NamedTuple):
     where: str  # the data set, for errors
 
     def teach(self, task: Task, *, training: bool = True, trial: bool = False) -> None:
-        """Let the task learn its labels; a ``trial`` finds also those of rows that will be dropped."""
+        """Let the task learn its labels; a ``trial`` includes labels of rows that will be dropped."""
         if not isinstance(task, TaskWithClasses):
             return
         found = task.lacks_classes and task.label_column not in self.declared and not trial
@@ -55,7 +55,7 @@ class _Split(NamedTuple):
     def checked(
         self, task: Task, on_invalid: str, summary: DataSummary, *, training: bool, places: Sequence[int] | None = None
     ) -> dict[int, Example]:
-        """Place → sample of the rows at ``places``, or of all rows; the invalid ones are refused or dropped."""
+        """Map the indices of valid rows, of all rows or ``places``, to samples; refuse or drop invalid rows."""
         examples, invalid = {}, list[Problem]()
         if places is None and isinstance(task, TaskWithClasses) and task.reads_label(training=training):
             task.check_labels([row.get(str(task.label_column)) for row in self.rows], self.where)
@@ -110,8 +110,8 @@ def load_validation(config: DataConfig, task: Task, summary: DataSummary | None 
 
 
 def labelled_samples(rows: list[Row], where: str, task: Task, summary: DataSummary) -> tuple[Dataset, list[int]]:
-    """The valid rows of a file as :func:`load_validation` returns them, for a task that knows its classes, and their
-    places among the rows."""
+    """The samples of a file's valid rows, as :func:`load_validation` returns them, and the indices of these rows. The
+    task already knows its classes."""
     examples = _split_of(rows, {}, where).checked(task, "drop", summary, training=False)
     return Dataset.from_list(task.prepared([*examples.values()], training=False)), [*examples]
 
@@ -193,7 +193,7 @@ def _held_out(split: _Split, examples: Mapping[int, Example], task: Task, config
 
 
 def _stratified(labels: Sequence[Any], count: int, seed: int) -> Arrays:
-    """Draw ``count`` rows at random; of each class, if each label is one, its share up to one row, and its only row
+    """Draw ``count`` rows at random, stratified (within one row) if each label is a class. A class's only row is drawn
     last."""
     order = np.random.default_rng(seed).permutation(len(labels))
     if not isinstance(labels[0], int):

@@ -76,7 +76,7 @@ class Tokenized:
 
 
 def _token_ids(row: Mapping[str, Any], vocabulary: int) -> list[int]:
-    """The column ``input_ids`` of a row without padding; a GPU would name neither a foreign id nor its row."""
+    """A row's ``input_ids`` without padding, checked here since a GPU's error names neither the id nor the row."""
     value, mask = row["input_ids"], row.get("attention_mask")
     ids = np.asarray(value)
     if ids.ndim != 1 or ids.dtype.kind not in "iu":

@@ -16,7 +16,7 @@ from composer_speedups.tasks.task import Task
 _RARE = 10  # validation rows of a class, below which its metrics say little
 _MOST_LISTED = 10  # invalid rows and rare classes that messages and the report list
 
-Problem = tuple[str, str]  # such as ("row 6: text is empty", "every sample needs text"): the second, advice, may be ""
+Problem = tuple[str, str]  # error and advice (may be ""): ("row 6: text is empty", "every sample needs text")
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Truncation:
 
 @dataclass(frozen=True)
 class DataCheck:
-    """Texts that occur more than once, and what a constant answer achieves; None where a task has no such thing.
+    """Texts that occur more than once, and the metrics of constant predictions; None for what a task does not have.
 
     A text is the whole of a row: of a pair, both texts together.
     """
@@ -64,7 +64,7 @@ class DataCheck:
     on_both_sides: int | None  # validation rows with a text that is also trained on
     differing_labels: int | None  # texts to which the rows of either split give different labels
     rare_classes: Mapping[str, Mapping[str, int]] | None  # class → split → rows, if fewer than ten validate
-    constant: Mapping[str, Any] | None  # the best constant answers to the validation rows, each with its metric
+    constant: Mapping[str, Any] | None  # the best constant predictions for the validation rows, each with its metric
 
     def __str__(self) -> str:
 

@@ -60,8 +60,8 @@ def read_task(folder: Path, *, evaluates: bool) -> tuple[TaskSettings, int]:
 def choose_columns(
     task: TaskSettings, names: Collection[str], asked: Mapping[str, Any], *, evaluates: bool
 ) -> list[tuple[str, str]]:
-    """Set the columns that a command asks for, and return those that it reads, each with the key that names it. Words
-    are read from the column ``text`` of a file, with the columns ``names``, that lacks the task's own for them."""
+    """Set the columns that a command asks for, and return the columns to read, each with the key that names it. Tasks
+    that read words use the column ``text`` if ``names``, the file's columns, lack the task's default."""
     read = task.texts_of(training=False) if evaluates else task.text_columns[: task.predicted_texts]
     for key, columns in asked.items():
         own = read if key == "text_columns" else getattr(task, key, None) or ()

@@ -1,7 +1,7 @@
 """Fork training processes from a server that has imported everything, so that they start in a fraction of a second.
 
-A library that decides for a GPU while it is imported must see the GPU, and a process that has asked for one cannot be
-forked. So the server asks for none, and if an import did, each job starts cold.
+Libraries that check for a GPU at import must see it, but a process that has initialized CUDA cannot be forked. The
+server therefore does not initialize CUDA; if an import did, each job starts cold.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _server: tuple[subprocess.Popen[bytes], socket.socket] | None = None
 
 
 def start_server() -> socket.socket:
-    """The connection to the server, which has imported everything; it is started if none runs, and ends with us."""
+    """Connect to the server that has imported everything; start one if none runs. It ends with this process."""
     global _server
     if _server is None or _server[0].poll() is not None:
         ours, its = socket.socketpair()
@@ -97,7 +97,7 @@ def import_all() -> None:
 
 
 def _serve(connection: socket.socket) -> tuple[list[str], dict[str, str], str] | None:
-    """Fork a process for each request, in which the request is returned; None when the command has ended."""
+    """Fork a process for each request and return the request there; return None once the command has ended."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     # Python counts the threads of native pools, which the job does not use before it has some of its own.
     warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)

@@ -107,7 +107,7 @@ class Run(NamedTuple):
 
 
 def _alternatives(pair: str) -> list[str]:
-    """``key=value`` for each value of a key that takes no list; the pair itself for another key, or one value."""
+    """Expand a list into ``key=value`` pairs if the key takes no list; otherwise return the pair itself."""
     key, _, text = pair.partition("=")
     settings: type[Settings] = Config
     name = key.removeprefix("baseline.")
@@ -120,7 +120,7 @@ def _alternatives(pair: str) -> list[str]:
 
 
 def planned_runs(files: Sequence[str], overrides: Sequence[str], seeds: Sequence[int]) -> list[Run]:
-    """The runs of all seeds of the first file with the first value of each key, then of the next value, and file."""
+    """All runs, ordered by file, then by the values of each key, then by seed."""
     if any(pair.partition("=")[0] == "seed" for pair in overrides):
         raise ConfigError("command line: seed differs between the runs; set seeds, such as seeds=1..5")
     keys, values_of = [pair.partition("=")[0] for pair in overrides], [*map(_alternatives, overrides)]
@@ -179,8 +179,8 @@ def gpus_of_processes(runs: Sequence[Run], processes: int | None) -> list[str | 
 
 
 def _train_all(runs: Sequence[Run], gpus: Sequence[str | None], program: str, metric: str | None) -> list[str]:
-    """Train the runs that have not finished, one at a time on each of ``gpus``; a line for each that fails. A finished
-    run without the metric stops the others, and a refused run those that would be refused like it."""
+    """Train the unfinished runs, one at a time on each of ``gpus``, and return a line for each failure. A finished run
+    without the metric stops the others; a refused run stops those that would be refused for the same reason."""
     refused = defaultdict[tuple[str, str], list[Run]](list)  # by file and reason
     waiting, free, failures = [run for run in runs if not run.finished(metric)], [*gpus], list[str]()
     print(f"{len(waiting)} of {len(runs)} runs are not finished; training {len(free)} at a time", flush=True)
@@ -190,7 +190,7 @@ def _train_all(runs: Sequence[Run], gpus: Sequence[str | None], program: str, me
     def jobs() -> Iterator[Job]:
         for log, run in by_log.items():
             for (file, _), those in refused.items():
-                points = {other.point for other in those}  # if two are refused alike, their values are not why
+                points = {other.point for other in those}  # if two values are refused alike, neither is the cause
                 if run.file == file and (run.point in points or len(points) > 1):
                     failures.append(f"{log.stem}: not started; it would be refused like {those[0].folder.name}")
                     print(failures[-1], flush=True)

@@ -70,7 +70,7 @@ SETS: dict[str, dict[Changes, dict[str, Algorithms]]] = {
 
 
 def combined(config: Config, techniques: Algorithms) -> dict[str, Any]:
-    """The techniques of a config's recipe, such as LoRA, and those of a set that fit to them and to its precision."""
+    """The techniques of a config's recipe, such as LoRA, and those of a set that are compatible with the config."""
     fitting = {n: s for n, s in config.algorithms.items() if technique_class(n).effect_with(s, None) == "recipe"}
     omitted = {*fitting, *(["mixed_precision"] if config.trainer.precision != "fp32" else [])}
     for name, settings in techniques.items():

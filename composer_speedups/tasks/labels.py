@@ -72,8 +72,8 @@ class TaskWithClasses(Task):
         )
 
     def check_classes(self, where: str) -> None:
-        """Refuse classes that :meth:`learn` found and that a reader made by mistake, or that look alike or are the same
-        number. ``data.labels`` accepts any names."""
+        """Refuse learned classes (:meth:`learn`) that are artifacts of reading, look alike, or are the same number.
+        ``data.labels`` accepts any names."""
         where = f"{where}: the column {self.label_column}"
         same: dict[Any, str] = {}
         for name in self.classes:
@@ -89,8 +89,8 @@ class TaskWithClasses(Task):
                 )
 
     def check_labels(self, values: Sequence[Any], where: str) -> None:
-        """Refuse integers that count the classes from 1, of which most would be taken for the next class; warn if no
-        integer tells where they begin."""
+        """Refuse integers beyond the last class, and warn if there is no 0: labels that count from 1 would be read as
+        the next class."""
         names = self.classes
         if not _are_text(names):
             return
@@ -122,7 +122,7 @@ class TaskWithClasses(Task):
 
 
 def as_integer(label: Any) -> int | None:
-    """The integer that a label is, or that its text is written as; files of text have no other integers."""
+    """The integer that a label is or, in files of text, that it spells; None for other labels."""
     plain = _plain(label)
     if isinstance(plain, str):
         return int(plain.partition(".")[0]) if _INTEGER.fullmatch(plain) else None
@@ -139,7 +139,7 @@ def _labels_in(values: Sequence[Any]) -> list[Any]:
 
 
 def _as_seen(name: str) -> Decimal | str:
-    """A name without quotes and invisible characters, with composed accents; the number that it stands for."""
+    """Normalize a name: without quotes and invisible characters, accents composed, numbers and booleans as Decimal."""
     seen = "".join(c for c in unicodedata.normalize("NFC", name) if unicodedata.category(c) != "Cf")
     if len(seen) > 2 and seen[0] == seen[-1] and seen[0] in "'\"":
         seen = seen[1:-1]

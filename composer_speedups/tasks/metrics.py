@@ -85,7 +85,7 @@ def gather_alike(tensor: Tensor, group: Any = None) -> list[Tensor]:
 
 
 def gather_lists(tensor: Tensor, group: Any = None) -> list[Tensor]:
-    """``dist_sync_fn`` for samples. Of a rank without any, torchmetrics passes an empty float tensor."""
+    """``dist_sync_fn`` for samples. For a rank without samples, torchmetrics passes an empty float tensor."""
     kinds: list[Any] = [None] * torch.distributed.get_world_size(group)
     torch.distributed.all_gather_object(kinds, (tensor.dtype, tensor.shape[1:]) if tensor.numel() else None, group)
     kind = next((kind for kind in kinds if kind is not None), None)
@@ -113,7 +113,7 @@ class ClassCounts(Metric):
 
 
 class ByClass:
-    """What a metric keeps after :meth:`compute`, so that it can be told class by class."""
+    """The counts by class that a metric keeps after :meth:`compute`, for reports."""
 
     names: list[str]  # of the K classes
     seen: Tensor | None = None  # ClassCounts.counts over all ranks

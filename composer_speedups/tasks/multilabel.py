@@ -45,7 +45,7 @@ def _written_list(text: str) -> list[Any] | None:
 
 
 def _as_list(value: Any, separator: str | None) -> Any:
-    """The labels of a text, unchanged if it begins like a list and is none; other values as they are."""
+    """The labels of a text; a text that looks like a list but is not one, and other values, are returned unchanged."""
     if not isinstance(value, str):
         return value
     if _WRITTEN.fullmatch(value.strip()):

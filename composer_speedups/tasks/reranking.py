@@ -43,9 +43,9 @@ class Reranking(RerankingSettings, Task):
         return label
 
     def prepared(self, examples: list[Example], *, training: bool) -> list[Example]:
-        """With the pairwise loss, each document that is not its query's best, paired with a better one drawn at random.
+        """With the pairwise loss, pair each document except its query's best with a random better one.
 
-        For evaluation: the samples with ``query_id``, which is equal for equal queries.
+        For evaluation, add ``query_id``, which is equal for equal queries.
         """
         if not training:
             numbers: dict[str, int] = {}

@@ -104,7 +104,7 @@ class DataConfig(Settings):
 
     @property
     def streams(self) -> bool:
-        """Whether the training samples are streamed, so that nothing can be known of all of them up front."""
+        """Whether the training samples are streamed, so that no statistic of all samples is known before training."""
         return self.streaming or self.source == "mds"
 
     def checks(self) -> Iterator[Check]:
@@ -180,7 +180,7 @@ def resolve_name(name: str) -> str:
 
 
 class TaskSettings(Settings):
-    """What the data set and the task are read as; null stands for the default of each."""
+    """Base of the tasks' settings: columns and class variables; null stands for a setting's default."""
 
     name: ClassVar[str]
     most_texts: ClassVar[int | None] = 2

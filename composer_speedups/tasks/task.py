@@ -71,8 +71,8 @@ class Task(TaskSettings):
         return example
 
     def best_constant(self, labels: Sequence[Any]) -> dict[str, Any] | None:
-        """What it is → the one answer that suits the labels of all tokenized samples best, then the metric in which it
-        does so → its value, for each such answer; None for a task without one."""
+        """The best constant predictions for the labels of all tokenized samples, each by name and followed by its
+        metric: ``{"label": "spam", "accuracy": 0.6}``; None for a task without any."""
         return None
 
     def text(self, row: Mapping[str, Any], column: str, where: str) -> Any:

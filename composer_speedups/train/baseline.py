@@ -74,7 +74,7 @@ def steady_rate(batches: Sequence[Batch], turn: int) -> float:
 
 
 def turn_ratios(before: Sequence[Batch], now: Sequence[Batch], turn: int) -> list[float]:
-    """The ratio of the two rates in each turn in which both sets have steady batches, its first batch aside."""
+    """The ratio of the two rates in each turn with steady batches of both sets, not counting its first batch."""
     ratios = []
     for start in range(0, min(len(before), len(now)), turn):
         old, new = ([b for b in each[start + 1 : start + turn] if b.steady] for each in (before, now))

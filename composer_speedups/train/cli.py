@@ -54,7 +54,7 @@ def exit_codes(program: str = "train.py") -> Iterator[None]:
     formatted, said = warnings.formatwarning, set[str]()
 
     def once(message: Any, category: type[Warning], filename: str, lineno: int, line: str | None = None) -> str:
-        """A warning for users, without its place in the source; and others as Python formats them."""
+        """Format a UserWarning without its source location, and other warnings as Python does."""
         text = f"{filename}:{lineno}: {category.__name__}: {message}\n"
         if issubclass(category, UserWarning):
             text = f"warning: {' '.join(str(message).split())}\n"

@@ -86,7 +86,7 @@ def is_trained(state: State) -> bool:
 
 
 def _end_evaluation_workers(trainer: Trainer) -> None:
-    """Otherwise torch would wait five seconds at exit for each persistent worker with pinned memory."""
+    """End persistent workers with pinned memory, for each of which torch would wait five seconds at exit."""
     for evaluator in trainer.state.evaluators:
         iterator = getattr(evaluator.dataloader.dataloader, "_iterator", None)
         if (shut_down := getattr(iterator, "_shutdown_workers", None)) is not None:
@@ -132,7 +132,7 @@ def _explained(error: Exception) -> Refusal | None:
 
 
 def _is_of_a_dead_worker(error: BaseException) -> bool:
-    """Whether torch says so, or the connection to the worker ended while it sent a batch."""
+    """Whether a worker died: torch reports it, or the worker's connection closed while it sent a batch."""
     if isinstance(error, (EOFError, ConnectionError)):
         frames = traceback.extract_tb(error.__traceback__)
         return bool(frames) and frames[-1].filename.startswith(multiprocessing.__path__[0])

@@ -104,7 +104,7 @@ def _task_of(state: State) -> Task | None:
 
 
 def _half_of(state: State, rows: int, wanted: str, error: torch.OutOfMemoryError) -> int:
-    """The micro-batch size to continue with, for a largest micro-batch of ``rows``."""
+    """The micro-batch size to continue with, if the largest micro-batch had ``rows`` rows."""
     task, half, ranks = _task_of(state), max(1, rows // 2), dist.get_world_size()
     host = host_of(state)
     fixed = [] if host is None else [t.name for t in host.run.techniques.values() if t.fixed_shapes]

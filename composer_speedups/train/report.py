@@ -65,7 +65,7 @@ def build_report(
         "metrics": {**history.metrics, **final_metrics(state), **(best.metrics if best else {})},
         "evaluations": history.summary(),
         "data": data.report() if data else {},
-        # of the exported weights; empty if an earlier process evaluated them
+        # for the exported weights; empty if an earlier process evaluated them
         "classes": classes.summary(best.batch if best else None) if classes else {},
         "best": _summary(state, BestWeights),
         "early_stopping": _summary(state, EarlyStopping),

@@ -261,8 +261,8 @@ def _loggers(config: Config, folder: RunFolder | None) -> list[LoggerDestination
 
 
 class _AtInterval(LoggerDestination):
-    """Leaves out what Composer logs in each batch, except every ``interval`` batches, and at the end and wherever other
-    values are logged, which dashboards show over them."""
+    """Drops the values that Composer logs in each batch, except every ``interval`` batches, at the end, and in batches
+    with other logged values, for which dashboards use them as the x-axis."""
 
     def __init__(self, interval: int, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -295,8 +295,8 @@ def _check_rates(trainer: Trainer, wanted: float) -> None:
 
 
 def _callbacks(config: Config, folder: RunFolder | None) -> list[Callback]:
-    """Only ThroughputMonitor and LossMonitor do something in each batch, as do the display, and the sums of several
-    ranks and the saver of checkpoints."""
+    """Of these, only ThroughputMonitor, LossMonitor and OverlappedDDP work in each batch; so do the progress display
+    and the checkpoint saver."""
     named = config.callbacks
     return [
         *([OverlappedDDP()] if dist.get_world_size() > 1 else []),

@@ -106,7 +106,7 @@ def differences(config: Config, stored: Path) -> list[tuple[str, Any, Any]] | No
 
 
 def _all(section: Any, path: Keys = ()) -> Iterator[tuple[Keys, Any]]:
-    """The path of keys to each value and section, which a reference may set as a whole, with the value."""
+    """Yield each value and section with its path of keys; a reference may set a whole section."""
     for name, value in section.items():
         yield (*path, name), value
         if isinstance(value, dict):
@@ -114,7 +114,7 @@ def _all(section: Any, path: Keys = ()) -> Iterator[tuple[Keys, Any]]:
 
 
 def _flat(section: Any) -> Iterator[tuple[Keys, Any]]:
-    """The same without sections, except for empty ones."""
+    """As :func:`_all`, without nonempty sections."""
     return ((path, value) for path, value in _all(section) if not (isinstance(value, dict) and value))
 
 

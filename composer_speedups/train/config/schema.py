@@ -281,12 +281,12 @@ class Config(Settings):
 
     @classmethod
     def key_of(cls, name: str) -> str:
-        return "" if name == "task" else name  # its keys have their places under model and data
+        return "" if name == "task" else name  # its keys are written under model and data
 
     @model_validator(mode="before")
     @classmethod
     def _choose_task(cls, values: Any) -> Any:
-        """Take the keys that are not the same for all tasks out of the sections ``model`` and ``data``."""
+        """Move the task-specific keys of the sections ``model`` and ``data`` to ``task``."""
         if not isinstance(values, dict) or isinstance(values.get("task"), TaskSettings):
             return values
         if "task" in values:
