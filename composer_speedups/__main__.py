@@ -28,8 +28,8 @@ def command(arguments: list[str] | None = None) -> None:
     _, unread = parser.parse_known_args(arguments)
     if unread:
         name = f"{parser.prog}-{unread[0]}"
-        meant = f"; did you mean {name}?" if f" {name} " in _COMMANDS else "; see --help"
-        parser.exit(2, f"{parser.prog}: cannot read {unread[0]!r}{meant}\n")
+        hint = f"; did you mean {name}?" if f" {name} " in _COMMANDS else "; see --help"
+        parser.exit(2, f"{parser.prog}: cannot read {unread[0]!r}{hint}\n")
     parser.print_help()
 
 

@@ -42,8 +42,8 @@ class _ComparesEvaluations(SavedCallback):
         reported, best = find_metric(state.eval_metrics.get(label, {}), self.metric)
         compared = f"{self.mode or best} {reported} of {label}"
         if self.compared not in ("", compared):
-            anew = f"{type(self).__name__} starts anew: the checkpoint's"
-            warnings.warn(f"{anew} compared {self.compared}, and this one {compared}", UserWarning, stacklevel=3)
+            restart = f"{type(self).__name__} starts anew: the checkpoint's"
+            warnings.warn(f"{restart} compared {self.compared}, and this one {compared}", UserWarning, stacklevel=3)
             self.reset()
         self.compared, self._reported, self.mode = compared, reported, self.mode or best
 

@@ -187,8 +187,8 @@ def out_of_space(error: BaseException) -> str | None:
     """The system's message if the error was caused by a full disk; None otherwise."""
     for cause in causes_of(error):
         # safetensors reports the error number only in its text
-        spelled = re.search(r"\(os error (\d+)\)", str(cause))
-        number = cause.errno if isinstance(cause, OSError) else int(spelled[1]) if spelled else None
+        match = re.search(r"\(os error (\d+)\)", str(cause))
+        number = cause.errno if isinstance(cause, OSError) else int(match[1]) if match else None
         if number in NO_SPACE:
             return str(cause)
     return None

@@ -51,13 +51,13 @@ def replace_parameters(
     successors = {old: [new for new in news if new not in held] for old, news in replacements.items()}
     untrained = [new for old, news in successors.items() if old not in held for new in news]
     for index, (optimizer, group) in enumerate(groups):
-        olds = list(group["params"])
-        group["params"][:] = [new for old in olds for new in successors.get(old, [old])]
+        old_parameters = list(group["params"])
+        group["params"][:] = [new for old in old_parameters for new in successors.get(old, [old])]
         if index == 0 and for_untrained == "first group":
             group["params"] += untrained
         if "param_names" in group:  # torch records names if the optimizer was built from named parameters
-            known = {**names, **dict(zip(olds, group["param_names"], strict=True))}
+            known = {**names, **dict(zip(old_parameters, group["param_names"], strict=True))}
             group["param_names"] = [known[p] for p in group["params"]]
-        for old in olds:
+        for old in old_parameters:
             if old in successors and (state := optimizer.state.pop(old, None)) and len(successors[old]) == 1:
                 optimizer.state[successors[old][0]] = state

@@ -318,5 +318,5 @@ def _wrong(field: FieldInfo, errors: list[Any]) -> str:
     kinds = [{"": "a section of keys", "None": "null"}.get(kind, kind) for kind in kinds]
     if types.NoneType in _options(field.annotation) and first["type"] not in _BOUNDS:
         kinds.append("null")
-    such = f", such as {' or '.join(field.examples)}" if field.examples and first["type"] not in _BOUNDS else ""
-    return f"must be {' or '.join(dict.fromkeys(kinds))}{such}, not {first['input']!r}"
+    examples = f", such as {' or '.join(field.examples)}" if field.examples and first["type"] not in _BOUNDS else ""
+    return f"must be {' or '.join(dict.fromkeys(kinds))}{examples}, not {first['input']!r}"

@@ -260,8 +260,8 @@ _STORIES = 2  # a million different stories, so that a batch does not contain on
 def _alike(rng: random.Random, length_scale: float) -> list[tuple[str, str]]:
     stories = [[rng.choice(words) for words in _STORY] for _ in range(_STORIES)]
     anchor = " ".join(word for story in stories for word, _ in story)
-    told = [f"the {who} {does} the {what}." for (_, who), (_, does), (_, what) in stories]
-    return [(anchor, _lengthened(rng, told, length_scale * _DOCUMENT_SCALE))]
+    sentences = [f"the {who} {does} the {what}." for (_, who), (_, does), (_, what) in stories]
+    return [(anchor, _lengthened(rng, sentences, length_scale * _DOCUMENT_SCALE))]
 
 
 # Task → its columns, and the function that generates some of its rows.

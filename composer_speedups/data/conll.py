@@ -78,8 +78,8 @@ def _check(line: _Line, width: int) -> None:
 
 def _counts_its_words(lines: list[_Line]) -> bool:
     """Whether the first fields may be word numbers, as in CoNLL-U; ValueError if they certainly are."""
-    firsts = [line.fields[0] for line in lines if not line.text.startswith("#\t")]
-    numbers = [field for field in firsts if not _PART_OF_A_WORD.fullmatch(field)]
+    first_fields = [line.fields[0] for line in lines if not line.text.startswith("#\t")]
+    numbers = [field for field in first_fields if not _PART_OF_A_WORD.fullmatch(field)]
     counts = any(numbers == [str(start + i) for i in range(len(numbers))] for start in (0, 1))
     width = len(lines[-1].fields)
     if lines[0].text.startswith("#begin ") or (counts and (width == _CONLL_U or (len(numbers) > 1 and width > 2))):

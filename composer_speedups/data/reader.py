@@ -109,8 +109,8 @@ def _parquet_rows(file: Any, columns: Iterable[str], declared: ClassNames | None
 
 def _check_declared(own: ClassNames, declared: ClassNames | None) -> None:
     """Refuse class names that only one of two files declares: the integers of both would be mixed up."""
-    if declared is not None and (odd := own.keys() ^ declared.keys()):
-        name = min(odd)
+    if declared is not None and (mismatched := own.keys() ^ declared.keys()):
+        name = min(mismatched)
         one, other = ("this file", "the first one") if name in own else ("the first file", "this one")
         raise ValueError(f"{one} declares class names for {name!r}, and {other} does not; write both in the same way")
 

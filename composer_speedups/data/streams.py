@@ -86,10 +86,10 @@ def _token_ids(row: Mapping[str, Any], vocabulary: int) -> list[int]:
     ids = ids if mask is None else ids[np.asarray(mask) != 0]
     if not ids.size:
         raise DataError("a streamed row: input_ids has no token that its attention_mask keeps; leave the row out")
-    foreign = ids[(ids < 0) | (ids >= vocabulary)]
-    if foreign.size:
+    unknown = ids[(ids < 0) | (ids >= vocabulary)]
+    if unknown.size:
         raise DataError(
-            f"a streamed row: input_ids has {foreign[0]}, and the tokenizer's ids are 0 to {vocabulary - 1:,}; set "
+            f"a streamed row: input_ids has {unknown[0]}, and the tokenizer's ids are 0 to {vocabulary - 1:,}; set "
             "data.tokenizer to the one that made them"
         )
     return list(ids.tolist())

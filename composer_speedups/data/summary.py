@@ -121,8 +121,8 @@ def check_data(task: Task, train: Dataset, validation: Dataset | None, tokens: D
                 for k, name in enumerate(task.classes)
                 if counts["validate"][k] < _RARE
             }
-        if answered := {"labels", "token_labels"} & {*tokens.column_names}:
-            constant = task.best_constant(tokens[answered.pop()][:])
+        if label_columns := {"labels", "token_labels"} & {*tokens.column_names}:
+            constant = task.best_constant(tokens[label_columns.pop()][:])
     duplicates = {name: len(found) - len({*found}) for name, found in keys.items()}
     return DataCheck(duplicates, both, len(differing) if first else None, rare, constant)
 

@@ -228,12 +228,12 @@ def _by_buckets(
 def _parts(optimizer: Optimizer, sums: GradientSums) -> Iterator[Iterator[None]]:
     """For each bucket, limit the optimizer to the parameters whose gradients are complete."""
     groups = optimizer.param_groups
-    wholes = [group["params"] for group in groups]
-    group_of = {id(p): group for group, whole in zip(groups, wholes, strict=True) for p in whole}
+    all_parameters = [group["params"] for group in groups]
+    group_of = {id(p): group for group, params in zip(groups, all_parameters, strict=True) for p in params}
 
     def turns() -> Iterator[None]:
         sent = {id(p) for p in sums.under_way}
-        rest = [p for whole in wholes for p in whole if id(p) not in sent]
+        rest = [p for params in all_parameters for p in params if id(p) not in sent]
         for parameters in chain([rest] if rest else [], sums.arriving()):
             for group in groups:
                 group["params"] = []
@@ -246,5 +246,5 @@ def _parts(optimizer: Optimizer, sums: GradientSums) -> Iterator[Iterator[None]]
         yield turns()
     finally:
         sums.settle()
-        for group, whole in zip(groups, wholes, strict=True):
-            group["params"] = whole
+        for group, params in zip(groups, all_parameters, strict=True):
+            group["params"] = params

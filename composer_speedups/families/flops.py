@@ -154,8 +154,8 @@ def frozen_flops(model: Any, runs: Sequence[BlockRun], lengths: Lengths, *, cach
         counts = (i for i, run in enumerate(runs) if any(p.requires_grad for p in run.parameters))
         untrained = next(counts, len(runs))
     passes = (2 + cached) * _forward_flops(model.config, lengths) * untrained // len(runs) if untrained else 0
-    behind = sum(w.numel() for run in runs[untrained:] for w in run.weights if not w.requires_grad)
-    return passes + 2 * int(lengths.sum()) * behind
+    frozen_weights = sum(w.numel() for run in runs[untrained:] for w in run.weights if not w.requires_grad)
+    return passes + 2 * int(lengths.sum()) * frozen_weights
 
 
 def block_runs(model: nn.Module) -> list[BlockRun]:

@@ -138,18 +138,18 @@ def cast_weights(weights: Sequence[Tensor], scales: Sequence[Tensor]) -> tuple[l
     query, up = weights[0], weights[4]
     hidden, inner = query.shape[0], up.shape[0]
     shapes = [(3 * hidden, hidden), (hidden, hidden), (inner, hidden), (hidden, inner)]
-    straight = [Float8(query.new_empty(o, i, dtype=ACTIVATION), s) for (o, i), s in zip(shapes, scales, strict=True)]
-    turned = [Float8(query.new_empty(i, o, dtype=ACTIVATION), s) for (o, i), s in zip(shapes, scales, strict=True)]
+    casts = [Float8(query.new_empty(o, i, dtype=ACTIVATION), s) for (o, i), s in zip(shapes, scales, strict=True)]
+    transposes = [Float8(query.new_empty(i, o, dtype=ACTIVATION), s) for (o, i), s in zip(shapes, scales, strict=True)]
     squares, across = triton.cdiv(hidden, _TILE), triton.cdiv(inner, _TILE)
     for again in (False, True):
         _cast_weights[(4 * squares * squares + 2 * squares * across,)](
-            *weights, *(weight.values for weight in straight), *scales, hidden, inner, *targets_of(ACTIVATION),
+            *weights, *(weight.values for weight in casts), *scales, hidden, inner, *targets_of(ACTIVATION),
             AGAIN=again, TILE=_TILE, num_warps=4,
         )  # fmt: skip
     tiles = [triton.cdiv(o, _TRANSPOSE_TILE) * triton.cdiv(i, _TRANSPOSE_TILE) for o, i in shapes]
-    words = [o.values.view(torch.int32) for pair in zip(straight, turned, strict=True) for o in pair]
+    words = [o.values.view(torch.int32) for pair in zip(casts, transposes, strict=True) for o in pair]
     _turn_weights[(sum(tiles),)](*words, hidden, inner, TILE=_TRANSPOSE_TILE, num_warps=4)
-    return straight, turned
+    return casts, transposes
 
 
 def scaled_product(x_TI: Float8, weight_OI: Float8, dtype: torch.dtype, bias_O: Tensor | None = None) -> Tensor:
@@ -205,9 +205,9 @@ def _fitting(magnitude, target):
 @triton.jit
 def _fits(magnitude, scale, most, least):
     """Return whether a scale fits; any scale fits zeros, inf and NaN, for which another one would not be better."""
-    lifted = magnitude * scale
+    scaled = magnitude * scale
     finite = magnitude < float("inf")
-    return (magnitude == 0) | (finite == 0) | ((lifted <= most) & (lifted >= least))
+    return (magnitude == 0) | (finite == 0) | ((scaled <= most) & (scaled >= least))
 
 
 @triton.jit

@@ -189,10 +189,10 @@ def _train_all(runs: Sequence[Run], gpus: Sequence[str | None], program: str, me
 
     def jobs() -> Iterator[Job]:
         for log, run in by_log.items():
-            for (file, _), those in refused.items():
-                points = {other.point for other in those}  # if two values are refused alike, neither is the cause
+            for (file, _), refused_runs in refused.items():
+                points = {other.point for other in refused_runs}  # two values refused alike: neither is the cause
                 if run.file == file and (run.point in points or len(points) > 1):
-                    failures.append(f"{log.stem}: not started; it would be refused like {those[0].folder.name}")
+                    failures.append(f"{log.stem}: not started; it would be refused like {refused_runs[0].folder.name}")
                     print(failures[-1], flush=True)
                     break
             else:

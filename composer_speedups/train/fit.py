@@ -119,8 +119,8 @@ def _explained(error: Exception) -> Refusal | None:
     worker_message = str(error).rpartition(f"{DataError.__module__}.{DataError.__name__}: ")[2]
     if isinstance(error, DataError) and worker_message != str(error):  # torch embeds it in the worker's traceback
         return DataError(worker_message)
-    if (death := next(filter(_is_of_a_dead_worker, causes_of(error)), None)) is not None:
-        reason = first_line(death).rstrip(". ")
+    if (worker_error := next(filter(_is_of_a_dead_worker, causes_of(error)), None)) is not None:
+        reason = first_line(worker_error).rstrip(". ")
         return RunFailedError(f"data.workers: a DataLoader worker died ({reason}); {_WORKER_FIX}")
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in message:
         if (fix := str(error).strip().splitlines()[-1:]) and fix[0].startswith("trainer.microbatch_size: "):

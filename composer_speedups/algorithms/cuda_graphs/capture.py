@@ -75,8 +75,7 @@ class Captured:
         self._gradients = [*map(shared.of, self.completed, self._trained)]  # by segment
         self._copied = [i for i, tensor in enumerate(static) if tensor.numel()]  # their numbers
         self._destinations = [static[i] for i in self._copied]
-        # The sources of the static gradients: None for zeros, a scalar tensor with its version, or () for other
-        # tensors.
+        # The source of each static gradient: None for zeros, a scalar tensor with its version, or () for others.
         self._taken: list[tuple[Any, int]] = [(None, 0)] * len(self.output_gradients)
 
     @property

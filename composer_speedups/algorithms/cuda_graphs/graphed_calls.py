@@ -150,8 +150,7 @@ class GraphedCalls:
         return self._graphs.get(key)
 
     def _may_evaluate(self) -> bool:
-        """Whether a replay can replace a call: not if it runs hooks, is traced, or may run concurrently with
-        another."""
+        """Whether a replay can replace a call: not if it runs hooks, is traced, or may overlap with another call."""
         if torch.is_grad_enabled() or self.model.training or self.eval_note or torch.compiler.is_compiling():
             return False
         if not self._modules:
@@ -161,11 +160,11 @@ class GraphedCalls:
             self._adapted = [m for m in modules if "merged_adapters" in m.__dict__]  # PEFT's
             # The model's own hooks run outside of its forward.
             self._hooks = [hooks for m in self._modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
-        unordered = threading.current_thread() is not threading.main_thread() or (  # as servers call models
+        may_overlap = threading.current_thread() is not threading.main_thread() or (  # as servers call models
             torch.cuda.is_initialized() and torch.cuda.current_stream() != torch.cuda.default_stream()
         )
-        heard = torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks
-        if heard or unordered or is_traced() or _get_current_dispatch_mode() is not None:
+        global_hooks = torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks
+        if global_hooks or may_overlap or is_traced() or _get_current_dispatch_mode() is not None:
             return False
         return not any(self._hooks) and True not in [module.training for module in self._modules]
 

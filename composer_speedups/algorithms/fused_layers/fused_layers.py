@@ -104,8 +104,8 @@ class FusedLayers(ComparedTechnique):
         narrow = [layer.hidden_size for layer in layers if layer.precision != self.precision]
         if not narrow:
             return evidence
-        which = f"{len(narrow)} of {len(layers)} layers compute in bf16"
-        note = f"{which}: their hidden size {max(narrow)} is below fp8_min_width={self.fp8_min_width}"
+        counted = f"{len(narrow)} of {len(layers)} layers compute in bf16"
+        note = f"{counted}: their hidden size {max(narrow)} is below fp8_min_width={self.fp8_min_width}"
         return {**evidence, "bf16_layers": len(narrow), "note": note}
 
     def fit_start(self, run: Run) -> None:

@@ -136,8 +136,8 @@ def load_float8_scales(model: nn.Module, scales: Mapping[str, Sequence[Sequence[
     """Load scales that :func:`float8_scales` returned; ValueError if the model has other 8-bit layers."""
     layers = _float8_layers(model)
     if layers.keys() != scales.keys():
-        odd = ", ".join(sorted(layers.keys() ^ scales.keys()))
-        raise ValueError(f"the scales and the model have different 8-bit layers: {odd}")
+        unmatched = ", ".join(sorted(layers.keys() ^ scales.keys()))
+        raise ValueError(f"the scales and the model have different 8-bit layers: {unmatched}")
     for name, layer in layers.items():
         layer.float8_scales.copy_(torch.tensor(scales[name], dtype=torch.int32).view_as(layer.float8_scales))
 
