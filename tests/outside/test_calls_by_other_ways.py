@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from transformers import BertForPreTraining
 from transformers.integrations.neftune import activate_neftune
 
@@ -147,7 +148,7 @@ def test_masks_of_any_dtype(family: Family, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("family", ["bert", "modernbert", "deberta_v2"])
-def test_transformations_of_torch_func(family: Family) -> None:
+def test_transformations_of_torch_func_and_forward_mode(family: Family) -> None:
     reference, model = pair(family, apply=unpad_and_fuse)
     (inputs,) = fit_batches(reference, [batch([5, 12, 9])])
     results = []
@@ -157,7 +158,10 @@ def test_transformations_of_torch_func(family: Family) -> None:
         def loss(weights: Any, module: Any = module) -> Tensor:
             return torch.func.functional_call(module, weights, kwargs=inputs).loss  # type: ignore[no-any-return]
 
-        results.append([*torch.func.grad(loss)(weights).values(), loss(weights)])
+        with forward_ad.dual_level():
+            dual = {name: forward_ad.make_dual(weight, torch.ones_like(weight)) for name, weight in weights.items()}
+            tangent = forward_ad.unpack_dual(loss(dual)).tangent
+        results.append([*torch.func.grad(loss)(weights).values(), loss(weights), tangent])
     assert_near(results[1], results[0])
 
 

@@ -214,6 +214,7 @@ def test_each_mask_of_a_batch_has_its_lengths() -> None:
     texts = torch.stack([MASK, MASK.flip(0)], 1)
     given = {"input_ids": MASK, "attention_mask": MASK, "b_input_ids": texts, "b_attention_mask": texts}
     given |= {"attention_mask_4d": torch.ones(4, 1, 3, 3), "empty_attention_mask": torch.ones(0, 3), "labels": MASK}
+    given["flat_attention_mask"] = torch.ones(4)
     given |= {"c_input_ids": MASK, "c_attention_mask": texts}  # of another shape than the ids
     counted = count_rows(given, [ANY], labels=True)
     assert {name: tuple(values.shape) for name, values in counted.items()} == {
