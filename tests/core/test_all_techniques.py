@@ -13,11 +13,14 @@ from typing import Any, NamedTuple
 import composer.algorithms
 import pytest
 import torch
+import yaml
 from composer.core import Algorithm, Event, get_precision_context
 
 from composer_speedups.core.host import host_of
+from composer_speedups.core.registry import technique_class, technique_names
 from composer_speedups.core.technique import Technique
 from composer_speedups.train.checkpoints import read_checkpoint, restricted_loading
+from tests.core.test_cards import blocks, card
 from tests.helpers.common import (
     SAVING,
     Recorder,
@@ -145,6 +148,12 @@ def test_a_second_trainer_takes_the_model_over_from_an_open_one(run: Run) -> Non
     assert [type(module) for module in model.modules()] == kinds, "the second Trainer still needs them"
     fit_and_close(second)
     torch.testing.assert_close(final_weights(second), final_weights(run.trainer), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", [name for name in technique_names() if name != "layer_freezing"])
+def test_the_yaml_of_a_card_shows_the_defaults(name: str) -> None:
+    shown = yaml.safe_load(blocks(card(name), "yaml")[0])["algorithms"].get(name, {})
+    assert repr(technique_class(name)(**shown)) == repr(technique_class(name)())
 
 
 @every_technique

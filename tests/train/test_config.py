@@ -178,6 +178,20 @@ def test_on_unavailable_of_the_config_is_the_default_of_each_technique() -> None
     assert technique_class("fused_optimizer").name == "fused_optimizer"
 
 
+DEFAULTS = """
+seed=17 export=True plot=True baseline.batches=100 model.train_metrics=True model.label_smoothing=0.0
+model.temperature=0.05 data.mlm_probability=0.15 data.shuffle_buffer=10000 data.seed=17 data.length_scale=1.0
+data.vocab_size=4096 data.max_length=256 data.pad_to_multiple_of=8 data.batch_size=40 data.workers=0
+data.pin_memory=True data.report=True optimizer.lr=0.0001 optimizer.weight_decay=0.01 optimizer.beta1=0.9
+optimizer.beta2=0.999 optimizer.eps=1e-08 trainer.early_stopping.min_delta=0.0 trainer.fsdp.replicas=1
+trainer.dist_timeout=300.0 trainer.progress_bar=True checkpoint.keep=1 checkpoint.autoresume=True
+callbacks.throughput.window=20 callbacks.throughput.warmup_batches=3 callbacks.throughput.interval=10
+callbacks.finite_loss.max_skips=10 callbacks.divergence.factor=1.5 callbacks.divergence.margin=0.1
+callbacks.divergence.batches=50 callbacks.divergence.smoothing=0.9 loggers.interval=10
+loggers.tensorboard.flush_interval=100 loggers.file.flush_interval=100
+"""
+
+
 @pytest.mark.pins
 def test_help_shows_every_key_with_its_description_and_default() -> None:
     text = help_text()
@@ -190,3 +204,6 @@ def test_help_shows_every_key_with_its_description_and_default() -> None:
     assert "  callbacks.memory: section or null = its defaults\n" in text
     assert "    scope: model|blocks = model\n        The whole model, or its repeated block" in text
     assert "    rank: int = 8  [>= 1; <= 4096]\n" in text
+    defaults = {key: field.get_default(call_default_factory=True) for key, field, _ in keys_of(Config)}
+    numbers = {key: value for key, value in defaults.items() if isinstance(value, int | float) and value is not False}
+    assert [f"{key}={value}" for key, value in numbers.items()] == DEFAULTS.split()
