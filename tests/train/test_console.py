@@ -121,6 +121,9 @@ def test_a_baseline_is_reported_and_does_not_change_the_run(capfd: pytest.Captur
     for steps, note in ((0, "\n"), (2, "; 2 steps overlap")):
         table = summary_table({**compared, "ddp": {"mib_a_step": 1.5, "overlapped_steps": steps}}, "runs/x")
         assert f"1.5  MiB reduced per step{note}" in table
+    for ranks, note in ((1, "\n"), (2, " on 2 ranks\n")):
+        table = summary_table({**compared, "training": {**compared["training"], "ranks": ranks}}, "runs/x")
+        assert f"  steady state, data wait included{note}" in table
     for seconds, resumed, line in (
         (1234.5, [], "1,234  s, from the start of the process\n"),
         (
