@@ -62,9 +62,8 @@ def pretrained_model(
 ) -> tuple[Any, dict[str, Any]]:
     """Load a model in eval mode, with eager attention and weights in ``dtype``, and transformers' loading info: its
     missing, unexpected and mismatched keys. PEFT adapters are refused: their configuration names a module to import."""
-    commit = getattr(config, "_commit_hash", None)
-    pinned = {} if commit is None else {"revision": commit}
-    if find_adapter_config_file(name, **pinned) is not None:
+    revision = getattr(config, "_commit_hash", None) or "main"
+    if find_adapter_config_file(name, revision=revision) is not None:
         raise ConfigError(
             f"{key}: {name!r} has PEFT adapters (adapter_config.json), whose configuration can name code to execute; "
             "use the base model, or merge the adapters into it with PEFT's merge_and_unload() and save_pretrained"
@@ -77,7 +76,7 @@ def pretrained_model(
         attn_implementation="eager",
         dtype=dtype,
         output_loading_info=True,
-        **pinned,
+        revision=revision,
         **settings,
     )
     return model, info

@@ -1,8 +1,10 @@
-"""Weights have the dtype that was asked for, whatever the dtype of the stored ones, and reports state it."""
+"""Weights are those of the configuration's commit, and have the dtype that was asked for, whatever the dtype of the
+stored ones, and reports state it."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import BertForSequenceClassification
 
+from composer_speedups.core import pretrained
 from composer_speedups.data.builtin import builtin_reviews
 from composer_speedups.data.tokens import load_tokenizer
 from composer_speedups.predict.model import FinishedModel
@@ -47,6 +50,17 @@ def test_weights_stored_in_16_bits_are_loaded_or_drawn_in_float32_unless_asked_o
         model: Any = build_model(settings, Classification(), tokenizer, 16).model
         assert dtypes(model) == {expected}
         assert model.dtype == model.config.dtype == expected
+
+
+@pytest.mark.parametrize(("commit", "revision"), [(None, "main"), ("c0ffee", "c0ffee")])
+def test_weights_and_adapters_are_read_at_the_commit_of_the_configuration(
+    commit: str | None, revision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+    monkeypatch.setattr(pretrained, "find_adapter_config_file", lambda _, revision: read.append(revision))
+    auto = SimpleNamespace(from_pretrained=lambda _, **given: (read.append(given["revision"]), {}))
+    pretrained.pretrained_model(auto, "a/model", SimpleNamespace(_commit_hash=commit), "model.name")
+    assert read == [revision] * 2
 
 
 KAHAN = ["algorithms.kahan_optimizer={}", "algorithms.fused_optimizer=null"]
