@@ -36,7 +36,7 @@ from composer_speedups import (
 from composer_speedups.algorithms.lean_dispatch.modules import LeanEvents
 from composer_speedups.core.errors import Refusal
 from composer_speedups.core.run import Run
-from composer_speedups.core.trainer_state import host_group
+from composer_speedups.core.trainer_state import host_group, max_over_ranks
 from composer_speedups.distributed import composer_loop, host_scalars
 from composer_speedups.train.config.schema import TrainerConfig
 from composer_speedups.train.trainer import open_device
@@ -477,6 +477,7 @@ def _both_without_host_group() -> dict[str, Any]:
     assert len(torch.distributed.distributed_c10d._world.pg_map) == before
     assert host_group() is None
     assert composer_trainer.dist is dist
+    assert max_over_ranks(DeviceCPU(), dist.get_global_rank()) == dist.get_world_size() - 1
     return outcome
 
 

@@ -74,6 +74,8 @@ def test_a_config_of_the_package_is_found_by_name() -> None:
     Path("quickstart").write_text("seed: 3")
     assert find_config("quickstart") == "quickstart", "an existing file takes precedence"
     assert find_config("glue/mrpc") == str(ROOT / "yamls" / "glue" / "mrpc.yaml")
+    of_glue = parse_command_line(["-f", "glue/all"], several_files=True).files
+    assert of_glue == [str(path) for path in sorted((ROOT / "yamls" / "glue").glob("*.yaml"))]
     shipped = ", ".join(sorted(str(p.relative_to(ROOT / "yamls"))[: -len(".yaml")] for p in YAMLS))
     with pytest.raises(ConfigError, match=f"bert_imbd: no such file.*did you mean 'bert_imdb'.* known: {shipped}$"):
         find_config("bert_imbd")
