@@ -322,7 +322,10 @@ def test_a_flag_can_be_set_after_steps_of_another_implementation(flag: str) -> N
     set_implementation(optimizers[1], flag)
     optimizers[1].load_state_dict(state)
     assert not optimizers[1].param_groups[0][flag], "loading resets the flags"
+    for of_parameter in optimizers[1].state.values():
+        of_parameter["step"] = of_parameter["step"].double()
     set_implementation(optimizers[1], flag)
+    assert {of_parameter["step"].dtype for of_parameter in optimizers[1].state.values()} == {torch.float32}
     for optimizer in optimizers:
         stepped(optimizer)
     torch.testing.assert_close([*models[1].parameters()], [*models[0].parameters()])
