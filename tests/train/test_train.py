@@ -58,6 +58,7 @@ def test_the_report_has_the_measurements_of_the_run(capsys: pytest.CaptureFixtur
     assert environment["composer"] == "0.32.1"
     assert {"gpu", "transformers", "commit", "cpu", "driver"} <= set(environment)
     assert not environment["cpu"].startswith("model name")
+    assert not Path("runs/quickstart/throughput.png").exists(), "plot=false"
     assert report["training"]["batches"] == 12
     assert report["wall_seconds"] > 0
     assert report["config"]["data"]["train_samples"] == 48
