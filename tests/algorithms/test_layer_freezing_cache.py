@@ -117,7 +117,7 @@ def test_micro_batches_and_evaluations_between(rows: int) -> None:
     assert ran["packed_encoder"] == micro + 3 * batches, "one pass per micro-batch, and three per evaluation"
     assert ran["cached_block"] == micro
     assert_near(weights, train(False, bert(), **given)[0], what="weights")
-    assert technique.evidence["cache"].endswith(" in host memory")
+    assert technique.evidence["cache"] == f"{sum(LENGTHS) * 32 * 4 / 2**30:.3g} GiB in host memory"
     assert technique.evidence["cache_seconds"] >= 0
 
 
