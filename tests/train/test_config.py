@@ -202,6 +202,7 @@ def test_help_shows_every_key_with_its_description_and_default() -> None:
     assert "  data.batch_size: int|null = 40  [>= 1; <= 1000000]\n" in text
     assert "  trainer.max_duration: str = 2ep  [> 0; units ep, ba, sp, tok]\n" in text
     assert "  callbacks.memory: section or null = its defaults\n" in text
+    assert "\n\n  with model.task: mlm\n" in text
     assert "    scope: model|blocks = model\n        The whole model, or its repeated block" in text
     assert "    rank: int = 8  [>= 1; <= 4096]\n" in text
     defaults = {key: field.get_default(call_default_factory=True) for key, field, _ in keys_of(Config)}
