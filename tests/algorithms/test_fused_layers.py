@@ -606,6 +606,7 @@ def test_layers_narrower_than_fp8_min_width_compute_in_bf16(
     assert [layer.precision for layer in layers_of(model)] == ["bf16" if in_bf16 else "fp8"] * 2
     assert [hasattr(layer, "float8_scales") for layer in layers_of(model)] == [not in_bf16] * 2
     assert technique.matmul_precision == (None if in_bf16 else "fp8")
+    assert technique._compiling is None, "there is no GPU to compile for"
     assert bool(technique.state(run)) == (not in_bf16)
     note = f"2 of 2 layers compute in bf16: their hidden size 32 is below fp8_min_width={least or 512}"
     assert technique.evidence == {"layers": 2, **({"bf16_layers": 2, "note": note} if in_bf16 else {})}

@@ -19,6 +19,7 @@ if __name__ == "__main__":
     fused_kernels.embeddings(0.25, mixed=True)
     fused_kernels.float8_kernels(0.25)
     fused_kernels.gelus()
+    fused_kernels.casts()
     fused_kernels.rotations()
     fused_kernels.first_tokens(0.3, 70)
     fused_kernels.gated_layers(7, first=False, dropouts=[])
