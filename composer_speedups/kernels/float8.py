@@ -254,7 +254,7 @@ def _settle(x_ptr, out_ptr, scales_ptr, numbers, most, target, least, BLOCK: tl.
     if scale != before:
         for start in range(tl.program_id(0) * BLOCK, numbers, tl.num_programs(0) * BLOCK):
             at = start + tl.arange(0, BLOCK)
-            x = tl.load(x_ptr + at, mask=at < numbers, other=0.0).to(tl.float32)
+            x = tl.load(x_ptr + at, mask=at < numbers).to(tl.float32)
             tl.store(out_ptr + at, (x * scale).to(out_ptr.dtype.element_ty), mask=at < numbers)
 
 
