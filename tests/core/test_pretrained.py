@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -56,11 +57,11 @@ def test_weights_stored_in_16_bits_are_loaded_or_drawn_in_float32_unless_asked_o
 def test_weights_and_adapters_are_read_at_the_commit_of_the_configuration(
     commit: str | None, revision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read: list[str] = []
-    monkeypatch.setattr(pretrained, "find_adapter_config_file", lambda _, revision: read.append(revision))
-    auto = SimpleNamespace(from_pretrained=lambda _, **given: (read.append(given["revision"]), {}))
-    pretrained.pretrained_model(auto, "a/model", SimpleNamespace(_commit_hash=commit), "model.name")
-    assert read == [revision] * 2
+    find, load = Mock(return_value=None), Mock(return_value=(None, {}))
+    monkeypatch.setattr(pretrained, "find_adapter_config_file", find)
+    config = SimpleNamespace(_commit_hash=commit)
+    pretrained.pretrained_model(SimpleNamespace(from_pretrained=load), "a/model", config, "model.name")
+    assert [called.call_args.kwargs["revision"] for called in (find, load)] == [revision] * 2
 
 
 KAHAN = ["algorithms.kahan_optimizer={}", "algorithms.fused_optimizer=null"]
