@@ -204,7 +204,7 @@ def check_data_files(data: DataConfig, task: TaskSettings) -> None:
         folder = os.path.isdir(os.path.expanduser(name))
         paths = [name] if folder else find_files(name, key)
         columns, streamed = task.columns(training=training), data.streaming and training
-        for path in paths[:1] if streamed else paths:
+        for path in paths:
             wanted = () if streamed else [column for column, _ in columns]
             names = saved_dataset(name, key).column_names if folder else _names_of_columns(path, key, wanted)
             tokens = streamed and "input_ids" in names  # which are read in place of texts

@@ -64,7 +64,9 @@ def choose_columns(
     that read words use the column ``text`` if ``names``, the file's columns, lack the task's default."""
     read = task.texts_of(training=False) if evaluates else task.text_columns[: task.predicted_texts]
     for key, columns in asked.items():
-        own = read if key == "text_columns" else getattr(task, key, None) or ()
+        own = read if key == "text_columns" else getattr(task, key, None)
+        if own is None:
+            raise ConfigError(f"{key}: the run does not read it; remove it")
         if isinstance(columns, list) and len(columns) != len(own):
             raise ConfigError(f"{key}: the run reads {len(own)} columns, not {len(columns)}")
         setattr(task, key, columns + task.text_columns[len(own) :] if key == "text_columns" else columns)

@@ -60,15 +60,16 @@ def main(arguments: Sequence[str]) -> None:
     run, request = read_request(arguments)
     exported, evaluates = exported_folder(run), request.evaluate
     check_file(request.input, "input")
-    from composer_speedups.data.reader import check_columns, columns_in, declared_classes, load_rows
+    from composer_speedups.data.reader import check_columns, columns_in, declared_classes, load_rows, no_rows
 
     declared = declared_classes(request.input, "input") if evaluates else None  # predictions keep the integers
     rows, source = load_rows([request.input], "input", None, declared), Path(request.input)
     task, max_length = read_task(exported, evaluates=evaluates)
     names, asked = columns_in(rows), {key: value for key in _COLUMNS if (value := getattr(request, key)) is not None}
     needed = choose_columns(task, names, asked, evaluates=evaluates)
-    if rows:
-        check_columns(names, needed, f"input: {source}")
+    if not rows:
+        raise no_rows(f"input: {source}")
+    check_columns(names, needed, f"input: {source}")
     from composer_speedups.predict.model import FinishedModel  # imports torch, which a refusal does not need
     from composer_speedups.predict.rows import evaluate_file, predict_file
 
@@ -91,8 +92,12 @@ def read_request(arguments: Sequence[str]) -> tuple[Path, Request]:
         raise ConfigError("input is missing; add --input FILE")
     if request.evaluate and request.output is not None:
         raise ConfigError("output has no effect with evaluate, which only prints; remove one of them")
-    if request.errors is not None and not request.evaluate:
-        raise ConfigError("errors needs labelled rows; add --evaluate")
+    for key in ("errors", "label_column", "label_columns"):
+        if getattr(request, key) is not None and not request.evaluate:
+            raise ConfigError(f"{key} has no effect on predictions; add --evaluate, or remove it")
+    for key in ("input", "output", "errors"):
+        if file := getattr(request, key):
+            setattr(request, key, os.path.expanduser(file))
     if not request.evaluate and request.output is None:
         request.output = f"{os.path.splitext(request.input)[0]}.predictions.jsonl"
     key, file = ("errors", request.errors) if request.evaluate else ("output", request.output)

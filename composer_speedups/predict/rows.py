@@ -62,7 +62,8 @@ def evaluate_file(model: FinishedModel, rows: list[Row], source: Path, batch_siz
     ``errors`` is a file for the valid rows with loss and predictions, the largest loss first."""
     task = model.task
     if errors is not None and (task.name == "mlm" or loss_of(metrics_of(task, training=False)) is None):
-        raise ConfigError(f"errors: a run of {task.option} has no prediction with a loss for a row; remove it")
+        loss = f" with model.loss: {task.loss}" if hasattr(task, "loss") else ""
+        raise ConfigError(f"errors: a run of {task.option}{loss} has no loss of a single row; remove it")
     where, summary = f"input: {source}", DataSummary()
     samples, places = labelled_samples(rows, where, task, summary)
     problems = [problem for dropped in summary.dropped for problem in dropped.problems]

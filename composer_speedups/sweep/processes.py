@@ -70,11 +70,11 @@ class Ended(NamedTuple):
 
 
 def own_line(output: str) -> str:
-    """train.py's own error line without its prefix, or else the last that names an exception, or the last of all."""
+    """train.py's own error lines without their prefix, or else the last that names an exception, or the last of all."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     own = [line.partition("train.py: ")[2] for line in lines if "train.py: " in line]
     causes = [line for line in lines if _CAUSE.match(line)]  # torch prints advice below its exceptions
-    return (own or causes or lines or [""])[-1]
+    return " | ".join(dict.fromkeys(own)) or (causes or lines or [""])[-1]
 
 
 class Process:

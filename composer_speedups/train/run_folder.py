@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shutil
 import warnings
 from datetime import datetime
 from pathlib import Path
@@ -11,8 +12,14 @@ from typing import Any
 from composer.core import Time
 from composer.utils import dist
 
-from composer_speedups.core.errors import ConfigError
-from composer_speedups.core.files import LockedFileError, lock_file, remove_unfinished, with_working_directory
+from composer_speedups.core.errors import ConfigError, Refusal
+from composer_speedups.core.files import (
+    LockedFileError,
+    lock_file,
+    remove_unfinished,
+    with_working_directory,
+    write_atomically,
+)
 from composer_speedups.train.checkpoints import DamagedCheckpointError, checkpoints_in, read_checkpoint
 from composer_speedups.train.config.load import differences, save_config
 from composer_speedups.train.config.schema import OBJECT_STORES, Config, checkpoint_problem
@@ -23,7 +30,8 @@ _LOAD = "checkpoint.load"
 
 class RunFolder:
     """``runs/<run_name>``, locked by this process inside a ``with`` block; only rank 0 changes files. An earlier run is
-    resumed, or moved to ``<run_name>.<its date>``, and moved back if this one fails before it begins."""
+    resumed, or moved to ``<run_name>.<its date>``. If this run fails before it writes anything, or is refused before it
+    writes a checkpoint into the earlier run's folder, the earlier run is as it was."""
 
     def __init__(self, config: Config) -> None:
         self.path = Path(config.runs_folder) / config.run_name
@@ -31,7 +39,11 @@ class RunFolder:
         self.load, self.resumed = config.checkpoint.load, False  # resumed: autoresume found the checkpoint to load
         self.inputs: Inputs = {}  # the files that the run reads, by content; empty on other ranks than 0
         self._lock: io.FileIO | None = None
-        self._began, self._earlier = False, self.path  # in a new folder, and where an earlier run was moved to
+        self._moved: dict[Path, Path] = {}  # what was set aside → where it is now
+        self._stored: bytes | None = (
+            None  # the config.yaml of the run that continues here, if any; None in a new folder
+        )
+        self._saved: list[Path] = []  # the checkpoints that it has
         if dist.get_global_rank() == 0:
             try:
                 self._claim(config)
@@ -62,10 +74,12 @@ class RunFolder:
             self._prepare_to_continue()
             print(f"{config.run_name}: resumes from {self.load}", flush=True)
         elif self.path.exists():
-            self._earlier = _set_aside(self.path, _date_of(self.path))
-            print(f"{self.path} is a new run; the earlier one is now {self._earlier}", flush=True)
+            self._set_aside(self.path, _date_of(self.path))
+            print(f"{self.path} is a new run; the earlier one is now {self._moved[self.path]}", flush=True)
         self.path.mkdir(exist_ok=True)
-        self._began = not continues
+        if continues:
+            self._stored = self._config.read_bytes() if self._config.exists() else b""
+            self._saved = checkpoints_in(self._checkpoints)
         save_config(config, self._config)
 
     def _choose_checkpoint(self, config: Config) -> bool:
@@ -135,24 +149,35 @@ class RunFolder:
             remove_unfinished(folder)
         date, report, loaded = _date_of(self.path), self.path / "report.json", Path(str(self.load)).resolve()
         if report.exists():  # the run had finished; until it finishes again, it counts as interrupted
-            _set_aside(report, date)
+            self._set_aside(report, date)
         saved = checkpoints_in(loaded.parent)
         # damaged ones that were skipped, or intact ones if checkpoint.load names an older one
         for path in saved[: saved.index(loaded)] if loaded in saved else ():
-            _set_aside(path, date)
+            self._set_aside(path, date)
+
+    def _set_aside(self, path: Path, date: str) -> None:
+        """Rename a file or folder to ``<name>.<date>``, or ``<name>.<date>-2`` and so on."""
+        names = [f"{path.name}.{date}{suffix}" for suffix in ("", *(f"-{i}" for i in range(2, 100)))]
+        self._moved[path] = path.rename(next(new for name in names if not (new := path.with_name(name)).exists()))
 
     def __enter__(self) -> RunFolder:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None and self._began and [*self.path.glob("*")] == [self._config]:  # refused before it began
-            self._config.unlink()
-            self.path.rmdir()
-            if self._earlier != self.path:
-                self._earlier.rename(self.path)
-                print(f"{self._earlier} is {self.path} again", flush=True)
-        if self._lock is not None:
-            self._lock.close()
+        if self._lock is None:
+            return
+        if self._stored is None:  # in a new folder
+            undone = kind is not None and all(path.is_dir() for path in self.path.rglob("*") if path != self._config)
+            if undone:
+                shutil.rmtree(self.path)
+        else:
+            undone = kind is not None and issubclass(kind, Refusal) and checkpoints_in(self._checkpoints) == self._saved
+            if undone and self._stored:
+                write_atomically(self._config, self._stored)
+        for path, aside in self._moved.items() if undone else ():
+            aside.rename(path)
+            print(f"{aside} is {path} again", flush=True)
+        self._lock.close()
 
     def __truediv__(self, name: str) -> Path:
         return self.path / name
@@ -170,12 +195,6 @@ def newest_undamaged(folder: Path, *, trust: bool) -> tuple[Path, dict[str, Any]
 
 def _date_of(path: Path) -> str:
     return datetime.fromtimestamp(path.stat().st_mtime).strftime("%Y%m%d-%H%M%S")
-
-
-def _set_aside(path: Path, date: str) -> Path:
-    """Rename a file or folder to ``<name>.<date>``, or ``<name>.<date>-2`` and so on."""
-    names = [f"{path.name}.{date}{suffix}" for suffix in ("", *(f"-{i}" for i in range(2, 100)))]
-    return path.rename(next(new for name in names if not (new := path.with_name(name)).exists()))
 
 
 def check_same_run(config: Config, stored: Path) -> None:

@@ -175,10 +175,11 @@ def test_files_of_a_pattern_must_have_the_columns_and_rows_are_numbered_through(
     with pytest.raises(DataError, match=r"data\.train_file: part-\*\.csv, row 8: text is empty"):
         in_memory("part-*.csv")
     save({"texts": ["x"], "label": [3]}, "part-1.csv")
-    with pytest.raises(
-        DataError, match=r"part-1\.csv has no column 'text'; did you mean 'texts'\? \(it has: texts, label\)"
-    ):
+    message = r"part-1\.csv has no column 'text'; did you mean 'texts'\? \(it has: texts, label\)"
+    with pytest.raises(DataError, match=message):
         in_memory("part-*.csv")
+    with pytest.raises(DataError, match=message):
+        check_data_files(files("part-*.csv", streaming=True), Classification())
 
 
 @both

@@ -172,7 +172,10 @@ def test_an_interrupted_call_leaves_the_output_as_it_was(finished: Path, monkeyp
         (["input=in.jsonl", "text_columns=a,b"], r"text_columns: the run reads 1 columns, not 2"),
         (["input=in.jsonl", "--evaluate"], r"input: in\.jsonl has no column 'label' \(it has: text\); set label_c"),
         (["input=in.jsonl", "--evaluate", "output=x.csv"], r"output has no effect with evaluate, which only prints"),
-        (["input=in.jsonl", "errors=x.csv"], r"errors needs labelled rows; add --evaluate"),
+        (["input=in.jsonl", "errors=x.csv"], r"errors has no effect on predictions; add --evaluate, or remove it"),
+        (["input=in.jsonl", "label_column=x"], r"label_column has no effect on predictions; add --evaluate"),
+        (["input=in.jsonl", "--evaluate", "label_columns=[a]"], r"label_columns: the run does not read it; remove it"),
+        (["input=header.csv"], r"input: header\.csv has no rows after its header line; use a file with samples"),
         (["input=in.jsonl", "--evaluate", "errors=x.parquet"], r"errors: x\.parquet must end in \.jsonl, \.csv$"),
         (["input=in.jsonl", "--evaluate", "--errors", "in.jsonl"], r"errors: in\.jsonl is the input itself"),
         (
@@ -196,11 +199,12 @@ def test_a_bad_argument_or_row_is_one_line_and_nothing_is_written(
     save(TEXTS[:2])
     save(TEXTS[:2], "other.jsonl", "review")
     save(["", " "], "empty.jsonl")
+    Path("header.csv").write_text("text\n")
     Path("unknown.jsonl").write_text('{"text": "fine", "label": "so"}\n')
     with pytest.raises((ConfigError, DataError), match=message) as error:
         main([str(finished), *arguments])
     assert "\n" not in str(error.value)
-    assert sorted(os.listdir()) == ["empty.jsonl", "in.jsonl", "other.jsonl", "unknown.jsonl"]
+    assert sorted(os.listdir()) == ["empty.jsonl", "header.csv", "in.jsonl", "other.jsonl", "unknown.jsonl"]
 
 
 def test_a_run_that_cannot_predict_is_one_line() -> None:
@@ -423,7 +427,7 @@ def test_evaluate_prints_the_metrics_of_training(task: str, capsys: pytest.Captu
         assert f"recall {values['recall']:.4g}, {values['samples']} samples" in printed
     call = ["runs/done", "--input", "eval.jsonl", "--evaluate", "--errors", "worst.jsonl"]
     if task in ("embedding", "mlm"):
-        with pytest.raises(ConfigError, match=f"^errors: a run of model.task: {task} has no prediction with a loss"):
+        with pytest.raises(ConfigError, match=f"^errors: a run of model.task: {task}.* has no loss of a single row"):
             main(call)
     else:
         main(call)

@@ -281,6 +281,7 @@ def test_a_report_becomes_a_trial() -> None:
     ("status", "output", "expected", "reason"),
     [
         (2, "Warning\ntrain.py: lora: no; add it\n", "refused", "lora: no; add it"),
+        (2, "train.py: no 'text'\ntrain.py: no 'label'\n", "refused", "no 'text' | no 'label'"),
         (1, "Traceback\ntorch.OutOfMemoryError: CUDA out of memory.\n", "out of memory", "CUDA out of memory"),
         (-9, "", "out of memory", "status -9"),
         (1, "RuntimeError: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)", "out of memory", "CUBLAS"),

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from composer.utils import dist
 
-from composer_speedups.core.errors import ConfigError
+from composer_speedups.core.errors import ConfigError, Refusal, RunFailedError
 from composer_speedups.core.files import lock_file
 from composer_speedups.train import trainer
 from composer_speedups.train.checkpoints import checkpoints_in
@@ -197,18 +197,44 @@ def test_a_refused_run_leaves_the_folder_as_it_was(
     def refuse(*_: Any, **__: Any) -> None:
         raise ConfigError("algorithms: refused")
 
-    def refused_twice() -> None:
+    def refused_thrice() -> None:
         with pytest.raises(ConfigError, match=r"data\.drop_last: the 4 training samples do not fill one batch"):
             run("data.train_samples=4", "data.batch_size=8", "data.drop_last=true")
         with monkeypatch.context() as patch:
             patch.setattr(trainer, "build_trainer", refuse)
             with pytest.raises(ConfigError, match="algorithms: refused"):
                 run(*BRIEF)
+        with pytest.raises(Refusal, match="lora"):  # when the Trainer has made the folder for checkpoints
+            run(*BRIEF, "checkpoint.interval=1ba", "algorithms.lora.targets=[nope]")
 
-    refused_twice()
+    refused_thrice()
     assert contents() == {}
     run(*BRIEF)
     before = contents()
-    refused_twice()
+    refused_thrice()
     assert contents() == before
-    assert capsys.readouterr().out.count(" is runs/quickstart again\n") == 2
+    assert capsys.readouterr().out.count(" is runs/quickstart again\n") == 3
+
+
+@pytest.mark.usefixtures("interrupted")
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_refused_checkpoint_leaves_its_run_as_it_was(finished: bool) -> None:
+    if finished:
+        run(*JOB)
+    before = {path: path.read_bytes() for path in FOLDER.rglob("*") if path.is_file()}
+    with pytest.raises(ConfigError, match=r"optimizer\.lr: the checkpoint continues with"):
+        run(*JOB, f"checkpoint.load={CHECKPOINTS}/ep0-ba2-rank0.pt", "optimizer.lr=0.05")
+    assert {path: path.read_bytes() for path in FOLDER.rglob("*") if path.is_file()} == before
+    assert bool(run(*JOB)["resumed"]) is not finished  # a finished run is set aside
+
+
+@pytest.mark.usefixtures("interrupted")
+def test_a_resumed_run_that_fails_after_a_checkpoint_is_not_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: Any, state: Any, logger: Any) -> None:
+        if state.timestamp.batch.value == 7:
+            raise RunFailedError("failed")
+
+    monkeypatch.setattr(StartupTimes, "batch_end", fail)
+    with pytest.raises(RunFailedError):
+        run(*JOB, "trainer.max_duration=10ba")
+    assert load_config(str(FOLDER / "config.yaml")).trainer.max_duration == "10ba"
