@@ -40,10 +40,8 @@ class RunFolder:
         self.inputs: Inputs = {}  # the files that the run reads, by content; empty on other ranks than 0
         self._lock: io.FileIO | None = None
         self._moved: dict[Path, Path] = {}  # what was set aside → where it is now
-        self._stored: bytes | None = (
-            None  # the config.yaml of the run that continues here, if any; None in a new folder
-        )
-        self._saved: list[Path] = []  # the checkpoints that it has
+        self._stored: bytes | None = None  # config.yaml of the run that continues here; None in a new folder
+        self._saved: list[Path] = []  # the checkpoints of that run
         if dist.get_global_rank() == 0:
             try:
                 self._claim(config)
@@ -171,7 +169,8 @@ class RunFolder:
             if undone:
                 shutil.rmtree(self.path)
         else:
-            undone = kind is not None and issubclass(kind, Refusal) and checkpoints_in(self._checkpoints) == self._saved
+            refused = kind is not None and issubclass(kind, Refusal) and kind.status == Refusal.status
+            undone = refused and checkpoints_in(self._checkpoints) == self._saved
             if undone and self._stored:
                 write_atomically(self._config, self._stored)
         for path, aside in self._moved.items() if undone else ():

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from composer.utils import dist
 
-from composer_speedups.core.errors import ConfigError, Refusal, RunFailedError
+from composer_speedups.core.errors import ConfigError, DataError, Refusal, RunFailedError
 from composer_speedups.core.files import lock_file
 from composer_speedups.train import trainer
 from composer_speedups.train.checkpoints import checkpoints_in
@@ -229,12 +229,15 @@ def test_a_refused_checkpoint_leaves_its_run_as_it_was(finished: bool) -> None:
 
 
 @pytest.mark.usefixtures("interrupted")
-def test_a_resumed_run_that_fails_after_a_checkpoint_is_not_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("batch", "error"), [(7, DataError), (6, RunFailedError)])
+def test_a_resumed_run_that_wrote_a_checkpoint_or_failed_is_not_undone(
+    batch: int, error: type[Refusal], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(_: Any, state: Any, logger: Any) -> None:
-        if state.timestamp.batch.value == 7:
-            raise RunFailedError("failed")
+        if state.timestamp.batch.value == batch:
+            raise error("failed")
 
     monkeypatch.setattr(StartupTimes, "batch_end", fail)
-    with pytest.raises(RunFailedError):
+    with pytest.raises(error):
         run(*JOB, "trainer.max_duration=10ba")
     assert load_config(str(FOLDER / "config.yaml")).trainer.max_duration == "10ba"
