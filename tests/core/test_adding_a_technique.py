@@ -111,6 +111,7 @@ def test_the_generic_tests_need_only_a_folder_and_an_entry(tmp_path: Path) -> No
         "test_the_code_of_a_card_runs[toy]",
         "test_the_other_loop_of_a_card_runs[toy]",
         "test_the_yaml_of_a_card_is_a_config[toy]",
+        "test_the_yaml_of_a_card_shows_the_defaults[toy]",
         "test_the_readme_names_every_technique_and_its_code_runs",
     }, output[-6000:]
     passed = int(re.findall(r"(\d+) passed", output)[0])
