@@ -40,8 +40,8 @@ class RunFolder:
         self.inputs: Inputs = {}  # the files that the run reads, by content; empty on other ranks than 0
         self._lock: io.FileIO | None = None
         self._moved: dict[Path, Path] = {}  # what was set aside → where it is now
-        self._stored: bytes | None = None  # config.yaml of the run that continues here; None in a new folder
-        self._saved: list[Path] = []  # the checkpoints of that run
+        self._stored: bytes | None = None  # config.yaml of the run that continues here
+        self._saved: list[Path] | None = None  # the checkpoints of that run; None in a new folder
         if dist.get_global_rank() == 0:
             try:
                 self._claim(config)
@@ -76,7 +76,7 @@ class RunFolder:
             print(f"{self.path} is a new run; the earlier one is now {self._moved[self.path]}", flush=True)
         self.path.mkdir(exist_ok=True)
         if continues:
-            self._stored = self._config.read_bytes() if self._config.exists() else b""
+            self._stored = self._config.read_bytes() if self._config.exists() else None
             self._saved = checkpoints_in(self._checkpoints)
         save_config(config, self._config)
 
@@ -164,15 +164,17 @@ class RunFolder:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._lock is None:
             return
-        if self._stored is None:  # in a new folder
+        if self._saved is None:
             undone = kind is not None and all(path.is_dir() for path in self.path.rglob("*") if path != self._config)
             if undone:
                 shutil.rmtree(self.path)
         else:
             refused = kind is not None and issubclass(kind, Refusal) and kind.status == Refusal.status
             undone = refused and checkpoints_in(self._checkpoints) == self._saved
-            if undone and self._stored:
+            if undone and self._stored is not None:
                 write_atomically(self._config, self._stored)
+            elif undone:
+                self._config.unlink()
         for path, aside in self._moved.items() if undone else ():
             aside.rename(path)
             print(f"{aside} is {path} again", flush=True)

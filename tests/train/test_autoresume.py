@@ -217,15 +217,17 @@ def test_a_refused_run_leaves_the_folder_as_it_was(
 
 
 @pytest.mark.usefixtures("interrupted")
-@pytest.mark.parametrize("finished", [True, False])
-def test_a_refused_checkpoint_leaves_its_run_as_it_was(finished: bool) -> None:
-    if finished:
+@pytest.mark.parametrize("state", ["interrupted", "finished", "without a config"])
+def test_a_refused_checkpoint_leaves_its_run_as_it_was(state: str) -> None:
+    if state == "finished":
         run(*JOB)
+    if state == "without a config":
+        (FOLDER / "config.yaml").unlink()
     before = {path: path.read_bytes() for path in FOLDER.rglob("*") if path.is_file()}
     with pytest.raises(ConfigError, match=r"optimizer\.lr: the checkpoint continues with"):
         run(*JOB, f"checkpoint.load={CHECKPOINTS}/ep0-ba2-rank0.pt", "optimizer.lr=0.05")
     assert {path: path.read_bytes() for path in FOLDER.rglob("*") if path.is_file()} == before
-    assert bool(run(*JOB)["resumed"]) is not finished  # a finished run is set aside
+    assert bool(run(*JOB)["resumed"]) is (state == "interrupted")  # other runs are set aside
 
 
 @pytest.mark.usefixtures("interrupted")
