@@ -62,7 +62,7 @@ def choose_columns(
 ) -> list[tuple[str, str]]:
     """Set the columns that a command asks for, and return the columns to read, each with the key that names it. Tasks
     that read words use the column ``text`` if ``names``, the file's columns, lack the task's default."""
-    read = task.texts_of(training=False) if evaluates else task.text_columns[: task.predicted_texts]
+    read = task.texts_of(training=False) if evaluates else task.predicted_columns
     for key, columns in asked.items():
         own = read if key == "text_columns" else getattr(task, key, None)
         if own is None:
@@ -75,4 +75,4 @@ def choose_columns(
         task.text_columns = ["text"]
     if evaluates:
         return [(column, key.removeprefix("data.")) for column, key in task.columns(training=False)]
-    return [(column, "text_columns") for column in task.text_columns[: task.predicted_texts]]
+    return [(column, "text_columns") for column in task.predicted_columns]

@@ -88,7 +88,7 @@ class FinishedModel:
 
     def texts(self, row: Mapping[str, Any], where: str = "input") -> list[Any]:
         """The checked texts of a row: strings, or lists of words. ``where`` is the row in an error message."""
-        columns = self.task.text_columns[: self.task.predicted_texts]
+        columns = self.task.predicted_columns
         given = {name: row.get(name) for name in columns}
         return [self.task.text(given, name, where) for name in columns]
 

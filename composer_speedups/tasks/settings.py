@@ -187,7 +187,6 @@ class TaskSettings(Settings):
     trains_on_random_tokens: ClassVar[bool] = False  # rows of random tokens have labels for it
     ignores_labels: ClassVar[bool] = False  # its loss and training metrics leave out the label -100
     splits_words: ClassVar[bool] = False  # texts are lists of words
-    predicted_texts: ClassVar[int | None] = None  # texts that a prediction reads, the first ones; None for all
 
     text_columns: list[str] = Field(["text"], examples=["[text]"])
     """Columns of the text, two for pairs."""
@@ -245,6 +244,11 @@ class TaskSettings(Settings):
 
     def texts_of(self, *, training: bool) -> list[str]:
         """The text columns that samples are built from."""
+        return self.text_columns
+
+    @property
+    def predicted_columns(self) -> list[str]:
+        """The text columns that a prediction reads."""
         return self.text_columns
 
     def reads_label(self, *, training: bool) -> bool:
@@ -354,7 +358,6 @@ class RerankingSettings(_MayHavePairs):
 
 class EmbeddingSettings(TaskSettings):
     most_texts = None
-    predicted_texts = 1
 
     task: Literal["embedding"] = "embedding"
     """A vector per text."""
@@ -395,6 +398,10 @@ class EmbeddingSettings(TaskSettings):
 
     def texts_of(self, *, training: bool) -> list[str]:
         return self.text_columns if training else self.text_columns[:2]  # evaluation reads no negatives
+
+    @property
+    def predicted_columns(self) -> list[str]:
+        return self.text_columns[:1]
 
     def reads_label(self, *, training: bool) -> bool:
         return self.label_column is not None and (self.loss_name == "cosine" or not training)
