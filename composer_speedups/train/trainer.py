@@ -43,7 +43,7 @@ from composer_speedups.train.checkpoints import WholeCheckpointSaver, restricted
 from composer_speedups.train.config.load import written
 from composer_speedups.train.config.schema import Config, OptimizerConfig, SchedulerConfig, TrainerConfig
 from composer_speedups.train.console import TrainingProgress
-from composer_speedups.train.fit import StopSignals
+from composer_speedups.train.fit import StopSignals, is_trained
 from composer_speedups.train.out_of_memory import MicrobatchTrainer
 from composer_speedups.train.run_folder import RunFolder
 
@@ -173,6 +173,9 @@ def build_trainer(
             load_weights_only=weights_only,
         )
     _check_rates(trainer, config.optimizer.lr)
+    if is_trained(trainer.state) and not resumed:
+        done = f"{settings.max_duration} counts from the start, and is over in checkpoint.load; nothing is left to train"
+        raise ConfigError(f"trainer.max_duration: {done}; set a longer one")
     trainer.logger.log_hyperparameters(written(config))
     return trainer
 

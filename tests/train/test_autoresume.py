@@ -126,6 +126,8 @@ def test_resuming_from_an_earlier_checkpoint_renames_later_ones() -> None:
     again = run(*JOB, f"checkpoint.load={CHECKPOINTS}/ep1-ba6-rank0.pt", "trainer.max_duration=10ba")
     assert [entry["batch"] for entry in again["resumed"]] == [2, 6]
     assert len(list(FOLDER.glob("report.json.*"))) == 1
+    with pytest.raises(ConfigError, match=r"trainer\.max_duration: 10ba counts from the start, and is over in"):
+        run(*JOB, f"checkpoint.load={CHECKPOINTS}/latest-rank0.pt", "trainer.max_duration=10ba")
 
 
 def test_signals_are_deferred_only_during_training(
