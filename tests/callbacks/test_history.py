@@ -150,3 +150,9 @@ def test_characters_that_the_font_lacks_are_left_out_of_pictures_without_a_warni
     names = ["\N{SLIGHTLY SMILING FACE}", "fine \N{SLIGHTLY SMILING FACE}"]
     plot_confusion([[1, 0], [0, 1]], names, "run", Path("c.png"))
     assert Path("c.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_of_classes_cuts_long_names_and_is_wide_enough_for_its_scale(figures: list[Any]) -> None:
+    plot_confusion([[1, 0], [0, 1]], ["a" * 30, "b" * 20], "run", Path())
+    assert [name.get_text() for name in figures[0].axes[0].get_xticklabels()] == ["a" * 20, "b" * 20]
+    assert tuple(figures[0].get_size_inches()) == (4.6, 4.0)

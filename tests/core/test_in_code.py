@@ -174,6 +174,19 @@ def test_a_technique_without_effect_raises_at_the_step_and_another_set_is_refuse
     applied.undo()
 
 
+def test_after_the_first_batch_no_hook_watches_the_model_or_its_optimizer() -> None:
+    model: Any = bert()[0].model
+    watching = len(torch_optimizer._global_optimizer_post_hooks)
+    applied = apply(model, [Unpadding()], optimizer := torch.optim.SGD(model.parameters(), lr=1e-3))
+    hooks = len(model._forward_pre_hooks)
+    for batch in plain_batches(3):
+        model(**batch).loss.backward()
+        optimizer.step()
+    assert "attention" in applied.evidence["unpadding"]
+    assert len(torch_optimizer._global_optimizer_post_hooks) == watching
+    assert len(model._forward_pre_hooks) == hooks - 1
+
+
 @pytest.mark.parametrize("padded_on_the_left", [False, True])
 def test_a_model_that_trains_in_evaluation_mode_is_observed_too(padded_on_the_left: bool) -> None:
     """As Lightning trains what ``from_pretrained`` returns; the collator has counted the rows."""

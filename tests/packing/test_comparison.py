@@ -23,7 +23,7 @@ from composer_speedups.algorithms.unpadding.encoder_swap import unpad
 from composer_speedups.core import first_comparison
 from composer_speedups.core.errors import Refusal
 from composer_speedups.core.stock import changes_to
-from composer_speedups.packing.comparison import FLOAT32, Outcome, compare, outcome_of
+from composer_speedups.packing.comparison import FLOAT32, Outcome, compare, outcome_of, with_padding
 from composer_speedups.packing.encoder import unpadded_encoders
 from composer_speedups.packing.untouched import is_untouched
 from tests.helpers.common import (
@@ -111,6 +111,13 @@ def test_a_head_that_reads_padding_is_refused(build: Callable[[], Any], batches:
     torch.testing.assert_close(trainer.state.model.state_dict(), before, rtol=0, atol=0)
     trainer.close()
     assert not unpadded_encoders(trainer.state.model)
+
+
+def test_half_of_the_first_row_is_masked_if_a_batch_has_no_padding() -> None:
+    given = {"input_ids": torch.ones(3, 7, dtype=torch.long), "attention_mask": torch.ones(3, 7, dtype=torch.long)}
+    padded = with_padding(given)["attention_mask"]
+    assert padded.tolist() == [[1] * 4 + [0] * 3, [1] * 7, [1] * 7]
+    assert given["attention_mask"].all()
 
 
 def test_compare_counts_the_parameters_that_lose_their_gradient() -> None:

@@ -24,7 +24,7 @@ from composer_speedups.train.run_folder import RunFolder
 from tests.helpers.jobs import run
 
 JOB = [
-    *("run_name=job", "checkpoint.interval=2ba", "checkpoint.keep=-1", "trainer.max_duration=8ba"),
+    *("run_name=job", "checkpoint.interval=2ba", "checkpoint.keep=-1", "trainer.max_duration=8ba", "loggers.file={}"),
     *("trainer.eval_batches=1", "trainer.eval_interval=100ba", "export=false"),
 ]
 FOLDER = Path("runs/job")
@@ -76,6 +76,7 @@ def test_the_same_command_resumes_and_prints_the_checkpoint(capsys: pytest.Captu
     printed = capsys.readouterr().out
     assert "job: resumes from runs/job/checkpoints/ep0-ba4-rank0.pt" in printed
     assert "resumed after batch 4" in printed
+    assert sorted(path.name for path in FOLDER.glob("log-rank0*")) == ["log-rank0.2.txt", "log-rank0.txt"]
     assert report["resumed"] == [{"batch": 4, "checkpoint": "ep0-ba4-rank0.pt"}]
     assert report["training"]["batches"] == 10
     assert report["data"].keys() == {"dropped", "truncation", "check"}
