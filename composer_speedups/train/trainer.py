@@ -174,7 +174,7 @@ def build_trainer(
         )
     _check_rates(trainer, config.optimizer.lr)
     if is_trained(trainer.state) and not resumed:
-        done = f"{settings.max_duration} counts from the start, and is over in checkpoint.load; nothing is left to train"
+        done = f"{settings.max_duration} counts from the start, and is over in checkpoint.load; nothing is left"
         raise ConfigError(f"trainer.max_duration: {done}; set a longer one")
     trainer.logger.log_hyperparameters(written(config))
     return trainer
