@@ -194,3 +194,4 @@ Process(Job(["a", "10_000", "0"], Path("a.log"), {{}}, {program!r}, cold={cold})
         pids = pids_of("a")
         command.kill()
     wait_for_end(pids[:1])
+    psutil.Process(pids[1]).kill()  # a DataLoader's worker, unlike this child, ends with its parent
