@@ -111,7 +111,7 @@ def apply(model: nn.Module, techniques: Iterable[Technique], optimizer: Optimize
     """
     if not isinstance(model, nn.Module):
         raise Refusal("apply", f"the model is a {type(model).__name__}, not a torch.nn.Module", "pass the model first")
-    techniques = techniques_of(techniques)
+    techniques = techniques_of(techniques, alone=True)
     first = next(model.parameters(), torch.zeros(()))
     autocast = first.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(first.device.type)
     half = torch.get_autocast_dtype(first.device.type) if autocast else torch.float32

@@ -21,11 +21,12 @@ from composer_speedups.core.technique import FSDP, NOT_YET, Technique
 _RUN = "_composer_speedups_run"  # attribute of a changed model: its run. It is collected together with the model
 
 
-def techniques_of(algorithms: Iterable[Any]) -> list[Technique]:
-    """The techniques in a list of algorithms, in the order in which they engage; refuses what is no algorithm."""
+def techniques_of(algorithms: Iterable[Any], *, alone: bool = False) -> list[Technique]:
+    """The techniques in a list of algorithms, in the order in which they engage. Refuses what is no algorithm, and
+    with ``alone`` all that are no techniques."""
     algorithms = [algorithms] if isinstance(algorithms, Technique) else list(algorithms)  # which Composer accepts, too
     for other in algorithms:
-        if isinstance(other, type) or not hasattr(other, "match"):
+        if isinstance(other, type) or not hasattr(other, "match") or (alone and not isinstance(other, Technique)):
             fix = "write instances in one list, as in [*recommended(), LoRA()]"
             raise ConfigError(f"algorithms: {other!r:.80} is no technique; {fix}")
     return sorted((a for a in algorithms if isinstance(a, Technique)), key=lambda t: (t.order, t.name))

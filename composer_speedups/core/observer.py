@@ -118,9 +118,10 @@ class Observer:
 
 
 def in_other_mode() -> bool:
-    """Whether the loop has a dispatch mode open, such as FlopCounterMode: torch ends modes in reverse order only."""
+    """Whether the loop traces the model, or has a dispatch mode open, such as FlopCounterMode: torch ends modes in
+    reverse order only."""
     mode = _get_current_dispatch_mode()
-    return mode is not None and not isinstance(mode, Operators)
+    return torch.jit.is_tracing() or (mode is not None and not isinstance(mode, Operators))
 
 
 def leave_open() -> None:

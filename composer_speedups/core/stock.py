@@ -105,7 +105,8 @@ def _other_settings(module: nn.Module, reference: nn.Module, name: str) -> Itera
     for attribute, value in vars(reference).items():
         if attribute.startswith("_") or attribute in _FREE or not isinstance(value, _PLAIN):
             continue
-        if not _same(vars(module).get(attribute, _MISSING), value):
+        held = vars(module).get(attribute, _MISSING)
+        if held is not value and (type(held) is not type(value) or held != value):
             yield f"{name}.{attribute} is {vars(module).get(attribute, 'missing')!r} instead of {value!r}"
 
 
@@ -199,10 +200,6 @@ def _other_contents(module: nn.Module, reference: nn.Module, name: str, added: C
             yield f"{name}.{key} is {_described(type(parameter))} instead of a plain floating-point tensor"
         elif parameter.shape != expected.shape:
             yield f"{name}.{key} has shape {tuple(parameter.shape)} instead of {tuple(expected.shape)}"
-
-
-def _same(held: Any, built: Any) -> bool:
-    return bool(held is built or (type(held) is type(built) and held == built))
 
 
 def _is_patched(kind: type[nn.Module]) -> bool:

@@ -147,5 +147,5 @@ def weight_dtypes(model: torch.nn.Module) -> Counter[torch.dtype]:
 
 
 def is_compiled(model: torch.nn.Module) -> bool:
-    """Whether torch.compile was applied in place to the model or one of its modules; hooks would change its graph."""
-    return any(module._compiled_call_impl is not None for module in model.modules())
+    """Whether torch.compile was applied to the model or one of its modules; hooks would change its graph."""
+    return any(m._compiled_call_impl is not None or "_orig_mod" in m._modules for m in model.modules())

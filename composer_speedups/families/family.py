@@ -112,10 +112,6 @@ class DropoutRates(NamedTuple):
     output: float
 
 
-def _buffered_positions(embeddings: Any, ids_BS: Tensor) -> Tensor:
-    return embeddings.position_ids[:, : ids_BS.shape[1]].contiguous()  # type: ignore[no-any-return]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Family:
     """A model family. Classes are named as in its ``modeling_`` module."""
@@ -143,7 +139,8 @@ class Family:
     # Of disentangled attention: block and relative embeddings (P, H) → keys and queries of positions (P, 2·A·D).
     position_table: Callable[[Any, Tensor], Tensor] | None = None
     refuses: Callable[[Any], str | None] = lambda _: None  # encoder → why it cannot run on packed tokens
-    positions: Callable[[Any, Tensor], Tensor] = _buffered_positions  # embeddings, ids (B, S) → (B, S) or (1, S)
+    # embeddings, ids (B, S) → (B, S) or (1, S)
+    positions: Callable[[Any, Tensor], Tensor] = lambda buffer, ids: buffer.position_ids[:, : ids.shape[1]].contiguous()
     reads: Callable[[str, Any], Reads] = default_head_reads  # name of a model's class, config → what its head reads
     # Config → the largest batch width at which padding between real tokens does not change the result, None for any
     # width. Wider batches with such rows stay padded.

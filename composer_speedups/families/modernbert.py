@@ -48,11 +48,6 @@ class _UnpaddedModernBert(UnpaddedRotaryModel):
         return self.final_norm(hidden)  # type: ignore[no-any-return]
 
 
-def _max_width_with_holes(config: Any) -> int | None:
-    """Up to this width, every slot is in every other's window, with or without holes between them."""
-    return config.sliding_window + 1 if "sliding_attention" in (config.layer_types or ()) else None
-
-
 def _modules(layer: Any) -> GatedLayerModules:
     attention, reach = layer.attn, layer.attn.sliding_window
     return GatedLayerModules(
@@ -88,7 +83,10 @@ MODERNBERT = Family(
     layer_modules=_modules,
     dropouts=_dropouts,
     reads=pooling_head_reads,
-    max_width_with_holes=_max_width_with_holes,
+    # Up to this width, every slot is in every other's window, with or without holes between them.
+    max_width_with_holes=lambda config: (
+        config.sliding_window + 1 if "sliding_attention" in (config.layer_types or ()) else None
+    ),
     packed_encoder=_UnpaddedModernBert,
     block_flops=_block_flops,
     activation="hidden_activation",

@@ -76,6 +76,7 @@ class CallRules:
     # Compares its first calls, given its arguments by name, and the names of those that were passed by position.
     compare: Callable[[Any, dict[str, Any], Sequence[str]], None] | None = None
     first_tokens_only: bool = False  # everything that reads the encoder's result reads only first tokens
+    hooks: tuple[dict[int, Any], ...] = ()  # of modules around the blocks, where a later hook reads all tokens
     labelled_head: Any = None  # the LabelledHead of a masked-LM head that computes labelled tokens only
 
 
@@ -244,7 +245,8 @@ class ModelAroundEncoder(nn.Module):
 
     def _outermost_call(self: Any, encoders: tuple[Any, ...], names: list[str], inputs: dict[str, Any]) -> Call:
         rules = self.call_rules
-        call = Call(encoders, self, unknown_reader=rules.unknown_reader, first_tokens_only=rules.first_tokens_only)
+        first_only = rules.first_tokens_only and not any(rules.hooks)
+        call = Call(encoders, self, unknown_reader=rules.unknown_reader, first_tokens_only=first_only)
         other_pooling = getattr(self.config, "classifier_pooling", None) != rules.pooling
         call.padded = is_untouched() or other_pooling or is_traced() or _has_adapter_per_row(self)
         if rules.compare is not None and not call.padded:

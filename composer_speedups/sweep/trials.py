@@ -133,6 +133,8 @@ def search(run: OriginalRun, sets: Mapping[Changes, Mapping[str, Algorithms]], s
     """Measure the original set and each set of the table once, and the fastest one and the original again."""
     end = time.monotonic() + settings.budget_seconds
     original = run.measure("original", run.config.algorithms, settings.steps)
+    if original.status == "refused":
+        raise ConfigError(original.reason)
     if not original.ok:
         raise RunFailedError(f"original YAML: the original run fails: {original.reason}; train.py must run it first")
     result = Result(original, run.planned_steps(original))

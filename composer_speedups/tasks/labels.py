@@ -66,10 +66,9 @@ class TaskWithClasses(Task):
                 return names.index(str(name))
         if integer is not None and _are_text(names) and 0 <= integer < len(names):
             return integer
-        raise DataError(
-            f"{where}: {self.label_column} {verb} {shown(value)}",
-            fix=f"every label must be one of {', '.join(names[:20])} (data.labels)",
-        )
+        numbers = "" if verb != "is" or _are_text(names) else "; for numbers set model.task=regression"
+        fix = f"every label must be one of {', '.join(names[:20])} (data.labels){numbers}"
+        raise DataError(f"{where}: {self.label_column} {verb} {shown(value)}", fix=fix)
 
     def check_classes(self, where: str) -> None:
         """Refuse learned classes (:meth:`learn`) that are artifacts of reading, look alike, or are the same number.

@@ -99,6 +99,26 @@ def test_only_under_a_classification_head_the_last_layer_computes_first_tokens_o
     assert not hidden[1].any()  # a row without a token
 
 
+@pytest.mark.parametrize("path", ["bert", "bert.encoder", "bert.pooler"])
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_later_hook_around_the_layers_reads_every_token(path: str, copied: bool) -> None:
+    model, reference = unpad_and_fuse(tiny_bert()).eval(), tiny_bert().eval()
+    model = copy.deepcopy(model) if copied else model
+    assert ways_of(model) == FIRST
+    seen: list[Tensor] = []
+
+    def keep(_: nn.Module, given: Any, result: Any) -> None:
+        seen.append(given[0] if path == "bert.pooler" else result[0])
+
+    handles = [m.get_submodule(path).register_forward_hook(keep) for m in (model, reference)]
+    assert ways_of(model) == ALL
+    reference(**INPUTS)
+    real = INPUTS["attention_mask"].bool()
+    assert_near(seen[0][real], seen[1][real])
+    handles[0].remove()
+    assert ways_of(model) == FIRST
+
+
 def test_after_a_failed_forward_pass_the_encoder_returns_every_token() -> None:
     model = unpad_and_fuse(tiny_bert())
     with pytest.raises(ValueError, match="one of input_ids or inputs_embeds"):

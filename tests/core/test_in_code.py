@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from composer import Trainer
+from composer.algorithms import GradientClipping
 from composer.devices import DeviceCPU
 from composer.loggers import InMemoryLogger
 from composer.models import ComposerClassifier, HuggingFaceModel
@@ -172,6 +173,56 @@ def test_a_technique_without_effect_raises_at_the_step_and_another_set_is_refuse
         optimizer.step()
     assert torch._C._len_torch_dispatch_stack() == 0
     applied.undo()
+
+
+@pytest.mark.parametrize("compiled", ["wrapped", "in place"])
+def test_a_compiled_model_is_observed(compiled: str) -> None:
+    model: Any = bert()[0].model
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    if compiled == "wrapped":
+        model = torch.compile(model, backend="eager")
+    else:
+        model.compile(backend="eager")
+    applied = apply(model, [Unpadding()], optimizer)
+    model(**plain_batches(1)[0]).loss.backward()
+    optimizer.step()
+    assert "attention" in applied.evidence["unpadding"]
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
+def test_a_model_that_is_compiled_later_is_refused_and_the_message_says_so() -> None:
+    model: Any = bert()[0].model
+    apply(model, [Unpadding()], optimizer := torch.optim.SGD(model.parameters(), lr=1e-3))
+    torch.compile(model, backend="eager")(**plain_batches(1)[0]).loss.backward()
+    with pytest.raises(
+        Refusal, match=r"^unpadding: was applied but did not take effect.* do not compile it afterwards"
+    ):
+        optimizer.step()
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # of transformers
+def test_a_trace_before_the_first_batch_is_not_observed() -> None:
+    model: Any = bert()[0].model.eval()
+    inputs = plain_batches(1)[0]
+    expected = model(**inputs).logits
+    apply(model, [Unpadding()])
+    given = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+    traced = torch.jit.trace(Logits(model), tuple(given.values()))
+    torch.testing.assert_close(traced(*given.values()), expected)
+
+
+class Logits(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        return self.model(input_ids=ids, attention_mask=mask).logits  # type: ignore[no-any-return]
+
+
+def test_an_algorithm_of_composer_is_refused_by_apply() -> None:
+    with pytest.raises(Refusal, match=r"GradientClipping.* is no technique"):
+        apply(bert()[0].model, [GradientClipping("norm", 1.0), Unpadding()])  # type: ignore[list-item]
 
 
 def test_after_the_first_batch_no_hook_watches_the_model_or_its_optimizer() -> None:

@@ -194,6 +194,8 @@ def test_a_trial_that_fails_is_reported(number: int, kept: str) -> None:
 def test_an_original_run_that_fails_is_an_error() -> None:
     with pytest.raises(RunFailedError, match="the original run fails: why; train"):
         World(change=lambda _: {"status": "out of memory", "reason": "why"}).search(FUSED)
+    with pytest.raises(ConfigError, match=r"^data\.train_file: none$"):  # exit status 2
+        World(change=lambda _: {"status": "refused", "reason": "data.train_file: none"}).search(FUSED)
 
 
 def test_sets_that_are_refused_forbidden_equal_or_late_cost_no_trial() -> None:

@@ -44,7 +44,7 @@ class FusedLayers(ComparedTechnique):
     """With precision: fp8, layers with a smaller hidden size compute in bf16, which is as fast there; 0: all in fp8."""
     gelu: Literal["exact", "tanh", "auto"] = Field("exact")
     """exact computes the model's activation; tanh computes the tanh form of GELU on a GPU, as a part of the matmuls
-    around it; auto computes the tanh form in layers that are faster with it, and elsewhere the model's activation."""
+    around it; auto computes the tanh form in layers of 768 units or more, and elsewhere the model's activation."""
 
     @classmethod
     def effect_with(cls, settings: Mapping[str, Any], device: str | None) -> Effect:
@@ -146,7 +146,7 @@ class FusedLayers(ComparedTechnique):
             return NOT_YET
         if not ran:
             how = "ran the stock model's code" if seen.ran["stock_layer"] else "did not run"
-            raise self.no_effect(f"the layers {how}", "keep unpadding engaged")
+            raise self.no_effect(f"the layers {how}", "keep unpadding engaged, and do not compile the model afterwards")
         if self._in_fp8 and not seen.ran["fused_layer_fp8"]:
             raise self.no_effect("no layer computed in 8 bits", "remove precision: fp8 for this model")
         embedded = next((way for name, way in _EMBEDDED.items() if seen.ran[name]), "not at all")

@@ -125,6 +125,9 @@ def _choose_tokens(model: nn.Module, last_layer: LastLayer) -> None:
             and not read_by_others
             and not model_differences(outer, name, skip=[blocks])
         )
+        inside = {outer, *blocks.modules()}
+        both = ((m._forward_hooks, m._forward_pre_hooks) for m in outer.modules() if m not in inside)
+        outer.call_rules.hooks = tuple(hooks for pair in both for hooks in pair if not hooks)
 
 
 def float8_scales(model: nn.Module) -> dict[str, list[list[int]]]:

@@ -156,7 +156,7 @@ class Unpadding(ComparedTechnique):
             if seen.ran["padded_encoder"] and (seen.ran["kept_padded"] or seen.ran["counted_in_the_call"]):
                 raise self.no_effect(*_PADDED)
             how = "padded" if seen.ran["padded_encoder"] else "without its encoder"
-            fix = "do not ask for hidden states or attentions in training, and do not change the attention"
+            fix = "ask for no hidden states or attentions, keep its attention, and do not compile it afterwards"
             raise self.no_effect(f"the first forward pass ran {how}", fix)
         called = seen.ran["packed_encoder"] * min(numbers)  # once for each micro-batch; at least, with several encoders
         ran = seen.ran["packed_layer"] + seen.ran["cached_block"]  # those whose outputs layer_freezing keeps
