@@ -15,12 +15,14 @@ import operator
 import re
 import shlex
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
 
+from benchmarks.mutants import judged_by_reading
 from benchmarks.rows import RESULTS, Row, describe_errors, median_step, newest, point_of, read_rows, spell
 
 ROOT = Path(__file__).parent.parent
@@ -602,21 +604,19 @@ def _ran_on(environment: Row) -> str:
 
 
 def mutants() -> list[str]:
-    """What the tests made of the last sample of mutants, for each package and choice of tests."""
+    """What the tests made of the last sample of mutants, for each package and choice of tests, as judged today."""
     last = {(row["package"], row.get("exhaustive", True)): row for row in committed("mutants")}
-    lines = [
-        [
-            f"`{package}`",
-            f"seed {row['seed']}",
-            "all" if exhaustive else "default",
-            *(
-                str(row.get(kind, "–"))
-                for kind in ("mutants", "killed", "timed_out", "survived", "equivalent", "not_run")
-            ),
-            f"{row['call'][:10]}, {commit_of(row)}",
-        ]
-        for (package, exhaustive), row in sorted(last.items())
-    ]
+    ends = ("killed", "timed_out", "survived", "equivalent", "not_run")
+    lines = []
+    for (package, exhaustive), row in sorted(last.items()):
+        counts = Counter({end: row.get(end, 0) for end in ends})
+        counts.subtract(mutant["outcome"] for mutant in row["left"])
+        counts.update(judged_by_reading(mutant)["outcome"] for mutant in row["left"])
+        tests = "all" if exhaustive else "default"
+        cells = [row["mutants"], *(counts[end] for end in ends)]
+        lines.append(
+            [f"`{package}`", f"seed {row['seed']}", tests, *map(str, cells), f"{row['call'][:10]}, {commit_of(row)}"]
+        )
     kinds_of_end = ("killed", "timed out", "survived", "equivalent", "not run on a CPU")
     return table(("package", "sample", "tests", "mutants", *kinds_of_end, "date, commit"), lines)
 
