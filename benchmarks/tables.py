@@ -518,8 +518,8 @@ def beside(*selections: str) -> list[str]:
     one_gpu = len({gpu for gpu, *_ in lines}) == 1
     differ = max((row["samples_per_sec"]["max"] - row["samples_per_sec"]["min"]) / _rate(row) for row in rows)
     body = table(columns[one_gpu:], (cells[one_gpu:] for cells in lines))
-    runs = f"Medians of {_range(row['repeats'] for row in rows)} runs, in which one cell differs by up to {differ:.0%}."
-    return [*body, "", f"{runs} {where_of(rows, counted=False)}"]
+    runs = f"Medians of {_range(row['repeats'] for row in rows)} runs; runs of one configuration differ by up to"
+    return [*body, "", f"{runs} {differ:.0%}. {where_of(rows, counted=False)}"]
 
 
 def headline(*selections: str) -> list[str]:
