@@ -41,7 +41,7 @@ class RunFolder:
         self._lock: io.FileIO | None = None
         self._moved: dict[Path, Path] = {}  # what was set aside → where it is now
         self._stored: bytes | None = None  # config.yaml of the run that continues here
-        self._saved: list[Path] | None = None  # the checkpoints of that run; None in a new folder
+        self._before: set[Path] | None = None  # the files of that run; None in a new folder
         if dist.get_global_rank() == 0:
             try:
                 self._claim(config)
@@ -77,7 +77,7 @@ class RunFolder:
         self.path.mkdir(exist_ok=True)
         if continues:
             self._stored = self._config.read_bytes() if self._config.exists() else None
-            self._saved = checkpoints_in(self._checkpoints)
+            self._before = {*self.path.rglob("*")}
         save_config(config, self._config)
 
     def _choose_checkpoint(self, config: Config) -> bool:
@@ -164,17 +164,18 @@ class RunFolder:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._lock is None:
             return
-        if self._saved is None:
+        if self._before is None:
             undone = kind is not None and all(path.is_dir() for path in self.path.rglob("*") if path != self._config)
             if undone:
                 shutil.rmtree(self.path)
         else:
             refused = kind is not None and issubclass(kind, Refusal) and kind.status == Refusal.status
-            undone = refused and checkpoints_in(self._checkpoints) == self._saved
+            undone = refused and self._before.issuperset(checkpoints_in(self._checkpoints))
+            for path in {*self.path.rglob("*")} - self._before if undone else ():  # such as a log
+                if path.is_file():
+                    path.unlink()
             if undone and self._stored is not None:
                 write_atomically(self._config, self._stored)
-            elif undone:
-                self._config.unlink()
         for path, aside in self._moved.items() if undone else ():
             aside.rename(path)
             print(f"{aside} is {path} again", flush=True)
