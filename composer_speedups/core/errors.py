@@ -74,7 +74,7 @@ def did_you_mean(name: object, known: Iterable[str], prefix: str = "", *, otherw
     wanted, known = str(name), list(known)
     leaves = {key.rpartition(".")[2]: key for key in reversed(known)}
     cutoff = 0.5 if len(known) <= 20 else 0.7
-    close = difflib.get_close_matches(wanted, known, n=1, cutoff=0.87)
+    close = difflib.get_close_matches(wanted, known, n=1, cutoff=0.8)
     close = close or [leaves[m] for m in difflib.get_close_matches(wanted.rpartition(".")[2], leaves, 1, cutoff)]
     close = close or [key for key in known if wanted in key]
     if close:

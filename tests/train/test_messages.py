@@ -112,6 +112,7 @@ FILES = {  # a config file → what its line says after "my.yaml: "
 
 COMMAND_LINES = {  # overrides → what their line says after "command line: "
     'data.bach_size=3': "unknown key 'data.bach_size'; did you mean 'data.batch_size'?",
+    'modle.size=tiny': "unknown key 'modle'; did you mean 'model'?",
     '.=1': "'.' is not a key; expected section.key=value",
     'data..batch_size=1': "'data..batch_size' is not a key; expected section.key=value",
     'algorithms.fuse=true': "unknown key 'algorithms.fuse'; did you mean 'algorithms.fused_layers'?",
