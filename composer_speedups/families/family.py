@@ -139,8 +139,8 @@ class Family:
     # Of disentangled attention: block and relative embeddings (P, H) → keys and queries of positions (P, 2·A·D).
     position_table: Callable[[Any, Tensor], Tensor] | None = None
     refuses: Callable[[Any], str | None] = lambda _: None  # encoder → why it cannot run on packed tokens
-    # embeddings, ids (B, S) → (B, S) or (1, S)
-    positions: Callable[[Any, Tensor], Tensor] = lambda buffer, ids: buffer.position_ids[:, : ids.shape[1]].contiguous()
+    # Embeddings e, ids (B, S) → (B, S) or (1, S).
+    positions: Callable[[Any, Tensor], Tensor] = lambda e, ids_BS: e.position_ids[:, : ids_BS.shape[1]].contiguous()
     reads: Callable[[str, Any], Reads] = default_head_reads  # name of a model's class, config → what its head reads
     # Config → the largest batch width at which padding between real tokens does not change the result, None for any
     # width. Wider batches with such rows stay padded.

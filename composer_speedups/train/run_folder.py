@@ -31,7 +31,7 @@ _LOAD = "checkpoint.load"
 class RunFolder:
     """``runs/<run_name>``, locked by this process inside a ``with`` block; only rank 0 changes files. An earlier run is
     resumed, or moved to ``<run_name>.<its date>``. If this run fails before it writes anything, or is refused before it
-    writes a checkpoint into the earlier run's folder, the earlier run is as it was."""
+    writes a checkpoint into the earlier run's folder, the earlier run is as it was. The logs of both stay."""
 
     def __init__(self, config: Config) -> None:
         self.path = Path(config.runs_folder) / config.run_name
@@ -41,7 +41,7 @@ class RunFolder:
         self._lock: io.FileIO | None = None
         self._moved: dict[Path, Path] = {}  # what was set aside → where it is now
         self._stored: bytes | None = None  # config.yaml of the run that continues here
-        self._before: set[Path] | None = None  # the files of that run; None in a new folder
+        self._saved: list[Path] | None = None  # the checkpoints of that run; None in a new folder
         if dist.get_global_rank() == 0:
             try:
                 self._claim(config)
@@ -77,7 +77,7 @@ class RunFolder:
         self.path.mkdir(exist_ok=True)
         if continues:
             self._stored = self._config.read_bytes() if self._config.exists() else None
-            self._before = {*self.path.rglob("*")}
+            self._saved = checkpoints_in(self._checkpoints)
         save_config(config, self._config)
 
     def _choose_checkpoint(self, config: Config) -> bool:
@@ -164,18 +164,17 @@ class RunFolder:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._lock is None:
             return
-        if self._before is None:
+        if self._saved is None:
             undone = kind is not None and all(path.is_dir() for path in self.path.rglob("*") if path != self._config)
             if undone:
                 shutil.rmtree(self.path)
         else:
             refused = kind is not None and issubclass(kind, Refusal) and kind.status == Refusal.status
-            undone = refused and self._before.issuperset(checkpoints_in(self._checkpoints))
-            for path in {*self.path.rglob("*")} - self._before if undone else ():  # such as a log
-                if path.is_file():
-                    path.unlink()
+            undone = refused and checkpoints_in(self._checkpoints) == self._saved
             if undone and self._stored is not None:
                 write_atomically(self._config, self._stored)
+            elif undone:
+                self._config.unlink()
         for path, aside in self._moved.items() if undone else ():
             aside.rename(path)
             print(f"{aside} is {path} again", flush=True)

@@ -85,7 +85,8 @@ def test_numbers_in_text_files_are_labels_as_in_other_formats(read: Reader) -> N
         flags = save({"text": texts, "joy": [0, 1, 1], "fear": [True, False, True]}, name)
         task = Multilabel(label_columns=["joy", "fear"])
         assert read(flags, task)["labels"] == [[0.0, 1.0], [1.0, 0.0], [1.0, 1.0]]
-        with pytest.raises(DataError, match=r"is '?0\.5'?; every label must be one of 0, 1 .*model\.task=regression"):
+        fraction = r"label is '?0\.5'?; every label must be one of 0, 1 .*; for numbers set model\.task=regression"
+        with pytest.raises(DataError, match=fraction):
             read(save({"text": texts, "label": [1.0, 0.0, 0.5]}, name))
         with pytest.raises(DataError, match=r"joy is '?2'?; every label must be 0 or 1"):
             read(save({"text": texts, "joy": [0, 1, 2], "fear": [0] * 3}, name), task)

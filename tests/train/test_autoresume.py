@@ -24,7 +24,7 @@ from composer_speedups.train.run_folder import RunFolder
 from tests.helpers.jobs import run
 
 JOB = [
-    *("run_name=job", "checkpoint.interval=2ba", "checkpoint.keep=-1", "trainer.max_duration=8ba", "loggers.file={}"),
+    *("run_name=job", "checkpoint.interval=2ba", "checkpoint.keep=-1", "trainer.max_duration=8ba"),
     *("trainer.eval_batches=1", "trainer.eval_interval=100ba", "export=false"),
 ]
 FOLDER = Path("runs/job")
@@ -76,7 +76,6 @@ def test_the_same_command_resumes_and_prints_the_checkpoint(capsys: pytest.Captu
     printed = capsys.readouterr().out
     assert "job: resumes from runs/job/checkpoints/ep0-ba4-rank0.pt" in printed
     assert "resumed after batch 4" in printed
-    assert sorted(path.name for path in FOLDER.glob("log-rank0*")) == ["log-rank0.2.txt", "log-rank0.txt"]
     assert report["resumed"] == [{"batch": 4, "checkpoint": "ep0-ba4-rank0.pt"}]
     assert report["training"]["batches"] == 10
     assert report["data"].keys() == {"dropped", "truncation", "check"}
@@ -129,6 +128,15 @@ def test_resuming_from_an_earlier_checkpoint_renames_later_ones() -> None:
     assert len(list(FOLDER.glob("report.json.*"))) == 1
     with pytest.raises(ConfigError, match=r"trainer\.max_duration: 10ba counts from the start, and is over in"):
         run(*JOB, f"checkpoint.load={CHECKPOINTS}/latest-rank0.pt", "trainer.max_duration=10ba")
+
+
+def test_the_logs_of_interrupted_processes_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    for batch in (3, 5):
+        with monkeypatch.context() as patch, crash_after(batch, patch):
+            run(*JOB, "loggers.file={}")
+    run(*JOB, "loggers.file={}")
+    logs = ["log-rank0.2.txt", "log-rank0.3.txt", "log-rank0.txt"]
+    assert sorted(path.name for path in FOLDER.glob("log-rank0*")) == logs
 
 
 def test_signals_are_deferred_only_during_training(

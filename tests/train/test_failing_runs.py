@@ -139,11 +139,12 @@ def test_known_errors_of_the_stack_become_one_line(
     assert "\n" not in str(raised.value)
 
 
-def test_a_worker_that_dies_while_it_sends_a_batch_has_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("receive", [lambda pipe: pipe.recv(), lambda pipe: pipe._recv(1)], ids=["recv", "its end"])
+def test_a_worker_that_dies_while_it_sends_a_batch_has_its_line(receive: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(duration: str | None) -> None:
         ours, theirs = multiprocessing.Pipe()
         theirs.close()
-        ours._recv(1)  # type: ignore[attr-defined]  # where recv() ends, too
+        receive(ours)
 
     trainer = make_trainer(batches=plain_batches(1))
     monkeypatch.setattr(trainer, "fit", fail)

@@ -125,9 +125,9 @@ def _choose_tokens(model: nn.Module, last_layer: LastLayer) -> None:
             and not read_by_others
             and not model_differences(outer, name, skip=[blocks])
         )
-        inside = {outer, *blocks.modules()}
-        both = ((m._forward_hooks, m._forward_pre_hooks) for m in outer.modules() if m not in inside)
-        outer.call_rules.hooks = tuple(hooks for pair in both for hooks in pair if not hooks)
+        around = {*outer.modules()} - {outer, *blocks.modules()}
+        every = (hooks for module in around for hooks in (module._forward_hooks, module._forward_pre_hooks))
+        outer.call_rules.hooks = tuple(hooks for hooks in every if not hooks)  # those that are there were judged above
 
 
 def float8_scales(model: nn.Module) -> dict[str, list[list[int]]]:
