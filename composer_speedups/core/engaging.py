@@ -26,19 +26,20 @@ def techniques_of(algorithms: Iterable[Any], *, alone: bool = False) -> list[Tec
     with ``alone`` all that are no techniques."""
     algorithms = [algorithms] if isinstance(algorithms, Technique) else list(algorithms)  # which Composer accepts, too
     for other in algorithms:
-        if isinstance(other, type) or not hasattr(other, "match") or (alone and not isinstance(other, Technique)):
+        if isinstance(other, type) or not hasattr(other, "match"):
             fix = "write instances in one list, as in [*recommended(), LoRA()]"
             raise ConfigError(f"algorithms: {other!r:.80} is no technique; {fix}")
+        if alone and not isinstance(other, Technique):
+            raise ConfigError(f"algorithms: {other!r:.80} is Composer's; only Composer's Trainer can apply it")
     return sorted((a for a in algorithms if isinstance(a, Technique)), key=lambda t: (t.order, t.name))
 
 
 def check(techniques: Iterable[Technique], run: Run) -> None:
     """Set ``run.techniques`` to those that can engage, or raise a Refusal, before anything is changed. Each is checked
     with the precision that the preceding ones set."""
-    ordered, precision = techniques_of(techniques), run.precision
+    ordered, precision, refused = techniques_of(techniques), run.precision, list[Refusal]()
     run.techniques = {technique.name: technique for technique in ordered}
     refuse_conflicts(ordered)
-    refused: list[Refusal] = []
     try:
         for technique in ordered:
             try:

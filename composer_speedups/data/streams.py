@@ -80,9 +80,8 @@ def _token_ids(row: Mapping[str, Any], vocabulary: int) -> list[int]:
     value, mask = row["input_ids"], row.get("attention_mask")
     ids = np.asarray(value)
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
-        raise DataError(
-            f"a streamed row: input_ids is {shown(value)}, not a list of integers (in MDS shards: ndarray:int32)"
-        )
+        expected = "not a list of integers (in MDS shards: ndarray:int32)"
+        raise DataError(f"a streamed row: input_ids is {shown(value)}, {expected}")
     ids = ids if mask is None else ids[np.asarray(mask) != 0]
     if not ids.size:
         raise DataError("a streamed row: input_ids has no token that its attention_mask keeps; leave the row out")

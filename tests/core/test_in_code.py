@@ -221,7 +221,7 @@ class Logits(nn.Module):
 
 
 def test_an_algorithm_of_composer_is_refused_by_apply() -> None:
-    with pytest.raises(Refusal, match=r"GradientClipping.* is no technique"):
+    with pytest.raises(Refusal, match=r"GradientClipping.* is Composer's; only Composer's Trainer can apply it$"):
         apply(bert()[0].model, [GradientClipping("norm", 1.0), Unpadding()])  # type: ignore[list-item]
 
 

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -196,6 +197,17 @@ def test_an_original_run_that_fails_is_an_error() -> None:
         World(change=lambda _: {"status": "out of memory", "reason": "why"}).search(FUSED)
     with pytest.raises(ConfigError, match=r"^data\.train_file: none$"):  # exit status 2
         World(change=lambda _: {"status": "refused", "reason": "data.train_file: none"}).search(FUSED)
+
+
+def test_a_failed_trial_is_printed_and_the_message_of_a_refused_run_is_left_to_the_program(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = OriginalRun(Config(), CPU)
+    for status, printed in ((1, "original: ValueError: no\n"), (2, "")):
+        ended = Ended(status, "ValueError: no\n" if printed else "train.py: no\n", 1.0)
+        monkeypatch.setattr(trials, "Process", lambda job, ended=ended: SimpleNamespace(wait=lambda timeout: ended))
+        assert run.measure("original", {}, 12).status == ("failed" if printed else "refused")
+        assert capsys.readouterr().out == printed
 
 
 def test_sets_that_are_refused_forbidden_equal_or_late_cost_no_trial() -> None:
