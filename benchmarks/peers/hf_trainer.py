@@ -9,6 +9,7 @@ dropout, AdamW settings, learning rate of every batch, clipping and evaluations.
 - ``peer.attention``: an ``attn_implementation``. Default ``sdpa``, as in transformers.
 - ``peer.regional_compile``: accelerate compiles one block and reuses it. Default false.
 - ``peer.apply_recommended``: apply :func:`composer_speedups.apply_recommended` to the model first. Default false.
+- ``peer.max_graphs``: apply the same techniques and ``CUDAGraphs(max_graphs=...)``, on the GPU. Default 0: do not.
 - ``peer.disentangled_flash``: DeBERTa with the attention kernels of the package disentangled-flash. Default false.
 - ``peer.lora``: train PEFT's LoRA adapters of a frozen model, and the classifier in full, as ``get_peft_model`` sets
   them up: ``{rank: 8, alpha: 16, targets: all-linear, dropout: 0}``; the last two are their defaults. Default null:
@@ -36,9 +37,10 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from benchmarks.peers.job import Job, build_job, plan_of, set_attention
 from benchmarks.peers.job_trainer import JobTrainer, meter_of, read_flags, training_arguments
+from composer_speedups import CUDAGraphs, FusedLayers, Unpadding, apply, apply_recommended
+from composer_speedups.core.apply import Applied
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.core.settings import Settings
-from composer_speedups.recommendation import apply_recommended
 from composer_speedups.train.cli import exit_codes
 from composer_speedups.train.config.schema import Config
 from composer_speedups.train.run_folder import RunFolder
@@ -48,6 +50,7 @@ class Flags(Settings):
     attention: str = "sdpa"
     regional_compile: bool = False
     apply_recommended: bool = False
+    max_graphs: int = 0
     disentangled_flash: bool = False
     grad_norm: bool = True
     lora: dict[str, Any] | None = None
@@ -68,14 +71,21 @@ def main(arguments: list[str]) -> None:
             job = job._replace(train=_grouped_by_length(job.train, config))
         meter = meter_of(config, job, args, on_gpu=on_gpu)
         set_attention(job.model, own.attention)
-        applied = sorted(apply_recommended(job.model.model).evidence) if own.apply_recommended else []
+        applied = _apply(job.model.model, own, args.device)
         if own.disentangled_flash:
             from disentangled_flash import optimize_deberta_training
 
             optimize_deberta_training(job.model.model.deberta)
         model = job.model.model if own.lora is None else _with_lora(job.model.model, own.lora)
         trainer = _Peer(job, model=model, args=args, plan=plan, meter=meter, config=config, grad_norm=own.grad_norm)
-        trainer.run(folder, "hf_trainer", {**own.model_dump(), "apply_recommended": applied})
+        trainer.applied = applied
+        trainer.run(folder, "hf_trainer", own.model_dump())
+
+
+def _apply(model: Any, own: Flags, device: torch.device) -> Applied | None:
+    if own.max_graphs:
+        return apply(model.to(device), [Unpadding(), FusedLayers(gelu="auto"), CUDAGraphs(max_graphs=own.max_graphs)])
+    return apply_recommended(model) if own.apply_recommended else None
 
 
 def _grouped_by_length(loader: DataLoader[Any], config: Config) -> DataLoader[Any]:
@@ -111,6 +121,8 @@ def _with_lora(model: Any, settings: dict[str, Any]) -> Any:
 class _Peer(JobTrainer, Trainer):
     """HF Trainer on a job."""
 
+    applied: Applied | None = None
+
     def __init__(self, job: Job, *, model: Any, args: TrainingArguments, **kwargs: Any) -> None:
         super().__init__(
             job,
@@ -127,6 +139,11 @@ class _Peer(JobTrainer, Trainer):
         if not hasattr(self, "_evaluation"):  # created once, so that its workers can persist
             self._evaluation = self.accelerator.prepare(self._job.eval)
         return self._evaluation
+
+    def _evidence(self) -> dict[str, Any]:
+        seen = self.applied.evidence if self.applied else {}
+        graphs = {name: seen["cuda_graphs"][name] for name in ("replays", "eager_calls") if "cuda_graphs" in seen}
+        return super()._evidence() | {"apply_recommended": sorted(seen)} | graphs
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         with self._meter.evaluating():

@@ -54,8 +54,11 @@ class Applied:
 
     @property
     def evidence(self) -> dict[str, dict[str, Any]]:
-        """Name of each technique that engaged → what it changed and, after the first optimizer step, the proof."""
-        return {name: dict(technique.evidence) for name, technique in self._run.techniques.items()}
+        """Name of each technique that engaged → what it changed and, after the first step, its proof and counts."""
+        return {
+            name: {**t.evidence, **(t.summary(self._run) if t.engaged and name not in self._waiting else {})}
+            for name, t in self._run.techniques.items()
+        }
 
     def undo(self) -> None:
         """Give back forwards, classes, hooks and flags. Parameters, adapters, experts and the optimizer stay."""

@@ -64,12 +64,7 @@ class _UnpaddedMPNet(UnpaddedEncoder):
         return output if return_dict else output.to_tuple()
 
     def _packed(
-        self,
-        packed: Tensor,
-        layout: Layout,
-        return_dict: bool = True,
-        first_tokens_only: bool = False,
-        **kwargs: Any,
+        self, packed: Tensor, layout: Layout, return_dict: bool = True, first_tokens_only: bool = False, **kwargs: Any
     ) -> Any:
         buckets = _buckets(layout.longest, packed.device)
         by_distance = self.relative_attention_bias(buckets).float().t()  # (A, 2·L + 1)

@@ -63,11 +63,7 @@ def tolerance_of(model: nn.Module) -> Tolerance:
 
 
 def measure(
-    model: nn.Module,
-    call: Callable[[], tuple[Any, Tensor | None]],
-    mask_BS: Tensor | None,
-    *,
-    gradients: bool = True,
+    model: nn.Module, call: Callable[[], tuple[Any, Tensor | None]], mask_BS: Tensor | None, *, gradients: bool = True
 ) -> Outcome:
     """Run a model on one batch in eval mode, except for its batch norms, which in training mode read padding too.
     ``call`` returns its outputs and its loss; mode, buffers, gradients and the random state are preserved."""

@@ -16,10 +16,7 @@ from torch import nn
 
 
 def swap_class(
-    model: nn.Module,
-    old: type[nn.Module],
-    new: type[nn.Module],
-    only: Callable[[nn.Module], bool] = lambda _: True,
+    model: nn.Module, old: type[nn.Module], new: type[nn.Module], only: Callable[[nn.Module], bool] = lambda _: True
 ) -> list[str]:
     """Change every module of exactly class ``old``, not of a subclass, to its subclass ``new``; return their names."""
     names = []

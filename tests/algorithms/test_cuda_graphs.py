@@ -77,6 +77,68 @@ def test_gradients_of_two_forward_passes_before_backward_accumulate() -> None:
     assert_near(results[1], results[0])
 
 
+@pytest.mark.parametrize("segments", [1, 3])
+def test_a_second_call_of_a_shape_before_the_backward_pass_is_eager(segments: int) -> None:
+    """Its replay would overwrite what the backward pass of the first call reads."""
+    results = []
+    for captured in (False, True):
+        model = tiny_bert()
+        calls = graphed(model, segments=segments) if captured else None
+        for seed in (1, 2):
+            first, second, third = (model(**batch([5, 4], seed=seed + i)).loss for i in (0, 10, 20))
+            (first + 2 * second).backward()
+            third.backward()
+        results.append(gradients(model))
+        if calls is not None:
+            assert counts(calls) == (1, 2, 4)
+            for _ in range(2):
+                model(**batch([5, 4]))  # whose outputs are dropped without a backward pass
+            assert counts(calls) == (1, 4, 4)
+    assert_near(results[1], results[0])
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_outputs_stay_as_they_are_unless_a_pool_is_shared(accumulate: bool) -> None:
+    reference, model = tiny_bert(), tiny_bert()
+    calls = graphed(model, accumulate=accumulate)
+    kept: list[Any] = []
+    for seed in range(3):
+        outputs = model(**batch([5, 4], seed=seed))
+        outputs.loss.backward()
+        kept.append((outputs.loss.detach(), outputs.logits))
+    expected = [reference(**batch([5, 4], seed=seed)) for seed in range(3)]
+    assert_near([loss for loss, _ in kept], [outputs.loss for outputs in expected])
+    assert_near([logits for _, logits in kept], [outputs.logits for outputs in expected])
+    assert counts(calls) == (1, 3, 0)
+    for pool in (None, "shared"):
+        model = tiny_bert()
+        graphed(model).pool = pool
+        addresses = []
+        for _ in range(2):
+            outputs = model(**ONE)
+            outputs.loss.backward()
+            addresses.append(outputs.logits.data_ptr())
+            kept.append(outputs)
+        assert (addresses[0] == addresses[1]) == (pool == "shared")
+
+
+def test_batches_that_nobody_counted_are_refused_where_they_would_all_be_eager() -> None:
+    model = tiny_bert()
+    unpad(model, 16)
+    calls = graphed(model)
+    with torch.no_grad():
+        model(**batch([5, 4]))
+    calls.paused = lambda: True
+    model(**batch([5, 4]))
+    calls.paused = bool
+    with pytest.raises(CaptureError, match=r"number of tokens; make with_row_lengths\(collate, model\) the loader's"):
+        model(**batch([5, 4]))
+    ids = batch([5, 5])["input_ids"]
+    assert model(input_ids=ids, labels=torch.tensor([0, 1])).loss.isfinite(), "without a mask, nothing is counted"
+    calls.looks_each_call = False  # Composer's batches are counted by its events
+    model(**batch([5, 4]))
+
+
 def test_a_composer_batch_is_one_argument() -> None:
     trainer = make_trainer()
     composer_model: Any = trainer.state.model

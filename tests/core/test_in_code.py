@@ -299,6 +299,29 @@ class OnlyEvents(Technique):
         return {"batches": self._batches} if self._batches else NOT_YET
 
 
+class Counts(OnlyEvents):
+    """Counts something that it is not told of by events."""
+
+    name = "counts"
+
+    def proof(self, run: Run, seen: FirstBatch) -> Any:
+        return {"proved": True}
+
+    def summary(self, run: Run) -> dict[str, Any]:
+        self._batches += 1
+        return {"asked": self._batches}
+
+
+def test_after_the_proof_the_evidence_has_what_a_technique_has_counted_since() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    applied = apply(model, [Counts()], optimizer)
+    assert applied.evidence == {"counts": {}}
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    assert [applied.evidence for _ in range(2)] == [{"counts": {"proved": True, "asked": n}} for n in (1, 2)]
+
+
 def test_a_technique_of_which_nothing_is_seen_in_twenty_batches_is_refused() -> None:
     model, steps = nn.Linear(2, 2), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

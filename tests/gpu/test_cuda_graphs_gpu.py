@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,13 +12,17 @@ import torch
 from composer.algorithms import GradientClipping
 from composer.optim import CosineAnnealingWithWarmupScheduler
 from torch import nn
+from transformers import default_data_collator
 
 from composer_speedups import (
     CUDAGraphs,
+    FusedLayers,
     FusedOptimizer,
     SDPAAttention,
     TorchCompile,
     Unpadding,
+    apply,
+    with_row_lengths,
 )
 from composer_speedups.algorithms.cuda_graphs.graphed_calls import install
 from composer_speedups.algorithms.unpadding.encoder_swap import unpad
@@ -36,6 +41,7 @@ from tests.helpers.common import (
     trained,
 )
 from tests.helpers.rerun import cut_into
+from tests.outside.test_trainers_of_others import trained_by_hf
 from tests.reference.loop import gradients, no_waiting, on_gpu, train_plainly
 from tests.reference.tolerance import assert_near
 
@@ -64,6 +70,42 @@ def test_replays_train_like_plain_pytorch(unpadded: bool, compiled: bool) -> Non
 
 def counted(technique: CUDAGraphs) -> list[int]:
     return [technique.evidence[name] for name in ("graphs", "replays", "eager_calls")]
+
+
+def test_hf_trainer_replays_what_it_computes_without_graphs(tmp_path: Path) -> None:
+    """In bf16 with dropout, whose masks are the same, and in evaluation."""
+    data, results = batch([5, 12, 9, 3, 7, 12, 2, 8]), list[Any]()
+    for graphs in ([], [CUDAGraphs(max_graphs=2)]):
+        model: Any = tiny_bert(dropout=0.1)
+        model.cuda()
+        applied = apply(model, [Unpadding(64), FusedLayers(), *graphs])
+        collate = with_row_lengths(default_data_collator, model)
+        settings: dict[str, Any] = {"collate": collate, "use_cpu": False, "bf16": True, "learning_rate": 1e-3}
+        results.append(trained_by_hf(model, data, tmp_path / "run", **settings))
+    assert_near(results[1], results[0])
+    evidence = applied.evidence["cuda_graphs"]
+    assert (evidence["graphs"], evidence["replays"], evidence["eager_calls"]) == (1, 3, 1), (
+        "the first batch is observed"
+    )
+
+
+def test_a_loop_of_ones_own_may_call_twice_and_keep_outputs() -> None:
+    """A replay between a call and its backward pass would overwrite what this reads; outputs are copies."""
+    results, batches = [], [on_gpu(batch([5, 4], seed=seed)) for seed in range(6)]
+    for graphs in ([], [CUDAGraphs()]):
+        model: Any = tiny_bert()
+        model.cuda()
+        applied = apply(model, [SDPAAttention(), *graphs])
+        optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), list[Any]()
+        for first, second in zip(batches[::2], batches[1::2], strict=True):
+            pair = [model(**first).loss, model(**second).loss]
+            (pair[0] + 2 * pair[1]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses += [loss.detach() for loss in pair]
+        results.append([*losses, *model.parameters()])
+    assert_near(results[1], results[0])
+    assert applied.evidence["cuda_graphs"]["replays"] == 2
 
 
 @pytest.mark.parametrize("clipped", [False, True])

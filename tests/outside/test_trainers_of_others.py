@@ -12,13 +12,15 @@ from composer.core import Evaluator
 from composer.models import HuggingFaceModel
 from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments, default_data_collator
 
-from composer_speedups import FusedLayers, Unpadding, apply_recommended, recommended
+from composer_speedups import FusedLayers, Unpadding, apply_recommended, recommended, with_row_lengths
+from composer_speedups.algorithms.unpadding.encoder_swap import unpad
 from composer_speedups.kernels.common import counting
 from tests.helpers.common import Batch, batch, data_spec, make_trainer, plain_batches, tiny_bert, trained
 from tests.helpers.exhaustive import others_exhaustive
 from tests.helpers.models import tiny_model
+from tests.helpers.rerun import graphed
 from tests.reference.tolerance import assert_near
 
 pytestmark = [pytest.mark.outside, pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")]
@@ -48,13 +50,22 @@ def own_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Te
     return nn.functional.cross_entropy(outputs["logits"].view(-1, 2), labels.view(-1))
 
 
-def trained_by_hf(model: Any, data: Batch, folder: Path, smoothing: float, loss: Any) -> tuple[dict[str, Any], float]:
+def trained_by_hf(
+    model: Any,
+    data: Batch,
+    folder: Path,
+    smoothing: float = 0.0,
+    loss: Any = None,
+    collate: Any = None,
+    **settings: Any,
+) -> tuple[dict[str, Any], float]:
     arguments = TrainingArguments(
-        str(folder), max_steps=4, per_device_train_batch_size=4, report_to=[], use_cpu=True, disable_tqdm=True,
-        learning_rate=0.1, optim="sgd", label_smoothing_factor=smoothing, save_strategy="no", logging_strategy="no",
-        seed=1,
+        str(folder), max_steps=4, per_device_train_batch_size=4, report_to=[], disable_tqdm=True, learning_rate=0.1,
+        optim="sgd", label_smoothing_factor=smoothing, save_strategy="no", logging_strategy="no", seed=1,
+        **{"use_cpu": True, **settings},
     )  # fmt: skip
-    trainer = Trainer(model, arguments, train_dataset=Rows(data), eval_dataset=Rows(data), compute_loss_func=loss)
+    rows: Any = {"train_dataset": Rows(data), "eval_dataset": Rows(data), "data_collator": collate}
+    trainer = Trainer(model, arguments, compute_loss_func=loss, **rows)
     trainer.train()
     return copy.deepcopy(model.state_dict()), trainer.evaluate()["eval_loss"]
 
@@ -81,6 +92,18 @@ def test_hf_trainer_trains_and_evaluates_like_the_untouched_model(
     with counting() as ran:
         own, own_evaluated = trained_by_hf(model, data, tmp_path / "b", smoothing, loss)
     assert ran["packed_encoder"] > 1
+    assert_near(own, weights, what="weights")
+    assert own_evaluated == pytest.approx(evaluated, abs=1e-5)
+
+
+def test_hf_trainer_replays_graphs_and_removes_the_columns_that_the_model_does_not_name(tmp_path: Path) -> None:
+    data = {**batch([5, 12, 9, 3, 7, 12, 2, 8]), "text_id": torch.arange(8)}
+    weights, evaluated = trained_by_hf(tiny_bert(), data, tmp_path / "a")
+    model = tiny_bert()
+    unpad(model, 32)
+    calls, collate = graphed(model, max_graphs=2), with_row_lengths(default_data_collator, model)
+    own, own_evaluated = trained_by_hf(model, data, tmp_path / "b", collate=collate)
+    assert (calls.graphs, calls.replays, calls.eager_calls) == (2, 4, 0)
     assert_near(own, weights, what="weights")
     assert own_evaluated == pytest.approx(evaluated, abs=1e-5)
 

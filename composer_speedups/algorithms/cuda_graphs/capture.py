@@ -7,6 +7,7 @@ parameters. Here, all shapes share the gradient buffers, so a further shape take
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
@@ -24,7 +25,8 @@ class Captured:
     """The captured forward and backward pass of a call: its graphs, and the memory that they read and write.
 
     Calling it with tensors of the shapes and dtypes of ``static`` copies them there and replays the graphs. The outputs
-    are in the graph's memory, and valid until the next replay. Only ``leaves`` get gradients: the placeholders that
+    are in the graph's memory, and valid until the next replay, or copies. A call invalidates the backward pass of the
+    call before it, unless that has run (:attr:`last_call`). Only ``leaves`` get gradients: the placeholders that
     stand for ``shared.parameters`` in the call. The backward pass has one graph per segment (:mod:`.segments`); a call
     that cannot be cut has one. If called with ``accumulate``, a backward pass of one segment adds the gradients to
     ``parameter.grad`` itself, which skips about 200 AccumulateGrad nodes; :func:`torch.autograd.grad` then returns no
@@ -39,8 +41,11 @@ class Captured:
         shared: SharedGradients,
         recorder: Any,  # a CUDARecorder; tests have their own
         cut_behind: Sequence[nn.Module] = (),
+        copies: bool = False,
     ) -> None:
-        self._static, self._leaves, self._shared = static, leaves, shared
+        self._static, self._leaves, self._shared, self._copies = static, leaves, shared, copies
+        # Returns the autograd node of the last call, as long as its backward pass has not begun and still can.
+        self.last_call: Callable[[], Any] = bool
         # the static gradient of each output, an input of the backward pass; None for outputs without one
         self.output_gradients: list[Tensor | None] = []
         self._trained: list[frozenset[nn.Parameter]] = []  # parameters that get a gradient, by segment
@@ -118,7 +123,7 @@ class Captured:
     def forward(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         torch._foreach_copy_(self._destinations, [inputs[i] for i in self._copied])
         self._replay_forward()
-        return tuple(output.detach() for output in self._outputs)
+        return tuple(output.clone() if self._copies else output.detach() for output in self._outputs)
 
     def backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Replay the first segment, and return a gradient for each argument of the forward pass."""
@@ -127,6 +132,7 @@ class Captured:
         return [None] * len(self._static) + self.backward_segment(0)
 
     def _take(self, gradients: Sequence[Tensor | None]) -> None:
+        self.last_call = bool
         for i, (static, gradient) in enumerate(zip(self.output_gradients, gradients, strict=True)):
             if static is None:
                 continue
@@ -206,7 +212,7 @@ class _Replay(FirstDerivative):
     @staticmethod
     def forward(ctx: Any, captured: Captured, token: Tensor | None, *inputs: Tensor) -> tuple[Tensor, ...]:
         outputs = captured.forward(inputs)
-        ctx.captured = captured
+        ctx.captured, captured.last_call = captured, weakref.ref(ctx)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(o for o, g in zip(outputs, captured.output_gradients, strict=True) if g is None))
         return outputs

@@ -146,7 +146,7 @@ class CUDAGraphs(Technique):
     def summary(self, run: Run) -> dict[str, Any]:
         calls = self._calls
         assert calls is not None
-        if calls.replays == 0:
+        if calls.replays == 0 and run.state is not None:  # in other loops, training may go on
             reason, fix = "no training batch replayed a graph", "train longer, and through the model's forward()"
             raise self.no_effect(reason, fix)
         evidence: dict[str, Any] = {name: getattr(calls, name) for name in ("graphs", "replays", "eager_calls")}

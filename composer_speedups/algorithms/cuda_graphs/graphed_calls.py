@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import threading
 from collections import OrderedDict, UserDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -22,7 +23,7 @@ from composer_speedups.core.errors import first_line
 from composer_speedups.core.trainer_state import world_size
 from composer_speedups.packing.call import KnownBatch, is_traced, known_batch, take_row_lengths, with_known_batch
 from composer_speedups.packing.encoder import unpadded_encoders
-from composer_speedups.packing.rows import RowLengths
+from composer_speedups.packing.rows import RowLengths, token_masks
 from composer_speedups.packing.untouched import is_untouched
 
 
@@ -46,14 +47,15 @@ class GraphedCalls:
         recorder: Callable[[Any], Any] = CUDARecorder,
     ) -> None:
         self.model, self.original, self.max_graphs, self.recorder = model, original, max_graphs, recorder
+        self.__signature__ = inspect.signature(original)  # Trainers remove the columns that it does not name
         # Whether a call reads what the host counted of its batch, which is treated as an argument. A call whose batch
         # was not counted runs the original function.
         self.reads_known_batch = False
         # Blocks after which the backward pass is cut (see segments), except for frozen blocks, before which it ends.
         self.cut_behind: Sequence[nn.Module] = ()
         self.accumulate = False  # whether backward passes accumulate gradients without autograd; see Captured
-        # Memory pool shared by the graphs; None gives each its own. With a shared pool, every call's backward pass must
-        # run before the next call.
+        # Memory pool of all graphs, for which every call's backward pass must run before the next call; None gives
+        # each graph its own, and calls return copies of the outputs.
         self.pool: Any = None
         self._graphs: dict[Hashable, _Graph] = {}
         self._parameters: list[nn.Parameter] = []
@@ -101,6 +103,9 @@ class GraphedCalls:
                 return self(*args, **kwargs)
         if trains and self.looks_each_call:
             self.forget_if_frozen()
+            if self.reads_known_batch and not (known.rows or self._graphs or self.paused()) and token_masks(kwargs):
+                fix = "make with_row_lengths(collate, model) the loader's collate function"
+                self.on_failure(CaptureError(f"unpadding asks the GPU for each batch's number of tokens; {fix}"))
         if not ((self.held and trains) or (self.reads_known_batch and not known.rows) or self.paused()):
             arguments, tensors = (args, kwargs, known.rows, known.labelled), list[Tensor]()
             # Autocast is looked up for CUDA, where graphs are.
@@ -137,9 +142,10 @@ class GraphedCalls:
         self._modules, self.eval_graphs = [], 0
 
     def _training(self, key: Hashable, tensors: list[Tensor], arguments: _Arguments) -> _Graph | None:
-        """The graph of a shape, captured if it is new; None if there are ``max_graphs`` already, or if it failed."""
+        """The graph of a shape, captured if it is new; None if that is impossible, or it waits for a backward pass."""
         if key in self._graphs or len(self._graphs) >= self.max_graphs:
-            return self._graphs.get(key)
+            graph = self._graphs.get(key)
+            return None if graph and graph.replay.last_call() else graph
         if self._gradients is None:
             self._gradients = SharedGradients(self.model.parameters())
         try:
@@ -277,7 +283,7 @@ class _Graph:
         """Capture a call; without ``gradients``, its forward pass alone."""
         self._original = calls.original
         self._placeholders = None if gradients is None else ParameterPlaceholders(calls.model)
-        self._replay: Any
+        self.replay: Any
         self._outputs: list[Any] = []  # the outputs that are not tensors, with None for tensors
         self._is_tensor: list[bool] = []
         self._output_spec: TreeSpec | None = None
@@ -290,12 +296,13 @@ class _Graph:
             autocast = torch.autocast("cuda", enabled=torch.is_autocast_enabled("cuda"), cache_enabled=False)
             with generators_restored(), autocast:
                 if gradients is None or self._placeholders is None:
-                    self._replay = CapturedForward(self._call, static, recorder)
+                    self.replay = CapturedForward(self._call, static, recorder)
                     return
                 placeholders = self._placeholders.of(gradients.parameters)
                 count_capture()
                 trained = [block for block in calls.cut_behind if any(p.requires_grad for p in block.parameters())]
-                self._replay = Captured(self._call, static, placeholders, gradients, recorder, trained)
+                copies = calls.pool is None
+                self.replay = Captured(self._call, static, placeholders, gradients, recorder, trained, copies)
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, AssertionError) as error:
@@ -307,12 +314,12 @@ class _Graph:
 
     @property
     def segments(self) -> int:
-        return int(self._replay.segments)
+        return int(self.replay.segments)
 
     def __call__(self, tensors: list[Tensor], *, accumulate: bool) -> Any:
         """Replay, and return the tensors in the model's output object."""
         assert self._output_spec is not None
-        computed = iter(self._replay(tensors, accumulate))
+        computed = iter(self.replay(tensors, accumulate))
         outputs = [next(computed) if t else c for t, c in zip(self._is_tensor, self._outputs, strict=True)]
         return tree_unflatten(outputs, self._output_spec)
 

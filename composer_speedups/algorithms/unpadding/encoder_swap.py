@@ -55,11 +55,7 @@ class _Encoder(NamedTuple):
 
 
 def unpad(
-    model: nn.Module,
-    pad_to_multiple_of: int | None = MULTIPLE,
-    mlm_head: MLMHead = "all",
-    *,
-    check: Check = "never",
+    model: nn.Module, pad_to_multiple_of: int | None = MULTIPLE, mlm_head: MLMHead = "all", *, check: Check = "never"
 ) -> list[str]:
     """Make every encoder in ``model`` run unpadded, and return the names of the newly changed ones; ValueError, before
     anything is changed, if that is impossible. The settings of the last call hold.
