@@ -115,7 +115,7 @@ class Technique(Settings, Algorithm, eq=False, strict=True):
         raise NotImplementedError
 
     def summary(self, run: Run) -> Mapping[str, Any]:
-        """Evidence at the end of training, such as what was counted."""
+        """What was counted, as evidence at the end of training and, in other loops, whenever it is read."""
         return {}
 
     def state(self, run: Run) -> dict[str, Any]:

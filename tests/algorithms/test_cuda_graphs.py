@@ -56,6 +56,7 @@ def test_calls_are_replayed_or_eager(name: str) -> None:
         output = model(**inputs)
         assert isinstance(output, ModelOutput)
         assert (output.get("hidden_states") is not None) == bool(inputs.get("output_hidden_states"))
+        del output  # so that no backward pass can follow
     assert counts(calls) == expected
     with torch.no_grad():
         model(**batch([5, 5]))
@@ -78,27 +79,28 @@ def test_gradients_of_two_forward_passes_before_backward_accumulate() -> None:
 
 
 @pytest.mark.parametrize("segments", [1, 3])
-def test_a_second_call_of_a_shape_before_the_backward_pass_is_eager(segments: int) -> None:
-    """Its replay would overwrite what the backward pass of the first call reads."""
+@pytest.mark.parametrize("widths", [(4, 4, 4), (4, 6, 4), (4, 6, 6)])
+def test_a_call_before_the_backward_pass_of_the_last_one_is_eager(widths: tuple[int, ...], segments: int) -> None:
+    """Its replay or capture would overwrite what that backward pass reads."""
     results = []
     for captured in (False, True):
         model = tiny_bert()
         calls = graphed(model, segments=segments) if captured else None
         for seed in (1, 2):
-            first, second, third = (model(**batch([5, 4], seed=seed + i)).loss for i in (0, 10, 20))
+            first, second, third = (model(**batch([width, 3], seed=seed + width)).loss for width in widths)
             (first + 2 * second).backward()
             third.backward()
         results.append(gradients(model))
         if calls is not None:
             assert counts(calls) == (1, 2, 4)
             for _ in range(2):
-                model(**batch([5, 4]))  # whose outputs are dropped without a backward pass
+                model(**batch([4, 3]))  # whose outputs are dropped without a backward pass
             assert counts(calls) == (1, 4, 4)
     assert_near(results[1], results[0])
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
-def test_outputs_stay_as_they_are_unless_a_pool_is_shared(accumulate: bool) -> None:
+def test_in_ones_own_loop_outputs_stay_as_they_are(accumulate: bool) -> None:
     reference, model = tiny_bert(), tiny_bert()
     calls = graphed(model, accumulate=accumulate)
     kept: list[Any] = []
@@ -110,16 +112,16 @@ def test_outputs_stay_as_they_are_unless_a_pool_is_shared(accumulate: bool) -> N
     assert_near([loss for loss, _ in kept], [outputs.loss for outputs in expected])
     assert_near([logits for _, logits in kept], [outputs.logits for outputs in expected])
     assert counts(calls) == (1, 3, 0)
-    for pool in (None, "shared"):
+    for composers in (False, True):  # which keeps no outputs
         model = tiny_bert()
-        graphed(model).pool = pool
+        graphed(model).in_other_loop = not composers
         addresses = []
         for _ in range(2):
             outputs = model(**ONE)
             outputs.loss.backward()
             addresses.append(outputs.logits.data_ptr())
             kept.append(outputs)
-        assert (addresses[0] == addresses[1]) == (pool == "shared")
+        assert (addresses[0] == addresses[1]) == composers
 
 
 def test_batches_that_nobody_counted_are_refused_where_they_would_all_be_eager() -> None:
@@ -135,7 +137,7 @@ def test_batches_that_nobody_counted_are_refused_where_they_would_all_be_eager()
         model(**batch([5, 4]))
     ids = batch([5, 5])["input_ids"]
     assert model(input_ids=ids, labels=torch.tensor([0, 1])).loss.isfinite(), "without a mask, nothing is counted"
-    calls.looks_each_call = False  # Composer's batches are counted by its events
+    calls.in_other_loop = False  # Composer's batches are counted by its events
     model(**batch([5, 4]))
 
 
@@ -205,7 +207,7 @@ def test_frozen_and_thawed_parameters_drop_the_graphs(by_event: bool) -> None:
     """A call looks for them; in Composer, the start of an epoch does."""
     model, technique = tiny_bert(), CUDAGraphs()
     technique._control(calls := graphed(model))
-    calls.looks_each_call = not by_event
+    calls.in_other_loop = not by_event
     run = in_composer(model)
     technique.fit_start(run)
     model(**ONE).loss.backward()
@@ -251,7 +253,7 @@ def test_python_calls_of_a_step_depend_neither_on_layers_nor_on_parameters(accum
         config.num_hidden_layers, config.problem_type = layers, "single_label_classification"
         model = BertForSequenceClassification._from_config(config, attn_implementation="eager")
         calls = graphed(model, recorder=Nothing, accumulate=accumulate)
-        calls.looks_each_call = not accumulate  # as without Composer
+        calls.in_other_loop = not accumulate  # as without Composer
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         step = OptimizerStep(optimizer, Nothing)
         for _ in range(4):

@@ -33,6 +33,10 @@ class Toy(Technique):
     value: float = Field(0.0, ge=-1, le=1)
     """Initial value."""
 
+    def reset(self) -> None:
+        super().reset()
+        self.batches = 0
+
     def engage(self, run: Any) -> dict[str, Any]:
         from torch import nn
 

@@ -25,8 +25,8 @@ class Captured:
     """The captured forward and backward pass of a call: its graphs, and the memory that they read and write.
 
     Calling it with tensors of the shapes and dtypes of ``static`` copies them there and replays the graphs. The outputs
-    are in the graph's memory, and valid until the next replay, or copies. A call invalidates the backward pass of the
-    call before it, unless that has run (:attr:`last_call`). Only ``leaves`` get gradients: the placeholders that
+    are in the graph's memory, and valid until the next replay, or copies. A call overwrites what the backward pass of
+    the last one reads, so that must have run (:attr:`last_call`). Only ``leaves`` get gradients: the placeholders that
     stand for ``shared.parameters`` in the call. The backward pass has one graph per segment (:mod:`.segments`); a call
     that cannot be cut has one. If called with ``accumulate``, a backward pass of one segment adds the gradients to
     ``parameter.grad`` itself, which skips about 200 AccumulateGrad nodes; :func:`torch.autograd.grad` then returns no

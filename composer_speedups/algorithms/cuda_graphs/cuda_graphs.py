@@ -68,9 +68,7 @@ class CUDAGraphs(Technique):
             calls = install(run.model, self.max_graphs)
         except ValueError as error:
             raise self.refusal(str(error), "remove it") from error
-        if run.state is not None:
-            calls.pool = torch.cuda.graph_pool_handle()  # Composer runs each backward pass before the next forward
-            calls.looks_each_call = False
+        calls.pool, calls.in_other_loop = torch.cuda.graph_pool_handle(), run.state is None
         calls.paused = lambda: run.observing
         run.give_back(_forget_last_batch, run)
         run.give_back(calls.release)

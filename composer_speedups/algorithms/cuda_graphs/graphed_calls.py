@@ -54,13 +54,13 @@ class GraphedCalls:
         # Blocks after which the backward pass is cut (see segments), except for frozen blocks, before which it ends.
         self.cut_behind: Sequence[nn.Module] = ()
         self.accumulate = False  # whether backward passes accumulate gradients without autograd; see Captured
-        # Memory pool of all graphs, for which every call's backward pass must run before the next call; None gives
-        # each graph its own, and calls return copies of the outputs.
-        self.pool: Any = None
+        self.pool: Any = None  # the memory pool that all graphs of training share; None gives each its own
         self._graphs: dict[Hashable, _Graph] = {}
+        self._last: _Graph | None = None  # the graph of the last training call that replayed one
         self._parameters: list[nn.Parameter] = []
         self._trained: list[bool] | None = None  # which of the parameters required gradients when last looked at
-        self.looks_each_call = True  # whether each call looks for frozen parameters; Composer has events for it
+        # Whether each call looks for frozen parameters, for which Composer has events, and returns copies of outputs.
+        self.in_other_loop = True
         self._gradients: SharedGradients | None = None
         self._attribute: str | None = None
         self.replays = self.eager_calls = 0  # numbers of training calls that replayed a graph, and that ran eagerly
@@ -101,7 +101,7 @@ class GraphedCalls:
             multiple = unpadded_encoders(self.model)[0].packing.pad_to_multiple_of
             with with_known_batch(take_row_lengths(kwargs, multiple)):
                 return self(*args, **kwargs)
-        if trains and self.looks_each_call:
+        if trains and self.in_other_loop:
             self.forget_if_frozen()
             if self.reads_known_batch and not (known.rows or self._graphs or self.paused()) and token_masks(kwargs):
                 fix = "make with_row_lengths(collate, model) the loader's collate function"
@@ -117,7 +117,8 @@ class GraphedCalls:
         if graph is None:
             self.eager_calls += trains
             return self.original(*args, **kwargs)
-        self.replays += trains
+        if trains:
+            self.replays, self._last = self.replays + 1, graph
         self.eval_replays += not trains
         return graph(tensors, accumulate=trains and self.accumulate)
 
@@ -138,14 +139,15 @@ class GraphedCalls:
     def _drop(self) -> None:
         self._graphs.clear()
         self._evaluations.clear()
-        self._gradients = self._eval_recorder = None
+        self._gradients = self._eval_recorder = self._last = None
         self._modules, self.eval_graphs = [], 0
 
     def _training(self, key: Hashable, tensors: list[Tensor], arguments: _Arguments) -> _Graph | None:
         """The graph of a shape, captured if it is new; None if that is impossible, or it waits for a backward pass."""
+        if self._last and self._last.replay.last_call():
+            return None  # a replay or a capture would overwrite what that call's backward pass reads
         if key in self._graphs or len(self._graphs) >= self.max_graphs:
-            graph = self._graphs.get(key)
-            return None if graph and graph.replay.last_call() else graph
+            return self._graphs.get(key)
         if self._gradients is None:
             self._gradients = SharedGradients(self.model.parameters())
         try:
@@ -301,7 +303,7 @@ class _Graph:
                 placeholders = self._placeholders.of(gradients.parameters)
                 count_capture()
                 trained = [block for block in calls.cut_behind if any(p.requires_grad for p in block.parameters())]
-                copies = calls.pool is None
+                copies = calls.in_other_loop
                 self.replay = Captured(self._call, static, placeholders, gradients, recorder, trained, copies)
         except torch.OutOfMemoryError:
             raise
