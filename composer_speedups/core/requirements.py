@@ -11,11 +11,11 @@ from composer_speedups.core.run import Run
 
 def needs_cuda(who: str, run: Run, what: str, capability: tuple[int, int] = (0, 0)) -> Iterator[Refusal]:
     """A CUDA GPU of a minimum compute capability, such as (8, 0) for Ampere."""
-    wanted = "a CUDA GPU"
-    if capability > (0, 0):
-        wanted += f" of compute capability {capability[0]}.{capability[1]} or newer"
+    at_least = f" of compute capability {capability[0]}.{capability[1]} or newer" if any(capability) else ""
+    wanted = f"a CUDA GPU{at_least}"
     if run.device.type != "cuda":
-        yield Refusal(who, f"{what} needs {wanted}, and this run is on the {run.device.type}", "remove the technique")
+        fix = "move the model to one first, or remove the technique" if run.in_other_loop else "remove the technique"
+        yield Refusal(who, f"{what} needs {wanted}, and this run is on the {run.device.type}", fix)
         return
     import torch
 

@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForSequenceClassification
 
-from composer_speedups import Unpadding, apply, with_row_lengths
+from composer_speedups import CUDAGraphs, Unpadding, apply, with_row_lengths
 from composer_speedups.core.errors import Refusal
 from composer_speedups.core.registry import technique_class
 from composer_speedups.core.run import FirstBatch, Run
@@ -218,6 +218,11 @@ class Logits(nn.Module):
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
         return self.model(input_ids=ids, attention_mask=mask).logits  # type: ignore[no-any-return]
+
+
+def test_what_needs_a_gpu_says_to_move_the_model_there() -> None:
+    with pytest.raises(Refusal, match=r"this run is on the cpu; move the model to one first, or remove the technique$"):
+        apply(bert()[0].model, [CUDAGraphs()])
 
 
 def test_an_algorithm_of_composer_is_refused_by_apply() -> None:
