@@ -39,9 +39,11 @@ def on_files(files: Files, config: Any) -> Files:
     return files
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Let links to cards, which lead to the repository's files on GitHub, lead to the cards' pages."""
-    return re.sub(r"\]\(\.\./composer_speedups/algorithms/(\w+)/README\.md", r"](techniques/\1.md", markdown)
+    up = "../" * page.file.src_uri.count("/")
+    link = r"\]\((?:\.\./)+composer_speedups/algorithms/(\w+)/README\.md"
+    return re.sub(link, rf"]({up}techniques/\1.md", markdown)
 
 
 def on_page_content(html: str, **_: Any) -> str:

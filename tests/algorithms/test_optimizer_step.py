@@ -327,6 +327,16 @@ def test_hooks_and_scaled_gradients_step_eagerly() -> None:
     assert ours.step.replays == 3
 
 
+def test_the_reason_of_an_observed_step_is_not_that_of_later_ones() -> None:
+    ours = Training(captured=True)
+    handle = ours.optimizer.register_step_post_hook(lambda *_: None)
+    ours.train(1)
+    assert ours.step.note == "a hook hears the optimizer's step, or its gradients are scaled"
+    handle.remove()
+    ours.train(1)
+    assert (ours.step.replays, ours.step.note) == (0, None)
+
+
 def test_release_restores_the_step() -> None:
     ours, stock = Training(captured=True), optimizer_of(parameters())
     ours.step.release()

@@ -78,8 +78,7 @@ class GraphedCalls:
         self.held = False  # whether all training calls run the original function until begin()
         # Called with the error of a call that cannot be captured; if it returns, later calls are eager.
         self.on_failure: Callable[[CaptureError], None] = _raise
-        # Called after the graphs were dropped, because parameters were frozen or thawed.
-        self.on_outdated: Callable[[], object] = lambda: None
+        self.on_outdated: Callable[[], object] = bool  # called after the graphs were dropped: parameters were frozen
 
     @property
     def graphs(self) -> int:

@@ -98,6 +98,7 @@ class OptimizerStep:
         if not _is_plain(self._optimizer):
             self.note = "a hook hears the optimizer's step, or its gradients are scaled"
             return self._run_eagerly(closure)
+        self.note = self.note if self._ended else None  # such as that of the observed batch
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -111,7 +112,7 @@ class OptimizerStep:
                 self._written[i] = group["lr"]
         self._optimizer._opt_called = True  # as a scheduler's wrapper notes
         self._replay()  # type: ignore[misc]
-        self.replays, self.note = self.replays + 1, None
+        self.replays += 1
         return loss
 
     def _run_eagerly(self, closure: Callable[[], Any] | None) -> Any:
