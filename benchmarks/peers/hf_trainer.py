@@ -77,8 +77,8 @@ def main(arguments: list[str]) -> None:
 
             optimize_deberta_training(job.model.model.deberta)
         model = job.model.model if own.lora is None else _with_lora(job.model.model, own.lora)
-        trainer = _Peer(job, model=model, args=args, plan=plan, meter=meter, config=config, grad_norm=own.grad_norm)
-        trainer.applied = applied
+        of_job: dict[str, Any] = {"plan": plan, "meter": meter, "config": config, "grad_norm": own.grad_norm}
+        trainer = _Peer(job, model=model, args=args, applied=applied, **of_job)
         trainer.run(folder, "hf_trainer", own.model_dump())
 
 
@@ -121,9 +121,10 @@ def _with_lora(model: Any, settings: dict[str, Any]) -> Any:
 class _Peer(JobTrainer, Trainer):
     """HF Trainer on a job."""
 
-    applied: Applied | None = None
-
-    def __init__(self, job: Job, *, model: Any, args: TrainingArguments, **kwargs: Any) -> None:
+    def __init__(
+        self, job: Job, *, model: Any, args: TrainingArguments, applied: Applied | None, **kwargs: Any
+    ) -> None:
+        self._applied = applied
         super().__init__(
             job,
             model=model,
@@ -141,7 +142,7 @@ class _Peer(JobTrainer, Trainer):
         return self._evaluation
 
     def _evidence(self) -> dict[str, Any]:
-        seen = self.applied.evidence if self.applied else {}
+        seen = self._applied.evidence if self._applied else {}
         graphs = {name: seen["cuda_graphs"][name] for name in ("replays", "eager_calls") if "cuda_graphs" in seen}
         return super()._evidence() | {"apply_recommended": sorted(seen)} | graphs
 

@@ -199,7 +199,7 @@ def test_an_original_run_that_fails_is_an_error() -> None:
         World(change=lambda _: {"status": "refused", "reason": "data.train_file: none"}).search(FUSED)
 
 
-def test_a_failed_trial_is_printed_and_the_message_of_a_refused_run_is_left_to_the_program(
+def test_a_failed_trial_is_printed_and_the_message_of_a_refused_original_is_left_to_the_program(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = OriginalRun(Config(), CPU)
@@ -208,6 +208,8 @@ def test_a_failed_trial_is_printed_and_the_message_of_a_refused_run_is_left_to_t
         monkeypatch.setattr(trials, "Process", lambda job, ended=ended: SimpleNamespace(wait=lambda timeout: ended))
         assert run.measure("original", {}, 12).status == ("failed" if printed else "refused")
         assert capsys.readouterr().out == printed
+    assert run.measure("a set", {}, 12).status == "refused"
+    assert capsys.readouterr().out == "a set: no\n"
 
 
 def test_sets_that_are_refused_forbidden_equal_or_late_cost_no_trial() -> None:
