@@ -60,9 +60,9 @@ def trained_by_hf(
     **settings: Any,
 ) -> tuple[dict[str, Any], float]:
     arguments = TrainingArguments(
-        str(folder), max_steps=4, per_device_train_batch_size=4, report_to=[], disable_tqdm=True, learning_rate=0.1,
+        str(folder), max_steps=4, per_device_train_batch_size=4, report_to=[], disable_tqdm=True,
         optim="sgd", label_smoothing_factor=smoothing, save_strategy="no", logging_strategy="no", seed=1,
-        **{"use_cpu": True, **settings},
+        **{"use_cpu": True, "learning_rate": 0.1, **settings},
     )  # fmt: skip
     rows: Any = {"train_dataset": Rows(data), "eval_dataset": Rows(data), "data_collator": collate}
     trainer = Trainer(model, arguments, compute_loss_func=loss, **rows)
