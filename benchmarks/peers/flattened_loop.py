@@ -307,7 +307,8 @@ class GraphedStep:
         torch.cuda.synchronize()
         count_capture()  # counted as warm-up, as the fast set's captures
         # On the stream of the first pass, whose AccumulateGrad nodes may still live: torch warns of another one.
-        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
+        # The loader's thread may pin memory meanwhile.
+        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
             graphs_loss = self.step(on_gpu)
         gradients = [parameter.grad for parameter in self.parameters]
         self.captured[(static.shape, flat.rows, flat.longest)] = graph, static, gradients, graphs_loss

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,28 @@ def test_replayed_optimizer_steps_equal_eager_ones(clipped: bool) -> None:
     assert replays[0] >= 4, "all but the observed batches and the first with captured gradients"
     assert replays[1] == 0
     torch.testing.assert_close(weights[0], weights[1], rtol=0, atol=0)
+
+
+def test_another_thread_may_pin_memory_during_a_capture() -> None:
+    """As a DataLoader's thread does. In the default mode of a capture, that thread and the capture fail."""
+    technique, over, pinned, errors = CUDAGraphs(), threading.Event(), list[Any](), list[Exception]()
+
+    def pin() -> None:
+        try:
+            while not over.is_set():
+                pinned.append(torch.empty(8).pin_memory())  # kept, so that each call allocates
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=pin)
+    thread.start()
+    try:
+        trained([technique, Unpadding(16)], batches=[batch(lengths, 16) for lengths in UNEVEN], gpu=True)
+    finally:
+        over.set()
+        thread.join()
+    assert not errors
+    assert counted(technique) == [3, 6, 1]
 
 
 def test_a_closed_trainers_graphs_are_freed() -> None:

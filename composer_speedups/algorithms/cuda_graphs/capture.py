@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from composer_speedups.algorithms.cuda_graphs.segments import Segments
-from composer_speedups.core.trainer_state import world_size
 from composer_speedups.kernels.common import FirstDerivative
 
 
@@ -338,11 +337,10 @@ class CUDARecorder:
     def record(self, run: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
         """Return the result of ``run``, and a function that recomputes it in the same memory."""
         graph = torch.cuda.CUDAGraph()
-        # On several ranks, a thread of NCCL queries CUDA events, which "global" forbids in every thread.
-        mode = "thread_local" if world_size() > 1 else "global"
         # The warm-up's stream: autograd nodes of the parameters may outlive the warm-up, and belong to its stream.
         stream = _side_stream(torch.cuda.current_device())
-        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode=mode):
+        # The default mode would forbid a DataLoader's thread to pin memory, and one of NCCL to query events.
+        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
             result = run()
         return result, graph.replay
 
