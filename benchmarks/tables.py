@@ -145,7 +145,8 @@ def _is_float8(row: Row) -> bool:
 
 def is_peer(row: Row) -> bool:
     """Whether a row is of a program without this package's techniques."""
-    return row.get("peer") not in _OURS and override_of(row, "peer.apply_recommended") != "true"
+    applied = override_of(row, "peer.apply_recommended") == "true" or override_of(row, "peer.max_graphs")
+    return row.get("peer") not in _OURS and not applied
 
 
 def base_of(rows: Sequence[Row], first: str) -> Row | None:

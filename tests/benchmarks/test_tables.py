@@ -86,6 +86,14 @@ def test_each_line_is_of_one_call_and_its_ratio_of_two_lines(rows: list[dict[str
     assert tables.steps("any")[3] == "| 8 | + a | 100 | 2.00 | 10.0 (2.00) | 2.0 | 3 |", "one call has no letter"
 
 
+@pytest.mark.parametrize("flag", ["peer.apply_recommended=true", "peer.max_graphs=8"])
+def test_a_peer_that_runs_with_this_packages_techniques_is_nothing_to_be_compared_with(
+    flag: str, rows: list[dict[str, Any]]
+) -> None:
+    rows += [row("HF", "2026-01-01", 100), row("HF, applied", "2026-01-01", 200, overrides=[flag])]
+    assert tables.steps("any")[3] == "| 8 | HF, applied | 200 | 2.00 | 5.0 (2.00) | 2.0 | 3 |"
+
+
 def test_the_fast_set_is_compared_with_the_fastest_peer_of_its_call(rows: list[dict[str, Any]]) -> None:
     def add(call: str, commit: str = "0123456", **rates: float) -> None:
         names = {"plain": "HF Trainer", "graphs": "HF Trainer, graphs", "fast": "fast set", "fp8": "fast set, fp8"}
