@@ -70,6 +70,15 @@ def test_loss_and_gradients_equal_the_untouched_models(family: Family, monkeypat
         monkeypatch.setattr(LabelledHead, "_count_and_lay_out", lambda *_: pytest.fail("counted in the forward pass"))
 
 
+def test_labels_of_another_shape_are_left_to_transformers() -> None:
+    """Its loss flattens them."""
+    reference, (inputs, *_) = masked_lm()
+    model = copy.deepcopy(reference)
+    unpad(model, 8, "labelled")
+    deeper = {**inputs, "labels": inputs["labels"][..., None]}
+    assert_near(loss_and_gradients(model, deeper), loss_and_gradients(reference, deeper))
+
+
 @pytest.mark.parametrize("family", ["bert", "modernbert"])
 def test_with_dropout_they_equal_those_of_a_head_on_every_token(family: Family) -> None:
     model, batches = masked_lm(family, dropout=0.2)

@@ -83,6 +83,7 @@ def test_after_the_first_batch_the_host_hears_only_what_a_technique_defines(run:
         Event.AFTER_LOAD, Event.BATCH_START, Event.AFTER_FORWARD, Event.BATCH_END, Event.FIT_END
     }  # fmt: skip
     assert after == defined | {Event.AFTER_LOAD, Event.FIT_END}
+    assert [event for event in Event if run.technique.match(event, run.trainer.state)] == [Event.INIT]
 
 
 def test_closing_gives_the_model_its_classes_and_forwards_back(run: Run) -> None:

@@ -221,7 +221,8 @@ class Logits(nn.Module):
 
 
 def test_what_needs_a_gpu_says_to_move_the_model_there() -> None:
-    with pytest.raises(Refusal, match=r"this run is on the cpu; move the model to one first, or remove the technique$"):
+    message = r"needs a CUDA GPU, and this run is on the cpu; move the model to one first, or remove the technique$"
+    with pytest.raises(Refusal, match=message):
         apply(bert()[0].model, [CUDAGraphs()])
 
 

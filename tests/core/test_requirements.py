@@ -23,6 +23,7 @@ from composer_speedups.core.registry import build_techniques
 from composer_speedups.core.run import Run
 from composer_speedups.core.technique import Technique
 from composer_speedups.core.trainer_state import world_size
+from composer_speedups.packing.attention import has_16_bit_kernels
 from composer_speedups.recommendation import RECOMMENDED
 
 PRECISIONS = ("fp32", "amp_fp16", "amp_bf16")  # of a Trainer on a GPU; amp_fp16 is Composer's default
@@ -51,6 +52,14 @@ def test_mixed_precision_sets_the_precision_that_others_require(hopper: None, pr
         check([MixedPrecision("bf16"), *others][::order], on_gpu(precision))
         with pytest.raises(Refusal, match=r"^(fused_layers: precision: fp8|float8_linear: .*) needs bf16, and this"):
             check([MixedPrecision("fp16"), *others][::order], on_gpu(precision))
+
+
+@pytest.mark.parametrize(("capability", "runs"), [((7, 5), False), ((8, 0), True)])
+def test_kernels_for_16_bits_run_from_ampere_on(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], runs: bool
+) -> None:
+    simulate_gpu(monkeypatch, capability)
+    assert has_16_bit_kernels(torch.device("cuda"), torch.bfloat16) == runs
 
 
 def test_a_refusal_says_which_compute_capability_is_needed(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,6 +122,10 @@ def test_a_warm_up_from_zero_is_not_an_error_and_the_first_step_that_moves_is_ob
     run(built, schedulers=LinearWithWarmupScheduler("2ba"))
     moved, watched = map(int, built[-1].evidence["parameters_moved"].split(" of "))
     assert 0 < moved <= watched
+    built = case.build_all()
+    run(built, schedulers=LinearWithWarmupScheduler("99ba"), max_duration="1ba")
+    assert built[-1].engaged is True
+    assert "parameters_moved" not in built[-1].evidence, "the only step has a rate of 0"
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step:UserWarning")  # torch's own check
