@@ -134,8 +134,7 @@ class CUDAGraphs(Technique):
     def _cannot_capture(self, error: CaptureError) -> None:
         from composer_speedups.core.engaging import had_no_effect
 
-        reason, fix = f"the step cannot be captured ({error})", "remove it, or the code that synchronizes"
-        had_no_effect(self, self.refusal(reason, fix))
+        had_no_effect(self, self.refusal(f"the step cannot be captured ({error})", error.fix))
 
     def proof(self, run: Run, seen: FirstBatch) -> Mapping[str, Any]:
         """No evidence yet: the observed batch is not captured. A batch that cannot be captured is refused later."""

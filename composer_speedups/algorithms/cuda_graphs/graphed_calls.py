@@ -30,6 +30,8 @@ from composer_speedups.packing.untouched import is_untouched
 class CaptureError(RuntimeError):
     """A forward or backward pass that cannot be captured."""
 
+    fix = "remove it, or the code that synchronizes"
+
 
 class GraphedCalls:
     """Replaces a model's forward, and captures its forward and backward pass at the first call of each shape.
@@ -103,8 +105,9 @@ class GraphedCalls:
         if trains and self.in_other_loop:
             self.forget_if_frozen()
             if self.reads_known_batch and not (known.rows or self._graphs or self.paused()) and token_masks(kwargs):
-                fix = "make with_row_lengths(collate, model) the loader's collate function"
-                self.on_failure(CaptureError(f"unpadding asks the GPU for each batch's number of tokens; {fix}"))
+                error = CaptureError("unpadding asks the GPU for each batch's number of tokens")
+                error.fix = "make with_row_lengths(collate, model) the loader's collate function"
+                self.on_failure(error)
         if not ((self.held and trains) or (self.reads_known_batch and not known.rows) or self.paused()):
             arguments, tensors = (args, kwargs, known.rows, known.labelled), list[Tensor]()
             # Autocast is looked up for CUDA, where graphs are.
