@@ -126,23 +126,70 @@ def test_in_ones_own_loop_outputs_stay_as_they_are(accumulate: bool) -> None:
         assert (addresses[0] == addresses[1]) == composers
 
 
-def test_batches_that_nobody_counted_are_refused_where_they_would_all_be_eager() -> None:
-    model, technique = tiny_bert(), CUDAGraphs()
-    unpad(model, 16)
+class TakesADict(nn.Module):
+    """As a SentenceTransformer does, whose batches the collator does not count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = tiny_bert()
+
+    def forward(self, features: Batch) -> Any:
+        return self.inner(**features)
+
+
+EAGER_CALLS = {
+    "uncounted": lambda model: model(**batch([5, 4])),
+    "positional": lambda model: model(ONE["input_ids"], ONE["attention_mask"], labels=ONE["labels"]),
+    "without a mask": lambda model: model(input_ids=batch([5, 5])["input_ids"], labels=torch.tensor([0, 1])),
+    "in a dict": lambda model: model(batch([5, 4])),
+    "in evaluation mode": lambda model: model.eval()(**ONE),
+    "of other types": lambda model: model(**ONE, output_attentions=torch.tensor(False).numpy()),
+}
+
+
+@pytest.mark.parametrize("kind", EAGER_CALLS)
+def test_a_loop_of_ones_own_in_which_no_call_is_captured_is_refused(kind: str) -> None:
+    model: Any = TakesADict() if kind == "in a dict" else tiny_bert()
+    if kind in ("uncounted", "positional", "without a mask", "in a dict"):
+        unpad(model, 16)
+    technique, call = CUDAGraphs(), EAGER_CALLS[kind]
     technique._control(calls := graphed(model))
-    with torch.no_grad():
-        model(**batch([5, 4]))
-    calls.paused = lambda: True
-    model(**batch([5, 4]))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def steps(count: int) -> None:
+        for _ in range(count):
+            call(model).loss.backward()
+            optimizer.step()
+
+    calls.paused = lambda: True  # observed batches are always eager
+    steps(20)
     calls.paused = bool
-    reason = "the step cannot be captured (unpadding asks the GPU for each batch's number of tokens)"
-    fix = "make with_row_lengths(collate, model) the loader's collate function"
+    for _ in range(30):
+        call(model)  # an evaluation that computes gradients, before and after weights are loaded
+    model.load_state_dict(model.state_dict())
+    for _ in range(30):
+        call(model)
+    with torch.no_grad():
+        for _ in range(30):
+            call(model)
+            model.load_state_dict(model.state_dict())  # as one that averages weights does
+    fix = "call model(**batch) in train mode; with unpadding, collate by with_row_lengths(collate, model)"
+    reason = "the step cannot be captured (training goes on, and no call was captured)"
     with pytest.raises(Refusal, match=f"^{re.escape(f'cuda_graphs: {reason}; {fix}')}$"):
-        model(**batch([5, 4]))
-    ids = batch([5, 5])["input_ids"]
-    assert model(input_ids=ids, labels=torch.tensor([0, 1])).loss.isfinite(), "without a mask, nothing is counted"
-    calls.in_other_loop = False  # Composer's batches are counted by its events
-    model(**batch([5, 4]))
+        steps(20)
+    technique.on_unavailable = "warn"
+    with pytest.warns(UserWarning, match="no call was captured"):
+        steps(20)
+    technique.on_unavailable = "stop"
+    with untouched(model):
+        steps(20)
+    calls.in_other_loop = False  # Composer has an error of its own
+    steps(20)
+    calls.in_other_loop = True
+    calls.release()
+    model.forward = calls  # as a wrapper keeps it
+    steps(20)
+    assert calls.replays == 0
 
 
 def test_a_composer_batch_is_one_argument() -> None:
@@ -347,8 +394,8 @@ def test_a_failed_capture_raises_or_disables_capturing() -> None:
     calls = GraphedCalls(model, model.forward, 2, recorder=CannotRecord)
     with pytest.raises(CaptureError, match=r"^operation not permitted when stream is capturing$"):
         calls(**ONE)
-    seen: list[CaptureError] = []
-    calls.on_failure = seen.append
+    seen: list[Any] = []
+    calls.on_failure = lambda *reason_and_fix: seen.append(reason_and_fix)
     for _ in range(2):
         assert calls(**ONE).loss.isfinite()
     assert (len(seen), *counts(calls)) == (1, 0, 0, 2)

@@ -13,7 +13,7 @@ from composer_speedups.core.requirements import needs_cuda
 from composer_speedups.core.technique import FSDP, Order, Technique
 
 if TYPE_CHECKING:
-    from composer_speedups.algorithms.cuda_graphs.graphed_calls import CaptureError, GraphedCalls
+    from composer_speedups.algorithms.cuda_graphs.graphed_calls import GraphedCalls
     from composer_speedups.algorithms.cuda_graphs.optimizer_step import OptimizerStep
     from composer_speedups.core.run import FirstBatch, Run
 
@@ -37,13 +37,10 @@ class CUDAGraphs(Technique):
     order = Order.GRAPHS
     effect = "rounding"
     not_with: ClassVar = {FSDP: "captured graphs need whole weights, which FSDP gathers only block by block"}
+    fixed_shapes: ClassVar = True
 
     max_graphs: int = Field(4, ge=1)
     """Maximum number of captured input shapes, in training and again in evaluation; further shapes run eagerly."""
-
-    @property
-    def fixed_shapes(self) -> bool:
-        return True
 
     def reset(self) -> None:
         super().reset()
@@ -131,10 +128,10 @@ class CUDAGraphs(Technique):
         if self._step is not None:
             self._step.forget()
 
-    def _cannot_capture(self, error: CaptureError) -> None:
+    def _cannot_capture(self, reason: str, fix: str) -> None:
         from composer_speedups.core.engaging import had_no_effect
 
-        had_no_effect(self, self.refusal(f"the step cannot be captured ({error})", error.fix))
+        had_no_effect(self, self.refusal(f"the step cannot be captured ({reason})", fix))
 
     def proof(self, run: Run, seen: FirstBatch) -> Mapping[str, Any]:
         """No evidence yet: the observed batch is not captured. A batch that cannot be captured is refused later."""
@@ -153,8 +150,8 @@ class CUDAGraphs(Technique):
             evidence["step_replays"] = self._step.replays
         if note := self._eager_step or (self._step and self._step.note):
             evidence["step_is_eager"] = note
-        evaluation = {name: getattr(calls, name) for name in ("eval_graphs", "eval_replays", "eval_note")}
-        return evidence | {name: value for name, value in evaluation.items() if value}
+        evaluation = ("eval_graphs", "eval_replays", "eval_note")
+        return evidence | {name: value for name in evaluation if (value := getattr(calls, name))}
 
 
 def _forget_last_batch(run: Run) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import threading
-from collections import OrderedDict, UserDict
+from collections import OrderedDict, UserDict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,14 +23,12 @@ from composer_speedups.core.errors import first_line
 from composer_speedups.core.trainer_state import world_size
 from composer_speedups.packing.call import KnownBatch, is_traced, known_batch, take_row_lengths, with_known_batch
 from composer_speedups.packing.encoder import unpadded_encoders
-from composer_speedups.packing.rows import RowLengths, token_masks
+from composer_speedups.packing.rows import RowLengths
 from composer_speedups.packing.untouched import is_untouched
 
 
 class CaptureError(RuntimeError):
     """A forward or backward pass that cannot be captured."""
-
-    fix = "remove it, or the code that synchronizes"
 
 
 class GraphedCalls:
@@ -50,8 +48,7 @@ class GraphedCalls:
     ) -> None:
         self.model, self.original, self.max_graphs, self.recorder = model, original, max_graphs, recorder
         self.__signature__ = inspect.signature(original)  # Trainers remove the columns that it does not name
-        # Whether a call reads what the host counted of its batch, which is treated as an argument. A call whose batch
-        # was not counted runs the original function.
+        # Whether calls need what the host counted of their batches, as an argument of the graph; others are eager.
         self.reads_known_batch = False
         # Blocks after which the backward pass is cut (see segments), except for frozen blocks, before which it ends.
         self.cut_behind: Sequence[nn.Module] = ()
@@ -66,6 +63,7 @@ class GraphedCalls:
         self._gradients: SharedGradients | None = None
         self._attribute: str | None = None
         self.replays = self.eager_calls = 0  # numbers of training calls that replayed a graph, and that ran eagerly
+        self._versions = deque[int](maxlen=20)  # of the parameters together, in the first calls; steps increase them
         # Evaluation's graphs; None for a shape that was called once. They share a recorder, and with it a memory pool,
         # because each call is complete when it returns, but not with training, whose backward pass may be due.
         self._evaluations: dict[Hashable, _Graph | None] = {}
@@ -78,8 +76,8 @@ class GraphedCalls:
         self.eval_note = ""  # why evaluation is not captured any more
         self.paused: Callable[[], bool] = bool  # whether this call must run the original function: it is observed
         self.held = False  # whether all training calls run the original function until begin()
-        # Called with the error of a call that cannot be captured; if it returns, later calls are eager.
-        self.on_failure: Callable[[CaptureError], None] = _raise
+        # Called with the reason why calls cannot be captured, and the fix; if it returns, later calls are eager.
+        self.on_failure: Callable[[str, str], None] = _raise
         self.on_outdated: Callable[[], object] = bool  # called after the graphs were dropped: parameters were frozen
 
     @property
@@ -90,11 +88,12 @@ class GraphedCalls:
     @property
     def backward_segments(self) -> int:
         """The number of segments of the backward pass, the minimum over the shapes."""
-        return min((graph.segments for graph in self._graphs.values()), default=1)
+        return min((graph.replay.segments for graph in self._graphs.values()), default=1)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         trains = self.model.training and torch.is_grad_enabled()
         if is_untouched() or not (trains or self._may_evaluate()):
+            self._expect_replays()
             return self.original(*args, **kwargs)
         known, graph = known_batch() if self.reads_known_batch else _UNKNOWN, None
         if self.reads_known_batch and not known.rows and any(isinstance(v, RowLengths) for v in kwargs.values()):
@@ -104,10 +103,6 @@ class GraphedCalls:
                 return self(*args, **kwargs)
         if trains and self.in_other_loop:
             self.forget_if_frozen()
-            if self.reads_known_batch and not (known.rows or self._graphs or self.paused()) and token_masks(kwargs):
-                error = CaptureError("unpadding asks the GPU for each batch's number of tokens")
-                error.fix = "make with_row_lengths(collate, model) the loader's collate function"
-                self.on_failure(error)
         if not ((self.held and trains) or (self.reads_known_batch and not known.rows) or self.paused()):
             arguments, tensors = (args, kwargs, known.rows, known.labelled), list[Tensor]()
             # Autocast is looked up for CUDA, where graphs are.
@@ -118,11 +113,22 @@ class GraphedCalls:
                 graph = find((autocast, key), tensors, arguments)
         if graph is None:
             self.eager_calls += trains
+            self._expect_replays()
             return self.original(*args, **kwargs)
         if trains:
             self.replays, self._last = self.replays + 1, graph
         self.eval_replays += not trains
         return graph(tensors, accumulate=trains and self.accumulate)
+
+    def _expect_replays(self) -> None:
+        """Fail if another loop than Composer's trains the model, and all its calls are eager."""
+        awaits = self.in_other_loop and self.max_graphs and not (self.replays or self.paused() or is_untouched())
+        if awaits and torch.is_grad_enabled():
+            self._versions.append(sum(parameter._version for parameter in self.model.parameters()))
+            if len(self._versions) == self._versions.maxlen and len(set(self._versions)) > 2:
+                fix = "call model(**batch) in train mode; with unpadding, collate by with_row_lengths(collate, model)"
+                self._versions.clear()
+                self.on_failure("training goes on, and no call was captured", fix)
 
     def forget_if_frozen(self) -> None:
         """Drop all graphs if parameters were frozen or thawed since the last look; later calls are captured again."""
@@ -155,7 +161,7 @@ class GraphedCalls:
         try:
             self._graphs[key] = _Graph(self, self.recorder(self.pool), tensors, arguments, self._gradients)
         except CaptureError as error:
-            self.on_failure(error)
+            self.on_failure(str(error), "remove it, or the code that synchronizes")
             self.release()
         return self._graphs.get(key)
 
@@ -173,10 +179,10 @@ class GraphedCalls:
         may_overlap = threading.current_thread() is not threading.main_thread() or (  # as servers call models
             torch.cuda.is_initialized() and torch.cuda.current_stream() != torch.cuda.default_stream()
         )
-        global_hooks = torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks
-        if global_hooks or may_overlap or is_traced() or _get_current_dispatch_mode() is not None:
+        hooks = torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks or any(self._hooks)
+        if hooks or may_overlap or is_traced() or _get_current_dispatch_mode() is not None:
             return False
-        return not any(self._hooks) and True not in [module.training for module in self._modules]
+        return True not in [module.training for module in self._modules]
 
     def _evaluation(self, key: Hashable, tensors: list[Tensor], arguments: _Arguments) -> _Graph | None:
         """The graph of a call in evaluation, captured if this is its second call; None for an eager call."""
@@ -218,8 +224,8 @@ class GraphedCalls:
         self.max_graphs = 0
 
 
-def _raise(error: CaptureError) -> None:
-    raise error
+def _raise(reason: str, _fix: str) -> None:
+    raise CaptureError(reason)
 
 
 _UNKNOWN = KnownBatch()
@@ -315,10 +321,6 @@ class _Graph:
             for buffer, before in buffers:
                 if not torch.equal(buffer, before):  # do not write needlessly: an unfinished pass may have saved it
                     buffer.copy_(before)
-
-    @property
-    def segments(self) -> int:
-        return int(self.replay.segments)
 
     def __call__(self, tensors: list[Tensor], *, accumulate: bool) -> Any:
         """Replay, and return the tensors in the model's output object."""
