@@ -353,6 +353,23 @@ def test_release_restores_the_step() -> None:
     torch.testing.assert_close(wrapped.values(), before.values(), rtol=0, atol=0)
 
 
+def test_nothing_is_captured_while_it_waits_or_after_a_capture_failed() -> None:
+    class Fails(CannotRecord):
+        def record(self, run: Callable[[], Any]) -> Any:
+            attempts.append(waiting)
+            return super().record(run)
+
+    attempts, trained, waiting = list[bool](), parameters(), True
+    optimizer, gradients = optimizer_of(trained), [torch.ones(3, 4) for _ in trained]
+    OptimizerStep(optimizer, Fails, lambda: waiting)
+    three_steps(optimizer, trained, gradients)
+    assert not attempts
+    waiting = False
+    for _ in range(2):
+        three_steps(optimizer, trained, gradients)
+    assert len(attempts) == 1
+
+
 def test_a_failed_capture_leaves_the_optimizer_as_it_was() -> None:
     trained = parameters()
     optimizer = optimizer_of(trained)

@@ -332,6 +332,15 @@ def test_a_flag_can_be_set_after_steps_of_another_implementation(flag: str) -> N
     assert {group[flag] for group in optimizers[1].param_groups} == {True}
 
 
+@pytest.mark.parametrize(("flag", "device"), [("foreach", "cpu"), ("fused", "meta")])
+def test_a_fused_implementation_counts_steps_on_the_device_of_the_parameter(flag: str, device: str) -> None:
+    parameter = nn.Parameter(torch.empty(2, device="meta"))
+    optimizer = AdamW([parameter])
+    optimizer.state[parameter]["step"] = torch.tensor(3.0)
+    set_implementation(optimizer, flag)
+    assert optimizer.state[parameter]["step"].device.type == device
+
+
 @pytest.mark.parametrize(("build", "flag"), [(DecoupledAdamW, "fused"), (torch.optim.LBFGS, "foreach")])
 def test_optimizers_without_an_implementation_are_refused(build: Any, flag: str) -> None:
     with pytest.raises(ValueError, match=f"{build.__name__} has no {flag} implementation"):
