@@ -9,6 +9,7 @@ import copy
 import io
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -457,7 +458,19 @@ def test_evidence_says_how_gelu_was_computed() -> None:
     ):
         technique = FusedLayers(gelu="tanh")
         seen: Any = SimpleNamespace(ran=Counter({"fused_layer": 4, "packed_encoder": 2, **ran}))
-        assert technique.proof(Run(torch.device("cpu")), seen)["gelu_ran"] == expected
+        assert technique.proof(Run(torch.device("cpu"), model=tiny_bert()), seen)["gelu_ran"] == expected
+
+
+@pytest.mark.parametrize(("on_gpu", "way"), [(True, "fused_layer"), (True, "torch_layer"), (False, "torch_layer")])
+def test_float32_on_a_gpu_which_no_kernel_computes_is_no_effect(on_gpu: bool, way: str) -> None:
+    """In a loop of one's own, where autocast and the device are not known before."""
+    model: Any = SimpleNamespace(parameters=lambda: iter([SimpleNamespace(is_cuda=on_gpu)]))
+    seen: Any = SimpleNamespace(ran=Counter({way: 2}))
+    vain = on_gpu and way == "torch_layer"
+    with (
+        pytest.raises(Refusal, match="torch computed the layers, in float32; train in bf16") if vain else nullcontext()
+    ):
+        assert FusedLayers().proof(Run(torch.device("cpu"), model=model), seen)["layers_ran"].startswith("2 by ")
 
 
 def test_a_patched_class_and_global_hooks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

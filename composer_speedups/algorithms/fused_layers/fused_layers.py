@@ -147,6 +147,8 @@ class FusedLayers(ComparedTechnique):
         if not ran:
             how = "ran the stock model's code" if seen.ran["stock_layer"] else "did not run"
             raise self.no_effect(f"the layers {how}", "keep unpadding engaged, and do not compile the model afterwards")
+        if seen.ran["torch_layer"] and next(run.model.parameters()).is_cuda:
+            raise self.no_effect("torch computed the layers, in float32", "train in bf16 or fp16")
         if self._in_fp8 and not seen.ran["fused_layer_fp8"]:
             raise self.no_effect("no layer computed in 8 bits", "remove precision: fp8 for this model")
         embedded = next((way for name, way in _EMBEDDED.items() if seen.ran[name]), "not at all")
