@@ -28,7 +28,7 @@ class CUDAGraphs(Technique):
     Raises:
         Refusal: At INIT, without a GPU, under FSDP, with automatic micro-batches, or for a model that DDP already
             wraps; in the first captured batch, if it cannot be captured. That is the first batch that is not observed,
-            or the third if DDP keeps gradients in its buckets.
+            or the third if DDP keeps gradients in its buckets. In other loops, if training goes on without a capture.
 
     Source: torch.cuda.make_graphed_callables, whose steps this follows.
     """

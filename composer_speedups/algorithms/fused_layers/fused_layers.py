@@ -21,7 +21,7 @@ class FusedLayers(ComparedTechnique):
     Raises:
         Refusal: At INIT, without ``unpadding``, for a model without a supported layer, and on a GPU in fp32 or without
             Triton; with ``precision="fp8"``, also on a CPU, on a GPU older than Ada and in fp16. In the first batch,
-            for a custom model whose results differ.
+            for a custom model whose results differ, and in other loops than Composer's, on a GPU in fp32.
     """
 
     name = "fused_layers"
