@@ -81,7 +81,7 @@ def apply_recommended(model: nn.Module, check: Check = "auto") -> Applied:
         Refusal: The model contains no transformers model, or none of the techniques supports it.
 
     Warns:
-        UserWarning: A technique does not support the model, or fused layers ran in float32 on a GPU, with the reason.
+        UserWarning: A technique does not support the model, with the reason; or fused layers ran in float32 on a GPU.
 
     Example:
         ``model = AutoModelForSequenceClassification.from_pretrained(…); apply_recommended(model)``; see ``examples/``.
@@ -96,12 +96,15 @@ def apply_recommended(model: nn.Module, check: Check = "auto") -> Applied:
         reason = f"found no transformers model in {type(model).__name__}"
         raise Refusal("apply_recommended", reason, "pass one")
 
-    def build(name: str, **settings: Any) -> Technique:
-        return technique_class(name)(**RECOMMENDED.get(name, {}), check=check, **settings)  # type: ignore[call-arg]
+    def build(name: str) -> Technique:
+        return technique_class(name)(**RECOMMENDED.get(name, {}), check=check)  # type: ignore[call-arg]
 
     try:
-        return apply(model, [build("unpadding"), build("fused_layers", on_unavailable="warn")])
+        return apply(model, [build("unpadding"), build("fused_layers")])
     except Refusal as error:
-        said = "unpadding and fused_layers are left out, and sdpa_attention is used instead"
-        warnings.warn(f"{said}: {error.who}: {error.reason}", UserWarning, stacklevel=2)
-        return apply(model, [build("sdpa_attention")])
+        if error.who != "fused_layers":
+            said = "unpadding and fused_layers are left out, and sdpa_attention is used instead"
+            warnings.warn(f"{said}: {error.who}: {error.reason}", UserWarning, stacklevel=2)
+            return apply(model, [build("sdpa_attention")])
+        warnings.warn(f"fused_layers is left out: {error.reason}", UserWarning, stacklevel=2)
+    return apply(model, [build("unpadding")])

@@ -462,14 +462,12 @@ def test_evidence_says_how_gelu_was_computed() -> None:
 
 
 @pytest.mark.parametrize(("on_gpu", "way"), [(True, "fused_layer"), (True, "torch_layer"), (False, "torch_layer")])
-def test_float32_on_a_gpu_which_no_kernel_computes_is_no_effect(on_gpu: bool, way: str) -> None:
+def test_float32_on_a_gpu_which_no_kernel_computes_is_said(on_gpu: bool, way: str) -> None:
     """In a loop of one's own, where autocast and the device are not known before."""
     model: Any = SimpleNamespace(parameters=lambda: iter([SimpleNamespace(is_cuda=on_gpu)]))
     seen: Any = SimpleNamespace(ran=Counter({way: 2}))
     vain = on_gpu and way == "torch_layer"
-    with (
-        pytest.raises(Refusal, match="torch computed the layers, in float32; train in bf16") if vain else nullcontext()
-    ):
+    with pytest.warns(UserWarning, match="torch computed the layers, in float32; train") if vain else nullcontext():
         assert FusedLayers().proof(Run(torch.device("cpu"), model=model), seen)["layers_ran"].startswith("2 by ")
 
 

@@ -150,8 +150,7 @@ class CUDAGraphs(Technique):
             evidence["step_replays"] = self._step.replays
         if note := self._eager_step or (self._step and self._step.note):
             evidence["step_is_eager"] = note
-        evaluation = ("eval_graphs", "eval_replays", "eval_note")
-        return evidence | {name: value for name in evaluation if (value := getattr(calls, name))}
+        return evidence | {n: v for n in ("eval_graphs", "eval_replays", "eval_note") if (v := getattr(calls, n))}
 
 
 def _forget_last_batch(run: Run) -> None:

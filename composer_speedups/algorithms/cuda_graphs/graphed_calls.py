@@ -58,7 +58,7 @@ class GraphedCalls:
         self._last: _Graph | None = None  # the graph of the last training call that replayed one
         self._parameters: list[nn.Parameter] = []
         self._trained: list[bool] | None = None  # which of the parameters required gradients when last looked at
-        # Whether each call looks for frozen parameters, for which Composer has events, and returns copies of outputs.
+        # Whether each call looks for frozen parameters and for a first replay, and returns copies of outputs.
         self.in_other_loop = True
         self._gradients: SharedGradients | None = None
         self._attribute: str | None = None
@@ -125,9 +125,8 @@ class GraphedCalls:
         awaits = self.in_other_loop and self.max_graphs and not (self.replays or self.paused() or is_untouched())
         if awaits and torch.is_grad_enabled():
             self._versions.append(sum(parameter._version for parameter in self.model.parameters()))
-            if len(self._versions) == self._versions.maxlen and len(set(self._versions)) > 2:
+            if len(self._versions) == self._versions.maxlen and (self.model.training or len(set(self._versions)) > 2):
                 fix = "call model(**batch) in train mode; with unpadding, collate by with_row_lengths(collate, model)"
-                self._versions.clear()
                 self.on_failure("training goes on, and no call was captured", fix)
 
     def forget_if_frozen(self) -> None:

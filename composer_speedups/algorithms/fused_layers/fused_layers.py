@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Literal
 
@@ -21,7 +22,7 @@ class FusedLayers(ComparedTechnique):
     Raises:
         Refusal: At INIT, without ``unpadding``, for a model without a supported layer, and on a GPU in fp32 or without
             Triton; with ``precision="fp8"``, also on a CPU, on a GPU older than Ada and in fp16. In the first batch,
-            for a custom model whose results differ, and in other loops than Composer's, on a GPU in fp32.
+            for a custom model whose results differ. In other loops than Composer's, fp32 on a GPU is a warning.
     """
 
     name = "fused_layers"
@@ -148,7 +149,7 @@ class FusedLayers(ComparedTechnique):
             how = "ran the stock model's code" if seen.ran["stock_layer"] else "did not run"
             raise self.no_effect(f"the layers {how}", "keep unpadding engaged, and do not compile the model afterwards")
         if seen.ran["torch_layer"] and next(run.model.parameters()).is_cuda:
-            raise self.no_effect("torch computed the layers, in float32", "train in bf16 or fp16")
+            warnings.warn("fused_layers: torch computed the layers, in float32; train in bf16 or fp16", stacklevel=2)
         if self._in_fp8 and not seen.ran["fused_layer_fp8"]:
             raise self.no_effect("no layer computed in 8 bits", "remove precision: fp8 for this model")
         embedded = next((way for name, way in _EMBEDDED.items() if seen.ran[name]), "not at all")
