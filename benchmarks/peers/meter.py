@@ -42,7 +42,6 @@ class Meter:
         self.losses: list[torch.Tensor] | None = [] if config.loggers.file is not None else None
         self.metrics: dict[str, float] = {}
         self.evaluations: list[dict[str, float]] = []
-        self._last: torch.Tensor | None = None
         self._batches = 0
         self._logger = Logger(self.state)
 
@@ -80,7 +79,8 @@ class Meter:
         if self.losses is not None:
             self.losses.append(loss.detach().clone())
         if state.timestamp.batch.value == self._batches:
-            self._last = loss.detach().clone()
+            # Waits for the GPU. HF Trainer waits before it returns, where the clock has stopped.
+            self.metrics["train_loss"] = float(loss.detach())
         self._tell(Event.BATCH_END)
 
     @contextlib.contextmanager
@@ -99,8 +99,6 @@ class Meter:
     def end(self) -> None:
         """End training."""
         self._tell(Event.FIT_END)
-        if self._last is not None:
-            self.metrics["train_loss"] = float(self._last)
 
     def write(self, folder: RunFolder, peer: str, evidence: Mapping[str, Any]) -> None:
         """Write report.json and print the summary."""

@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from composer.devices import DeviceCPU
 from transformers import DataCollatorWithFlattening, RobertaConfig
 
 from benchmarks.peers import bare_loop, flattened_loop, transformer_engine
-from benchmarks.peers.job import plan_of
+from benchmarks.peers.job import build_job, plan_of
+from benchmarks.peers.meter import Meter
 from benchmarks.proteins import write_proteins
+from composer_speedups.callbacks.throughput import PhaseClock, ThroughputMonitor
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.data.builtin import builtin_reviews
 from composer_speedups.train.config.load import load_config
@@ -105,6 +108,31 @@ def test_the_bare_loop_trains_with_the_files_techniques() -> None:
     applied = [name.partition("(")[0] for name in evidence["techniques"]]
     assert applied == ["Unpadding", "ForEachOptimizer", "TorchCompile"]
     assert evidence["graphs"] == ours["algorithms"]["torch_compile"]["evidence"]["graphs"] > 0
+
+
+def test_work_that_is_queued_at_the_end_counts_as_the_last_step() -> None:
+    now = [0.0]
+
+    class Queued(torch.Tensor):
+        """A loss that the GPU has only after five seconds."""
+
+        def __float__(self) -> float:
+            now[0] += 5.0
+            return 1.0
+
+    config = load_config(ROOT / "yamls" / "quickstart.yaml")
+    job = build_job(config, on_gpu=False)
+    meter = Meter(config, job.model, DeviceCPU())
+    (monitor,) = (c for c in meter.state.callbacks if isinstance(c, ThroughputMonitor))
+    monitor.clock = PhaseClock(lambda: now[0])
+    meter.begin(torch.optim.SGD(job.model.parameters()), batches=2)
+    for batch, _ in zip(job.train, range(2), strict=False):
+        meter.waiting()
+        meter.loaded(batch)
+        meter.end_batch(torch.tensor(1.0).as_subclass(Queued))
+    now[0] += 7.0  # HF Trainer returns only when the GPU has finished
+    meter.end()
+    assert [batch.seconds for batch in monitor.batches] == [0.0, 5.0]
 
 
 @pytest.mark.exhaustive
