@@ -176,7 +176,7 @@ def test_a_loop_of_ones_own_in_which_no_call_is_captured_is_refused(kind: str) -
             call(model)
             model.load_state_dict(model.state_dict())  # as one that averages weights does
     model.train()
-    fix = "call model(**batch) in train mode; with unpadding, collate by with_row_lengths(collate, model)"
+    fix = "call model(**batch) in train mode; unpadding needs a mask and with_row_lengths(collate, model)"
     reason = "the step cannot be captured (training goes on, and no call was captured)"
     with pytest.raises(Refusal, match=f"^{re.escape(f'cuda_graphs: {reason}; {fix}')}$"):
         steps(20)

@@ -126,7 +126,7 @@ class GraphedCalls:
         if awaits and torch.is_grad_enabled():
             self._versions.append(sum(parameter._version for parameter in self.model.parameters()))
             if len(self._versions) == self._versions.maxlen and (self.model.training or len(set(self._versions)) > 2):
-                fix = "call model(**batch) in train mode; with unpadding, collate by with_row_lengths(collate, model)"
+                fix = "call model(**batch) in train mode; unpadding needs a mask and with_row_lengths(collate, model)"
                 self.on_failure("training goes on, and no call was captured", fix)
 
     def forget_if_frozen(self) -> None:
