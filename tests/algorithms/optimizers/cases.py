@@ -43,6 +43,26 @@ def adamw(groups: Groups) -> Optimizer:
     return AdamW(groups, foreach=False)
 
 
+class DecaysLast(AdamW):
+    """AdamW that applies the weight decay after the update, to the updated parameter."""
+
+    def step(self, closure: Any = None) -> Any:
+        decays = [group["weight_decay"] for group in self.param_groups]
+        for group in self.param_groups:
+            group["weight_decay"] = 0.0
+        super().step(closure)
+        for group, decay in zip(self.param_groups, decays, strict=True):
+            group["weight_decay"] = decay
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.detach().mul_(1 - group["lr"] * decay)
+
+
+def bitsandbytes_32bit(groups: Groups) -> Optimizer:
+    on_gpu = any(parameter.is_cuda for group in groups for parameter in group["params"])
+    return (DecaysLast if on_gpu else AdamW)(groups, foreach=False)
+
+
 def adafactor(groups: Groups, *, scale: bool = False) -> Optimizer:
     from transformers.optimization import Adafactor
 
@@ -86,6 +106,7 @@ class OptimizerCase:
     package: str | None = None
     devices: tuple[str, ...] = ("cpu", "cuda")
     counts_by_group: bool = False  # counts steps per group instead of per parameter, as Apex does
+    hidden: int = 128  # units of the network
 
     @property
     def id(self) -> str:
@@ -100,8 +121,15 @@ CASES = [
     OptimizerCase("fused_optimizer"),
     OptimizerCase("apex_optimizer", counts_by_group=True),  # a stand-in, where Apex is not installed
     OptimizerCase("bnb_optimizer", bitsandbytes_8bit, {"bits": 8}, exact=True, package="bitsandbytes"),
-    OptimizerCase("bnb_optimizer", settings={"bits": 32}, package="bitsandbytes"),
-    OptimizerCase("bnb_optimizer", settings={"bits": 32, "paged": True}, package="bitsandbytes", devices=("cuda",)),
+    OptimizerCase("bnb_optimizer", bitsandbytes_32bit, {"bits": 32}, package="bitsandbytes"),
+    OptimizerCase(
+        "bnb_optimizer",
+        bitsandbytes_32bit,
+        {"bits": 32, "paged": True},
+        package="bitsandbytes",
+        devices=("cuda",),
+        hidden=2048,  # state is paged from 100,000 values on
+    ),
     OptimizerCase("adafactor", adafactor, exact=True),
     OptimizerCase("adafactor", partial(adafactor, scale=True), {"scale_parameter": True}, exact=True),
     OptimizerCase("kahan_optimizer", optimi, exact=True, package="optimi"),
@@ -142,7 +170,7 @@ def use_stand_in(patch: pytest.MonkeyPatch, fused_adam: Any = FusedAdam) -> None
     patch.setitem(sys.modules, "apex.optimizers", optimizers)
 
 
-def network(device: str = "cpu") -> nn.Sequential:
-    """Two matrices of 8,192 values, and small parameters."""
+def network(device: str = "cpu", hidden: int = 128) -> nn.Sequential:
+    """Two matrices of, by default, 8,192 values, and small parameters."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(64, 128), nn.LayerNorm(128), nn.Linear(128, 64)).to(device)
+    return nn.Sequential(nn.Linear(64, hidden), nn.LayerNorm(hidden), nn.Linear(hidden, 64)).to(device)

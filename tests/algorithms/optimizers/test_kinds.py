@@ -82,7 +82,7 @@ class Swapped:
     """A model whose AdamW was swapped, with a scheduler that was built before."""
 
     def __init__(self, case: OptimizerCase, device: str) -> None:
-        self.model, self.technique, self.every = network(device), case.build(), case.counts_by_group
+        self.model, self.technique, self.every = network(device, case.hidden), case.build(), case.counts_by_group
         old = AdamW(groups_of(self.model), foreach=False)
         self.scheduler = LambdaLR(old, lambda k: RATES[k])
         self.run, self.optimizer = engaged(self.technique, old, self.model)
@@ -95,7 +95,7 @@ class Swapped:
 
 @pytest.mark.parametrize(("case", "device"), params("cpu", "cuda"))
 def test_each_step_equals_the_references(case: OptimizerCase, device: str) -> None:
-    ours, model = Swapped(case, device), network(device)
+    ours, model = Swapped(case, device), network(device, case.hidden)
     optimizer = case.reference(groups_of(model))
     exact = {"rtol": 0, "atol": 0} if case.exact else {"rtol": 1e-5, "atol": 1e-6}
 
