@@ -186,9 +186,7 @@ def _held_out(split: _Split, examples: Mapping[int, Example], task: Task, config
     else:
         drawn = _stratified([example.get("labels") for example in examples.values()], count, config.seed)
     if len(drawn) == total:
-        raise DataError(
-            f"{split.where} has rows of only one {task.text_columns[0]}, which data.eval_fraction cannot split"
-        )
+        raise DataError(f"{split.where} has rows of one {task.text_columns[0]}, which data.eval_fraction cannot split")
     return {places[number] for number in drawn.tolist()}
 
 

@@ -222,9 +222,7 @@ class TaskSettings(Settings):
         """Settings of the section ``data`` that the task does not support."""
         random = data.source == "random" and not self.trains_on_random_tokens
         yield random, "data.source", f"random has no labels for model.task: {self.name}; use builtin"
-        fills = (
-            f"adds rows without a label, which the loss of model.task: {self.name} counts; set data.batch_size instead"
-        )
+        fills = f"adds rows without a label, which the loss of model.task: {self.name} counts; set data.batch_size"
         yield data.batch_tokens is not None and not self.ignores_labels, "data.batch_tokens", fills
         reads = f"{self.label_column!r} is also among data.text_columns, so the model would read the label"
         yield self.label_column in self.text_columns, "data.label_column", f"{reads}; name another column"

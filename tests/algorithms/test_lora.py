@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -257,3 +258,14 @@ def test_adapters_that_are_off_or_not_in_the_optimizer_are_detected() -> None:
         wrapper.enable_adapters(False)
     trainer.state.model.model.bert.embeddings.LayerNorm.weight.requires_grad_()  # so the loss requires grad
     assert_not_engaged(trainer, "no adapter got a gradient")
+
+
+def test_an_optimizer_that_was_made_before_and_not_passed_is_refused_with_the_fix() -> None:
+    model = tiny_bert()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    apply(model, [LoRA()])
+    batch = without_labels(awkward_batches()[0])
+    model(**batch).logits.sum().backward()
+    fix = re.escape("no step changed an adapter; pass apply the optimizer, or make the optimizer after it")
+    with pytest.raises(Refusal, match=f"^lora: .*{fix}$"):
+        optimizer.step()

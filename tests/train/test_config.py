@@ -123,6 +123,14 @@ def test_a_key_that_an_older_config_lacks_had_its_default_and_a_longer_training_
             check_same_run(load_config(file, [override]), Path("saved.yaml"))
 
 
+def test_the_longest_patience_that_can_stop_the_training_is_accepted() -> None:
+    """In units that cannot be compared, any is."""
+    file = write("seed: 1", "my.yaml")
+    times = ["trainer.max_duration=20ba", "trainer.eval_interval=5ba", "trainer.early_stopping.patience=9ba"]
+    for overrides in (times, [*times[:2], "trainer.early_stopping.patience=9ep"]):
+        assert load_config(file, overrides).trainer.early_stopping is not None
+
+
 def test_a_name_beside_a_size_of_the_file_is_refused() -> None:
     data = "data: {tokenizer: wordpiece}"
     file = write(f"{data}\nmodel: {{init: random, size: tiny}}", "my.yaml")

@@ -69,6 +69,7 @@ class LoRA(Technique):
         from composer_speedups.algorithms.lora.modules import ADAPTER, adapted_layers
 
         fix = "do not change requires_grad, the adapters and the optimizer after INIT"
+        fix = fix if run.optimizers else "pass apply the optimizer, or make the optimizer after it"
         adapters = [layer.lora_B[ADAPTER].weight for layer in adapted_layers(run.model).values()]  # zeros at first
         gradients = [p.grad for p in adapters if p.grad is not None and bool(p.grad.count_nonzero())]
         if not gradients and not seen.moved:

@@ -153,13 +153,16 @@ class TrainerConfig(Settings):
         if self.microbatch_tokens is not None:
             searched = "cannot be combined with microbatch_size=auto; set a number, or null"
             yield self.microbatch_size == "auto", "microbatch_tokens", searched
-            sharded = (
-                "gives ranks different numbers of forward passes, which FSDP does not support; set microbatch_size"
-            )
+            sharded = "gives ranks different numbers of forward passes, which FSDP cannot take; set microbatch_size"
             yield self.fsdp is not None, "microbatch_tokens", sharded
         if self.early_stopping is not None:
             unevaluated = "needs evaluations during the training; set trainer.eval_interval"
             yield self.eval_interval is None, "early_stopping", unevaluated
+            times = self.early_stopping.patience, self.eval_interval or "", self.max_duration
+            if len({time.lstrip(digits) for time in times}) == 1:
+                patience, every, end = (int(time.rstrip(ascii_lowercase)) for time in times)
+                never = f"is {times[0]}, too long to stop a training of {times[2]} early; lower it, or train for longer"
+                yield (end - 1) // every * every - every <= patience, "early_stopping.patience", never
 
 
 class CheckpointConfig(Settings):
