@@ -269,3 +269,15 @@ def test_an_optimizer_that_was_made_before_and_not_passed_is_refused_with_the_fi
     fix = re.escape("no step changed an adapter; pass apply the optimizer, or make the optimizer after it")
     with pytest.raises(Refusal, match=f"^lora: .*{fix}$"):
         optimizer.step()
+
+
+def test_without_an_optimizer_adapters_that_are_off_are_refused_with_their_own_fix() -> None:
+    model = tiny_bert()
+    apply(model, [LoRA()])
+    for layer in (*adapted_layers(model).values(), *trained_copies(model).values()):
+        layer.enable_adapters(False)
+    model.bert.embeddings.LayerNorm.weight.requires_grad_()  # so the loss requires grad
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    model(**without_labels(awkward_batches()[0])).logits.sum().backward()
+    with pytest.raises(Refusal, match=r"^lora: .*no adapter got a gradient; do not change requires_grad"):
+        optimizer.step()

@@ -69,7 +69,6 @@ class LoRA(Technique):
         from composer_speedups.algorithms.lora.modules import ADAPTER, adapted_layers
 
         fix = "do not change requires_grad, the adapters and the optimizer after INIT"
-        fix = fix if run.optimizers else "pass apply the optimizer, or make the optimizer after it"
         adapters = [layer.lora_B[ADAPTER].weight for layer in adapted_layers(run.model).values()]  # zeros at first
         gradients = [p.grad for p in adapters if p.grad is not None and bool(p.grad.count_nonzero())]
         if not gradients and not seen.moved:
@@ -78,7 +77,8 @@ class LoRA(Technique):
         if seen.moved is None:
             return evidence if seen.ended else NOT_YET  # the learning rate warms up from 0
         if seen.moved == 0:
-            raise self.no_effect("no step changed an adapter", fix)
+            unknown = "pass apply the optimizer, or make the optimizer after it"
+            raise self.no_effect("no step changed an adapter", fix if run.optimizers else unknown)
         return {**evidence, "parameters_moved": seen.moved}
 
     def export(self, run: Run, weights: dict[str, Any], folder: Path) -> dict[str, Any]:

@@ -158,11 +158,10 @@ class TrainerConfig(Settings):
         if self.early_stopping is not None:
             unevaluated = "needs evaluations during the training; set trainer.eval_interval"
             yield self.eval_interval is None, "early_stopping", unevaluated
-            times = self.early_stopping.patience, self.eval_interval or "", self.max_duration
-            if len({time.lstrip(digits) for time in times}) == 1:
-                patience, every, end = (int(time.rstrip(ascii_lowercase)) for time in times)
-                never = f"is {times[0]}, too long to stop a training of {times[2]} early; lower it, or train for longer"
-                yield (end - 1) // every * every - every <= patience, "early_stopping.patience", never
+            times = self.early_stopping.patience, self.eval_interval or "0", self.max_duration
+            (waits, every, end), units = zip(*map(_number_and_unit, times), strict=True)
+            never = f"is {times[0]}, too long to stop a training of {times[2]} early; lower it, or train for longer"
+            yield len({*units}) == 1 and (end - 1) // every * every - every <= waits, "early_stopping.patience", never
 
 
 class CheckpointConfig(Settings):
@@ -314,7 +313,6 @@ class Config(Settings):
 
     def checks(self) -> Iterator[Check]:
         model, data, precision = self.model, self.data, self.trainer.precision
-        stopping = self.trainer.early_stopping
         braces = f"must not contain braces, which Composer replaces in some of its paths: {self.runs_folder}"
         yield set(self.runs_folder) & set("{}"), "runs_folder", braces
         yield from self.task.run_checks(self)
@@ -323,18 +321,16 @@ class Config(Settings):
             "algorithms.kahan_optimizer={}, or keep float32 weights and compute in bf16 with mixed_precision"
         )
         yield model.dtype == "bfloat16" and "kahan_optimizer" not in self.algorithms, "model.dtype", lossy
-        kahan = self.algorithms.get("kahan_optimizer", {})
         must_stop = "bfloat16 cannot be trained without kahan_optimizer; set on_unavailable=stop"
-        may_continue = kahan.get("on_unavailable", self.on_unavailable) == "warn"
+        may_continue = self.algorithms.get("kahan_optimizer", {}).get("on_unavailable", self.on_unavailable) == "warn"
         yield model.dtype == "bfloat16" and may_continue, "model.dtype", must_stop
         foreign = (
             "wordpiece trains a new vocabulary, to which the pretrained embeddings do not belong; remove it for the "
             "model's own, or set model.init=random"
         )
         yield data.tokenizer == "wordpiece" and model.init == "pretrained", "data.tokenizer", foreign
-        nameless = data.tokenizer is None and model.init == "random" and model.size is not None
         missing = "is missing; a random model has no tokenizer: set data.tokenizer=wordpiece to train one, or name one"
-        yield nameless, "data.tokenizer", missing
+        yield data.tokenizer is None and model.init == "random" and model.size is not None, "data.tokenizer", missing
         both = "and algorithms.mixed_precision both set the precision; remove one of them"
         yield precision != "fp32" and "mixed_precision" in self.algorithms, "trainer.precision", both
         samples = "counts samples, of which batches of data.batch_tokens differ; set trainer.microbatch_tokens"
@@ -343,7 +339,7 @@ class Config(Settings):
         times = {
             "trainer.max_duration": self.trainer.max_duration,
             "trainer.eval_interval": self.trainer.eval_interval,
-            "trainer.early_stopping.patience": stopping and stopping.patience,
+            "trainer.early_stopping.patience": (stopping := self.trainer.early_stopping) and stopping.patience,
             "scheduler.warmup": self.scheduler.warmup,
             "checkpoint.interval": self.checkpoint.interval,
         }
@@ -357,7 +353,7 @@ class Config(Settings):
         warmup, duration = self.scheduler.warmup, self.trainer.max_duration
         if warmup.endswith("dur"):
             return
-        times = [(int(time.rstrip(ascii_lowercase)), time.lstrip(digits)) for time in (warmup, duration)]
+        times = [_number_and_unit(time) for time in (warmup, duration)]
         units = {unit for _, unit in times}
         both = f"is {warmup} and trainer.max_duration is {duration}"
         fix = "use one unit for both, or a fraction such as 0.1dur"
@@ -367,6 +363,10 @@ class Config(Settings):
             waits, trains = (n * (batches_per_epoch or 1) if unit == "ep" else n for n, unit in times)
             longer = f"{both}, so the learning rate never reaches its peak; shorten the warm-up, or train for longer"
             yield waits > trains, "scheduler.warmup", longer
+
+
+def _number_and_unit(time: str) -> tuple[int, str]:
+    return int(time.rstrip(ascii_lowercase)), time.lstrip(digits)
 
 
 def checkpoint_problem(name: str | None) -> str | None:
